@@ -27,11 +27,9 @@ kubectl apply -f manifests/samples/cpu-tiny.yaml
 kubectl get tlpool
 ```
 
-It installs the custom resource definitions, the ValidatingAdmissionPolicies, and the operator with its rights, and
-nothing else: no webhook, no certificate, no other chart. The pods that serve models come with the pools. How to install
-into some namespaces only, to upgrade and to uninstall: [docs/operations.md](../../docs/operations.md).
-
-`values.schema.json` refuses keys that are not listed here.
+It installs the CustomResourceDefinitions, the ValidatingAdmissionPolicies, and the operator with its rights. Pods that
+serve models come with the pools. See [docs/operations.md](../../docs/operations.md) for namespaced installs, upgrades
+and uninstalling. `values.schema.json` refuses keys that are not listed here.
 
 ## Values
 

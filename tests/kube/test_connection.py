@@ -116,7 +116,7 @@ async def hang_up(request: web.Request) -> web.StreamResponse:
         pytest.param("apply", [refusal(500)] * 9, QUICK.attempts, Unavailable, id="attempts are bounded"),
     ],
 )
-async def test_what_can_be_repeated_is(
+async def test_idempotent_requests_are_repeated(
     script: Script, cluster: Client, verb: str, answers: list[Handler], seen: int, error: type[KubeError] | None
 ) -> None:
     script.answers = [*answers]

@@ -289,7 +289,7 @@ def test_it_waits_as_long_as_a_busy_server_says() -> None:
     assert make().on_failure(Throttled("later", retry_after_s=7.0), 0.0) == 7.0
 
 
-def test_an_object_that_cannot_be_read_leaves_what_was_known(caplog: pytest.LogCaptureFixture) -> None:
+def test_unreadable_objects_keep_their_last_state(caplog: pytest.LogCaptureFixture) -> None:
     mirror = synced()
     with caplog.at_level(logging.ERROR, "treeline_kube"):
         broken = {"metadata": {"name": "a", "resourceVersion": "30"}, "value": "text"}
@@ -322,7 +322,7 @@ def test_an_object_as_deep_as_the_api_server_takes_keeps_no_other_unread() -> No
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"metadata": {}}', b"\xff"])
-def test_what_is_no_list_is_a_failure(body: bytes) -> None:
+def test_an_answer_that_is_not_a_list_is_a_failure(body: bytes) -> None:
     mirror = synced()
     mirror.on_failure(Gone("relist"), 0.0)
     with pytest.raises(Malformed):

@@ -3,7 +3,7 @@
 REFUSED_FLOW_CONTROL = [
     (
         "endpointPicker: {flowControl: {enabled: true, waitSeconds: 1.0, endpointRequests: 3}}",
-        "a pod is full by its predicted work or by its requests: remove waitSeconds or endpointRequests",
+        "waitSeconds and endpointRequests exclude each other: remove one of them",
     ),
     ("endpointPicker: {flowControl: {waitSeconds: 1.0}}", "set enabled, or remove waitSeconds"),
     ("endpointPicker: {flowControl: {endpointRequests: 3}}", "set enabled, or remove endpointRequests"),
@@ -15,21 +15,21 @@ REFUSED_FLOW_CONTROL = [
     ("endpointPicker: {flowControl: {maxBytes: 9}}", "set enabled or holdEmptyPoolSeconds, or remove maxBytes"),
     (
         "endpointPicker: {flowControl: {fairnessHeader: x-team}}",
-        "nothing asks whose a request is: set enabled or quotas, or remove fairnessHeader",
+        "fairnessHeader has no effect: set enabled or quotas, or remove it",
     ),
     (
         "endpointPicker: {flowControl: {enabled: true, fairnessHeader: authorization}}",
-        "this header carries a secret, and a client's name is told in messages and traces: name another",
+        "this header carries a secret, and client names appear in messages and traces: use another header",
     ),
     ("endpointPicker: {flowControl: {quotas: {}}}", "set configMapRef or secretRef, and not both"),
     (
         "endpointPicker: {flowControl: {quotas: {configMapRef: {name: a}, secretRef: {name: b}}}}",
-        "quotas are in one file: set configMapRef or secretRef, and not both",
+        "quotas are in one file: set either configMapRef or secretRef",
     ),
     (
         "{endpointPicker: {flowControl: {enabled: true, fairnessHeader: x-team}},"
         " gateway: {standalone: {apiKeysSecretRef: {name: keys}}}}",
-        "clients are told apart by their API keys: remove fairnessHeader, or gateway.standalone.apiKeysSecretRef",
+        "clients are named by API keys: remove fairnessHeader, or gateway.standalone.apiKeysSecretRef",
     ),
 ]
 ACCEPTED_FLOW_CONTROL = [

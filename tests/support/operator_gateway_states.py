@@ -166,12 +166,12 @@ GATEWAY_STATES = {
     "conflict": (
         world(LATE, others=(pool("older"),)),
         "GatewayReady True GatewayConflict",
-        "but not as this pool says: endpointPicker.replicas is 2 here, 1 in pool older (older)",
+        "but with other settings than this pool's: endpointPicker.replicas is 2 here, 1 in pool older (older)",
     ),
     "keys of a pool that is gone": (
         world(gateway_parts=(*gateway_children(), observed("ConfigMap", "treeline-gateway", data=RECORD))),
         "GatewayReady True ProtectionRetained",
-        "it keeps what a pool that is gone stated: ApiKeys; gateway.unprotected drops it",
+        "it keeps protections of a deleted pool: ApiKeys; gateway.unprotected drops it",
     ),
     "open to the world": (
         world(BALANCED, gateway_parts=gateway_children(service=ADDRESS)),
@@ -212,7 +212,7 @@ GATEWAY_STATES = {
     "route half judged": (
         gated(route((("True", "Accepted"), ("Unknown", "Pending")))),
         "RouteAccepted Unknown RoutePending",
-        "not judged yet: Gateway infra/edge",
+        "not processed yet: Gateway infra/edge",
     ),
     "route accepted": (gated(route(FINE)), "RouteAccepted True RouteAccepted", "Gateway infra/edge"),
     "route serves": (gated(route(FINE)), "Ready True Serving", "at http://llm.example"),

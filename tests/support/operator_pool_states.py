@@ -80,7 +80,7 @@ POOL_STATES = {
     "no keys yet": (
         world(children=(), pods=(), gateway_parts=()),
         "WorkloadsReady False KeysPending",
-        "as soon as gateway treeline has its keys",
+        "once gateway treeline has its keys",
     ),
     "no keys needed": (
         world(pool(engine={"type": "custom", "image": "x"}), children=(), pods=(), gateway_parts=()),
@@ -93,9 +93,9 @@ POOL_STATES = {
     "zero": (
         world(ZERO, pods=()),
         "Ready False ScaledToZero",
-        "replicas is 0: requests for the model are answered 503",
+        "replicas is 0: requests for the model get 503",
     ),
-    "zero, pods": (world(ZERO, pods=()), "WorkloadsReady True ScaledToZero", "no pods are asked for"),
+    "zero, pods": (world(ZERO, pods=()), "WorkloadsReady True ScaledToZero", "no pods are wanted"),
     "zero, model": (world(ZERO, pods=()), "ModelReady Unknown ScaledToZero", "no pod loads"),
     "zero, settled": (world(ZERO, pods=()), "Progressing False ScaledToZero", "no pods"),
     "deleted": (
@@ -145,7 +145,7 @@ POOL_STATES = {
         "ModelReady False WeightsDownloading",
         "75 % of builtin://tiny are there, downloaded by 1 pod",
     ),
-    "pickers unasked": (scaled(PICKER), "ScalingActive Unknown Pending", "not been asked"),
+    "pickers unasked": (scaled(PICKER), "ScalingActive Unknown Pending", "no picker was asked"),
     "scaled by its pickers": (
         scaled(PICKER, scaling=Scaling(heard=True)),
         "ScalingActive True AutoscalerActive",
@@ -185,17 +185,17 @@ POOL_STATES = {
             )
         ),
         "Warnings True DevicesUnused",
-        "accelerator.count is 8, and the engine uses 6 fewer",
+        "accelerator.count is 8, and 6 of them are unused",
     ),
     "a tokenizer that the picker cannot have": (
         world(pool(model={"uri": "path:///m", "name": "tiny"}, engine={"type": "vllm"})),
         "Warnings True RoutedByHistory",
-        "the tokenizer of tiny is at path:///m, which is in the runtime pods alone: requests are routed by history",
+        "the tokenizer of tiny is at path:///m, which is only in the runtime pods: requests are routed by history",
     ),
     "a picker that routes by history": (
         routed(pool(model={"uri": "hf://o/tiny"}, engine={"type": "vllm"}), "history", "TokenizerUnavailable"),
         "Warnings True RoutedByHistory",
-        "the picker says TokenizerUnavailable: it is away: requests are routed by history",
+        "the picker reports TokenizerUnavailable: it is away: requests are routed by history",
     ),
     "arguments that the picker is not told": (
         world(
@@ -205,7 +205,7 @@ POOL_STATES = {
             )
         ),
         "Warnings True ArgsUntold",
-        "engine.args says by --chat-template (model.chatTemplateRef is told to both), --api-key (",
+        "engine.args sets by --chat-template (model.chatTemplateRef sets both), --api-key (",
     ),
     "arguments that say what a field says": (
         world(
@@ -215,7 +215,7 @@ POOL_STATES = {
             )
         ),
         "Warnings True ArgsOverride",
-        "engine.args say --max-model-len (engine.contextLength): the fields have no effect",
+        "engine.args set --max-model-len (engine.contextLength): the fields have no effect",
     ),
     "a template that says what it cannot change": (
         world(
@@ -229,6 +229,6 @@ POOL_STATES = {
             )
         ),
         "Warnings True TemplateOverruled",
-        "keeps its own for spec.terminationGracePeriodSeconds, spec.containers[runtime].ports[9000,TCP]",
+        "the operator's own values of spec.terminationGracePeriodSeconds, spec.containers[runtime].ports[9000,TCP]",
     ),
 }

@@ -116,13 +116,13 @@ TROUBLES: dict[str, tuple[Any, ...]] = {
     "crash": (
         crashed(4, 1, message=TRACEBACK),
         Reason.CRASH_LOOPING,
-        "container runtime ended with exit code 1 (4 restarts); its last words: ValueError: bad page size",
+        "container runtime ended with exit code 1 (4 restarts); its last line: ValueError: bad page size",
     ),
-    "crash, silent": (crashed(1, 2), Reason.CRASH_LOOPING, "exit code 2 (1 restart); it said nothing"),
+    "crash, silent": (crashed(1, 2), Reason.CRASH_LOOPING, "exit code 2 (1 restart); it logged nothing"),
     "crash, between two ends": (
         runtime(RUNNING, restartCount=2, started=False, lastState=ended(1, message="boom")),
         Reason.CRASH_LOOPING,
-        "its last words: boom",
+        "its last line: boom",
     ),
     "crash, just now": (runtime(ended(3, message="boom")), Reason.CRASH_LOOPING, "exit code 3"),
     "killed for memory": (
@@ -161,7 +161,7 @@ TROUBLES: dict[str, tuple[Any, ...]] = {
     "a flag that there is not": (
         crashed(3, 2, message=USAGE),
         Reason.CRASH_LOOPING,
-        "its last words: treeline serve: error: unrecognized arguments: --prt 9000",
+        "its last line: treeline serve: error: unrecognized arguments: --prt 9000",
     ),
     "an error that points back": (
         crashed(3, 1, message=ENGINE_CORE),

@@ -1,4 +1,4 @@
-"""The ValidatingAdmissionPolicies: what a rule in a CRD cannot see, because it takes other objects to see it."""
+"""The ValidatingAdmissionPolicies: checks across objects, which rules of a CRD cannot make."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def _privileged() -> list[dict[str, Any]]:
             }
             for what, cel in _confinement().items()
         ],
-        why="Who may make pools may make pods; without this also pods that own the node, where Pod Security is off.",
+        why="Whoever may create pools may create pods: this keeps them from pods that control the node.",
         failure="Fail",
         variables={
             "pods": " + ".join(
@@ -180,7 +180,7 @@ def _model_names() -> list[dict[str, Any]]:
                 " + object.spec.modelName + ': the older of the two holds it; choose another name'",
             }
         ],
-        why="Of two models with one name the oldest holds it. The status says so; this says it at once.",
+        why="Of two models with one name the oldest holds it. Warns at apply; the status says it later.",
         failure="Ignore",
         variables={},
         conditions={"name-is-new": "oldObject == null || object.spec != oldObject.spec"},
@@ -220,7 +220,7 @@ def _gateway_settings() -> list[dict[str, Any]]:
                 " those of the older pool hold; make them equal or choose another gateway.name'",
             }
         ],
-        why="Pools of a gateway share its picker and its Envoy. The status says what conflicts; this says it at once.",
+        why="Pools of a gateway share its picker and its Envoy. Warns at apply; the status says it later.",
         failure="Ignore",
         variables={
             "samePicker": " && ".join(f"{picker('params', name)} == {picker('object', name)}" for name in shared),
@@ -243,25 +243,25 @@ def _open_gateways() -> list[dict[str, Any]]:
     keys = f"{standalone}.?apiKeysSecretRef.hasValue()"
     apart = f"object.spec.gateway.?isolation.orValue('PerKey') == 'PerKey' && {keys}"
     lacks = {
-        "apiKeysSecretRef: whoever reaches the load balancer is served": f"!({balancer}) || {keys}",
-        "tls: prompts and API keys cross the load balancer in the clear": (
+        "apiKeysSecretRef: everybody who reaches the load balancer is served": f"!({balancer}) || {keys}",
+        "tls: prompts and API keys cross the load balancer unencrypted": (
             f"!({balancer}) || {standalone}.?tls.hasValue()"
         ),
     }
     warnings = {f"gateway.standalone has no {what}": cel for what, cel in lacks.items()}
     warnings[
-        "without a picker requests are refused all the same (failureMode FailClose): the picker alone keeps clients"
-        " apart at engines other than treeline; set it, or gateway.isolation Shared"
+        "without a picker requests are refused (failureMode FailClose): with engines other than treeline only"
+        " the picker isolates clients; set FailClose, or gateway.isolation Shared"
     ] = f"!({apart}) || object.spec.engine.type == 'treeline' || object.spec.endpointPicker.failureMode == 'FailClose'"
     warnings[
-        "engine custom keeps clients apart only if it reads cache_salt from bodies: see that it does, or set"
+        "engine custom isolates clients only if it reads cache_salt from bodies: make sure that it does, or set"
         " gateway.isolation Shared"
     ] = f"!({apart}) || object.spec.engine.type != 'custom'"
     policy = _policy(
         "open-gateways",
         "inferencepools",
         [{"expression": cel, "message": message} for message, cel in warnings.items()],
-        why="A gateway that is open to the world, or that keeps its clients apart less than it seems, is seldom meant.",
+        why="Warns of a gateway that is open to everybody, or that isolates clients less than it seems.",
         failure="Ignore",
         variables={},
         conditions={
@@ -279,13 +279,11 @@ def all_policies() -> list[dict[str, Any]]:
 
 
 IMPOSSIBLE: Final = (
-    "that `poolRef` and `fallbackPools` name pools that exist: a policy can ask something of every other object, not "
-    "of one of them; `PoolNotFound` says it, and objects may be applied in any order",
-    "that a modelName is unique behind a gateway when the other model names another pool: the policy sees pairs, and a "
-    "model does not say which gateway its pool has; `ModelNameInUse` says it",
-    "that a Secret or a claim exists and holds what it should: policies read no other kinds; the conditions say it",
+    "that `poolRef` and `fallbackPools` name existing pools (see `PoolNotFound`)",
+    "that a modelName is unique among models of different pools of a gateway (see `ModelNameInUse`)",
+    "that a Secret or a claim exists and has the right content (see the conditions)",
 )
-"""What no policy can see, and who sees it instead."""
+"""What no policy can check, and where it shows."""
 
 
 def chart_template() -> str:

@@ -1,7 +1,7 @@
-"""What the operator may do in a cluster: each right by feature, with its reason; the chart's Roles are made from it.
+"""The operator's rights by feature, each with its reason; the chart's Roles are made from it.
 
-Two places: what is done in every watched namespace (`WATCHED`), and what is done in the operator's own (`OWN`). No
-right to read Secrets is declared, and none may be: tokens and keys are mounted by reference.
+`WATCHED` is for every watched namespace, `OWN` for the operator's own. There is no right to read Secrets, and there
+must be none: tokens and keys are mounted by reference.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from treeline_tools import GENERATED
 APPLY: Final = ("create", "patch")
 """Server-side apply is a PATCH; where that makes the object (answer 201) the API server asks for `create` too."""
 ON_CONFLICT: Final = "get"
-"""Used after a write alone that found another state than was observed; the only verb whose absence seldom shows."""
+"""Used only after a write conflict, so its absence seldom shows."""
 LASTING: Final = (ON_CONFLICT, *WATCH, *APPLY)
-"""A kind of which the operator makes objects and looks after them; they go with their owner alone."""
+"""For kinds that the operator creates and maintains; they are deleted only with their owner."""
 CHILD: Final = (*LASTING, "delete")
-"""A kind of which it also removes objects, while their owner stays."""
+"""For kinds whose objects it also deletes while their owner exists."""
 
 
 @dataclass(frozen=True, slots=True)
 class Feature:
     """Rights that are used together.
 
-    `value` is the key under `rbac` in the chart's values that grants them, empty for what must be granted.
+    `value` is the key under `rbac` in the chart's values that grants them; empty if always granted.
     """
 
     name: str
@@ -46,7 +46,7 @@ WATCHED: Final = (
                 "treeline.dev",
                 ("inferencepools/status", "inferencemodels/status"),
                 ("patch",),
-                "what came of it",
+                "their status",
             ),
         ),
     ),
@@ -54,23 +54,23 @@ WATCHED: Final = (
         "workloads",
         (
             Need("apps", ("deployments",), CHILD, "runtimes, pickers and Envoys"),
-            Need("", ("pods",), WATCH, "readiness and the causes of its absence"),
+            Need("", ("pods",), WATCH, "readiness, and why pods are not ready"),
             Need(
                 "",
                 ("pods",),
                 ("patch",),
-                "which pods are to go: out of the rotation first, then first of all",
+                "marking pods that leave: first out of rotation, then deleted first",
             ),
-            Need("", ("pods/log",), ("get",), "the last line of a crash, the progress of a download"),
-            Need("", ("services",), CHILD, "one URL a gateway, and the picker's address"),
-            Need("discovery.k8s.io", ("endpointslices",), WATCH, "whether anything answers at a gateway's URL"),
+            Need("", ("pods/log",), ("get",), "the last line of a crash; download progress"),
+            Need("", ("services",), CHILD, "a gateway's URL, and the picker's address"),
+            Need("discovery.k8s.io", ("endpointslices",), WATCH, "whether a gateway has endpoints"),
             Need("", ("serviceaccounts",), CHILD, "an identity for each picker and Envoy"),
-            Need("", ("configmaps",), CHILD, "Envoy's configuration, the gateway's anchor"),
+            Need("", ("configmaps",), CHILD, "Envoy's configuration, the gateway's record"),
             Need(
                 "",
                 ("secrets",),
                 ("create",),
-                "key pairs for KV sockets, keys to SGLang's administration; no Secret is ever read",
+                "key pairs of KV sockets, keys of SGLang's administration; no Secret is read",
             ),
         ),
     ),
@@ -88,7 +88,7 @@ WATCHED: Final = (
     Feature(
         "picker-role",
         (
-            Need("rbac.authorization.k8s.io", ("roles", "rolebindings"), LASTING, "what a picker may see"),
+            Need("rbac.authorization.k8s.io", ("roles", "rolebindings"), LASTING, "rights of a picker"),
             *(
                 Need(need.group, need.resources, need.verbs, f"granted to pickers: {need.why}", asked=False)
                 for need in PICKER
@@ -118,7 +118,7 @@ WATCHED: Final = (
     Feature("disruption", (Need("policy", ("poddisruptionbudgets",), CHILD, "evictions one at a time"),)),
     Feature(
         "network",
-        (Need("networking.k8s.io", ("networkpolicies",), CHILD, "default deny, and the paths of requests"),),
+        (Need("networking.k8s.io", ("networkpolicies",), CHILD, "default deny, and exceptions for requests"),),
     ),
     Feature(
         "events",
@@ -127,7 +127,7 @@ WATCHED: Final = (
                 "",
                 ("events",),
                 ("create", "list"),
-                "what the operator did and saw; while a pool is not Ready, what others saw of its pods",
+                "the operator's Events; Events of pods while a pool is not Ready",
             ),
         ),
     ),
@@ -135,15 +135,15 @@ WATCHED: Final = (
         "picker-scaling",
         (
             Need("treeline.dev", ("inferencepools/scale",), ("patch",), "autoscaling.type Picker"),
-            Need("autoscaling", ("horizontalpodautoscalers",), ("list",), "whether one of yours scales the pool"),
+            Need("autoscaling", ("horizontalpodautoscalers",), ("list",), "whether another autoscaler scales the pool"),
         ),
     ),
     Feature(
         "gateway-api",
         (
             Need("gateway.networking.k8s.io", ("httproutes",), CHILD, "gateway.parentRefs"),
-            Need("inference.networking.k8s.io", ("inferencepools",), CHILD, "what a route leads to"),
-            Need("gateway.networking.k8s.io", ("gateways",), ("get",), "whether the parents listen"),
+            Need("inference.networking.k8s.io", ("inferencepools",), CHILD, "backends of routes"),
+            Need("gateway.networking.k8s.io", ("gateways",), ("get",), "whether the parents are ready"),
         ),
         value="gatewayApi",
     ),
@@ -153,21 +153,21 @@ WATCHED: Final = (
         value="prometheus",
     ),
 )
-"""What is done in the namespaces whose pools the operator looks after."""
+"""Rights in the namespaces whose pools the operator manages."""
 
 LEASE: Final = "LEASE"
-"""Stands for the name of the operator's Lease, which the chart fills in."""
+"""Placeholder of the Lease's name, which the chart fills in."""
 
 OWN: Final = (
     Feature(
         "leader-election",
         (
-            Need("coordination.k8s.io", ("leases",), ("create",), "one of the replicas acts"),
+            Need("coordination.k8s.io", ("leases",), ("create",), "one replica is active"),
             Need("coordination.k8s.io", ("leases",), ("get", "update"), "the same", names=(LEASE,)),
         ),
     ),
 )
-"""What is done in the operator's own namespace."""
+"""Rights in the operator's own namespace."""
 
 
 def granted(features: Iterable[Feature]) -> set[tuple[str, str, str]]:
@@ -182,7 +182,7 @@ def granted(features: Iterable[Feature]) -> set[tuple[str, str, str]]:
 
 
 def feature_of(group: str, resource: str, verb: str) -> list[str]:
-    """The names of the features that a request belongs to; none means that nothing declares it."""
+    """The features that allow a request; empty if none does."""
     return [
         feature.name
         for feature in (*WATCHED, *OWN)
@@ -191,7 +191,7 @@ def feature_of(group: str, resource: str, verb: str) -> list[str]:
 
 
 def _rules(features: tuple[Feature, ...]) -> list[dict[str, Any]]:
-    """One entry a feature. What a feature that is always on grants already is not repeated by a later one."""
+    """One entry a feature, without what an earlier, always granted feature has."""
     entries: list[dict[str, Any]] = []
     held: set[tuple[str, str, str]] = set()
     for feature in features:

@@ -10,21 +10,16 @@ from treeline_operator.api.conditions import ConditionType, Reason
 _HEAD: Final = """\
 # Conditions and reasons
 
-What `kubectl describe tlpool` and `tlmodel` say, and what to do about it. This page is generated from the words that
-the operator uses (`operator/src/treeline_operator/api/conditions.py`); conditions, Events and metrics have
-the same ones.
+What `kubectl describe tlpool` and `tlmodel` show, and what to do. Conditions, Events and metrics use the same words.
 
-**Reading a status.** Look at `Ready`. It is True while requests for the model succeed, also while pods are added,
-replaced or missing; then `Progressing` and `WorkloadsReady` say how far that is. Its reason is that of the condition
-which matters most: what needs somebody comes before what passes by itself, also where it is True. Its message has
-names, numbers, and the line of the table below under "what to do". `observedGeneration` says which version of the
-spec was judged; `lastTransitionTime` moves only when the condition turns over. Conditions without a meaning for the
-pool are absent: `RouteAccepted` without `gateway.parentRefs`, `ScalingActive` without `autoscaling`,
-`Warnings` without any.
+**Reading a status.** `Ready` is True while requests for the model succeed, also while pods are added, replaced or
+missing; `Progressing` and `WorkloadsReady` then show the progress. The reason of `Ready` is that of the most important
+condition: what needs action comes first. Its message has names, numbers and what to do. `observedGeneration` is the
+version of the spec that was judged; `lastTransitionTime` changes with the condition's status only. `RouteAccepted` is
+absent without `gateway.parentRefs`, `ScalingActive` without `autoscaling`, `Warnings` without warnings.
 
-**Kinds.** *Well*: nothing to do. *Passes*: wait, or a state that somebody asked for. *Needs you*: it stays so until
-somebody acts; the Event is a Warning. What a normal start may show for a moment too has its time beside it, and the
-Warning comes when it has lasted for longer.
+**Kinds.** *Well*: nothing to do. *Passes*: wait, or a state that you asked for. *Needs you*: stays until somebody acts;
+the Event is a Warning. "After 60 s": a normal start may show it for that long, so the Warning comes later.
 """
 
 _SECTIONS: Final = (
@@ -35,9 +30,9 @@ _SECTIONS: Final = (
     (Reason.PICKER_SYNCED, "The picker"),
     (Reason.GATEWAY_SERVING, "The gateway"),
     (Reason.AUTOSCALER_ACTIVE, "Scaling"),
-    (Reason.CLAIM_NOT_SHAREABLE, "What the spec asks for in vain"),
+    (Reason.CLAIM_NOT_SHAREABLE, "Warnings"),
     (Reason.ACCEPTED, "InferenceModels"),
-    (Reason.CREATED, "What the operator did (Events only)"),
+    (Reason.CREATED, "Actions of the operator (Events only)"),
 )
 """Where a part of the list begins."""
 
@@ -51,7 +46,7 @@ def page() -> str:
 
 def _conditions() -> Iterator[str]:
     yield "## Conditions\n"
-    yield "| condition | all is well | means |\n|---|---|---|"
+    yield "| condition | healthy | meaning |\n|---|---|---|"
     for kind in ConditionType:
         yield f"| `{kind}` | {kind.polarity} | {kind.summary} |"
 
@@ -60,7 +55,7 @@ def _reasons() -> Iterator[str]:
     begins = dict(_SECTIONS)
     for reason in Reason:
         if reason in begins:
-            yield f"\n## {begins[reason]}\n\n| reason | kind | means | what to do |\n|---|---|---|---|"
+            yield f"\n## {begins[reason]}\n\n| reason | kind | meaning | what to do |\n|---|---|---|---|"
         info = reason.info
         kind = _KINDS[info.good] + (f" after {info.patience_s} s" if info.patience_s else "")
         yield f"| `{reason}` | {kind} | {info.summary} | {info.fix or 'Nothing.'} |"

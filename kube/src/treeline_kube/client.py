@@ -86,7 +86,7 @@ class Client(Connection):
         field_selector: str | None = None,
         page: int = 500,
     ) -> AsyncIterator[Object]:
-        """The objects of a kind, page by page, of one snapshot. Gone when it takes so long that the snapshot is."""
+        """List a kind page by page, from one snapshot. Raises Gone if the snapshot expires meanwhile."""
         resource = await self.resource(api_version, kind)
         query = [("limit", str(page))]
         query += [("labelSelector", label_selector)] if label_selector else []
@@ -96,7 +96,7 @@ class Client(Connection):
             pages = [*query, ("continue", more)] if more else query
             reply = await self._object(Call("list", resource.plural, resource.path(namespace or ""), pages))
             for item in reply["items"]:
-                # items of a list do not say what they are
+                # items of a list have no apiVersion and kind
                 yield {"apiVersion": api_version, "kind": kind, **item}
             more = reply["metadata"].get("continue", "")
             if not more:
@@ -118,8 +118,9 @@ class Client(Connection):
         return await self.patch_merge(ref, {"metadata": {"uid": uid}, "spec": {"replicas": replicas}})
 
     async def scale_by_subresource(self, ref: Ref, resource_version: str, replicas: int) -> None:
-        """The same through `/scale`, as autoscalers do it: a right to that is none to the rest of the spec. Conflict if
-        the object has changed since that version: the uid is not looked at there for custom resources."""
+        """Set replicas through `/scale`, as autoscalers do: this needs no right to the rest of the spec. Raises
+        Conflict if the object has changed since that version; the API server does not check the uid here for custom
+        resources."""
         _, path = await self._address(ref, "scale")
         plural = (await self.resource(ref.api_version, ref.kind)).plural
         query = [("fieldManager", self.field_manager)]
@@ -157,7 +158,7 @@ class Client(Connection):
     # Addresses
 
     async def resource(self, api_version: str, kind: str) -> Resource:
-        """How a kind is addressed: NotFound where the cluster does not have it."""
+        """The address of a kind. Raises NotFound if the cluster does not have it."""
         known = self._resources.get((api_version, kind))
         if known is None:
             prefix = "/apis" if "/" in api_version else "/api"

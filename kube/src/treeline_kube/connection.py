@@ -62,10 +62,10 @@ Streams = contextlib.AbstractAsyncContextManager[AsyncIterator[bytes]]
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """How long and how often to try: `attempt_s` bounds one attempt, `budget_s` a call with all its attempts.
+    """Retry settings: `attempt_s` bounds one attempt, `budget_s` all attempts of a call.
 
-    Pauses double from `base_s` up to `cap_s` and are jittered; a server's Retry-After is obeyed, and a call whose
-    next attempt would come after its budget fails at once.
+    Pauses double from `base_s` to `cap_s`, with jitter, and obey Retry-After. A call fails at once if its next attempt
+    would exceed the budget.
     """
 
     attempt_s: float = 15.0
@@ -99,7 +99,7 @@ class Call(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What came back: the status, the headers and the body."""
+    """A response: status, headers and body."""
 
     code: int
     headers: Mapping[str, str]
@@ -195,7 +195,7 @@ class Connection:
 
     def _pause(self, error: KubeError, attempt: int, retry: Retry) -> float:
         pause: float = min(retry.base_s * 2 ** (attempt - 1), retry.cap_s) * self._random.uniform(0.5, 1.0)
-        # those who were sent away together are not to come back together
+        # clients refused together should not return together
         return pause if error.retry_after_s is None else error.retry_after_s + pause
 
     @contextlib.asynccontextmanager
@@ -218,7 +218,7 @@ class Connection:
             await self._log_in_again()  # for the next try
             raise
         except TimeoutError as error:
-            raise Timeout(f"{what}: nothing came for {silence_s:g} s") from error
+            raise Timeout(f"{what}: no data for {silence_s:g} s") from error
         except (aiohttp.ClientError, OSError) as error:
             raise Unreachable(f"{what}: {str(error) or type(error).__name__}") from error
         finally:
@@ -230,7 +230,7 @@ class Connection:
         if call.writes and call.guarded and self.deadline is not None:
             left = self.deadline() - now()
             if left <= 0:
-                raise LostLease(f"{what}: not sent, we no longer hold the lease", sent=False)
+                raise LostLease(f"{what}: not sent: the lease is lost", sent=False)
             timeout_s = min(timeout_s, left)
         started, code = now(), 0
         try:
@@ -264,7 +264,7 @@ class Connection:
         except RuntimeError as error:
             if session in (self._requests, self._watches):
                 raise
-            raise Unreachable("the connection was given up for new credentials", sent=False) from error
+            raise Unreachable("the connection was closed for new credentials", sent=False) from error
         self._log_warnings(reply.response.headers)
         return reply
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
 _SELF_EXPLAINING: Final = frozenset({"ConfigException", "ParserError", "ScannerError"})
-"""Errors of the libraries beneath whose text says what is wrong with a file."""
+"""Errors of libraries that explain what is wrong with a file."""
 
 
 class Credentials:
@@ -52,10 +52,10 @@ class Credentials:
             raise self.refused(error) from error
 
     def refused(self, error: Exception) -> NoCluster:
-        """The error for credentials that nothing can be made of: one line, whatever the file is."""
+        """The error for unusable credentials, in one line."""
         where = self._file or "the service account of this pod"
         explains = isinstance(error, OSError | ValueError) or type(error).__name__ in _SELF_EXPLAINING
-        what = " ".join(str(error).split()) if explains else "it is no kubeconfig"
+        what = " ".join(str(error).split()) if explains else "it is not a kubeconfig"
         fix = "correct it, or give another --kubeconfig FILE or --context NAME"
         return NoCluster(f"no Kubernetes credentials from {where}: {what}; {fix}", sent=False)
 
@@ -70,6 +70,6 @@ class Credentials:
             return
         if self._given:
             raise NoCluster(f"--kubeconfig: there is no file {self._given}", sent=False)
-        outside = "" if os.environ.get("KUBERNETES_SERVICE_HOST") else "this is no pod, and "
+        outside = "" if os.environ.get("KUBERNETES_SERVICE_HOST") else "this is not a pod, and "
         text = f"no Kubernetes credentials: {outside}there is no file {self._file}; give --kubeconfig FILE"
         raise NoCluster(text, sent=False)

@@ -1,4 +1,4 @@
-"""Drives a reflector: the task that asks what it wants asked, for as long as it is to be followed."""
+"""Drives a reflector: the task that sends its requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SLICE_BYTES = 64 * 1024
 
 
 class Driver:
-    """A reflector and its connection. `on_change` is called when there is news, and with each error and its end."""
+    """A reflector and its connection. `on_change` is called after changes, errors and recoveries."""
 
     def __init__(
         self,
@@ -52,8 +52,8 @@ class Driver:
             except KubeError as error:
                 pause = self.reflector.on_failure(error, self._clock())
             except Exception:
-                # A defect of ours, or something in the client's library that has no type: never the end of following.
-                log.exception("following %s failed; it starts again", self.reflector.label)
+                # A bug, or an untyped error of the client's library: following must never end.
+                log.exception("following %s failed; restarting", self.reflector.label)
                 pause = self.reflector.on_failure(Malformed("internal error"), self._clock())
             if recovers or self.reflector.error is not None:
                 self._on_change()
@@ -84,7 +84,7 @@ class Driver:
 
 
 class Client(Protocol):
-    """What is needed of a connection. Both raise KubeError."""
+    """The connection that a driver needs. Both methods raise KubeError."""
 
     async def request(self, call: Call) -> Answer:
         """The whole answer."""

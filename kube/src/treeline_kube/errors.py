@@ -59,7 +59,7 @@ class KubeError(Exception):
         """Whether the server may have acted on the request."""
 
     def has_cause(self, reason: str) -> bool:
-        """Whether one of the causes is of that kind, for example `NamespaceTerminating`."""
+        """Whether one of the causes has this type, such as `NamespaceTerminating`."""
         return any(cause.reason == reason for cause in self.causes)
 
 
@@ -122,7 +122,7 @@ class Timeout(Unreachable):
 
 
 class NoCluster(Unreachable):
-    """There are no credentials that lead to an API server; the message says what was tried and what to do."""
+    """No credentials lead to an API server; the message says what was tried and what to do."""
 
 
 class Malformed(KubeError):
@@ -161,7 +161,7 @@ class _Status(msgspec.Struct):
     details: _Details | None = None
 
 
-# An apply with a field that the schema does not have is answered so, as an internal error without a reason.
+# The answer to an apply with an unknown field: an internal error without a reason.
 _UNTYPED = re.compile(r"failed to create typed patch object \([^)]*\): (?P<details>.*)", re.DOTALL)
 _UNKNOWN_FIELD = re.compile(r"(?P<field>\.\S+): (?P<fault>[^\n]+)")
 
@@ -171,7 +171,7 @@ def error_of(code: int, body: bytes, retry_after: str | None, what: str) -> Kube
     try:
         status = msgspec.json.decode(body, type=_Status)
     except (msgspec.DecodeError, RecursionError):
-        # not the API server's own words: a proxy's, or none
+        # not the API server's own answer but a proxy's, or none
         status = _Status(message=body[:200].decode(errors="replace").strip() or f"HTTP {code}")
     details = status.details or _Details()
     listed = (Cause(c.get("field", ""), c.get("reason", ""), c.get("message", "")) for c in details.causes or ())

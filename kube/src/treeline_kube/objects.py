@@ -11,10 +11,10 @@ T = TypeVar("T")
 
 
 class Objects(Generic[T]):
-    """`read` turns an object's JSON into what is kept of it; it raises `msgspec.MsgspecError`.
+    """`read` turns an object's JSON into what is stored; it raises `msgspec.MsgspecError`.
 
-    `objects` is never changed in place by a list, only replaced; events change it. `revision` counts changes. An object
-    that cannot be read leaves what was known of it as it was.
+    A list replaces `objects`, events change it in place. `revision` counts changes. An unreadable object keeps its last
+    known state.
     """
 
     def __init__(self, read: Callable[[msgspec.Raw], T]) -> None:
@@ -54,7 +54,7 @@ class Objects(Generic[T]):
         return True
 
     def deleted(self, data: msgspec.Raw) -> bool:
-        """An object went."""
+        """An object was deleted."""
         gone = self.objects.pop(_named(data).metadata.name, None) is not None
         self.revision += gone
         return gone

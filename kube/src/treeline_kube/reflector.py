@@ -1,8 +1,8 @@
-"""One collection as the API server has it: list, then watch, and again where that breaks. No socket, no clock.
+"""Follows one collection of the API server: list, then watch, and again after failures. No socket, no clock.
 
-Theory of operation. A reflector says what to ask next (`request`) and is given the outcome; what it learns goes to a
-sink. A sink keeps what it has until something newer has arrived in full, whatever breaks. The reflector is in one of
-three states, which `_transition` moves as this table says; a dash is an order of events that cannot be, OutOfOrder:
+A reflector names its next request (`request`), gets the outcome, and passes objects to a sink. A sink keeps its objects
+until a newer list is complete. The reflector has three states; `_transition` implements this table, where a dash is an
+impossible event, OutOfOrder:
 
 | event                        | LISTING                     | RESUMING                 | WATCHING                 |
 |------------------------------|-----------------------------|--------------------------|--------------------------|
@@ -16,13 +16,13 @@ three states, which `_transition` moves as this table says; a dash is an order o
 | 410 (also as an event)       | LISTING, in one piece [3]   | LISTING                  | LISTING                  |
 | 401, 403, 404, malformed     | LISTING                     | LISTING                  | LISTING                  |
 
-All that failed comes again after a backoff: at least as long as a 429 says, and `absent_s` where an optional kind is
-missing or forbidden, which counts as empty meanwhile.
+Failed requests are repeated after a backoff: at least a 429's Retry-After, and `absent_s` if an optional kind is
+missing or forbidden, which then counts as empty.
 
-[1] After a backoff if it was short and brought nothing: somebody ends our watches.
-[2] LISTING from the first page if nothing was heard for `outage_s`. That is for a control plane that was restored from
-a backup: its versions went back, and a watch from a version of the future would be silent for ever.
-[3] Where pages had come: the list is too long for the time that its pages live.
+[1] After a backoff if the watch was short and brought nothing: something ends our watches.
+[2] LISTING from the first page if the server was silent for `outage_s`: if it was restored from a backup, its versions
+went back, and a watch from a later version would be silent for ever.
+[3] After pages: the list takes longer than its pages live.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _UNREADABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class State(enum.Enum):
-    """What is asked next, or is open."""
+    """The next request, or the open one."""
 
     LISTING = "listing"
     RESUMING = "resuming"
@@ -61,7 +61,7 @@ class State(enum.Enum):
 
 
 class OutOfOrder(RuntimeError):
-    """A defect of the driver: it tells of something that cannot have happened in this state."""
+    """A bug in the driver: it reports an event that is impossible in this state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +84,9 @@ _Take = Callable[[msgspec.Raw], bool | None]
 
 
 class Sink(Protocol):
-    """Who keeps what a reflector sees. An object is its JSON; one that cannot be read raises `msgspec.MsgspecError`.
+    """Stores what a reflector sees. Objects are JSON; unreadable ones raise `msgspec.MsgspecError`.
 
-    What returns a bool says whether that was news.
+    Methods that return a bool return whether something changed.
     """
 
     def begin(self) -> None:
@@ -96,7 +96,7 @@ class Sink(Protocol):
         """The list names this object."""
 
     def complete(self, version: str) -> bool:
-        """The list has ended: what it has not named is gone."""
+        """The list is complete: objects that it did not name are gone."""
         ...
 
     def changed(self, data: msgspec.Raw) -> bool:
@@ -104,12 +104,12 @@ class Sink(Protocol):
         ...
 
     def deleted(self, data: msgspec.Raw) -> bool:
-        """This is gone."""
+        """An object was deleted."""
         ...
 
 
 class Health(msgspec.Struct, frozen=True):
-    """How far the sink can be trusted. `age_s` is the time since the server was last heard."""
+    """Whether the sink is current. `age_s` is the time since the server was last heard."""
 
     synced: bool
     watching: bool
@@ -152,7 +152,7 @@ _code = msgspec.json.Decoder(_Code).decode
 
 
 class Reflector:
-    """See the module. `advice` says by an error's `word` what to do about it; `page` is objects in one answer."""
+    """See the module. `advice` maps an error's `word` to advice; `page` is the number of objects per response."""
 
     def __init__(
         self,
@@ -177,7 +177,7 @@ class Reflector:
         self.error: KubeError | None = None
         """Why the collection is not followed now."""
         self.unavailable = False
-        """The server said that it is not there, or that we may not read it, and has listed nothing since."""
+        """The server reported the kind as absent or forbidden, and has listed nothing since."""
         self._advice = advice or {}
         self._page = page
         self._rng = rng or random.Random()
@@ -197,20 +197,20 @@ class Reflector:
 
     @property
     def usable(self) -> bool:
-        """What the sink has can be used: it was complete once, or the kind is optional and there is none."""
+        """Whether the sink can be used: it was complete once, or the kind is optional and absent."""
         return self.synced or (self.optional and self.unavailable)
 
     def health(self, now: float) -> Health:
-        """How it is."""
+        """The current health."""
         age = None if self._heard_at is None else max(0.0, now - self._heard_at)
-        waiting = None if self.synced else "its list has not been answered yet"
+        waiting = None if self.synced else "its list has not arrived yet"
         error = f"{self.error.word}: {self.error}" if self.error else waiting
         return Health(self.synced, self.synced and self.error is None, age, error)
 
     # --- asking -------------------------------------------------------------------------------------------------------
 
     def request(self) -> Call:
-        """What to ask now."""
+        """The next request."""
         query = [("labelSelector", self.collection.selector)] if self.collection.selector else []
         plural, path = self.collection.resource.plural, self.collection.path
         if self.state is State.LISTING:
@@ -228,7 +228,8 @@ class Reflector:
     # --- being answered -----------------------------------------------------------------------------------------------
 
     def on_page(self, body: bytes, now: float) -> bool:
-        """A page of a list. True when the list is complete and was news. Raises Malformed for what is no list."""
+        """Process a page of a list. True if the list is complete and changed something. Raises Malformed if it is not a
+        list."""
         self._expect(State.LISTING)
         try:
             with deep_json():
@@ -258,7 +259,7 @@ class Reflector:
         return self.sink.complete(self._version) or first
 
     def pause_after_list(self) -> float:
-        """How long to wait for the next request when a page has come."""
+        """The pause before the next request after a page."""
         if self.timing.poll_s is None or self._continue or not self.synced:
             return 0.0
         return self.timing.poll_s * self._rng.uniform(0.75, 1.0)
@@ -273,7 +274,7 @@ class Reflector:
         self._recovered(failures=self._failures)
 
     def on_data(self, data: bytes, now: float) -> bool:
-        """Bytes of the watch. True when they were news. Raises KubeError: the end of this watch."""
+        """Process bytes of the watch. True if something changed. Raises KubeError, which ends this watch."""
         self._expect(State.WATCHING)
         self._heard_at = now
         lines = (self._rest + data if self._rest else data).split(b"\n")
@@ -330,7 +331,7 @@ class Reflector:
         return self._read(self.sink.deleted if event.type == "DELETED" else self.sink.changed, event.object)
 
     def _read(self, take: _Take, data: msgspec.Raw) -> bool:
-        """Hand an object to the sink. One that cannot be read leaves what was known of it as it was."""
+        """Pass an object to the sink. An unreadable one keeps its last known state."""
         try:
             with deep_json():
                 return bool(take(data))
@@ -378,8 +379,8 @@ class Reflector:
         if known is not None and known.word == error.word:
             return
         if self.optional and self.unavailable:
-            log.warning("%s is not followed, which is optional: %s", self.label, self.advised())
+            log.warning("%s is optional and not followed: %s", self.label, self.advised())
         elif self.synced:
-            log.warning("%s is not followed, what is known stays in use: %s", self.label, self.advised())
+            log.warning("%s is not followed, known objects stay in use: %s", self.label, self.advised())
         else:
-            log.warning("%s cannot be listed, nothing is known yet: %s", self.label, self.advised())
+            log.warning("%s cannot be listed yet: %s", self.label, self.advised())

@@ -23,7 +23,7 @@ class Ref(NamedTuple):
 
 
 class Resource(NamedTuple):
-    """How a kind is addressed."""
+    """The address of a kind."""
 
     api_version: str
     kind: str

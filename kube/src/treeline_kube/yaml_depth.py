@@ -1,7 +1,7 @@
-"""How deep YAML and JSON are nested, found out before anything that recurses reads them.
+"""Checks the nesting depth of YAML and JSON before a recursive parser reads them.
 
-libyaml's composer is recursive C: a hundred kilobytes of `[` end the process. Its parser of events is not, so these are
-counted first. JSON is read here, too, as it is YAML.
+libyaml's composer is recursive C: a hundred kilobytes of `[` crash the process. Its event parser is not, so this counts
+events. JSON is covered too, since it is YAML.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class TooDeepError(yaml.YAMLError):
 
 @contextlib.contextmanager
 def deep_json() -> Iterator[None]:
-    """Decoders may follow JSON as deep as API servers send it, for so long."""
+    """Let decoders follow JSON as deep as API servers send it, within this context."""
     before = sys.getrecursionlimit()
     sys.setrecursionlimit(max(before, RECURSION))
     try:
@@ -39,7 +39,7 @@ def deep_json() -> Iterator[None]:
 
 
 def check_depth(text: str | bytes) -> None:
-    """Raises `TooDeepError`, and yaml.YAMLError for what is no YAML. O(text), and it stops where it is too deep."""
+    """Raises `TooDeepError`, and yaml.YAMLError for invalid YAML. O(text); stops where it is too deep."""
     depth = 0
     for event in yaml.parse(text, Loader=_Loader):
         if isinstance(event, _OPENING):
@@ -51,7 +51,7 @@ def check_depth(text: str | bytes) -> None:
 
 
 def is_too_deep(value: Any) -> bool:
-    """Whether decoded JSON is nested more than `MOST_DEPTH` deep. O(its size), and it stops where it is too deep."""
+    """Whether decoded JSON is nested more than `MOST_DEPTH` deep. O(size); stops where it is too deep."""
     level = [value]
     for _ in range(MOST_DEPTH + 1):
         maps = [one.values() for one in level if isinstance(one, dict)]

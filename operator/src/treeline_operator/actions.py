@@ -1,4 +1,4 @@
-"""What a plan consists of: writes to the API server, each with the reason for it."""
+"""The contents of a plan: writes to the API server, each with its reason."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from treeline_operator.world import Ref
 
 @dataclass(frozen=True, slots=True)
 class Apply:
-    """Server-side apply of `object` with our field manager, forced. Only fields that we own are in it.
+    """Server-side apply of `object` with our field manager, forced. It contains only fields that we own.
 
-    `drift` are the paths that somebody else changed under us, empty where the intent itself is new. `clears`: somebody
-    added something to what is ours as a whole; an apply alone would leave it there.
+    `drift` lists the paths that somebody else changed, empty if our own intent is new. `clears`: somebody added to a
+    part that we own as a whole, which an apply alone would leave.
     """
 
     object: dict[str, Any]
@@ -44,7 +44,7 @@ class CreateKeys:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Set `spec.replicas` of a Deployment whose template is not to be touched."""
+    """Set `spec.replicas` of a Deployment whose template must not change."""
 
     ref: Ref
     uid: str
@@ -54,11 +54,10 @@ class Scale:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Server-side apply of labels and annotations of exactly this pod, and of nothing else.
+    """Server-side apply of labels and annotations of exactly this pod.
 
-    What we marked before and leave out now is removed. `step` says where on its way out the pod is then: it begins to
-    drain, it may go, or it serves again. `in_flight` are the requests that it has, where that is known; `cut_off`
-    tells that they were waited for in vain.
+    Marks that we set before and leave out now are removed. `step` is the pod's next state: draining, released, or
+    serving again. `in_flight` is its number of requests, if known; `cut_off` says that the wait for them timed out.
     """
 
     ref: Ref
@@ -72,7 +71,7 @@ class Mark:
 
     @property
     def object(self) -> dict[str, Any]:
-        """What is applied. With a uid it makes nothing where the pod has gone."""
+        """The object to apply. With a uid it creates nothing if the pod is gone."""
         meta = {"name": self.ref.name, "namespace": self.ref.namespace, "uid": self.uid}
         marks = {"labels": self.labels, "annotations": self.annotations}
         return {"apiVersion": self.ref.api_version, "kind": self.ref.kind, "metadata": {**meta, **marks}}
@@ -92,10 +91,10 @@ Action = Apply | CreateKeys | Scale | Mark | Delete
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The actions of one unit, in the order in which they are to be done.
+    """The actions of one unit, in order.
 
-    `recheck_s` asks for another look after so many seconds, where time itself is a reason (a grace period).
-    `notes` explain decisions that led to no action, for `operate plan --explain` and the log.
+    `recheck_s` asks for another look after that many seconds, for example at the end of a grace period. `notes` explain
+    decisions without actions, for `operate plan --explain` and the log.
     """
 
     actions: tuple[Action, ...] = ()

@@ -23,9 +23,9 @@ INPUTS: Final = "treeline.dev/inputs"
 """Hash of what in the pools' specs the pods of a picker or an Envoy were made from."""
 
 DRAINING_SINCE: Final = "treeline.dev/draining-since"
-"""When a pod that is to go was taken out of the rotation."""
+"""When a leaving pod was taken out of rotation."""
 DELETION_COST: Final = "controller.kubernetes.io/pod-deletion-cost"
-"""Of pods that are equally ready a ReplicaSet gives up those with the lowest cost first."""
+"""Among equally ready pods a ReplicaSet deletes those with the lowest cost first."""
 LOWEST_COST: Final = "-2147483648"
 
 ADMIN_KEY_FILE: Final = "key"
@@ -37,7 +37,7 @@ MAX_NAME: Final = 40
 
 
 def digest(value: Any, length: int = 10) -> str:
-    """A short hash of plain JSON data, the same for equal data whatever the order of its keys."""
+    """A short hash of plain JSON data, independent of key order."""
     text = msgspec.json.encode(value, order="sorted")
     return hashlib.sha256(text).hexdigest()[:length]
 
@@ -63,7 +63,7 @@ def epp(gateway: str) -> str:
 
 
 def epp_peers(gateway: str) -> str:
-    """The Service whose addresses are those of the pickers themselves."""
+    """The headless Service with the pickers' own addresses."""
     return f"{epp(gateway)}-peers"
 
 

@@ -23,14 +23,14 @@ from treeline_operator.world import Images, Platform
 log = logging.getLogger("treeline_operator")
 
 _EXAMPLES: Final = """\
-what it needs: the CRDs of treeline.dev and the rights that the Helm chart grants. Without --kubeconfig it uses
+needs: the CRDs of treeline.dev and the rights of the Helm chart. Without --kubeconfig it uses
 $KUBECONFIG, the pod's ServiceAccount, or ~/.kube/config, in this order.
 
 examples:
   treeline operate                                   all namespaces, one of several replicas
   treeline operate --namespace ml --namespace dev    two namespaces; Roles are enough
   treeline operate --no-leader-elect --log-level debug --kubeconfig ~/.kube/config
-  treeline operate plan -f pool.yaml                 what it would make of a file; no cluster is asked
+  treeline operate plan -f pool.yaml                 preview of a file, without a cluster
 """
 
 
@@ -39,8 +39,8 @@ def parser() -> argparse.ArgumentParser:
     p = Parser(
         prog="treeline operate",
         usage="treeline operate [OPTIONS]\n       treeline operate plan -f FILE... [OPTIONS]",
-        description="Treeline's operator: makes InferencePools and InferenceModels into running pods, pickers and "
-        "gateways, and says in their status how far that is.",
+        description="Treeline's operator: creates pods, pickers and gateways for InferencePools and InferenceModels, "
+        "and reports their status.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -49,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
     add_flags(scope, Platform)
     add_flags(p.add_argument_group("leader election"), Settings, "leader election")
     add_flags(p.add_argument_group("pages"), Settings, "pages")
-    add_flags(p.add_argument_group("images, where a pool names none"), Images)
+    add_flags(p.add_argument_group("images for pools that name none"), Images)
     work = p.add_argument_group("work")
     add_flags(work, Settings, "work")
     add_flags(work, Platform, "work")

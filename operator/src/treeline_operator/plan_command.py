@@ -1,4 +1,4 @@
-"""`treeline operate plan`: what the operator would do with files, as a diff, and why; no cluster is asked."""
+"""`treeline operate plan`: what the operator would do with files, as a diff, and why; without a cluster."""
 
 from __future__ import annotations
 
@@ -39,22 +39,22 @@ Object = dict[str, Any]
 
 _OURS: Final[dict[str, type[Resource]]] = {POOL: InferencePool, MODEL: InferenceModel}
 _FOLLOWED: Final = frozenset(kind.resource.api for kind in EVERY)
-"""What else is in a cluster the operator does not see, and so leaves alone."""
+"""Kinds that the operator follows; it leaves others alone."""
 _NOISE: Final = ("uid", "resourceVersion", "generation", "creationTimestamp", "managedFields", "selfLink")
 _EXAMPLES: Final = """\
 examples:
-  treeline operate plan -f pool.yaml                      everything that a new pool leads to
+  treeline operate plan -f pool.yaml                      all objects of a new pool
   kubectl get tlpool,tlmodel,deploy,svc,cm,sa,role,rolebinding,pdb,netpol,pvc,pod -o yaml > now/all.yaml
   treeline operate plan -f pool.yaml --observed now       what an edited pool would change, and why
   treeline operate plan -f pool.yaml -o yaml | kubectl diff -f -
 
-What the operator does not follow (Secrets, autoscalers) is not looked at. The status is 0 if the files are sound,
-2 if they are not.
+Kinds that the operator does not follow (Secrets, autoscalers) are ignored. The exit status is 0 if the files are valid,
+2 otherwise.
 """
 
 
 class BadInput(Exception):
-    """A file cannot be used; the message says which, where and why."""
+    """A file is unusable; the message says which, where and why."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -71,18 +71,22 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         required=True,
         metavar="FILE",
-        help="YAML or JSON with InferencePools and InferenceModels (others are passed over); - is standard input; may "
+        help="YAML or JSON with InferencePools and InferenceModels (others are ignored); - is standard input; may "
         "be repeated",
     )
     p.add_argument(
         "--observed",
         type=Path,
         metavar="DIR",
-        help="what is in the cluster: files of `kubectl get … -o yaml`",
+        help="the present objects: files of `kubectl get … -o yaml`",
     )
     p.add_argument("-o", "--output", choices=("diff", "yaml"), default="diff", help="default: %(default)s")
-    p.add_argument("--explain", action="store_true", help="also say why, what waits or is left alone, and warnings")
-    p.add_argument("--namespace", default="default", metavar="NS", help="of objects that name none (%(default)s)")
+    p.add_argument(
+        "--explain", action="store_true", help="also show reasons, waiting or untouched objects, and warnings"
+    )
+    p.add_argument(
+        "--namespace", default="default", metavar="NS", help="namespace of objects that name none (%(default)s)"
+    )
     p.add_argument(
         "--api",
         action="append",
@@ -91,7 +95,7 @@ def parser() -> argparse.ArgumentParser:
         help="an optional API that the cluster has, such as gateway.networking.k8s.io/v1/HTTPRoute; may be repeated",
     )
     add_flags(p, Platform)
-    add_flags(p.add_argument_group("images, where a pool names none"), Images)
+    add_flags(p.add_argument_group("images for pools that name none"), Images)
     return p
 
 
@@ -110,7 +114,7 @@ def main(argv: Sequence[str], out: TextIO | None = None, now: datetime | None = 
         print(f"treeline operate plan: {exc}", file=sys.stderr)  # noqa: T201
         return 2
     if not ended:
-        print("treeline operate plan: the plan does not come to an end; this is a defect", file=sys.stderr)  # noqa: T201
+        print("treeline operate plan: the plan does not end; please report this bug", file=sys.stderr)  # noqa: T201
         return 1
     show = {"diff": _diffs, "yaml": _documents_of}[given.output]
     out.writelines(f"{line}\n" for line in show(simulation, given.explain))
@@ -121,10 +125,10 @@ def main(argv: Sequence[str], out: TextIO | None = None, now: datetime | None = 
 
 
 def load(simulation: Simulation, files: Sequence[str], observed: Path | None, namespace: str) -> None:
-    """Fill the simulation: what is there, and on top of it what is asked for. Raises `BadInput`."""
+    """Fill the simulation: the present state, then the desired objects. Raises `BadInput`."""
     if observed is not None:
         if not observed.is_dir():
-            raise BadInput(f"--observed {observed} is no directory")
+            raise BadInput(f"--observed {observed} is not a directory")
         for path in sorted(path for path in observed.rglob("*") if path.suffix in (".yaml", ".yml", ".json")):
             for where, obj in _documents(str(path), _read(str(path))):
                 _take_observed(simulation, where, obj)
@@ -136,7 +140,7 @@ def load(simulation: Simulation, files: Sequence[str], observed: Path | None, na
                 _take_asked(simulation, where, obj, namespace)
                 asked += 1
             else:
-                print(f"# {where}: {obj.get('apiVersion')} {obj['kind']} is not ours and passed over", file=sys.stderr)  # noqa: T201
+                print(f"# {where}: {obj.get('apiVersion')} {obj['kind']} is not ours, ignored", file=sys.stderr)  # noqa: T201
     if not asked:
         raise BadInput(f"no InferencePool or InferenceModel in {', '.join(files)}")
 
@@ -171,7 +175,7 @@ def _documents(name: str, text: str) -> Iterator[tuple[str, Object]]:
 
 def _kind(where: str, document: Any) -> str:
     if not isinstance(document, dict) or not isinstance(document.get("kind"), str):
-        raise BadInput(f"{where}: no Kubernetes object (it needs apiVersion, kind and metadata)")
+        raise BadInput(f"{where}: not a Kubernetes object (it needs apiVersion, kind and metadata)")
     return str(document["kind"])
 
 
@@ -214,7 +218,7 @@ def _take_asked(simulation: Simulation, where: str, obj: Object, namespace: str)
 
 
 def check_pods(simulation: Simulation) -> None:
-    """Raises `BadInput` for pods that no API server would take."""
+    """Raises `BadInput` for pods that an API server would refuse."""
     for world in simulation.worlds():
         if problem := gateway_problem(world.gateway) or template_problem(world.pool):
             raise BadInput(f"{Reason.TEMPLATE_INVALID}: {problem}")
@@ -229,7 +233,7 @@ def check_pods(simulation: Simulation) -> None:
 
 
 def _final(simulation: Simulation) -> list[SimulatedStep]:
-    """One step an object: from what it was first to what it is in the end."""
+    """One step per object: from its first state to its last."""
     by_ref: dict[Ref, SimulatedStep] = {}
     for step in simulation.steps:
         first = by_ref.get(step.action.ref)
@@ -242,7 +246,7 @@ def _diffs(simulation: Simulation, explaining: bool) -> Iterator[str]:
     for step in steps:
         yield from _diff(step, explaining)
     if not steps:
-        yield "# nothing to do: the cluster is as the files ask"
+        yield "# nothing to do: the cluster matches the files"
     if explaining:
         yield from _notes(simulation)
     if steps:
@@ -260,11 +264,11 @@ def _why(step: SimulatedStep, explaining: bool) -> Iterator[str]:
     ref = step.action.ref
     yield f"# {step.verb} {ref.kind} {ref.namespace}/{ref.name}: {step.action.why}"
     if explaining and isinstance(step.action, Apply) and step.action.drift:
-        yield f"#   changed by somebody else: {', '.join(step.action.drift)}"
+        yield f"#   changed by hand: {', '.join(step.action.drift)}"
 
 
 def _documents_of(simulation: Simulation, explaining: bool) -> Iterator[str]:
-    """What would be there, as YAML; what explains it stands in comments."""
+    """The resulting objects as YAML, with explanations as comments."""
     for step in _final(simulation):
         if explaining:
             yield from _why(step, explaining)
@@ -285,7 +289,7 @@ def _lines(before: Object | None, after: Object | None, name: str) -> Iterator[s
 
 
 def _notes(simulation: Simulation) -> Iterator[str]:
-    """What led to no action, what somebody should know, and how the models fare."""
+    """Decisions without actions, warnings, and the state of models."""
     yield from (f"# {about}: {note}" for about, notes in sorted(_told(simulation).items()) for note in notes)
     yield from _model_notes(simulation)
 
@@ -311,7 +315,7 @@ def _model_notes(simulation: Simulation) -> Iterator[str]:
 
 
 def _clean(obj: Object | None) -> Object | None:
-    """Without what the API server adds, and without what was made up for the simulation."""
+    """The object without fields of the API server and of the simulation."""
     if obj is None:
         return None
     meta = {name: value for name, value in obj["metadata"].items() if name not in _NOISE}
@@ -324,7 +328,7 @@ def _clean(obj: Object | None) -> Object | None:
 
 
 def _unowned(obj: Object) -> Object:
-    """The object for a cluster, in which an owner without a uid would be refused."""
+    """The object without owners that have no uid, which a cluster would refuse."""
     cleaned = _clean(obj) or {}
     meta = {**cleaned["metadata"]}
     owners = [owner for owner in meta.pop("ownerReferences", ()) if "uid" in owner]

@@ -1,4 +1,4 @@
-"""What the API server would refuse in a pod template, as far as its schema and its plainest rules tell without it."""
+"""Finds errors in pod templates that the API server would refuse, as far as its schema and simple rules show."""
 
 from __future__ import annotations
 
@@ -44,21 +44,20 @@ _WORDS: Final[dict[str, tuple[str, ...]]] = {
         *("", "BlockDevice", "CharDevice", "Directory", "DirectoryOrCreate", "File", "FileOrCreate", "Socket"),
     ),
 }
-"""Fields that take certain words alone (those of core/v1 of Kubernetes 1.35), where need be with the field around."""
+"""Fields with a fixed set of words (core/v1 of Kubernetes 1.35), with their parent field where needed."""
 _FREE: Final = frozenset(
     {"metadata", "nodeSelector", "matchLabels", "requests", "limits", "overhead", "volumeAttributes", "options"}
 )
-"""Maps whose keys are the user's."""
+"""Maps with keys of the user's choice."""
 
 
 def problems(template: Object) -> Iterator[str]:
-    """What is wrong with a rendered template, each as `path: what`.
+    """Errors in a rendered template, each as `path: error`.
 
-    (The client's types of Kubernetes take a second to load, and the running operator never needs them: it asks the API
-    server.)
+    (Kubernetes' client types take a second to load; the running operator asks the API server instead.)
     """
     misfits = list(_misfits(template))
-    # What does not fit the types is not looked at more closely.
+    # Pods that do not fit the types are not checked further.
     yield from misfits or _of_spec(template["spec"])
 
 
@@ -75,7 +74,7 @@ def _misfits(template: Object) -> Iterator[str]:
     else:
         # The types take Python's spelling of a field, too.
         plain = typed.model_dump(mode="json", by_alias=True, exclude_none=True)
-        yield from (f"{path}: there is no such field" for path in differences(template, plain))
+        yield from (f"{path}: unknown field" for path in differences(template, plain))
 
 
 def _of_spec(spec: Object) -> Iterator[str]:
@@ -102,7 +101,7 @@ def _of_spec(spec: Object) -> Iterator[str]:
 
 
 def _of_words(path: str, value: Any, name: str = "") -> Iterator[str]:
-    """Words that the fields do not take. `name` is the field that `value` is in."""
+    """Words that fields do not take. `name` is the field that `value` is in."""
     if isinstance(value, list):
         for index, item in enumerate(value):
             yield from _of_words(f"{path}[{index}]", item, name)

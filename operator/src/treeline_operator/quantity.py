@@ -1,7 +1,6 @@
-"""The number that a Kubernetes quantity stands for.
+"""The number of a Kubernetes quantity.
 
-Not `kubernetes.utils.parse_quantity`: importing it loads the whole client, 1.5 s of every `treeline operate plan`, into
-code that is to know nothing of a cluster.
+Not `kubernetes.utils.parse_quantity`: importing it loads the whole client, 1.5 s of every `treeline operate plan`.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _QUANTITY: Final = re.compile(
 
 
 def quantity(value: object) -> Decimal | None:
-    """`200m` → 0.2, `1Gi` → 1073741824, 0.2 → 0.2; None for what is no quantity."""
+    """`200m` → 0.2, `1Gi` → 1073741824, 0.2 → 0.2; None if it is not a quantity."""
     match = None if isinstance(value, bool) else _QUANTITY.fullmatch(str(value))
     if match is None:
         return None

@@ -1,7 +1,7 @@
-"""What a picker may see of its namespace: the rights that the operator grants to each picker's ServiceAccount.
+"""The rights that the operator grants to each picker's ServiceAccount.
 
-The operator's own rights are declared in `tools/treeline_tools/rbac.py`, from which the chart's Roles are made. It must
-hold all of these too: Kubernetes lets no account grant more than it has.
+The operator's own rights are in `tools/treeline_tools/rbac.py`, from which the chart's Roles are made. They must
+include all of these: Kubernetes lets no account grant more than it has.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ WATCH: Final = ("list", "watch")
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """One right: verbs on resources of one API group, and why it is asked for.
+    """One right: verbs on resources of one API group, and its reason.
 
-    `names` bounds it to objects of these names (verbs that name no object, such as `create`, cannot be bounded).
-    `asked` is False for a right that no request uses by itself: the API server looks for it while it admits another.
+    `names` limits it to objects of these names (not possible for verbs without a name, such as `create`). `asked` is
+    False for a right that no request uses by itself: the API server checks it while it admits another.
     """
 
     group: str
@@ -33,7 +33,7 @@ class Need:
         return rule | {"resourceNames": list(self.names)} if self.names else rule
 
     def covers(self, group: str, resource: str, verb: str) -> bool:
-        """Whether this right allows that request, names aside."""
+        """Whether this right allows the request, apart from names."""
         return group == self.group and resource in self.resources and verb in self.verbs
 
 
@@ -41,15 +41,14 @@ PICKER: Final = (
     Need("", ("pods",), WATCH, "the endpoints of its pools"),
     Need("treeline.dev", ("inferencepools", "inferencemodels"), WATCH, "pools and models that it serves"),
 )
-"""A picker of ours gets a gateway's name (`--gateway`), also behind a Gateway, and then asks for nothing else but what
-`rules_need` says. Users who run one for an upstream InferencePool (`--pool-name`) grant it the rights to that kind
-themselves."""
+"""Rights of our own pickers (`--gateway`), besides `rules_need`. Users who run a picker for an upstream InferencePool
+(`--pool-name`) grant it the rights to that kind themselves."""
 
 RULES_GROUPS: Final = ("inference.networking.x-k8s.io", "llm-d.ai")
-"""Where InferenceObjectives and InferenceModelRewrites (v1alpha2) are found: the API group of the Gateway API Inference
-Extension up to 1.5, and that of llm-d, which has them since."""
+"""API groups of InferenceObjectives and InferenceModelRewrites (v1alpha2): of the Gateway API Inference Extension up to
+1.5, and of llm-d since."""
 
 
 def rules_need(group: str) -> Need:
-    """What a picker with `--rules-group` asks for besides; these kinds may be missing from the cluster."""
+    """Further rights of a picker with `--rules-group`; these kinds may be missing from the cluster."""
     return Need(group, ("inferenceobjectives", "inferencemodelrewrites"), WATCH, "priorities and rewrites of requests")

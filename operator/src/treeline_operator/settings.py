@@ -11,7 +11,7 @@ from treeline_wire.settings import namespace, port_setting, setting
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What the command line says of the process."""
+    """The settings of the process, from the command line."""
 
     namespaces: tuple[str, ...] = setting(
         (),
@@ -19,15 +19,15 @@ class Settings:
         metavar="NS",
         parse=namespace,
         repeated=True,
-        help="look after this one only; may be repeated",
+        help="only this namespace; may be repeated",
     )
-    kubeconfig: Path | None = setting(None, help="connect by this file")
-    context: str | None = setting(None, help="the context of the kubeconfig, instead of its current one")
+    kubeconfig: Path | None = setting(None, help="kubeconfig to use")
+    context: str | None = setting(None, help="kubeconfig context, in place of its current one")
     leader_elect: bool = setting(
         True,
         group="leader election",
         either=True,
-        help="act only while holding the Lease; without it there must be one replica (default: yes)",
+        help="act only while holding the Lease; without it run a single replica (default: yes)",
     )
     lease_name: str = setting("treeline-operator", group="leader election", help="default: %(default)s")
     host: str = setting("127.0.0.1", group="pages", help="address of both ports (default: %(default)s)")
@@ -39,7 +39,7 @@ class Settings:
         flag="--resync-seconds",
         metavar="S",
         above=0,
-        help="look at everything so often (%(default)g)",
+        help="interval of checking everything (%(default)g)",
     )
     log_level: str = setting("info", group="logs", choices=LEVELS, help="default: %(default)s")
     log_format: str | None = setting(None, group="logs", choices=FORMATS, help=FORMAT_HELP)

@@ -1,4 +1,4 @@
-"""A cluster in memory that takes plans: what the operator would do, step by step, until it would do nothing more."""
+"""A cluster in memory that executes plans until nothing is left to do."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ class Simulation:
     notes: dict[Key, tuple[str, ...]] = field(default_factory=dict)
     _store: Store = field(default_factory=Store)
     _applied: dict[Ref, Object] = field(default_factory=dict)
-    """What the operator has applied last."""
+    """What the operator applied last."""
     _version: int = 1
 
     def put(self, obj: Object) -> None:
-        """Take an object in, as it would be in the cluster. Its uid and time of creation are made up if it has none."""
+        """Add an object as it would be in the cluster, with a made-up uid and creation time if it has none."""
         ref = Ref.of(obj)
         known = self._store.get(ref)
         meta: Object = {**obj["metadata"], "resourceVersion": str(self._next())}
@@ -82,7 +82,7 @@ class Simulation:
         return None if observed is None else observed.object
 
     def recall(self) -> None:
-        """Take for what the operator has applied so far what it would apply for the pools as they are."""
+        """Treat what the operator would apply for the present pools as already applied."""
         past = Simulation(self.platform, self.now)
         for ref, _ in sorted(self._store.pools()):
             past.put(self.get(ref) or {})
@@ -107,7 +107,7 @@ class Simulation:
         return False
 
     def worlds(self) -> Iterator[PoolWorld]:
-        """The pools, each with what is there for it."""
+        """The pools, each with its present objects."""
         observer = Observer(self._store, self.platform)
         for ref, _ in sorted(self._store.pools()):
             pool = observer.pool(ref.namespace, ref.name)
@@ -151,9 +151,8 @@ class Simulation:
 
 
 def merged(there: Any, before: Any, applied: Any, keys: tuple[str, ...] = ()) -> Any:
-    """What server-side apply makes of an object: our fields as we say, those of others as they are, and without what we
-    applied `before` and leave out now. `keys` are the names of the fields on the way to this one.
-    """
+    """The result of server-side apply: our fields as given, other owners' fields unchanged, and without fields that we
+    applied `before` and leave out now. `keys` is the path of field names to this value."""
     if isinstance(applied, dict):
         have, had = (one if isinstance(one, dict) else {} for one in (there, before))
         made = {}
@@ -175,7 +174,7 @@ def merged(there: Any, before: Any, applied: Any, keys: tuple[str, ...] = ()) ->
 
 
 def marked(pod: Object, mark: Mark) -> Object:
-    """What marking makes of a pod: ours are replaced as a whole."""
+    """The result of marking a pod: our marks are replaced as a whole."""
     meta = pod["metadata"]
     ours = (names.DRAINING_SINCE, names.DELETION_COST)
     kept = {name: value for name, value in (meta.get("annotations") or {}).items() if name not in ours}

@@ -1,4 +1,4 @@
-"""What the planner and the status see: immutable pictures of the cluster, from the API server or from files."""
+"""Input of planner and status: immutable snapshots of the cluster, from the API server or from files."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Key(NamedTuple):
-    """One unit of reconciliation: what is planned, applied and retried as a whole, never twice at once."""
+    """One unit of reconciliation, which never runs twice at once."""
 
     kind: Literal["pool", "gateway", "models"]
     namespace: str
@@ -35,8 +35,8 @@ class Key(NamedTuple):
 class Observed(msgspec.Struct, frozen=True):
     """An object as the API server has it, without `managedFields`.
 
-    The body stays encoded: thousands of them are held in memory, few are looked at. `foreign` are the fields in the
-    `spec` of a child that others than the operator own, each as `managedFields` spell its path.
+    The body stays encoded: thousands are in memory, few are read. `foreign` are the `spec` fields of a child that
+    others own, each as `managedFields` spell its path.
     """
 
     ref: Ref
@@ -63,7 +63,7 @@ def _foreign(obj: dict[str, Any]) -> tuple[tuple[str, ...], ...]:
     meta = obj["metadata"]
     if obj["kind"] == "Pod" or (meta.get("labels") or {}).get(names.MANAGED_BY) != names.MANAGER:
         return ()
-    # What a webhook changes in a write of the operator is written down as the operator's, and so stays.
+    # The API server attributes a webhook's changes to our writes to us, so they stay.
     others = (entry for entry in meta.get("managedFields") or () if entry.get("manager") != names.FIELD_MANAGER)
     specs = ((entry.get("fieldsV1") or {}).get("f:spec") for entry in others if not entry.get("subresource"))
     return tuple(path for spec in specs if spec for path in _leaves(("f:spec",), spec))
@@ -111,15 +111,15 @@ PROMETHEUS: tuple[dict[str, Any], ...] = (
         "podSelector": {"matchLabels": {"app.kubernetes.io/name": "prometheus"}},
     },
 )
-"""Who reads metrics by default, as peers of a NetworkPolicy. Not "such a pod in any namespace": a user who may start
-pods anywhere could call one of them prometheus; names of namespaces are given by who runs the cluster."""
+"""Default readers of metrics, as peers of a NetworkPolicy. The namespace is named because a user who may start pods
+anywhere could give one the label."""
 
 
 _PEER_FIELDS: Final = frozenset({"namespaceSelector", "podSelector", "ipBlock"})
 
 
 def _json(text: str) -> Any:
-    """What a text of JSON has, or argparse's complaint."""
+    """The value of a JSON text, or argparse's error."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as exc:
@@ -176,11 +176,11 @@ def _label(text: str) -> tuple[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Platform:
-    """What holds for the whole operator: its settings, and what the cluster offers.
+    """The operator's settings, and what the cluster offers.
 
-    `apis` are the optional kinds that the cluster has and that may be read, each `group/version/Kind` (see
-    `controller/kinds.py`); `forbidden` are those that may not be read, there or not.
-    `operator_namespace` and `operator_labels` let NetworkPolicies admit the operator to the picker's admin page.
+    `apis` are the optional kinds that exist and may be read, each `group/version/Kind` (see `controller/kinds.py`);
+    `forbidden` are those that may not be read. `operator_namespace` and `operator_labels` let NetworkPolicies admit the
+    operator to the picker's admin page.
     """
 
     images: Images = Images()
@@ -193,21 +193,23 @@ class Platform:
         env="POD_NAMESPACE",
         help="the operator's own namespace (default: $POD_NAMESPACE, else treeline-system)",
     )
-    cluster_domain: str = setting("cluster.local", metavar="DOMAIN", help="of the cluster's DNS (default: %(default)s)")
+    cluster_domain: str = setting(
+        "cluster.local", metavar="DOMAIN", help="domain of the cluster's DNS (default: %(default)s)"
+    )
     api_server_ports: tuple[int, ...] = port_setting(
         (443, 6443),
         least=1,
         flag="--api-server-port",
         metavar="P",
         repeated=True,
-        help="on which pods reach the API server, its Service's port and its own: NetworkPolicies let pickers out to "
-        "them; may be repeated (default: 443 and 6443)",
+        help="port of the API server (its Service's and its own), for NetworkPolicies of pickers; may be repeated "
+        "(default: 443 and 6443)",
     )
     metrics_from: tuple[dict[str, Any], ...] = setting(
         PROMETHEUS,
         metavar="JSON",
         parse=_peers,
-        help="who may read metrics of pods, pickers and Envoys: a list of NetworkPolicy peers, [] for nobody (default: "
+        help="who may read metrics of pods, pickers and Envoys: a list of NetworkPolicy peers, [] for none (default: "
         f"{json.dumps(PROMETHEUS)})",
     )
     monitor_labels: tuple[tuple[str, str], ...] = setting(
@@ -216,48 +218,48 @@ class Platform:
         metavar="KEY=VALUE",
         parse=_label,
         repeated=True,
-        help="a label of the PodMonitors of pods, pickers and Envoys, by which Prometheus selects; may be repeated",
+        help="label of PodMonitors, for Prometheus' selector; may be repeated",
     )
     monitor_interval: str = setting(
-        "", metavar="DURATION", help="how often Prometheus asks them, such as 30s (default: as Prometheus is set)"
+        "", metavar="DURATION", help="scrape interval, such as 30s (default: Prometheus' own)"
     )
     scrape_api_ports: bool = setting(
         False,
         either=True,
-        help="let those also to the API ports of vllm, sglang and custom engines, which serve metrics there and all "
-        "else with them (default: no)",
+        help="admit them also to the API ports of vllm, sglang and custom engines, which serve metrics and "
+        "everything else there (default: no)",
     )
     epp_template: dict[str, Any] | None = setting(
         None,
         metavar="JSON",
         parse=_fragment,
-        help="fragment of a PodTemplate for the pods of all pickers, over which pools lay their own (default: none)",
+        help="PodTemplate fragment for all pickers; pools' own fragments win (default: none)",
     )
     edge_template: dict[str, Any] | None = setting(
-        None, metavar="JSON", parse=_fragment, help="the same for the pods of all Envoys (default: none)"
+        None, metavar="JSON", parse=_fragment, help="the same for all Envoys (default: none)"
     )
     presets: dict[str, dict[str, Any]] | None = setting(
         None,
         metavar="JSON|FILE",
         parse=_presets,
-        help="parts of an InferencePool's spec by name, over which pools that name one as their preset lay their own "
-        "fields; or a file with values of the chart, of which `presets` is taken (default: none)",
+        help="presets: named parts of an InferencePool's spec, or a file of chart values with `presets`; a pool's "
+        "own fields win (default: none)",
     )
     rules_group: str = setting(
         RULES_GROUPS[0],
         metavar="GROUP",
         choices=("", *RULES_GROUPS),
-        help="the API group of the InferenceObjectives and InferenceModelRewrites that pickers follow, which may be "
-        f"missing from the cluster: {' or '.join(RULES_GROUPS)}; '' for none (default: %(default)s)",
+        help="the API group of the InferenceObjectives and InferenceModelRewrites that pickers follow, optional in "
+        f"the cluster: {' or '.join(RULES_GROUPS)}; '' for none (default: %(default)s)",
     )
     operator_labels: tuple[tuple[str, str], ...] = (("app.kubernetes.io/name", "treeline-operator"),)
 
     def lacking(self, api: str) -> str:
-        """Why an optional kind cannot be used, in words; empty where it can."""
+        """Why an optional kind cannot be used; empty if it can."""
         if api in self.apis:
             return ""
         absent = f"the cluster does not have {api}"
-        return f"the operator may not list and watch {api}: see its role" if api in self.forbidden else absent
+        return f"the operator may not list and watch {api}: check its role" if api in self.forbidden else absent
 
 
 class PickerEndpoint(msgspec.Struct, frozen=True):
@@ -276,7 +278,7 @@ class PickerEndpoint(msgspec.Struct, frozen=True):
 
 
 class Event(NamedTuple):
-    """A Warning event: why, in words, when it was last seen, and the name and uid of the object that it is about."""
+    """A Warning event: the reason, when it was last seen, and the name and uid of its object."""
 
     reason: str
     message: str
@@ -295,8 +297,8 @@ class Event(NamedTuple):
 
 
 class PoolRouting(NamedTuple):
-    """By which way a picker finds what a pool has cached: `way` is `events` or `tokens` where it knows, `history` where
-    it goes by what it sent where. `reason` and `message` say why it is no better one; both may be empty."""
+    """How a picker routes a pool: `way` is `events` if it knows the caches, else `history`. `reason` and `message` say
+    why it is `history`; both may be empty."""
 
     way: str
     reason: str = ""
@@ -305,9 +307,9 @@ class PoolRouting(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PickerView:
-    """What a picker says of itself: pool name → its endpoints, pool name → the models it serves, pool name → its way.
+    """A picker's report: pool name → its endpoints, its models, its way of routing.
 
-    It was so `at` that moment, by the operator's clock, or later.
+    It was true at `at` on the operator's clock, or later.
     """
 
     synced: bool
@@ -327,8 +329,8 @@ class Scaled(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """How scaling a pool by its pickers goes: `owner` is an autoscaler of somebody else, which is left to it. `heard`:
-    its pickers tell of the demand. `last` is None where this process has not set the replicas yet."""
+    """State of scaling a pool by its pickers. `owner` is another autoscaler, which then has priority. `heard`: its
+    pickers report their demand. `last` is None until this process has set the replicas."""
 
     heard: bool = False
     owner: str = ""
@@ -357,13 +359,12 @@ class GatewayWorld:
 
 @dataclass(frozen=True, slots=True)
 class PoolWorld:
-    """A pool and all that its plan and its status depend on.
+    """A pool and everything that its plan and status depend on.
 
-    `children` carry the pool's label, `pods` are its runtime pods. `gateway` is the gateway that it shares, as seen by
-    the gateway's own plan. `picker` is None while nothing is known of the picker's list, and then `picker_silent_since`
-    is when that was found. `events` are Warning events of its pods and replica sets. `parents` are those of its
-    Gateways that may be read. `scaling` is None until it was checked whether to scale it by its pickers. `commits` are
-    those of downloads that run, by URI.
+    `children` carry the pool's label, `pods` are its runtime pods. `gateway` is the shared gateway, as in its own plan.
+    `picker` is None without a report of the picker, and `picker_silent_since` says since when. `events` are Warning
+    events of its pods and ReplicaSets. `parents` are its readable Gateways. `scaling` is None until the scaler has
+    looked at it. `commits` are those of running downloads, by URI.
     """
 
     pool: InferencePool

@@ -166,8 +166,8 @@ REFUSED_POOLS = [
         for template, says in (
             ("{metadata: {labels: {treeline.dev/x: y}}}", "labels of treeline.dev on pods are the operator's"),
             ("{metadata: {annotations: {treeline.dev/kv-events-port: '1'}}}", "annotations of treeline.dev and"),
-            ("{metadata: {labels: {'a b': y}}}", "a key is a name of 63 characters or fewer"),
-            ("{metadata: {annotations: {'a b': y}}}", "a key is a name of 63 characters or fewer"),
+            ("{metadata: {labels: {'a b': y}}}", "write a name of 63 characters or fewer"),
+            ("{metadata: {annotations: {'a b': y}}}", "write a name of 63 characters or fewer"),
         )
     ),
     ("engine: {args: [--port, '9000']}", "--port (engine.port)"),
@@ -208,7 +208,7 @@ REFUSED_POOLS = [
     *(
         (
             f"template: {{metadata: {{annotations: {{{key}: x}}}}}}",
-            "annotations of treeline.dev and controller.kubernetes.io/pod-deletion-cost on pods are the operator's:"
+            "annotations of treeline.dev and controller.kubernetes.io/pod-deletion-cost on pods are reserved:"
             " remove them from template.metadata.annotations",
         )
         for key in (
@@ -225,7 +225,7 @@ REFUSED_POOLS = [
     *(
         (
             form.replace("KEY", json.dumps(key)),
-            "a key is a name of 63 characters or fewer, or example.com/name: correct it",
+            "invalid key: write a name of 63 characters or fewer, or example.com/name",
         )
         for form in (
             "gateway: {standalone: {annotations: {KEY: x}}}",
@@ -241,7 +241,7 @@ REFUSED_MODELS = [
     ("fallbackPools: [{name: tiny}]", "remove it from fallbackPools"),
 ]
 REFUSED_NAMES = [
-    ("InferencePool", "a" * 41, "use 40 or fewer"),
+    ("InferencePool", "a" * 41, "use 40 characters or fewer"),
     ("InferencePool", "1st", "a letter first"),
     ("InferencePool", "a.b", "a letter first"),
     ("InferencePool", "tiny-epp", "choose a name without such an end"),
@@ -385,7 +385,7 @@ def broken(obj: dict[str, Any]) -> list[str]:
         *(("InferenceModel", *case) for case in REFUSED_MODELS),
     ],
 )
-def test_what_makes_no_sense_is_refused_in_words_that_say_the_fix(refusal, kind, text, message):
+def test_invalid_specs_are_refused_with_the_fix(refusal, kind, text, message):
     obj = document(kind, text)
     assert message in refusal(obj)
     try:
@@ -403,7 +403,7 @@ def test_names_are_bounded_so_that_derived_names_fit(refusal, kind, name, messag
 
 
 @pytest.mark.parametrize(("kind", "text", "message"), REFUSED_BY_SHAPE)
-def test_what_has_the_wrong_shape_is_refused(refusal, kind, text, message):
+def test_wrong_shapes_are_refused(refusal, kind, text, message):
     assert message in refusal(document(kind, text))
 
 
@@ -421,7 +421,7 @@ def test_a_string_that_could_be_taken_for_something_else_is_refused_by_the_api_s
     ("kind", "text"),
     [*(("InferencePool", t) for t in ACCEPTED_POOLS), *(("InferenceModel", t) for t in ACCEPTED_MODELS)],
 )
-def test_what_makes_sense_is_taken(refusal, kind, text):
+def test_valid_specs_are_accepted(refusal, kind, text):
     obj = document(kind, text)
     assert refusal(obj) == ""
     assert broken(obj) == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -114,7 +115,7 @@ def as_json_schema(node: Any) -> Any:
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32), kind=st.sampled_from(list(SCHEMAS)))
-def test_what_our_types_take_fits_the_schema(seed, kind):
+def test_accepted_objects_fit_the_schema(seed, kind):
     spec = Chance(seed).spec(kind.__name__)
     obj = {
         "apiVersion": "treeline.dev/v1alpha1",
@@ -132,7 +133,7 @@ def test_what_our_types_take_fits_the_schema(seed, kind):
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32), data=st.data())
-def test_what_the_schema_refuses_our_types_refuse(seed, data):
+def test_refused_by_the_schema_means_refused_by_our_types(seed, data):
     spec = Chance(seed).spec("InferencePool")
     obj = {
         "apiVersion": "treeline.dev/v1alpha1",
@@ -165,18 +166,65 @@ def _leaves(value: Any) -> Iterator[tuple[Any, Any]]:
 # The page and the chart
 
 
+def rows_of(table: str) -> dict[str, str]:
+    return {line.split("`")[1]: line for line in table.splitlines() if line.startswith("| `")}
+
+
+def is_listed(field: str, rows: dict[str, str]) -> bool:
+    """Whether a reader finds the field: in a row of its own, or by the row of an object around it."""
+    if field in rows:
+        return True
+    around, _, name = field.rpartition(".")
+    while around and around.removesuffix("[]") not in rows:
+        around, _, before = around.rpartition(".")
+        name = f"{before}.{name}"
+    row = rows.get(around.removesuffix("[]"), "")
+    if "object with `name`" in row:
+        return name == "name"
+    same = re.search(r"Fields: as in `(.+)`\.", row)
+    return same is not None and is_listed(f"{same[1]}.{name}", rows)
+
+
 def test_the_page_has_every_field_and_every_rule():
     page = api_page.page()
-    for schema in SCHEMAS.values():
+    for schema, section in zip(SCHEMAS.values(), re.split("^## ", page, flags=re.MULTILINE)[1:], strict=False):
+        spec, _, status = re.split("### (?:Rules|status)", section)
+        tables = {".spec.": rows_of(spec), ".status.": rows_of(status)}
         for path, node in nodes(schema):
-            field = path.removeprefix(".spec.").removeprefix(".status.")
-            if path.startswith((".spec.", ".status.")) and not path.endswith("[]"):
-                assert f"| `{field}` |" in page, path
+            for part, rows in tables.items():
+                if path.startswith(part) and not path.endswith("[]"):
+                    assert is_listed(path.removeprefix(part), rows), path
             for rule in node.get("x-kubernetes-validations", ()):
-                assert rule["message"] in page
+                setting = re.match(r"(\w+) is a setting of ", rule["message"])
+                parameter = re.match(r"(\w+) is a parameter of (\w+)", rule["message"])
+                if setting:
+                    assert f"| `{setting[1]}` | " in page.split("## Settings of engines")[1]
+                elif parameter:
+                    row = next(line for line in page.splitlines() if f".{parameter[1]}` |" in line)
+                    assert f"| {parameter[2]}" in row
+                else:
+                    assert rule["message"] in page
     for line in page.splitlines():
         if line.startswith("|"):
             assert line.replace("\\|", "").count("|") in (3, 4, 5, 6), line
+
+
+@pytest.mark.parametrize(
+    ("field", "listed"),
+    [
+        ("a.size", True),
+        ("b.size", True),
+        ("b.none", False),
+        ("c.name", True),
+        ("c.key", False),
+        ("d", False),
+        ("e[].size", True),
+    ],
+)
+def test_a_field_that_no_row_leads_to_is_found_missing(field, listed):
+    rows = {"a": "| `a` |", "a.size": "| `a.size` |", "b": "| `b` | Fields: as in `a`. |"}
+    rows |= {"c": "| `c` | object with `name` |", "e": "| `e` | Fields: as in `a`. |"}
+    assert is_listed(field, rows) is listed
 
 
 def test_texts_cannot_be_taken_for_a_template_of_the_chart():

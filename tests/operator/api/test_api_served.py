@@ -309,11 +309,11 @@ OPEN = {
     f"gateway: {{standalone: {{{KEYS}}}}}": [],
     "gateway: {parentRefs: [{name: g}]}": [],
     "": [],
-    f"{{{VLLM}, gateway: {{standalone: {{{KEYS}}}}}}}": ["without a picker requests are refused all the same"],
+    f"{{{VLLM}, gateway: {{standalone: {{{KEYS}}}}}}}": ["without a picker requests are refused"],
     f"{{{VLLM}, gateway: {{isolation: Shared, standalone: {{{KEYS}}}}}}}": [],
     f"{{{VLLM}, gateway: {{standalone: {{{KEYS}}}}}, endpointPicker: {{failureMode: FailClose}}}}": [],
     f"{{model: {{uri: path:///m}}, engine: {{type: custom, image: i}}, gateway: {{standalone: {{{KEYS}}}}},"
-    " endpointPicker: {failureMode: FailClose}}": ["engine custom keeps clients apart only if"],
+    " endpointPicker: {failureMode: FailClose}}": ["engine custom isolates clients only if"],
 }
 
 

@@ -21,7 +21,7 @@ def pool(text: str) -> InferencePool:
 
 @pytest.mark.parametrize("text", ["5%\n", "5%%", " 5%", "5", "101%", "05%", "\u0665%"])
 @pytest.mark.parametrize("field", ["rollout: {maxSurge: %s}", "disruptionBudget: {maxUnavailable: %s}"])
-def test_what_is_not_wholly_a_percentage_is_refused_without_an_api_server(field, text):
+def test_invalid_percentages_are_refused_without_an_api_server(field, text):
     with pytest.raises(ValidationError, match="is no percentage"):
         pool(field % json.dumps(text))
 
@@ -38,7 +38,7 @@ def test_an_object_of_a_newer_version_is_read_and_a_file_with_a_slip_is_not():
         InferencePool.from_object(obj, strict=True)
 
 
-def test_what_cannot_be_understood_is_an_error():
+def test_unreadable_answers_are_errors():
     for text in ("model: {uri: az://bucket/x}", "engine: {type: other}", "accelerator: {type: tpu}"):
         with pytest.raises(ValidationError):
             pool(text)
@@ -118,7 +118,7 @@ def test_quantities_have_the_values_that_kubernetes_gives_them(text, value):
     assert quantity(text) == Decimal(value)
 
 
-def test_what_is_no_quantity_has_no_value_and_is_refused():
+def test_invalid_quantities_are_refused():
     for text in ("", "big", "1 Gi", "1Ki2", "1kk", "\u0665"):
         assert quantity(text) is None
         with pytest.raises(ValidationError):

@@ -78,8 +78,8 @@ current-context: c
     ("content", "complaint"),
     [
         (None, "there is no file"),
-        (b"", "it is no kubeconfig"),
-        (b"- a list", "it is no kubeconfig"),
+        (b"", "it is not a kubeconfig"),
+        (b"- a list", "it is not a kubeconfig"),
         (b"a: [", "while parsing"),
         (b"\xff\xfe", "can't decode"),
         (b"kind: Config", "current-context"),
@@ -144,7 +144,7 @@ def test_json_that_is_nested_deep_is_refused(flag: str, depth: int, capsys: pyte
     assert re.search("nested more than 100 deep|recursion depth", capsys.readouterr().err)
 
 
-def test_readers_of_metrics_can_be_chosen_and_can_be_nobody() -> None:
+def test_metrics_readers_can_be_chosen_or_none() -> None:
     assert parser().parse_args([]).metrics_from == PROMETHEUS
     assert parser().parse_args(["--metrics-from", "[]"]).metrics_from == ()
     peer = {"namespaceSelector": {}, "podSelector": {"matchLabels": {"app": "x"}}}

@@ -85,14 +85,14 @@ def test_a_new_pool_is_shown_whole_with_reasons(tmp_path: Path) -> None:
     assert "uid-of-" not in text
 
 
-def test_what_is_so_already_is_left_alone(tmp_path: Path) -> None:
+def test_equal_objects_are_not_written(tmp_path: Path) -> None:
     observed = as_cluster(tmp_path, POOL)
     text = plan("-f", write(tmp_path / "p.yaml", POOL), "--observed", str(observed))
     # Keys are never read, so whether they exist is not known; the picker's Deployment says that they do.
-    assert text == "# nothing to do: the cluster is as the files ask\n"
+    assert text == "# nothing to do: the cluster matches the files\n"
 
 
-def test_what_the_operator_does_not_follow_is_left_alone(tmp_path: Path) -> None:
+def test_kinds_that_are_not_followed_are_left_alone(tmp_path: Path) -> None:
     observed = as_cluster(tmp_path, POOL)
     pool = {"apiVersion": "treeline.dev/v1alpha1", "kind": "InferencePool", "name": "a"}
     meta = {
@@ -105,7 +105,7 @@ def test_what_the_operator_does_not_follow_is_left_alone(tmp_path: Path) -> None
     hpa = {"apiVersion": "autoscaling/v2", "kind": "HorizontalPodAutoscaler", "metadata": meta, "spec": {}}
     write(observed / "hpa.yaml", yaml.safe_dump(hpa))
     text = plan("-f", write(tmp_path / "p.yaml", POOL), "--observed", str(observed))
-    assert text == "# nothing to do: the cluster is as the files ask\n"
+    assert text == "# nothing to do: the cluster matches the files\n"
 
 
 def test_an_edit_is_shown_as_a_change_of_few_lines(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ SECURED = """
         "",
     ],
 )
-def test_what_is_taken_out_of_a_pool_is_gone_from_what_would_be(off: str, tmp_path: Path) -> None:
+def test_fields_removed_from_a_pool_are_removed_from_its_objects(off: str, tmp_path: Path) -> None:
     """The plan from one spec to another ends where the other's alone ends, whatever the first one had."""
     whole = AFTER + SECURED
     less = whole.replace(f"{off}\n", "\n") if off else AFTER
@@ -180,10 +180,10 @@ def test_a_scale_down_shows_who_would_drain(tmp_path: Path) -> None:
     assert "# change Pod default/a-1: 1 replicas wanted" in text
     assert "+    treeline.dev/serving: 'false'" in text
     assert "# scale" not in text
-    assert "# pool default/a: pod a-1 is to go: its requests are not known yet" in text
+    assert "# pool default/a: pod a-1 leaves: its requests are not known yet" in text
 
 
-def test_what_somebody_changed_is_named(tmp_path: Path) -> None:
+def test_manual_changes_are_named(tmp_path: Path) -> None:
     observed = as_cluster(tmp_path, POOL)
     everything = yaml.safe_load((observed / "all.yaml").read_text())
     for obj in everything["items"]:
@@ -191,10 +191,10 @@ def test_what_somebody_changed_is_named(tmp_path: Path) -> None:
             obj["spec"]["ports"][0]["targetPort"] = 9
     (observed / "all.yaml").write_text(yaml.safe_dump(everything))
     file = write(tmp_path / "p.yaml", POOL)
-    assert "#   changed by somebody else: spec.ports" in plan("-f", file, "--observed", str(observed), "--explain")
+    assert "#   changed by hand: spec.ports" in plan("-f", file, "--observed", str(observed), "--explain")
     shown = plan("-f", file, "--observed", str(observed))
     assert [line for line in shown.splitlines() if line.startswith("# change")] == [
-        "# change Service default/treeline-gateway: the URL: somebody changed it"
+        "# change Service default/treeline-gateway: the URL: changed by hand"
     ]
 
 
@@ -220,25 +220,25 @@ def test_it_is_told_where_the_operator_lives(tmp_path: Path) -> None:
     ("text", "complaint"),
     [
         ("a: [", "p.yaml: while parsing"),
-        ("- 1", "p.yaml: no Kubernetes object"),
+        ("- 1", "p.yaml: not a Kubernetes object"),
         ("", "no InferencePool or InferenceModel in"),
         ("apiVersion: v1\nkind: Pod\nmetadata: {name: x}", "no InferencePool or InferenceModel in"),
         (POOL.replace("v1alpha1", "v2"), "treeline.dev/v2 InferencePool is not ours"),
         (
             POOL.replace("spec: {", "spec: {modle: 1, "),
-            "spec.modle: there is no such field; did you mean model?",
+            "spec.modle: unknown field; did you mean model?",
         ),
         (
             AFTER + "  engine: {contextLenght: 1}",
-            "spec.engine.contextLenght: there is no such field; did you mean conte",
+            "spec.engine.contextLenght: unknown field; did you mean conte",
         ),
-        (AFTER + "  engine: {xyz: 1}", "spec.engine.xyz: there is no such field\n"),
-        (AFTER + "  preset: h100", "p.yaml: PresetMissing: there is no preset h100; the operator has: none"),
+        (AFTER + "  engine: {xyz: 1}", "spec.engine.xyz: unknown field\n"),
+        (AFTER + "  preset: h100", "p.yaml: PresetMissing: unknown preset h100; the operator has: none"),
         (POOL.replace("builtin://tiny", "tiny"), "p.yaml: "),
         (POOL + "---\n" + POOL.replace("uri", "url"), "p.yaml: document 2: spec.model.uri: Field required"),
         (POOL.replace("metadata: {name: a}", "metadata: []"), "metadata"),
-        ("kind: List\nitems: [1]", "p.yaml: items[0]: no Kubernetes object"),
-        ("kind: List\nitems: [{kind: [a]}]", "p.yaml: items[0]: no Kubernetes object"),
+        ("kind: List\nitems: [1]", "p.yaml: items[0]: not a Kubernetes object"),
+        ("kind: List\nitems: [{kind: [a]}]", "p.yaml: items[0]: not a Kubernetes object"),
         (AFTER + TEMPLATE + "{metadata: null}", "spec.template: metadata, spec and its containers"),
         (AFTER + TEMPLATE + "{spec: {containers: null}}", "spec.template: metadata, spec and its containers"),
         (AFTER + TEMPLATE + "{metadata: []}", "TemplateInvalid: spec.template: metadata must be a map"),
@@ -246,18 +246,18 @@ def test_it_is_told_where_the_operator_lives(tmp_path: Path) -> None:
         (AFTER + RUNTIME + "env: [{name: [x]}]}]}}", "every item of env needs a name"),
         (
             AFTER + TEMPLATE + "{spec: {nodeSelectr: {a: b}}}",
-            "spec.nodeSelectr: there is no such field; did you mean nodeSelector?",
+            "spec.nodeSelectr: unknown field; did you mean nodeSelector?",
         ),
         (
             AFTER + "  endpointPicker: {template: {spec: {nodeSelectr: {}}}}",
             "TemplateInvalid: the pods of Deployment default/treeline-epp are invalid: spec.nodeS",
         ),
         (AFTER + "  endpointPicker: {template: {spec: {securityContext: []}}}", "securityContext must be a map"),
-        (AFTER + RUNTIME + "envs: []}]}}", "spec.containers[0].envs: there is no such field; did you mean env?"),
-        (AFTER + TEMPLATE + "{spec: {node_selector: {a: b}}}", "spec.node_selector: there is no such field"),
+        (AFTER + RUNTIME + "envs: []}]}}", "spec.containers[0].envs: unknown field; did you mean env?"),
+        (AFTER + TEMPLATE + "{spec: {node_selector: {a: b}}}", "spec.node_selector: unknown field"),
         (AFTER + TEMPLATE + "{spec: {priority: high}}", "spec.priority: Input should be a valid integer"),
         (AFTER + TEMPLATE + "{spec: {restartPolicy: Never}}", "spec.restartPolicy: a Deployment's pods have Always"),
-        (AFTER + RUNTIME + "livenessProbe: {periodSecs: 3}}]}}", "livenessProbe.periodSecs: there is no such field"),
+        (AFTER + RUNTIME + "livenessProbe: {periodSecs: 3}}]}}", "livenessProbe.periodSecs: unknown field"),
         (
             AFTER + RUNTIME + "resources: {limits: {memory: 1Mi}}}]}}",
             "512Mi of memory are requested and limited to 1Mi",
@@ -297,10 +297,10 @@ def test_a_sample_can_be_planned(sample: Path, capsys: pytest.CaptureFixture[str
     assert all(f"# create Deployment default/{pool['metadata']['name']}-" in shown for pool in pools)
     passed_over = [line.split(": ")[2] for line in capsys.readouterr().err.splitlines()]
     foreign = [obj for obj in objects if not obj["kind"].startswith("Inference")]
-    assert passed_over == [f"{obj['apiVersion']} {obj['kind']} is not ours and passed over" for obj in foreign]
+    assert passed_over == [f"{obj['apiVersion']} {obj['kind']} is not ours, ignored" for obj in foreign]
 
 
-def test_what_explains_a_plan_stands_in_the_yaml_as_comments_with_warnings(tmp_path: Path) -> None:
+def test_yaml_output_has_explanations_and_warnings_as_comments(tmp_path: Path) -> None:
     loud = (
         AFTER
         + "  gateway: {standalone: {serviceType: LoadBalancer}}\n"
@@ -321,7 +321,7 @@ def test_files_that_are_not_there_are_refused(tmp_path: Path, capsys: pytest.Cap
     assert "none.yaml" in capsys.readouterr().err
     file = write(tmp_path / "p.yaml", POOL)
     assert main(["-f", file, "--observed", str(tmp_path / "none")], io.StringIO(), NOW) == 2
-    assert "is no directory" in capsys.readouterr().err
+    assert "is not a directory" in capsys.readouterr().err
     (tmp_path / "o").mkdir()
     write(tmp_path / "o" / "x.yaml", "apiVersion: v1\nkind: Service\n")
     assert main(["-f", file, "--observed", str(tmp_path / "o")], io.StringIO(), NOW) == 2

@@ -71,12 +71,12 @@ VALID: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize(("spec", "says"), INVALID.values(), ids=INVALID)
-def test_what_is_no_pod_is_told_with_its_path(spec: dict[str, Any], says: str) -> None:
+def test_errors_of_pods_have_their_path(spec: dict[str, Any], says: str) -> None:
     assert says in "; ".join(problems(template(template={"spec": spec})))
 
 
 @pytest.mark.parametrize("spec", VALID.values(), ids=VALID)
-def test_what_is_a_pod_has_no_problem(spec: dict[str, Any]) -> None:
+def test_valid_pods_have_no_problems(spec: dict[str, Any]) -> None:
     assert list(problems(template(template={"spec": spec}))) == []
 
 
@@ -89,7 +89,7 @@ def test_what_is_a_pod_has_no_problem(spec: dict[str, Any]) -> None:
         {"containers": [{"name": "runtime", "resources": {"claims": 3}}]},
     ],
 )
-def test_what_has_another_shape_is_told_and_no_crash(spec: dict[str, Any]) -> None:
+def test_data_of_another_shape_is_reported_without_a_crash(spec: dict[str, Any]) -> None:
     made = template()
     assert list(problems({**made, "spec": {**made["spec"], **spec}}))
 

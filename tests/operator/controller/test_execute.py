@@ -164,7 +164,7 @@ def seen_service() -> Store:
     return store
 
 
-async def test_what_others_added_is_cleared_before_the_apply() -> None:
+async def test_additions_are_cleared_before_the_apply() -> None:
     server = Server()
     done = await execute(server, seen_service(), Apply(service(), "", ("spec.ports",), clears=True))
     assert server.calls == ["replace s", "apply s"]
@@ -255,7 +255,7 @@ async def test_one_of_ours_that_we_did_not_see_is_applied(meta: dict[str, Any]) 
 
 
 @pytest.mark.parametrize(("owners", "is_ours"), [(["pool", "other"], True), (["other"], False)])
-async def test_what_pools_share_and_lost_its_label_is_known_by_its_owners(owners: list[str], is_ours: bool) -> None:
+async def test_shared_objects_without_label_are_recognised_by_owner(owners: list[str], is_ours: bool) -> None:
     """A gateway's anchor has several owners and no controller."""
 
     def shared(*uids: str) -> list[dict[str, Any]]:
@@ -273,7 +273,7 @@ async def test_something_that_one_of_our_owners_merely_holds_is_not_ours() -> No
     assert (await execute(server, Store(), Apply(obj("s"), ""))).refused
 
 
-async def test_what_is_not_as_observed_is_looked_at_and_planned_anew() -> None:
+async def test_unexpected_objects_are_read_and_planned_again() -> None:
     store = Store()
     gone, other = seen(store, "gone"), seen(store, "other")
     there = obj("other", uid="another")
@@ -289,7 +289,7 @@ async def test_what_is_not_as_observed_is_looked_at_and_planned_anew() -> None:
 
 
 @pytest.mark.parametrize("fault", [Unavailable("503", code=503), LostLease("too late")])
-async def test_what_no_plan_can_mend_ends_it(fault: KubeError) -> None:
+async def test_unfixable_errors_end_it(fault: KubeError) -> None:
     server = Server(apply_a=fault)
     with pytest.raises(type(fault)):
         await execute(server, Store(), Apply(obj("a"), ""), Apply(obj("b"), ""))

@@ -68,7 +68,7 @@ async def make(room: Room, name: str) -> None:
     await room.request("POST", MODELS.format(room.namespace), body)
 
 
-async def test_what_is_listed_made_changed_and_deleted_is_told_in_our_loop(room: Room) -> None:
+async def test_lists_and_changes_are_reported_in_our_loop(room: Room) -> None:
     await make(room, "old")
     heard = Heard()
     others = kopf_threads()  # of operators of earlier tests, which may still be ending

@@ -34,7 +34,7 @@ def test_synced_means_that_all_of_the_first_lists_has_been_told() -> None:
     play(act)
 
 
-def test_what_is_told_is_known_at_once() -> None:
+def test_reports_are_known_at_once() -> None:
     async def act(scene: Scene) -> None:
         await begin(scene)
         await asyncio.sleep(1.0)
@@ -50,7 +50,7 @@ def test_what_is_told_is_known_at_once() -> None:
     play(act)
 
 
-def test_what_kopf_has_missed_is_listed_within_a_minute() -> None:
+def test_changes_missed_by_kopf_are_listed_within_a_minute() -> None:
     async def act(scene: Scene) -> None:
         scene.world.put(POOLS, "p")
         await begin(scene)
@@ -100,7 +100,7 @@ def test_an_absent_kind_counts_as_empty_and_is_followed_when_it_comes() -> None:
         await asyncio.sleep(1.0)
         assert scene.names() == []
         assert scene.names(PODS) == ["p", "q", "r"]
-        assert any("is the CRD installed" in trouble for trouble in scene.informer.troubles())
+        assert any("install the CRD" in trouble for trouble in scene.informer.troubles())
         del scene.world.failing["deployments"]
         await asyncio.sleep(40.0)
         assert scene.names() == ["a", "b"]
@@ -109,7 +109,7 @@ def test_an_absent_kind_counts_as_empty_and_is_followed_when_it_comes() -> None:
     play(act)
 
 
-def test_our_own_kinds_are_waited_for_and_what_is_known_of_them_stays_while_they_are_not_served() -> None:
+def test_our_own_kinds_are_awaited_and_keep_their_objects_while_absent() -> None:
     async def act(scene: Scene) -> None:
         scene.world.put(POOLS, "p")
         scene.world.failing["inferencepools"] = NotFound("404", code=404)
@@ -118,7 +118,7 @@ def test_our_own_kinds_are_waited_for_and_what_is_known_of_them_stays_while_they
         await asyncio.sleep(300.0)
         assert not waiting.done()
         assert "inferencepools" not in scene.world.runs[-1]
-        assert any("is the CRD installed" in trouble for trouble in scene.informer.troubles())
+        assert any("install the CRD" in trouble for trouble in scene.informer.troubles())
         assert max(scene.informer.ages().values()) < 61.0, "a new process would help nothing"
         del scene.world.failing["inferencepools"]
         await waiting
@@ -126,7 +126,7 @@ def test_our_own_kinds_are_waited_for_and_what_is_known_of_them_stays_while_they
         scene.world.failing["inferencepools"] = NotFound("404", code=404)
         await asyncio.sleep(300.0)
         assert scene.names(POOLS) == ["p"], "without pools their gateways would be taken down"
-        assert any("is the CRD installed" in trouble for trouble in scene.informer.troubles())
+        assert any("install the CRD" in trouble for trouble in scene.informer.troubles())
 
     play(act)
 

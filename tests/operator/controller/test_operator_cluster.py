@@ -128,7 +128,7 @@ async def nothing_left(room: Room) -> bool:
     return True
 
 
-async def test_what_others_own_stays_and_what_is_ours_is_set_right(room: Room) -> None:
+async def test_fields_of_others_stay_and_ours_are_restored(room: Room) -> None:
     async with operator(room.plane.admin, room.namespace, resync_s=1.0):
         await room.create_pool("a")
         await settled(room)
@@ -170,7 +170,7 @@ async def test_what_others_own_stays_and_what_is_ours_is_set_right(room: Room) -
         assert (await runtime(room))["spec"]["replicas"] == 3
 
 
-async def test_what_others_add_to_selectors_ports_and_templates_is_removed(room: Room) -> None:
+async def test_additions_to_selectors_ports_and_templates_are_removed(room: Room) -> None:
     """Each of these ends the URL or changes pods, and an apply alone leaves it there or is refused for ever."""
     async with operator(room.plane.admin, room.namespace, resync_s=1.0):
         await room.create_pool("a", gateway={"standalone": {"serviceType": "NodePort"}})

@@ -67,7 +67,7 @@ async def test_pages_tell_health_and_readiness_apart() -> None:
         vitals.phase = "leading"
         assert await get("/readyz") == (200, "ok: leading\n")
         ages["v1/Pod"] = 300.0
-        assert await get("/healthz") == (503, "nothing heard of v1/Pod for 300 s\n")
+        assert await get("/healthz") == (503, "no news of v1/Pod for 300 s\n")
         ages["v1/Pod"], oldest = 1.0, 4000.0
         assert "4000 s" in (await get("/healthz"))[1]
         assert (await get("/metrics", metrics))[0] == 200

@@ -53,7 +53,7 @@ def test_a_pool_is_routed_as_by_the_picker_that_knows_least() -> None:
         (((2, True), (None, False)), 2),
     ],
 )
-def test_nobody_vouches_for_requests_that_another_picker_may_have_sent(told: Any, agreed: int | None) -> None:
+def test_one_picker_does_not_vouch_for_anothers_requests(told: Any, agreed: int | None) -> None:
     views = [PickerView(True, {"p": (PickerEndpoint("a", "a:1", False, d, n),)}, at=NOW) for n, d in told]
     merged = merge([*views[:-1], replace(views[-1], at=NOW - timedelta(seconds=1))])
     assert merged is not None
@@ -127,7 +127,7 @@ def test_the_picker_is_asked_seldom_unless_somebody_waits() -> None:
     run(main())
 
 
-def test_what_pods_have_to_do_is_news_while_they_drain() -> None:
+def test_load_of_pods_is_news_while_they_drain() -> None:
     async def main() -> None:
         store, observer, picker, probe, changed = set_up()
         store.put(picker_pod(2))
@@ -179,7 +179,7 @@ def test_another_way_of_routing_is_news() -> None:
     run(main())
 
 
-def test_what_a_picker_said_is_forgotten_when_it_stays_silent_or_goes() -> None:
+def test_a_pickers_report_is_forgotten_when_it_is_silent_or_gone() -> None:
     async def main() -> None:
         store, observer, picker, probe, changed = set_up()
         store.put(picker_pod(2))

@@ -161,7 +161,7 @@ def test_what_was_written_is_not_written_again_before_it_comes_back() -> None:
 
 
 @pytest.mark.parametrize("version", ["v1alpha1", "v1beta9"])
-def test_a_pool_that_somebody_else_scales_is_left_to_him(version: str) -> None:
+def test_a_pool_with_another_autoscaler_is_left_to_it(version: str) -> None:
     async def story(world: World) -> None:
         await asyncio.sleep(1)  # it has been looked whether there is one
         target = {"apiVersion": f"treeline.dev/{version}", "kind": "InferencePool", "name": "p"}

@@ -74,7 +74,7 @@ async def test_of_two_namespaces_one_that_is_gone_holds_up_nothing_in_the_other(
         await served(room, "a")
         await room.request("DELETE", f"{RBAC}/namespaces/{gone}/rolebindings/{user}")
         await room.request("DELETE", f"/api/v1/namespaces/{gone}")
-        await room.until(lambda: "see the operator's role" in caplog.text, "the operator to miss its rights")
+        await room.until(lambda: "check the operator's role" in caplog.text, "the operator to miss its rights")
         await room.create_pool("b")
         await served(room, "b")
     async with operator(kubeconfig, room.namespace, namespaces=both):

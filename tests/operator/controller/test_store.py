@@ -81,7 +81,7 @@ def test_a_list_drops_what_it_does_not_name_but_not_what_we_made_since() -> None
     assert len(store) == 3
 
 
-def test_what_was_dropped_because_its_kind_could_not_be_read_comes_back_as_it_was() -> None:
+def test_objects_of_an_unreadable_kind_come_back() -> None:
     store = Store()
     store.put(child("d", 5))
     changes = heard(store)

@@ -97,7 +97,7 @@ def test_another_reason_is_known_within_seconds_however_long_a_pool_has_waited()
     run(main())
 
 
-def test_what_replica_sets_met_is_known_by_their_deployment() -> None:
+def test_events_of_replica_sets_belong_to_their_deployment() -> None:
     async def main() -> None:
         seen = world(POOL, children=(deployment("tiny-ab12", 2, 0),))
         lists = Lists(told("tiny-ab12-6d5f", "ReplicaSet", "FailedCreate"), told("tiny-cd34-6d5f", "ReplicaSet"))
@@ -148,7 +148,7 @@ def test_without_the_list_work_goes_on(error: Exception, pause: float) -> None:
     run(main())
 
 
-def test_only_what_does_not_come_up_is_worth_a_look() -> None:
+def test_events_are_listed_only_for_pending_objects() -> None:
     assert not is_stuck(world(POOL))
     assert is_stuck(world(POOL, pods=(pod(POOL, "tiny-1"),)))
     assert not is_stuck(world(POOL, pods=(pod(POOL, "tiny-1", deleting=True),)))

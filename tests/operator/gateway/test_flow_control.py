@@ -93,7 +93,7 @@ def test_a_pool_that_sleeps_can_have_its_requests_held_and_nothing_else() -> Non
     ) == ("off", 300.0, 9)
 
 
-def test_what_a_pool_leaves_out_is_as_the_picker_has_it() -> None:
+def test_unset_fields_have_the_pickers_defaults() -> None:
     """The texts of the API name these."""
     found = planned(enabled=True)
     defaults = FlowSettings()

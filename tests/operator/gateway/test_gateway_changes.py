@@ -98,7 +98,7 @@ def test_a_deleted_anchor_is_waited_for_and_made_anew() -> None:
     assert cluster.names("Deployment") == ["treeline-edge", "treeline-epp"]
 
 
-def test_what_a_former_gateway_of_the_name_left_is_not_taken_over_but_waited_for() -> None:
+def test_children_of_a_former_gateway_are_awaited_not_adopted() -> None:
     """A pool that is deleted and made anew at once meets the children of its former gateway before they are collected.
     Its picker has keys that go too, and that nobody sees."""
     cluster, p = converged(pool("a")), pool("a")
@@ -115,7 +115,7 @@ def test_what_a_former_gateway_of_the_name_left_is_not_taken_over_but_waited_for
     assert cluster.secrets == ["treeline-kv-keys"]
 
 
-def test_what_somebody_changed_is_set_back_and_what_is_not_ours_stays() -> None:
+def test_manual_changes_are_reverted_and_fields_of_others_stay() -> None:
     cluster, p = converged(pool("a")), pool("a")
     service = cluster.get("Service", "treeline-gateway")
     service["spec"]["clusterIP"] = "10.0.0.1"
@@ -154,7 +154,7 @@ def test_an_operator_upgrade_rolls_nothing(other_pods: bool, monkeypatch: pytest
     before = {name: cluster.get("Deployment", name)["spec"] for name in cluster.names("Deployment")}
     plan = plan_gateway(cluster.world(p, platform=platform))
     assert plan.actions == ()
-    left_alone = [note for note in plan.notes if "stay as they were made" in note]
+    left_alone = [note for note in plan.notes if "stay unchanged" in note]
     assert len(left_alone) == (2 if other_pods else 0)
     # Its number of pods is not the template's.
     more = pool("a", endpointPicker={"replicas": 2}, gateway={"standalone": {"replicas": 4}})

@@ -231,7 +231,7 @@ def heap_limit(cluster: Cluster) -> int:
         ({"limits": {"memory": "16Mi"}}, None, "16Mi", 32),
     ],
 )
-def test_what_envoy_takes_in_follows_from_its_memory_limit_which_is_always_there(
+def test_envoys_buffers_follow_from_its_memory_limit(
     resources: Any, body_limit: int | None, limit: str, heap_mib: int
 ) -> None:
     standalone = {} if resources is None else {"resources": resources}

@@ -60,7 +60,7 @@ def parts(case: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_made_is_what_was_agreed(case: str) -> None:
+def test_objects_are_as_agreed(case: str) -> None:
     """The whole of it, as text."""
     golden.check(GOLDEN, case, parts(case), BASE, parts(BASE))
 

@@ -86,11 +86,11 @@ def test_a_claim_is_mounted_read_only_where_it_may_be_and_at_the_path_that_the_p
     ("model", "why"),
     [
         ({"uri": "pvc://weights/qwen"}, "on claim weights, which the picker does not mount"),
-        ({"uri": "path:///weights/qwen"}, "at path:///weights/qwen, which is in the runtime pods alone"),
-        ({"uri": "pvc://weights/a=b", "pickerReadsClaim": True}, "cannot be told of a model called a=b"),
+        ({"uri": "path:///weights/qwen"}, "at path:///weights/qwen, which is only in the runtime pods"),
+        ({"uri": "pvc://weights/a=b", "pickerReadsClaim": True}, "cannot take the model name a=b"),
     ],
 )
-def test_what_the_picker_cannot_read_is_not_named_to_it_but_in_the_status(model: dict[str, Any], why: str) -> None:
+def test_unreadable_tokenizers_appear_in_the_status_only(model: dict[str, Any], why: str) -> None:
     one = pool("a", model=model, **VLLM)
     assert why in by_history(one)
     assert Tokenizers.of(shared(one)).flags == []

@@ -40,7 +40,7 @@ def envoy(cluster: Cluster) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", STATEMENTS)
-def test_what_the_oldest_pool_states_stays_when_it_goes_until_a_pool_drops_it(name: str) -> None:
+def test_protections_outlive_the_oldest_pool_until_dropped(name: str) -> None:
     a, b = pool("a", **STATEMENTS[name]), pool("b", created=1)
     cluster = Cluster()
     cluster.converge(a, b)
@@ -107,7 +107,7 @@ def test_of_two_secrets_that_of_the_oldest_pool_holds_and_the_other_pool_hears_o
 
 
 @pytest.mark.parametrize("record", ["", "{", "[]", '{"ApiKeys": 1}', '{"Unknown": {"secret": "", "pools": ["u"]}}'])
-def test_a_record_that_somebody_has_spoilt_is_none(record: str) -> None:
+def test_an_unreadable_record_counts_as_empty(record: str) -> None:
     assert in_force([pool("a")], read(record)) == {}
 
 

@@ -62,7 +62,7 @@ def test_the_first_pods_commit_is_written_down_and_told_to_the_next_ones() -> No
     assert {"name": COMMITS, "valueFrom": {"configMapKeyRef": reference}} in init["env"]
 
 
-def test_what_is_written_down_stays_when_its_pods_go_and_its_branch_moves() -> None:
+def test_recorded_commits_stay_when_pods_leave_and_branches_move() -> None:
     cluster = started(a_pool(**HF), ONE)
     more = a_pool(replicas=2, **HF)
     cluster.pods.clear()
@@ -108,12 +108,12 @@ def test_a_download_that_runs_tells_it_to_those_that_begin_meanwhile() -> None:
         {"model": {"uri": "builtin://tiny"}},
     ],
 )
-def test_what_cannot_move_has_no_commit_of_its_pool(spec: dict[str, Any]) -> None:
+def test_fixed_revisions_have_no_recorded_commit(spec: dict[str, Any]) -> None:
     assert not moving(a_pool(**spec))
     assert COMMITS not in str(template(**spec))
 
 
-def test_what_a_download_says_beside_its_commits_is_passed_over() -> None:
+def test_other_lines_of_a_download_are_ignored() -> None:
     pool = a_pool(**HF)
     cluster = SimCluster()
     cluster.converge(pool)

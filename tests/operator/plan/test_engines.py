@@ -44,8 +44,8 @@ def test_existing_pods_publish_where_those_of_a_pool_do() -> None:
     [
         ([], ""),
         (["--chat-template-content-format", "string", "--tokenizer-mode=slow"], ""),
-        (["--chat-template", "x"], "--chat-template (model.chatTemplateRef is told to both)"),
-        (["--tokenizer=x"], "--tokenizer (model.tokenizer is told to both)"),
+        (["--chat-template", "x"], "--chat-template (model.chatTemplateRef sets both)"),
+        (["--tokenizer=x"], "--tokenizer (model.tokenizer sets both)"),
         (["x", "--api-key=y"], "--api-key (the picker has none"),
     ],
 )

@@ -104,7 +104,7 @@ def test_who_only_calls_himself_prometheus_reaches_nothing_but_the_gateway(stran
     assert got == {"runtime": set(), "epp": set(), "edge": {8080}}
 
 
-def test_nobody_reaches_administration_over_the_network_but_the_operator_the_pickers_page() -> None:
+def test_only_the_operator_reaches_the_pickers_admin_port() -> None:
     policies, pods = everything(pool("a"), Platform())
     peers = [PROMETHEUS, IMPOSTOR, NEIGHBOUR, COLLEAGUE, OPERATOR, *pods.values()]
     for source in peers:
@@ -115,7 +115,7 @@ def test_nobody_reaches_administration_over_the_network_but_the_operator_the_pic
     assert reached(policies, pods["runtime"], OPERATOR) == set()
 
 
-def test_the_peers_that_read_metrics_can_be_chosen_and_can_be_nobody() -> None:
+def test_metrics_peers_can_be_chosen_or_none() -> None:
     chosen = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "tenant"}}}
     policies, pods = everything(pool("a"), Platform(metrics_from=(chosen,)))
     for component, pod in pods.items():

@@ -46,7 +46,7 @@ def test_a_start_may_take_as_long_as_the_weights_need_and_never_less_than_withou
 
 @pytest.mark.parametrize("seconds", [1, 60, 3600])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_what_hangs_is_killed_long_before_a_drain_would_be_over(seconds: int, engine: str) -> None:
+def test_hanging_processes_are_killed_long_before_a_drain_ends(seconds: int, engine: str) -> None:
     made = runtime(engine={"type": engine, "image": "x"}, drain={"timeoutSeconds": seconds})
     assert made["livenessProbe"]["terminationGracePeriodSeconds"] == 15
     assert made["startupProbe"]["terminationGracePeriodSeconds"] == 15

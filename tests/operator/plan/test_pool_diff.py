@@ -33,7 +33,7 @@ def test_a_quantity_has_one_canonical_form(one: object, other: object) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "abc", "1 Gi", "1gi", "Gi", True, "1.2.3", "--1", "1Ei5"])
-def test_what_is_no_quantity_is_left_as_it_is(text: object) -> None:
+def test_texts_that_are_not_quantities_stay(text: object) -> None:
     assert quantity(text) is None
     assert canonical({"requests": {"cpu": text or "x"}}) == {"requests": {"cpu": text or "x"}}
 
@@ -164,14 +164,14 @@ def as_seen(write: dict[str, Any], **metadata: Any) -> Observed:
     return Observed.of({**write, "metadata": meta})
 
 
-def test_what_was_applied_is_not_applied_again() -> None:
+def test_applied_objects_are_not_applied_again() -> None:
     first = applying(DEPLOYMENT, None, "new")
     assert first is not None
     assert first.drift == ()
     assert applying(DEPLOYMENT, as_seen(first.object), "again") is None
 
 
-def test_a_mark_of_somebody_else_in_what_is_wanted_is_left_out_and_the_writes_come_to_an_end() -> None:
+def test_foreign_marks_in_desired_objects_are_dropped() -> None:
     metadata = {**DEPLOYMENT["metadata"], "annotations": {names.APPLIED: "mine", "a": "b"}}
     marked = {**DEPLOYMENT, "metadata": metadata}
     first = applying(marked, None, "new")
@@ -194,7 +194,7 @@ def test_a_change_by_somebody_is_drift_and_a_change_of_intent_is_not() -> None:
     assert meant.drift == ()
 
 
-def test_what_is_decided_apart_is_no_reason_to_write_in_either_direction() -> None:
+def test_ignored_paths_cause_no_write() -> None:
     ignore_paths = ("spec.replicas",)
     first = applying(DEPLOYMENT, None, "new", ignore_paths=ignore_paths)
     assert first is not None
@@ -278,7 +278,7 @@ PORT = {"f:ports": {'k:{"port":81,"protocol":"TCP"}': {".": {}, "f:port": {}}}}
         ("PersistentVolumeClaim", {}, {"f:resources": {"f:requests": {"f:storage": {}}}}, {}, 0),
     ],
 )
-def test_what_others_add_to_what_is_ours_as_a_whole_is_found(
+def test_additions_to_parts_that_we_own_are_found(
     kind: str, spec: dict[str, Any], owned: dict[str, Any], entry: dict[str, Any], found: int
 ) -> None:
     container = {"name": "c", "image": "i"}

@@ -86,8 +86,8 @@ def test_streams_are_waited_for_one_pod_at_a_time() -> None:
     assert plan.actions == ()
     assert plan.recheck_s == TIMEOUT_S - 30
     assert plan.notes == (
-        "pod p3 is to go: 1 request left, until 2026-11-01T00:01:00.000Z at the latest",
-        "pod p2 is to go: 2 requests left, until 2026-11-01T00:01:00.000Z at the latest",
+        "pod p3 leaves: 1 request left, until 2026-11-01T00:01:00.000Z at the latest",
+        "pod p2 leaves: 2 requests left, until 2026-11-01T00:01:00.000Z at the latest",
     )
     cluster.streams["p2"] = 0
     cluster.look()
@@ -100,7 +100,7 @@ def test_streams_are_waited_for_one_pod_at_a_time() -> None:
     assert (release.step, release.in_flight, release.cut_off) == ("release", 1, True)
 
 
-def test_what_a_pod_carries_on_its_way_out_and_back() -> None:
+def test_marks_of_a_pod_that_leaves_and_returns() -> None:
     cluster = cluster_of(2, p1=1)
     (drains,) = cluster.plan(pool(1)).actions
     assert isinstance(drains, Mark)
@@ -274,7 +274,7 @@ def test_an_old_answer_does_not_count() -> None:
     assert act(cluster, pool(1)) == ["release p2"]
 
 
-def test_the_picker_is_asked_who_has_the_least_to_do_before_anybody_goes() -> None:
+def test_the_picker_names_the_least_busy_pod_before_one_leaves() -> None:
     cluster = cluster_of(2)
     cluster.streams["p2"] = 1
     cluster.now += timedelta(seconds=5)

@@ -27,7 +27,7 @@ def test_absent_apis_are_told_and_used_when_they_appear() -> None:
 def test_a_kind_that_may_not_be_read_is_not_said_to_be_absent() -> None:
     cluster = SimCluster(Platform(apis=EVERY_API - {"gateway.networking.k8s.io/v1/HTTPRoute"}, forbidden=EVERY_API))
     notes = cluster.plan(a_pool(gateway={"parentRefs": [{"name": "front"}]})).notes
-    assert "the operator may not list and watch gateway.networking.k8s.io/v1/HTTPRoute: see its role" in notes
+    assert "the operator may not list and watch gateway.networking.k8s.io/v1/HTTPRoute: check its role" in notes
 
 
 def test_an_api_that_discovery_misses_for_a_moment_takes_nothing_away() -> None:

@@ -104,7 +104,7 @@ def test_an_admin_key_is_made_before_the_first_pod_and_again_for_one_that_misses
     assert cluster.plan(a_pool(**spec)).actions == ()
 
 
-def test_what_runs_goes_on_while_a_new_revision_waits_for_keys() -> None:
+def test_running_pods_stay_while_a_new_revision_waits_for_keys() -> None:
     replace_one = {"strategy": "Replace", "maxUnavailable": 1}
     cluster = settled(a_pool(replicas=2, rollout=replace_one))
     cluster.has_keys = False
@@ -138,7 +138,7 @@ def test_quantities_and_defaults_written_otherwise_make_no_new_revision() -> Non
         {"gateway": {"name": "other"}},
     ],
 )
-def test_what_the_pods_are_made_from_makes_a_new_revision(change: dict[str, Any]) -> None:
+def test_changed_pod_fields_make_a_new_revision(change: dict[str, Any]) -> None:
     cluster = settled(a_pool())
     assert any(kind.startswith("Apply Deployment") for kind in kinds(cluster.plan(a_pool(**change))))
 
@@ -151,7 +151,7 @@ def test_what_the_pods_are_made_from_makes_a_new_revision(change: dict[str, Any]
         {"gateway": {"standalone": {"port": 8080}}},
     ],
 )
-def test_what_they_are_not_made_from_touches_no_pod(change: dict[str, Any]) -> None:
+def test_other_fields_touch_no_pod(change: dict[str, Any]) -> None:
     cluster = settled(a_pool())
     assert cluster.plan(a_pool(**change)).actions == ()
 
@@ -236,7 +236,7 @@ def test_old_pods_stay_until_the_picker_knows_the_new_ones() -> None:
     plan = cluster.plan(changed)
     assert plan.actions == ()
     assert plan.recheck_s is not None
-    assert any("the picker knows 0 of 1 ready pods" in note for note in plan.notes)
+    assert any("the picker lists 0 of 1 ready pods" in note for note in plan.notes)
     listed = (*cluster.picker.pools["tiny"], PickerEndpoint(new, "10.0.0.2:8000", ready=True))
     cluster.picker = PickerView(True, {"tiny": listed})
     (action,) = cluster.plan(changed).actions
@@ -329,7 +329,7 @@ def test_a_pool_that_is_being_deleted_is_left_to_the_garbage_collector() -> None
         assert (owner["uid"], owner["controller"]) == ("pool-uid", True)
 
 
-def test_what_is_wanted_no_more_is_deleted_but_downloads_are_kept() -> None:
+def test_unwanted_objects_are_deleted_but_downloads_are_kept() -> None:
     parents = {"parentRefs": [{"name": "front"}]}
     cached = {"uri": "hf://org/name", "cache": {"size": "5Gi"}}
     cluster = settled(a_pool(gateway=parents, model=cached), platform=Platform(apis=EVERY_API))

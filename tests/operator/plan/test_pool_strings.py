@@ -170,7 +170,7 @@ def test_whatever_text_is_taken_is_printable_ascii_without_blanks_and_no_flag(te
 
 
 @pytest.mark.parametrize("text", ["--trust-remote-code", "a b", "a\n", "\n", "$(HF_TOKEN)", "a\0", "\u00a0"])
-def test_what_could_be_taken_for_something_else_is_taken_nowhere(text: str) -> None:
+def test_ambiguous_texts_are_refused_everywhere(text: str) -> None:
     assert list(strings(text)) == []
 
 

@@ -43,7 +43,7 @@ def test_maps_that_were_emptied_again_make_no_other_revision(left: dict[str, Any
     assert inputs(a_pool(template=left)) == inputs(a_pool())
 
 
-def test_what_an_empty_map_or_a_null_says_in_a_pod_makes_another() -> None:
+def test_empty_maps_and_nulls_with_meaning_make_another_pod() -> None:
     says = [
         {"spec": {"volumes": [{"name": "scratch", "emptyDir": {}}]}},
         {"metadata": {"annotations": {"of-ours": None}}},
@@ -229,7 +229,7 @@ def test_the_words_that_a_pool_may_use_are_those_that_our_runtime_takes() -> Non
     "asked", [{"tensorParallel": 2}, {"dataParallel": 2}, {"adapters": [{"name": "a", "uri": "hf://org/adapter"}]}]
 )
 @pytest.mark.parametrize("engine", ENGINES)
-def test_what_an_engine_cannot_do_is_refused_and_never_left_out(engine: str, asked: dict[str, Any]) -> None:
+def test_settings_that_an_engine_lacks_are_refused_not_dropped(engine: str, asked: dict[str, Any]) -> None:
     spec = {"model": {"uri": "hf://org/name"}, "engine": {"type": engine, "image": "x"}}
     count = 1 if "adapters" in asked else 2
     more = {**spec, "accelerator": {"type": "nvidia", "count": count}, "engine": {**spec["engine"], **asked}}
@@ -358,7 +358,7 @@ def volumes(**spec: Any) -> dict[str, Any]:
     return {volume.pop("name"): volume for volume in template(**spec)["spec"]["volumes"]}
 
 
-def test_what_a_pod_writes_is_limited() -> None:
+def test_local_storage_of_a_pod_is_limited() -> None:
     for engine in ("treeline", "vllm"):
         found = volumes(**GPU, engine={"type": engine})
         assert found["tmp"] == {"emptyDir": {"sizeLimit": "10Gi"}}

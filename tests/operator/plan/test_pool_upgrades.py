@@ -24,7 +24,7 @@ def test_an_upgrade_rolls_no_pods_until_the_pool_changes(monkeypatch: pytest.Mon
     monkeypatch.setattr(runtime, "_GRACE_MARGIN_S", 11)
     plan = cluster.plan(a_pool(replicas=2))
     assert plan.actions == ()
-    assert any("left as it was made" in note for note in plan.notes)
+    assert any("it stays unchanged" in note for note in plan.notes)
     assert [type(a) for a in cluster.plan(a_pool(replicas=3)).actions] == [Scale]
 
     changed = a_pool(replicas=2, template={"metadata": {"annotations": {"example.com/restarted": "1"}}})
@@ -71,7 +71,7 @@ def test_lost_annotations_start_no_rollout() -> None:
     _runtime(deployment)["args"] = ["of-a-former-operator"]
     plan = cluster.plan(a_pool(replicas=2))
     assert plan.actions == ()
-    assert any("left as it was made" in note for note in plan.notes)
+    assert any("it stays unchanged" in note for note in plan.notes)
 
 
 LATER: dict[str, Any] = {"ofALaterVersion": {"a": [1, None]}}

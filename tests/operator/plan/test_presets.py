@@ -53,7 +53,7 @@ def test_a_pool_that_says_its_model_alone_is_the_preset_with_that_model() -> Non
     assert resolved(a_pool(), {"p": H100}) == a_pool()
 
 
-def test_what_the_pool_says_wins_and_lists_are_merged_by_the_keys_of_kubernetes() -> None:
+def test_the_pools_fields_win_and_lists_merge_by_key() -> None:
     mine = {"spec": {"containers": [{"name": "runtime", "env": [{"name": "B", "value": "2"}]}, {"name": "more"}]}}
     engine = {"type": "vllm", "contextLength": 1024, "args": ["--y"], "adapters": [{"name": "b", "uri": "hf://o/b"}]}
     accelerator = {"type": "nvidia", "count": 4}
@@ -81,7 +81,7 @@ def test_a_null_in_the_pools_template_takes_away_what_preset_and_operator_say() 
 
 
 def test_a_preset_that_is_not_there_is_named_with_those_that_are() -> None:
-    with pytest.raises(PresetProblem, match="no preset q; the operator has: a, p") as told:
+    with pytest.raises(PresetProblem, match="unknown preset q; the operator has: a, p") as told:
         resolved(a_pool(preset="q"), {"p": {}, "a": {}})
     assert told.value.reason is Reason.PRESET_MISSING
 
@@ -90,7 +90,7 @@ def test_a_preset_that_is_not_there_is_named_with_those_that_are() -> None:
     ("preset", "spec", "says"),
     [
         ({"engine": {"type": "vllm"}}, {"engine": {"type": "sglang"}}, "its engine.type is vllm, the pool's is sglang"),
-        ({"engine": {"tpye": "vllm"}}, {}, "engine.tpye: there is no such field; did you mean type?"),
+        ({"engine": {"tpye": "vllm"}}, {}, "engine.tpye: unknown field; did you mean type?"),
         ({"engine": {"contextLength": "many"}}, {}, "engine.contextLength: Input should be a valid integer"),
         ({"engine": "vllm"}, {}, "engine: Input should be"),
         ({"engine": {"args": {}}}, {"engine": {"args": ["-x"]}}, "args must be a map"),
@@ -114,7 +114,7 @@ def test_a_preset_has_no_say_in_what_is_every_pools_own(field: str) -> None:
     preset: Any = 3
     for part in reversed(field.split(".")):
         preset = {part: preset}
-    with pytest.raises(PresetProblem, match=f"{field} is a field that every pool has for itself"):
+    with pytest.raises(PresetProblem, match=f"{field} is not allowed in a preset"):
         over(preset)
 
 

@@ -70,7 +70,7 @@ def test_more_at_once_and_less_only_when_the_whole_window_asked_for_no_more(
 
 
 @given(targets, st.integers(0, 15), heard)
-def test_what_is_right_stays(target: Target, replicas: int, one: Heard | None) -> None:
+def test_correct_values_stay(target: Target, replicas: int, one: Heard | None) -> None:
     """The same demand, again and again: after one step up nothing changes, and after a window nothing ever."""
     history: History = ()
     seen = []
@@ -110,7 +110,7 @@ def test_more_demand_never_asks_for_less(one: PoolSignals, other: PoolSignals, t
         (PoolSignals(Asked(picks=4, ttft_p90_s=60.0), ready=9), 10, "which asks for 18; 10 is the most"),
     ],
 )
-def test_what_asks_for_how_many(pool: PoolSignals, replicas: int, why: str) -> None:
+def test_replicas_by_each_measure(pool: PoolSignals, replicas: int, why: str) -> None:
     found = desired(Heard(pool), TARGET, pool.ready, (), 0.0)
     assert found.replicas == replicas
     assert why in found.why
@@ -131,7 +131,7 @@ def test_a_pool_goes_to_zero_when_it_was_idle_for_the_window() -> None:
         found = step(found.history, 1, now)
         assert found.replicas == 1
     found = step(found.history, 1, 61.0)
-    assert (found.replicas, "for 60 s no more was asked for" in found.why) == (0, True)
+    assert (found.replicas, "for 60 s demand was no higher" in found.why) == (0, True)
 
 
 def test_nothing_goes_for_a_window_after_silence_or_while_a_picker_is_missing() -> None:
@@ -155,7 +155,7 @@ def test_pods_whose_load_is_not_known_stay_while_requests_come() -> None:
     busy = PoolSignals(Asked(picks=1), ready=3, silent=2)
     found = step((), 3, 0.0, busy)
     found = step(found.history, 3, 100.0, busy)
-    assert (found.replicas, found.why) == (3, "2 pods do not tell their load, and requests come")
+    assert (found.replicas, found.why) == (3, "2 pods do not report their load, and requests arrive")
     found = step(found.history, 3, 130.0, PoolSignals(ready=3, silent=2))
     assert step(found.history, 3, 161.0, PoolSignals(ready=3, silent=2)).replicas == 0
 

@@ -44,7 +44,7 @@ def told(alarms, new, seconds, old=None):
     return [note.reason for note in due.notes], due.again_s
 
 
-def test_what_passes_within_its_patience_is_never_told():
+def test_short_problems_are_never_reported():
     alarms = Alarms()
     assert told(alarms, status(SICK, NOT_SO), 0) == ([], 60)
     assert told(alarms, status(SICK, NOT_SO), 59) == ([], 1)
@@ -52,7 +52,7 @@ def test_what_passes_within_its_patience_is_never_told():
     assert told(alarms, status(SICK), 61) == ([], 60), "it begins anew"
 
 
-def test_what_lasts_is_told_once_in_the_words_of_the_condition_that_it_is_about():
+def test_lasting_problems_are_reported_once_with_their_conditions_message():
     alarms, sick = Alarms(), status(NOT_SO, SICK)
     told(alarms, sick, 0)
     due = alarms.due(POOL, sick, sick, after(60))
@@ -68,7 +68,7 @@ def test_an_operator_that_starts_goes_on_where_its_predecessor_was():
     assert told(Alarms(), sick, 61, sick) == ([], None), "its predecessor has told of it"
 
 
-def test_what_is_gone_is_forgotten():
+def test_deleted_objects_are_forgotten():
     alarms = Alarms()
     model = Ref("treeline.dev/v1alpha1", "InferenceModel", "shop", "chat")
     for ref in (POOL, model):
@@ -98,7 +98,7 @@ def test_a_warning_comes_exactly_when_it_has_been_so_without_a_break_for_its_pat
     assert seen == expected
 
 
-def test_everything_that_may_pass_by_itself_needs_somebody_if_it_does_not():
+def test_problems_that_should_pass_become_warnings_if_they_last():
     assert all(reason.info.good is False for reason in Reason if reason.info.patience_s)
 
 

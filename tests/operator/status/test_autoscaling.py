@@ -19,7 +19,7 @@ def test_the_last_change_is_told_with_what_asked_for_it() -> None:
     assert pool_status(without)["autoscaling"] == {**FIGURES, "message": "w" * 512}
 
 
-def test_what_an_operator_before_this_one_did_stays_while_the_pool_is_scaled_so() -> None:
+def test_the_last_scaling_of_a_former_operator_stays_in_the_status() -> None:
     for auto, kept in ((PICKER, FIGURES), ({"type": "None"}, None)):
         world = scaled(auto, scaling=Scaling(True))
         world.pool.status["autoscaling"] = FIGURES  # type: ignore[typeddict-item]

@@ -68,10 +68,10 @@ def test_the_most_useful_cause_comes_first_and_says_how_many_pods_have_it():
 def test_the_same_trouble_in_other_words_is_told_in_those_of_most_pods():
     words = ["one", "two", "two"]
     pods = [pod(POOL, f"p-{n}", **crashed(1, 1, message=text)).object for n, text in enumerate(words)]
-    assert "last words: two" in diagnose(pods)[0].detail
+    assert "last line: two" in diagnose(pods)[0].detail
 
 
-def test_what_our_runtime_says_where_there_is_no_model_is_known(tmp_path):
+def test_messages_of_our_runtime_about_missing_models_are_recognised(tmp_path):
     """Of no folder, of an empty one, of a file, and of one without weights."""
     (file := tmp_path / "file").touch()
     (empty := tmp_path / "empty").mkdir()

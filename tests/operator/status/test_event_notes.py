@@ -39,7 +39,7 @@ def test_the_way_to_serving_is_told_in_few_words():
 
 
 @pytest.mark.parametrize("name", TROUBLES)
-def test_what_needs_somebody_is_a_warning_said_once(name):
+def test_problems_are_reported_once_as_warnings(name):
     found, reason, text, *events = TROUBLES[name]
     if reason.info.good is not False or ("phase" in found and found["phase"] == "Failed"):
         return

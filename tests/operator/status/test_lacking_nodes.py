@@ -54,8 +54,8 @@ def test_it_is_told_only_where_the_scheduler_says_so_of_every_node(
 
 def test_the_message_says_how_much_is_asked_for_and_quotes_the_scheduler() -> None:
     told = cause(wanting(8), SMALL).detail
-    assert "the pod asks for 8 of nvidia.com/gpu, and no node that it may run on has as much: 0/5 nodes are" in told
-    assert "no node that the pod may run on offers nvidia.com/gpu: 0/5 nodes are" in cause(wanting(1), SMALL).detail
+    assert "the pod needs 8 of nvidia.com/gpu, and no eligible node has as much: 0/5 nodes are" in told
+    assert "no eligible node offers nvidia.com/gpu: 0/5 nodes are" in cause(wanting(1), SMALL).detail
 
 
 # ---- a real scheduler -----------------------------------------------------------------------------------------------

@@ -84,7 +84,7 @@ def test_a_status_computed_from_itself_is_the_same():
     assert all(same_status(again[name], first[name]) for name in first)
 
 
-def test_a_younger_model_does_not_take_a_pools_name_and_hears_whose_it_is():
+def test_a_younger_model_does_not_take_a_pools_name_and_names_the_owner():
     taker = pool("taker", created="2026-11-03T00:00:00Z", model={"uri": "builtin://tiny", "name": "other"})
     made = model("m", model_name="tiny", poolRef={"name": "taker"}, created="2026-11-02T00:00:00Z")
     found = model_statuses([made], [pool(), taker], NOW)["m"]
@@ -92,7 +92,7 @@ def test_a_younger_model_does_not_take_a_pools_name_and_hears_whose_it_is():
     assert found["conflictingModel"] == "tiny"
 
 
-def test_a_younger_pool_of_the_same_name_hears_whose_its_requests_are():
+def test_a_younger_pool_of_the_same_name_names_the_owner():
     young = pool("young", created="2026-11-03T00:00:00Z")
     condition = conditions_of(world(young, others=(pool(),)))["GatewayReady"]
     assert (condition["status"], condition["reason"]) == ("True", Reason.MODEL_NAME_IN_USE)

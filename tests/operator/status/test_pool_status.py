@@ -35,7 +35,7 @@ T = ConditionType
 
 
 @pytest.mark.parametrize("name", TROUBLES)
-def test_what_keeps_a_pod_from_being_ready_is_what_the_pool_says(name):
+def test_the_pools_status_names_the_cause_of_unready_pods(name):
     status, reason, text, *events = TROUBLES[name]
     noise = event("tiny-7", "FailedMount", 'secret "other" not found')
     seen = troubled(status, [noise, *events])
@@ -152,7 +152,7 @@ def test_downloads_are_added_up():
     assert "download" not in pool_status(world(mine), told)
 
 
-def test_what_needs_somebody_is_told_before_what_passes():
+def test_problems_that_need_action_come_first():
     """The pods only start, but Envoy's image is wrong."""
     status = {"containerStatuses": [container("envoy", {"waiting": {"reason": "InvalidImageName"}})]}
     meta = {"labels": {names.COMPONENT: "edge"}}

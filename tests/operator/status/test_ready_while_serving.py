@@ -95,7 +95,7 @@ def test_a_pool_whose_ready_pods_the_picker_does_not_list_at_all_is_not_ready(pi
     assert (found[T.READY]["status"], found[T.READY]["reason"]) == ("False", Reason.ENDPOINTS_MISSING)
 
 
-def test_an_operator_that_has_not_heard_of_the_picker_yet_keeps_what_is_known_for_half_a_minute():
+def test_a_new_operator_keeps_the_pickers_state_for_half_a_minute():
     well = world()
     before = with_status(well, pool_status(well), NOW)
     started = dataclasses.replace(before, picker=None)

@@ -1,4 +1,4 @@
-"""Owns the words of every status: condition types, and reasons with what each means and how it is fixed."""
+"""The words of every status: condition types, and reasons with their meaning and fix."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class ConditionType(StrEnum):
     """The conditions of an InferencePool, and `ACCEPTED` of an InferenceModel."""
 
     polarity: Status
-    """The status that it has when all is well."""
+    """The healthy status."""
     summary: str
 
     def __new__(cls, value: str, polarity: Status = "True", summary: str = "") -> Self:
@@ -23,33 +23,33 @@ class ConditionType(StrEnum):
     READY = (
         "Ready",
         "True",
-        "A request for the model to status.url would succeed, also while pods are added or replaced.",
+        "A request for the model to status.url succeeds, also while pods are added or replaced.",
     )
-    PROGRESSING = "Progressing", "False", "Something is under way: a rollout, a change of replicas, a drain."
-    WORKLOADS_READY = "WorkloadsReady", "True", "All pods that are wanted run as the spec says and are ready."
-    MODEL_READY = "ModelReady", "True", "The weights are there and loaded."
+    PROGRESSING = "Progressing", "False", "A rollout, a change of replicas or a drain is in progress."
+    WORKLOADS_READY = "WorkloadsReady", "True", "All wanted pods run the current spec and are ready."
+    MODEL_READY = "ModelReady", "True", "The weights are loaded."
     ENDPOINT_PICKER_READY = "EndpointPickerReady", "True", "The picker is ready and lists the pool's pods."
     GATEWAY_READY = (
         "GatewayReady",
         "True",
-        "The gateway is ready; with Gateway API its parents know the route.",
+        "The gateway is ready; with Gateway API its parents have the route.",
     )
     ROUTE_ACCEPTED = "RouteAccepted", "True", "Every parent accepts the route. Only with gateway.parentRefs."
-    SCALING_ACTIVE = "ScalingActive", "True", "The operator sets the replicas by what the pickers tell."
-    WARNINGS = "Warnings", "False", "Something that the spec asks for will not be had so."
+    SCALING_ACTIVE = "ScalingActive", "True", "The operator sets the replicas by the demand that the pickers report."
+    WARNINGS = "Warnings", "False", "Part of the spec has no effect or will not work."
     ACCEPTED = "Accepted", "True", "The InferenceModel's name is served."
 
 
 class ReasonInfo(NamedTuple):
-    """What a reason means. `good` is False for what needs somebody, None for what passes or is neither.
+    """The meaning of a reason. `good` is False if somebody must act, None for transient or neutral states.
 
-    `patience_s` is how long it may be so in a normal start or change; a Warning is told of what lasts longer.
+    `patience_s` is how long it may last in a normal start or change; a Warning follows when it lasts longer.
     """
 
     good: bool | None
     summary: str
     fix: str = ""
-    """One line that says what to do; empty where nothing is to be done."""
+    """What to do, in one line; empty if nothing."""
     patience_s: int = 0
 
 
@@ -80,118 +80,116 @@ class Reason(StrEnum):
         return self.info.fix
 
     # The pool as a whole
-    SERVING = _well("Serving", "Pods serve the model, the picker has them, a request would succeed.")
+    SERVING = _well("Serving", "Pods serve the model and the picker lists them.")
     PENDING = _passes(
         "Pending",
-        "The operator has not seen enough yet to judge.",
-        "Wait some seconds; if it stays, look at the operator's log.",
+        "The operator has not read enough of the cluster yet.",
+        "Wait some seconds; if it lasts, see the operator's log.",
     )
     SPEC_NOT_UNDERSTOOD = _needs_you(
         "SpecNotUnderstood",
-        "The stored spec does not fit this version of the operator.",
-        "Upgrade the operator to the version of the CRDs, or set the named field to a value that this version knows.",
+        "This version of the operator cannot read the stored spec.",
+        "Upgrade the operator to the version of the CRDs, or correct the named field.",
     )
     PRESET_MISSING = _needs_you(
         "PresetMissing",
-        "The spec names a preset that the operator does not have; the pods stay as they are.",
-        "Correct spec.preset, or add the preset to the values of the chart (`presets`).",
+        "The operator has no preset of this name; running pods stay unchanged.",
+        "Correct spec.preset, or add the preset to the chart's values (`presets`).",
     )
     PRESET_CONFLICT = _needs_you(
         "PresetConflict",
-        "The spec and the preset that it names make no pool together; the pods stay as they are.",
-        "Correct the preset in the values of the chart, or the fields of the spec that the message names.",
+        "The spec and its preset together are not a valid pool; running pods stay unchanged.",
+        "Correct the named fields in the preset or in the spec.",
     )
     RECONCILE_FAILED = _needs_you(
         "ReconcileFailed",
-        "The API server refuses what the operator writes (the message quotes it), or no plan could be made.",
-        "Correct what the message names (a quota, a policy, a right); report a defect. It is tried again by itself.",
+        "The API server refuses a write of the operator (quoted in the message), or planning failed.",
+        "Correct what the message names (a quota, a policy, a right), or report a bug. The operator retries.",
         patience_s=10,
     )
     DELETING = _passes(
         "Deleting",
         "The object is being deleted.",
-        "Wait for the pods to drain; drain.timeoutSeconds bounds it.",
+        "Wait for the pods to drain, at most drain.timeoutSeconds.",
     )
     # Rollouts
     ROLLING_OUT = _passes(
         "RollingOut", "Pods of a new revision replace the old ones.", "Wait; the old pods serve meanwhile."
     )
-    ROLLOUT_COMPLETE = _well("RolloutComplete", "All pods are of the current revision, and the picker has them.")
+    ROLLOUT_COMPLETE = _well("RolloutComplete", "All pods have the current revision and are in the picker's list.")
     ROLLOUT_STALLED = _needs_you(
         "RolloutStalled",
-        "The new revision's pods do not become ready; the old ones serve on.",
-        "Look at WorkloadsReady for the cause; going back to the former spec ends the rollout.",
+        "Pods of the new revision do not become ready; the old ones keep serving.",
+        "See WorkloadsReady for the cause, or restore the previous spec.",
     )
-    PAUSED = _passes("Paused", "The rollout is paused.", "Set rollout.paused to false to go on.")
-    SCALING = _passes("Scaling", "Pods are added or taken away.", "Wait; pods that go drain first.")
-    DRAINING = _passes("Draining", "Old pods finish their requests.", "Wait; drain.timeoutSeconds bounds it.")
+    PAUSED = _passes("Paused", "The rollout is paused.", "Set rollout.paused to false to continue.")
+    SCALING = _passes("Scaling", "Pods are being added or removed.", "Wait; pods drain before they are removed.")
+    DRAINING = _passes("Draining", "Old pods finish their requests.", "Wait, at most drain.timeoutSeconds.")
     # Pods
     PODS_READY = _well("PodsReady", "All pods are ready.")
-    PODS_STARTING = _passes("PodsStarting", "Pods start.", "Wait; `kubectl describe pod` shows how far they are.")
+    PODS_STARTING = _passes("PodsStarting", "Pods are starting.", "Wait; `kubectl describe pod` shows the progress.")
     INSUFFICIENT_CAPACITY = _needs_you(
         "InsufficientCapacity",
         "No node has room for a pod.",
-        "Add nodes, lower replicas or engine.resources, or correct accelerator.class, count and "
-        "tolerations in template. "
-        "A rollout that finds no room replaces pods one by one after rollout.surgeTimeoutSeconds where the "
-        "new ones fit in the place of the old; rollout.maxUnavailable 1 or more, or strategy Replace, makes "
-        "room at once; the former spec ends the rollout.",
+        "Add nodes, lower replicas or engine.resources, or correct accelerator.class, count and tolerations. "
+        "A rollout waits rollout.surgeTimeoutSeconds, then replaces pods one by one if they fit; "
+        "rollout.maxUnavailable 1 or strategy Replace makes room at once; restoring the previous spec ends "
+        "it.",
         patience_s=60,
     )
     NODES_TOO_SMALL = _needs_you(
         "NodesTooSmall",
-        "No node that a pod may run on is as large as the pod, even when it is empty. A pod is on one node: tensor "
-        "parallelism over more devices than a node has is not served.",
-        "Lower accelerator.count and engine.tensorParallel to what a node has, or engine.resources; or add larger "
-        "nodes, or correct accelerator.class, nodeSelector and tolerations. Wait where an autoscaler adds such nodes.",
+        "No eligible node is large enough for the pod, even when empty. A pod runs on one node.",
+        "Lower accelerator.count, engine.tensorParallel or engine.resources; add larger nodes; or correct "
+        "accelerator.class, nodeSelector and tolerations. With a node autoscaler, wait.",
         patience_s=60,
     )
     DEVICES_MISSING = _needs_you(
         "DevicesMissing",
-        "No node that a pod may run on offers the device that it asks for.",
-        "Install the vendor's device plugin or GPU operator, or correct accelerator.type, resourceName, class and "
-        "tolerations. Wait where an autoscaler adds such nodes.",
+        "No eligible node offers the requested device.",
+        "Install the vendor's device plugin or GPU operator, or correct accelerator.type, resourceName, class"
+        " and tolerations. With a node autoscaler, wait.",
         patience_s=60,
     )
     IMAGE_PULL_FAILING = _needs_you(
         "ImagePullFailing",
         "An image cannot be pulled.",
-        "Correct the image's name, or give the pods a pull secret by template.spec.imagePullSecrets.",
+        "Correct the image name, or set a pull secret in template.spec.imagePullSecrets.",
         patience_s=15,
     )
     CRASH_LOOPING = _needs_you(
         "CrashLooping",
-        "A container ends again and again; the message has its last words.",
-        "Act on the quoted last line, or see `kubectl logs --previous`.",
+        "A container exits repeatedly; the message quotes its last line.",
+        "Act on the quoted line, or see `kubectl logs --previous`.",
     )
     OUT_OF_MEMORY = _needs_you(
         "OutOfMemory",
-        "A container was killed for its memory.",
+        "A container exceeded its memory limit.",
         "Raise the memory limit in engine.resources, or lower engine.contextLength, memoryFraction or maxTotalTokens.",
     )
     PROBE_FAILING = _needs_you(
         "ProbeFailing",
         "A container runs but its probe fails.",
-        "See the pod's log; set engine.port if the server listens elsewhere. A start may take 30 minutes, or "
-        "20 s for each GiB of model.size where that is longer; template.spec.containers[runtime].startupProbe "
-        "changes it.",
+        "See the pod's log; set engine.port if the server listens elsewhere. A start may take 30 minutes or "
+        "20 s per GiB of model.size, the longer of both; change it in "
+        "template.spec.containers[runtime].startupProbe.",
         patience_s=60,
     )
     CONFIG_ERROR = _needs_you(
         "ConfigError",
-        "A container cannot be made from its configuration.",
-        "Create the Secret or ConfigMap that the message names, or correct the reference to it.",
+        "A container cannot be created from its configuration.",
+        "Create the Secret or ConfigMap that the message names, or correct the reference.",
         patience_s=15,
     )
     KEYS_PENDING = _passes(
         "KeysPending",
-        "The pods are made when the gateway has made the Secret with the keys of the cache events.",
-        "Wait some seconds; if it stays, see GatewayReady and EndpointPickerReady.",
+        "Pods wait for the gateway's Secret with the keys of KV events.",
+        "Wait some seconds; if it lasts, see GatewayReady and EndpointPickerReady.",
     )
     KEY_SECRET_MISSING = _needs_you(
         "KeySecretMissing",
-        "The Secret with the keys of the cache events is gone.",
-        "Wait: the operator makes a new one; then delete the pods that hold the old keys.",
+        "The Secret with the keys of KV events was deleted.",
+        "Wait until the operator has made a new one, then delete the pods that hold the old keys.",
         patience_s=30,
     )
     VOLUME_NOT_READY = _needs_you(
@@ -202,23 +200,23 @@ class Reason(StrEnum):
     )
     QUOTA_EXCEEDED = _needs_you(
         "QuotaExceeded",
-        "A quota of the namespace forbids more pods.",
+        "A quota of the namespace does not allow more pods.",
         "Raise the ResourceQuota or lower replicas or resources.",
     )
     POD_REJECTED = _needs_you(
         "PodRejected",
-        "An admission policy refuses the pods.",
-        "Remove from template what the message names, or run the pool in a namespace whose policy allows it.",
+        "An admission policy rejects the pods.",
+        "Remove what the message names from template, or use a namespace whose policy allows it.",
     )
     TEMPLATE_INVALID = _needs_you(
         "TemplateInvalid",
-        "The pods rendered with a template (spec.template, endpointPicker.template, gateway.standalone.template or the "
-        "chart's templates) are no valid pods.",
-        "Correct the field of the template that the message names.",
+        "A template (spec.template, endpointPicker.template, gateway.standalone.template or the chart's) "
+        "makes invalid pods.",
+        "Correct the field that the message names.",
     )
     SCALED_TO_ZERO = _passes(
         "ScaledToZero",
-        "The pool has no pods because none are asked for.",
+        "The pool has no pods because replicas is 0.",
         "Set replicas to 1 or more, or let an autoscaler do it.",
     )
     # The model
@@ -226,35 +224,34 @@ class Reason(StrEnum):
     MODEL_LOADING = _passes(
         "ModelLoading",
         "The engine loads the model.",
-        "Wait: it may take 30 minutes, or 20 s for each GiB of model.size where that is longer; "
-        "template.spec.containers[runtime].startupProbe changes it. With engine.cache later pods compile "
-        "less.",
+        "Wait: it may take 30 minutes or 20 s per GiB of model.size, the longer of both; change it in "
+        "template.spec.containers[runtime].startupProbe. engine.cache saves compiling in later pods.",
     )
     WEIGHTS_DOWNLOADING = _passes(
         "WeightsDownloading",
-        "The weights are being downloaded; status.download has the figures.",
-        "Wait; with model.cache the next pods need not download again.",
+        "The weights are being downloaded; see status.download.",
+        "Wait; with model.cache later pods need not download.",
     )
     WEIGHTS_MISSING = _needs_you(
         "WeightsMissing",
-        "There are no weights where model.uri points.",
+        "There are no weights at model.uri.",
         "Correct model.uri, or put the files (config.json, *.safetensors, tokenizer.json) there.",
     )
     DOWNLOAD_FAILED = _needs_you(
         "DownloadFailed",
-        "The download of the weights fails; the message says why.",
-        "Correct model.uri, model.tokenSecretRef (gated models need a token) or model.credentialsSecretRef, or allow"
-        " egress to the source.",
+        "The download fails; the message says why.",
+        "Correct model.uri, model.tokenSecretRef (gated models) or model.credentialsSecretRef, or allow "
+        "egress to the source.",
     )
     MODEL_TOO_LARGE = _needs_you(
         "ModelTooLarge",
-        "The model does not fit into the memory or the volume.",
-        "Take a larger accelerator or more of them, more memory or cache.size, or a smaller model.",
+        "The model does not fit into memory or into the volume.",
+        "Use a larger accelerator or more of them, more memory or cache.size, or a smaller model.",
     )
     MODEL_NOT_SERVED = _needs_you(
         "ModelNotServed",
-        "The pods answer to other model names than the pool's.",
-        "Set model.name to a name that the engine serves; an engine custom is told the name by engine.args.",
+        "The pods serve other model names than the pool's.",
+        "Set model.name to a name that the engine serves; for engine custom set the name in engine.args.",
         patience_s=15,
     )
     # The picker
@@ -268,17 +265,17 @@ class Reason(StrEnum):
     PICKER_NOT_SYNCED = _passes(
         "PickerNotSynced",
         "The picker has not read the cluster yet.",
-        "Wait some seconds; if it stays, look at the picker's log.",
+        "Wait some seconds; if it lasts, see the picker's log.",
     )
     PICKER_UNREACHABLE = _passes(
         "PickerUnreachable",
-        "The operator cannot ask the picker for its list.",
+        "The operator cannot reach the picker.",
         "Allow the operator to reach port 9004 of the picker's pods (NetworkPolicy).",
     )
     ENDPOINTS_MISSING = _passes(
         "EndpointsMissing",
         "Ready pods are not in the picker's list yet.",
-        "Wait some seconds; if it stays, look at the picker's log and its Role.",
+        "Wait some seconds; if it lasts, see the picker's log and its Role.",
     )
     # The gateway
     GATEWAY_SERVING = _well("GatewayServing", "The gateway serves at status.url.")
@@ -290,56 +287,53 @@ class Reason(StrEnum):
     )
     GATEWAY_CONFLICT = _needs_you(
         "GatewayConflict",
-        "An older pool of the same gateway asks for other settings, or another one for stricter protections; those "
-        "hold.",
-        "Make the named settings equal to the other pool's, or give this pool another gateway.name.",
+        "Another pool of the gateway sets other values: the oldest pool's settings and the strictest protections hold.",
+        "Make the named settings equal to the other pool's, or use another gateway.name.",
     )
     PROTECTION_RETAINED = _needs_you(
         "ProtectionRetained",
-        "A pool that is gone stated API keys, TLS, isolation or FailClose for the gateway, which keeps them though no "
-        "pool states them any more.",
-        "State them in a pool of the gateway to keep them, or list them in gateway.unprotected of one to drop them.",
+        "A deleted pool had set API keys, TLS, isolation or FailClose; the gateway keeps them.",
+        "Set them in a pool of the gateway to keep them, or list them in gateway.unprotected to drop them.",
     )
     GATEWAY_OPEN = _needs_you(
         "GatewayOpen",
-        "The gateway serves, but its load balancer lets everybody in, or shows prompts to the network.",
-        "Set gateway.standalone.apiKeysSecretRef and tls; or use serviceType ClusterIP behind a proxy of yours.",
+        "The load balancer serves everybody, or without encryption.",
+        "Set gateway.standalone.apiKeysSecretRef and tls, or use serviceType ClusterIP behind your own proxy.",
     )
     FAIL_CLOSE_FORCED = _passes(
         "FailCloseForced",
-        "The gateway serves, and without a picker it will refuse requests, although failureMode is FailOpen: "
-        "at an engine other than treeline the picker alone keeps the clients apart.",
+        "Requests are refused while there is no picker, despite FailOpen: with an engine other than treeline "
+        "only the picker isolates clients.",
         "Set endpointPicker.failureMode to FailClose, or gateway.isolation to Shared.",
     )
     GATEWAY_API_MISSING = _needs_you(
         "GatewayApiMissing",
         "The cluster has no Gateway API, or the operator may not read it.",
-        "Install the Gateway API CRDs and a controller, give the operator the rights of its chart, or remove "
-        "gateway.parentRefs.",
+        "Install the Gateway API CRDs and a controller, grant the rights of the chart, or remove gateway.parentRefs.",
         patience_s=60,
     )
     INFERENCE_EXTENSION_MISSING = _needs_you(
         "InferenceExtensionMissing",
         "The cluster has no Gateway API Inference Extension, or the operator may not read it.",
-        "Install the InferencePool CRD of inference.networking.k8s.io/v1, give the operator the rights of its "
-        "chart, or remove gateway.parentRefs.",
+        "Install the InferencePool CRD of inference.networking.k8s.io/v1, grant the rights of the chart, or "
+        "remove gateway.parentRefs.",
         patience_s=60,
     )
     ADDRESS_PENDING = _passes(
         "AddressPending",
         "The load balancer has no address yet.",
-        "Wait; a cluster without load balancers needs gateway.standalone.serviceType ClusterIP or NodePort.",
+        "Wait; without load balancers in the cluster set gateway.standalone.serviceType to ClusterIP or NodePort.",
     )
     ROUTE_ACCEPTED = _well("RouteAccepted", "Every parent accepts the route.")
     ROUTE_PENDING = _passes(
         "RoutePending",
-        "No controller has judged the route yet.",
-        "Check that the parent Gateway exists and that its controller runs.",
+        "No controller has processed the route yet.",
+        "Check that the parent Gateway exists and its controller runs.",
     )
     ROUTE_NOT_ACCEPTED = _needs_you(
         "RouteNotAccepted",
-        "A parent refuses the route; the message quotes it.",
-        "Let the Gateway's listener allow this namespace and these host names, or correct gateway.parentRefs.",
+        "A parent rejects the route; the message quotes it.",
+        "Allow this namespace and these host names in the Gateway's listener, or correct gateway.parentRefs.",
         patience_s=30,
     )
     UNSUPPORTED_BY_PARENT = _needs_you(
@@ -350,64 +344,65 @@ class Reason(StrEnum):
     )
     GATEWAY_NOT_PROGRAMMED = _needs_you(
         "GatewayNotProgrammed",
-        "A Gateway of gateway.parentRefs has no data plane that listens; the message quotes it.",
-        "See `kubectl describe gateway`: its controller says there what it lacks (an address, a certificate, a port).",
+        "A Gateway of gateway.parentRefs has no working data plane; the message quotes it.",
+        "See `kubectl describe gateway` for what is missing (an address, a certificate, a port).",
         patience_s=120,
     )
     # Scaling
-    AUTOSCALER_ACTIVE = _well("AutoscalerActive", "The operator sets spec.replicas by what the pickers tell.")
+    AUTOSCALER_ACTIVE = _well(
+        "AutoscalerActive", "The operator sets spec.replicas by the demand that the pickers report."
+    )
     SCALED_BY_ANOTHER = _needs_you(
         "ScaledByAnother",
-        "An autoscaler of somebody else sets spec.replicas, and so the operator does not.",
+        "Another autoscaler sets spec.replicas, so the operator does not.",
         "Delete that autoscaler, or set autoscaling.type to None.",
         patience_s=60,
     )
     SIGNALS_MISSING = _passes(
         "SignalsMissing",
-        "No picker of the pool tells of the demand; the replicas stay as they are.",
+        "No picker of the pool reports its demand; the replicas stay unchanged.",
         "See EndpointPickerReady.",
     )
-    # What the spec asks for in vain
+    # Warnings
     CLAIM_NOT_SHAREABLE = _needs_you(
         "ClaimNotShareable",
-        "Pods on several nodes are to have a claim that only one node can mount; some would never start.",
-        "Set accessModes of the named cache to [ReadWriteMany], with a storage class that has it, or keep one replica.",
+        "Pods on several nodes share a claim that only one node can mount; some may never start.",
+        "Set accessModes of the named cache to [ReadWriteMany] with a storage class that supports it, or keep"
+        " one replica.",
     )
     DEVICES_UNUSED = _needs_you(
         "DevicesUnused",
-        "Pods ask for more devices than the engine uses.",
+        "Pods request more devices than the engine uses.",
         "Remove engine.tensorParallel (it follows accelerator.count), or lower accelerator.count.",
     )
     VERSIONS_DIFFER = _needs_you(
         "VersionsDiffer",
-        "Pods of the pool have different commits of a model: its branch moved while they downloaded it.",
-        "Delete the named pods: their successors take the pool's commit; or pin one in the uri (hf://org/name@COMMIT).",
+        "Pods have different commits of the model: its branch moved while they downloaded it.",
+        "Delete the named pods: their successors use the pool's commit; or pin one (hf://org/name@COMMIT).",
     )
     ROUTED_BY_HISTORY = _needs_you(
         "RoutedByHistory",
-        "The picker makes nothing of what the pods publish, mostly for want of the model's tokenizer: it routes by "
-        "what it sent where itself, and sees neither what the pods evict nor what others sent them.",
-        "Set model.tokenizer to an hf:// uri with the model's tokenizer: its own, or that of the model from which it "
-        "was made. For a pvc:// model that pods on several nodes can mount set model.pickerReadsClaim; docs/engines.md "
-        "has the other causes.",
+        "The picker cannot use the pods' KV events, usually because it has no tokenizer. It routes by its own"
+        " past requests.",
+        "Set model.tokenizer to an hf:// uri with the model's tokenizer, or model.pickerReadsClaim for a "
+        "pvc:// model on a claim that several nodes can mount; docs/engines.md has other causes.",
         patience_s=120,
     )
     ARGS_UNTOLD = _needs_you(
         "ArgsUntold",
-        "The engine is started with arguments that the picker would have to know: prompts are not found in its caches, "
-        "or it cannot be asked.",
+        "engine.args contain settings that the picker does not see: it misses cached prompts, or cannot reach"
+        " the engine.",
         "Remove them from engine.args and use the fields that the message names.",
     )
     ARGS_OVERRIDE = _needs_you(
         "ArgsOverride",
-        "A setting stands in a field of the engine and in engine.args; what the arguments say holds.",
-        "Remove the flags that the message names from engine.args, or the fields.",
+        "A setting is both in a field and in engine.args; the arguments win.",
+        "Remove the named flags from engine.args, or the fields.",
     )
     TEMPLATE_OVERRULED = _needs_you(
         "TemplateOverruled",
-        "spec.template says something of the pods that it cannot change: labels and ports by which they are found, or "
-        "less time than they need to drain.",
-        "Remove the fields that the message names from spec.template; drain.timeoutSeconds and engine.port set theirs.",
+        "spec.template sets what it cannot change: labels, ports, or a drain time that is too short.",
+        "Remove the named fields from spec.template; drain.timeoutSeconds and engine.port set these.",
     )
     # InferenceModels
     ACCEPTED = _well("Accepted", "The name is served.")
@@ -420,27 +415,27 @@ class Reason(StrEnum):
     MODEL_NAME_IN_USE = _needs_you(
         "ModelNameInUse",
         "An older InferencePool or InferenceModel has the name.",
-        "Choose another modelName (of a pool model.name), or delete the older one: this one is then promoted.",
+        "Choose another modelName (for a pool: model.name), or delete the older object.",
     )
     WEIGHTS_INVALID = _needs_you(
         "WeightsInvalid",
-        "The weights of targetModels are not usable.",
-        "Give every target a weight of 1 or more, or none of them.",
+        "The weights of targetModels are invalid.",
+        "Give every target a weight of 1 or more, or give none.",
     )
-    # What the operator did (Events only)
-    CREATED = _well("Created", "The operator made an object.")
-    APPLIED = _well("Applied", "The operator changed an object that it made.")
-    AUTOSCALED = _well("Autoscaled", "The operator set spec.replicas by what the pickers tell.")
-    SCALED = _well("Scaled", "The operator changed the number of a revision's pods.")
-    DELETED = _well("Deleted", "The operator removed an object that is not needed any more.")
+    # Actions of the operator (Events only)
+    CREATED = _well("Created", "The operator created an object.")
+    APPLIED = _well("Applied", "The operator changed an object of its own.")
+    AUTOSCALED = _well("Autoscaled", "The operator set spec.replicas by the demand that the pickers report.")
+    SCALED = _well("Scaled", "The operator changed the number of pods of a revision.")
+    DELETED = _well("Deleted", "The operator deleted an object that is no longer needed.")
     DRIFT_CORRECTED = _passes(
         "DriftCorrected",
-        "Somebody changed fields that the operator owns; they are as before again.",
-        "Change the InferencePool instead; what may be changed on pods goes into spec.template.",
+        "The operator reverted a manual change to fields that it owns.",
+        "Change the InferencePool; use spec.template for changes to pods.",
     )
-    DRAIN_CANCELLED = _passes("DrainCancelled", "Pods that were to go stay after all.", "Nothing; they serve again.")
+    DRAIN_CANCELLED = _passes("DrainCancelled", "Pods that were draining are kept.", "Nothing; they serve again.")
     DRAIN_TIMEOUT = _needs_you(
         "DrainTimeout",
-        "Pods are told to end with requests in flight; they have drain.timeoutSeconds once more to finish them.",
-        "Raise drain.timeoutSeconds if requests may take longer.",
+        "Pods still have requests after drain.timeoutSeconds; they get that time once more, then end.",
+        "Raise drain.timeoutSeconds if requests take longer.",
     )

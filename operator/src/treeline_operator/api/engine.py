@@ -61,8 +61,8 @@ SETTINGS: Final[Mapping[str, tuple[EngineType, ...]]] = {
     for setting, flags in FLAGS.items()
     if setting not in ("tensor_parallel", "data_parallel")
 }
-"""Setting → the engines that have it. For the others it is refused, since it would be ignored. (Those of parallelism
-have rules of their own.)"""
+"""Setting → the engines that have it; refused for others, which would ignore it. (Settings of parallelism have their
+own rules.)"""
 
 WORDS: Final[Mapping[str, tuple[str, ...]]] = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
@@ -71,8 +71,8 @@ WORDS: Final[Mapping[str, tuple[str, ...]]] = {
     "evictionPolicy": ("lru", "lfu", "priority"),
     "schedulePolicy": ("fcfs", "lpm", "priority"),
 }
-"""Setting → what engine treeline takes. The others' words change with their releases and plugins: they say themselves
-what they refuse."""
+"""Setting → values of engine treeline. Other engines' values change with their releases and plugins, and they check
+them themselves."""
 
 
 OWN_FLAGS: Final[Mapping[EngineType, Mapping[str, str]]] = {
@@ -99,8 +99,8 @@ OWN_FLAGS: Final[Mapping[EngineType, Mapping[str, str]]] = {
         **dict.fromkeys(("--host", "--uds", "--kv-events-config"), ""),
     },
 }
-"""Flags that an engine is always started with and that would hold if `args` said them again, each with its field: pods
-would be looked for elsewhere, or would not be what the field says."""
+"""Flags that the operator sets and that `args` must not override, each with its field: otherwise pods would listen
+elsewhere, or differ from the field."""
 ADAPTER_FLAGS: Final = ("--lora-paths", "--lora-modules")
 TENSOR_PARALLEL_FLAGS: Final = ("--tp", "--tp-size", "-tp", "--tensor-parallel-size")
 
@@ -139,7 +139,7 @@ def _own_flags_rule(engine: EngineType, flags: Mapping[str, str]) -> Rule:
     listed = ", ".join(f"{flag} ({field})" if field else flag for flag, field in flags.items())
     return forbidden(
         f"self.type != '{engine}' || !({_args_say(flags)})",
-        f"the operator says these flags to engine {engine}: {listed}: remove them from args, and set the fields",
+        f"the operator sets these flags of engine {engine}: {listed}: remove them from args, and use the fields",
         field=".args",
     )
 
@@ -148,12 +148,12 @@ _GPU_ONLY: Final = "is for GPUs only: remove it, or set type to nvidia or amd"
 
 
 class Accelerator(Part):
-    """What a pod computes on."""
+    """Devices of a pod."""
 
     RULES = (
         forbidden(
             "self.type != 'cpu' || self.count == 1",
-            f"count {_GPU_ONLY}; CPUs are asked for by engine.resources",
+            f"count {_GPU_ONLY}; request CPUs with engine.resources",
             field=".count",
         ),
         forbidden(
@@ -175,13 +175,12 @@ class Accelerator(Part):
     class_: Annotated[str, StringConstraints(pattern=LABEL_VALUE_PATTERN, min_length=1, max_length=63)] | None = Field(
         default=None, alias="class"
     )
-    """Product of the device: value of the node label `nvidia.com/gpu.product` or `amd.com/gpu.product-name`."""
+    """Device model: the value of the node label `nvidia.com/gpu.product` or `amd.com/gpu.product-name`."""
     resource_name: Annotated[str, StringConstraints(max_length=253, pattern=r"^[a-z0-9.-]+/[A-Za-z0-9_.-]+$")] = (
         RESOURCE_NAME
     )
-    """Extended resource by which the device is asked for; with type amd the default means `amd.com/gpu`. A container
-    with `resources.claims` in `template` has its devices from them, and asks for none by this name. Pods bear taints of
-    this name; others, and a RuntimeClass, are named in `template`."""
+    """Extended resource of the device; with type amd the default means `amd.com/gpu`. Not requested if `template` has
+    `resources.claims`. Pods tolerate taints of this name; set other tolerations and a RuntimeClass in `template`."""
 
     @property
     def is_gpu(self) -> bool:
@@ -194,7 +193,7 @@ class Accelerator(Part):
 
     @property
     def product_label(self) -> str:
-        """The label of nodes that says which device they have, as its vendor's labeller sets it."""
+        """The node label that names the device, as its vendor's labeller sets it."""
         return "amd.com/gpu.product-name" if self.type == "amd" else "nvidia.com/gpu.product"
 
 
@@ -202,13 +201,13 @@ class Adapter(Part):
     """A LoRA adapter."""
 
     name: ServedName
-    """Name under which clients ask for the adapter."""
+    """Name of the adapter in requests."""
     uri: Uri
-    """Where the adapter's weights are."""
+    """Address of the adapter's weights."""
 
 
 class Engine(Part):
-    """The server in the pods and its settings. A setting that the engine does not have is refused."""
+    """The server in the pods and its settings. A setting that the engine lacks is refused."""
 
     RULES = (
         *(_setting_rule(setting, engines) for setting, engines in SETTINGS.items()),
@@ -216,12 +215,12 @@ class Engine(Part):
         *(_own_flags_rule(engine, flags) for engine, flags in OWN_FLAGS.items()),
         forbidden(
             f"!has(self.tensorParallel) || !({_args_say(TENSOR_PARALLEL_FLAGS)})",
-            "args say over how many devices a layer is split, and so does tensorParallel: remove one of them",
+            "args and tensorParallel both set the number of devices: remove one of them",
             field=".args",
         ),
         forbidden(
             f"!has(self.adapters) || self.adapters.size() == 0 || !({_args_say(ADAPTER_FLAGS)})",
-            "args name adapters, and those of the field adapters would not be loaded: name all of them there",
+            "adapters are named in args and in the field adapters: name all of them in the field",
             field=".args",
         ),
         Rule(
@@ -248,17 +247,17 @@ class Engine(Part):
         forbidden(
             "self.type != 'custom' || ((!has(self.tensorParallel) || self.tensorParallel == 1)"
             " && self.dataParallel == 1)",
-            "the flags of a custom engine are not known: remove tensorParallel and dataParallel and use args",
+            "flags of a custom engine are unknown: remove tensorParallel and dataParallel and use args",
         ),
         forbidden(
             "self.type != 'custom' || !has(self.adapters) || self.adapters.size() == 0",
-            "the flags of a custom engine are not known: remove adapters and use args",
+            "flags of a custom engine are unknown: remove adapters and use args",
             field=".adapters",
         ),
         Rule(
             f"self.type == 'custom' || {sorted(KV_PORTS)}.all(p, self.port < p || self.port >= p + self.dataParallel)",
-            f"ports {', '.join(map(str, sorted(KV_PORTS)))} are those of cache events and load reports, and so many"
-            " from each as dataParallel says: choose another",
+            f"ports {', '.join(map(str, sorted(KV_PORTS)))} and the following ones, as many as dataParallel, are for"
+            " KV events and load reports: choose another",
             field=".port",
         ),
     )
@@ -266,49 +265,49 @@ class Engine(Part):
     type: EngineType = "treeline"
     """Which server runs."""
     image: Image | None = None
-    """Image of the runtime container; absent means the operator's default for the engine. `custom` needs one."""
+    """Image of the runtime container; absent means the operator's default. Required for `custom`."""
     command: Annotated[tuple[Text, ...], Field(max_length=64)] = ()
     """Replaces the image's entry point."""
     args: Annotated[tuple[Text, ...], Field(max_length=128)] = ()
-    """Arguments that follow those made from the settings."""
+    """Further arguments, after those made from the settings."""
     port: Annotated[StrictInt, Field(ge=1024, le=65535)] = 8000
     """Port of the OpenAI API in the pod."""
     context_length: Annotated[StrictInt, Field(ge=1)] | None = None
-    """Longest prompt and answer together, in tokens."""
+    """Most tokens of prompt and answer together."""
     memory_fraction: Annotated[StrictFloat, Field(ge=0.05, le=0.99)] | None = None
-    """Part of the device's memory for weights and KV cache."""
+    """Share of the device's memory for weights and KV cache."""
     page_size: Annotated[StrictInt, Field(ge=1, le=1024)] | None = None
     """Tokens per page of the KV cache."""
     tensor_parallel: Annotated[StrictInt, Field(ge=1, le=16)] | None = None
-    """Devices over which each layer is split; absent means all of accelerator.count that dataParallel leaves for a
-    copy, unless args split the devices themselves. For engines sglang and vllm."""
+    """Devices that share each layer; absent means accelerator.count divided by dataParallel, unless args set it. For
+    engines sglang and vllm."""
     data_parallel: Annotated[StrictInt, Field(ge=1, le=64)] = 1
     """Copies of the model in one pod. For engines sglang and vllm."""
     max_running_requests: Annotated[StrictInt, Field(ge=1)] | None = None
-    """Requests that are computed at once."""
+    """Most running requests."""
     max_queued_requests: Annotated[StrictInt, Field(ge=0)] | None = None
-    """Requests that may wait; one more is refused."""
+    """Most waiting requests; more are refused."""
     chunked_prefill_size: Annotated[StrictInt, Field(ge=1)] | None = None
     """Most tokens of prompt in one step."""
     max_total_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
-    """Tokens that the KV cache holds."""
+    """Size of the KV cache in tokens."""
     dtype: Annotated[str, StringConstraints(pattern=r"^[a-z0-9_]+$", max_length=32)] | None = None
-    """Number format of weights and activations, in the engine's words."""
+    """Number format of weights and activations, by the engine's name."""
     quantization: PolicyName | None = None
-    """How weights are quantised, in the engine's words: `fp8` does it at load. Absent: as the checkpoint has them."""
+    """Quantisation of weights, by the engine's name, such as `fp8` at load. Absent: as in the checkpoint."""
     kv_cache_dtype: Annotated[str, StringConstraints(pattern=r"^[a-z0-9_]+$", max_length=32)] | None = None
-    """Number format of the KV cache, in the engine's words: `fp8_e4m3` holds twice the tokens of bfloat16."""
+    """Number format of the KV cache, by the engine's name; `fp8_e4m3` holds twice the tokens of bfloat16."""
     threads: Annotated[StrictInt, Field(ge=1, le=1024)] | None = None
-    """Threads of computation."""
+    """CPU threads for computation."""
     eviction_policy: PolicyName | None = None
-    """Which pages leave the prefix cache first, in the engine's words."""
+    """Eviction order of the prefix cache, by the engine's name."""
     schedule_policy: PolicyName | None = None
-    """Which waiting request is next, in the engine's words."""
+    """Order of waiting requests, by the engine's name."""
     adapters: Annotated[tuple[Adapter, ...], Field(max_length=64, json_schema_extra=LIST_MAP)] = ()
-    """LoRA adapters that are served beside the model. For engines sglang and vllm."""
+    """LoRA adapters served beside the model. For engines sglang and vllm."""
     resources: Resources | None = None
-    """Resources of the runtime container. On GPUs the requests are, where nothing is said, 2 CPUs for each device and
-    4Gi of memory besides half of model.size (8Gi for each device where that is not known)."""
+    """Resources of the runtime container. Default requests on GPUs: 2 CPUs per device, and 4Gi plus half of model.size
+    (8Gi per device if unknown)."""
     cache: Cache | None = None
-    """Volume that keeps what the engine compiles (kernels, graphs) for the next pods; absent means that every pod
-    compiles anew into an emptyDir. Whoever can write to it can run code in the pods."""
+    """Volume for what the engine compiles (kernels, graphs); absent means that every pod compiles into an emptyDir.
+    Anybody who can write to it can run code in the pods."""

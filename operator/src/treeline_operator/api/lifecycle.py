@@ -11,22 +11,20 @@ from treeline_operator.api.rules import Rule, forbidden
 
 
 class PickerScaling(Part):
-    """By how much demand a replica more is asked for. What asks for most counts."""
+    """The demand that adds a replica. The highest one counts."""
 
     queued_tokens: Annotated[StrictInt, Field(ge=1, le=1_000_000_000)] = 16384
-    """Prompt tokens that may wait for each replica, at its engine or in the picker. Cached ones do not count."""
+    """Waiting uncached prompt tokens per replica, at its engine or in the picker."""
     in_flight_requests: Annotated[StrictInt, Field(ge=1, le=1_000_000)] = 32
-    """Requests that each replica is to have at once, those that the picker holds included."""
+    """Requests per replica, including those that the picker holds."""
     ttft_milliseconds: Annotated[StrictInt, Field(ge=1, le=3_600_000)] | None = None
-    """Time to first token that nine of ten requests are to stay below, as the picker predicts it when it sends them.
-    Absent: it is not looked at."""
+    """Limit of the predicted time to first token of nine in ten requests. Absent: not considered."""
     scale_down_seconds: Annotated[StrictInt, Field(ge=0, le=86400)] = 300
-    """Pods are taken away when nothing has asked for more for so long, and a pool goes to zero when it was idle for so
-    long."""
+    """Time without demand after which pods are removed, and an idle pool goes to zero."""
 
 
 class Autoscaling(Part):
-    """Who owns the replicas."""
+    """Who sets spec.replicas."""
 
     RULES = (
         forbidden(
@@ -52,9 +50,8 @@ class Autoscaling(Part):
     )
 
     type: Literal["None", "Picker"] = "None"
-    """None: you by spec.replicas, or an autoscaler of yours, which takes the pool for its target: a
-    HorizontalPodAutoscaler, a ScaledObject of KEDA. Picker: the operator, by what the pool's pickers see; a request
-    wakes a pool from zero."""
+    """None: you, or your own autoscaler with the pool as target (HorizontalPodAutoscaler, KEDA's ScaledObject). Picker:
+    the operator, by the demand that pickers report; a request wakes a pool from zero."""
     min_replicas: Annotated[StrictInt, Field(ge=0, le=1000)] | None = None
     """Fewest replicas; absent means 1."""
     max_replicas: Annotated[StrictInt, Field(ge=1, le=1000)] | None = None
@@ -64,10 +61,10 @@ class Autoscaling(Part):
 
 
 class Drain(Part):
-    """How a pod ends."""
+    """How pods end."""
 
     timeout_seconds: Annotated[StrictInt, Field(ge=1, le=3600)] = 60
-    """Longest time that running requests get to end. Grace period, preStop and timeouts follow from it."""
+    """Time for running requests to end. Grace period, preStop and timeouts follow from it."""
 
 
 class DisruptionBudget(Part):
@@ -76,13 +73,13 @@ class DisruptionBudget(Part):
     RULES = (
         Rule(
             "!(string(self.maxUnavailable) in ['0', '0%'])",
-            "a budget that allows no eviction keeps nodes from being drained: set maxUnavailable to 1 or more",
+            "0 would keep nodes from being drained: set maxUnavailable to 1 or more",
             field=".maxUnavailable",
         ),
     )
 
     max_unavailable: CountOrPercent = 1
-    """Pods that may be missing while nodes are drained, as a number or a percentage of the pods (rounded up)."""
+    """Pods that may be missing while nodes are drained: a number, or a percentage (rounded up)."""
 
 
 class Rollout(Part):
@@ -91,7 +88,7 @@ class Rollout(Part):
     RULES = (
         Rule(
             "!(string(self.maxSurge) in ['0', '0%']) || !(string(self.maxUnavailable) in ['0', '0%'])",
-            "with neither a pod more nor a pod less nothing can be replaced: raise maxSurge or maxUnavailable",
+            "with both at 0 no pod can be replaced: raise maxSurge or maxUnavailable",
         ),
         forbidden(
             "self.strategy != 'Replace' || string(self.maxSurge) in ['0', '0%', '1']",
@@ -101,16 +98,15 @@ class Rollout(Part):
     )
 
     strategy: Literal["SurgeIfCapacity", "Replace"] = "SurgeIfCapacity"
-    """SurgeIfCapacity starts new pods beside the old ones. Where no node has had room for surgeTimeoutSeconds, it
-    replaces them one by one: an old pod finishes its requests, goes, and the new one takes its place. Replace takes old
-    pods away first, one or maxUnavailable at a time, and does not wait for their requests."""
+    """SurgeIfCapacity starts new pods beside the old ones. If no node has room for surgeTimeoutSeconds, it replaces
+    them one by one, after their requests have ended. Replace removes old pods first, one or maxUnavailable at a time,
+    without waiting for their requests."""
     max_surge: CountOrPercent = 1
-    """Pods above replicas while rolling, as a number or a percentage of replicas (rounded up). For strategy
-    SurgeIfCapacity."""
+    """Pods above replicas during a rollout: a number, or a percentage (rounded up). For strategy SurgeIfCapacity."""
     max_unavailable: CountOrPercent = 0
-    """Pods below replicas while rolling, as a number or a percentage of replicas (rounded down)."""
+    """Pods below replicas during a rollout: a number, or a percentage (rounded down)."""
     surge_timeout_seconds: Annotated[StrictInt, Field(ge=0, le=604800)] = 120
-    """How long strategy SurgeIfCapacity waits for a node with room for a new pod before it replaces pods one by one.
-    More gives a cluster autoscaler time to add nodes; a pool of one pod does not serve while its pod is replaced."""
+    """How long SurgeIfCapacity waits for room before it replaces pods one by one. Raise it for a node autoscaler. A
+    pool of one pod does not serve while its pod is replaced."""
     paused: StrictBool = False
-    """Keep old and new pods as they are."""
+    """Pause the rollout."""

@@ -28,11 +28,11 @@ class TargetModel(Part):
     name: ServedName
     """Name of a model or adapter that the pool serves."""
     weight: Annotated[StrictInt, Field(ge=1, le=1_000_000)] | None = None
-    """Share of the requests, relative to the other targets' weights. On all targets or on none."""
+    """Relative share of requests. On all targets or on none."""
 
 
 class ModelSpec(Part):
-    """What the model is to be."""
+    """The desired model."""
 
     RULES = (
         Rule(
@@ -49,28 +49,26 @@ class ModelSpec(Part):
     )
 
     model_name: ServedName
-    """Name that clients ask for in `model`. Unique in the namespace's gateway; of two the oldest holds it."""
+    """Name that clients ask for in `model`. Unique in the gateway: the oldest object holds it."""
     pool_ref: NamedRef
     """The InferencePool that serves it."""
     criticality: Literal["Critical", "Standard", "Sheddable"] = "Standard"
-    """A Sheddable request is answered 429 when every endpoint that it may use has a queue of more than the picker's
-    maxTtftSeconds. Critical and Standard requests wait."""
+    """Sheddable requests get 429 when every usable endpoint has a queue longer than maxTtftSeconds. Others wait."""
     target_models: Annotated[tuple[TargetModel, ...], Field(max_length=10, json_schema_extra=LIST_MAP)] = ()
-    """Names that the pool's engines are asked for; of several one is drawn for each request, by weight. A name that
-    they do not serve and another pool of the same gateway does goes there: so a share of requests tries another base
-    model. Absent means modelName itself, or the only model of a pool that serves one under another name."""
+    """Models that answer; of several one is drawn per request, by weight. A name that another pool of the gateway
+    serves goes there, for trying another base model. Absent means modelName, or the pool's only model."""
     fallback_pools: Annotated[tuple[NamedRef, ...], Field(max_length=5, json_schema_extra=LIST_MAP)] = ()
-    """Pools that serve the name, in this order, when the pool has no usable endpoint."""
+    """Pools to use, in this order, while the pool has no usable endpoint."""
 
 
 @DOCUMENTED
 class ModelStatus(TypedDict, total=False):
-    """What the model is."""
+    """The state of the model."""
 
     observedGeneration: int
-    """The generation of the spec that the status is about."""
+    """Generation of the spec that the status describes."""
     conditions: Annotated[list[Condition], Field(max_length=16, json_schema_extra=BY_TYPE)]
-    """What holds of the model."""
+    """Conditions of the model."""
     conflictingModel: str
     """The InferenceModel or InferencePool that has the name."""
 
@@ -89,6 +87,6 @@ class InferenceModel(Resource):
     kind: Literal["InferenceModel"] = "InferenceModel"
     metadata: ObjectMeta
     spec: ModelSpec
-    """What the model is to be."""
+    """The desired model."""
     status: ModelStatus = Field(default_factory=ModelStatus)
-    """What the model is, written by the operator."""
+    """The state of the model, written by the operator."""

@@ -39,14 +39,14 @@ PORT_PATTERN: Final = "([1-9][0-9]{0,3}|[1-5][0-9]{4}|6[0-4][0-9]{3}|65[0-4][0-9
 """1 to 65535, as part of a text."""
 
 SERVED_NAME_PATTERN: Final = r"^[A-Za-z0-9_][A-Za-z0-9._:/@+-]*$"
-"""A name by which a model is asked for. It stands in command lines, where `-` would begin a flag, `=` end the name of
-an adapter and `$(NAME)` be replaced by the kubelet, and in the headers that routes match."""
+"""A model's name in requests. It appears in command lines, where `-` would begin a flag, `=` end an adapter's name and
+`$(NAME)` be replaced by the kubelet, and in the headers that routes match."""
 LABEL_VALUE_PATTERN: Final = r"^[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$"
 QUALIFIED_NAME_PATTERN: Final = (
     r"^([a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$"
 )
 """A key of labels, annotations and taints: `name` or `example.com/name`."""
-NO_QUALIFIED_NAME: Final = "a key is a name of 63 characters or fewer, or example.com/name: correct it"
+NO_QUALIFIED_NAME: Final = "invalid key: write a name of 63 characters or fewer, or example.com/name"
 
 
 _INT_OR_STRING: Final[dict[str, Any]] = {
@@ -89,7 +89,7 @@ CountOrPercent = Annotated[
 
 
 def pods_of(value: int | str, replicas: int, *, up: bool) -> int:
-    """How many pods of `replicas` a `CountOrPercent` is; percentages are rounded `up`, or down."""
+    """The number of pods that a `CountOrPercent` is of `replicas`; percentages are rounded `up`, or down."""
     if isinstance(value, int):
         return value
     share = int(value.removesuffix("%")) * replicas
@@ -97,7 +97,7 @@ def pods_of(value: int | str, replicas: int, *, up: bool) -> int:
 
 
 LIST_MAP: Final[dict[str, Any]] = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]}
-"""Schema of a list whose items are told apart by their names."""
+"""Schema of a list whose items are identified by name."""
 BY_TYPE: Final[dict[str, Any]] = {"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]}
 SET: Final[dict[str, Any]] = {"x-kubernetes-list-type": "set"}
 FOREIGN: Final[dict[str, Any]] = {"x-kubernetes-preserve-unknown-fields": True}
@@ -175,7 +175,7 @@ class Resource(Ruled):
 
     @property
     def deleting(self) -> bool:
-        """Whether the object waits for its finalizers only."""
+        """Whether the object is being deleted."""
         return self.metadata.deletion_timestamp is not None
 
     def owner_reference(self, *, controller: bool) -> dict[str, Any]:
@@ -193,7 +193,7 @@ class NamedRef(Part):
     """An object of the same namespace."""
 
     name: DnsName
-    """Name of the object, in the namespace of this one."""
+    """Name of the object, in this namespace."""
 
 
 class KeyRef(NamedRef):
@@ -214,9 +214,9 @@ class Resources(Part):
     """Resources of a container."""
 
     requests: Annotated[dict[str, Quantity], Field(max_length=32)] = Field(default_factory=dict)
-    """What is reserved for the container, by resource name."""
+    """Requests, by resource name."""
     limits: Annotated[dict[str, Quantity], Field(max_length=32)] = Field(default_factory=dict)
-    """What the container may use at most, by resource name."""
+    """Limits, by resource name."""
 
 
 DOCUMENTED: Final = with_config(ConfigDict(use_attribute_docstrings=True))
@@ -228,32 +228,32 @@ class Condition(TypedDict):
     """One condition, as `metav1.Condition`."""
 
     type: Annotated[str, StringConstraints(max_length=316)]
-    """What is judged."""
+    """Type of the condition."""
     status: Literal["True", "False", "Unknown"]
-    """The judgement."""
+    """Status of the condition."""
     reason: Annotated[str, StringConstraints(max_length=1024)]
-    """Why, as one word; docs/reasons.md lists them."""
+    """The reason, as one word: docs/reasons.md."""
     message: Annotated[str, StringConstraints(max_length=32768)]
-    """Why, in words, with what to do."""
+    """The cause and what to do."""
     lastTransitionTime: Annotated[str, Field(json_schema_extra={"format": "date-time"})]
-    """When the status changed last."""
+    """Time of the last change of status."""
     observedGeneration: int
-    """The generation that was judged."""
+    """The generation that the condition is about."""
 
 
 def explain(exc: ValidationError, kind: type[BaseModel]) -> str:
-    """What is wrong with an object of `kind`, field by field, in one line."""
+    """The errors of an object of `kind`, field by field, in one line."""
     errors = exc.errors(include_url=False)
     return "; ".join(f"{'.'.join(str(part) for part in e['loc'])}: {misfit(e, kind)}" for e in errors)
 
 
 def misfit(error: Any, kind: type[BaseModel]) -> str:
-    """What is wrong with one field, an item of `ValidationError.errors()`."""
+    """The error of one field, an item of `ValidationError.errors()`."""
     if error["type"] != "extra_forbidden":
         return str(error["msg"])
     *before, name = error["loc"]
     near = difflib.get_close_matches(str(name), _names(kind, before), n=1)
-    return f"there is no such field; did you mean {near[0]}?" if near else "there is no such field"
+    return f"unknown field; did you mean {near[0]}?" if near else "unknown field"
 
 
 def _names(kind: Any, path: Sequence[int | str]) -> list[str]:
@@ -280,7 +280,7 @@ _NAMED: Final[dict[str, Any]] = {
     "items": {
         "type": "object",
         "required": ["name"],
-        "properties": {"name": {"type": "string", "description": "Its name, by which it is merged.", "maxLength": 63}},
+        "properties": {"name": {"type": "string", "description": "Name, by which it is merged.", "maxLength": 63}},
         **FOREIGN,
     },
 }
@@ -288,8 +288,8 @@ _STRINGS: Final = {"type": "object", "maxProperties": 64, "additionalProperties"
 
 
 def template_schema(container: str, annotations: str = "") -> dict[str, Any]:
-    """The schema of a fragment for pods whose `container` is ours. `annotations` are those of treeline.dev that a user
-    may set, in words."""
+    """The schema of a fragment for pods whose `container` is ours. `annotations` says which annotations of treeline.dev
+    a user may set."""
     return {
         "type": "object",
         "properties": {
@@ -297,10 +297,10 @@ def template_schema(container: str, annotations: str = "") -> dict[str, Any]:
                 "type": "object",
                 "description": "Labels and annotations of the pods.",
                 "properties": {
-                    "labels": {**_STRINGS, "description": "Labels; those of treeline.dev are the operator's."},
+                    "labels": {**_STRINGS, "description": "Labels, other than those of treeline.dev."},
                     "annotations": {
                         **_STRINGS,
-                        "description": f"Annotations; those of treeline.dev are the operator's{annotations}.",
+                        "description": f"Annotations, other than those of treeline.dev{annotations}.",
                     },
                 },
             },
@@ -324,14 +324,14 @@ def template_rules(allowed: str = "false") -> tuple[Rule, ...]:
         forbidden(
             "!has(self.template) || !has(self.template.metadata) || !has(self.template.metadata.labels)"
             " || self.template.metadata.labels.all(k, !k.startsWith('treeline.dev/'))",
-            "labels of treeline.dev on pods are the operator's: remove them from template.metadata.labels",
+            "labels of treeline.dev on pods are reserved: remove them from template.metadata.labels",
             field=".template.metadata.labels",
         ),
         forbidden(
             "!has(self.template) || !has(self.template.metadata) || !has(self.template.metadata.annotations)"
             " || self.template.metadata.annotations.all(k, k != "
             f"'{DELETION_COST}' && (!k.startsWith('treeline.dev/') || ({allowed})))",
-            f"annotations of treeline.dev and {DELETION_COST} on pods are the operator's:"
+            f"annotations of treeline.dev and {DELETION_COST} on pods are reserved:"
             " remove them from template.metadata.annotations",
             field=".template.metadata.annotations",
         ),

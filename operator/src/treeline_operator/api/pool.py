@@ -31,7 +31,7 @@ KIND: Final = "InferencePool"
 
 _TEMPLATE: Final = template_schema(
     "`runtime` is the engine's",
-    ", but for those by which the pods of a custom engine tell where they publish KV events (docs/engines.md)",
+    "; custom engines may set those of KV events (docs/engines.md)",
 )
 
 
@@ -48,11 +48,11 @@ _OWN_SPLITS: Final = frozenset(
 
 
 _TOLD_BY_CUSTOM: Final = [labels.KV_EVENTS_PORT, labels.KV_REPLAY_PORT, labels.KV_EVENTS_TOPIC]
-"""Annotations by which the pods of a custom engine tell the picker where they publish what their caches hold."""
+"""Annotations of a custom engine's pods that say where they publish KV events."""
 
 
 class PoolSpec(Part):
-    """What the pool is to be."""
+    """The desired pool."""
 
     RULES = (
         Rule(
@@ -80,8 +80,7 @@ class PoolSpec(Part):
             "!has(self.model.cache) || self.model.uri.matches('^(hf|s3|gs)://')"
             " || (has(self.model.tokenizer) && self.model.tokenizer.matches('^(hf|s3|gs)://'))"
             " || (has(self.engine.adapters) && self.engine.adapters.exists(a, a.uri.matches('^(hf|s3|gs)://')))",
-            "nothing is downloaded, so there is nothing to cache: remove model.cache, or use an hf://, s3:// or gs://"
-            " uri",
+            "nothing is downloaded: remove model.cache, or use an hf://, s3:// or gs:// uri",
             field=".model.cache",
         ),
         Rule(
@@ -98,7 +97,7 @@ class PoolSpec(Part):
         Rule(
             "self.accelerator.type == 'cpu' || !has(self.engine.tensorParallel)"
             " || self.accelerator.count % self.engine.tensorParallel == 0",
-            "layers are split over tensorParallel devices: set accelerator.count to a multiple of it",
+            "accelerator.count is not a multiple of tensorParallel: correct one of them",
             field=".accelerator.count",
         ),
         Rule(
@@ -124,12 +123,12 @@ class PoolSpec(Part):
             "!has(self.endpointPicker) || !has(self.endpointPicker.flowControl)"
             " || !has(self.endpointPicker.flowControl.fairnessHeader) || !has(self.gateway)"
             " || !has(self.gateway.standalone) || !has(self.gateway.standalone.apiKeysSecretRef)",
-            "clients are told apart by their API keys: remove fairnessHeader, or gateway.standalone.apiKeysSecretRef",
+            "clients are named by API keys: remove fairnessHeader, or gateway.standalone.apiKeysSecretRef",
             field=".endpointPicker.flowControl.fairnessHeader",
         ),
         Rule(
             "self.engine.type != 'sglang' || !has(self.model.name) || !self.model.name.contains(':')",
-            "engine sglang takes what follows ':' in a model's name for an adapter: choose a model.name without ':'",
+            "engine sglang reads model:adapter: choose a model.name without ':'",
             field=".model.name",
         ),
     )
@@ -137,13 +136,13 @@ class PoolSpec(Part):
     model: ModelSource
     """The model that the pool serves."""
     preset: DnsLabel | None = None
-    """Preset of the operator (`presets` of its chart) that says what this spec leaves at its defaults."""
+    """Preset of the chart (`presets`) for the fields that this spec leaves at their defaults."""
     replicas: Annotated[StrictInt, Field(ge=0, le=1000)] = 1
-    """Pods. Also set through the scale subresource, by `kubectl scale` and autoscalers."""
+    """Number of pods; also set by `kubectl scale` and autoscalers."""
     template: Annotated[dict[str, Any], WithJsonSchema(_TEMPLATE)] | None = None
-    """Fragment of a PodTemplate, merged into the pods: containers by name, the engine's is `runtime`."""
+    """PodTemplate fragment, merged into the pods; the engine's container is `runtime`."""
     accelerator: Accelerator = Field(default_factory=Accelerator)
-    """What a pod computes on."""
+    """Devices of a pod."""
     engine: Engine = Field(default_factory=Engine)
     """The server in the pods."""
     endpoint_picker: EndpointPicker = Field(default_factory=EndpointPicker)
@@ -151,16 +150,16 @@ class PoolSpec(Part):
     gateway: Gateway = Field(default_factory=Gateway)
     """How clients reach the pool."""
     autoscaling: Autoscaling = Field(default_factory=Autoscaling)
-    """Who owns the replicas."""
+    """Who sets spec.replicas."""
     drain: Drain = Field(default_factory=Drain)
-    """How a pod ends."""
+    """How pods end."""
     rollout: Rollout = Field(default_factory=Rollout)
     """How a change reaches the pods."""
     disruption_budget: DisruptionBudget = Field(default_factory=DisruptionBudget)
-    """How many pods may be missing while nodes are drained."""
+    """Limits of evictions while nodes are drained."""
     tracing: Tracing | None = None
-    """Traces of requests, by engines treeline and vllm, the picker and our own Envoy; absent means none. The latter two
-    send theirs to the collector of the oldest pool of the gateway that names one."""
+    """Traces of requests from engines treeline and vllm, the picker and our own Envoy; absent means none. Picker and
+    Envoy send to the collector of the gateway's oldest pool that names one."""
 
     @property
     def downloads(self) -> bool:
@@ -180,7 +179,7 @@ class PoolSpec(Part):
 
     @property
     def unused_devices(self) -> int:
-        """Devices of a pod that the engine, as far as its settings tell, does nothing with."""
+        """Devices of a pod that the engine does not use, as far as its settings show."""
         engine, accelerator = self.engine, self.accelerator
         if not accelerator.is_gpu or engine.type == "custom" or self.splits_by_args:
             return 0
@@ -190,7 +189,7 @@ class PoolSpec(Part):
 
     @property
     def splits_by_args(self) -> bool:
-        """Whether `engine.args` say how the devices are shared out."""
+        """Whether `engine.args` set how devices are split."""
         return any(arg.partition("=")[0] in _OWN_SPLITS for arg in self.engine.args)
 
 
@@ -203,23 +202,22 @@ class GatewayStatus(TypedDict, total=False):
     epp: str
     """Name of the picker's Deployment."""
     owner: str
-    """The pool whose settings hold."""
+    """The pool whose settings apply."""
 
 
 @DOCUMENTED
 class RoutingStatus(TypedDict, total=False):
-    """How the picker finds what the pods have cached."""
+    """How the picker knows cached prefixes."""
 
     way: Annotated[str, StringConstraints(max_length=64)]
-    """`events`: by what the engines publish. `history`: by what the picker itself sent where. See
-    docs/engines.md."""
+    """`events`: from the engines' events. `history`: from the picker's own requests. See docs/engines.md."""
     reason: Annotated[str, StringConstraints(max_length=64)]
-    """Why it is not a better way; absent where there is none."""
+    """Why it is `history`; absent for `events`."""
 
 
 @DOCUMENTED
 class PresetStatus(TypedDict):
-    """What a pool is over its preset, as far as pickers go by it: they do not know presets."""
+    """The pool merged with its preset, as far as pickers use it: they do not read presets."""
 
     name: Annotated[str, StringConstraints(max_length=63)]
     """Name of the preset."""
@@ -235,63 +233,63 @@ class PresetStatus(TypedDict):
 
 @DOCUMENTED
 class DownloadStatus(TypedDict, total=False):
-    """How far the download of the weights is."""
+    """Progress of the download."""
 
     percent: int
-    """Part of the bytes that is there."""
+    """Percentage of bytes."""
     bytesDone: int
-    """Bytes that are there."""
+    """Downloaded bytes."""
     bytesTotal: int
-    """Bytes of the whole."""
+    """All bytes."""
 
 
 @DOCUMENTED
 class AutoscalingStatus(TypedDict, total=False):
-    """The last time that the operator set the replicas."""
+    """The operator's last change of replicas."""
 
     lastScaleTime: str
-    """When it was."""
+    """Time of the change."""
     replicas: int
-    """How many replicas it set."""
+    """The new number of replicas."""
     message: Annotated[str, StringConstraints(max_length=512)]
-    """What asked for them, with its figures."""
+    """The demand that caused it."""
 
 
 @DOCUMENTED
 class PoolStatus(TypedDict, total=False):
-    """What the pool is."""
+    """The state of the pool."""
 
     observedGeneration: int
-    """The generation of the spec that the status is about."""
+    """Generation of the spec that the status describes."""
     conditions: Annotated[list[Condition], Field(max_length=16, json_schema_extra=BY_TYPE)]
-    """What holds of the pool."""
+    """Conditions of the pool."""
     replicas: int
-    """Pods that are there."""
+    """Number of pods."""
     readyReplicas: int
-    """Pods that are ready."""
+    """Number of ready pods."""
     replicaSummary: Annotated[str, StringConstraints(max_length=16)]
-    """Pods that are ready of those that are wanted, as `2/3`."""
+    """Ready and wanted pods, as `2/3`."""
     selector: str
     """Label selector of the pods, for autoscalers."""
     url: str
-    """Where clients reach the pool."""
+    """URL for clients."""
     modelName: str
-    """Name under which clients ask for the model."""
+    """Name of the model in requests."""
     modelCommit: Annotated[str, StringConstraints(max_length=128)]
-    """Commit of the Hub that a branch or tag of `model.uri` means to all pods; absent until the first has found
-    it, and where the uri names a commit itself."""
+    """Commit of the Hub that all pods use for the branch or tag of `model.uri`; absent before the first download, and
+    if the uri names a commit."""
     revision: str
-    """The revision that the spec asks for."""
+    """Revision of the current spec."""
     gateway: GatewayStatus
     """The gateway that the pool shares."""
     download: DownloadStatus
-    """How far the download of the weights is; absent when nothing is downloaded."""
+    """Progress of the download; absent if nothing is downloaded."""
     autoscaling: AutoscalingStatus
-    """The last time that the operator set the replicas; absent until it has."""
+    """The operator's last change of replicas; absent before the first."""
     preset: PresetStatus
-    """What the pool is over its preset; absent without one."""
+    """The pool merged with its preset; absent without one."""
     routing: RoutingStatus
-    """How the picker finds what the pods have cached; absent until it has asked them."""
+    """How the picker knows cached prefixes; absent until it has asked the pods."""
 
 
 _RESERVED: Final = ("-gateway", "-epp", "-edge", "-kv-keys", "-gie", "-pods")
@@ -303,7 +301,7 @@ class InferencePool(Resource):
     RULES = (
         Rule(
             f"self.metadata.name.size() <= {MAX_NAME}",
-            f"longer names are made from the pool's, and 63 characters is their limit: use {MAX_NAME} or fewer",
+            f"the name is too long, since names of other objects are made from it: use {MAX_NAME} characters or fewer",
             field=".metadata.name",
         ),
         Rule(
@@ -313,7 +311,7 @@ class InferencePool(Resource):
         ),
         Rule(
             f"!self.metadata.name.matches('({'|'.join(_RESERVED)})$')",
-            f"objects of gateways and pools end in {', '.join(_RESERVED)}: choose a name without such an end",
+            f"the endings {', '.join(_RESERVED)} are reserved for the operator's objects: choose another name",
             field=".metadata.name",
         ),
     )
@@ -321,6 +319,6 @@ class InferencePool(Resource):
     kind: Literal["InferencePool"] = "InferencePool"
     metadata: ObjectMeta
     spec: PoolSpec
-    """What the pool is to be."""
+    """The desired pool."""
     status: PoolStatus = Field(default_factory=PoolStatus)
-    """What the pool is, written by the operator."""
+    """The state of the pool, written by the operator."""

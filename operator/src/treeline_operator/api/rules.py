@@ -1,4 +1,4 @@
-"""Owns rules across fields: each in CEL, which the API server asks and we for files, and with the fix in words."""
+"""Rules across fields in CEL, for the API server and for files, each with the fix in words."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RefusalReason = Literal["FieldValueInvalid", "FieldValueForbidden", "FieldValueR
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What must hold of a value, `self` in CEL. `field` is the path, from the value, of the field that is to blame."""
+    """A condition on a value, `self` in CEL. `field` is the path from the value to the wrong field."""
 
     cel: str
     message: str
@@ -80,7 +80,7 @@ def _violations(value: Ruled, plain: dict[str, Any], path: str) -> Iterator[str]
 
 
 def _holds(rule: str, value: Any) -> bool:
-    """Whether a rule of `self` holds. One that cannot be evaluated does not, as at the API server."""
+    """Whether a rule of `self` holds. A rule that cannot be evaluated fails, as at the API server."""
     return _compiled(rule).eval(data={"self": value}).value() is True
 
 

@@ -13,13 +13,13 @@ from treeline_operator.api.rules import KEYWORD, Rule, forbidden
 
 Scheme = Literal["hf", "s3", "gs", "oci", "pvc", "path", "builtin"]
 DOWNLOADED: Final = ("hf", "s3", "gs")
-"""The schemes of what is downloaded into a volume before the engine starts."""
+"""Schemes that are downloaded into a volume before the engine starts."""
 
 _PART: Final = "[A-Za-z0-9_.@+][A-Za-z0-9_.@+=-]*"
-"""One part of a path. Paths stand in command lines, mounts and environments: nothing there may be taken for a flag, for
-two words, or for a variable (`$(NAME)`, which the kubelet replaces)."""
+"""One part of a path. Paths appear in command lines, mounts and environments, so they must not look like a flag, two
+words, or a variable (`$(NAME)`, which the kubelet replaces)."""
 _REVISION: Final = "[A-Za-z0-9_.][A-Za-z0-9_.-]*"
-_PLAIN: Final = "in letters, digits and . _ @ + = -, no part of it beginning with = or -"
+_PLAIN: Final = "with letters, digits and . _ @ + = -, no part starting with = or -"
 
 _FORMS: Final[tuple[tuple[str, str, str], ...]] = (
     (
@@ -62,10 +62,8 @@ _FORMS: Final[tuple[tuple[str, str, str], ...]] = (
 )
 _UPWARDS: Final = "[/@][.][.](/|$)"
 _MERGED: Final = "^hf://.*(--|[.][.])"
-"""Two sources would be downloaded into one folder, which is called after all parts with `--` between them."""
-_MERGED_MESSAGE: Final = (
-    "an organisation, name or revision of Hugging Face has no -- or .. in it: correct the hf:// uri"
-)
+"""Two sources would share one download folder, whose name joins all parts with `--`."""
+_MERGED_MESSAGE: Final = "-- and .. are not allowed in an hf:// uri: correct it"
 _SCHEMES: Final = (
     "write hf://org/name, s3://bucket/folder, gs://bucket/folder, oci://registry/org/name:tag, pvc://claim/path,"
     " path:///directory or builtin://tiny"
@@ -78,7 +76,7 @@ def _check_uri(uri: str) -> str:
             if not re.fullmatch(form, uri):
                 raise ValueError(message)
             if re.search(_UPWARDS, uri):
-                raise ValueError("a model URI must not lead upwards: remove '..'")
+                raise ValueError("a model URI must not have '..': remove it")
             if re.search(_MERGED, uri):
                 raise ValueError(_MERGED_MESSAGE)
             return uri
@@ -91,7 +89,7 @@ _URI_RULES: Final = [
         {"rule": f"!self.startsWith('{scheme}') || self.matches('{form}')", "message": message}
         for scheme, form, message in _FORMS
     ),
-    {"rule": f"!self.matches('{_UPWARDS}')", "message": "a model URI must not lead upwards: remove '..'"},
+    {"rule": f"!self.matches('{_UPWARDS}')", "message": "a model URI must not have '..': remove it"},
     {"rule": f"!self.matches('{_MERGED}')", "message": _MERGED_MESSAGE},
 ]
 
@@ -104,9 +102,9 @@ Uri = Annotated[
 
 
 class Source(NamedTuple):
-    """A model URI taken apart.
+    """A parsed model URI.
 
-    `root` is the repository, bucket, image, claim, directory or built-in name, `path` what is in it.
+    `root` is the repository, bucket, image, claim, directory or built-in name, `path` the rest.
     """
 
     scheme: Scheme
@@ -138,30 +136,30 @@ class Source(NamedTuple):
 
 
 def is_downloaded(uri: str) -> bool:
-    """Whether the download of a pod fetches it."""
+    """Whether the pods download it."""
     return uri.partition("://")[0] in DOWNLOADED
 
 
 class Cache(Part):
-    """Where files stay between pods: a claim that exists, or one that is made for the pool."""
+    """A volume that outlives pods: an existing claim, or one made for the pool."""
 
     RULES = (
         Rule(
             "has(self.claimName) != has(self.size)",
-            "name a claim that exists with claimName, or have one made with size: set exactly one of them",
+            "set either claimName (an existing claim) or size (a claim to make)",
         ),
         forbidden(
             "!has(self.claimName) || (!has(self.storageClassName)"
             " && (!has(self.accessModes) || self.accessModes.size() == 0))",
-            "storageClassName and accessModes are those of a claim to make: remove them, or set size for claimName",
+            "storageClassName and accessModes are for a claim to make: remove them, or replace claimName by size",
             field=".claimName",
         ),
     )
 
     claim_name: DnsName | None = None
-    """A PersistentVolumeClaim of this namespace that exists. It is never deleted with the pool."""
+    """An existing PersistentVolumeClaim of this namespace. It is not deleted with the pool."""
     size: Quantity | None = None
-    """Size of the claim to make. It belongs to the pool and goes with it."""
+    """Size of the claim to make. It is deleted with the pool."""
     storage_class_name: DnsName | None = None
     """Storage class of the claim to make; absent means the cluster's default."""
     access_modes: Annotated[
@@ -186,12 +184,12 @@ class ModelSource(Part):
         forbidden(
             "!has(self.credentialsSecretRef) || self.uri.startsWith('s3://') || self.uri.startsWith('gs://')"
             " || (has(self.tokenizer) && (self.tokenizer.startsWith('s3://') || self.tokenizer.startsWith('gs://')))",
-            "nothing comes from an object store: remove credentialsSecretRef, or use an s3:// or gs:// uri",
+            "credentialsSecretRef is for object stores: remove it, or use an s3:// or gs:// uri",
             field=".credentialsSecretRef",
         ),
         forbidden(
             "!self.pickerReadsClaim || (has(self.tokenizer) ? self.tokenizer : self.uri).startsWith('pvc://')",
-            "the tokenizer is on no claim: remove pickerReadsClaim, or set tokenizer to a pvc:// uri",
+            "the tokenizer is not on a claim: remove pickerReadsClaim, or set tokenizer to a pvc:// uri",
             field=".pickerReadsClaim",
         ),
         Rule(
@@ -203,34 +201,32 @@ class ModelSource(Part):
     )
 
     uri: Uri
-    """Where the weights are: `hf://org/name[@revision]`, `s3://bucket/folder`, `gs://bucket/folder`,
+    """Address of the weights: `hf://org/name[@revision]`, `s3://bucket/folder`, `gs://bucket/folder`,
     `oci://registry/org/name:tag[/folder]` (mounted as an image volume), `pvc://claim/path`, `builtin://tiny`, or
     `path:///directory` in the image or in a volume of the template."""
     name: ServedName | None = None
-    """Name under which clients ask for the model; absent means the last part of the uri."""
+    """Name of the model in requests; absent means the last part of the uri."""
     tokenizer: Uri | None = None
     """Where the tokenizer is, if not with the weights. For engines sglang and vllm."""
     chat_template_ref: ConfigMapKeyRef | None = None
-    """ConfigMap with a chat template (Jinja) to use instead of the model's own: the engine is started with it, and the
-    picker renders by it. Give a changed template another name: pods that run keep the one that they started with. For
-    engines sglang and vllm."""
+    """ConfigMap with a chat template (Jinja) for engine and picker, in place of the model's. Give a changed template
+    another name: running pods keep the old one. For engines sglang and vllm."""
     token_secret_ref: KeyRef | None = None
-    """Secret with the Hugging Face token, for gated models. The kubelet hands it to the download and, with an engine
-    that serves no tokenizer (any but treeline), to the picker, which downloads that; to nobody else."""
+    """Secret with the Hugging Face token, for gated models. Mounted into the download and, for engines other than
+    treeline, into the picker."""
     credentials_secret_ref: NamedRef | None = None
-    """Secret of which each key is a variable in the environment of the download: for s3:// `AWS_ACCESS_KEY_ID`,
-    `AWS_SECRET_ACCESS_KEY`, `AWS_REGION` and, for a store that is not Amazon's, `AWS_ENDPOINT_URL`; for gs://
-    `GOOGLE_SERVICE_ACCOUNT_KEY`. Absent means that the bucket is public, or that the cloud gives the pod an identity by
-    its environment."""
+    """Secret whose keys are environment variables of the download: for s3:// `AWS_ACCESS_KEY_ID`,
+    `AWS_SECRET_ACCESS_KEY`, `AWS_REGION` and `AWS_ENDPOINT_URL` (stores other than Amazon's); for gs://
+    `GOOGLE_SERVICE_ACCOUNT_KEY`. Absent: the bucket is public, or the cloud gives the pod an identity in its
+    environment."""
     picker_reads_claim: StrictBool = False
-    """Mount the claim that the tokenizer is on read-only into the picker too, which reads it there. Only for claims
-    that pods on several nodes can mount (ReadOnlyMany, ReadWriteMany): for any other the picker might wait for ever.
-    Without it, and without a tokenizer on Hugging Face, requests are routed by history. For engines sglang, vllm and
-    custom."""
+    """Mount the tokenizer's claim read-only into the picker. Only for claims that several nodes can mount
+    (ReadOnlyMany, ReadWriteMany). Without it, and without a tokenizer on Hugging Face, requests are routed by history.
+    For engines sglang, vllm and custom."""
     cache: Cache | None = None
-    """Volume that keeps the downloaded weights; absent means that every pod downloads anew into an emptyDir."""
+    """Volume for downloaded weights; absent means that every pod downloads into an emptyDir."""
     size: Quantity | None = None
-    """Size of the weights, for example `16Gi`. It sets how long a start may take and how much disk a pod asks for."""
+    """Size of the weights, such as `16Gi`. It sets the longest start and the requested disk."""
 
     @property
     def source(self) -> Source:

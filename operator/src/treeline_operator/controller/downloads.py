@@ -1,4 +1,4 @@
-"""How far pods are with the download of their model: the last line that each download has logged."""
+"""Download progress of pods: the last line that each download has logged."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _STEP: Final = 256 << 20
 
 
 class _Line(msgspec.Struct):
-    """What `treeline_runtime.fetch` logs as it goes, one JSON object a line."""
+    """A line that `treeline_runtime.fetch` logs, as JSON."""
 
     bytes_done: int
     bytes_total: int = 0
@@ -101,7 +101,7 @@ class Downloads:
 
 
 def parse(text: str) -> _Line | None:
-    """The last line that tells how far it is."""
+    """The last line with progress."""
     for line in reversed(text.splitlines()):
         try:
             return _decode(line)
@@ -111,7 +111,7 @@ def parse(text: str) -> _Line | None:
 
 
 def _alike(one: tuple[int, int], other: tuple[int, int]) -> bool:
-    """Whether two measurements are the same to a reader: a status is not written for every megabyte."""
+    """Whether two measurements are equal for a reader: a status is not written for every megabyte."""
     if one[1] != other[1]:
         return False
     step = one[1] // 100 if one[1] else _STEP

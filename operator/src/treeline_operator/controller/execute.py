@@ -34,13 +34,13 @@ _INTERNAL: Final = 500
 
 @dataclass(slots=True)
 class Done:
-    """What came of a plan. `refused` are the objects that could not be written as planned, each with the reason."""
+    """The outcome of a plan. `refused` are the objects that could not be written, each with the reason."""
 
     written: dict[Reason, list[str]] = field(default_factory=dict)
     drifted: list[tuple[Ref, tuple[str, ...]]] = field(default_factory=list)
     refused: list[tuple[Ref, KubeError]] = field(default_factory=list)
     stale: bool = False
-    """Something was not as it was observed to be: plan again from what is there now."""
+    """An object was not as observed: plan again from the present state."""
 
     def note(self, reason: Reason, ref: Ref, more: str = "") -> None:
         """One write was done."""
@@ -73,7 +73,7 @@ class Executor:
                 if isinstance(exc, Unavailable) and exc.code != _INTERNAL:
                     raise
                 if exc.has_cause("NamespaceTerminating"):
-                    log.info("namespace %s is being deleted: nothing more is made in it", action.ref.namespace)
+                    log.info("namespace %s is being deleted: nothing more is created in it", action.ref.namespace)
                     break
                 log.warning("refused: %s", exc, extra={"object": action.ref, "why": action.why})
                 done.refused.append((action.ref, exc))
@@ -110,8 +110,8 @@ class Executor:
                 done.note(Reason.DELETED, action.ref)
 
     async def _apply(self, action: Apply) -> Object:
-        """Apply, and where that leaves things of others in what is ours as a whole, or is refused because of them (a
-        second port of the same name), first set that right."""
+        """Apply. If other owners' fields in a part that is ours as a whole remain, or cause a refusal (a second port of
+        the same name), first correct them."""
         there = self.store.get(action.ref)
         spec = None if there is None else whole_spec(action.object, there.object)
         refused: Invalid | None = None
@@ -129,16 +129,14 @@ class Executor:
         return await self.writer.apply(action.object)
 
     async def _foreign_object(self, action: Apply) -> KubeError | None:
-        """What is wrong with applying an object that we do not see: one of that name may be somebody else's.
-
-        Server-side apply would take it over. An object of ours that lost its label is ours by its owner.
-        """
+        """Why an object that we do not see cannot be applied: one of that name may belong to somebody else, and
+        server-side apply would take it over. An object of ours that lost its label is recognised by its owner."""
         try:
             there = await self.writer.get(action.ref)
         except NotFound:
             return None
         wanted = _owners(action.object["metadata"])
-        # What is shared by pools (a gateway's anchor) has no controller among its owners; all else has one.
+        # Objects shared by pools (a gateway's anchor) have no controller among their owners; all others have one.
         controlled = any(wanted.values())
         owners = {uid for uid, controls in _owners(there["metadata"]).items() if controls or not controlled}
         if label(there, names.MANAGED_BY) == names.MANAGER or owners & wanted.keys():
@@ -148,9 +146,8 @@ class Executor:
         return KubeError(text, code=409)
 
     async def _observe_anew(self, action: Action, exc: KubeError) -> None:
-        """Look at the one object that was not as we thought. The Secret with the keys is never read, and no pod: one
-        that is not the one that was meant is another one, or none; its watch will tell.
-        """
+        """Read the one object that was not as expected. The Secret with the keys is never read; a pod is not read
+        either, since its watch will report it."""
         known = self.store.get(action.ref)
         if isinstance(action, CreateKeys):
             return
@@ -165,7 +162,7 @@ class Executor:
 
 
 def _takes_away(action: Action) -> bool:
-    """Whether something serves no more after it."""
+    """Whether the action ends something that serves."""
     return isinstance(action, Scale | Delete) or (isinstance(action, Mark) and action.step != "return")
 
 
@@ -181,7 +178,7 @@ def _note_mark(mark: Mark, done: Done) -> None:
 
 
 def with_keys(action: CreateKeys) -> Object:
-    """The Secret with what is asked for: a key pair as `treeline_wire.security` reads it, or a word of 256 bits."""
+    """The requested Secret: a key pair as `treeline_wire.security` reads it, or a word of 256 bits."""
     if action.fresh == "word":
         data = {names.ADMIN_KEY_FILE: secrets.token_hex(32).encode()}
     else:

@@ -1,7 +1,7 @@
-"""What Gateways of other people say of themselves: read one by one where that is allowed, and never watched.
+"""Status of Gateways that are not ours: read one by one if allowed, never watched.
 
-They may be in any namespace and none is ours: a watch would take a right to all of them. One that does not listen yet
-is asked for often, others now and then; what is refused is not asked for again for a while.
+They may be in any namespace, and a watch would need a right to all of them. A Gateway that is not ready is read often,
+others now and then; after a refusal the next read waits.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Gateways:
     _known: dict[Ref, tuple[float, Observed | None]] = field(default_factory=dict)
 
     async def read(self, refs: Iterable[Ref], *, awaited: bool) -> tuple[Observed, ...]:
-        """Those that can be read. `awaited` tells that somebody waits for one of them to change."""
+        """The readable Gateways. `awaited` says that a pool waits for a change of one."""
         found = []
         for ref in refs:
             read_at, gateway = self._known.get(ref, (-SETTLED_S, None))
@@ -53,7 +53,7 @@ class Gateways:
         except NotFound:
             gateway = None  # its route says that no controller has judged it
         except Forbidden as exc:
-            log.info("%s %s/%s may not be read: %s", ref.kind, ref.namespace, ref.name, exc)
+            log.info("%s %s/%s cannot be read: %s", ref.kind, ref.namespace, ref.name, exc)
             gateway, read_at = None, read_at + _REFUSED_S
         except (KubeError, TimeoutError) as exc:
             log.info("%s %s/%s: %s", ref.kind, ref.namespace, ref.name, str(exc) or "no answer in time")

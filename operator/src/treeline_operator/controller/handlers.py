@@ -1,13 +1,12 @@
-"""kopf's handlers for our own kinds, and how kopf is run: only this module knows it.
+"""kopf's handlers for our own kinds, and how kopf is run; only this module uses it.
 
-It is embedded as its documentation says under "manual orchestration": in an event loop and a thread of its own, with
-its root tasks in our hands. Settings come from a startup handler, credentials from a login handler, and `on.event`
-handlers pass objects on. No handler keeps state in annotations, there are no finalizers and no posted Events, and
-instead of peering there is our lease: the process that runs this holds it.
+kopf is embedded as in its "manual orchestration": in its own event loop and thread, with its root tasks started here.
+Settings come from a startup handler, credentials from a login handler, and `on.event` handlers pass objects on. There
+is no state in annotations, no finalizers, no posted Events, and our lease replaces peering.
 
-kopf does not tell its handlers what was deleted while no watch ran, and it ends when one kind may not be read: so it is
-not told of children, and the informer lists our own kinds as well. The thread is not for speed: in the main one kopf
-takes the signals of the process, and its tasks could not be told from ours when it is to end.
+kopf does not report what was deleted while no watch ran, and ends when one kind may not be read. So it does not follow
+children, and the informer lists our own kinds as well. The thread exists because in the main one kopf would take the
+process's signals, and because its tasks could not be told apart from ours at shutdown.
 """
 
 from __future__ import annotations
@@ -53,14 +52,14 @@ async def follow(
     def run() -> None:
         handlers = registry(kinds, configuration, lambda *event: tell(deliver, *event))
         operating = _operate(handlers, namespaces, lambda *where: tell(started.set_result, where))
-        reason: BaseException = RuntimeError("it ended without a reason")
+        reason: BaseException = RuntimeError("it ended without a reason given")
         try:
             asyncio.run(operating)
         except (Exception, asyncio.CancelledError) as exc:
             reason = exc if isinstance(exc, Exception) else reason
         tell(_end, ended, reason)
 
-    # What goes wrong is raised, and the informer tells of the rest.
+    # Errors are raised, and the informer logs the rest.
     for name in ("kopf", "kopf.objects"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     threading.Thread(target=run, name="kopf", daemon=True).start()
@@ -80,7 +79,7 @@ async def _operate(
     namespaces: Sequence[str],
     started: Callable[[asyncio.AbstractEventLoop, Any], None],
 ) -> None:
-    """kopf, until one of its root tasks ends; raises what ended it, when nothing of kopf runs any more."""
+    """Run kopf until one of its root tasks ends; raises the error once nothing of kopf runs any more."""
     loop, this = asyncio.get_running_loop(), asyncio.current_task()
     assert this is not None
     started(loop, this)
@@ -103,11 +102,9 @@ async def _operate(
 
 
 async def _clear(this: asyncio.Task[None]) -> None:
-    """End all that runs in this loop but `this`.
-
-    A watcher of kopf that is just between two of its streams takes a cancellation for the end of one and goes on, and
-    kopf itself, whose first watcher failed, would then wait for the second for ever: they are cancelled until they end.
-    """
+    """Cancel all tasks of this loop but `this`, until they end. A kopf watcher between two streams takes a cancellation
+    for the end of a stream and continues, and kopf, whose first watcher failed, would wait for the second one for
+    ever."""
     for _ in range(_CANCELS):
         rest = asyncio.all_tasks() - {this}
         if not rest:
@@ -153,7 +150,7 @@ def registry(kinds: Sequence[Resource], configuration: Configuration, deliver: D
 
 
 class _NoDiffs(kopf.DiffBaseStorage):
-    """Our handlers ask for no differences, which kopf would make by copying every object that it hears of."""
+    """Our handlers need no diffs, for which kopf would copy every object."""
 
     def build(self, *, body: kopf.Body, **_: Any) -> kopf.BodyEssence:
         return kopf.BodyEssence({})
@@ -173,7 +170,7 @@ def _pass_on(deliver: Deliver) -> Any:
 
 
 async def _connection(configuration: Any) -> kopf.ConnectionInfo:
-    """The credentials of our client, as kopf takes them; asked for again when the API server refuses the old ones."""
+    """The credentials of our client, as kopf takes them; called again when the API server refuses the old ones."""
     auth = await configuration.auth_settings()
     scheme, _, token = str(auth.get(_TOKEN, {}).get("value", "")).rpartition(" ")
     return kopf.ConnectionInfo(

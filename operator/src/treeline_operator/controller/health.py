@@ -21,7 +21,7 @@ class PortInUse(Exception):
 
 @dataclass(slots=True)
 class Vitals:
-    """What the probes judge. `phase` is `starting`, `standby`, `syncing` or `leading`."""
+    """The state that probes judge. `phase` is `starting`, `standby`, `syncing` or `leading`."""
 
     phase: str = "starting"
     watch_ages: Callable[[], Mapping[str, float]] = dict
@@ -33,7 +33,7 @@ class Vitals:
         if self.phase == "standby":  # what it followed while it led is of no concern
             return []
         ages = self.watch_ages().items()
-        found = [f"nothing heard of {kind} for {age:.0f} s" for kind, age in ages if age > STALE_WATCH_S]
+        found = [f"no news of {kind} for {age:.0f} s" for kind, age in ages if age > STALE_WATCH_S]
         if (oldest := self.oldest_key()) > STUCK_KEY_S:
             found.append(f"a key has waited or run for {oldest:.0f} s")
         return found

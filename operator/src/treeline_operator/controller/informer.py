@@ -1,13 +1,13 @@
-"""Keeps the store equal to the cluster: a reflector for each kind, and kopf for the events of our own kinds.
+"""Keeps the store equal to the cluster: a reflector for each kind, and kopf for events of our own kinds.
 
-A reflector of a child watches: it knows by itself what was deleted unseen and whether its watch lives. Pools and models
-are watched by kopf, which tells its handlers neither, so their reflectors list them every minute. Both write into the
-store, where an older version never replaces a newer one: kopf says at once what a list would say within a minute.
+Reflectors of children watch, so they detect missed deletions and dead watches. kopf watches pools and models but
+reports neither, so their reflectors list them every minute. Both write into the store, where newer versions win: kopf
+reports at once what a list would show within a minute.
 
-What cannot be read: an absent kind is empty, but for our own, without which nothing is judged: they are waited for, and
-what is known of them stays. A kind that was read is given up at the second refusal in a row: an API server that has
-just started refuses once. Of several namespaces one in which nothing may be read any more is *closed*: it, or its
-Role, was deleted. It is forgotten, and the others are looked after.
+Unreadable kinds: an absent kind counts as empty, except our own, which are awaited and keep their known objects. A kind
+that was readable is given up at the second refusal in a row, because an API server that has just started may refuse
+once. Of several namespaces, one in which nothing may be read any more is *closed* (it, or its Role, was deleted): it is
+forgotten, and the others continue.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ log = logging.getLogger(__name__)
 
 _PAGE = 250
 _ADVICE = {
-    "not_found": "the API server does not serve it; is the CRD installed?",
-    "forbidden": "see the operator's role",
+    "not_found": "the API server does not have it; install the CRD",
+    "forbidden": "check the operator's role",
 }
 _OWN = frozenset(kind.resource for kind in OWN)
 _OPTIONAL = frozenset(kind.resource for kind in OPTIONAL)
@@ -58,7 +58,7 @@ class Timing:
 
 
 Source = Callable[[Sequence[Resource], Sequence[str], Any, Deliver], Coroutine[Any, Any, None]]
-"""What `handlers.follow` is: kinds, namespaces, the client's configuration, and whom to tell."""
+"""The signature of `handlers.follow`: kinds, namespaces, the client's configuration, and the receiver."""
 
 
 class _Meta(msgspec.Struct):
@@ -106,7 +106,7 @@ class StoreSink:
         return self.store.put(_named(self.collection.resource, _object(data)))
 
     def deleted(self, data: msgspec.Raw) -> bool:
-        """An object went."""
+        """An object was deleted."""
         meta, resource = _item(data).metadata, self.collection.resource
         ref = Ref(resource.api_version, resource.kind, meta.namespace, meta.name)
         return self.store.remove(ref, meta.uid, meta.resourceVersion)
@@ -116,9 +116,8 @@ class StoreSink:
 class _Followed:
     """A kind in one namespace, or in all, and its reflector.
 
-    `fresh` is when it was last excused from being as the API server has it; `refusals` are all that there were, and
-    `tolerated` those before the last time that it was followed. `forbidden` is what the last refusal said: an API
-    server that does not answer since has not taken it back.
+    `fresh` is when it was last excused from being current; `refusals` counts all refusals, `tolerated` those before it
+    was last followed. `forbidden` is the text of the last refusal, which stays until the API server answers otherwise.
     """
 
     collection: Collection
@@ -181,7 +180,7 @@ class Informer:
         self._kopf = asyncio.create_task(self._run_kopf(), name="kopf")
 
     async def synced(self) -> None:
-        """Returns when the store has all that there was at the start."""
+        """Returns when the store has all objects that existed at the start."""
         for followed in self._followed:
             await followed.synced.wait()
 
@@ -201,7 +200,7 @@ class Informer:
         return ages
 
     def troubles(self) -> list[str]:
-        """What cannot be read at the moment, and why."""
+        """The kinds that cannot be read now, and why."""
         told = (f for f in self._followed if not (f.optional and f.refused))
         return [f"{f.collection.path}: {trouble}" for f in told if (trouble := f.reflector.advised())]
 
@@ -282,7 +281,7 @@ class Informer:
         return set(self.namespaces) - open_ if open_ else set()
 
     async def _run_kopf(self) -> None:
-        """Runs kopf for those kinds that there are; again when these change, and when it fails."""
+        """Runs kopf for the kinds that exist; again when these change, and when it fails."""
         failures = 0
         while True:
             self._restart.clear()
@@ -300,7 +299,7 @@ class Informer:
             try:
                 await asyncio.wait((running, restart), return_when=asyncio.FIRST_COMPLETED)
                 if not running.done():
-                    log.info("kopf is started anew for %s", ", ".join(kind.api for kind in kinds) or "nothing")
+                    log.info("restarting kopf for %s", ", ".join(kind.api for kind in kinds) or "nothing")
                     continue
                 if kinds:
                     log.warning("changes are seen within a minute, not at once: kopf ended: %r", running.exception())

@@ -1,7 +1,4 @@
-"""The kinds that the operator follows, each with the label selector of those objects that are looked at.
-
-Secrets are never among them.
-"""
+"""The kinds that the operator follows, each with its label selector. Secrets are never among them."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ OWN: Final = (
     _made(API_VERSION, POOL, "inferencepools", ""),
     _made(API_VERSION, MODEL, "inferencemodels", ""),
 )
-"""What users ask for. Their events come through kopf."""
+"""Our own kinds. Their events come through kopf."""
 
 CHILDREN: Final = (
     _made("apps/v1", "Deployment", "deployments"),
@@ -37,10 +34,10 @@ CHILDREN: Final = (
     _made("policy/v1", "PodDisruptionBudget", "poddisruptionbudgets"),
     _made("networking.k8s.io/v1", "NetworkPolicy", "networkpolicies"),
     _made("v1", "PersistentVolumeClaim", "persistentvolumeclaims"),
-    # They carry the labels of their Service: these are of the gateways' URLs alone, not of every pool's pods.
+    # They carry their Service's labels: this selects those of gateway URLs, not of every pool's pods.
     _made("discovery.k8s.io/v1", "EndpointSlice", "endpointslices", f"{_OURS},{COMPONENT}=edge"),
 )
-"""What is made of it, in every cluster. Each is watched by a reflector, and so are the optional ones."""
+"""Kinds of children in every cluster. Reflectors watch them, and the optional ones."""
 
 KINDS: Final = (*OWN, *CHILDREN)
 
@@ -49,6 +46,6 @@ OPTIONAL: Final = (
     _made("inference.networking.k8s.io/v1", "InferencePool", "inferencepools"),
     _made("monitoring.coreos.com/v1", "PodMonitor", "podmonitors"),
 )
-"""Followed where they are, and asked for now and then where they are not."""
+"""Followed where they exist, and looked for now and then where they do not."""
 
 EVERY: Final = (*KINDS, *OPTIONAL)

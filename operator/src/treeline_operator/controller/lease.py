@@ -1,11 +1,11 @@
 """Leader election by a Lease: one operator writes, the others wait.
 
-Clocks of different machines are never compared: a lease has run out when we have seen it unchanged for its duration.
-A leader counts its own time from before the request that renewed it, and gives up earlier (`renew_s`) than anybody
-else may take over (`duration_s`).
+Clocks of different machines are never compared: a lease has expired when we have seen it unchanged for its duration. A
+leader counts from before the request that renewed it, and gives up (`renew_s`) before another may take over
+(`duration_s`).
 
-One holder is known to be gone without waiting: the former container of our own pod. The kubelet restarts a container
-only when the one before has ended, so a holder with our pod's uid is us, before the restart.
+One holder needs no wait: the former container of our own pod. The kubelet restarts a container only after the previous
+one has ended, so a holder with our pod's uid is our former self.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class LeaseTiming:
 class Elector:
     """One candidate: `acquire()`, then `hold()` beside the work until it raises LostLease, or `release()`.
 
-    `owner` is a reference to what the lease belongs to: when that is deleted, the lease goes too. `pod` is what the
-    identities of all containers of our pod begin with (see `identity_of`); empty where it is not known, and then every
-    holder is waited for. `leader` is the last holder seen.
+    `owner` is a reference to the lease's owner: the lease is deleted with it. `pod` is the prefix of the identities of
+    our pod's containers (see `identity_of`); if it is empty, every holder is waited for. `leader` is the last holder
+    seen.
     """
 
     def __init__(
@@ -95,12 +95,12 @@ class Elector:
             await asyncio.sleep(self._timing.retry_s * self._random.uniform(1, 1 + _JITTER))
 
     async def hold(self) -> None:
-        """Renew for ever; LostLease when somebody else leads or the lease could not be renewed in time."""
+        """Renew until cancelled. Raises LostLease when another replica leads or the renewal is late."""
         while self.is_leader and self.leader == self._identity:
             await asyncio.sleep(min(self._timing.retry_s, max(self._valid_until - now(), 0)))
             renewed = await self._try()
             if not renewed and self._lease is None:
-                # it was changed or removed under us: whose it is now must be known before anything is written
+                # it was changed or deleted by others: find its holder before any write
                 await self._try()
         self._valid_until = 0.0
         late = f"not renewed in time, in {self._timing.renew_s:g} s"
@@ -128,7 +128,7 @@ class Elector:
             async with asyncio.timeout(patience):
                 took = await self._take()
         except (Conflict, AlreadyExists):
-            # somebody was faster, or a write of ours arrived after we stopped waiting: look before the next try
+            # another replica was faster, or our own write arrived late: read before the next try
             self._lease = None
             return False
         except (KubeError, TimeoutError) as error:
@@ -257,10 +257,10 @@ class Candidate:
 
 
 def identity_of(environ: Mapping[str, str], host: str, process: str) -> tuple[str, str]:
-    """Who we are in the lease, and what the identities of all containers of our pod begin with.
+    """Our identity in the lease, and the prefix of identities of all containers of our pod.
 
-    The name of a pod says nothing by itself (a StatefulSet's come again while the former may live on a lost node), nor
-    does a host's: only the uid does. Without `POD_UID` the second is empty. `process` differs with each start.
+    Names of pods and hosts are not unique (a StatefulSet's pod may return while its former one lives on a lost node);
+    only the uid is. Without `POD_UID` the second is empty. `process` differs with each start.
     """
     name, uid = environ.get("POD_NAME") or host, environ.get("POD_UID", "")
     pod = f"{name}_{uid}_" if uid else ""
@@ -268,9 +268,9 @@ def identity_of(environ: Mapping[str, str], host: str, process: str) -> tuple[st
 
 
 def own_account(namespace: str, token: Path = SERVICE_ACCOUNT) -> dict[str, Any] | None:
-    """An owner reference to our ServiceAccount, which our token names, for what is to go with it; None outside a pod.
+    """An owner reference to our token's ServiceAccount, for objects that should be deleted with it; None outside a pod.
 
-    Only for objects of `namespace`: an owner in another one counts as gone, and its objects are collected.
+    Only for objects of `namespace`: an owner in another namespace counts as gone, and its objects are collected.
     """
     try:
         claims = token.read_text().split(".")[1]

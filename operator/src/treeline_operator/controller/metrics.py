@@ -1,4 +1,4 @@
-"""What Prometheus can read of the operator."""
+"""The operator's metrics for Prometheus."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Metrics(Collector):
         self._request_seconds.labels(verb).observe(seconds)
 
     def drifted(self, kind: str) -> None:
-        """An object that somebody else had changed was set right."""
+        """A manual change to an object was reverted."""
         self._drift.labels(kind).inc()
 
     def dropped(self, why: str) -> None:
@@ -77,7 +77,7 @@ class Metrics(Collector):
         self._dropped.labels(why).inc()
 
     def leads(self, leader: bool) -> None:
-        """Whether this replica acts; one that does not, or no more, has nothing to tell of pools and queues."""
+        """Whether this replica leads; others report nothing of pools and queues."""
         self._leader.set(leader)
         if not leader:
             self._conditions.clear()
@@ -87,7 +87,7 @@ class Metrics(Collector):
             self.objects: Callable[[], int] = lambda: 0
 
     def conditions(self, ref: Ref, conditions: Iterable[Mapping[str, Any]]) -> None:
-        """What the status of one of our objects says now; nothing if the object is gone."""
+        """The present conditions of one of our objects; none if it is gone."""
         said = [(c["type"], c["status"], c["reason"]) for c in conditions]
         if said:
             self._conditions[ref] = said
@@ -95,7 +95,7 @@ class Metrics(Collector):
             self._conditions.pop(ref, None)
 
     def collect(self) -> Iterable[GaugeMetricFamily]:
-        """What is read at the moment of the scrape."""
+        """Values read at scrape time."""
         yield GaugeMetricFamily(
             "treeline_operator_queue_depth", "Pools and models that wait for a worker.", self.depth()
         )

@@ -27,16 +27,16 @@ _KINDS: Final[dict[str, type[Resource]]] = {POOL: InferencePool, MODEL: Inferenc
 
 @dataclass(slots=True)
 class Observer:
-    """Builds worlds. Typed objects are kept while their version is current: a gateway looks at all its pools."""
+    """Builds worlds. Typed objects are cached by version, because a gateway looks at all its pools."""
 
     store: Store
     platform: Platform
     pickers: dict[tuple[str, str], PickerView] = field(default_factory=dict)
-    """What each gateway's picker said last; filled by the picker probe."""
+    """The last report of each gateway's picker; filled by the picker probe."""
     scaling: dict[tuple[str, str], Scaling] = field(default_factory=dict)
-    """How scaling each pool by its pickers goes; filled by the scaler."""
+    """The scaling state of each pool; filled by the scaler."""
     silent: dict[tuple[str, str], datetime] = field(default_factory=dict)
-    """Since when a gateway's picker is known to say nothing; filled by the picker probe."""
+    """Since when a gateway's picker has not answered; filled by the picker probe."""
     _typed: dict[Ref, tuple[str, Resource | Cause]] = field(default_factory=dict)
     _kept: dict[tuple[str, str], tuple[int, tuple[InferencePool, ...], tuple[Observed, ...]]] = field(
         default_factory=dict
@@ -57,7 +57,7 @@ class Observer:
         return tuple(sorted((m for m in found if isinstance(m, InferenceModel)), key=_age))
 
     def unreadable_models(self, namespace: str) -> Iterator[tuple[Observed, Cause]]:
-        """The namespace's InferenceModels that do not fit our types, each with what is wrong."""
+        """The namespace's InferenceModels that do not fit our types, each with its errors."""
         for observed in self.store.of_kind(API_VERSION, MODEL, namespace):
             if isinstance(problem := self._parse(observed), Cause):
                 yield observed, problem
@@ -83,8 +83,10 @@ class Observer:
         )
 
     def _members(self, namespace: str, gateway: str) -> tuple[tuple[InferencePool, ...], tuple[Observed, ...]]:
-        """The pools of a gateway, and those that do not fit our types. Each of its pools asks; kept while none of them
-        asks for something else, so that to look at all pools costs by the pools and not by their square."""
+        """The pools of a gateway, and those that do not fit our types.
+
+        Cached until a pool's spec changes, so that reconciling all pools is linear and not quadratic.
+        """
         changes = self.store.spec_changes(namespace, gateway)
         known = self._kept.get((namespace, gateway))
         if known is None or known[0] != changes:
@@ -114,7 +116,7 @@ class Observer:
         )
 
     def all_keys(self) -> Iterator[Key]:
-        """Everything that there is to reconcile."""
+        """Every key to reconcile."""
         for ref, _ in self.store.pools():
             yield Key("pool", ref.namespace, ref.name)
         for namespace, gateway in self.store.gateways():
@@ -123,7 +125,7 @@ class Observer:
             yield Key("models", namespace)
 
     def forget(self, change: Change) -> None:
-        """Drop the typed object of one that is gone."""
+        """Drop the typed object of a deleted one."""
         if change.after is None:
             self._typed.pop(change.ref, None)
 
@@ -154,7 +156,7 @@ class Observer:
 
 
 def keys_for_change(change: Change, store: Store) -> set[Key]:
-    """The keys whose plan or status may differ after the change."""
+    """The keys whose plan or status may change with the object."""
     ref = change.ref
     if ref.api_version == API_VERSION and ref.kind == MODEL:
         return {Key("models", ref.namespace), *_pools_of_model(change)}
@@ -169,7 +171,7 @@ def keys_for_change(change: Change, store: Store) -> set[Key]:
         if membership.pool:
             keys.add(Key("pool", ref.namespace, membership.pool))
         elif membership.gateway and ref.kind == "ConfigMap":
-            # It changes with every pool, and nothing in it concerns a pool.
+            # It changes with every pool, but does not affect pools.
             keys.add(Key("gateway", ref.namespace, membership.gateway))
         elif membership.gateway:
             keys.add(Key("gateway", ref.namespace, membership.gateway))
@@ -186,7 +188,7 @@ def _pools_of_model(change: Change) -> Iterator[Key]:
 
 
 def _intent(observed: Observed | None) -> object:
-    """What of one of our objects somebody wants, without its status."""
+    """The desired part of one of our objects, without its status."""
     if observed is None:
         return None
     meta = observed.object["metadata"]

@@ -1,4 +1,4 @@
-"""Asks every gateway's pickers what they list, more often while somebody waits for a change."""
+"""Polls every gateway's pickers for their lists, more often while a pool waits for a change."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _decode = msgspec.json.Decoder(_Answer).decode
 
 
 def merge(views: Iterable[PickerView]) -> PickerView | None:
-    """What all pickers of a gateway agree on: Envoy may ask any of them."""
+    """What all pickers of a gateway agree on, since Envoy may ask any of them."""
     all_views = list(views)
     if not all_views:
         return None
@@ -66,7 +66,7 @@ def merge(views: Iterable[PickerView]) -> PickerView | None:
         for pool, served in first.models.items()
     }
     moments = [view.at for view in all_views if view.at is not None]
-    # The worst of what they say, as a request may come to that one.
+    # The worst of their reports, since a request may reach that one.
     routing = {
         pool: max(
             (view.routing[pool] for view in all_views if pool in view.routing), key=lambda one: one.way != "events"
@@ -94,10 +94,8 @@ def _agreed(told: Sequence[PickerEndpoint]) -> PickerEndpoint:
 
 @dataclass(slots=True)
 class PickerProbe:
-    """Keeps `observer.pickers` filled, and tells of the pools whose list has changed.
-
-    `port` is that of the pickers' lists.
-    """
+    """Keeps `observer.pickers` filled, and reports pools whose list has changed. `port` is that of the pickers'
+    lists."""
 
     observer: Observer
     asker: PickerClient
@@ -112,7 +110,7 @@ class PickerProbe:
         self._queue = Queue(self._probe, concurrency=16, backoff=Backoff(_HURRIED_S, _CALM_S))
 
     def wait(self, namespace: str, gateway: str, pool: str, waits: bool) -> None:
-        """Whether a pool waits for its gateway's picker to say something new."""
+        """Whether a pool waits for news from its gateway's picker."""
         if not waits:
             self.forget(namespace, pool)
         elif self._waiting.get((namespace, pool)) != gateway:
@@ -124,7 +122,7 @@ class PickerProbe:
         self._waiting.pop((namespace, pool), None)
 
     def look(self, namespace: str, gateway: str) -> None:
-        """Ask soon; afterwards it is asked for as long as it has pods."""
+        """Ask soon, and then as long as the gateway has pods."""
         self._queue.add(Key("gateway", namespace, gateway))
 
     async def run(self) -> None:
@@ -161,7 +159,7 @@ class PickerProbe:
         return any(space == namespace and of == gateway for (space, _), of in self._waiting.items())
 
     def addresses(self, namespace: str, gateway: str) -> list[Address]:
-        """Where the pickers of a gateway that are ready are asked."""
+        """The addresses of a gateway's ready pickers."""
         found = []
         for observed in self.observer.store.gateway_children(namespace, gateway):
             if observed.ref.kind != "Pod":
@@ -202,7 +200,7 @@ def _view(answer: _Answer, at: datetime | None = None) -> PickerView:
 
 
 def _of(view: PickerView | None, pool: str) -> object:
-    """What a pool waits for. How much its pods have to do is of interest only while they drain."""
+    """What a pool waits for. The load of its pods matters only while they drain."""
     if view is None:
         return None
     listed = [

@@ -1,4 +1,4 @@
-"""How pickers are asked over HTTP, by their admin ports."""
+"""HTTP requests to pickers' admin ports."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class PickerClient:
         return bytes(body)
 
     async def lines(self, address: Address) -> AsyncIterator[Signals]:
-        """What a picker says of the demand, until it says no more: a line has a bounded length, and nothing is heard
-        for a bounded time. Raises `msgspec.MsgspecError`, too, for what cannot be read."""
+        """A picker's stream of demand, until it ends. The length of a line and the silence between lines are bounded.
+        Also raises `msgspec.MsgspecError` for unreadable lines."""
         rest = bytearray()
         async with self._pieces(address, PATH, _FOLLOWED) as pieces:
             async for piece in pieces:

@@ -30,10 +30,8 @@ class Backoff:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a reconciliation ended. `result` is a metric's label.
-
-    With `retry` it comes again after the backoff (or `after_s`, if that is longer); else after `after_s`, if set.
-    """
+    """How a reconciliation ended. `result` is a metric's label. With `retry` it runs again after the backoff (or
+    `after_s`, if longer), else after `after_s`, if set."""
 
     result: str = "ok"
     retry: bool = False
@@ -83,11 +81,11 @@ class _Turns:
 
 @dataclass(slots=True)
 class Schedule:
-    """The queue without a clock or tasks: every method takes the time.
+    """The queue without clock or tasks: every method takes the time.
 
-    A key is in at most one of three places: ready, delayed (until a due time) or running. Ready ones come in the order
-    of their arrival in their namespace; namespaces take turns, and what is new comes before all else.
-    What is added while it runs is remembered and comes up when it is done; nothing that was added is lost.
+    A key is in at most one of three places: ready, delayed (until a due time) or running. Ready keys run in order of
+    arrival within their namespace; namespaces take turns, and new keys go first. A key added while it runs is queued
+    again when it is done; nothing is lost.
     """
 
     backoff: Backoff = Backoff()
@@ -113,7 +111,7 @@ class Schedule:
             self._ready.put(key, now)
 
     def add_after(self, key: Key, delay_s: float, now: float) -> None:
-        """In `delay_s`, or sooner if it is to come sooner already."""
+        """Run in `delay_s`, or sooner if already scheduled sooner."""
         due = now + delay_s
         if run := self._running.get(key):
             run.after = due if run.after is None else min(run.after, due)
@@ -136,7 +134,7 @@ class Schedule:
         if outcome.retry:
             failures = self._failures[key] = self._failures.get(key, 0) + 1
             delay = max(self.backoff.delay(failures, self.chance()), outcome.after_s or 0.0)
-            # What was added meanwhile may have mended the cause. Not at once: our own writes look the same.
+            # A change meanwhile may have fixed the cause. Not at once: our own writes look the same.
             due = [now + delay, *(max(at, now + min(delay, 1.0)) for at in due)]
         else:
             self._failures.pop(key, None)
@@ -155,7 +153,7 @@ class Schedule:
         return self._heap[0][0] if self._heap else None
 
     def depth(self) -> int:
-        """How many keys wait to be run now; delayed ones do not."""
+        """How many keys are ready; delayed ones do not count."""
         return len(list(self._waiting()))
 
     def failures(self, key: Key) -> int:
@@ -192,10 +190,10 @@ class Schedule:
 
 
 class Queue:
-    """Runs `reconcile` for the keys that are added, some at once, one at a time for each key.
+    """Runs `reconcile` for added keys, several at once, but one at a time per key.
 
-    `finished` is told how each reconciliation ended, and for how long it had waited and run. Times are those of the
-    event loop. An exception out of `reconcile` is logged and retried; one of the types in `fatal` ends `run`.
+    `finished` gets the outcome of each reconciliation, and its waiting and running times, on the event loop's clock. An
+    exception out of `reconcile` is logged and retried; one of the types in `fatal` ends `run`.
     """
 
     def __init__(
@@ -237,7 +235,7 @@ class Queue:
         return self._schedule.oldest(_now())
 
     def failures(self, key: Key) -> int:
-        """How often in a row the key has failed."""
+        """How many times in a row the key has failed."""
         return self._schedule.failures(key)
 
     def idle(self) -> bool:

@@ -62,9 +62,9 @@ class Reconciler:
     wake: Callable[[Iterable[Key]], None]
     _refused: dict[Key, Cause] = field(default_factory=dict)
     _lost: dict[str, dict[str, tuple[str, ...]]] = field(default_factory=dict)
-    """By namespace, which names its pools do not have, as their statuses are to say."""
+    """By namespace: the names that its pools do not get, for their statuses."""
     _common: dict[Key, object] = field(default_factory=dict)
-    """What each gateway's last plan decided for all its pools: where that changes, they are looked at again."""
+    """The decisions of each gateway's last plan for its pools: when they change, the pools are reconciled again."""
     _gateways: Gateways = field(init=False)
     _alarms: Alarms = field(default_factory=Alarms)
     _turns: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -73,7 +73,7 @@ class Reconciler:
         self._gateways = Gateways(self.statuses)
 
     async def reconcile(self, key: Key) -> Outcome:
-        """What the queue runs. LostLease is the only exception that is no defect."""
+        """The queue's function. LostLease is the only expected exception."""
         try:
             match key.kind:
                 case "pool":
@@ -129,7 +129,7 @@ class Reconciler:
             await asyncio.sleep(0)
 
     async def _greet(self, pool: InferencePool) -> bool:
-        """Say of a pool that nothing was said of that it was seen; what there is to say of it may take a while."""
+        """Write a first status for a new pool, since its reconciliation may take a while."""
         status = seen(self.clock())
         await self._report(pool.ref, pool.metadata.uid, {}, dict(status))
         known = self.observer.pool(pool.namespace, pool.name)
@@ -142,12 +142,12 @@ class Reconciler:
         except Exception as exc:
             log.exception("planning failed", extra=_about(key))
             what = f"{type(exc).__name__} in the plan of {key.kind} {key.name}"
-            text = f"a defect of the operator, please report it: {what}"
+            text = f"a bug in the operator, please report it: {what}"
             self._refused[key] = Cause(Reason.RECONCILE_FAILED, text)
             return None
 
     async def _status(self, key: Key, world: PoolWorld, refused: Cause | None) -> tuple[PoolStatus, float | None]:
-        """The status, and when it is to be looked at again where no watch will report the next change."""
+        """The status, and when to look again if no watch will report the next change."""
         world, again_s = await self._with_gateways(world)
         world = replace(world, events=self.warnings.about(world))
         status = pool_status(world, self.downloads.progress(key), refused)
@@ -158,7 +158,7 @@ class Reconciler:
         return status, again_s
 
     async def _with_gateways(self, world: PoolWorld) -> tuple[PoolWorld, float | None]:
-        """The world with the Gateways that it hangs on, and when they are to be read again."""
+        """The world with its Gateways, and when to read them again."""
         refs = () if world.pool.deleting else parent_gateways(world)
         if not refs:
             return world, None
@@ -231,7 +231,7 @@ class Reconciler:
             self._event(subject, "Warning" if bad else "Normal", reason, f"{reason} {', '.join(what)}")
         for ref, paths in done.drifted:
             self.metrics.drifted(ref.kind)
-            text = f"{ref.kind} {ref.name} was changed by somebody else and is set right: {few(paths)}"
+            text = f"{ref.kind} {ref.name} was changed by hand and is reverted: {few(paths)}"
             log.info("%s", text, extra=_about(key))
             self._event(subject, "Normal", Reason.DRIFT_CORRECTED, text)
         return done
@@ -243,16 +243,14 @@ class Reconciler:
             self.recorder.emit(subject.ref, subject.metadata.uid, type_, reason, text)
 
     async def _report_problem(self, observed: Observed, problem: Cause, kind: ConditionType) -> None:
-        """Tell of an object whose spec does not fit our types, or its preset."""
+        """Report an object whose spec does not fit our types, or its preset."""
         obj = observed.object
         status = not_understood(obj, problem, self.clock(), kind)
         await self._report(observed.ref, observed.uid, obj.get("status") or {}, status)
 
     async def _report(self, ref: Ref, uid: str, before: dict[str, Any], status: dict[str, Any]) -> float | None:
-        """Write a status if it says something new, and Events for what is new in it, or has lasted for long enough now.
-
-        When to look again for what has not.
-        """
+        """Write a status if it changed, and Events for what is new in it or has lasted long enough. Returns when to
+        look again for the rest."""
         self.metrics.conditions(ref, status.get("conditions", ()))
         due = self._alarms.due(ref, before, status, self.clock())
         for note in due.notes:
@@ -288,7 +286,7 @@ def _sooner(one_s: float | None, other_s: float | None) -> float | None:
 
 
 def _common(shared: SharedGateway | None) -> object:
-    """What the status of every pool of a gateway depends on, beside its own spec and the gateway's objects."""
+    """What the status of every pool of a gateway depends on, besides its own spec and the gateway's objects."""
     if shared is None:
         return None
     owner, spec = shared.owner, shared.owner.spec
@@ -297,14 +295,14 @@ def _common(shared: SharedGateway | None) -> object:
 
 
 def _waits(status: PoolStatus, world: PoolWorld) -> bool:
-    """Whether somebody waits for the picker: all is not well yet, or pods come and go."""
+    """Whether a pool waits for the picker: it is not healthy yet, or pods come and go."""
     if not _holds(status, ConditionType.READY) or _holds(status, ConditionType.PROGRESSING):
         return True
     return any(is_draining(pod.object) for pod in world.pods)
 
 
 def _is_whole(status: PoolStatus) -> bool:
-    """Whether the pool serves, and with all the pods that it is to have."""
+    """Whether the pool serves with all wanted pods."""
     return all(_holds(status, kind) for kind in _WHOLE)
 
 

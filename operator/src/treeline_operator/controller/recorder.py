@@ -43,10 +43,10 @@ class _Bucket:
 
 @dataclass(slots=True)
 class Recorder:
-    """A queue of Events to be written, and one task that writes them.
+    """A queue of Events, and one task that writes them.
 
-    The same thing is said of an object once in ten minutes; an object gets 20 Events at once and one more every 15 s.
-    What does not fit, or is refused by the API server, is dropped and counted: an Event is never worth waiting for.
+    The same Event of an object is written once in ten minutes; an object gets 20 Events at once and one more every 15
+    s. Events beyond that, or refused by the API server, are dropped and counted.
     """
 
     creator: Client
@@ -79,20 +79,20 @@ class Recorder:
                 memory.popitem(last=False)
 
     async def run(self) -> None:
-        """Write what is queued, for ever."""
+        """Write queued Events until cancelled."""
         while True:
             event = await self._queue.get()
             try:
                 await self.creator.create(event)
             except Exception as exc:
-                # Whatever it is (a namespace that ends, a right that lacks), the operator's work goes on.
+                # On any error (a deleted namespace, a missing right) the operator continues.
                 log.info("event not written: %s", exc, extra={"reason": event["reason"]})
                 self.metrics.dropped("refused")
             finally:
                 self._queue.task_done()
 
     async def flush(self, timeout_s: float) -> None:
-        """Wait until what is queued is written, but no longer than this."""
+        """Wait until the queue is written, at most for this long."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._queue.join()

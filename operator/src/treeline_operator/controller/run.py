@@ -45,7 +45,7 @@ _CROWD_SPACING_S: Final = 0.005
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options(Settings):
-    """The settings of one replica, who it is, and times that are no flags."""
+    """The settings and identity of one replica, and times without flags."""
 
     identity: str
     pod: str = ""
@@ -58,7 +58,7 @@ class Options(Settings):
 
 
 class Operator:
-    """One replica. `phase` and `pages` may be looked at from outside, for tests and benchmarks."""
+    """One replica. Tests and benchmarks may read `phase` and `pages`."""
 
     def __init__(self, options: Options, cluster: Client, metrics: Metrics, vitals: Vitals) -> None:
         self.options = options
@@ -106,7 +106,7 @@ class Operator:
         vitals.oldest_key, vitals.troubles = self.queue.oldest, self.informer.troubles
 
     def enqueue(self, key: Key) -> None:
-        """Look at a key as soon as possible."""
+        """Reconcile a key as soon as possible."""
         self.queue.add(key)
 
     async def sync(self) -> None:
@@ -153,14 +153,14 @@ class Operator:
         if change.after is None:
             self.metrics.conditions(change.ref, ())
         elif change.before is None and change.ref.kind == POOL and change.ref.api_version == API_VERSION:
-            # What the reconciler says of a pool at first sight is not to wait for the plans of all others.
+            # The first status of a new pool must not wait for the plans of all others.
             self.queue.add(Key("pool", change.ref.namespace, change.ref.name), new=True)
         self._wake(keys_for_change(change, self.store))
 
     def _wake(self, found: Iterable[Key]) -> None:
         keys = sorted(found)
         for number, key in enumerate(keys):
-            # What concerns a crowd is spread out, so that a single pool's change is not behind hundreds of others.
+            # A change for many pools is spread out, so that a single pool's change does not wait behind hundreds.
             if len(keys) > _CROWD and key.kind == "pool":
                 self.queue.add_after(key, number * _CROWD_SPACING_S)
             else:
@@ -259,7 +259,7 @@ async def _sync_and_work(operator: Operator) -> None:
 
 
 async def _unless(stop: asyncio.Event, work: Coroutine[Any, Any, None] | Awaitable[None]) -> bool:
-    """Whether the work came to its end before `stop`."""
+    """Whether the work ended before `stop`."""
     task, stopping = asyncio.ensure_future(work), asyncio.create_task(stop.wait())
     await asyncio.wait([task, stopping], return_when=asyncio.FIRST_COMPLETED)
     finished = task.done()
@@ -275,7 +275,7 @@ def _explain(exc: BaseException | None) -> bool:
     if isinstance(exc, BaseExceptionGroup):
         return min([_explain(inner) for inner in exc.exceptions])  # all are logged
     if isinstance(exc, LostLease):
-        log.error("%s; another replica may lead now, so this one stands by", exc)
+        log.error("%s; another replica may lead, so this one stands by", exc)
         return True
     if exc is not None:
         log.error("ended unexpectedly", exc_info=exc)

@@ -1,7 +1,7 @@
-"""Sets the replicas of pools with autoscaling.type Picker, by what their pickers stream.
+"""Sets the replicas of pools with autoscaling.type Picker, by the demand that their pickers stream.
 
-A pool is looked at whenever one of its pickers says something, and every other second. It is left alone where something
-else scales it: a HorizontalPodAutoscaler of somebody else (KEDA makes one, too) that names the pool.
+A pool is checked with each report of its pickers, and every other second. If another HorizontalPodAutoscaler targets it
+(KEDA makes one, too), it is left to that.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _AGAIN_S: Final = (0.25, 5.0)
 
 @dataclass(slots=True)
 class Following:
-    """The pickers of one gateway, each listened to by a task of its own; `told` is called after each thing said."""
+    """The pickers of one gateway, each followed by its own task; `told` is called after each report."""
 
     source: PickerClient
     told: Callable[[], None]
@@ -56,7 +56,7 @@ class Following:
             self._tasks[address] = asyncio.create_task(self._follow(address), name=f"signals of {address[0]}")
 
     def heard(self, pool: str) -> Heard | None:
-        """What they say of a pool together; None while none of them says anything of it."""
+        """The pickers' combined demand for a pool; None while no picker reports it."""
         told: list[PoolSignals] = []
         missing = not self._tasks
         for address in self._tasks:
@@ -101,8 +101,7 @@ _AUTOSCALERS: Final = "autoscaling/v2"
 
 @dataclass(slots=True)
 class _Known:
-    """Of one pool, for as long as it is scaled here. `written`: the generation that was seen before the last write, and
-    the replicas that it set."""
+    """Scaling state of one pool. `written`: the generation before the last write, and the replicas that it set."""
 
     gateway: tuple[str, str]
     uid: str
@@ -114,7 +113,7 @@ class _Known:
 
 @dataclass(slots=True)
 class Scaler:
-    """Keeps `observer.scaling` filled, and tells of the pools of which it says something new (`changed`).
+    """Keeps `observer.scaling` filled, and reports changed pools (`changed`).
 
     `addresses(namespace, gateway)` are the admin ports of a gateway's pickers.
     """
@@ -189,7 +188,7 @@ class Scaler:
         self.recorder.emit(pool.ref, pool.metadata.uid, "Normal", Reason.AUTOSCALED, text)
 
     async def _know(self, key: Key, pool: InferencePool) -> _Known:
-        """What is known of it. Another window, other bounds: what was asked for before says nothing of them."""
+        """The state of a pool. Another window or other bounds start a new one, since earlier demand does not apply."""
         gateway = (pool.namespace, pool.spec.gateway.name)
         target = Target.of(pool.spec.autoscaling)
         known = self._known.get(key)
@@ -234,8 +233,8 @@ class Scaler:
         self.changed(key)
 
     async def _owner(self, pool: InferencePool, *, writes: bool) -> str:
-        """Who else scales it, as kind and name; empty where nothing does. Looked at every so many seconds, and before
-        what `writes`, unless somebody was known a moment ago."""
+        """The autoscaler of somebody else, as kind and name; empty if none. Checked every few seconds, and before a
+        write (`writes`), unless one was found a moment ago."""
         looked_at, owners = self._owners.get(pool.namespace, (float("-inf"), {}))
         old = self.monotonic() - looked_at > _OWNERS_S
         if old or (writes and pool.name not in owners):
@@ -250,7 +249,7 @@ def _is_scaled_here(pool: InferencePool) -> bool:
 
 
 def _scaled_by(autoscalers: list[dict[str, Any]]) -> list[tuple[str, str]]:
-    """`(pool, autoscaler)` for each that scales a pool of ours."""
+    """`(pool, autoscaler)` for each other autoscaler of our pools."""
     found = []
     for one in autoscalers:
         target = (one.get("spec") or {}).get("scaleTargetRef") or {}

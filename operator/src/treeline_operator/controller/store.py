@@ -1,4 +1,4 @@
-"""What is known of the cluster: every watched object once, encoded, with the maps by which it is looked up."""
+"""Every watched object, encoded, with indexes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TOMBSTONES: Final = 4096
 
 
 class Membership(NamedTuple):
-    """Where an object belongs: the names that its labels (or a pool's own settings) carry, empty without them."""
+    """Where an object belongs: names from its labels (or a pool's settings), empty without them."""
 
     pool: str = ""
     gateway: str = ""
@@ -37,7 +37,7 @@ class Change(NamedTuple):
 
 
 def membership_of(obj: dict[str, Any]) -> Membership:
-    """Where a decoded object belongs."""
+    """The membership of a decoded object."""
     if obj["kind"] == POOL and obj["apiVersion"] == API_VERSION:
         gateway = ((obj.get("spec") or {}).get("gateway") or {}).get("name") or DEFAULT_GATEWAY
         return Membership(obj["metadata"]["name"], gateway)
@@ -49,8 +49,8 @@ def membership_of(obj: dict[str, Any]) -> Membership:
 class Store:
     """Objects by reference, by kind and namespace, by pool, and by gateway.
 
-    `listeners` are called with everything that changes it. An older version than the known one never wins, nor does one
-    from before the object went: answers to our own writes and the watch arrive in any order.
+    `listeners` are called with every change. Newer versions win, and deleted objects stay deleted: responses to our
+    writes and watch events may arrive in any order.
     """
 
     listeners: list[Callable[[Change], None]] = field(default_factory=list)
@@ -75,11 +75,11 @@ class Store:
         return self._of(self._by_kind.get((api_version, kind, namespace)))
 
     def pool_children(self, namespace: str, pool: str) -> list[Observed]:
-        """What carries the pool's label, pods included."""
+        """Objects with the pool's label, pods included."""
         return self._of(self._by_pool.get((namespace, pool)))
 
     def gateway_children(self, namespace: str, gateway: str) -> list[Observed]:
-        """What carries the gateway's label and no pool's, pods included."""
+        """Objects with the gateway's label but no pool's, pods included."""
         return self._of(self._by_gateway.get((namespace, gateway)))
 
     def gateway_pools(self, namespace: str, gateway: str) -> list[Observed]:
@@ -108,9 +108,9 @@ class Store:
         return {ns for (version, k, ns), refs in self._by_kind.items() if version == API_VERSION and k == kind and refs}
 
     def put(self, obj: dict[str, Any], *, notify: bool = True) -> bool:
-        """Take in a decoded object; returns whether that was news. Its `managedFields` are dropped.
+        """Store a decoded object without `managedFields`; returns whether it changed.
 
-        Without `notify` the listeners hear of it only if the spec is another than the known one.
+        Without `notify` listeners are called only if the spec changed.
         """
         observed = Observed.of(obj)
         before = self._objects.get(observed.ref)
@@ -137,7 +137,7 @@ class Store:
         return True
 
     def remove(self, ref: Ref, uid: str, version: str) -> bool:
-        """The object with this uid is gone since `version`; returns whether it was known."""
+        """The object with this uid was deleted at `version`; returns whether it was known."""
         self._tombstone(uid, version)
         before = self._objects.get(ref)
         if before is None or before.uid != uid:
@@ -146,7 +146,7 @@ class Store:
         return True
 
     def mark_deleting(self, ref: Ref, uid: str, stamp: str) -> None:
-        """We asked for the deletion of the object: until the watch says so, its copy says that it is under way."""
+        """We deleted the object: until the watch reports it, its copy says that deletion is under way."""
         observed = self._objects.get(ref)
         if observed is None or observed.uid != uid:
             return
@@ -155,10 +155,10 @@ class Store:
         self._objects[ref] = Observed.of(obj)
 
     def retain(self, api_version: str, kind: str, namespace: str, uids: set[str], version: str) -> int:
-        """A list at `version` has ended and had just these `uids`: drop what else is known of the kind.
+        """A list at `version` ended with just these `uids`: drop other objects of the kind.
 
-        An empty `namespace` means all. What is newer than the list stays: we made it after the list was taken.
-        Without a `version` nothing was listed: the kind cannot be read any more, and its objects may come back.
+        An empty `namespace` means all. Newer objects stay, because we made them after the list was taken. Without a
+        `version` the kind cannot be read any more, and its objects may come back.
         """
         spaces = [namespace] if namespace else [ns for v, k, ns in self._by_kind if (v, k) == (api_version, kind)]
         gone = [
@@ -236,7 +236,7 @@ def _newer(candidate: Observed, known: Observed) -> bool:
 
 
 def _after(version: str, other: str) -> bool:
-    """Whether a resource version is later than another: they are integers that grow, wherever etcd keeps them."""
+    """Whether a resource version is later than another: they are growing integers where etcd stores them."""
     try:
         return int(version) > int(other)
     except ValueError:

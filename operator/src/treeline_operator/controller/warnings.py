@@ -1,7 +1,7 @@
-"""Warning Events about what is made for pools: listed while pods are missing, and never watched.
+"""Warning Events about pools' objects: listed while pods are missing, never watched.
 
-Kubelets and controllers tell in Events alone why a volume cannot be mounted or a pod cannot be made. A namespace may
-have thousands, most of them about others: nothing is asked while all is well, and one list serves all its pools.
+Only Events say why a volume cannot be mounted or a pod cannot be created. A namespace may have thousands of them, so
+they are listed only while a pool waits, once for all its pools.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _Named = dict[str, list[Event]]
 
 @dataclass(slots=True)
 class Warnings:
-    """Lists the Events of each namespace in which a pool waits, every so often, and tells of the pools that have other
-    ones than before (`changed`)."""
+    """Lists the Events of each namespace with a waiting pool, periodically, and reports pools whose Events changed
+    (`changed`)."""
 
     source: Client
     changed: Callable[[Key], None]
@@ -82,10 +82,10 @@ class Warnings:
             async with asyncio.timeout(_PATIENCE_S):
                 found = await self._list(namespace)
         except Forbidden as exc:
-            log.warning("causes that only Events tell stay unknown: %s", exc)
+            log.warning("causes from Events are unknown: %s", exc)
             return Outcome("forbidden", after_s=_REFUSED_S)
         except (KubeError, TimeoutError) as exc:
-            log.info("no list of Events: %s", str(exc) or "no answer in time")
+            log.info("no Events listed: %s", str(exc) or "no answer in time")
             return Outcome("unavailable", after_s=_EVERY_S)
         self._listed[namespace] = found
         for pool, names in list(waiting.items()):
@@ -104,7 +104,7 @@ class Warnings:
                 found.setdefault(owner, []).append(Event.of(event))
             count += 1
             if count >= _MOST:
-                log.info("more than %d Warning Events in %s; the rest is not looked at", _MOST, namespace)
+                log.info("more than %d Warning Events in %s; the rest is ignored", _MOST, namespace)
                 break
         return found
 
@@ -119,12 +119,12 @@ def _of(names: list[str], listed: _Named) -> tuple[Event, ...]:
 
 
 def _said(names: list[str], listed: _Named) -> list[Event]:
-    """Without their times: what is said again is no news."""
+    """The Events without times: a repetition is no change."""
     return [event._replace(at="") for event in _of(names, listed)]
 
 
 def is_stuck(world: PoolWorld) -> bool:
-    """Whether something does not come up that an Event may tell of: a pod is not ready, or cannot be made."""
+    """Whether an Event may explain a problem: a pod is not ready, or cannot be created."""
     pods = (one.object for one in (*world.pods, *world.gateway.pods))
     if any(not is_ready(pod) and not is_leaving(pod) for pod in pods):
         return True

@@ -1,7 +1,7 @@
-"""Envoy: the bootstrap of Treeline's own data plane, and the launcher that runs it in a pod.
+"""Envoy: the bootstrap of our own data plane, and the launcher that runs it in a pod.
 
-Used on a laptop (`treeline up`), and in a cluster without Gateway API. The launcher, `python -m
-treeline_operator.envoy`, lives in every edge pod, whose image has `wire/` and no package that others need.
+Used by `treeline up`, and in a cluster without Gateway API. The launcher, `python -m treeline_operator.envoy`, runs in
+every edge pod, whose image has `wire/` and few packages.
 """
 
 from __future__ import annotations

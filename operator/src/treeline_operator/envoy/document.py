@@ -1,21 +1,18 @@
 """The bootstrap document, as one pure function of an `EnvoyConfig`, and the files beside it.
 
-What the configuration promises:
+Promises of the configuration:
 
-- The picker is asked over ext_proc and its answer is followed: cluster `pods` selects the host named by the
-  destination header (then by dynamic metadata), walks the list on retries, and falls back to round robin when there is
-  no answer.
-- Nothing a client sends can address a host: the first filter removes every destination header before the picker is
-  asked.
-- The picker may be away: with `fail_open` requests are then spread evenly over the last known endpoints, else they are
-  refused. A picker that dies takes nothing with it: another one is asked, and answers that run go on.
-- Which endpoints exist is learnt from the picker's EDS server; they stay in use while the picker is away.
-- No prompt text is ever logged: the access log has no body, no query string, and no header but the request id; nor have
-  spans, but for the name of the client's program.
-- Only inference paths of the engines behind it are served; everything else is 404, and the picker is not asked.
-- No client holds memory for long or without bound: half-sent requests end after a time, and near the heap limit nothing
-  more is taken in.
-- Nothing of the admin page but readiness and metrics can be reached from another machine.
+- The picker is asked over ext_proc and its answer is followed: cluster `pods` selects the host in the destination
+  header (then in dynamic metadata), tries the rest of the list on retries, and falls back to round robin without one.
+- Clients cannot address a host: the first filter removes every destination header.
+- Without a picker, `fail_open` spreads requests over the last known endpoints; otherwise they are refused. When a
+  picker dies, another one is asked, and running answers continue.
+- Endpoints come from the picker's EDS server and stay in use while the picker is away.
+- Prompt text is never logged: the access log has no body, no query string, and no header but the request id. Spans
+  add only the name of the client's program.
+- Only inference paths of the engines are served; everything else is 404 without asking the picker.
+- No client holds memory for long: half-sent requests end after a time, and near the heap limit nothing new is accepted.
+- Of the admin page only readiness and metrics can be reached from another machine.
 """
 
 from __future__ import annotations
@@ -96,7 +93,7 @@ def _health_listener(host: str, port: int) -> Message:
         **address(host, port),
         "enable_reuse_port": False,
         "filter_chains": [{"filters": [http_manager(manager)]}],
-        # An edge that refuses some requests is still ready for others, and can still be looked at.
+        # An edge that refuses some requests is still ready for others, and its pages stay reachable.
         "bypass_overload_manager": True,
         "ignore_global_conn_limit": True,
     }

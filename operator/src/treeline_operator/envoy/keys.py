@@ -18,9 +18,9 @@ FILTER: Final = "envoy.filters.http.api_key_auth"
 """The filter's name, which is also the name of the resource that Envoy looks for in the file."""
 TYPE_URL: Final = "type.googleapis.com/envoy.extensions.filters.http.api_key_auth.v3.ApiKeyAuth"
 KEY_HEADERS: Final = ("authorization", "x-api-key")
-"""Where a client may put its key. `Bearer ` is stripped by the filter; the second is what several clients send."""
+"""Headers that may carry a client's key. The filter strips `Bearer `; several clients send the second one."""
 CLIENT_HEADER: Final = headers.CLIENT
-"""Where Envoy says which client a key belongs to."""
+"""The header in which Envoy names the client of a key."""
 
 MIN_KEY: Final = 8
 """Characters of the shortest key: with fewer a client could be guessed."""
@@ -34,9 +34,9 @@ Credentials = tuple[tuple[str, str], ...]
 
 
 def credentials(keys: Mapping[str, Iterable[str]]) -> Credentials:
-    """Client → its keys, as Envoy accepts them: no empty key, and none twice.
+    """Client → its keys, as Envoy accepts them: none empty, none twice.
 
-    A key of two clients counts for the first by name, which is said in the log; keys themselves never are.
+    A key of two clients counts for the first by name, and the log says so; keys are never logged.
     """
     owners: dict[str, str] = {}
     for client in sorted(keys):
@@ -49,10 +49,10 @@ def credentials(keys: Mapping[str, Iterable[str]]) -> Credentials:
 
 
 def read_secret(folder: Path) -> dict[str, tuple[str, ...]]:
-    """The Secret that is mounted there: file name = client, content = its key, or several, one a line.
+    """The mounted Secret: file name = client, content = its key, or several, one a line.
 
-    Two keys of one client are what a change of keys without a gap needs. A line that is no key (`KEY_FORM`) is left
-    out, and the log says where it is. Raises OSError.
+    Two keys of a client allow rotation without a gap. Lines that are not keys (`KEY_FORM`) are skipped, and the log
+    says where they are. Raises OSError.
     """
     return {client: _keys(client, content) for client, content in _contents(folder).items()}
 

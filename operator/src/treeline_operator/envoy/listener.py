@@ -60,7 +60,7 @@ _LOG_LINE: Final = {
     "prompt_tokens": f"%DYNAMIC_METADATA({_TOKENS}:{headers.PROMPT_TOKENS})%",
     "cached_tokens": f"%DYNAMIC_METADATA({_TOKENS}:{headers.CACHED_TOKENS})%",
     "client": "%DOWNSTREAM_REMOTE_ADDRESS_WITHOUT_PORT%",
-    # whom the API key belongs to
+    # the client of the API key
     "api_client": f"%REQ({headers.CLIENT.upper()})%",
 }
 _TRACED_AS: Final = "treeline-edge"
@@ -111,7 +111,7 @@ def _manager(config: EnvoyConfig) -> Message:
         "use_remote_address": True,
         "normalize_path": True,
         "merge_slashes": True,
-        # Undone before the path is compared, and passed on undone: an engine sees the path that was allowed.
+        # Decoded before the path is compared, and forwarded decoded: an engine sees the path that was allowed.
         "path_with_escaped_slashes_action": "UNESCAPE_AND_FORWARD",
         # A client's own request id is kept, so that its logs, ours and the runtime's can be joined.
         "preserve_external_request_id": True,
@@ -127,17 +127,17 @@ def _manager(config: EnvoyConfig) -> Message:
 
 
 def _edge_headers(config: EnvoyConfig) -> Message:
-    """First in the chain: its request part runs before anything reads the headers, its response part after all others.
+    """First in the chain: its request part runs before anything reads the headers, its response part last.
 
-    (Removal at the route would come too late for requests, and hide our response headers from ext_proc.)
+    (Removing at the route would be too late for requests, and would hide our response headers from ext_proc.)
     """
     request: list[Message] = [
         {"remove_on_match": {"key_matcher": {"prefix": prefix, "ignore_case": True}}}
-        # The last family are orders to Envoy's router (retries, timeouts), which are ours to give.
+        # The last group are orders to Envoy's router (retries, timeouts), which clients must not give.
         for prefix in (headers.DESTINATION, "x-treeline-", "x-envoy-")
     ]
     request.append({"remove": "test-epp-endpoint-selection"})
-    # A runtime that sees this and no destination knows that no picker was asked, who would have known every name.
+    # A runtime that sees this without a destination knows that no picker, which knows every name, was asked.
     request.append({"append": header(headers.EDGE, "true")})
     if (isolation := _isolation_header(config)) is not None:
         request.append({"append": header(headers.ISOLATION, isolation)})
@@ -151,7 +151,7 @@ def _edge_headers(config: EnvoyConfig) -> Message:
 
 
 def _noted_tokens() -> Message:
-    """Keeps for the access log what a runtime says of a request's tokens, before that is removed from the response."""
+    """Keeps the runtime's token counts for the access log, before they are removed from the response."""
     return {
         "response_rules": [
             {"header": name, "on_header_present": {"metadata_namespace": _TOKENS, "key": name, "type": "NUMBER"}}
@@ -175,7 +175,7 @@ def _ext_proc(config: EnvoyConfig) -> Message:
     duplex = config.request_body_mode == "FULL_DUPLEX_STREAMED"
     # While trailers may come the stream stays open: so the picker knows how long a client's answer runs.
     stays = config.response_body_mode == "FULL_DUPLEX_STREAMED" or config.knows_clients
-    # A picker that dies before its first word is replaced by another; the one that is gone held a reservation at most.
+    # A picker that dies before its first answer is replaced; the dead one held at most a reservation.
     retry = {
         "retry_on": "connect-failure,refused-stream,reset,unavailable",
         "num_retries": 2,
@@ -261,11 +261,11 @@ _NO_PAGE: Final = {"content-security-policy": "sandbox; default-src 'none'", "x-
 
 
 def _allowed(config: EnvoyConfig, to_pods: Message) -> list[Message]:
-    """The routes of the engines' inference paths to `to_pods`, and last the one that refuses the rest.
+    """The routes of the engines' inference paths to `to_pods`, then the one that refuses the rest.
 
-    The picker's filter, and the one that stops what it named no endpoint for, are switched off unless a route switches
-    them on. So what is not in the list is refused at its headers: the picker is not asked, no body is read, and no
-    endpoint is named."""
+    The picker's filter, and the one that stops requests without an endpoint, are off unless a route turns them on. So
+    other paths are refused at their headers: the picker is not asked and no body is read.
+    """
     asked = {EXT_PROC_FILTER: typed("extensions.filters.http.ext_proc.v3.ExtProcPerRoute", {"overrides": {}})}
     if not config.fail_open:
         rules = {"rules": {"policies": {"picked": _PICKED}}}
@@ -283,7 +283,7 @@ def _allowed(config: EnvoyConfig, to_pods: Message) -> list[Message]:
 
 
 def _not_found() -> list[Message]:
-    """The answer to what is not in the list. (A 404 of the picker says which model is unknown, and stays as it is.)"""
+    """The answer for other paths. (The picker's 404 names the unknown model, and passes unchanged.)"""
     return reply(
         expression('response.code_details in ["direct_response", "route_not_found"]'),
         "There is nothing to be asked by this method and path.",
@@ -348,10 +348,10 @@ def _access_log(config: EnvoyConfig) -> list[Message]:
 
 
 def _isolation_header(config: EnvoyConfig) -> str | None:
-    """The value of the header that the edge sets on every request; None where it sets none.
+    """The value of the header that the edge sets on every request; None if it sets none.
 
-    Without API keys clients cannot be distinguished. Clients that share a cache are kept from learning of each other,
-    but not where everybody is to see the routing.
+    Without API keys clients cannot be distinguished. Clients that share a cache must not learn of each other, unless
+    everybody may see the routing.
     """
     if not config.knows_clients:
         return None
@@ -361,22 +361,22 @@ def _isolation_header(config: EnvoyConfig) -> str | None:
 
 
 def _spans(config: EnvoyConfig) -> Message:
-    """Envoy's own spans, of a request, of the picker's call and of each attempt at an endpoint; nothing for none.
+    """Envoy's own spans: of a request, of the picker's call and of each attempt at an endpoint; none without tracing.
 
-    Envoy writes the span of an attempt into the request that it sends, over whatever the picker has set there; the
-    picker learns of Envoy's spans by the call's metadata. So `ingress` has the picker's spans under its call, and a
-    runtime's under the attempt that reached it.
+    Envoy writes the attempt's span into the request, over the picker's; the picker learns of Envoy's spans from the
+    call's metadata. So `ingress` has the picker's spans under its call, and a runtime's under the attempt that reached
+    it.
     """
     asked = config.tracing
     if asked is None:
         return {}
     tracer = {"grpc_service": grpc_service(COLLECTOR_CLUSTER, timeout="1s"), "service_name": _TRACED_AS}
-    # By default Envoy notes in a request's id whether it is traced: a client's own id stays what it is.
+    # By default Envoy encodes the tracing decision in the request id; this keeps a client's own id.
     plain = {"pack_trace_reason": False, "use_request_id_for_trace_sampling": False}
     return {
         "tracing": {
             "provider": extension("tracers.opentelemetry", "config.trace.v3.OpenTelemetryConfig", tracer),
-            # Of requests that come without a trace; of the others their senders have decided.
+            # For requests without a trace; others follow their trace's decision.
             "random_sampling": {"value": 100 * asked.ratio},
             "spawn_upstream_span": True,
             # As in the access log, a query string is not repeated.

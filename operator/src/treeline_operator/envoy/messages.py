@@ -19,7 +19,7 @@ def seconds(value: float) -> str:
 
 
 def typed(kind: str, fields: Message | None = None) -> Message:
-    """What stands where Envoy takes any message: one of `kind`, whose package begins with `envoy.`."""
+    """A message of type `kind` (package `envoy.…`) where Envoy takes any message."""
     return {"@type": f"type.googleapis.com/envoy.{kind}", **(fields or {})}
 
 
@@ -45,7 +45,7 @@ def router(fields: Message | None = None) -> Message:
 
 
 def previous_hosts(attempts: int = 5) -> Message:
-    """Of a retry policy: not to a host that was tried before, as far as so many draws find another."""
+    """Retry predicate: not a host that was tried before, within this number of draws."""
     kind = "extensions.retry.host.previous_hosts.v3.PreviousHostsPredicate"
     return {
         "retry_host_predicate": [extension("retry_host_predicates.previous_hosts", kind)],
@@ -64,7 +64,7 @@ def address(host: str, port: int) -> Message:
 
 
 def is_ip(host: str) -> bool:
-    """Whether it is an address, and no name to be resolved."""
+    """Whether it is an IP address, not a name."""
     try:
         ipaddress.ip_address(host)
     except ValueError:
@@ -83,7 +83,7 @@ _ANTHROPICS: Final = {
     "request_too_large": "request_too_large",
     "service_unavailable": "overloaded_error",
 }
-"""What Anthropic's API calls a code or a type of error, where it is another name."""
+"""Anthropic's names of codes and types of errors, where they differ."""
 _AT_MESSAGES: Final[Message] = {
     "header_filter": {"header": {"name": ":path", "string_match": {"prefix": "/v1/messages"}}}
 }
@@ -93,8 +93,8 @@ _AT_MESSAGES: Final[Message] = {
 def reply(
     when: Message, message: str, kind: str, code: str, *, retry_after: str = "", as_status: int | None = None
 ) -> list[Message]:
-    """The answer where `when` holds: OpenAI's `message`, `type` (`kind`) and `code`; before it Anthropic's, for who
-    asks at its paths."""
+    """The reply where `when` holds: OpenAI's `message`, `type` (`kind`) and `code`, and before it Anthropic's for its
+    paths."""
     more: Message = {} if as_status is None else {"status_code": as_status}
     if retry_after:
         more["headers_to_add"] = [header("retry-after", retry_after)]
@@ -116,8 +116,8 @@ def status(code: int) -> Message:
 
 
 def expression(cel: str) -> Message:
-    """Replies for which an expression in CEL holds. `response.code_details` says which part of Envoy made it; those
-    of the picker begin with `treeline_`."""
+    """Replies for which a CEL expression holds. `response.code_details` says which part of Envoy made the reply; the
+    picker's begin with `treeline_`."""
     kind = "extensions.access_loggers.filters.cel.v3.ExpressionFilter"
     return {"extension_filter": extension("access_loggers.extension_filters.cel", kind, {"expression": cel})}
 

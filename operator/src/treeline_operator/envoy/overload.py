@@ -1,8 +1,7 @@
-"""What the edge does when it is asked for more than it has: bounds on memory, connections, time and each client.
+"""Bounds of the edge on memory, connections, time and each client.
 
-A request's body is buffered whole, because the picker reads it before it chooses. So a body that stops half way is
-ended after the body timeout, and the memory of all bodies together is bounded by the heap limit: near to it nothing new
-is taken in, and what is still arriving is ended.
+A request's body is buffered whole, because the picker reads it before it chooses. So a stalled body ends after the body
+timeout, and the heap limit bounds all bodies together: near it new requests are refused, and arriving ones are ended.
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ from treeline_operator.envoy.config import LISTENER, EnvoyConfig
 from treeline_operator.envoy.messages import Message, expression, extension, http_filter, reply, seconds, typed
 
 BUFFER_BYTES: Final = 32 * 1024
-"""Of a connection in each direction, beyond which its other side is not read. Bodies for the picker have their own
-bound."""
+"""Buffered bytes of a connection in each direction. Bodies for the picker have their own bound."""
 _HEAP: Final = "envoy.resource_monitors.fixed_heap"
 _CONNECTIONS: Final = "envoy.resource_monitors.global_downstream_max_connections"
 _TRACKED_STREAM: Final = 20
@@ -33,9 +31,9 @@ _REDUCED: Final = typed(
         ]
     },
 )
-"""How long a connection may be without a request, and a request silent, when memory is short."""
+"""How long a connection without a request, and a silent request, may last while memory is short."""
 _CLIENTS: Final = 10_000
-"""How many clients' rates are remembered at once."""
+"""How many clients' rates are remembered."""
 
 
 def overload_manager(config: EnvoyConfig) -> Message:
@@ -79,8 +77,8 @@ def runtime(config: EnvoyConfig) -> Message:
 
 
 def connection_options(config: EnvoyConfig) -> Message:
-    """How long a connection without a request stays; header names with underscores, which some servers take for
-    hyphens, are dropped. And streams and windows of a connection of HTTP/2."""
+    """Idle time of a connection; headers with underscores are dropped, since some servers take them for hyphens;
+    streams and windows of HTTP/2."""
     return {
         "common_http_protocol_options": {
             "idle_timeout": seconds(config.limits.idle_timeout_s),
@@ -95,8 +93,10 @@ def connection_options(config: EnvoyConfig) -> Message:
 
 
 def client_rate(config: EnvoyConfig) -> list[Message]:
-    """The filter with a token bucket for every client: by its name where there are API keys, else by its address. None
-    without a limit. (The name is set by the filter of the keys; what a client says of itself was removed before.)"""
+    """A token bucket for every client: by name with API keys, else by address. None without a limit.
+
+    (The filter of the keys sets the name; a client's own header was removed before.)
+    """
     rate = config.limits.client_requests_per_s
     if rate is None:
         return []
@@ -121,7 +121,7 @@ def client_rate(config: EnvoyConfig) -> list[Message]:
 
 
 def mappers() -> list[Message]:
-    """What clients are answered where a bound was reached."""
+    """Replies where a bound was reached."""
     return [
         *reply(
             expression('response.code_details == "local_rate_limited"'),

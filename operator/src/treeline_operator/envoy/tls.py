@@ -1,8 +1,7 @@
-"""TLS towards the clients, and mutual TLS between Envoy and the picker: each shows a certificate there, and verifies
-the other's.
+"""TLS for clients, and mutual TLS between Envoy and the picker.
 
-The files are those of mounted Secrets (`tls.crt`, `tls.key`, and `ca.crt` of the picker's). Envoy reads them through
-discovery files of ours, which hold no secret themselves, so that it reloads them when the Secret changes.
+The files come from mounted Secrets (`tls.crt`, `tls.key`, and `ca.crt` of the picker's). Envoy reads them through our
+discovery files, which contain no secret, so that it reloads them when the Secret changes.
 """
 
 from __future__ import annotations

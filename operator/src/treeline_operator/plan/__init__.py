@@ -1,1 +1,1 @@
-"""The planner: pure functions from what is wanted and what is there to the writes that remain."""
+"""The planner: pure functions from desired and present state to the remaining writes."""

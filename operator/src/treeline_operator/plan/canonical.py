@@ -7,12 +7,12 @@ from typing import Any, Final
 from treeline_operator.quantity import quantity
 
 QUANTITY_MAPS: Final = frozenset({"requests", "limits", "capacity", "overhead"})
-"""Fields whose every value is a quantity."""
+"""Fields whose values are all quantities."""
 QUANTITY_FIELDS: Final = frozenset({"sizeLimit", "storage", "divisor", "averageValue", "size"})
 STRING_MAPS: Final = frozenset(
     {"labels", "annotations", "nodeSelector", "matchLabels", "data", "stringData", "binaryData"}
 )
-"""Fields whose keys are the user's words: a label named `size` holds no quantity."""
+"""Fields with keys of the user's choice: a label named `size` is not a quantity."""
 _EMPTY_MAPS: Final = STRING_MAPS | QUANTITY_MAPS
 _SAY_NOTHING: Final = _EMPTY_MAPS | {"metadata", "spec"}
 _FALSE_IS_UNSET: Final = frozenset(
@@ -33,7 +33,7 @@ _ZERO_IS_UNSET: Final = frozenset({"initialDelaySeconds", "minReadySeconds", "ho
 
 
 def is_quantity(path: tuple[str, ...]) -> bool:
-    """Whether the field at this path of keys holds a quantity."""
+    """Whether the field at this path of keys is a quantity."""
     if not path or any(key in STRING_MAPS for key in path[:-1]):
         return False
     parent = path[-2] if len(path) > 1 else ""
@@ -43,10 +43,8 @@ def is_quantity(path: tuple[str, ...]) -> bool:
 
 
 def is_unset(key: str, value: object) -> bool:
-    """Whether the API server leaves a field with this value out.
-
-    `{}` often says something (`emptyDir: {}`, `podSelector: {}`), and so do `false` and 0 of optional fields.
-    """
+    """Whether the API server drops a field with this value. `{}` often means something (`emptyDir: {}`, `podSelector:
+    {}`), and so do `false` and 0 of optional fields."""
     if value is None or value == "" or value == []:
         return True
     if value == {}:
@@ -57,10 +55,10 @@ def is_unset(key: str, value: object) -> bool:
 
 
 def canonical(value: Any, path: tuple[str, ...] = (), *, keep_unset: bool = False) -> Any:
-    """The same data with quantities as plain numbers in text, and without what the API server leaves out.
+    """The same data with quantities as normalised numbers, and without what the API server drops.
 
-    `keep_unset` is for patches, where nothing (a null) is an instruction. What says nothing there either are empty
-    maps, which somebody leaves behind who takes the last label out again.
+    `keep_unset` is for patches, where null is an instruction. Empty maps are dropped there too, since removing the last
+    label leaves one behind.
     """
     if isinstance(value, dict):
         if path and path[-1] in STRING_MAPS:

@@ -1,4 +1,4 @@
-"""What differs between what we want and what is there, and the writes and deletes that follow from it."""
+"""The differences between desired and present state, and the writes and deletes that follow."""
 
 from __future__ import annotations
 
@@ -44,28 +44,26 @@ kinds that are not named it is the whole `spec`."""
 _RESTARTED: Final = "kubectl.kubernetes.io/restartedAt"
 _NODE_PORT: Final = "nodePort"
 _LEFT: Final = frozenset({f"f:{_RESTARTED}", f"f:{_NODE_PORT}"})
-"""What stays although others added it: `kubectl rollout restart`, and the port that clients outside know."""
+"""Fields of others that stay: `kubectl rollout restart`, and the port that external clients use."""
 
 _SELECTORS: Final = frozenset({"f:selector", "f:podSelector", "f:nodeSelector"})
-"""Maps that have one owner as a whole, who has not said what he added."""
+"""Maps that one owner controls as a whole."""
 _NOTHING: Final = object()
 
 KEPT_KINDS: Final = frozenset({"PersistentVolumeClaim"})
-"""What pruning leaves: downloaded models outlive a change of mind, and go with the pool."""
+"""Kinds that pruning keeps: downloaded models stay until their pool is deleted."""
 
 
 def differences(desired: dict[str, Any], observed: dict[str, Any]) -> tuple[str, ...]:
-    """The paths at which a field of `desired` does not have that value in `observed`.
-
-    What else `observed` has is not looked at: defaults, labels of users; see `additions`.
-    """
+    """The paths at which a field of `desired` has another value in `observed`. Other fields of `observed`, such as
+    defaults and users' labels, are ignored; see `additions`."""
     identity = {"apiVersion", "kind", "status"}
     wanted = {k: v for k, v in desired.items() if k not in identity}
     return tuple(_differing((), "", wanted, observed))
 
 
 def _differing(keys: tuple[str, ...], path: str, want: Any, have: Any) -> Iterator[str]:
-    """`keys` are the names of the fields on the way; `path` says the same for people, with list keys."""
+    """Compare recursively. `keys` is the path of field names; `path` is the same for people, with list keys."""
     if want is None:
         return
     if isinstance(want, dict):
@@ -97,7 +95,7 @@ def _differing(keys: tuple[str, ...], path: str, want: Any, have: Any) -> Iterat
 
 
 def _trimmed(keys: tuple[str, ...], value: Any) -> Any:
-    """`value` as the API server would keep it; a map of nothing but unset fields is nothing."""
+    """`value` as the API server would store it; a map with only unset fields is dropped."""
     kept = canonical(value, keys)
     return None if kept == {} and value != {} else kept
 
@@ -126,7 +124,7 @@ def merge_keys(keys: tuple[str, ...], items: Any) -> tuple[str, ...] | None:
 
 
 def merge_key(item: dict[str, Any], merge_by: tuple[str, ...]) -> tuple[Any, ...]:
-    """What tells an item of such a list apart."""
+    """The key of an item in such a list."""
     return tuple(item.get(name, _KEY_DEFAULTS.get(name)) for name in merge_by)
 
 
@@ -171,7 +169,8 @@ def _at(value: Any, path: tuple[str, ...]) -> Any:
 
 
 def whole_spec(desired: dict[str, Any], there: dict[str, Any]) -> dict[str, Any] | None:
-    """The `spec` of `there` with the fields that are ours as a whole just as desired; None where there are none."""
+    """The `spec` of `there` with the fields that we own as a whole replaced by the desired ones; None if there are
+    none."""
     fields = _WHOLE.get(desired["kind"])
     if "spec" not in desired or fields == ():
         return None
@@ -193,10 +192,10 @@ def whole_spec(desired: dict[str, Any], there: dict[str, Any]) -> dict[str, Any]
 def applying(
     desired: dict[str, Any], observed: Observed | None, why: str, *, ignore_paths: Collection[str] = ()
 ) -> Apply | None:
-    """The write that makes `observed` what is `desired`; None when it is so already.
+    """The write that makes `observed` equal `desired`; None if it is equal.
 
-    `ignore_paths` are in the object, but somebody else decides on them from moment to moment (the replicas of a
-    revision): they alone are no reason to write. `drift` is reported only where the intent is that of our last write.
+    `ignore_paths` are fields that others set at any time (the replicas of a revision): they alone cause no write.
+    `drift` is reported only if our intent equals that of our last write.
     """
     desired = _unmarked(desired)
     mark = names.digest(canonical(_without(desired, ignore_paths)))
@@ -210,12 +209,12 @@ def applying(
     added = additions(desired, observed)
     if before == mark:
         drift = (*differing, *added)
-        return Apply(wanted, f"{why}: somebody changed it", drift, bool(added)) if drift else None
+        return Apply(wanted, f"{why}: changed by hand", drift, bool(added)) if drift else None
     return Apply(wanted, why, clears=bool(added))
 
 
 def _unmarked(desired: dict[str, Any]) -> dict[str, Any]:
-    """`desired` without a mark: a mark is made from what is wanted, and one in it would never equal it."""
+    """`desired` without a mark: marks are computed from it, so it must not contain one."""
     annotations = desired["metadata"].get("annotations", {})
     if names.APPLIED not in annotations:
         return desired
@@ -235,13 +234,11 @@ def _without(obj: dict[str, Any], paths: Collection[str]) -> dict[str, Any]:
 def prune(
     children: Collection[Observed], wanted: Collection[Ref], owner_uid: str, *, kept: Collection[Ref] = ()
 ) -> tuple[Delete, ...]:
-    """Deletes what carries our label, has the object `owner_uid` as its controller, and is wanted no more.
-
-    Whatever is being deleted already is left alone, and so are models that were downloaded.
-    """
+    """Deletes of objects with our label and the controller `owner_uid` that are no longer wanted, except objects that
+    are already being deleted, and downloaded models."""
     stays = {_identity(ref) for ref in (*wanted, *kept)}
     return tuple(
-        Delete(child.ref, child.uid, "no longer part of what is wanted")
+        Delete(child.ref, child.uid, "no longer wanted")
         for child in sorted(children, key=lambda child: child.ref)
         if _identity(child.ref) not in stays
         and child.ref.kind not in KEPT_KINDS
@@ -250,7 +247,7 @@ def prune(
 
 
 def is_ours(metadata: dict[str, Any], owner_uid: str) -> bool:
-    """Whether an object is ours to delete: labelled, controlled by this owner, and not on its way out."""
+    """Whether an object is ours to delete: labelled, controlled by this owner, and not yet being deleted."""
     if metadata.get("deletionTimestamp") or metadata.get("labels", {}).get(names.MANAGED_BY) != names.MANAGER:
         return False
     owners = metadata.get("ownerReferences", ())

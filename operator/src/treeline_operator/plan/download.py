@@ -1,4 +1,4 @@
-"""Where a pool's weights lie in a pod and how they get there: volumes, the claim that keeps them, the download."""
+"""Where a pool's weights are in a pod, and how they get there: volumes, the claim that stores them, the download."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ COMMITS: Final = "commits"
 
 
 def moving(pool: InferencePool) -> frozenset[str]:
-    """What the pods download of a branch or a tag, or of no revision at all: tomorrow it may be other files."""
+    """The downloads of a branch, a tag or no revision, whose files may change."""
     spec = pool.spec
     uris = {spec.model.uri, spec.model.tokenizer or "", *(adapter.uri for adapter in spec.engine.adapters)}
     return frozenset(uri for uri in uris if uri.startswith("hf://") and not HubModel.parse(uri).is_pinned)
@@ -36,8 +36,8 @@ def reported(world: PoolWorld) -> dict[str, dict[str, str]]:
 
 
 def recorded(world: PoolWorld) -> dict[str, str]:
-    """URI → commit, as it is written down: what is there stays, and of what is missing the word of the oldest pod
-    that has it counts, or else of one that downloads it."""
+    """URI → commit to record: recorded commits stay; a missing one comes from the oldest pod that has it, else from one
+    that is downloading it."""
     there = find(world.children, "ConfigMap", names.commits(world.pool.name))
     known = commits_of(((there.object.get("data") or {}) if there is not None else {}).get(COMMITS, ""))
     wanted = moving(world.pool)
@@ -52,7 +52,7 @@ def record(commits: Mapping[str, str], meta: Object) -> Object:
 
 
 def differing(world: PoolWorld) -> str:
-    """Which pods have another commit than the one that is written down, in words; empty where none has."""
+    """The pods with another commit than the recorded one, in words; empty if none."""
     known = recorded(world)
     others = [
         f"pod {pod} has commit {commit} of {uri}, the pool's is {known[uri]}"
@@ -69,7 +69,7 @@ def _told(pod: Object) -> dict[str, str]:
 
 
 BUILTIN_ROOT: Final = "/opt/treeline/models"
-"""Where the runtime image has the models that come with it."""
+"""The folder of the models in the runtime image."""
 DOWNLOADS: Final = "/models"
 CLAIMS: Final = "/mnt/models"
 IMAGES: Final = "/mnt/images"
@@ -79,10 +79,8 @@ _UNSAFE: Final = re.compile(r"[^\w.-]+")
 
 @dataclass(frozen=True, slots=True)
 class Files:
-    """Paths of everything that an engine reads, and what must be in the pod for them to be there.
-
-    `fetches` are arguments of `treeline_runtime.fetch`: what is downloaded and to where.
-    """
+    """Paths of everything that an engine reads, and what the pod needs for them. `fetches` are arguments of
+    `treeline_runtime.fetch`: sources and targets of downloads."""
 
     model: str
     tokenizer: str | None
@@ -132,7 +130,7 @@ def files(pool: InferencePool) -> Files:
 
 
 def path(source: Source) -> str:
-    """Where a source lies in the pod."""
+    """The path of a source in the pod."""
     match source.scheme:
         case "builtin":
             return f"{BUILTIN_ROOT}/{source.root}"
@@ -167,7 +165,7 @@ def init_container(pool: InferencePool, found: Files, image: str, pull_policy: s
         {"name": "HF_HOME", "value": "/tmp/hf"},
         {"name": "HF_HUB_DISABLE_TELEMETRY", "value": "1"},
         {"name": "HF_HUB_DISABLE_PROGRESS_BARS", "value": "1"},
-        # Chunks are kept for a second download, which never happens here.
+        # Chunks would be cached for a second download, which never happens here.
         {"name": "HF_XET_CHUNK_CACHE_SIZE_BYTES", "value": "0"},
     ]
     if moving(pool):

@@ -1,16 +1,16 @@
-"""Which pods of a revision are to go, whether each may go yet, and how many replicas that leaves for now.
+"""Which pods of a revision leave, whether each may leave yet, and how many replicas remain meanwhile.
 
-A pod goes in three steps, and which one it has reached stands on the pod alone:
+A pod leaves in three steps, which only its labels and annotations record:
 
-1. *draining*: label `treeline.dev/serving: "false"` and the time; the picker sends it nothing new;
-2. *released*: it has no requests any more, or was waited for long enough; it gets the lowest deletion cost;
-3. the Deployment has one replica less, and its ReplicaSet gives up a pod of the lowest cost.
+1. *draining*: label `treeline.dev/serving: "false"` and the time; the picker sends it no new requests;
+2. *released*: it has no requests left, or its time is up; it gets the lowest deletion cost;
+3. the Deployment has one replica less, and its ReplicaSet deletes a pod of the lowest cost.
 
-A pod that is to stay after all (a revert, a scale-up) gets its labels back before any new pod is made. A ReplicaSet
-gives up pods without a node, then pending, then not ready ones, whatever their cost; so victims are chosen in this
-order, and none is released while one that would go before it is still waited for.
+If a pod should stay after all (a revert, a scale-up), it gets its labels back before any new pod is made. A ReplicaSet
+deletes pods without a node first, then pending, then not ready ones, at any cost; so pods are chosen in this order, and
+none is released while an earlier one is still draining.
 
-What cannot be seen is not waited for for long: a pod finishes its streams by itself when it is asked to end.
+If a pod's requests are unknown, the wait is short: a pod finishes its streams by itself when it is asked to end.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from treeline_operator.world import PickerEndpoint, PoolWorld, Ref
 Pod = dict[str, Any]
 
 SETTLE_S: Final = 1.0
-"""After so long what was picked just before a pod began to drain has reached it, and it has reported that."""
+"""After this time, requests picked just before the drain have reached the pod, and its report includes them."""
 BLIND_S: Final = 10.0
-"""How long a pod is waited for whose requests cannot be seen."""
+"""How long to wait for a pod whose requests are unknown."""
 FRESH_S: Final = 1.0
-"""Who has the least to do is read from an answer that is no older; the picker is asked again where it is older."""
+"""The oldest answer that shows which pod is least busy; the picker is asked again if it is older."""
 GIVEN_UP_S: Final = 30.0
 """A newer answer than one of this age will not come soon."""
 _LOOK_AGAIN_S: Final = 0.25
@@ -43,16 +43,16 @@ _LOOK_AGAIN_S: Final = 0.25
 
 @dataclass(frozen=True, slots=True)
 class DrainPolicy:
-    """What decides when a pod may go. `waits` is False where pods are replaced without more ado."""
+    """What decides when a pod may leave. `waits` is False if pods are replaced without waiting."""
 
     now: datetime
     timeout: timedelta
     waits: bool = True
     endpoints: Mapping[str, PickerEndpoint] | None = None
-    """What the picker lists, by name; None while it says nothing."""
+    """The picker's endpoints, by name; None without an answer."""
     seen_at: datetime | None = None
     silent_since: datetime | None = None
-    """Since when the picker says nothing; None while it has not been asked."""
+    """Since when the picker has not answered; None if it was not asked yet."""
 
     @classmethod
     def of(cls, world: PoolWorld) -> DrainPolicy:
@@ -63,7 +63,7 @@ class DrainPolicy:
             listed = {endpoint.name: endpoint for endpoint in picker.pools.get(world.pool.name, ())}
         silent = world.picker_silent_since
         if picker is not None:
-            # Who says that he knows nothing yet is not waited for from some later moment on.
+            # A picker that answers but knows nothing yet starts no new waiting period.
             silent = datetime.min.replace(tzinfo=UTC)
         return cls(
             now=now,
@@ -76,7 +76,7 @@ class DrainPolicy:
 
     @property
     def fresh(self) -> bool:
-        """Whether nothing newer about the pods is to be had soon."""
+        """Whether no newer information about the pods will arrive soon."""
         if self.seen_at is None:
             return True
         return not FRESH_S < (self.now - self.seen_at).total_seconds() <= GIVEN_UP_S
@@ -93,7 +93,7 @@ class DrainPolicy:
 
 @dataclass(frozen=True, slots=True)
 class DrainStep:
-    """What is due for the pods of one revision; `replicas` are those that its Deployment is to have now."""
+    """The steps for the pods of one revision; `replicas` is the new number of its Deployment."""
 
     replicas: int
     marks: tuple[Mark, ...] = ()
@@ -102,7 +102,7 @@ class DrainStep:
 
 
 class _ReleaseDecision(NamedTuple):
-    """Whether a victim may go. If not, when to look again at the latest."""
+    """Whether a pod may leave. If not, when to look again at the latest."""
 
     may_go: bool
     why: str
@@ -111,14 +111,11 @@ class _ReleaseDecision(NamedTuple):
 
 
 def drain_step(pods: Sequence[Pod], wanted: int, replicas: int, policy: DrainPolicy, why: str) -> DrainStep:
-    """What is due so that of these pods `wanted` remain, where the Deployment asks for `replicas` now.
-
-    `why` says what the pods have to go for.
-    """
+    """The steps that leave `wanted` of these pods, while the Deployment asks for `replicas`. `why` is the reason."""
     leaving = victims(pods, wanted, policy)
     chosen = {pod["metadata"]["name"] for pod in leaving}
     stay = [pod for pod in pods if pod["metadata"]["name"] not in chosen]
-    marks = [_mark(pod, "return", "it is to stay") for pod in stay if _is_marked(pod)]
+    marks = [_mark(pod, "return", "it stays") for pod in stay if _is_marked(pod)]
     notes: list[str] = []
     again: list[float] = []
     waiting = 0
@@ -135,20 +132,17 @@ def drain_step(pods: Sequence[Pod], wanted: int, replicas: int, policy: DrainPol
         if not decision.may_go:
             blocked = place if blocked == -1 else blocked
             again.append(decision.again_s)
-            notes.append(f"pod {pod['metadata']['name']} is to go: {decision.why}")
+            notes.append(f"pod {pod['metadata']['name']} leaves: {decision.why}")
         if _since(pod, policy.now) is None and not _is_undecided(pod, policy):
             marks.append(_mark(pod, "drain", why, policy.in_flight(pod), since=stamp(policy.now)))
-    # What goes at the next look is still a replica now: its cost has to be there before the number falls.
+    # A pod that leaves next is still a replica: its cost must be set before the number falls.
     left = wanted if wanted >= replicas else min(replicas, wanted + waiting)
     return DrainStep(left, tuple(marks), min(again, default=None), tuple(notes))
 
 
 def victims(pods: Sequence[Pod], wanted: int, policy: DrainPolicy) -> list[Pod]:
-    """The pods beyond `wanted`, in the order in which they are to go.
-
-    Of equally ready ones those that are on their way out already, then the least in flight, the coldest cache, the
-    newest.
-    """
+    """The pods beyond `wanted`, in the order in which they leave: among equally ready ones those already leaving, then
+    those with the fewest requests, the coldest cache, the newest."""
 
     def order(pod: Pod) -> tuple[Any, ...]:
         endpoint = policy.endpoint(pod)
@@ -168,7 +162,7 @@ def deadline(pod: Pod, timeout: timedelta, now: datetime) -> datetime | None:
 
 def _may_release(pod: Pod, policy: DrainPolicy) -> _ReleaseDecision:
     if _is_undecided(pod, policy):
-        return _ReleaseDecision(False, "the picker is asked first who has the least to do", again_s=_LOOK_AGAIN_S)
+        return _ReleaseDecision(False, "the picker is asked for the least busy pod", again_s=_LOOK_AGAIN_S)
     if not policy.waits:
         return _ReleaseDecision(True, "its pool does not wait for requests")
     if not facts.may_have_requests(pod):
@@ -189,7 +183,7 @@ def _may_release(pod: Pod, policy: DrainPolicy) -> _ReleaseDecision:
         if policy.seen_at is not None and policy.seen_at >= settled:
             return _ReleaseDecision(True, "no requests left")
         soon = max(_LOOK_AGAIN_S, (settled - policy.now).total_seconds())
-        return _ReleaseDecision(False, "no requests left, as it seems", again_s=min(left_s, soon))
+        return _ReleaseDecision(False, "apparently no requests left", again_s=min(left_s, soon))
     return _unseen(policy, since, left_s)
 
 
@@ -200,17 +194,17 @@ def _unseen(policy: DrainPolicy, since: datetime, left_s: float) -> _ReleaseDeci
     silent = policy.silent_since
     blind_s = (max(since, silent) + timedelta(seconds=BLIND_S) - policy.now).total_seconds()
     if blind_s <= 0:
-        return _ReleaseDecision(True, "its requests cannot be seen; it finishes them by itself")
-    return _ReleaseDecision(False, "its requests cannot be seen", again_s=min(left_s, blind_s))
+        return _ReleaseDecision(True, "its requests are unknown; it finishes them by itself")
+    return _ReleaseDecision(False, "its requests are unknown", again_s=min(left_s, blind_s))
 
 
 def _is_undecided(pod: Pod, policy: DrainPolicy) -> bool:
-    """Whether another pod may be the better victim, as far as is known before the picker is asked."""
+    """Whether another pod may be a better choice, as far as is known before the picker is asked."""
     return not policy.fresh and facts.is_ready(pod) and not facts.is_draining(pod)
 
 
 def _place(pod: Pod) -> int:
-    """In which order a ReplicaSet gives up pods before it looks at their costs."""
+    """The order in which a ReplicaSet deletes pods before it looks at their costs."""
     if facts.is_ready(pod):
         return 3
     if not pod.get("spec", {}).get("nodeName"):
@@ -223,7 +217,7 @@ def _is_released(pod: Pod) -> bool:
 
 
 def _is_marked(pod: Pod) -> bool:
-    """Whether anything of us keeps the pod from serving, or would cost it its life."""
+    """Whether our marks keep the pod from serving, or mark it for deletion."""
     cost = annotation(pod, names.DELETION_COST) == names.LOWEST_COST
     return label(pod, labels.SERVING) != "true" or cost or bool(annotation(pod, names.DRAINING_SINCE))
 
@@ -269,5 +263,5 @@ def _mark(
 
 
 def requests(count: int) -> str:
-    """So many of them, in words."""
+    """A number of pods, in words."""
     return f"{count} request{'' if count == 1 else 's'} left"

@@ -35,7 +35,7 @@ _REQUESTS: Final = {"cpu": "50m", "memory": "64Mi"}
 _BODY_LIMIT: Final = 32 * 1024 * 1024
 _MEMORY_LIMIT: Final = 1024 * 1024 * 1024
 _BODIES: Final = 8
-"""So many of the longest bodies fit into memory. One takes up to three times its length while it is handed to the
+"""This many of the longest bodies fit into memory. A body takes up to three times its length while it is passed to the
 picker and to its endpoint."""
 _SMALLEST_HEAP: Final = 32 * 1024 * 1024
 _WORKERS: Final = 2
@@ -50,7 +50,7 @@ def inputs(context: GatewayContext) -> str:
         by_alias=True,
         exclude_defaults=True,
         exclude_none=True,
-        # Those are the Service's, the Deployment's and the picker's, and no part of a pod.
+        # These belong to the Service, the Deployment and the picker, not to a pod.
         exclude={"service_type": True, "port": True, "annotations": True, "replicas": True, "template": True}
         | {"limits": {"unanswered_requests"}},
     )
@@ -58,7 +58,7 @@ def inputs(context: GatewayContext) -> str:
     made_from: Object = {
         "gateway": context.gateway,
         "edge": settings,
-        # Forced where clients are kept apart by the picker alone; Envoy must hear of it then.
+        # Forced if only the picker isolates clients; Envoy must know it then.
         "failureMode": context.shared.failure_mode if context.shared.fails_open else "FailClose",
         "maxBodyBytes": picker.parameters.max_body_bytes,
         "drain": context.drain_s,
@@ -86,9 +86,9 @@ def config_map(context: GatewayContext) -> Object:
 
 
 def config(context: GatewayContext) -> envoy.EnvoyConfig:
-    """What Envoy is to be."""
+    """The settings of Envoy."""
     settings, tracing = context.shared.edge, context.shared.tracing
-    # What the picker's certificate is for: the same in clusters of any domain.
+    # The name in the picker's certificate, the same for any cluster domain.
     picker = f"{names.epp(context.gateway)}.{context.namespace}.svc"
     certificate = (f"{TLS_DIR}/tls.crt", f"{TLS_DIR}/tls.key", f"{CONFIG_DIR}/tls.json")
     return envoy.EnvoyConfig(
@@ -119,7 +119,7 @@ def config(context: GatewayContext) -> envoy.EnvoyConfig:
 
 
 def files(config: envoy.EnvoyConfig) -> dict[str, str]:
-    """File name → text of what is mounted."""
+    """File name → text of mounted files."""
     found = {"envoy.json": envoy.bootstrap_json(config)}
     if config.tls is not None:
         found["tls.json"] = envoy.tls_json(config.tls)
@@ -197,7 +197,7 @@ def arguments(context: GatewayContext) -> list[str]:
 
 
 def _resources(context: GatewayContext) -> Object:
-    """Those asked for, and always a limit of memory: what Envoy may take in follows from it."""
+    """The requested resources, always with a memory limit, which determines Envoy's buffers."""
     found = resources(context.shared.edge.resources, _REQUESTS)
     limits = {"memory": f"{_memory_limit(context) >> 20}Mi", **found.get("limits", {})}
     return {**found, "limits": limits}
@@ -214,7 +214,7 @@ def _memory_limit(context: GatewayContext) -> int:
 
 
 def _heap_bytes(context: GatewayContext) -> int:
-    """Of the memory limit, what is left beside the launcher and what Envoy needs beside its heap."""
+    """Envoy's heap: its share of the memory limit, besides the launcher and Envoy's other memory."""
     return max(_SMALLEST_HEAP, _memory_limit(context) * 3 // 4)
 
 
@@ -223,12 +223,12 @@ def _body_limit(context: GatewayContext) -> int:
 
 
 def _engines(context: GatewayContext) -> tuple[str, ...]:
-    """The engines behind the edge, whose inference paths it serves."""
+    """The types of the engines behind the edge, which determine the inference paths."""
     return tuple(sorted({pool.spec.engine.type for pool in context.pools}))
 
 
 def _workers(context: GatewayContext) -> int:
-    """Envoy's threads: as many as its CPUs. It would take the node's number, not the container's."""
+    """Envoy's threads: its number of CPUs. By default it would use the node's, not the container's."""
     asked = container_resources(context, "edge", context.shared.edge.resources)
     number = quantity(asked["limits"].get("cpu") or asked["requests"].get("cpu"))
     return _WORKERS if number is None else max(1, math.ceil(number))

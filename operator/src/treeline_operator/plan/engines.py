@@ -1,8 +1,7 @@
-"""How each engine is started: its image, command line, probes and ports, apart from what the containers of all engines
-have in common. A new one is an entry of `ENGINES`, its place in `api.engine.EngineType`, and its column in
-`api.engine.FLAGS`.
+"""How each engine is started: image, command line, probes and ports.
 
-Flags, health pages and levels of keys are those of vLLM 0.33 and SGLang 0.5.23.
+A new engine is an entry of `ENGINES`, a name in `api.engine.EngineType`, and a column in `api.engine.FLAGS`. Flags,
+health pages and key levels are those of vLLM 0.33 and SGLang 0.5.23.
 """
 
 from __future__ import annotations
@@ -33,25 +32,23 @@ SGLANG_PAGE_SIZE: Final = 16
 """Its own default may be one token a page: an event for every token."""
 _SGLANG_ADMIN_KEY: Final = "SGLANG_ADMIN_API_KEY"
 _SGLANG_HEALTH_TIMEOUT_S: Final = 20
-"""For so long its health check waits for a token (SGLANG_HEALTH_CHECK_TIMEOUT)."""
+"""How long its health check waits for a token (SGLANG_HEALTH_CHECK_TIMEOUT)."""
 KEYS_DIR: Final = "/var/run/treeline/keys"
-"""Where our own runtime has the keys of its KV sockets."""
+"""The path of the KV sockets' keys in our runtime."""
 BUILTIN_START_S: Final = 120
 DEFAULT_START_S: Final = 1800
-"""Loading, and on GPUs compiling kernels and capturing graphs, which takes minutes whatever the model's size."""
+"""Time for loading and, on GPUs, for compiling kernels and capturing graphs, which takes minutes for any model size."""
 START_S_PER_GIB: Final = 20
 """A network disk at 50 MiB/s; the download has its own container and does not count."""
 TEMPLATE_DIR: Final = "/etc/treeline/chat-template"
 HUNG_GRACE_S: Final = 15
-"""What hangs is killed soon: it has no streams left to finish, and its restart is waited for."""
+"""A hanging process is killed soon: it has no streams to finish, and users wait for its restart."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What an engine's container is, apart from what all have in common.
-
-    `drains` tells whether the engine finishes its requests when it is asked to stop.
-    """
+    """The engine-specific part of a container. `drains` says whether the engine finishes its requests when it is
+    stopped."""
 
     image: str
     command: tuple[str, ...]
@@ -61,29 +58,28 @@ class Launch:
     probes: dict[str, dict[str, Any]]
     drains: bool = True
     caches: tuple[tuple[str, str], ...] = ()
-    """Environment → folder in the cache volume, beside those that every engine has."""
+    """Environment → folder in the cache volume, in addition to every engine's."""
     keys: bool = False
-    """Whether it reads the key pair that its KV sockets are secured with."""
+    """Whether it reads the key pair of its KV sockets."""
     admin_key: str = ""
-    """Environment in which it is handed the key to its administration; empty where it takes none."""
+    """Environment variable with the key to its administration; empty if it takes none."""
     annotations: tuple[tuple[str, str], ...] = ()
-    """What the picker must know of the pod and cannot ask the engine."""
+    """What the picker must know about the pod and cannot ask the engine."""
     shared_memory: bool = True
     fixed_user: bool = True
-    """Whether the image runs as any user that we name."""
+    """Whether the image runs as any user."""
     downloads: bool = False
-    """Whether the image can download models, too."""
+    """Whether the image can download models."""
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """One type of engine. `launch` says how a pool's is started, with images that are used where the pool names none.
+    """One type of engine. `launch` describes how it is started, with default images.
 
-    `hits_by_flag`: its command line says whether answers report how much of a prompt was cached; otherwise the edge
-    asks for it, request by request, or it is not reported. `serves_tokenizer`: the picker gets its tokenizer from the
-    engine itself. `publishes`: it is started so that it publishes what its cache holds. `metrics`: it serves metrics,
-    and nothing else, on a port of its own; others serve them on their API's. `untold` are flags of which the picker
-    would have to know, but does not where they stand in `engine.args`, each with what to write instead.
+    `hits_by_flag`: a flag decides whether answers report cached tokens; otherwise the edge asks for it per request, or
+    they are not reported. `serves_tokenizer`: the picker gets its tokenizer from the engine. `publishes`: it publishes
+    KV events. `metrics`: it serves metrics on a separate port; others serve them on their API port. `untold` are flags
+    in `engine.args` that the picker cannot see, each with the field to use instead.
     """
 
     launch: Callable[[InferencePool, Files, Images], Launch]
@@ -105,26 +101,26 @@ def metrics_port(pool: InferencePool) -> int | None:
 
 
 def hides_hits(pool: InferencePool) -> bool:
-    """Whether the pods' command line keeps them from reporting how much of a prompt was cached."""
+    """Whether the command line keeps the pods from reporting cached tokens."""
     return engine_of(pool).hits_by_flag and not tells_hits(pool)
 
 
 def start_seconds(pool: InferencePool) -> int:
-    """How long a start may take once the weights are on disk. A size that is known can only make it longer."""
+    """How long a start may take once the weights are on disk. A known size can only lengthen it."""
     model = pool.spec.model
     least = BUILTIN_START_S if model.source.scheme == "builtin" else DEFAULT_START_S
     return max(least, math.ceil(gib(model.size) * START_S_PER_GIB))
 
 
 def tells_hits(pool: InferencePool) -> bool:
-    """Whether answers may say how much of the prompt was cached: not to strangers who share a cache."""
+    """Whether answers may report cached tokens: not to strangers who share a cache."""
     gateway = pool.spec.gateway
     strangers = gateway.has_clients and not gateway.kept_apart and not gateway.edge.expose_routing
     return not strangers
 
 
 def overridden(pool: InferencePool) -> str:
-    """The settings that `engine.args` say again: they come last, and hold. Empty if there are none."""
+    """The settings that `engine.args` repeat; the arguments win. Empty if there are none."""
     engine = pool.spec.engine
     given = {arg.partition("=")[0].replace("_", "-") for arg in engine.args}
     found = [
@@ -132,14 +128,14 @@ def overridden(pool: InferencePool) -> str:
         for setting, flag in _flags(engine.type)
         if flag in given and getattr(engine, setting) != EngineSpec.model_fields[setting].default
     ]
-    return f"engine.args say {', '.join(found)}: the fields have no effect" if found else ""
+    return f"engine.args set {', '.join(found)}: the fields have no effect" if found else ""
 
 
 def untold(flags: Mapping[str, str], args: Iterable[str]) -> str:
-    """What the picker does not learn of a pool's own arguments, and what to write instead; empty if nothing."""
+    """Arguments that the picker cannot see, and what to use instead; empty if there are none."""
     given = {arg.partition("=")[0] for arg in args}
     found = [f"{flag} ({instead})" for flag, instead in flags.items() if flag in given]
-    return f"the picker is not told of what engine.args says by {', '.join(found)}" if found else ""
+    return f"the picker is not told of what engine.args sets by {', '.join(found)}" if found else ""
 
 
 # ---- the engines ----------------------------------------------------------------------------------------------------
@@ -150,7 +146,7 @@ def _treeline(pool: InferencePool, files: Files, images: Images) -> Launch:
     gpu = spec.accelerator.is_gpu
     args = [f"--model={files.model}", f"--served-model-name={spec.model.served_name}"]
     args += ["--host", "0.0.0.0", "--port", str(spec.engine.port), "--device", "cuda" if gpu else "cpu"]
-    # Administration stays on loopback: who may forward a port to the pod, or run a command in it, may administer.
+    # Administration stays on loopback: it requires exec or port-forward rights on the pod.
     args += ["--metrics-host", "0.0.0.0", "--metrics-port", str(metrics)]
     args += ["--admin-host", "127.0.0.1", "--admin-port", str(_beside(pool, wire.RUNTIME_ADMIN))]
     args += _settings(pool)
@@ -158,7 +154,7 @@ def _treeline(pool: InferencePool, files: Files, images: Images) -> Launch:
     if threads is not None:
         args += ["--threads", str(threads)]
     args += ["--curve-dir", KEYS_DIR, "--start-timeout", str(start_seconds(pool))]
-    # The kubelet's preStop sleep is the time in which the picker learns that the pod goes.
+    # During the kubelet's preStop sleep the picker learns that the pod is leaving.
     args += ["--pre-stop", "0", "--drain-timeout", str(spec.drain.timeout_seconds)]
     args += ["--tracing"] if spec.tracing else []
     return Launch(
@@ -240,7 +236,7 @@ def _vllm(pool: InferencePool, files: Files, images: Images) -> Launch:
             *_traces(pool, ("OTEL_SERVICE_NAME", "vllm")),
         ),
         ports=tuple(_kv_ports(pool)),
-        # Its health page asks whether the engine's process lives, which costs nothing; it answers 503 where not.
+        # Its health page checks that the engine's process lives, at no cost, and answers 503 otherwise.
         probes=_probes(pool, _http("/health"), _http("/health"), period=5),
         caches=(("VLLM_CACHE_ROOT", "vllm"),),
         annotations=_kv_annotations(pool),
@@ -268,8 +264,8 @@ def _custom(pool: InferencePool, files: Files, images: Images) -> Launch:
 
 
 _API_KEY: Final = "the picker has none; the gateway takes gateway.standalone.apiKeysSecretRef"
-_TEMPLATE: Final = "model.chatTemplateRef is told to both"
-_TOKENIZER: Final = "model.tokenizer is told to both"
+_TEMPLATE: Final = "model.chatTemplateRef sets both"
+_TOKENIZER: Final = "model.tokenizer sets both"
 
 ENGINES: Final[Mapping[EngineType, Engine]] = {
     "treeline": Engine(_treeline, serves_tokenizer=True, metrics=True),
@@ -310,7 +306,7 @@ def _settings(pool: InferencePool) -> list[str]:
 
 
 def _traces(pool: InferencePool, *more: tuple[str, str]) -> tuple[tuple[str, str], ...]:
-    """The environment of an engine that goes by OpenTelemetry's variables; empty where nothing is traced."""
+    """The environment of an engine that reads OpenTelemetry's variables; empty without tracing."""
     return () if pool.spec.tracing is None else (*pool.spec.tracing.environment, *more)
 
 
@@ -331,7 +327,7 @@ def _kv_events() -> dict[str, object]:
 
 
 def _kv_annotations(pool: InferencePool) -> tuple[tuple[str, str], ...]:
-    """The same for a picker that the engine does not tell."""
+    """The same for a picker, for what the engine does not report."""
     return (
         (labels.KV_EVENTS_PORT, str(wire.EVENTS)),
         (labels.KV_REPLAY_PORT, str(wire.REPLAY)),
@@ -372,7 +368,7 @@ def _compact(value: object) -> str:
 
 
 def _beside(pool: InferencePool, port: int) -> int:
-    """A port of ours, or the next one where the pool has its API there."""
+    """One of our ports, or the next one if the pool has its API there."""
     return port + (pool.spec.engine.port == port)
 
 

@@ -50,7 +50,7 @@ def inputs(context: GatewayContext) -> str:
         by_alias=True,
         exclude_defaults=True,
         exclude_none=True,
-        # Envoy decides what happens without a picker, and replicas are no part of a pod.
+        # Envoy handles the absence of a picker, and replicas are not part of a pod.
         exclude={"failure_mode", "replicas", "template"},
     )
     made_from: Object = {
@@ -95,12 +95,10 @@ def identity(context: GatewayContext) -> list[Object]:
 def service(context: GatewayContext) -> Object:
     """The picker's address, which never changes.
 
-    A cluster address, and not the pods' own by DNS: when a picker is replaced, Envoy's connections come to the new one
-    at once, instead of after the next look-up. With several pickers each connection of Envoy goes to one of them, so
-    that one may announce the endpoints and another choose. That is sound: every picker sees all events and loads, an
-    endpoint is chosen that Envoy does not know yet only in the moment between two announcements, and then Envoy's
-    fallback serves the request. What pickers have in flight, and where they have sent which prompts, they tell each
-    other (`peers_service`).
+    It is a cluster address, not the pods' addresses by DNS: when a picker is replaced, Envoy's connections reach the
+    new one at once. With several pickers each connection of Envoy goes to one of them, so one may announce endpoints
+    and another choose. That is safe: every picker sees all events and loads, and if Envoy does not know an endpoint
+    yet, its fallback serves the request. Pickers exchange requests in flight and sent prompts (`peers_service`).
     """
     console = ((names.PICKER_ADMIN_PORT, ports.PICKER_ADMIN),) if _shows_console(context) else ()
     spec = {
@@ -112,8 +110,8 @@ def service(context: GatewayContext) -> Object:
 
 
 def peers_service(context: GatewayContext) -> Object:
-    """The pickers' own addresses, by which they tell each other what they have in flight; also of those that are not
-    ready, since one that starts wants to know."""
+    """The pickers' own addresses, for exchanging requests in flight; includes pods that are not ready, since a starting
+    one needs its peers."""
     spec = {
         "type": "ClusterIP",
         "clusterIP": "None",
@@ -202,7 +200,7 @@ def arguments(context: GatewayContext) -> list[str]:
         # A Gateway speaks TLS to an endpoint picker and may ask for its health there; our own Envoy does neither.
         words += ["--secure-serving", "--health-checking"]
     else:
-        # Our own Envoy says who the client is; through a Gateway anybody may say anything.
+        # Our own Envoy sets the client's name; through a Gateway any client could.
         words.append(f"--max-client-requests={context.shared.edge.limits.unanswered_requests}")
         if _shows_console(context):
             words.append("--console")
@@ -220,13 +218,13 @@ def _shows_console(context: GatewayContext) -> bool:
 
 
 def _tls_secret(context: GatewayContext) -> str | None:
-    """The Secret of mutual TLS with our own Envoy, where that is asked for."""
+    """The Secret of mutual TLS with our own Envoy, if any."""
     tls = context.shared.edge.picker_tls if context.shared.mode == "standalone" else None
     return None if tls is None else tls.secret_ref.name
 
 
 def _flow_flags(settings: FlowControl | None) -> list[str]:
-    """What flow control asks of the picker."""
+    """The picker's flags for flow control."""
     if settings is None:
         return []
     mode = "off" if not settings.enabled else "wait" if settings.endpoint_requests is None else "requests"
@@ -248,7 +246,7 @@ def _flow_flags(settings: FlowControl | None) -> list[str]:
 
 
 def _quota_volume(quotas: Quotas) -> Object:
-    """What is mounted at QUOTAS_DIR: a folder, since the kubelet never renews a single mounted file."""
+    """The volume at QUOTAS_DIR: a folder, because the kubelet never updates a single mounted file."""
     if (ref := quotas.config_map_ref) is not None:
         source: Object = {"configMap": {"name": ref.name}}
     else:

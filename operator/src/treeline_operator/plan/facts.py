@@ -1,6 +1,5 @@
-"""What an object that is there says of itself: labels, annotations, conditions, how far its controller is; of a pod
-whether it serves, is on its way out, has no place, fails, or still downloads; and whether a pod without a node would
-fit in the place of another."""
+"""What an observed object states: labels, annotations, conditions, progress. For a pod: whether it serves, leaves, has
+no node, fails or downloads; and whether a pod without a node would fit in the place of another."""
 
 from __future__ import annotations
 
@@ -68,14 +67,14 @@ def created(obj: Mapping[str, Any]) -> datetime:
 
 
 def is_observed(obj: Mapping[str, Any]) -> bool:
-    """Whether its controller has read its spec as it is now."""
+    """Whether its controller has processed the present spec."""
     read: int = (obj.get("status") or {}).get("observedGeneration", 0)
     written: int = obj["metadata"].get("generation", 0)
     return read >= written
 
 
 def since(obj: Mapping[str, Any], kind: str) -> datetime | None:
-    """Since when a condition is as it is, or the object where it is not reported; None where neither says."""
+    """Since when a condition has its status, or the object exists if it is not reported; None if unknown."""
     told = condition_of(obj, kind).get("lastTransitionTime") or obj["metadata"].get("creationTimestamp")
     return datetime.fromisoformat(told) if told else None
 
@@ -92,28 +91,28 @@ def condition_of(obj: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
 
 
 def is_leaving(pod: Mapping[str, Any]) -> bool:
-    """Whether the pod is being deleted or has ended: it counts for nothing any more."""
+    """Whether the pod is being deleted or has ended."""
     ended = pod.get("status", {}).get("phase") in ("Succeeded", "Failed")
     return ended or "deletionTimestamp" in pod["metadata"]
 
 
 def is_ready(pod: Mapping[str, Any]) -> bool:
-    """Whether the pod has passed its readiness probe."""
+    """Whether the pod passes its readiness probe."""
     return condition_of(pod, "Ready").get("status") == "True"
 
 
 def is_available(pod: Mapping[str, Any]) -> bool:
-    """Whether it is ready and not deleted."""
+    """Whether it is ready and not being deleted."""
     return is_ready(pod) and not pod["metadata"].get("deletionTimestamp")
 
 
 def is_draining(pod: Mapping[str, Any]) -> bool:
-    """Whether it was taken out of the rotation: it finishes its requests and gets no more."""
+    """Whether it is out of rotation: it finishes its requests and gets no more."""
     return label(pod, labels.SERVING) == "false"
 
 
 def container_statuses(pod: Mapping[str, Any], *, init: bool | None = None) -> Iterator[Mapping[str, Any]]:
-    """What the kubelet says of a pod's containers: of init containers, of the others, or of all in this order."""
+    """Container statuses of a pod: of init containers, of the others, or of all in this order."""
     status = pod.get("status") or {}
     if init is not False:
         yield from status.get("initContainerStatuses") or ()
@@ -122,12 +121,12 @@ def container_statuses(pod: Mapping[str, Any], *, init: bool | None = None) -> I
 
 
 def state_of(container: Mapping[str, Any], state: str) -> Mapping[str, Any]:
-    """Of a container's status what it says of `waiting`, `running` or `terminated`; empty where it is not in it."""
+    """The details of a container's `waiting`, `running` or `terminated` state; empty in another state."""
     return (container.get("state") or {}).get(state) or {}
 
 
 def may_have_requests(pod: Mapping[str, Any]) -> bool:
-    """Whether requests may run in it: it is ready, or its engine has been and still runs."""
+    """Whether requests may run in it: it is ready, or its engine was ready and still runs."""
     engine = next((one for one in container_statuses(pod, init=False) if one["name"] == CONTAINER), {})
     return is_ready(pod) or (bool(engine.get("started")) and "running" in engine.get("state", {}))
 
@@ -139,7 +138,7 @@ def is_unschedulable(pod: Mapping[str, Any]) -> bool:
 
 
 def is_failing(pod: Mapping[str, Any]) -> bool:
-    """Whether it will not become ready by waiting alone: a container waits for a bad reason, or has ended before."""
+    """Whether waiting will not make it ready: a container waits for a bad reason, or has ended before."""
     return not is_ready(pod) and any(
         state_of(one, "waiting").get("reason") in FAILING_REASONS
         or (one.get("restartCount", 0) > 0 and not one.get("ready"))
@@ -148,7 +147,7 @@ def is_failing(pod: Mapping[str, Any]) -> bool:
 
 
 def downloaded(pod: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """How the pod's download has ended, if well."""
+    """Whether the pod's download has ended well."""
     ends = (state_of(one, "terminated") for one in container_statuses(pod, init=True) if one["name"] == DOWNLOAD)
     return next((end for end in ends if end.get("exitCode") == 0), None)
 
@@ -170,11 +169,12 @@ def waited_s(pods: Iterable[Json], refused_since: str | None, now: datetime) -> 
 
 
 def fits_in_place(pods: Iterable[Json], new: Json, old: Json) -> bool:
-    """Whether pods of the template `new` that have no node would get one if a pod of the template `old` went.
+    """Whether unscheduled pods of the template `new` would get a node if a pod of the template `old` left. Both are pod
+    specs.
 
-    Both are specs of pods. That is certain only if the nodes are the same and what is lacking is something that the new
-    pod needs no more of. Pods that no node suits for another reason (a taint, a volume, a misspelt class) would find
-    none either way, and then nothing may be taken away for them. Without pods a quota refuses them.
+    It is certain only if the nodes are the same and the new pod needs no more of the lacking resource. Pods without a
+    suitable node for another reason (a taint, a volume, a misspelt class) would find none either way, so nothing may be
+    removed for them. If there are no pods, a quota refuses them.
     """
     if any(new.get(field) != old.get(field) for field in _PLACING):
         return False
@@ -196,7 +196,7 @@ def lacking_of(words: str) -> set[str]:
 
 
 def requests(pod: Json) -> dict[str, Decimal]:
-    """What the scheduler counts: the containers together, or an init container that needs more."""
+    """What the scheduler counts: the sum of the containers, or an init container that needs more."""
     total: dict[str, Decimal] = {}
     for container in pod.get("containers", ()):
         for name, value in _asked(container).items():

@@ -35,19 +35,19 @@ _REPLICAS: Final = "spec.replicas"
 
 
 def shared(world: GatewayWorld) -> SharedGateway | None:
-    """Who shares the gateway and whose settings hold; None when no pool names it."""
+    """The pools of the gateway and whose settings apply; None if no pool names it."""
     return share(world.pools, protections_record(world)).get(world.name)
 
 
 def protections_record(world: GatewayWorld) -> str:
-    """What the anchor says of the protections that were in force when it was written."""
+    """The protections recorded in the anchor."""
     observed = _anchor(world)
     record: str = (observed.object.get("data") or {}).get(_PROTECTIONS, "") if observed is not None else ""
     return record
 
 
 def context_of(world: GatewayWorld) -> GatewayContext | None:
-    """What the gateway's objects are built from; None before its anchor is there."""
+    """The inputs of the gateway's objects; None before its anchor exists."""
     found, observed = shared(world), _anchor(world)
     if found is None or observed is None:
         return None
@@ -59,10 +59,10 @@ def _anchor(world: GatewayWorld) -> Observed | None:
 
 
 def gateway_url(world: GatewayWorld, pool: InferencePool | None = None) -> str | None:
-    """Where clients reach the gateway: the load balancer's address once it has one, else the Service's name.
+    """Where clients reach the gateway: the load balancer's address if it has one, else the Service's name.
 
-    With Gateway API it is the first host name of `pool` (without one, of the first pool that has any), and None where
-    none is given: the Gateway's address is not ours to know.
+    With Gateway API it is the first host name of `pool`, else of the first pool with one, and None without any, since
+    the Gateway's address is unknown.
     """
     found = shared(world)
     if found is None:
@@ -100,23 +100,23 @@ def _balancer_host(service: Observed) -> str | None:
 
 
 def plan_gateway(world: GatewayWorld) -> Plan:
-    """The writes that bring a gateway from what is there to what its pools ask for.
+    """The writes that bring a gateway to what its pools ask for.
 
-    First the anchor alone: everything else is owned by it, so its uid must be known. When the last pool is deleted
-    there is nothing to do, the anchor goes with its last owner and takes the rest along; when the last pool went to
-    another gateway, the anchor is deleted.
+    The anchor comes first, since it owns everything else and its uid must be known. When the last pool is deleted,
+    Kubernetes deletes the anchor and the rest; when the last pool moves to another gateway, the plan deletes the
+    anchor.
     """
     found = shared(world)
     observed = _anchor(world)
     if found is None:
         return _abandoned(world, observed)
     if found.leaving:
-        return Plan(notes=("every pool is being deleted; the gateway goes with the last one",))
+        return Plan(notes=("every pool is being deleted; the gateway is deleted with the last one",))
     first = applying(anchor(world, found), observed, f"pools of gateway {world.name}: {_listed(found)}")
     if observed is None:
         return Plan((first,) if first else ())
     if _is_going(observed):
-        return Plan(recheck_s=_GOING_S, notes=("the anchor is being deleted; it is made anew when it is gone",))
+        return Plan(recheck_s=_GOING_S, notes=("the anchor is being deleted; it is created again afterwards",))
     if left := [child.ref.name for child in world.children if _is_left_over(child, observed)]:
         text = f"{', '.join(sorted(set(left)))} are of a former gateway of this name, and made anew when they are gone"
         return Plan((first,) if first else (), recheck_s=_GOING_S, notes=(text,))
@@ -132,7 +132,7 @@ def _abandoned(world: GatewayWorld, observed: Observed | None) -> Plan:
         return Plan(notes=(f"pool {held} cannot be read; the gateway stays as it is",))
     if observed is None or _is_going(observed):
         return Plan()
-    why = f"no pool names gateway {world.name} any more; everything of it goes with this"
+    why = f"no pool names gateway {world.name} any more; all its objects are deleted with it"
     return Plan((Delete(observed.ref, observed.uid, why),))
 
 
@@ -141,8 +141,8 @@ def _is_going(observed: Observed) -> bool:
 
 
 def _is_left_over(child: Observed, anchor: Observed) -> bool:
-    """Whether the child belongs to an anchor that is gone: it goes too, however soon another of that name was made.
-    Taking it over would part it from the keys, which go unseen."""
+    """Whether the child belongs to a deleted anchor: it is deleted too, even if another anchor of that name exists.
+    Adopting it would separate it from the keys, which are never read."""
     former = {"kind": anchor.ref.kind, "name": anchor.ref.name, "controller": True}.items()
     owners = child.object["metadata"].get("ownerReferences") or ()
     return any(former <= owner.items() and owner["uid"] != anchor.uid for owner in owners)
@@ -189,15 +189,15 @@ class _Planning:
         self._wanted = [Ref("v1", "ConfigMap", world.namespace, names.anchor(world.name))]
 
     def everything(self) -> None:
-        """In the order in which it is needed: who may talk, who somebody is, keys, picker, Envoy."""
+        """The objects in the order in which they are needed: policies, identities, keys, picker, Envoy."""
         context = self._context
         for policy in gateway_policies(context):
             self._apply(policy, "only the paths that are needed")
         for thing in epp.identity(context):
-            self._apply(thing, "what the picker may see")
+            self._apply(thing, "rights of the picker")
         self._keys()
         self._apply(epp.service(context), "the picker's address")
-        self._apply(epp.peers_service(context), "how pickers find each other")
+        self._apply(epp.peers_service(context), "addresses of the pickers")
         self._picker()
         self._monitor("epp", "metrics")
         if context.shared.mode == "standalone":
@@ -209,11 +209,11 @@ class _Planning:
             self.notes += [f"pool {pool}: {conflict}" for conflict in conflicts]
 
     def prunes(self) -> tuple[Action, ...]:
-        """What an earlier plan wanted and this one does not."""
+        """Objects of an earlier plan that this one does not need."""
         return prune(self._world.children, self._wanted, self._context.owner_uid)
 
     def _apply(self, desired: dict[str, Any], why: str, ignore_paths: tuple[str, ...] = ()) -> bool:
-        """Whether the object has to be written."""
+        """Whether the object must be written."""
         ref = Ref.of(desired)
         self._wanted.append(ref)
         action = applying(desired, find(self._world.children, ref.kind, ref.name), why, ignore_paths=ignore_paths)
@@ -263,9 +263,9 @@ class _Planning:
     ) -> None:
         """Write a component's Deployment, which `make` returns last for an image, after what its pods mount.
 
-        While `inputs` are those of the Deployment that is there, its pods keep the image and the template that they
-        were made with, so that an upgrade of the operator rolls none of them. What somebody else changed is undone.
-        A fragment of a template that makes no sense leaves the pods as they are.
+        While `inputs` equal those of the present Deployment, its pods keep their image and template, so that an
+        operator upgrade rolls none of them. Manual changes are undone. An invalid template fragment leaves the pods
+        unchanged.
         """
         name = self._context.name_of(component)
         there = find(self._world.children, "Deployment", name)
@@ -288,18 +288,18 @@ class _Planning:
             self._scale(there, workload["spec"]["replicas"])
 
     def _is_made_otherwise(self, desired: dict[str, Any], there: Observed) -> bool:
-        """Whether what we want is no longer what we wrote last, be it that a field is gone."""
+        """Whether our intent differs from our last write, including removed fields."""
         write = applying(desired, there, "", ignore_paths=(_REPLICAS,))
         return write is not None and not write.drift and bool(annotation(there.object, names.APPLIED))
 
     def _has_configuration(self, there: Observed) -> bool:
-        """Whether the configuration that the pods mount is there; we cannot write that of another release."""
+        """Whether the mounted configuration exists; another release's cannot be written."""
         mounted = _mounted(there)
         return not mounted or find(self._world.children, "ConfigMap", mounted) is not None
 
     def _keep(self, there: Observed, replicas: int) -> None:
         """Leave a Deployment as it is, but for the number of its pods."""
-        self.notes.append(f"{there.ref.name} would be made otherwise today; its pods stay as they were made")
+        self.notes.append(f"{there.ref.name} would be made differently now; its pods stay unchanged")
         self._wanted.append(there.ref)
         self._scale(there, replicas)
 
@@ -330,7 +330,7 @@ def _envoy_of(context: GatewayContext, image: str) -> list[tuple[dict[str, Any],
 
 
 def template_problem(world: GatewayWorld) -> str:
-    """What is wrong with the fragments for pickers and Envoys, as far as can be checked without the API server."""
+    """Errors in the fragments for pickers and Envoys, as far as they show without the API server."""
     context = context_of(world)
     if context is None:
         return ""

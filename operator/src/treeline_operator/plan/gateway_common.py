@@ -1,4 +1,4 @@
-"""What the picker's and Envoy's objects have in common: owner, labels, pod template, grace, and when they roll."""
+"""Common parts of the picker's and Envoy's objects: owner, labels, pod template, grace period, and when they roll."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ Component = Literal["epp", "edge"]
 IMAGE: Final = "treeline.dev/image"
 """The image that a Deployment's pods were given, so that a new default of the operator does not roll them."""
 LINGER_S: Final = 5
-"""How long a pod goes on as before after it was asked to end: the cluster needs a moment to hear of it."""
+"""How long a pod continues after it was asked to end, while the cluster learns of it."""
 _STEP_S: Final = 60
 _MARGIN_S: Final = 25
-"""Of the grace period, beyond lingering and draining: for the end itself."""
+"""The part of the grace period after lingering and draining."""
 
 
 @dataclass(frozen=True, slots=True)
 class GatewayContext:
-    """What every object of a gateway is built from."""
+    """The inputs of every object of a gateway."""
 
     namespace: str
     gateway: str
@@ -59,10 +59,8 @@ class GatewayContext:
     def meta(
         self, name: str, component: Component | None = None, annotations: Mapping[str, str] | None = None
     ) -> Object:
-        """Metadata of an object that goes when the anchor goes.
-
-        (It does not block the anchor's deletion: that would take a right on ConfigMaps' finalizers, for nothing.)
-        """
+        """Metadata of an object that is deleted with the anchor. (It does not block the anchor's deletion, which would
+        need a right on ConfigMaps' finalizers.)"""
         owner = {
             "apiVersion": "v1",
             "kind": "ConfigMap",
@@ -87,7 +85,7 @@ class GatewayContext:
         return self.meta(self.name_of(component), component, annotations)
 
     def fragments(self, component: Component) -> tuple[Object, ...]:
-        """What is laid over a component's pods: the operator's own fragment, then what the pools ask for."""
+        """The fragments for a component's pods: the operator's, then the pools'."""
         shared, platform = self.shared, self.platform
         settings = shared.picker if component == "epp" else shared.edge
         default = platform.epp_template if component == "epp" else platform.edge_template
@@ -96,14 +94,14 @@ class GatewayContext:
         return tuple(fragment for fragment in (default, settings.template) if fragment)
 
     def fragments_hash(self, component: Component) -> dict[str, str]:
-        """Of inputs, what stands for the fragments; nothing where there are none. (A null in them says something.)"""
+        """The fragments as part of the inputs; nothing without any. (Null in them has a meaning.)"""
         found = [canonical(fragment, keep_unset=True) for fragment in self.fragments(component)]
         return {"templates": names.digest(found)} if found else {}
 
     @property
     def drain_s(self) -> int:
-        """How long open requests may take to end: the longest of the pools, in whole minutes, so that a pool which
-        joins seldom changes it (that would roll the pods)."""
+        """Time for open requests to end: the longest of the pools, in whole minutes, so that joining pools seldom
+        change it, which would roll the pods."""
         longest = max(pool.spec.drain.timeout_seconds for pool in self.pools)
         return _STEP_S * math.ceil(longest / _STEP_S)
 
@@ -124,7 +122,7 @@ def deployment(
     pod: Object,
     labels: Mapping[str, str] | None = None,
 ) -> Object:
-    """A Deployment of one restricted container; `container` and `pod` say what is particular to it. Raises
+    """A Deployment of one restricted container; `container` and `pod` are its specific parts. Raises
     TemplateInvalid."""
     annotations = {names.INPUTS: inputs, IMAGE: image}
     others = {
@@ -165,8 +163,7 @@ def disruption_budget(context: GatewayContext, component: Component) -> Object:
 
 
 def service_account(context: GatewayContext, component: Component) -> Object:
-    """An identity of its own, without a token but where a pod says so itself, and without rights but those that a Role
-    gives it."""
+    """A ServiceAccount without token, unless a pod mounts it, and without rights, unless a Role grants them."""
     meta = context.meta_of(component)
     return objects.manifest("v1", "ServiceAccount", meta, automountServiceAccountToken=False)
 
@@ -192,7 +189,7 @@ def container_resources(context: GatewayContext, component: Component, asked: Re
 
 
 def resources(asked: Resources | None, default: Mapping[str, str]) -> Object:
-    """A container's resources: those asked for as they are, or requests that are enough to begin with."""
+    """A container's resources: the requested ones, or sufficient default requests."""
     if asked is None:
         return {"requests": dict(default)}
     found = {"requests": dict(asked.requests), "limits": dict(asked.limits)}
@@ -200,15 +197,13 @@ def resources(asked: Resources | None, default: Mapping[str, str]) -> Object:
 
 
 STUCK_S: Final = 30.0
-"""How long a pod may wait for its volumes before the key pair is made again, should it be missing; and when to look
-again while pods wait: no watch reports that time has passed."""
+"""How long a pod may wait for its volumes before a missing key pair is made again; also when to look again while pods
+wait, since no watch reports passing time."""
 
 
 def has_keys(world: GatewayWorld) -> bool:
-    """Whether the key pair was made, as far as can be known: the Secret is never read.
-
-    The picker's Deployment is the evidence. It is written after the keys, and not before they were asked for.
-    """
+    """Whether the key pair was made, as far as is known: the Secret is never read. The picker's Deployment is the
+    evidence, since it is written after the keys."""
     return find(world.children, "Deployment", names.epp(world.name)) is not None
 
 
@@ -220,7 +215,7 @@ def keys(context: GatewayContext) -> dict[str, Any]:
 
 def keys_again(context: GatewayContext) -> CreateKeys:
     """Make the key pair once more for pods that mount it and do not start; if it is there, that changes nothing."""
-    return CreateKeys(keys(context), "a pod waits for its volumes; should the keys be missing, they are made again")
+    return CreateKeys(keys(context), "a pod waits for its volumes; missing keys are made again")
 
 
 def admin_key(pool: str, meta: dict[str, Any]) -> CreateKeys:
@@ -230,14 +225,14 @@ def admin_key(pool: str, meta: dict[str, Any]) -> CreateKeys:
 
 
 def hands_admin_key(deployment: Mapping[str, Any], pool: str) -> bool:
-    """Whether the pods of a Deployment are handed that key: then it was made before."""
+    """Whether the pods of a Deployment mount that key, so it existed before."""
     containers = deployment["spec"]["template"]["spec"].get("containers", ())
     given = (env.get("valueFrom") or {} for one in containers for env in one.get("env") or ())
     return any((source.get("secretKeyRef") or {}).get("name") == names.admin_key(pool) for source in given)
 
 
 def misses_admin_key(pod: Mapping[str, Any], pool: str) -> bool:
-    """Whether the kubelet cannot start a pod's containers for want of that key."""
+    """Whether the kubelet cannot start a container because that key is missing."""
     waiting = (state_of(status, "waiting") for status in container_statuses(pod, init=False))
     return any(
         one.get("reason") == "CreateContainerConfigError" and names.admin_key(pool) in str(one.get("message"))

@@ -22,7 +22,7 @@ _HANDLED: Final = frozenset({"startupProbe", "readinessProbe", "livenessProbe", 
 
 
 class TemplateInvalid(ValueError):
-    """The user's fragment does not have the shape of a pod template; the message says where."""
+    """The user's fragment is not shaped like a pod template; the message says where."""
 
 
 def laid_over(ours: Object, fragments: Iterable[Object], container: str) -> Object:
@@ -32,7 +32,8 @@ def laid_over(ours: Object, fragments: Iterable[Object], container: str) -> Obje
 
 
 def overruled(ours: Object, fragments: Iterable[Object], container: str) -> tuple[str, ...]:
-    """The paths of what users say in vain, since the operator keeps its own. Raises TemplateInvalid."""
+    """The paths in a user's fragment without effect, because the operator keeps its own values. Raises
+    TemplateInvalid."""
     asked = _over(ours, fragments)
     return differences(asked, _kept(ours, asked, container))
 
@@ -41,15 +42,15 @@ def _over(ours: Object, fragments: Iterable[Object]) -> Object:
     made = ours
     for fragment in fragments:
         if unknown := sorted(fragment.keys() - ours.keys()):
-            raise TemplateInvalid(f"template: {unknown[0]} is not part of a pod template; it has metadata and spec")
+            raise TemplateInvalid(f"template: {unknown[0]} is not part of a pod template: use metadata and spec")
         made = merged(made, fragment)
         if made.keys() != ours.keys() or "containers" not in made["spec"]:
-            raise TemplateInvalid("template: metadata, spec and its containers cannot be taken away")
+            raise TemplateInvalid("template: metadata, spec and its containers cannot be removed")
     return made
 
 
 def _kept(ours: Object, made: Object, container: str) -> Object:
-    """What a fragment cannot change: our labels, the ports by which pods are reached, and time enough to drain."""
+    """What a fragment cannot change: our labels, the ports that pods are reached on, and time to drain."""
     metadata = {
         **made["metadata"],
         "labels": {**made["metadata"].get("labels", {}), **ours["metadata"]["labels"]},
@@ -72,12 +73,11 @@ def _ports(ours: list[Object], theirs: Any) -> list[Object]:
 
 
 def merged(ours: Any, theirs: Any, name: str = "", *, keep_unset: bool = False) -> Any:
-    """`theirs` over `ours`; `name` is the field that both are the value of.
+    """Merge `theirs` over `ours`; `name` is the field of both.
 
-    Maps are merged, and a null takes our field away; with `keep_unset` it stays, to do so in what is under `ours`.
-    Containers are merged by name; environment, volumes, mounts and ports are replaced one by one; tolerations are
-    added; all other lists are replaced. A probe or hook has one handler: naming another replaces ours. Raises
-    TemplateInvalid.
+    Maps are merged, and null removes our field; with `keep_unset` it stays, for a later merge. Containers are merged by
+    name; environment, volumes, mounts and ports are replaced one by one; tolerations are added; other lists are
+    replaced. A probe or hook has one handler: another one replaces ours. Raises TemplateInvalid.
     """
     if isinstance(ours, dict) and isinstance(theirs, dict):
         kept = ours

@@ -1,4 +1,4 @@
-"""Which names pools and InferenceModels claim, as the picker resolves them, and whose they are."""
+"""The names that pools and InferenceModels claim, as the picker resolves them, and their owners."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ def claim_of(pool: InferencePool) -> PoolClaim:
 
 
 def names_of(models: Iterable[InferenceModel], pools: Iterable[InferencePool]) -> Names:
-    """Who has which name. An InferenceModel that is being deleted has none any more."""
+    """Name → owner. An InferenceModel that is being deleted owns none."""
     rules = (rule_of(model) for model in models if not model.deleting)
     return decide_names(rules, {pool.name: claim_of(pool) for pool in pools})
 
 
 def lost_names(pool: InferencePool, names: Names) -> tuple[str, ...]:
-    """The names of a pool that are another's, each with whose."""
+    """The names of a pool that belong to another object, each with its owner."""
     claim = claim_of(pool)
     held = ((name, names.holders.get((claim.gateway, name))) for name in claim.names)
     return tuple(
-        f"requests for `{name}` go to pool `{holder.pool}`: {holder.kind} `{holder.name}` is older and has that name"
+        f"requests for `{name}` go to pool `{holder.pool}`: {holder.kind} `{holder.name}` is older and has this name"
         for name, holder in held
         if holder is not None and holder.pool != pool.name
     )

@@ -28,10 +28,8 @@ _EVENT_PORTS: Final = (ports.EVENTS, ports.REPLAY, ports.LOAD)
 
 
 def pods_policy(pool: InferencePool, parents: Sequence[ParentRef], platform: Platform, meta: Object) -> Object:
-    """What holds for as long as the pool is there. `parents` are the Gateways that send requests to it.
-
-    Administration is let in from nowhere: it listens on the pod's loopback.
-    """
+    """Policies for the life of the pool. `parents` are the Gateways that send it requests. Nothing admits traffic to
+    administration, which listens on the pod's loopback."""
     gateway, http = pool.spec.gateway.name, [port(pool.spec.engine.port)]
     ingress = [
         {"from": [_pods(gateway, "edge")], "ports": http},
@@ -65,7 +63,7 @@ def download_policy(pool: InferencePool, meta: Object) -> Object:
 
 
 def gateway_policies(context: GatewayContext) -> list[Object]:
-    """Those of picker and Envoy: default deny first, then what is allowed."""
+    """Policies of picker and Envoy: default deny first, then exceptions."""
     found = [_deny(context), _picker(context)]
     return [*found, _envoy(context)] if context.shared.mode == "standalone" else found
 
@@ -134,7 +132,7 @@ def _policy(meta: Object, match: Object, *, types: Sequence[str] = ("Ingress", "
 
 
 def _collector(tracing: Tracing | None) -> list[Object]:
-    """The way out to it, wherever it is: a Service's name says nothing of its pods' labels."""
+    """Egress to the collector, anywhere: a Service's name does not tell its pods' labels."""
     return [] if tracing is None else [{"ports": [port(tracing.collector[1])]}]
 
 
@@ -143,7 +141,7 @@ def _serving_ports(context: GatewayContext) -> list[Object]:
 
 
 def _event_ports(ranks: int) -> list[Object]:
-    """Events, replay and load, of so many data-parallel ranks."""
+    """Ports of events, replay and load, for this number of data-parallel ranks."""
     return [port(first, first + ranks - 1) for first in _EVENT_PORTS]
 
 

@@ -18,7 +18,7 @@ POD_MONITOR: Final = "monitoring.coreos.com/v1/PodMonitor"
 
 
 def manifest(api_version: str, kind: str, meta: Object, **fields: Any) -> Object:
-    """An object; `fields` are what it has besides its metadata, mostly a `spec`."""
+    """An object; `fields` are its other fields, usually a `spec`."""
     return {"apiVersion": api_version, "kind": kind, "metadata": meta, **fields}
 
 
@@ -35,10 +35,8 @@ def deployment(meta: Object, match: dict[str, str], template: Object, replicas: 
 
 
 def disruption_budget(meta: Object, match: dict[str, str], max_unavailable: int | str = 1) -> Object:
-    """So many pods may be evicted at once, and those that do not work always: a node can be emptied whatever happens.
-
-    It is one at least: a budget that forbids all keeps nodes from draining.
-    """
+    """This many pods may be evicted at once, and broken ones always, so that nodes can be drained. At least one: a
+    budget of none would block draining."""
     spec = {
         "maxUnavailable": max_unavailable,
         "unhealthyPodEvictionPolicy": "AlwaysAllow",
@@ -48,10 +46,10 @@ def disruption_budget(meta: Object, match: dict[str, str], max_unavailable: int 
 
 
 def pod_monitor(meta: Object, match: dict[str, str], port: str, platform: Platform, *, ours: bool) -> Object:
-    """What tells the Prometheus operator to read the metrics of pods, on this port of theirs.
+    """A PodMonitor for this port of the pods.
 
-    Of a program of `ours` the labels stay as they are: a picker's `endpoint` is no port of a pod. An engine may be any
-    program, and does not get to say whose pod it is. `treeline_component` marks our targets, for alerts about `up`.
+    For `ours` the program's labels stay: a picker's `endpoint` is not a port of a pod. Other engines cannot override
+    target labels. `treeline_component` marks our targets, for alerts on `up`.
     """
     marks = [{"targetLabel": "treeline_component", "replacement": meta["labels"][names.COMPONENT]}]
     endpoint: Object = {"port": port, "path": "/metrics", "relabelings": marks}
@@ -65,7 +63,7 @@ def pod_monitor(meta: Object, match: dict[str, str], port: str, platform: Platfo
 
 
 def pod_security(*, fixed_user: bool = True, **more: Any) -> Object:
-    """A pod's security context. Without `fixed_user` the image says as whom it runs, and root is refused."""
+    """A pod's security context. Without `fixed_user` the image sets the user, and root is refused."""
     user = {"runAsUser": USER, "runAsGroup": USER} if fixed_user else {}
     seccomp = {"seccompProfile": {"type": "RuntimeDefault"}}
     return {"runAsNonRoot": True, **user, "fsGroup": USER, **more, **seccomp}
@@ -89,13 +87,13 @@ TEMPLATE_FILE: Final = "chat_template.jinja"
 
 
 def template_volume(name: str, config_map: str, key: str, *, optional: bool) -> Object:
-    """A mounted chat template, as TEMPLATE_FILE whatever its key is: SGLang goes by the end of the name."""
+    """A mounted chat template, as TEMPLATE_FILE for any key: SGLang checks the file's extension."""
     items = [{"key": key, "path": TEMPLATE_FILE}]
     return {"name": name, "configMap": {"name": config_map, "items": items, "optional": optional}}
 
 
 def mount(name: str, path: str, *, read_only: bool = True) -> Object:
-    """Where a volume is in a container."""
+    """A volume mount."""
     return {"name": name, "mountPath": path} | ({"readOnly": True} if read_only else {})
 
 
@@ -106,12 +104,12 @@ def port(number: int, last: int | None = None) -> Object:
 
 
 def http_get(path: str, port: str) -> Object:
-    """What a probe does: an HTTP GET."""
+    """The action of a probe: an HTTP GET."""
     return {"httpGet": {"path": path, "port": port}}
 
 
 def probe(handler: Object, period_s: int, failures: int, timeout_s: int = 2) -> Object:
-    """A probe, which has failed after so many failures in a row."""
+    """A probe with its number of failures."""
     return {
         **handler,
         "periodSeconds": period_s,

@@ -57,7 +57,8 @@ _PICKER_RECHECK_S: Final = 5.0
 
 
 def plan_pool(world: PoolWorld) -> Plan:
-    """What remains to be done for a pool, and why. Nothing while it is being deleted: its children go with it."""
+    """The remaining writes for a pool, with reasons. None while it is being deleted: its children are deleted with
+    it."""
     if world.pool.deleting:
         return Plan(notes=("the pool is being deleted; its children are garbage-collected",))
     return _Planner(world).plan()
@@ -99,16 +100,14 @@ class _Planner:
         return self.world.pool
 
     def _missing_keys(self, target: TargetRevision) -> str:
-        """Why the target's Deployment is not made yet: pods without the Secret that they mount only fail to start.
-
-        The gateway's plan notifies its pools of what it makes, so there is nothing to wait for here.
-        """
+        """Why the target's Deployment is not made yet: pods would fail without the Secret that they mount. The
+        gateway's plan notifies its pools of what it makes."""
         if target.existing is not None or not needs_keys(self.pool) or has_keys(self.world.gateway):
             return ""
         return f"revision {target.name} waits until gateway {self.world.gateway.name} has made its keys"
 
     def _keys(self) -> Iterator[Action]:
-        """A Secret that is gone is missed by the next pod that mounts it, and that may be ours."""
+        """A deleted Secret shows only when a pod mounts it, which may be one of ours."""
         waited = longest_wait(self.world.pods, self.world.now)
         if waited is None or not needs_keys(self.pool) or not has_keys(self.world.gateway):
             return
@@ -120,7 +119,7 @@ class _Planner:
             yield keys_again(context)
 
     def _admin_key(self, there: tuple[ExistingRevision, ...], target: TargetRevision) -> Iterator[Action]:
-        """Before the first pod that is handed it, and again for pods that look for it in vain."""
+        """Made before the first pod that uses it, and again for pods that do not find it."""
         name = self.pool.name
         if not needs_admin_key(self.pool):
             return
@@ -155,7 +154,8 @@ class _Planner:
         )
 
     def _measured(self, target: TargetRevision, olds: Sequence[ExistingRevision]) -> Revision:
-        """The target's numbers. While it replaces another, only pods that the picker would choose count as ready."""
+        """The target's numbers. While it replaces another revision, only pods that the picker would choose count as
+        ready."""
         if target.existing is None:
             return Revision(target.name, 0)
         seen = target.existing.measured(None, self.world.now, olds)
@@ -165,7 +165,7 @@ class _Planner:
         chosen = target.existing.measured(listed, self.world.now, olds)
         if chosen.ready < seen.ready:
             self._look_again(_PICKER_RECHECK_S)
-            self.notes.append(f"the picker knows {chosen.ready} of {seen.ready} ready pods of revision {target.name}")
+            self.notes.append(f"the picker lists {chosen.ready} of {seen.ready} ready pods of revision {target.name}")
         return chosen
 
     def _revisions(
@@ -199,7 +199,7 @@ class _Planner:
         yield from _around(out, there, self._target(target, out.replicas))
 
     def _out(self, one: ExistingRevision, wanted: int, draining: DrainPolicy, why: str) -> DrainStep:
-        """The pods of a revision that are to go leave the rotation first, and are waited for."""
+        """The leaving pods of a revision leave rotation first, and drain."""
         out = drain_step(one.pods, wanted, one.replicas, draining, why)
         if out.recheck_s is not None:
             self._look_again(out.recheck_s)
@@ -227,8 +227,8 @@ class _Planner:
             yield Scale(there.observed.ref, there.observed.uid, replicas, self._why_scaled(there.replicas, replicas))
 
     def _repair(self, target: TargetRevision, replicas: int, meta: dict[str, Any]) -> Apply | None:
-        """The write that undoes what somebody did to a revision. A template that we would make otherwise today, for
-        whatever reason, is left alone: editing it would replace the pods."""
+        """The write that undoes manual changes to a revision. A template that we would make differently today is left
+        alone, because an edit would replace the pods."""
         assert target.existing is not None
         there, ours = target.existing.observed, self.world.platform.images
         for images in (ours, images_of(target.existing, ours)):
@@ -240,7 +240,7 @@ class _Planner:
             differing = differences(desired, there.object)
             if not any(path.startswith("spec.template") for path in differing):
                 return write
-        self.notes.append(f"revision {target.name} would be made otherwise today; it is left as it was made")
+        self.notes.append(f"revision {target.name} would be made differently now; it stays unchanged")
         return None
 
     def _why_fewer(self, wanted: int) -> str:
@@ -254,7 +254,7 @@ class _Planner:
     # ---- the other children ---------------------------------------------------------------------------------
 
     def _wants_download(self, there: tuple[ExistingRevision, ...], target: TargetRevision, step: RolloutStep) -> bool:
-        """Whether some pod, there already or about to be made, has yet to download."""
+        """Whether a pod, present or about to be made, has to download."""
         pods = {one.name: one.pods for one in there}
         fetching = {one.name: one.downloads for one in there}
         fetching[target.name] = fetching.get(target.name, False) or bool(files(self.pool).fetches)
@@ -265,12 +265,10 @@ class _Planner:
 
     def _network(self, downloading: bool) -> Iterator[Action]:
         meta = self._meta(f"{self.pool.name}-pods")
-        yield from self._apply(
-            pods_policy(self.pool, self._parents(), self.world.platform, meta), "who may reach the pods"
-        )
+        yield from self._apply(pods_policy(self.pool, self._parents(), self.world.platform, meta), "access to the pods")
         if downloading:
             policy = download_policy(self.pool, self._meta(f"{self.pool.name}-download"))
-            yield from self._apply(policy, "a pod has yet to download the model")
+            yield from self._apply(policy, "a pod must download the model")
 
     def _claims(self) -> Iterator[Action]:
         for asked in provision.wanted(self.pool):
@@ -282,7 +280,7 @@ class _Planner:
     def _commits(self) -> Iterator[Action]:
         if found := download.recorded(self.world):
             record = download.record(found, self._meta(names.commits(self.pool.name)))
-            yield from self._apply(record, "the commits that all pods download")
+            yield from self._apply(record, "the commit for all pods")
 
     def _services(self) -> Iterator[Action]:
         pool, match = self.pool, selector(self.pool.name)
@@ -292,7 +290,7 @@ class _Planner:
             "ports": [service_port("http", pool.spec.engine.port, "http")],
         }
         meta = self._meta(f"{pool.name}-pods")
-        yield from self._apply(manifest("v1", "Service", meta, spec=service), "names for the pods")
+        yield from self._apply(manifest("v1", "Service", meta, spec=service), "identity of the pods")
         budget = disruption_budget(self._meta(pool.name), match, pool.spec.disruption_budget.max_unavailable)
         yield from self._apply(budget, "how many pods may be evicted at once")
         if POD_MONITOR not in self.world.platform.apis:
@@ -312,7 +310,7 @@ class _Planner:
         pool, gateway = self.pool, shared(self.world.gateway)
         failure_mode = gateway.failure_mode if gateway is not None else owner.spec.endpoint_picker.failure_mode
         mirror = upstream_pool(pool, failure_mode, self._meta(names.upstream_pool(pool.name)))
-        yield from self._apply(mirror, "the pool as Gateways know it")
+        yield from self._apply(mirror, "the pool for Gateways")
         hostnames = pool.spec.gateway.hostnames or owner.spec.gateway.hostnames
         by_model = owner.name != pool.name
         if by_model and (winner := self._route_of_another(parents, hostnames)):
@@ -322,8 +320,8 @@ class _Planner:
         yield from self._apply(route, "from the Gateways to the pool")
 
     def _route_of_another(self, parents: Sequence[ParentRef], hostnames: Sequence[str]) -> str:
-        """The pool that has our model's name at the same host of a Gateway; empty where there is none. A route that
-        matches the name would go before the one of the oldest pool, which matches every name."""
+        """The pool with our model's name at the same host of a Gateway; empty if none. A route that matches the name
+        would precede the route of the oldest pool, which matches every name."""
         world, gateway = self.world.gateway, self._owner().spec.gateway
         own = self.pool.spec.gateway.name, self.pool.spec.model.served_name
         holder = names_of(world.models, world.pools).holders.get(own)
@@ -344,7 +342,7 @@ class _Planner:
     # ---- helpers --------------------------------------------------------------------------------------------
 
     def _owner(self) -> InferencePool:
-        """The pool whose settings of the gateway hold: the oldest (the pools of a gateway are in this order)."""
+        """The pool whose gateway settings apply: the oldest (the pools of a gateway are sorted)."""
         return next((pool for pool in self.world.gateway.pools if not pool.deleting), self.pool)
 
     def _parents(self) -> Sequence[ParentRef]:
@@ -374,7 +372,7 @@ class _Planner:
             yield write
 
     def _leave(self, *kinds: str) -> None:
-        """Keep what is there of kinds that cannot be read now: that may be so for a moment."""
+        """Keep objects of kinds that cannot be read now, which may be temporary."""
         found = (child.ref for child in self.world.children)
         self.wanted.extend(ref for ref in found if f"{ref.api_version}/{ref.kind}" in kinds)
 
@@ -386,7 +384,7 @@ class _Planner:
             self.notes.append(f"{ref.kind} {ref.name} belongs to {other}; it is left alone")
             return None
         if there is not None and there.object["metadata"].get("deletionTimestamp"):
-            self.notes.append(f"{ref.kind} {ref.name} is being deleted; it is made anew when it has gone")
+            self.notes.append(f"{ref.kind} {ref.name} is being deleted; it is created again afterwards")
             return None
         return applying(desired, there, why, ignore_paths=ignore_paths)
 

@@ -15,13 +15,13 @@ from treeline_operator.plan.merge import TemplateInvalid, merged
 from treeline_operator.plan.objects import Object
 
 OWN: Final = ("replicas", "preset", "model.uri", "model.name", "gateway.name")
-"""Fields that every pool says itself: by them it is found, scaled and identified, whatever its preset is."""
+"""Fields that a preset may not set: they identify, address and scale the pool."""
 _KINDS: Final = ("engine.type", "accelerator.type")
-"""Fields whose value says what their neighbours mean: nothing is laid over those of another kind."""
+"""Fields that determine the meaning of their neighbours: presets of another value do not apply."""
 
 
 class PresetProblem(ValueError):
-    """A pool cannot be had over the preset that it names; the text says why, `reason` in one word."""
+    """A pool and its preset do not fit; the text says why, `reason` in one word."""
 
     def __init__(self, reason: Reason, problem: str) -> None:
         super().__init__(problem)
@@ -29,16 +29,16 @@ class PresetProblem(ValueError):
 
 
 def resolved(pool: InferencePool, presets: Mapping[str, Object]) -> InferencePool:
-    """The pool with the preset that it names below its own fields. Raises PresetProblem.
+    """The pool merged with its preset; the pool's own fields win. Raises PresetProblem.
 
-    A field that has its default is not the pool's own: the API server writes the defaults into what it stores.
+    A field at its default does not count as the pool's own, because the API server stores defaults.
     """
     name = pool.spec.preset
     if name is None:
         return pool
     if name not in presets:
         there = ", ".join(sorted(presets)) or "none"
-        raise PresetProblem(Reason.PRESET_MISSING, f"there is no preset {name}; the operator has: {there}")
+        raise PresetProblem(Reason.PRESET_MISSING, f"unknown preset {name}; the operator has: {there}")
     preset, said = presets[name], pool.spec.model_dump(mode="json", by_alias=True, exclude_defaults=True)
     try:
         if problem := _contradiction(preset, said):
@@ -55,7 +55,7 @@ def resolved(pool: InferencePool, presets: Mapping[str, Object]) -> InferencePoo
 
 def _contradiction(preset: Object, said: Object) -> str:
     if own := next((field for field in OWN if _at(preset, field) is not None), ""):
-        return f"{own} is a field that every pool has for itself"
+        return f"{own} is not allowed in a preset"
     for field in _KINDS:
         theirs, ours = _at(preset, field), _at(said, field)
         if None not in (theirs, ours) and theirs != ours:

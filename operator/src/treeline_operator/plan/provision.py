@@ -1,4 +1,4 @@
-"""What a runtime pod is provided with: requests, scratch space with limits, a place for what the engine compiles."""
+"""Resources of a runtime pod: requests, scratch space with limits, a volume for compiled kernels."""
 
 from __future__ import annotations
 
@@ -43,12 +43,9 @@ def gib(size: str | None) -> float:
 
 
 def requests(pool: InferencePool) -> dict[str, str]:
-    """What a pod requests by default.
-
-    On GPUs: two CPUs for each device (a process that feeds it, and the tokenizer beside it), and memory for that and
-    for the weights on their way to the device. They pass through in parts, so half of their size is enough, and a pod
-    fits on small nodes too.
-    """
+    """Default requests of a pod. On GPUs: two CPUs per device (one for its process, one for the tokenizer), and memory
+    for both and for the weights in transit. Weights pass in parts, so half of their size is enough, and pods fit on
+    small nodes."""
     accelerator, size = pool.spec.accelerator, pool.spec.model.size
     if not accelerator.is_gpu:
         return {"cpu": "100m", "memory": "512Mi"}
@@ -57,7 +54,7 @@ def requests(pool: InferencePool) -> dict[str, str]:
 
 
 def cache_env(own: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    """Environment that makes an engine keep what it compiles in the cache; `own` are the folders of it alone."""
+    """Environment that makes an engine keep what it compiles in the cache; `own` are its private folders."""
     for name, folder in (*_CACHES, *own):
         yield name, f"{CACHE_DIR}/{folder}"
 
@@ -77,13 +74,13 @@ def volumes(pool: InferencePool, *, shared_memory: bool) -> Iterator[dict[str, A
         claim = cache.claim_name or cache_claim_name(pool.name)
         yield {"name": _CACHE, "persistentVolumeClaim": {"claimName": claim}}
     if shared_memory:
-        # Counts as the container's memory; without a limit it may take all that the node has.
+        # Counts as the container's memory; without a limit it may use the whole node's.
         size = max(_LEAST_SHARED_GIB, _SHARED_GIB * pool.spec.accelerator.count)
         yield {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": f"{size}Gi"}}
 
 
 def mounts(*, shared_memory: bool) -> Iterator[dict[str, Any]]:
-    """Where these volumes are."""
+    """The mounts of these volumes."""
     yield {"name": "tmp", "mountPath": "/tmp"}
     yield {"name": _CACHE, "mountPath": CACHE_DIR}
     if shared_memory:
@@ -92,7 +89,7 @@ def mounts(*, shared_memory: bool) -> Iterator[dict[str, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A claim that the pool is to have: its name, what asks for it, and which field of the spec that is."""
+    """A claim of the pool: its name, its request, and the field of the spec."""
 
     name: str
     cache: Cache
@@ -110,7 +107,7 @@ def wanted(pool: InferencePool) -> Iterator[Wanted]:
 
 
 def claim(asked: Wanted, observed: Observed | None, meta: dict[str, Any]) -> dict[str, Any]:
-    """The claim itself. What it cannot change any more (class, access modes, a smaller size) stays as it is."""
+    """The claim. Parts that cannot change (class, access modes, a smaller size) stay as they are."""
     cache = asked.cache
     size, modes, storage_class = cache.size or "0", list(cache.access_modes), cache.storage_class_name
     if observed is not None:
@@ -129,31 +126,31 @@ def claim(asked: Wanted, observed: Observed | None, meta: dict[str, Any]) -> dic
 
 
 def kept(asked: Wanted, observed: Observed | None) -> Iterator[str]:
-    """What of the claim that is there stays otherwise than the spec asks for, since claims cannot change it."""
+    """How the present claim differs from the spec in parts that cannot change."""
     if observed is None:
         return
     cache, name, there = asked.cache, asked.name, observed.object["spec"]
     if sorted(there.get("accessModes", ())) != sorted(cache.access_modes or ("ReadWriteOnce",)):
-        yield f"claim {name} keeps its access modes {there.get('accessModes')}; delete it to have it made anew"
+        yield f"claim {name} keeps its access modes {there.get('accessModes')}; delete it to have it created again"
     if cache.storage_class_name and there.get("storageClassName") != cache.storage_class_name:
-        yield f"claim {name} keeps its class {there.get('storageClassName')}; delete it to have it made anew"
+        yield f"claim {name} keeps its class {there.get('storageClassName')}; delete it to have it created again"
     held = there.get("resources", {}).get("requests", {}).get("storage", "0")
     if cache.size is not None and (quantity(held) or 0) > (quantity(cache.size) or 0):
         yield f"claim {name} keeps its size {held}: claims cannot shrink"
 
 
 def unshareable(pool: InferencePool, asked: Wanted, observed: Observed | None) -> str:
-    """Why pods of the pool would wait for the claim's volume for ever; empty where they would not.
+    """Why pods would wait for the claim's volume for ever; empty if they would not.
 
-    A volume that is ReadWriteOnce is attached to one node: pods that the scheduler puts on another one hang in
-    ContainerCreating, and only the kubelet's Events tell why.
+    A ReadWriteOnce volume is attached to one node: pods on other nodes hang in ContainerCreating, and only the
+    kubelet's Events say why.
     """
     modes = set(asked.cache.access_modes or ("ReadWriteOnce",))
     if observed is not None:
         modes = set(observed.object["spec"].get("accessModes", ())) or modes
     most = max(pool.spec.replicas, pool.spec.autoscaling.max_replicas or 0)
     how = f"set {asked.field}.accessModes to [ReadWriteMany], of a storage class that has it"
-    again = f" (delete claim {asked.name} to have it made anew)" if observed is not None else ""
+    again = f" (delete claim {asked.name} to have it created again)" if observed is not None else ""
     if "ReadWriteMany" in modes:
         return ""
     if "ReadWriteOnce" not in modes and "ReadWriteOncePod" in modes:

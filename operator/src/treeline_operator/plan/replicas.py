@@ -1,9 +1,9 @@
-"""How many replicas a pool should have, by what its pickers tell of the demand.
+"""How many replicas a pool should have, by the demand that its pickers report.
 
-Each measure asks for a number of its own, and the largest counts. More is given at once. Less is given when it has been
-enough for the whole of a window: what was asked for within it is remembered, and the most of that is kept. So a history
-says of each moment in the window how many replicas were asked for; it begins with what there is, so that an operator
-that has just started, or has heard nothing for a while, takes no pod away before a window has passed.
+Each measure yields a number, and the largest counts. Scaling up is immediate. Scaling down waits until the smaller
+number was enough for a whole window, so the history keeps what was needed within it. The history starts with the
+present replicas: an operator that has just started, or has heard nothing for a while, removes no pod before a window
+has passed.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from treeline_operator.api.lifecycle import Autoscaling, PickerScaling
 _TOLERANCE = 0.1
 """So far a predicted time may be off its target without asking for another number."""
 _STEEPEST = 2.0
-"""The time asks for so many times the replicas at most: it does not fall in proportion, and new pods take time."""
+"""The time to first token multiplies replicas by at most this: it does not fall in proportion, and new pods take
+time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a pool's spec says of its replicas; `ttft_s` is None where it is not looked at."""
+    """The scaling settings of a pool; `ttft_s` is None if it is not considered."""
 
     least: int
     most: int
@@ -50,21 +51,21 @@ class Target:
 
 
 class Heard(NamedTuple):
-    """What the pickers of a pool say together. `whole`: each of them was heard, so that nothing is missing in it."""
+    """The combined demand that a pool's pickers report. `whole`: all of them reported."""
 
     pool: PoolSignals
     whole: bool = True
 
 
 class Ask(NamedTuple):
-    """So many replicas, and what asks for them."""
+    """A number of replicas, and what requires it."""
 
     replicas: int
     why: str
 
 
 History = tuple[tuple[float, int], ...]
-"""`(when, replicas asked for)`, oldest first, without those that a later one exceeds: the numbers fall."""
+"""`(when, required replicas)`, oldest first, without entries that a later one exceeds: the numbers fall."""
 
 
 class Desired(NamedTuple):
@@ -76,31 +77,30 @@ class Desired(NamedTuple):
 
 
 def desired(heard: Heard | None, target: Target, replicas: int, history: History, now: float) -> Desired:
-    """How many replicas there should be where there are `replicas` now.
+    """The number of replicas, given the present `replicas`.
 
-    `heard` is None while no picker is heard: then nothing changes but what the bounds ask for. `now` is in seconds of
-    any monotonic clock, the same for all calls.
+    `heard` is None while no picker reports: then only the bounds apply. `now` is in seconds of any monotonic clock.
     """
     if heard is None:
-        ask = Ask(replicas, "no picker is heard")
+        ask = Ask(replicas, "no picker reports")
     else:
         ask = max(asks(heard.pool, target, replicas), key=lambda one: one.replicas)
         if replicas > 0 and not heard.pool.ready and ask.replicas < 1:
             ask = Ask(1, "no pod has been ready yet")
         if not heard.whole and ask.replicas < replicas:
-            ask = Ask(replicas, "not all pickers are heard")
+            ask = Ask(replicas, "not all pickers report")
     bounded = min(max(ask.replicas, target.least), target.most)
     known = history or ((now, replicas),)
     known = _remember(known, bounded, now, target.window_s)
     if bounded >= replicas:
         return Desired(bounded, _bound(ask, bounded), known)
     kept = min(max(known[0][1], target.least), target.most)
-    why = f"for {target.window_s:g} s no more was asked for: {_bound(ask, bounded)}"
+    why = f"for {target.window_s:g} s demand was no higher: {_bound(ask, bounded)}"
     return Desired(kept, why, known) if kept < replicas else Desired(replicas, "", known)
 
 
 def asks(pool: PoolSignals, target: Target, replicas: int) -> Iterator[Ask]:
-    """What each measure asks for, at least one of them. Pods beyond the replicas (in a rollout) ask for none more."""
+    """The number for each measure, at least one. Pods beyond the replicas (during a rollout) require no more."""
     asked = pool.asked
     waiting = pool.queued_tokens + asked.held.tokens
     yield Ask(-(-waiting // target.queued_tokens), f"{waiting} prompt tokens wait, {target.queued_tokens} a replica")
@@ -110,7 +110,7 @@ def asks(pool: PoolSignals, target: Target, replicas: int) -> Iterator[Ask]:
     if asked.missed.requests:
         yield Ask(1, f"{_requests(asked.missed.requests)} found no pod ready")
     if pool.silent and (requests or asked.picks):
-        yield Ask(replicas, f"{pool.silent} pods do not tell their load, and requests come")
+        yield Ask(replicas, f"{pool.silent} pods do not report their load, and requests arrive")
     if asked.picks:
         yield Ask(1, f"{_requests(asked.picks)} came lately")
     if target.ttft_s is not None and asked.ttft_p90_s is not None and pool.ready:
@@ -126,7 +126,8 @@ def _requests(count: int) -> str:
 
 
 def _remember(history: History, replicas: int, now: float, window_s: float) -> History:
-    """The history with one more entry: those that it reaches or exceeds, and those before the window, say nothing."""
+    """The history with one more entry, without entries that it reaches or exceeds, and without those before the
+    window."""
     kept = tuple((at, number) for at, number in history if at > now - window_s and number > replicas)
     return (*kept, (now, replicas))
 

@@ -34,11 +34,11 @@ def inputs(pool: InferencePool) -> str:
     spec = pool.spec.model_dump(mode="json", by_alias=True, exclude_defaults=True, exclude_none=True)
     model = {name: value for name, value in spec["model"].items() if name != "pickerReadsClaim"}
     if "cache" in model:
-        # Size and class of the claim are the claim's business; the pods only mount it.
+        # Size and class concern the claim; pods only mount it.
         model["cache"] = model["cache"].get("claimName", "own")
     engine = {k: v for k, v in spec.get("engine", {}).items() if k != "tensorParallel"}
     if pool.spec.tensor_parallel != 1:
-        # As it is meant, said or not: a pool that begins to say what it had anyway keeps its pods.
+        # The effective value: setting a field to its present default keeps the pods.
         engine["tensorParallel"] = pool.spec.tensor_parallel
     if "cache" in engine:
         engine["cache"] = engine["cache"].get("claimName", "own")
@@ -58,7 +58,7 @@ def inputs(pool: InferencePool) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ExistingRevision:
-    """A revision that is there: its Deployment, decoded, and its pods that are not on their way out."""
+    """A present revision: its Deployment, decoded, and its pods that are not being deleted."""
 
     name: str
     observed: Observed
@@ -71,24 +71,24 @@ class ExistingRevision:
 
     @property
     def is_empty(self) -> bool:
-        """Whether neither pods are there nor more will come."""
+        """Whether it has no pods and will get none."""
         status = self.object.get("status", {})
         told = is_observed(self.object) and not status.get("replicas")
         return self.replicas == 0 and told and not self.pods
 
     @property
     def downloads(self) -> bool:
-        """Whether its pods fetch the model before they start."""
+        """Whether its pods download the model before they start."""
         pod = self.object["spec"]["template"]["spec"]
         return any(container["name"] == facts.DOWNLOAD for container in pod.get("initContainers", ()))
 
     def measured(
         self, picker: Collection[str] | None, now: datetime, olds: Collection[ExistingRevision] = ()
     ) -> Revision:
-        """The numbers that a rollout is decided by. `picker` are the pods that it would choose, None if unknown;
-        `olds` are the revisions in whose place its pods are to be.
+        """The numbers that decide a rollout.
 
-        A pod that drains serves no more, but is still there to be taken back.
+        `picker` are the pods that it would choose, None if unknown; `olds` are the revisions to replace. A draining pod
+        no longer serves, but can be taken back.
         """
         ready = [pod for pod in self.pods if facts.is_ready(pod) and not facts.is_draining(pod)]
         if picker is not None:
@@ -107,8 +107,8 @@ class ExistingRevision:
         )
 
     def _fits(self, homeless: Collection[dict[str, Any]], olds: Collection[ExistingRevision]) -> bool:
-        """Whether its pods would find a node in the place of any of the old ones. An admission policy that refuses them
-        does so whichever pod goes."""
+        """Whether its pods would find a node in the place of an old one. An admission policy that refuses them does so
+        in any case."""
         by_quota = "quota" in str(self._refusal.get("message", ""))
         if not homeless and not by_quota:
             return False
@@ -118,7 +118,7 @@ class ExistingRevision:
 
     @property
     def _refusal(self) -> Mapping[str, Any]:
-        """What the Deployment says while the API server refuses its pods (a quota, a policy); empty otherwise."""
+        """What the Deployment reports while the API server refuses its pods (a quota, a policy); else empty."""
         refusal = condition_of(self.object, "ReplicaFailure")
         return refusal if refusal.get("status") == "True" else {}
 
@@ -156,7 +156,7 @@ def target_revision(pool: InferencePool, there: Iterable[ExistingRevision]) -> T
 
 
 def routable(picker: PickerView | None, pool: str) -> frozenset[str] | None:
-    """Names of the pods that the picker would choose; None while it does not say, or knows nothing of the pool yet."""
+    """Names of the pods that the picker would choose; None without an answer, or if it does not know the pool yet."""
     if picker is None or not picker.synced or pool not in picker.pools:
         return None
     return frozenset(e.name for e in picker.pools[pool] if e.ready and not e.draining)

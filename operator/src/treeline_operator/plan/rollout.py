@@ -1,17 +1,17 @@
-"""How many pods each revision has next, with a surge or one by one: a pure function of what is wanted and what serves.
+"""How many pods each revision has next, with a surge or one by one: a pure function of desired and serving pods.
 
-Theory. Every revision is a Deployment; a rollout moves replicas from the old ones to the target. Each call looks at the
-numbers as they are and says what they should be now, so that a restart, a lost answer or a change of mind half-way
-(A→B→A: the target becomes an old one and an old one the target) need no memory. Three rules make it safe:
+Every revision is a Deployment; a rollout moves replicas from the old ones to the target. Each call computes the next
+numbers from the present ones, so a restart, a lost answer or a reversal half-way (A→B→A) needs no memory. Three rules
+make it safe:
 
-1. Old pods are replaced, never merely removed: their number may fall to `floor` less the target's ready pods, where
-   `floor` is the desired number, or less by `maxUnavailable` only where that is what makes room (no capacity for a
-   surge, or strategy Replace), and by one where no node has had room for `RolloutPolicy.patience_s` and the new pods
-   would fit in the place of old ones. A Deployment that is scaled down gives up pods that are not ready first, so a
-   revision of `spec` replicas keeps `min(ready, spec)`.
-2. Replicas above what is there are given out only as far as the limit (desired + maxSurge) leaves room.
-3. A target that fails gets nothing more and takes nothing: room goes to the old pods, and they shrink only as far as
-   ready pods of the target have replaced them.
+1. Old pods are replaced, never just removed: their number may fall to `floor` minus the target's ready pods. `floor` is
+   the desired number; minus `maxUnavailable` only if that makes room (no capacity for a surge, or strategy Replace);
+   minus one if no node has had room for `RolloutPolicy.patience_s` and the new pods would fit in the place of old ones.
+   A scaled-down Deployment loses pods that are not ready first, so a revision of `spec` replicas keeps
+   `min(ready, spec)`.
+2. Additional replicas stay within the limit (desired + maxSurge).
+3. A failing target gets no more pods: the old ones get the room, and shrink only as ready pods of the target replace
+   them.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Strategy = Literal["SurgeIfCapacity", "Replace"]
 
 @dataclass(frozen=True, slots=True)
 class Revision:
-    """One revision as it is: `replicas` asked for, and of its pods how many are ready, cannot be placed, or fail.
+    """One revision: `replicas` requested, and how many of its pods are ready, unscheduled or failing.
 
-    `waited_s` is how long one of its pods has not been placed; `fits` tells that it would be in the place of a pod
-    of whatever older revision.
+    `waited_s` is how long one of its pods has had no node; `fits` says that it would fit in the place of an older
+    revision's pod.
     """
 
     name: str
@@ -60,7 +60,7 @@ class RolloutPolicy:
     max_unavailable: int = 0
     paused: bool = False
     patience_s: float = math.inf
-    """How long pods may have no node before old ones make room for them."""
+    """How long pods may have no node before old ones leave for them."""
 
     @property
     def surge(self) -> int:
@@ -77,10 +77,10 @@ class RolloutPolicy:
 
 @dataclass(frozen=True, slots=True)
 class RolloutStep:
-    """Replicas by name of the revision, none where it is not named. `waiting` says why a rollout stands still.
+    """Replicas by revision name; none where not named.
 
-    `limit` bounds all of them together, None where nothing is added. `recheck_s` is when time alone makes another
-    step of it.
+    `waiting` says why a rollout waits. `limit` bounds all replicas together, None if nothing is added. `recheck_s` is
+    when time alone leads to another step.
     """
 
     replicas: dict[str, int]
@@ -90,13 +90,13 @@ class RolloutStep:
     recheck_s: float | None = None
 
     def beside(self, target: Revision, others: int) -> int:
-        """The target's replicas while the other revisions have so many: pods that drain are still there."""
+        """The target's replicas, given the other revisions': draining pods still exist."""
         wanted = self.replicas.get(target.name, 0)
         return wanted if self.limit is None else min(wanted, max(self.limit - others, target.replicas))
 
 
 def next_step(desired: int, policy: RolloutPolicy, target: Revision, olds: Sequence[Revision]) -> RolloutStep:
-    """What every revision's replicas should be now."""
+    """The new replicas of every revision."""
     olds = [old for old in olds if old.replicas > 0]
     if desired == 0:
         return RolloutStep(_all({}, target, olds))
@@ -124,7 +124,7 @@ def _moving(
     useful = there - sum(old.useless for old in olds)
     keep = min(there, max(0, floor - settled), useful)
     replicas = _all(_allot(keep, olds), target, olds)
-    # It never shrinks but to the desired number.
+    # It shrinks only to the desired number.
     replicas[target.name] = min(desired, max(limit - keep, target.replicas))
     stuck = blocked and keep == there and not one_by_one
     again_s = max(0.0, left_s) if stuck and target.fits and left_s < math.inf else None
@@ -133,8 +133,8 @@ def _moving(
 
 def _stuck(target: Revision, absent: int, again_s: float | None) -> str:
     reason = (
-        f"no node has room for {target.unschedulable} pod(s) of revision {target.name}; "
-        f"the old ones serve on, since no more than {absent} may be missing"
+        f"no node has room for {target.unschedulable} pod(s) of revision {target.name}; the old ones keep serving, "
+        f"since no more than {absent} may be missing"
     )
     if again_s is not None:
         return f"{reason}; they are replaced one by one in {math.ceil(again_s)} s"
@@ -152,7 +152,7 @@ def _failing(desired: int, limit: int, settled: int, target: Revision, olds: Seq
     replicas = _all(_allot(min(keep, there), olds), target, olds)
     replicas[grows.name] += max(0, keep - there)
     replicas[target.name] = min(desired, target.replicas)
-    return RolloutStep(replicas, f"{target.failing} pod(s) of revision {target.name} fail; the old ones serve on")
+    return RolloutStep(replicas, f"{target.failing} pod(s) of revision {target.name} fail; the old ones keep serving")
 
 
 def _paused(desired: int, policy: RolloutPolicy, target: Revision, olds: Sequence[Revision]) -> RolloutStep:

@@ -1,4 +1,4 @@
-"""What Gateway API data planes need of a pool: an upstream InferencePool that mirrors it, and an HTTPRoute to that."""
+"""Objects for Gateway API: an upstream InferencePool that mirrors a pool, and an HTTPRoute to it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NO_CLIENT: Final[dict[str, Any]] = {
     "type": "RequestHeaderModifier",
     "requestHeaderModifier": {"remove": [headers.CLIENT, headers.ISOLATION, headers.EDGE]},
 }
-"""Only our own Envoy may set what it says of clients: runtimes believe it."""
+"""Headers that only our own Envoy may set, because runtimes trust them."""
 
 
 def upstream_pool(pool: InferencePool, failure_mode: str, meta: dict[str, Any]) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def http_route(
     spec: dict[str, Any] = {
         "parentRefs": [p.model_dump(mode="json", by_alias=True, exclude_none=True) for p in parents],
         "rules": [
-            # An answer takes as long as it takes: no timeout but those of the runtime.
+            # No timeout for answers but the runtime's.
             {
                 "matches": matches[i : i + _MATCHES],
                 "filters": [_NO_CLIENT],

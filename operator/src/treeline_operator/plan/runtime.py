@@ -37,12 +37,12 @@ _DEPLOY_MARGIN_S: Final = 3600
 
 
 def selector(pool: str) -> dict[str, str]:
-    """The labels that all runtime pods of a pool have, of whatever revision."""
+    """The labels of all runtime pods of a pool, of any revision."""
     return {labels.POOL: pool, names.COMPONENT: COMPONENT}
 
 
 def notice_seconds(pool: InferencePool) -> int:
-    """How long a pod that is to go still serves as if nothing were, while the picker and the proxies learn of it."""
+    """How long a leaving pod serves as before, while picker and proxies learn of it."""
     return min(_LONGEST_NOTICE_S, max(1, pool.spec.drain.timeout_seconds // 4))
 
 
@@ -52,7 +52,7 @@ def needs_keys(pool: InferencePool) -> bool:
 
 
 def needs_admin_key(pool: InferencePool) -> bool:
-    """Whether the pods are handed a key to the engine's administration, which the pool's plan makes."""
+    """Whether the pods get a key to the engine's administration, which the pool's plan makes."""
     return bool(engine_of(pool).launch(pool, files(pool), Images()).admin_key)
 
 
@@ -95,7 +95,7 @@ def _own_template(pool: InferencePool, revision: str, images: Images) -> Object:
 
 
 def template_problem(pool: InferencePool) -> str:
-    """What is wrong with the user's fragment, as far as can be checked without the API server; empty if nothing is."""
+    """Errors in the user's fragment, as far as they show without the API server; empty if none."""
     if not pool.spec.template:
         return ""
     try:
@@ -118,7 +118,7 @@ def images_of(there: ExistingRevision, otherwise: Images) -> Images:
 
 
 def names_model(deployment: Mapping[str, Any], name: str) -> bool:
-    """Whether the pods of a revision were started to serve the model under this name."""
+    """Whether the pods of a revision were started with this model name."""
     main = _container(deployment["spec"]["template"]["spec"].get("containers", ()), CONTAINER)
     reported = [arg.rpartition("=")[2] for arg in main.get("args", ()) if arg.startswith("--served-model-name=")]
     args = list(main.get("args", ()))
@@ -138,7 +138,7 @@ def _labels(pool: InferencePool, revision: str) -> dict[str, str]:
         **selector(pool.name),
         names.REVISION: revision,
         labels.ROLE: "both",
-        # Not in the Deployment's selector: a pod that loses it leaves the rotation, not the Deployment.
+        # Not in the Deployment's selector: a pod that loses it leaves rotation, not the Deployment.
         labels.SERVING: "true",
     }
 
@@ -184,7 +184,7 @@ def _runtime(pool: InferencePool, found: Files, start: Launch, pull: str) -> Obj
         "resources": _resources(pool),
         **start.probes,
         "lifecycle": {"preStop": {"sleep": {"seconds": _pre_stop_seconds(pool, start)}}},
-        # The last words of a crash, for the pool's status.
+        # The last line of a crash, for the pool's status.
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": _container_security(pool),
         "volumeMounts": [*mounted, *found.mounts],
@@ -204,7 +204,7 @@ def _secrets(pool: InferencePool, start: Launch) -> Iterator[Object]:
 
 
 def _pre_stop_seconds(pool: InferencePool, start: Launch) -> int:
-    # An engine that drops its requests when it is asked to stop gets the whole drain before it is asked.
+    # An engine that drops its requests when stopped gets the whole drain time before.
     return notice_seconds(pool) + (0 if start.drains else pool.spec.drain.timeout_seconds)
 
 
@@ -219,7 +219,7 @@ def _resources(pool: InferencePool) -> Object:
     if accelerator.is_gpu and not _claims_devices(pool):
         limits[accelerator.resource] = asked[accelerator.resource] = str(accelerator.count)
     if own is not None:
-        # A limit without a request asks for as much as the limit.
+        # A limit without a request also sets the request.
         asked = {k: v for k, v in asked.items() if k not in own.limits} | own.requests
         limits |= own.limits
     resources: Object = {"requests": asked}
@@ -229,8 +229,8 @@ def _resources(pool: InferencePool) -> Object:
 
 
 def _claims_devices(pool: InferencePool) -> bool:
-    """Whether the user's fragment gives the engine's container devices by dynamic resource allocation: one that asks
-    for them by their resource as well would have twice as many. Raises TemplateInvalid."""
+    """Whether the user's fragment gives the engine's container devices through dynamic resource allocation: requesting
+    them also as a resource would double them. Raises TemplateInvalid."""
     asked = merged({"spec": {"containers": [{"name": CONTAINER, "resources": {}}]}}, pool.spec.template or {})
     main = _container(asked.get("spec", {}).get("containers", ()), CONTAINER)
     return bool(main.get("resources", {}).get("claims"))

@@ -1,4 +1,4 @@
-"""Which pools share a gateway, whose settings hold for it, and which settings of the others do not."""
+"""Which pools share a gateway, whose settings apply, and which settings of the others do not."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _decode = msgspec.json.Decoder(dict[str, Protection]).decode
 
 
 def read(record: str) -> Protections:
-    """What an anchor records. Nothing where somebody has put something else there."""
+    """The record of an anchor; empty if it is unreadable."""
     try:
         return _decode(record) if record else {}
     except msgspec.DecodeError:
@@ -64,10 +64,10 @@ def stated(pool: InferencePool) -> dict[str, str]:
 
 
 def in_force(members: Collection[InferencePool], before: Protections) -> dict[str, Protection]:
-    """The protections of a gateway, by the pools that share it, the oldest first, and by what was in force before.
+    """The protections of a gateway, from its pools, the oldest first, and from the record.
 
-    Of several Secrets that of the oldest pool holds. A pool that takes its own statement back while it is there drops
-    the protection; one that is deleted or goes to another gateway does not.
+    Of several Secrets the oldest pool's applies. A pool that removes its own setting drops the protection; a pool that
+    is deleted or moves to another gateway does not.
     """
     found: dict[str, Protection] = {}
     for pool in members:
@@ -93,12 +93,12 @@ _OF_EACH: Final = "endpointPicker.policy"
 
 @dataclass(frozen=True)
 class SharedGateway:
-    """The pools that share one gateway, and what was decided for them. `protections` are those in force.
+    """The pools of one gateway, and the decisions for them.
 
-    `members` are in the order in which their settings count: the oldest first, and those that are being deleted
-    last, so that the next oldest is promoted as soon as the oldest goes. `conflicts` maps a pool's name to the
-    settings of it that do not hold, each a sentence such as "endpointPicker.replicas is 1 here, 2 in pool a
-    (older)"; pools without conflicts are not in it.
+    `protections` are those in force. `members` are in order of precedence: the oldest first, and those that are being
+    deleted last, so the next oldest takes over at once. `conflicts` maps a pool's name to its settings that do not
+    apply, each a sentence such as "endpointPicker.replicas is 1 here, 2 in pool a (older)"; pools without conflicts are
+    not in it.
     """
 
     name: str
@@ -107,27 +107,27 @@ class SharedGateway:
 
     @property
     def owner(self) -> InferencePool:
-        """The pool whose settings hold, but for the protections."""
+        """The pool whose settings apply, except for the protections."""
         return self.members[0]
 
     @cached_property
     def conflicts(self) -> Mapping[str, tuple[str, ...]]:
-        """Pool → what it asks for and does not get, for those that ask for anything such."""
+        """Pool → its settings that do not apply, for pools with any."""
         found = {pool.name: self.conflicts_of(pool) for pool in self.members}
         return {pool: conflicts for pool, conflicts in found.items() if conflicts}
 
     def conflicts_of(self, pool: InferencePool) -> tuple[str, ...]:
-        """What a member asks for and does not get."""
+        """The settings of a member that do not apply."""
         return tuple(_conflicts(pool, self))
 
     @cached_property
     def owner_settings(self) -> Mapping[str, Any]:
-        """What the owner asks for: path → value."""
+        """The owner's settings: path → value."""
         return _settings(self.owner)
 
     @cached_property
     def held(self) -> Mapping[str, Any]:
-        """What holds for the gateway: path → value."""
+        """The settings in force: path → value."""
         held = {**self.owner_settings, FIELDS["FailClose"]: self.failure_mode}
         if self.mode == "standalone":
             for name in ("ApiKeys", "Tls", "PickerTls"):
@@ -145,7 +145,7 @@ class SharedGateway:
 
     @property
     def failure_mode(self) -> Literal["FailOpen", "FailClose"]:
-        """What happens without a picker, as the pools say."""
+        """The failure mode that the pools ask for."""
         return "FailClose" if "FailClose" in self.protections else "FailOpen"
 
     @property
@@ -155,7 +155,7 @@ class SharedGateway:
 
     @property
     def mode(self) -> Literal["standalone", "gateway-api"]:
-        """Whether an Envoy of our own serves the pools, or a Gateway that exists."""
+        """Whether our own Envoy or an existing Gateway serves the pools."""
         return self.owner.spec.gateway.mode
 
     @cached_property
@@ -172,47 +172,46 @@ class SharedGateway:
 
     @property
     def has_clients(self) -> bool:
-        """Whether our own Envoy knows its clients by their keys."""
+        """Whether our own Envoy identifies clients by API keys."""
         return self.mode == "standalone" and "ApiKeys" in self.protections
 
     @property
     def kept_apart(self) -> bool:
-        """Whether each client has a cache of its own."""
+        """Whether each client has its own cache."""
         return self.has_clients and "Isolation" in self.protections
 
     @property
     def salts(self) -> bool:
-        """Whether the picker writes clients' salts into bodies: an engine here does not read the edge's headers."""
+        """Whether the picker writes clients' salts into bodies, because an engine does not read the edge's headers."""
         return self.kept_apart and any(pool.spec.engine.type != "treeline" for pool in self.members)
 
     @property
     def fails_open(self) -> bool:
-        """Whether requests are served while no picker answers. Not where clients are kept apart by the picker alone."""
+        """Whether requests are served while no picker answers. Not if only the picker isolates clients."""
         return self.failure_mode == "FailOpen" and not self.salts
 
     @property
     def counts_outputs(self) -> bool:
-        """Whether the picker must see responses: a quota that knows no outputs does not hold clients that allow them
-        any length."""
+        """Whether the picker must see responses: without outputs a quota would not bound clients that allow long
+        ones."""
         flow = self.picker.flow_control
         return flow is not None and flow.quotas is not None
 
     @property
     def tracing(self) -> Tracing | None:
-        """Where picker and Envoy send their spans. A pool that is not the owner names the collector of its own pods
-        only: what the gateway sees of all pools' requests is not sent to it."""
+        """The collector of picker and Envoy. Another pool's collector gets only its own pods' spans, since the gateway
+        sees all pools' requests."""
         return self.owner.spec.tracing
 
     @property
     def leaving(self) -> bool:
-        """Whether every pool is being deleted: then nothing is planned any more, and the rest goes with the last."""
+        """Whether every pool is being deleted: then nothing is planned, and the rest is deleted with the last."""
         return self.owner.deleting
 
 
 def share(pools: Iterable[InferencePool], record: str = "") -> Mapping[str, SharedGateway]:
-    """Decide for the pools of one namespace: their gateways by name. The order in which the pools are given does not
-    matter. `record` is what the gateway's anchor says of its protections; then all pools are of one gateway.
-    """
+    """Decide for the pools of one namespace: gateways by name. The order of the pools does not matter. `record` is the
+    protections in the gateway's anchor; then all pools belong to one gateway."""
     before = read(record)
     by_gateway: dict[str, list[InferencePool]] = {}
     for pool in sorted(pools, key=_precedence):
@@ -229,7 +228,7 @@ def _precedence(pool: InferencePool) -> tuple[bool, datetime, str]:
 
 def _conflicts(pool: InferencePool, shared: SharedGateway) -> Iterator[str]:
     own, owner, tracing = pool.spec, shared.owner.spec, pool.spec.tracing
-    # Of hundreds that share a gateway most say the same as the owner.
+    # Most of the hundreds of pools on a gateway have the owner's settings.
     same = own.gateway == owner.gateway and own.endpoint_picker == owner.endpoint_picker
     asked, held = shared.owner_settings if same else _settings(pool), shared.held
     if tracing is not None and tracing != shared.tracing:
@@ -249,13 +248,13 @@ def _conflicts(pool: InferencePool, shared: SharedGateway) -> Iterator[str]:
 
 
 def _whose(path: str, pool: InferencePool, shared: SharedGateway) -> str:
-    """Where the value that holds comes from."""
+    """The source of the value in force."""
     found = shared.owner
     for name, field in FIELDS.items():
         if field == path and name in shared.protections:
             stating = shared.protections[name].pools
             if (pool_of := next((one for one in shared.members if one.metadata.uid in stating), None)) is None:
-                return f"by a pool that is gone; gateway.unprotected: [{name}] drops it"
+                return f"by a deleted pool; gateway.unprotected: [{name}] drops it"
             found = pool_of
     how = "older" if _precedence(found) < _precedence(pool) else "stricter"
     return f"in pool {found.name}" + ("" if pool.deleting and not found.deleting else f" ({how})")

@@ -1,7 +1,7 @@
-"""Where a gateway's picker gets the tokenizers of engines that serve none: its flags, volumes and environment.
+"""Tokenizers for a gateway's picker, for engines that serve none: its flags, volumes and environment.
 
-The picker keys prompts by text, and the events of vLLM and SGLang name tokens: without the model's tokenizer it routes
-by what it sent where itself, not by what the caches hold.
+The picker keys prompts by text, and events of vLLM and SGLang contain tokens: without the tokenizer it routes by its
+own past requests, not by the caches.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ MIRROR: Final = "HF_ENDPOINT"
 
 
 class HubWay(NamedTuple):
-    """How the Hub is asked: the Secret and its key that has a token, and the address of a mirror. One goes with the
-    other: a token is sent nowhere but where its pool sends it."""
+    """Access to the Hub: the Secret and key of a token, and the address of a mirror. They belong together: a token is
+    sent only where its pool sends it."""
 
     token: tuple[str, str] | None = None
     mirror: str = ""
@@ -36,10 +36,10 @@ class HubWay(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Tokenizers:
-    """What the picker's container needs for the tokenizers; all empty where every engine serves its own.
+    """Tokenizer settings of the picker's container; all empty if every engine serves its own.
 
-    `sources` maps the name of a model to a URI or a path in the picker's pod, `templates` to ConfigMap and key of its
-    chat template, where it has not the tokenizer's; `way` is the way to the Hub.
+    `sources` maps a model's name to a URI or a path in the picker's pod, `templates` to the ConfigMap and key of its
+    chat template; `way` is the access to the Hub.
     """
 
     sources: Mapping[str, str]
@@ -65,7 +65,7 @@ class Tokenizers:
 
     @property
     def hub(self) -> bool:
-        """Whether the picker asks Hugging Face for any of them."""
+        """Whether the picker downloads any of them from Hugging Face."""
         return any(uri.startswith("hf://") for uri in self.sources.values())
 
     @property
@@ -93,34 +93,34 @@ class Tokenizers:
         ]
         if self.way.token is not None:
             secret, key = self.way.token
-            # Without the Secret the pool's own downloads fail and say so; the picker serves the other pools, too.
+            # Without the Secret the pool's own downloads report the failure; the picker also serves other pools.
             reference = {"name": secret, "key": key, "optional": True}
             env.append({"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": reference}})
         return [*env, {"name": MIRROR, "value": self.way.mirror}] if self.way.mirror else env
 
     @property
     def volumes(self) -> list[Object]:
-        """Claims, read-only, templates, and where the picker keeps what it downloaded."""
+        """Volumes: claims (read-only), templates, and the picker's download cache."""
         found: list[Object] = [
             {"name": f"claim-{number}", "persistentVolumeClaim": {"claimName": claim, "readOnly": True}}
             for number, claim in enumerate(self.claims)
         ]
         for number, model in enumerate(sorted(self.templates)):
-            # Without the ConfigMap the pool's own pods do not start and say so; the picker serves the other pools, too.
+            # Without the ConfigMap the pool's own pods report the failure; the picker also serves other pools.
             found.append(template_volume(f"template-{number}", *self.templates[model], optional=True))
         return [*found, {"name": _CACHE, "emptyDir": {"sizeLimit": _CACHE_LIMIT}}] if self.hub else found
 
     @property
     def mounts(self) -> list[Object]:
-        """Where these are."""
+        """The mounts of these volumes."""
         found = [mount(f"claim-{number}", f"{CLAIMS}/{claim}") for number, claim in enumerate(self.claims)]
         found += [mount(f"template-{number}", f"{TEMPLATES_DIR}/{number}") for number in range(len(self.templates))]
         return [*found, mount(_CACHE, CACHE_DIR, read_only=False)] if self.hub else found
 
 
 def by_history(pool: InferencePool) -> str:
-    """Why the picker makes nothing of the events of a pool's engines: it cannot have their tokenizer. Empty where it
-    can, where the engine serves it, and where nothing would use it."""
+    """Why the picker cannot use the events of a pool's engines: it has no tokenizer for them. Empty if it can, if the
+    engine serves one, or if none is needed."""
     source = _source(pool)
     if source is None or not pool.spec.endpoint_picker.heeds_caches or not engine_of(pool).publishes:
         return ""
@@ -128,8 +128,7 @@ def by_history(pool: InferencePool) -> str:
 
 
 def not_held(pool: InferencePool, shared: SharedGateway) -> str:
-    """Which Secret or mirror of a pool the picker does not use for tokenizers, since it has another pool's; empty where
-    there is none."""
+    """The Secret or mirror of a pool that the picker does not use, because another pool's is in use; empty if none."""
     source = _source(pool)
     if source is None or source.scheme != "hf" or pool.deleting:
         return ""
@@ -153,7 +152,7 @@ def _uri(pool: InferencePool) -> str:
 
 
 def _source(pool: InferencePool) -> Source | None:
-    """Where the tokenizer of a pool's model is; None where its engine serves it."""
+    """The tokenizer's source of a pool's model; None if its engine serves it."""
     return None if engine_of(pool).serves_tokenizer else Source.parse(_uri(pool))
 
 
@@ -161,17 +160,17 @@ def _refusal(pool: InferencePool, source: Source) -> str:
     """Why the picker cannot have a tokenizer from there; empty where it can."""
     name = pool.spec.model.served_name
     if "=" in name or "://" in name:
-        return f"the picker cannot be told of a model called {name} (a plainer model.name can be)"
+        return f"the picker cannot take the model name {name}: use a simpler model.name"
     if source.scheme == "hf":
         return ""
     if source.scheme == "pvc":
         why = f"the tokenizer of {name} is on claim {source.root}, which the picker does not mount"
         return "" if pool.spec.model.picker_reads_claim else why
-    return f"the tokenizer of {name} is at {_uri(pool)}, which is in the runtime pods alone"
+    return f"the tokenizer of {name} is at {_uri(pool)}, which is only in the runtime pods"
 
 
 def _readable(shared: SharedGateway) -> Iterator[tuple[InferencePool, Source]]:
-    """The pools whose tokenizer the picker gets from their model's own source, the oldest first."""
+    """The pools whose tokenizer the picker gets from the model's source, the oldest first."""
     for pool in shared.members:
         blind = pool.deleting or not pool.spec.endpoint_picker.heeds_caches
         source = None if blind else _source(pool)

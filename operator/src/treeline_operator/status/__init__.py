@@ -1,1 +1,1 @@
-"""Status: what is true of pools and models, said in the words of `api.conditions`. Pure, as the planner is."""
+"""Status of pools and models, in the words of `api.conditions`. Pure, like the planner."""

@@ -46,7 +46,7 @@ _RANK: Final = (
     Reason.MODEL_LOADING,
     Reason.PODS_STARTING,
 )
-"""What a correction fixes comes before what more room fixes, and both before what passes by itself."""
+"""Order of causes: what a correction fixes, then what more room fixes, then what passes by itself."""
 
 _MODEL_REASONS: Final = {
     str(reason): reason for reason in (Reason.DOWNLOAD_FAILED, Reason.MODEL_TOO_LARGE, Reason.WEIGHTS_MISSING)
@@ -67,14 +67,14 @@ _NO_WEIGHTS: Final = re.compile(
     r"|Repo id must be in the form|Invalid repository ID or local directory"  # vLLM and SGLang, for an absent folder
     r"|Can't load the configuration of|does not appear to have a file named|Cannot find any model weights"
 )
-"""What engines say where there is no model at the path that they are given."""
+"""What engines print if there is no model at their path."""
 _ERROR: Final = re.compile(
     r"\berror:|\bValue error, |\b(ERROR|FATAL|CRITICAL)\b"
     rf"|^([\w.]*\.)?\w*(Error|Exception)(:|$)|^({'|'.join(_MODEL_REASONS)}): "
 )
-"""A line that names what went wrong."""
+"""A line that names an error."""
 _HINT: Final = re.compile(r"--help\b|root cause above|^\s*usage:", re.IGNORECASE)
-"""A line that says where to read more, though it may look like an error."""
+"""A line that points to further reading, although it may look like an error."""
 _MAX_LINE: Final = 300
 _ASKED_TO_END: Final = (0, 137, 143)
 """Exit codes of containers that the kubelet stopped: by themselves, killed, or by the signal."""
@@ -142,7 +142,7 @@ def creation_failures(deployments: Iterable[Json], events: _Events) -> Iterator[
         said = [refusal.get("message", "")] if refusal.get("status") == "True" else []
         wanted = (deployment.get("spec") or {}).get("replicas") or 0
         if not said and (deployment.get("status") or {}).get("replicas", 0) < wanted:
-            # The Deployment's controller repeats what the ReplicaSet's met, a moment later.
+            # The Deployment's controller repeats the ReplicaSet's problem a moment later.
             said = events.of_replica_sets(name)
         for message in said[:1]:
             text = _REFUSED_POD.sub("", _line(message))
@@ -175,7 +175,7 @@ def _of_scheduling(pod: Json) -> Iterator[tuple[Reason, str]]:
     placed = condition_of(pod, "PodScheduled")
     if placed.get("status", "True") == "True":
         return
-    text = _line(_PREEMPTION.sub("", placed.get("message") or "no node is found"))
+    text = _line(_PREEMPTION.sub("", placed.get("message") or "no node found"))
     if placed.get("reason") == "SchedulingGated":
         yield Reason.PODS_STARTING, f"held back by a scheduling gate: {text}"
     elif "persistentvolumeclaim" in text.lower() or "volume node affinity" in text:
@@ -185,10 +185,10 @@ def _of_scheduling(pod: Json) -> Iterator[tuple[Reason, str]]:
 
 
 def _lack(pod: Json, said: str, text: str) -> tuple[Reason, str]:
-    """What a pod without a node lacks: room on nodes that are full, nodes of its size, or devices.
+    """What an unscheduled pod lacks: room on full nodes, larger nodes, or devices.
 
-    For the scheduler preemption does not help on a node that would not do even if it were empty; nor does it on nodes
-    that are away for a while: where the message shows such ones, nothing is known of the sizes.
+    The scheduler reports that preemption does not help for nodes that would be too small even if empty, and also for
+    nodes that are away: if the message shows those, sizes are unknown.
     """
     lacking = facts.lacking_of(said)
     passing = "node.kubernetes.io/" in said or "were unschedulable" in said
@@ -198,13 +198,13 @@ def _lack(pod: Json, said: str, text: str) -> tuple[Reason, str]:
     asked = facts.requests(pod.get("spec") or {})
     for name in sorted(lacking):
         if "/" in name and asked.get(name) == 1:
-            return Reason.DEVICES_MISSING, f"no node that the pod may run on offers {name}: {text}"
+            return Reason.DEVICES_MISSING, f"no eligible node offers {name}: {text}"
     wants = " and ".join(f"{asked.get(name, 'more')} of {name}" for name in sorted(lacking))
-    return Reason.NODES_TOO_SMALL, f"the pod asks for {wants}, and no node that it may run on has as much: {text}"
+    return Reason.NODES_TOO_SMALL, f"the pod needs {wants}, and no eligible node has as much: {text}"
 
 
 def _has_begun(pod: Json) -> bool:
-    """Whether some container has ever run: then the volumes are there, and Events of before tell old news."""
+    """Whether a container has ever run: then the volumes are mounted, and earlier Events are outdated."""
     return any(
         container.get("lastState") or (container.get("state") or {}).keys() & {"running", "terminated"}
         for container in container_statuses(pod)
@@ -232,7 +232,7 @@ def _of_container(
 
 
 def _ending(container: Json, init: bool) -> Json | None:
-    """How the container ended last, where that is why it does not run well. Init containers may end well, no other."""
+    """How the container last ended, if that is why it does not run well. Only init containers may end well."""
     state = container.get("state") or {}
     last: Json | None = (container.get("lastState") or {}).get("terminated")
     now: Json | None = state.get("terminated")
@@ -260,7 +260,7 @@ def _after(container: Json, ended: Json, events: Sequence[Event]) -> tuple[Reaso
     probe = _unhealthy(events, readiness=False)
     if code in _ASKED_TO_END and probe is not None:
         return Reason.PROBE_FAILING, f"container {name} was restarted ({times}): {_line(probe)}"
-    words = f"; its last words: {line}" if line else "; it said nothing"
+    words = f"; its last line: {line}" if line else "; it logged nothing"
     text = f"container {name} ended with exit code {code} ({times}){words}"
     if _NO_WEIGHTS.search(line):
         return Reason.WEIGHTS_MISSING, text
@@ -281,7 +281,7 @@ def _downloading(name: str, progress: tuple[int, int] | None) -> tuple[Reason, s
 def _not_ready(name: str, container: Json, events: Sequence[Event]) -> tuple[Reason, str]:
     if not container.get("started", True):
         return Reason.MODEL_LOADING, f"container {name} runs and has not passed its start-up probe yet"
-    # What the start-up probe met is over once it has passed.
+    # Failures of the startup probe are over once it has passed.
     probe = _unhealthy(events, readiness=True)
     if probe is not None:
         return Reason.PROBE_FAILING, f"container {name} runs, but: {_line(probe)}"
@@ -289,13 +289,13 @@ def _not_ready(name: str, container: Json, events: Sequence[Event]) -> tuple[Rea
 
 
 def _unhealthy(events: Sequence[Event], *, readiness: bool) -> str | None:
-    """What the last probe that failed has met, of readiness or of start and liveness."""
+    """The last failed probe, of readiness or of startup and liveness."""
     failed = (event.message for event in events if event.reason == "Unhealthy")
     return next((text for text in failed if text.startswith("Readiness") == readiness), None)
 
 
 def _pull_failure(container: Json, waiting: Json, events: Sequence[Event]) -> str:
-    """The registry's own words. The kubelet alternates between them and "Back-off pulling image"."""
+    """The registry's message. The kubelet alternates between it and "Back-off pulling image"."""
     text = _PULL_PREFIX.sub("", _BACK_OFF.sub("", waiting.get("message", "")))
     if not text:
         failed = f'Failed to pull image "{container["image"]}": '
@@ -314,7 +314,7 @@ def _of_volumes(events: Sequence[Event]) -> Iterator[tuple[Reason, str]]:
 
 
 def _absent(message: str) -> Reason | None:
-    """What it means that the Secret or ConfigMap that the message names does not exist."""
+    """The cause if the Secret or ConfigMap in the message does not exist."""
     found = _ABSENT.search(message)
     if found is None:
         return None
@@ -340,7 +340,7 @@ def _together(causes: Sequence[Cause], total: int) -> Cause:
 
 
 def percent(done: int, total: int) -> int:
-    """How much of the whole is done; 100 only for all of it."""
+    """The percentage done; 100 only for all."""
     return min(100, 100 * done // total) if total else 0
 
 
@@ -355,7 +355,7 @@ def size(count: int) -> str:
 
 
 def _telling_line(text: str) -> str:
-    """The last line that names an error, rather than what follows it; without one, the last that says anything."""
+    """The last line that names an error; without one, the last line with text."""
     lines = [flat for line in text.splitlines() if (flat := _line(_message(line)))]
     said = [line for line in lines if not _HINT.search(line)] or lines
     errors = [line for line in said if _ERROR.search(line)]

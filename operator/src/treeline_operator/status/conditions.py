@@ -14,11 +14,11 @@ _MAX_MESSAGE: Final = 4096
 
 
 Judgement = tuple[Status, Reason, str]
-"""What holds of a condition, why, and that with names and numbers; the reason's fix is added for the reader."""
+"""Status, reason and message of a condition; the reason's fix is added later."""
 
 
 def with_fix(reason: Reason, detail: str) -> str:
-    """The message of a condition or Event: what is so, and what to do about it."""
+    """The message of a condition or Event: the state, and what to do."""
     said = detail.strip().rstrip(".")[:_MAX_MESSAGE]
     return f"{said}. {reason.fix}" if reason.fix else f"{said}."
 
@@ -31,10 +31,10 @@ def build(
     *,
     fixes: bool = True,
 ) -> list[Condition]:
-    """The conditions of a status, in one order. What is not judged is gone.
+    """The conditions of a status, in fixed order. Conditions that are not judged are dropped.
 
-    `lastTransitionTime` stays as in `previous` while the status does, and never goes back. Without `fixes` the words
-    are complete as they are.
+    `lastTransitionTime` stays as in `previous` while the status does, and never goes back. Without `fixes` the messages
+    are complete.
     """
     known = {condition["type"]: condition for condition in previous}
     stamp = timestamp(now)
@@ -64,9 +64,9 @@ def timestamp(moment: datetime) -> str:
 
 
 def same_status(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two statuses say the same, so that nothing needs to be written.
+    """Whether two statuses are equal, so that nothing needs to be written.
 
-    The order of conditions, empty fields and transition times (they follow from the statuses) say nothing.
+    The order of conditions, empty fields and transition times (which follow from statuses) do not count.
     """
     return _essence(one) == _essence(other)
 

@@ -1,5 +1,5 @@
-"""Which Events report how a status changed: one for each thing that somebody would want to hear of. What also passes by
-itself in a normal start is reported only if it lasts longer than that."""
+"""Which Events report a change of status. A problem that also occurs in a normal start is reported only if it lasts
+longer."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WORTH_TELLING: Final = frozenset(
         Reason.FAIL_CLOSE_FORCED,
     )
 )
-"""Of the reasons that are neither good nor bad, those that are more than a moment's waiting."""
+"""Neutral reasons that last longer than a moment."""
 
 
 _MILESTONES: Final = frozenset((Reason.ROLLOUT_COMPLETE, Reason.MODEL_LOADED))
@@ -28,7 +28,7 @@ _MILESTONES: Final = frozenset((Reason.ROLLOUT_COMPLETE, Reason.MODEL_LOADED))
 
 
 class EventNote(NamedTuple):
-    """An Event to be recorded about the object whose status it is."""
+    """An Event to record about the object of the status."""
 
     type: Literal["Normal", "Warning"]
     reason: Reason
@@ -36,14 +36,14 @@ class EventNote(NamedTuple):
 
 
 def transitions(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[EventNote]:
-    """The Events for the step from one status to the next, each reason once; none for a status that says the same.
+    """The Events for a change of status, each reason once; none if the status is the same.
 
-    What is bad is always reported, unless it also passes by itself (see `Alarms`); that all is well, only of what was
-    not so before, and of `Ready` itself.
+    Problems are always reported, unless they may pass by themselves (see `Alarms`); recovery only for earlier problems,
+    and for `Ready`.
     """
     before = {condition["type"]: condition for condition in old.get("conditions", ())}
     notes: dict[Reason, EventNote] = {}
-    # Ready repeats the reason of the condition that it fails for: that one is reported first, in its own words.
+    # Ready repeats another condition's reason: that condition's message is reported.
     for condition in sorted(new.get("conditions", ()), key=lambda one: one["type"] == ConditionType.READY):
         was = before.get(condition["type"])
         if was is not None and (was["status"], was["reason"]) == (condition["status"], condition["reason"]):
@@ -88,14 +88,14 @@ class _Alarm:
 
 @dataclass(slots=True)
 class Alarms:
-    """Since when each object has been in a state that needs somebody, for reasons with a patience. In memory only: an
-    operator that starts takes the time from the condition that its predecessor wrote."""
+    """Since when each object has been in a state that needs action, for reasons with a patience. In memory only: a new
+    operator takes the time from the present condition."""
 
     _known: dict[Ref, dict[Reason, _Alarm]] = field(default_factory=dict)
 
     def due(self, ref: Ref, before: Mapping[str, Any], status: Mapping[str, Any], now: datetime) -> Due:
-        """The Warnings of an object whose status was `before` and is to be `status`. Each is posted once for as long as
-        it lasts, and a reason that goes in between starts over."""
+        """The Warnings for the change from `before` to `status`. Each is posted once while it lasts; a reason that
+        disappears and returns starts again."""
         reported, known = dict(_patient(status)), self._known.get(ref, {})
         found = {reason: known.get(reason) or _noticed(reason, before, now) for reason in reported}
         notes, again = [], []
@@ -115,18 +115,18 @@ class Alarms:
         return Due(tuple(notes), min(again, default=None))
 
     def forget(self, ref: Ref) -> None:
-        """The object is gone."""
+        """The object was deleted."""
         self._known.pop(ref, None)
 
     def retain(self, kind: str, namespace: str, names: Container[str]) -> None:
-        """Forget the objects of a kind and namespace that have none of these names: they are gone."""
+        """Forget deleted objects: those of a kind and namespace with none of these names."""
         gone = [r for r in self._known if (r.kind, r.namespace) == (kind, namespace) and r.name not in names]
         for ref in gone:
             del self._known[ref]
 
 
 def _patient(status: Mapping[str, Any]) -> Iterator[tuple[Reason, str]]:
-    """Reasons with a patience and their messages; in the words of the condition that has them first."""
+    """Reasons with a patience, and their messages from the first condition with that reason."""
     conditions: Iterable[Mapping[str, Any]] = status.get("conditions", ())
     # Ready comes first here and is overwritten: it repeats the reason of another condition.
     for condition in sorted(conditions, key=lambda one: one["type"] != ConditionType.READY):

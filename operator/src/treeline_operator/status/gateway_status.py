@@ -1,4 +1,4 @@
-"""What is true of a pool's way in: its picker, its gateway, its route."""
+"""Status of a pool's picker, gateway and route."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from treeline_operator.world import Observed, PickerView, PoolWorld, Ref
 
 _ROUTE_APIS: Final = ((ROUTE, Reason.GATEWAY_API_MISSING), (UPSTREAM, Reason.INFERENCE_EXTENSION_MISSING))
 NORMAL_START_S: Final = 60
-"""For so long pods of a picker or an Envoy may not be ready after they were made or fell ill: nothing is wrong yet."""
+"""How long pods of a picker or an Envoy may be unready after creation or failure before it counts as a problem."""
 UNHEARD_S: Final = 30
-"""For so long a picker that was well is held to be so while no answer of it has come: the operator has just started, or
-an answer was lost."""
+"""How long a healthy picker counts as healthy without an answer: the operator may have just started, or an answer was
+lost."""
 GATEWAY_GROUP: Final = "gateway.networking.k8s.io"
 _SERVICE_NAME: Final = "kubernetes.io/service-name"
 _PROGRAMMED: Final = "Programmed"
@@ -41,9 +41,9 @@ def picker(world: PoolWorld, ready: Collection[str]) -> Judgement:
     if trouble is not None:
         return trouble
     if world.picker is None and _was_well(world):
-        return "True", Reason.PICKER_SYNCED, f"{deployment} is ready; its list of pods is asked for anew"
+        return "True", Reason.PICKER_SYNCED, f"{deployment} is ready; its list of pods is requested again"
     if world.picker is None:
-        return "Unknown", Reason.PICKER_UNREACHABLE, f"no pod of {deployment} has told its list of pods"
+        return "Unknown", Reason.PICKER_UNREACHABLE, f"no pod of {deployment} has reported its list of pods"
     if not world.picker.synced:
         return "False", Reason.PICKER_NOT_SYNCED, f"{deployment} has not read the cluster yet"
     listed = revisions.routable(world.picker, world.pool.name) or frozenset()
@@ -62,7 +62,7 @@ def _routing(picker: PickerView, pool: str) -> str:
 
 
 def _was_well(world: PoolWorld) -> bool:
-    """Whether the picker was well when it was heard last, and that is not long ago."""
+    """Whether the picker was healthy at its last report, a short time ago."""
     reported = condition_of({"status": world.pool.status}, ConditionType.ENDPOINT_PICKER_READY)
     silent = world.picker_silent_since
     lately = silent is None or (world.now - silent).total_seconds() < UNHEARD_S
@@ -79,25 +79,25 @@ def gateway(world: PoolWorld, shared: SharedGateway) -> Judgement:
         return "False", Reason.PENDING, text
     otherwise: list[tuple[Reason, str]] = []
     if shared.retained:
-        text = f"it keeps what a pool that is gone stated: {', '.join(shared.retained)}; gateway.unprotected drops it"
+        text = f"it keeps protections of a deleted pool: {', '.join(shared.retained)}; gateway.unprotected drops it"
         otherwise.append((Reason.PROTECTION_RETAINED, text))
     otherwise += ((Reason.GATEWAY_CONFLICT, text) for text in shared.conflicts_of(world.pool))
     lost = lost_names(world.pool, names_of(world.gateway.models, world.gateway.pools))
     otherwise += ((Reason.MODEL_NAME_IN_USE, text) for text in lost)
     if otherwise:
         told = "; ".join(text for _, text in otherwise)
-        return "True", otherwise[0][0], f"the gateway serves, but not as this pool says: {told}"
+        return "True", otherwise[0][0], f"the gateway serves, but with other settings than this pool's: {told}"
     if (found := caution(shared)) is not None:
         return "True", *found
     if shared.mode == "standalone":
         text = f"gateway {shared.name} is ready"
     else:
-        text = f"{few(map(_parent_name, parents(world, shared)))} knows the route"
+        text = f"{few(map(_parent_name, parents(world, shared)))} has the route"
     return "True", Reason.GATEWAY_SERVING, text
 
 
 def caution(shared: SharedGateway) -> tuple[Reason, str] | None:
-    """What somebody should know of a gateway that serves."""
+    """Warnings about a gateway that serves."""
     if shared.mode != "standalone":
         return None
     settings = shared.edge
@@ -127,14 +127,14 @@ def route(world: PoolWorld, shared: SharedGateway) -> Judgement | None:
             )
     waiting = [who for who, condition in found if condition is None or condition["status"] != "True"]
     if waiting or not found:
-        text = f"not judged yet: {few(waiting)}" if waiting else "the HTTPRoute is not there yet"
+        text = f"not processed yet: {few(waiting)}" if waiting else "the HTTPRoute is not there yet"
         return "Unknown", Reason.ROUTE_PENDING, text
     accepted = few(map(_parent_name, parents(world, shared)))
     return "True", Reason.ROUTE_ACCEPTED, f"accepted by {accepted}"
 
 
 def url(world: PoolWorld, shared: SharedGateway) -> str:
-    """Where clients ask for the pool's model; empty where it cannot be known."""
+    """The URL for the pool's model; empty if it cannot be known."""
     own = world.pool if shared.mode == "standalone" or world.pool.spec.gateway.hostnames else None
     return gateway_url(world.gateway, own) or ""
 
@@ -147,7 +147,7 @@ def parents(world: PoolWorld, shared: SharedGateway) -> tuple[ParentRef, ...]:
 def _component(
     world: PoolWorld, name: str, component: str, not_ready: Reason, *, serves: bool | None = None
 ) -> Judgement | None:
-    """What keeps a Deployment of the gateway from having a ready pod; None if it has one, or `serves` says so."""
+    """Why a Deployment of the gateway has no ready pod; None if it has one, or `serves` is set."""
     found = find(world.gateway.children, "Deployment", name)
     if found is None:
         return "False", Reason.PENDING, f"Deployment {name} is not there yet"
@@ -172,14 +172,14 @@ def _component(
 
 
 def _unready_s(pod: Mapping[str, Any], now: datetime) -> float:
-    """How long a pod has not been ready; for ever where it does not say."""
+    """How long a pod has not been ready; infinite if unknown."""
     begun = since(pod, "Ready")
     return (now - begun).total_seconds() if begun is not None else float("inf")
 
 
 def former_envoys(world: PoolWorld) -> int:
-    """How many Envoys with former settings there still are: those that are asked to end finish what they have begun,
-    and do not check keys that only the new settings require."""
+    """The number of Envoys with previous settings: while they end they finish their requests, and do not check keys
+    that only the new settings require."""
     found = find(world.gateway.children, "Deployment", names.edge(world.gateway.name))
     if found is None or (wanted := _configuration(found.object)) is None:
         return 0
@@ -194,27 +194,26 @@ def _pods_of(world: PoolWorld, component: str) -> list[Mapping[str, Any]]:
 
 
 def _configuration(deployment: Mapping[str, Any]) -> str | None:
-    """The hash of the configuration that a Deployment's pods are to have, where they have one that clients see."""
+    """The hash of the configuration that a Deployment's pods should have, for configuration that clients notice."""
     template = deployment["spec"].get("template") or {}
     wanted: str | None = template.get("metadata", {}).get("labels", {}).get(names.REVISION)
     return wanted
 
 
 def _is_of_now(deployment: Mapping[str, Any], pods: Iterable[Mapping[str, Any]]) -> bool:
-    """Whether what serves is what is asked for. Pods carry the hash of the configuration, where they have one that
-    clients see (Envoy's: TLS, API keys), and any of those that are ready may be asked; of other changes it is enough
-    that they come to their end."""
+    """Whether the serving pods have the requested settings. Pods carry the hash of configuration that clients notice
+    (Envoy's: TLS, API keys), and any ready pod may be asked; other changes only need to complete."""
     wanted = _configuration(deployment)
     ready = {label(pod, names.REVISION) for pod in pods if is_available(pod)}
     return not is_overdue(deployment) and (wanted is None or ready == {wanted})
 
 
 def _former_settings(world: PoolWorld, shared: SharedGateway) -> str:
-    """The Deployment that is still made from what the pools asked for before; empty where there is none. The gateway is
-    planned by itself, and may not have got to it yet.
+    """The Deployment that still has the pools' previous settings; empty if none. The gateway is planned separately and
+    may be late.
 
-    The picker's is compared while the pool's own spec is news: what it is made from costs as much as the gateway has
-    pools, and each pool's status would pay for that.
+    The picker's is compared only after a change of this pool's spec: comparing costs as much as the gateway has pools,
+    and would slow every pool's status.
     """
     pool, context = world.pool, GatewayContext.of(replace(world.gateway, pools=shared.members), shared, "")
     reported = condition_of({"status": pool.status}, ConditionType.GATEWAY_READY)
@@ -234,28 +233,28 @@ def _standalone(world: PoolWorld, shared: SharedGateway) -> Judgement | None:
     service = find(world.gateway.children, "Service", service_name)
     answers = _answers(world, service_name)
     ready = any(is_available(pod) for pod in _pods_of(world, "edge"))
-    # Ready pods that the Service does not lead to are no trouble of the Deployment's.
+    # Ready pods outside the Service are not a problem of the Deployment.
     trouble = _component(world, names.edge(shared.name), "edge", Reason.GATEWAY_NOT_READY, serves=answers or ready)
     if trouble is not None:
         return trouble
     if service is None:
         return "False", Reason.PENDING, f"Service {service_name} is not there yet"
     if not any(port.get("port") == shared.edge.port for port in service.object["spec"].get("ports") or ()):
-        text = f"Service {service_name} has no port {shared.edge.port}; the operator sets it right"
+        text = f"Service {service_name} has no port {shared.edge.port}; the operator corrects it"
         return "False", Reason.GATEWAY_NOT_READY, text
     if not answers:
-        text = f"Service {service_name} leads to no ready Envoy: its EndpointSlices have no ready endpoint with a port"
+        text = f"Service {service_name} has no ready Envoy in its EndpointSlices"
         return "False", Reason.GATEWAY_NOT_READY, text
     balancer = (service.object.get("status") or {}).get("loadBalancer") or {}
     if shared.edge.service_type == "LoadBalancer" and not balancer.get("ingress"):
         inside = f"{service_name}.{world.pool.namespace}.svc"
-        text = f"Service {service_name} waits for an address from outside; inside the cluster {inside} serves"
+        text = f"Service {service_name} waits for an external address; inside the cluster {inside} serves"
         return "False", Reason.ADDRESS_PENDING, text
     return None
 
 
 def _answers(world: PoolWorld, service: str) -> bool:
-    """Whether a Service leads to anything that is ready, as its EndpointSlices say."""
+    """Whether a Service has ready endpoints, by its EndpointSlices."""
     slices = (child for child in world.gateway.children if child.ref.kind == "EndpointSlice")
     return any(
         slice_.get("ports") and (endpoint.get("conditions") or {}).get("ready") is not False
@@ -271,15 +270,15 @@ def _gateway_api(world: PoolWorld, shared: SharedGateway) -> Judgement | None:
     silent = [who for who, condition in _judgements(world, shared) if condition is None]
     there = any(child.ref.kind == "HTTPRoute" for child in world.children)
     if silent or not there:
-        text = f"not heard of yet: {few(silent)}" if silent else "the HTTPRoute is not there yet"
+        text = f"no report yet: {few(silent)}" if silent else "the HTTPRoute is not there yet"
         return "Unknown", Reason.ROUTE_PENDING, text
     return _unprogrammed(world, shared)
 
 
 def _unprogrammed(world: PoolWorld, shared: SharedGateway) -> Judgement | None:
-    """What a Gateway that may be read says where its data plane does not listen (yet); None where all do.
+    """What a readable Gateway reports if its data plane is not ready; None if all are.
 
-    A route may be accepted long before: by the controller, which answers no request.
+    A route may be accepted long before, by the controller, which serves no requests.
     """
     known = {(one.ref.namespace, one.ref.name): one.object for one in world.parents}
     for ref in parents(world, shared):
@@ -318,7 +317,7 @@ def _missing_api(world: PoolWorld) -> tuple[Reason, str] | None:
 
 
 def _judgements(world: PoolWorld, shared: SharedGateway) -> Iterator[tuple[str, Mapping[str, Any] | None]]:
-    """What each parent says: of the HTTPRoute, one condition or None by parent; of the upstream pool where it does."""
+    """Conditions by parent: of the HTTPRoute, one or None for each; of the upstream pool where present."""
     for obj in _objects(child for child in world.children if child.ref.kind == "HTTPRoute"):
         reported = (obj.get("status") or {}).get("parents") or ()
         for ref in parents(world, shared):
@@ -332,7 +331,7 @@ def _judgements(world: PoolWorld, shared: SharedGateway) -> Iterator[tuple[str, 
 
 
 def _worst(obj: Mapping[str, Any], entries: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """The condition that decides: a False one, else one that is not known, else a True one. None if nothing is said."""
+    """The decisive condition: a False one, else an unknown one, else a True one. None without any."""
     generation = obj["metadata"].get("generation", 0)
     reported = [
         condition

@@ -1,4 +1,4 @@
-"""The status of InferenceModels: whose name is served, and what the others can do."""
+"""The status of InferenceModels: which names are served, and why others are not."""
 
 from __future__ import annotations
 

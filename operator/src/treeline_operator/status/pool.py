@@ -42,10 +42,10 @@ _ABOUT_THE_MODEL: Final = frozenset(
 
 
 def pool_status(world: PoolWorld, progress: Progress | None = None, refused: Cause | None = None) -> PoolStatus:
-    """The status that a pool should have. The one that it has is looked at for transition times only.
+    """The new status of a pool. The present one is used for transition times only.
 
-    `progress` are the downloads under way, by pod. `refused` is what the API server said to our last writes for the
-    pool, see `refusal`.
+    `progress` are the running downloads, by pod. `refused` is the API server's refusal of our last writes for the pool,
+    see `refusal`.
     """
     if refused is None and (problem := template_problem(world.gateway)):
         refused = Cause(Reason.TEMPLATE_INVALID, problem)
@@ -88,12 +88,12 @@ def pool_status(world: PoolWorld, progress: Progress | None = None, refused: Cau
 
 
 def parent_gateways(world: PoolWorld) -> tuple[Ref, ...]:
-    """The Gateways that a pool is attached to, whose own status says whether they listen; none without Gateway API."""
+    """The Gateways of a pool whose own status says whether they are ready; none without Gateway API."""
     return gateway_status.gateway_refs(world, _PoolView(world, {}, None).shared)
 
 
 def cautions(world: PoolWorld) -> list[tuple[Reason, str]]:
-    """What somebody should know of a pool beforehand, whatever comes of its pods."""
+    """Warnings about a pool that do not depend on its pods."""
     view = _PoolView(world, {}, None)
     judged = _warnings(view)
     found = [judged[1:] if judged is not None else None, gateway_status.caution(view.shared)]
@@ -102,16 +102,15 @@ def cautions(world: PoolWorld) -> list[tuple[Reason, str]]:
 
 def seen(now: datetime) -> PoolStatus:
     """The first status of a pool, before anything is planned for it: it judges no generation of the spec yet."""
-    text = "the operator has seen the pool and will plan it in its turn"
+    text = "the operator has seen the pool and will plan it soon"
     judged: Judgement = "Unknown", Reason.PENDING, text
     return PoolStatus(conditions=build({ConditionType.READY: judged}, 0, (), now))
 
 
 def not_understood(obj: Json, problem: Cause, now: datetime, kind: ConditionType) -> dict[str, Any]:
-    """The status of an object whose spec does not fit our types or its preset: what was known stays, but for the
-    conditions.
+    """The status of an object whose spec does not fit our types or its preset: the previous one with new conditions.
 
-    `kind` is the condition that says whether all is well.
+    `kind` is the main condition.
     """
     before = obj.get("status") or {}
     generation = obj["metadata"].get("generation", 0)
@@ -121,7 +120,7 @@ def not_understood(obj: Json, problem: Cause, now: datetime, kind: ConditionType
 
 
 def refusal(code: int, kind: str, message: str) -> Cause:
-    """What it means that the API server refused to let us write an object of `kind`."""
+    """The meaning of a refusal to write an object of `kind`."""
     text = " ".join(message.split())
     if code == 403 and "quota" in text:
         return Cause(Reason.QUOTA_EXCEEDED, text)
@@ -140,7 +139,7 @@ def selector(pool: str) -> str:
 
 @dataclass(frozen=True)
 class _PoolView:
-    """A world looked at once: decoded pods, sorted by what they are."""
+    """A decoded world, with pods sorted by state."""
 
     world: PoolWorld
     progress: Progress
@@ -164,7 +163,7 @@ class _PoolView:
 
     @cached_property
     def live(self) -> list[dict[str, Any]]:
-        """All pods that are not on their way out."""
+        """All pods that are not being deleted."""
         decoded = sorted((pod.object for pod in self.world.pods), key=lambda pod: str(pod["metadata"]["name"]))
         return [pod for pod in decoded if not facts.is_leaving(pod)]
 
@@ -175,7 +174,7 @@ class _PoolView:
 
     @cached_property
     def current(self) -> list[dict[str, Any]]:
-        """Those of the revision that is wanted."""
+        """The pods of the current revision."""
         return [pod for pod in self.active if label(pod, names.REVISION) == self.target.name]
 
     @cached_property
@@ -192,7 +191,7 @@ class _PoolView:
 
     @cached_property
     def serving(self) -> list[dict[str, Any]]:
-        """Pods of whatever revision that answer requests for the model now: ready, and the picker's to choose."""
+        """Pods of any revision that serve the model now: ready, and in the picker's list."""
         name = self.world.pool.spec.model.served_name
         picker = self.world.picker
         # A picker that has read the cluster and does not know the pool chooses none of its pods.
@@ -217,7 +216,7 @@ class _PoolView:
 
     @property
     def routing(self) -> PoolRouting | None:
-        """How the picker says that it routes the pool; None where it does not."""
+        """How the picker routes the pool; None if unknown."""
         picker = self.world.picker
         return None if picker is None else picker.routing.get(self.world.pool.name)
 
@@ -227,7 +226,7 @@ class _PoolView:
 
     @cached_property
     def observed(self) -> bool:
-        """Whether the current revision's Deployment is there and its controller has read it."""
+        """Whether the current revision's Deployment exists and its controller has processed it."""
         there = self.target.existing
         return there is not None and is_observed(there.object)
 
@@ -261,7 +260,7 @@ def _judged(view: _PoolView) -> dict[ConditionType, Judgement]:
 
 
 def _or_refused(view: _PoolView, judged: Judgement) -> Judgement:
-    """What is not there yet may never be."""
+    """A missing object may never appear."""
     refused = view.refused
     return judged if refused is None or judged[1] is not Reason.PENDING else ("False", refused.reason, refused.detail)
 
@@ -275,14 +274,14 @@ def _ready(view: _PoolView, needed: Mapping[ConditionType, Judgement]) -> Judgem
     if pool.deleting:
         return "False", Reason.DELETING, "the pool is being deleted"
     lacking = {kind: judged for kind, judged in needed.items() if judged[0] != "True"}
-    # What needs somebody comes before what passes, and both before what is not known.
+    # Problems that need action come first, then transient ones, then unknown states.
     failing = sorted(lacking.values(), key=lambda judged: (judged[0] == "Unknown", judged[1].info.good is not False))
     broken = bool(failing) and failing[0][1].info.good is False
     if view.desired == 0 and not broken:
-        text = "replicas is 0: requests for the model are answered 503"
+        text = "replicas is 0: requests for the model get 503"
         text += ", and wake it" * (pool.spec.autoscaling.type == "Picker")
         return "False", Reason.SCALED_TO_ZERO, text
-    # Requests succeed all the same, by the pods that serve, where others are missing or not listed yet.
+    # Requests still succeed through the serving pods, while others are missing or not listed yet.
     lets_serve = all(
         kind is ConditionType.WORKLOADS_READY or judged[1] is Reason.ENDPOINTS_MISSING
         for kind, judged in lacking.items()
@@ -294,7 +293,7 @@ def _ready(view: _PoolView, needed: Mapping[ConditionType, Judgement]) -> Judgem
     where = f" at {url}" if url else ""
     notes = [detail for _, reason, detail in needed.values() if not reason.info.good]
     text = "; ".join([f"{pool.spec.model.served_name} is served by {_pods(len(view.serving))}{where}", *notes])
-    # A pool that serves otherwise than its spec says shows why in the column REASON, too.
+    # A pool that serves with other settings than its spec's also shows why in the column REASON.
     told = [*failing[:broken], *(judged for judged in needed.values() if judged[1].info.good is False)]
     return "True", told[0][1] if told else Reason.SERVING, text
 
@@ -308,11 +307,11 @@ def _workloads(view: _PoolView) -> Judgement:
     if view.target.existing is None:
         name = names.deployment(view.world.pool.name, view.target.name)
         if runtime.needs_keys(view.world.pool) and not has_keys(view.world.gateway):
-            text = f"Deployment {name} is made as soon as gateway {view.shared.name} has its keys"
+            text = f"Deployment {name} is created once gateway {view.shared.name} has its keys"
             return "False", Reason.KEYS_PENDING, text + _meanwhile(view)
         return "False", Reason.PENDING, f"Deployment {name} is not there yet{_meanwhile(view)}"
     if desired == 0:
-        return "True", Reason.SCALED_TO_ZERO, "no pods are asked for"
+        return "True", Reason.SCALED_TO_ZERO, "no pods are wanted"
     if ready >= desired and view.observed:
         return "True", Reason.PODS_READY, f"{ready} of {desired} pods are ready"
     head = f"{ready} of {desired} pods are ready"
@@ -343,7 +342,7 @@ def _model(view: _PoolView) -> Judgement:
         return "Unknown", Reason.SCALED_TO_ZERO, "no pod loads the model"
     cause = next((cause for cause in view.causes if cause.reason in _ABOUT_THE_MODEL), None)
     if cause is None:
-        return "Unknown", Reason.PODS_STARTING, f"no pod has begun to load {model.uri}"
+        return "Unknown", Reason.PODS_STARTING, f"no pod loads {model.uri}"
     detail = cause.detail
     if cause.reason is Reason.WEIGHTS_DOWNLOADING and (done := _download(view)) is not None:
         detail = f"{done['percent']} % of {model.uri} are there, downloaded by {_pods(len(cause.pods))}"
@@ -374,7 +373,7 @@ def _progressing(view: _PoolView, picker: Judgement) -> Judgement:
     if former := gateway_status.former_envoys(view.world):
         return "True", Reason.ROLLING_OUT, f"{state}; left of Envoys with former settings: {_pods(former)}"
     if desired == 0:
-        return "False", Reason.SCALED_TO_ZERO, "no pods are asked for"
+        return "False", Reason.SCALED_TO_ZERO, "no pods are wanted"
     _, reason, missing = picker
     if reason is Reason.ENDPOINTS_MISSING:
         return "True", reason, f"{state}; {missing}"
@@ -382,17 +381,17 @@ def _progressing(view: _PoolView, picker: Judgement) -> Judgement:
 
 
 def _scaling(world: PoolWorld) -> Judgement | None:
-    """Whether the operator sets the replicas; None where it is not to."""
+    """Whether the operator sets the replicas; None if it is not asked to."""
     if world.pool.spec.autoscaling.type == "None":
         return None
     state, target = world.scaling, Target.of(world.pool.spec.autoscaling)
     if state is None:
-        return "Unknown", Reason.PENDING, "the pickers have not been asked yet"
+        return "Unknown", Reason.PENDING, "no picker was asked yet"
     if state.owner:
         return "False", Reason.SCALED_BY_ANOTHER, f"{state.owner} scales the pool"
     if not state.heard:
-        return "False", Reason.SIGNALS_MISSING, f"no picker of gateway {world.gateway.name} tells of the demand"
-    text = f"the demand that the pickers see sets replicas between {target.least} and {target.most}"
+        return "False", Reason.SIGNALS_MISSING, f"no picker of gateway {world.gateway.name} reports the demand"
+    text = f"the demand sets replicas between {target.least} and {target.most}"
     return "True", Reason.AUTOSCALER_ACTIVE, text
 
 
@@ -406,7 +405,7 @@ def _last_scaled(world: PoolWorld) -> AutoscalingStatus:
 
 
 def _draining(view: _PoolView) -> str:
-    """Who finishes how many requests until when."""
+    """Draining pods, their requests and deadline."""
     timeout = timedelta(seconds=view.world.pool.spec.drain.timeout_seconds)
     policy = DrainPolicy.of(view.world)
     ends = []
@@ -421,7 +420,7 @@ def _draining(view: _PoolView) -> str:
 
 
 def _warnings(view: _PoolView) -> Judgement | None:
-    """What the spec asks for in vain, the first with its reason; None where there is nothing."""
+    """Parts of the spec without effect, the first with its reason; None if there are none."""
     pool = view.world.pool
     found: list[tuple[Reason, str]] = []
     for asked in provision.wanted(pool):
@@ -431,7 +430,7 @@ def _warnings(view: _PoolView) -> Judgement | None:
     if other := download.differing(view.world):
         found.append((Reason.VERSIONS_DIFFER, other))
     if (unused := pool.spec.unused_devices) > 0:
-        text = f"accelerator.count is {pool.spec.accelerator.count}, and the engine uses {unused} fewer"
+        text = f"accelerator.count is {pool.spec.accelerator.count}, and {unused} of them are unused"
         found.append((Reason.DEVICES_UNUSED, text))
     if why := _history(view):
         found.append((Reason.ROUTED_BY_HISTORY, f"{why}: requests are routed by history"))
@@ -440,7 +439,9 @@ def _warnings(view: _PoolView) -> Judgement | None:
     if what := overridden(pool):
         found.append((Reason.ARGS_OVERRIDE, what))
     if paths := runtime.template_overruled(pool):
-        found.append((Reason.TEMPLATE_OVERRULED, f"the operator keeps its own for {few(paths)} of spec.template"))
+        found.append(
+            (Reason.TEMPLATE_OVERRULED, f"the operator's own values of {few(paths)} replace those of spec.template")
+        )
     if other := not_held(pool, view.shared):
         found.append((Reason.GATEWAY_CONFLICT, other))
     if not found:
@@ -449,15 +450,14 @@ def _warnings(view: _PoolView) -> Judgement | None:
 
 
 def _history(view: _PoolView) -> str:
-    """Why the picker does not route by what the pods publish; empty where it does, and where they are to publish
-    nothing."""
+    """Why the picker does not route by the pods' events; empty if it does, or if they should publish none."""
     pool, told = view.world.pool, view.routing
     if why := by_history(pool):
         return why
     heeded = pool.spec.endpoint_picker.heeds_caches and engine_of(pool).publishes
     if not heeded or told is None or told.way != "history":
         return ""
-    return " ".join(f"the picker says {told.reason or told.way}: {told.message}".split())
+    return " ".join(f"the picker reports {told.reason or told.way}: {told.message}".split())
 
 
 def _download(view: _PoolView) -> DownloadStatus | None:
