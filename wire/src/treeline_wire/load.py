@@ -23,7 +23,7 @@ Rate: TypeAlias = Annotated[float, Meta(ge=0.0, le=1e15)]
 
 
 class LoadStat(Struct, frozen=True, array_like=True, tag="LoadStat"):
-    """SGLang's report. Tokens are counts; the two totals grow without bound and their deltas give prefill speed."""
+    """SGLang's report. Counts of tokens; the deltas of the two totals give the prefill speed."""
 
     num_running: Count = 0
     num_waiting: Count = 0
@@ -73,7 +73,7 @@ def encode(report: LoadStat | TreelineLoad) -> bytes:
 
 
 def decode_load(topic: bytes, payload: bytes) -> LoadStat | TreelineLoad:
-    """Decode a report. Topics can be configured, so an unknown topic is decided by the payload's own shape.
+    """Decodes a report. Topics are configurable, so an unknown topic is recognised by the payload's form.
 
     Raises `DecodeError` and nothing else.
     """

@@ -1,6 +1,6 @@
-"""How the programs of a cluster log: one JSON object a line on standard error, or text for people.
+"""Logging: one JSON object per line on standard error, or text.
 
-Only the standard library is needed, so that the launcher of Envoy stays small.
+Uses only the standard library, so that Envoy's launcher stays small.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 MOST_CHARS: Final = 4096
-"""The longest message, field and exception: they may quote what a peer has sent, and each line goes to a disk."""
+"""The longest message, field and exception: they may quote a peer, and lines go to disk."""
 LEVELS: Final = ("debug", "info", "warning", "error")
 _USUAL: Final = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName", "fields"}
 
 
 class JsonFormatter(logging.Formatter):
-    """A record as a JSON object: `time`, `level`, `logger`, `message`, `exception`, and what `extra` has.
+    """A record as a JSON object: `time`, `level`, `logger`, `message`, `exception`, and the members of `extra`.
 
-    What is under the name `fields` in `extra` becomes members too; these may have any names.
+    Members of `extra["fields"]` are added too, with any names.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -41,7 +41,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """A record as one line of text, with what `extra` has behind it."""
+    """A record as one line of text, followed by its `extra`."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)-7s %(message)s")
@@ -60,7 +60,8 @@ class TextFormatter(logging.Formatter):
 
 
 def set_up(level: str, *packages: str, form: str = "json") -> None:
-    """Log these packages from `level` on, libraries from warnings on: at debug they print requests with headers."""
+    """Logs these packages from `level` on, and libraries from warnings on: at debug level they print requests with
+    headers."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
     logging.basicConfig(handlers=[handler], level=logging.WARNING, force=True)
@@ -69,7 +70,7 @@ def set_up(level: str, *packages: str, form: str = "json") -> None:
 
 
 def _short(text: str) -> str:
-    """Its beginning and its end, which names the error of a traceback."""
+    """The beginning and the end; a traceback's end names the error."""
     left = len(text) - MOST_CHARS
     half = MOST_CHARS // 2
     return text if left <= 0 else f"{text[:half]} … {left} characters … {text[-half:]}"

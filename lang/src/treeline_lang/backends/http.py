@@ -1,4 +1,4 @@
-"""Requests to servers over HTTP: typed errors, patience with busy ones, a stream's events."""
+"""HTTP requests to servers: typed errors, retries while they are busy, event streams."""
 
 from __future__ import annotations
 
@@ -17,22 +17,21 @@ from treeline_lang.backends.sse import EventStream
 from treeline_lang.errors import BackendError, Refused, Unreachable
 
 _BUSY: Final = (429, 503, 529)
-"""529 is Anthropic's word for overloaded."""
+"""529 is Anthropic's status for "overloaded"."""
 _MAX_WAIT_S: Final = 30.0
-"""The longest pause; servers say how long they want to be left alone (Retry-After)."""
+"""The longest pause before a retry; servers ask for one by Retry-After."""
 MAX_ANSWER_BYTES: Final = 256 << 20
-"""Bytes of an answer, or of one event of a stream: a server may send without an end."""
+"""The largest answer, or event of a stream, in bytes: a server might send without end."""
 
 
 class HttpClient:
-    """One server. Its methods run on one event loop; connections are opened when first needed."""
+    """A client of one server. Its methods run on one event loop; connections open when first needed."""
 
     def __init__(
         self, url: str, headers: Mapping[str, str] | None = None, *, timeout_s: float = 600.0, busy_s: float = 60.0
     ) -> None:
-        """timeout_s: a server that says nothing for so long is given up. busy_s: for so long a request is tried again
-        with a server that says it is busy. Raises ValueError for a URL that is none, a header that no request can have,
-        and a timeout that is no time."""
+        """timeout_s: the longest silence of the server. busy_s: how long requests to a busy server are retried. Raises
+        ValueError for a malformed URL, header or timeout."""
         user = _user_of(url)
         self.url = _USER.sub("//", url.rstrip("/"))
         """For requests and errors: without the name and the password that may be in it."""
@@ -70,8 +69,8 @@ class HttpClient:
         return (await self._send("POST", path, None, {})).decode(errors="replace")
 
     async def events(self, path: str, body: Any, headers: Mapping[str, str] | None = None) -> AsyncGenerator[Any]:
-        """The data of a stream's events, up to `[DONE]` or the end. Leaving early ends the
-        request. Raises as `post`, and Unreachable for a stream that breaks off."""
+        """The data of a stream's events, up to `[DONE]` or the end. Leaving early ends the request. Raises as `post`,
+        and Unreachable for a stream that breaks off."""
         async with (
             self._answer("POST", path, body, headers or {}) as response,
             aclosing(_events(response)) as events,
@@ -85,7 +84,8 @@ class HttpClient:
 
     @asynccontextmanager
     async def _answer(self, method: str, path: str, body: Any, headers: Mapping[str, str]) -> AsyncGenerator[Response]:
-        """An answer of success, within. A busy server is asked again. Raises as `post`, also for what fails within."""
+        """A context manager with a successful answer; retries while the server is busy. Raises as `post`, also for
+        errors inside it."""
         pauses = _Pauses(self._busy_s)
         content = b"" if body is None else json.dumps(body).encode()
         typed = headers if body is None else {"content-type": "application/json", **headers}
@@ -109,7 +109,7 @@ _HEADER: Final = re.compile(r"[!-~]([ -~]*[!-~])?")
 
 
 def _user_of(url: str) -> dict[str, str]:
-    """The header for the name and the password, where the URL has them. Raises ValueError for what is no server's."""
+    """The header for a URL's user and password. Raises ValueError for a URL that is not a server's."""
     shown = _USER.sub("//", url)
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"a server's URL begins with http:// or https://, not {shown!r}")
@@ -133,7 +133,7 @@ async def _whole(response: Response, url: str) -> bytes:
 
 
 class _Pauses:
-    """How long to leave a busy server alone, as long as there is patience left."""
+    """The pauses between retries, while patience lasts."""
 
     def __init__(self, patience_s: float) -> None:
         self._left_s = patience_s
@@ -205,7 +205,7 @@ def _refused(response: Response, body: bytes, url: str) -> BackendError:
 
 
 def message_of(text: str) -> str:
-    """What an error's body says, in the forms that servers have."""
+    """The error message in a body, in the formats of various servers."""
     try:
         body = json.loads(text)
     except (ValueError, RecursionError):
@@ -218,7 +218,7 @@ def message_of(text: str) -> str:
 
 @contextmanager
 def read(answer: Any, form: str) -> Iterator[None]:
-    """Around what reads an answer, or an event: one of another form is the server's error, not a bug here."""
+    """Wraps the reading of an answer or event: a malformed one is the server's error, not a bug here."""
     try:
         yield
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError):
@@ -229,7 +229,7 @@ _REFUSALS: Final = ("BadRequestError", "NotFoundError", "invalid_request_error",
 
 
 def given_up(error: Any) -> BackendError:
-    """What a stream's event says with `error`: in place of a status, which the stream had before."""
+    """The error of a stream's `error` event, which comes after the status was sent."""
     said: Mapping[str, Any] = error if isinstance(error, Mapping) else {}
     code, reason = said.get("code"), said.get("message") or error
     if said.get("type") in _REFUSALS or (isinstance(code, int) and 400 <= code < 500 and code not in _BUSY):

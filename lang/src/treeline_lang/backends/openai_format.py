@@ -1,5 +1,6 @@
-"""Requests and answers of OpenAI's chat completions and completions, and what servers take beyond them: pure
-functions."""
+"""Requests and answers of OpenAI's chat completions and completions, and the extensions of other servers. Pure
+functions.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +19,13 @@ from treeline_lang.sampling import Sampling
 class Dialect:
     name: str
     extensions: tuple[str, ...] = ()
-    """Sampling parameters that it takes beyond OpenAI's."""
+    """Sampling parameters beyond OpenAI's."""
     regex: tuple[str, ...] = ()
-    """The path of the member that holds a regular expression; (): there is none."""
+    """The path of the member for a regular expression; () if there is none."""
     continues: bool = False
-    """`continue_final_message`: the answer goes on with an assistant's turn that has begun."""
+    """Supports `continue_final_message`: the answer continues a begun turn of the assistant."""
     echoes: bool = False
-    """Completions tell the log probabilities of the prompt (`echo`)."""
+    """Completions can return the prompt's log probabilities (`echo`)."""
     chat_limit: str = "max_tokens"
 
 
@@ -42,7 +43,7 @@ DIALECTS: Final[dict[str, Dialect]] = {
 
 
 def spoken(models: Any, model: str) -> Dialect:
-    """By what `/models` says of the model; OpenAI's own where that is nothing we know."""
+    """The dialect for `owned_by` in `/models`; `openai` if it is unknown."""
     listed = models.get("data") if isinstance(models, Mapping) else None
     entries = [one for one in listed if isinstance(one, Mapping)] if isinstance(listed, list) else []
     for one in sorted(entries, key=lambda one: one.get("id") != model):
@@ -57,7 +58,7 @@ _PLAIN: Final = ("temperature", "top_p", "frequency_penalty", "presence_penalty"
 
 
 def sampling_body(sampling: Sampling, dialect: Dialect, *, chat: bool) -> dict[str, Any]:
-    """The members of a request but for its prompt. Raises Unsupported."""
+    """The members of a request, without its prompt. Raises Unsupported."""
     body: dict[str, Any] = {dialect.chat_limit if chat else "max_tokens": sampling.limit}
     body |= sampling.given(_PLAIN)
     extensions = sampling.given(_OURS)
@@ -95,7 +96,7 @@ def _logprobs(sampling: Sampling, *, chat: bool) -> dict[str, Any]:
 
 
 def completions_of(answer: Any, count: int, *, chat: bool) -> list[Completion]:
-    """The choices of an answer, in order. Raises BackendError for what is none, or has not so many."""
+    """The choices of an answer, in order. Raises BackendError if they are malformed or too few."""
     with read(answer, FORM):
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         completions = [_whole(answer, choice, chat=chat, several=len(choices) > 1) for choice in choices]
@@ -119,12 +120,12 @@ def _whole(answer: Any, choice: Any, *, chat: bool, several: bool) -> Completion
 
 @dataclass
 class Growing(GrowingCompletion):
-    """One choice."""
+    """A choice that is being streamed."""
 
     chat: bool = False
 
     def take(self, event: Any) -> Completion:
-        """→ all so far. Raises BackendError for an event that is none."""
+        """Returns the completion so far. Raises BackendError for a malformed event."""
         with read(event, FORM):
             self.take_head(event)
             for choice in event.get("choices") or ():
@@ -173,7 +174,7 @@ class Growing(GrowingCompletion):
 
 
 def _counts(usage: Mapping[str, Any]) -> dict[str, Any]:
-    """In the names of `/generate`."""
+    """Token counts under the names of `/generate`."""
     counts = {name: usage[name] for name in ("prompt_tokens", "completion_tokens") if usage.get(name) is not None}
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
     return counts if cached is None else counts | {"cached_tokens": cached}

@@ -30,8 +30,8 @@ class SglangDialect(ChatDialect):
         return takes_lists_in_sglang(source)
 
     def turn(self, body: Mapping[str, Any], source: str) -> Turn:
-        """The end of the conversation is always the user's: an assistant's text there is either written behind the
-        rendered prompt, or said by the user."""
+        """The conversation always ends with the user: an assistant's last text is appended to the rendered prompt or
+        becomes a user message."""
         messages = self.messages(body.get("messages"), source)
         suffix = ""
         last = messages[-1]
@@ -97,13 +97,13 @@ class SglangDialect(ChatDialect):
         return {**found, **given}
 
     def documents(self, body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-        """Its chat completions have none."""
+        """SGLang's chat completions have no documents."""
         del body
         return None
 
 
 def _call(call: dict[str, Any], where: str, role: str) -> dict[str, Any]:
-    """All members of SGLang's type, null where they are absent; an assistant's arguments become an object."""
+    """All members of SGLang's type, null if absent; an assistant's arguments become an object."""
     function = call.get("function")
     if not isinstance(function, dict):
         raise PromptError(f"{where}.function", "must be an object")
@@ -128,7 +128,7 @@ def _function(tool: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
-    """The function's members in the client's order, then those that are absent, as null."""
+    """The function's members in the client's order, then absent ones as null."""
     function = _function(tool, where)
     deferred = function.get("defer_loading")
     values: dict[str, Any] = {name: function.get(name) for name in ("description", "name", "parameters")}
