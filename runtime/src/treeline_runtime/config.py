@@ -18,7 +18,7 @@ __all__ = ["ConfigError", "EngineConfig", "SchedulerConfig"]
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """What is computed, where, and how much memory it may take."""
+    """Model, device, and memory."""
 
     model: str = setting(
         group="serving",
@@ -127,7 +127,7 @@ class EngineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig(EngineConfig):
-    """Which requests run when."""
+    """Order and limits of requests."""
 
     max_running_requests: int | None = setting(
         None,
@@ -236,5 +236,5 @@ class SchedulerConfig(EngineConfig):
 
     @property
     def uses_priority(self) -> bool:
-        """Whether the priority of a request changes anything."""
+        """Whether a request's priority has an effect."""
         return "priority" in (self.schedule_policy, self.eviction_policy)

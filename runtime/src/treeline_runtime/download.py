@@ -1,4 +1,4 @@
-"""`--model`: a folder, or a repository on the Hugging Face Hub, which is downloaded with the Hub's library."""
+"""`--model`: a folder, or a Hugging Face repository, which the Hub's library downloads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from treeline_wire.models import HubModel
 
 FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
-"""What serving needs: not the same weights again in other formats."""
+"""Files needed for serving, not the same weights in other formats."""
 IGNORED = ["original/*", "consolidated*", "*/*.safetensors"]
 
 logger = logging.getLogger(__name__)
@@ -19,7 +19,7 @@ class ModelNotFound(Exception):
 
 
 def resolve_model(model: str, *, needs_weights: bool = True) -> Path:
-    """A folder with a usable checkpoint. Downloads it if `model` is a Hub id. Raises ModelNotFound."""
+    """A folder with a usable checkpoint; downloads it if `model` is a Hub id. Raises ModelNotFound."""
     folder = Path(model).expanduser()
     if folder.exists() and not folder.is_dir():
         raise ModelNotFound(f"--model: {model} is a file; give the folder that holds config.json")
@@ -35,7 +35,7 @@ def resolve_model(model: str, *, needs_weights: bool = True) -> Path:
 
 
 def repository(model: str) -> str:
-    """What others find the model by: the folder, or the Hub id without a revision."""
+    """The model's name elsewhere: the folder, or the Hub id without a revision."""
     return model if Path(model).expanduser().is_dir() else model.partition("@")[0]
 
 
@@ -59,7 +59,7 @@ def _download(repo: str, revision: str | None) -> Path:
 
 
 def hub_problem(error: BaseException, revision: str | None) -> str:
-    """What the Hub's library could not do with a repository, and what helps."""
+    """An error of the Hub's library in words, and what helps."""
     from huggingface_hub import errors
 
     match error:

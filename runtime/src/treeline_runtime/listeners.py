@@ -1,5 +1,6 @@
-"""The sockets on which the server listens: inference, metrics, administration. Bound before anything slow, and before
-that the publisher's addresses are checked: its keys and host, and whether its ports are free."""
+"""The server's sockets: inference, metrics, administration. They are bound before anything slow; before that the
+publisher's keys, host and ports are checked.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +34,13 @@ class Listeners:
 
     @property
     def admin_on_loopback(self) -> bool:
-        """Whether only this machine (or pod) can reach administration."""
+        """Whether administration is reachable only from this machine (or pod)."""
         return self.admin is not None and is_loopback(address(self.admin)[0])
 
 
 @contextlib.contextmanager
 def listening(args: ServerArgs) -> Iterator[Listeners]:
-    """The sockets that `args` ask for, closed at the end of the block. Raises ListenError."""
+    """A context manager with the sockets for `args`. Raises ListenError."""
     with contextlib.ExitStack() as stack:
         http = listen(args.host, args.port, "")
         stack.enter_context(contextlib.closing(http))
@@ -54,7 +55,7 @@ def listening(args: ServerArgs) -> Iterator[Listeners]:
 
 
 def listen(host: str, port: int, flag: str, *, closed: bool = False) -> socket.socket:
-    """A listening socket; its flags are `--{flag}host` and `--{flag}port`. `closed`: on loopback only.
+    """A listening socket for `--{flag}host` and `--{flag}port`. `closed`: loopback only.
 
     Raises ListenError.
     """
@@ -96,7 +97,7 @@ def address(listener: socket.socket) -> tuple[str, int]:
 
 
 def url(listener: socket.socket) -> str:
-    """Where clients on this machine reach it."""
+    """Its URL for clients on this machine."""
     return url_of(*address(listener))
 
 
@@ -105,7 +106,7 @@ def url_of(host: str, port: int) -> str:
 
 
 class EventsError(Exception):
-    """The event sockets cannot be opened as asked; the message says what to change."""
+    """The event sockets cannot be opened; the message says what to change."""
 
 
 def open_keys(args: ServerArgs) -> tuple[CurveKeys | None, str]:
@@ -121,7 +122,7 @@ def open_keys(args: ServerArgs) -> tuple[CurveKeys | None, str]:
 
 
 def check_event_ports(args: ServerArgs, host: str) -> None:
-    """Raises EventsError naming the port that is taken, or given twice."""
+    """Raises EventsError naming a port that is taken or given twice."""
     flags = dict[int, str]()
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for flag, port in (

@@ -1,11 +1,10 @@
-"""Text that comes in pieces, read as if it were there: what the parsers of formats are written with.
+"""Text that arrives in pieces, read as if complete: the basis of all format parsers.
 
-A format is written as a generator that reads a `Source` and yields where it needs text that has not come. Since each of
-the reads below decides by the characters alone, what a format finds does not depend on how the text was cut.
+A format is a generator that reads a `Source` and yields where it needs more text. All reads decide by characters, so
+results do not depend on how the text is cut.
 
-What a format has read is *held* until it is certain what it is: either it is markup of a call (`settle` forgets it), or
-it was none after all (`release` tells it as `Said`). So nothing is lost, and nothing is read twice: time is linear in
-the text. What is held is bounded by `MAX_HELD`.
+Text that was read is *held* until it is classified: as markup of a call (`settle` drops it), or not (`release` emits it
+as `Said`). Nothing is lost or read twice, and time is linear. `MAX_HELD` bounds the held text.
 """
 
 from __future__ import annotations
@@ -31,16 +30,16 @@ class Said(msgspec.Struct, frozen=True):
 
 
 class CallBegun(msgspec.Struct, frozen=True):
-    """A tool is called: the call number `index`, from 0."""
+    """A tool call begins: call number `index`, from 0."""
 
     index: int
     name: str
     id: str | None = None
-    """The model's own name for the call, where its format has one."""
+    """The model's own id of the call, if its format has one."""
 
 
 class CallArguments(msgspec.Struct, frozen=True):
-    """More of the arguments of a call that has begun: all pieces together are the JSON of an object."""
+    """More arguments of the current call; all pieces joined are a JSON object."""
 
     index: int
     text: str
@@ -50,20 +49,19 @@ Part = Thought | Said | CallBegun | CallArguments
 
 
 class OutputParser(Protocol):
-    """One output's, fed as it comes. What is found does not depend on where the text was cut."""
+    """Parses one output as it comes. Results do not depend on where the text is cut."""
 
     def feed(self, text: str) -> list[Part]:
-        """The output goes on with `text` → what is certain by now. Raises nothing: what is not in the model's format
-        is `Said`."""
+        """Adds `text`; returns what is certain by now. Never raises: text outside the format is `Said`."""
 
     def end(self) -> list[Part]:
-        """The output is over → the rest. What is left open is returned as far as it came."""
+        """Ends the output; returns the rest. Unfinished parts are returned as far as they came."""
 
 
 MAX_HELD: Final = 1 << 18
-"""Characters that may wait for the decision whether they are a call's."""
+"""The most characters held as a possible call."""
 MAX_SPACE: Final = 64
-"""Characters of white space that wait for the decision whether they are a call's surroundings."""
+"""The most white space held as a possible call's surroundings."""
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
