@@ -1,5 +1,4 @@
-"""What "auto" came to: limits that follow from configuration, model and machine; how many pages the KV pool gets, and
-what is said where there is no memory."""
+"""Resolves "auto": limits from configuration, model and machine; the KV pool's size; errors where memory is short."""
 
 from __future__ import annotations
 
@@ -24,9 +23,9 @@ from treeline_runtime.models.loader import resolve_context_length, resolve_devic
 from treeline_runtime.scheduler.prompt_graphs import worth_capturing
 
 CPU_POOL_LIMIT = 1 << 30
-"""Bytes: on a CPU the pool shares the machine with everything else."""
+"""Bytes kept free on a CPU, where the pool shares the machine."""
 DEFAULT_FRACTION = 0.85
-"""Of a CUDA device's memory, for weights and KV pool."""
+"""Share of a CUDA device's memory for weights and KV pool."""
 
 
 def bytes_per_token(model: ModelConfig, dtype: torch.dtype) -> int:
@@ -37,9 +36,9 @@ def bytes_per_token(model: ModelConfig, dtype: torch.dtype) -> int:
 def num_pages(
     config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device, reserved: int = 0
 ) -> int:
-    """From `max_total_tokens`, else from memory. Raises ConfigError where not even a page fits, or not all of them.
+    """From `max_total_tokens`, else from memory. Raises ConfigError if not even a page fits, or not all of them.
 
-    reserved: bytes of device memory that will be taken besides the pool: tables, workspaces, graphs.
+    reserved: device memory taken besides the pool: tables, workspaces, graphs.
     """
     page_bytes = bytes_per_token(model, dtype) * config.page_size
     if config.max_total_tokens is None:
@@ -84,9 +83,9 @@ TO_LOAD = "end what else uses it, or take a larger one, a smaller dtype or a sma
 def told_as_settings(
     what: str, device: torch.device, sizes: Mapping[str, int] | None = None, hint: str = TO_SET
 ) -> Iterator[None]:
-    """Where there is no memory for `what` on the device: ConfigError, with the numbers and what to set.
+    """A context manager: lack of memory for `what` becomes a ConfigError with the numbers and what to set.
 
-    sizes: bytes of what is to be there, by name.
+    sizes: bytes by name.
     """
     try:
         yield
@@ -109,7 +108,7 @@ def _numbers(device: torch.device, sizes: Mapping[str, int]) -> str:
 
 
 def let_go(error: BaseException) -> None:
-    """Clears the frames of an error, so that whatever keeps it does not keep what was computed there: models, pools."""
+    """Clears an error's frames, so that keeping it keeps no models or pools."""
     at: BaseException | None = error
     while at is not None:
         traceback.clear_frames(at.__traceback__)
@@ -117,7 +116,7 @@ def let_go(error: BaseException) -> None:
 
 
 def give_back(device: torch.device) -> None:
-    """Memory that nothing refers to any more goes to the device, and what the heap can spare to the system."""
+    """Returns unreferenced memory to the device, and spare heap to the system."""
     gc.unfreeze()  # circles among objects that were frozen would stay
     gc.collect()
     if device.type == "cuda":
@@ -158,7 +157,8 @@ def _available_memory() -> int:
 
 
 def _available_in_group(group: Path) -> int:
-    """What a control group's limit leaves; file pages do not count as used, since they give way (weights are some)."""
+    """What a control group's limit leaves; file pages do not count as used, since they can be dropped (weights are
+    some)."""
     limit, used, stat = (group / f"memory.{name}" for name in ("max", "current", "stat"))
     if not (limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max"):
         return sys.maxsize
@@ -169,10 +169,9 @@ def _available_in_group(group: Path) -> int:
 
 GIB = 1 << 30
 OTHER_BYTES = 5 * GIB // 4
-"""FlashInfer's workspace (384 MiB), graphs (of decode 0.3 GiB for the shapes of Qwen3-0.6B and Llama-8B, of prompts 0.5
-and 0.2)."""
+"""FlashInfer's workspace (384 MiB), and graphs (decode 0.3 GiB for Qwen3-0.6B and Llama-8B, prompts 0.5 and 0.2)."""
 LARGEST_GRAPH = 256
-"""Sequences: beyond them a step is long enough to hide its launches."""
+"""Sequences beyond which a step hides its launches."""
 
 
 @dataclass(frozen=True)
@@ -200,18 +199,18 @@ class Resolved:
 
     @property
     def longest_request(self) -> int:
-        """Tokens of prompt and output of one request: of the context, and of the whole pool."""
+        """Tokens of prompt and output of a request: bounded by context and pool."""
         return min(self.context_length, self.max_total_tokens)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for the info endpoint."""
+        """Plain values for the info endpoint."""
         derived = {"max_total_tokens": self.max_total_tokens, "longest_request": self.longest_request}
         dtypes = {name: str(getattr(self, name)).removeprefix("torch.") for name in ("dtype", "kv_dtype")}
         return dataclasses.asdict(self) | derived | dtypes | {"device": str(self.device)}
 
 
 def resolve(config: SchedulerConfig, model: Decoder) -> Resolved:
-    """Raises ConfigError where the settings and the machine do not go together."""
+    """Raises ConfigError if settings and machine do not fit."""
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
     kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, dtype, device)

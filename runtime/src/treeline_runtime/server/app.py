@@ -30,7 +30,7 @@ from treeline_runtime.server.service import BROKEN, Service
 logger = logging.getLogger(__name__)
 
 CLIENT_LEFT = 499
-"""What nginx counts a request as whose client has left: no client sees it."""
+"""nginx's status for a disconnected client; no client sees it."""
 PREFLIGHT_MAX_AGE_S = 600
 
 
@@ -93,8 +93,8 @@ def application(
 
 
 class Observed:
-    """Counts the answers of an application, adds the header that names what had no effect, and ends requests. HEAD is
-    a GET, without the body: the server leaves it out."""
+    """Counts answers, adds the header of ignored fields, and ends requests. HEAD is a GET without the body, which the
+    server leaves out."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app = app
@@ -138,20 +138,20 @@ class Observed:
 
 
 def _note(state: Mapping[str, Any], error: BaseException) -> None:
-    """What is recorded of the request says why it has no answer."""
+    """Records why the request has no answer."""
     if "asked" in state and state["asked"].span is not None:
         state["asked"].span.failed(error)
 
 
 def _path_of(scope: Scope) -> str:
-    """Of the route that was found, in which parameters have their names: clients cannot choose it."""
+    """The route's path with parameter names, which clients cannot choose."""
     if "route" in scope:
         return str(scope["route"].path)
     return str(scope["path"]) if "endpoint" in scope else "other"  # FastAPI's own routes have no parameters
 
 
 async def _document(request: Request) -> Response:
-    """The OpenAPI document. Anybody may ask for it, so it is encoded once."""
+    """The OpenAPI document. Anyone may ask for it, so it is encoded once."""
     return Response(request.app.state.document, media_type="application/json")
 
 

@@ -32,12 +32,12 @@ from treeline_runtime.server.prompts import Prompts, SpecialTokens, Unmarked
 from treeline_runtime.server.service import AnswerMaker, Service, token_headers, usage
 
 FED_CHARS: Final = 2 << 10
-"""Of an answer, parsed before others get their turn."""
+"""Characters of an answer parsed before others run."""
 _NOTHING_SPECIAL: Final = SpecialTokens(())
 
 
 class Choice:
-    """What one choice has said so far. `take` its outputs in order."""
+    """What a choice has said so far. `take` its outputs in order."""
 
     def __init__(
         self, parser: OutputParser | None, shown: Shown, special: SpecialTokens, end_of_thinking: int | None = None
@@ -57,7 +57,7 @@ class Choice:
         self.calls = 0
 
     async def take(self, out: TextOut, pacer: Pacer) -> list[Part]:
-        """What an output adds of what the request wants to see, as few parts as tell it in its order."""
+        """The parts of an output that the request wants to see, merged, in order."""
         if self._parser is None:
             return [Said(out.text)] if out.text else []
         self._count(out.token_ids)
@@ -86,7 +86,7 @@ class Choice:
                 yield part
 
     def _clean(self, parts: Iterable[Part], *, over: bool) -> Iterator[Part]:
-        """The parts without special tokens. Text that was held back comes before a part of another kind."""
+        """Parts without special tokens. Held text comes before a part of another kind."""
         for part in parts:
             if not isinstance(part, Said) and (rest := self._said.end()):
                 yield Said(rest)
@@ -119,7 +119,7 @@ class Choice:
 
     @property
     def reasoning_tokens(self) -> int | None:
-        """How many of the tokens so far were reasoning, markers included; None = not known."""
+        """How many tokens so far were reasoning, markers included; None = unknown."""
         if self._end_of_thinking is None:
             return None
         return self._thinking_tokens if self._thinks else 0
@@ -134,7 +134,7 @@ class Choice:
 
 
 def choices(prompts: Prompts, task: ChatTask) -> list[Choice]:
-    """The choices of an answer, of which nothing has come yet."""
+    """The empty choices of an answer."""
     parsing = task.parsing
     if parsing is None:
         return [Choice(None, task.shown, _NOTHING_SPECIAL) for _ in range(task.n)]
@@ -145,7 +145,7 @@ def choices(prompts: Prompts, task: ChatTask) -> list[Choice]:
 
 
 def _joined(parts: Iterable[Part]) -> list[Part]:
-    """Parts of one kind that follow each other become one."""
+    """Merges consecutive parts of one kind."""
     runs = list[tuple[Part, list[str]]]()
     for part in parts:
         before = runs[-1][0] if runs else None
@@ -159,7 +159,7 @@ def _joined(parts: Iterable[Part]) -> list[Part]:
 
 
 def deltas(parts: Iterable[Part]) -> list[ChatDelta]:
-    """The first delta of a call has the arguments that came with it."""
+    """The first delta of a call includes the arguments that came with it."""
     made = list[ChatDelta]()
     begun: ToolCallDelta | None = None
     for part in parts:
@@ -182,13 +182,13 @@ def deltas(parts: Iterable[Part]) -> list[ChatDelta]:
 
 
 def call_id() -> str:
-    """Of a call for which the model's format has no name."""
+    """The id of a call whose format has none."""
     return f"call_{uuid.uuid4().hex[:24]}"
 
 
 def message(parts: Iterable[Part], *, reasons: bool, echo: str = "") -> ChatMessage:
-    """The parts of a whole answer as its message. Content is null where there are calls alone. `reasons`: the reasoning
-    has its place, be there any or not. `echo`: what the content begins with."""
+    """A whole answer's parts as its message. Content is null if there are only calls. `reasons`: includes a member for
+    reasoning, even if empty. `echo`: the content's beginning."""
     content, reasoning, calls = list[str](), list[str](), list[ToolCall]()
     for part in parts:
         match part:

@@ -1,9 +1,8 @@
-"""Request fields that we do not act on: which may be there anyway, and which must be refused.
+"""Fields without effect: which are accepted, and which are refused.
 
-Three kinds. *Harmless* fields change nothing about an answer, or are sent whatever the model (bookkeeping, hints): a
-header of the answer names them. *Neutral* values ask for what happens anyway (`best_of: 1`, `logprobs: false`).
-Everything else that we do not support is an error that names the field: ignoring it would give an answer to another
-question.
+*Harmless* fields do not change an answer, or clients always send them; a response header lists them. *Neutral* values
+ask for the default (`best_of: 1`, `logprobs: false`). All other unsupported fields are errors that name the field:
+ignoring one would answer another question.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from treeline_runtime.server.errors import ApiError, short
 T = TypeVar("T")
 
 _PAIR = re.compile(rb"\\\\|\\u[dD][89abAB]..\\u[dD][c-fC-F]..")
-"""Half of which may be no half; and backslashes that begin no escape."""
+"""May contain lone surrogates, and backslashes that begin no escape."""
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _NOT_A_NUMBER = re.compile(rb"[\[:,]\s*-?(?:NaN|Infinity)\b")
 
 MAX_IGNORED: Final = 32
 MAX_IGNORED_CHARS: Final = 64
 IGNORED: Final = ContextVar[dict[str, None] | None]("ignored", default=None)
-"""What the request that is being read says for nothing, in order: `Reader.read` puts it on what was read."""
+"""Members of the current request that are ignored, in order; `Reader.read` adds them to its result."""
 
 HARMLESS: Mapping[str, str] = {
     "user": "says who asks, for statistics",
@@ -64,20 +63,20 @@ HARMLESS: Mapping[str, str] = {
         "how pictures and sounds are read, of which no message may have any",
     ),
 }
-"""Fields that clients send and that change nothing about an answer, and why not. Any value will do; it is ignored."""
+"""Fields without effect on an answer, and why. Any value is accepted."""
 
 MESSAGE_FIELDS = frozenset({"role", "content"})
 INERT_MESSAGE_FIELDS = frozenset({"reasoning_content", "reasoning", "thinking"})
-"""What a model thought in earlier turns: templates without a place for it leave it out on purpose."""
+"""Reasoning of earlier turns: templates without a place for it drop it on purpose."""
 INERT_ANSWER_FIELDS = INERT_MESSAGE_FIELDS | {
     "parsed",
     "provider_specific_fields",
     "reasoning_details",
     "thinking_blocks",
 }
-"""What client libraries keep with an answer and send back with it: openai's `parse`, litellm, OpenRouter's clients."""
+"""Fields that client libraries keep with an answer and send back: openai's `parse`, litellm, OpenRouter's clients."""
 INERT_RESULT_FIELDS = INERT_MESSAGE_FIELDS | {"tool_call_id", "name"}
-"""Which call a `role: tool` message answers: templates without a place for it go by the order."""
+"""The call that a `role: tool` message answers: templates without a place for it use the order."""
 PART_FIELDS = frozenset({"type", "text"})
 INERT_PART_FIELDS = frozenset({"cache_control"})
 
@@ -103,27 +102,27 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "max_tokens_per_doc": (0,),
     "allowed_callers": (["direct"],),
 }
-"""Values beyond null, false, [] and {} that ask for nothing."""
+"""Values besides null, false, [] and {} that ask for nothing."""
 
 ON_BY_DEFAULT = frozenset({"normalize", "use_activation", "activation", "softmax"})
-"""Fields that clients know with the default true (vLLM's, today's and older ones): where they are not acted on, false
-is not nothing."""
+"""Fields whose default in clients is true (vLLM's, current and older): if unsupported, false is not neutral."""
 
 
 class Body(msgspec.Struct, frozen=True):
-    """What a request, or an object within one, may have: the fields that are acted on. The OpenAPI document shows these
-    structs (`schema`). A field that somebody else checks is typed `Any`, with the schema of what is taken."""
+    """The supported fields of a request or of an object within one, shown by the OpenAPI document (`schema`). A field
+    checked elsewhere is typed `Any`, with its schema."""
 
     harmless: ClassVar[Mapping[str, str]] = HARMLESS
-    """Fields that are ignored, and why."""
+    """Ignored fields, and why."""
     shown: ClassVar[Mapping[str, dict[str, Any]]] = {}
-    """Schemas of fields of which the types say too little."""
+    """Schemas of fields whose types say too little."""
     parts: ClassVar[tuple[type[Body], ...]] = ()
-    """Objects within it that no field's type names."""
+    """Objects inside it that no field's type names."""
 
     @classmethod
     def read(cls, raw: Mapping[str, Any], where: str = "") -> Self:
-        """Raises ApiError 400, also for fields that are neither there nor harmless. `where`: prefix of their names."""
+        """Raises ApiError 400, also for fields that are neither supported nor harmless. `where`: prefix of their
+        names."""
         check_unknown(raw, cls.__struct_fields__, harmless=cls.harmless, where=where)
         given = {name: value for name, value in raw.items() if value is not None}  # null is "not said"
         return convert(given, cls, where)
@@ -143,7 +142,7 @@ def json_object(body: bytes | bytearray) -> dict[str, Any]:
 
 
 def why_not_json(text: bytes | bytearray, error: Exception) -> str:
-    """What is wrong with it, in words where `error` has none for what clients really send."""
+    """What is wrong, in words where `error` has none for common mistakes."""
     if _SURROGATE.search(_PAIR.sub(b"", text)):
         return "it contains half of a surrogate pair (as \\ud800), which is no text"
     if _NOT_A_NUMBER.search(text):
@@ -152,7 +151,7 @@ def why_not_json(text: bytes | bytearray, error: Exception) -> str:
 
 
 def ignore(name: str) -> None:
-    """Has the answer's header name this of the request, in the first few words that there are of it."""
+    """Adds this to the header of ignored fields, as far as its limit allows."""
     noted = IGNORED.get()
     if noted is not None and len(noted) < MAX_IGNORED:
         noted[re.sub(r"[^\w.$/\[\]-]", "?", name[:MAX_IGNORED_CHARS], flags=re.ASCII)] = None
@@ -161,8 +160,8 @@ def ignore(name: str) -> None:
 def check_unknown(
     body: Mapping[str, Any], known: Container[str], *, harmless: Container[str] = HARMLESS, where: str = ""
 ) -> None:
-    """Raises ApiError 400 for the first field that is neither known nor harmless. `where`: prefix of its name. Those
-    that are harmless are ignored; members of lists, of which there are many, without a word."""
+    """Raises ApiError 400 for the first field that is neither known nor harmless. `where`: prefix of its name. Harmless
+    ones are reported as ignored, except members of lists."""
     for name, value in body.items():
         if name in known or is_neutral(name, value):
             continue
@@ -181,9 +180,9 @@ def check_unknown(
 
 
 def check_messages(messages: Any, template_reads: Callable[[str], bool]) -> None:
-    """Raises ApiError 400 for a field of a message that the chat template would ignore, or content that is missing.
+    """Raises ApiError 400 for a field of a message that the chat template would ignore, or missing content.
 
-    Whatever has a wrong type is left to who renders it.
+    Rendering checks types.
     """
     for i, message in enumerate(messages if isinstance(messages, list) else ()):
         if not isinstance(message, dict):
@@ -213,8 +212,8 @@ def _inert(role: Any) -> Container[str]:
 
 
 def _check_calls(calls: Any, where: str) -> None:
-    """Raises ApiError 400 for calls of an earlier turn that a template could not write. Arguments that are a text are
-    parsed where it is rendered."""
+    """Raises ApiError 400 for calls of earlier turns that a template could not write. Arguments as text are parsed when
+    rendered."""
     for i, call in enumerate(calls if isinstance(calls, list) else ()):
         if not isinstance(call, dict):
             continue
@@ -247,7 +246,7 @@ def _shown(value: Any) -> str:
 def convert(body: Mapping[str, Any], type: type[T], where: str = "") -> T:
     """A decoded JSON object → a typed struct. Raises ApiError 400 naming the field. `where`: prefix of its name.
 
-    JSON has one kind of number: 1.0 is as good as 1 where a whole number is wanted.
+    JSON has one kind of number: 1.0 counts as a whole number.
     """
     try:
         return msgspec.convert(body, type)
@@ -261,7 +260,7 @@ def convert(body: Mapping[str, Any], type: type[T], where: str = "") -> T:
 
 
 def _whole(value: Any) -> Any:
-    """Floats without a fraction → integers, in a field and in its lists. (A float field takes an integer, too.)"""
+    """Floats without a fraction → integers, in a field and its lists."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, list):  # of integers, or of lists of them
@@ -341,4 +340,4 @@ REASONS: Final[Mapping[str, str]] = {
     "watermarking": _WATERMARK,
     "web_search_options": "built-in tools are not served here",
 }
-"""By name; what a name means does not depend on the path."""
+"""By name, whatever the path."""

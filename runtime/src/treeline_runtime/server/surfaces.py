@@ -1,4 +1,4 @@
-"""Which listener serves what: inference and information, metrics, administration. A path is served by one of them."""
+"""What each listener serves: inference and information, metrics, administration. Each path belongs to one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SAID_OTHERWISE = {
     "cache together, level=2 without a copy of the weights",
     "/resume_memory_occupation": "There is no /resume_memory_occupation: POST /wake_up takes weights and KV cache back",
 }
-"""SGLang's paths of administration that do less than ours, and what there is in their place."""
+"""SGLang's administration paths that do less than ours, and their replacements."""
 
 
 def inference(
@@ -73,7 +73,7 @@ def inference(
 
 
 def metrics(service: Service, probes: Probes) -> ASGIApp:
-    """Prometheus' page, for all that can connect."""
+    """Prometheus' page, without a key."""
     router = APIRouter(dependencies=[Security(Guarded())])
     router.add_api_route(METRICS_PATH, probes.metrics)
     return application(service, without_body, [router], hints={})
@@ -82,8 +82,8 @@ def metrics(service: Service, probes: Probes) -> ASGIApp:
 def administration(
     service: Service, probes: Probes, engine: Administration, *, key: str | None, loopback: bool
 ) -> ASGIApp:
-    """What changes the server for everybody, or shows what others have asked. Some paths have a second
-    name, vLLM's or SGLang's."""
+    """What changes the server for everybody or shows others' requests. Some paths have a second name, vLLM's or
+    SGLang's."""
     guard = AdminKey(key, loopback=loopback)
     debugging = APIRouter(dependencies=[Security(Guarded())])
     debugging.add_api_route("/debug/radix", probes.debug_radix)

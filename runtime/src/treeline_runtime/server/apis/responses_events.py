@@ -1,4 +1,4 @@
-"""`POST /v1/responses`: the parts of the output → events, and the response as it is by then.
+"""`POST /v1/responses`: parts of the output → events, and the response so far.
 
 Events and their order: https://platform.openai.com/docs/api-reference/responses-streaming, and the types of the openai
 package.
@@ -71,7 +71,7 @@ router.post(
 
 
 class ResponseEvents(EventMaker):
-    """One response's."""
+    """The events of one response."""
 
     def __init__(self, task: ChatTask, prompts: Prompts, model: str, clock: Callable[[], float] = time.time) -> None:
         """`clock`: seconds since the epoch."""
@@ -101,7 +101,7 @@ class ResponseEvents(EventMaker):
             yield self._failed(finish.message or "The request was ended")
 
     def failed(self, error: ApiError) -> bytes:
-        """What came so far stays."""
+        """Earlier output stays."""
         ended = b"".join(written(self.end_blocks(cut=True)))
         return ended + b"".join(written(iter([self._failed(error.body["error"]["message"])])))
 
@@ -162,7 +162,7 @@ _NAMES: Final = {
 
 
 def _item(block: Block) -> ResponseItem:
-    """An item of the output that has begun."""
+    """An output item that has begun."""
     key = uuid.uuid4().hex
     match block.kind:
         case "text":
