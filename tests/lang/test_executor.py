@@ -176,7 +176,7 @@ def test_the_text_of_a_scope_cannot_be_read_within_it():
         with s.var_scope("all"):
             s += "x" + gen("a")
             for state in (s, s.fork(1)[0]):
-                with pytest.raises(UnknownVariable, match="'all' is the text of a scope, and that has not ended"):
+                with pytest.raises(UnknownVariable, match="'all' is the text of a scope, which has not ended"):
                     state["all"]
         assert s["all"] == f"x{s['a']}"
 

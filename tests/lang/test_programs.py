@@ -237,5 +237,5 @@ def test_the_server_tells_about_itself_and_refuses_what_it_cannot_read(backend: 
     def shows(s: Any) -> None:
         s += user(image(b"\x89PNG\r\n\x1a\n") + "What is this?") + assistant(gen("what"))
 
-    with pytest.raises(Unsupported, match="reads text alone"):
+    with pytest.raises(Unsupported, match="reads only text"):
         shows.run(backend=backend)["what"]

@@ -1,4 +1,4 @@
-"""The benchmarks by name, in the order in which they are run."""
+"""The benchmarks by name, in order."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ELSEWHERE = ("e2e", "programs", scripts.CORPUS, *(f"serving-{name}" for name in 
 
 
 def select(names: Sequence[str]) -> list[Benchmark]:
-    """Those named; for no names all but those that run only by name. Raises KeyError, which lists the valid names."""
+    """Those named, or for no names all except those that run only by name. Raises KeyError, which lists the names."""
     for name in names:
         if name not in BENCHMARKS:
             raise KeyError(f"unknown benchmark {name!r}; there are: {', '.join(BENCHMARKS)}")

@@ -126,7 +126,7 @@ class Run:
         tokens = self.call.num_api_spec_tokens if num_api_spec_tokens is None else num_api_spec_tokens
         call = replace(self.call, num_api_spec_tokens=tokens)
         if self.depth == DEEPEST:
-            raise RecursionError(f"{DEEPEST} programs are called within one another, each beside the one before")
+            raise RecursionError(f"{DEEPEST} programs are called within one another, each inside the previous one")
         return replace(self, defaults=sampling.over(self.defaults), call=call, depth=self.depth + 1)
 
 
@@ -195,7 +195,7 @@ class StreamExecutor:
             if name in self.variables:
                 variable = self.variables[name]
                 if variable.in_scope and mine:
-                    raise UnknownVariable(f"{name!r} is the text of a scope, and that has not ended")
+                    raise UnknownVariable(f"{name!r} is the text of a scope, which has not ended")
                 return variable
             known = ", ".join(self.variables) or "none"
         if failure := self.failure or self.ended_by:

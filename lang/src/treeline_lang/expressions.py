@@ -233,7 +233,7 @@ def gen(
     choices, method = given.pop("choices"), given.pop("choices_method")
     if choices is not None:
         if any(given[key] is not None for key in ("regex", "json_schema", "dtype")):
-            raise ValueError("choices and a constraint are two constraints of one text: give one")
+            raise ValueError("choices and a constraint are two constraints: give one")
         return select(name, choices, temperature=0.0, choices_method=method)
     if method is not None:
         raise ValueError("choices_method is for choices, and there are none")
@@ -303,7 +303,7 @@ def separate_reasoning(expr: Expr, model_type: str = "deepseek-r1") -> Expr:
     expr = as_expr(expr)
     for part in flatten(expr):
         if not (part.has_text or isinstance(part, Gen)) or (isinstance(part, Gen) and part.sampling.dtype is not None):
-            raise TypeError("separate_reasoning takes texts and gens without a dtype: nothing else has reasoning in it")
+            raise TypeError("separate_reasoning takes texts and gens without a dtype: only these can contain reasoning")
     return SeparateReasoning(expr, check_model_type(model_type))
 
 

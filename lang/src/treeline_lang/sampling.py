@@ -116,7 +116,7 @@ def check_sampling(**given: Any) -> Sampling:
     if "max_new_tokens" in given:
         most = given.pop("max_new_tokens")
         if most is not None and given.get("max_tokens") is not None:
-            raise TypeError("max_tokens and max_new_tokens are one thing: give one of them")
+            raise TypeError("max_tokens and max_new_tokens mean the same: give one of them")
         given["max_tokens"] = given.get("max_tokens") if most is None else most
     unknown = sorted(given.keys() - set(_FIELDS))
     if unknown:
@@ -132,7 +132,7 @@ def check_sampling(**given: Any) -> Sampling:
     sampling = Sampling(**given)
     constraints = [name for name in ("regex", "json_schema", "dtype") if getattr(sampling, name) is not None]
     if len(constraints) > 1:
-        raise ValueError(f"{' and '.join(constraints)} are several constraints of one text: give one")
+        raise ValueError(f"{' and '.join(constraints)} are several constraints: give one")
     return _with_dtype(sampling)
 
 
@@ -151,7 +151,7 @@ def _several(name: str, given: Any) -> tuple[Any, ...]:
     if several is None or not all(isinstance(one, kind) for one in several):
         raise TypeError(f"{name} is a list of {made.__name__}, not {given!r}")
     if "" in several:
-        raise ValueError(f"{name} holds an empty text, which is everywhere")
+        raise ValueError(f"{name} holds an empty text, which matches everywhere")
     return tuple(made(one) for one in several)
 
 

@@ -282,7 +282,7 @@ async def foresee(stream: StreamExecutor, pattern: Pattern | None) -> None:
         stream.ahead.spent += 1
     if not continues:
         times = "once, at temperature 0" if tries == 1 else f"{tries} times"
-        raise Unmatched(f"the model was asked {times} for the whole turn, and its reply is not as the program has it")
+        raise Unmatched(f"the model was asked {times} for the whole turn, and no reply matches the program")
 
 
 def _without_tokens(whole: Completion) -> dict[str, Any]:

@@ -267,7 +267,7 @@ class ProgramStateGroup:
     def __setitem__(self, index: int, state: ProgramState) -> None:
         """For `group[i] += …`, which also assigns."""
         if state is not self._states[index]:
-            raise TypeError("the branches of a fork are what they are; append to them")
+            raise TypeError("branches of a fork cannot be replaced; append to them")
 
     def __len__(self) -> int:
         return len(self._states)

@@ -295,13 +295,13 @@ async def text_of(choice: str | Expr) -> str:
         elif isinstance(part, Read):
             texts.append(await part.value())
         else:
-            raise ProgramError(f"a choice is a text, and {type(part).__name__} has none before a model is asked")
+            raise ProgramError(f"a choice is a text, and {type(part).__name__} has none before generation")
     return "".join(texts)
 
 
 def _end_scope(stream: StreamExecutor, name: str) -> None:
     if name not in stream.scopes:
-        raise RoleError(f"the scope {name!r} ends and has not begun")
+        raise RoleError(f"the scope {name!r} ends without having begun")
     variable, start = stream.scopes.pop(name)
     variable.set(stream.transcript.text[start:])
 
@@ -309,7 +309,7 @@ def _end_scope(stream: StreamExecutor, name: str) -> None:
 async def _show_image(stream: StreamExecutor, source: str | bytes) -> None:
     backend = stream.run.backend
     if not backend.reads_images:
-        raise Unsupported(f"{type(backend).__name__} reads text alone, and no images")
+        raise Unsupported(f"{type(backend).__name__} reads only text, no images")
     try:
         url = await asyncio.to_thread(images.url_of, source)
     except (OSError, ValueError) as error:

@@ -108,7 +108,7 @@ async def derive(render: Render, start: str = "") -> ChatTemplate:
         opening = _around(first, _SYSTEM)[0]
         between = _between(first, _SYSTEM, _USER)
         if not between.endswith(user_prefix):
-            raise TemplateError("it is written into the user's turn: put it there")
+            raise TemplateError("it is part of the user's turn: put it there")
         suffix = between[: len(between) - len(user_prefix)]
         known["system"] = Turn(opening.removeprefix(start), suffix)
     except (TemplateError, Refused) as error:

@@ -28,7 +28,7 @@ def resolve_model(model: str, *, needs_weights: bool = True) -> Path:
             folder = _download(*HubModel.parse(f"hf://{model}"))
         except ValueError:
             raise ModelNotFound(
-                f"--model: there is no folder {model!r} (and it is no Hugging Face id, which looks like org/name)"
+                f"--model: there is no folder {model!r} (and it is not a Hugging Face id, which looks like org/name)"
             ) from None
     _check(folder, model, needs_weights)
     return folder

@@ -15,8 +15,8 @@ from treeline_wire.security import CurveKeys, KeyFileError, is_loopback
 from treeline_runtime.args import ServerArgs
 
 _FIXES = {
-    errno.EADDRINUSE: ": another program listens there, or another flag has it; give another port",
-    errno.EACCES: ": ports below 1024 are for root; give a larger one",
+    errno.EADDRINUSE: ": another program listens there, or another flag uses it; choose another port",
+    errno.EACCES: ": ports below 1024 need root; choose a larger one",
 }
 
 
@@ -118,7 +118,7 @@ def open_keys(args: ServerArgs) -> tuple[CurveKeys | None, str]:
     except KeyFileError as error:
         raise EventsError(f"--curve-dir: {error}") from None
     except socket.gaierror as error:
-        raise EventsError(f"--host: {args.host!r} is no address: {error.strerror}") from None
+        raise EventsError(f"--host: {args.host!r} is not an address: {error.strerror}") from None
 
 
 def check_event_ports(args: ServerArgs, host: str) -> None:
@@ -131,7 +131,7 @@ def check_event_ports(args: ServerArgs, host: str) -> None:
         ("--load-port", args.load_port),
     ):
         if port and (other := flags.setdefault(port, flag)) != flag:
-            raise EventsError(f"{flag}: {port} is the port of {other}: give another one (0 = any free port)")
+            raise EventsError(f"{flag}: {port} is already the port of {other}: give another one (0 = any free port)")
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:

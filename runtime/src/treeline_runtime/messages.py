@@ -23,7 +23,7 @@ GREEDY_BELOW = 1e-6
 """Lower temperatures mean greedy decoding."""
 LARGEST_PRIORITY = (1 << 31) - 1
 """Bounds of a request's priority."""
-NO_PRIORITY = "this server does not go by priority: leave it out, or start the server with --schedule-policy priority"
+NO_PRIORITY = "this server ignores priorities: leave it out, or start the server with --schedule-policy priority"
 
 
 MAX_STOP_TOKEN_IDS = 128

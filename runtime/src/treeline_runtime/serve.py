@@ -139,7 +139,7 @@ class Server:
         if self._failure.done():
             return await self._fail(self._failure.result())
         if not asked.done():
-            return await self._fail("the HTTP server ended by itself")
+            return await self._fail("the HTTP server ended unexpectedly")
         drain = asyncio.create_task(self._drain(asked.result()))
         again = asyncio.create_task(self._signals.get())
         await _first(drain, again, self._failure)
@@ -148,7 +148,7 @@ class Server:
         drain.cancel()
         if self._failure.done():
             return await self._fail(self._failure.result())
-        logger.warning("%s again: stopping without waiting", again.result().name)
+        logger.warning("%s again: stopping at once", again.result().name)
         self._state.refusing = True
         self._service.manager.fail_all(STOPPED)
         await self._settle(FAREWELL_S)

@@ -209,7 +209,7 @@ def test_a_profile_ends_after_its_steps_or_when_it_is_stopped(checkpoints: tuple
 def test_out_of_memory_at_load_says_the_numbers_and_what_to_do(
     checkpoints: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, error: RuntimeError
 ) -> None:
-    with pytest.raises(ConfigError, match=r"no memory is left for the KV pool: .* GiB are free.*raise mem_fraction"):
+    with pytest.raises(ConfigError, match=r"no memory left for the KV pool: .* GiB are free.*raise mem_fraction"):
         Engine(checkpoints[0], mem_fraction=1e-9)
 
     def full(_: Any) -> None:

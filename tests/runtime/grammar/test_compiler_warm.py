@@ -54,7 +54,7 @@ def test_what_is_warm_is_read_and_started_once_and_the_first_grammar_finds_it() 
 
 def test_a_server_that_cannot_follow_grammars_is_not_warmed_and_says_why_when_asked() -> None:
     def none() -> Vocabulary:
-        raise GrammarError("this server cannot follow grammars: no tokenizer")
+        raise GrammarError("this server does not support grammars: no tokenizer")
 
     compiler = GrammarCompiler(none, on_done=lambda: None)
     try:

@@ -191,7 +191,7 @@ def test_two_sockets_of_events_cannot_have_one_port(twice: tuple[str, str]) -> N
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     flags = ["--model", "/nowhere", *OWN_PORTS, *(word for flag in twice for word in (flag, port))]
-    with pytest.raises(EventsError, match=f"^{twice[1]}: {port} is the port of {twice[0]}"):
+    with pytest.raises(EventsError, match=f"^{twice[1]}: {port} is already the port of {twice[0]}"):
         serve(parse_args(flags))
 
 

@@ -35,7 +35,7 @@ def foreign_host(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
         return f"it has {len(hosts)} Host headers"
     if is_loopback(_name(hosts[0])):
         return None
-    return f"its Host is {hosts[0]!r}, which is no name of loopback (127.0.0.1, [::1], localhost)"
+    return f"its Host is {hosts[0]!r}, which is not a loopback name (127.0.0.1, [::1], localhost)"
 
 
 def _name(host: str) -> str:

@@ -328,7 +328,7 @@ def _tag_final(chat: list[dict[str, Any]], field: str, source: str) -> str:
 def _cut_at_tag(rendered: str, final: str) -> str:
     at = rendered.rfind(_TAG.strip())
     if at < 0 or final.strip() not in rendered:
-        raise TemplateError("the chat template leaves out the message that is to be continued", user_error=True)
+        raise TemplateError("the chat template leaves out the message to be continued", user_error=True)
     if rendered.startswith(_TAG, at):
         return rendered[:at]
     return rendered[:at].rstrip()  # the template trims messages, so the tag lost its blank

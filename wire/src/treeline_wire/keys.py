@@ -129,7 +129,7 @@ class PrefixKeys:
         """Checks the property on texts in many scripts. Raises `KeySelfTestError`; takes about 10 ms."""
         if self._refusal is not None:
             raise KeySelfTestError(self._refusal)
-        assert hasattr(self, "_tokenizer"), "keys of a table were tested where it was made"
+        assert hasattr(self, "_tokenizer"), "keys from a table were tested before"
         try:
             with library_errors():
                 keys_selftest.run(self, self._tokenizer, self._added_contents, every_category=self._keeps_matches)
@@ -249,7 +249,7 @@ def _prefix_rule(byte_levels: list[dict[str, Any]], metaspaces: list[dict[str, A
 def _refusal(model: dict[str, Any], pre: list[dict[str, Any]], byte_level: bool, byte_fallback: bool) -> str | None:
     """Why this kind of tokenizer cannot keep the property; None if it may."""
     if model["type"] not in ("BPE", "Unigram"):
-        return f"a {model['type']} model replaces text that it does not know"
+        return f"a {model['type']} model replaces unknown text"
     if model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
         return "the model marks word boundaries in its tokens"
     for step in pre:
@@ -258,7 +258,7 @@ def _refusal(model: dict[str, Any], pre: list[dict[str, Any]], byte_level: bool,
         if step.get("behavior") == "Removed" and not _keeps_matches(step):
             return f"the pre-tokenizer {step['type']} drops what it splits at"
     if not byte_level and not byte_fallback:
-        return "the model has no byte fallback: characters that it does not know become one unknown token"
+        return "the model has no byte fallback: unknown characters become one unknown token"
     return None
 
 

@@ -33,7 +33,7 @@ class HubModel(NamedTuple):
         repo, at, revision = uri.removeprefix(_HUB_SCHEME).partition("@")
         good = uri.startswith(_HUB_SCHEME) and HUB_NAME.fullmatch(repo) is not None and ".." not in uri
         if not good or (at and not _REVISION.fullmatch(revision)):
-            raise ValueError(f"{uri!r} is no model of the Hub; it looks like hf://org/name or hf://org/name@revision")
+            raise ValueError(f"{uri!r} is not a Hub model, which looks like hf://org/name or hf://org/name@revision")
         return cls(repo, revision or None)
 
     @property
@@ -176,7 +176,7 @@ def _flaw(rule: ModelRule, pools: Mapping[str, PoolClaim]) -> ModelAcceptance | 
     odd = [f"`{name}` has {weight}" for name, weight in rule.targets if weight is not None and not _usable(weight)]
     if odd:
         message = f"a weight in spec.targetModels is a whole number from 1 to {_MAX_WEIGHT:,}, but {', '.join(odd)}"
-        return ModelAcceptance(False, "WeightsInvalid", f"{message}; leave out a target that is to get nothing")
+        return ModelAcceptance(False, "WeightsInvalid", f"{message}; leave out a target that should get no requests")
     if rule.pool not in pools:
         message = f"there is no InferencePool `{rule.pool}` in this namespace{_which(pools)}"
         return ModelAcceptance(False, "PoolNotFound", f"{message}; create it, or correct spec.poolRef.name")

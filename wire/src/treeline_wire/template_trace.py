@@ -169,7 +169,7 @@ class TracedTemplate(InlineTemplate):
 
     def __init__(self, source: str) -> None:
         if has_mark(source):
-            raise ValueError("the template has characters of our own")
+            raise ValueError("the template contains reserved characters")
         self._tracing = _TracingEnvironment()
         super().__init__(source, self._tracing)
 

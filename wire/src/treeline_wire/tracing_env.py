@@ -69,9 +69,9 @@ def collector(url: str) -> tuple[str, int]:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
     except ValueError as error:
-        raise TracingError(f"{url!r} is no URL of a collector: {error}") from None
+        raise TracingError(f"{url!r} is not a collector's URL: {error}") from None
     if parts.scheme != "http" or not host or parts.path not in ("", "/") or parts.query or parts.username:
-        raise TracingError(f"{url!r} is no URL of a collector that Envoy can send to: use http://HOST:{PORT}")
+        raise TracingError(f"{url!r} is not a collector's URL that Envoy can use: use http://HOST:{PORT}")
     return host, port or PORT
 
 

@@ -92,13 +92,13 @@ class Backend(ABC):
     async def count(self, text: str, call: Call) -> int:
         """Number of tokens of a text, which is then cached. Raises Unsupported for a backend without log
         probabilities."""
-        raise Unsupported(f"{type(self).__name__} does not tell how likely a given text is, so it cannot select")
+        raise Unsupported(f"{type(self).__name__} reports no log probabilities of given texts, so it cannot select")
 
     async def score(
         self, prompts: Sequence[str] | Sequence[Sequence[int]], start: int, call: Call
     ) -> list[list[TokenLogprob]]:
         """The tokens of each prompt (a text or token ids) from index `start` on. Raises as `count`."""
-        raise Unsupported(f"{type(self).__name__} does not tell how likely a given text is, so it cannot select")
+        raise Unsupported(f"{type(self).__name__} reports no log probabilities of given texts, so it cannot select")
 
     async def warm(self, prompt: Prompt, call: Call, children: int = 1) -> None:  # noqa: B027
         """Caches the prompt for this many requests that begin with it."""
@@ -122,7 +122,7 @@ class Backend(ABC):
         raise Unsupported(f"{type(self).__name__} has no cache to flush")
 
     def get_server_info(self) -> dict[str, Any]:
-        raise Unsupported(f"{type(self).__name__} has no server that tells about itself")
+        raise Unsupported(f"{type(self).__name__} has no server to ask")
 
 
 async def select_by_logprobs(
@@ -154,7 +154,7 @@ def _checked(scored: list[list[TokenLogprob]], count: int) -> list[list[TokenLog
             and (token.text is None or isinstance(token.text, str))
         )
         if not fits:
-            raise BackendError(f"the server gave a logprob that is none: {str(token)[:200]}")
+            raise BackendError(f"the server gave an invalid logprob: {str(token)[:200]}")
     return scored
 
 

@@ -134,10 +134,10 @@ class Response(asyncio.Protocol):
         self._no_body += len(data)
         try:
             if self._expiry is not None:
-                raise httptools.HttpParserError("it answers without being asked")
+                raise httptools.HttpParserError("it sent an answer without a request")
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            self._break(f"what it says is no HTTP: {error}")
+            self._break(f"its answer is not HTTP: {error}")
         if self._no_body > _HELD_BYTES:
             self._break("its headers have no end")
         if self._held > _HELD_BYTES:

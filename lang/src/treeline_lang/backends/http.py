@@ -117,9 +117,9 @@ def _user_of(url: str) -> dict[str, str]:
         parts = urlsplit(url)
         has_host = bool(parts.hostname and parts.hostname.encode("idna")) and parts.port != 0
     except ValueError as error:
-        raise ValueError(f"{shown!r} is no URL of a server: {_USER.sub('//', str(error))}") from None
+        raise ValueError(f"{shown!r} is not a server's URL: {_USER.sub('//', str(error))}") from None
     if not has_host:
-        raise ValueError(f"{shown!r} is no URL of a server: it names none")
+        raise ValueError(f"{shown!r} is not a server's URL: it has no host")
     return authorization("authorization", parts)
 
 
@@ -194,7 +194,7 @@ def _unreachable(error: Exception, url: str) -> BackendError:
     if isinstance(error, CannotConnect):
         return Unreachable(f"the server at {url} cannot be reached: {error}")
     if isinstance(error, TimeoutError):
-        return Unreachable(f"the server at {url} has said nothing for too long")
+        return Unreachable(f"the server at {url} sent nothing for too long")
     return Unreachable(f"the server at {url} broke off: {error}")
 
 
@@ -234,4 +234,4 @@ def given_up(error: Any) -> BackendError:
     code, reason = said.get("code"), said.get("message") or error
     if said.get("type") in _REFUSALS or (isinstance(code, int) and 400 <= code < 500 and code not in _BUSY):
         return Refused(f"the server refused the request: {reason}")
-    return BackendError(f"the server gave the request up: {reason}")
+    return BackendError(f"the server aborted the request: {reason}")

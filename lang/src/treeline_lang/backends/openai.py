@@ -122,7 +122,7 @@ class OpenAI(Backend):
         if len(turns) > len(prompt.messages):
             if not dialect.continues:
                 raise Unsupported(
-                    "OpenAI's API does not go on with a turn of the assistant that has begun: let the turn begin with "
+                    "OpenAI's API does not continue a begun turn of the assistant: let the turn begin with "
                     "gen(…), say dialect='vllm' (or another) if the server can, or use @function(num_api_spec_tokens=…)"
                 )
             body |= {"continue_final_message": True, "add_generation_prompt": False}
@@ -133,13 +133,13 @@ class OpenAI(Backend):
     async def select(self, prompt: Prompt, choices: Sequence[str], method: ChoicesMethod, call: Call) -> Decision:
         if self.chats:
             raise Unsupported(
-                "a chat API does not tell how likely a given text is: select with OpenAI(…, completions=True), or "
+                "a chat API reports no log probabilities of given texts: select with OpenAI(…, completions=True), or "
                 "gen(regex=…) where the server takes it"
             )
         if method.unconditional:
-            raise Unsupported(f"{method.name} needs the ids of tokens, which OpenAI's API does not tell")
+            raise Unsupported(f"{method.name} needs token ids, which OpenAI's API does not report")
         if not (await self._dialect()).echoes:
-            raise Unsupported("OpenAI's API does not tell how likely a given text is, so it cannot select")
+            raise Unsupported("OpenAI's API reports no log probabilities of given texts, so it cannot select")
         return await super().select(prompt, choices, method, call)
 
     async def count(self, text: str, call: Call) -> int:

@@ -64,9 +64,7 @@ def sampling_body(sampling: Sampling, dialect: Dialect, *, chat: bool) -> dict[s
     extensions = sampling.given(_OURS)
     unknown = [name for name in extensions if name not in dialect.extensions]
     if unknown:
-        raise Unsupported(
-            f"OpenAI's API has no {unknown[0]} (dialect {dialect.name}); say which dialect the server speaks"
-        )
+        raise Unsupported(f"OpenAI's API has no {unknown[0]} (dialect {dialect.name}); give the server's dialect")
     return body | extensions | _constraint(sampling, dialect) | _logprobs(sampling, chat=chat)
 
 
@@ -77,7 +75,7 @@ def _constraint(sampling: Sampling, dialect: Dialect) -> dict[str, Any]:
     if sampling.regex is None:
         return {}
     if not dialect.regex:
-        raise Unsupported("OpenAI's API holds no text to a regex or a dtype: ask for a json_schema")
+        raise Unsupported("OpenAI's API supports no regex or dtype: use a json_schema")
     value: Any = sampling.regex
     for name in reversed(dialect.regex):
         value = {name: value}
@@ -86,7 +84,7 @@ def _constraint(sampling: Sampling, dialect: Dialect) -> dict[str, Any]:
 
 def _logprobs(sampling: Sampling, *, chat: bool) -> dict[str, Any]:
     if sampling.logprob_start_len not in (None, -1):
-        raise Unsupported("OpenAI's API tells the logprobs of its own tokens, and not those of the prompt")
+        raise Unsupported("OpenAI's API reports logprobs of its own tokens, not of the prompt")
     tops = sampling.top_logprobs_num or 0
     if not sampling.return_logprob:
         return {}
@@ -151,7 +149,7 @@ class Growing(GrowingCompletion):
             self.finish = choice["finish_reason"]
             self.matched = choice.get("matched_stop", choice.get("stop_reason"))
             if self.finish == "abort":
-                raise BackendError("the server gave the request up")
+                raise BackendError("the server aborted the request")
 
     def _take_logprobs(self, logprobs: Mapping[str, Any]) -> None:
         if self.chat:

@@ -194,7 +194,7 @@ def _completion(answer: Any) -> Completion:
         text, meta = answer["text"], answer["meta_info"]
         finish = meta.get("finish_reason") or {}
         if finish.get("type") == "abort":
-            raise BackendError(f"the server gave the request up: {finish.get('message', '')}")
+            raise BackendError(f"the server aborted the request: {finish.get('message', '')}")
         if not isinstance(text, str):
             raise TypeError
         return Completion(text, meta)

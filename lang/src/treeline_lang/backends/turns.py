@@ -17,10 +17,12 @@ def turns_of(prompt: Prompt, template: ChatTemplate, backend: str) -> list[dict[
     other roles, which a chat API cannot express.
     """
     if prompt.role != "assistant":
-        raise Unsupported(f"{backend} is sent chats: generate in a turn of the assistant, assistant(gen(…))")
+        raise Unsupported(f"{backend} takes chats only: generate in a turn of the assistant, assistant(gen(…))")
     text = "".join(_written(prompt.messages, template))
     if text + template.begin("assistant", not prompt.messages) + prompt.turn != prompt.text:
-        raise Unsupported(f"{backend} is sent chats: text outside of system(…), user(…) and assistant(…) would be lost")
+        raise Unsupported(
+            f"{backend} takes chats only: text outside of system(…), user(…) and assistant(…) would be lost"
+        )
     turns = [dict(message) for message in prompt.messages]
     if prompt.turn or prompt.images:
         turns.append({"role": "assistant", "content": content_of(prompt.turn, prompt.images)})

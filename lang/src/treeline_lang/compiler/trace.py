@@ -85,7 +85,7 @@ class Placeholder(Expr):
 
     def __getitem__(self, key: Any) -> Placeholder:
         if isinstance(self.value, Joined) or isinstance(key, bool) or not isinstance(key, str | int):
-            self.tracing.refuse(self.value, "sliced, or indexed with what is not known")
+            self.tracing.refuse(self.value, "sliced, or indexed with an unknown value")
         return Placeholder(replace(self.value, path=(*self.value.path, key)), self.tracing)
 
     def __getattr__(self, name: str) -> Any:
@@ -216,7 +216,7 @@ class Recorder:
             known = ", ".join(self.variables) or "none"
             raise UnknownVariable(f"nothing sets the variable {name!r}; there are: {known}", where=caller())
         if self.variables[name].in_scope:
-            raise UnknownVariable(f"{name!r} is the text of a scope, and that has not ended", where=caller())
+            raise UnknownVariable(f"{name!r} is the text of a scope, which has not ended", where=caller())
         return self.variables[name]
 
     def branch(self, count: int) -> list[Recorder]:
@@ -276,7 +276,7 @@ class Tracing:
             remedy = "it is known once the model has written it, so a program that looks at it is not compiled but run"
         else:
             remedy = f"or make it a constant: compile({named.name}=…)"
-        self.fail(f"{described(value)} is {verb}, and a trace does not know it: {_TEXT}; {remedy}")
+        self.fail(f"{described(value)} is {verb}, and it is unknown while tracing: {_TEXT}; {remedy}")
 
     def refuse_state(self, what: str) -> Never:
         self.fail(f"{what} are not known while a program is traced: a program that reads them is not compiled but run")

@@ -52,7 +52,7 @@ def _obstacle(device: torch.device, dtype: torch.dtype, head_dim: int, scoring: 
     if dtype not in (torch.bfloat16, torch.float16):
         return f"it has no kernels for {str(dtype).removeprefix('torch.')}"
     if scoring.sinks:
-        return "attention sinks are left to kernels of our own"
+        return "it has no attention sinks"
     if head_dim not in (64, 128, 256):
         return f"it has no kernels for heads of {head_dim}"
     return None
@@ -75,7 +75,7 @@ def new_attention(
     except Exception as error:  # its import, or a compiler that is missing or fails: there is another way
         logger.debug("FlashInfer", exc_info=True)
         obstacle = f"FlashInfer cannot be used here: {error!r:.500}"
-    logger.info("prompts are computed by our own kernel, long ones slower than by FlashInfer: %s", obstacle)
+    logger.info("prompts use our own kernel, which is slower for long prompts than FlashInfer: %s", obstacle)
     return _triton(*shape)
 
 

@@ -155,7 +155,7 @@ class Publisher:
         self._look_at = now + LOOK_S
         for peers in (*self._subscribers, self._askers):
             if ended := peers.look(now):
-                logger.warning("%d connections were ended: too many, or they sent more than they may", ended)
+                logger.warning("ended %d connections: too many, or they sent too much", ended)
 
     def _take(self, message: CacheUpdate | LoadUpdate | DrainReq | AnnouncedReq) -> None:
         match message:
@@ -207,7 +207,7 @@ class Publisher:
             try:
                 going_on = self._advance(identity, client, turn_ends)
             except zmq.ZMQError as error:
-                logger.debug("a client left in the middle of its answer: %s", error)
+                logger.debug("a client disconnected during its answer: %s", error)
                 going_on = False
             if not going_on:
                 del self._clients[identity]
@@ -222,7 +222,7 @@ class Publisher:
             except zmq.Again:
                 if now - client.moved_at <= STALLED_S:
                     return True
-                logger.warning("a client took nothing of its replay or snapshot for %.0f s; given up", STALLED_S)
+                logger.warning("a client did not read its replay or snapshot for %.0f s; dropped", STALLED_S)
                 return False
             client.held, client.moved_at = None, now
             if now >= turn_ends:

@@ -116,6 +116,6 @@ def _fill(filler: Filler, constraints: Sequence[Constraint], masks: torch.Tensor
         if len(rows) > 1:
             masks[rows] = 0
             return {i: why for row in rows for i, why in _fill(filler, constraints, masks, [row]).items()}
-        logger.exception("a constraint could not say what it allows")
+        logger.exception("a constraint could not fill its mask")
         return {rows[0]: f"internal error: {error!r}"}
     return {}

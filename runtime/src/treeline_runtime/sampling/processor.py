@@ -78,7 +78,7 @@ class Processing:
             if returned is not None and returned is not mine:
                 raise TypeError("it must change the logits in place, and return nothing else")
             if mine.shape != logits.shape or mine.dtype != torch.float32 or mine.device != logits.device:
-                raise TypeError("it must leave the logits' shape, type and device")
+                raise TypeError("it must keep the logits' shape, type and device")
         except (Exception, SystemExit) as error:
             logger.exception("logit processor %r failed", self.name)
             return told(f"logit processor {self.name!r} failed:", error)

@@ -42,7 +42,7 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> str | None:
     if params.min_new_tokens > params.max_new_tokens:
         return f"min_new_tokens {params.min_new_tokens} exceeds max_new_tokens {params.max_new_tokens}"
     if params.min_new_tokens and params.grammar is not None:
-        return "min_new_tokens beside a grammar, which says itself where it ends"
+        return "min_new_tokens beside a grammar, which decides where it ends"
     if params.logit_bias:
         for token, bias in params.logit_bias.items():
             if not 0 <= token < vocab_size:

@@ -60,7 +60,7 @@ class Residence:
 
     @property
     def executor(self) -> Executor:
-        assert self._executor is not None, "asleep: requests are refused before they get here"
+        assert self._executor is not None, "asleep: requests should have been refused earlier"
         return self._executor
 
     def warm_up(self) -> None:
@@ -234,7 +234,7 @@ class Profiler:
         """Returns the trace's file. Raises ProfilerError."""
         running, self._running = self._running, None
         if running is None:
-            raise ProfilerError("no profile is running: it has reached its steps, or was never started")
+            raise ProfilerError("no profile is running: it has ended, or was never started")
         running.stop()
         self._count += 1
         now = time.strftime("%Y%m%d-%H%M%S")
@@ -300,7 +300,7 @@ class Administration:
 
     def _sleep(self, message: SleepReq) -> Reply:
         if self._residence.level != AWAKE:
-            return Reply(message.id, ok=False, message=f"it sleeps already, at level {self._residence.level}")
+            return Reply(message.id, ok=False, message=f"it is already asleep, at level {self._residence.level}")
         if (busy := self._busy(message.id)) is not None:
             return busy
         self._cache.flush()

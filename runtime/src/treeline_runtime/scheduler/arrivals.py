@@ -86,7 +86,7 @@ def refusal(
     answer = min(message.sampling.max_new_tokens, 1)
     problem: str | None
     if message.pools != pools:
-        problem = "this model makes vectors, and no text" if pools else "this model makes text, and no vectors"
+        problem = "this model makes vectors, not text" if pools else "this model makes text, not vectors"
     elif message.pools and message.sampling.max_new_tokens:
         problem = "a request for a vector produces no tokens: max_new_tokens must be 0"
     elif message.pools and (message.return_logprob or message.logprob_start_len >= 0 or message.return_hidden_states):

@@ -54,7 +54,7 @@ class Grammars:
             try:
                 return Vocabulary.of(bundle(), model.vocab_size, model.eos_token_ids)
             except BundleError as error:
-                raise GrammarError(f"this server cannot follow grammars: {error}") from None
+                raise GrammarError(f"this server does not support grammars: {error}") from None
 
         def prepare(vocabulary: Vocabulary) -> None:
             self.jump_forward = jump_forward(bundle(), vocabulary) if jumps else None
@@ -189,7 +189,7 @@ class Jumps:
             forced = constraint.forced()
             jump = forward.jump(req.tokens, fixed, forced, req.namespace)
         except Exception:
-            logger.exception("a jump failed: the request goes on without")
+            logger.exception("a jump failed; the request continues without")
             return None
         if time.thread_time() - began > MOST_SECONDS:
             req.jumps_from = req.max_new_tokens  # all others have waited

@@ -42,7 +42,7 @@ class Processors:
             try:
                 name, place = split(text)
                 if name in found:
-                    raise ValueError(f"there are two of the name {name!r}")
+                    raise ValueError(f"two have the name {name!r}")
                 found[name] = _find(place)
             except ValueError as error:
                 raise ConfigError(f"--logit-processor {text}: {error}") from None
@@ -93,7 +93,7 @@ def _find(place: str) -> Factory:
     except Exception as error:
         raise ValueError(f"cannot find {attribute} in {module}: {error}") from None
     if not callable(factory):
-        raise ValueError(f"{attribute} in {module} is no class and no function: {type(factory).__name__}")
+        raise ValueError(f"{attribute} in {module} is not a class or function: {type(factory).__name__}")
     _check_signature(factory, attribute)
     made: Factory = factory
     return made

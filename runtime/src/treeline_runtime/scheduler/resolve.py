@@ -64,19 +64,19 @@ def _no_pool(config: EngineConfig, device: torch.device, reserved: int, page_byt
     if device.type != "cuda":
         share = "a tenth" if config.mem_fraction is None else f"mem_fraction {config.mem_fraction}"
         return (
-            f"no memory is left for the KV pool: {_gib(_available_memory())} are free, of which {share} is for it, and "
+            f"no memory left for the KV pool: {_gib(_available_memory())} are free, of which {share} is for it, and "
             f"{page}: raise mem_fraction, or set max_total_tokens"
         )
     sizes = {"weights": torch.cuda.memory_allocated(device), "reserved for tables, workspaces and graphs": reserved}
     return (
-        f"no memory is left for the KV pool at mem_fraction {config.mem_fraction or DEFAULT_FRACTION}: "
+        f"no memory left for the KV pool at mem_fraction {config.mem_fraction or DEFAULT_FRACTION}: "
         f"{_numbers(device, sizes)}; {page}: raise mem_fraction, lower max_running_requests, context_length, "
-        "max_graph_batch or max_graph_tokens, or take a larger GPU or a smaller dtype"
+        "max_graph_batch or max_graph_tokens, or use a larger GPU or a smaller dtype"
     )
 
 
 TO_SET = "lower mem_fraction (or max_total_tokens), chunked_prefill_size, max_graph_batch or max_graph_tokens"
-TO_LOAD = "end what else uses it, or take a larger one, a smaller dtype or a smaller model"
+TO_LOAD = "stop other programs that use it, or use a larger device, a smaller dtype or a smaller model"
 
 
 @contextmanager

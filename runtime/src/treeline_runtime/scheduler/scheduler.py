@@ -230,7 +230,7 @@ class Scheduler:
         try:
             results = launched.result()
         except Exception as error:
-            logger.exception("the result of a batch of %d requests failed", len(batch.reqs))
+            logger.exception("processing a batch of %d requests failed", len(batch.reqs))
             results = [Sampled(failed=f"internal error: {error!r}") for _ in batch.reqs]
         now = time.perf_counter()
         seconds = now - max(started, self._processed_at)  # a step launched behind another begins when that one ends
@@ -252,7 +252,7 @@ class Scheduler:
                 try:
                     self._advance(req, end, batch.phase_of(i), result, samples=batch.samples[i])
                 except Exception as error:
-                    logger.exception("a result could not be taken: %r", req)
+                    logger.exception("a result could not be applied: %r", req)
                     self._fail(req, f"internal error: {error!r}")
 
     def _advance(self, req: Req, end: int, phase: Phase, result: Sampled, *, samples: bool) -> None:
@@ -351,7 +351,7 @@ class Scheduler:
             try:
                 self.executor.clear(freed)
             except Exception:  # a device in trouble; attention does not rely on clean pages
-                logger.exception("%d pages could not be cleaned", len(freed))
+                logger.exception("could not zero %d pages", len(freed))
 
     def _fail(self, req: Req, message: str) -> None:
         """Ends `req` after a fault of its grammar or ours; its results are not trusted."""
@@ -363,7 +363,7 @@ class Scheduler:
     def _on_generate(self, message: GenerateReq) -> None:
         if self._find(message.rid) is not None:
             # a reply would end the request that owns the name
-            logger.error("request id %r is in use: the second request is dropped", message.rid)
+            logger.error("request id %r is in use; dropped the second request", message.rid)
             return
         req = self._admit(message)
         if isinstance(req, FinishReason):

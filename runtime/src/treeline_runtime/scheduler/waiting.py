@@ -190,7 +190,7 @@ class TimeLimits:
     def _waited_too_long(self, now: float) -> Iterator[tuple[Req, FinishReason]]:
         if self._waiting_s is None:
             return
-        message = f"the request has waited for {self._waiting_s:g} s, and the server is too busy to begin it"
+        message = f"the request has waited for {self._waiting_s:g} s, and the server is too busy to start it"
         begun = list[Req]()
         for req, came in self._waiting.items():
             if now - came < self._waiting_s:

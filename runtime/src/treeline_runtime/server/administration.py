@@ -206,7 +206,7 @@ class Administration:
         runs, 503."""
         state = self._service.state
         if state.operation is not None:
-            raise ApiError(409, f"Another operation is under way: {state.operation}", code="conflict")
+            raise ApiError(409, f"Another operation is running: {state.operation}", code="conflict")
         if not state.ready:
             raise ApiError(503, "The model is still loading", type="server_error")
         state.operation, state.pausing, state.holding = what, refuses, not refuses

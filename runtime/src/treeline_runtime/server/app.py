@@ -169,7 +169,7 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 async def _full(request: Request, _: Exception) -> Response:
     service: Service = request.app.state.service
-    return await _refused(request, service.overloaded("Requests in flight take all the memory that they may have"))
+    return await _refused(request, service.overloaded("Requests in flight use all memory that is allowed"))
 
 
 async def _not_served(request: Request, error: Exception) -> Response:

@@ -127,7 +127,7 @@ class Choice:
     def finish_reason(self, finish: FinishReason) -> ChatFinishReason:
         """`tool_calls` where the model ended by itself and has called; one that was cut off may be in the midst of a
         call."""
-        assert finish.type != "error", "which is no answer (`Service.check_finish`)"
+        assert finish.type != "error", "which is not an answer (`Service.check_finish`)"
         if finish.type == "stop" and self.calls and not isinstance(finish.matched, str):
             return "tool_calls"
         return finish.type

@@ -29,38 +29,38 @@ IGNORED: Final = ContextVar[dict[str, None] | None]("ignored", default=None)
 """Members of the current request that are ignored, in order; `Reader.read` adds them to its result."""
 
 HARMLESS: Mapping[str, str] = {
-    "user": "says who asks, for statistics",
+    "user": "identifies the user, for statistics",
     "metadata": "the client's own bookkeeping",
-    "store": "asks for a log at OpenAI; nothing is stored here",
+    "store": "asks OpenAI to store it; nothing is stored here",
     "service_tier": "there is one tier",
-    "reasoning_effort": "how much to think, where the chat template goes by no effort",
-    "verbosity": "how long answers shall be, for models that were taught the word: say it in the prompt",
-    "prompt_cache_options": "hints how to keep a prefix; the answer is the same",
-    "prompt_cache_key": "a hint to route by; prefixes are found without it",
-    "prompt_cache_retention": "a hint how long to keep a prefix; the answer is the same",
-    "safety_identifier": "says who asks, for statistics",
-    "log_metrics": "whether the engine counts the request: sent by SGLang's router with its probes",
-    "guided_decoding_backend": "which library holds an output to a grammar, at vLLM; the outputs are the same",
-    "stream_interval": "at least so many tokens a chunk: SGLang's bench_one_batch_server; chunks are as they come",
-    "session_id": "whose turns belong together, a hint to route by: SGLang's bench_serving",
+    "reasoning_effort": "reasoning effort, which the chat template does not use",
+    "verbosity": "the length of answers, for models trained on it: ask in the prompt",
+    "prompt_cache_options": "a caching hint; the answer is the same",
+    "prompt_cache_key": "a routing hint; prefixes are found without it",
+    "prompt_cache_retention": "a caching hint; the answer is the same",
+    "safety_identifier": "identifies the user, for statistics",
+    "log_metrics": "whether to count the request: sent by SGLang's router with its probes",
+    "guided_decoding_backend": "vLLM's choice of a grammar library; outputs are the same",
+    "stream_interval": "the smallest chunk: SGLang's bench_one_batch_server; not supported",
+    "session_id": "groups turns, a routing hint: SGLang's bench_serving",
     "routed_dp_rank": "there is one rank: sent by SGLang's router",
     "data_parallel_rank": "there is one rank: sent by SGLang's router",
-    "custom_labels": "labels of the engine's statistics, at SGLang",
-    "length_penalty": "of beam search, at vLLM; there is none",
-    "prediction": "a guess at the answer, to have it sooner; the answer is the same",
-    "return_flat_raw_top_logprobs_b64": "how log probabilities are written that are not told: SGLang's",
-    "return_spec_tokens_details": "nothing is drafted of which to tell: SGLang's",
-    "return_token_offsets": "of vLLM's paths that render a prompt, and no other",
-    "routed_experts_prompt_start": "where a list begins that is not told: vLLM's",
-    "routed_experts_start_len": "where a list begins that is not told: SGLang's",
-    "task": "DeepSeek-V4's, at SGLang; other models know none",
-    "truncation_side": "which end of the prompt 'truncate_prompt_tokens' cuts, at vLLM",
+    "custom_labels": "labels of SGLang's statistics",
+    "length_penalty": "vLLM's, for beam search; there is none",
+    "prediction": "a predicted answer for speed; the answer is the same",
+    "return_flat_raw_top_logprobs_b64": "the format of log probabilities that are not requested: SGLang's",
+    "return_spec_tokens_details": "there is no speculative decoding: SGLang's",
+    "return_token_offsets": "only for vLLM's paths that render prompts",
+    "routed_experts_prompt_start": "the start of a list that is not requested: vLLM's",
+    "routed_experts_start_len": "the start of a list that is not requested: SGLang's",
+    "task": "SGLang's, for DeepSeek-V4 only",
+    "truncation_side": "vLLM's, for 'truncate_prompt_tokens'",
     **dict.fromkeys(
         (
             *("images_config", "max_dynamic_patch", "media_io_kwargs", "min_dynamic_patch", "mm_payload"),
             *("mm_processor_kwargs", "return_mm_kwargs", "use_audio_in_video", "video_config"),
         ),
-        "how pictures and sounds are read, of which no message may have any",
+        "for pictures and sounds, which messages cannot have",
     ),
 }
 """Fields without effect on an answer, and why. Any value is accepted."""
@@ -144,9 +144,9 @@ def json_object(body: bytes | bytearray) -> dict[str, Any]:
 def why_not_json(text: bytes | bytearray, error: Exception) -> str:
     """What is wrong, in words where `error` has none for common mistakes."""
     if _SURROGATE.search(_PAIR.sub(b"", text)):
-        return "it contains half of a surrogate pair (as \\ud800), which is no text"
+        return "it contains half of a surrogate pair (as \\ud800), which is not text"
     if _NOT_A_NUMBER.search(text):
-        return "NaN and Infinity are no numbers there; leave such a member out"
+        return "NaN and Infinity are not JSON numbers; leave such a member out"
     return str(error)
 
 
@@ -280,14 +280,14 @@ def as_api_error(error: msgspec.ValidationError, where: str = "") -> ApiError:
 
 
 _STORE: Final = "nothing is stored: send the whole conversation each time"
-_DISAGGREGATION: Final = "prompts are computed where their answer is"
-_OF_LOGPROBS: Final = "what is told of log probabilities is 'logprobs' and 'top_logprobs'"
+_DISAGGREGATION: Final = "prefill and decode run on the same server"
+_OF_LOGPROBS: Final = "use 'logprobs' and 'top_logprobs'"
 _WATERMARK: Final = "outputs have no watermarks"
-_EXPERTS: Final = "which experts computed a token is not told"
+_EXPERTS: Final = "chosen experts are not reported"
 _ADAPTER: Final = "there are no LoRA adapters"
-_CUT: Final = "prompts are never cut: send what is to be read"
+_CUT: Final = "prompts are never truncated: send a shorter one"
 _OLD_CALLS: Final = "OpenAI's older form: use 'tools' and 'tool_choice'"
-_TOKENS: Final = "'return_token_ids' tells the tokens of prompt and answer"
+_TOKENS: Final = "use 'return_token_ids'"
 
 REASONS: Final[Mapping[str, str]] = {
     "add_special_tokens": "the chat template writes all special tokens of a chat",
@@ -297,7 +297,7 @@ REASONS: Final[Mapping[str, str]] = {
     "bootstrap_host": _DISAGGREGATION,
     "bootstrap_port": _DISAGGREGATION,
     "bootstrap_room": _DISAGGREGATION,
-    "context_management": "nothing of a conversation is left out here",
+    "context_management": "conversations are never shortened here",
     "conversation": _STORE,
     "disagg_prefill_dp_rank": _DISAGGREGATION,
     "ec_transfer_params": _DISAGGREGATION,
@@ -310,16 +310,16 @@ REASONS: Final[Mapping[str, str]] = {
     "logprob_token_ids": _OF_LOGPROBS,
     "lora_path": _ADAPTER,
     "modalities": "answers are text",
-    "personality": "the style is the prompt's to say: 'instructions'",
+    "personality": "set the style in 'instructions'",
     "previous_input_messages": "send them as 'input'",
     "previous_response": "send its output as 'input'",
-    "prompt": "nothing is stored that it could name: send the text itself, as this path takes it",
+    "prompt": "nothing is stored: send the text itself",
     "prompt_embeds": "prompts are texts or token ids",
     "reasoning": "use 'reasoning_effort'",
     "repetition_detection": "use 'frequency_penalty', or 'max_tokens'",
-    "return_cached_tokens_details": "how much was cached is in the usage",
+    "return_cached_tokens_details": "see the usage",
     "return_flat_raw_output_top_logprobs": _OF_LOGPROBS,
-    "return_hidden_states": "/generate tells them, where the server was started with --enable-return-hidden-states",
+    "return_hidden_states": "use /generate on a server started with --enable-return-hidden-states",
     "return_input_ids_in_sglext": _TOKENS,
     "return_meta_info": _TOKENS,
     "return_output_ids_in_sglext": _TOKENS,
@@ -329,8 +329,8 @@ REASONS: Final[Mapping[str, str]] = {
     "return_sampling_mask": _OF_LOGPROBS,
     "return_tokens_as_token_ids": _TOKENS,
     "sampling_logprobs_mode": _OF_LOGPROBS,
-    "session_params": "sessions are not kept: prefixes are found without",
-    "suffix": "text is not filled in: write the model's own markers into the prompt",
+    "session_params": "there are no sessions: prefixes are found without",
+    "suffix": "infilling is not supported: write the model's own markers into the prompt",
     "thinking": "use 'reasoning_effort', or 'chat_template_kwargs' with what the template reads",
     "thinking_token_budget": "use 'reasoning_effort'",
     "truncate_prompt_tokens": _CUT,

@@ -87,9 +87,11 @@ def note_words(schema: Any, param: str, *, strict: bool = False) -> None:
         ignore(f"{param}/{word}")
         shown.append(repr(short(word)))
     if shown and strict and STRICT.get():
-        raise invalid(param, f"with 'strict', a schema has no words that say nothing: {', '.join(shown[:_MOST_SHOWN])}")
+        raise invalid(
+            param, f"with 'strict', a schema may have no unknown or ignored keywords: {', '.join(shown[:_MOST_SHOWN])}"
+        )
     if shown:
-        logger.info("words of a schema say nothing: %s", ", ".join(shown[:_MOST_SHOWN]))
+        logger.info("ignored keywords of a schema: %s", ", ".join(shown[:_MOST_SHOWN]))
 
 
 def as_format(grammar: Grammar) -> dict[str, Any]:

@@ -117,9 +117,7 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 class StreamOptions(Body, frozen=True):
     """Optional parts of a stream's chunks."""
 
-    harmless: ClassVar = {
-        "include_obfuscation": "padding, so that nobody sees in encrypted packets how long a token is"
-    }
+    harmless: ClassVar = {"include_obfuscation": "padding that hides token lengths in encrypted packets"}
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     """The usage so far in every chunk: vLLM's, sent by guidellm and aiperf."""

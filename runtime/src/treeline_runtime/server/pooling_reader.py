@@ -249,7 +249,7 @@ class PoolingReader:
         if body.instruct is not None:
             _check_text(body.instruct, "instruct")
         if body.add_special_tokens is False:
-            problem = "'add_special_tokens' cannot be false: they are what tells the two texts of a pair apart"
+            problem = "'add_special_tokens' cannot be false: they separate the two texts of a pair"
             raise ApiError(400, problem, param="add_special_tokens", code="unsupported_parameter")
         pooling = self.model.pooling
         prompts = self.model.prompts.of_pairs(

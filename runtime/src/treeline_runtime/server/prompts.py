@@ -376,7 +376,7 @@ def _keys(bundle: TokenizerBundle) -> PrefixKeys | None:
     try:
         return PrefixKeys.from_bundle(bundle)
     except BundleError as error:
-        logger.info("the tokens' bytes are not known: %s", error)
+        logger.info("the bytes of tokens are unknown: %s", error)
         return None
 
 

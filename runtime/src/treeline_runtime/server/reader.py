@@ -351,7 +351,7 @@ def _check_tools(model: openai.ModelFacts, template: str | None) -> None:
     if "tools" not in model.prompts.variables(template):
         raise ApiError(
             400,
-            "The chat template has no place for tools: it would not know of them",
+            "The chat template has no place for tools: the model would not see them",
             param="tools",
             code="unsupported_parameter",
         )
@@ -362,7 +362,7 @@ def _parsing(body: openai.ChatBody, model: openai.ModelFacts, calls: Calls | Non
     if body.separate_reasoning is False and model.formats.harmonic:
         raise ApiError(
             400,
-            "'separate_reasoning' cannot be false for a model that writes harmony: nothing else is its answer",
+            "'separate_reasoning' cannot be false for a harmony model: its answer is one of several messages",
             param="separate_reasoning",
             code="unsupported_parameter",
         )

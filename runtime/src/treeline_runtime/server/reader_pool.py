@@ -250,7 +250,7 @@ class _Lane:
                 body.reservation.release()
             else:
                 return body
-        raise Killed("it ended while it had nothing to do")
+        raise Killed("it ended while idle")
 
     def _takes(self, body: _PendingBody) -> bool:
         if self._most is None or body.done.done():
@@ -328,6 +328,6 @@ def _spent(wait_s: int) -> ApiError:
 def too_costly(size: int) -> ApiError:
     return ApiError(
         413,
-        f"This request of {size} bytes takes more time or memory to read than one request is given; send less at once",
+        f"This request of {size} bytes takes too much time or memory to read; send less at once",
         code="request_too_large",
     )

@@ -53,7 +53,7 @@ def read_processor(
     for found in (named, filled):
         if len(found) > 1:
             first, second, *_ = found
-            raise invalid(second, f"it says the same as {first!r}: give one")
+            raise invalid(second, f"it means the same as {first!r}: give one")
     if not named:
         for field in filled:
             raise invalid(field, "which logit processor is it for? Name it as 'custom_logit_processor'")
@@ -62,7 +62,7 @@ def read_processor(
     if name.lstrip().startswith("{"):
         raise invalid(
             field,
-            "code is never taken from requests. Put the class where the server can import it, start the server with "
+            "requests cannot contain code. Put the class where the server can import it, start the server with "
             "--logit-processor NAME=module:attribute, and send NAME",
         )
     if not is_name(name):
@@ -193,7 +193,7 @@ class SamplingFields(Body, frozen=True):
         if min_new_tokens and constraint is not None:
             raise ApiError(
                 400,
-                f"{min_param!r} and {constraint.param!r} contradict each other: a grammar says itself where it ends",
+                f"{min_param!r} and {constraint.param!r} contradict each other: a grammar decides where it ends",
                 param=min_param,
             )
         if min_new_tokens and min_new_tokens > max_new_tokens:

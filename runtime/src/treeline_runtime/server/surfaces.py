@@ -92,5 +92,5 @@ def administration(
 
 def _served_by_other(path: str, what: str, flag: str, url: str | None) -> str:
     if url is None:
-        return f"{path} is not served: {what} has a listener of its own, which is off ({flag})"
-    return f"{path} is not served here: {what} has a listener of its own, {url} ({flag})"
+        return f"{path} is not served: {what} has its own port, which is off ({flag})"
+    return f"{path} is not served here: {what} has its own port, {url} ({flag})"

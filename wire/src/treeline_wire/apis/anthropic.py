@@ -122,7 +122,7 @@ class _Turn:
             case "image":
                 self.parts.append({"type": "image_url"})
             case "thinking" if self.sglang:
-                raise Unknown(where, "what an assistant thought depends on the engine's settings")
+                raise Unknown(where, "reasoning depends on the engine's settings")
             case "thinking":
                 self.reasoning.append(text_member(block, "thinking", where) or "")
             case "redacted_thinking" | "tool_reference":

@@ -31,7 +31,7 @@ _DEVELOPER: Final = "Developer instructions:\n"
 """SGLang's prefix for the text of a developer message."""
 _OPEN: Final = ("in_progress", "incomplete")
 _TEXTS: Final = ("input_text", "output_text", "text")
-_OTHER: Final = "its type is not known here"
+_OTHER: Final = "its type is unknown"
 _ENCRYPTED: Final = "it is encrypted"
 
 
@@ -295,7 +295,7 @@ def _tools(body: Mapping[str, Any], engine: str) -> dict[str, Any]:
     """Tools and tool choice. Without `strict`, SGLang's tools are not strict; vLLM's have no such member."""
     given = tools_of(body)
     if any(tool.get("type") in ("custom", "namespace") for tool in given):
-        raise PromptError("tools", "has kinds of tools that are not known here")
+        raise PromptError("tools", "has unknown kinds of tools")
     functions = [tool for tool in given if tool.get("type") == "function"]
     if not functions:
         return {}

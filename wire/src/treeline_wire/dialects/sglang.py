@@ -40,7 +40,7 @@ class SglangDialect(ChatDialect):
                 suffix = last["content"]
                 messages = messages[:-1]
                 if not messages:
-                    raise PromptError("messages", "has nothing before the message that is to be continued")
+                    raise PromptError("messages", "has nothing before the message to be continued")
             else:
                 messages = [*messages[:-1], {"role": "user", "content": last["content"]}]
         return Turn(messages, True, False, suffix)

@@ -28,16 +28,14 @@ class MessagesBody(SamplingFields, frozen=True, kw_only=True):
     harmless: ClassVar = {
         **{name: why for name, why in HARMLESS.items() if name != "parallel_tool_calls"},
         "betas": "which additions to the API the client knows: SGLang's field",
-        "cache_control": "prefixes are cached without being told",
-        "billing_policy": "says who pays; nobody does",
-        "diagnostics": "asks why a prefix was not cached; the usage says how much was",
-        **dict.fromkeys(
-            ("fallbacks", "fallback_credit_token"), "which models answer where this one declines; none declines"
-        ),
+        "cache_control": "prefixes are always cached",
+        "billing_policy": "for billing, which does not exist here",
+        "diagnostics": "asks why a prefix was not cached; see the usage",
+        **dict.fromkeys(("fallbacks", "fallback_credit_token"), "fallback models; there are none"),
         "speed": "there is one speed",
-        "inference_geo": "says where; there is one place",
-        "user_profile_id": "says who asks, for statistics",
-        "workspace_id": "says who asks, for statistics",
+        "inference_geo": "chooses a region; there is only one",
+        "user_profile_id": "identifies the user, for statistics",
+        "workspace_id": "identifies the user, for statistics",
     }
     shown: ClassVar = {
         "max_tokens": {"type": "integer", "minimum": 1, "description": "`count_tokens` needs none."},
@@ -209,7 +207,7 @@ def _check_kept(body: MessagesBody) -> None:
     check_unknown(context, {"edits"}, harmless=(), where="context_management.")
     edits = context.get("edits") or []
     if not isinstance(edits, list) or any(edit != _KEPT for edit in edits):
-        raise unsupported("context_management.edits", "nothing of a conversation is left out here")
+        raise unsupported("context_management.edits", "conversations are never shortened here")
 
 
 def _response_format(format: Any) -> dict[str, Any]:

@@ -26,7 +26,7 @@ class ResponsesBody(SamplingFields, frozen=True, kw_only=True):
     harmless: ClassVar = {
         **{name: why for name, why in HARMLESS.items() if name not in ("metadata", "parallel_tool_calls")},
         "client_metadata": "the client's own bookkeeping: Codex's",
-        "max_tool_calls": "counts calls of built-in tools, of which there are none",
+        "max_tool_calls": "limits calls of built-in tools; there are none",
     }
     shown: ClassVar = {
         "input": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]},
@@ -79,7 +79,7 @@ _AS_THEY_ARE: Final = (
     *("include_reasoning", "structured_outputs"),
 )
 _INCLUDABLE: Final[Mapping[str, str]] = {
-    "reasoning.encrypted_content": "the reasoning is there as it is",
+    "reasoning.encrypted_content": "the reasoning is always included",
     **dict.fromkeys(
         (
             "code_interpreter_call.outputs",
@@ -88,9 +88,9 @@ _INCLUDABLE: Final[Mapping[str, str]] = {
             "web_search_call.action.sources",
             "web_search_call.results",
         ),
-        "of built-in tools, of which there are none",
+        "of built-in tools; there are none",
     ),
-    "message.input_image.image_url": "no message may have pictures",
+    "message.input_image.image_url": "messages cannot have pictures",
 }
 """What `include` may contain because nothing is left out anyway, and why."""
 _ROLES: Final = ("user", "assistant", "system", "developer")
@@ -114,7 +114,7 @@ def read_responses(raw: Mapping[str, Any]) -> ResponsesBody:
         check_unknown(body.stream_options, (), harmless=StreamOptions.harmless, where="stream_options.")
     for one in body.include or ():
         if not isinstance(one, str) or one not in _INCLUDABLE:
-            raise unsupported("include", f"{short(one)!r} is not told here")
+            raise unsupported("include", f"{short(one)!r} is not available here")
     for i, item in enumerate(body.input if isinstance(body.input, list) else ()):
         _check_item(item, f"input[{i}]")
     for i, tool in enumerate(body.tools or ()):
@@ -183,7 +183,7 @@ def _check_item(item: Any, where: str) -> None:
     kind = item.get("type", "message")
     known = _ITEMS.get(kind) if isinstance(kind, str) else None
     if kind == "item_reference":
-        raise unsupported(f"{where}.type", "nothing is stored that could be referred to: send the item itself")
+        raise unsupported(f"{where}.type", "nothing is stored: send the item itself")
     if known is None:
         raise unsupported(f"{where}.type", f"items of this type are not supported: {short(kind)!r}")
     check_unknown(item, known, harmless=(), where=f"{where}.")
