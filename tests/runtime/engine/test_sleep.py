@@ -55,7 +55,7 @@ def test_asleep_the_memory_is_the_systems_again(tmp_path: Path) -> None:
         assert len(engine.generate(IDS, GREEDY).token_ids) == 8
 
 
-def test_a_sleeping_scheduler_has_told_that_its_cache_is_empty_and_says_so_in_its_load(tmp_path: Path) -> None:
+def test_a_sleeping_scheduler_reports_an_empty_cache_and_its_sleep(tmp_path: Path) -> None:
     engine = Harness(write_config(tmp_path))
     engine.generate("1", prompt(1, 20))
     engine.inbox.append(SleepReq("s", 2))

@@ -195,7 +195,7 @@ def test_two_sockets_of_events_cannot_have_one_port(twice: tuple[str, str]) -> N
         serve(parse_args(flags))
 
 
-def test_while_loading_nothing_is_ready_and_a_failure_to_load_is_said(model: Path, tmp_path: Path) -> None:
+def test_nothing_is_ready_while_loading_and_load_failures_are_reported(model: Path, tmp_path: Path) -> None:
     go_on = tmp_path / "go on"
     environment = {"FAKE_SCHEDULER_WAITS_FOR": str(go_on), "FAKE_SCHEDULER_FAILS": "1"}
     server = ServerProcess(model, "--no-events", fake=True, environment=environment)
