@@ -83,7 +83,7 @@ def _sim_command(index: int, ports: Sequence[int], cases: tuple[SimCase, ...], c
     path = context.folder / f"cases-{index}.msgpack"
     path.write_bytes(msgspec.msgpack.encode(cases))
     argv = [sys.executable, "-m", "treeline_sim", "serve", "--model", str(context.model), "--name", MODEL_NAME]
-    # An engine that learnt would make every later request a hit, whatever the picker knows.
+    # A learning engine would turn every later request into a hit.
     argv += ["--cases", str(path)]
     for name, port in zip(("port", "events-port", "replay-port", "load-port"), ports, strict=True):
         argv += [f"--{name}", str(port)]

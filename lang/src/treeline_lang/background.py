@@ -49,7 +49,7 @@ def wake() -> None:
 
 def _take_posted() -> None:
     global _woken
-    _woken = False  # before the last look: what is posted from here on wakes it again
+    _woken = False  # before the last check: later posts wake it again
     while _posted:
         context, function, args = _posted.popleft()
         asyncio.get_running_loop().call_soon(function, *args, context=context)

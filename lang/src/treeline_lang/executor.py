@@ -288,7 +288,7 @@ class StreamExecutor:
                 await step.do(self)
             except asyncio.CancelledError:
                 self._stop(step, Cancelled("interrupted"))
-            except ProgramError as error:  # perhaps of several streams: each says its own line
+            except ProgramError as error:  # perhaps of several streams, each with its own line
                 self._stop(step, error.again())
             except Exception as error:
                 failure = ProgramError(f"{type(error).__name__}: {error}")

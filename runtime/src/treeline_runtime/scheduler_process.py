@@ -88,7 +88,7 @@ def run(spec: ChildSpec, context: zmq.Context[zmq.Socket[bytes]]) -> None:
     except (ConfigError, ModelError) as error:
         raise StartError(str(error)) from None
     gc.collect()
-    gc.freeze()  # what is there now stays: no later collection walks through it between two steps
+    gc.freeze()  # objects so far are permanent: later collections skip them
     transport.announce_ready(scheduler.limits.as_dict(), scheduler.load())
     scheduler.grammars.warm()
     scheduler.run_forever(stop=lambda: False)  # ends with the process

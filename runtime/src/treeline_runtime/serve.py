@@ -242,7 +242,7 @@ class Server:
         self._probes.kv_events = None if publisher is None else _kv_events(publisher, args)
         self._pool.start()
         gc.collect()
-        gc.freeze()  # what is there now stays: no later collection walks through it while requests wait
+        gc.freeze()  # objects so far are permanent: later collections skip them
         self._state.heartbeat_at = dict.fromkeys(self._children, time.monotonic())
         self._state.ready = True
         took_s = time.monotonic() - self._started
@@ -263,7 +263,7 @@ class Server:
     def _on_end(self, ended: Ended) -> None:
         if self._stopping:
             return
-        if ended.status == 1:  # it may have said why: that message may still be on its way
+        if ended.status == 1:  # its last message with the reason may still arrive
             asyncio.get_running_loop().call_later(LAST_WORDS_S, self._report, str(ended))
         else:
             self._report(str(ended))

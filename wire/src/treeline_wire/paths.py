@@ -35,7 +35,7 @@ engine could read differently. Valid in RE2 and `re`."""
 _MODELS: Final = (
     PathRule("/v1/models", READ),
     PathRule("/v1/models", READ, below=True),
-    # Clients and load balancers ask it. It tells whether the engine serves, and nothing else.
+    # Clients and load balancers ask it. It only shows whether the engine serves.
     PathRule("/health", READ),
 )
 _OPENAI: Final = ("/v1/chat/completions", "/v1/completions")

@@ -91,7 +91,7 @@ def watched(number: int) -> str:
 
 
 def _fail(*_: Any, **__: Any) -> NoReturn:
-    _watch.get().failed = True  # a template's filters and tests may catch what is raised
+    _watch.get().failed = True  # a template's filters and tests may catch exceptions
     raise DependsOnTextError
 
 

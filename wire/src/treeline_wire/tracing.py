@@ -46,7 +46,7 @@ def provider(spans: SpanExporter, service: str) -> TracerProvider:
 
 async def stop(provider: TracerProvider, limit_s: float) -> None:
     """Sends remaining spans, for at most so many seconds."""
-    # Not by the loop's own threads: the process would wait for them, however long a collector says nothing.
+    # Not by the loop's own threads: the process would wait for them while a collector hangs.
     stopping = threading.Thread(target=provider.shutdown, daemon=True)
     stopping.start()
     await asyncio.to_thread(stopping.join, limit_s)

@@ -58,7 +58,7 @@ ABLATIONS: dict[str, Ablation] = {
     ablation.name: ablation
     for ablation in (
         NONE,
-        # A hint fills a cache: where there is none it would only cost.
+        # Without a cache, hints only cost time.
         Ablation("no_cache", "No cache", "every prompt is computed", cache="off", order="given", hints=False),
         Ablation("fcfs", "First come", "requests in the order in which they come", policy="fcfs", order="given"),
         Ablation("no_parallelism", "No parallelism", "branches of a program one after another", parallel=False),

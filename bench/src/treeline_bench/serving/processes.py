@@ -125,7 +125,7 @@ class Load:
 
     def _write(self, line: bytes) -> None:
         for child in self._children:
-            with contextlib.suppress(OSError):  # one that has ended says so in another way
+            with contextlib.suppress(OSError):  # its end is noticed elsewhere
                 pipe = cast(BinaryIO, child.stdin)
                 pipe.write(line)
                 pipe.flush()

@@ -292,7 +292,7 @@ class Tracing:
 
     has_asked = has_read
 
-    # ---- what is recorded -------------------------------------------------------------------------------------------
+    # ---- recording -------------------------------------------------------------------------------------------
 
     def parts(self, part: Expr) -> Sequence[Expr]:
         """A part of an expression, with holes for placeholders."""

@@ -221,7 +221,7 @@ def _size(folder: Path) -> int:
             if name.startswith(OURS):
                 continue
             with contextlib.suppress(OSError):
-                # Space may be reserved before the bytes are there: what counts is what is written.
+                # Space may be reserved before the bytes are there: only written bytes count.
                 found = os.stat(os.path.join(root, name))
                 total += min(found.st_size, found.st_blocks * 512) if name.endswith(".incomplete") else found.st_size
     return total

@@ -118,7 +118,7 @@ def _one_of(document: Document, schema: Schema) -> list[Alternatives]:
         if any(not one and _only_types(other) for one, other in zip(without, others, strict=True)):
             continue  # all of it is of the other one, too
         if any(one and _loss(option, one[0]) == _ALL for one in without):
-            continue  # what is left of it cannot be said
+            continue  # the rest cannot be expressed
         if not all(without):
             return [[]]
         one = schema["oneOf"][i]

@@ -329,7 +329,7 @@ def _chars(ranges: Ranges) -> str:
         return _char(ranges[0][0])
     negated = ranges[-1][1] == LAST
     ranges = all_but(ranges) if negated else ranges
-    if ranges and ranges[0][0] == ord("^"):  # not where it would negate, whatever becomes of the escape
+    if ranges and ranges[0][0] == ord("^"):  # not where it would negate
         ranges = ((ranges[-1][1], ranges[-1][1]), *ranges)
     inner = "".join(_char(first) if first == last else f"{_char(first)}-{_char(last)}" for first, last in ranges)
     return f"[^{inner}]" if negated and inner else f"[{inner or f'{_char(0)}-{_char(LAST)}'}]"

@@ -93,7 +93,7 @@ def _prepared(part: Any) -> Any:
         case {"type": "qwen_xml_parameter", "json_schema": schema}:
             return {**part, "json_schema": _schema(schema)}
         case {"type": "json_schema", "json_schema": schema}:
-            # null is "not said" too
+            # null means absent too
             most = MAX_SPACES if part.get("max_whitespace_cnt") is None else part["max_whitespace_cnt"]
             return {**part, "json_schema": _schema(schema), "max_whitespace_cnt": most}
         case {"type": "regex", "pattern": str(pattern)}:

@@ -190,7 +190,7 @@ class XGrammarMatcher:
             return ""
         try:
             return str(self.handle.find_jump_forward_string())
-        except UnicodeDecodeError as error:  # what is certain begins or ends within a character
+        except UnicodeDecodeError as error:  # the forced bytes begin or end inside a character
             return certain_text(error.object)
 
     @property

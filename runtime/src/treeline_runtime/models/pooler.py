@@ -35,7 +35,7 @@ class Pooler:
                 raise ModelError(
                     f"LogitScore names token {max(pooling.answers)}; the vocabulary has {config.vocab_size}"
                 )
-            # transformers' rule, too: a head that is there counts, whatever config.json says of ties
+            # transformers' rule, too: an existing head counts, even if config.json ties it
             name = EMBEDDING if config.tie_word_embeddings and not weights.has(HEAD) else HEAD
             self._head = weights.take(name, config.vocab_size, config.hidden_size)[list(pooling.answers)].float()
 

@@ -102,7 +102,7 @@ READ = words(
 """For every family."""
 
 NO_EFFECT = words(
-    # where it comes from, and who wrote it
+    # origin and author
     "_commit_hash _name_or_path auto_map finetuning_task is_llama_config max_sequence_length model_max_length "
     "name_or_path task_specific_params tokenizer_class transformers.js_config transformers_version unsloth_fixed "
     "unsloth_version "

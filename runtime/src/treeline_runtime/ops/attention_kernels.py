@@ -253,7 +253,7 @@ def extend(
     q = tl.load(q_ptr + place, wanted[:, None] & (dims[None, :] < DIM), other=0.0)
     best = tl.full((BLOCK_ROWS,), LOWEST, tl.float32)
     mass = tl.zeros((BLOCK_ROWS,), tl.float32)
-    if SINKS and not SPLIT:  # of parts it is the one that adds them up who begins with the sink
+    if SINKS and not SPLIT:  # with split keys, the merging kernel adds the sink
         best = tl.load(sinks_ptr + head * GROUP + row % GROUP) * LOG2_E
         mass += 1.0
     out = tl.zeros((BLOCK_ROWS, BLOCK_DIM), tl.float32)

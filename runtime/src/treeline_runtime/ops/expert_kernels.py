@@ -26,7 +26,7 @@ def route(
     logits = tl.load(logits_ptr + token * experts + ids, ids < experts, other=float("-inf")).to(tl.float32)
     scores = tl.exp(logits - tl.max(logits, 0))
     scores = scores / tl.sum(scores, 0)
-    # NaN loses to nothing that may be chosen: ids stay distinct and below `experts` whatever the logits are
+    # NaN never beats an allowed choice: ids stay distinct and below `experts`
     rank = tl.where(scores == scores, scores, 0.0)
     left = tl.where(ids < experts, rank, float("-inf"))
     places = tl.arange(0, BLOCK_K)

@@ -144,7 +144,7 @@ class Publisher:
     def _wait_ms(self, now: float) -> int:
         wait_s = min(max(0.0, self._load.due_at() - now), HEARTBEAT_S, LOOK_S)
         if self._clients:
-            # a client whose queue was full gets another try soon, the others at once
+            # clients with a full queue are retried soon, others at once
             full = all(client.held is not None for client in self._clients.values())
             wait_s = min(wait_s, RETRY_S) if full else 0.0
         return int(wait_s * 1000 + 0.999)

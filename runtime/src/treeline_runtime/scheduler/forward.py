@@ -111,7 +111,7 @@ class DeviceTables:
         self, num_rows: int, context_length: int, page_size: int, device: torch.device, *, scratch_page: int = 0
     ) -> None:
         self.scratch_row = num_rows
-        # zeros of numpy are not touched until written: the tables cost what is used of them
+        # numpy zeros use memory only once written
         self._pages = np.zeros((num_rows + 1, -(-context_length // page_size)), dtype=np.int64)
         self._pages[num_rows] = scratch_page
         self._version = 0

@@ -134,7 +134,7 @@ class Grammars:
         grammar = req.sampling.grammar
         assert grammar is not None
         try:
-            error = future.exception()  # to raise what is kept would tie this request to it
+            error = future.exception()  # raising the cached error itself would keep this request alive
             if error is None:
                 compiled = future.result()
                 req.constraint = self._compiler.constraint(compiled, stop_ids=req.stop_ids, after=grammar.after)
@@ -203,7 +203,7 @@ class Jumps:
         room = req.max_new_tokens - (kept - req.prompt_len)
         if len(append) > room:
             if jump.take_back or room <= 0:
-                return None  # text that has been said would not fit any more
+                return None  # sent text would no longer fit
             append = append[:room]
         if not _accepts(constraint, req.tokens[kept:], append):
             return None

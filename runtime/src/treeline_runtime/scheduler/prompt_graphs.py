@@ -123,7 +123,7 @@ class _Pieces:
         if error is None:
             self._end()
         elif self._open is not None:
-            with suppress(RuntimeError):  # what went wrong first is what is raised
+            with suppress(RuntimeError):  # the first error is raised
                 self._end()
 
     def _begin(self) -> None:

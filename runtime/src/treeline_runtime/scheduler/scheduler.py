@@ -174,7 +174,7 @@ class Scheduler:
                 return batch
         if short:
             if self._pending:
-                return None  # results in flight may end requests; retract only what is known
+                return None  # results in flight may end requests; retract only when all are known
             runnable = self._make_room(runnable)
         if not runnable:
             return None

@@ -21,7 +21,7 @@ class TableManager:
         self.num_rows = num_rows
         self._free = list(range(num_rows - 1, -1, -1))
         self._is_free = [True] * num_rows
-        # zeros of numpy are not touched until written: the table costs what is used of it
+        # numpy zeros use memory only once written
         self.pages = np.zeros((num_rows, -(-context_length // page_size)), dtype=np.int64)
         self._new_tokens: dict[int, tuple[int, list[int]]] = {}  # row → where they begin, tokens
         self._new_pages: list[tuple[int, int, int]] = []  # (row, start, end)

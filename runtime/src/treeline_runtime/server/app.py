@@ -159,7 +159,7 @@ async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     _note(request.scope["state"], error)
     headers = request.headers
-    # The edge fails open: then no picker has said where the request belongs.
+    # The edge fails open: no picker chose this replica.
     bypassed = wire_headers.EDGE in headers and wire_headers.DESTINATION not in headers
     if isinstance(error, UnknownModel) and bypassed:
         error = error.without_picker()

@@ -301,7 +301,7 @@ class _Answer(AnswerMaker):
         logprobs = openai.NO_LOGPROBS
         if (task.logprobs is not None or task.token_ids) and out.token_ids:
             logprobs = await openai.chat_logprobs(out, task.logprobs, self._prompts, pacer)
-            told = told or [answers.ChatDelta()]  # tokens that say nothing, or whose text is held back
+            told = told or [answers.ChatDelta()]  # tokens without text, or with held text
         ids: dict[str, Any] = {"token_ids": out.token_ids} if task.token_ids else {}
         for delta in told:
             made += [self._begun(index, delta, **ids), *logprobs, _END]

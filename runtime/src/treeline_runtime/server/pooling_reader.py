@@ -241,7 +241,7 @@ class PoolingReader:
         if body.add_special_tokens:
             problem = "'add_special_tokens' is for 'input': a chat template writes its own"
             raise ApiError(400, problem, param="add_special_tokens")
-        # what is judged is complete: the model does not go on with it, unless the client says so
+        # the judged text is complete: no generation prompt, unless the client asks
         asked = {**self.raw, "add_generation_prompt": self.raw.get("add_generation_prompt") or False}
         return self._fitting([self.model.prompts.of_chat(asked, self.limits, self._namespace)], "messages")
 

@@ -32,7 +32,7 @@ class SpecialTokens:
         self.texts = frozenset(text for text in texts if text)
         self.beginnings = frozenset(text[:end] for text in self.texts for end in range(1, len(text)))
         self.longest = max(map(len, self.texts), default=0)
-        # The shortest first: what is taken out does not depend on what comes later.
+        # The shortest first: the result does not depend on later text.
         self._sizes = sorted({len(text) for text in self.texts})
         first = "".join(sorted({re.escape(text[0]) for text in self.texts}))
         self._first = re.compile(f"[{first}]" if first else r"(?!)")

@@ -231,7 +231,7 @@ class _Lane:
                 return
             except Killed as error:
                 logger.warning("a reader process was replaced: %s", error)
-            except (OSError, RuntimeError) as error:  # no process or no thread can be had
+            except (OSError, RuntimeError) as error:  # no process or thread can be started
                 logger.error("a reader process could not start (%s); again in %g s", error, pause_s)
                 await asyncio.sleep(pause_s)
                 pause_s = min(pause_s * 2, MAX_PAUSE_S)

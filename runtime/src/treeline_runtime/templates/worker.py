@@ -73,7 +73,7 @@ def main() -> None:
     decode = msgspec.msgpack.Decoder(Request).decode
     worker = Worker()
     for warm in ("{{ strftime_now('%c') }}{{ [1]|tojson(indent=1) }}{{ 'x'|urlencode }}", "{{ 1 + 'x' }}"):
-        worker.answer(Request(0, 0.0, warm, {}))  # imports what is imported late: for dates, for errors
+        worker.answer(Request(0, 0.0, warm, {}))  # triggers late imports (dates, errors)
 
     def answer(frame: bytearray) -> bytes:
         kind, text = worker.answer(decode(frame))

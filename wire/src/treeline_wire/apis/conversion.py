@@ -80,7 +80,7 @@ def many_values(text: str) -> int:
     data = text.encode("utf-8", "replace")
     if data.count(b",") + data.count(b"[") + data.count(b"{") < _FEW and not slow_numbers(data):
         return 0
-    return count_values(data)  # what is in strings of it costs nothing
+    return count_values(data)  # its strings cost nothing
 
 
 def text_member(value: dict[str, Any], name: str, where: str, default: str | None = "") -> str | None:

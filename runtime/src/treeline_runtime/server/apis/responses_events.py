@@ -78,7 +78,7 @@ class ResponseEvents(EventMaker):
         super().__init__(task, prompts)
         self._clock = clock
         self._number = 0
-        # What the response repeats may be large, and is copied as it is.
+        # Repeated members may be large, and are copied.
         repeated: dict[str, Any] = dict(_members(task.repeated))
         self.answer = ResponseObject(id=task.rid, created_at=int(clock()), model=model, output=[], **repeated)
 
