@@ -162,9 +162,9 @@ def tokens_of_choice(tokens: Sequence[TokenLogprob], choice: str, before: int) -
     """The tokens of a choice: the last ones of prompt and choice, beginning with the one that contains the choice's
     first character.
 
-    Where the tokenizer joins the prompt's end with the choice's beginning ("token healing"), that token is of the
-    choice. Characters that are spread over several tokens have no text of their own: then, those after the first
-    `before`, which is how many the prompt alone would have here.
+    If the tokenizer joins the prompt's end with the choice's beginning ("token healing"), that token belongs to the
+    choice. Characters spread over several tokens have no text of their own; then the tokens after the first `before`
+    count, which is how many the prompt alone would have.
     """
     texts = [token.text for token in tokens]
     if all(text is not None and "\ufffd" not in text for text in texts):

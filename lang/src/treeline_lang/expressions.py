@@ -298,8 +298,8 @@ def video(source: str | bytes, num_frames: int) -> Expr:
 
 
 def separate_reasoning(expr: Expr, model_type: str = "deepseek-r1") -> Expr:
-    """Let `s[name]` of what `expr` generates be the answer without the model's reasoning, and
-    `s["<name>_reasoning_content"]` be that. model_type: how the model marks it (`treeline_lang.reasoning.MARKS`)."""
+    """`s[name]` of what `expr` generates becomes the answer without the model's reasoning, which goes to
+    `s["<name>_reasoning_content"]`. model_type: how the model marks reasoning (`treeline_lang.reasoning.MARKS`)."""
     expr = as_expr(expr)
     for part in flatten(expr):
         if not (part.has_text or isinstance(part, Gen)) or (isinstance(part, Gen) and part.sampling.dtype is not None):

@@ -110,8 +110,8 @@ _FIELDS: Final = tuple(field.name for field in fields(Sampling))
 def check_sampling(**given: Any) -> Sampling:
     """A Sampling from a user's arguments. Raises TypeError for wrong types and names, ValueError for wrong values.
 
-    Besides the fields: `stop` and `stop_regex` may be one text, `json_schema` a mapping or a pydantic model,
-    `dtype` a name, `max_new_tokens` is another name of `max_tokens`.
+    Besides the fields, `stop` and `stop_regex` may be one text, `json_schema` a mapping or a pydantic model, `dtype` a
+    name, and `max_new_tokens` means `max_tokens`.
     """
     if "max_new_tokens" in given:
         most = given.pop("max_new_tokens")

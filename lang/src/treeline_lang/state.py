@@ -196,8 +196,8 @@ class ProgramState:
             yield from self._grows(var_name).follow()
 
     async def text_async_iter(self, var_name: str | None = None, return_meta_data: bool = False) -> AsyncIterator[Any]:
-        """`text_iter` for `async for`. return_meta_data: pairs with what the backend has said
-        of the variable so far (of the whole text: {})."""
+        """`text_iter` for `async for`. return_meta_data: yields pairs with the variable's meta data so far ({} for the
+        whole text)."""
         grows = await asyncio.to_thread(self._grows, var_name)
         async for piece in grows.follow_async():
             if return_meta_data:

@@ -29,7 +29,7 @@ NO_PRIORITY = "this server ignores priorities: leave it out, or start the server
 MAX_STOP_TOKEN_IDS = 128
 """Of a request: the scheduler compares every token with them."""
 MAX_HIDDEN_STATES_BYTES = 128 << 20
-"""Bytes of an answer's part, which is copied from process to process."""
+"""The largest hidden states of one answer, in bytes: they are copied from process to process."""
 MAX_PROFILE_STEPS = 1000
 """The most steps of a trace: each keeps hundreds of kilobytes in memory until it is written."""
 

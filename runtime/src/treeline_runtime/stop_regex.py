@@ -1,8 +1,8 @@
 """Patterns that end an output: finds a match in a growing text, in linear time.
 
-A pattern is read as those of constraints are (`grammar.patterns`): nothing in it would want to go back. Glushkov's
-automaton: a position for each set of characters in the pattern, a bit for each position; a character of text takes one
-`|` for each position that it matches, and nothing where that has been seen before.
+Patterns are parsed like those of constraints (`grammar.patterns`), so nothing needs backtracking. Glushkov's automaton:
+a position per set of characters, a bit per position. A character of text costs one `|` per matching position, and
+nothing if cached.
 """
 
 from __future__ import annotations

@@ -362,7 +362,7 @@ class TokenizerManager:
         generation.inflight._deliver(generation, TextOut(id, "", [], finish))
 
     def abort(self, name: str) -> None:
-        """Ends the requests of one name, every tenant's, or all with "": their waiters get what there is, and reason
+        """Ends the requests of one name in all tenants, or all with "": waiting callers get what there is, with reason
         `abort`."""
         named = self._named.get(name, {}).values() if name else [list(self._running)]
         for ids in named:

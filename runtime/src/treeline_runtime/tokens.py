@@ -106,9 +106,8 @@ class IncrementalDetokenizer:
     count. The stop string is cut off unless `no_stop_trim`. A `stop_regex` ends the text after the token that completes
     a match, and nothing is cut.
 
-    One exception: byte fallback decodes a whole run of byte tokens at once, and where such a run turns out not to be
-    UTF-8, all of it becomes U+FFFD; what was handed on of that run before stays as it was, and what follows after
-    `UNDECIDED_PUSHES` of it is decoded for itself.
+    Exception: byte fallback decodes a run of byte tokens at once. If the run is not UTF-8, it becomes U+FFFD; parts
+    released before stay as they were, and what follows after `UNDECIDED_PUSHES` is decoded separately.
 
     `ids[surr:read]` is text already released, kept as context.
     """

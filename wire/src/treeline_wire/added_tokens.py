@@ -1,8 +1,8 @@
 """Finds a tokenizer's added tokens in text, exactly as the `tokenizers` library does, with one regular expression.
 
-The library looks for the tokens that are not to be normalized in the raw text, then for the others in each normalized
-piece between them; at each place the longest token wins. A token may swallow white space on either side (`lstrip`,
-`rstrip`) and may demand word boundaries (`single_word`).
+The library finds tokens that are not to be normalized in the raw text, then the others in each normalized piece between
+them; the longest token at a position wins. A token may swallow white space on either side (`lstrip`, `rstrip`) and may
+require word boundaries (`single_word`).
 """
 
 from __future__ import annotations

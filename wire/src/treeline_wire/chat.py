@@ -81,10 +81,9 @@ class Renderer(Protocol):
 class ChatTemplate:
     """A chat template, parsed once. Immutable and thread-safe.
 
-    `tool_source` is the template for requests with tools, where a model has a separate one. `pool` renders what is not
-    rendered inline; without one, that is refused. `inline_seconds` of the processor are what a rendering inline may
-    take; 0 for a source that comes with a request, of which nothing is read here. Raises `TemplateError` when a source
-    does not compile or may not be run.
+    `tool_source`: a separate template for requests with tools. `pool` renders what is not rendered inline; without it,
+    that is refused. `inline_seconds`: CPU time of an inline rendering; 0 for a template from a request, which is not
+    analysed here. Raises `TemplateError` if a source does not compile or may not run.
     """
 
     def __init__(
@@ -136,9 +135,9 @@ class ChatTemplate:
     ) -> str:
         """Renders messages as `apply_chat_template(tokenize=False)` does.
 
-        `continue_final_message`: leave the last message open, so that the model goes on with it; a name says which
-        field of it, `content` by default. It excludes `add_generation_prompt`. `template_kwargs` are passed on and
-        win over the special tokens.
+        `continue_final_message`: leaves the last message open for the model to continue; a name selects its field,
+        default `content`. Excludes `add_generation_prompt`. `template_kwargs` are passed on and override special
+        tokens.
 
         Raises `TemplateError`, and `NeedsWorkerError` if a worker is needed and there is no pool or this is the thread
         of a running event loop. In those two cases it returns within some 10 ms.

@@ -1,10 +1,9 @@
 """KV events: which blocks of tokens an engine's cache holds, as vLLM and SGLang publish them.
 
-We write SGLang's form: msgpack `[ts, [maps tagged "type"], dp_rank]`, hashes as signed 64-bit integers; and
-`lora_name` even where it is nil, without which vLLM's typed decoders refuse a `BlockStored`. We read every form that
-either engine has ever sent: the batch as array or map, events as maps or positional arrays, hashes signed, unsigned or
-as raw bytes, tokens as numbers or pairs. The common forms go through typed decoders; the slow path
-looks at each event on its own, so that one bad event costs one event, never the batch.
+We write SGLang's form: msgpack `[ts, [maps tagged "type"], dp_rank]`, hashes as signed 64-bit integers, and `lora_name`
+even if nil, since vLLM's typed decoders require it. We read every form that either engine has sent: batches as array or
+map, events as maps or positional arrays, hashes signed, unsigned or as bytes, tokens as numbers or pairs. Common forms
+use typed decoders; the slow path decodes each event on its own, so that a bad event does not cost the batch.
 
 A payload costs a small multiple of its own bytes in memory: unused members are skipped, lists are bounded before they
 are built, and untyped values come from small events only.

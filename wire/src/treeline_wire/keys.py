@@ -103,8 +103,8 @@ class PrefixKeys:
     def prompt_key(self, text: str, add_special_tokens: bool) -> bytes:
         """The key of a text. O(len(text)); about a millisecond for 500 KB.
 
-        `add_special_tokens` as the request is tokenized with it. Raises UnicodeEncodeError for lone surrogates,
-        which the functions of `prompt` refuse before.
+        `add_special_tokens`: as in tokenizing the request. Raises UnicodeEncodeError for lone surrogates, which
+        `prompt` refuses before.
         """
         key = self._plain_key(text)
         if key is None:

@@ -56,8 +56,8 @@ class Keys(Protocol):
 def run(keys: Keys, tokenizer: tokenizers.Tokenizer, added: Sequence[str], *, every_category: bool = False) -> None:
     """Checks all texts, and the added tokens between words, spaces and each other. Raises `KeySelfTestError`.
 
-    `every_category`: characters of every general category, too, in all kinds of company: for a tokenizer that keeps
-    what a pattern matches, and loses what it does not.
+    `every_category`: also tries characters of every general category in many combinations, for tokenizers that keep
+    only what a pattern matches.
     """
     for text in (*_TEXTS, *_with_added(added), *(_of_every_category() if every_category else ())):
         for add_special_tokens in (False, True):

@@ -40,9 +40,9 @@ class LoadStat(Struct, frozen=True, array_like=True, tag="LoadStat"):
 class TreelineLoad(Struct, frozen=True):
     """Our report.
 
-    `seq` counts reports within an `epoch`; `in_flight` is requests accepted and not yet finished by the server,
-    `running` and `waiting` those the scheduler knows. `waiting_uncached_tokens` is prefill work not yet done.
-    `pages_used` are neither free nor evictable; `pages_cached` are evictable: what is left of `pages_total` is free.
+    `seq` counts reports within an `epoch`. `in_flight`: requests accepted and unfinished in the server; `running` and
+    `waiting`: in the scheduler. `waiting_uncached_tokens`: prefill work left. `pages_used` are neither free nor
+    evictable, `pages_cached` evictable; the rest of `pages_total` is free.
     """
 
     epoch: Count = 0

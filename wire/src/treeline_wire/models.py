@@ -69,9 +69,8 @@ def served_name(name: str | None, uri: str) -> str:
 class ModelRule(msgspec.Struct, frozen=True):
     """An InferenceModel. `name` is the object's, `model_name` what requests say, `created` its creationTimestamp.
 
-    `targets` are names that the pool's engines know, or those of another pool behind the same gateway (to try another
-    base model with a share of the requests), with weights on all or on none. Without targets the rule asks for
-    `model_name` itself, or for the only model of the pool where that is another one: an alias.
+    `targets`: names that the pool's engines know, or names of another pool behind the same gateway, with weights on all
+    or none. Without targets the rule asks for `model_name` itself, or, as an alias, for the pool's only model.
     """
 
     name: str
@@ -90,8 +89,8 @@ class ModelRule(msgspec.Struct, frozen=True):
 
 
 class PoolClaim(msgspec.Struct, frozen=True):
-    """A pool: the gateway that it shares, and the names that its object says it serves (`models` are its model's,
-    `adapters` those of what is served beside it). `created` is its creationTimestamp."""
+    """A pool: its gateway and the names it serves (`models`: its model's, `adapters`: its adapters'). `created` is its
+    creationTimestamp."""
 
     gateway: str
     models: tuple[str, ...] = ()

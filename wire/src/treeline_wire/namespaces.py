@@ -1,10 +1,8 @@
 """Namespaces: prefixes are shared only within one. A namespace is a string, or None for the common one.
 
-It is made from the client whom the edge has recognised by its key, the salt that the caller chose and the LoRA adapter.
-A salt alone is its own namespace string, so that it equals the `cache_salt` of SGLang's events. Every other namespace
-starts with NUL and is JSON after it; a salt that starts with NUL itself is written the long way, too, so that no caller
-can name by its salt what belongs to an adapter or to another client. Our runtime publishes its namespace verbatim as
-`cache_salt`.
+Made from the client (by its API key), the caller's salt and the LoRA adapter. A salt alone is its own namespace, equal
+to the `cache_salt` of SGLang's events. All others start with NUL and continue as JSON; a salt that starts with NUL is
+also written that way, so no caller can forge another's namespace. Our runtime publishes its namespace as `cache_salt`.
 """
 
 from __future__ import annotations

@@ -51,9 +51,9 @@ class Prompt(Struct, frozen=True):
 def prompt_of_chat(body: Mapping[str, Any], template: ChatTemplate, dialect: ChatDialect = TREELINE) -> Prompt:
     """Renders the `messages` of a chat request as the engine of this dialect would.
 
-    Read members: `messages`, `tools`, `tool_choice`, `documents`, `add_generation_prompt`, `continue_final_message`,
-    `chat_template_kwargs`, `reasoning_effort`, and what else the dialect reads. Arguments of tool calls are parsed,
-    since templates expect objects.
+    Reads `messages`, `tools`, `tool_choice`, `documents`, `add_generation_prompt`, `continue_final_message`,
+    `chat_template_kwargs`, `reasoning_effort`, and what else the dialect uses. Parses arguments of tool calls, since
+    templates expect objects.
 
     Raises `PromptError` for a wrong request, `chat.TemplateError` for a faulty template, and what else
     `ChatTemplate.render` raises.

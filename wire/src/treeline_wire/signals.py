@@ -1,9 +1,9 @@
 """The demand for pools, streamed from pickers to the autoscaler.
 
-`GET /signals` of a picker's admin port answers with lines of JSON, each a whole `Signals`: the first at once, another
-when something has changed, `MOST_PER_S` a second at most, and one every `HEARTBEAT_S` where nothing does. A reader that
-hears nothing for `SILENT_S` has lost the picker. Each number says what is true now or was within a stated time: nothing
-adds up over the life of a process, so that a picker that restarts is understood. Fields are only added.
+`GET /signals` on a picker's admin port answers JSON lines, each a whole `Signals`: one at once, one after each change
+(at most `MOST_PER_S` a second), and one every `HEARTBEAT_S`. A reader that gets nothing for `SILENT_S` has lost the
+picker. All values are current or from a stated period, never totals, so a restarted picker is understood. Fields are
+only added.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ NOTHING_WAITS: Final = Waiting()
 class Asked(msgspec.Struct, frozen=True):
     """What this picker alone knows of the requests for a pool or one of its models.
 
-    `held` wait here for an endpoint; they are reported for the pool alone. `missed` came lately while none was ready,
-    and were turned away, or went to another pool. `picks` were given one lately, and `ttft_p50_s` and `ttft_p90_s` are
-    quantiles of the time to first token that was predicted for them; None without picks.
+    `held`: waiting here for an endpoint, counted per pool only. `missed`: arrived recently while none was ready, and
+    were refused or sent to another pool. `picks`: got an endpoint recently; `ttft_p50_s` and `ttft_p90_s`: quantiles of
+    their predicted time to first token, None without picks.
     """
 
     held: Waiting = NOTHING_WAITS
@@ -61,11 +61,10 @@ class Asked(msgspec.Struct, frozen=True):
 class PoolSignals(msgspec.Struct, frozen=True):
     """The demand for a pool, as one picker sees it.
 
-    `asked` is for all its models, `models` for each that was asked for lately. The rest is about those of its endpoints
-    that do not drain, and each picker knows it of all: `ready` may be picked; `in_flight_requests` they have or are
-    about to get; `queued_tokens` of prompts wait to be computed there; `in_flight_tokens` are those of requests that
-    this picker and those that it hears of sent there, and that have no first token yet. Of those that may be picked,
-    `silent` do not tell their load at the moment: they may have more in flight than is counted.
+    `asked`: for all its models; `models`: for each model asked for recently. The rest concerns endpoints that do not
+    drain, and all pickers see the same: `ready`: may be picked; `in_flight_requests`: running there or on the way;
+    `queued_tokens`: prompt tokens waiting there; `in_flight_tokens`: of requests without a first token, from this
+    picker and those it hears; `silent`: ready endpoints that report no load, so the counts may be too low.
     """
 
     asked: Asked = Asked()

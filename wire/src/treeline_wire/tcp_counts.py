@@ -1,7 +1,7 @@
 """Bytes received by a TCP connection, by the kernel's count, for connections inside libraries.
 
-A connection is named by the number of its file, which stays the library's. Linux alone has these counts. All raise
-`OSError` where the number is none of a TCP connection (any more).
+A connection is named by its file number, which stays the library's. Linux only. Raises `OSError` if the number is not
+(or no longer) a TCP connection.
 """
 
 from __future__ import annotations

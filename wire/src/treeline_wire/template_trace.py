@@ -51,8 +51,8 @@ class DependsOnTextError(Exception):
 class Trace(Struct, frozen=True):
     """One rendering: `constants[0] text constants[1] text … constants[-1]`, with the texts at `order`.
 
-    It holds for texts such that those at `stripped` are not empty and have no whitespace at their ends, those at
-    `without[c]` do not contain c, and each of `dates`, a format, is still written so.
+    Valid for texts where those at `stripped` are neither empty nor padded, those at `without[c]` do not contain c, and
+    each of `dates`, a format, still gives the same.
     """
 
     constants: tuple[str, ...]

@@ -24,10 +24,10 @@ class BundleError(ValueError):
 class TokenizerBundle(Struct, frozen=True, kw_only=True):
     """What both sides need to turn a request into a prompt.
 
-    `tokenizer_json` is the file of the `tokenizers` library. `special_tokens` maps names as chat templates use them
-    (`bos_token`, `eos_token`, …) to contents. `add_bos` is `add_bos_token` of the configuration, None if unsaid: for
-    information, since the post-processor of `tokenizer_json` decides. `tool_template` is the template named
-    `tool_use` where a model has a separate one. `fingerprint` identifies the whole; equal fingerprints, equal prompts.
+    `tokenizer_json`: the `tokenizers` library's file. `special_tokens`: names in chat templates (`bos_token`,
+    `eos_token`, …) → contents. `add_bos`: the configuration's `add_bos_token`, None if absent; for information, since
+    the post-processor decides. `tool_template`: the separate template `tool_use`. `fingerprint`: identifies all of it;
+    equal fingerprints give equal prompts.
     """
 
     fingerprint: str

@@ -1,7 +1,7 @@
 """A program as data: recorded by `trace`, rewritten by `passes`, run by `execute`.
 
-What a step appends is made of the same expressions that programs are written in; what is known only when it runs is a
-`Hole`. What a step keeps is a value of Python; what is known only when it runs is an `Unknown` in it.
+Steps append the same expressions that programs use, with a `Hole` for a value that is unknown until run time. Steps
+keep Python values, with an `Unknown` for such a value.
 """
 
 from __future__ import annotations

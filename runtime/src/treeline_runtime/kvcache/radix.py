@@ -256,8 +256,8 @@ class RadixCache:
         return parent
 
     def begin_filling(self, handle: Node | None, key: bytes, namespace: str | None = None) -> Node | None:
-        """Lock what is to follow in `key` on `handle`, which is what `lock` made of its match. → in the place of
-        `handle`. Its holder inserts what it has filled, and calls `end_filling` or `unlock` when it fills no more.
+        """Locks the part of `key` after `handle`, a lock from `lock`, as being filled; returns the lock to use instead
+        of `handle`. Its holder inserts what it has filled, and calls `end_filling` or `unlock` when it stops.
 
         If the cache has more than the match, which its holder did not want, nothing is locked beyond.
         """

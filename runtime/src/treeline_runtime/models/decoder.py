@@ -30,9 +30,9 @@ logger = logging.getLogger(__name__)
 class Linear:
     """Stacked projections of one input, in any weight format. `names` → their output sizes.
 
-    shard: of a rank of several. Of `OUTPUTS` (column-parallel) it gives its slice of each projection's outputs; of
-    `INPUTS` (row-parallel) it takes its slice of the input, and the outputs of all ranks have to be added. A packed
-    projection, whose parts would have to be cut one by one, is not shared.
+    shard: the part of one rank. With `OUTPUTS` (column-parallel) it gives its slice of each projection's outputs; with
+    `INPUTS` (row-parallel) it takes its slice of the input, and all ranks' outputs must be added. A packed projection
+    cannot be shared.
     """
 
     def __init__(

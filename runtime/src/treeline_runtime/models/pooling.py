@@ -89,8 +89,8 @@ class Pooling:
 def pooling_of(directory: str | Path, asked: AskedTask = "auto", *, matryoshka: bool = False) -> Pooling | None:
     """How the checkpoint's hidden states become vectors; None if it generates text.
 
-    `matryoshka`: vectors may be cut whatever config.json says. Raises ModelError where the checkpoint cannot do what
-    was asked, or would do it in a way that is not known here.
+    `matryoshka`: vectors may be shortened whatever config.json says. Raises ModelError if the checkpoint cannot do what
+    was asked, or does it in an unknown way.
     """
     try:
         return _pooling_of(Path(directory), asked, matryoshka=matryoshka)

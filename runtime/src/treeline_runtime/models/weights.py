@@ -88,8 +88,8 @@ class Checkpoint:
     """The weights of a directory, from the files that transformers would read: model.safetensors, else the shards in
     model.safetensors.index.json. Other *.safetensors, such as consolidated ones, are not read.
 
-    On a CPU tensors are where the files are mapped into memory, until they are changed; other devices get theirs by
-    `stream.Streamed`. A context, which lets go of the files.
+    On a CPU tensors are memory-mapped until they are changed; other devices use `stream.Streamed`. A context manager
+    that closes the files.
     """
 
     def __init__(

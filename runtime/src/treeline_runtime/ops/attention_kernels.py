@@ -47,7 +47,7 @@ def segment_of(block, table_ptr, segments):
 
 @triton.jit
 def capped(scores, cap, CAPPED: tl.constexpr):
-    """Scores in base 2. CAPPED: tanh(x) is 2 sigmoid(2 x) - 1, this 2 x is what is given, and `cap` is the cap in base
+    """Scores in base 2. CAPPED: tanh(x) is 2 sigmoid(2 x) - 1; the argument is this 2 x, and `cap` is the cap in base
     2."""
     if CAPPED:
         scores = (2.0 * tl.sigmoid(scores) - 1.0) * cap

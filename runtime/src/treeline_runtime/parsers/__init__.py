@@ -72,9 +72,9 @@ _STRAYS: Final = markers(*STRAYS)
 def new(reasoning: str | None, tools: str | None, functions: Collection[str] = (), prompt: str = "") -> OutputParser:
     """A parser for one output: reasoning first, then calls of `functions`. None: not parsed.
 
-    `functions` are names, better names → JSON Schema of the parameters: formats that are not JSON need it to tell
-    strings from numbers. `prompt` is what the output follows, or the end of it: a template may have begun the
-    reasoning there, or have left it out. Raises ConfigError for a name of a parser that is not known.
+    `functions`: names, or better names → JSON Schema of the parameters, by which formats other than JSON tell strings
+    from numbers. `prompt`: the text before the output, or its end: a template may have begun the reasoning there, or
+    left it out. Raises ConfigError for an unknown parser.
     """
     schemas = functions if isinstance(functions, Mapping) else dict.fromkeys(functions)
     thoughts, calls = formats(reasoning, tools)
@@ -120,9 +120,9 @@ def structure(
 ) -> dict[str, Any]:
     """The structural tag (xgrammar 0.2.8) of outputs that may call these functions, after the reasoning.
 
-    `required`: calls and nothing else, at least one (`tool_choice` "required"; for a named function give that one
-    alone); else text in which there may be calls ("auto"). `parallel`: of calls there may be several. There must be
-    a function. Raises ConfigError for a name of a parser that is not known.
+    `required`: only calls, at least one (`tool_choice` "required"; for a named function pass only that one); otherwise
+    text with possible calls ("auto"). `parallel`: several calls are possible. Needs a function. Raises ConfigError for
+    an unknown parser.
     """
     assert functions
     format = TOOLS.get(_known(tools)).structure(functions, required=required, parallel=parallel)

@@ -41,8 +41,8 @@ _KEYS: Final = (*_ARGUMENTS, "name", "id", "type")
 class JsonScanner:
     """A JSON value (RFC 8259) read in pieces: a pushdown automaton whose stack is the open brackets.
 
-    `scan` → how far it came. Afterwards `written` has what was read, as JSON; `done` is True behind the value's end,
-    `broken` at the first character that cannot be. Time is linear in the text, memory in its depth (`MAX_DEPTH`).
+    `scan` returns how far it came. Then `written` has what was read, as JSON; `done` is True after the value's end,
+    `broken` at the first impossible character. Time is linear in the text, memory in its depth (`MAX_DEPTH`).
     """
 
     def __init__(self) -> None:
@@ -205,9 +205,9 @@ def held_value(source: Source) -> Steps[str]:
 
 
 def call_object(source: Source, names: Collection[str]) -> Steps[None]:
-    """Read `{"name": …, "arguments": {…}}`, in any order, and tell the call; "parameters" are arguments too, none are
-    `{}`, and those within a string are taken out of it. It is certain where the name is one of `names` and the
-    arguments' `{` has come, or else the closing one."""
+    """Reads `{"name": …, "arguments": {…}}` in any order and emits the call. "parameters" also count as arguments,
+    missing ones are `{}`, and those inside a string are unpacked. A call is certain when its name is one of `names` and
+    the arguments' `{`, or the final brace, has come."""
     begun = source.begun
     name = id = early = None
     yield from source.expect("{")

@@ -1,8 +1,7 @@
 """Operations on the idle engine: sleep, new weights; and traces of its steps.
 
-`Residence` is what of the engine is on the device: the model and what computes with it, which can leave and come back.
-Asleep, the device has neither weights nor KV memory nor graphs. Everything that holds addresses (attention backends,
-CUDA graphs) is made again afterwards rather than mended.
+`Residence` owns what is on the device: the model and what computes with it. Asleep, the device has no weights, KV
+memory or graphs. Everything that holds addresses (attention backends, CUDA graphs) is made again afterwards.
 """
 
 from __future__ import annotations
@@ -74,8 +73,8 @@ class Residence:
         logger.info("warmed up with %s tokens: %.1f s", " and ".join(map(str, lengths)), time.perf_counter() - started)
 
     def sleep(self, level: int) -> None:
-        """`WEIGHTS_ON_HOST` keeps a copy of the weights in the host's memory; `NO_WEIGHTS` reads them again at `wake`,
-        from where they came. On a CPU the host's memory is the device's, and the former only gives up the KV cache."""
+        """`WEIGHTS_ON_HOST` keeps a copy of the weights in host memory; `NO_WEIGHTS` reads them again at `wake`. On a
+        CPU both memories are the same, and the former frees only the KV cache."""
         assert self.level == AWAKE
         self._froze = gc.get_freeze_count() > 0
         if level == NO_WEIGHTS:

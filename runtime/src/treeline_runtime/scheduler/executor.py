@@ -1,8 +1,7 @@
 """Runs steps: makes a plan's tensors, calls the model, samples. Knows no requests.
 
-`launch` reads its input tokens from the table and writes the sampled ones there, so on a GPU the next launch can be
-issued before this one's result is known on the CPU; nothing in it waits for the device. A launch that raises can be
-tried again.
+`launch` reads input tokens from the table and writes sampled ones there, so on a GPU the next launch can start before
+this result is known on the CPU; it never waits for the device. A launch that raises can be repeated.
 
 What a constrained row may become, or what a logit processor does, depends on the last token, which the CPU may not know
 yet. `launch` computes those logits too, and `sample_delayed` samples them once earlier results are known.

@@ -188,8 +188,8 @@ class PrefillManager:
         return (self._spare_rows, self._spare_pages) if client is not None and client in busy else (0, 0)
 
     def _fits(self, req: Req, match: Match, reserved: int | None) -> bool:
-        """`reserved`: pages that admitted requests will take. None: there are none, and then a request is admitted if
-        its prompt fits, whatever it may produce: else it would wait for ever."""
+        """`reserved`: pages that admitted requests will take. None: there are none; the request is then admitted if its
+        prompt fits, or it would wait forever."""
         matched = match.num_pages * self._page_size
         available = self._cache.available_pages - self._cache.tree.unlocked_pages(match)
         if reserved is None:

@@ -103,8 +103,8 @@ class Administration:
     # ---- endpoints ------------------------------------------------------------------------------------------
 
     async def sleep(self, asked: Controlling) -> Response:
-        """Gives up weights and KV cache. `?level=1` keeps the weights in the host's memory, `2` reads them again;
-        `?mode=abort` ends what runs, `wait` waits for it."""
+        """Frees weights and KV cache. `?level=1` keeps the weights in host memory, `2` reads them again later;
+        `?mode=abort` ends running requests, `wait` waits for them."""
         query = _query(asked, SleepQuery)
         _no_body(asked)
         state = self._service.state

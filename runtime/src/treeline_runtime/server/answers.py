@@ -1,7 +1,7 @@
 """The structs of answers, used for answers and the OpenAPI document.
 
-What may be large is written in pieces behind the rest (`pacing.opened`): that is the last member, but for
-`prompt_logprobs`. A test holds real answers against the document.
+Large parts are written in pieces after the rest (`pacing.opened`), so they are the last member, except
+`prompt_logprobs`. A test compares real answers with the document.
 """
 
 from __future__ import annotations
@@ -80,8 +80,7 @@ class ToolCall(Struct):
 
 
 class ChatMessage(Struct):
-    """`content` is null where tools are called and nothing is said; the reasoning, under two names, is there where the
-    server tells it apart."""
+    """`content` is null if there are only calls. Reasoning, under two names, is present if the server separates it."""
 
     role: Literal["assistant"]
     content: str | None

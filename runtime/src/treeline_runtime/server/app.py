@@ -1,6 +1,4 @@
-"""The FastAPI application of one listener: its routers, and how errors are answered. Which listener serves what is in
-`surfaces`.
-"""
+"""The FastAPI application of one listener: routers and error answers. `surfaces` says which listener serves what."""
 
 from __future__ import annotations
 
@@ -43,9 +41,8 @@ def application(
     documented: bool = False,
     allowed_origins: Sequence[str] = (),
 ) -> ASGIApp:
-    """`guard`: what `Guarded` asks. `routers`: those that are asked most often first. `hints`: for paths that
-    are not served here, messages that say where. `documented`: serves its OpenAPI document, and a page that shows it.
-    `allowed_origins`: of web pages that may call it; "*" = any.
+    """`guard`: called by `Guarded`. `routers`: most frequent first. `hints`: messages for paths served elsewhere.
+    `documented`: serves the OpenAPI document and its page. `allowed_origins`: of web pages; "*" = any.
     """
     # Included routers would match each path twice.
     routes: list[BaseRoute] = [route for router in routers for route in router.routes]

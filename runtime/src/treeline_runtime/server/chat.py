@@ -42,8 +42,8 @@ class Choice:
     def __init__(
         self, parser: OutputParser | None, shown: Shown, special: SpecialTokens, end_of_thinking: int | None = None
     ) -> None:
-        """`parser`: None where all is said. `special`: those that are in its text and must not be in the answer.
-        `end_of_thinking`: the token."""
+        """`parser`: None if everything is text. `special`: tokens to remove from the text. `end_of_thinking`: the
+        token."""
         self._parser = parser
         self._shown = shown
         self._said = Unmarked(special)
@@ -125,8 +125,7 @@ class Choice:
         return self._thinking_tokens if self._thinks else 0
 
     def finish_reason(self, finish: FinishReason) -> ChatFinishReason:
-        """`tool_calls` where the model ended by itself and has called; one that was cut off may be in the midst of a
-        call."""
+        """`tool_calls` if the model ended by itself and made calls; a cut output may end inside a call."""
         assert finish.type != "error", "which is not an answer (`Service.check_finish`)"
         if finish.type == "stop" and self.calls and not isinstance(finish.matched, str):
             return "tool_calls"

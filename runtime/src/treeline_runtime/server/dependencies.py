@@ -36,8 +36,7 @@ class Guarded(HTTPBearer):
 
 
 class ApiKey:
-    """`Authorization: Bearer KEY`, or `x-api-key: KEY` as Anthropic's clients send it; anybody where there is no
-    key."""
+    """`Authorization: Bearer KEY`, or `x-api-key: KEY` from Anthropic's clients; anyone if there is no key."""
 
     def __init__(self, key: str | None) -> None:
         self._key = key
@@ -51,8 +50,8 @@ class ApiKey:
 
 
 class AdminKey:
-    """`Authorization: Bearer KEY`, and no web pages. Without a key, which only a listener on loopback may do, the
-    request must name loopback as its host."""
+    """`Authorization: Bearer KEY`, and no web pages. Without a key, possible only on loopback, the request's host must
+    be a loopback name."""
 
     def __init__(self, key: str | None, *, loopback: bool) -> None:
         self._key = key

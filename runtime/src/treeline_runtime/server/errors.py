@@ -89,8 +89,8 @@ class ClientGone(Exception):
 
 @contextlib.contextmanager
 def renamed(names: Mapping[str, str], members: Mapping[str, str]) -> Iterator[None]:
-    """Where a chat's field is at fault, tells the one that it was made of: `names` has those whose names differ, and
-    `members` parts of the paths within them. An index among the messages of the chat means nothing to a client."""
+    """Names the field of the original request that a wrong chat field was made from: `names` has those with other
+    names, `members` parts of their paths. An index into the chat's messages means nothing to a client."""
     try:
         yield
     except UnknownModel:

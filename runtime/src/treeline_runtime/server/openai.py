@@ -401,7 +401,7 @@ class TextLogprobs:
     """OpenAI's completions form, with text offsets through the whole answer: one per choice."""
 
     def __init__(self, prompts: Prompts, top: int | None, *, skip_special_tokens: bool, echo: bool) -> None:
-        """`top`: how many of the likeliest are shown; None: nothing is. `skip_special_tokens`: of the output; an echoed
+        """`top`: how many of the most likely are shown; None: none. `skip_special_tokens`: of the output; an echoed
         prompt shows them."""
         self._prompts = prompts
         self._top = top

@@ -219,8 +219,8 @@ class Prompts:
         instruct: str | None = None,
         add_generation_prompt: bool = False,
     ) -> list[list[int]]:
-        """The ids of queries with a document each: as messages of these roles where the chat template knows them (with
-        `instruct` as the system's), else as the tokenizer joins two texts. Together at most as many as above."""
+        """The ids of each query with its document: as messages with these roles if the chat template has them
+        (`instruct` as system), else joined by the tokenizer. The same total limit as above."""
         if self.knows_pairs and self._template is not None:
             head = [] if instruct is None else [{"role": "system", "content": instruct}]
             chats = (

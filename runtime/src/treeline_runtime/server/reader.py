@@ -58,8 +58,8 @@ class Reader(openai.ModelFacts):
     """Reads requests for one model. Raises ApiError 400, or UnknownModel."""
 
     def read(self, kind: Kind, body: bytes | bytearray, limits: Limits | None, caller: Caller) -> Task:
-        """`limits` may be None for `tokenize` and `detokenize` alone. Raises NeedsWorkerError in an event loop, for
-        a chat that only another process may render.
+        """`limits` may be None only for `tokenize` and `detokenize`. Raises NeedsWorkerError in an event loop, for a
+        chat that needs another process.
         """
         readers: Mapping[Kind, Callable[[Mapping[str, Any], Any, Caller], Task]] = {
             "chat": lambda *read: read_chat_task(read[0], self, *read[1:]),

@@ -46,9 +46,8 @@ def inference(
     admin_at: str | None,
     allowed_origins: Sequence[str] = (),
 ) -> ASGIApp:
-    """The API, the probes, what pickers and routers read, and the document of all this. `metrics_at` and `admin_at`
-    are the URLs of the other listeners, None where they are off; the 404 of a path that they serve says so.
-    `allowed_origins`: of web pages.
+    """The API, probes, what pickers and routers read, and the OpenAPI document. `metrics_at` and `admin_at`: URLs of
+    the other listeners, None if off; 404s for their paths name them. `allowed_origins`: of web pages.
     """
     hints = {path: _served_by_other(path, "administration", "--admin-port", admin_at) for path in ADMIN_PATHS}
     hints |= SAID_OTHERWISE

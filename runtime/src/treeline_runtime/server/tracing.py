@@ -1,10 +1,9 @@
 """OpenTelemetry traces: a request's time here, in its sender's trace.
 
-The span of a request is the child of `traceparent` (W3C): the picker's, or that of a proxy which traces too. `queue`,
-`prefill` and `decode` within it are those of its generations together: until the first of them had its turn, until the
-first token (or vector), until the last. A request has these four spans, however many generations. Attributes are those
-of OpenTelemetry's GenAI conventions where they have one, and vLLM's `gen_ai.latency.*`; no prompt and no answer is
-among them. What is sampled is the sender's say; without one the variables decide (`treeline_wire.tracing`).
+A request's span is a child of `traceparent` (W3C), the picker's or another proxy's. Its `queue`, `prefill` and `decode`
+spans cover all its generations: until the first had its turn, until the first token (or vector), until the last.
+Attributes follow OpenTelemetry's GenAI conventions and vLLM's `gen_ai.latency.*`, without prompts and answers. The
+sender decides on sampling, or else the variables (`treeline_wire.tracing`).
 
 Imported only with `--tracing`.
 """

@@ -52,8 +52,8 @@ class Conversation(msgspec.Struct, frozen=True):
 
 
 def takes_inline_system(template: ChatTemplate, *, must_show: bool) -> bool:
-    """Whether a template takes a system message in the midst of a chat; `must_show`: and prints it. Raises
-    `NeedsWorkerError` and `TemplateBusyError` as `ChatTemplate.render`."""
+    """Whether a template accepts a system message inside a chat; `must_show`: and prints it. Raises `NeedsWorkerError`
+    and `TemplateBusyError` like `ChatTemplate.render`."""
     said = (("system", "t"), ("user", "t"), ("system", _SENTINEL), ("user", "t"))
     messages = [{"role": role, "content": text} for role, text in said]
     try:

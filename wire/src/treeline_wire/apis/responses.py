@@ -1,9 +1,9 @@
 """OpenAI's `/v1/responses` as the chat completion that our runtime, vLLM and SGLang make of it.
 
-vLLM 0.32: `construct_input_messages` and what it calls in vllm/entrypoints/openai/responses/utils.py. SGLang 0.5.23:
-`_construct_input_messages` and what it calls in sglang/srt/entrypoints/openai/serving_responses.py. What a request
-refers to by `previous_response_id` is in the engine alone: then only the instructions are known, which come before it.
-Our runtime stores nothing, and puts the items of one turn of the assistant into one message.
+vLLM 0.32: `construct_input_messages` in vllm/entrypoints/openai/responses/utils.py. SGLang 0.5.23:
+`_construct_input_messages` in sglang/srt/entrypoints/openai/serving_responses.py. Only the engine has what
+`previous_response_id` refers to, so only the instructions before it are known. Our runtime stores nothing, and merges
+the items of an assistant's turn into one message.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What all dialects have in common: reading messages, parts and tool calls that came from a client."""
+"""What all dialects share: reading messages, parts and tool calls from clients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NONE: Final = ("", None)
 
 
 class Turn(Struct, frozen=True):
-    """The conversation as a template is given it. `suffix` is written behind what it renders."""
+    """The conversation for a template. `suffix` is appended to its output."""
 
     messages: list[Message]
     add_generation_prompt: bool
@@ -28,19 +28,18 @@ class Turn(Struct, frozen=True):
 
 
 class ChatDialect(ABC):
-    """One engine's way from the body of a chat request to the arguments of its chat template.
+    """One engine's way from a chat request's body to its template's arguments.
 
-    Dialects have no state. All methods raise `PromptError` for what the engine would refuse, and leave the body as it
-    is.
+    Stateless. Methods raise `PromptError` for what the engine would refuse, and do not change the body.
     """
 
     separator: str
-    """Between the text parts of a message, for templates that take texts."""
+    """Between text parts of a message, for templates that take texts."""
     flat_tools: bool = False
-    """Where the template fails, it is tried with tools without OpenAI's wrapper."""
+    """If the template fails, tries again with tools without OpenAI's wrapper."""
 
     def takes_lists(self, source: str) -> bool:
-        """Whether this template is given content as lists of parts."""
+        """Whether this template takes content as lists of parts."""
         return takes_lists(source)
 
     def turn(self, body: Mapping[str, Any], source: str) -> Turn:

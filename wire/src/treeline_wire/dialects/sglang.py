@@ -1,10 +1,9 @@
 """SGLang's dialect, as of 0.5.23.
 
-Read in sglang/srt/parser/jinja_template_utils.py (`process_content_for_template_format`),
+Sources: sglang/srt/parser/jinja_template_utils.py (`process_content_for_template_format`),
 sglang/srt/entrypoints/openai/serving_chat.py (`_process_messages`, `_apply_jinja_template`,
-`_handle_last_assistant_message`, `normalize_tool_content`) and sglang/srt/entrypoints/openai/protocol.py (the messages'
-and tools' types, `normalize_reasoning_inputs`). Models with an encoder of their own there (DeepSeek V3.2, Kimi K3) are
-not rendered by their template.
+`_handle_last_assistant_message`, `normalize_tool_content`) and sglang/srt/entrypoints/openai/protocol.py
+(`normalize_reasoning_inputs`). Models with an encoder of their own (DeepSeek V3.2, Kimi K3) do not use their template.
 """
 
 from __future__ import annotations

@@ -60,8 +60,8 @@ class TreelineDialect(ChatDialect):
         return tools or None
 
     def variables(self, body: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-        """An effort turns thinking on or off under both names that templates have for it, as in SGLang; what
-        `chat_template_kwargs` say wins."""
+        """An effort switches thinking under both names that templates use, as in SGLang; `chat_template_kwargs`
+        override it."""
         effort = body.get("reasoning_effort")
         if effort is None:
             return dict(given)
