@@ -24,8 +24,8 @@ BENCHMARKS: dict[str, Benchmark] = {
 }
 
 ELSEWHERE = ("e2e", "programs", scripts.CORPUS, *(f"serving-{name}" for name in DATASETS))
-"""Results beside those of the benchmarks: the journeys on a real Kubernetes write them (`make e2e`),
-`treeline bench programs`, `treeline bench structured --corpus DIR`, and `treeline bench serving --results DIR`."""
+"""Further results, written by journeys on a real Kubernetes (`make e2e`), `treeline bench programs`, `treeline bench
+structured --corpus DIR`, and `treeline bench serving --results DIR`."""
 
 
 def select(names: Sequence[str]) -> list[Benchmark]:

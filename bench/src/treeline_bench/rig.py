@@ -105,8 +105,8 @@ class Rig:
         seconds: float | None = None,
         port: int = 0,
     ) -> list[Record]:
-        """`count` requests, or those of so many seconds, in a closed loop or at a rate, to the asking listener or
-        another one. Raises ClientFailed."""
+        """Sends `count` requests, or for so many seconds, in a closed loop or at a rate, to the asking or another
+        listener. Raises ClientFailed."""
         moments = [at / rate_per_s for at in range(int(rate_per_s * (seconds or 0)))] if rate_per_s else None
         order = Order(
             host="127.0.0.1",

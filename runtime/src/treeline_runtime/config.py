@@ -1,6 +1,6 @@
 """Settings of the engine, frozen, in layers: EngineConfig (model and memory) → SchedulerConfig (order and limits).
 
-The command line's `args.ServerArgs` is the layer above. `None` and "auto" mean "derive it"; what was derived is in
+`args.ServerArgs`, the command line's settings, is the layer above. `None` and "auto" mean "derive it"; results are in
 `scheduler.resolve.Resolved`. No torch here.
 """
 

@@ -66,9 +66,9 @@ class Engine:
     ) -> None:
         """`config`: fields of SchedulerConfig. Raises ModelError, ConfigError.
 
-        `logit_processors`: name → a class or function as `sampling.processor` says, or where one is
-        (`module:attribute`, or the name of a built-in). A request asks for it with the sampling parameter
-        `logit_processor=CustomProcessor.of(name, params)`.
+        `logit_processors`: name → a class or function (see `sampling.processor`), or its place (`module:attribute`, or
+        a built-in's name). A request selects one by the sampling parameter `logit_processor=CustomProcessor.of(name,
+        params)`.
         """
         given = dict(logit_processors or {})
         named = tuple(f"{name}={place}" for name, place in given.items() if isinstance(place, str))
@@ -125,9 +125,8 @@ class Engine:
     ) -> Output | list[Output]:
         """Completes one prompt (text or ids), or a list of them at once, in order.
 
-        `options`: the other fields of GenerateReq. Raises GenerationError if a request is refused or fails; the others
-        of the list are ended first.
-        Raises TypeError for parameters and options that do not exist or have a wrong type.
+        `options`: other fields of GenerateReq. Raises GenerationError if a request is refused or fails, after ending
+        the others of the list. Raises TypeError for unknown parameters and options, and wrong types.
         """
         requests = self._requests(prompts, sampling_params, options)
         woken = threading.Event()
@@ -177,8 +176,8 @@ class Engine:
     async def async_stream(
         self, prompt: Prompt, sampling_params: Params | None = None, **options: Any
     ) -> AsyncGenerator[tuple[str, Output], None]:
-        """`stream` for `async for`. Callers that leave the loop early close the iterator (`contextlib.aclosing`), or
-        the request goes on until Python does."""
+        """`stream` for `async for`. If you leave the loop early, close the iterator (`contextlib.aclosing`), or the
+        request continues until Python closes it."""
         requests = await asyncio.to_thread(self._requests, _single(prompt), sampling_params, options)
         woken, wake = _loops_event()
         with self._call(requests, wake, streams=True) as call:
@@ -196,7 +195,7 @@ class Engine:
         return self._encode([text])[0]
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
-        """A chat as the text that the model reads, by its chat template. Raises ModelError for a model without one, and
+        """A chat rendered by the model's chat template. Raises ModelError for a model without one, and
         `treeline_wire.chat.TemplateError` for messages that it refuses."""
         with self._chats_lock:
             if self._chats is None:

@@ -6,9 +6,8 @@ with the engines' time slowed alike: they are as busy as in a simulation, while 
 less. Requests are streamed completions with text, sent when due by a load process of `treeline bench serving`; times
 count from when a request was due. Hits are the engines' own counts (`cached_tokens` in the usage).
 
-Ours are `treeline pick` with the engines' KV events and an Envoy of one worker; the others have their policy
-`cache_aware` and their own defaults. The picker of the Gateway API Inference Extension needs Kubernetes objects:
-benchmark `gie` has it.
+Ours is `treeline pick` with the engines' KV events and an Envoy of one worker; others use their policy `cache_aware`
+and their defaults. The Gateway API Inference Extension's picker needs Kubernetes objects: see benchmark `gie`.
 
 Bias. All share the machine's cores, and ours runs first. A peer is one process, ours are two. A router's own clocks
 (how long it trusts a measurement, how often it evicts) are not slowed. 40 s include a cold start, and no eviction if

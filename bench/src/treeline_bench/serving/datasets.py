@@ -50,8 +50,8 @@ class Ids:
 
 @dataclass(frozen=True)
 class Shape:
-    """Options of datasets. None: the dataset's own default. A dataset ignores what does not concern it, and
-    `check_only` says what does."""
+    """Options of datasets. None: the dataset's default. A dataset ignores options that it does not use; `check_only`
+    refuses them."""
 
     num_prompts: int | None = None
     input_len: int | None = None

@@ -36,9 +36,9 @@ class Call(msgspec.Struct, frozen=True):
 class Order(msgspec.Struct, frozen=True, kw_only=True):
     """The part of a load for one process.
 
-    `conversations` begin in this order: each at its moment of `arrivals`, seconds after the start (open loop), or with
-    `concurrency` of them going on at once (closed loop). With `seconds`, none begins and no turn is sent after that.
-    `calls` in their place are sent over and over, `count` of them or until `seconds` are over.
+    `conversations` start in this order: at their moments of `arrivals`, in seconds after the start (open loop), or
+    `concurrency` at a time (closed loop). After `seconds` no conversation or turn starts. `calls`, if given instead,
+    are repeated `count` times or for `seconds`.
     """
 
     host: str
@@ -63,11 +63,10 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
 class Record(msgspec.Struct):
     """The result of a request. Times are monotonic ns, shared by the machine's processes.
 
-    `due_ns`: when it should have been sent; everything its user waits for counts from there, so a client that is late
-    makes latencies longer, not shorter. `begun_ns`: when we turned to it, `sent_ns` when it was written, which may have
-    had to wait for a connection. `tokens_ns`: when each chunk that carried output came. Token counts are the server's;
-    `cached_tokens` is -1 where it reported none. `error` is the kind, empty for a whole answer. `conversation` is the
-    number of a call, where there are calls.
+    `due_ns`: when it should have been sent; latencies count from there, so a late client makes them longer. `begun_ns`:
+    when we started it; `sent_ns`: when it was written, perhaps after waiting for a connection. `tokens_ns`: when each
+    chunk with output arrived. Token counts are the server's; `cached_tokens` is -1 if not reported. `error`: its kind,
+    empty for a whole answer. `conversation`: the number of a call, if there are calls.
     """
 
     conversation: int

@@ -80,8 +80,8 @@ class AttentionBackend(ABC):
     def plan(self, layout: Layout, buffers: Any | None = None) -> Any:
         """Prepares a step; the result is passed to `forward` for every layer.
 
-        `buffers`: of `capture_buffers`, for a step that replays a graph: the plan is written there. In no case does the
-        call wait for the device.
+        `buffers`: from `capture_buffers`, for a step that replays a graph: the plan is written there. The call never
+        waits for the device.
         """
 
     @abstractmethod

@@ -37,8 +37,8 @@ class ConfinedProcess:
     """A process and our end of its socket. One thread uses it at a time."""
 
     def __init__(self, module: str, limits: ProcessLimits, *, logs: bool = False) -> None:
-        """module: what runs, by `child.serve`; logs: what it prints goes to standard error. Returns at once, see
-        `wait_ready`. Raises OSError when it cannot be started."""
+        """module: runs by `child.serve`; logs: its output goes to standard error. Returns at once, see `wait_ready`.
+        Raises OSError if it cannot be started."""
         self._limits = limits
         self._socket, theirs = socket.socketpair()
         # Ctrl-C reaches the whole terminal group, but only the parent decides
@@ -91,8 +91,8 @@ class ConfinedProcess:
     ) -> bytearray:
         """Sends a request's parts and waits for the answer. Raises `Killed` if none comes in time.
 
-        seconds: for this request; None = as the process's limits say. on_late: called where none has come after
-        `late_s`; if it raises, nothing may be asked any more."""
+        seconds: for this request; None: the process's limit. on_late: called if there is no answer after `late_s`; if
+        it raises, the process cannot be used any more."""
         if seconds is None:
             seconds = self._limits.seconds + _GRACE_SECONDS
         deadline = time.monotonic() + seconds

@@ -97,8 +97,8 @@ class GrammarCompiler:
         limits: CompileLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """vocabulary, prepare: called once, by another thread, when the first grammar comes or before (`warm`);
-        `prepare` is for what else must be there then. on_done: `get` may have news."""
+        """vocabulary, prepare: called once, by another thread, at the first grammar or by `warm`; `prepare` makes
+        whatever else is needed then. on_done: `get` may have news."""
         self.limits = limits or CompileLimits()
         self._vocabulary = vocabulary
         self._prepare = prepare

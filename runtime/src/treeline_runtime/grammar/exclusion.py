@@ -1,5 +1,5 @@
-"""`not`, `if`, `oneOf`, `dependentRequired`, `dependentSchemas`, `propertyNames`, `uniqueItems` of few values and
-`minProperties` beside names, in words that libraries have.
+"""Rewrites `not`, `if`, `oneOf`, `dependentRequired`, `dependentSchemas`, `propertyNames`, `uniqueItems` of few values
+and `minProperties` beside names into keywords that libraries support.
 
 Most of these keywords say what a value is not. `_negated` expresses that as alternatives: a text outside a list, an
 object without a property, a number beyond a bound. No value of an alternative fits the schema, but some values outside

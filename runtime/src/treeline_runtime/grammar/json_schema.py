@@ -1,13 +1,12 @@
 """Simplifies a JSON Schema for all backends (draft 2020-12).
 
-`simplify` rewrites each schema that the root leads to. Words of older drafts are today's, what says what a value is not
-says what it is (`exclusion`), annotations and keywords that say nothing are dropped; a schema gets the type that its
-keywords are about (`{"pattern": "^a"}` is a string); formats are patterns, and patterns are rewritten from what `re`
-reads in them; values of `enum` and `const` that are not of the type are left out. What contradicts itself in one place
-is refused here, and the words that no library has.
+`simplify` rewrites each schema below the root. Old keywords become today's, negative ones positive (`exclusion`);
+annotations and keywords without effect are dropped; a schema gets the type of its keywords (`{"pattern": "^a"}` is a
+string); formats become patterns, and patterns are rewritten; values of `enum` and `const` of other types are removed.
+Contradictions within one schema, and unsupported keywords, are refused.
 
-Texts of the new schema are texts of the old one, not the other way round: where keywords of one type stand without
-`type`, values of others would be allowed.
+Texts of the new schema are texts of the old one, but not vice versa: keywords of one type without `type` would also
+allow values of other types.
 """
 
 from __future__ import annotations
@@ -50,9 +49,9 @@ _LARGEST = 2**53
 
 
 def for_llguidance(source: str) -> str:
-    """The same schema as JSON for llguidance 1.9.1, which intersects schemas, and refuses by itself what it has not: a
-    `oneOf` whose members may share a value, schemas that leave no value together, a number that is within no bounds or
-    no multiple, a pattern without a text of the length. Raises GrammarError."""
+    """The same schema as JSON for llguidance 1.9.1, which intersects schemas, and itself refuses a `oneOf` with
+    overlapping members, contradicting schemas, a number without a value within bounds and multiples, and a pattern
+    without a text of the length. Raises GrammarError."""
     document = Document(source)
     simplify(document)
     for path, schema in document.schemas:

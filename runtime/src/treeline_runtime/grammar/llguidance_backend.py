@@ -45,8 +45,7 @@ _SPACING = {
     "key_separator": ": ",
     "json_allowed_escapes": 'nrbtf\\"',
 }
-"""Without `\\u`, in which the name of a property would be another text, to which what is said of the property is not
-applied."""
+"""Without `\\u`, which could spell a property's name differently and so escape the property's schema."""
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
 """Masks have all possible tokens, also where the next text is certain."""
 _TRIED_STEPS = 3

@@ -1,10 +1,9 @@
-"""Regular expressions: read as Python's `re` does, written in the few words that every backend reads alike.
+"""Regular expressions: parsed as Python's `re` does, and written so that every backend reads them alike.
 
-Dialects differ in what `\\d`, `\\s` and `.` are, in escapes, in anchors and flags, and libraries take what they do not
-know for something else. So a pattern is parsed here, by the parser of `re`, to sets of characters, sequences, choices
-and repetitions; what is written from these has no escape but of single characters. What is more than regular, or would
-be another language in one of the dialects, is refused by name: lookarounds, backreferences, conditions, word
-boundaries, atomic groups and possessive quantifiers, and anchors that are not at an end.
+Dialects differ in `\\d`, `\\s`, `.`, escapes, anchors and flags, and libraries misread what they do not know. So `re`'s
+own parser reads the pattern into sets of characters, sequences, choices and repetitions, and these are written without
+escapes, except of single characters. What is not regular, or differs between dialects, is refused by name: lookarounds,
+backreferences, conditions, word boundaries, atomic groups, possessive quantifiers, and anchors that are not at an end.
 
 Where Python and ECMAScript differ, a text must match in both: `\\d`, `\\w` and `\\s` are ASCII's, and `\\D`, `\\W` and
 `\\S` are what is none of them in Unicode either.

@@ -1,8 +1,7 @@
 """Structural tags for xgrammar, with their schemas and patterns treated like standalone ones.
 
-What xgrammar 0.2.8 would ignore of a schema is refused here, by keyword and path. It looks at one of `$ref`, `enum`,
-`anyOf`, `allOf` and `type`, in this order, and at no keyword beside it; of a string at either its pattern or its
-length.
+Refuses, by keyword and path, what xgrammar 0.2.8 would ignore of a schema. It reads one of `$ref`, `enum`, `anyOf`,
+`allOf` and `type`, in this order, and nothing beside it; of a string, either pattern or length.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ it.
 - `match` changes nothing. `lock` splits the last node where the match ends inside it, then counts one lock on every
   node up to the root; a node with locks, or with children, cannot be evicted. When a locked node is split both halves
   keep its locks, and the old object becomes the lower half: its holder still holds the whole path.
-- `begin_filling` extends a lock to what is to follow, on nodes that are on their way; `match` says how much of a key
-  is. Several may fill one node. The first that inserts it puts it on the device; with its last lock it is gone.
-- `insert` adds what the device lacks and says how many pages it had already; the caller owns the duplicates.
+- `begin_filling` extends a lock to the rest of a key, on nodes that are being filled; `match` reports how much is.
+  Several holders may fill one node. The first that inserts it puts it on the device; without locks it is removed.
+- `insert` adds what the device lacks and says how many pages it already had; the caller owns the duplicates.
 - `evict` takes pages from the ends of leaves, so the remainder of a leaf stays useful.
 - Time is a counter of lock and insert calls, not a clock: replicas of a tree agree, and tests repeat.
 

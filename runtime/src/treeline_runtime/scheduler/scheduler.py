@@ -3,13 +3,13 @@
 `launch` returns before results are read, and up to `overlap_depth` launched batches stay unprocessed while the next is
 chosen: one on CUDA, none on a CPU. What makes depth 1 safe:
 
-- a request counts the launched batches that hold it (`in_flight`); whatever ends it queues its terminal message at
-  once, but its pages, row and lock are released only when that count is zero;
-- a batch that still holds a finished request is computed for nothing there, and its result is dropped;
-- rows with a constraint or a logit processor are launched with the rest, and sampled once all results before theirs are
-  taken (`_sample_delayed`), still before the next launch;
-- where a step gives a request several tokens or none, or a grammar forces what comes next (`jumps`), the batch
-  launched meanwhile is overtaken there, and computes and samples for nothing;
+- a request counts the launched batches that hold it (`in_flight`); whatever ends it queues its final message at once,
+  but pages, row and lock are released only when that count is zero;
+- a batch that still holds a finished request computes for it in vain, and its result is dropped;
+- rows with a constraint or a logit processor are launched with the rest, and sampled once all earlier results are
+  processed (`_sample_delayed`), before the next launch;
+- where a step gives a request several tokens or none, or a grammar forces text (`jumps`), the batch launched meanwhile
+  is marked as overtaken there, and computes and samples in vain;
 - memory is taken back from running requests (retraction) only when nothing is in flight.
 
 A `Transport` carries messages; a `Reporter` collects a step's output and sends it at the end.
