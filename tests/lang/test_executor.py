@@ -160,7 +160,7 @@ def test_another_thread_waits_for_a_variable_until_the_program_ends():
                 hopeless.result(PATIENCE_S)
 
 
-def test_who_starts_a_program_beside_may_read_before_its_body_has_begun():
+def test_a_parallel_program_can_be_read_before_its_body_begins():
     @function
     def quick(s: Any) -> None:
         s += "x" + gen("a")
@@ -176,7 +176,7 @@ def test_the_text_of_a_scope_cannot_be_read_within_it():
         with s.var_scope("all"):
             s += "x" + gen("a")
             for state in (s, s.fork(1)[0]):
-                with pytest.raises(UnknownVariable, match="'all' is the text of a scope, and that has not ended"):
+                with pytest.raises(UnknownVariable, match="'all' is the text of a scope, which has not ended"):
                     state["all"]
         assert s["all"] == f"x{s['a']}"
 

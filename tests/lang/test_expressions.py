@@ -88,10 +88,10 @@ def test_texts_and_numbers_are_added_from_both_sides() -> None:
         (lambda: select("x", ["a", ""]), "not empty"),
         (lambda: select("x", ["a"], temperature=1.0), "no temperature but 0"),
         (lambda: select("x", ["a"], choices_method="best"), "choices_method is one of"),
-        (lambda: separate_reasoning(select("x", ["a"])), "nothing else has reasoning"),
-        (lambda: separate_reasoning(gen_int("x")), "nothing else has reasoning"),
+        (lambda: separate_reasoning(select("x", ["a"])), "only these can contain reasoning"),
+        (lambda: separate_reasoning(gen_int("x")), "only these can contain reasoning"),
         (lambda: separate_reasoning(gen("x"), "gpt"), "model_type is one of"),
-        (lambda: check_sampling(max_tokens=1, max_new_tokens=2), "one thing"),
+        (lambda: check_sampling(max_tokens=1, max_new_tokens=2), "mean the same"),
         (lambda: check_sampling(heat=1), "there is no parameter 'heat'"),
     ],
 )

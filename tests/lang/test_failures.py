@@ -247,10 +247,10 @@ def test_a_server_that_says_nothing_is_given_up() -> None:
     with scripted(lambda *_: None) as url, RuntimeEndpoint(url, timeout_s=0.3) as backend:
         for program in (asks, chooses, talks):
             state = program.run(backend=backend)
-            with pytest.raises(Unreachable, match="has said nothing for too long"):
+            with pytest.raises(Unreachable, match="sent nothing for too long"):
                 state.get_var("a", timeout=PATIENCE_S)
         streamed = asks.run(backend=backend, stream=True)
-        with pytest.raises(Unreachable, match="has said nothing for too long"):
+        with pytest.raises(Unreachable, match="sent nothing for too long"):
             "".join(streamed.text_iter())
 
 

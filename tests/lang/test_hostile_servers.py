@@ -110,7 +110,7 @@ def test_nothing_is_chosen_by_what_is_no_logprob(entry: list[Any], method: str) 
     with (
         scripted(scoring([entry])) as url,
         RuntimeEndpoint(url) as backend,
-        pytest.raises(BackendError, match="gave a logprob that is none"),
+        pytest.raises(BackendError, match="gave an invalid logprob"),
     ):
         _ = program.run(backend=backend)["a"]
 

@@ -89,7 +89,7 @@ async def test_an_answer_is_read_however_it_ends(answer: tuple[bytes, ...]) -> N
         ((b"HTTP/1.1 200 OK\r\nx: ", *[b"y" * 65536] * 100), "no end"),
         ((b"HTTP/1.1 100 Continue\r\n\r\n" * 4096,) * 100, "no end"),
         ((packed("gzip", TEXT),), "packed as 'gzip'"),
-        ((b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\nxx",), "no HTTP"),
+        ((b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\nxx",), "not HTTP"),
     ],
 )
 async def test_what_is_no_whole_answer_is_an_error(answer: tuple[bytes, ...], reason: str) -> None:

@@ -103,7 +103,7 @@ def test_a_call_with_the_state_goes_on_with_its_text() -> None:
     assert len({request.call.session for request in backend.requests}) == 1
 
 
-def test_a_call_beside_is_sampled_as_it_says_over_what_the_run_says() -> None:
+def test_a_parallel_programs_sampling_overrides_the_runs() -> None:
     @function
     def outer(s: Any) -> None:
         s += user(ask("why", top_p=0.25)["a"])

@@ -229,7 +229,7 @@ def test_a_fork_computes_its_prefix_once(backend: RuntimeEndpoint) -> None:
     assert without[0]["cached_tokens"] == 0, "the cache had been emptied"
 
 
-def test_the_server_tells_about_itself_and_refuses_what_it_cannot_read(backend: RuntimeEndpoint) -> None:
+def test_server_info_works_and_images_are_refused(backend: RuntimeEndpoint) -> None:
     assert backend.get_model_info()["model_path"].endswith("tiny")
     assert backend.get_server_info()
 
@@ -237,5 +237,5 @@ def test_the_server_tells_about_itself_and_refuses_what_it_cannot_read(backend: 
     def shows(s: Any) -> None:
         s += user(image(b"\x89PNG\r\n\x1a\n") + "What is this?") + assistant(gen("what"))
 
-    with pytest.raises(Unsupported, match="reads text alone"):
+    with pytest.raises(Unsupported, match="reads only text"):
         shows.run(backend=backend)["what"]

@@ -68,7 +68,7 @@ def test_the_pieces_of_a_familys_template_give_its_text(name: str, chat: str) ->
     template = pieces(source)
     if chat == "with a system" and "system" not in template.turns:
         with pytest.raises(
-            TemplateError, match=r"no turn of the system: it (is written into the user's turn|does not show)"
+            TemplateError, match=r"no turn of the system: it (is part of the user's turn|does not show)"
         ):
             written(template, CHATS[chat])
         return

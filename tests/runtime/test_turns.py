@@ -59,7 +59,7 @@ def test_what_is_removed_waits_no_more() -> None:
     assert turns.take(anything) is None
 
 
-def test_who_has_used_too_much_waits_until_enough_is_given_back() -> None:
+def test_a_client_over_its_budget_waits_until_enough_is_returned() -> None:
     now = 0.0
     seconds = ClientSeconds(30.0, 0.5, lambda: now)
     seconds.charge("a", 20.0)

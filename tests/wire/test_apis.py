@@ -40,7 +40,7 @@ def part(text: str, type: str) -> dict[str, Any]:
 # ---- /v1/responses --------------------------------------------------------------------------------------------------
 
 
-def test_what_an_assistant_thought_said_and_called_in_one_turn_is_one_message() -> None:
+def test_reasoning_text_and_calls_of_one_turn_become_one_message() -> None:
     thought = {"type": "reasoning", "id": "r", "summary": [], "content": [part("hm", "reasoning_text")]}
     said = {"type": "message", "role": "assistant", "content": [part("a", "output_text"), part("b", "output_text")]}
     result = {"type": "function_call_output", "call_id": "c", "output": "2"}

@@ -163,7 +163,7 @@ _rules = st.lists(
 
 @settings(max_examples=200, deadline=None)
 @given(_pools, _rules, st.integers(0, 99))
-def test_of_all_claims_to_a_name_the_oldest_has_it_and_each_loser_hears_whose_it_is(pools, rows, seed):
+def test_the_oldest_claim_owns_a_name_and_losers_learn_the_owner(pools, rows, seed):
     rules = [at(second, f"r{n}", *rest) for n, (second, *rest) in enumerate(rows)]
     names = decide_names(rules, pools)
     mixed, other = list(rules), list(pools.items())

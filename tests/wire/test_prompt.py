@@ -234,7 +234,7 @@ def test_events_and_requests_name_the_same_namespace() -> None:
 
 
 @pytest.mark.parametrize("member", ["tools", "documents", "chat_template_kwargs", "reasoning_effort", "messages"])
-def test_what_is_nested_beyond_any_template_is_refused_before_it_is_rendered(member: str) -> None:
+def test_too_deeply_nested_input_is_refused_before_rendering(member: str) -> None:
     def nested(levels: int) -> Any:
         value: Any = "x"
         for _ in range(levels):

@@ -110,9 +110,7 @@ def test_the_environment_holds_where_the_flag_is_not_given_and_is_judged_like_it
         ("--no-open", "unrecognized arguments: --no-open"),
     ],
 )
-def test_what_is_wrong_is_said_with_the_flag_and_what_is_expected(
-    argv: str, told: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_errors_name_the_flag_and_what_is_expected(argv: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         cli(argv)
     assert end.value.code == 2

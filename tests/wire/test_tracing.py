@@ -92,7 +92,7 @@ def test_the_endpoint_of_traces_goes_before_that_of_everything(monkeypatch: pyte
     ["https://c:4317", "c:4317", "http://", "http://c:99999", "http://c/v1/traces", "http://u:p@c", "http://c?a=b"],
 )
 def test_a_url_that_envoy_cannot_send_to_is_refused(url: str) -> None:
-    with pytest.raises(TracingError, match="is no URL of a collector"):
+    with pytest.raises(TracingError, match="is not a collector's URL"):
         tracing_env.collector(url)
 
 

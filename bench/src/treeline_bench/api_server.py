@@ -1,8 +1,8 @@
-"""A Kubernetes API server, as much of one as a picker asks for: discovery, lists and watches of a few kinds in
-one namespace, leases that are kept as they are written, events that are forgotten.
+"""A minimal Kubernetes API server for pickers: discovery, lists and watches of a few kinds in one namespace, leases
+that are kept, events that are dropped.
 
-Watches begin where they are asked to, or with everything there is (`sendInitialEvents`, which client-go tries first).
-Answers are JSON whatever is preferred, as Kubernetes allows. There is no authentication.
+Watches begin where asked, or with everything there is (`sendInitialEvents`, which client-go tries first). Answers are
+always JSON, as Kubernetes allows. There is no authentication.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BOOKMARK_S: Final = 30.0
 
 @dataclass(frozen=True)
 class Resource:
-    """A kind, and where it is."""
+    """A kind and its path."""
 
     group: str
     version: str
@@ -52,7 +52,7 @@ _HELD: Final = frozenset({PODS, POOLS})
 
 @dataclass(frozen=True)
 class Change:
-    """An object as it was before a version and as it is since; None where it is not there."""
+    """An object before and after a version; None if it does not exist."""
 
     version: int
     resource: Resource
@@ -60,7 +60,7 @@ class Change:
     after: dict[str, Any] | None
 
     def seen_by(self, request: web.Request) -> bytes:
-        """The event for a watch, empty for none: what the selector does not choose any more counts as deleted."""
+        """The event for a watch, empty for none: an object that the selector no longer matches counts as deleted."""
         was = self.before is not None and _wanted(request, self.before)
         if self.after is not None and _wanted(request, self.after):
             return _line("MODIFIED" if was else "ADDED", self.after)
@@ -71,8 +71,8 @@ class Change:
 
 
 class ApiServer:
-    """Objects, and their watches. `held` keeps lists and watches of pods and pools waiting: the picker's world
-    before it has synced. `followed`: somebody has asked for them."""
+    """Objects and their watches. `held` delays lists and watches of pods and pools, as before a picker has synced.
+    `followed`: set when something has asked for them."""
 
     def __init__(self) -> None:
         self.held = asyncio.Event()
@@ -87,7 +87,7 @@ class ApiServer:
     # --- the world --------------------------------------------------------------------------------------------------
 
     def put(self, resource: Resource, name: str, **fields: Any) -> None:
-        """Create or replace an object; `fields` are its spec, status, labels, annotations."""
+        """Creates or replaces an object; `fields` are its spec, status, labels, annotations."""
         metadata: dict[str, Any] = {
             "name": name,
             "namespace": NAMESPACE,
@@ -98,7 +98,7 @@ class ApiServer:
         self._store(resource, {"metadata": metadata, **fields})
 
     def delete(self, resource: Resource, name: str) -> None:
-        """Delete an object, if it is there."""
+        """Deletes an object, if it exists."""
         gone = self._objects.pop((resource, name), None)
         if gone is not None:
             self._tell(resource, gone, None)
@@ -127,7 +127,7 @@ class ApiServer:
     # --- the server -------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Listen on a free port of the loopback address, the same one again after `stop`."""
+        """Listens on a free loopback port, the same one again after `stop`."""
         app = web.Application()
         app.router.add_route("*", "/{path:.*}", self._serve)
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
@@ -136,13 +136,13 @@ class ApiServer:
         self.port = self._runner.addresses[0][1]
 
     async def stop(self) -> None:
-        """Go away, with all watches."""
+        """Stops, with all watches."""
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
 
     def write_kubeconfig(self, folder: Path) -> Path:
-        """A kubeconfig that leads here."""
+        """Writes a kubeconfig for this server."""
         server = {"server": f"http://127.0.0.1:{self.port}"}
         context = {"cluster": "suite", "user": "suite", "namespace": NAMESPACE}
         config = {
@@ -184,7 +184,7 @@ class ApiServer:
         return web.json_response(body)
 
     async def _write(self, request: web.Request, resource: Resource, name: str) -> web.Response:
-        """Leases are kept; all else is as if it had been."""
+        """Keeps leases, and pretends to accept everything else."""
         obj = json.loads(await request.read() or b"{}")
         if resource != LEASES or not isinstance(obj.get("metadata"), dict):
             return web.json_response(obj, status=201 if request.method == "POST" else 200)
@@ -244,7 +244,7 @@ def _status(code: int, reason: str) -> web.Response:
 
 
 def _wanted(request: web.Request, obj: dict[str, Any]) -> bool:
-    """By the two selectors, as far as pickers use them: names of objects, and labels that equal something."""
+    """By the two selectors as pickers use them: object names, and labels that equal something."""
     for pair in filter(None, request.query.get("fieldSelector", "").split(",")):
         key, _, value = pair.partition("=")
         if key == "metadata.name" and obj["metadata"]["name"] != value.lstrip("="):
@@ -255,7 +255,7 @@ def _wanted(request: web.Request, obj: dict[str, Any]) -> bool:
 
 
 def _addressed(parts: list[str]) -> tuple[Resource, str] | None:
-    """The resource of a path, and the object's name where it names one."""
+    """The resource of a path, and the object's name if it has one."""
     match parts:
         case ["api", "v1", *rest]:
             group, version = "", "v1"
@@ -272,7 +272,7 @@ def _addressed(parts: list[str]) -> tuple[Resource, str] | None:
 
 
 def _discovery(parts: list[str]) -> dict[str, Any] | None:
-    """What is asked about the API itself."""
+    """Requests about the API itself."""
     groups = dict.fromkeys((one.group, one.version) for one in RESOURCES if one.group)
     match parts:
         case ["version"]:

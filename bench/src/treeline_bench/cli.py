@@ -1,4 +1,4 @@
-"""`python -m treeline_bench`: run benchmarks, write their results, quote them in the README."""
+"""`python -m treeline_bench`: runs benchmarks, writes their results, quotes them in the README."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def _run(benchmarks: Sequence[Benchmark], args: argparse.Namespace, console: Con
 def main(argv: Sequence[str] | None = None, prog: str = "treeline bench") -> int:
     """Returns 0, 1 when a benchmark failed, 130 after Ctrl-C or SIGTERM; a wrong command line exits with 2.
 
-    `serving` measures any server, `programs` runs the frontend language; they take arguments of their own.
+    `serving` measures any server, `programs` runs the frontend language; both have their own arguments.
     """
     argv = list(sys.argv[1:] if argv is None else argv)
     if argv[:1] == ["programs"]:

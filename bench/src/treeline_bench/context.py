@@ -1,4 +1,4 @@
-"""What every benchmark is given, and how one is described."""
+"""What benchmarks receive, and how they are described."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ MODEL = ROOT / "models" / "tiny"
 
 
 class BenchmarkError(RuntimeError):
-    """A benchmark could not be run, or what it measured would be wrong; the message says why."""
+    """A benchmark cannot run, or its figures would be wrong; the message says why."""
 
 
 class ClientFailed(RuntimeError):
-    """A load process could not carry out its order; the message ends with what it said."""
+    """A load process failed; the message ends with its output."""
 
 
 class Display(Protocol):
-    """Where a benchmark says how far it is."""
+    """Shows a benchmark's progress."""
 
     def phase(self, text: str, total: int | None = None) -> None:
-        """A new step begins, of `total` parts if that is known."""
+        """A new step begins, of `total` parts if known."""
 
     def done(self, parts: int, note: str = "") -> None:
-        """So many parts of the step are done; `note` says how it goes."""
+        """So many parts of the step are done; `note` says more."""
 
 
 @dataclass(frozen=True)
 class Context:
-    """`folder` is scratch space that is removed afterwards; `quick` asks for a few seconds instead of good figures."""
+    """`folder`: scratch space, removed afterwards; `quick`: a few seconds instead of good figures."""
 
     display: Display
     folder: Path
@@ -50,8 +50,8 @@ class Benchmark:
     summary: str
     run: Callable[[Context], list[Row]]
     only_by_name: bool = False
-    """It needs what few machines have, so it is not one of all."""
+    """It needs what few machines have, so `make bench` does not run it."""
     versions: Mapping[str, str] = field(default_factory=dict)
-    """Of what it starts and this environment has not, by name."""
+    """Versions, by name, of programs that it starts and this environment lacks."""
     command: str = ""
-    """Its words on the command line, where they are more than its name."""
+    """Its command-line words, if more than its name."""

@@ -1,10 +1,8 @@
-"""Envoy for the benchmarks of pickers: one process, two listeners that differ in one filter.
+"""Envoy for picker benchmarks: one process, two listeners that differ in one filter.
 
-Both listeners route to the same clusters in the same way; one asks the picker over ext_proc first, the other (bare)
-does not, and its requests go round robin. So the difference between them is what asking costs. The configuration
-repeats what the data plane of `treeline up` says about clusters, retries and ext_proc (a test holds the two
-together), with one difference: `failure_mode_allow` is off, so that a picker too slow to answer is an error here
-instead of a lucky fallback.
+Both listeners route to the same clusters; one asks the picker over ext_proc, the other (bare) uses round robin. The
+difference is the cost of asking. The configuration repeats that of `treeline up` for clusters, retries and ext_proc (a
+test compares them), except that `failure_mode_allow` is off, so that a slow picker is an error here.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ _MANY = 65_536
 
 
 class EnvoyMissing(RuntimeError):
-    """There is no Envoy here; the message says how to get one."""
+    """Envoy was not found; the message says how to get it."""
 
 
 def envoy_binary() -> Path:
@@ -55,7 +53,7 @@ def bootstrap(
     pods: Sequence[tuple[str, int]] = (),
     streamed: bool = False,
 ) -> dict[str, Any]:
-    """The configuration, as JSON types. All addresses are loopback.
+    """The configuration as JSON types. All addresses are loopback.
 
     `pods` are known beforehand; without them the picker tells them on `eds_port`. `streamed`: asking as the inference
     extension has it, bodies go through the picker as streams, both ways.
@@ -85,7 +83,7 @@ def bootstrap(
 def envoy(
     config: dict[str, Any], folder: Path, cores: Sequence[int] | None = None, name: str = "envoy"
 ) -> Iterator[Child]:
-    """An Envoy of one worker with this configuration; stopped at the end. Raises EnvoyMissing."""
+    """An Envoy with one worker; stopped at the end. Raises EnvoyMissing."""
     path = folder / f"{name}.json"
     path.write_text(json.dumps(config))
     argv = [str(envoy_binary()), "--config-path", str(path), "--log-level", "warning"]
@@ -211,7 +209,7 @@ def _pods(known: Sequence[tuple[str, int]]) -> dict[str, Any]:
 
 
 def _loopback(name: str, port: int) -> dict[str, Any]:
-    """A cluster of one gRPC server."""
+    """A cluster with one gRPC server."""
     return {
         "name": name,
         "type": "STATIC",

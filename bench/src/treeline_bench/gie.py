@@ -1,17 +1,17 @@
-"""Benchmark `gie`: our picker beside the one of the Gateway API Inference Extension 1.5, which is written in Go.
+"""Benchmark `gie`: our picker beside that of the Gateway API Inference Extension 1.5, written in Go.
 
-Method. Each in turn, before one Envoy (one worker): an InferencePool of 2, of 16 and of 64 endpoints on a minimal
-Kubernetes API (`api_server.py`). The endpoints are addresses of one simulated engine (`sim/`, with vLLM's
-metrics), which answers at once. Bodies of requests and answers go through the picker as streams, both trailers are sent
-(`streamed`, FULL_DUPLEX_STREAMED: as that project configures Envoy, and the only mode that its picker serves); or the
-request's body comes whole and the answer's not at all (`buffered`), where ours is compared with theirs of `streamed`.
-Each has the default settings of its project but TLS, which both are without. The figures are
+Method. Each picker in turn is put before an Envoy with one worker: an InferencePool of 2, 16 and 64 endpoints on a
+minimal Kubernetes API (`api_server.py`). The endpoints are addresses of one simulated engine (`sim/`, with vLLM's
+metrics) that answers at once. Bodies of requests and answers are streamed through the picker, with both trailers
+(`streamed`, FULL_DUPLEX_STREAMED: that project's configuration, and its picker's only mode); or the request's body
+comes whole and the answer's not at all (`buffered`), where ours is compared with theirs `streamed`. Settings are each
+project's defaults, without TLS. The figures are
 
 - requests answered ÷ CPU-seconds of the picker's process, all its threads counted, under a saturating closed loop;
 - of a paced load (200 a second, 1 KB), which goes in turns through a listener that does not ask and one that does, what
   asking adds to the median and to the 99th percentile.
 
-`gie.vs_gie.rps_per_core` and `gie.added_ms` are the worst of all numbers of endpoints and modes; the others follow.
+`gie.vs_gie.rps_per_core` and `gie.added_ms` are the worst over all endpoint counts and modes; the others follow.
 
 Bias. Chat completions are repeated, so both pickers know every prompt after a while; ours by its own requests alone,
 since these engines publish nothing that a pool of vLLM's metrics announces. GIE's picker reads each endpoint's metrics
@@ -55,7 +55,7 @@ _BINARY = "TREELINE_GIE_PICKER"
 
 
 def gie_binary() -> Path:
-    """`$TREELINE_GIE_PICKER`, else the one that `make conformance` has built. Raises BenchmarkError."""
+    """`$TREELINE_GIE_PICKER`, else the one built by `make conformance`. Raises BenchmarkError."""
     if named := os.environ.get(_BINARY):
         return Path(named)
     cache = Path(os.environ.get("TREELINE_CACHE") or Path.home() / ".cache" / "treeline")
@@ -68,7 +68,7 @@ def gie_binary() -> Path:
 
 
 class World:
-    """The Kubernetes API with the pool, in a thread of its own."""
+    """The Kubernetes API with the pool, in its own thread."""
 
     def __init__(self, folder: Path, port: int) -> None:
         self._loop = asyncio.new_event_loop()
@@ -86,7 +86,7 @@ class World:
         self.kubeconfig = self._api.write_kubeconfig(folder)
 
     def put_pods(self, pods: Sequence[tuple[str, int]]) -> None:
-        """These are there; those that were, too."""
+        """Sets the pods; earlier ones stay."""
         for at, (address, port) in enumerate(pods):
             self._loop.call_soon_threadsafe(self._put_pod, f"pod-{at}", address, port)
 
@@ -118,7 +118,7 @@ class World:
 
 
 def command_of(name: str, ports: Sequence[int], kubeconfig: Path) -> list[str]:
-    """How a picker is started: `ours` or `gie`; ports of ext_proc, health, metrics and our pages."""
+    """The command of a picker, `ours` or `gie`, with ports of ext_proc, health, metrics and our pages."""
     flags = ["--pool-name", POOL, "--pool-namespace", NAMESPACE, "--secure-serving=false"]
     flags += ["--grpc-port", str(ports[0]), "--grpc-health-port", str(ports[1]), "--metrics-port", str(ports[2])]
     if name == "gie":
@@ -129,7 +129,7 @@ def command_of(name: str, ports: Sequence[int], kubeconfig: Path) -> list[str]:
 
 @contextmanager
 def running(name: str, mode: str, world: World, pods: Sequence[tuple[str, int]], folder: Path) -> Iterator[Rig]:
-    """The picker, and Envoy before it."""
+    """The picker and its Envoy."""
     picker_cores, other_cores = cores()
     *ports, bare, asking, admin = free_ports(7)
     config = bootstrap(
@@ -150,8 +150,8 @@ def running(name: str, mode: str, world: World, pods: Sequence[tuple[str, int]],
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one picker: requests per CPU-second by size, what it adds to a paced load at percentiles, in ms, and what was
-    not a 200."""
+    """Of one picker: requests per CPU second by size, added latency of a paced load at percentiles in ms, and answers
+    other than 200."""
 
     per_core: dict[str, float]
     added_ms: dict[int, float]

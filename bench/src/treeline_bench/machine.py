@@ -1,4 +1,4 @@
-"""What this machine is and what runs on it: its size and versions, never a host name or a path."""
+"""This machine's size and versions, never a host name or path."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def this_machine() -> Machine:
 
 
 def gpu() -> str:
-    """The name of the first CUDA device, empty where there is none. Asks the driver's own tool: torch takes seconds."""
+    """The first CUDA device's name, empty if there is none. Asks the driver's tool, since torch takes seconds."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
         said = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
@@ -54,7 +54,7 @@ def gpu() -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that the figures depend on; those not installed are left out."""
+    """Versions of Python and of installed packages that affect the figures."""
     found = {"python": platform.python_version()}
     for name, package in PACKAGES.items():
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

@@ -1,7 +1,6 @@
-"""Every metric that a benchmark may report: what it means, and what it is compared with.
+"""All metrics that benchmarks may report, with their meaning and reference.
 
-One place, so that a row, its line in a table and the README agree. A metric's name may have a tail (a policy, a size)
-that selects no entry of its own: `routing.hit_rate.random` is described by `routing.hit_rate`.
+A name may have a tail (a policy, a size) without an entry: `routing.hit_rate` describes `routing.hit_rate.random`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from treeline_bench.results import Row
 
 @dataclass(frozen=True)
 class Metric:
-    """What a figure means. `reference` is None where it is measured beside the value; `source`: where it is from."""
+    """The meaning of a figure. `reference` is None if it is measured in the same run; `source`: its origin."""
 
     unit: str
     meaning: str
@@ -25,9 +24,9 @@ class Metric:
     reference: float | None = None
     source: str = ""
     beside: str = ""
-    """What was measured beside it, in a word."""
+    """The reference measured in the same run, in a word."""
     drawn: bool = True
-    """In the plot of its result."""
+    """Whether plots show it."""
 
 
 detail = partial(Metric, drawn=False)
@@ -41,7 +40,7 @@ _PAPER = "SGLang's paper"
 
 
 def _simulated(trace: str) -> dict[str, Metric]:
-    """Metrics of `routing-sim` on one trace, and of `routing-sim --peers`, where the tail is a router's name."""
+    """Metrics of `routing-sim` on a trace, and of `routing-sim --peers`, where the tail is a router's name."""
     name, peers = f"routing.{trace}", f"routing.peers.{trace}"
     hits = "hit rate of the default policy on simulated engines ÷ the better oracle's"
     faults = "with 4 pickers, 1 % of events and gossip lost, one engine and one picker restarted"
@@ -386,13 +385,13 @@ HEADLINES = (
     "offline.vs_vllm.llama8b",
     "e2e.dropped_streams",
 )
-"""The rows that the README quotes, in this order."""
+"""The rows quoted in the README, in order."""
 
 METRICS: dict[str, Metric] = _ROUTING | _PICKER | _ENGINE | _SERVING | _PROGRAMS | _KUBERNETES
 
 
 def metric(name: str) -> Metric:
-    """The entry for `name` or for its longest dotted beginning. Raises KeyError, which lists what there is."""
+    """The entry for `name` or its longest dotted beginning. Raises KeyError, which lists the names."""
     known = name
     while known:
         if known in METRICS:
@@ -402,7 +401,7 @@ def metric(name: str) -> Metric:
 
 
 def row(name: str, value: float, reference: float | None = None) -> Row:
-    """A result row; `reference` is for metrics whose comparison was measured in the same run.
+    """A result row; `reference` is for comparisons measured in the same run.
 
     `ratio` is value ÷ reference, None where there is no reference or it is 0.
     """
@@ -413,7 +412,7 @@ def row(name: str, value: float, reference: float | None = None) -> Row:
 
 
 def missed(row: Row) -> bool | None:
-    """Does the figure miss the bound that it has? None: it has none."""
+    """Whether the figure misses its bound; None if it has none."""
     described = metric(row.metric)
     if row.reference is None or isinstance(row.reference, str) or described.beside:
         return None

@@ -1,9 +1,8 @@
-"""Benchmark `picker`: what asking the endpoint picker costs.
+"""Benchmark `picker`: the cost of asking the endpoint picker.
 
-Method. One Envoy (one worker) with two listeners that differ in the ext_proc filter alone (`envoy.py`), the picker,
-and two simulated engines (`sim/`) that answer at once and publish, like real ones, what they hold: the tree is
-populated, every prompt is held by one of the two, and every request is a chat completion that the picker parses,
-renders, matches and scores.
+Method. One Envoy (one worker) with two listeners that differ only in the ext_proc filter (`envoy.py`), the picker, and
+two simulated engines (`sim/`) that answer at once and publish KV events. The tree is populated, one of the two holds
+each prompt, and each request is a chat completion that the picker parses, renders, matches and scores.
 
 - `picker.added_ms`: the difference of the two medians (p50), and of the two 99th percentiles (p99), of a paced load
   (a request every 5 ms, 1 KB bodies). The client's clock starts when it writes a request; `picker.send_late_ms` says
@@ -11,8 +10,8 @@ renders, matches and scores.
 - `picker.rps_per_core`: 64 clients with 1 KB bodies, 20 with 220 KB. It does not depend on what else the machine's
   cores did, and is not the throughput of one loop on one core; `picker.rps` is that throughput.
 
-Bias. Bodies are ASCII; prompts are held completely, so that trees are walked to the end, which costs the most;
-responses are tiny; nothing streams. Envoy and picker share a machine, so no network is in the figures.
+Bias. Bodies are ASCII; prompts are fully cached, so trees are walked to the end, which costs the most; responses are
+tiny and not streamed. Envoy and picker share a machine, without a network.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ def _sim_command(index: int, ports: Sequence[int], cases: tuple[SimCase, ...], c
     path = context.folder / f"cases-{index}.msgpack"
     path.write_bytes(msgspec.msgpack.encode(cases))
     argv = [sys.executable, "-m", "treeline_sim", "serve", "--model", str(context.model), "--name", MODEL_NAME]
-    # An engine that learnt would make every later request a hit, whatever the picker knows.
+    # A learning engine would turn every later request into a hit.
     argv += ["--cases", str(path)]
     for name, port in zip(("port", "events-port", "replay-port", "load-port"), ports, strict=True):
         argv += [f"--{name}", str(port)]
@@ -92,12 +91,12 @@ def _sim_command(index: int, ports: Sequence[int], cases: tuple[SimCase, ...], c
 
 
 def hit(record: Record) -> bool:
-    """Whether a request reached the engine that holds its prompt (the other one would report no cached tokens)."""
+    """Whether a request reached the engine that holds its prompt (the other reports no cached tokens)."""
     return record.header not in ("", "0")
 
 
 def warm_up(rig: Rig, load: Requests) -> None:
-    """Until every prompt is routed to an engine that holds it: then the tree is populated. Raises BenchmarkError."""
+    """Runs until every prompt is routed to an engine that holds it. Raises BenchmarkError."""
     calls = [call for group in load.calls.values() for call in group]
     deadline = time.monotonic() + START_S
     while True:
@@ -114,7 +113,7 @@ def warm_up(rig: Rig, load: Requests) -> None:
 
 
 def rows_of(bare: list[Record], asking: list[Record], saturated: dict[str, tuple[list[Record], float]]) -> list[Row]:
-    """`saturated`: by size, what came of the requests, and the CPU-seconds of it."""
+    """`saturated`: by size, the requests' results and their CPU seconds."""
     rows: list[Row] = []
     for q in (50, 99):
         times = [record.latency_ms for record in answered(bare)]

@@ -27,10 +27,10 @@ STYLE: dict[Any, Any] = {
 
 
 def plot(result: Result, path: Path) -> Path:
-    """Draw the main figures of `result` into the SVG file `path`.
+    """Draws the main figures of `result` into the SVG file `path`.
 
-    Bars are multiples of what each figure is compared with: how many times as good, whichever way is better. Without
-    comparisons, they are the values of the figures in the unit of the first.
+    Bars are multiples of the reference, larger is always better. Without references they are values, in the unit of the
+    first.
     """
     rows = [row for row in result.rows if metric(row.metric).drawn] or result.rows
     compared = [row for row in rows if row.ratio]
@@ -50,7 +50,7 @@ def plot(result: Result, path: Path) -> Path:
         axes.margins(x=0.25)
         if compared:
             axes.axvline(1, color=REFERENCE, linestyle="--", linewidth=1.3)
-        axes.set_xlabel("times as good as what it is compared with" if compared else rows[0].unit)
+        axes.set_xlabel("times as good as its reference" if compared else rows[0].unit)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, format="svg", metadata={"Date": None, "Creator": None})
     return path

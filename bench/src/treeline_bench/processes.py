@@ -1,7 +1,7 @@
-"""Other rooms as processes: started, waited for, measured, and stopped whatever happens.
+"""Other rooms as processes: started, waited for, measured, and always stopped.
 
-A child runs in a session of its own, so that a Ctrl-C reaches only us and we stop the children in order; on Linux it is
-ended by the kernel when we die. Its output goes to a log file whose last lines are quoted when it fails.
+A child has its own session, so that Ctrl-C reaches only us and we stop children in order; on Linux the kernel ends it
+with us. Its output goes to a log file, whose last lines are quoted on failure.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class ChildFailed(RuntimeError):
 
 
 class Child:
-    """One process. Use `child()`; stopping twice is harmless."""
+    """A process. Use `child()`; stopping twice is harmless."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Child:
             )
 
     def check(self) -> None:
-        """Raises ChildFailed when the process has ended."""
+        """Raises ChildFailed if the process has ended."""
         if (status := self.process.poll()) is not None:
             raise ChildFailed(f"{self.name} exited with status {status}; its last lines:\n{self.last_lines()}")
 
@@ -66,7 +66,7 @@ class Child:
         return ""
 
     def wait_until(self, condition: Callable[[], bool], what: str, timeout_s: float) -> None:
-        """Poll `condition` until it holds. Raises ChildFailed when the process ends first or time is up."""
+        """Polls `condition` until it holds. Raises ChildFailed if the process ends first or time is up."""
         deadline = time.monotonic() + timeout_s
         while not condition():
             self.check()
@@ -75,7 +75,7 @@ class Child:
             time.sleep(POLL_S)
 
     def wait_ready(self, url: str, timeout_s: float = 60.0) -> None:
-        """Wait for a 200 from `url`. Raises ChildFailed."""
+        """Waits for a 200 from `url`. Raises ChildFailed."""
         self.wait_until(lambda: answers(url), "becoming ready", timeout_s)
 
     def cpu_seconds(self) -> float:
@@ -89,7 +89,7 @@ class Child:
         return total
 
     def stop(self) -> None:
-        """Ask it to end, and after `STOP_S` kill its whole group."""
+        """Asks it to end, and after `STOP_S` kills its whole group."""
         if self.process.poll() is None:
             self.process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -108,8 +108,8 @@ def child(
     cores: Sequence[int] | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Iterator[Child]:
-    """Start a process, pinned to `cores` where the system can, with `environment` beside our own; stop it at the end,
-    also on Ctrl-C."""
+    """Starts a process, pinned to `cores` where possible, with `environment` added to ours; stopped at the end, also on
+    Ctrl-C."""
     started = Child(name, argv, folder, cores, environment)
     try:
         yield started
@@ -118,8 +118,8 @@ def child(
 
 
 def before_exec(cores: Sequence[int] | None = None, ending: int = signal.SIGTERM) -> Callable[[], None]:
-    """For the child, between fork and exec (Linux): it gets the signal `ending` when the thread that started it ends,
-    and runs on `cores` only."""
+    """Runs in the child between fork and exec (Linux): it gets the signal `ending` when the thread that started it
+    ends, and runs on `cores` only."""
 
     def prepare() -> None:
         if sys.platform == "linux":
@@ -142,10 +142,10 @@ def answers(url: str) -> bool:
 
 
 def free_ports(count: int, run: int = 1, addresses: Sequence[str] = ("127.0.0.1",)) -> list[int]:
-    """`count` ports, each the first of `run` neighbours that are all free now on each of `addresses`.
+    """`count` ports, each the first of `run` neighbours that are free on each of `addresses`.
 
-    The kernel's ephemeral range is avoided: a client's connection could take such a port before it is bound. No two
-    calls give the same, even if nothing has bound the first one's. Raises OSError when there is no such place left.
+    Avoids the kernel's ephemeral range, from which a client's connection could take a port before it is bound. No two
+    calls return the same. Raises OSError if there is no such place left.
     """
     found: list[int] = []
     for _ in range(_PORTS):

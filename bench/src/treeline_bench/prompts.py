@@ -11,25 +11,24 @@ from tokenizers import Tokenizer
 
 _WORD = re.compile(r" [a-z]{2,}")
 _SPACES = re.compile("[Ġ▁]")
-"""How byte-level tokenizers and those of SentencePiece write a space in their tokens."""
+"""How byte-level and SentencePiece tokenizers write a space."""
 MIN_WORDS = 64
 
 
 class PromptError(ValueError):
-    """The tokenizer does not allow prompts of an exact length; the message says why."""
+    """The tokenizer does not allow prompts of exact length; the message says why."""
 
 
 class PromptMaker:
-    """Builds text from words that are one token each, wherever they stand.
+    """Builds text from words that are one token each everywhere.
 
-    Such words (a space, then lower-case letters) are a piece of their own to the pre-tokenizer, so that counts simply
-    add up and a cut between two words is a cut between two tokens. What a tokenizer adds to every prompt (BOS, a lone
-    space in the front) is not counted. Every text is encoded again before it is returned: a count that is wrong raises,
-    it is never guessed.
+    Pre-tokenizers treat such words (a space, then lower-case letters) as units, so counts add up and cuts between words
+    are cuts between tokens. What a tokenizer adds to every prompt (BOS, a leading space) is not counted. Every text is
+    encoded again before it is returned, and a wrong count raises.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        """Raises PromptError when the vocabulary has fewer than `MIN_WORDS` such words. O(vocabulary)."""
+        """Raises PromptError if the vocabulary has fewer than `MIN_WORDS` such words. O(vocabulary)."""
         self.tokenizer = tokenizer
         candidates = sorted(
             text
@@ -50,11 +49,11 @@ class PromptMaker:
         return cls(Tokenizer.from_file(str(path)))
 
     def count(self, text: str) -> int:
-        """Tokens of `text` as a completion request, special tokens included."""
+        """Tokens of `text` as a completion request, with special tokens."""
         return len(self.tokenizer.encode(text).ids)
 
     def text(self, tokens: int, rng: random.Random) -> str:
-        """Random words, `tokens` tokens long beside what the tokenizer adds to every prompt."""
+        """Random words of `tokens` tokens, besides what the tokenizer adds."""
         text = "".join(rng.choices(self.words, k=tokens))
         found = self.count(text) - self._overhead
         if found != tokens:
@@ -62,7 +61,7 @@ class PromptMaker:
         return text
 
     def with_shared_prefix(self, prefix: str, suffix_tokens: int, rng: random.Random) -> str:
-        """`prefix` and a tail of its own. Raises PromptError when the tail changes the prefix's tokens."""
+        """`prefix` and a tail of its own. Raises PromptError if the tail changes the prefix's tokens."""
         text = prefix + self.text(suffix_tokens, rng)
         before, after = self._plain(prefix), self._plain(text)
         if after[: len(before)] != before or len(after) - len(before) != suffix_tokens:

@@ -1,4 +1,4 @@
-"""The benchmarks by name, in the order in which they are run."""
+"""The benchmarks by name, in order."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ BENCHMARKS: dict[str, Benchmark] = {
 }
 
 ELSEWHERE = ("e2e", "programs", scripts.CORPUS, *(f"serving-{name}" for name in DATASETS))
-"""Results beside those of the benchmarks: the journeys on a real Kubernetes write them (`make e2e`),
-`treeline bench programs`, `treeline bench structured --corpus DIR`, and `treeline bench serving --results DIR`."""
+"""Further results, written by journeys on a real Kubernetes (`make e2e`), `treeline bench programs`, `treeline bench
+structured --corpus DIR`, and `treeline bench serving --results DIR`."""
 
 
 def select(names: Sequence[str]) -> list[Benchmark]:
-    """Those named; for no names all but those that run only by name. Raises KeyError, which lists the valid names."""
+    """Those named, or for no names all except those that run only by name. Raises KeyError, which lists the names."""
     for name in names:
         if name not in BENCHMARKS:
             raise KeyError(f"unknown benchmark {name!r}; there are: {', '.join(BENCHMARKS)}")

@@ -1,4 +1,4 @@
-"""Markdown made from results: a page a benchmark, and the summary that the README quotes."""
+"""Markdown from results: a page per benchmark, and the README's summary."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ END = "<!-- bench:end -->"
 
 
 class MarkersMissing(ValueError):
-    """The text has no place for the summary."""
+    """The text has no markers for the summary."""
 
 
 def measured(benchmark: str, command: str, rows: Sequence[Row], more: Mapping[str, str] | None = None) -> Result:
-    """A result of today, on this machine. `more`: versions beside those of this environment, by name."""
+    """A result of today on this machine. `more`: further versions by name."""
     today = datetime.date.today().isoformat()
     return Result(benchmark, today, this_machine(), versions() | dict(more or {}), command, list(rows))
 
 
 def publish(result: Result, title: str, folder: Path) -> None:
-    """Write NAME.json, NAME.md and NAME.svg."""
+    """Writes NAME.json, NAME.md and NAME.svg."""
     from treeline_bench.plots import plot  # drawing is slow to load
 
     write_result(result, folder)
@@ -43,7 +43,7 @@ def publish(result: Result, title: str, folder: Path) -> None:
 
 
 def page(result: Result, title: str) -> str:
-    """The Markdown page of one benchmark: its table with what each figure means and is compared with."""
+    """A benchmark's page: a table with meaning and reference of each figure."""
     lines = [
         [
             row.metric,
@@ -134,7 +134,7 @@ def _distance(row: Row) -> float:
 
 
 def replace_between_markers(text: str, content: str, begin: str = BEGIN, end: str = END) -> str:
-    """`text` with what stands between the two markers replaced by `content`. Raises MarkersMissing."""
+    """Replaces the text between the two markers by `content`. Raises MarkersMissing."""
     before, found, rest = text.partition(begin)
     _, closed, after = rest.partition(end)
     if not found or not closed:

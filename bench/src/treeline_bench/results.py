@@ -1,4 +1,4 @@
-"""A benchmark's result: one JSON file, and the Markdown table made from it."""
+"""A benchmark's result: a JSON file, and a Markdown table made from it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import msgspec
 
 
 class ResultError(ValueError):
-    """A file is not a benchmark result; the message names it and says why."""
+    """A file is not a benchmark result; the message names it and the reason."""
 
 
 class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One measured number. `ratio` = value ÷ reference; both are None where there is nothing to compare with."""
+    """A measured number. `ratio` = value ÷ reference; both None without a reference."""
 
     metric: str
     value: float
@@ -24,14 +24,14 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The size of the machine, and nothing that identifies it."""
+    """The machine's size, nothing that identifies it."""
 
     cores: int
     cpu_model: str
     memory_gib: float
     os: str
     gpu: str = ""
-    """Its name; empty where there is none."""
+    """Its name; empty if there is none."""
 
     def __str__(self) -> str:
         gpu = f"{self.gpu}, " if self.gpu else ""
@@ -39,7 +39,7 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
 
 
 class Result(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What `bench/results/<benchmark>.json` holds. `date` is ISO (a day); `versions` maps a piece to its version."""
+    """The content of `bench/results/<benchmark>.json`. `date` is an ISO day; `versions`: component → version."""
 
     benchmark: str
     date: str
@@ -61,13 +61,13 @@ class Result(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def write_result(result: Result, folder: Path) -> Path:
-    """Write `<folder>/<benchmark>.json`, replacing it whole; returns its path."""
+    """Writes `<folder>/<benchmark>.json` atomically; returns its path."""
     text = msgspec.json.format(msgspec.json.encode(result), indent=2)
     return write_whole(folder / f"{result.benchmark}.json", text + b"\n")
 
 
 def write_whole(path: Path, content: bytes) -> Path:
-    """Write by rename, so that an interrupted run never leaves half a file."""
+    """Writes by rename, so that an interrupted run leaves no partial file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     partial.write_bytes(content)
@@ -76,7 +76,7 @@ def write_whole(path: Path, content: bytes) -> Path:
 
 
 def read_result(path: Path) -> Result:
-    """Raises ResultError when the file is missing or does not hold a result."""
+    """Raises ResultError if the file is missing or not a result."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Result)
     except (OSError, msgspec.DecodeError) as error:
@@ -84,13 +84,13 @@ def read_result(path: Path) -> Result:
 
 
 def read_results(folder: Path, names: Sequence[str]) -> list[Result]:
-    """The results of `names` that exist in `folder`, in that order. Raises ResultError for a damaged one."""
+    """The existing results of `names` in `folder`, in that order. Raises ResultError for a damaged one."""
     paths = [folder / f"{name}.json" for name in names]
     return [read_result(path) for path in paths if path.exists()]
 
 
 def number(value: float) -> str:
-    """Readable at a glance: three significant digits for small numbers, thousands separated for large ones."""
+    """Readable: three significant digits for small numbers, thousands separated for large ones."""
     if abs(value) >= 1000:
         return f"{value:,.0f}"
     if value == int(value):

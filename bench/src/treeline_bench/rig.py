@@ -1,8 +1,8 @@
-"""What the benchmarks `picker` and `gie` share: a picker behind Envoy, chats of exact sizes, a paced and a full load.
+"""What `picker` and `gie` share: a picker behind Envoy, chats of exact sizes, a paced and a saturating load.
 
-The latency that asking adds is that of a paced load (open loop), which goes in turns of a few seconds through a
-listener that does not ask and one that does. Requests per core are those of a saturating closed loop ÷ the CPU-seconds
-that the picker's process used meanwhile, all its threads counted.
+Added latency is that of a paced load (open loop) that alternates every few seconds between a bare and an asking
+listener. Requests per core are those of a saturating closed loop ÷ the picker process's CPU seconds, all threads
+included.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def chat_body(size: int, maker: PromptMaker, rng: random.Random) -> bytes:
 
 @dataclass(frozen=True)
 class Requests:
-    """Requests of each size, and for each engine the cases it is given (the same requests; it holds its share)."""
+    """Requests of each size, and each engine's cases (the same requests; it holds its share)."""
 
     calls: dict[str, list[Call]]
     cases: list[tuple[SimCase, ...]]
@@ -81,14 +81,14 @@ def build_load(settings: Settings, maker: PromptMaker, engines: int = 1) -> Requ
 
 
 def cores() -> tuple[list[int], list[int]]:
-    """The picker's core, and those of all else: where there are two or more, the picker has the last to itself."""
+    """The picker's core, and all others: with two or more, the picker has the last to itself."""
     usable = usable_cores()
     return usable[-1:], usable[:-1] or usable
 
 
 @dataclass(frozen=True)
 class Rig:
-    """A picker behind Envoy, and where to send."""
+    """A picker behind Envoy, and its addresses."""
 
     picker: Child
     bare_port: int
@@ -105,8 +105,8 @@ class Rig:
         seconds: float | None = None,
         port: int = 0,
     ) -> list[Record]:
-        """`count` requests, or those of so many seconds, in a closed loop or at a rate, to the asking listener or
-        another one. Raises ClientFailed."""
+        """Sends `count` requests, or for so many seconds, in a closed loop or at a rate, to the asking or another
+        listener. Raises ClientFailed."""
         moments = [at / rate_per_s for at in range(int(rate_per_s * (seconds or 0)))] if rate_per_s else None
         order = Order(
             host="127.0.0.1",
@@ -124,7 +124,7 @@ class Rig:
         return report.records
 
     def paced(self, calls: list[Call], settings: Settings, display: Display) -> tuple[list[Record], list[Record]]:
-        """(bare, asking), in turns, so that a machine that slows down slows both."""
+        """(bare, asking), alternating, so that a slow phase affects both."""
         bare: list[Record] = []
         asking: list[Record] = []
         rate = settings.rate_per_s
@@ -136,7 +136,7 @@ class Rig:
         return bare, asking
 
     def saturate(self, calls: list[Call], clients: int, seconds: float) -> tuple[list[Record], float]:
-        """What came of a closed loop, and the CPU-seconds that the picker used for it."""
+        """The result of a closed loop, and the picker's CPU seconds."""
         before = self.picker.cpu_seconds()
         records = self.send(calls, clients=clients, seconds=seconds)
         return records, self.picker.cpu_seconds() - before
@@ -148,11 +148,11 @@ def answered(records: Sequence[Record]) -> list[Record]:
 
 
 def failed(records: Sequence[Record]) -> int:
-    """How many have none."""
+    """How many have no 200."""
     return len(records) - len(answered(records))
 
 
 def added_ms(bare: Sequence[Record], asking: Sequence[Record], q: float) -> float:
-    """What asking adds to the `q`-th percentile of latencies. Raises ValueError where nothing was answered."""
+    """The `q`-th percentile of added latency. Raises ValueError if nothing was answered."""
     first, second = ([record.latency_ms for record in answered(records)] for records in (bare, asking))
     return percentile(second, q) - percentile(first, q)

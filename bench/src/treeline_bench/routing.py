@@ -1,22 +1,19 @@
 """Benchmark `routing`: what prefix-aware routing saves on real runtimes.
 
-Method. `treeline up` starts Envoy, the picker and 2 CPU runtimes of the tiny model with one torch thread each, afresh
-for every policy. The load: 16 groups of 8 requests; the requests of a group share 1,024 tokens and have 64 of their
-own, and ask for 16 tokens (greedy, end-of-sequence ignored). They come in one order, shuffled with a fixed seed, the
-same for all policies. Arrivals are a closed loop of bounded concurrency: 4 clients, each sending the next request of
-the list when its last was answered, so that no policy is driven into overload and all do the same work.
+Method. `treeline up` starts Envoy, the picker and 2 CPU runtimes of the tiny model with one torch thread each,
+restarted for every policy. The load: 16 groups of 8 requests; a group shares 1,024 tokens, each request has 64 more and
+asks for 16 (greedy, end-of-sequence ignored), in one seeded order for all policies. 4 clients send the next request
+when their last is answered (a closed loop), so that no policy is overloaded and all do the same work.
 
-The cache of a runtime is 12,288 tokens: three quarters of the 16 shared prefixes (16,384 tokens), so that they do not
-all fit on one runtime; half of them (8,192) fit on each, with 4,096 tokens to spare for running requests, for what
-requests leave behind, and for an uneven split. A policy that spreads a group over both runtimes must therefore evict;
-one that keeps it together need not.
+A runtime caches 12,288 tokens: three quarters of the 16 shared prefixes (16,384), so they do not all fit on one; half
+of them (8,192) fit on each, with 4,096 tokens for running requests, leftovers and an uneven split. A policy that
+spreads groups over both runtimes must evict; one that keeps them together need not.
 
-Hit rate = cached ÷ prompt tokens, both from the runtimes' `usage`; prompt lengths are checked against what was built.
-An oracle computes each shared prefix once. Time to first token is taken at the client, through Envoy.
+Hit rate = cached ÷ prompt tokens, from the runtimes' `usage`; prompt lengths are checked. An oracle computes each
+shared prefix once. Time to first token is measured at the client, through Envoy.
 
-Bias. Prefixes are long compared with what is unique and every group has the same size, which suits routing by prefix;
-the model is so small that Envoy, picker, client and two runtimes sharing the machine's cores are a visible part of
-each time.
+Bias. Prefixes are long and groups equal, which suits prefix routing; the model is so small that Envoy, picker, client
+and two runtimes on shared cores are a visible part of each time.
 """
 
 from __future__ import annotations
@@ -63,16 +60,16 @@ class Settings:
 
     @property
     def cache(self) -> int:
-        """Of one runtime: three quarters of all shared prefixes."""
+        """Of a runtime: three quarters of all shared prefixes."""
         return self.groups * self.prefix * 3 // 4
 
     @property
     def oracle_cached(self) -> int:
-        """Prompt tokens from the cache when each shared prefix is computed once (whole pages only)."""
+        """Cached prompt tokens if each shared prefix is computed once (whole pages only)."""
         return self.groups * (self.repeats - 1) * (self.prefix // PAGE_TOKENS * PAGE_TOKENS)
 
     def plan(self) -> Plan:
-        """As a load of `treeline bench serving`: the same requests in the same order each time."""
+        """A load of `treeline bench serving`: always the same requests in the same order."""
         return Plan(
             dataset=DATASETS["generated-shared-prefix"],
             shape=Shape(
@@ -104,7 +101,7 @@ def up_command(settings: Settings, context: Context, policy: str) -> tuple[list[
 
 
 def checked(summary: Summary, settings: Settings) -> Summary:
-    """Raises BenchmarkError when a runtime counted other lengths than were asked for, or answered nothing."""
+    """Raises BenchmarkError if a runtime counted other lengths than asked for, or answered nothing."""
     found = (summary.prompt_tokens, summary.output_tokens)
     wanted = (summary.completed * settings.prompt, summary.completed * settings.output)
     if found != wanted:
@@ -127,7 +124,7 @@ def _run_policy(policy: str, settings: Settings, context: Context) -> Summary:
 
 
 def rows_of(measured: dict[str, Summary], settings: Settings) -> list[Row]:
-    """Rows of all policies; `measured` must have `random`, which is what times are compared with."""
+    """The rows of all policies; `measured` must have `random`, the reference of times."""
     baseline = measured["random"]
     total = settings.requests * settings.prompt
     rows: list[Row] = []

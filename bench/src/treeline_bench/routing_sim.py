@@ -1,4 +1,4 @@
-"""Benchmark `routing-sim`: the picker's policies on simulated engines, beside routers that know everything.
+"""Benchmark `routing-sim`: the picker's policies on simulated engines, beside all-knowing routers.
 
 Method. Eight simulated engines of Llama-3.1-8B on an H200 (`model/presets.py`: the times of its hardware's limits),
 each trace of `traces/` once for each policy, in simulated time: the picker's own core decides, fed with events and load
@@ -7,14 +7,13 @@ by itself. Then the same with four pickers, which tell each other what they have
 datagram takes half a millisecond), one KV batch and one datagram in a hundred lost, one engine and one picker restarted
 in the middle: for our policy, the oracles, and the two others whose first tokens came soonest before.
 
-Hit rates are compared with the better of two oracles, which see every cache and queue as they are: one takes the
-endpoint where the first token comes soonest, one where most is cached, however long its queue: on some traces that is a
-hit rate that is not worth its price. Times are compared with the best other policy.
+The reference of hit rates is the better of two oracles that see every cache and queue: one picks the endpoint with the
+earliest first token, the other the one with most cached, however long its queue, which is not always worth it. The
+reference of times is the best other policy.
 
-Bias. Latencies of networks and proxies are next to nothing here, texts are random (nothing is shared but what the trace
-says), and the picker knows lengths of outputs, as `max_tokens`. A seed makes the trace and all else; other seeds
-move most ratios by some hundredths, and by tenths where the 90th percentile is that of few requests: where about one in
-sixteen computes its prefix, or one prefix has most of the load.
+Bias. Networks and proxies cost nearly nothing here, texts are random (only the trace's prefixes are shared), and the
+picker knows output lengths as `max_tokens`. Other seeds move most ratios by some hundredths, and by tenths where few
+requests decide the 90th percentile: where about one in sixteen computes its prefix, or one prefix has most of the load.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ if TYPE_CHECKING:
 
 QUICK_REQUESTS = 60
 SHARE = 2
-"""The requests of a trace are divided by it: all traces and policies in some twenty minutes."""
+"""Divides the requests of a trace: all traces and policies take some twenty minutes."""
 RIVALS = 2
-"""Other policies that are run with faults, too: those that were fastest without."""
+"""Other policies that also run with faults: the fastest without."""
 OTHERS = ("cache_aware", "least_load", "power_of_two", "prefix_hash", "consistent_hashing", "round_robin", "random")
-"""Those of the picker's other policies that need nothing of a request but its prompt, as far as there are."""
+"""The picker's other policies that need only a request's prompt."""
 
 
 def run(context: Context) -> list[Row]:
@@ -61,7 +60,7 @@ def run(context: Context) -> list[Row]:
 
 
 def _policies() -> list[str]:
-    """All that are compared, ours first."""
+    """All compared policies, ours first."""
     from treeline_sim.picker_core import DEFAULT_POLICY
     from treeline_sim.run import known_policies
 

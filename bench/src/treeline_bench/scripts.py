@@ -1,6 +1,6 @@
-"""Benchmarks that a room measures itself: a script of its `benchmarks/`, in a process of its own, prints rows as JSON.
+"""Benchmarks that are scripts of a room's `benchmarks/`, run as processes that print rows as JSON.
 
-Each script says in its docstring how it measures. A row `floor.NAME` is what `NAME` is compared with.
+Each script's docstring has the method. A row `floor.NAME` is the reference of `NAME`.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from treeline_bench.results import Row
 FLOOR = "floor."
 VLLM_FOLDER = "TREELINE_BENCH_VLLM"
 GPU_BOUNDS = {"server_over_offline": 0.95, "start.warm_s": 12.0, "overlap.idle_share": 0.03}
-"""Of benchmark `server`, on a GPU that has the machine's cores beside it."""
+"""Of benchmark `server`, on a GPU."""
 THREADS = (1, 2)
 """Of benchmark `cpu`."""
 
 
 @dataclass(frozen=True)
 class Script:
-    """One run of a script, and the metrics that it must print."""
+    """A run of a script, and the metrics it must print."""
 
     path: str
     """Below the repository's root."""
@@ -40,13 +40,13 @@ class Script:
     prefix: str = ""
     """Of the names of its rows."""
     bounds: Mapping[str, float] = field(default_factory=dict)
-    """What rows are compared with, by their name without its last part."""
+    """References of rows, by their name without its last part."""
     others: bool = True
-    """Whether rows that it need not print are reported, too."""
+    """Whether further rows are reported too."""
     limit_s: float = 1800.0
 
     def rows(self) -> list[Row]:
-        """Run it. Raises BenchmarkError."""
+        """Runs it. Raises BenchmarkError."""
         values = parse(printed(ROOT / self.path, self.args, self.limit_s), self.must, self.path)
         return [
             row(self.prefix + name, value, values.get(FLOOR + name, self.bounds.get(name.rpartition(".")[0])))
@@ -56,7 +56,7 @@ class Script:
 
 
 Scripts = Callable[[Context], Iterator[tuple[str, Script]]]
-"""The runs of a benchmark, each with what it measures, in words."""
+"""A benchmark's runs, each with a description."""
 
 
 def run(scripts: Scripts, context: Context) -> list[Row]:
@@ -69,14 +69,14 @@ def run(scripts: Scripts, context: Context) -> list[Row]:
 
 
 def parse(printed: str, must: Sequence[str], what: str) -> dict[str, float]:
-    """Values by metric from JSON: a list of rows, or a row a line. Raises BenchmarkError when one is missing."""
+    """Values by metric from JSON: a list of rows, or one row per line. Raises BenchmarkError if one is missing."""
     try:
         if printed.lstrip().startswith("["):
             found = msgspec.json.decode(printed, type=list[_Printed])
         else:
             found = msgspec.json.Decoder(_Printed).decode_lines(printed)
     except msgspec.DecodeError as error:
-        raise BenchmarkError(f"{what} printed something else than rows: {error}") from error
+        raise BenchmarkError(f"{what} printed something other than rows: {error}") from error
     values = {each.metric: each.value for each in found}
     if missing := [name for name in must if name not in values]:
         raise BenchmarkError(f"{what} did not report {', '.join(missing)}")
@@ -89,7 +89,7 @@ class _Printed(msgspec.Struct):
 
 
 def printed(script: Path, args: Sequence[str], limit_s: float) -> str:
-    """What a script prints. Raises BenchmarkError where it fails or takes longer than `limit_s`."""
+    """A script's output. Raises BenchmarkError if it fails or exceeds `limit_s`."""
     if not script.exists():
         raise BenchmarkError(f"{script.name} is not here: run this in a checkout of the repository")
     process = subprocess.Popen(
@@ -155,12 +155,12 @@ def _scrape(context: Context) -> Iterator[tuple[str, Script]]:
 
 
 def shapes() -> tuple[str, ...]:
-    """The models whose shape the benchmarks of the engine take here, with random weights."""
+    """The model shapes for engine benchmarks on this machine, with random weights."""
     return ("llama8b", "qwen3_0_6b") if has_cuda() else ("tiny",)
 
 
 def has_cuda() -> bool:
-    """Whether torch would use a GPU: a driver alone does not say so."""
+    """Whether torch can use a GPU; a driver alone does not tell."""
     try:
         import torch
     except ImportError:
@@ -256,7 +256,7 @@ CORPUS = "structured-corpus"
 
 
 def corpus(folder: Path, every: int) -> Benchmark:
-    """`structured --corpus`: tries each Nth schema (`every`) of a folder that `make corpora` made.
+    """`structured --corpus`: tries each Nth schema (`every`) of a folder from `make corpora`.
 
     Raises ValueError for any other folder.
     """

@@ -1,7 +1,7 @@
-"""The event loop on which all programs of this process run: in a thread of its own, started when first needed.
+"""The event loop of all programs in this process, in its own thread, started when first needed.
 
-Bodies of programs run in their callers' threads and only submit; streams and the requests of backends are tasks here,
-so that a thousand branches cost no threads.
+Bodies of programs run in their callers' threads and only submit steps. Streams and requests are tasks on this loop, so
+a thousand branches need no threads.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _lock = threading.Lock()
 _loop: asyncio.AbstractEventLoop | None = None
 _posted: deque[tuple[contextvars.Context, Callable[..., object], tuple[Any, ...]]] = deque()
 _woken = False
-"""The loop has been woken for what was posted, and has not yet run it."""
+"""The loop was woken for posted calls and has not run them yet."""
 
 
 def loop() -> asyncio.AbstractEventLoop:
@@ -33,8 +33,8 @@ def loop() -> asyncio.AbstractEventLoop:
 
 
 def post(function: Callable[..., object], *args: Any) -> None:
-    """Calls it there, in the order of posting. A body submits many steps in a row, and to wake the other thread costs
-    more than a step: that is done once for all that come before it runs."""
+    """Calls it on the loop, in the order of posting. Waking the other thread costs more than a step, so it is done once
+    for all calls posted before the loop runs."""
     global _woken
     _posted.append((contextvars.copy_context(), function, args))
     if not _woken:
@@ -43,20 +43,20 @@ def post(function: Callable[..., object], *args: Any) -> None:
 
 
 def wake() -> None:
-    """After a Ctrl-C, which may have come between the two lines above."""
+    """For after a Ctrl-C, which may have interrupted `post` before it woke the loop."""
     loop().call_soon_threadsafe(_take_posted)
 
 
 def _take_posted() -> None:
     global _woken
-    _woken = False  # before the last look: what is posted from here on wakes it again
+    _woken = False  # before the last check: later posts wake it again
     while _posted:
         context, function, args = _posted.popleft()
         asyncio.get_running_loop().call_soon(function, *args, context=context)
 
 
 def call(work: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine run there. From other threads only; a Ctrl-C cancels it."""
+    """Runs a coroutine on the loop and returns its result. For other threads only; a Ctrl-C cancels it."""
     future = asyncio.run_coroutine_threadsafe(work, loop())
     try:
         return future.result()
@@ -66,7 +66,7 @@ def call(work: Coroutine[Any, Any, T]) -> T:
 
 
 def _forget() -> None:
-    """A forked process has no copy of the thread."""
+    """After a fork, which does not copy the thread."""
     global _loop, _lock, _woken
     _loop, _lock, _woken = None, threading.Lock(), False
     _posted.clear()

@@ -1,4 +1,4 @@
-"""A program run with many arguments: threads for the bodies, results in order."""
+"""Runs a program with many arguments: threads for the bodies, results in order."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ORDERS: Final = ("dfs", "given")
 
 
 def thread_count(asked: int | Literal["auto"], items: int) -> int:
-    """Bodies mostly wait, so there are many more than cores. Raises ValueError."""
+    """Number of threads; more than cores, since bodies mostly wait. Raises ValueError."""
     if asked == "auto":
         asked = max(96, 16 * (os.cpu_count() or 1))
     if isinstance(asked, bool) or not isinstance(asked, int) or asked < 1:
@@ -42,8 +42,8 @@ def run_all(
     num_threads: int | Literal["auto"],
     progress_bar: bool,
 ) -> Iterator[ProgramState]:
-    """The states, in the order of the arguments, each as soon as it and those before have ended. Leaving early, or an
-    interrupt, ends the others. Raises at once ValueError; Unsupported if there is no backend."""
+    """The states in the order of the arguments, each as soon as it and those before have ended. Leaving early, or an
+    interrupt, ends the others. Raises ValueError at once; Unsupported without a backend."""
     if order not in ORDERS:
         raise ValueError(f"order is one of {', '.join(ORDERS)}, not {order!r}")
     runs = [new_run() for _ in arguments]
@@ -68,7 +68,7 @@ def _states(
             background.call(runs[0].send_ahead(Prompt(shared)))
 
     def one(index: int) -> ProgramState:
-        """Runs to its end; what goes wrong stays in the state."""
+        """Runs one to its end; errors stay in its state."""
         state = state_of(runs[index])
         with suppress(BaseException):  # the state keeps the error; a SystemExit must not end this thread
             program.run_body(state, arguments[index])
@@ -104,7 +104,7 @@ def _states(
 
 
 class Progress:
-    """Counts what has ended. On a terminal one line that changes, elsewhere a line at the end."""
+    """Counts ended programs: on a terminal in one changing line, elsewhere in a line at the end."""
 
     def __init__(self, total: int, name: str, *, shown: bool) -> None:
         self._total, self._name, self._shown = total, name, shown

@@ -1,6 +1,6 @@
-"""How `select` decides between texts by their likelihood: pure functions of the tokens' logprobs.
+"""How `select` chooses between texts by likelihood. Pure functions of token log probabilities.
 
-The three methods are those of SGLang's language (`sglang/lang/choices.py`), written after its paper's description.
+The three methods are those of SGLang's language (`sglang/lang/choices.py`), written from its paper.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any, Final
 class Decision:
     index: int
     scores: list[float]
-    """One for each choice: the highest was taken."""
+    """One per choice; the highest wins."""
     meta: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class ChoicesDecision:
-    """What a method of SGLang's form returns."""
+    """The result of a `choices_method` in SGLang's form."""
 
     decision: str
     meta_info: dict[str, Any] | None = None
@@ -29,38 +29,39 @@ class ChoicesDecision:
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
     logprob: float | None
-    """None: the first token of a text has none."""
+    """None for the first token of a text."""
     id: int | None
-    """None: the API does not say."""
+    """None if the API does not report it."""
     text: str | None
 
 
 Tokens = Sequence[TokenLogprob]
 LOWEST: Final = -9999.0
-"""What an impossible token counts: two of -inf could not be compared."""
+"""The value of an impossible token, since two -inf do not compare."""
 
 
 def _logprobs(tokens: Tokens) -> list[float]:
-    """A first token has none: it counts 0."""
+    """A first token without log probability counts 0."""
     return [0.0 if token.logprob is None else max(token.logprob, LOWEST) for token in tokens]
 
 
 Decide = Callable[[Sequence[str], Sequence[Tokens], Sequence[Tokens]], Decision]
-"""(choices, the tokens of each after the prompt, those of each without a prompt) → which."""
+"""(choices, tokens of each after the prompt, tokens of each without a prompt) → the decision."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChoicesMethod:
-    """A way to decide. Compared and stored by name."""
+    """A way to choose. Compared and stored by name."""
 
     name: str
     decide: Decide = field(compare=False, repr=False)
     unconditional: bool = False
-    """It reads the tokens of each choice without a prompt."""
+    """Needs the tokens of each choice without a prompt."""
 
     @classmethod
     def of(cls, custom: Callable[..., Any]) -> ChoicesMethod:
-        """One of a program's own, in SGLang's form. Deciding raises ValueError for what is none of the choices."""
+        """Wraps a user's own method in SGLang's form. Raises ValueError when it decides for something that is not a
+        choice."""
         name = getattr(custom, "__name__", type(custom).__name__)
 
         def decide(choices: Sequence[str], given: Sequence[Tokens], alone: Sequence[Tokens]) -> Decision:
@@ -74,7 +75,7 @@ class ChoicesMethod:
         return cls(name, decide, bool(getattr(custom, "requires_unconditional_logprobs", False)))
 
     def by_tokens(self, choices: Sequence[str], given: Sequence[Tokens], alone: Sequence[Tokens]) -> Decision:
-        """`decide`, with the logprobs in the meta."""
+        """`decide`, with the log probabilities in the meta info."""
         made = self.decide(choices, given, alone)
         return replace(made, meta=_meta(given) | made.meta)
 
@@ -86,7 +87,7 @@ class ChoicesMethod:
         unconditional_token_logprobs: Sequence[Sequence[Any]] | None = None,
         **_: Any,
     ) -> ChoicesDecision:
-        """As SGLang's methods are called, by others of a program's own."""
+        """Called like SGLang's methods, by a user's own methods."""
         given, alone = (
             [[TokenLogprob(*token) for token in one] for one in tokens or ()]
             for tokens in (input_token_logprobs, unconditional_token_logprobs)
@@ -105,12 +106,12 @@ def _mean(logprobs: Sequence[float]) -> float:
 
 
 def _best(scores: list[float], **meta: Any) -> Decision:
-    """The first of the best."""
+    """The index of the best; the first of equals."""
     return Decision(max(range(len(scores)), key=scores.__getitem__), scores, meta)
 
 
 def _one(index: int, count: int, meta: dict[str, Any]) -> Decision:
-    """One of so many, by a way that gives no scores."""
+    """A decision without scores."""
     return Decision(index, [float(i == index) for i in range(count)], meta)
 
 
@@ -119,7 +120,7 @@ def _by_mean(_choices: Sequence[str], given: Sequence[Tokens], _alone: Sequence[
 
 
 def _greedily(_choices: Sequence[str], given: Sequence[Tokens], _alone: Sequence[Tokens]) -> Decision:
-    """As greedy decoding would go: token by token, those stay that have the best one there. Shorter choices go on with
+    """As greedy decoding: token by token, only choices with the best next token stay. Shorter choices continue with
     their mean."""
     rows = [_logprobs(one) for one in given]
     width = max(map(len, rows))
@@ -132,8 +133,8 @@ def _greedily(_choices: Sequence[str], given: Sequence[Tokens], _alone: Sequence
 
 
 def _over_unconditional(_choices: Sequence[str], given: Sequence[Tokens], alone: Sequence[Tokens]) -> Decision:
-    """By how much the prompt makes a choice likelier than it is by itself. Aligned at the ends: the first token of a
-    choice alone has no logprob and counts 0, and where the prompt's end was healed into it there may be one less."""
+    """How much more likely the prompt makes a choice. Aligned at the end: the first token alone has no log probability
+    and counts 0, and may be missing if it was joined with the prompt's end."""
     scores = []
     unconditional = [_logprobs(one) for one in alone]
     for after, without in zip(map(_logprobs, given), unconditional, strict=True):
@@ -143,14 +144,13 @@ def _over_unconditional(_choices: Sequence[str], given: Sequence[Tokens], alone:
 
 
 token_length_normalized: Final = ChoicesMethod("token_length_normalized", _by_mean)
-"""The highest mean logprob of a token: what `select` does by default."""
+"""The highest mean log probability per token: the default."""
 greedy_token_selection: Final = ChoicesMethod("greedy_token_selection", _greedily)
-"""What greedy decoding held to the choices would write."""
+"""Greedy decoding restricted to the choices."""
 unconditional_likelihood_normalized: Final = ChoicesMethod(
     "unconditional_likelihood_normalized", _over_unconditional, unconditional=True
 )
-"""The highest mean of logprobs less those that the choice's tokens have without a prompt: for choices that are
-unlikely by themselves."""
+"""The highest mean log probability minus that without a prompt, for choices that are unlikely by themselves."""
 
 CHOICES_METHODS: Final = {
     method.name: method
@@ -159,11 +159,12 @@ CHOICES_METHODS: Final = {
 
 
 def tokens_of_choice(tokens: Sequence[TokenLogprob], choice: str, before: int) -> Sequence[TokenLogprob]:
-    """The last tokens of a prompt with a choice behind it, from the one on that holds the choice's first character.
+    """The tokens of a choice: the last ones of prompt and choice, beginning with the one that contains the choice's
+    first character.
 
-    Where the tokenizer joins the prompt's end with the choice's beginning ("token healing"), that token is of the
-    choice. Characters that are spread over several tokens have no text of their own: then, those after the first
-    `before`, which is how many the prompt alone would have here.
+    If the tokenizer joins the prompt's end with the choice's beginning ("token healing"), that token belongs to the
+    choice. Characters spread over several tokens have no text of their own; then the tokens after the first `before`
+    count, which is how many the prompt alone would have.
     """
     texts = [token.text for token in tokens]
     if all(text is not None and "\ufffd" not in text for text in texts):

@@ -1,4 +1,4 @@
-"""What can go wrong in a program.
+"""Errors of programs.
 
     ProgramError
     ├── RoleError            roles nested, or ended without having begun
@@ -14,7 +14,7 @@
     ├── TraceError           the program cannot be compiled, and why
     └── Cancelled            interrupted from outside
 
-Each says which line of which program (`where`) was doing what (`step`).
+Each names the program, its line (`where`) and the step (`step`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from treeline_lang.where import Where
 
 
 class ProgramError(Exception):
-    """A step of a program that failed. The first argument says why."""
+    """A failed step of a program. The first argument is the reason."""
 
     def __init__(self, reason: str, *, where: Where | None = None, step: str | None = None) -> None:
         super().__init__(reason)
@@ -38,13 +38,13 @@ class ProgramError(Exception):
         return ": ".join(str(part) for part in (self.where, self.step, self.reason) if part)
 
     def at(self, where: Where | None, step: str) -> Self:
-        """The same error, saying where it came from; what it says already stays."""
+        """The same error with its place, unless it has one."""
         self.where = self.where or where
         self.step = self.step or step
         return self
 
     def again(self) -> Self:
-        """To raise in yet another thread: a traceback belongs to one of them."""
+        """A copy to raise in another thread, with its own traceback."""
         error = copy.copy(self)
         error.__traceback__ = None
         error.__cause__ = self

@@ -1,8 +1,8 @@
-"""A state's executor: like a stream of a GPU, it takes steps without making their submitter wait, and does them in
-order; different streams run at the same time.
+"""A stream: the executor of a state. It takes steps without making the submitter wait and runs them in order; different
+streams run in parallel.
 
-A variable is there as soon as the step that sets it is submitted; reading it waits for its value. A step that fails
-ends its stream: the steps behind it are not done, and their variables raise the same error.
+A variable exists once its step is submitted; reading it waits for the value. A failed step ends its stream: later steps
+do not run, and their variables raise the same error.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from treeline_lang.transcript import Prompt, Transcript
 from treeline_lang.where import Where
 
 HINT_S: Final = 30.0
-"""How long requests wait for their hint. Then it is given up, and they compute what they share themselves."""
+"""How long requests wait for their hint; then they compute the shared prefix themselves."""
 DEEPEST: Final = 200
-"""Each has a thread."""
+"""Nested programs each need a thread."""
 
 
 class Step(ABC):
-    """Something submitted to a stream."""
+    """A step submitted to a stream."""
 
     name: str = ""
-    """What an error calls it."""
+    """Its name in errors."""
     where: Where | None = None
     variables: Sequence[Variable] = ()
     """The variables that it sets."""
@@ -45,17 +45,17 @@ class Step(ABC):
     async def do(self, stream: StreamExecutor) -> None: ...
 
     def do_late(self) -> bool:
-        """Does it to a program that has ended. False: there is no place for it."""
+        """Runs on a program that has ended. False if that is impossible."""
         return False
 
     def abandon(self, failure: ProgramError) -> None:
-        """It will not be done, or not to its end."""
+        """Called if the step will not run, or not to its end."""
         for variable in self.variables:
             variable.fail(failure)
 
 
 class Mark(Step):
-    """Says that a stream has come here, or never will."""
+    """Set when a stream reaches this step, or never will."""
 
     def __init__(self, reached: Callable[[], None]) -> None:
         self._reached = reached
@@ -68,7 +68,7 @@ class Mark(Step):
 
 
 class Streams:
-    """The streams of a run, to be cancelled together."""
+    """The streams of a run, which are cancelled together."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -83,7 +83,7 @@ class Streams:
             stream.cancel()
 
     def cancel(self) -> None:
-        """Requests in flight are given up, steps that wait are not done, nor are later ones. What has ended stands."""
+        """Cancels requests in flight and all waiting and later steps. Finished steps stay."""
         with self._lock:
             self._cancelled = True
             members = list(self._members)
@@ -91,7 +91,7 @@ class Streams:
             stream.cancel()
 
     def sync(self) -> None:
-        """Wait until what was submitted to them is done or given up: branches that were not joined, too."""
+        """Waits until all submitted steps have run or failed, including branches that were not joined."""
         with self._lock:
             members = list(self._members)
         for stream in members:
@@ -100,41 +100,41 @@ class Streams:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run of a program, with all its streams."""
+    """A run of a program, with all its streams."""
 
     backend: Backend
     defaults: Sampling = field(default_factory=Sampling)
     streaming: bool = False
     hints: bool = True
-    """Prefixes are sent ahead of the branches that share them."""
+    """Whether shared prefixes are sent ahead of branches."""
     parallel: bool = True
-    """False: a step's submitter waits until it is done."""
+    """False: submitting waits until the step is done."""
     call: Call = field(default_factory=Call)
     depth: int = 0
-    """Programs within which it was called."""
+    """How deep this program is nested in others."""
     streams: Streams = field(default_factory=Streams)
 
     async def send_ahead(self, prompt: Prompt, children: int = 1) -> None:
-        """A hint: returns once the prompt is cached, for so many requests that begin with it, or once that has failed.
-        A hint that is refused, or takes too long, costs a program time and nothing else."""
+        """Sends a hint; returns when the prompt is cached for so many requests, or the hint has failed. A failed hint
+        costs only time."""
         with suppress(Exception):
             async with asyncio.timeout(HINT_S):
                 await self.backend.warm(prompt, self.call, children)
 
     def beside(self, sampling: Sampling, num_api_spec_tokens: int | None = None) -> Run:
-        """A run for a program called within this one; it is cancelled with it. Raises RecursionError."""
+        """A run of a program called within this one, cancelled together with it. Raises RecursionError."""
         tokens = self.call.num_api_spec_tokens if num_api_spec_tokens is None else num_api_spec_tokens
         call = replace(self.call, num_api_spec_tokens=tokens)
         if self.depth == DEEPEST:
-            raise RecursionError(f"{DEEPEST} programs are called within one another, each beside the one before")
+            raise RecursionError(f"{DEEPEST} programs are called within one another, each inside the previous one")
         return replace(self, defaults=sampling.over(self.defaults), call=call, depth=self.depth + 1)
 
 
 class StreamExecutor:
-    """Its methods without `_` are for the threads of programs; the rest runs on the loop."""
+    """Methods without `_` are for the threads of programs; the others run on the loop."""
 
     def __init__(self, run: Run, variables: dict[str, Variable] | None = None, *, waits: bool = False) -> None:
-        """variables: those of the state that it was forked from, if any. waits: nothing is done before `start`."""
+        """variables: those of the forked state, if any. waits: runs nothing before `start`."""
         self.run = run
         self.variables = dict(variables or {})
         self.transcript = Transcript()
@@ -170,7 +170,7 @@ class StreamExecutor:
     # ---- threads of programs ------------------------------------------------------------------------------------
 
     def submit(self, step: Step) -> None:
-        """Does not wait, unless the run is not parallel. Raises ProgramError once it is closed."""
+        """Does not wait, unless the run is not parallel. Raises ProgramError after `close`."""
         with self._declared:
             late = not self._open
             if late and (self._is_branch or not step.do_late()):
@@ -187,7 +187,7 @@ class StreamExecutor:
             self.sync()
 
     def variable(self, name: str, timeout: float | None = None) -> Variable:
-        """Waits for a body in another thread that may yet set it. Raises UnknownVariable, TimeoutError."""
+        """Waits for a body in another thread that may still set it. Raises UnknownVariable, TimeoutError."""
         mine = threading.get_ident() == self.owner
         with self._declared:
             if not self._declared.wait_for(lambda: name in self.variables or mine or not self._open, timeout):
@@ -195,7 +195,7 @@ class StreamExecutor:
             if name in self.variables:
                 variable = self.variables[name]
                 if variable.in_scope and mine:
-                    raise UnknownVariable(f"{name!r} is the text of a scope, and that has not ended")
+                    raise UnknownVariable(f"{name!r} is the text of a scope, which has not ended")
                 return variable
             known = ", ".join(self.variables) or "none"
         if failure := self.failure or self.ended_by:
@@ -203,30 +203,30 @@ class StreamExecutor:
         raise UnknownVariable(f"nothing sets the variable {name!r}; there are: {known}")
 
     def branch(self, count: int) -> list[StreamExecutor]:
-        """Streams that wait for a step of this one to start them."""
+        """New streams that wait for a step of this one to start them."""
         children = [StreamExecutor(self.run, self.variables, waits=True) for _ in range(count)]
         self._children += children
         return children
 
     def sync(self) -> None:
-        """Wait until everything submitted so far is done or given up."""
+        """Waits until everything submitted so far has run or failed."""
         done = threading.Event()
         background.post(self._put, Mark(done.set))
         done.wait()
 
     def settle(self) -> None:
-        """`sync`. Raises why the program ended early, if it did: the one answer of all that tell of a whole program."""
+        """`sync`, then raises the error that ended the program early, if any."""
         self.sync()
         if self.failure is not None:
             raise self.failure.again()
 
     def result(self) -> Any:
-        """What the body has returned. Waits, and raises, as `settle`."""
+        """The body's return value. Waits and raises like `settle`."""
         self.settle()
         return self.returned
 
     def close(self, failure: ProgramError | None = None) -> None:
-        """The body has ended: no more steps come. failure: why, where it did not end well."""
+        """The body has ended; no more steps will come. failure: its error, if any."""
         closing = [self]
         while closing:  # forks of forks may be deeper than Python's stack
             stream = closing.pop()
@@ -235,7 +235,7 @@ class StreamExecutor:
             closing += stream._children
 
     def close_alone(self, failure: ProgramError | None = None) -> None:
-        """It has been joined, which ends it, though not branches of its own that were not."""
+        """Ends a joined stream, but not its own unjoined branches."""
         with self._declared:
             self._open, self.ended_by = False, failure
             self._declared.notify_all()
@@ -248,14 +248,14 @@ class StreamExecutor:
     # ---- the loop -----------------------------------------------------------------------------------------------
 
     def start(self, transcript: Transcript) -> None:
-        """For one that waits: with this text."""
+        """Starts a waiting stream with this text."""
         self.transcript, self.forked = transcript, transcript.copy()
         self.growing.grow(transcript.text)
         self._waits = False
         self._go_on()
 
     def fail(self, failure: ProgramError) -> None:
-        """This step and those behind it are not done."""
+        """This step and those behind it will not run."""
         self._waits = False
         if self.failure is None:
             self.failure = failure
@@ -266,7 +266,7 @@ class StreamExecutor:
             self._inbox.popleft().abandon(self.failure)
 
     def show(self, coming: str = "") -> None:
-        """Let those who follow the text see it. coming: what the transcript does not have yet."""
+        """Shows progress to readers of the text. coming: text that is not in the transcript yet."""
         self.growing.grow(self.transcript.text, coming)
 
     def _put(self, step: Step) -> None:
@@ -288,7 +288,7 @@ class StreamExecutor:
                 await step.do(self)
             except asyncio.CancelledError:
                 self._stop(step, Cancelled("interrupted"))
-            except ProgramError as error:  # perhaps of several streams: each says its own line
+            except ProgramError as error:  # perhaps of several streams, each with its own line
                 self._stop(step, error.again())
             except Exception as error:
                 failure = ProgramError(f"{type(error).__name__}: {error}")

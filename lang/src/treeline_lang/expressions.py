@@ -1,7 +1,7 @@
-"""What a program appends to its state: texts, model calls, roles, images, and sums of them.
+"""Expressions that a program appends: texts, model calls, roles, images, and sums of them.
 
-Nodes are plain immutable data: an interpreter evaluates them, a tracer collects them, both share what they mean. Each
-but a sum knows the line of the program that made it (`where`, which equality ignores).
+Nodes are plain immutable data, used by the interpreter and the tracer. Each except sums has the program line that made
+it (`where`, ignored by equality).
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ ROLES: Final[tuple[Role, ...]] = ("system", "user", "assistant")
 @dataclass(frozen=True, slots=True)
 class Expr:
     step: ClassVar[str] = "+="
-    """What an error calls it."""
+    """Its name in errors."""
     has_text: ClassVar[bool] = False
-    """Without asking a model."""
+    """Has a text without calling a model."""
 
     def __add__(self, other: Piece) -> Sum:
         return Sum((*_parts(self), *_parts(as_expr(other))))
@@ -36,7 +36,7 @@ class Expr:
         return Sum((*_parts(as_expr(other)), *_parts(self)))
 
     def __str__(self) -> str:
-        """Raises TypeError: a prompt would have this object's description in it, and nothing would be asked."""
+        """Raises TypeError: a prompt would contain this object's description, and no call would happen."""
         return self._no_text()
 
     def __format__(self, spec: str) -> str:
@@ -48,13 +48,13 @@ class Expr:
 
 
 Piece = Expr | str | int | float
-"""What may be appended: numbers as their text."""
+"""What may be appended; numbers become their text."""
 Path = tuple[str | int, ...]
 """Keys and indices into a value, outermost first."""
 
 
 def at_path(value: Any, path: Path) -> Any:
-    """A part of a value. Raises LookupError and TypeError as indexing does."""
+    """A part of a value. Raises LookupError and TypeError like indexing."""
     for key in path:
         value = value[key]
     return value
@@ -62,7 +62,7 @@ def at_path(value: Any, path: Path) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Located(Expr):
-    """One that knows the line of the program that made it."""
+    """A node with the program line that made it."""
 
     where: Where | None = field(default_factory=caller, compare=False, repr=False, kw_only=True)
 
@@ -80,7 +80,7 @@ class Sum(Expr):
 
 @dataclass(frozen=True, slots=True)
 class Gen(Located):
-    """The model goes on. `name`: the variable that holds what it wrote; None: no variable."""
+    """Generates text. `name`: the variable for it, or None."""
 
     step = "gen"
     name: str | None
@@ -89,12 +89,12 @@ class Gen(Located):
 
 @dataclass(frozen=True, slots=True)
 class Select(Located):
-    """The model takes one of several texts."""
+    """Chooses one of several texts by likelihood."""
 
     step = "select"
     name: str | None
     choices: tuple[str | Expr, ...]
-    """An expression is one that has a text without asking a model."""
+    """Choices have a text without calling a model."""
     method: ChoicesMethod = token_length_normalized
 
 
@@ -124,7 +124,7 @@ class ScopeEnd(Located):
 
 @dataclass(frozen=True, slots=True)
 class OrderBegin(Located):
-    """What is appended from here to its end may be appended in any order: the compiler puts constants first."""
+    """Begins a region whose contents may be appended in any order; the compiler puts constants first."""
 
     step = "any_order"
 
@@ -144,7 +144,7 @@ class Image(Located):
 
 @dataclass(frozen=True, slots=True)
 class SeparateReasoning(Located):
-    """Moves the reasoning of each variable that `expr` generates to another one, `<name>_reasoning_content`."""
+    """Moves the reasoning of each variable that `expr` generates to `<name>_reasoning_content`."""
 
     step = "separate_reasoning"
     expr: Expr
@@ -152,13 +152,12 @@ class SeparateReasoning(Located):
 
 
 def characters_of(piece: object) -> str:
-    """As it is appended. Of a text of a class of its own (an enum's member) its characters, whatever `str` makes of it,
-    and nothing of what else the class says, as `+`."""
+    """The characters that `+` would append, also for subclasses of str such as enum members."""
     return str.__str__(piece) if isinstance(piece, str) else str(piece)
 
 
 def as_expr(piece: object) -> Expr:
-    """Raises TypeError for what cannot be appended."""
+    """Converts what may be appended. Raises TypeError."""
     if isinstance(piece, Expr):
         return piece
     if isinstance(piece, str | numbers.Number):  # NumPy's numbers, too
@@ -173,7 +172,7 @@ def _parts(expr: Expr) -> tuple[Expr, ...]:
 
 
 def flatten(expr: Expr) -> tuple[Expr, ...]:
-    """The parts of a sum, in order; of anything else, itself."""
+    """The parts of a sum in order; anything else is its own only part."""
     return _parts(expr)
 
 
@@ -221,12 +220,12 @@ def gen(
     regex: str | None = None,
     json_schema: Any = None,
 ) -> Expr:
-    """The model goes on with the text; what it writes is `s[name]`.
+    """Generates text and stores it as `s[name]`.
 
-    What is not given is as the run says, or the backend. n: as many answers, `s[name]` is their list and the text goes
-    on with the first. dtype: int, float, bool or str; the output is held to it and `s[name]` is of it. choices: the
-    same as `select`. regex; json_schema: a mapping, JSON, or a pydantic model. stop_regex: the text ends where it
-    matches. Raises TypeError and ValueError for arguments that no backend takes.
+    Parameters that are not given come from the run, then from the backend. n: number of answers; `s[name]` is their
+    list and the text continues with the first. dtype: int, float, bool or str, the type of output and variable.
+    choices: same as `select`. regex. json_schema: a mapping, JSON, or a pydantic model. stop_regex: the text ends where
+    it matches. Raises TypeError and ValueError for arguments that no backend accepts.
     """
     given = dict(locals())
     if given.pop("name") is not None:
@@ -234,7 +233,7 @@ def gen(
     choices, method = given.pop("choices"), given.pop("choices_method")
     if choices is not None:
         if any(given[key] is not None for key in ("regex", "json_schema", "dtype")):
-            raise ValueError("choices and a constraint are two constraints of one text: give one")
+            raise ValueError("choices and a constraint are two constraints: give one")
         return select(name, choices, temperature=0.0, choices_method=method)
     if method is not None:
         raise ValueError("choices_method is for choices, and there are none")
@@ -242,12 +241,12 @@ def gen(
 
 
 def gen_int(name: str | None = None, max_tokens: int | None = None, n: int | None = None, **options: Any) -> Expr:
-    """`gen` of an integer."""
+    """`gen` with an integer as result."""
     return gen(name, max_tokens, n=n, dtype=int, **options)
 
 
 def gen_string(name: str | None = None, max_tokens: int | None = None, n: int | None = None, **options: Any) -> Expr:
-    """`gen` of a quoted text; `s[name]` has no quotes."""
+    """`gen` with a quoted text as result; `s[name]` has no quotes."""
     return gen(name, max_tokens, n=n, dtype=str, **options)
 
 
@@ -257,7 +256,7 @@ def select(
     temperature: float = 0.0,
     choices_method: ChoicesMethod | Callable[..., Any] | str | None = None,
 ) -> Expr:
-    """The likeliest of several texts, by `choices_method` (`treeline_lang.choices`)."""
+    """The most likely of several texts, by `choices_method` (`treeline_lang.choices`)."""
     if name is not None:
         check_name(name)
     if not isinstance(choices, list | tuple) or not choices:
@@ -289,22 +288,22 @@ def check_name(name: object) -> None:
 
 
 def image(source: str | bytes) -> Expr:
-    """A picture, by its path, its URL (http:, https:, data:) or its bytes. Refused by backends that read text alone."""
+    """A picture by path, URL (http:, https:, data:) or bytes. Text-only backends refuse it."""
     return Image(source)
 
 
 def video(source: str | bytes, num_frames: int) -> Expr:
-    """Raises Unsupported: no backend reads videos."""
+    """Raises Unsupported: no backend supports videos."""
     raise Unsupported(f"no backend reads videos, nor {num_frames} frames of one", where=caller(), step="video")
 
 
 def separate_reasoning(expr: Expr, model_type: str = "deepseek-r1") -> Expr:
-    """Let `s[name]` of what `expr` generates be the answer without the model's reasoning, and
-    `s["<name>_reasoning_content"]` be that. model_type: how the model marks it (`treeline_lang.reasoning.MARKS`)."""
+    """`s[name]` of what `expr` generates becomes the answer without the model's reasoning, which goes to
+    `s["<name>_reasoning_content"]`. model_type: how the model marks reasoning (`treeline_lang.reasoning.MARKS`)."""
     expr = as_expr(expr)
     for part in flatten(expr):
         if not (part.has_text or isinstance(part, Gen)) or (isinstance(part, Gen) and part.sampling.dtype is not None):
-            raise TypeError("separate_reasoning takes texts and gens without a dtype: nothing else has reasoning in it")
+            raise TypeError("separate_reasoning takes texts and gens without a dtype: only these can contain reasoning")
     return SeparateReasoning(expr, check_model_type(model_type))
 
 
@@ -315,21 +314,21 @@ def _turn(role: Role, content: Piece | None) -> Expr:
 
 
 def system(content: Piece | None = None) -> Expr:
-    """A turn of the system."""
+    """A system turn."""
     return _turn("system", content)
 
 
 def user(content: Piece | None = None) -> Expr:
-    """A turn of the user."""
+    """A user turn."""
     return _turn("user", content)
 
 
 def assistant(content: Piece | None = None) -> Expr:
-    """A turn of the assistant: where a chat model generates."""
+    """An assistant turn: where a chat model generates."""
     return _turn("assistant", content)
 
 
 system_begin, system_end = partial(RoleBegin, "system"), partial(RoleEnd, "system")
 user_begin, user_end = partial(RoleBegin, "user"), partial(RoleEnd, "user")
 assistant_begin, assistant_end = partial(RoleBegin, "assistant"), partial(RoleEnd, "assistant")
-"""A turn of several steps, where `with s.user():` and its like do not fit."""
+"""Turns of several steps where `with s.user():` does not fit."""

@@ -1,4 +1,4 @@
-"""Texts and variables that are written on the loop piece by piece, and read from any thread and any event loop."""
+"""Texts and variables that the loop writes piece by piece, readable from any thread and event loop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from treeline_lang.errors import ProgramError
 
 
 class Growing:
-    """A text that grows until it is finished or has failed. One writes; others wait, or follow it."""
+    """A text that grows until it ends or fails. One writer; others wait for it or follow it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -36,15 +36,16 @@ class Growing:
         return self._failure
 
     def grow(self, text: str, coming: str = "") -> None:
-        """text and coming: all of it so far, not put together, as a long text may come in small pieces."""
+        """text and coming together are the whole text so far; they are not joined, as long texts may come in small
+        pieces."""
         self._change(text, coming)
 
     def end(self) -> None:
-        """No more comes; what there is stands."""
+        """No more text will come."""
         self._change(self._text, self._coming, done=True)
 
     def fail(self, failure: ProgramError) -> None:
-        """Nothing where it has ended already."""
+        """Ends it with a failure, unless it has already ended."""
         self._change(self._text, self._coming, done=True, failure=failure)
 
     def _change(self, text: str, coming: str, *, done: bool = False, failure: ProgramError | None = None) -> None:
@@ -57,7 +58,7 @@ class Growing:
             one()
 
     def _listen(self, seen: int, wake: Callable[[], None]) -> bool:
-        """Calls `wake` once there is more than `seen` characters or an end; False: that is so already."""
+        """Registers `wake` for more than `seen` characters or the end. False if that is already so."""
         with self._lock:
             if self._done or len(self._text) + len(self._coming) > seen:
                 return False
@@ -65,13 +66,13 @@ class Growing:
             return True
 
     def _since(self, seen: int) -> tuple[str, bool]:
-        """→ (what is behind so many characters, whether it has ended)."""
+        """Returns (the text after so many characters, whether it has ended)."""
         with self._lock:
             text, coming, done = self._text, self._coming, self._done
         return (text[seen:] + coming if seen < len(text) else coming[seen - len(text) :]), done
 
     def wait(self, timeout: float | None = None) -> None:
-        """Until it has ended. Raises its failure, and TimeoutError."""
+        """Waits for the end. Raises its failure, and TimeoutError."""
         while not self._done:
             woken = threading.Event()
             if self._listen(len(self._text) + len(self._coming), woken.set) and not woken.wait(timeout):
@@ -84,7 +85,7 @@ class Growing:
             pass
 
     def follow(self) -> Iterator[str]:
-        """New pieces as they come. Raises its failure after the last."""
+        """Yields new pieces as they come. Raises its failure after the last."""
         seen = 0
         while True:
             woken = threading.Event()
@@ -124,7 +125,7 @@ class Growing:
 
 
 class Variable(Growing):
-    """What a step of a program sets: its value, and what the backend said about it."""
+    """A variable set by a step: its value, and what the backend said about it."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
@@ -135,7 +136,7 @@ class Variable(Growing):
         self._meta: Any = None
 
     def say(self, text: str, meta: Any) -> None:
-        """All of its text so far, and what the backend says with it."""
+        """Updates the text so far and its meta data."""
         if not self.done:
             self._meta = meta
         self.grow(text)
@@ -145,13 +146,13 @@ class Variable(Growing):
         return {} if self._meta is None else self._meta
 
     def set(self, value: Any, text: str | None = None, meta: Any = None) -> None:
-        """text: of the value, for those who follow it (None: the value, if it is one)."""
+        """text: for readers that follow it (None: the value itself, if it is a text)."""
         self._value, self._meta = value, {} if meta is None else meta
         shown = text if text is not None else value if isinstance(value, str) else self._text
         self._change(shown, "", done=True)
 
     def read(self, timeout: float | None = None) -> Any:
-        """The value, once it is there. Raises the failure of the step that was to set it, and TimeoutError."""
+        """Waits for the value. Raises the failure of its step, and TimeoutError."""
         self.wait(timeout)
         return self._value
 
@@ -160,6 +161,6 @@ class Variable(Growing):
         return self._value
 
     def meta(self, timeout: float | None = None) -> Any:
-        """What the backend said with the value: a dict, or a list of them where n > 1."""
+        """The value's meta data: a dict, or a list where n > 1."""
         self.wait(timeout)
         return self._meta

@@ -1,4 +1,4 @@
-"""Images of a program → what APIs take: a URL, or the picture's bytes in one."""
+"""Images of a program as APIs expect them: a URL, or a data URL."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def is_url(source: str) -> bool:
 
 
 def url_of(source: str | bytes) -> str:
-    """The URL of an image: a path, a URL or its bytes. Raises OSError, and ValueError for what is no picture."""
+    """The URL of an image given by path, URL or bytes. Raises OSError, and ValueError for other content."""
     if isinstance(source, str) and is_url(source):
         return source
     if isinstance(source, str):

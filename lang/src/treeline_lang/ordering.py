@@ -1,12 +1,10 @@
-"""In which order the programs of a batch are started, and what is cached before the first of them.
+"""The order in which a batch's programs start, and what is cached before the first.
 
-The program is traced once up to its first request (`compiler.trace`): with its arguments, that says how the first
-prompt of each item begins. In the order of these texts the items are visited as a depth-first walk of the tree of their
-prefixes would, which no order beats where the cache holds the longest of them: what is computed for a prefix serves all
-that share it before anything else is asked for.
+The program is traced once up to its first request (`compiler.trace`); with each item's arguments that gives the
+beginning of its first prompt. Sorted by these texts, items are visited like a depth-first walk of the tree of prefixes,
+which is optimal if the cache holds the longest path: everything that shares a prefix runs before anything else.
 
-Items that start at the same moment would each compute what all share, as none of it has been cached. So that is sent
-ahead once, and all wait for it.
+Items that start together would each compute their shared prefix. So it is sent ahead once, and all wait for it.
 """
 
 from __future__ import annotations
@@ -42,14 +40,14 @@ if TYPE_CHECKING:
     from treeline_lang.program import Function
 
 MIN_SHARED: Final = 64
-"""Characters that are worth a request of their own; fewer are not."""
+"""The fewest characters that are worth a request of their own."""
 
 
 def plan_batch(
     program: Function, arguments: Sequence[Mapping[str, Any]], run: Run, threads: int
 ) -> tuple[Sequence[int], str]:
-    """→ (numbers of the items, in their order; what all begin with, if it is worth a request). arguments: of each item;
-    threads: how many run at the same time. Never fails: at worst the order is the given one."""
+    """Returns (item numbers in order, the shared beginning if it is worth a request). arguments: of each item; threads:
+    how many run at once. Never fails: at worst it keeps the given order."""
     given = range(len(arguments))
     if len(arguments) < 2:
         return given, ""
@@ -67,8 +65,8 @@ def plan_batch(
 def _beginnings(
     program: Function, arguments: Sequence[Mapping[str, Any]], run: Run
 ) -> tuple[list[str], list[tuple[str, str]]]:
-    """The text that the first prompt of each item begins with; and by what to order the items: that, and the argument
-    at which the trace stopped, if there is one, since what follows is likely to be made of it."""
+    """For each item the beginning of its first prompt, and the sort key: that text and the argument where the trace
+    stopped, which probably comes next."""
     traced = program.traced(_common(arguments), to_first_request=True)
     texts = beginnings(traced.graph, arguments, run.backend)
     cause = first_argument(traced.stopped_by)
@@ -77,8 +75,8 @@ def _beginnings(
 
 
 def _common(arguments: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The arguments that all items have in common: constants of the batch, on which the program may
-    branch. Plain data alone, and copies of it, as the trace shall not change what the runs are given."""
+    """Arguments that all items share: constants on which the program may branch. Only copies of plain data, so that the
+    trace cannot change them."""
     first, *rest = arguments
     return {
         name: copy.deepcopy(value)
@@ -108,7 +106,7 @@ def _shown(arguments: Mapping[str, Any], argument: Argument | None) -> str:
 
 
 def shared_length(one: AnyStr, other: AnyStr) -> int:
-    """Characters, or bytes, that two texts begin with alike. O(n), as halves are compared and not characters."""
+    """Length of the common beginning of two texts. O(n): compares halves, not characters."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2
@@ -123,8 +121,8 @@ def shared_length(one: AnyStr, other: AnyStr) -> int:
 
 
 def beginnings(graph: Graph, arguments: Sequence[Mapping[str, Any]], backend: Backend) -> list[str]:
-    """With each of these arguments the text up to the first model call, or to the first argument that is not among
-    them; of a program that forks before, that of its first branch. Raises as the backend's template."""
+    """The text up to the first model call or unknown argument, with each of these arguments; for a program that forks
+    first, that of its first branch. Raises as the backend's template."""
     appended = (part for step in graph.steps if isinstance(step, Append) for part in step.parts)
     has_turns = any(isinstance(part, RoleBegin | RoleEnd) for part in appended)
     template = background.call(backend.template()) if has_turns else None
@@ -151,7 +149,7 @@ def _beginning(graph: Graph, arguments: Mapping[str, Any], template: ChatTemplat
 def _append_all(
     transcript: Transcript, parts: Sequence[Expr], arguments: Mapping[str, Any], template: ChatTemplate | None
 ) -> bool:
-    """False: up to one that is not known."""
+    """False if it stopped at an unknown part."""
     return all(_append(transcript, part, arguments, template) for part in parts)
 
 

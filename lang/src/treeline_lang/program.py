@@ -33,18 +33,18 @@ _running: contextvars.ContextVar[Run | None] = contextvars.ContextVar("treeline-
 
 
 class Function:
-    """A program: what `@function` makes of a Python function whose first parameter is the state.
+    """A program, made by `@function` of a Python function whose first parameter is the state.
 
         state = program.run(topic="trees", backend=backend, temperature=0)
 
-    Parameters of sampling that are given to `run` hold for every `gen` that says nothing else; a parameter of the
-    function by the same name comes first.
+    Sampling parameters given to `run` are defaults for every `gen`; a parameter of the function with the same name
+    takes precedence.
     """
 
     def __init__(
         self, body: Callable[..., Any], num_api_spec_tokens: int | None = None, bound: Mapping[str, Any] | None = None
     ) -> None:
-        """Raises TypeError for what cannot be a program, ValueError for a wrong number of tokens."""
+        """Raises TypeError for functions that cannot be programs, ValueError for a wrong number of tokens."""
         signature = _checked_signature(body)
         if num_api_spec_tokens is not None and num_api_spec_tokens < 1:
             raise ValueError(f"num_api_spec_tokens is at least 1, not {num_api_spec_tokens!r}")
@@ -57,11 +57,11 @@ class Function:
 
     @property
     def func(self) -> Callable[..., Any]:
-        """The body, by SGLang's name."""
+        """The body, under SGLang's name."""
         return self.body
 
     def __reduce__(self) -> Any:
-        """Pickled by its name, as functions are: for another process, which imports its module."""
+        """Pickled by name, like functions; the other process imports its module."""
         if self.bound:
             raise pickle.PicklingError(f"{self.__name__} has bound arguments: pickle the program, and bind there")
         return getattr(self, "__qualname__", self.__name__)
@@ -76,7 +76,7 @@ class Function:
         return f"<program {self.__name__}{self._signature}>"
 
     def arguments(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of the body, by name. Raises TypeError for unknown and for missing ones."""
+        """The body's arguments by name. Raises TypeError for unknown and missing ones."""
         try:
             bound = self._signature.bind(*args, **{**self.bound, **kwargs})
         except TypeError as error:
@@ -93,7 +93,7 @@ class Function:
         return flat
 
     def bind(self, **arguments: Any) -> Self:
-        """The same program with some of its arguments given."""
+        """The same program with some arguments fixed."""
         unknown = arguments.keys() - self._signature.parameters.keys()
         open_ended = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in self._signature.parameters.values())
         if unknown and not open_ended:
@@ -105,7 +105,7 @@ class Function:
     # ---- ahead of running ---------------------------------------------------------------------------------------
 
     def traced(self, arguments: Mapping[str, Any], *, to_first_request: bool = False) -> trace.Traced:
-        """What a trace with these arguments as constants has recorded (`treeline_lang.compiler.trace`)."""
+        """The trace with these arguments as constants (`treeline_lang.compiler.trace`)."""
         return trace.trace(
             self.body,
             self._signature,
@@ -115,10 +115,10 @@ class Function:
         )
 
     def trace(self, **static: Any) -> Graph:
-        """The program as data. static: arguments that are constants, on which it may branch; the others are holes in
-        it. Raises TraceError with the line that needs to know what a trace does not; TypeError.
+        """The program as data. static: constant arguments, on which it may branch; the others become holes. Raises
+        TraceError with the line that needs an unknown value; TypeError.
 
-        A parameter with the default None, True or False is a constant, too: `x is None` cannot tell that it is traced.
+        Parameters with default None, True or False are constants too, since `x is None` cannot be traced.
         """
         self.bind(**static)
         traced = self.traced(self._switches() | self.bound | static)
@@ -127,9 +127,10 @@ class Function:
         return traced.graph
 
     def compile(self, *, passes: Sequence[Pass] = DEFAULT_PASSES, strict: bool = False, **static: Any) -> Compiled:
-        """A program that does the same without running the function again. static: arguments that are constants.
+        """Compiles to a program that gives the same results without running the function again. static: constant
+        arguments.
 
-        Where it cannot be traced, the function is run as before, and `fallback` says why; strict: raises TraceError.
+        If it cannot be traced, the function runs as before, and `fallback` says why; with strict it raises TraceError.
         Raises TypeError.
         """
         constants = self._switches() | self.bound | static
@@ -155,9 +156,8 @@ class Function:
         return {one.name: one.default for one in parameters if one.default is None or isinstance(one.default, bool)}
 
     def cache(self, *, backend: Backend | None = None, **arguments: Any) -> str:
-        """Has the backend cache what every run begins with, up to the first argument that has no default and is not
-        given here. → That text; "" if the program does not begin with a constant. Raises BackendError, Unsupported,
-        TypeError."""
+        """Caches the beginning that all runs share, up to the first argument without default or value. Returns that
+        text, "" if there is none. Raises BackendError, Unsupported, TypeError."""
         self.bind(**arguments)
         run = self.new_run(backend, Sampling())
         parameters = self._signature.parameters.values()
@@ -180,17 +180,17 @@ class Function:
         parallel: bool = True,
         **kwargs: Any,
     ) -> ProgramState:
-        """Run it; returns its state, whose last steps may still be under way: reading it waits.
+        """Runs the program and returns its state. Its last steps may still be running; reading waits for them.
 
-        stream: return at once, with texts that grow (`text_iter`). hints=False: no prefixes are sent ahead.
-        parallel=False: one step at a time. Raises what the body raises; ProgramError from what it reads.
+        stream: return at once, with growing texts (`text_iter`). hints=False: send no prefixes ahead. parallel=False:
+        one step at a time. Raises the body's exceptions, including ProgramErrors of what it reads.
         """
         kwargs, sampling = self.split(kwargs)
         run = self.new_run(backend, sampling, stream=stream, hints=hints, parallel=parallel)
         return self.start(run, self.arguments(args, kwargs), waits=not stream)
 
     def split(self, kwargs: Mapping[str, Any]) -> tuple[dict[str, Any], Sampling]:
-        """→ (arguments of the body, sampling parameters of the run). Raises TypeError, ValueError."""
+        """Returns (arguments of the body, sampling parameters). Raises TypeError, ValueError."""
         mine = {name for name in kwargs if name not in SAMPLING_NAMES or name in self._signature.parameters}
         sampling = check_sampling(**{name: value for name, value in kwargs.items() if name not in mine})
         return {name: kwargs[name] for name in mine}, sampling
@@ -204,12 +204,12 @@ class Function:
         hints: bool = True,
         parallel: bool = True,
     ) -> Run:
-        """Raises Unsupported if there is no backend."""
+        """Raises Unsupported without a backend."""
         call = Call(uuid.uuid4().hex, self.num_api_spec_tokens)
         return Run(backend or default_backend(), sampling, stream, hints, parallel, call)
 
     def start(self, run: Run, arguments: Mapping[str, Any], *, waits: bool) -> ProgramState:
-        """Runs the body, in this thread (`waits`) or another."""
+        """Runs the body in this thread (`waits`) or another."""
         state = state_of(run)
         if waits:
             try:
@@ -279,12 +279,12 @@ class Function:
         order: batch.Order = "dfs",
         **kwargs: Any,
     ) -> Any:
-        """Run it with each of many arguments (mappings, or tuples), many at a time. → their states, in order, all
-        ended; one that failed says so by `error()`, and when read.
+        """Runs the program once for each of many arguments (mappings or tuples), many at a time. Returns the ended
+        states in order; a failed one says so by `error()` and when read.
 
-        generator_style: yields them, in order, as they come. order: "dfs" starts programs that begin with the same text
-        one after the other, which a prefix cache serves best, and sends what all begin with ahead; "given" does not.
-        kwargs: sampling parameters, and arguments that all have in common. Raises TypeError before any is started.
+        generator_style: yields them in order as they end. order: "dfs" runs programs with the same beginning together
+        and sends the common beginning ahead; "given" does neither. kwargs: sampling parameters, and arguments common to
+        all. Raises TypeError before any starts.
         """
         common, sampling = self.split(kwargs)
         program = self.bind(**common) if common else self
@@ -299,8 +299,8 @@ class Function:
         return states if generator_style else list(states)
 
     def __call__(self, *args: Any, **kwargs: Any) -> ProgramState:
-        """Within a program: with its state, the body goes on there; without, it runs beside, and the state is returned
-        at once (in a run that is not parallel once it has ended). Outside of one: `run`."""
+        """Inside a program: with its state, continues it; without, runs in parallel and returns the state at once (when
+        done, if the run is not parallel). Outside a program: `run`."""
         if args and isinstance(args[0], ProgramState):
             state = args[0]
             state._stream.returned = self._call(state, self.arguments(args[1:], kwargs))
@@ -323,14 +323,14 @@ class Function:
 
 
 class Compiled(Function):
-    """A program as a graph: run like any other."""
+    """A compiled program, run like any other."""
 
     graph: Graph | None = None
-    """None: it is interpreted."""
+    """None if it is interpreted."""
     fallback: str | None = None
     """Why it is interpreted, with the line."""
     reports: tuple[Report, ...] = ()
-    """What each pass has done."""
+    """The report of each pass."""
 
     def traced(self, arguments: Mapping[str, Any], *, to_first_request: bool = False) -> trace.Traced:
         if self.graph is None:
@@ -352,7 +352,7 @@ _NOT_ASYNC = (
 
 
 def _checked_signature(body: Callable[..., Any]) -> inspect.Signature:
-    """Raises TypeError for what cannot be a program."""
+    """Raises TypeError for functions that cannot be programs."""
     if not callable(body):
         raise TypeError(f"@function takes a function, not {body!r}: @classmethod and the like go above it")
     name = name_of(body)
@@ -376,7 +376,7 @@ def _checked_signature(body: Callable[..., Any]) -> inspect.Signature:
 
 
 def _of_body(error: Exception, body: Callable[..., Any]) -> ProgramError:
-    """What went wrong in the program's own code, with the line of it."""
+    """An error of the program's own code, with its line."""
     failure = ProgramError(f"{type(error).__name__}: {error}", where=raised_at(error, body), step="the program")
     failure.__cause__ = error
     return failure
@@ -389,9 +389,8 @@ def function(*, num_api_spec_tokens: int | None = None) -> Callable[[Callable[..
 def function(body: Callable[..., Any] | None = None, *, num_api_spec_tokens: int | None = None) -> Any:
     """Makes a program of a function whose first parameter is the state.
 
-    num_api_spec_tokens: a call asks for at least so many tokens, beyond its stop, and the following steps of the
-    program are taken from them where they fit; of a chat, a turn of the assistant with several gens in it is one call
-    (`treeline_lang.speculation`).
+    num_api_spec_tokens: each call asks for at least this many tokens, beyond its stop, and later steps use them where
+    they fit; in a chat, an assistant turn with several gens is one call (`treeline_lang.speculation`).
     """
     if body is not None:
         return Function(body)

@@ -1,4 +1,4 @@
-"""Taking a model's reasoning and its answer apart, where its text marks the reasoning."""
+"""Splits a model's output into reasoning and answer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ class Marks(NamedTuple):
     begin: str
     end: str
     opens: bool = False
-    """The chat template has begun the reasoning, so a text without a beginning is reasoning up to its end."""
+    """The chat template opens the reasoning, so a text without an opening mark begins with it."""
 
 
 MARKS: Final[dict[str, Marks]] = {
@@ -21,7 +21,7 @@ MARKS: Final[dict[str, Marks]] = {
     "kimi": Marks("◁think▷", "◁/think▷"),
     "step3": Marks("<think>", "</think>", opens=True),
 }
-"""By model type, as SGLang names them."""
+"""By SGLang's names of model types."""
 
 
 def check_model_type(model_type: str) -> str:
@@ -31,8 +31,7 @@ def check_model_type(model_type: str) -> str:
 
 
 def split_reasoning(text: str, model_type: str) -> tuple[str, str]:
-    """→ (reasoning, answer), both without the marks and the white space around. Reasoning that does not end has no
-    answer."""
+    """Returns (reasoning, answer) without marks and surrounding space. Unfinished reasoning has no answer."""
     marks = MARKS[model_type]
     opened = text.lstrip().startswith(marks.begin)
     if not opened and not marks.opens:

@@ -1,4 +1,4 @@
-"""How text is generated: what a `gen` says, over what a run says."""
+"""Sampling parameters: those of a `gen` over those of its run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Final
 
 MAX_NEW_TOKENS: Final = 128
-"""Where neither says."""
+"""The default limit."""
 
 REGEX_INT: Final = r"[-+]?[0-9]+[ \n]*"
 REGEX_FLOAT: Final = r"[-+]?[0-9]*\.?[0-9]+[ \n]*"
@@ -25,7 +25,7 @@ _DTYPES: Final[dict[str, Dtype]] = {"int": int, "float": float, "bool": bool, "s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """None: not said. The names are those of the runtime's API but for `max_tokens` and `min_tokens`."""
+    """None means unset. Names are those of the runtime's API, except `max_tokens` and `min_tokens`."""
 
     max_tokens: int | None = None
     min_tokens: int | None = None
@@ -33,7 +33,7 @@ class Sampling:
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     stop_regex: tuple[str, ...] = ()
-    """The text ends where one of these first matches; what matched is cut off."""
+    """The text ends at the first match; what matched is cut off."""
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -48,10 +48,10 @@ class Sampling:
     dtype: Dtype | None = None
     regex: str | None = None
     json_schema: str | None = None
-    """The schema, as JSON."""
+    """The schema as JSON."""
 
     def over(self, defaults: Sampling) -> Sampling:
-        """Where this says nothing, the defaults; stops of both count."""
+        """These parameters, with defaults for the unset ones; stops are combined."""
         said: dict[str, Any] = {}
         for name in _FIELDS:
             mine, theirs = getattr(self, name), getattr(defaults, name)
@@ -63,7 +63,7 @@ class Sampling:
 
     @property
     def limit(self) -> int:
-        """Tokens to generate at most."""
+        """The largest number of tokens to generate."""
         return MAX_NEW_TOKENS if self.max_tokens is None else self.max_tokens
 
     @property
@@ -71,18 +71,18 @@ class Sampling:
         return self.regex is not None or self.json_schema is not None
 
     def given(self, names: Iterable[str]) -> dict[str, Any]:
-        """The parameters among `names` that are set, as JSON has them."""
+        """The set parameters among `names`, as JSON values."""
         found = {name: value for name in names if (value := getattr(self, name)) not in (None, ())}
         return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
 
     def native(self) -> dict[str, Any]:
-        """How tokens are sampled, in the names of Treeline's engine and of SGLang's `/generate`; constraints and `n`
-        are left out."""
+        """Token sampling parameters under the names of Treeline's engine and SGLang's `/generate`, without constraints
+        and `n`."""
         least = {} if self.min_tokens is None else {"min_new_tokens": self.min_tokens}
         return {"max_new_tokens": self.limit, **least, **self.given(_NATIVE)}
 
     def value_of(self, text: str) -> Any:
-        """What a variable with this text holds. Raises ValueError."""
+        """The value of a variable with this text. Raises ValueError."""
         if self.dtype is bool:
             if text not in ("True", "False"):
                 raise ValueError
@@ -108,15 +108,15 @@ _FIELDS: Final = tuple(field.name for field in fields(Sampling))
 
 
 def check_sampling(**given: Any) -> Sampling:
-    """A Sampling of a user's arguments. Raises TypeError for wrong types and names, ValueError for wrong values.
+    """A Sampling from a user's arguments. Raises TypeError for wrong types and names, ValueError for wrong values.
 
-    Besides the fields: `stop` and `stop_regex` may be one text, `json_schema` a mapping or a pydantic model,
-    `dtype` a name, `max_new_tokens` is another name of `max_tokens`.
+    Besides the fields, `stop` and `stop_regex` may be one text, `json_schema` a mapping or a pydantic model, `dtype` a
+    name, and `max_new_tokens` means `max_tokens`.
     """
     if "max_new_tokens" in given:
         most = given.pop("max_new_tokens")
         if most is not None and given.get("max_tokens") is not None:
-            raise TypeError("max_tokens and max_new_tokens are one thing: give one of them")
+            raise TypeError("max_tokens and max_new_tokens mean the same: give one of them")
         given["max_tokens"] = given.get("max_tokens") if most is None else most
     unknown = sorted(given.keys() - set(_FIELDS))
     if unknown:
@@ -132,7 +132,7 @@ def check_sampling(**given: Any) -> Sampling:
     sampling = Sampling(**given)
     constraints = [name for name in ("regex", "json_schema", "dtype") if getattr(sampling, name) is not None]
     if len(constraints) > 1:
-        raise ValueError(f"{' and '.join(constraints)} are several constraints of one text: give one")
+        raise ValueError(f"{' and '.join(constraints)} are several constraints: give one")
     return _with_dtype(sampling)
 
 
@@ -151,7 +151,7 @@ def _several(name: str, given: Any) -> tuple[Any, ...]:
     if several is None or not all(isinstance(one, kind) for one in several):
         raise TypeError(f"{name} is a list of {made.__name__}, not {given!r}")
     if "" in several:
-        raise ValueError(f"{name} holds an empty text, which is everywhere")
+        raise ValueError(f"{name} holds an empty text, which matches everywhere")
     return tuple(made(one) for one in several)
 
 

@@ -1,4 +1,4 @@
-"""Fewer calls to black-box APIs: what a program will ask next is often in what the model says beyond its stop.
+"""Fewer calls to paid APIs: text beyond a call's stop often contains what the program asks for next.
 
 Two ways:
 
@@ -7,9 +7,8 @@ Two ways:
 - *Chats.* Texts and gens within one turn of the assistant are a pattern: one call makes the turn, and the pieces are
   read out of it, or the reply does not follow the pattern.
 
-A limit is one of tokens, so a surplus knows its tokens; what cannot be cut off exactly is asked for again. A Surplus
-belongs to one stream: nothing of it is kept on a backend, and branches do not share it, as each is to have an answer of
-its own.
+Limits count tokens, so a surplus knows its tokens; text that cannot be cut exactly is asked for again. A Surplus
+belongs to one stream; branches do not share it, since each needs its own answer.
 """
 
 from __future__ import annotations
@@ -29,17 +28,17 @@ if TYPE_CHECKING:
     from treeline_lang.executor import StreamExecutor
 
 _OF_A_PART: Final = ("max_tokens", "stop")
-"""What parts of one call may differ in."""
+"""Parameters in which the parts of one call may differ."""
 _ALIKE: Final = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty")
-"""What a part may ask for and still be made together with others."""
+"""Parameters with which parts can still be generated together."""
 _UNBOUNDED: Final = 1 << 31
 TRIES: Final = 3
-"""How often a turn is asked for that does not follow its pattern."""
+"""How often a turn that does not follow its pattern is tried."""
 
 
 def eligible(sampling: Sampling) -> bool:
-    """Whether such a text may be a part of a longer one: it asks for nothing but how tokens are sampled, how many there
-    are and where it stops. A penalty would count what the other parts say."""
+    """Whether the text may be part of a longer one: it has only plain sampling parameters, a limit and stops. A penalty
+    would count the other parts."""
     plain = Sampling(**{name: getattr(sampling, name) for name in (*_OF_A_PART, *_ALIKE)})
     one = replace(sampling, n=None) if sampling.n == 1 else sampling
     return one == plain and not sampling.frequency_penalty and not sampling.presence_penalty and sampling.limit > 0
@@ -51,14 +50,14 @@ def agree(one: Sampling, other: Sampling) -> bool:
 
 
 def as_asked(sampling: Sampling, tokens: int) -> Sampling:
-    """One that runs past its stop, for at least so many tokens, and tells them."""
+    """A call that runs past its stop for at least so many tokens, and returns its tokens."""
     most = max(sampling.limit, tokens)
     return replace(sampling, stop=(), max_tokens=most, return_logprob=True, return_text_in_logprobs=True)
 
 
 def pieces_of(completion: Completion) -> tuple[str, ...] | None:
-    """The text's tokens. None where the backend does not tell, or its tokens do not make up the text: those that are a
-    part of a character do not."""
+    """The text's tokens; None if the backend does not report them, or they do not add up to the text (parts of a
+    character)."""
     logprobs = completion.meta.get("output_token_logprobs")
     if logprobs is None:
         return None
@@ -77,17 +76,17 @@ def pieces_of(completion: Completion) -> tuple[str, ...] | None:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one gen has of a longer text."""
+    """One gen's share of a longer text."""
 
     text: str
     finish: dict[str, Any]
     rest: tuple[str, ...]
-    """The tokens behind it, its stop among them."""
+    """The tokens after it, its stop included."""
 
 
 def part_of(pieces: Sequence[str], sampling: Sampling, ended: dict[str, Any] | None) -> Part | None:
-    """What a call with this sampling would have made, of the tokens that another one made. `ended`: why the model made
-    no more, None where it would have. None: so few tokens do not say."""
+    """What a call with this sampling would have returned, given another call's tokens. `ended`: why the model stopped;
+    None if it would have continued. None if there are too few tokens to tell."""
     text = "".join(pieces[: sampling.limit])
     found = [(text.find(stop) + len(stop), -len(stop), stop) for stop in sampling.stop if stop in text]
     if found:
@@ -100,7 +99,7 @@ def part_of(pieces: Sequence[str], sampling: Sampling, ended: dict[str, Any] | N
 
 
 def drop(pieces: Sequence[str], characters: int) -> tuple[str, ...]:
-    """What comes after so many characters; a token of which some are left counts as one."""
+    """The tokens after so many characters; a partly used token counts as one."""
     for number, piece in enumerate(pieces):
         if characters < len(piece):
             return (piece[characters:], *pieces[number + 1 :])
@@ -110,18 +109,19 @@ def drop(pieces: Sequence[str], characters: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Surplus:
-    """What a model has said beyond what was used of it."""
+    """Text that the model wrote beyond what was used."""
 
     before: str
-    """The text of the stream that it goes on from."""
+    """The stream's text before it."""
     pieces: tuple[str, ...]
     sampling: Sampling
-    """How the call was sampled."""
+    """The sampling of its call."""
     ended: dict[str, Any] | None
-    """Why there is no more of it, if the model has ended it by itself."""
+    """Why there is no more, if the model ended by itself."""
 
     def part(self, text: str, sampling: Sampling) -> tuple[Part, Surplus] | None:
-        """What a gen at the end of `text` would have made, and what is left; None: it must be asked for."""
+        """What a gen at the end of `text` would have returned, and the remaining surplus; None if it must be asked
+        for."""
         if not text.startswith(self.before) or not agree(sampling, self.sampling):
             return None
         written = text[len(self.before) :]
@@ -136,7 +136,7 @@ class Surplus:
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """A turn: texts, and what is to be generated between them."""
+    """A turn made of fixed texts and generated parts."""
 
     parts: tuple[str | Sampling, ...]
 
@@ -145,26 +145,26 @@ class Pattern:
         return [part for part in self.parts if isinstance(part, Sampling)]
 
     def speculates(self, *, continues: bool) -> bool:
-        """Whether one call for all is worth it, and can be read: each gen but the last needs a stop."""
+        """Whether one call for all is worthwhile and can be split: each gen but the last needs a stop."""
         gens = self.gens
         if not gens or not all(eligible(gen) and agree(gen, gens[0]) for gen in gens):
             return False
         return all(gen.stop for gen in gens[:-1]) and (len(gens) > 1 or (self.parts[0] != gens[0] and not continues))
 
     def asked(self, tokens: int, *, tells_tokens: bool) -> Sampling:
-        """One call for all, up to the last gen. A text has no more tokens than bytes."""
+        """The one call, up to the last gen. A text has at most one token per byte."""
         needed = sum(part.limit if isinstance(part, Sampling) else len(part.encode()) for part in self._needed())
         asked = as_asked(replace(self.gens[0], max_tokens=needed), tokens)
         return asked if tells_tokens else replace(asked, return_logprob=None, return_text_in_logprobs=None)
 
     def _needed(self) -> tuple[str | Sampling, ...]:
-        """What comes behind the last gen is written by the program alone."""
+        """Text after the last gen comes from the program alone."""
         last = max(number for number, part in enumerate(self.parts) if isinstance(part, Sampling))
         return self.parts[: last + 1]
 
     def read(self, reply: Completion) -> list[Completion] | None:
-        """The completion of each gen; None where the reply does not follow the pattern. Where a reply has no tokens,
-        the limits of single gens are not known to be kept."""
+        """Each gen's completion; None if the reply does not follow the pattern. Without tokens, limits of single gens
+        cannot be checked."""
         tokens = pieces_of(reply)
         pieces = (reply.text,) if tokens is None else tokens
         finish = reply.meta.get("finish_reason") or {"type": "stop", "matched": None}
@@ -191,25 +191,25 @@ class Pattern:
 
 @dataclass(slots=True)
 class Ahead:
-    """What a stream knows beyond where it is."""
+    """What a stream has generated beyond its current position."""
 
     surplus: Surplus | None = None
     foreseen: deque[Completion] = field(default_factory=deque)
-    """What the gens of the open turn have made."""
+    """Results for the gens of the open turn."""
     blind: bool = False
-    """The backend's tokens do not make up its texts: its surplus cannot be used."""
+    """The backend's tokens do not add up to its texts, so its surplus is unusable."""
     spent: int = 0
-    """Calls that came to nothing, not counted in a meta yet."""
+    """Failed calls that are not in a meta yet."""
 
 
 # ---- which of a stream's gens ask the backend, and which need not ----------------------------------------------------
 
 _NONE = {"calls": 0, "prompt_tokens": 0, "completion_tokens": 0}
-"""What a gen costs that needs no call. The metas of a run add up to what its calls cost."""
+"""The cost of a gen without a call. The metas of a run add up to all its calls."""
 
 
 async def generate(stream: StreamExecutor, prompt: Prompt, sampling: Sampling) -> list[Completion]:
-    """`backend.generate`, or what is known of it already. With speculation, metas say how many `calls` it took."""
+    """`backend.generate`, or a result that is already known. With speculation, metas have the number of `calls`."""
     ahead, run = stream.ahead, stream.run
     surplus, ahead.surplus = ahead.surplus, None
     tokens = run.call.num_api_spec_tokens
@@ -229,8 +229,8 @@ async def generate(stream: StreamExecutor, prompt: Prompt, sampling: Sampling) -
 
 
 async def _beyond(stream: StreamExecutor, prompt: Prompt, sampling: Sampling, tokens: int) -> Completion | None:
-    """A call beyond the gen's stop, whose surplus the stream keeps. None: what the gen would have made of it is not
-    known, and it must be asked as it is."""
+    """A call beyond the gen's stop, whose surplus the stream keeps. None if the gen's own result cannot be told from
+    it."""
     run, ahead = stream.run, stream.ahead
     asked = as_asked(sampling, tokens)
     try:
@@ -250,15 +250,15 @@ async def _beyond(stream: StreamExecutor, prompt: Prompt, sampling: Sampling, to
 
 
 def foresees(stream: StreamExecutor, role: Role) -> bool:
-    """Whether a turn that begins may be made by one call."""
+    """Whether one call may generate the turn that begins."""
     run = stream.run
     speculates = run.call.num_api_spec_tokens is not None and not run.streaming
     return speculates and run.backend.chats and role == "assistant"
 
 
 async def foresee(stream: StreamExecutor, pattern: Pattern | None) -> None:
-    """Have the turn made that has begun, for its gens to take. Where the replies are not as the program has it, the
-    gens ask for themselves; raises Unmatched for a backend that cannot go on with a turn that has begun."""
+    """Generates the begun turn for its gens to use. If the replies do not match, the gens ask for themselves; raises
+    Unmatched for a backend that cannot continue a begun turn."""
     run, tokens = stream.run, stream.run.call.num_api_spec_tokens
     continues = await run.backend.continues()
     if tokens is None or pattern is None or not pattern.speculates(continues=continues):
@@ -282,15 +282,15 @@ async def foresee(stream: StreamExecutor, pattern: Pattern | None) -> None:
         stream.ahead.spent += 1
     if not continues:
         times = "once, at temperature 0" if tries == 1 else f"{tries} times"
-        raise Unmatched(f"the model was asked {times} for the whole turn, and its reply is not as the program has it")
+        raise Unmatched(f"the model was asked {times} for the whole turn, and no reply matches the program")
 
 
 def _without_tokens(whole: Completion) -> dict[str, Any]:
-    """Its meta without the tokens, which the program has not asked for."""
+    """Its meta without tokens, which the program did not ask for."""
     return {name: value for name, value in whole.meta.items() if name not in ("output_token_logprobs", "output_ids")}
 
 
 def _counted(stream: StreamExecutor, completion: Completion, calls: int) -> Completion:
-    """With its calls, and those before it that came to nothing."""
+    """The meta with its number of calls, failed ones included."""
     spent, stream.ahead.spent = stream.ahead.spent, 0
     return Completion(completion.text, {**completion.meta, "calls": calls + spent})

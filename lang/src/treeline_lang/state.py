@@ -1,4 +1,4 @@
-"""The state of a program: what its body appends to, reads from and forks."""
+"""The state of a program: appended to, read and forked by its body."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ JOIN_MODES: Final = ("gather_variable", "concate_and_append")
 
 
 class ProgramState:
-    """A prompt that grows. `s += …` appends without waiting; `s[name]`, `s.text()`, `s.messages()` wait for what they
-    read, and raise the ProgramError of the step that failed."""
+    """A prompt that grows. `s += …` appends without waiting. `s[name]`, `s.text()`, `s.messages()` wait for what they
+    read, and raise the ProgramError of a failed step."""
 
     def __init__(self, stream: StreamExecutor, ended: threading.Event | None = None) -> None:
-        """ended: set once the body has returned, where this is for those outside of one in another thread: they wait
-        for it with what only an ended program has."""
+        """ended: set when the body has returned; readers in other threads wait for it where they need the whole
+        program."""
         self._stream = stream
         self._ended = ended
 
     def __repr__(self) -> str:
-        """With the text so far: it does not wait."""
+        """With the text so far; does not wait."""
         return f"ProgramState({self._stream.growing.so_far!r})"
 
     @property
     def ret_value(self) -> Any:
-        """What the program's function returned, once all that was submitted is done. Raises what ended it."""
+        """The function's return value, once all steps are done. Raises the error that ended it."""
         with self._or_cancel():
             self._await_body()
             return self._stream.result()
@@ -62,7 +62,7 @@ class ProgramState:
         return self
 
     def system(self, content: Piece | None = None) -> Any:
-        """Appends a turn; without content, a context manager around the steps of one."""
+        """Appends a turn; without content, a context manager around its steps."""
         return self._turn("system", system, content)
 
     def user(self, content: Piece | None = None) -> Any:
@@ -79,7 +79,7 @@ class ProgramState:
 
     @contextmanager
     def var_scope(self, name: str) -> Iterator[None]:
-        """A context manager: `s[name]` is all the text appended within. Raises TypeError for a name that is no text."""
+        """A context manager: `s[name]` becomes all text appended within. Raises TypeError if the name is not a text."""
         if not isinstance(cast(object, name), Expr):  # an argument that is not known yet: its trace refuses that
             check_name(name)
         with self._around(ScopeBegin(name), ScopeEnd(name)):
@@ -91,8 +91,8 @@ class ProgramState:
                 variable.in_scope = False
 
     def any_order(self) -> Any:
-        """A context manager: the steps within mean the same in any order. A compiled program appends constants first,
-        which more prompts share (`treeline_lang.compiler.passes.move_constants`); otherwise nothing changes."""
+        """A context manager: the order of the steps within does not matter. A compiled program puts constants first, so
+        that more prompts share them (`treeline_lang.compiler.passes.move_constants`)."""
         return self._around(OrderBegin(), OrderEnd())
 
     @contextmanager
@@ -128,29 +128,29 @@ class ProgramState:
         return await variable.read_async()
 
     def set_var(self, name: str, value: Any) -> None:
-        """Raises TypeError for a name that is no text."""
+        """Raises TypeError if the name is not a text."""
         check_name(name)
         self._stream.submit(Assign(name, value, caller()))
 
     def get_meta_info(self, name: str, timeout: float | None = None) -> Any:
-        """What the backend said with a variable: `finish_reason`, `prompt_tokens`, `cached_tokens`, logprobs, … A list
-        of them where n > 1 and after a join. Raises UnknownVariable, TimeoutError."""
+        """The backend's meta data of a variable: `finish_reason`, `prompt_tokens`, `cached_tokens`, logprobs, …; a list
+        where n > 1 and after a join. Raises UnknownVariable, TimeoutError."""
         with self._or_cancel():
             return self._stream.variable(name, timeout).meta(timeout)
 
     @property
     def variables(self) -> dict[str, Any]:
-        """All that are set, once they are."""
+        """All variables; waits for them."""
         self._await_body()
         return {name: variable.read() for name, variable in list(self._stream.variables.items())}
 
     def text(self) -> str:
-        """The whole text, once all that was submitted is done."""
+        """The whole text, once all submitted steps are done."""
         self._settle()
         return self._stream.transcript.text
 
     def messages(self) -> list[dict[str, Any]]:
-        """The turns that have ended, as OpenAI's API has them."""
+        """The finished turns in OpenAI's format."""
         self._settle()
         return list(self._stream.transcript.messages)
 
@@ -164,24 +164,23 @@ class ProgramState:
             self._stream.settle()
 
     def sync(self) -> None:
-        """Wait until all that was submitted is done, or was given up (`error`); of a program that runs beside, until
-        it has ended."""
+        """Waits until all submitted steps are done or failed (`error`); for a parallel program, until it has ended."""
         with self._or_cancel():
             self._await_body()
             self._stream.sync()
 
     def error(self) -> ProgramError | None:
-        """Why the state ended early, if it did, once all that was submitted is done."""
+        """The error that ended the state early, if any; waits for all submitted steps."""
         self.sync()
         return self._stream.failure
 
     def cancel(self) -> None:
-        """Gives up what the program does and has yet to do, on the server, too: reading raises Cancelled."""
+        """Cancels the program, on the server too; reading then raises Cancelled."""
         self._stream.run.streams.cancel()
 
     @contextmanager
     def _or_cancel(self) -> Iterator[None]:
-        """A Ctrl-C while waiting ends the program, and not the waiting alone."""
+        """A Ctrl-C while waiting cancels the program, not only the waiting."""
         try:
             yield
         except KeyboardInterrupt:
@@ -191,14 +190,14 @@ class ProgramState:
     # ---- following ----------------------------------------------------------------------------------------------
 
     def text_iter(self, var_name: str | None = None) -> Iterator[str]:
-        """Pieces of a variable's text as they come, or of the whole until the program ends. Run with `stream=True`;
-        else it comes step by step. Raises the error that ends it."""
+        """Yields pieces of a variable's text, or of the whole text, as they come. Use with `stream=True`; otherwise it
+        comes step by step. Raises the error that ended it."""
         with self._or_cancel():
             yield from self._grows(var_name).follow()
 
     async def text_async_iter(self, var_name: str | None = None, return_meta_data: bool = False) -> AsyncIterator[Any]:
-        """`text_iter` for `async for`. return_meta_data: pairs with what the backend has said
-        of the variable so far (of the whole text: {})."""
+        """`text_iter` for `async for`. return_meta_data: yields pairs with the variable's meta data so far ({} for the
+        whole text)."""
         grows = await asyncio.to_thread(self._grows, var_name)
         async for piece in grows.follow_async():
             if return_meta_data:
@@ -212,8 +211,8 @@ class ProgramState:
     # ---- branches -----------------------------------------------------------------------------------------------
 
     def fork(self, size: int = 1) -> ProgramStateGroup:
-        """New states with the text, the variables and the open turn of this one, which go on side by side. Before
-        that the prefix that they share is sent to the server once."""
+        """Branches with this state's text, variables and open turn, which run in parallel. Their shared prefix is sent
+        ahead once."""
         if isinstance(size, bool) or not isinstance(size, int) or size < 1:
             raise ValueError(f"a state is forked into one or more, not {size!r}")
         where = caller()
@@ -223,7 +222,7 @@ class ProgramState:
 
     @contextmanager
     def copy(self) -> Iterator[ProgramState]:
-        """A branch for a while: what it sets is joined at the end of the block."""
+        """A context manager with a branch, joined at the end of the block."""
         group = self.fork(1)
         yield group[0]
         group.join()
@@ -243,7 +242,7 @@ class ProgramStateGroup:
         self._parent = parent
 
     def __iadd__(self, other: Piece | Sequence[Piece] | Callable[[int], Piece]) -> Self:
-        """The same for all, a list with one for each, or a function of the branch's number."""
+        """Appends to all branches: one expression, a list with one each, or a function of the branch's number."""
         pieces: list[Piece]
         if callable(other):
             pieces = [other(i) for i in range(len(self))]
@@ -258,17 +257,17 @@ class ProgramStateGroup:
         return self
 
     def join(self, mode: JoinMode = "gather_variable") -> None:
-        """Ends the branches. gather_variable: each variable that they set becomes a list in the parent, in their order;
-        concate_and_append: what each wrote since the fork is appended to the parent's text, in their order."""
+        """Ends the branches. gather_variable: the parent's variables become lists of theirs, in order;
+        concate_and_append: their texts since the fork are appended to the parent's."""
         self._parent._joined(self._states, mode)
 
     def __getitem__(self, index: int) -> ProgramState:
         return self._states[index]
 
     def __setitem__(self, index: int, state: ProgramState) -> None:
-        """For `group[i] += …`, which assigns what it appended to."""
+        """For `group[i] += …`, which also assigns."""
         if state is not self._states[index]:
-            raise TypeError("the branches of a fork are what they are; append to them")
+            raise TypeError("branches of a fork cannot be replaced; append to them")
 
     def __len__(self) -> int:
         return len(self._states)

@@ -1,4 +1,4 @@
-"""What a program submits to a stream: expressions to append, forks, joins."""
+"""Steps of a stream: appending expressions, forks, joins."""
 
 from __future__ import annotations
 
@@ -39,17 +39,17 @@ from treeline_lang.where import Where
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Read(Expr):
-    """The value of a variable, or a part of it, as its text, once it is there."""
+    """Appends the value of a variable, or a part of it, as text; waits for it."""
 
     has_text = True
     variable: Variable
     path: Path = ()
     text: bool = False
-    """Nothing but a text will do: it is added to one."""
+    """It must be a text, since it is added to one."""
     where: Where | None = None
 
     async def value(self) -> str:
-        """Raises what the variable failed with, ProgramError for what has no text."""
+        """Raises the variable's failure, or ProgramError if it has no text."""
         whole = await self.variable.read_async()
         try:
             value = at_path(whole, self.path)
@@ -85,7 +85,7 @@ class Extend(Step):
 
 
 class Assign(Step):
-    """`set_var`: at its place among the other steps."""
+    """`set_var`, in order with the other steps."""
 
     name = "set_var"
 
@@ -103,7 +103,7 @@ class Assign(Step):
 
 
 class Fork(Step):
-    """Starts other streams with what there is of this one."""
+    """Starts other streams with this stream's transcript."""
 
     name = "fork"
 
@@ -124,7 +124,7 @@ class Fork(Step):
 
 
 class Arrive(Step):
-    """A child's last step before a join: says how its transcript is then."""
+    """The last step of a branch before a join: hands over its transcript."""
 
     name = "join"
 
@@ -140,15 +140,15 @@ class Arrive(Step):
 
 
 class Join(Step):
-    """Waits for the children's arrivals. Then what they have set becomes lists, in their order; or, with `appends`,
-    what they wrote is appended (`join("concate_and_append")`)."""
+    """Waits for the branches, then turns their variables into lists in order; with `appends`, appends their texts
+    (`join("concate_and_append")`)."""
 
     name = "join"
 
     def __init__(
         self, arrivals: Sequence[Arrive], gathered: dict[str, list[Variable]], *, appends: bool, where: Where | None
     ) -> None:
-        """gathered: the variables of the children, by name."""
+        """gathered: the branches' variables by name."""
         self.where = where
         self.arrivals = arrivals
         self.gathered = gathered
@@ -166,7 +166,7 @@ class Join(Step):
 
 
 def join(stream: StreamExecutor, children: Sequence[StreamExecutor], *, appends: bool, where: Where | None) -> None:
-    """Submits all that a join is, and ends the children."""
+    """Submits the steps of a join and ends the branches."""
     arrivals = [Arrive(where) for _ in children]
     gathered: dict[str, list[Variable]] = {}
     for child, arrival in zip(children, arrivals, strict=True):
@@ -247,7 +247,7 @@ async def _generate(stream: StreamExecutor, node: Gen, variables: Iterator[Varia
 
 
 async def _pattern(stream: StreamExecutor, parts: Sequence[Expr]) -> Pattern | None:
-    """The turn that has begun, if these have its end, and it is of texts and gens."""
+    """The begun turn as a pattern, if these parts contain its end and it consists of texts and gens."""
     pattern: list[str | Sampling] = []
     for part in parts:
         if isinstance(part, RoleEnd):
@@ -285,7 +285,7 @@ async def _select(stream: StreamExecutor, node: Select, variables: Iterator[Vari
 
 
 async def text_of(choice: str | Expr) -> str:
-    """The text of an expression that has one without a model's help."""
+    """The text of an expression that needs no model."""
     if isinstance(choice, str):
         return choice
     texts = []
@@ -295,13 +295,13 @@ async def text_of(choice: str | Expr) -> str:
         elif isinstance(part, Read):
             texts.append(await part.value())
         else:
-            raise ProgramError(f"a choice is a text, and {type(part).__name__} has none before a model is asked")
+            raise ProgramError(f"a choice is a text, and {type(part).__name__} has none before generation")
     return "".join(texts)
 
 
 def _end_scope(stream: StreamExecutor, name: str) -> None:
     if name not in stream.scopes:
-        raise RoleError(f"the scope {name!r} ends and has not begun")
+        raise RoleError(f"the scope {name!r} ends without having begun")
     variable, start = stream.scopes.pop(name)
     variable.set(stream.transcript.text[start:])
 
@@ -309,7 +309,7 @@ def _end_scope(stream: StreamExecutor, name: str) -> None:
 async def _show_image(stream: StreamExecutor, source: str | bytes) -> None:
     backend = stream.run.backend
     if not backend.reads_images:
-        raise Unsupported(f"{type(backend).__name__} reads text alone, and no images")
+        raise Unsupported(f"{type(backend).__name__} reads only text, no images")
     try:
         url = await asyncio.to_thread(images.url_of, source)
     except (OSError, ValueError) as error:
@@ -318,7 +318,7 @@ async def _show_image(stream: StreamExecutor, source: str | bytes) -> None:
 
 
 async def _separate(stream: StreamExecutor, expr: Expr, model_type: str, variables: Iterator[Variable]) -> None:
-    """Generates, whole, then gives the variables the two parts; of the text only the answers stay."""
+    """Generates everything, then splits reasoning from answers; only answers stay in the text."""
     names = names_of(expr)
     answers = [next(variables) for _ in names]
     reasonings = iter([next(variables) for _ in names])

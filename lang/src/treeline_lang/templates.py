@@ -1,7 +1,7 @@
-"""Turns of a chat as text: what a model's chat template writes before and after each.
+"""Chat turns as text: what a model's chat template writes before and after each.
 
-A program's state is a text that grows, so a turn's beginning must be known before its end is. Where a server renders
-chats, the pieces are found by rendering a few with known contents (`derive`); otherwise one of `TEMPLATES` serves.
+A state is a growing text, so a turn's beginning must be known before its end. If the server renders chats, the pieces
+are found by rendering some with known contents (`derive`); otherwise one of `TEMPLATES` is used.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from treeline_lang.expressions import ROLES, Role
 
 Message = dict[str, str]
 Render = Callable[[list[Message], bool], Awaitable[str]]
-"""(messages, whether the assistant's turn is to be opened) → the text that the model reads."""
+"""(messages, whether to open the assistant's turn) → the rendered text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,19 +24,19 @@ class Turn:
     prefix: str
     suffix: str
     opening: str | None = None
-    """Instead of `prefix`, where the chat begins with this turn."""
+    """Used instead of `prefix` at the beginning of the chat."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
     turns: Mapping[Role, Turn]
     stop: tuple[str, ...] = ()
-    """Texts that end a turn of the assistant, where the model's end of text does not."""
+    """Texts that end an assistant's turn if the model's end of text does not."""
     missing: Mapping[Role, str] = field(default_factory=dict)
     """Why there is no such turn."""
 
     def begin(self, role: Role, first: bool) -> str:
-        """What stands before a turn. Raises TemplateError for a role that the model does not know."""
+        """The text before a turn. Raises TemplateError for a role that the model does not know."""
         turn = self.turn(role)
         return turn.opening if first and turn.opening is not None else turn.prefix
 
@@ -50,7 +50,7 @@ class ChatTemplate:
 
 
 def _alike(begin: Callable[[Role], str], end: str, stop: str) -> ChatTemplate:
-    """One that writes all turns in the same way."""
+    """A template that writes all roles alike."""
     return ChatTemplate({role: Turn(begin(role), end) for role in ROLES}, (stop,))
 
 
@@ -59,11 +59,11 @@ TEMPLATES: Final[dict[str, ChatTemplate]] = {
     "llama-3": _alike(lambda role: f"<|start_header_id|>{role}<|end_header_id|>\n\n", "<|eot_id|>", "<|eot_id|>"),
     "plain": _alike(lambda role: f"{role.upper()}: ", "\n", "\nUSER:"),
 }
-"""For servers that do not render chats. `plain` is for models that were not trained on chats."""
+"""For servers that do not render chats. `plain` is for models without chat training."""
 
 
 def named(template: str | ChatTemplate | None) -> ChatTemplate | None:
-    """One of TEMPLATES by its name; anything else as it is. Raises ValueError for a name that is none."""
+    """One of TEMPLATES by name; anything else is returned as it is. Raises ValueError for an unknown name."""
     if not isinstance(template, str):
         return template
     if template not in TEMPLATES:
@@ -79,8 +79,8 @@ def _message(role: Role, content: str) -> Message:
 
 
 async def derive(render: Render, start: str = "") -> ChatTemplate:
-    """The pieces of a chat template. `start`: what the tokenizer puts before any text by itself (`<s>`), which a prompt
-    must not have twice. Raises TemplateError where a template cannot be taken apart.
+    """The pieces of a chat template. `start`: what the tokenizer adds before every text (`<s>`), which must not be
+    there twice. Raises TemplateError if the pieces cannot be found.
     """
     user, answered = _message("user", _USER), _message("assistant", _ASSISTANT)
     alone = await render([user], False)
@@ -108,7 +108,7 @@ async def derive(render: Render, start: str = "") -> ChatTemplate:
         opening = _around(first, _SYSTEM)[0]
         between = _between(first, _SYSTEM, _USER)
         if not between.endswith(user_prefix):
-            raise TemplateError("it is written into the user's turn: put it there")
+            raise TemplateError("it is part of the user's turn: put it there")
         suffix = between[: len(between) - len(user_prefix)]
         known["system"] = Turn(opening.removeprefix(start), suffix)
     except (TemplateError, Refused) as error:
@@ -128,6 +128,6 @@ def _between(text: str, first: str, second: str) -> str:
 
 
 def _common_prefix(one: str, other: str) -> str:
-    """Without a token of which they have only the beginning in common."""
+    """The common beginning, without a special token (`<…`) that only begins alike."""
     length = next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
     return re.sub(r"<[^<>]*$", "", one[:length])

@@ -1,4 +1,4 @@
-"""The text of a state, and the same as a chat's messages: pure data that steps append to."""
+"""The text of a state, and the same as chat messages."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from treeline_lang.templates import ChatTemplate
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What a backend sees of a state."""
+    """A state as a backend sees it."""
 
     text: str
     messages: tuple[Mapping[str, Any], ...] = ()
-    """Turns that have ended, as OpenAI's API has them."""
+    """Finished turns in OpenAI's format."""
     role: Role | None = None
     """The role of the open turn."""
     turn: str = ""
-    """The text of that turn so far."""
+    """That turn's text so far."""
     images: tuple[str, ...] = ()
-    """The images of that turn, as URLs: `data:image/…;base64,…`, or those that the backend may fetch."""
+    """That turn's images as URLs: `data:image/…;base64,…`, or URLs for the backend to fetch."""
 
 
 @dataclass(slots=True)
@@ -33,9 +33,9 @@ class Transcript:
     images: list[str] = field(default_factory=list)
     role: Role | None = None
     _turn_at: int = 0
-    """Where the content of the open turn begins in the text."""
+    """Where the open turn's content begins in the text."""
     _turn_images: int = 0
-    """Images before it."""
+    """Images before that turn."""
 
     def append(self, text: str) -> None:
         self.text += text
@@ -56,7 +56,7 @@ class Transcript:
         self.role = None
 
     def take(self, other: Transcript, since: Transcript) -> None:
-        """Append what another has beyond what it once was. Raises RoleError unless it is back in the same turn."""
+        """Appends what another transcript has gained. Raises RoleError unless it is back in the same turn."""
         turns = other.messages[len(since.messages) :]
         if other.role != since.role or (turns and since.role is not None):
             raise RoleError("a branch that is appended ends in the turn in which it began")
@@ -79,12 +79,12 @@ class Transcript:
         )
 
     def _content(self) -> str | list[dict[str, Any]]:
-        """A text, or with images a list of parts."""
+        """A text, or a list of parts if there are images."""
         return content_of(self.text[self._turn_at :], self.images[self._turn_images :])
 
 
 def content_of(text: str, urls: Sequence[str]) -> str | list[dict[str, Any]]:
-    """A turn's content in the words of OpenAI's API: images first, as models are trained."""
+    """A turn's content in OpenAI's format: images first, as models are trained."""
     if not urls:
         return text
     parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in urls]

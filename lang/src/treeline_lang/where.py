@@ -1,4 +1,4 @@
-"""Lines of a user's program: every step knows the one that it came from."""
+"""The line of the user's program that each step came from."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 _OURS = __name__.partition(".")[0]
 _BETWEEN = ("contextlib",)
-"""Modules through which a program calls us: the `with` around a turn."""
+"""Modules between a program and us: the `with` around a turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Where:
 
 
 def caller() -> Where | None:
-    """The innermost line on the stack that is not of this package."""
+    """The innermost stack frame outside this package."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
@@ -39,14 +39,14 @@ def caller() -> Where | None:
 
 
 def name_of(body: Callable[..., Any]) -> str:
-    """The name of a function; for other callables that of the function within, or of their type."""
+    """The name of a function; of other callables, that of the wrapped function or the type."""
     while isinstance(body, functools.partial):
         body = body.func
     return getattr(body, "__name__", type(body).__name__)
 
 
 def raised_at(error: Exception, body: Callable[..., Any]) -> Where:
-    """The line of a program's own file that an error came through last; of any, if it never was there."""
+    """The last line of the program's own file that an error passed; else the last line anywhere."""
     file = getattr(getattr(body, "__code__", None), "co_filename", None)
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if frame.filename == file]

@@ -1,6 +1,7 @@
 """The runtime: an inference engine with a radix cache behind an OpenAI-compatible server.
 
-`treeline_runtime.Engine` is the engine in-process. It is imported on first use: the HTTP process never loads torch.
+`treeline_runtime.Engine` is the in-process engine. It is imported on first use, so that the HTTP process never loads
+torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`treeline serve`: its arguments, and how they are read. What they mean is said once, in the fields."""
+"""`treeline serve`: its arguments and their parsing. The fields document them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ GROUPS = {
     "publishing": "KV events and load, for a prefix-aware router",
     "lifetime": "life and death",
 }
-"""Of `--help`, in order: name → title."""
+"""Groups of `--help`, in order: name → title."""
 
 
 def _origin(text: str) -> str:
@@ -61,7 +61,7 @@ def _port_or_off(text: str) -> int | None:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerArgs(SchedulerConfig):
-    """Every setting of `treeline serve`. None = decided from the checkpoint or the machine."""
+    """All settings of `treeline serve`. None: derived from the checkpoint or the machine."""
 
     served_model_name: str | None = setting(
         None,
@@ -244,12 +244,12 @@ class ServerArgs(SchedulerConfig):
     log_format: str | None = setting(None, group="lifetime", choices=FORMATS, help=FORMAT_HELP)
 
     def public(self) -> dict[str, Any]:
-        """The arguments as `/server_info` shows them: without secrets."""
+        """The arguments for `/server_info`, without secrets."""
         return shown(self)
 
 
 class _HelpAll(argparse.Action):
-    """Prints the help of all flags, and exits."""
+    """Prints the help of all flags and exits."""
 
     def __call__(self, *_: object) -> NoReturn:
         build_parser().print_help()
@@ -257,7 +257,7 @@ class _HelpAll(argparse.Action):
 
 
 def build_parser(prog: str = "treeline serve", *, short: bool = False) -> argparse.ArgumentParser:
-    """`short`: its help does not show the rare flags, which it takes nevertheless."""
+    """`short`: its help omits the rare flags, which still work."""
     parser = Parser(
         prog=prog,
         usage="%(prog)s MODEL [FLAG …]",
@@ -276,7 +276,7 @@ def build_parser(prog: str = "treeline serve", *, short: bool = False) -> argpar
 
 
 def parse_args(argv: Sequence[str] | None = None) -> ServerArgs:
-    """Reads the command line. Exits with status 2 and one clear line on a wrong one."""
+    """Parses the command line. Exits with status 2 and a clear line if it is wrong."""
     parser = build_parser(short=True)
     given = parser.parse_args(argv)
     if given.api_key == "":
@@ -288,7 +288,7 @@ def parse_args(argv: Sequence[str] | None = None) -> ServerArgs:
 
 
 def _admin_key(parser: argparse.ArgumentParser) -> str | None:
-    """From the environment. A key is one word of printable ASCII, as a header carries it."""
+    """The admin key from the environment: one word of printable ASCII, so that a header can carry it."""
     key = os.environ.get("TREELINE_ADMIN_KEY") or None
     if key is not None and not all("!" <= character <= "~" for character in key):
         parser.error("TREELINE_ADMIN_KEY: a key is one word of printable ASCII")

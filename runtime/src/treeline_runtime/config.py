@@ -1,6 +1,6 @@
 """Settings of the engine, frozen, in layers: EngineConfig (model and memory) → SchedulerConfig (order and limits).
 
-The command line's `args.ServerArgs` is the layer above. `None` and "auto" mean "derive it"; what was derived is in
+`args.ServerArgs`, the command line's settings, is the layer above. `None` and "auto" mean "derive it"; results are in
 `scheduler.resolve.Resolved`. No torch here.
 """
 
@@ -18,7 +18,7 @@ __all__ = ["ConfigError", "EngineConfig", "SchedulerConfig"]
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """What is computed, where, and how much memory it may take."""
+    """Model, device, and memory."""
 
     model: str = setting(
         group="serving",
@@ -129,7 +129,7 @@ class EngineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig(EngineConfig):
-    """Which requests run when."""
+    """Order and limits of requests."""
 
     max_running_requests: int | None = setting(
         None,
@@ -238,5 +238,5 @@ class SchedulerConfig(EngineConfig):
 
     @property
     def uses_priority(self) -> bool:
-        """Whether the priority of a request changes anything."""
+        """Whether a request's priority has an effect."""
         return "priority" in (self.schedule_policy, self.eviction_policy)

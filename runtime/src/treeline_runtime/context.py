@@ -1,4 +1,4 @@
-"""What a model is given of a step besides its input: the seam between models, operations and attention."""
+"""What a model gets of a step besides its input; connects models, operations and attention."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from treeline_runtime.kvcache.pool import KVPool
 
 
 class Attends(Protocol):
-    """An attention backend, or what stands in its place while a step is captured."""
+    """An attention backend, or its stand-in during capture."""
 
     pool: KVPool
 
@@ -28,27 +28,27 @@ class Attends(Protocol):
 
 
 class Adapters(Protocol):
-    """What the adapters (LoRA) of a step's sequences add to its projections."""
+    """What LoRA adapters of a step's sequences add to its projections."""
 
     def delta(self, projection: str, x: torch.Tensor) -> torch.Tensor | None:
-        """x (tokens, inputs) → (tokens, outputs) to be added; None where no adapter of the step changes it.
+        """x (tokens, inputs) → (tokens, outputs) to be added; None if no adapter of the step changes it.
 
-        `projection`: the name of its weights, without `.weight`; of several that are stacked, joined with `+`.
+        `projection`: the name of its weights without `.weight`; stacked ones are joined with `+`.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a model needs of the step besides its input: where to attend, at which angles, and with which adapters."""
+    """A step besides its input: attention, angles, adapters."""
 
     attention: Attends
     plan: Any
-    """What `attention` made for this step."""
+    """The plan of `attention` for this step."""
     slots: torch.Tensor
-    """(tokens,) int64: where each token's keys and values go."""
+    """(tokens,) int64: where each token's keys and values are stored."""
     cos: torch.Tensor
-    """(ropes, tokens, 1, rotated elements of a head): a table for each rope that the model's layers have"""
+    """(ropes, tokens, 1, rotated elements of a head): one table per rope of the model"""
     sin: torch.Tensor
     unfinite: torch.Tensor | None = None
-    """(tokens,) int32, zeros; fused operations write 1 where a token's keys or values are not finite."""
+    """(tokens,) int32, zeros; fused operations write 1 where keys or values are not finite."""
     adapters: Adapters | None = None

@@ -1,4 +1,4 @@
-"""The nouns of the scheduler: Req and Batch (SamplingParams is in messages).
+"""The scheduler's data: Req and Batch (SamplingParams is in messages).
 
 Lengths of a request, in tokens, always in this order:
 
@@ -32,84 +32,84 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Req:
-    """One sequence, from its arrival to its terminal message. Identity, not value: hashable and compared by `is`."""
+    """One sequence, from arrival to its final message. Compared by identity."""
 
     rid: str
     tokens: list[int]
     prompt_len: int
     sampling: SamplingParams
     seed: int
-    """The user's, or drawn on arrival: a sampled token depends on this and its index alone."""
+    """The user's, or drawn on arrival. A sampled token depends only on logits, this, and its index."""
     stop_ids: frozenset[int]
     max_new_tokens: int
-    """What the user asked for, or less where the context ends."""
+    """The user's limit, or less where the context ends."""
     namespace: str | None = None
     client: str | None = None
     return_logprob: bool = False
     logprob_start_len: int = -1
     top_logprobs_num: int = 0
     priority: int = 0
-    """The higher, the more urgent."""
+    """Higher is more urgent."""
     needs_all: bool = False
-    """A vector is made of every position's hidden state: the cache supplies none of them."""
+    """A vector needs every position's hidden state, so the cache supplies none."""
     return_hidden_states: bool = False
     constraint: Constraint | None = None
-    """What its output must obey; it has accepted exactly that output. None: anything goes."""
+    """What its output must obey; it has accepted exactly that output. None: no constraint."""
     processor: Processing | None = None
-    """What changes its logits, called once for each output token. None: nothing."""
+    """Changes its logits, called once per output token. None: no processor."""
 
     # waiting: filled by PrefillManager
     key: bytes = b""
-    """Cache key of `tokens` as they were when the request was queued."""
+    """The cache key of `tokens` at the time of queueing."""
     arrival: int = 0
     waiting_since: float = 0.0
-    """When it was queued last, in seconds of the scheduler's clock."""
+    """When it was last queued, by the scheduler's clock."""
     waited_s: float = 0.0
-    """What it waited until it was last admitted, all times together."""
+    """Total time in the queue until it was last admitted."""
     uncached_tokens: int = 0
-    """Tokens still to prefill: an estimate while waiting."""
+    """Tokens still to prefill; an estimate while waiting."""
 
     # admitted: filled by PrefillManager and CacheManager
     row: int = -1
     num_pages: int = 0
     handle: Node | None = None
-    """Lock on the tree."""
+    """Its lock on the tree."""
     tree_len: int = 0
     kv_len: int = 0
     device_len: int = 0
     cached_tokens: int = -1
-    """What the cache supplied when first admitted; -1 before."""
+    """Tokens from the cache when first admitted; -1 before."""
     launched_tokens: int = 0
-    """Output tokens sampled by launched batches: at least output_len."""
+    """Output tokens sampled by launched batches, at least output_len."""
     in_flight: int = 0
-    """Launched batches that hold this request and are not processed: its pages may not be released."""
+    """Launched, unprocessed batches with this request; its pages may not be released meanwhile."""
     overtaken: int = -1
-    """Rolled back while a launched batch holds this request: of its result, what is computed up to here counts, and
-    nothing that it samples. -1: it was not, or that batch is processed."""
+    """Set when it is rolled back during a launched batch: of that batch, only what is computed up to here counts, and
+    no sampled token. -1 otherwise."""
     jumps_from: int = 0
-    """No jump is looked for before the output has so many tokens."""
+    """No jump before the output has this many tokens."""
     deferred: list[tuple[int, Pages]] = field(default_factory=list)
-    """Duplicate pages to free when so many more of the launched batches that hold this request are processed."""
+    """Duplicate pages to free after this many more of its launched batches are processed."""
     retractions: int = 0
     finish: FinishReason | None = None
-    """Set once; the terminal message has been queued."""
+    """Set once; the final message has been queued."""
     input_logprobs: list[TokenLogprob] = field(default_factory=list)
     input_top_logprobs: list[list[TokenLogprob] | None] = field(default_factory=list)
     input_logprobs_sent: bool = False
     told: int = 0
-    """Output tokens that messages have reported and that still stand."""
+    """Output tokens reported by messages and still valid."""
     withdrawn: int = 0
-    """Output tokens that messages have reported and that were replaced since the last one."""
+    """Reported output tokens that were replaced since the last message."""
     pooled: Vector | None = None
-    """What the chunks so far add to the vector that is asked for; None before, and for text."""
+    """The sum of chunks so far for the requested vector; None before, and for text."""
     hidden_from: int = 0
     """The position of the first row of `hidden`."""
     hidden: list[npt.NDArray[np.float32]] = field(default_factory=list)
-    """Hidden states of consecutive positions, in parts; they outlive a retraction."""
+    """Hidden states of consecutive positions, in parts; kept across a retraction."""
     hidden_end: int = 0
     """The position after the last row of `hidden`."""
     vector: bytes | None = None
-    """The vector, when its prompt is computed."""
+    """The vector, once its prompt is computed."""
 
     @classmethod
     def of(
@@ -148,7 +148,7 @@ class Req:
 
     @property
     def begun(self) -> bool:
-        """It was admitted, if only to be retracted."""
+        """Whether it was ever admitted."""
         return self.cached_tokens >= 0
 
     @property
@@ -156,8 +156,8 @@ class Req:
         return len(self.tokens) - self.prompt_len
 
     def take_tokens(self, tokens: Iterable[int]) -> FinishReason | None:
-        """The output is longer by these tokens, up to one that ends it. → why it ends there; None if it does not.
-        Raises what the constraint raises, and then the output is what it was before that token."""
+        """Appends tokens to the output, up to one that ends it. Returns why it ends, or None. Raises what the
+        constraint raises; the output is then as before that token."""
         finish: FinishReason | None = None
         for token in tokens:
             done = False
@@ -176,7 +176,7 @@ class Req:
         return finish
 
     def replace_tokens(self, kept: int, append: list[int]) -> None:
-        """The first `kept` tokens stay, which are at least the prompt; these follow."""
+        """Keeps the first `kept` tokens (at least the prompt) and appends these."""
         self.tokens[kept:] = append
         if (standing := min(self.told, kept - self.prompt_len)) < self.told:
             self.withdrawn += self.told - standing
@@ -184,8 +184,8 @@ class Req:
         self.roll_back(kept)
 
     def roll_back(self, kept: int) -> None:
-        """The next step begins behind the first `kept` tokens: what is computed beyond does not count, nor what the
-        launched batch computes beyond, or samples."""
+        """The next step begins after the first `kept` tokens. Results beyond, also of the launched batch, do not
+        count."""
         self.kv_len = min(self.kv_len, kept)
         self.device_len = min(self.device_len, kept)
         self.launched_tokens = self.output_len
@@ -195,7 +195,7 @@ class Req:
 
     @property
     def delays(self) -> bool:
-        """Its next token depends on those before in a way that only the CPU knows: they must be known there."""
+        """Whether its next token depends on earlier ones in a way that only the CPU knows."""
         return self.constraint is not None or self.processor is not None
 
     @property
@@ -203,7 +203,8 @@ class Req:
         return self.return_logprob and self.logprob_start_len >= 0 and not self.input_logprobs_sent
 
     def take_hidden(self, rows: npt.NDArray[np.float32], end: int) -> None:
-        """rows (positions, hidden), the last one of position end - 1; those that are known already are left out."""
+        """Adds hidden states; rows (positions, hidden), the last one of position end - 1. Known positions are
+        skipped."""
         start = end - len(rows)
         if not self.hidden:
             self.hidden_from = self.hidden_end = start
@@ -215,8 +216,7 @@ class Req:
 
     @property
     def cacheable_len(self) -> int:
-        """Tokens that the cache may supply: the last one must be computed, and those whose logits or hidden states are
-        asked for."""
+        """Tokens that the cache may supply: not the last one, and none whose logits or hidden states are requested."""
         if self.needs_all:
             return 0
         limit = len(self.tokens) - 1
@@ -234,25 +234,25 @@ class Req:
 class Phase(enum.Enum):
     PREFILL = enum.auto()
     DECODE = enum.auto()
-    """Outputs go on: by a token each, or by what a jump has added."""
+    """Requests that decode, one token each or what a jump appended."""
 
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """What one launch computes: request i from position starts[i] up to ends[i]."""
+    """What one launch computes: request i from position starts[i] to ends[i]."""
 
     phase: Phase
     reqs: list[Req]
     starts: list[int]
     ends: list[int]
     samples: list[bool]
-    """Whether a token is sampled after ends[i]: not before the last chunk of a prompt, or of a long jump."""
+    """Whether a token is sampled after ends[i]: only at the end of a prompt or a long jump."""
     riding: int = 0
-    """So many of the last requests decode, along with the prefill of the others (a mixed batch)."""
+    """How many of the last requests decode in a mixed batch, along with prefill."""
 
     @property
     def sampling(self) -> list[int]:
-        """Indices of the requests that sample."""
+        """Indices of the requests that sample a token."""
         return [i for i, samples in enumerate(self.samples) if samples]
 
     @property
@@ -261,7 +261,7 @@ class Batch:
 
     @property
     def prompt_tokens(self) -> int:
-        """Of those that do not decode."""
+        """Prompt tokens, of requests that do not decode."""
         alone = 0 if self.phase is Phase.DECODE else len(self.reqs) - self.riding
         return sum(self.ends[:alone]) - sum(self.starts[:alone])
 
@@ -270,7 +270,7 @@ class Batch:
         return Phase.DECODE if i >= len(self.reqs) - self.riding else self.phase
 
     def take_along(self, decoding: Batch) -> None:
-        """Compute `decoding` in the same step."""
+        """Adds `decoding` to the same step."""
         assert self.phase is Phase.PREFILL
         assert decoding.phase is Phase.DECODE
         self.reqs += decoding.reqs

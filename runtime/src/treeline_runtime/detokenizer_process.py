@@ -1,7 +1,7 @@
-"""A detokenizer process: token ids in, text out, stop strings found on the way.
+"""The detokenizer process: token ids to text, and stop strings.
 
-A stop string ends a request here first: its text goes out as finished at once, the scheduler is sent a StopReq, and
-what it still sends for the request is dropped until its terminal message comes.
+A stop string ends a request here first: its text is sent as finished at once, the scheduler gets a StopReq, and its
+further outputs are dropped until its final message.
 """
 
 from __future__ import annotations
@@ -38,33 +38,33 @@ from treeline_runtime.processes import ChildSpec, run_child
 from treeline_runtime.tokens import IncrementalDetokenizer
 
 TOKEN_TEXTS = 65_536
-"""Texts of single tokens that are remembered, for logprobs."""
+"""Cached texts of single tokens, for logprobs."""
 MESSAGE_SIZE = 256
 """Outputs in one message to an HTTP process, and positions of a prompt whose log probabilities come together."""
 LOGPROB_BYTES = 4096
-"""Of log probabilities, a vector or hidden states: they count as another output."""
+"""Values of log probabilities, vectors or hidden states that count as another output."""
 
 
 @dataclass(slots=True)
 class _Request:
-    """One request between its DetokenizeInit and its terminal TokenOut."""
+    """A request between its DetokenizeInit and its final TokenOut."""
 
     init: DetokenizeInit
     text: IncrementalDetokenizer
     stopped: TextOut | None = None
-    """Its text has ended at a stop string with this; the scheduler does not know yet."""
+    """Its text has ended at this stop string; the scheduler does not know yet."""
 
 
 @dataclass
 class DetokenizerOutput:
-    """What the messages of one turn lead to."""
+    """The results of a turn's messages."""
 
     to_http: list[ToTokenizer] = field(default_factory=list)
     to_scheduler: list[StopReq] = field(default_factory=list)
 
 
 class DetokenizerCore:
-    """The process without its sockets: messages in, messages out."""
+    """The process without sockets: messages in, messages out."""
 
     def __init__(self, decode: Callable[[list[int], bool], str]) -> None:
         """`decode`: (token ids, skip special tokens) → text."""
@@ -79,7 +79,7 @@ class DetokenizerCore:
         return len(self._requests) + len(self._early)
 
     def take(self, messages: Iterable[ToDetokenizer]) -> DetokenizerOutput:
-        """Handles what arrived, in order; texts of neighbouring batches leave as one."""
+        """Handles messages in order; texts of neighbouring batches leave together."""
         turn, texts = DetokenizerOutput(), _Texts()
         for message in messages:
             match message:
@@ -173,8 +173,8 @@ class DetokenizerCore:
 
 
 def _ended(stopped: TextOut, out: TokenOut) -> TextOut:
-    """What is left to be said of a request that a stop string has ended, when its terminal message `out` comes: hidden
-    states up to there, though the scheduler has computed a token more."""
+    """The rest of a request that a stop string ended, when its final message `out` arrives: hidden states up to the
+    stop, although the scheduler computed one token more."""
     states = out.hidden_states
     if states is not None:
         rows = stopped.prompt_tokens + max(stopped.completion_tokens - 1, 0) - states.first
@@ -183,7 +183,7 @@ def _ended(stopped: TextOut, out: TokenOut) -> TextOut:
 
 
 class _Texts:
-    """Texts on their way to the HTTP process, in messages that hold up its event loop for a few milliseconds only."""
+    """Texts for the HTTP process, in messages that hold its event loop for a few milliseconds at most."""
 
     def __init__(self) -> None:
         self._batches: list[list[TextOut]] = []
@@ -204,7 +204,7 @@ class _Texts:
 
 
 def _parts(out: TokenOut) -> list[TokenOut]:
-    """The prompt's log probabilities but for the last `MESSAGE_SIZE` positions, in outputs that carry nothing else."""
+    """The prompt's log probabilities except the last `MESSAGE_SIZE` positions, in outputs of their own."""
     chosen, tops = out.input_token_logprobs or [], out.input_top_logprobs
     return [
         TokenOut(
@@ -220,7 +220,7 @@ def _parts(out: TokenOut) -> list[TokenOut]:
 
 
 def _rest(out: TokenOut) -> TokenOut:
-    """What `_parts` leaves."""
+    """What `_parts` leaves out."""
     chosen, tops = out.input_token_logprobs, out.input_top_logprobs
     if chosen is None or len(chosen) <= MESSAGE_SIZE:
         return out

@@ -1,4 +1,4 @@
-"""`--model`: a folder, or a repository on the Hugging Face Hub, which is downloaded with the Hub's library."""
+"""`--model`: a folder, or a Hugging Face repository, which the Hub's library downloads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from treeline_wire.models import HubModel
 
 SMALL_FILES = ["*.json", "*.jinja", "tokenizer.model"]
 FILES = [*SMALL_FILES, "*.safetensors"]
-"""What serving needs: not the same weights again in other formats."""
+"""Files needed for serving, not the same weights in other formats."""
 IGNORED = ["original/*", "consolidated*", "*/*.safetensors"]
 
 logger = logging.getLogger(__name__)
@@ -23,8 +23,10 @@ class ModelNotFound(Exception):
 def resolve_model(
     model: str, *, needs_weights: bool = True, check: Callable[[Path], None] = lambda directory: None
 ) -> Path:
-    """A folder with a usable checkpoint. Downloads it if `model` is a Hub id. Raises ModelNotFound, and what `check`
-    raises, which sees the folder before weights are downloaded."""
+    """A folder with a usable checkpoint; downloads it if `model` is a Hub id.
+
+    `check` sees the folder before weights are downloaded. Raises ModelNotFound, and what `check` raises.
+    """
     folder = Path(model).expanduser()
     if folder.exists() and not folder.is_dir():
         raise ModelNotFound(f"--model: {model} is a file; give the folder that holds config.json")
@@ -33,7 +35,7 @@ def resolve_model(
             repo, revision = HubModel.parse(f"hf://{model}")
         except ValueError:
             raise ModelNotFound(
-                f"--model: there is no folder {model!r} (and it is no Hugging Face id, which looks like org/name)"
+                f"--model: there is no folder {model!r} (and it is not a Hugging Face id, which looks like org/name)"
             ) from None
         folder = _download(repo, revision, SMALL_FILES)
         _check(folder, model, needs_weights=False)
@@ -47,7 +49,7 @@ def resolve_model(
 
 
 def repository(model: str) -> str:
-    """What others find the model by: the folder, or the Hub id without a revision."""
+    """The model's name elsewhere: the folder, or the Hub id without a revision."""
     return model if Path(model).expanduser().is_dir() else model.partition("@")[0]
 
 
@@ -72,7 +74,7 @@ def _download(repo: str, revision: str | None, files: list[str]) -> Path:
 
 
 def hub_problem(error: BaseException, revision: str | None) -> str:
-    """What the Hub's library could not do with a repository, and what helps."""
+    """An error of the Hub's library in words, and what helps."""
     from huggingface_hub import errors
 
     match error:

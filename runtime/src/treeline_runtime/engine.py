@@ -1,4 +1,4 @@
-"""The engine in-process, for offline use: synchronous and asynchronous, for scripts and notebooks."""
+"""The in-process engine for scripts and notebooks, synchronous and asynchronous."""
 
 from __future__ import annotations
 
@@ -44,22 +44,21 @@ __all__ = ["Engine", "EngineDead", "GenerationError", "Output", "Params", "Promp
 
 Prompt = str | list[int]
 Params = SamplingParams | Mapping[str, Any]
-"""Sampling parameters, or a mapping with some of their fields."""
+"""Sampling parameters, or a mapping of some of their fields."""
 
 SETTLE_S = 0.1
-"""Between two looks whether the scheduler has ended."""
+"""How often it checks whether the scheduler has ended."""
 
 
 class Engine:
-    """Load a model and generate, without a server.
+    """Loads a model and generates without a server.
 
         with Engine(model="models/tiny") as engine:
             print(engine.generate("Hello", SamplingParams(max_new_tokens=8)).text)
 
-    The scheduler runs in a thread of this process (`scheduler_thread`); there are no other processes, so scripts need
-    no guard around their main part, and a Ctrl-C ends the requests of the call that it interrupts and nothing else.
-    Every method may be called from any thread, the asynchronous ones (`async_…`) from any event loop, a notebook's too.
-    Raises EngineDead once it is closed, or when the scheduler has failed.
+    The scheduler runs in a thread (`scheduler_thread`), without other processes, so scripts need no `__main__` guard. A
+    Ctrl-C ends only the requests of the interrupted call. Methods may be called from any thread, `async_…` ones from
+    any event loop. Raises EngineDead once it is closed or the scheduler has failed.
     """
 
     def __init__(
@@ -67,9 +66,9 @@ class Engine:
     ) -> None:
         """`config`: fields of SchedulerConfig. Raises ModelError, ConfigError.
 
-        `logit_processors`: name → a class or function as `sampling.processor` says, or where one is
-        (`module:attribute`, or the name of a built-in). A request asks for it with the sampling parameter
-        `logit_processor=CustomProcessor.of(name, params)`.
+        `logit_processors`: name → a class or function (see `sampling.processor`), or its place (`module:attribute`, or
+        a built-in's name). A request selects one by the sampling parameter `logit_processor=CustomProcessor.of(name,
+        params)`.
         """
         given = dict(logit_processors or {})
         named = tuple(f"{name}={place}" for name, place in given.items() if isinstance(place, str))
@@ -86,14 +85,14 @@ class Engine:
 
     @property
     def scheduler(self) -> Scheduler:
-        """For a look at it while nothing runs. Raises EngineDead."""
+        """For inspection while nothing runs. Raises EngineDead."""
         scheduler = self._thread.scheduler
         if scheduler is None:
             raise self._thread.dead()
         return scheduler
 
     def close(self) -> None:
-        """End whatever is still running, and give the memory back. Idempotent."""
+        """Ends running requests and frees the memory. Idempotent."""
         self._finalizer()
         if self._chats is not None:
             self._chats.close()
@@ -124,11 +123,10 @@ class Engine:
         sampling_params: Params | Sequence[Params] | None = None,
         **options: Any,
     ) -> Output | list[Output]:
-        """Complete one prompt (text or ids), or a list of them in one go, in order.
+        """Completes one prompt (text or ids), or a list of them at once, in order.
 
-        `options`: the other fields of GenerateReq. Raises GenerationError if a request is refused or fails; the others
-        of the list are ended first.
-        Raises TypeError for parameters and options that do not exist or have a wrong type.
+        `options`: other fields of GenerateReq. Raises GenerationError if a request is refused or fails, after ending
+        the others of the list. Raises TypeError for unknown parameters and options, and wrong types.
         """
         requests = self._requests(prompts, sampling_params, options)
         woken = threading.Event()
@@ -161,7 +159,7 @@ class Engine:
     def stream(
         self, prompt: Prompt, sampling_params: Params | None = None, **options: Any
     ) -> Iterator[tuple[str, Output]]:
-        """Yield (new text, output so far) as it comes. Leaving the loop early ends the request."""
+        """Yields (new text, output so far) as it comes. Leaving the loop early ends the request."""
         requests = self._requests(_single(prompt), sampling_params, options)
         woken = threading.Event()
         with self._call(requests, woken.set, streams=True) as call:
@@ -178,8 +176,8 @@ class Engine:
     async def async_stream(
         self, prompt: Prompt, sampling_params: Params | None = None, **options: Any
     ) -> AsyncGenerator[tuple[str, Output], None]:
-        """`stream` for `async for`. Callers that leave the loop early close the iterator (`contextlib.aclosing`), or
-        the request goes on until Python does."""
+        """`stream` for `async for`. If you leave the loop early, close the iterator (`contextlib.aclosing`), or the
+        request continues until Python closes it."""
         requests = await asyncio.to_thread(self._requests, _single(prompt), sampling_params, options)
         woken, wake = _loops_event()
         with self._call(requests, wake, streams=True) as call:
@@ -193,11 +191,11 @@ class Engine:
                 yield news
 
     def encode(self, text: str) -> list[int]:
-        """Raises ModelError without a tokenizer."""
+        """Token ids of a text. Raises ModelError without a tokenizer."""
         return self._encode([text])[0]
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
-        """A chat as the text that the model reads, by its chat template. Raises ModelError for a model without one, and
+        """A chat rendered by the model's chat template. Raises ModelError for a model without one, and
         `treeline_wire.chat.TemplateError` for messages that it refuses."""
         with self._chats_lock:
             if self._chats is None:
@@ -207,35 +205,36 @@ class Engine:
     # ---- administration -------------------------------------------------------------------------------------
 
     def flush_cache(self) -> None:
-        """Empty the prefix cache. Raises RuntimeError while requests run."""
+        """Empties the prefix cache. Raises RuntimeError while requests run."""
         self._ask(FlushReq)
 
     def sleep(self, level: int = 1) -> None:
-        """Give up the device's memory: the KV cache, and the weights (1: they stay in the host's memory; 2: they are
-        read again). Requests are refused until `wake_up`. Raises RuntimeError while requests run."""
+        """Frees the device's memory: KV cache and weights (level 1: kept in host memory; 2: read again). Requests are
+        refused until `wake_up`. Raises RuntimeError while requests run."""
         if level not in (1, 2):
             raise ValueError(f"level is 1 or 2, not {level!r}")
         self._ask(SleepReq, level=level)
 
     def wake_up(self) -> None:
-        """Raises RuntimeError where that fails, for want of memory say; then it sleeps on."""
+        """Raises RuntimeError if that fails, for example for lack of memory; the engine then stays asleep."""
         self._ask(WakeReq)
 
     def update_weights(self, path: str | Path) -> None:
-        """Go on with another checkpoint of the same architecture, and an empty cache. Raises RuntimeError while
-        requests run, and where that fails; then the old weights stay."""
+        """Loads another checkpoint of the same architecture and empties the cache. Raises RuntimeError while requests
+        run or if it fails; the old weights then stay."""
         self._ask(UpdateWeightsReq, path=str(path))
 
     def start_profile(self, folder: str | Path, steps: int = 100) -> None:
-        """Trace the next steps, at most MAX_PROFILE_STEPS, into a file in `folder`. Raises RuntimeError if one runs."""
+        """Traces the next steps, at most MAX_PROFILE_STEPS, into a file in `folder`. Raises RuntimeError if a trace
+        runs."""
         self._ask(StartProfileReq, folder=str(folder), steps=steps)
 
     def stop_profile(self) -> Path:
-        """End the trace before its last step. → its file. Raises RuntimeError if none runs."""
+        """Ends the trace early and returns its file. Raises RuntimeError if none runs."""
         return Path(self._ask(StopProfileReq)["path"])
 
     def _ask(self, question: Callable[..., ToScheduler], **fields: Any) -> dict[str, Any]:
-        """Have the scheduler answer. Raises RuntimeError where it refuses, with its words."""
+        """Sends a request to the scheduler. Raises RuntimeError with its words if it refuses."""
         answered = threading.Event()
         replies: list[Reply | None] = []
 
@@ -285,7 +284,8 @@ class Engine:
 
     @contextmanager
     def _call(self, requests: list[GenerateReq], wake: Callable[[], None], *, streams: bool) -> Iterator[Call]:
-        """Requests run while this is open; what has not ended then is aborted. Raises GenerationError if one failed."""
+        """A context manager for the requests of a call; unfinished ones are aborted at the end. Raises GenerationError
+        if one failed."""
         call = Call(wake, streams=streams)
         call.open = len(requests)
         try:
@@ -310,7 +310,7 @@ class Engine:
                     self._thread.tell(AbortReq(run.rid))
 
     def _settle(self, call: Call, woken: threading.Event) -> None:
-        """End what is left of the call and wait for that, so that its memory is free when the caller goes on."""
+        """Ends the rest of the call and waits, so that its memory is free when the caller continues."""
         self._abort(call)
         while call.open and not self._thread.ended:
             woken.wait(SETTLE_S)
@@ -342,8 +342,8 @@ class Engine:
 
 
 class _Chats:
-    """Renders chats. A template that is not trusted to end is rendered by another process, started when it is needed
-    and ended by `close`."""
+    """Renders chats. Templates that are not trusted run in another process, started when needed and ended by
+    `close`."""
 
     def __init__(self, model: str) -> None:
         """Raises ModelError for a model without a chat template."""
@@ -358,7 +358,7 @@ class _Chats:
         self._template = template
 
     def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool) -> str:
-        """Also in the thread of a running event loop, which waits for it. Raises TemplateError."""
+        """Also works on an event loop's thread, and blocks it. Raises TemplateError."""
         with ThreadPoolExecutor(max_workers=1) as thread:  # where a loop runs, the template would refuse to wait
             rendered = thread.submit(self._template.render, messages, add_generation_prompt=add_generation_prompt)
             return rendered.result()
@@ -368,7 +368,7 @@ class _Chats:
 
 
 def _tokenizer(path: Path) -> Tokenizer | None:
-    """None where there is none. What it says of cutting and filling up texts is for training. Raises ModelError."""
+    """The tokenizer, or None; without truncation and padding, which are for training. Raises ModelError."""
     if not path.is_file():
         return None
     try:
@@ -381,7 +381,7 @@ def _tokenizer(path: Path) -> Tokenizer | None:
 
 
 def _loops_event() -> tuple[asyncio.Event, Callable[[], None]]:
-    """An event of the running loop, and what sets it from any thread."""
+    """An event of the running loop, and a function that sets it from any thread."""
     event, loop = asyncio.Event(), asyncio.get_running_loop()
 
     def wake() -> None:
@@ -407,7 +407,7 @@ def _single(prompt: Prompt) -> Prompt:
 
 
 def _checked(params: Params | None) -> SamplingParams:
-    """Structs do not check what they are made with: `stop="end"` would stop at every e, n and d."""
+    """Checks field types, which structs do not: `stop="end"` would stop at every e, n and d."""
     fields = msgspec.structs.asdict(params) if isinstance(params, SamplingParams) else params or {}
     if not isinstance(fields, Mapping):
         raise TypeError(f"sampling_params: expected SamplingParams or a mapping, got {type(fields).__name__}")

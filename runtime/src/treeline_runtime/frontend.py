@@ -1,9 +1,9 @@
-"""The HTTP side of a server: what it reads of a checkpoint, the service that answers, uvicorn on our sockets.
+"""The HTTP side of a server: the checkpoint's metadata, the service, and uvicorn on our sockets.
 
-Connections that do not go on: a request must arrive within a time, and its headers in a bounded number of bytes.
+Connections that stall: a request must arrive in time, with a bounded size of headers.
 
-uvicorn's protocol for HTTP/1.1 knows a timeout only for connections between requests. This adds those within one. It
-also serves a request that offers another protocol (`Upgrade: h2c`) as the HTTP/1.1 that it is.
+uvicorn has only a timeout between requests; this adds timeouts within them. It also serves a request that offers
+another protocol (`Upgrade: h2c`) by HTTP/1.1.
 """
 
 from __future__ import annotations
@@ -53,22 +53,22 @@ if TYPE_CHECKING:
 
 
 SILENT_S = 75.0
-"""For a new connection to begin its first request. Browsers and proxies open some ahead."""
+"""Until the first request of a new connection. Browsers and proxies open some ahead."""
 HEADERS_S = 15.0
-"""For the headers of a request, from their first byte."""
+"""For headers, from their first byte."""
 BODY_PAUSE_S = 20.0
 """Between parts of a body."""
 BODY_S = 180.0
 """For a whole body."""
 STALLED_S = 300.0
-"""For a client that takes nothing of an answer that is there for it."""
+"""For a client that does not read its answer."""
 LINGER_S = 1.0
-"""For a client that still sends to see why it was refused."""
+"""For a client that still sends, to see why it was refused."""
 MAX_HEADER_BYTES = 64 << 10
 
 
 class HttpProtocol(HttpToolsProtocol):
-    """One connection. A request that does not arrive in time is answered 408, and the connection closed."""
+    """A connection. A request that does not arrive in time gets a 408, and the connection is closed."""
 
     silent_s, headers_s, body_pause_s, body_s, stalled_s = (
         SILENT_S,
@@ -124,10 +124,10 @@ class HttpProtocol(HttpToolsProtocol):
             self._refuse(431, f"The headers are larger than {MAX_HEADER_BYTES} bytes")
 
     def _feed(self, data: bytes) -> None:
-        """Parses what came. Raises HttpParserError.
+        """Parses new bytes. Raises HttpParserError.
 
-        The parser stops behind a request that offers another protocol, as if its body were of that one. A server may
-        ignore the offer (RFC 9110, 7.8), so another parser starts over with the same headers but for `Upgrade`.
+        The parser stops after a request that offers another protocol. A server may ignore the offer (RFC 9110, 7.8), so
+        a new parser starts with the same headers except `Upgrade`.
         """
         rest = memoryview(data)
         while True:
@@ -222,12 +222,12 @@ class HttpProtocol(HttpToolsProtocol):
         self._refuse(408, f"The request's {what} did not arrive in time" if what else "")
 
     def _answers_another(self) -> bool:
-        """An answer is on its way, or not even begun, to a request before the one that arrives."""
+        """Whether an earlier request of this connection is not fully answered."""
         served = self._served
         return served is not None and not served.response_complete and (self._in_headers or served is not self.cycle)
 
     def _refuse(self, status: int, message: str) -> None:
-        """Says why, unless nothing has been asked or an answer has begun, and closes the connection."""
+        """Sends the reason, unless nothing was asked or an answer has begun, and closes the connection."""
         self._arrived()
         waiting = self.cycle is not None and not self.cycle.response_complete
         if message and not self._answers_another() and not (waiting and self.cycle.response_started):
@@ -250,9 +250,9 @@ class HttpProtocol(HttpToolsProtocol):
 
 
 KEEP_ALIVE_S = 3700
-"""Longer than proxies keep idle connections (Envoy: an hour), so that it is never we who close one under a request."""
+"""Longer than proxies keep idle connections (Envoy: an hour), so that we never close one under a request."""
 FAREWELL_S = 1.0
-"""Time for error answers to leave."""
+"""Time to send error answers."""
 STOPPED = FinishReason("error", message="The server is shutting down", status=503)
 MAX_SERVED_NAME = 256
 M_MMAP_THRESHOLD = -3
@@ -260,11 +260,11 @@ LARGE_BLOCK_BYTES = 32 << 10
 
 
 class ServeError(Exception):
-    """The server cannot start or go on; the message says why."""
+    """The server cannot start or continue; the message says why."""
 
 
 def served_name(args: ServerArgs) -> str:
-    """What requests call the model: as asked, the Hub id, or the folder's name."""
+    """The model's name in requests: as given, the Hub id, or the folder's name."""
     if args.served_model_name:
         return args.served_model_name[:MAX_SERVED_NAME]
     path = Path(args.model).expanduser()
@@ -284,7 +284,7 @@ class ServedModel:
 
     @property
     def hidden_size(self) -> int:
-        """0 where config.json does not say it: then the scheduler refuses to start."""
+        """0 if config.json lacks it; the scheduler then refuses to start."""
         size = self.config.get("hidden_size")
         return size if isinstance(size, int) else 0
 
@@ -316,7 +316,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 def new_service(
     args: ServerArgs, model: ServedModel, to_scheduler: Outbox, to_detokenizer: Outbox, to_publisher: Outbox | None
 ) -> tuple[Service, ReaderPool]:
-    """What answers requests, and the processes that read large bodies for it. Raises ServeError."""
+    """The service that answers requests, with its reader processes. Raises ServeError."""
     name = served_name(args)
     metrics = Metrics(name)
     pool = ReaderPool(
@@ -362,7 +362,7 @@ def _tracing(model_name: str) -> Tracing | None:
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn on one socket, without its signal handling: signals mean more here than stopping HTTP."""
+    """uvicorn on one socket, without its signal handling."""
 
     def __init__(self, app: ASGIApp, listener: socket.socket) -> None:
         super().__init__(
@@ -392,7 +392,8 @@ class HttpServer(uvicorn.Server):
         self._told_to_stop.set()
 
     async def main_loop(self) -> None:
-        """Wakes up once a second, for the date in headers; uvicorn's own does ten times, and there are several."""
+        """Wakes up once a second, for the date header; uvicorn's own does so ten times, and there are several
+        servers."""
         while not await self.on_tick(0):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(1.0):
@@ -404,7 +405,7 @@ class HttpServer(uvicorn.Server):
 
 
 async def stop_all(servers: Sequence[HttpServer], serving: Sequence[asyncio.Task[None]]) -> None:
-    """Stops what was started, giving answers that are on their way `FAREWELL_S`."""
+    """Stops the servers, giving running answers `FAREWELL_S`."""
     for number in (signal.SIGTERM, signal.SIGINT):  # stop, and do not wait
         for server in servers:
             server.handle_exit(number, None)
@@ -412,9 +413,9 @@ async def stop_all(servers: Sequence[HttpServer], serving: Sequence[asyncio.Task
 
 
 def give_back_large_blocks() -> None:
-    """Parts of bodies and answers get memory of their own from the system, and their going gives it back.
+    """Makes glibc take parts of bodies and answers directly from the system, and return them when freed.
 
-    By default glibc takes it from the heap, where whatever was allocated since keeps it from shrinking.
+    By default they are on the heap, which cannot shrink below later allocations.
     """
     if sys.platform == "linux":
         with contextlib.suppress(AttributeError):  # another C library

@@ -1,12 +1,12 @@
-"""How the runtime's processes reach each other: one inbox (ZMQ PULL, ipc) per process; everybody else connects to it.
+"""Communication between the runtime's processes: each has one inbox (ZMQ PULL over ipc), and all others connect to it.
 
     http process ──▶ scheduler.ipc, detokenizer.ipc, publisher.ipc
     scheduler    ──▶ detokenizer.ipc, publisher.ipc, http.ipc (control only)
     detokenizer  ──▶ http.ipc, scheduler.ipc (StopReq)
     publisher    ──▶ http.ipc (control only)
 
-Messages between engine parts are in `messages`; those below are about the processes themselves. The sockets lie in a
-folder of mode 0700 that the parent makes and removes.
+Messages between engine parts are in `messages`; those below concern the processes. The sockets are in a folder of mode
+0700 that the parent creates and removes.
 """
 
 from __future__ import annotations
@@ -26,37 +26,37 @@ T = TypeVar("T")
 
 
 READ_AT_ONCE = 256
-"""Messages that a process without an event loop takes at a time."""
+"""The most messages a plain loop takes at once."""
 DRAIN_S = 0.004
-"""How long an event loop takes messages before others get their turn."""
+"""How long an event loop takes messages before others run."""
 HEARTBEAT_S = 0.5
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
-    """A child has loaded what it needs and serves its inbox."""
+    """A child is ready and serves its inbox."""
 
     process: str
     info: dict[str, Any]
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
-    """A child cannot start; it exits right after. `message` is meant for the user."""
+    """A child cannot start, and exits. `message` is for the user."""
 
     process: str
     message: str
 
 
 class Heartbeat(msgspec.Struct, tag=True, frozen=True):
-    """A child moves: its loop came round. At least every half second; the scheduler's also when its load changed (at
-    most 20 a second)."""
+    """A child's loop is running: at least every half second; the scheduler also sends it when its load changed (at most
+    20 a second)."""
 
     process: str
     load: messages.LoadUpdate | None = None
-    """The scheduler's."""
+    """Of the scheduler."""
 
 
 class AnnouncedReq(msgspec.Struct, tag=True, frozen=True):
-    """Ask the publisher what it has announced, once it has applied `after_updates` cache updates. Answered by Reply."""
+    """Asks the publisher what it has announced, after `after_updates` cache updates. Answered by Reply."""
 
     id: str
     after_updates: int
@@ -71,7 +71,7 @@ decode_to_publisher = msgspec.msgpack.Decoder(
 
 
 class Addresses(msgspec.Struct, frozen=True):
-    """Where the inboxes are, as ZMQ endpoints: sockets in one private folder."""
+    """The inboxes as ZMQ endpoints: sockets in a private folder."""
 
     folder: str
 
@@ -79,14 +79,14 @@ class Addresses(msgspec.Struct, frozen=True):
         return f"ipc://{self.folder}/{process}.ipc"
 
     def remove(self) -> None:
-        """Removes the sockets and the folder; idempotent."""
+        """Removes the sockets and the folder. Idempotent."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class Outbox:
-    """Sends to one inbox and never blocks. Messages wait here while the other side is not there yet.
+    """Sends to one inbox without blocking. Messages wait here until the other side is there.
 
-    `limit`: messages that may wait; beyond it, or once closed, `send` returns False and drops. 0 = no limit.
+    `limit`: the most waiting messages; beyond it, or once closed, `send` drops and returns False. 0 = no limit.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, *, limit: int = 0) -> None:
@@ -105,12 +105,12 @@ class Outbox:
         return True
 
     def flush(self, timeout_ms: int) -> None:
-        """Closes, giving what still waits `timeout_ms` to leave."""
+        """Closes, giving waiting messages `timeout_ms` to leave."""
         self._socket.close(linger=timeout_ms)
 
 
 class HeartbeatSender:
-    """Tells the parent that `process` moves; `beat` is called whenever its loop comes round."""
+    """Sends heartbeats of `process` to the parent; its loop calls `beat` in each turn."""
 
     def __init__(self, process: str, http: Outbox) -> None:
         self._http = http
@@ -125,7 +125,7 @@ class HeartbeatSender:
 
 
 class Inbox(Generic[T]):
-    """Receives for one process, for use in a plain loop."""
+    """The inbox of a process with a plain loop."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, decode: Callable[[bytes], T]) -> None:
         self.socket = context.socket(zmq.PULL)
@@ -134,7 +134,7 @@ class Inbox(Generic[T]):
         self._decode = decode
 
     def take(self, limit: int = READ_AT_ONCE) -> list[T]:
-        """What has arrived, without waiting."""
+        """Messages that have arrived; does not wait."""
         taken: list[T] = []
         while len(taken) < limit:
             try:
@@ -144,11 +144,11 @@ class Inbox(Generic[T]):
         return taken
 
     def wait(self, timeout_ms: int) -> bool:
-        """Blocks until something is there; False after `timeout_ms`."""
+        """Blocks until a message is there; False after `timeout_ms`."""
         return bool(self.socket.poll(timeout_ms))
 
     def wait_or(self, fd: int, timeout_ms: int) -> bool:
-        """The same, also until a descriptor can be read; → whether it can."""
+        """Also waits for a descriptor; returns whether it is readable."""
         poller = zmq.Poller()
         poller.register(self.socket, zmq.POLLIN)
         poller.register(fd, zmq.POLLIN)
@@ -159,7 +159,7 @@ class Inbox(Generic[T]):
 
 
 class AsyncInbox(Generic[T]):
-    """The same for an event loop: calls `on_message` in the loop, one message at a time."""
+    """The inbox for an event loop: calls `on_message` in the loop, one message at a time."""
 
     def __init__(
         self,

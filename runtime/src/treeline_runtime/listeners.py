@@ -1,5 +1,6 @@
-"""The sockets on which the server listens: inference, metrics, administration. Bound before anything slow, and before
-that the publisher's addresses are checked: its keys and host, and whether its ports are free."""
+"""The server's sockets: inference, metrics, administration. They are bound before anything slow; before that the
+publisher's keys, host and ports are checked.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from treeline_wire.security import CurveKeys, KeyFileError, is_loopback
 from treeline_runtime.args import ServerArgs
 
 _FIXES = {
-    errno.EADDRINUSE: ": another program listens there, or another flag has it; give another port",
-    errno.EACCES: ": ports below 1024 are for root; give a larger one",
+    errno.EADDRINUSE: ": another program listens there, or another flag uses it; choose another port",
+    errno.EACCES: ": ports below 1024 need root; choose a larger one",
 }
 
 
@@ -33,13 +34,13 @@ class Listeners:
 
     @property
     def admin_on_loopback(self) -> bool:
-        """Whether only this machine (or pod) can reach administration."""
+        """Whether administration is reachable only from this machine (or pod)."""
         return self.admin is not None and is_loopback(address(self.admin)[0])
 
 
 @contextlib.contextmanager
 def listening(args: ServerArgs) -> Iterator[Listeners]:
-    """The sockets that `args` ask for, closed at the end of the block. Raises ListenError."""
+    """A context manager with the sockets for `args`. Raises ListenError."""
     with contextlib.ExitStack() as stack:
         http = listen(args.host, args.port, "")
         stack.enter_context(contextlib.closing(http))
@@ -54,7 +55,7 @@ def listening(args: ServerArgs) -> Iterator[Listeners]:
 
 
 def listen(host: str, port: int, flag: str, *, closed: bool = False) -> socket.socket:
-    """A listening socket; its flags are `--{flag}host` and `--{flag}port`. `closed`: on loopback only.
+    """A listening socket for `--{flag}host` and `--{flag}port`. `closed`: loopback only.
 
     Raises ListenError.
     """
@@ -96,7 +97,7 @@ def address(listener: socket.socket) -> tuple[str, int]:
 
 
 def url(listener: socket.socket) -> str:
-    """Where clients on this machine reach it."""
+    """Its URL for clients on this machine."""
     return url_of(*address(listener))
 
 
@@ -105,7 +106,7 @@ def url_of(host: str, port: int) -> str:
 
 
 class EventsError(Exception):
-    """The event sockets cannot be opened as asked; the message says what to change."""
+    """The event sockets cannot be opened; the message says what to change."""
 
 
 def open_keys(args: ServerArgs) -> tuple[CurveKeys | None, str]:
@@ -117,11 +118,11 @@ def open_keys(args: ServerArgs) -> tuple[CurveKeys | None, str]:
     except KeyFileError as error:
         raise EventsError(f"--curve-dir: {error}") from None
     except socket.gaierror as error:
-        raise EventsError(f"--host: {args.host!r} is no address: {error.strerror}") from None
+        raise EventsError(f"--host: {args.host!r} is not an address: {error.strerror}") from None
 
 
 def check_event_ports(args: ServerArgs, host: str) -> None:
-    """Raises EventsError naming the port that is taken, or given twice."""
+    """Raises EventsError naming a port that is taken or given twice."""
     flags = dict[int, str]()
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     for flag, port in (
@@ -130,7 +131,7 @@ def check_event_ports(args: ServerArgs, host: str) -> None:
         ("--load-port", args.load_port),
     ):
         if port and (other := flags.setdefault(port, flag)) != flag:
-            raise EventsError(f"{flag}: {port} is the port of {other}: give another one (0 = any free port)")
+            raise EventsError(f"{flag}: {port} is already the port of {other}: give another one (0 = any free port)")
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:

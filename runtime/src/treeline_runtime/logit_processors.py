@@ -1,4 +1,4 @@
-"""How logit processors are named at start: `NAME=module:attribute`, `NAME=BUILT_IN`, `BUILT_IN`. No torch here."""
+"""Names of logit processors at start: `NAME=module:attribute`, `NAME=BUILT_IN`, `BUILT_IN`. No torch here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def is_name(text: str) -> bool:
 
 
 def split(text: str) -> tuple[str, str]:
-    """An entry → its name, and `module:attribute` or the name of a built-in. Raises ValueError."""
+    """An entry's name, and `module:attribute` or a built-in's name. Raises ValueError."""
     name, given, place = text.partition("=")
     place = place if given else name
     if not is_name(name) or not (_PLACE.fullmatch(place) or is_name(place)):

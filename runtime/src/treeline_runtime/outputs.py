@@ -1,4 +1,4 @@
-"""Answers of an engine in this process: what the scheduler says becomes Output objects, for those who wait."""
+"""Answers of an in-process engine: the scheduler's messages become Output objects."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class GenerationError(RuntimeError):
 
 @dataclass
 class Output:
-    """One answer; while streaming, what is known of it so far."""
+    """An answer; while streaming, its state so far."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -36,16 +36,16 @@ class Output:
     input_token_logprobs: list[TokenLogprob] = field(default_factory=list)
     input_top_logprobs: list[list[TokenLogprob] | None] = field(default_factory=list)
     hidden_states: npt.NDArray[np.float32] | None = None
-    """(positions, hidden), when asked for: of each that was computed, so neither of the `cached_tokens` at the start
-    nor of the last one sampled (`messages.HiddenStates`)."""
+    """(positions, hidden), if requested: of computed positions, so not of the first `cached_tokens` nor of the last
+    sampled token (`messages.HiddenStates`)."""
 
 
 class Call:
-    """Requests that somebody waits for together."""
+    """Requests that a caller waits for together."""
 
     def __init__(self, wake: Callable[[], None], *, streams: bool) -> None:
-        """wake: called in the scheduler's thread when all have ended, when one fails, and if it `streams` whenever
-        there is something new."""
+        """wake: called in the scheduler's thread when all have ended, when one fails, and, if it `streams`, when there
+        is something new."""
         self.wake = wake
         self.streams = streams
         self.runs: list[Running] = []
@@ -64,14 +64,14 @@ class Running:
     output: Output
     text: IncrementalDetokenizer | None
     outs: deque[TokenOut] = field(default_factory=deque)
-    """Of a stream: what its reader has not taken yet."""
+    """Of a stream: outputs that its reader has not taken."""
     ended: bool = False
-    """The scheduler's last word has come."""
+    """The scheduler's final message has come."""
 
 
 class Outputs:
-    """Takes what the scheduler says, in its thread. Dictionaries are only ever changed by single operations, so the
-    threads that ask may look on."""
+    """Receives the scheduler's messages in its thread. Dictionaries change only by single operations, so other threads
+    may read them."""
 
     def __init__(self, stop: Callable[[StopReq], None]) -> None:
         """stop: tells the scheduler that a stop string was found."""
@@ -106,7 +106,7 @@ class Outputs:
             call.wake()
 
     def on_death(self) -> None:
-        """Nothing will come any more: everybody who waits shall look."""
+        """The scheduler has ended: wakes everybody who waits."""
         for rid in list(self.asked):
             if (answer := self.asked.pop(rid, None)) is not None:
                 answer(None)
@@ -114,7 +114,7 @@ class Outputs:
             call.wake()
 
     def add(self, run: Running, out: TokenOut) -> str:
-        """Add to the output of a request, in the thread of its owner: a stream's reader, or else the scheduler's. → the
+        """Adds to a request's output, in its owner's thread: a stream's reader, or else the scheduler's. Returns the
         new text."""
         output = run.output
         if (states := out.hidden_states) is not None:

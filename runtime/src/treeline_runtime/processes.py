@@ -1,6 +1,6 @@
-"""The processes of a server, on both sides: how the parent starts, watches and ends children, and how a child lives.
+"""A server's processes, on both sides: how the parent starts, watches and ends children, and how a child runs.
 
-A child reads one line of JSON (`ChildSpec`) from standard input. The parent keeps that pipe open: end of file means
+A child reads one line of JSON (`ChildSpec`) from standard input. The parent keeps that pipe open, and its end means
 stop, whether the parent closed it or was killed. The scheduler may be too busy to notice, so on Linux the kernel kills
 it with its parent.
 """
@@ -34,22 +34,22 @@ from treeline_runtime.ipc import Addresses, Failed, Outbox
 FOLDER_PREFIX = "treeline-"
 LOCK = "lock"
 MAX_BASE = 60
-"""Bytes of the folder above ours: socket paths may have 107 bytes on Linux, 103 on macOS."""
+"""The longest parent folder in bytes: socket paths may have 107 bytes on Linux, 103 on macOS."""
 MODULES = {
     "scheduler": "treeline_runtime.scheduler_process",
     "detokenizer": "treeline_runtime.detokenizer_process",
     "publisher": "treeline_runtime.publisher.process",
 }
 STOP_S = 3.0
-"""What children get to end by themselves before they are killed."""
+"""Time for children to end by themselves before they are killed."""
 NOTICE_S = 0.1
-"""Until a child has noticed the order to stop, where others have got it at the same time."""
+"""Time for a child to notice an order to stop that others got at the same moment."""
 
 logger = logging.getLogger(__name__)
 
 
 class ChildSpec(msgspec.Struct, frozen=True):
-    """What every child gets from its parent."""
+    """What a child gets from its parent."""
 
     args: ServerArgs
     addresses: Addresses
@@ -58,11 +58,11 @@ class ChildSpec(msgspec.Struct, frozen=True):
 
 
 class StartError(Exception):
-    """The child cannot do its work, for a reason that the user can act on."""
+    """The child cannot work, for a reason that the user can fix."""
 
 
 def setup_logging(process: str, level: str, form: str | None) -> None:
-    """Logs go to standard error, with the process's name."""
+    """Logs to standard error, with the process's name."""
     set_up(level, "treeline", "treeline_runtime", form=form, process=process)
 
 
@@ -89,10 +89,10 @@ class Ended:
 
 
 class SocketFolder:
-    """A private folder for the ipc sockets, removed at the end.
+    """A private folder for ipc sockets, removed at the end.
 
-    If every process of a server is killed, none is left to remove it. So its owner holds a lock in it, and each process
-    that makes a folder first removes those of ours that no one holds any more.
+    If all of a server's processes are killed, none removes it. So its owner holds a lock in it, and each process that
+    makes a folder first removes ours without a lock.
     """
 
     def __init__(self) -> None:
@@ -126,8 +126,8 @@ def _remove_stale(base: Path) -> None:
 
 
 def _spawn(module: str) -> subprocess.Popen[bytes]:
-    """It inherits blocked signals: Ctrl-C reaches the whole terminal group, but only the parent decides. What it prints
-    goes to standard error."""
+    """The child inherits blocked signals: Ctrl-C reaches the whole terminal group, but only the parent decides. Its
+    output goes to standard error."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         return subprocess.Popen(
@@ -141,7 +141,7 @@ def _spawn(module: str) -> subprocess.Popen[bytes]:
 
 
 class ProcessGroup:
-    """Children of this process. `on_end` is called in the event loop for each that ends, expected or not."""
+    """Child processes. `on_end` is called in the event loop for each that ends."""
 
     def __init__(self, on_end: Callable[[Ended], None]) -> None:
         self._on_end = on_end
@@ -149,7 +149,7 @@ class ProcessGroup:
         self._ended: dict[str, asyncio.Future[None]] = {}
 
     def start(self, process: str, spec: ChildSpec) -> None:
-        """Starts one child and hands it its orders."""
+        """Starts a child and sends its orders."""
         child = _spawn(MODULES[process])
         self._children[process] = child
         assert child.stdin is not None
@@ -173,7 +173,7 @@ class ProcessGroup:
         self._children[process].send_signal(signal.SIGABRT)
 
     async def stop(self) -> None:
-        """Ends all children: by closing their standard input, and after `STOP_S` by force."""
+        """Ends all children: closes their standard input, and kills them after `STOP_S`."""
         if not self._children:
             return
         for child in self._children.values():

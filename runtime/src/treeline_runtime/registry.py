@@ -1,4 +1,4 @@
-"""A choice by name."""
+"""Selection by name."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Name → thing. An unknown name is a ConfigError that lists the valid ones."""
+    """Name → object. An unknown name is a ConfigError that lists the valid ones."""
 
     def __init__(self, what: str, things: Mapping[str, T] | None = None) -> None:
         self._what = what
         self._things: dict[str, T] = dict(things or {})
 
     def register(self, name: str, thing: T) -> None:
-        """Make `thing` available as `name`."""
+        """Registers `thing` as `name`."""
         assert name not in self._things, f"{self._what} {name!r} is registered twice"
         self._things[name] = thing
 

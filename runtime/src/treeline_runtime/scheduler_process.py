@@ -25,13 +25,13 @@ from treeline_runtime.processes import ChildSpec, StartError, run_child
 from treeline_runtime.scheduler import start
 
 LOAD_INTERVAL_S = 0.05
-"""A changed load is reported to the HTTP process at most this often."""
+"""The shortest interval of load reports to the HTTP process."""
 PUBLISHER_BACKLOG = 50_000
-"""Updates that may wait for the publisher before we stop sending, and later start over."""
+"""Updates that may wait for the publisher before sending stops and starts over later."""
 
 
 class SocketTransport:
-    """Implements `Transport` between processes: nothing here blocks but `wait`."""
+    """Implements `Transport` between processes; only `wait` blocks."""
 
     def __init__(self, spec: ChildSpec, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self._inbox = Inbox(context, spec.addresses.of("scheduler"), decode_to_scheduler)
@@ -46,7 +46,7 @@ class SocketTransport:
         self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
     def announce_ready(self, limits: dict[str, Any], load: LoadUpdate) -> None:
-        """Tell the HTTP process that there is a scheduler behind this, and routers that it is idle."""
+        """Tells the HTTP process that the scheduler is ready, and routers that it is idle."""
         self._http.send(Ready("scheduler", limits))
         self.publish(load)
         self._beat()
@@ -88,7 +88,7 @@ def run(spec: ChildSpec, context: zmq.Context[zmq.Socket[bytes]]) -> None:
     except (ConfigError, ModelError) as error:
         raise StartError(str(error)) from None
     gc.collect()
-    gc.freeze()  # what is there now stays: no later collection walks through it between two steps
+    gc.freeze()  # objects so far are permanent: later collections skip them
     transport.announce_ready(scheduler.limits.as_dict(), scheduler.load())
     scheduler.grammars.warm()
     scheduler.run_forever(stop=lambda: False)  # ends with the process

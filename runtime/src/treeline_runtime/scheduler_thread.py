@@ -1,7 +1,7 @@
-"""The scheduler in a thread of this process: a `Scheduler` whose transport is memory.
+"""The scheduler in a thread of this process; its transport is memory.
 
-Only this thread computes and touches the scheduler, so whatever happens to its callers, a Ctrl-C in the middle or a
-cancelled task, happens between two steps and never within one. There are no sockets and no other processes.
+Only this thread touches the scheduler, so a caller's Ctrl-C or cancelled task takes effect between two steps. There are
+no sockets and no other processes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class EngineDead(RuntimeError):
-    """The scheduler has failed, or was closed: it answers nothing any more. The cause is why."""
+    """The scheduler has failed or was closed; the cause says why."""
 
 
 class SchedulerThread:
@@ -36,9 +36,9 @@ class SchedulerThread:
         on_death: Callable[[], None],
         processors: Processors,
     ) -> None:
-        """Returns when the model is loaded. Raises what loading raises.
+        """Returns when the model is loaded. Raises loading errors.
 
-        take: is called in the thread with everything that the scheduler says. on_death: when it can say no more.
+        take: called in the thread with everything the scheduler sends. on_death: called when it can send no more.
         processors: besides those of the configuration.
         """
         self._processors = processors
@@ -73,7 +73,7 @@ class SchedulerThread:
             self._arrived.notify()
 
     def dead(self) -> EngineDead:
-        """What to raise for a request that gets no answer any more."""
+        """The error for a request that gets no answer."""
         if self.failure is None:
             return EngineDead("the engine is closed")
         error = EngineDead(f"the scheduler has failed: {self.failure!r}")
@@ -81,7 +81,7 @@ class SchedulerThread:
         return error
 
     def close(self) -> None:
-        """End whatever is still running, and the thread; give memory back. Idempotent."""
+        """Ends running requests and the thread, and frees memory. Idempotent."""
         with self._arrived:
             self._closing = True
             self._arrived.notify()

@@ -1,4 +1,4 @@
-"""`treeline serve`: the life of a server, from its arguments to its exit status.
+"""`treeline serve`: a server's life from arguments to exit status.
 
     bind the ports → find the model → start the children → serve HTTP (503) → all ready: serve → stop → drain → end all
 
@@ -60,15 +60,15 @@ from treeline_runtime.server.limits import Limits
 from treeline_runtime.server.probes import Probes, ServerInfo
 
 INTERRUPT_DRAIN_S = 3.0
-"""What Ctrl-C gives requests in flight."""
+"""Time that Ctrl-C gives running requests."""
 LAST_WORDS_S = 0.2
-"""For the message of a child that has ended, which may still be on its way."""
+"""Time for the last message of a child that has ended."""
 
 logger = logging.getLogger("treeline")
 
 
 class Server:
-    """One runtime: the HTTP process and its children. Made in a running event loop; `run` once."""
+    """A runtime: the HTTP process and its children. Create it in a running event loop; `run` once."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class Server:
         if self._failure.done():
             return await self._fail(self._failure.result())
         if not asked.done():
-            return await self._fail("the HTTP server ended by itself")
+            return await self._fail("the HTTP server ended unexpectedly")
         if asked.result() == signal.SIGINT and not self._state.ready:
             logger.info("SIGINT: stopping, before it was ready")
             return 128 + signal.SIGINT
@@ -152,7 +152,7 @@ class Server:
         drain.cancel()
         if self._failure.done():
             return await self._fail(self._failure.result())
-        logger.warning("%s again: stopping without waiting", again.result().name)
+        logger.warning("%s again: stopping at once", again.result().name)
         self._state.refusing = True
         self._service.manager.fail_all(STOPPED)
         await self._settle(FAREWELL_S)
@@ -169,7 +169,7 @@ class Server:
         return 1
 
     async def _drain(self, number: signal.Signals) -> None:
-        """SIGTERM: routers learn of it now, new requests are taken during --pre-stop, then those in flight finish."""
+        """SIGTERM: routers are told, new requests are accepted during --pre-stop, then running ones finish."""
         args, state = self._args, self._state
         state.draining = True
         self._to_scheduler.send(DrainReq())
@@ -189,7 +189,7 @@ class Server:
             await self._settle(FAREWELL_S)
 
     async def _settle(self, timeout_s: float) -> bool:
-        """Waits until no request is being answered; False after `timeout_s`."""
+        """Waits until no request is running; False after `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._service.idle.wait()
@@ -198,7 +198,7 @@ class Server:
         return True
 
     async def _watch(self, group: ProcessGroup) -> None:
-        """Gives up loading after --start-timeout, and a child that stands still after --watchdog-timeout."""
+        """Ends loading after --start-timeout, and a stuck child after --watchdog-timeout."""
         args, state = self._args, self._state
         while not state.ready:
             await asyncio.sleep(0.2)
@@ -246,7 +246,7 @@ class Server:
         self._probes.kv_events = None if publisher is None else _kv_events(publisher, args)
         self._pool.start()
         gc.collect()
-        gc.freeze()  # what is there now stays: no later collection walks through it while requests wait
+        gc.freeze()  # objects so far are permanent: later collections skip them
         self._state.heartbeat_at = dict.fromkeys(self._children, time.monotonic())
         self._state.ready = True
         took_s = time.monotonic() - self._started
@@ -267,20 +267,20 @@ class Server:
     def _on_end(self, ended: Ended) -> None:
         if self._stopping:
             return
-        if ended.status == 1:  # it may have said why: that message may still be on its way
+        if ended.status == 1:  # its last message with the reason may still arrive
             asyncio.get_running_loop().call_later(LAST_WORDS_S, self._report, str(ended))
         else:
             self._report(str(ended))
 
     def _report(self, why: str) -> None:
-        """The first failure decides; the rest follows from it."""
+        """Only the first failure counts; others follow from it."""
         if not self._failure.done():
             self._failure.set_result(why)
 
     # ---- pieces -------------------------------------------------------------------------------------------
 
     def _servers(self) -> list[HttpServer]:
-        """An HTTP server for each listener. All of them answer until the last request has been drained."""
+        """An HTTP server per listener. All answer until the drain has ended."""
         args, listeners, service, probes = self._args, self._listeners, self._service, self._probes
         inference = surfaces.inference(
             service,
@@ -376,8 +376,8 @@ async def _run(args: ServerArgs, listeners: Listeners, model: ServedModel) -> in
 
 
 def _quit(number: int, _frame: object) -> None:
-    """A signal before there is a server to drain: nothing is there to clean up, and an exception would have to wait for
-    the threads of a download. (As process 1 of a container we would ignore SIGTERM by default.)"""
+    """A signal before there is a server to drain: there is nothing to clean up, and an exception would wait for the
+    threads of a download. (Process 1 of a container ignores SIGTERM by default.)"""
     os._exit(128 + number)
 
 

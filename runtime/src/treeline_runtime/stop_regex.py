@@ -1,8 +1,8 @@
-"""Patterns that end an output: whether a text that comes in pieces has a match, in a time that is linear in the text.
+"""Patterns that end an output: finds a match in a growing text, in linear time.
 
-A pattern is read as those of constraints are (`grammar.patterns`): nothing in it would want to go back. Glushkov's
-automaton: a position for each set of characters in the pattern, a bit for each position; a character of text takes one
-`|` for each position that it matches, and nothing where that has been seen before.
+Patterns are parsed like those of constraints (`grammar.patterns`), so nothing needs backtracking. Glushkov's automaton:
+a position per set of characters, a bit per position. A character of text costs one `|` per matching position, and
+nothing if cached.
 """
 
 from __future__ import annotations
@@ -14,18 +14,19 @@ from treeline_runtime.grammar.backend import GrammarError
 from treeline_runtime.grammar.patterns import Chars, Choice, Node, Repeat, Sequence, within
 
 MAX_POSITIONS: Final = 256
-"""Of a pattern: characters and sets, as often as they are repeated."""
+"""Positions of a pattern: characters and sets, times their repetitions."""
 REMEMBERED: Final = 1024
-"""Characters, and sets of positions, of which an automaton knows what comes of them."""
+"""The most characters, and sets of positions, that an automaton caches."""
 KEPT: Final = 128
-"""Automata, each with up to half a megabyte of what it remembers. A new one takes some milliseconds."""
+"""Cached automata, each with up to half a megabyte. A new one takes some milliseconds."""
 
 Part = tuple[bool, int, int]
 """Whether it may be empty, where it may begin, and where it may end."""
 
 
 class Automaton:
-    """Of one pattern; raises GrammarError. A state: where the next character may match, whether there is a match."""
+    """Of one pattern; raises GrammarError. A state: where the next character may match, and whether there is a
+    match."""
 
     def __init__(self, pattern: str) -> None:
         node = within(pattern)
@@ -97,14 +98,14 @@ automaton = functools.lru_cache(KEPT)(Automaton)
 
 
 class RegexFinder:
-    """Whether a text so far has a match of one of some patterns, as `re.search` says of all of it."""
+    """Whether the text so far matches one of some patterns, as `re.search` on all of it."""
 
     def __init__(self, patterns: tuple[str, ...]) -> None:
         self._found = [(pattern, automaton(pattern)) for pattern in patterns]
         self._states = [one.start for _, one in self._found]
 
     def feed(self, text: str, *, ignore: bool = False) -> str | None:
-        """The first of the patterns that have a match now. `ignore`: what has one is looked for again."""
+        """The first of the patterns that match now. `ignore`: matches are searched for again."""
         matched = None
         for i, (pattern, one) in enumerate(self._found):
             self._states[i] = one.feed(self._states[i], text)

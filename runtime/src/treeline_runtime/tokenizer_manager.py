@@ -1,18 +1,17 @@
-"""Requests in flight, as the HTTP process sees them: text → ids → scheduler, and texts back to the caller that waits.
+"""Requests in flight in the HTTP process: text → ids → scheduler, and texts back to the waiting caller.
 
-An `InflightRequest` is one HTTP request's generations (several for `n` or a batch) and the owner of their lifetime: its
-opener closes it in a `finally`, and closing aborts what has not ended. So a generation lives exactly as long as the
-HTTP request that asked for it. Closing is legal in every state and any number of times.
+An `InflightRequest` is one HTTP request's generations (several for `n` or a batch) and owns their lifetime: its opener
+closes it in a `finally`, which aborts unfinished ones. So a generation lives as long as its HTTP request. Closing is
+allowed in every state and repeatedly.
 
-Names belong to clients, who may use one again as soon as its request is over for them. Other processes may not be done
-with it then, so they see ids of ours that are never used twice: a name, `#`, a count. Every
-tenant has names of its own: none learns which ones another uses, and none can take them first.
+Clients may reuse a name as soon as their request is over, while other processes are not done with it. So these see
+unique ids of ours: name, `#`, count. Each tenant has its own names; none learns or takes another's.
 
-Generations on their way to the scheduler: clients take turns, and few bytes are on the way at a time.
+Clients take turns on the way to the scheduler, with few bytes on the way at a time.
 
-The inboxes of the scheduler and of the detokenizer are queues that know nothing of clients. So what one client sends at
-once waits here, before it is encoded, and goes on as the scheduler says that it has taken what went before: another
-client's generation waits for `WINDOW_BYTES`, and for one generation of each client that waits.
+The inboxes of scheduler and detokenizer know no clients. So what a client sends at once waits here, unencoded, and
+continues as the scheduler confirms earlier messages: another client's generation waits for `WINDOW_BYTES`, and one
+generation of each waiting client.
 """
 
 from __future__ import annotations
@@ -47,19 +46,19 @@ from treeline_runtime.server.pacing import Pacer
 T = TypeVar("T")
 
 MAX_GENERATIONS_OF_CLIENT = 16_384
-"""In flight, at one HTTP process."""
+"""In flight at an HTTP process."""
 WINDOW_BYTES = 2 << 20
-"""On the way at most, or one generation that is larger: a few milliseconds for the process that sends or reads them."""
+"""The most bytes on the way, or one larger generation: a few milliseconds to send or read."""
 MARK_BYTES = WINDOW_BYTES // 4
-"""After so many the scheduler is asked to say when it has come so far."""
+"""Generations after which the scheduler is asked for confirmation."""
 
 
 class TooManyGenerations(Exception):
-    """The client has as many in flight as it may have."""
+    """The client has too many generations in flight."""
 
 
 class Gate(Generic[T]):
-    """Items by client and id. None is a client, too: everybody whom the edge has not named."""
+    """Items by client and id. None is a client too: all unnamed ones."""
 
     def __init__(self, size_of: Callable[[T], int], most: int = MAX_GENERATIONS_OF_CLIENT) -> None:
         self._size_of = size_of
@@ -74,7 +73,7 @@ class Gate(Generic[T]):
         return sum(map(len, self._lines.values()))
 
     def enter(self, client: str | None, count: int) -> None:
-        """So many more of a client's are in flight, until `leave`. Raises TooManyGenerations; then none is."""
+        """Counts more of a client's in flight, until `leave`. Raises TooManyGenerations; then none is counted."""
         if self._in_flight[client] + count > self._most:
             raise TooManyGenerations
         self._in_flight[client] += count
@@ -88,7 +87,7 @@ class Gate(Generic[T]):
         self._lines.setdefault(client, {})[id] = item
 
     def remove(self, client: str | None, id: str) -> bool:
-        """→ whether it waited here."""
+        """Returns whether it was waiting here."""
         line = self._lines.get(client, {})
         found = line.pop(id, None) is not None
         if found and not line:
@@ -96,7 +95,7 @@ class Gate(Generic[T]):
         return found
 
     def take(self) -> tuple[str, T] | None:
-        """What goes now; None: nothing waits, or too much is on its way."""
+        """What may go now; None if nothing waits or too much is on the way."""
         if not self._lines or self._sent - self._taken >= WINDOW_BYTES:
             return None
         client = next(iter(self._lines))
@@ -109,7 +108,8 @@ class Gate(Generic[T]):
         return id, item
 
     def mark(self) -> int | None:
-        """After each `take`: what to call `taken` with once the scheduler has what went until now; None: don't ask."""
+        """After each `take`: the argument of `taken` once the scheduler has received everything so far; None: do not
+        ask."""
         if self._sent - self._marked < MARK_BYTES:
             return None
         self._marked = self._sent
@@ -120,18 +120,18 @@ class Gate(Generic[T]):
 
 
 MERGED_AT_ONCE = 16
-"""Outputs of a generation that wait for their reader before they become one."""
+"""Outputs of a generation that may wait for their reader before they are merged."""
 ABORTED = FinishReason("abort", message="aborted")
 
 
 class Sender(Protocol):
-    """Where messages to another process go; never blocks."""
+    """Sends to another process; never blocks."""
 
     def send(self, message: msgspec.Struct) -> bool: ...
 
 
 class DuplicateRid(Exception):
-    """The caller's request id is already in flight, or given twice."""
+    """The request id is already in flight, or given twice."""
 
 
 class NoReply(Exception):
@@ -139,7 +139,7 @@ class NoReply(Exception):
 
 
 class _Generation:
-    """One request at the scheduler: its output that has not been taken yet, and its times (monotonic seconds)."""
+    """A request at the scheduler: its unread output, and its times (monotonic seconds)."""
 
     __slots__ = ("first_at", "index", "inflight", "last_at", "pending", "started_at", "tokens")
 
@@ -154,7 +154,7 @@ class _Generation:
 
 
 class InflightRequest:
-    """Generations of one HTTP request. `next` until it returns nothing; `close` in a `finally`."""
+    """The generations of an HTTP request. `next` until it returns nothing; `close` in a `finally`."""
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ class InflightRequest:
         names: Iterable[tuple[str | None, str]],
         client: str | None,
     ) -> None:
-        """`rids`: what clients call the generations; `ids`: what the other processes call them."""
+        """`rids`: the clients' names of the generations; `ids`: ours."""
         self.rids = list(rids)
         self.names = list(names)
         """What the manager keeps for `abort` while this is open."""
@@ -186,8 +186,8 @@ class InflightRequest:
         return list(self._generations)
 
     async def next(self, *, whole: bool = False) -> list[tuple[int, TextOut]]:
-        """What came since the last call, at most one merged output per generation; [] once all have ended and
-        everything has been taken. `whole`: wait until a generation has ended before looking."""
+        """Outputs since the last call, at most one merged per generation; [] at the end. `whole`: waits until a
+        generation has ended."""
         self._whole = whole
         pacer = Pacer()
         while True:
@@ -205,7 +205,7 @@ class InflightRequest:
             await self._woken.wait()
 
     def close(self) -> None:
-        """Forgets the generations; aborts those that have not ended. Idempotent."""
+        """Forgets the generations; aborts unfinished ones. Idempotent."""
         self._open = 0
         for generation in self._generations.values():
             generation.pending = []
@@ -228,7 +228,7 @@ class InflightRequest:
 
 
 def merge(outs: Sequence[TextOut]) -> TextOut:
-    """Consecutive outputs of one request → one: texts and lists joined, counts of the last."""
+    """Merges consecutive outputs of a request: texts and lists joined, last counts."""
     if len(outs) == 1:
         return outs[0]
     last = outs[-1]
@@ -248,7 +248,7 @@ def merge(outs: Sequence[TextOut]) -> TextOut:
 
 
 class TokenizerManager:
-    """Sends generations to the scheduler and routes what comes back. All methods run in the event loop."""
+    """Sends generations to the scheduler and routes outputs back. All methods run in the event loop."""
 
     def __init__(
         self,
@@ -282,11 +282,11 @@ class TokenizerManager:
         tenant: str | None = None,
         on_output: Callable[[int, TextOut], None] | None = None,
     ) -> InflightRequest:
-        """Starts the requests of one client, whose `rid` is the client's; `abort` takes these and `name`, which stands
-        for all. They go to the scheduler in turns with those of other clients (`gate`).
+        """Starts requests of one client, whose `rid` is the client's; `abort` takes these, and `name` for all. They
+        take turns with other clients' (`gate`).
 
-        The caller must `close` what this returns, whatever happens; then `on_close` is called, which it is not where
-        this raises. Raises DuplicateRid when the tenant has one of the names in flight, and TooManyGenerations.
+        The caller must `close` the result in any case; then `on_close` is called, but not if this raises. Raises
+        DuplicateRid if the tenant has one of the names in flight, and TooManyGenerations.
         """
         inflight = self._register(requests, name, tenant)
         inflight.on_output, inflight.on_close = on_output, on_close
@@ -316,7 +316,7 @@ class TokenizerManager:
         return inflight
 
     def _pump(self) -> None:
-        """Sends whatever may go now."""
+        """Sends what may go now."""
         while (found := self._gate.take()) is not None:
             id, request = found
             self._metrics.requests.inc()
@@ -329,7 +329,7 @@ class TokenizerManager:
         (self._all_sent.clear if len(self._gate) else self._all_sent.set)()
 
     def forget(self, inflight: InflightRequest) -> None:
-        """Aborts what has not ended of a request that is no longer waited for. Idempotent."""
+        """Aborts the unfinished rest of an abandoned request. Idempotent."""
         if not inflight.names:
             return
         for tenant, name in inflight.names:
@@ -344,13 +344,13 @@ class TokenizerManager:
         self._abort(id for id in running if not self._gate.remove(inflight.client, id))
 
     def _abort(self, ids: Iterable[str]) -> None:
-        """Of generations that have gone to the scheduler."""
+        """Of generations sent to the scheduler."""
         if gone := list(ids):
             self._to_scheduler.send(AbortReq(gone))
         self._pump()
 
     def _end_waiting(self, id: str, finish: FinishReason) -> bool:
-        """Ends a generation if it has not gone to the scheduler. → whether it did."""
+        """Ends a generation that was not sent yet. Returns whether it did."""
         generation = self._running.get(id)
         if generation is None or not self._gate.remove(generation.inflight.client, id):
             return False
@@ -362,14 +362,14 @@ class TokenizerManager:
         generation.inflight._deliver(generation, TextOut(id, "", [], finish))
 
     def abort(self, name: str) -> None:
-        """Ends the requests of one name, every tenant's, or all with "": their waiters get what there is, and reason
+        """Ends the requests of one name in all tenants, or all with "": waiting callers get what there is, with reason
         `abort`."""
         named = self._named.get(name, {}).values() if name else [list(self._running)]
         for ids in named:
             self._abort(id for id in ids if not self._end_waiting(id, ABORTED))
 
     def fail_all(self, finish: FinishReason) -> int:
-        """Ends everything in flight here and now, without the scheduler; returns how many there were."""
+        """Ends everything in flight at once, without the scheduler; returns how many."""
         running = list(self._running)
         for id in running:
             if not self._end_waiting(id, finish):
@@ -446,7 +446,7 @@ class TokenizerManager:
         return (await self._ask(self._to_scheduler, request, id, timeout_s)).data or {}
 
     async def announced(self, after_updates: int, timeout_s: float = 10.0) -> dict[str, Any]:
-        """What the publisher has announced once it has seen `after_updates` cache updates. Raises NoReply."""
+        """What the publisher has announced after `after_updates` cache updates. Raises NoReply."""
         if self._to_publisher is None:
             return {"seq": None, "hashes": []}
         id = self._new_id()
@@ -465,5 +465,5 @@ class TokenizerManager:
             del self._asked[id]
 
     def _new_id(self, name: str = "q") -> str:
-        """One that was never made before."""
+        """A new unique id."""
         return f"{name}#{next(self._count)}"

@@ -1,8 +1,8 @@
-"""From token ids to text, a piece at a time: no socket, no torch.
+"""Token ids to text, piece by piece: no socket, no torch.
 
-Three things make it more than decode(): a character may span tokens (a text that ends in U+FFFD is not final), a
-tokenizer may join or strip at the start of what it decodes (so new tokens are decoded together with those before them),
-and text that could be the beginning of a stop string must not leave before it is known not to be.
+More than decode() for three reasons: a character may span tokens (text that ends in U+FFFD is not final), tokenizers
+may join or strip at the start (so new tokens are decoded with earlier ones), and a possible beginning of a stop string
+must be held back.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from treeline_runtime.stop_regex import RegexFinder
 REPLACEMENT = "�"
 
 UNDECIDED_PUSHES = 32
-"""Pushes after which a text that ends in U+FFFD, or that nothing was added to, is held back no longer. A character has
-four bytes at most and a token one at least, so a longer run is no character that is still to be completed, and must not
-be decoded again with each token."""
+"""Pushes after which text that ends in U+FFFD, or an empty addition, is no longer held back. A character has at most
+four bytes and a token at least one, so longer runs are not an unfinished character, and must not be decoded again for
+each token."""
 SETTLED_TOKENS = 4
-"""Of such a run, what comes before its last so many tokens does not change any more."""
+"""In such a run, text before the last so many tokens is final."""
 
 Decode = Callable[[list[int]], str]
-"""Token ids → text, special tokens kept or skipped as the request wishes."""
+"""Token ids → text, with special tokens kept or skipped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one push released."""
+    """What a push released."""
 
     text: str
     matched: str | None = None
-    """The stop string or pattern that ended the text; nothing is released after it."""
+    """The stop string or pattern that ended the text."""
     unused: int = 0
-    """Of the ids pushed, how many came after the one that completed it."""
+    """Of the pushed ids, how many came after the one that completed it."""
 
 
 class StopFinder:
-    """Finds stop strings in a text that comes in pieces (Knuth, Morris and Pratt): O(characters x stop strings)."""
+    """Finds stop strings in text that comes in pieces (Knuth, Morris and Pratt): O(characters x stop strings)."""
 
     def __init__(self, stop: Sequence[str]) -> None:
         self._stop = tuple(s for s in stop if s)
@@ -53,10 +53,10 @@ class StopFinder:
         return max(self._states, default=0)
 
     def feed(self, text: str, *, ignore: bool = False) -> tuple[int, str] | None:
-        """The match that is complete first, and of several complete at the same character the longest: the number of
-        characters of `text` up to its end, and the string. Nothing may be fed after a match.
+        """The first completed match, and of several at the same character the longest: the characters of `text` up to
+        its end, and the string. Nothing may be fed after a match.
 
-        `ignore`: a match that is complete within `text` does not count.
+        `ignore`: a match completed within `text` does not count.
         """
         best: tuple[int, str] | None = None
         for index, stop in enumerate(self._stop):
@@ -99,19 +99,17 @@ def _failures(stop: str) -> tuple[int, ...]:
 
 
 class IncrementalDetokenizer:
-    """One request's ids in, text out.
+    """A request's ids in, text out.
 
-    Whatever the ids are split into, the deltas joined are `decode(all ids)` up to the end of generation or, if a stop
-    string occurs in it, up to that: the one that is complete first, and of several complete at the same character the
-    longest. A stop string that is complete within the first `min_tokens` tokens does not count. The stop string itself
-    is left out unless `no_stop_trim`. A pattern of `stop_regex` ends the text with the token after which there is a
-    match, and nothing is left out.
+    However the ids are split, the joined deltas are `decode(all ids)` up to the end or the first completed stop string
+    (the longest of those at the same character). Stop strings completed within the first `min_tokens` tokens do not
+    count. The stop string is cut off unless `no_stop_trim`. A `stop_regex` ends the text after the token that completes
+    a match, and nothing is cut.
 
-    One exception: byte fallback decodes a whole run of byte tokens at once, and where such a run turns out not to be
-    UTF-8, all of it becomes U+FFFD; what was handed on of that run before stays as it was, and what follows after
-    `UNDECIDED_PUSHES` of it is decoded for itself.
+    Exception: byte fallback decodes a run of byte tokens at once. If the run is not UTF-8, it becomes U+FFFD; parts
+    released before stay as they were, and what follows after `UNDECIDED_PUSHES` is decoded separately.
 
-    `ids[surr:read]` is text already handed on, kept as context for decoding what follows.
+    `ids[surr:read]` is text already released, kept as context.
     """
 
     def __init__(
@@ -141,10 +139,10 @@ class IncrementalDetokenizer:
         self._ended = False
 
     def push(self, token_ids: Sequence[int], finish: FinishReason | None = None, *, withdrawn: int = 0) -> Delta:
-        """Take new ids; with `finish` set, also release everything that was held back.
+        """Takes new ids; with `finish` set, also releases everything held back.
 
-        A stop token that ended generation is not part of the text unless `no_stop_trim`. `withdrawn`: so many of the
-        ids before never were; the new ones begin with their text. Before and after that the ids are whole characters.
+        A stop token that ended generation is cut off unless `no_stop_trim`. `withdrawn`: how many earlier ids are
+        replaced; the new ones begin with their text. Both sides of that cut are whole characters.
         """
         if self._ended:
             return Delta("")
@@ -235,7 +233,7 @@ class IncrementalDetokenizer:
         self._read, self._undecided, self._said = end, 0, None
 
     def _settled_text(self, before: str, text: str) -> str:
-        """Of a long run that is no UTF-8, what will stay as it is."""
+        """The final part of a long run that is not UTF-8."""
         end = len(self._ids) - SETTLED_TOKENS
         settled = self._decode(self._ids[self._surr : end])
         if len(settled) <= len(before) or not text.startswith(settled):

@@ -1,5 +1,6 @@
-"""How clients share work: a queue in which they take turns, so that what one of them sends does not delay another's by
-more than one piece, and the seconds that each may use."""
+"""Sharing between clients: a queue in which they take turns, so that one delays another by at most one item, and a
+budget of seconds for each.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ T = TypeVar("T")
 
 
 class Turns(Generic[T]):
-    """Holds at most `most` items. None is a client, too: everybody whom the edge has not named."""
+    """Holds at most `most` items. None is a client too: all unnamed ones."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -24,7 +25,7 @@ class Turns(Generic[T]):
         return sum(map(len, self._lines.values()))
 
     def put(self, client: str | None, item: T) -> T | None:
-        """Add an item. → the item for which there is no room now: the last one of the client that has most."""
+        """Adds an item. Returns the item that no longer fits: the last one of the client with most."""
         self._lines.setdefault(client, deque()).append(item)
         if len(self) <= self._most:
             return None
@@ -34,11 +35,11 @@ class Turns(Generic[T]):
         return dropped
 
     def put_back(self, client: str | None, item: T) -> None:
-        """Add an item that was taken before: it is the next one of its client."""
+        """Puts an item back as its client's next."""
         self._lines.setdefault(client, deque()).appendleft(item)
 
     def take(self, fits: Callable[[T], bool]) -> T | None:
-        """Remove the first item that fits, of the first client that has one."""
+        """Removes the first item that fits, of the first client with one."""
         for client, line in self._lines.items():
             for index, item in enumerate(line):
                 if fits(item):
@@ -49,13 +50,13 @@ class Turns(Generic[T]):
         return None
 
     def remove(self, client: str | None, item: T) -> None:
-        """Raises ValueError if it does not wait."""
+        """Raises ValueError if it is not in the queue."""
         line = self._lines.get(client, deque())
         line.remove(item)
         self._forget_if_empty(client)
 
     def drop(self, client: str | None) -> list[T]:
-        """Remove all items of a client."""
+        """Removes all items of a client."""
         return list(self._lines.pop(client, ()))
 
     def _forget_if_empty(self, client: str | None) -> None:
@@ -64,8 +65,8 @@ class Turns(Generic[T]):
 
 
 class ClientSeconds:
-    """A client may use `most` seconds of a time that all share, and gets back `back` of one in each second. None is a
-    client, too: everybody whom the edge has not named."""
+    """A client may use `most` seconds of shared time, and gets `back` of one back each second. None is a client too:
+    all unnamed ones."""
 
     def __init__(self, most: float, back: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._most = most
@@ -75,16 +76,16 @@ class ClientSeconds:
         """Of clients: seconds, and when they were counted."""
 
     def charge(self, client: str | None, seconds: float) -> None:
-        """It has used so many."""
+        """Counts used seconds."""
         self._used = {each: used for each, used in self._used.items() if self.owed(each) > 0}
         self._used[client] = self.owed(client) + seconds, self._clock()
 
     def owed(self, client: str | None) -> float:
-        """What it has used and not been given back."""
+        """Seconds used and not given back."""
         seconds, when = self._used.get(client, (0.0, 0.0))
         return max(seconds - self._back * (self._clock() - when), 0.0)
 
     def wait_s(self, client: str | None) -> int:
-        """0 where it may use some; else whole seconds until it may."""
+        """0 if it may use some; else whole seconds until it may."""
         too_many = self.owed(client) - self._most
         return max(math.ceil(too_many / self._back), 1) if too_many > 0 else 0

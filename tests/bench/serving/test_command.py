@@ -227,7 +227,7 @@ def test_ctrl_c_reports_what_there_is(before: list[str], tmp_path: Path) -> None
         finally:
             process.kill()
     assert process.returncode == 130, errors
-    assert "interrupted: these are the figures until then" in said
+    assert "interrupted: figures until then" in said
     assert "Traceback" not in errors
     document = json.loads(out.read_text())
     assert document["interrupted"] is True

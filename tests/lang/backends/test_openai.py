@@ -186,7 +186,7 @@ def test_a_turn_that_has_begun(server: FakeOpenAI) -> None:
     with backend(server, dialect="openai") as openai:
         error = begun.run(backend=openai).error()
         assert isinstance(error, Unsupported)
-        assert "has begun" in str(error)
+        assert "a begun turn" in str(error)
 
 
 def test_texts_without_a_turn_are_refused(server: FakeOpenAI) -> None:
@@ -236,8 +236,8 @@ def test_streams(server: FakeOpenAI) -> None:
     ("events", "kind", "said"),
     [
         ([delta(content="a"), DONE], Unreachable, "broke off"),
-        ([b'data: {"error": {"message": "no memory"}}\n\n'], BackendError, "gave the request up: no memory"),
-        ([b'data: {"error": {"message": "busy", "code": 503}}\n\n'], BackendError, "gave the request up: busy"),
+        ([b'data: {"error": {"message": "no memory"}}\n\n'], BackendError, "aborted the request: no memory"),
+        ([b'data: {"error": {"message": "busy", "code": 503}}\n\n'], BackendError, "aborted the request: busy"),
         ([b'data: {"error": {"message": "no such token", "code": 400}}\n\n'], Refused, "no such token"),
         ([b'data: {"error": {"message": "no", "type": "BadRequestError"}}\n\n'], Refused, "refused the request: no"),
         ([b"data: [1]\n\n"], BackendError, "not one of OpenAI's API"),
@@ -299,7 +299,7 @@ def test_what_cannot_select(server: FakeOpenAI) -> None:
         assert "cannot select" in str(choosing.run(backend=openai).error())
         error = choosing.run(backend=openai, method="unconditional_likelihood_normalized").error()
         assert isinstance(error, ProgramError)
-        assert "ids of tokens" in str(error)
+        assert "token ids" in str(error)
     assert not server.bodies
 
 

@@ -117,7 +117,7 @@ def test_variables_are_known_once_the_model_has_written_them(act, reason):
         reads.trace()
 
 
-def test_what_the_backend_says_and_what_comes_in_pieces_is_not_known():
+def test_meta_data_and_streams_are_unknown_while_tracing():
     with pytest.raises(TraceError, match="what the backend says with 'x'"):
         function(lambda s: [s.__iadd__(gen("x")), s.get_meta_info("x")]).trace()
     with pytest.raises(TraceError, match="the pieces of 'x'"):

@@ -248,7 +248,7 @@ def test_a_cache_of_fp8_is_seen_as_it_was_stored(
     World("torch_sdpa", (4, 2, 8), 4, scales=scales).check(lens)
 
 
-def test_what_lies_in_slots_of_fp8_that_nobody_sees_changes_no_bit() -> None:
+def test_unseen_fp8_slots_change_no_bit() -> None:
     outs = []
     for garbage in (0x00, 0x7F, 0xFF, 0x7E):
         world = World("torch_sdpa", (4, 2, 8), 4, scales=[(1.0, 1.0)] * 2)

@@ -77,7 +77,7 @@ def test_a_retraction_leaves_no_gap_and_nothing_twice(path: Path, theirs: Any, d
         np.testing.assert_allclose(rows, whole[states.first :], atol=2e-5)
 
 
-def test_an_engine_gives_them_only_where_it_was_told_to_and_in_bounds(path: Path) -> None:
+def test_hidden_states_need_the_setting_and_are_bounded(path: Path) -> None:
     with (
         Engine(path, **SETTINGS | {"enable_return_hidden_states": False}) as engine,
         pytest.raises(GenerationError, match="enable_return_hidden_states"),

@@ -55,7 +55,7 @@ def test_asleep_the_memory_is_the_systems_again(tmp_path: Path) -> None:
         assert len(engine.generate(IDS, GREEDY).token_ids) == 8
 
 
-def test_a_sleeping_scheduler_has_told_that_its_cache_is_empty_and_says_so_in_its_load(tmp_path: Path) -> None:
+def test_a_sleeping_scheduler_reports_an_empty_cache_and_its_sleep(tmp_path: Path) -> None:
     engine = Harness(write_config(tmp_path))
     engine.generate("1", prompt(1, 20))
     engine.inbox.append(SleepReq("s", 2))
@@ -209,7 +209,7 @@ def test_a_profile_ends_after_its_steps_or_when_it_is_stopped(checkpoints: tuple
 def test_out_of_memory_at_load_says_the_numbers_and_what_to_do(
     checkpoints: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, error: RuntimeError
 ) -> None:
-    with pytest.raises(ConfigError, match=r"no memory is left for the KV pool: .* GiB are free.*raise mem_fraction"):
+    with pytest.raises(ConfigError, match=r"no memory left for the KV pool: .* GiB are free.*raise mem_fraction"):
         Engine(checkpoints[0], mem_fraction=1e-9)
 
     def full(_: Any) -> None:

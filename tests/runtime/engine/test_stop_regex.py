@@ -37,7 +37,7 @@ def test_a_text_in_pieces_has_a_match_when_re_finds_one(pattern: str, pieces: li
         assert (finder.feed(piece) == pattern) is found
 
 
-def test_the_first_pattern_that_matches_is_told_and_ignored_matches_are_looked_for_anew() -> None:
+def test_the_first_matching_pattern_is_reported_and_ignored_matches_are_searched_again() -> None:
     finder = RegexFinder(("x+", "[xy]"))
     assert finder.feed("y", ignore=True) is None
     assert finder.feed("-") is None

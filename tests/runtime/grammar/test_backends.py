@@ -144,7 +144,7 @@ def test_each_choice_can_be_made_and_nothing_else(backend: GrammarBackend, walke
     assert {walk.text.decode() for walk in walks if walk.whole} <= set(texts)
 
 
-def test_what_is_forced_is_text_where_characters_share_their_first_bytes(backend: GrammarBackend) -> None:
+def test_forced_text_is_whole_characters_even_if_first_bytes_are_shared(backend: GrammarBackend) -> None:
     matcher = backend.load(backend.compile(Grammar("choice", '["aé", "aè"]'))).matcher([END])
     assert matcher.forced() == "a"
     assert matcher.accept(VOCABULARY.texts.index(b"a"))
@@ -331,7 +331,7 @@ def test_what_is_no_schema_is_refused_by_name(backend: GrammarBackend, schema: A
     ],
     ids=lambda grammar: grammar.kind,
 )
-def test_what_a_grammar_takes_is_not_a_fraction_of_what_is_said(grammar: Grammar) -> None:
+def test_reported_grammar_memory_is_not_far_too_low(grammar: Grammar) -> None:
     """Of the heap: 60 bytes for a character of llguidance's text, xgrammar's as many as it has serialised."""
     backend = Backends(synthetic_vocabulary(2000))
     compiled = backend.compile(grammar)

@@ -149,7 +149,7 @@ def refused(future: Future[Compiled]) -> str:
     return str(raised.value)
 
 
-def test_a_grammar_is_compiled_once_whoever_asks_and_wherever_it_begins(new_compiler: NewCompiler) -> None:
+def test_a_grammar_is_compiled_once_for_all_requests_and_markers(new_compiler: NewCompiler) -> None:
     done = threading.Semaphore(0)
     compiler = new_compiler(done.release)
     first = compiler.get(integers(5))
@@ -172,7 +172,7 @@ def test_what_is_wrong_with_a_grammar_is_said_and_remembered(new_compiler: NewCo
     assert compiler.get(bad) is first
 
 
-def test_what_fails_in_a_way_that_nobody_thought_of_is_refused_and_its_process_lives(new_compiler: NewCompiler) -> None:
+def test_an_unforeseen_failure_is_refused_and_the_process_survives(new_compiler: NewCompiler) -> None:
     compiler = new_compiler(workers=1)
     assert compiler.get(integers(1)).result(60)
     pids = compiler._workers.pids()
@@ -337,7 +337,7 @@ def test_the_small_grammar_of_another_client_is_ready_before_what_a_hostile_one_
     assert len(finished) < len(hostile) // 2, finished
 
 
-def test_what_nobody_waits_for_any_more_is_not_compiled_and_takes_no_place(new_compiler: NewCompiler) -> None:
+def test_abandoned_grammars_are_not_compiled_and_free_their_place(new_compiler: NewCompiler) -> None:
     begun, go_on = threading.Semaphore(0), threading.Event()
     asked = list[Grammar]()
 
@@ -405,7 +405,7 @@ def test_what_was_not_wanted_for_longest_is_forgotten(new_compiler: NewCompiler)
     assert compiler.num_bytes <= room
 
 
-def test_refusals_take_as_much_as_is_said_and_none_is_looked_at_for_another(new_compiler: NewCompiler) -> None:
+def test_refused_grammars_count_in_the_cache_per_namespace(new_compiler: NewCompiler) -> None:
     """Many thousands are kept: the bound is on what they take, and the scheduler's thread does not go through them."""
     compiler = new_compiler(cache_bytes=100_000, waiting=100)
     compiler._ask = lambda *_: bytearray([Answer.REFUSED])  # type: ignore[method-assign]
@@ -430,7 +430,7 @@ class _NeverSummed(dict[Grammar, int]):
     __iter__ = items = values
 
 
-def test_what_refused_a_grammar_keeps_nothing_of_those_who_asked(new_compiler: NewCompiler) -> None:
+def test_a_refused_grammar_keeps_no_requests_alive(new_compiler: NewCompiler) -> None:
     compiler = new_compiler()
     bad = Grammar("regex", "(a")
     error = compiler.get(bad).exception(60)

@@ -31,7 +31,7 @@ def refused(future: Future[Compiled]) -> str:
     return str(raised.value)
 
 
-def test_what_is_warm_is_read_and_started_once_and_the_first_grammar_finds_it() -> None:
+def test_warming_happens_once_and_serves_the_first_grammar() -> None:
     calls = list[str]()
 
     def read() -> Vocabulary:
@@ -52,9 +52,9 @@ def test_what_is_warm_is_read_and_started_once_and_the_first_grammar_finds_it() 
         compiler.close()
 
 
-def test_a_server_that_cannot_follow_grammars_is_not_warmed_and_says_why_when_asked() -> None:
+def test_a_server_without_grammar_support_is_not_warmed_and_gives_the_reason() -> None:
     def none() -> Vocabulary:
-        raise GrammarError("this server cannot follow grammars: no tokenizer")
+        raise GrammarError("this server does not support grammars: no tokenizer")
 
     compiler = GrammarCompiler(none, on_done=lambda: None)
     try:

@@ -163,7 +163,7 @@ def test_what_is_not_regular_is_refused_by_name(backend: GrammarBackend, pattern
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_the_pattern_of_a_format_is_written_anew_as_re_reads_it(name: str) -> None:
+def test_format_patterns_are_rewritten_as_re_reads_them(name: str) -> None:
     draw = random.Random(1)
     written = as_regex(within(FORMATS[name]))
     for _ in range(300):

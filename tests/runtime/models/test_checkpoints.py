@@ -79,7 +79,7 @@ def test_rope_settings_in_two_places_mean_what_they_mean_to_transformers(llama: 
     assert_same(edit(llama, **changes))
 
 
-def test_a_head_that_differs_from_the_embedding_is_used_although_they_are_said_to_be_tied(
+def test_a_head_that_differs_from_the_embedding_is_used_even_if_declared_tied(
     llama: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert_same(edit(llama, tie_word_embeddings=True))

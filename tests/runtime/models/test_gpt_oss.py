@@ -120,7 +120,7 @@ def test_checkpoints_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None
 # ---- config.json ------------------------------------------------------------------------------------------
 
 
-def test_what_is_published_is_accepted_and_a_missing_key_means_what_it_means_to_transformers(tmp_path: Path) -> None:
+def test_published_configs_are_accepted_with_the_defaults_of_transformers(tmp_path: Path) -> None:
     whole = read_config(config_of(tmp_path, "GptOss"))
     assert whole.scoring.windows[:3] == (128, None, 128)
     assert whole.longest_context == 131072

@@ -96,7 +96,7 @@ def test_many_sequences_at_once_are_what_transformers_generates(tmp_path: Path) 
     assert_generates_the_same(Harness(save(theirs, tmp_path), load_format="auto", chunked_prefill_size=16), theirs)
 
 
-def test_an_expert_that_is_not_finite_ends_those_who_met_it_and_nobody_else(tmp_path: Path) -> None:
+def test_a_nonfinite_expert_ends_only_requests_that_used_it(tmp_path: Path) -> None:
     theirs = reference("Mixtral", MIXTRAL | {"num_experts_per_tok": 1})
     healthy, broken = save(theirs, tmp_path / "healthy"), save(theirs, tmp_path / "broken")
     tensors = load_file(broken / "model.safetensors")

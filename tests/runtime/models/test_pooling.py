@@ -222,7 +222,7 @@ def test_whatever_a_key_holds_it_is_read_or_refused_in_words(tmp_path: Path, ask
 
 
 @pytest.mark.parametrize("mode", [5, {}, [{}], [[]], {"a": 1}, ["mean", "cls"]], ids=str)
-def test_whatever_a_pooling_module_holds_it_is_refused_in_words(tmp_path: Path, mode: Any) -> None:
+def test_unsupported_pooling_modules_are_refused_in_words(tmp_path: Path, mode: Any) -> None:
     modules = [{"type": "a.Transformer", "path": ""}, {"type": "a.Pooling", "path": "p"}]
     path = checkpoint(tmp_path)
     (path / "modules.json").write_text(json.dumps(modules))
@@ -252,7 +252,7 @@ def test_a_token_beyond_the_vocabulary_and_a_head_of_another_size(tmp_path: Path
         load_model(EngineConfig(model=str(path), device="cpu"))
 
 
-def test_architectures_that_nobody_knows_stay_refused_by_their_own_name(tmp_path: Path) -> None:
+def test_unknown_architectures_are_refused_by_name(tmp_path: Path) -> None:
     for name in ("BertModel", "Qwen2ForRewardModel", "BertForSequenceClassification", "Model"):
         with pytest.raises(ModelError, match=f"architecture {name} is not supported"):
             read_config(checkpoint(tmp_path, name))

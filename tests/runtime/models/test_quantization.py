@@ -373,7 +373,7 @@ def test_tensors_that_do_not_fit_the_format_are_refused_by_name(
         ours(wide)
 
 
-def test_a_checkpoint_that_is_said_to_be_quantised_and_is_not_is_refused(wide: Path) -> None:
+def test_an_unquantised_checkpoint_declared_quantised_is_refused(wide: Path) -> None:
     config = json.loads((wide / "config.json").read_text()) | {"quantization_config": compressed()}
     (wide / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match=r"has a quantization_config, but no tensor has a scale"):

@@ -42,7 +42,7 @@ def entries_of(paths: list[Path]) -> dict[str, Entry]:
 
 
 @given(data=st.data())
-def test_whatever_is_asked_for_in_whatever_order_is_what_the_files_have(
+def test_tensors_are_right_in_any_order_of_requests(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
     folder = tmp_path_factory.mktemp("shards")

@@ -52,5 +52,5 @@ def ended(tmp_path: Path, does: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("does", [LOADS, FINDS_NO_FOLDER], ids=["loads", "finds no folder"])
-def test_a_child_that_is_told_to_stop_as_it_starts_goes_without_a_word(tmp_path: Path, does: str) -> None:
+def test_a_child_stopped_during_its_start_ends_silently(tmp_path: Path, does: str) -> None:
     assert ended(tmp_path, does) == (0, "")

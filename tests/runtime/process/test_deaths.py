@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.deep]
 
 
 @pytest.mark.parametrize("victim", ["scheduler", "detokenizer", "publisher"])
-def test_the_death_of_a_child_is_told_to_everyone_and_ends_the_server(start: Any, victim: str) -> None:
+def test_the_death_of_a_child_fails_requests_and_ends_the_server(start: Any, victim: str) -> None:
     server = start().ready()
     stream = Stream(server, tokens=2000).underway()
     children = server.children()
@@ -51,7 +51,7 @@ def test_children_end_with_a_parent_that_was_killed(start: Any) -> None:
     eventually(lambda: all(gone(pid) for pid in children.values()), 60, "the children are gone")
 
 
-def test_what_a_wholly_killed_server_left_is_removed_by_the_next(start: Any, temp: Path) -> None:
+def test_the_next_server_removes_a_killed_servers_folder(start: Any, temp: Path) -> None:
     alive, killed = start(), start()
     alive.ready()
     killed.ready()

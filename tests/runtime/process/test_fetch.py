@@ -239,4 +239,4 @@ def test_a_download_that_ends_short_is_a_failure(hub: Hub, tmp_path: Path, monke
 @pytest.mark.parametrize("uri", ["org/name", "hf://name", "hf://org/name/more", "az://org/name"])
 def test_what_is_no_model_of_the_hub_is_said_so(uri: str, tmp_path: Path) -> None:
     assert run(tmp_path / "m", uri=uri) == 1
-    assert "is no model of the Hub" in (tmp_path / "termination-log").read_text()
+    assert "is not a Hub model" in (tmp_path / "termination-log").read_text()

@@ -192,11 +192,11 @@ def test_two_sockets_of_events_cannot_have_one_port(twice: tuple[str, str]) -> N
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     flags = ["--model", "/nowhere", *OWN_PORTS, *(word for flag in twice for word in (flag, port))]
-    with pytest.raises(EventsError, match=f"^{twice[1]}: {port} is the port of {twice[0]}"):
+    with pytest.raises(EventsError, match=f"^{twice[1]}: {port} is already the port of {twice[0]}"):
         serve(parse_args(flags))
 
 
-def test_while_loading_nothing_is_ready_and_a_failure_to_load_is_said(model: Path, tmp_path: Path) -> None:
+def test_nothing_is_ready_while_loading_and_load_failures_are_reported(model: Path, tmp_path: Path) -> None:
     go_on = tmp_path / "go on"
     environment = {"FAKE_SCHEDULER_WAITS_FOR": str(go_on), "FAKE_SCHEDULER_FAILS": "1"}
     server = ServerProcess(model, "--no-events", fake=True, environment=environment)

@@ -59,7 +59,7 @@ def test_an_unchanged_load_is_not_news() -> None:
     assert stream.take(0.5) == []
 
 
-def test_reports_end_when_the_scheduler_says_nothing_more_and_begin_again_with_it() -> None:
+def test_load_reports_stop_while_the_scheduler_is_silent() -> None:
     stream = LoadStream(1, 16)
     stream.on_load(LoadUpdate(running=1), 0.0)
     sent = [second for second in range(60) if stream.take(float(second))]

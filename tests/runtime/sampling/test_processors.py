@@ -69,7 +69,7 @@ def test_wrong_params_are_refused_in_words(name: str, params: dict[str, Any], wo
         BUILT_IN[name](params, VOCAB)
 
 
-def test_the_models_logits_stay_and_the_output_is_told_bit_by_bit() -> None:
+def test_logits_stay_unchanged_and_output_arrives_incrementally() -> None:
     seen = list[list[int]]()
 
     def halves(output_ids: Sequence[int], logits: torch.Tensor) -> torch.Tensor:

@@ -141,7 +141,7 @@ def test_what_a_temperature_is_enough_for() -> None:
         ({"max_new_tokens": -1}, "max_new_tokens is out of range: -1"),
         ({"min_new_tokens": -1}, "min_new_tokens"),
         ({"min_new_tokens": 9, "max_new_tokens": 8}, "exceeds max_new_tokens"),
-        ({"min_new_tokens": 1, "grammar": Grammar("regex", "a")}, "says itself where it ends"),
+        ({"min_new_tokens": 1, "grammar": Grammar("regex", "a")}, "decides where it ends"),
         ({"temperature": -0.1}, "temperature"),
         ({"temperature": math.nan}, "temperature"),
         ({"top_p": 1.1}, "top_p"),

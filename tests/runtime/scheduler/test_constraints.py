@@ -319,9 +319,7 @@ def test_a_failed_launch_is_repeated_request_by_request(tiny: Path, alone: dict[
     assert {rid: engine.tokens(rid) for rid in ASKED} == alone
 
 
-def test_who_ends_while_a_failed_launch_is_repeated_is_not_launched(
-    tiny: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_that_end_during_a_repeated_launch_are_skipped(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sampling the first takes the results of the step before, among them the other's last token."""
     engine = Constrained(tiny, overlap_depth=1)
     engine.ask("first", prompt(1, 5), Toy(alternating), max_new_tokens=6)

@@ -79,7 +79,7 @@ def test_the_row_of_nobody_has_pages_of_nobody() -> None:
     assert there.scratch_row not in [table.alloc([1]) for _ in range(4)]
 
 
-def test_inputs_come_out_as_they_went_in_and_the_rest_is_greedy_and_nobodys() -> None:
+def test_inputs_keep_their_order_and_padding_is_greedy() -> None:
     keys = np.array([[1, -2], [3, -4]], dtype=np.int32)
     inputs = DecodeInputs([3, 0], [17, 5], [3, 7], [0.0, 0.75], keys)
     found = OnDevice.of(torch.from_numpy(inputs.packed(4, 9)))

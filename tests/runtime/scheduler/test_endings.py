@@ -211,7 +211,7 @@ def test_a_message_that_breaks_the_scheduler_is_answered(tiny: Path, monkeypatch
     assert engine.finish("a").status == 500
 
 
-def test_one_message_ends_several_requests_and_who_asks_is_told_what_was_taken(tiny: Path) -> None:
+def test_one_message_aborts_several_requests_and_receipt_is_confirmed(tiny: Path) -> None:
     engine = Harness(tiny)
     for rid in "abc":
         engine.submit(rid, prompt(1, 10), max_new_tokens=50)

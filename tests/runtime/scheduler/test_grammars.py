@@ -247,7 +247,7 @@ def test_a_client_without_seconds_left_is_told_429(engine: Speaking) -> None:
     assert engine.refusal("late") == (429, "try again in 7 s")
 
 
-def test_who_is_free_is_not_refused_for_grammars_that_are_compiled_and_these_find_the_queue_full() -> None:
+def test_unconstrained_requests_pass_while_the_grammar_queue_is_full() -> None:
     engine = Speaking(max_running_requests=1, max_queued_requests=1)
     made = engine.grammars._compiler.get(OBJECT)
     compiling = Future[Compiled]()

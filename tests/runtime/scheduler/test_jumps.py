@@ -223,7 +223,7 @@ def likeliest(engine: WithGrammars, grammar: Grammar, ids: list[int], output: li
 
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("rid", ["person", "flags"])
-def test_what_is_sampled_is_the_likeliest_after_exactly_this_sequence(
+def test_greedy_tokens_are_the_most_likely_after_this_sequence(
     sampled: dict[str, set[int]], rid: str, depth: int
 ) -> None:
     engine = engine_of(depth)

@@ -197,7 +197,7 @@ def test_a_client_that_fills_the_queue_gives_way_to_others_and_not_to_itself(tin
     assert sorted(ended) == ["hostile 0", "hostile 1", "other", "other 2", "unnamed"]
 
 
-def test_where_nobody_may_wait_a_client_of_which_nothing_runs_gets_the_row_that_is_kept_for_it(tiny: Path) -> None:
+def test_an_idle_client_gets_the_reserved_row_when_no_request_may_wait(tiny: Path) -> None:
     engine = Harness(tiny, max_running_requests=8, max_queued_requests=0)
     for i in range(8):
         engine.submit(f"hostile {i}", prompt(i, 8), max_new_tokens=99, client="hostile")

@@ -126,7 +126,7 @@ def test_duplicates_found_while_in_flight_are_freed_later(tiny: Path) -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_who_comes_while_a_prefix_is_being_computed_waits_for_its_pages(tiny: Path, depth: int) -> None:
+def test_a_request_waits_for_a_prefix_that_is_being_computed(tiny: Path, depth: int) -> None:
     beginning = prompt(1, 48)
     engine = Harness(tiny, overlap_depth=depth, prefills_in_a_row=5)
     engine.submit("computes", beginning + prompt(2, 4))

@@ -81,7 +81,7 @@ def test_asleep_nobody_is_served_and_routers_know(
     assert (info["status"], info["asleep"]) == ("asleep", level)
     assert http.get("/v1/loads").json()["loads"][0]["asleep"] == level
     assert admin.get("/debug/radix").json()["blocks"] == []
-    assert told(admin.post("/sleep"), 400) == f"Refused: it sleeps already, at level {level}"
+    assert told(admin.post("/sleep"), 400) == f"Refused: it is already asleep, at level {level}"
     same = {"model_path": info["model_path"]}
     assert admin.post("/update_weights", json=same).status_code == 200
     assert http.get("/server_info").json()["asleep"] == 2, "the weights on the host were the old ones"
@@ -106,7 +106,7 @@ def test_sleep_ends_what_runs_or_waits_for_it(server: ServerProcess, http: httpx
     sleeper.start()
     eventually(lambda: http.get("/server_info").json()["operation"] == "going to sleep", 60, "it waits")
     assert told(http.post("/v1/completions", json=BODY), 503) == "The engine is going to sleep"
-    assert told(admin.post("/wake_up"), 409) == "Another operation is under way: going to sleep"
+    assert told(admin.post("/wake_up"), 409) == "Another operation is running: going to sleep"
     assert stream.ended()[-1] == "[DONE]"
     sleeper.join(30)
     assert answers[0].json() == {"asleep": 1}

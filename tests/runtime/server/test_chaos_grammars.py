@@ -79,7 +79,7 @@ async def leaves(http: httpx.AsyncClient, i: int) -> None:
     await asyncio.gather(asking, return_exceptions=True)
 
 
-async def test_who_is_free_is_served_beside_two_hundred_grammars_hostile_ones_and_clients_that_leave(
+async def test_unconstrained_requests_complete_during_grammar_load(
     server: ServerProcess,
 ) -> None:
     limits = httpx.Limits(max_connections=None)

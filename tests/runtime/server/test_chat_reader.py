@@ -105,7 +105,7 @@ def test_every_api_asks_the_engine_for_the_same_grammar(tokenizer: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["completion", "generate"])
-def test_what_is_said_of_the_output_of_many_generations_is_bounded(tokenizer: str, kind: str) -> None:
+def test_output_settings_of_many_generations_are_bounded(tokenizer: str, kind: str) -> None:
     made, bodies = reader(tokenizer), list[dict[str, Any]]()
     for fields in (
         {"stop": [f"{i:x>1024}" for i in range(64)]},

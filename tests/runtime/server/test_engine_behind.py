@@ -266,7 +266,7 @@ def test_a_client_that_leaves_frees_its_pages(server: ServerProcess, stream: str
     eventually(server.idle, 60, "it is gone")
 
 
-def test_clients_that_leave_under_load_free_everything_and_disturb_nobody(
+def test_clients_that_disconnect_under_load_leave_nothing_behind(
     http: httpx.Client, admin: httpx.Client, server: ServerProcess
 ) -> None:
     """Four stay, four leave in the middle of a stream, four while waiting for a whole answer."""
@@ -397,7 +397,7 @@ def test_the_cache_holds_a_clients_blocks_in_its_namespace(server: ServerProcess
     assert all(block["announced"] for block in blocks)
 
 
-def test_strangers_who_share_a_cache_are_not_told_what_was_cached(fresh: httpx.Client) -> None:
+def test_clients_that_share_a_cache_do_not_see_cached_counts(fresh: httpx.Client) -> None:
     cached(fresh, {})
     shared = edge("bob", headers.SHARED)
     body = {"prompt": PROMPT, "max_tokens": 1}

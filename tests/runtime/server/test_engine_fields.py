@@ -314,7 +314,7 @@ def test_a_conversation_that_would_have_to_be_cut_is_refused_as_such(reader: Rea
             read(reader, "responses", input="a b " * 5000, truncation=truncation)
         error = refused.value.body["error"]
         assert (error["param"], error["code"]) == (param, "context_length_exceeded")
-    with pytest.raises(ApiError, match=r"'message.output_text.logprobs' is not told"):
+    with pytest.raises(ApiError, match=r"'message.output_text.logprobs' is not available"):
         read(reader, "responses", include=["message.output_text.logprobs"])
 
 

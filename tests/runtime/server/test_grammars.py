@@ -251,7 +251,7 @@ def test_a_schema_keeps_its_members_and_their_order(properties: dict[str, Any]) 
 
 
 @pytest.mark.parametrize("isolation", [headers.PER_KEY, headers.SHARED])
-async def test_whom_the_edge_names_takes_turns_whether_its_cache_is_its_own_or_not(isolation: str) -> None:
+async def test_named_clients_take_turns_with_and_without_isolation(isolation: str) -> None:
     sent = list[GenerateReq]()
 
     def keep(requests: list[GenerateReq], **_: object) -> None:
@@ -265,7 +265,7 @@ async def test_whom_the_edge_names_takes_turns_whether_its_cache_is_its_own_or_n
     assert [request.client for request in sent] == ["ada", None]
 
 
-def test_a_client_that_has_used_up_its_seconds_is_told_when_to_come_back() -> None:
+def test_a_client_that_used_up_its_seconds_gets_a_retry_time() -> None:
     with pytest.raises(ApiError) as refused:
         Service.check_finish(mock.Mock(Service), FinishReason("error", message="wait", status=429))
     assert (refused.value.status, refused.value.body["error"]["code"]) == (429, "rate_limit_exceeded")

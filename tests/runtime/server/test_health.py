@@ -159,7 +159,7 @@ async def test_ready_turns_at_once_and_live_when_nothing_has_worked_for_the_watc
         await probes.live()
 
 
-def test_a_server_whose_engine_fails_everything_says_so_until_it_answers_again(model: Path) -> None:
+def test_a_server_whose_engine_fails_is_unready_until_it_answers_again(model: Path) -> None:
     with running(model, "--no-events", fake=True) as server, server.client() as http:
 
         def complete(token: int) -> int:

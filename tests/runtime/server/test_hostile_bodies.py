@@ -262,7 +262,7 @@ def test_memory_stays_where_it_was(watched: ServerProcess) -> None:
         assert rss_mb(watched.process.pid) - before < 100
 
 
-def test_requests_beyond_the_budget_are_told_to_come_again_or_that_they_never_fit(model: Path) -> None:
+def test_requests_beyond_the_budget_get_a_retry_or_never_fit(model: Path) -> None:
     budget = ("--max-bytes-in-flight", str(4 * MB))
     with running(model, *budget, "--no-events", fake=True) as server, server.client() as http:
         large = text(prompt="a" * 5 * MB)

@@ -174,7 +174,7 @@ async def no_message(*_: object) -> Any:
 
 
 @pytest.mark.parametrize("answered", [True, False])
-async def test_of_a_request_that_has_ended_nothing_is_kept_by_its_connection(answered: bool) -> None:
+async def test_a_connection_keeps_nothing_of_ended_requests(answered: bool) -> None:
     """The server keeps the scope until the next request comes on the connection, or for as long as it stays open."""
     request = asking(body=b"x" * 100)
     closed: list[bool] = []

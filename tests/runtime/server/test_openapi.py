@@ -244,7 +244,7 @@ def test_answers_are_as_the_document_says(http: httpx.Client, judge: Judge, path
 
 
 @pytest.mark.parametrize("path", ["/v1/models", "/v1/models/{model}", "/live", "/ready", "/health_generate"])
-def test_what_the_server_says_of_itself_is_as_the_document_says(http: httpx.Client, judge: Judge, path: str) -> None:
+def test_server_info_matches_the_openapi_document(http: httpx.Client, judge: Judge, path: str) -> None:
     judge.answer(path, method="get").validate(http.get(path.format(model="random")).json())
 
 

@@ -48,7 +48,7 @@ def test_a_processor_is_named(name: str | None, given: dict[str, Any], found: Cu
         (None, {"vllm_xargs": {"a": 1}}, "vllm_xargs", "which logit processor"),
         ("a", {"custom_params": {"a": 1}, "vllm_xargs": {"a": 1}}, "vllm_xargs", "give one"),
         ('{"callable": "80049540"}', {}, "custom_logit_processor", "--logit-processor NAME=module:attribute"),
-        (' {"callable": ', {}, "custom_logit_processor", "never taken"),
+        (' {"callable": ', {}, "custom_logit_processor", "cannot contain code"),
         ("", {}, "custom_logit_processor", "a name has"),
         ("a b", {}, "custom_logit_processor", "a name has"),
         ("a" * 65, {}, "custom_logit_processor", "a name has"),
@@ -149,7 +149,7 @@ def test_generate_takes_it_where_sglang_has_it(http: httpx.Client) -> None:
     [
         ({"custom_logit_processor": "other"}, "no logit processor 'other', only disallowed_tokens, favours, fails"),
         (favours(10**6), "token is an id below"),
-        ({"custom_logit_processor": '{"callable": "8004"}'}, "code is never taken from requests"),
+        ({"custom_logit_processor": '{"callable": "8004"}'}, "requests cannot contain code"),
         ({"custom_logit_processor": 5}, "custom_logit_processor"),
         ({"custom_logit_processor": "favours", "custom_params": [1]}, "custom_params"),
     ],

@@ -125,7 +125,7 @@ async def test_a_body_that_takes_long_leaves_the_lane_for_ordinary_ones_and_its_
         assert played.asked[4:] == [(0, 1), (0, 2), (0, 3)]
 
 
-async def test_a_client_whose_bodies_computed_for_too_long_is_refused_and_others_are_not(
+async def test_only_the_client_whose_bodies_took_too_long_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with playing(monkeypatch) as played:

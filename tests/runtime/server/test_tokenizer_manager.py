@@ -166,7 +166,7 @@ async def test_each_tenant_has_names_of_its_own_and_an_abort_ends_all_of_one_nam
         inflight.close()
 
 
-async def test_the_end_of_a_closed_request_is_not_that_of_its_namesake() -> None:
+async def test_a_closed_requests_end_does_not_end_one_of_the_same_name() -> None:
     world = World()
     world.manager.open(world.requests("a"), name="a").close()
     again = world.manager.open(world.requests("a"), name="a")

@@ -172,7 +172,7 @@ def test_an_abort_by_an_operator_is_an_error(http: httpx.Client, admin: httpx.Cl
     assert span.attributes["gen_ai.response.finish_reasons"] == ["abort"]
 
 
-def test_what_is_not_sampled_and_what_only_probes_is_not_recorded(http: httpx.Client, collector: Collector) -> None:
+def test_unsampled_requests_and_probes_are_not_recorded(http: httpx.Client, collector: Collector) -> None:
     unsampled, headers = context(sampled=False)
     assert http.post("/v1/chat/completions", json={"model": "random", **CHAT}, headers=headers).status_code == 200
     probe, headers = context()

@@ -80,15 +80,13 @@ WHATEVER_THE_MODEL = {
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("length", [1, 9000], ids=["read here", "read by another process"])
-def test_what_clients_send_whatever_the_model_is_ignored_and_named(
-    http: httpx.Client, length: int, stream: bool
-) -> None:
+def test_fields_that_clients_always_send_are_ignored_and_named(http: httpx.Client, length: int, stream: bool) -> None:
     answer = chat(http, stream=stream, **WHATEVER_THE_MODEL | {"metadata": {"a": "x" * length}})
     assert answer.status_code == 200, answer.text
     assert sorted(answer.headers[headers.IGNORED].split(", ")) == sorted(WHATEVER_THE_MODEL)
 
 
-def test_members_are_ignored_by_their_full_name_and_nothing_is_told_of_nothing(http: httpx.Client) -> None:
+def test_ignored_members_have_full_names_and_no_header_is_sent_for_none(http: httpx.Client) -> None:
     answer = chat(http, stream=True, stream_options={"include_obfuscation": True, "include_usage": True}, user=None)
     assert answer.headers[headers.IGNORED] == "stream_options.include_obfuscation"
     said = {"input": "hi", "text": {"verbosity": "low"}, "reasoning": {"effort": "low"}, "max_output_tokens": 1}

@@ -1,8 +1,8 @@
-"""Finding a tokenizer's added tokens in text, exactly as the `tokenizers` library does, by one regular expression.
+"""Finds a tokenizer's added tokens in text, exactly as the `tokenizers` library does, with one regular expression.
 
-The library looks for the tokens that are not to be normalized in the raw text, then for the others in each normalized
-piece between them; at each place the longest token wins. A token may swallow white space on either side (`lstrip`,
-`rstrip`) and may demand word boundaries (`single_word`).
+The library finds tokens that are not to be normalized in the raw text, then the others in each normalized piece between
+them; the longest token at a position wins. A token may swallow white space on either side (`lstrip`, `rstrip`) and may
+require word boundaries (`single_word`).
 """
 
 from __future__ import annotations
@@ -38,13 +38,14 @@ class AddedToken:
 
     @classmethod
     def from_spec(cls, spec: dict[str, Any]) -> AddedToken:
-        """Read an entry. Raises KeyError and TypeError for what is not one."""
+        """Reads an entry. Raises KeyError and TypeError for a malformed one."""
         flags = {name: bool(spec.get(name)) for name in ("single_word", "lstrip", "rstrip", "normalized", "special")}
         return cls(int(spec["id"]), str(spec["content"]), **flags)
 
 
 class TextSegment(NamedTuple):
-    """A part of a text: an added token, or (`token` None) normalized text. `first`: it begins where the text does."""
+    """A part of a text: an added token, or (`token` None) normalized text. `first`: it is at the beginning of the
+    text."""
 
     token: AddedToken | None
     text: str
@@ -52,7 +53,7 @@ class TextSegment(NamedTuple):
 
 
 class AddedTokens:
-    """All added tokens of a tokenizer, ready to be found."""
+    """All added tokens of a tokenizer."""
 
     def __init__(self, tokens: list[AddedToken], normalize: TextTransform) -> None:
         self._normalize = normalize
@@ -63,7 +64,7 @@ class AddedTokens:
         self._later = _Finder(later) if later else None
 
     def split(self, text: str) -> list[TextSegment]:
-        """Cut a text into its added tokens and what lies between, normalized. O(len(text)), one or two scans."""
+        """Splits a text into added tokens and the normalized text between them. O(len(text)), one or two scans."""
         if not text:
             return []
         if self._later is None and self._raw.absent(text):
@@ -83,10 +84,10 @@ class AddedTokens:
         return segments
 
     def boundaries(self, text: str) -> list[int]:
-        """Where in a text added tokens begin that are found before it is normalized, in order: what lies before such a
-        place is tokenized as if the text ended there, and what follows as if it began there.
+        """Positions where added tokens begin that are found before normalization. The text before such a position and
+        the text from it on are tokenized independently.
 
-        None where a token demands word boundaries: whether it is one depends on what is on the other side.
+        None if a token requires word boundaries, which depend on both sides.
         """
         if self._demanding:
             return []
@@ -119,9 +120,9 @@ class PlainScan:
 
 
 def _by_first_character(words: Iterable[str]) -> list[list[str]]:
-    """Groups of words: an expression with one first character skips to it with memchr, so each is quick by itself.
+    """Groups words by first character: a pattern with one first character skips to it with memchr.
 
-    With many groups that no longer pays, and they are one.
+    Many groups no longer pay, so they become one.
     """
     groups: dict[str, list[str]] = {}
     for word in words:
@@ -184,10 +185,10 @@ def _is_word(char: str) -> bool:
 
 
 def any_of(words: list[str]) -> str:
-    """An expression that matches the longest of the words that begins at a place.
+    """A pattern for the longest of the words that begins at a position.
 
-    It is written as a trie, so that a place costs the length of the match and not the number of words, and so that a
-    common first character lets the regex engine skip to it with memchr.
+    It is a trie: matching costs the length of the match, not the number of words, and a common first character lets the
+    regex engine skip to it with memchr.
     """
     if not words:
         return "(?!)"
@@ -201,7 +202,8 @@ def any_of(words: list[str]) -> str:
 
 
 def _trie_pattern(trie: dict[str, Any]) -> str:
-    """Iterative (a token may be longer than Python's stack is deep): chains of single children become plain text."""
+    """Iterative, since a token may be longer than Python's stack is deep. Chains of single children become plain
+    text."""
     branches = []
     for char, child in trie.items():
         if char == "":

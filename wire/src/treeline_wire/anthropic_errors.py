@@ -1,4 +1,4 @@
-"""The shape in which Anthropic's API reports an error. https://platform.claude.com/docs/en/api/errors"""
+"""The format of errors in Anthropic's API. https://platform.claude.com/docs/en/api/errors"""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ _TYPES: Final[Mapping[int, str]] = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-"""The status stays what it is: 503, not Anthropic's 529, says that a server is busy, since routers and proxies go by
-that."""
+"""A busy server answers 503, not Anthropic's 529, since routers and proxies look for 503."""
 
 
 def is_anthropics(path: str) -> bool:
-    """Whether who asks this (without a query) expects errors in this shape."""
+    """Whether clients of this path (without query) expect errors in Anthropic's format."""
     return _PATH in f"{path}/"
 
 
 def anthropic_error_body(status: int, message: str, **more: Any) -> dict[str, Any]:
-    """Return `{"type": "error", "error": {"type", "message", …}}`; `more`: further members of the inner object."""
+    """Returns `{"type": "error", "error": {"type", "message", …}}`; `more`: further members of the inner object."""
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
     return {"type": "error", "error": {"type": kind, "message": message, **more}}

@@ -1,8 +1,8 @@
-"""Requests that a web page may have sent: a server that trusts every client on its loopback port must refuse them.
+"""Detects requests from web pages, which a server that trusts loopback clients must refuse.
 
-A page on the internet can make its reader's browser send requests to 127.0.0.1, and can read the answers once its own
-name resolves there (DNS rebinding). What it cannot do is leave out or forge these headers: `Host` carries the name that
-the browser asked for, `Origin` and `Sec-Fetch-Site` say that a page asked.
+A page can make its reader's browser send requests to 127.0.0.1, and read the answers if its own name resolves there
+(DNS rebinding). It cannot omit or forge these headers: `Host` has the name that the browser used, `Origin` and
+`Sec-Fetch-Site` show that a page asked.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ _PAGE = "it comes from a web page ({}: {})"
 
 
 def page_request(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
-    """Why a request counts as a page's, or None. `headers` are (lower-case name, value).
+    """Why a request counts as a page's; None if it does not. `headers` are (lower-case name, value).
 
-    A person who types the address (`Sec-Fetch-Site: none`) is no page.
+    A typed address (`Sec-Fetch-Site: none`) does not count.
     """
     for name, value in headers:
         text = value.decode("latin-1").strip()
@@ -35,11 +35,11 @@ def foreign_host(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
         return f"it has {len(hosts)} Host headers"
     if is_loopback(_name(hosts[0])):
         return None
-    return f"its Host is {hosts[0]!r}, which is no name of loopback (127.0.0.1, [::1], localhost)"
+    return f"its Host is {hosts[0]!r}, which is not a loopback name (127.0.0.1, [::1], localhost)"
 
 
 def _name(host: str) -> str:
-    """`name[:port]` without the port, and without the brackets of IPv6. Empty where it is neither."""
+    """The host of `name[:port]`, without the brackets of IPv6. Empty if malformed."""
     if host.startswith("["):
         name, bracket, port = host[1:].partition("]")
         return name if bracket and (not port or _is_port(port)) else ""

@@ -1,9 +1,9 @@
-"""Chat templates: messages to prompt text, as `transformers` renders them, and safely.
+"""Chat templates: messages to prompt text as `transformers` renders them, safely.
 
-A template comes with a model, from strangers; messages and `chat_template_kwargs` come from other strangers. What a
-template can reach is the matter of `template_env`. What it may cost is bounded in one of two ways: plain templates and
-short requests are rendered inline (`template_inline`, microseconds), everything else by a `Renderer`: the runtime's
-worker processes, which have limits and are killed at their deadline.
+Neither templates (from checkpoints) nor messages and `chat_template_kwargs` (from clients) are trusted. `template_env`
+limits what a template can reach. Its cost is limited in one of two ways: plain templates and short requests are
+rendered inline (`template_inline`, microseconds), all others by a `Renderer`: the runtime's worker processes, which are
+killed at their deadline.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from .template_inline import MAX_SOURCE_CHARS as MAX_INLINE_SOURCE_CHARS
 from .tokenizer import TokenizerBundle
 
 MAX_SOURCE_CHARS: Final = 256 << 10
-"""Characters of a template's source. Known templates have up to 20 thousand."""
+"""The longest template in characters. Known ones have up to 20 thousand."""
 MAX_ITEMS: Final = 200_000
-"""Values of a request (members of objects and lists), and how deep they may be nested."""
+"""The most values in a request, and the deepest nesting."""
 MAX_DEPTH: Final = 64
 _MAX_MESSAGE: Final = 500
 _MAX_INT: Final = 1 << 63
@@ -42,9 +42,9 @@ _keys = itertools.count(1)
 
 
 class TemplateError(ValueError):
-    """Rendering failed. `user_error`: the request is at fault (a 400), not the template (a 500).
+    """Rendering failed. `user_error`: because of the request (400), not of the template (500).
 
-    The text may be shown to clients: it is ours, or a constant of the template, and has nothing of the values.
+    The text may be shown to clients: it is ours or a constant of the template, without any values.
     """
 
     def __init__(self, message: str, *, user_error: bool) -> None:
@@ -53,7 +53,7 @@ class TemplateError(ValueError):
 
 
 class TooLargeError(TemplateError):
-    """The request is nested too deeply (`deep`), or has too many values."""
+    """The request is nested too deeply (`deep`) or has too many values."""
 
     def __init__(self, message: str, *, deep: bool) -> None:
         self.deep = deep
@@ -61,30 +61,29 @@ class TooLargeError(TemplateError):
 
 
 class TemplateBusyError(TemplateError):
-    """Too much is being rendered at once: try again (a 503)."""
+    """Too many renderings at once: try again (503)."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, user_error=False)
 
 
 class NeedsWorkerError(Exception):
-    """Only a worker process may render this, and there is none, or it must be waited for in a thread."""
+    """Needs a worker process, and there is none, or waiting for it would block an event loop."""
 
 
 class Renderer(Protocol):
-    """Renders what may take long; waits for it. `key` stands for `source` among the templates of this process."""
+    """Renders slow templates; blocks. `key` identifies `source` among this process's templates."""
 
     def render(self, key: int, source: str, variables: dict[str, Any]) -> str:
-        """The text. Raises `TemplateError`."""
+        """The rendered text. Raises `TemplateError`."""
 
 
 class ChatTemplate:
-    """A chat template, parsed once. Immutable; may be rendered by several threads.
+    """A chat template, parsed once. Immutable and thread-safe.
 
-    `tool_source` is the template for requests with tools, where a model has a separate one. `pool` renders what is not
-    rendered inline; without one, that is refused. `inline_seconds` of the processor are what a rendering inline may
-    take; 0 for a source that comes with a request, of which nothing is read here. Raises `TemplateError` when a source
-    does not compile or may not be run.
+    `tool_source`: a separate template for requests with tools. `pool` renders what is not rendered inline; without it,
+    that is refused. `inline_seconds`: CPU time of an inline rendering; 0 for a template from a request, which is not
+    analysed here. Raises `TemplateError` if a source does not compile or may not run.
     """
 
     def __init__(
@@ -104,7 +103,7 @@ class ChatTemplate:
     def from_bundle(
         cls, bundle: TokenizerBundle, pool: Renderer | None = None, inline_seconds: float = MAX_SECONDS
     ) -> Self | None:
-        """The template of a bundle, None if it has none. Raises `TemplateError`."""
+        """The template of a bundle, or None. Raises `TemplateError`."""
         if bundle.chat_template is None:
             return None
         return cls(
@@ -117,11 +116,11 @@ class ChatTemplate:
 
     @property
     def not_inline(self) -> str | None:
-        """Why requests without tools are always rendered by a worker; None if most are rendered inline."""
+        """Why requests without tools always need a worker; None if most are rendered inline."""
         return self._plain.not_inline
 
     def source(self, with_tools: bool) -> str:
-        """The text of the template for requests with tools, or without."""
+        """The template's source for requests with or without tools."""
         return (self._with_tools if with_tools else self._plain).text
 
     def render(
@@ -134,14 +133,14 @@ class ChatTemplate:
         documents: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """Render messages, as `apply_chat_template(tokenize=False)` does.
+        """Renders messages as `apply_chat_template(tokenize=False)` does.
 
-        `continue_final_message`: leave the last message open, so that the model goes on with it; a name says which
-        field of it, `content` by default. It excludes `add_generation_prompt`. `template_kwargs` are passed on and
-        win over the special tokens.
+        `continue_final_message`: leaves the last message open for the model to continue; a name selects its field,
+        default `content`. Excludes `add_generation_prompt`. `template_kwargs` are passed on and override special
+        tokens.
 
-        Raises `TemplateError`; and `NeedsWorkerError` where a worker is needed and there is no pool, or this is the
-        thread of a running event loop. So without a pool, or on such a thread, it returns within some 10 ms.
+        Raises `TemplateError`, and `NeedsWorkerError` if a worker is needed and there is no pool or this is the thread
+        of a running event loop. In those two cases it returns within some 10 ms.
         """
         if continue_final_message and add_generation_prompt:
             raise TemplateError("continue_final_message excludes add_generation_prompt", user_error=True)
@@ -163,7 +162,7 @@ class ChatTemplate:
 
 
 class _Source:
-    """One template and its text."""
+    """A template and its text."""
 
     def __init__(self, text: str, pool: Renderer | None, inline_seconds: float) -> None:
         if len(text) > MAX_SOURCE_CHARS:
@@ -212,21 +211,21 @@ def on_event_loop() -> bool:
 
 
 def refused(text: str) -> TemplateError:
-    """The template refuses the messages: `text` is a constant of it, or "" where its words may hold values."""
+    """The template refused the messages. `text` is a constant of it, or "" if its words may contain values."""
     return TemplateError(text or _REFUSES, user_error=True)
 
 
 def failed(where: str) -> TemplateError:
-    """The template does not fit the request. `where` has the kind of error and the line, for the log.
+    """The template does not fit the request. `where`, for the log, has the kind of error and the line.
 
-    The error's own text has parts of messages, so it is never shown.
+    The error's own text is never shown, since it contains parts of messages.
     """
     log.info("a chat template failed: %s", where)
     return TemplateError(_CANNOT, user_error=True)
 
 
 def _check_syntax(text: str) -> None:
-    """Refuse what the worker would not compile, as far as a cheap check finds it."""
+    """A cheap check that refuses what the worker would not compile."""
     if len(text) > MAX_INLINE_SOURCE_CHARS:
         return  # parsing it would take long; the worker does it, at the first request
     try:
@@ -239,7 +238,7 @@ def _check_syntax(text: str) -> None:
 
 
 class Admission:
-    """Makes plain copies of values of JSON, and counts them. Templates must meet no objects of ours."""
+    """Copies JSON values to plain ones and counts them; templates must never get objects of ours."""
 
     def __init__(self, max_depth: int = MAX_DEPTH, max_values: float = MAX_ITEMS) -> None:
         self._max_depth = max_depth
@@ -249,7 +248,7 @@ class Admission:
 
     @property
     def small(self) -> bool:
-        """Small enough to be rendered inline."""
+        """Whether it is small enough to be rendered inline."""
         return self._items <= MAX_INPUT_ITEMS and self.chars <= MAX_INPUT_CHARS
 
     def plain(self, value: Any, depth: int = 0) -> Any:
@@ -289,7 +288,7 @@ class Admission:
 
 
 def _present(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Members that are null are as good as absent, and many templates stumble over them."""
+    """Without null members, which many templates cannot handle."""
     return {name: value for name, value in message.items() if value is not None}
 
 
@@ -301,7 +300,7 @@ def _aliased(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tag_final(chat: list[dict[str, Any]], field: str, source: str) -> str:
-    """Mark the end of the text that is to be continued; returns that text."""
+    """Marks the end of the text to be continued; returns that text."""
     if not chat or chat[-1].get(field) is None:
         raise TemplateError(f"the final message has no {field} to continue", user_error=True)
     message = chat[-1]
@@ -328,7 +327,7 @@ def _tag_final(chat: list[dict[str, Any]], field: str, source: str) -> str:
 def _cut_at_tag(rendered: str, final: str) -> str:
     at = rendered.rfind(_TAG.strip())
     if at < 0 or final.strip() not in rendered:
-        raise TemplateError("the chat template leaves out the message that is to be continued", user_error=True)
+        raise TemplateError("the chat template leaves out the message to be continued", user_error=True)
     if rendered.startswith(_TAG, at):
         return rendered[:at]
     return rendered[:at].rstrip()  # the template trims messages, so the tag lost its blank

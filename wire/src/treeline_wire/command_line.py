@@ -1,5 +1,5 @@
-"""The command lines of all rooms: a wrong one is answered in three lines, however many flags there are, with the word
-that was perhaps meant; help has colours on a terminal."""
+"""The command lines of all rooms: errors in three lines, however many flags there are, with the word that was perhaps
+meant; help in colours on a terminal."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _ONE_LINE = 1 << 16
 
 
 class Parser(argparse.ArgumentParser):
-    """Says how the command is called, what is wrong, and where to read more; argparse would print the whole usage.
+    """Prints the command, the error, and where to read more; argparse would print the whole usage.
 
-    The parsers of its words (`add_subparsers`) are of this class, too.
+    Its subparsers (`add_subparsers`) are of this class too.
     """
 
     _given: Sequence[str] = ()
@@ -47,7 +47,7 @@ class Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, message)
 
     def _hint(self) -> str:
-        """The first line of a usage of our own, else the positional arguments behind `[OPTIONS]`."""
+        """The first line of our own usage, else the positional arguments after `[OPTIONS]`."""
         if self.usage is not None:
             first, *_ = (self.usage % {"prog": self.prog}).splitlines()
             return f"usage: {first}\n"
@@ -130,8 +130,8 @@ def take_interrupts() -> None:
     """Ctrl-C and SIGTERM raise KeyboardInterrupt from now on, so that a run ends with what there is, and through every
     `finally`.
 
-    Whatever the process was started with: it inherits signals that are ignored, as a shell script's background commands
-    have SIGINT, and that are blocked. Python leaves both as they are, and a run of an hour could not be ended.
+    Works however the process was started: it inherits ignored signals, as a shell script's background commands do
+    SIGINT, and blocked ones. Python keeps both, and an hour's run could not be ended.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, _interrupt)

@@ -1,12 +1,12 @@
-"""The errors of this room. What a peer sent wrong is a `WireError`; nothing else leaves a decoder."""
+"""The errors of this room. A decoder raises only `WireError`, for a peer's malformed message."""
 
 
 class WireError(ValueError):
-    """A peer's bytes do not follow the contract. Subclasses: `events.DecodeError`, `frames.FrameError`."""
+    """A peer's bytes do not follow the format. Subclasses: `events.DecodeError`, `frames.FrameError`."""
 
 
 class PromptError(ValueError):
-    """A request that cannot be turned into a prompt: a 400. `param` names the offending member of the body."""
+    """A request that cannot become a prompt (400). `param` names the wrong member of the body."""
 
     def __init__(self, param: str, message: str) -> None:
         self.param = param
@@ -14,4 +14,4 @@ class PromptError(ValueError):
 
 
 class TooDeep(PromptError):
-    """Objects and lists nested beyond what any template could mean; nothing that renders or prints them is safe."""
+    """Objects and lists nested too deeply for any template; rendering or printing them would not be safe."""

@@ -1,13 +1,12 @@
 """KV events: which blocks of tokens an engine's cache holds, as vLLM and SGLang publish them.
 
-We write SGLang's form: msgpack `[ts, [maps tagged "type"], dp_rank]`, hashes as signed 64-bit integers; and
-`lora_name` even where it is nil, without which vLLM's typed decoders refuse a `BlockStored`. We read every form that
-either engine has ever sent: the batch as array or map, events as maps or positional arrays, hashes signed, unsigned or
-as raw bytes, tokens as numbers or pairs. The common forms go through typed decoders; the slow path
-looks at each event on its own, so that one bad event costs one event, never the batch.
+We write SGLang's form: msgpack `[ts, [maps tagged "type"], dp_rank]`, hashes as signed 64-bit integers, and `lora_name`
+even if nil, since vLLM's typed decoders require it. We read every form that either engine has sent: batches as array or
+map, events as maps or positional arrays, hashes signed, unsigned or as bytes, tokens as numbers or pairs. Common forms
+use typed decoders; the slow path decodes each event on its own, so that a bad event does not cost the batch.
 
-A payload costs some times its own bytes of memory, not some hundred times: what is not used is skipped, lists have
-bounds that are checked before they are built, and what has no type is built of small events alone.
+A payload costs a small multiple of its own bytes in memory: unused members are skipped, lists are bounded before they
+are built, and untyped values come from small events only.
 """
 
 from __future__ import annotations
@@ -26,20 +25,20 @@ from .errors import WireError
 from .namespaces import event_namespace
 
 MAX_PAYLOAD_BYTES: Final = 64 << 20
-"""A batch larger than this is refused before it is decoded, in bytes."""
+"""The largest batch that is decoded, in bytes."""
 _LARGE_BYTES: Final = 256 << 10
 """A batch larger than this is decoded event by event, so that other threads run in between."""
 _SLOW_BYTES: Final = 256 << 10
-"""An event larger than this is read in today's form or not at all: in another, a byte may become a list."""
+"""An event larger than this is read only in today's form; in older forms a byte may become a list."""
 _MOST: Final = 1 << 20
-"""Hashes in a batch, tokens in an event. What 8 MiB hold of them is less, but for one-byte numbers."""
+"""The most hashes in a batch, and tokens in an event. 8 MiB hold fewer, except of one-byte numbers."""
 _MOST_EVENTS: Final = 1 << 18
 _MOST_REJECTED: Final = 4096
-"""Bad events in a batch; with more, all of it is refused."""
+"""The most bad events in a batch; with more, all of it is refused."""
 _MOST_EXTRA_BYTES: Final = 256 << 10
-"""Extra keys in a large batch: they have no type, so a byte may become a list."""
+"""The most bytes of extra keys in a large batch: they are untyped, so a byte may become a list."""
 _MOST_KEYS: Final = 1024
-"""Extra keys of a block, which has as many items at most as tokens."""
+"""The most extra keys of a block, each with at most as many items as the block has tokens."""
 
 _U64: Final = (1 << 64) - 1
 _SIGN: Final = 1 << 63
@@ -50,7 +49,7 @@ Hashes: TypeAlias = Annotated[list[int], Meta(max_length=_MOST)]
 
 
 class DecodeReason(StrEnum):
-    """Why a payload, or one event of it, was refused. The values are metric labels."""
+    """Why a payload or an event was refused. The values are metric labels."""
 
     TOO_LARGE = "too_large"
     NOT_MSGPACK = "not_msgpack"
@@ -63,7 +62,7 @@ class DecodeReason(StrEnum):
 
 
 class DecodeError(WireError):
-    """A payload was refused as a whole. `reason` says why, in one word that can be counted."""
+    """A whole payload was refused. `reason` is one word that can be counted."""
 
     def __init__(self, reason: DecodeReason, detail: str = "") -> None:
         self.reason = reason
@@ -95,12 +94,12 @@ class BlockStored(Struct, frozen=True, gc=False, tag_field="type", tag="BlockSto
 
     @property
     def namespace(self) -> str | None:
-        """The namespace that the blocks belong to, as `namespaces` writes it; meaningful where there is no parent."""
+        """The namespace of the blocks, in the form of `namespaces`; meaningful if there is no parent."""
         return event_namespace(self.lora_name, self.cache_salt)
 
 
 class BlockRemoved(Struct, frozen=True, gc=False, tag_field="type", tag="BlockRemoved"):
-    """Blocks left the cache (one tier of it, if `medium` says so). Hashes are u64."""
+    """Blocks left the cache (one tier of it, if `medium` is set). Hashes are u64."""
 
     block_hashes: Hashes
     medium: str | None = None
@@ -119,7 +118,7 @@ Event: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class EventBatch(Struct, frozen=True):
-    """One published message: events in the order in which they happened.
+    """A published message: events in order.
 
     `ts` is the publisher's clock in seconds since the epoch. `rejected` counts events that were left out, by
     `DecodeReason`.
@@ -138,7 +137,7 @@ class _MapBatch(Struct, array_like=True):
 
 
 class _RawBatch(Struct, array_like=True):
-    """The same, with events that are not read yet."""
+    """The same with undecoded events."""
 
     ts: float
     events: Annotated[list[msgspec.Raw], Meta(max_length=_MOST_EVENTS)]
@@ -146,7 +145,7 @@ class _RawBatch(Struct, array_like=True):
 
 
 class _Extras(Struct):
-    """An event's extra keys, not read, and nothing else of it."""
+    """Only the undecoded extra keys of an event."""
 
     extra_keys: msgspec.Raw = msgspec.Raw()
 
@@ -170,10 +169,10 @@ _POSITIONS: Final[dict[str, tuple[str, ...]]] = {
     "BlockRemoved": BlockRemoved.__struct_fields__[:3],
     "AllBlocksCleared": (),
 }
-"""Field order of the positional form, after its head. It was cut off at the tail, and only there; members that came
-later are in maps alone."""
+"""The field order of the positional form, after its head. Older versions cut it at the tail; newer members are in maps
+only."""
 _METADATA: Final = ("cache_salt", "session_id")
-"""Members of the map that SGLang 0.5.18 and 0.5.19 put in the place of `lora_name`, for salted requests."""
+"""Members that SGLang 0.5.18 and 0.5.19 put into the map instead of `lora_name`, for salted requests."""
 
 _STORED_OPTIONAL: Final = (
     "medium",
@@ -202,15 +201,15 @@ _set: Final = msgspec.structs.force_setattr
 
 
 def encode_batch(ts: float, events: Sequence[Event], dp_rank: int = 0) -> bytes:
-    """Encode a batch in SGLang's form. Hashes are given as u64 and written as signed 64-bit integers."""
+    """Encodes a batch in SGLang's form. Hashes are u64, written as signed 64-bit integers."""
     return _encoder.encode((float(ts), [_outgoing(event) for event in events], dp_rank))
 
 
 def decode_batch(payload: bytes) -> EventBatch:
-    """Decode a batch of any known generation. Raises `DecodeError` and nothing else.
+    """Decodes a batch of any known version. Raises only `DecodeError`.
 
-    Events that are unknown or malformed are left out and counted in the result's `rejected`.
-    Complexity: O(bytes); about 1 µs for a block of 16 tokens in the forms of today's engines.
+    Unknown and malformed events are left out and counted in `rejected`. O(bytes); about 1 µs for a block of 16 tokens
+    in today's forms.
     """
     if len(payload) > MAX_PAYLOAD_BYTES:
         raise DecodeError(DecodeReason.TOO_LARGE, f"{len(payload)} bytes")
@@ -226,24 +225,24 @@ def decode_batch(payload: bytes) -> EventBatch:
 
 
 def root_digest(namespace: str | None) -> bytes:
-    """What the first block of a namespace chains to: nothing for the common namespace (as SGLang), else 32 bytes."""
+    """The parent of a namespace's first block: empty for the common namespace (as in SGLang), else 32 bytes."""
     if namespace is None:
         return b""
     return hashlib.sha256(b"treeline.namespace\0" + namespace.encode()).digest()
 
 
 def block_hash(parent_digest: bytes, tokens: Sequence[int]) -> bytes:
-    """The 32-byte digest of a block: SHA-256 over its parent's digest and its tokens as u32 little-endian."""
+    """A block's 32-byte digest: SHA-256 over its parent's digest and its tokens as u32 little-endian."""
     return hashlib.sha256(parent_digest + struct.pack(f"<{len(tokens)}I", *tokens)).digest()
 
 
 def hash_of(digest: bytes) -> int:
-    """The u64 that stands for a digest in events: its first 8 bytes, big-endian."""
+    """A digest's u64 in events: its first 8 bytes, big-endian."""
     return int.from_bytes(digest[:8], "big")
 
 
 def _outgoing(event: Event) -> dict[str, Any]:
-    """The map that is written: SGLang's fields in SGLang's order, then whatever else is set."""
+    """The map to write: SGLang's fields in SGLang's order, then all others that are set."""
     if isinstance(event, AllBlocksCleared):
         return {"type": "AllBlocksCleared"}
     out: dict[str, Any] = {
@@ -271,8 +270,8 @@ def _signed(value: int) -> int:
 
 
 def _settle(event: Event) -> None:
-    """Turn signed hashes of a fresh event into u64, in place: nothing else holds it yet. Raises `ValueError` for extra
-    keys that no engine has."""
+    """Converts signed hashes of a new event to u64, in place. Raises `ValueError` for extra keys that no engine
+    sends."""
     if type(event) is BlockStored:
         if event.extra_keys is not None:
             _check_extra(event.extra_keys, len(event.block_hashes))
@@ -288,7 +287,7 @@ def _settle(event: Event) -> None:
 
 
 def _check_extra(extra_keys: list[Any], blocks: int) -> None:
-    """A block has nil or a few strings, digests, numbers, and pairs of an item and its offset."""
+    """Extra keys of a block: nil, or a few strings, digests, numbers, and pairs of an item and its offset."""
     if len(extra_keys) > blocks:
         raise ValueError("more extra keys than blocks")
     for keys in filter(None, extra_keys):
@@ -313,7 +312,7 @@ class _RejectedError(Exception):
 
 
 def _decode_each(payload: bytes) -> EventBatch:
-    """Event by event: a batch that is large, or that has events in another form."""
+    """Decodes event by event: a large batch, or one with events in another form."""
     ts, raw_events, dp_rank = _outline(payload)
     events: list[Event] = []
     rejected: dict[str, int] = {}
@@ -338,7 +337,7 @@ def _decode_each(payload: bytes) -> EventBatch:
 
 
 def _outline(payload: bytes) -> tuple[float, list[msgspec.Raw], int | None]:
-    """The batch, an array of two or three or a map, with events that are not read yet."""
+    """The batch (an array of two or three, or a map) with undecoded events."""
     try:
         if payload[:1] in _MAPS:
             as_map = _raw_map_decoder.decode(payload)
@@ -412,8 +411,8 @@ def _loose_event(raw: Any) -> Event:
 
 
 def _hash(value: Any) -> int:
-    """u64 from a signed or unsigned number, or from raw bytes, of which vLLM means the last 8: 32 of SHA-256, 16 of
-    xxhash."""
+    """A u64 from a signed or unsigned number, or from raw bytes: vLLM uses the last 8 (of 32 of SHA-256, or 16 of
+    xxhash)."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value & _U64
     if isinstance(value, bytes) and len(value) >= 8:
@@ -422,7 +421,7 @@ def _hash(value: Any) -> int:
 
 
 def _tokens(value: Any) -> list[int]:
-    """Token ids, where an item may be a pair (EAGLE: token and next token; the first is the block's own)."""
+    """Token ids. An item may be a pair (EAGLE: token and next token); the first is the block's own."""
     if not isinstance(value, list):
         raise _RejectedError(DecodeReason.BAD_TOKENS)
     tokens: list[int] = []

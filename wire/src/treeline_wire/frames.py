@@ -17,7 +17,7 @@ from .errors import WireError
 from .events import BlockStored, DecodeError, decode_batch, encode_batch
 
 VERSION: Final = 1
-"""Version of hello and snapshot that we speak. New members of a payload are additive and need no new version."""
+"""The version of hello and snapshot that we use. New members need no new version."""
 
 _MAGIC: Final = b"treeline"
 _HELLO: Final = b"hello"
@@ -29,29 +29,29 @@ _MAX_SEQ: Final = (1 << 64) - 2
 
 
 class FrameError(WireError):
-    """A message has a shape that no known generation sends."""
+    """A message in a form that no known version sends."""
 
 
 class ReplayRequest(Struct, frozen=True):
-    """Send every batch that you still have, from `start_seq` on."""
+    """Asks for all batches from `start_seq` on."""
 
     start_seq: int
 
 
 class HelloRequest(Struct, frozen=True):
-    """Who are you? `version` is the newest that the asker speaks."""
+    """Asks for `Hello`. `version`: the newest that the asker knows."""
 
     version: int = VERSION
 
 
 class SnapshotRequest(Struct, frozen=True):
-    """Send all that is in the cache. `version` is the newest that the asker speaks."""
+    """Asks for the whole cache. `version`: the newest that the asker knows."""
 
     version: int = VERSION
 
 
 class ReplayItem(Struct, frozen=True):
-    """One batch of a replay; `topic` is empty from old publishers. `payload` is for `events.decode_batch`."""
+    """One batch of a replay; old publishers leave `topic` empty. `payload` is for `events.decode_batch`."""
 
     topic: bytes
     seq: int
@@ -63,7 +63,7 @@ class ReplayEnd(Struct, frozen=True):
 
 
 class Hello(Struct, frozen=True):
-    """The publisher's epoch (new at each start) and the seqs that a replay covers, None while there is none."""
+    """The publisher's epoch (new at each start) and the seqs that it can replay, None if there are none."""
 
     epoch: int
     oldest: int | None = None
@@ -79,7 +79,7 @@ class SnapshotHeader(Struct, frozen=True):
 
 
 class SnapshotChunk(Struct, frozen=True):
-    """A part of the snapshot: stored blocks, parents before children. `rejected` counts events that were left out."""
+    """A part of the snapshot: stored blocks, parents before children. `rejected` counts malformed events."""
 
     events: list[BlockStored]
     rejected: int = 0
@@ -110,22 +110,22 @@ def parse_live(frames: Sequence[bytes]) -> tuple[bytes, int, bytes]:
 
 
 def replay_request(start_seq: int) -> list[bytes]:
-    """Ask for all batches from `start_seq` on."""
+    """Asks for all batches from `start_seq` on."""
     return [b"", _seq_bytes(start_seq)]
 
 
 def hello_request() -> list[bytes]:
-    """Ask for `Hello`. A publisher that is not ours does not answer."""
+    """Asks for `Hello`. Foreign publishers do not answer."""
     return [b"", _MAGIC, _HELLO, b"%d" % VERSION]
 
 
 def snapshot_request() -> list[bytes]:
-    """Ask for `SnapshotHeader`, `SnapshotChunk` …, `SnapshotEnd`. A publisher that is not ours does not answer."""
+    """Asks for `SnapshotHeader`, `SnapshotChunk` …, `SnapshotEnd`. Foreign publishers do not answer."""
     return [b"", _MAGIC, _SNAPSHOT, b"%d" % VERSION]
 
 
 def parse_request(frames: Sequence[bytes]) -> Request | None:
-    """What a client asks for; `frames` without the identity. None for anything unknown, which servers drop."""
+    """A client's request; `frames` without the identity. None for an unknown one, which servers drop."""
     if len(frames) == 2 and frames[0] == b"" and len(frames[1]) == 8:
         return ReplayRequest(int.from_bytes(frames[1], "big"))
     if len(frames) == 4 and frames[0] == b"" and frames[1] == _MAGIC:
@@ -140,7 +140,7 @@ def parse_request(frames: Sequence[bytes]) -> Request | None:
 
 
 def encode_reply(reply: Reply) -> list[bytes]:
-    """The frames of any reply; those of a replay in the peers' newest form."""
+    """The frames of any reply; a replay's in the newest foreign form."""
     match reply:
         case ReplayItem():
             return [b"", reply.topic, _seq_bytes(reply.seq), reply.payload]
@@ -157,7 +157,7 @@ def encode_reply(reply: Reply) -> list[bytes]:
 
 
 def parse_reply(frames: Sequence[bytes]) -> Reply:
-    """What a publisher answered, in any known form. Raises `FrameError`."""
+    """A publisher's answer, in any known form. Raises `FrameError`."""
     if len(frames) == 5 and frames[0] == b"" and frames[1] == _MAGIC:
         return _parse_ours(bytes(frames[2]), frames[3], bytes(frames[4]))
     if len(frames) not in (3, 4) or frames[0] != b"":

@@ -1,4 +1,4 @@
-"""The inference extension's InferenceObjective and InferenceModelRewrite, as far as a picker acts on them."""
+"""The inference extension's InferenceObjective and InferenceModelRewrite, as far as a picker uses them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ class Objective(msgspec.Struct, frozen=True):
 
 
 class RewriteRule(msgspec.Struct, frozen=True):
-    """One rule of a rewrite: for requests for any of `models` (empty: for all), a target by weight. Where no target
-    has a weight all are alike; where some have, the others get nothing."""
+    """One rule of a rewrite: requests for any of `models` (empty: all) get a target by weight. Without weights all
+    targets are equal; if some have weights, the others get nothing."""
 
     targets: tuple[tuple[str, int], ...]
     models: frozenset[str] = frozenset()
 
     def draw(self, random: float) -> tuple[str, float]:
-        """The target at `random` in [0, 1), and what is left of that for another draw, in [0, 1) too."""
+        """The target at `random` in [0, 1), and a new number in [0, 1) for another draw."""
         total = sum(weight for _, weight in self.targets)
         point = random * (total or len(self.targets))
         for name, weight in self.targets:
@@ -42,5 +42,5 @@ class ModelRewrite(msgspec.Struct, frozen=True):
 
     @property
     def age(self) -> tuple[str, str]:
-        """Sorts the oldest first."""
+        """Sort key, oldest first."""
         return self.created, self.name

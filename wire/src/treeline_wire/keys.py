@@ -1,16 +1,15 @@
-"""Prefix keys: the bytes by which a prompt's prefix is known, whether or not it has been tokenized.
+"""Prefix keys: bytes that identify a prompt's prefix, tokenized or not.
 
-Theory of operation. Engines announce cached blocks as token ids; requests arrive as text. Tokenizing a request costs
-milliseconds, but most tokenizers only *cut* the text they are given: the pieces' bytes, put together again, are the
-text after normalization. So both sides use those bytes, and
+Theory of operation. Engines announce cached blocks as token ids; requests arrive as text. Tokenizing a request takes
+milliseconds, but most tokenizers only *cut* text: the pieces' bytes, joined, are the normalized text. Both sides use
+those bytes, so
 
     block_key(encode(text)) == prompt_key(text)
 
-holds although only the left side tokenizes. Three things need care. The normalizer (Unicode forms, the space put
-before a text) is applied to the text, per stretch between added tokens, as the library does. Special and added tokens
-are not text: each is an escape, 0xFF (which no UTF-8 contains) and its id; they are found in text by one scan. What
-the post-processor adds (BOS) is a constant. Tokenizers that lose text (unknown tokens, dropped white space) cannot
-hold the property: `self_test` says so.
+holds although only the left side tokenizes. Three things need care. The normalizer (Unicode forms, a leading space)
+applies to each stretch between added tokens, as in the library. Special and added tokens are escapes: 0xFF, which UTF-8
+never contains, and their id; one scan finds them in text. Tokens that the post-processor adds (BOS) are a constant.
+Tokenizers that lose text (unknown tokens, dropped white space) cannot keep the property, and fail `self_test`.
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ _ESCAPE: Final = struct.Struct(">BI")
 
 
 def escape(token_id: int) -> bytes:
-    """The 5 bytes that stand for a special or added token (or for an id without text): 0xFF and the id."""
+    """The 5 bytes of a special or added token (or an id without text): 0xFF and the id."""
     return _ESCAPE.pack(0xFF, token_id)
 
 
 class KeyTable(Struct, frozen=True):
-    """What keys are made of, for another process: reading a large tokenizer takes seconds, reading this a fraction.
+    """Data to rebuild keys in another process in a fraction of the seconds that a large tokenizer takes to load.
 
     `skeleton` is the tokenizer's document without its vocabulary, `token_bytes` as in `PrefixKeys`, `literal_bytes` the
     pieces that texts may spell out.
@@ -56,7 +55,7 @@ class KeyTable(Struct, frozen=True):
 
 
 class PrefixKeys:
-    """The keys of one tokenizer. Immutable after construction and safe to share between threads.
+    """The keys of one tokenizer. Immutable and thread-safe.
 
     - Keys: `prompt_key`, `prompt_key_of` (from requests), `block_key` (from token ids).
     - `token_bytes`: id → bytes, for callers that build keys of blocks themselves.
@@ -82,13 +81,13 @@ class PrefixKeys:
 
     @classmethod
     def from_bundle(cls, bundle: TokenizerBundle) -> PrefixKeys:
-        """Keys for a bundle's tokenizer. Raises `tokenizer.BundleError`."""
+        """The keys of a bundle's tokenizer. Raises `tokenizer.BundleError`."""
         return cls(bundle.tokenizer_json)
 
     @classmethod
     def from_table(cls, table: KeyTable) -> PrefixKeys:
-        """The keys that made the table; they have passed their test, or not, where they were made. O(vocabulary), and
-        none of it in one call of a library."""
+        """The same keys as those that made the table; run `self_test` where that was. O(vocabulary), without long
+        library calls."""
         keys = cls.__new__(cls)
         spec = json.loads(table.skeleton)
         with library_errors():
@@ -98,14 +97,14 @@ class PrefixKeys:
         return keys
 
     def table(self) -> KeyTable:
-        """What `from_table` makes these keys of."""
+        """The input of `from_table`."""
         return KeyTable(self._skeleton, self.token_bytes, self._literal_bytes)
 
     def prompt_key(self, text: str, add_special_tokens: bool) -> bytes:
         """The key of a text. O(len(text)); about a millisecond for 500 KB.
 
-        `add_special_tokens` as the request is tokenized with it. Raises UnicodeEncodeError for lone surrogates,
-        which the functions of `prompt` refuse before.
+        `add_special_tokens`: as in tokenizing the request. Raises UnicodeEncodeError for lone surrogates, which
+        `prompt` refuses before.
         """
         key = self._plain_key(text)
         if key is None:
@@ -113,7 +112,7 @@ class PrefixKeys:
         return self._head + key + self._tail if add_special_tokens else key
 
     def prompt_key_of(self, prompt: Prompt) -> bytes:
-        """The key of a request's prompt, given as text or as ids."""
+        """The key of a request's prompt, given as text or ids."""
         if prompt.ids is not None:
             return self.block_key(prompt.ids)
         return self.prompt_key(prompt.text or "", prompt.add_special_tokens)
@@ -127,10 +126,10 @@ class PrefixKeys:
             return b"".join([table[i] if i < len(table) else escape(i) for i in ids])
 
     def self_test(self) -> None:
-        """Check the property on texts in many scripts. Raises `KeySelfTestError`; takes about 10 ms."""
+        """Checks the property on texts in many scripts. Raises `KeySelfTestError`; takes about 10 ms."""
         if self._refusal is not None:
             raise KeySelfTestError(self._refusal)
-        assert hasattr(self, "_tokenizer"), "keys of a table were tested where it was made"
+        assert hasattr(self, "_tokenizer"), "keys from a table were tested before"
         try:
             with library_errors():
                 keys_selftest.run(self, self._tokenizer, self._added_contents, every_category=self._keeps_matches)
@@ -138,7 +137,7 @@ class PrefixKeys:
             raise KeySelfTestError(str(error)) from error
 
     def _build(self, spec: dict[str, Any], tokenizer: tokenizers.Tokenizer, made: KeyTable | None) -> None:
-        """`made`: what was made of the vocabulary before; else it is in `spec` and `tokenizer`."""
+        """`made`: what an earlier run made of the vocabulary; otherwise read from `spec` and `tokenizer`."""
         model = spec["model"]
         self._skeleton = json.dumps({**spec, "model": {k: v for k, v in model.items() if k not in ("vocab", "merges")}})
         pre = flatten(spec.get("pre_tokenizer"), "pretokenizers")
@@ -196,7 +195,7 @@ class PrefixKeys:
         return PlainScan(keys)
 
     def _plain_key(self, text: str) -> bytes | None:
-        """The key of a text that is normal already, where no token has flags: one scan. None: take the long way."""
+        """The key of an already normal text, without token flags: one scan. None: use the general way."""
         if self._plain is None or self._normalizer.normalize(text) != text:
             return None
         key = self._plain.replace(text.encode())
@@ -215,7 +214,7 @@ class PrefixKeys:
         return self._with_literals(text, self._literal)
 
     def _with_literals(self, text: str, literal: re.Pattern[str]) -> bytes:
-        """A Unigram model also matches its byte pieces and special pieces where a text spells them out."""
+        """A Unigram model also matches byte pieces and special pieces that a text spells out."""
         parts: list[bytes] = []
         done = 0
         for match in literal.finditer(text):
@@ -238,7 +237,7 @@ class PrefixKeys:
 
 
 def _prefix_rule(byte_levels: list[dict[str, Any]], metaspaces: list[dict[str, Any]]) -> tuple[bool, bool]:
-    """Whether a space is put before every stretch of text, and before the first one."""
+    """Whether a space is put before every stretch of text, and before the first."""
     if metaspaces:
         scheme = metaspaces[0].get("prepend_scheme")
         if scheme is None:  # written by older versions of the library
@@ -248,9 +247,9 @@ def _prefix_rule(byte_levels: list[dict[str, Any]], metaspaces: list[dict[str, A
 
 
 def _refusal(model: dict[str, Any], pre: list[dict[str, Any]], byte_level: bool, byte_fallback: bool) -> str | None:
-    """Why a tokenizer cannot hold the property, as far as its kind says so."""
+    """Why this kind of tokenizer cannot keep the property; None if it may."""
     if model["type"] not in ("BPE", "Unigram"):
-        return f"a {model['type']} model replaces text that it does not know"
+        return f"a {model['type']} model replaces unknown text"
     if model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
         return "the model marks word boundaries in its tokens"
     for step in pre:
@@ -259,18 +258,18 @@ def _refusal(model: dict[str, Any], pre: list[dict[str, Any]], byte_level: bool,
         if step.get("behavior") == "Removed" and not _keeps_matches(step):
             return f"the pre-tokenizer {step['type']} drops what it splits at"
     if not byte_level and not byte_fallback:
-        return "the model has no byte fallback: characters that it does not know become one unknown token"
+        return "the model has no byte fallback: unknown characters become one unknown token"
     return None
 
 
 def _keeps_matches(step: dict[str, Any]) -> bool:
-    """A split that drops what does *not* match, as in GPT-3.5's and GPT-4o's files: nothing, if the pattern takes every
-    text, which is for the self-test to find out."""
+    """A split that drops what does *not* match, as in the files of GPT-3.5 and GPT-4o. It loses nothing if the pattern
+    matches every text; the self-test checks that."""
     return step.get("behavior") == "Removed" and bool(step.get("invert"))
 
 
 def _template(spec: dict[str, Any] | None) -> tuple[list[int], list[int]]:
-    """The ids that the post-processor puts before and after a single text."""
+    """The ids that the post-processor adds before and after a text."""
     before: list[int] = []
     after: list[int] = []
     for step in flatten(spec, "processors"):

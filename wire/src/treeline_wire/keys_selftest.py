@@ -1,4 +1,4 @@
-"""Does a tokenizer hold `block_key(encode(text)) == prompt_key(text)`? Tried on texts that have broken it before."""
+"""Checks `block_key(encode(text)) == prompt_key(text)` on texts that have broken it before."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import tokenizers
 
 _ADDED_TRIED: Final = 48
 _OF_A_CATEGORY: Final = 24
-"""Characters that are tried of each of Unicode's general categories."""
+"""How many characters of each Unicode general category are tried."""
 
 _TEXTS: Final = (
     "",
@@ -43,21 +43,21 @@ _TEXTS: Final = (
 
 
 class KeySelfTestError(ValueError):
-    """The tokenizer does not hold the property; its publishers must be matched by hashes or by history."""
+    """The tokenizer does not keep the property; its publishers are matched by hashes or history."""
 
 
 class Keys(Protocol):
-    """What is tested."""
+    """The keys under test."""
 
     def prompt_key(self, text: str, add_special_tokens: bool) -> bytes: ...
     def block_key(self, ids: Sequence[int]) -> bytes: ...
 
 
 def run(keys: Keys, tokenizer: tokenizers.Tokenizer, added: Sequence[str], *, every_category: bool = False) -> None:
-    """Try all texts, and the added tokens between words, blanks and each other. Raises `KeySelfTestError`.
+    """Checks all texts, and the added tokens between words, spaces and each other. Raises `KeySelfTestError`.
 
-    `every_category`: characters of every general category, too, in all kinds of company: for a tokenizer that keeps
-    what a pattern matches, and loses what it does not.
+    `every_category`: also tries characters of every general category in many combinations, for tokenizers that keep
+    only what a pattern matches.
     """
     for text in (*_TEXTS, *_with_added(added), *(_of_every_category() if every_category else ())):
         for add_special_tokens in (False, True):

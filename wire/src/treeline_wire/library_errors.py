@@ -1,7 +1,6 @@
-"""What goes wrong in the `tokenizers` library, as one error.
+"""Errors of the `tokenizers` library as one exception type.
 
-It raises bare Exceptions for most things; and for a defect of its own a panic, which is no Exception and passes
-handlers of those.
+The library raises bare Exceptions, and for its own defects a panic, which is not an Exception.
 """
 
 from __future__ import annotations
@@ -11,12 +10,12 @@ from collections.abc import Iterator
 
 
 class LibraryError(ValueError):
-    """The library could not read a tokenizer, or not tokenize a text."""
+    """The library could not read a tokenizer or tokenize a text."""
 
 
 @contextlib.contextmanager
 def library_errors() -> Iterator[None]:
-    """While it lasts, what goes wrong in the library is a `LibraryError`; our own ValueErrors pass as they are."""
+    """A context manager: the library's errors become `LibraryError`; our ValueErrors pass unchanged."""
     try:
         yield
     except ValueError:

@@ -23,7 +23,7 @@ Rate: TypeAlias = Annotated[float, Meta(ge=0.0, le=1e15)]
 
 
 class LoadStat(Struct, frozen=True, array_like=True, tag="LoadStat"):
-    """SGLang's report. Tokens are counts; the two totals grow without bound and their deltas give prefill speed."""
+    """SGLang's report. Counts of tokens; the deltas of the two totals give the prefill speed."""
 
     num_running: Count = 0
     num_waiting: Count = 0
@@ -40,9 +40,9 @@ class LoadStat(Struct, frozen=True, array_like=True, tag="LoadStat"):
 class TreelineLoad(Struct, frozen=True):
     """Our report.
 
-    `seq` counts reports within an `epoch`; `in_flight` is requests accepted and not yet finished by the server,
-    `running` and `waiting` those the scheduler knows. `waiting_uncached_tokens` is prefill work not yet done.
-    `pages_used` are neither free nor evictable; `pages_cached` are evictable: what is left of `pages_total` is free.
+    `seq` counts reports within an `epoch`. `in_flight`: requests accepted and unfinished in the server; `running` and
+    `waiting`: in the scheduler. `waiting_uncached_tokens`: prefill work left. `pages_used` are neither free nor
+    evictable, `pages_cached` evictable; the rest of `pages_total` is free.
     """
 
     epoch: Count = 0
@@ -73,7 +73,7 @@ def encode(report: LoadStat | TreelineLoad) -> bytes:
 
 
 def decode_load(topic: bytes, payload: bytes) -> LoadStat | TreelineLoad:
-    """Decode a report. Topics can be configured, so an unknown topic is decided by the payload's own shape.
+    """Decodes a report. Topics are configurable, so an unknown topic is recognised by the payload's form.
 
     Raises `DecodeError` and nothing else.
     """

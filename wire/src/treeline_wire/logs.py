@@ -1,6 +1,6 @@
-"""How all programs log, on standard error: one JSON object a line, or text for people, with times in UTC.
+"""Logging: one JSON object per line on standard error, or text, with times in UTC.
 
-Only the standard library is needed, so that the launcher of Envoy stays small.
+Uses only the standard library, so that Envoy's launcher stays small.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 MOST_CHARS: Final = 4096
-"""The longest message, field and exception: they may quote what a peer has sent, and each line goes to a disk."""
+"""The longest message, field and exception: they may quote a peer, and lines go to disk."""
 LEVELS: Final = ("debug", "info", "warning", "error")
 FORMATS: Final = ("text", "json")
 FORMAT_HELP: Final = "text for people, or one JSON object a line (default: text on a terminal, json elsewhere)"
@@ -21,9 +21,9 @@ _USUAL: Final = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asc
 
 class JsonFormatter(logging.Formatter):
     """A record as a JSON object: `time`, `level`, `logger`, `process` (of programs with several), `message`,
-    `exception`, and what `extra` has.
+    `exception`, and the members of `extra`.
 
-    What is under the name `fields` in `extra` becomes members too; these may have any names.
+    Members of `extra["fields"]` are added too, with any names.
     """
 
     def __init__(self, process: str = "") -> None:
@@ -49,7 +49,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """A record as one line of text, with what `extra` has behind it."""
+    """A record as one line of text, followed by its `extra`."""
 
     def __init__(self, process: str = "") -> None:
         super().__init__(f"%(asctime)s %(levelname)-7s {f'{process:<11} ' if process else ''}%(message)s")
@@ -71,7 +71,8 @@ class TextFormatter(logging.Formatter):
 
 
 def set_up(level: str, *packages: str, form: str | None = None, process: str = "") -> None:
-    """Log these packages from `level` on, libraries from warnings on: at debug they print requests with headers.
+    """Logs these packages from `level` on, and libraries from warnings on: at debug level they print requests with
+    headers.
 
     `form`: one of `FORMATS`; None: text on a terminal, JSON elsewhere. `process`: which one of a program's several.
     """
@@ -89,7 +90,7 @@ def _utc(record: logging.LogRecord) -> str:
 
 
 def _short(text: str) -> str:
-    """Its beginning and its end, which names the error of a traceback."""
+    """The beginning and the end; a traceback's end names the error."""
     left = len(text) - MOST_CHARS
     half = MOST_CHARS // 2
     return text if left <= 0 else f"{text[:half]} … {left} characters … {text[-half:]}"

@@ -1,6 +1,4 @@
-"""Who has the name of a model: the pure function that the picker, which serves by it, and the operator, which says so,
-agree on.
-"""
+"""Which object owns a model name. Picker and operator share this pure function."""
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ _COMMIT_LINE: Final = re.compile(r"(hf://\S+) (\w[\w.-]{0,127})", re.ASCII)
 
 
 class HubModel(NamedTuple):
-    """A repository of the Hugging Face Hub, and a branch, tag or commit of it; None: its main branch."""
+    """A Hugging Face repository, and a branch, tag or commit; None: its main branch."""
 
     repo: str
     revision: str | None = None
@@ -35,17 +33,17 @@ class HubModel(NamedTuple):
         repo, at, revision = uri.removeprefix(_HUB_SCHEME).partition("@")
         good = uri.startswith(_HUB_SCHEME) and HUB_NAME.fullmatch(repo) is not None and ".." not in uri
         if not good or (at and not _REVISION.fullmatch(revision)):
-            raise ValueError(f"{uri!r} is no model of the Hub; it looks like hf://org/name or hf://org/name@revision")
+            raise ValueError(f"{uri!r} is not a Hub model, which looks like hf://org/name or hf://org/name@revision")
         return cls(repo, revision or None)
 
     @property
     def is_pinned(self) -> bool:
-        """Whether the revision is a commit, which never means other files."""
+        """Whether the revision is a commit, whose files never change."""
         return _COMMIT.fullmatch(self.revision or "") is not None
 
 
 def commits_of(text: str) -> dict[str, str]:
-    """`hf://` URI → commit, of lines `URI COMMIT`, as downloads write and read them. Other lines are passed over."""
+    """`hf://` URI → commit, from lines `URI COMMIT` as downloads write them. Other lines are skipped."""
     return {found[1]: found[2] for line in text.splitlines() if (found := _COMMIT_LINE.fullmatch(line))}
 
 
@@ -55,9 +53,9 @@ def commits_text(commits: Mapping[str, str]) -> str:
 
 
 def served_name(name: str | None, uri: str) -> str:
-    """The name under which a pool's engines serve their model: the one given, else the last part of the URI.
+    """The name under which a pool's engines serve their model: the given one, else the last part of the URI.
 
-    The revision of a Hugging Face repository and the tag of an image are not part of it.
+    Without a repository's revision or an image's tag.
     """
     if name:
         return name
@@ -71,9 +69,8 @@ def served_name(name: str | None, uri: str) -> str:
 class ModelRule(msgspec.Struct, frozen=True):
     """An InferenceModel. `name` is the object's, `model_name` what requests say, `created` its creationTimestamp.
 
-    `targets` are names that the pool's engines know, or those of another pool behind the same gateway (to try another
-    base model with a share of the requests), with weights on all or on none. Without targets the rule asks for
-    `model_name` itself, or for the only model of the pool where that is another one: an alias.
+    `targets`: names that the pool's engines know, or names of another pool behind the same gateway, with weights on all
+    or none. Without targets the rule asks for `model_name` itself, or, as an alias, for the pool's only model.
     """
 
     name: str
@@ -87,13 +84,13 @@ class ModelRule(msgspec.Struct, frozen=True):
 
     @property
     def age(self) -> tuple[str, str, str]:
-        """Sorts the oldest first; Kubernetes' timestamps have whole seconds, so names decide within one."""
+        """Sort key, oldest first; names decide within a second, the resolution of Kubernetes' timestamps."""
         return (self.created, self.name, self.uid)
 
 
 class PoolClaim(msgspec.Struct, frozen=True):
-    """A pool: the gateway that it shares, and the names that its object says it serves (`models` are its model's,
-    `adapters` those of what is served beside it). `created` is its creationTimestamp."""
+    """A pool: its gateway and the names it serves (`models`: its model's, `adapters`: its adapters'). `created` is its
+    creationTimestamp."""
 
     gateway: str
     models: tuple[str, ...] = ()
@@ -106,7 +103,7 @@ class PoolClaim(msgspec.Struct, frozen=True):
 
 
 class Holder(NamedTuple):
-    """Who has a name: the object, and the pool to which requests for the name go."""
+    """The owner of a name: the object, and the pool for its requests."""
 
     kind: Literal["InferencePool", "InferenceModel"]
     name: str
@@ -114,7 +111,7 @@ class Holder(NamedTuple):
 
 
 class ModelAcceptance(msgspec.Struct, frozen=True):
-    """Whether a rule holds. `winner` is what has the name instead; `message` says what to do."""
+    """Whether a rule is in effect. `winner` owns the name otherwise; `message` says what to do."""
 
     accepted: bool
     reason: RuleReason
@@ -123,19 +120,19 @@ class ModelAcceptance(msgspec.Struct, frozen=True):
 
 
 class Names(NamedTuple):
-    """`holders` maps gateway and name to who has the name, `verdicts` the rules by their names to whether they hold."""
+    """`holders`: gateway and name → owner; `verdicts`: rule name → whether it is in effect."""
 
     holders: Mapping[tuple[str, str], Holder]
     verdicts: Mapping[str, ModelAcceptance]
 
 
 def decide_names(rules: Iterable[ModelRule], pools: Mapping[str, PoolClaim]) -> Names:
-    """Who has which name behind each gateway of a namespace; the order of rules and pools does not matter.
+    """Who owns which name behind each gateway of a namespace. The order of rules and pools does not matter.
 
-    Pools claim the names of their model and adapters, rules their `model_name`. The oldest claim has the name, of
-    equally old ones a pool's before a rule's; when it goes, or stops to be valid, the next oldest does. A rule for a
-    name of its own pool takes nothing from anybody and holds beside it, unless its targets lead to another pool. Names
-    that only engines tell (an adapter loaded by hand) have no age: they come after all of these.
+    Pools claim the names of their model and adapters, rules their `model_name`. The oldest claim wins, and of equally
+    old ones the pool's. When it goes or becomes invalid, the next oldest takes over. A rule for a name of its own pool
+    is in effect beside the pool, unless its targets lead to another pool. Names that only engines report (an adapter
+    loaded by hand) rank last.
     """
     claims: list[tuple[tuple[str, bool, str, str], Holder, ModelRule | None]] = [
         ((pool.created, False, name, ""), Holder("InferencePool", name, name), None) for name, pool in pools.items()
@@ -163,7 +160,7 @@ def decide_names(rules: Iterable[ModelRule], pools: Mapping[str, PoolClaim]) -> 
 
 
 def _leads_away(rule: ModelRule, pools: Mapping[str, PoolClaim]) -> bool:
-    """Whether a target of the rule is a name of another pool and not of its own."""
+    """Whether a target of the rule is a name of another pool."""
     home = pools[rule.pool]
     others = {name for pool in pools.values() if pool.gateway == home.gateway for name in pool.names}
     return any(target in others and target not in home.names for target, _ in rule.targets)
@@ -178,7 +175,7 @@ def _flaw(rule: ModelRule, pools: Mapping[str, PoolClaim]) -> ModelAcceptance | 
     odd = [f"`{name}` has {weight}" for name, weight in rule.targets if weight is not None and not _usable(weight)]
     if odd:
         message = f"a weight in spec.targetModels is a whole number from 1 to {_MAX_WEIGHT:,}, but {', '.join(odd)}"
-        return ModelAcceptance(False, "WeightsInvalid", f"{message}; leave out a target that is to get nothing")
+        return ModelAcceptance(False, "WeightsInvalid", f"{message}; leave out a target that should get no requests")
     if rule.pool not in pools:
         message = f"there is no InferencePool `{rule.pool}` in this namespace{_which(pools)}"
         return ModelAcceptance(False, "PoolNotFound", f"{message}; create it, or correct spec.poolRef.name")

@@ -1,8 +1,8 @@
 """A tokenizer's normalizer as a fast Python function.
 
-The `tokenizers` library keeps alignments while it normalizes: 0.3 µs a character, 100 ms for a long prompt. Keys need
-only the text, so the steps that models use are done by Python's own string functions, and the library is the
-fallback for the rest. In tokenizers that write a mark (`▁`) for a space, the result here has the space instead.
+The `tokenizers` library tracks alignments while it normalizes: 0.3 µs a character, 100 ms for a long prompt. Keys need
+only the text, so common steps use Python's string functions, and the library does the rest. Where tokenizers write a
+mark (`▁`) for a space, this returns the space.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Form: TypeAlias = Literal["NFC", "NFD", "NFKC", "NFKD"]
 class Normalizer(NamedTuple):
     """A function from text to normalized text.
 
-    `local`: where it leaves a text as it is, it leaves each part of that text as it is, too.
+    `local`: if it leaves a text unchanged, it also leaves every part of it unchanged.
     """
 
     normalize: TextTransform
@@ -43,14 +43,14 @@ _COMBINING_RANGES: Final = tuple(
         (0x2F800, 0x2FA20),
     )
 )
-"""Where characters that combine or decompose are, or may come to be: neither ideographs nor Hangul nor private use."""
+"""Ranges of characters that may combine or decompose, now or later: not ideographs, Hangul or private use."""
 _STRIDE: Final = 16
-"""A long run of marks is one that every so many characters shows at least so many marks in a row."""
+"""A run of marks is long if samples at this distance show it."""
 _IN_A_ROW: Final = 4
 _ASTRAL: Final = re.compile("[\U00010000-\U0010ffff]+")
 
 MOST_GROWTH: Final = 64
-"""How many times longer a normalizer may make a text; known ones double it at most, as far as one can tell."""
+"""The most that a normalizer may lengthen a text; known ones at most double it."""
 
 
 def identity(text: str) -> str:
@@ -59,7 +59,8 @@ def identity(text: str) -> str:
 
 
 def flatten(spec: dict[str, Any] | None, members: str) -> list[dict[str, Any]]:
-    """The steps of a component of tokenizer.json, nested sequences opened. `members` names a sequence's list."""
+    """The steps of a tokenizer.json component, with nested sequences flattened. `members`: the name of a sequence's
+    list."""
     if spec is None:
         return []
     if spec.get("type") == "Sequence":
@@ -68,8 +69,8 @@ def flatten(spec: dict[str, Any] | None, members: str) -> list[dict[str, Any]]:
 
 
 def check_growth(spec: dict[str, Any] | None) -> None:
-    """Raises ValueError for a normalizer that can make a text much longer: nine steps that write ten characters for one
-    make a gigabyte of a letter."""
+    """Raises ValueError for a normalizer that can lengthen a text too much: nine steps of one character to ten turn a
+    letter into a gigabyte."""
     growth = 1.0
     for step in flatten(spec, "normalizers"):
         if step.get("type") == "Replace":
@@ -92,9 +93,9 @@ def space_mark(spec: dict[str, Any] | None) -> str | None:
 
 
 def compile_normalizer(spec: dict[str, Any] | None, rust: Any, mark: str | None) -> Normalizer:
-    """The function that does what `spec` (the `normalizer` of tokenizer.json) says.
+    """The function for `spec` (the `normalizer` of tokenizer.json).
 
-    `rust` is the same normalizer as an object of the library, `mark` the character to be read as a space.
+    `rust`: the same normalizer in the library; `mark`: the character to read as a space.
     """
     flat = flatten(spec, "normalizers")
     unmark: list[TextTransform] = [] if mark is None else [methodcaller("replace", mark, " ")]
@@ -159,11 +160,11 @@ def _unicode(text: str, form: Form) -> str:
 
 
 def long_run(text: str) -> int | None:
-    """Where the first long run of combining marks begins, with the character that they combine with; None: nowhere.
+    """Start of the first long run of combining marks, with its base character; None if there is none.
 
-    Python puts a run in order by insertion, in quadratic time: 64 KB of marks would take seconds. Texts have a few in a
-    row, Unicode's stream-safe format allows 30; from 64 on they are found here. Only samples are looked at, so that
-    other texts cost next to nothing.
+    Python sorts a run by insertion, in quadratic time: 64 KB of marks take seconds. Normal texts have a few in a row,
+    Unicode's stream-safe format allows 30; runs of 64 or more are found here, by samples, so that other texts cost next
+    to nothing.
     """
     if text.isascii():
         return None
@@ -183,7 +184,7 @@ def long_run(text: str) -> int | None:
 
 @functools.cache
 def _marks() -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """Some combining marks in a row, and a run of them: all characters that some form reorders."""
+    """Patterns for a few combining marks in a row, and for a whole run: all characters that some form reorders."""
     codes = [
         code for code in chain(*_COMBINING_RANGES) if unicodedata.combining(unicodedata.normalize("NFKD", chr(code))[0])
     ]
@@ -192,7 +193,8 @@ def _marks() -> tuple[re.Pattern[str], re.Pattern[str]]:
 
 
 def _is_disputed(text: str, form: Form) -> bool:
-    """Whether Python and the library may differ on a text. The regex engine is quick on small code points only."""
+    """Whether Python and the library may normalize a text differently. The regex engine is fast for small code points
+    only."""
     low, high = _disputed(form)
     if low.search(text) is not None:
         return True
@@ -202,10 +204,11 @@ def _is_disputed(text: str, form: Form) -> bool:
 
 @functools.cache
 def _disputed(form: Form) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """Characters, up to U+FFFF and above, on which Python and the library may differ: their Unicode versions do.
+    """Characters, up to U+FFFF and above, that Python and the library may treat differently because of their Unicode
+    versions.
 
-    They are those that Python's version does not know (of the planes that hold combining characters), and those with
-    a decomposition or a combining class that the library treats otherwise.
+    These are characters unknown to Python's version (in planes with combining characters), and those whose
+    decomposition or combining class differs in the library.
     """
     rust = getattr(normalizers, form)()
     disputed: set[int] = set()

@@ -1,4 +1,4 @@
-"""The shape in which OpenAI's API reports an error."""
+"""The format of errors in OpenAI's API."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MOST_CHARS: Final = 256
 def error_body(
     message: str, type: str = "invalid_request_error", param: str | None = None, code: str | int | None = None
 ) -> dict[str, Any]:
-    """Return `{"error": {...}}` with all four members, null where there is nothing to say."""
+    """Returns `{"error": {...}}` with all four members, null if empty."""
     return {"error": {"message": message, "type": type, "param": param, "code": code}}
 
 

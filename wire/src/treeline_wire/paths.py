@@ -1,8 +1,8 @@
-"""Which paths of an engine are inference, and so may be reached through a gateway.
+"""Inference paths of each engine, which may be reached through a gateway.
 
-Everything else of an engine (cache flushing, aborting, metrics, weights, profiling, adapters) is administration. The
-lists are allow-lists: what an engine adds in a later version stays closed until it is added here. Three places read
-them: the edge's routes, the HTTPRoute of a pool, and the picker, which knows the engine of the endpoint it chose.
+All other paths (cache flushing, aborting, metrics, weights, profiling, adapters) are administration. These are
+allow-lists: new paths of an engine stay closed until they are added. The edge's routes, a pool's HTTPRoute and the
+picker read them.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ WRITE: Final = ("POST", "OPTIONS")
 
 @dataclass(frozen=True, slots=True)
 class PathRule:
-    """One path that is served, compared exactly and with the letters' case, and the methods that it is served with.
+    """A served path, compared exactly and case-sensitively, and its methods.
 
-    `below`: instead of the path itself, everything below it, as far as `BELOW` describes it.
+    `below`: all paths below it, as far as `BELOW` allows, instead of the path itself.
     """
 
     path: str
@@ -29,13 +29,13 @@ class PathRule:
 
 
 BELOW: Final = r"/(?:[A-Za-z0-9._~:@+=,/-]|%(?:20|2[BbCc]|3[AaDd]|40))+"
-"""What may follow a path with `below`: model names. No escaped slash, dot or percent sign, and no `;`: nothing that
-the edge and an engine could read differently. In the syntax that RE2 and `re` share."""
+"""What may follow a path with `below`: model names. No escaped slash, dot or percent sign, and no `;`, which edge and
+engine could read differently. Valid in RE2 and `re`."""
 
 _MODELS: Final = (
     PathRule("/v1/models", READ),
     PathRule("/v1/models", READ, below=True),
-    # Clients and load balancers ask it. It tells whether the engine serves, and nothing else.
+    # Clients and load balancers ask it. It only shows whether the engine serves.
     PathRule("/health", READ),
 )
 _OPENAI: Final = ("/v1/chat/completions", "/v1/completions")
@@ -114,7 +114,7 @@ _POSTS: Final[Mapping[str, tuple[str, ...]]] = {
 INFERENCE: Final[Mapping[str, tuple[PathRule, ...]]] = {
     engine: (*(PathRule(path, WRITE) for path in posts), *_MODELS) for engine, posts in _POSTS.items()
 }
-"""Engine type (as `spec.engine.type` names it) → what it serves to clients."""
+"""Engine type (`spec.engine.type`) → its inference paths."""
 
 _EXACT: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
     engine: {rule.path: rule.methods for rule in rules if not rule.below} for engine, rules in INFERENCE.items()
@@ -126,14 +126,13 @@ _BELOW: Final[Mapping[str, tuple[tuple[re.Pattern[str], tuple[str, ...]], ...]]]
 
 
 def inference_paths(engines: Iterable[str]) -> tuple[PathRule, ...]:
-    """The union of what these engines serve, each once and always in the same order. Raises `KeyError` for an engine
-    that has no list."""
+    """The union of these engines' paths, in a fixed order. Raises `KeyError` for an unknown engine."""
     return tuple(dict.fromkeys(rule for engine in sorted(set(engines)) for rule in INFERENCE[engine]))
 
 
 def is_inference(engine: str, method: str, path: str) -> bool:
-    """Whether an engine may be asked this. `path` is without the query, and is compared as it is: a proxy before us
-    normalizes it or not, so what is not written in the normal way is refused. Raises `KeyError` as above."""
+    """Whether clients may use this path of an engine. `path` is without the query and compared as it is; a path that is
+    not in normal form is refused. Raises `KeyError` as above."""
     methods = _EXACT[engine].get(path)
     if methods is not None:
         return method in methods

@@ -1,10 +1,10 @@
-"""What the pickers of one pool tell each other: requests that they have sent somewhere, and how these went on.
+"""Messages between the pickers of a pool: which requests they sent where, and how these went on.
 
-A message is a datagram's content, before it is sealed: msgpack, an array that begins with the number of its kind. Sizes
-are bounded on both sides: a message has at most `MOST_BYTES`, so that it fits a datagram that no network splits.
+A message is the content of a datagram before sealing: a msgpack array that begins with its kind. It has at most
+`MOST_BYTES`, so that no network splits the datagram.
 
-A *mark* is 40 bits of a hash of a prompt's beginning; who computes it from which bytes is the pickers' business. `ref`
-names an endpoint by a hash of its name and address (`endpoint_ref`).
+A *mark* is a 40-bit hash of a prompt's beginning, defined by the pickers. `ref` names an endpoint by a hash of its name
+and address (`endpoint_ref`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .errors import WireError
 
 VERSION: Final = 1
 MOST_BYTES: Final = 1152
-"""Bytes of a message: what is left of IPv6's least packet of 1,280 bytes beside its headers, UDP's and a seal."""
+"""The most bytes of a message: IPv6's minimum packet of 1,280 bytes less headers and seal."""
 _HEAD_BYTES: Final = 32
 MOST_MARKS: Final = 6
 MARK_BITS: Final = 40
@@ -38,27 +38,26 @@ Nonce = Annotated[bytes, Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
 
 
 class PeerMessageError(WireError):
-    """Bytes that are no message of another picker."""
+    """Bytes that are not a picker's message."""
 
 
 class How(IntEnum):
-    """How a request of another picker went on."""
+    """How another picker's request went on."""
 
     PREFILLED = 0
-    """Its answer has begun, with its first token."""
+    """Its answer began with its first token."""
     ANSWERED = 1
-    """Its answer has begun, which says nothing of its prefill."""
+    """Its answer began, but without telling when its prefill was done."""
     FAILED = 2
-    """The endpoint will not hold its prompt: an error, another endpoint, or the client went away."""
+    """The endpoint will not hold its prompt: an error, another endpoint, or the client disconnected."""
     OVERLOADED = 3
-    """Refused for want of room."""
+    """Refused because the endpoint is full."""
 
 
 class Opened(Struct, frozen=True, gc=False, array_like=True, tag=1):
-    """A request was sent to an endpoint. `tokens` it has to prefill there, which should take `prefill_ms`; `age_ms` is
-    how long ago that was, where it is sent later. `rank` is the one that holds most of the prompt. `marks` are of
-    beginnings of the prompt that will be held then, the longest last. `session` is a mark of the session that it
-    belongs to, 0 where it belongs to none.
+    """A request was sent to an endpoint. `tokens` are left to prefill, expected to take `prefill_ms`; `age_ms`: how
+    long ago it was sent. `rank`: the one that holds most of the prompt. `marks`: beginnings of the prompt that will be
+    cached then, the longest last. `session`: a mark of its session, or 0.
     """
 
     id: Id
@@ -72,7 +71,7 @@ class Opened(Struct, frozen=True, gc=False, array_like=True, tag=1):
 
 
 class Closed(Struct, frozen=True, gc=False, array_like=True, tag=0):
-    """A request that was opened needs no more of what it was expected to."""
+    """A request no longer needs what was reserved for it."""
 
     id: Id
     how: How
@@ -82,21 +81,21 @@ Record: TypeAlias = Opened | Closed
 
 
 class Delta(Struct, frozen=True, array_like=True, tag=1):
-    """What has happened since the delta before; `seq` counts them from 1. One without records says: still here."""
+    """What happened since the previous delta; `seq` counts from 1. Without records it is a heartbeat."""
 
     seq: Number
     records: tuple[Record, ...] = ()
 
 
 class Ask(Struct, frozen=True, array_like=True, tag=2):
-    """Send me all that is open. `whom` is the one that is asked, `nonce` will be in the answer."""
+    """Asks for all open requests. `whom` is the picker asked; the answer repeats `nonce`."""
 
     whom: Annotated[bytes, Meta(min_length=SENDER_BYTES, max_length=SENDER_BYTES)]
     nonce: Nonce
 
 
 class Snapshot(Struct, frozen=True, array_like=True, tag=3):
-    """One of `parts` parts of all that was open after delta `seq`, for who asked with this nonce."""
+    """One of `parts` parts of all open requests after delta `seq`, for the asker with this nonce."""
 
     nonce: Nonce
     seq: Number
@@ -106,7 +105,7 @@ class Snapshot(Struct, frozen=True, array_like=True, tag=3):
 
 
 class Leave(Struct, frozen=True, array_like=True, tag=4):
-    """The sender ends; nothing of it counts any more."""
+    """The sender stops; its requests no longer count."""
 
 
 Message: TypeAlias = Delta | Ask | Snapshot | Leave
@@ -116,12 +115,12 @@ _decode = msgspec.msgpack.Decoder(Message).decode
 
 
 def endpoint_ref(name: str, address: str) -> bytes:
-    """How an endpoint is named on the wire: the same at all pickers, without their having agreed on numbers."""
+    """An endpoint's name on the wire, the same at all pickers without agreement on numbers."""
     return hashlib.blake2b(f"{name}\0{address}".encode(), digest_size=REF_BYTES).digest()
 
 
 def encode(message: Message) -> bytes:
-    """Raises ValueError for what is too large: see `packed`."""
+    """Raises ValueError for a message that is too large: see `packed`."""
     out = _encode(message)
     if len(out) > MOST_BYTES:
         raise ValueError(f"a message of {len(out)} bytes: at most {MOST_BYTES}")
@@ -129,7 +128,7 @@ def encode(message: Message) -> bytes:
 
 
 def packed(records: Sequence[Record]) -> list[int]:
-    """How many of the records, in order, go into each of as few messages as they need. O(records)."""
+    """How many of the records, in order, go into each of the fewest messages. O(records)."""
     counts, room = [], 0
     for record in records:
         size = len(_encode(record))

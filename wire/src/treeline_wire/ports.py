@@ -1,4 +1,4 @@
-"""The ports that the rooms use by default. Event, replay and load ports count up by data-parallel rank."""
+"""Default ports. Event, replay and load ports count up by data-parallel rank."""
 
 RUNTIME_HTTP = 8000
 RUNTIME_METRICS = 9600
@@ -10,7 +10,7 @@ EXT_PROC = 9002
 EDS = 9003
 PICKER_ADMIN = 9004
 PEERS = 9005
-"""Pickers of one pool, to each other; UDP."""
+"""Between pickers of a pool, UDP."""
 METRICS = 9090
-"""The picker's."""
+"""Of the picker."""
 GATEWAY = 8080

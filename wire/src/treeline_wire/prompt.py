@@ -1,6 +1,6 @@
-"""From an OpenAI request body to the prompt that it stands for and the namespace it is cached in.
+"""From an OpenAI request body to its prompt and cache namespace.
 
-The functions that runtime and picker agree on.
+Runtime and picker share these functions.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ __all__ = [
 
 _MAX_ID: Final = 0x7FFF_FFFF
 _RESERVED: Final = frozenset({"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"})
-"""Names that a template is called with anyway; `chat_template_kwargs` may not replace them."""
+"""Names that a template always receives; `chat_template_kwargs` may not replace them."""
 MAX_KWARGS_DEPTH: Final = 16
-"""`chat_template_kwargs` are switches for a template: a few names, lists and small objects."""
+"""`chat_template_kwargs` are switches of a template: a few names, lists and small objects."""
 MAX_KWARGS_VALUES: Final = 1000
 MAX_KWARGS_CHARS: Final = 64 << 10
 
@@ -49,20 +49,20 @@ class Prompt(Struct, frozen=True):
 
 
 def prompt_of_chat(body: Mapping[str, Any], template: ChatTemplate, dialect: ChatDialect = TREELINE) -> Prompt:
-    """Render the `messages` of a chat request as the engine of this dialect would.
+    """Renders the `messages` of a chat request as the engine of this dialect would.
 
-    Read members: `messages`, `tools`, `tool_choice`, `documents`, `add_generation_prompt`, `continue_final_message`,
-    `chat_template_kwargs`, `reasoning_effort`, and what else the dialect reads. Arguments of tool calls are parsed,
-    since templates expect objects.
+    Reads `messages`, `tools`, `tool_choice`, `documents`, `add_generation_prompt`, `continue_final_message`,
+    `chat_template_kwargs`, `reasoning_effort`, and what else the dialect uses. Parses arguments of tool calls, since
+    templates expect objects.
 
-    Raises `PromptError` for what the client did, `chat.TemplateError` where the template itself is at fault, and what
-    else `ChatTemplate.render` raises.
+    Raises `PromptError` for a wrong request, `chat.TemplateError` for a faulty template, and what else
+    `ChatTemplate.render` raises.
     """
     return _rendered(body, template, dialect, dialect.turn)
 
 
 def beginning_of_chat(body: Mapping[str, Any], template: ChatTemplate, dialect: ChatDialect = TREELINE) -> Prompt:
-    """Render these first messages of a longer chat: the text ends with that of the last one, whatever its role.
+    """Renders the first messages of a longer chat; the text ends with that of the last one, whatever its role.
 
     Raises as `prompt_of_chat`.
     """
@@ -116,7 +116,7 @@ def _rendered(
 
 
 def prompt_of_completion(body: Mapping[str, Any]) -> list[Prompt]:
-    """The prompts of a completion request: `prompt` is a text, a list of texts, ids, or a list of lists of ids.
+    """The prompts of a completion request. `prompt` is a text, a list of texts, ids, or a list of lists of ids.
 
     Raises `PromptError`.
     """
@@ -136,16 +136,16 @@ def prompt_of_completion(body: Mapping[str, Any]) -> list[Prompt]:
 
 
 def namespace_of(body: Mapping[str, Any], client: str | None = None) -> str | None:
-    """The namespace in which the request's prefix is cached: its `lora_path`, `cache_salt` and `extra_key`, and the
-    client whose cache is kept apart, if there is one.
+    """The cache namespace of a request: from `lora_path`, `cache_salt`, `extra_key`, and the client if caches are
+    isolated.
 
-    None when there is none of them. Raises `PromptError`.
+    None without any of them. Raises `PromptError`.
     """
     return join_namespace(_optional_text(body, "lora_path"), salt_of(body), client)
 
 
 def salt_of(body: Mapping[str, Any]) -> str | None:
-    """The caller's own salt: `cache_salt` and `extra_key` in one. Raises `PromptError`."""
+    """The caller's salt: `cache_salt` and `extra_key` joined. Raises `PromptError`."""
     return join_salt(_optional_text(body, "cache_salt"), _optional_text(body, "extra_key"))
 
 
@@ -164,7 +164,7 @@ def _template_kwargs(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _name_the_deep_one(body: Mapping[str, Any]) -> None:
-    """Raises `TooDeep` for what is nested too deeply of what a template is given."""
+    """Raises `TooDeep` for template input that is nested too deeply."""
     for i, message in enumerate(body["messages"]):
         for name, member in message.items():
             check_size(member, f"messages[{i}].{name}")
@@ -180,7 +180,7 @@ def _optional_text(body: Mapping[str, Any], name: str) -> str | None:
 
 
 def _ids(value: list[Any]) -> list[int]:
-    """The ids. JSON has one kind of number: 5.0 is 5."""
+    """Token ids. JSON has one kind of number: 5.0 is 5."""
     if not value:
         raise PromptError("prompt", "must not be empty")
     if any(isinstance(item, float) for item in value):
@@ -192,7 +192,7 @@ def _ids(value: list[Any]) -> list[int]:
 
 
 def _encodable(text: str, param: str) -> str:
-    """Lone surrogates can be written in JSON but have no UTF-8, so no tokenizer takes them."""
+    """Refuses lone surrogates, which JSON can express but UTF-8 and tokenizers cannot."""
     if not text.isascii():
         try:
             text.encode()

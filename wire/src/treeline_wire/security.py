@@ -1,8 +1,8 @@
-"""Who may read a runtime's sockets: a CURVE key pair shared by the processes of one installation.
+"""Access to a runtime's sockets: a CURVE key pair shared by the processes of one installation.
 
-An event stream holds every user's prompt. With keys, sockets talk only to peers that hold the pair: a client cannot
-begin CURVE's handshake without the server's public key, so the *whole pair* is secret and both files are guarded.
-Without keys, sockets bind to loopback by default.
+An event stream contains every user's prompts. With keys, sockets talk only to peers that have the pair. A CURVE client
+needs the server's public key, so the *whole pair* is secret, and both files are protected. Without keys, sockets bind
+to loopback.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _Z85_LEN: Final = 40
 
 
 class KeyFileError(ValueError):
-    """A key file is missing, malformed, readable by everyone, or the two do not belong together."""
+    """A key file is missing, malformed, readable by everyone, or the two do not match."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class CurveKeys:
 
     @classmethod
     def load(cls, directory: str | os.PathLike[str]) -> CurveKeys:
-        """Read `public.key` and `secret.key`. Raises `KeyFileError`."""
+        """Reads `public.key` and `secret.key`. Raises `KeyFileError`."""
         folder = Path(directory)
         keys = cls(_read(folder / PUBLIC_FILE), _read(folder / SECRET_FILE))
         try:
@@ -47,7 +47,7 @@ class CurveKeys:
 
     @classmethod
     def generate(cls, directory: str | os.PathLike[str]) -> CurveKeys:
-        """Make a new pair and write it, readable by the owner only. Existing files are never replaced."""
+        """Writes a new pair, readable by the owner only. Never replaces existing files."""
         folder = Path(directory)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         public, secret = zmq.curve_keypair()
@@ -61,20 +61,20 @@ class CurveKeys:
         return cls(public, secret)
 
     def secure_server(self, sock: zmq.Socket[Any]) -> None:
-        """Let only holders of the pair talk to `sock`. Call before bind."""
+        """Allows only holders of the pair to talk to `sock`. Call before bind."""
         sock.curve_publickey = self.public
         sock.curve_secretkey = self.secret
         sock.curve_server = True
 
     def secure_client(self, sock: zmq.Socket[Any]) -> None:
-        """Let `sock` talk to servers that hold the pair. Call before connect."""
+        """Makes `sock` talk to servers with this pair. Call before connect."""
         sock.curve_publickey = self.public
         sock.curve_secretkey = self.secret
         sock.curve_serverkey = self.public
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` can be reached from this machine only. Unknown names count as reachable."""
+    """Whether `host` is reachable from this machine only. Unknown names count as reachable from elsewhere."""
     if host == "localhost":
         return True
     try:
@@ -85,7 +85,7 @@ def is_loopback(host: str) -> bool:
 
 
 def read_secret(path: str | os.PathLike[str]) -> bytes:
-    """What a file holds, without blanks around it. Raises `KeyFileError`, also where everyone may read the file."""
+    """A file's content without surrounding space. Raises `KeyFileError`, also if everyone may read the file."""
     try:
         mode = Path(path).stat().st_mode
         value = Path(path).read_bytes().strip()

@@ -1,7 +1,7 @@
-"""Settings that are defined once: a dataclass field with its bounds, its words for `--help`, where else it comes from.
+"""Settings, each defined once as a dataclass field with bounds, help, and further sources.
 
-From these are made the command line (`add_flags`), the fields from what it was given (`values`), the check of values
-that come from Python (`check`), and what may be shown of them (`shown`).
+Command-line flags (`add_flags`), parsed values (`values`), checks of values from Python (`check`), and what may be
+shown (`shown`) follow from them.
 """
 
 from __future__ import annotations
@@ -19,41 +19,41 @@ from pathlib import Path
 from typing import Any, Literal
 
 _SECONDS = ("S", "SECONDS")
-"""Placeholders of settings that are a time."""
+"""Placeholders of settings that are durations."""
 
 
 class ConfigError(ValueError):
-    """A setting that cannot work, with the setting's name and what to do."""
+    """A setting with an unusable value; names the setting and what to do."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What a field says besides its name, type and default."""
+    """What a field says besides name, type and default."""
 
     help: str
     group: str | None = ""
-    """Its group in `--help`. None: there is no flag, and the setting is for Python alone."""
+    """Its group in `--help`. None: no flag, for Python only."""
     flag: str | None = None
-    """Where its name is not the field's."""
+    """Its name if that is not the field's."""
     metavar: str | None = None
     at_least: float | None = None
     above: float | None = None
     at_most: float | None = None
     choices: Iterable[Any] | None = None
-    """None: those of a `Literal`, or any."""
+    """None: those of a `Literal`, or any value."""
     parse: Callable[[str], Any] | None = None
-    """Text → value; None: by the field's type. A bool that has one may be given with a value and without."""
+    """Text → value; None: by the field's type. A bool with a parser may be given with or without a value."""
     repeated: bool = False
-    """The field is a tuple: what was given, each once, or else the default."""
+    """A tuple field: the given values, each once, or else the default."""
     either: bool = False
-    """A bool that also has a flag `--no-NAME`."""
+    """A bool with a second flag `--no-NAME`."""
     env: str | None = None
-    """The environment variable that sets it where the flag does not; an empty one sets nothing."""
+    """The environment variable used if the flag is absent; an empty one counts as unset."""
     secret: bool = False
     rare: bool = False
-    """Left out of the short `--help`."""
+    """Shown only by `--help-all`."""
     word: bool = False
-    """The command takes it without a flag, too, so that the flag is not required."""
+    """The command also takes it without a flag, so the flag is not required."""
 
 
 def setting(default: Any = dataclasses.MISSING, /, **words: Any) -> Any:
@@ -62,25 +62,25 @@ def setting(default: Any = dataclasses.MISSING, /, **words: Any) -> Any:
 
 
 def port_setting(default: Any, /, least: int = 0, **words: Any) -> Any:
-    """A setting that is a port, or several; 0, where it may be, stands for any free one."""
+    """A setting that is one or more ports; 0, if allowed, is any free port."""
     return setting(default, at_least=least, at_most=65535, **words)
 
 
 def namespace(text: str) -> str:
-    """Parses the name of a Kubernetes namespace."""
+    """Parses a Kubernetes namespace."""
     if not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?", text):
         raise argparse.ArgumentTypeError(f"{text!r} is no namespace (a-z, 0-9 and -)")
     return text
 
 
 def settings_of(kind: type) -> dict[str, tuple[dataclasses.Field[Any], Setting]]:
-    """The settings among the fields of a dataclass, by name."""
+    """The settings of a dataclass by name."""
     fields = [field for field in dataclasses.fields(kind) if "setting" in field.metadata]
     return {field.name: (field, field.metadata["setting"]) for field in fields}
 
 
 def check(value: Any) -> None:
-    """Raises ConfigError for a dataclass whose values are out of bounds, or no choice. None is always within them."""
+    """Raises ConfigError for values out of bounds or not among the choices. None is always allowed."""
     kind: type = type(value)
     choices = _choices_of(kind)
     for name, (_, words) in settings_of(kind).items():
@@ -91,7 +91,7 @@ def check(value: Any) -> None:
 
 
 def shown(value: Any) -> dict[str, Any]:
-    """All settings of a dataclass but for secrets."""
+    """All settings of a dataclass except secrets."""
     found = {name: (words, getattr(value, name)) for name, (_, words) in settings_of(type(value)).items()}
     return {n: "(set)" if words.secret and one is not None else one for n, (words, one) in found.items()}
 
@@ -104,7 +104,7 @@ def add_flags(
     *,
     short: bool = False,
 ) -> None:
-    """A flag for each setting of a dataclass that is in this group. `short`: help does not show the rare ones."""
+    """Adds a flag for each setting of this group. `short`: help omits the rare ones."""
     hints = typing.get_type_hints(kind)
     for name, (field, words) in settings_of(kind).items():
         if words.group == group:
@@ -115,7 +115,7 @@ def add_flags(
 
 
 def values(kind: type, given: argparse.Namespace) -> dict[str, Any]:
-    """Field → value, for the settings of a dataclass whose flags were added."""
+    """Field → value for the settings whose flags were added."""
     found = {}
     for name, (field, words) in settings_of(kind).items():
         dest = _flag(name, words).removeprefix("--").replace("-", "_")
@@ -130,7 +130,7 @@ def _flag(name: str, words: Setting) -> str:
 
 
 def _argument(words: Setting, hint: Any, default: Any) -> dict[str, Any]:
-    """The arguments of `add_argument`. A default that is text, as the environment's, is parsed like a flag's value."""
+    """The arguments of `add_argument`. A text default, as from the environment, is parsed like a flag's value."""
     found = {"required": not words.word} if default is dataclasses.MISSING else {"default": default}
     if hint is bool and words.parse is None:
         return found | {"action": argparse.BooleanOptionalAction if words.either else "store_true"}

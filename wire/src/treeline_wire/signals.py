@@ -1,9 +1,9 @@
-"""The demand for pools, as pickers stream it to what scales them.
+"""The demand for pools, streamed from pickers to the autoscaler.
 
-`GET /signals` of a picker's admin port answers with lines of JSON, each a whole `Signals`: the first at once, another
-when something has changed, `MOST_PER_S` a second at most, and one every `HEARTBEAT_S` where nothing does. A reader that
-hears nothing for `SILENT_S` has lost the picker. Each number says what is true now or was within a stated time: nothing
-adds up over the life of a process, so that a picker that restarts is understood. Fields are only added.
+`GET /signals` on a picker's admin port answers JSON lines, each a whole `Signals`: one at once, one after each change
+(at most `MOST_PER_S` a second), and one every `HEARTBEAT_S`. A reader that gets nothing for `SILENT_S` has lost the
+picker. All values are current or from a stated period, never totals, so a restarted picker is understood. Fields are
+only added.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MOST_PER_S: Final = 4
 HEARTBEAT_S: Final = 2.0
 SILENT_S: Final = 6.0
 RECENT_S: Final = 10.0
-"""What "lately" means."""
+"""How long "recently" is."""
 MOST_LINE_BYTES: Final = 4 << 20
 
 MOST_COUNT: Final = 1 << 53
@@ -31,7 +31,7 @@ Seconds = Annotated[float, Meta(ge=0.0, le=MOST_SECONDS)]
 
 
 class Waiting(msgspec.Struct, frozen=True):
-    """Requests that have no endpoint yet, and the tokens of their prompts that would have to be computed."""
+    """Requests without an endpoint yet, and their uncached prompt tokens."""
 
     requests: Count = 0
     tokens: Count = 0
@@ -44,11 +44,11 @@ NOTHING_WAITS: Final = Waiting()
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """What this picker alone knows of the requests for a pool, or for one of its models.
+    """What this picker alone knows of the requests for a pool or one of its models.
 
-    `held` wait here for an endpoint; they are reported for the pool alone. `missed` came lately while none was ready,
-    and were turned away, or went to another pool. `picks` were given one lately, and `ttft_p50_s` and `ttft_p90_s` are
-    quantiles of the time to first token that was predicted for them; None without picks.
+    `held`: waiting here for an endpoint, counted per pool only. `missed`: arrived recently while none was ready, and
+    were refused or sent to another pool. `picks`: got an endpoint recently; `ttft_p50_s` and `ttft_p90_s`: quantiles of
+    their predicted time to first token, None without picks.
     """
 
     held: Waiting = NOTHING_WAITS
@@ -59,13 +59,12 @@ class Asked(msgspec.Struct, frozen=True):
 
 
 class PoolSignals(msgspec.Struct, frozen=True):
-    """The demand for a pool.
+    """The demand for a pool, as one picker sees it.
 
-    `asked` is for all its models, `models` for each that was asked for lately. The rest is about those of its endpoints
-    that do not drain, and each picker knows it of all: `ready` may be picked; `in_flight_requests` they have or are
-    about to get; `queued_tokens` of prompts wait to be computed there; `in_flight_tokens` are those of requests that
-    this picker and those that it hears of sent there, and that have no first token yet. Of those that may be picked,
-    `silent` do not tell their load at the moment: they may have more in flight than is counted.
+    `asked`: for all its models; `models`: for each model asked for recently. The rest concerns endpoints that do not
+    drain, and all pickers see the same: `ready`: may be picked; `in_flight_requests`: running there or on the way;
+    `queued_tokens`: prompt tokens waiting there; `in_flight_tokens`: of requests without a first token, from this
+    picker and those it hears; `silent`: ready endpoints that report no load, so the counts may be too low.
     """
 
     asked: Asked = Asked()
@@ -78,19 +77,19 @@ class PoolSignals(msgspec.Struct, frozen=True):
 
 
 class Signals(msgspec.Struct, frozen=True):
-    """What one picker says. `synced`: it has seen all that there is, so that a pool that is missing is not its."""
+    """One picker's report. `synced`: it knows all pools, so a missing pool is not its own."""
 
     synced: bool = False
     pools: dict[str, PoolSignals] = {}
 
 
 def encode(signals: Signals) -> bytes:
-    """One line."""
+    """Encodes one line."""
     return msgspec.json.encode(signals) + b"\n"
 
 
 def decode(line: bytes) -> Signals:
-    """From one line. Raises `msgspec.MsgspecError`, also for one that is nested without end or is no UTF-8."""
+    """Decodes one line. Raises `msgspec.MsgspecError`, also for endless nesting and invalid UTF-8."""
     try:
         return _decode(line)
     except (RecursionError, UnicodeDecodeError) as error:
@@ -101,8 +100,8 @@ _decode = msgspec.json.Decoder(Signals).decode
 
 
 def merged(told: Iterable[PoolSignals]) -> PoolSignals:
-    """What several pickers of one pool say together: what each has alone adds up; of what all see, the most counts.
-    Quantiles of the times that each predicted are taken to be the longest of them."""
+    """Combines several pickers of a pool. What each knows alone adds up; of what all see, and of quantiles, the largest
+    counts."""
     found = list(told)
     models = dict.fromkeys(name for one in found for name in one.models)
     return PoolSignals(

@@ -1,4 +1,4 @@
-"""Server-sent events, from the bytes of a stream: no I/O, and nothing of what the events say."""
+"""Server-sent events from the bytes of a stream, without I/O."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import re
 from typing import Final
 
 _LINE_END: Final = re.compile(rb"\r\n|\n|\r")
-"""And nothing else: a text may hold other characters that Python takes for the ends of lines (U+2028, U+0085)."""
+"""Only these end a line: Python's splitlines would also split at characters such as U+2028 and U+0085."""
 _BOM: Final = b"\xef\xbb\xbf"
 
 
 class EventStream:
-    """Takes bytes as they come, cut anywhere. An event is its data: nothing else of one is read."""
+    """Takes bytes in pieces of any size. Only the data of an event is read."""
 
     def __init__(self, max_bytes: int) -> None:
-        """max_bytes: of one event, as a server may never end one."""
+        """max_bytes: the largest event; a server might never end one."""
         self._max_bytes = max_bytes
         self._line = bytearray()
         """What there is of the line that has not ended."""
@@ -26,7 +26,7 @@ class EventStream:
         self._begun = False
 
     def take(self, chunk: bytes) -> list[str]:
-        """→ the events that end here. Raises ValueError for one that is too large."""
+        """Returns the events that end here. Raises ValueError for one that is too large."""
         if self._after_return:
             chunk = chunk.removeprefix(b"\n")
             self._after_return = False
@@ -43,7 +43,7 @@ class EventStream:
         return found
 
     def end(self) -> list[str]:
-        """What the stream had not ended with an empty line, as some servers do with their last event."""
+        """The last event, if the server did not end it with an empty line."""
         return [*self._end_of(bytes(self._line)), *self._end_of(b"")]
 
     def _end_of(self, line: bytes) -> list[str]:

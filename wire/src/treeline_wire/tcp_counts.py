@@ -1,7 +1,7 @@
-"""What a TCP connection has received, by the kernel's count: for connections of libraries that bound it otherwise.
+"""Bytes received by a TCP connection, by the kernel's count, for connections inside libraries.
 
-A connection is named by the number of its file, which stays the library's. Linux alone has these counts. All raise
-`OSError` where the number is none of a TCP connection (any more).
+A connection is named by its file number, which stays the library's. Linux only. Raises `OSError` if the number is not
+(or no longer) a TCP connection.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ _RECEIVED_AT: Final = 128  # tcpi_bytes_received in `struct tcp_info`
 
 
 def identity(fd: int) -> int:
-    """Another one for each connection, also where they have the same number one after the other."""
+    """An identity that differs between connections even if they reuse a file number."""
     return os.fstat(fd).st_ino
 
 
 def received(fd: int) -> int:
-    """Bytes that have arrived since the connection was made."""
+    """Bytes received since the connection was opened."""
     with _borrowed(fd) as sock:
         info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
     return int(struct.unpack_from("Q", info, _RECEIVED_AT)[0])
 
 
 def unread(fd: int) -> int:
-    """Received bytes that are still with the kernel."""
+    """Received bytes that the process has not read yet."""
     return int(struct.unpack("i", fcntl.ioctl(fd, termios.FIONREAD, bytes(4)))[0])
 
 
 def end(fd: int) -> None:
-    """End the connection; its owner sees that the peer has gone."""
+    """Ends the connection; its owner sees the peer disconnect."""
     with _borrowed(fd) as sock:
         sock.shutdown(socket.SHUT_RDWR)
 

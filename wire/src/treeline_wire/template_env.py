@@ -1,10 +1,10 @@
-"""The language of chat templates: Jinja as `transformers` sets it up, from which nothing else can be reached.
+"""The language of chat templates: Jinja as set up by `transformers`, in a closed sandbox.
 
-A template comes with a model, from strangers. It sees values of JSON and a few of Jinja's own kinds, and of each kind
-only the members named here: whatever is not named does not exist, so there is no list of dangers to keep complete.
-There is no `Markup` (its `format` is no builtin method), no `str.format`, and no access to underscored names.
+Templates come with checkpoints and are not trusted. They see JSON values and a few of Jinja's own types, and of each
+only the members listed here; nothing else exists, so no list of dangers has to be complete. There is no `Markup` (its
+`format` is no builtin method), no `str.format`, no underscored name.
 
-What a template may *cost* is not bounded here: see `template_inline`, and the runtime's `templates.worker`.
+The *cost* of a template is limited elsewhere: `template_inline`, and the runtime's `templates.worker`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MAX_DATE_FORMAT: Final = 256
 
 
 def words(text: str) -> frozenset[str]:
-    """A set of names, written as one text."""
+    """A set of names from one text."""
     return frozenset(text.split())
 
 
@@ -51,7 +51,7 @@ MEMBERS: Final[dict[type, frozenset[str]]] = {
     LoopContext: _LOOP,
     _GroupTuple: frozenset({"grouper", "list"}),
 }
-"""Members that a template may use, by the exact type of a value."""
+"""Members that a template may use, by the exact type of the value."""
 _DICT_NAMES: Final = frozenset(dir(dict))
 _SUBSCRIPTABLE: Final = frozenset({str, dict, list, tuple, range, _GroupTuple})
 """Types whose items a template may read."""
@@ -70,7 +70,7 @@ _REFUSED: Final = (
     nodes.ScopedEvalContextModifier,
     nodes.EvalContextModifier,
 )
-"""Statements that load other templates or switch escaping on, and blocks, which only serve inheritance."""
+"""Statements that load other templates or switch escaping on, and blocks, which serve inheritance."""
 
 
 class RaisedError(Exception):
@@ -78,7 +78,7 @@ class RaisedError(Exception):
 
 
 class TemplateNamespace(Namespace):
-    """Jinja's namespace without underscored names. Printing it does not print what is in it."""
+    """Jinja's namespace without underscored names. Printing it does not show its contents."""
 
     def __init__(*args: Any, **kwargs: Any) -> None:
         self, args = args[0], args[1:]
@@ -96,7 +96,7 @@ class TemplateNamespace(Namespace):
 
 
 class Function:
-    """A function that templates may call. Nothing can be read of it."""
+    """A function for templates, without readable attributes."""
 
     __slots__ = ("_call",)
 
@@ -111,7 +111,7 @@ class Function:
 
 
 class _CodeGenerator(CodeGenerator):
-    """Evaluates nothing while it compiles: constants are a template's, too, and may be as large as it likes."""
+    """Evaluates nothing at compile time: a template's constants may be arbitrarily large."""
 
     def _output_child_to_const(self, node: nodes.Expr, frame: Frame, finalize: Any) -> str:
         if not isinstance(node, nodes.TemplateData):
@@ -122,7 +122,7 @@ class _CodeGenerator(CodeGenerator):
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
     """Compiles chat templates. Rendering raises `RaisedError` for `raise_exception`, and anything for other faults.
 
-    `clock` says what `strftime_now` writes: in UTC, as a prompt must not depend on where it is rendered.
+    `clock` is what `strftime_now` writes, in UTC, so that prompts do not depend on the place.
     """
 
     code_generator_class = _CodeGenerator
@@ -219,7 +219,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _Generation(Extension):
-    """`{% generation %}` … `{% endgeneration %}`: marks what the model wrote; here its body is just rendered."""
+    """`{% generation %}` … `{% endgeneration %}` marks the model's text; here only its body is rendered."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -230,7 +230,7 @@ class _Generation(Extension):
 
 
 def raised_texts(tree: nodes.Template) -> frozenset[str]:
-    """What the template says with `raise_exception`, where that is a constant: the author's own words."""
+    """The template's own constant messages for `raise_exception`."""
     texts = set()
     for call in tree.find_all(nodes.Call):
         if isinstance(call.node, nodes.Name) and call.node.name == "raise_exception" and len(call.args) == 1:
@@ -241,7 +241,7 @@ def raised_texts(tree: nodes.Template) -> frozenset[str]:
 
 
 def line_of(error: BaseException) -> int | None:
-    """The line of the template at which an error arose."""
+    """The template's line of an error."""
     line, traceback = None, error.__traceback__
     while traceback is not None:
         if traceback.tb_frame.f_code.co_filename == "<template>":
@@ -262,7 +262,7 @@ def tojson(
 
 
 def utc_now() -> datetime:
-    """The time."""
+    """The current time."""
     return datetime.now(UTC)
 
 

@@ -1,7 +1,7 @@
-"""Rendering a chat template here and now: for plain templates and short requests, within a few milliseconds.
+"""Renders plain templates and short requests in this process, within a few milliseconds.
 
-This is what lets a process with an event loop, and with secrets, render without a worker. A template is taken if it
-consists of what `_Inline` knows; then its work is bounded by construction:
+So a process with an event loop and secrets needs no worker for them. A template qualifies if it uses only constructs
+that `_Inline` knows; its work is then bounded:
 
     growth   no value passes MAX_CHARS: results of calls, filters, `+`, `~`, slices and literals are measured where
              they arise, and operations that could pass it in one step are checked before (`*`, replace, join, split)
@@ -11,8 +11,8 @@ consists of what `_Inline` knows; then its work is bounded by construction:
              filter yields; between two readings there are only steps of a constant cost and at most one operation
              on MAX_CHARS
 
-Whatever is not within these bounds, or not certainly so, raises `NotInlineError`: a worker renders it then, from the
-start. So a check may be stricter than it must be, and never changes what is rendered.
+Anything outside these bounds, or not certainly within, raises `NotInlineError`, and a worker renders it from the start.
+So checks may be too strict, but never change the result.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from jinja2.visitor import NodeTransformer
 from .template_env import Function, TemplateEnvironment, compile_template, words
 
 MAX_SOURCE_CHARS: Final = 32 << 10
-"""Characters of a source that is compiled in this process. Known templates have up to 20 thousand."""
+"""The longest source compiled in this process, in characters. Known templates have up to 20 thousand."""
 MAX_INPUT_CHARS: Final = 384 << 10
-"""Characters and members of the values that are rendered inline."""
+"""The most characters and members of the values rendered inline."""
 MAX_INPUT_ITEMS: Final = 9000
 MAX_CHARS: Final = 256 << 10
-"""Characters of one value; a member of a list or dict counts as _MEMBER_CHARS."""
+"""The longest value in characters; a member of a list or dict counts as _MEMBER_CHARS."""
 MAX_OUTPUT: Final = 1 << 20
 MAX_SECONDS: Final = 0.005
-"""Seconds until rendering is given up."""
+"""The most seconds of a rendering."""
 _MEMBER_CHARS: Final = 16
 _MAX_PIECES: Final = MAX_CHARS // _MEMBER_CHARS
 _MAX_NODES: Final = 4000
@@ -75,15 +75,15 @@ _CHEAP_OPERATORS: Final = frozenset({"eq", "ne", "lt", "gt", "lteq", "gteq"})
 _READING: Final = words("== != < <= > >= eq equalto ge greaterthan gt in le lessthan lower lt ne sameas upper")
 """Tests that read a whole value; the others look at a type or a number."""
 _UNLIMITED: Final = words("d default replace")
-"""Filters that take long texts as arguments: they pass them on, or check them themselves."""
+"""Filters that take long arguments: they pass them on, or check them themselves."""
 
 
 class NotInlineError(Exception):
-    """To be rendered by a worker."""
+    """A worker must render this."""
 
 
 class _RenderBudget:
-    """What is left for one rendering."""
+    """What remains for one rendering."""
 
     __slots__ = ("_began", "_seconds", "deadline", "output_chars")
 
@@ -94,7 +94,7 @@ class _RenderBudget:
         self.output_chars = MAX_OUTPUT
 
     def consume(self, chars: int) -> None:
-        """Count what is printed."""
+        """Counts printed text."""
         self.output_chars -= chars
         if self.output_chars < 0:
             raise NotInlineError("it prints too much")
@@ -102,7 +102,7 @@ class _RenderBudget:
             self.check_time()
 
     def check_time(self) -> None:
-        """The deadline has passed: was it us who took the time, or others on this machine?"""
+        """The deadline has passed: checks whether this rendering used the time, or others on this machine."""
         left = self._seconds - (time.thread_time() - self._began)
         if left <= 0:
             raise NotInlineError("it takes too long")
@@ -113,7 +113,7 @@ _budget: ContextVar[_RenderBudget] = ContextVar("treeline_inline_budget")
 
 
 class InlineTemplate:
-    """A template that may be rendered in this process. Raises `NotInlineError` if it may not, and what Jinja raises."""
+    """A template that may be rendered in this process. Raises `NotInlineError` otherwise, and what Jinja raises."""
 
     def __init__(self, source: str, environment: InlineEnvironment | None = None) -> None:
         if len(source) > MAX_SOURCE_CHARS:
@@ -121,8 +121,8 @@ class InlineTemplate:
         self._template, self.raised_texts = compile_template(environment or _environment(), source)
 
     def render(self, variables: dict[str, Any], seconds: float = MAX_SECONDS) -> str:
-        """The text, within `seconds` of the processor. Raises `NotInlineError`, `RaisedError`, and whatever is wrong
-        with the template or its values."""
+        """The text, within `seconds` of CPU time. Raises `NotInlineError`, `RaisedError`, and any fault of the template
+        or its values."""
         token = _budget.set(_RenderBudget(seconds))
         try:
             return self._template.render(variables)
@@ -175,7 +175,7 @@ def _environment() -> InlineEnvironment:
 
 
 class _Inline(NodeTransformer):
-    """Puts guards into a parsed template, or raises `NotInlineError`."""
+    """Adds guards to a parsed template, or raises `NotInlineError`."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -207,7 +207,7 @@ class _Inline(NodeTransformer):
         return node
 
     def visit_Output(self, node: nodes.Output) -> nodes.Node:
-        """What is printed is measured by `_finalize`."""
+        """`_finalize` measures what is printed."""
         node.nodes = [self._visit_unguarded(child) for child in node.nodes]
         return node
 
@@ -260,8 +260,8 @@ class _Inline(NodeTransformer):
         return _filtered(node, GUARD) if node.ctx == "load" else node
 
     def _visit_unguarded(self, node: Any) -> Any:
-        """Visit a sum or concatenation whose result somebody else measures. Its operands are measured, so that it is at
-        most `_MAX_OPERANDS` times as large as a value may be."""
+        """Visits a sum or concatenation whose result is measured elsewhere. Its operands are measured, so it is at most
+        `_MAX_OPERANDS` times the largest value."""
         if not isinstance(node, nodes.Add | nodes.Concat):
             return self.visit(node)
         operands = _operands(node)
@@ -295,7 +295,7 @@ def _filtered(node: nodes.Node, name: str) -> nodes.Filter:
 
 
 def _tick_of(node: nodes.Node) -> nodes.Node:
-    """The statement that begins a repeated body: it consumes the budget of the literal text in it."""
+    """The statement at the start of a repeated body; it counts the body's literal text."""
     chars = sum(len(data.data) for data in node.find_all(nodes.TemplateData))
     tick = _filtered(nodes.Const(chars, lineno=node.lineno), _TICK)
     return nodes.ExprStmt(tick, lineno=node.lineno)
@@ -305,7 +305,7 @@ def _tick_of(node: nodes.Node) -> nodes.Node:
 
 
 def _guard(value: Any) -> Any:
-    """A value that was just made: it may be so large, and there is time left."""
+    """Checks the size of a new value, and the time."""
     kind = type(value)
     if kind is str:
         if len(value) > MAX_CHARS:
@@ -328,7 +328,7 @@ def _look_at_clock() -> None:
 
 
 def _measured(items: Iterable[Any]) -> Iterator[Any]:
-    """What a filter yields: collecting all of it makes no value that is too large, and stops when the time is over."""
+    """The items of a filter: measured as they come, until the time is over."""
     left = MAX_CHARS
     for item in items:
         left = _measure((item,), left)
@@ -337,14 +337,14 @@ def _measured(items: Iterable[Any]) -> Iterator[Any]:
 
 
 def _keep(value: Any) -> Any:
-    """A value that outlives a round of a loop. Generators of generators would grow round by round."""
+    """A value that outlives a round of a loop. Nested generators would grow with each round."""
     if type(value) is GeneratorType:
         raise NotInlineError("it keeps a generator")
     return value
 
 
 def _measure(value: Any, left: int) -> int:
-    """What is left of `left` after all members and characters in a value, counted as often as they are in it."""
+    """What remains of `left` after all members and characters of a value, counted as often as they occur."""
     if len(value) > _MAX_PIECES:
         raise NotInlineError("a value is too large")
     children: Iterable[Any] = value
@@ -379,9 +379,9 @@ def _guarded(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter whose arguments (without what Jinja passes first) are checked before it runs, and its result after.
+    """Checks a filter's arguments (without Jinja's own) before it runs, and its result after.
 
-    An attribute may be a path of thousands of parts, which is walked for each item.
+    An attribute may be a path of thousands of parts, walked for each item.
     """
     first = 2 if hasattr(function, "jinja_pass_arg") else 1
     check = _FILTER_CHECKS.get(name)
@@ -403,7 +403,8 @@ def _check_arguments(args: Iterable[Any]) -> None:
 
 
 def check_method(name: str, text: str, args: tuple[Any, ...]) -> None:
-    """Python searches from the right and strips characters in quadratic time, and replaces and joins without bounds."""
+    """Guards methods that are quadratic in Python (searching from the right, stripping) or unbounded (replace,
+    join)."""
     if name == "join":
         _check_join(args[0] if args else None, text)
     elif name == "replace":
@@ -434,7 +435,7 @@ def _check_join(items: Any, d: Any = "", attribute: Any = None) -> None:
 
 
 def _check_pieces(value: Any) -> None:
-    """A text may not fall into too many characters, or words."""
+    """A text may not split into too many characters or words."""
     if type(value) is str and len(value) > _MAX_PIECES:
         raise NotInlineError("it makes too many pieces")
 

@@ -1,16 +1,16 @@
-"""What of a chat template's output depends on the texts of the messages, and how: found out by rendering it once.
+"""Finds out, by one rendering, how a template's output depends on the texts of the messages.
 
-The texts of a chat are replaced by *watched* ones: a mark each, one character of a private plane, in a string that may
-be written and passed on, and that notices whoever looks at it (compares, searches, slices, measures, counts it, turns
-it into JSON …). If nothing is looked at, the rendering is the same for all texts, and what stands between the marks is
-what the template writes between the texts. Some looks have an answer that holds for most texts:
+Each text is replaced by a *watched* one: a mark (a character of a private plane) in a string that may be written and
+passed on, and that notices inspection (comparing, searching, slicing, measuring, JSON …). Without inspection the
+rendering is the same for all texts, and what stands between the marks is what the template writes between the texts.
+Some inspections have an answer that holds for most texts:
 
     stripped     whitespace at the ends, or whether there is text: holds for texts that are neither empty nor padded
     compared     with a constant, or searched for one: holds for texts that do not have the constant in them
     dated        `strftime_now`: holds for as long as it says the same
 
-Everything else raises `DependsOnTextError`. Watched is the inline language (`template_inline`), within its bounds.
-Python's own functions read a string without asking it; so watched ones are given to none of them but those named here.
+All others raise `DependsOnTextError`. The language is the inline one (`template_inline`), within its bounds. Python's
+own functions read a string without asking it, so only those named here receive watched texts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .template_inline import GUARD, InlineEnvironment, InlineTemplate
 
 _FIRST_MARK: Final = 0xF0000
 MAX_TEXTS: Final = 1024
-"""Marks that there are."""
+"""The number of marks."""
 _MARK: Final = re.compile(f"[{chr(_FIRST_MARK)}-{chr(_FIRST_MARK + MAX_TEXTS - 1)}]")
 
 # A name that the grammar cannot spell, so that a template cannot use it.
@@ -40,19 +40,19 @@ _NEEDLE: Final = "needle!"
 _TYPE_TESTS: Final = words("defined undefined none string mapping iterable sequence number boolean true false integer")
 _EQUAL_TESTS: Final = words("== != eq equalto ne")
 _TEXT_FILTERS: Final = words("d default safe string trim")
-"""Filters that a watched text may be given to: what they ask of it, it notices."""
+"""Filters that may receive a watched text; it notices what they ask."""
 _TEXT_METHODS: Final = words("strip lstrip rstrip startswith endswith")
 
 
 class DependsOnTextError(Exception):
-    """What the template writes depends on the texts in a way that is not known here."""
+    """The output depends on the texts in an unknown way."""
 
 
 class Trace(Struct, frozen=True):
-    """One rendering: `constants[0] text constants[1] text … constants[-1]`, where the texts are those at `order`.
+    """One rendering: `constants[0] text constants[1] text … constants[-1]`, with the texts at `order`.
 
-    It holds for texts such that those at `stripped` are not empty and have no whitespace at their ends, those at
-    `without[c]` do not contain c, and each of `dates`, a format, is still written so.
+    Valid for texts where those at `stripped` are neither empty nor padded, those at `without[c]` do not contain c, and
+    each of `dates`, a format, still gives the same.
     """
 
     constants: tuple[str, ...]
@@ -63,7 +63,7 @@ class Trace(Struct, frozen=True):
 
 
 class _Watch:
-    """What was looked at in one rendering. `failed`: something whose answer depends on the text."""
+    """What one rendering inspected. `failed`: an inspection whose answer depends on the text."""
 
     def __init__(self) -> None:
         self.failed = False
@@ -76,27 +76,27 @@ _watch: ContextVar[_Watch] = ContextVar("treeline_template_watch")
 
 
 def mark(number: int) -> str:
-    """What stands for the text of this number, below `MAX_TEXTS`."""
+    """The mark of this text number, below `MAX_TEXTS`."""
     return chr(_FIRST_MARK + number)
 
 
 def has_mark(text: str) -> bool:
-    """Whether a text has a character that could be taken for a mark."""
+    """Whether a text contains a character that looks like a mark."""
     return _MARK.search(text) is not None
 
 
 def watched(number: int) -> str:
-    """The text of this number, as `TracedTemplate.trace` is to be given it."""
+    """The watched text of this number, for `TracedTemplate.trace`."""
     return _Text(mark(number))
 
 
 def _fail(*_: Any, **__: Any) -> NoReturn:
-    _watch.get().failed = True  # a template's filters and tests may catch what is raised
+    _watch.get().failed = True  # a template's filters and tests may catch exceptions
     raise DependsOnTextError
 
 
 class _Text(str):
-    """A watched text, or a longer one with such texts in it."""
+    """A watched text, or a longer one that contains some."""
 
     __slots__ = ()
 
@@ -136,7 +136,7 @@ class _Text(str):
         return self._stripped(str.rstrip, chars)
 
     def _has(self, constant: Any, *more: Any) -> bool:
-        """Compared with a constant, or searched for one. One could begin in what stands around the text."""
+        """Compared with a constant, or searched for one, which might begin in the text's surroundings."""
         if more or type(constant) is not str or _MARK.fullmatch(self) is None:
             _fail()
         if constant:
@@ -156,7 +156,7 @@ for _name in {*dir(str), "__hash__", "__repr__"} - (_KNOWN - {"__hash__", "__rep
 
 
 def _tracked(value: Any) -> Any:
-    """A value that was just made, watched where there is a text in it."""
+    """A new value, watched if it contains a watched text."""
     return _Text(value) if type(value) is str and has_mark(value) else value
 
 
@@ -165,17 +165,16 @@ def _marks(text: str) -> list[int]:
 
 
 class TracedTemplate(InlineTemplate):
-    """A template that tells what it does with texts. Raises as `InlineTemplate`; and ValueError if its source has
-    marks."""
+    """A template that reports how it uses texts. Raises as `InlineTemplate`; and ValueError if its source has marks."""
 
     def __init__(self, source: str) -> None:
         if has_mark(source):
-            raise ValueError("the template has characters of our own")
+            raise ValueError("the template contains reserved characters")
         self._tracing = _TracingEnvironment()
         super().__init__(source, self._tracing)
 
     def trace(self, variables: dict[str, Any], seconds: float) -> Trace:
-        """Render messages whose texts are `watched`. Raises `DependsOnTextError`, and as `render`."""
+        """Renders messages whose texts are `watched`. Raises `DependsOnTextError`, and as `render`."""
         watch = _Watch()
         token = _watch.set(watch)
         try:
@@ -189,7 +188,7 @@ class TracedTemplate(InlineTemplate):
         return Trace(tuple(_MARK.split(text)), order, frozenset(watch.stripped), without, watch.dates)
 
     def date(self, format: str) -> str:
-        """What `strftime_now` says now."""
+        """The current output of `strftime_now`."""
         return self._tracing.today(format)
 
 

@@ -1,4 +1,4 @@
-"""A tokenizer and its chat template as one value that can be sent: runtimes serve it, pickers fetch it."""
+"""A tokenizer and its chat template as one value, served by runtimes and fetched by pickers."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ MAX_BUNDLE_BYTES: Final = 256 << 20
 
 
 class BundleError(ValueError):
-    """A directory or a document holds no usable tokenizer."""
+    """A directory or document without a usable tokenizer."""
 
 
 class TokenizerBundle(Struct, frozen=True, kw_only=True):
     """What both sides need to turn a request into a prompt.
 
-    `tokenizer_json` is the file of the `tokenizers` library. `special_tokens` maps names as chat templates use them
-    (`bos_token`, `eos_token`, …) to contents. `add_bos` is `add_bos_token` of the configuration, None if unsaid: for
-    information, since the post-processor of `tokenizer_json` decides. `tool_template` is the template named
-    `tool_use` where a model has a separate one. `fingerprint` identifies the whole; equal fingerprints, equal prompts.
+    `tokenizer_json`: the `tokenizers` library's file. `special_tokens`: names in chat templates (`bos_token`,
+    `eos_token`, …) → contents. `add_bos`: the configuration's `add_bos_token`, None if absent; for information, since
+    the post-processor decides. `tool_template`: the separate template `tool_use`. `fingerprint`: identifies all of it;
+    equal fingerprints give equal prompts.
     """
 
     fingerprint: str
@@ -49,7 +49,7 @@ class TokenizerBundle(Struct, frozen=True, kw_only=True):
         special_tokens: dict[str, str] | None = None,
         add_bos: bool | None = None,
     ) -> TokenizerBundle:
-        """Make a bundle from its parts and compute the fingerprint."""
+        """Makes a bundle from its parts and computes the fingerprint."""
         tokens = dict(sorted((special_tokens or {}).items()))
         return cls(
             fingerprint=_fingerprint(tokenizer_json, [chat_template, tool_template, tokens, add_bos]),
@@ -64,7 +64,7 @@ class TokenizerBundle(Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_dir(cls, path: str | os.PathLike[str]) -> TokenizerBundle:
-        """Read a model directory in Hugging Face's layout. Raises `BundleError`."""
+        """Reads a model directory in Hugging Face's layout. Raises `BundleError`."""
         folder = Path(path)
         tokenizer_json = _text(folder / "tokenizer.json")
         if tokenizer_json is None:
@@ -87,9 +87,9 @@ class TokenizerBundle(Struct, frozen=True, kw_only=True):
 
     @classmethod
     def from_json(cls, document: bytes) -> TokenizerBundle:
-        """Read what `to_json` wrote; unknown members are ignored. Raises `BundleError`.
+        """Reads `to_json`'s document; unknown members are ignored. Raises `BundleError`.
 
-        The fingerprint must be that of the parts: pools share what is made of equal ones, so no engine may choose it.
+        The fingerprint must match the parts: pools share data by fingerprint, so no engine may choose it.
         """
         if len(document) > MAX_BUNDLE_BYTES:
             raise BundleError(f"a tokenizer of {len(document)} bytes is too large")
@@ -110,8 +110,8 @@ class TokenizerBundle(Struct, frozen=True, kw_only=True):
 
 
 def _fingerprint(tokenizer_json: str, rest: list[Any]) -> str:
-    """The digest of the JSON list of all parts. Its first one is written piece by piece: in one call a large one
-    would keep all threads of the process waiting for half a second."""
+    """The digest of the JSON list of all parts. The first part is written in pieces: one call on a large one would
+    block all threads for half a second."""
     made = hashlib.sha256(b'["')
     for at in range(0, len(tokenizer_json), _PIECE_CHARS):
         made.update(json.dumps(tokenizer_json[at : at + _PIECE_CHARS])[1:-1].encode())
@@ -143,7 +143,7 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """Named tokens: members `*_token`, given as text or as an object with `content`; and model-specific ones."""
+    """Named tokens: members `*_token`, as text or as an object with `content`, and model-specific ones."""
     tokens: dict[str, str] = {}
     for extra in ("model_specific_special_tokens", "extra_special_tokens"):
         if isinstance(config.get(extra), dict):
@@ -156,7 +156,7 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
 
 
 def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Templates by name. Files of their own win over the configuration, as in `transformers`."""
+    """Templates by name. Separate files win over the configuration, as in `transformers`."""
     found: dict[str, str] = {}
     value = config.get("chat_template") or _object(folder / "chat_template.json").get("chat_template")
     if isinstance(value, str):

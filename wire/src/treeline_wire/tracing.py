@@ -1,6 +1,6 @@
-"""OpenTelemetry's SDK as the picker and the runtime use it: where spans go, which are recorded, and an end in time.
+"""OpenTelemetry's SDK for picker and runtime: exporter, sampler, and a shutdown with a deadline.
 
-Imported only by who was started with `--tracing`, and has the SDK among its own dependencies: it costs some 15 MB.
+Imported only with `--tracing`, by programs that depend on the SDK; it costs some 15 MB.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ for _name in ("opentelemetry.trace.propagation.tracecontext", "opentelemetry.tra
 
 
 def exporter() -> SpanExporter | None:
-    """Where spans go, by `OTEL_TRACES_EXPORTER`; None for nowhere. Raises TracingError."""
+    """The span exporter by `OTEL_TRACES_EXPORTER`; None for none. Raises TracingError."""
     name = exporter_name()
     if name == "none":
         return None
@@ -32,7 +32,7 @@ def exporter() -> SpanExporter | None:
 
 
 def provider(spans: SpanExporter, service: str) -> TracerProvider:
-    """With the resource and the sampler that the variables ask for. `service`: its name, where they say none. Raises
+    """A provider with resource and sampler from the variables. `service`: its name if they give none. Raises
     TracingError."""
     sampler: Sampler | None = None  # the SDK reads it from the environment
     if not os.environ.get(SAMPLER):
@@ -45,8 +45,8 @@ def provider(spans: SpanExporter, service: str) -> TracerProvider:
 
 
 async def stop(provider: TracerProvider, limit_s: float) -> None:
-    """Send what there is, for so many seconds at most."""
-    # Not by the loop's own threads: the process would wait for them, however long a collector says nothing.
+    """Sends remaining spans, for at most so many seconds."""
+    # Not by the loop's own threads: the process would wait for them while a collector hangs.
     stopping = threading.Thread(target=provider.shutdown, daemon=True)
     stopping.start()
     await asyncio.to_thread(stopping.join, limit_s)

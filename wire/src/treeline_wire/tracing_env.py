@@ -1,6 +1,5 @@
-"""What OpenTelemetry's variables ask for, as far as all of Treeline that makes spans must agree on it: the picker, the
-runtime, and Envoy, which reads no variables and is configured by these. The SDK is not needed for this, and
-reads the others itself.
+"""OpenTelemetry's variables, as far as picker, runtime and Envoy must agree; Envoy reads no variables and is configured
+from these. The SDK reads the others itself and is not needed here.
 """
 
 from __future__ import annotations
@@ -10,11 +9,11 @@ from typing import Final
 from urllib.parse import urlsplit
 
 PORT: Final = 4317
-"""The port of OTLP over gRPC."""
+"""OTLP over gRPC."""
 RATIO: Final = 0.1
-"""The share of the requests without a trace that begin one."""
+"""The share of requests without a trace that start one."""
 ENDPOINT: Final = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-"""The first that is set counts."""
+"""The first that is set wins."""
 EXPORTER: Final = "OTEL_TRACES_EXPORTER"
 PROTOCOL: Final = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 SAMPLER: Final = "OTEL_TRACES_SAMPLER"
@@ -32,11 +31,11 @@ _OPERATIONS: Final = (
     ("/rerank", "rerank"),
     ("/score", "score"),
 )
-"""`gen_ai.operation.name` by how a path ends; the first counts. The last three are words of ours."""
+"""`gen_ai.operation.name` by the end of a path; the first match wins. The last three are our own."""
 
 
 class TracingError(Exception):
-    """The variables ask for what there is not; the message says what to do."""
+    """The variables ask for something unsupported; the message says what to do."""
 
 
 def operation_of(path: str) -> str:
@@ -46,7 +45,7 @@ def operation_of(path: str) -> str:
 
 
 def exporter_name() -> str:
-    """`otlp`, `console` or `none`. Raises TracingError for any other, and for OTLP by another protocol than gRPC."""
+    """`otlp`, `console` or `none`. Raises TracingError for others, and for OTLP by a protocol other than gRPC."""
     name = os.environ.get(EXPORTER, "") or "otlp"
     if name not in ("otlp", "console", "none"):
         raise TracingError(f"{EXPORTER}={name}: there are otlp, console and none")
@@ -65,19 +64,19 @@ def endpoint() -> str:
 
 
 def collector(url: str) -> tuple[str, int]:
-    """Host and port of a collector that is spoken to in plain text. Raises TracingError for other URLs."""
+    """Host and port of a collector in plain text. Raises TracingError for other URLs."""
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
     except ValueError as error:
-        raise TracingError(f"{url!r} is no URL of a collector: {error}") from None
+        raise TracingError(f"{url!r} is not a collector's URL: {error}") from None
     if parts.scheme != "http" or not host or parts.path not in ("", "/") or parts.query or parts.username:
-        raise TracingError(f"{url!r} is no URL of a collector that Envoy can send to: use http://HOST:{PORT}")
+        raise TracingError(f"{url!r} is not a collector's URL that Envoy can use: use http://HOST:{PORT}")
     return host, port or PORT
 
 
 def ratio() -> float:
-    """The share of the requests without a trace that begin one: 0 to 1. Raises TracingError."""
+    """The share of requests without a trace that start one: 0 to 1. Raises TracingError."""
     name = os.environ.get(SAMPLER, "")
     if name in ("always_on", "parentbased_always_on"):
         return 1.0

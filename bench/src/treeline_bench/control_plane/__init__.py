@@ -1,6 +1,6 @@
-"""A real Kubernetes control plane of our own, for benchmarks and tests: etcd, kube-apiserver, controller manager.
+"""A real Kubernetes control plane for benchmarks and tests: etcd, kube-apiserver, controller manager.
 
-There is no scheduler and no kubelet: pods exist and never run.
+Without scheduler and kubelet: pods exist and never run.
 """
 
 from treeline_bench.control_plane.flags import CONTROLLERS

@@ -1,4 +1,4 @@
-"""The command lines of etcd, the API server and the controller manager, and what the API server writes down."""
+"""Command lines of etcd, the API server and the controller manager, and the audit policy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CONTROLLERS = (
     "serviceaccount-controller",
     "validatingadmissionpolicy-status-controller",
 )
-"""The controllers that run unless others are asked for."""
+"""Controllers that run by default."""
 
 AUDIT_POLICY: dict[str, Any] = {
     "apiVersion": "audit.k8s.io/v1",
@@ -33,11 +33,11 @@ AUDIT_POLICY: dict[str, Any] = {
         {"level": "Metadata"},
     ],
 }
-"""Everything but what the controllers and the API server itself ask."""
+"""Records everything except requests of the controllers and the API server itself."""
 
 
 class Files(NamedTuple):
-    """What the API server is given as files."""
+    """The API server's files."""
 
     ca: Path
     serving: Issued

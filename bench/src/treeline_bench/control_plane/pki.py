@@ -1,4 +1,4 @@
-"""Certificates of a control plane of our own: its authority. Keys are elliptic: they are made at once."""
+"""Certificates and their authority. Elliptic keys, which are made at once."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Authority:
         self._write(self.cert, builder)
 
     def key(self, name: str) -> Path:
-        """A private key alone."""
+        """A private key."""
         key = ec.generate_private_key(ec.SECP256R1())
         path = self._folder / f"{name}.key"
         path.write_bytes(_pem(key))
@@ -52,7 +52,7 @@ class Authority:
         addresses: Sequence[str] = (),
         names: Sequence[str] = (),
     ) -> Issued:
-        """A certificate for a client, and for a server where it has addresses or names."""
+        """A certificate for a client, and also for a server if it has addresses or names."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = x509.Name(
             [
@@ -75,7 +75,7 @@ class Authority:
         return issued
 
     def existing(self, name: str) -> Issued:
-        """Where the certificate of that name is."""
+        """The certificate of that name."""
         return Issued(self._folder / f"{name}.crt", self._folder / f"{name}.key")
 
     def _builder(self, subject: x509.Name, key: ec.EllipticCurvePublicKey) -> x509.CertificateBuilder:
@@ -98,7 +98,7 @@ class Authority:
 
 
 def context_of(authority: Authority, client: Issued) -> ssl.SSLContext:
-    """TLS that trusts the authority and shows the client's certificate."""
+    """TLS that trusts the authority and presents the client's certificate."""
     context = ssl.create_default_context(cafile=str(authority.cert))
     context.load_cert_chain(client.cert, client.key)
     return context

@@ -1,6 +1,6 @@
 """etcd, the API server and the controller manager as processes on free ports of 127.0.0.1, and identities for them.
 
-Nothing of them outlives this process.
+None of them outlives this process.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ START_TIMEOUT_S = 60.0
 ADMIN = ("admin", ("system:masters",))
 
 _STARTER = ThreadPoolExecutor(1, "starter")
-"""The thread that starts processes, because they end with it: it lasts as long as this process does."""
+"""The thread that starts processes: they end with it, so it must last as long as this process."""
 
 
 class ControlPlaneFailed(BenchmarkError):
@@ -72,7 +72,7 @@ class ControlPlane:
     # Life of the processes
 
     def start(self, *, crds: bool = False) -> ControlPlane:
-        """Start everything; with ``crds`` ours are there before the controllers look for kinds to collect."""
+        """Starts everything; with ``crds`` ours exist before the controllers look for kinds."""
         try:
             self._spawn(
                 "etcd",
@@ -89,45 +89,45 @@ class ControlPlane:
         return self
 
     def stop(self) -> None:
-        """Kill all and remove the folder."""
+        """Kills everything and removes the folder."""
         self._http.close()
         for name in reversed(list(self._processes)):
             self.kill(name)
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def start_apiserver(self) -> None:
-        """Start the API server and wait until it is ready."""
+        """Starts the API server and waits until it is ready."""
         command = flags.apiserver(self._files, self._etcd_port, self._port, audit=self._audit)
         self._spawn("apiserver", [str(self._bin / "kube-apiserver"), *command, *self._extra])
         self._await_ready()
 
     def restart_apiserver(self) -> None:
-        """Kill the API server, start it again on the same port, wait until it is ready."""
+        """Kills the API server, starts it on the same port, waits until it is ready."""
         self.kill("apiserver")
         self.start_apiserver()
 
     def start_controllers(self) -> None:
-        """Start the controller manager."""
+        """Starts the controller manager."""
         config = self.kubeconfig("system:kube-controller-manager", ("system:masters",))
         command = flags.controller_manager(config, self._files.ca, self._files.signing, self._controllers)
         self._spawn("controllers", [str(self._bin / "kube-controller-manager"), *command])
 
     def kill(self, name: str) -> None:
-        """Kill ``etcd``, ``apiserver`` or ``controllers`` and reap it."""
+        """Kills ``etcd``, ``apiserver`` or ``controllers`` and reaps it."""
         process = self._processes.pop(name)
         process.kill()
         process.wait(30)
 
     def pause(self, name: str) -> None:
-        """Stop a process: connections stay open and nothing answers."""
+        """Stops a process: connections stay open and nothing answers."""
         self._processes[name].send_signal(signal.SIGSTOP)
 
     def resume(self, name: str) -> None:
-        """Let a paused process go on."""
+        """Continues a paused process."""
         self._processes[name].send_signal(signal.SIGCONT)
 
     def check(self) -> None:
-        """Raises ControlPlaneFailed when one of the processes has ended."""
+        """Raises ControlPlaneFailed if a process has ended."""
         for name, process in self._processes.items():
             if process.poll() is not None:
                 raise ControlPlaneFailed(f"{name} ended with {process.returncode}:\n{self.log(name)}")
@@ -140,7 +140,7 @@ class ControlPlane:
     # Identities
 
     def kubeconfig(self, user: str, groups: Sequence[str] = (), namespace: str = "default") -> Path:
-        """A kubeconfig of an identity, by a certificate: RBAC knows it as the user ``user`` in ``groups``."""
+        """A kubeconfig with a certificate: RBAC sees the user ``user`` in ``groups``."""
         key = (user, tuple(groups))
         if key not in self._identities:
             cert = self._authority.issue(f"user-{len(self._identities)}", user, groups)
@@ -152,12 +152,12 @@ class ControlPlane:
         return self._identities[key]
 
     def service_account(self, namespace: str, name: str, audiences: Sequence[str] = ()) -> Path:
-        """A kubeconfig with a fresh token of an existing ServiceAccount, as a pod has it."""
+        """A kubeconfig with a new token of an existing ServiceAccount."""
         token = self.service_account_token(namespace, name, audiences)
         return self._write_kubeconfig(f"sa-{namespace}-{name}", namespace, {"token": token})
 
     def service_account_token(self, namespace: str, name: str, audiences: Sequence[str] = ()) -> str:
-        """A fresh token of an existing ServiceAccount."""
+        """A new token of an existing ServiceAccount."""
         spec = {"audiences": list(audiences)} if audiences else {}
         reply = self.request(
             "POST",
@@ -167,7 +167,7 @@ class ControlPlane:
         return str(reply["status"]["token"])
 
     def tls(self, user: str = ADMIN[0], groups: Sequence[str] = ADMIN[1]) -> ssl.SSLContext:
-        """TLS to the API server with an identity of ours."""
+        """TLS to the API server with one of our identities."""
         self.kubeconfig(user, groups)
         number = list(self._identities).index((user, tuple(groups)))
         return context_of(self._authority, self._authority.existing(f"user-{number}"))
@@ -175,11 +175,11 @@ class ControlPlane:
     # Requests
 
     def http(self, user: str = ADMIN[0], groups: Sequence[str] = ADMIN[1]) -> httpx.Client:
-        """A client of the API server with an identity of ours; the caller closes it."""
+        """A client of the API server with one of our identities; the caller closes it."""
         return httpx.Client(base_url=self.url, verify=self.tls(user, groups), timeout=30, trust_env=False)
 
     def request(self, method: str, path: str, body: Any = None, *, content_type: str = "application/json") -> Any:
-        """A request as the administrator; the decoded answer. A refusal fails with the server's words."""
+        """A request as administrator; returns the decoded answer. Fails with the server's words."""
         content = None if body is None else json.dumps(body)
         reply = self._http.request(method, path, content=content, headers={"Content-Type": content_type})
         if reply.is_error:
@@ -187,7 +187,7 @@ class ControlPlane:
         return reply.json()
 
     def kubectl(self, *args: str, kubeconfig: Path | None = None, stdin: str | None = None, check: bool = True) -> str:
-        """What kubectl printed; a failure fails with what it said, or returns that where it is not ``check``ed."""
+        """kubectl's output; a failure raises with its output, or returns it if not ``check``."""
         command = [str(self._bin / "kubectl"), "--kubeconfig", str(kubeconfig or self.admin), *args]
         environment = {
             **os.environ,
@@ -202,7 +202,8 @@ class ControlPlane:
         return done.stdout if done.returncode == 0 else done.stdout + done.stderr
 
     def install_crds(self, *folders_or_files: Path) -> list[str]:
-        """Apply CustomResourceDefinitions (default: ours, ``crds/*.yaml``), wait until they serve; their names."""
+        """Applies CustomResourceDefinitions (default: ours, ``crds/*.yaml``), waits until they serve; returns their
+        names."""
         files = [
             file
             for path in (folders_or_files or (ROOT / "crds",))
@@ -231,9 +232,9 @@ class ControlPlane:
         return names
 
     def audit_events(self, user: str | None = None) -> list[dict[str, Any]]:
-        """What the API server has answered so far (metadata only), in order; those of one user, if named.
+        """What the API server has answered so far (metadata only), in order, of one user if named.
 
-        Not recorded: the controllers and the API server itself.
+        Without the controllers and the API server itself.
         """
         lines = self._files.audit_log.read_bytes().splitlines()
         events = [json.loads(line) for line in lines if line.endswith(b"}")]

@@ -1,4 +1,4 @@
-"""Where the programs of the control plane are; they come from `scripts/control_plane.sh`."""
+"""Finds the programs of the control plane, which `scripts/control_plane.sh` builds."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ BUILD = "scripts/control_plane.sh"
 
 
 class Missing(BenchmarkError):
-    """The programs are not built; the message says how they are."""
+    """The programs are not built; the message says how to build them."""
 
 
 @cache
 def programs(*names: str) -> dict[str, Path]:
-    """Component (``kubernetes``, ``etcd``, ``helm``) → the folder with its programs. Raises Missing."""
+    """Component (``kubernetes``, ``etcd``, ``helm``) → the folder of its programs. Raises Missing."""
     try:
         done = subprocess.run(
             [str(ROOT / BUILD), "--check", *names], capture_output=True, text=True, timeout=60, check=False

@@ -1,4 +1,4 @@
-"""Requests to the API server that cost this process little: HTTP/1.1 on connections that stay open, many at once."""
+"""Cheap requests to the API server: HTTP/1.1 on open connections, many at once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TIMEOUT_S = 30.0
 
 
 class Call(NamedTuple):
-    """A request. A body is encoded before its turn comes."""
+    """A request with its encoded body."""
 
     method: str
     path: str
@@ -28,7 +28,7 @@ class Call(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What came back, and when (``time.monotonic``) the request was sent and its answer read."""
+    """The answer, and when (``time.monotonic``) the request was sent and the answer read."""
 
     body: bytes
     sent: float
@@ -36,7 +36,7 @@ class Answer(NamedTuple):
 
 
 class Api:
-    """The API server at an address. Every thread has a connection of its own."""
+    """An API server. Every thread has its own connection."""
 
     def __init__(self, host: str, port: int, context: ssl.SSLContext) -> None:
         self._host, self._port, self._context = host, port, context
@@ -44,13 +44,13 @@ class Api:
         self._open: list[http.client.HTTPSConnection] = []
 
     def connect(self, timeout_s: float | None = TIMEOUT_S) -> http.client.HTTPSConnection:
-        """A new connection; it is closed with the others."""
+        """Opens a connection; `close` closes it too."""
         connection = http.client.HTTPSConnection(self._host, self._port, timeout=timeout_s, context=self._context)
         self._open.append(connection)
         return connection
 
     def send(self, call: Call) -> Answer:
-        """One request on this thread's connection. Raises BenchmarkError with the server's words for a refusal."""
+        """A request on this thread's connection. Raises BenchmarkError with the server's words for a refusal."""
         body = None if call.body is None else json.dumps(call.body).encode()
         if not hasattr(self._local, "connection"):
             self._local.connection = self.connect()
@@ -69,11 +69,11 @@ class Api:
         return Answer(content, sent, answered)
 
     def get(self, path: str) -> Any:
-        """What a GET answers, decoded."""
+        """The decoded answer of a GET."""
         return json.loads(self.send(Call("GET", path)).body)
 
     def send_all(self, calls: Sequence[Call], clients: int) -> list[Answer]:
-        """All requests, by so many clients at once; the answers in the order of the calls."""
+        """Sends all requests with so many clients; answers are in the order of the calls."""
         pool = ThreadPoolExecutor(clients, "api")
         try:
             return list(pool.map(self.send, calls))
@@ -81,6 +81,6 @@ class Api:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def close(self) -> None:
-        """Close all connections."""
+        """Closes all connections."""
         for connection in self._open:
             connection.close()

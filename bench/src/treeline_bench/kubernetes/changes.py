@@ -1,4 +1,4 @@
-"""Changes of pools, four kinds in turn, and the children that each is to reach."""
+"""Changes of pools, of four kinds in turn, and the children that each must reach."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Change:
 
 
 def change(fleet: Fleet, number: int) -> Change:
-    """The ``number``-th change, of another pool each; neighbours are of different kinds, far from each other.
+    """The ``number``-th change, each of another pool; neighbours are of different kinds, far from each other.
 
-    Of a gateway's pools each kind has its own: the picker's settings are those of the oldest.
+    Of a gateway's pools each kind has its own: the oldest sets the picker's settings.
     """
     turn, kind = divmod(number, len(KINDS))
     pool = fleet.pool(turn + kind * fleet.places // len(KINDS), (kind + 1) % len(KINDS))

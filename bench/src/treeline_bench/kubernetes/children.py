@@ -1,4 +1,4 @@
-"""What the operator makes of pools, as a watch of the API server tells it, and waiting for a part of it."""
+"""The operator's children as a watch of the API server sees them, and waiting for some."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PATHS = {
     "PodDisruptionBudget": "/apis/policy/v1/poddisruptionbudgets",
     "NetworkPolicy": "/apis/networking.k8s.io/v1/networkpolicies",
 }
-"""The kinds of children, of all namespaces. Pods and EndpointSlices are none: controllers make them."""
+"""The kinds of children. Pods and EndpointSlices come from controllers and do not count."""
 
 _POLL_S = 0.05
 
@@ -44,17 +44,17 @@ class _Event(msgspec.Struct):
 
 @dataclass(frozen=True)
 class Want:
-    """A child as it should be: its kind, and how to recognise it; ``what`` names it in an error."""
+    """A child in its expected state: its kind and how to recognise it; ``what`` names it in errors."""
 
     kind: str
     what: str
     test: Callable[[str, Object], bool]
-    """From the event's type (ADDED, MODIFIED) and the object."""
+    """Takes the event's type (ADDED, MODIFIED) and the object."""
 
 
 @dataclass
 class Expected:
-    """Children that a change asks for. Raised before the change is made, so that nothing is missed."""
+    """The children expected of a change. Registered before the change, so that nothing is missed."""
 
     namespace: str
     wants: Sequence[Want]
@@ -65,7 +65,7 @@ class Expected:
         self.seen = [None] * len(self.wants)
 
     def look(self, kind: str, event: str, obj: Object, at: float) -> bool:
-        """Take an event into account; whether everything has been seen now."""
+        """Takes an event into account; returns whether everything has been seen."""
         for number, want in enumerate(self.wants):
             if self.seen[number] is None and want.kind == kind and want.test(event, obj):
                 self.seen[number] = at
@@ -75,12 +75,12 @@ class Expected:
         return ", ".join(want.what for want, at in zip(self.wants, self.seen, strict=True) if at is None)
 
     def last(self) -> float:
-        """When the last of them was seen."""
+        """When the last one was seen."""
         return max(at for at in self.seen if at is not None)
 
 
 class Children:
-    """All children of all pools. Its watches run in threads; times are those at which an event was read."""
+    """All children of all pools. Watches run in threads; times are those of reading events."""
 
     def __init__(self, api: Api) -> None:
         self._api = api
@@ -94,7 +94,7 @@ class Children:
         self.last_added = 0.0
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Starts the watches."""
         for kind, path in PATHS.items():
             version = self._api.get(f"{path}?labelSelector={SELECTOR}")["metadata"]["resourceVersion"]
             query = f"labelSelector={SELECTOR}&watch=1&resourceVersion={version}&timeoutSeconds=7200"
@@ -106,7 +106,7 @@ class Children:
             thread.start()
 
     def stop(self) -> None:
-        """End the watches and their threads."""
+        """Ends the watches and their threads."""
         self._stopped = True
         for each in self._sockets:
             with contextlib.suppress(OSError):
@@ -119,7 +119,7 @@ class Children:
         return len(self._there)
 
     def await_count(self, count: int, timeout_s: float, tick: Callable[[int], None]) -> None:
-        """Until there are so many; ``tick`` hears how many there are. Raises BenchmarkError after ``timeout_s``."""
+        """Waits for so many; ``tick`` gets the current number. Raises BenchmarkError after ``timeout_s``."""
         deadline = time.monotonic() + timeout_s
         while (there := self.count()) < count:
             self.check()
@@ -129,31 +129,31 @@ class Children:
             time.sleep(_POLL_S)
 
     def count_by_pool(self) -> Counter[tuple[str, str]]:
-        """Children of their own, by namespace and name of the pool."""
+        """Each pool's own children, by namespace and name."""
         with self._lock:
             return Counter((where, pool) for (_, where, _), pool in self._there.items() if pool)
 
     def expect(self, namespace: str, wants: Sequence[Want]) -> Expected:
-        """Begin to look for these in what happens from now on."""
+        """Looks for these in later events."""
         expected = Expected(namespace, wants)
         with self._lock:
             self._waiting.append(expected)
         return expected
 
     def await_all(self, expected: Expected, timeout_s: float) -> float:
-        """When the last of them was seen. Raises BenchmarkError after ``timeout_s``, naming what is missing."""
+        """When the last one was seen. Raises BenchmarkError after ``timeout_s``, naming what is missing."""
         if not expected.complete.wait(timeout_s):
             self.check()
             raise BenchmarkError(f"after {timeout_s:g} s still missing: {expected.missing()}")
         return expected.last()
 
     def check(self) -> None:
-        """Raises BenchmarkError when a watch has ended."""
+        """Raises BenchmarkError if a watch has ended."""
         if self._failure:
             raise BenchmarkError(self._failure)
 
     def saw(self, kind: str, event: str, obj: Object, at: float) -> None:
-        """One event of a watch."""
+        """An event of a watch."""
         meta = obj["metadata"]
         key = (kind, meta["namespace"], meta["name"])
         with self._lock:

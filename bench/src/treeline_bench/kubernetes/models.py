@@ -1,4 +1,4 @@
-"""A burst of changes of InferenceModels, and what the picker must list when it has seen them all."""
+"""A burst of InferenceModel changes, and what the picker must list afterwards."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PREFIX = "m-"
 
 @dataclass
 class Truth:
-    """The InferenceModels of one gateway: object → (name that requests say, pool)."""
+    """The InferenceModels of a gateway: object → (name in requests, pool)."""
 
     namespace: str
     pools: Sequence[Pool]
@@ -29,13 +29,13 @@ class Truth:
     made: int = 0
 
     def create(self, count: int) -> list[Call]:
-        """Calls that create so many; from here on they count as done."""
+        """Calls that create so many; they count as done at once."""
         return [self._create() for _ in range(count)]
 
     def burst(self, count: int, rng: random.Random) -> list[Call]:
-        """So many changes, each of another object: two fifths created, three tenths renamed, three tenths deleted.
+        """So many changes of different objects: two fifths created, three tenths renamed, three tenths deleted.
 
-        Raises ValueError where there are not models enough.
+        Raises ValueError if there are too few models.
         """
         touched = rng.sample(sorted(self.models), 2 * (count * 3 // 10))
         renamed, deleted = touched[: len(touched) // 2], touched[len(touched) // 2 :]
@@ -45,7 +45,7 @@ class Truth:
         return calls
 
     def by_pool(self) -> dict[str, set[str]]:
-        """What the picker is to list."""
+        """What the picker must list."""
         found: dict[str, set[str]] = {pool.name: set() for pool in self.pools}
         for name, pool in self.models.values():
             found[pool].add(name)
@@ -72,14 +72,14 @@ class Truth:
 
 
 class Burst(NamedTuple):
-    """``consistent_s``: last answered change to the picker's list being true. ``rate``: changes answered a second."""
+    """``consistent_s``: last answered change → the picker's list is right. ``rate``: changes answered per second."""
 
     consistent_s: float
     rate: float
 
 
 def run_burst(api: Api, picker: Picker, truth: Truth, calls: Sequence[Call]) -> Burst:
-    """Make the changes as fast as the API server answers, wait for the picker. Raises BenchmarkError."""
+    """Makes the changes as fast as the API server answers, then waits for the picker. Raises BenchmarkError."""
     answers = api.send_all(calls, CLIENTS)
     last = max(answer.answered for answer in answers)
     took = last - min(answer.sent for answer in answers)
@@ -87,7 +87,7 @@ def run_burst(api: Api, picker: Picker, truth: Truth, calls: Sequence[Call]) -> 
 
 
 def await_truth(picker: Picker, truth: Truth) -> float:
-    """The time (``time.monotonic``) at which the picker was asked and answered with the truth."""
+    """The time (``time.monotonic``) of the first request that the picker answered correctly."""
     wanted = truth.by_pool()
     deadline = time.monotonic() + LIMIT_S
     while True:

@@ -1,4 +1,4 @@
-"""The pools and models of the benchmark, and where the API server keeps them."""
+"""The benchmark's pools and models, and their paths at the API server."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 API_VERSION = "treeline.dev/v1alpha1"
 POOLS_PER_GATEWAY = 4
 CHILDREN_OF_POOL, CHILDREN_OF_GATEWAY = 4, 17
-"""What the operator makes of one; with 4 pools behind each gateway that is 8 a pool."""
+"""What the operator makes of one; with 4 pools behind each gateway, 8 a pool."""
 
 
 @dataclass(frozen=True)
 class Pool:
-    """One InferencePool. ``rank`` 0 is the oldest of its gateway, whose settings hold for all."""
+    """An InferencePool. ``rank`` 0 is its gateway's oldest, whose settings apply to all."""
 
     namespace: str
     gateway: str
@@ -39,7 +39,7 @@ class Pool:
 
 @dataclass(frozen=True)
 class Fleet:
-    """So many namespaces with so many gateways each."""
+    """Namespaces with so many gateways each."""
 
     namespaces: int
     gateways: int
@@ -49,11 +49,11 @@ class Fleet:
 
     @property
     def places(self) -> int:
-        """How many gateways in all."""
+        """The number of gateways."""
         return self.namespaces * self.gateways
 
     def pools(self) -> list[Pool]:
-        """In the order in which they are created: the oldest of every gateway first."""
+        """In order of creation: the oldest of every gateway first."""
         return [self.pool(place, rank) for rank in range(POOLS_PER_GATEWAY) for place in range(self.places)]
 
     def pool(self, place: int, rank: int) -> Pool:
@@ -84,7 +84,7 @@ def models_path(where: str) -> str:
 
 
 def numbers(value: Any) -> Iterator[int]:
-    """Every whole number in plain JSON data."""
+    """All whole numbers in JSON data."""
     if isinstance(value, dict):
         for each in value.values():
             yield from numbers(each)

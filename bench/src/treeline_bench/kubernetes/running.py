@@ -1,4 +1,4 @@
-"""The operator and the picker as processes beside the control plane, and what their pages and the audit log say."""
+"""Operator and picker as processes, and their pages and the audit log."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OWN_NAMESPACE = "treeline-system"
 WRITES = frozenset({"create", "update", "patch", "delete", "deletecollection"})
 START_S = 60.0
 POLL_S = 0.5
-"""Between two looks at the operator's metrics: a page costs it several milliseconds."""
+"""Between two reads of the operator's metrics, which cost it several milliseconds."""
 
 _LINE = re.compile(r"^(?P<name>\w+)(?:\{(?P<labels>.*)\})? (?P<value>\S+)$", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
@@ -34,7 +34,7 @@ _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 @dataclass(frozen=True)
 class Vitals:
-    """What the operator's metrics say: keys that wait, reconciliations so far, writes so far (leases left out)."""
+    """From the operator's metrics: waiting keys, reconciliations and writes so far (without leases)."""
 
     depth: float
     reconciles: float
@@ -42,7 +42,7 @@ class Vitals:
 
 
 def read_vitals(page: str) -> Vitals:
-    """From the text of a metrics page."""
+    """From a metrics page."""
     depth = reconciles = writes = 0.0
     for line in _LINE.finditer(page):
         labels = dict(_LABEL.findall(line["labels"] or ""))
@@ -74,7 +74,7 @@ class Operator:
         return float(psutil.Process(self.process.process.pid).memory_info().rss) / 1e6
 
     def await_quiet(self, quiet_s: float, timeout_s: float) -> None:
-        """Until nothing has waited and nothing was written for ``quiet_s``. Raises BenchmarkError."""
+        """Waits until nothing has waited or been written for ``quiet_s``. Raises BenchmarkError."""
         deadline = time.monotonic() + timeout_s
         writes, since = -1.0, time.monotonic()
         while time.monotonic() - since < quiet_s:
@@ -88,7 +88,7 @@ class Operator:
 
 @contextmanager
 def cluster(context: Context) -> Iterator[tuple[ControlPlane, Api]]:
-    """A control plane with the CRDs, and a client of its API server; both are stopped at the end."""
+    """A control plane with the CRDs, and a client; both are stopped at the end."""
     context.display.phase("starting etcd, the API server and the controller manager")
     with ExitStack() as stack:
         plane = ControlPlane(parent=context.folder)
@@ -116,7 +116,7 @@ def operator(plane: ControlPlane, folder: Path, *flags: str) -> Iterator[Operato
 
 
 def leads(page: str) -> bool:
-    """Whether the replica with this metrics page acts."""
+    """Whether the replica with this metrics page is the leader."""
     return any(
         line["name"] == "treeline_operator_is_leader" and float(line["value"]) == 1 for line in _LINE.finditer(page)
     )
@@ -124,13 +124,13 @@ def leads(page: str) -> bool:
 
 @dataclass(frozen=True)
 class Picker:
-    """The running picker of a gateway."""
+    """A gateway's running picker."""
 
     process: Child
     endpoints_url: str
 
     def models(self) -> dict[str, set[str]]:
-        """The names that it would serve, pool by pool."""
+        """The names that it would serve, per pool."""
         self.process.check()
         pools: dict[str, Any] = json.loads(fetch(self.endpoints_url))["pools"]
         return {name: set(pool["models"]) for name, pool in pools.items()}
@@ -138,7 +138,7 @@ class Picker:
 
 @contextmanager
 def picker(plane: ControlPlane, folder: Path, namespace: str, gateway: str) -> Iterator[Picker]:
-    """The picker of a gateway, synced; stopped at the end. Raises ChildFailed."""
+    """A gateway's picker, synced; stopped at the end. Raises ChildFailed."""
     grpc, health, metrics, admin = free_ports(4)
     argv = [sys.executable, "-m", "treeline_epp", "--kubeconfig", str(plane.kubeconfig(*PICKER))]
     argv += ["--gateway", gateway, "--pool-namespace", namespace, "--log-level", "warning"]
@@ -150,7 +150,7 @@ def picker(plane: ControlPlane, folder: Path, namespace: str, gateway: str) -> I
 
 
 def writes_seen(plane: ControlPlane) -> list[str]:
-    """The operator's writes that the API server has answered so far, renewals of the lease left out."""
+    """The operator's writes answered so far, without lease renewals."""
     return [
         f"{event['verb']} {event.get('requestURI')}"
         for event in plane.audit_events(OPERATOR[0])
@@ -159,7 +159,7 @@ def writes_seen(plane: ControlPlane) -> list[str]:
 
 
 def fetch(url: str) -> bytes:
-    """What a GET of a page of ours gives. Raises BenchmarkError."""
+    """The answer of a GET to a page of ours. Raises BenchmarkError."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(url, timeout=10.0) as response:

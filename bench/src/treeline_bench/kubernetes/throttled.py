@@ -1,8 +1,8 @@
-"""Benchmark `operator-throttled`: 200 pools at once for an operator that gets a fifth of a processor.
+"""Benchmark `operator-throttled`: 200 pools at once for an operator with a fifth of a processor.
 
-Method. The control plane and the operator of the benchmark `operator`, with nothing in them. The operator, once it
-leads, gets a control group (of the kernel's controller `cpu`, so this runs as root) with a quota of 20 ms in each 100,
-as the kubelet sets it for a limit of 200m. 200 pools, four behind each of 50 gateways, are created eight at a time.
+Method. The control plane and operator of the benchmark `operator`, empty. Once it leads, the operator gets a control
+group (the kernel's `cpu` controller, so this needs root) with a quota of 20 ms in each 100, like the kubelet's for a
+limit of 200m. 200 pools, four behind each of 50 gateways, are created eight at a time.
 
 - `operator.throttled.status_s`: first request that creates a pool until every pool has a status, as a list of them,
   twice a second, says; `.judged_s` until every status speaks of its pool's generation, which was planned then;
@@ -10,7 +10,7 @@ as the kubelet sets it for a limit of 200m. 200 pools, four behind each of 50 ga
 - `operator.throttled.lost`: how often the lease was lost. If the process ends, the benchmark fails.
 - `operator.throttled.cpu_s`: time of the processor that the operator took until then.
 
-Bias. The API server is not throttled, but shares this machine's cores with all else. Pods never become ready.
+Bias. The API server is not throttled, but shares the machine's cores. Pods never become ready.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ GROUP: Final = Path("/sys/fs/cgroup/cpu")
 
 @contextmanager
 def throttled(process: Child) -> Iterator[None]:
-    """The process gets `SHARE` of a processor. Raises BenchmarkError where that cannot be had."""
+    """Limits the process to `SHARE` of a processor. Raises BenchmarkError if that is impossible."""
     group = GROUP / f"treeline-bench-{process.process.pid}"
     try:
         group.mkdir()
@@ -51,7 +51,7 @@ def throttled(process: Child) -> Iterator[None]:
         (group / "cpu.cfs_quota_us").write_text(str(int(SHARE * PERIOD_US)))
         (group / "cgroup.procs").write_text(str(process.process.pid))
     except OSError as error:
-        raise BenchmarkError(f"no control group can be made, be root and mount {GROUP}: {error}") from error
+        raise BenchmarkError(f"cannot create a control group; run as root and mount {GROUP}: {error}") from error
     try:
         yield
     finally:
@@ -60,7 +60,7 @@ def throttled(process: Child) -> Iterator[None]:
 
 
 def _with_status(api: Api, fleet: Fleet) -> tuple[int, int]:
-    """How many pools have a status, and how many one that speaks of their generation."""
+    """How many pools have a status, and how many one for their generation."""
     pools: list[Any] = []
     for name in fleet.namespace_names():
         pools += api.get(objects.pools_path(name))["items"]

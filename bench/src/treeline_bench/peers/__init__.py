@@ -1,1 +1,1 @@
-"""Other routers over the same simulated engines, behind sockets and in real time: `routing-sim --peers`."""
+"""`routing-sim --peers`: other routers over the same simulated engines, behind sockets in real time."""

@@ -1,19 +1,17 @@
-"""`routing-sim --peers`: our picker behind Envoy beside other routers that run, over the same simulated engines.
+"""`routing-sim --peers`: our picker behind Envoy beside other real routers, over the same simulated engines.
 
-Method. One trace is played to each router in turn, over new engines each time: three of the default preset behind
-sockets (`treeline sim serve`), in one process. The first 40 s of the trace at its own rate for three engines, slowed
-down to what two cores bear, and the engines' time by as much: they are as busy as in a simulation, while what routers
-and sockets cost counts for less. Requests are streamed completions with text, sent when they are due, whatever became
-of the others, by a load process of `treeline bench serving`; times count from when a request was due. Hits are the
-engines' own counts (`cached_tokens` in the usage).
+Method. Each router in turn gets one trace and new engines: three of the default preset behind sockets (`treeline sim
+serve`) in one process. The first 40 s of the trace at its rate for three engines, slowed to what two cores can serve,
+with the engines' time slowed alike: they are as busy as in a simulation, while the cost of routers and sockets counts
+less. Requests are streamed completions with text, sent when due by a load process of `treeline bench serving`; times
+count from when a request was due. Hits are the engines' own counts (`cached_tokens` in the usage).
 
-Ours are `treeline pick` with the engines' KV events and an Envoy of one worker; the others have their policy
-`cache_aware` and their own defaults. The picker of the Gateway API Inference Extension needs Kubernetes objects:
-benchmark `gie` has it.
+Ours is `treeline pick` with the engines' KV events and an Envoy of one worker; others use their policy `cache_aware`
+and their defaults. The Gateway API Inference Extension's picker needs Kubernetes objects: see benchmark `gie`.
 
-Bias. All share the machine's cores, and ours come first. A peer is one process, ours are two. Whatever a router counts
-by the clock (how long it trusts a measurement, how often it evicts) is not slowed down with the engines. 40 s show a
-cold start and what follows, and no eviction where the trace does not fill the memory.
+Bias. All share the machine's cores, and ours runs first. A peer is one process, ours are two. A router's own clocks
+(how long it trusts a measurement, how often it evicts) are not slowed. 40 s include a cold start, and no eviction if
+the trace does not fill the memory.
 """
 
 from __future__ import annotations
@@ -44,12 +42,12 @@ SECONDS, QUICK_SECONDS = 40.0, 3.0
 LATE_MS = 20.0
 TRACE = "generated-shared-prefix"
 Routing = Callable[[Sequence[str]], AbstractContextManager[int]]
-"""Starts a router for engines at these addresses, and gives its port."""
+"""Starts a router for engines at these addresses; returns its port."""
 
 
 @dataclass(frozen=True)
 class Played:
-    """What came of a trace with one router. `late`: requests that were sent over `LATE_MS` after they were due."""
+    """The result of a trace with one router. `late`: requests sent over `LATE_MS` after they were due."""
 
     name: str
     hit_rate: float
@@ -60,7 +58,7 @@ class Played:
 
 
 def played_of(name: str, records: Sequence[Record]) -> Played:
-    """Raises BenchmarkError where nothing was answered, hits are not counted, or prompts are other than sent."""
+    """Raises BenchmarkError if nothing was answered, hits are not counted, or prompts differ from those sent."""
     answered = [record for record in records if not record.error]
     if not answered:
         first = records[0]
@@ -81,7 +79,7 @@ def played_of(name: str, records: Sequence[Record]) -> Played:
 
 
 def rows_of(trace: str, mine: Played, others: Sequence[Played], endless: float) -> list[Row]:
-    """Ours by each of the others, then the figures of all. A peer that never hits has no ratio of hits."""
+    """Ours divided by each of the others', then all figures. A peer without hits has no ratio of hits."""
     name = f"routing.peers.{trace}"
     rows: list[Row] = []
     for other in others:
@@ -96,7 +94,7 @@ def rows_of(trace: str, mine: Played, others: Sequence[Played], endless: float) 
 
 
 def run(programs: Mapping[str, Path], trace: Trace, context: Context) -> list[Row]:
-    """Rows of one trace. `programs` are those of the peers by name."""
+    """The rows of one trace. `programs`: the peers' programs by name."""
     from treeline_bench.peers.script import script_of  # with the picker's room, which no other benchmark needs
 
     context.display.phase(f"writing {trace.name}")
@@ -126,7 +124,7 @@ def _routers(programs: Mapping[str, Path], context: Context) -> Iterator[tuple[s
 
 
 def benchmark(programs: Mapping[str, Path], trace: Trace) -> Benchmark:
-    """For these peers."""
+    """The benchmark for these peers."""
     return Benchmark(
         RESULT,
         "Other routers on simulated engines",
@@ -141,7 +139,7 @@ def benchmark(programs: Mapping[str, Path], trace: Trace) -> Benchmark:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """A group of their own."""
+    """Adds their group of arguments."""
     add = parser.add_argument_group("routing-sim beside other routers").add_argument
     add("--peers", metavar="P[,P2]", help=f"our picker and these over simulated engines: {', '.join(PEERS)}")
     add(
@@ -149,21 +147,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="P=PROGRAM",
-        help="where a peer is, if not on the PATH; may be given again",
+        help="a peer's program, if not on the PATH; repeatable",
     )
-    add("--peer-trace", metavar="NAME", help=f"what is played (default: {TRACE}): {', '.join(TRACES)}")
+    add("--peer-trace", metavar="NAME", help=f"the trace to play (default: {TRACE}): {', '.join(TRACES)}")
 
 
 def asked(args: argparse.Namespace) -> bool:
-    """Whether peers are to be measured. Raises ValueError for options that would change nothing."""
+    """Whether peers are to be measured. Raises ValueError for options without effect."""
     if args.peers is None and (args.peer_path or args.peer_trace):
-        raise ValueError("--peer-path and --peer-trace mean nothing without --peers")
+        raise ValueError("--peer-path and --peer-trace need --peers")
     return args.peers is not None
 
 
 def chosen(args: argparse.Namespace, console: Console) -> Benchmark:
-    """The benchmark that was asked for; `console` shows which peers are left out and how to have them. Raises
-    ValueError and KeyError, which say what to write, BenchmarkError where no peer is here."""
+    """The requested benchmark; `console` shows which peers are skipped and how to install them. Raises ValueError and
+    KeyError, which say what to write, BenchmarkError if no peer is installed."""
     if args.names != ["routing-sim"]:
         raise ValueError("--peers belongs to routing-sim alone: treeline bench routing-sim --peers smg")
     names = list(dict.fromkeys(name.strip() for name in args.peers.split(",")))

@@ -1,4 +1,4 @@
-"""The routers as processes: our picker behind Envoy, and those of others."""
+"""Routers as processes: our picker behind Envoy, and others."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ START_S = 60.0
 
 @dataclass(frozen=True)
 class Peer:
-    """A router that is installed from PyPI into an environment of its own, and the version that is compared with."""
+    """A router from PyPI in an environment of its own, and the compared version."""
 
     name: str
     version: str
 
     def find(self, programs: Mapping[str, Path]) -> Path:
-        """Its program: the one in `programs`, else the one on the PATH. Raises BenchmarkError that tells what to do."""
+        """Its program in `programs`, else on the PATH. Raises BenchmarkError that says what to do."""
         found = programs.get(self.name) or shutil.which(self.name)
         if found is None:
             raise BenchmarkError(f"{self.name} is not installed: {self._how}")
@@ -63,11 +63,11 @@ class Peer:
 
 
 PEERS = {peer.name: peer for peer in (Peer("smg", "1.13.0"), Peer("sglang-router", "0.3.2"))}
-"""Both speak one command line. Each package brings a program `smg`, so they need an environment each."""
+"""Both have the same command line. Each package installs a program `smg`, so they need separate environments."""
 
 
 def _workers(url: str) -> int:
-    """How many healthy engines a peer knows; 0 while it does not answer."""
+    """A peer's number of healthy engines; 0 while it does not answer."""
     try:
         with httpx.Client(trust_env=False, timeout=2) as http:
             workers = http.get(f"{url}/workers").raise_for_status().json()["workers"]
@@ -78,7 +78,7 @@ def _workers(url: str) -> int:
 
 @contextmanager
 def ours(engines: Sequence[str], context: Context) -> Iterator[int]:
-    """The port of an Envoy with one worker that asks our picker, which follows all engines. Raises ChildFailed,
+    """The port of an Envoy with one worker that asks our picker, once this follows all engines. Raises ChildFailed,
     EnvoyMissing."""
     grpc, eds, metrics, pages, bare, port, admin = free_ports(7)
     argv = [sys.executable, "-m", "treeline", "pick", "--log-level", "warning"]
@@ -97,7 +97,7 @@ def ours(engines: Sequence[str], context: Context) -> Iterator[int]:
 
 
 def follows(metrics: str, engines: int) -> bool:
-    """Whether the picker with this page of metrics has applied all that so many engines have published."""
+    """Whether the picker with this metrics page has applied everything that so many engines published."""
     with httpx.Client(trust_env=False, timeout=10) as http:
         page = http.get(metrics).raise_for_status().text
     states = [line.split() for line in page.splitlines() if line.startswith("treeline_epp_kv_subscriptions{")]
@@ -106,8 +106,7 @@ def follows(metrics: str, engines: int) -> bool:
 
 @contextmanager
 def engines(count: int, engine: EngineConfig, speed: float, context: Context) -> Iterator[list[str]]:
-    """Addresses of so many new engines of the default preset with that memory, all in one process. Raises
-    ChildFailed."""
+    """Addresses of so many new engines of the default preset with that memory, in one process. Raises ChildFailed."""
     port, *others = free_ports(4, run=count)
     argv = [sys.executable, "-m", "treeline", "sim", "serve", "--model", str(context.model), "--name", MODEL_NAME]
     argv += ["--count", str(count), "--speedup", str(speed), "--kv-tokens", str(engine.kv_tokens)]

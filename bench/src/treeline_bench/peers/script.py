@@ -1,4 +1,4 @@
-"""A trace as requests with text, at a pace that a small machine bears."""
+"""A trace as requests with text, at a pace for small machines."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from treeline_bench.serving.messages import Conversation, Order, Turn
 
 OUTPUT_TOKENS_S = 1500.0
 PROMPT_TOKENS_S = 20_000.0
-"""What engines, a router and a client in Python on two cores bear between them; each output token is an event."""
+"""What engines, router and a Python client on two cores can handle together; each output token is an event."""
 SAMPLE = 200
 TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True)
 class Script:
-    """What is played to every router. `speed`: of the engines' time, by the wall's; the trace is played as much slower,
-    so that engines are as busy as at its own rate. `moments` are in seconds of the wall, `endless_hit_rate` is that of
-    one endless cache, which no router exceeds."""
+    """What each router gets. `speed`: engine time divided by wall time; the trace is slowed as much, so that engines
+    are as busy as at its own rate. `moments`: in seconds of wall time; `endless_hit_rate`: of one endless cache, which
+    no router exceeds."""
 
     engine: EngineConfig
     speed: float
@@ -49,7 +49,7 @@ class Script:
 
 
 def script_of(trace: Trace, endpoints: int, seconds: float, maker: PromptMaker) -> Script:
-    """The trace's first requests, in so many seconds of the wall. Raises BenchmarkError where none comes by then."""
+    """The trace's first requests, in so many seconds of wall time. Raises BenchmarkError if there are none."""
     plan = Plan(trace, endpoints)
     speed = bearable(list(islice(plan.generate(), SAMPLE)))
     requests = list(takewhile(lambda request: request.at < seconds * speed, plan.generate()))
@@ -67,7 +67,7 @@ def script_of(trace: Trace, endpoints: int, seconds: float, maker: PromptMaker) 
 
 
 def bearable(sample: Sequence[TraceRequest]) -> float:
-    """The share of a trace's own rate that this machine plays, 1 at most."""
+    """The share of a trace's rate that this machine can play, at most 1."""
     lasts = sample[-1].at
     output = sum(request.output_tokens for request in sample) / lasts
     prompt = sum(request.prompt.tokens for request in sample) / lasts
@@ -75,7 +75,7 @@ def bearable(sample: Sequence[TraceRequest]) -> float:
 
 
 def _texts(requests: Iterable[TraceRequest], maker: PromptMaker) -> Iterable[Conversation]:
-    """Each token a word of one token, so that what prompts share in tokens they share in text."""
+    """Each token becomes a word of one token, so that shared tokens are shared text."""
     words = maker.words
     for request in requests:
         size = request.prompt.block_size

@@ -1,1 +1,1 @@
-"""`treeline bench programs`: programs of the frontend language on our server, and what each of its parts is worth."""
+"""`treeline bench programs`: programs of the frontend language on our server, and the value of each part."""

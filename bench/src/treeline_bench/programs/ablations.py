@@ -1,4 +1,4 @@
-"""What is taken from server and language, after figure 8 of SGLang's paper (Zheng et al., 2024), and the servers."""
+"""Ablations of server and language, after figure 8 of SGLang's paper (Zheng et al., 2024), and their servers."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from typing import Literal
 from treeline_bench.processes import child, free_ports
 
 START_S = 600.0
-"""A large model with random weights, kernels and graphs."""
+"""For a large model with random weights, kernels and graphs."""
 CACHE_TOKENS = 20_480
-"""What a 7B model in float16 (512 KiB a token) leaves of an A10G's 24 GB: the paper's machine."""
+"""What a 7B model in float16 (512 KiB a token) leaves of an A10G's 24 GB, the paper's machine."""
 PAGE_TOKENS = 1
-"""The paper's."""
+"""As in the paper."""
 
 
 @dataclass(frozen=True)
 class Ablation:
-    """A server with these flags, and programs run so."""
+    """Flags of a server, and how programs run on it."""
 
     name: str
     title: str
@@ -32,15 +32,15 @@ class Ablation:
     policy: str = "lpm"
     """`--schedule-policy`."""
     parallel: bool = True
-    """Branches of a program run at once."""
+    """Branches of a program run in parallel."""
     order: Literal["dfs", "given"] = "dfs"
-    """In which programs of a batch are begun: those with equal beginnings one after another, or shuffled."""
+    """The order of a batch: equal beginnings together, or shuffled."""
     hints: bool = True
-    """A fork says what its branches begin with before they begin, and a batch what all its programs begin with."""
+    """Forks and batches send their shared beginning ahead."""
 
     @property
     def flags(self) -> list[str]:
-        """Of `treeline serve`."""
+        """For `treeline serve`."""
         return ["--prefix-cache", self.cache, "--schedule-policy", self.policy]
 
 
@@ -58,7 +58,7 @@ ABLATIONS: dict[str, Ablation] = {
     ablation.name: ablation
     for ablation in (
         NONE,
-        # A hint fills a cache: where there is none it would only cost.
+        # Without a cache, hints only cost time.
         Ablation("no_cache", "No cache", "every prompt is computed", cache="off", order="given", hints=False),
         Ablation("fcfs", "First come", "requests in the order in which they come", policy="fcfs", order="given"),
         Ablation("no_parallelism", "No parallelism", "branches of a program one after another", parallel=False),
@@ -70,13 +70,13 @@ ABLATIONS: dict[str, Ablation] = {
 
 @dataclass(frozen=True)
 class Serving:
-    """What all servers of a run have in common."""
+    """What all servers of a run share."""
 
     model: Path
     device: str = "auto"
     cache_tokens: int = CACHE_TOKENS
     args: str = ""
-    """More words for `treeline serve`, which come last and so win."""
+    """More words for `treeline serve`; they come last and win."""
 
     def command(self, ablation: Ablation, port: int, admin_port: int) -> list[str]:
         argv = [sys.executable, "-m", "treeline", "serve", "--model", str(self.model), "--device", self.device]
@@ -88,7 +88,7 @@ class Serving:
 
     @contextlib.contextmanager
     def start(self, ablation: Ablation, folder: Path) -> Iterator[str]:
-        """The URL of a fresh server; it ends with the block. Raises ChildFailed."""
+        """The URL of a new server, stopped at the end of the block. Raises ChildFailed."""
         port, admin_port = free_ports(2)
         url = f"http://127.0.0.1:{port}"
         with child(f"serve-{ablation.name}", self.command(ablation, port, admin_port), folder) as process:

@@ -1,4 +1,4 @@
-"""`treeline bench programs`: its arguments, and from them to a result."""
+"""`treeline bench programs`: from arguments to a result."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _at_least(kind: Callable[[str], Any], least: float) -> Callable[[str], Any]:
 
 
 def plan_of(args: argparse.Namespace) -> Plan:
-    """Raises ValueError for arguments that do not go together."""
+    """Raises ValueError for arguments that do not fit together."""
     # A model with random weights extracts nothing: its folder has another name than the one that comes with us.
     workloads = args.workload or [*WORKLOADS, *([speculation.NAME] if args.model == MODEL else [])]
     ablations = [ABLATIONS[name] for name in args.ablation or ABLATIONS]
@@ -158,7 +158,7 @@ def _write(rows: Sequence[Row], args: argparse.Namespace, argv: Sequence[str], c
 
 
 def command_of(argv: Sequence[str]) -> str:
-    """The command that measured, without a path of this machine."""
+    """The command, without paths of this machine."""
     words: list[str] = []
     flags = iter(argv)
     for word in flags:

@@ -1,4 +1,4 @@
-"""Rows of what was measured."""
+"""The rows of a result."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from treeline_bench.results import Row, number, table
 
 @dataclass(frozen=True)
 class Measured:
-    """A workload under one ablation. `latency_s`: mean of programs that ran alone; None where that was not asked."""
+    """A workload under one ablation. `latency_s`: the mean of programs that ran alone; None if not measured."""
 
     programs: int
     duration_s: float
@@ -29,16 +29,16 @@ class Measured:
 
 
 Table = Mapping[str, Mapping[str, Measured]]
-"""By workload, then by ablation."""
+"""By workload, then ablation."""
 
 
 def geomean(values: Sequence[float]) -> float:
-    """Of positive numbers, one at least."""
+    """Of at least one positive number."""
     return math.exp(math.fsum(map(math.log, values)) / len(values))
 
 
 def rows_of(measured: Table, calls: Mapping[str, float]) -> list[Row]:
-    """First what sums up, then what it is made of. `calls`: ratios of API speculation by form; {} if not measured."""
+    """Summary rows first, then details. `calls`: ratios of API speculation by form; {} if not measured."""
     found = _summary(measured)
     if calls:
         found.append(row("programs.api_speculation_call_ratio", min(calls.values())))
@@ -74,7 +74,7 @@ def _summary(measured: Table) -> list[Row]:
 
 
 def table_of(measured: Table) -> str:
-    """Programs a second of every workload under every ablation, and hits beside the best, as Markdown."""
+    """A Markdown table: programs per second of every workload and ablation, and hit rates against the optimum."""
     names = [name for name in ABLATIONS if any(name in by_ablation for by_ablation in measured.values())]
     header = ["workload", *(ABLATIONS[name].title for name in names), "hit rate", "of the best"]
     lines = []

@@ -1,4 +1,4 @@
-"""What was asked of a server and what it said: as a backend sends it, not as a program means it."""
+"""Records a server's requests and answers as sent."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from treeline_bench.programs.oracle import Found, Tree
 
 @dataclass(frozen=True)
 class Asked:
-    """A prompt, as text or as ids, and its answer."""
+    """A prompt, as text or ids, and its answer."""
 
     prompt: str | list[int]
     answer: list[int]
@@ -25,8 +25,8 @@ class Asked:
 
 
 class Recording(HttpClient):
-    """Keeps what is sent to `/generate`, hints too, and what is answered, in the order of the answers: a request that
-    goes on from one is behind it."""
+    """Records requests to `/generate`, hints included, in the order of answers: a request comes after the one it
+    continues."""
 
     def __init__(self, url: str) -> None:
         super().__init__(url)
@@ -40,7 +40,7 @@ class Recording(HttpClient):
 
 
 class Recorded(RuntimeEndpoint):
-    """A backend that remembers."""
+    """A recording backend."""
 
     def __init__(self, url: str) -> None:
         # Texts are plain: a template would be asked of the model, and one with random weights has none.
@@ -48,13 +48,13 @@ class Recorded(RuntimeEndpoint):
         self._http = self._recording = Recording(url)
 
     def take(self) -> list[Asked]:
-        """What was recorded since the last time."""
+        """What was recorded since the last call."""
         answered, self._recording.answered = self._recording.answered, []
         return [asked for body, answer in answered for asked in asked_of(body, answer)]
 
 
 def asked_of(body: dict[str, Any], answers: Any) -> list[Asked]:
-    """Of a body of `/generate` and its answer, which is a list where there are several prompts."""
+    """From a body of `/generate` and its answer, a list for several prompts."""
     prompts = body["text"] if "text" in body else body["input_ids"]
     if isinstance(prompts, str) or (prompts and isinstance(prompts[0], int)):
         prompts = [prompts]
@@ -67,13 +67,13 @@ def asked_of(body: dict[str, Any], answers: Any) -> list[Asked]:
 
 
 def hits(asked: Sequence[Asked]) -> Found:
-    """What the server found; what there was to find is not looked up."""
+    """What the server found, without the optimum."""
     return Found(sum(one.prompt_tokens for one in asked), sum(one.cached_tokens for one in asked))
 
 
 def compare(asked: Sequence[Asked], tokenizer: Tokenizer) -> Found:
-    """What the server found, and what there was to find. Raises BenchmarkError where it counts other tokens than its
-    tokenizer makes."""
+    """What the server found, and the optimum. Raises BenchmarkError if it counts other tokens than its tokenizer
+    makes."""
     tree, found = Tree(), hits(asked)
     for one, ids in zip(asked, _ids(asked, tokenizer), strict=True):
         if len(ids) != one.prompt_tokens:

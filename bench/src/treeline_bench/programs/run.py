@@ -1,4 +1,4 @@
-"""Workloads under ablations: a fresh server for each ablation, an empty cache for each workload."""
+"""Workloads under ablations: a new server per ablation, an empty cache per workload."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from treeline_bench.programs.workloads import Batch, Data, Workload
 from treeline_bench.prompts import PromptMaker
 
 AT_ONCE = 64
-"""Programs of a batch: the paper's."""
+"""Programs of a batch, as in the paper."""
 ALONE = 2
-"""Programs whose latency is taken."""
+"""Programs whose latency is measured."""
 WARM_UP, WARM_UP_ON_GPU = 0.2, 1.0
-"""The length of a program that warms up, by that of those that are measured: a GPU's kernels are compiled for the sizes
-that they meet first."""
+"""The length of a warm-up program relative to measured ones: a GPU's kernels are compiled for the sizes they meet
+first."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is run. `programs`: of each workload; None: as many as it says."""
+    """What to run. `programs`: of each workload; None: its own number."""
 
     workloads: Sequence[Workload]
     ablations: Sequence[Ablation]
@@ -34,13 +34,13 @@ class Plan:
     programs: int | None = None
     seed: int = 1
     extraction: bool = False
-    """Whether API speculation is measured, on the server of everything."""
+    """Whether API speculation is measured, on the full server."""
     warm_up: float = WARM_UP
 
     def batch(
         self, workload: Workload, maker: PromptMaker, part: str, programs: int | None = None, length: float = 1.0
     ) -> Batch:
-        """`part`: of the run; each has texts of its own, so many times as long."""
+        """`part`: of the run; each has different texts, of `scale` length."""
         data = Data(maker, f"{self.seed} {workload.name} {part}", self.scale * length)
         return workload.make(data, programs or self.programs or workload.programs)
 
@@ -48,7 +48,7 @@ class Plan:
 @dataclass
 class Ran:
     table: dict[str, dict[str, Measured]]
-    """By workload, then by ablation."""
+    """By workload, then ablation."""
     calls: dict[str, float] = field(default_factory=dict)
     """Of API speculation, by form."""
 
@@ -70,7 +70,7 @@ def run(plan: Plan, serving: Serving, folder: Path, display: Display) -> Ran:
 
 
 def _measure(plan: Plan, workload: Workload, ablation: Ablation, backend: Recorded, maker: PromptMaker) -> Measured:
-    """A short program of the same kind first warms what is not the cache: grammars, kernels, connections."""
+    """A short program of the same kind first warms everything but the cache: grammars, kernels, connections."""
     _run(plan.batch(workload, maker, "warm-up", 1, plan.warm_up), ablation, backend)
     batch = plan.batch(workload, maker, "batch")
     duration_s = _timed([batch], ablation, backend)
@@ -95,7 +95,7 @@ def _timed(batches: Sequence[Batch], ablation: Ablation, backend: Recorded) -> f
 
 
 def _run(batch: Batch, ablation: Ablation, backend: Recorded) -> None:
-    """Raises BenchmarkError where a program failed."""
+    """Raises BenchmarkError if a program failed."""
     states = batch.program.run_batch(
         batch.arguments,
         num_threads=AT_ONCE,

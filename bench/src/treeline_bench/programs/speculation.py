@@ -1,7 +1,7 @@
-"""Three fields of a text from a black box: how many calls, with API speculation and without.
+"""Extracts three fields of a text from a black box: calls with and without API speculation.
 
-Our server is the black box, asked by OpenAI's API. The same program runs on chats and on completions. What is extracted
-must be the same with and without, and the calls are counted where they leave, failed tries included.
+The black box is our server, by OpenAI's API, as chats and completions. Results must be equal; calls are counted as
+sent, failed tries included.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def people(count: int, seed: int) -> list[Person]:
 
 
 def call_ratios(url: str, model: str, seed: int) -> dict[str, float]:
-    """Calls without speculation by those with it, for each form. Raises BenchmarkError where it changes what is
-    extracted, and where the server fails."""
+    """Calls without speculation divided by those with it, for each form. Raises BenchmarkError if results differ, or
+    the server fails."""
     return {form: _ratio(url, model, form, people(TEXTS + 1, seed)) for form in FORMS}
 
 

@@ -1,7 +1,7 @@
 """The eleven workloads of SGLang's paper (Zheng et al., 2024, section 6.1), as programs on synthetic texts.
 
-Texts say nothing and have the lengths that matter: the same for the same seed. Lengths in the functions are in tokens,
-before scaling.
+Texts are meaningless but have the right lengths, and are the same for the same seed. Lengths in the functions are in
+tokens, before scaling.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from treeline_bench.prompts import PromptMaker
 
 
 class Data:
-    """Makes what a workload's programs are about. Lengths are in tokens of the model; `scale` multiplies each."""
+    """Makes a workload's data. Lengths are in tokens of the model, multiplied by `scale`."""
 
     def __init__(self, maker: PromptMaker, seed: str, scale: float) -> None:
         self._maker = maker
@@ -26,25 +26,25 @@ class Data:
         self._scale = scale
 
     def tokens(self, full: int) -> int:
-        """A length as scaled, at least 1."""
+        """A scaled length, at least 1."""
         return max(round(full * self._scale), 1)
 
     def text(self, tokens: int) -> str:
-        """Words, so many tokens before the scaling; each begins with a space."""
+        """Words of so many tokens before scaling, each with a leading space."""
         return self._maker.text(self.tokens(tokens), self.rng)
 
     def between(self, shortest: int, longest: int) -> str:
-        """The same, of a length that is drawn."""
+        """The same with a random length."""
         return self.text(self.rng.randint(shortest, longest))
 
     def word(self) -> str:
-        """One, without the space."""
+        """A word without space."""
         return self.rng.choice(self._maker.words).strip()
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A program, and the arguments of each time that it is run."""
+    """A program and its arguments for each run."""
 
     program: Any
     arguments: list[dict[str, Any]]
@@ -57,9 +57,9 @@ class Workload:
     shape: str
     """In words: prompts, answers and branches before scaling, in tokens."""
     make: Callable[[Data, int], Batch]
-    """(data, how many programs) → what is run; the same for data of the same seed."""
+    """(data, number of programs) → what to run; the same for the same seed."""
     programs: int
-    """By default."""
+    """Default number."""
 
 
 @function
@@ -68,7 +68,7 @@ def choose(s: Any, examples: str, question: str) -> None:
 
 
 def _mmlu(data: Data, programs: int) -> Batch:
-    """MMLU: questions behind five examples of their subject, a token each."""
+    """MMLU: questions after five examples of their subject, one token each."""
     subjects = [
         "".join(f"\nQuestion:{data.text(300)}\nAnswer: {data.word()}" for _ in range(5))
         for _ in range(-(-programs // 10))
@@ -79,7 +79,7 @@ def _mmlu(data: Data, programs: int) -> Batch:
 
 
 def _hellaswag(data: Data, programs: int) -> Batch:
-    """HellaSwag: the likeliest of four endings, behind twenty examples that all questions share."""
+    """HellaSwag: the most likely of four endings, after twenty examples that all questions share."""
     examples = "".join(f"\n{data.text(90)}." for _ in range(20))
 
     @function
@@ -93,7 +93,7 @@ def _hellaswag(data: Data, programs: int) -> Batch:
 
 
 def _react(data: Data, programs: int) -> Batch:
-    """ReAct agents on HotpotQA: thought, action, observation, replayed, so that every run takes the same steps."""
+    """ReAct agents on HotpotQA: thought, action, observation; replayed, so that runs are equal."""
     instruction, thought_tokens = data.text(1500), data.tokens(60)
 
     @function
@@ -114,7 +114,7 @@ def _react(data: Data, programs: int) -> Batch:
 
 
 def _agents(data: Data, programs: int) -> Batch:
-    """Generative agents: each one's events in their order, and for every event one of five questions about it."""
+    """Generative agents: each one's events in order, with one of five questions about each."""
     # Of what is asked: tokens before the event, and of the answer
     kinds = ((300, 3), (500, 20), (250, 6), (600, 10), (700, 10))
     templates = [(data.text(length), data.tokens(answer)) for length, answer in kinds]
@@ -158,7 +158,7 @@ def _tree_of_thought(data: Data, programs: int) -> Batch:
 
 
 def _skeleton_of_thought(data: Data, programs: int) -> Batch:
-    """Skeleton of thought: five short tips, each then expanded in a stream of its own."""
+    """Skeleton of thought: five short tips, each then expanded in its own stream."""
     instruction, examples = data.text(100), data.text(400)
     tip_tokens, detail_tokens = data.tokens(24), data.tokens(128)
 
@@ -181,7 +181,7 @@ def _skeleton_of_thought(data: Data, programs: int) -> Batch:
 
 
 def _judge(data: Data, programs: int) -> Batch:
-    """An essay judged by six criteria at once, and a score from what was found."""
+    """An essay judged by six criteria in parallel, and a score from these."""
     instruction, criteria = data.text(100), [data.text(40) for _ in range(6)]
     tokens = data.tokens(256)
 
@@ -199,7 +199,7 @@ def _judge(data: Data, programs: int) -> Batch:
 
 
 def _json_decode(data: Data, programs: int) -> Batch:
-    """Five fields of a JSON object about a page, each bound by a regular expression."""
+    """Five fields of a JSON object about a page, each with a regular expression."""
     # Words alone can follow each: the vocabulary of a model with random weights has nothing else
     words, quantity, items = "[A-Za-z ]{1,200}", "[-0-9A-Za-z. ]{1,200}", "[A-Za-z ]{1,60}(, [A-Za-z ]{1,60}){0,20}"
     short, long = data.tokens(8), data.tokens(24)
@@ -223,7 +223,7 @@ def talk(s: Any, turns: list[tuple[str, int]]) -> None:
 
 
 def _multi_turn(data: Data, programs: int, answer: tuple[int, int]) -> Batch:
-    """Conversations of four turns, with short answers and with long ones."""
+    """Conversations of four turns, with short and with long answers."""
 
     def one() -> dict[str, Any]:
         return {"turns": [(data.between(256, 512), data.tokens(data.rng.randint(*answer))) for _ in range(4)]}
@@ -232,8 +232,8 @@ def _multi_turn(data: Data, programs: int, answer: tuple[int, int]) -> Batch:
 
 
 def _rag(data: Data, programs: int) -> Batch:
-    """Retrieval in two steps, as DSPy's introduction has it: a query for the retriever, then an answer from what it
-    found. What is retrieved is given with the question, so that every run reads the same.
+    """Retrieval in two steps, as in DSPy's introduction: a query for the retriever, then an answer from its results,
+    which are given with the question, so that runs are equal.
     """
     searching, answering = (data.text(60) + data.text(400) for _ in range(2))
     corpus = [data.text(120) for _ in range(12)]

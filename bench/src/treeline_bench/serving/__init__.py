@@ -1,1 +1,1 @@
-"""`treeline bench serving`: load for any OpenAI server, and what its clients would see."""
+"""`treeline bench serving`: load for any OpenAI server, measured as its clients see it."""

@@ -1,4 +1,4 @@
-"""`treeline bench serving`: its arguments, and from them to a report."""
+"""`treeline bench serving`: from arguments to a report."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from treeline_bench.serving.summary import parse_limits
 
 NAME = re.compile(r"[A-Za-z0-9_-]+")
 LAST_ARRIVALS_S = 1.0
-"""A load whose last answer came so much before the end of its time had no more to send."""
+"""A load whose last answer came this long before its end had no more to send."""
 DESCRIPTION = """Send load to an OpenAI server (Treeline, vLLM, SGLang, a gateway) and say what its clients would see.
 
 Latencies count from the moment at which a request was due, so a server that cannot follow an open loop does not look
@@ -155,7 +155,7 @@ def _shape(args: argparse.Namespace) -> Shape:
 
 
 def plan_of(args: argparse.Namespace) -> Plan:
-    """Raises DatasetError and ValueError for arguments that do not go together."""
+    """Raises DatasetError and ValueError for arguments that do not fit together."""
     if args.request_rate is not None and args.concurrency is not None:
         raise ValueError("--request-rate and --concurrency are two kinds of load: give one of them")
     if args.chat and args.token_ids:

@@ -1,6 +1,6 @@
-"""One keep-alive connection: a request at a time, the answer timed as it arrives.
+"""A keep-alive connection with one request at a time; its answer is timed.
 
-Callbacks on a raw socket, httptools for HTTP: a client library would cost more than most of what it measures.
+Callbacks on a raw socket and httptools: a client library would cost more than much of what it measures.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from treeline_bench.serving.messages import UNFINISHED, Record
 from treeline_bench.serving.stream import Answer, NotEvents
 
 QUOTED = 300
-"""Characters of an error's body that are kept."""
+"""Characters kept of an error's body."""
 
 
 class Connection(asyncio.Protocol):
-    """`ask` sends a request and waits for its end, which is in the record, whatever it is."""
+    """`ask` sends a request and waits for its end; the record has the result."""
 
     def __init__(self, on_token: Callable[[int], None], keep_header: str = "") -> None:
-        """`on_token` is called with the number of new chunks of output."""
+        """`on_token` gets the number of new output chunks."""
         self._keep_header = keep_header.lower().encode()
         self.closed = False
         self._on_token = on_token
@@ -37,8 +37,8 @@ class Connection(asyncio.Protocol):
     async def ask(
         self, request: bytes, record: Record, timeout_s: float, *, keep_text: bool = False, events: bool = True
     ) -> str:
-        """→ the answer's text, if it is kept. Fills `record`: an error is its kind, nothing is raised. An answer that
-        is no stream of `events` is not looked into."""
+        """Returns the answer's text, if kept. Fills `record`: an error is its kind, nothing is raised. An answer that
+        is no stream of `events` is not parsed."""
         assert self._transport is not None
         assert self._record is None
         loop = asyncio.get_running_loop()
@@ -54,7 +54,7 @@ class Connection(asyncio.Protocol):
         return "" if self._answer is None else self._answer.text
 
     def end(self, error: str = UNFINISHED, detail: str = "") -> None:
-        """End the running request, if there is one, and the connection."""
+        """Ends the running request, if any, and the connection."""
         self.closed = True
         if self._transport is not None:
             self._transport.abort()
@@ -125,7 +125,7 @@ class Connection(asyncio.Protocol):
         self._conclude()
 
     def _conclude(self) -> None:
-        """The answer has ended as HTTP; is it one?"""
+        """The HTTP answer is complete; checks whether it is a whole answer."""
         status = self._parser.get_status_code()
         if status != 200:
             self._finish(f"HTTP {status}", self._refusal.decode(errors="replace"))

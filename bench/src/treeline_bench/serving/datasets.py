@@ -1,4 +1,4 @@
-"""Datasets: what prompts are like, and where their words come from."""
+"""Datasets: the shape of prompts, and the source of their words."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from treeline_bench.serving.messages import Conversation, Piece, Turn
 
 T = TypeVar("T")
 FIRST_ID, IDS = 10, 3990
-"""Token ids without a tokenizer: real vocabularies have them all, and special tokens are rarely among them."""
+"""Token ids without a tokenizer: real vocabularies have them all, and they are rarely special tokens."""
 
 MEAN_IN, MEAN_OUT = 161.31, 337.99
 SIGMA_IN, SIGMA_OUT = 1.2, 0.9
@@ -21,18 +21,18 @@ FEWEST, LONGEST_PROMPT, LONGEST = 4, 1024, 2048
 
 
 class DatasetError(ValueError):
-    """The prompts cannot be made as asked; the message says what to change."""
+    """The prompts cannot be made; the message says what to change."""
 
 
 class Texts(Protocol):
-    """Makes pieces of prompts of an exact length."""
+    """Makes pieces of prompts of exact length."""
 
     def make(self, tokens: int, rng: random.Random) -> Piece:
         """A random piece of so many tokens."""
 
 
 class Words:
-    """Text of words that are one token each, so that lengths add up."""
+    """Words of one token each, so that lengths add up."""
 
     def __init__(self, maker: PromptMaker) -> None:
         self._maker = maker
@@ -42,7 +42,7 @@ class Words:
 
 
 class Ids:
-    """Token ids: no tokenizer is needed, here or in the server."""
+    """Token ids, without a tokenizer here or in the server."""
 
     def make(self, tokens: int, rng: random.Random) -> list[int]:
         return [FIRST_ID + rng.randrange(IDS) for _ in range(tokens)]
@@ -50,8 +50,8 @@ class Ids:
 
 @dataclass(frozen=True)
 class Shape:
-    """Options of datasets. None: the dataset's own default. A dataset ignores what does not concern it, and
-    `check_only` says what does."""
+    """Options of datasets. None: the dataset's default. A dataset ignores options that it does not use; `check_only`
+    refuses them."""
 
     num_prompts: int | None = None
     input_len: int | None = None
@@ -65,16 +65,16 @@ class Shape:
 
 @dataclass(frozen=True)
 class Dataset:
-    """`make` gives conversations in the order in which they are sent: the same for the same random state."""
+    """`make` yields conversations in order: the same for the same random state."""
 
     name: str
     summary: str
     options: frozenset[str]
-    """Fields of `Shape` that mean something to it."""
+    """The fields of `Shape` that it uses."""
     make: Callable[[Shape, Texts, random.Random], list[Conversation]]
 
     def check_only(self, shape: Shape) -> None:
-        """Raises DatasetError for an option that would change nothing."""
+        """Raises DatasetError for an option without effect."""
         for name, value in vars(shape).items():
             if value is not None and name not in self.options:
                 flag = "--" + name.replace("_", "-")
@@ -82,17 +82,17 @@ class Dataset:
 
 
 def length(most: int, ratio: float, rng: random.Random) -> int:
-    """Uniform from ratio × `most` (at least 1) to `most`: the field's range ratio."""
+    """Uniform from ratio × `most` (at least 1) to `most` (the range ratio)."""
     return rng.randint(max(int(most * ratio), 1), most)
 
 
 def pick(given: T | None, default: T) -> T:
-    """An option, or what the dataset takes where it was not given."""
+    """An option, or the dataset's default."""
     return default if given is None else given
 
 
 def joined(pieces: Sequence[Piece]) -> Piece:
-    """One piece of several of a kind."""
+    """Joins pieces of one kind."""
     if all(isinstance(piece, str) for piece in pieces):
         return "".join(piece for piece in pieces if isinstance(piece, str))
     return [token for piece in pieces if not isinstance(piece, str) for token in piece]
@@ -110,9 +110,9 @@ def _random(shape: Shape, texts: Texts, rng: random.Random) -> list[Conversation
 
 
 def _sharegpt(shape: Shape, texts: Texts, rng: random.Random) -> list[Conversation]:
-    """Lengths like those of conversations with ChatGPT, from two log-normal distributions with the means that the paper
-    of PagedAttention (Kwon et al., 2023, figure 11) gives for ShareGPT, and with its long tails. What the field leaves
-    out is left out: fewer than 4 tokens, prompts over 1,024, or over 2,048 together."""
+    """Lengths like ShareGPT's, from two log-normal distributions with the means in the paper of PagedAttention (Kwon et
+    al., 2023, figure 11) and long tails. The usual filters apply: no fewer than 4 tokens, no prompts over 1,024, nor
+    over 2,048 together."""
     count = pick(shape.num_prompts, 1000)
     found: list[Conversation] = []
     while len(found) < count:

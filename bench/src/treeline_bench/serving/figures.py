@@ -1,4 +1,4 @@
-"""The figures of a summary by name, over rounds, and against another server."""
+"""Figures of a summary by name, over rounds, and against another server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ QUANTILES = ("mean", "p50", "p90", "p99", "max")
 
 @dataclass(frozen=True)
 class Line:
-    """A figure in tables: its words, its unit, and which way is better."""
+    """A figure in tables: its words, unit, and which direction is better."""
 
     name: str
     words: str
@@ -37,7 +37,7 @@ RATES = (
 
 
 def figures(summary: Summary) -> dict[str, float]:
-    """All that there are, by name: those of `RATES`, and `ttft_ms.p50` and so on."""
+    """All figures by name: those of `RATES`, and `ttft_ms.p50` and so on."""
     found: dict[str, float | None] = {
         "requests_s": summary.requests_s,
         "prompt_tokens_s": summary.prompt_tokens_s,
@@ -56,14 +56,14 @@ def figures(summary: Summary) -> dict[str, float]:
 
 
 def medians(rounds: Sequence[Summary]) -> dict[str, float]:
-    """Of the rounds that have a figure."""
+    """Over the rounds with the figure."""
     all_figures = [figures(summary) for summary in rounds]
     names = dict.fromkeys(name for one in all_figures for name in one)
     return {name: statistics.median(one[name] for one in all_figures if name in one) for name in names}
 
 
 def ratios(ours: Sequence[Summary], theirs: Sequence[Summary]) -> dict[str, float]:
-    """Ours ÷ theirs: the median of the ratios of those rounds that both have, since a round's two loads are alike."""
+    """Ours ÷ theirs: the median of the ratios of rounds that both have."""
     found: dict[str, list[float]] = {}
     for mine, other in zip(ours, theirs, strict=False):  # after a Ctrl-C one may have a round more
         others = figures(other)

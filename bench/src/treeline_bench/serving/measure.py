@@ -1,4 +1,4 @@
-"""Rounds: the same prompts to each server in turn, the servers in alternating order."""
+"""Rounds: the same prompts to each server, in alternating order."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ class Measured:
 
 @dataclass
 class Run:
-    """All servers'. `interrupted`: Ctrl-C ended it, and the last summary is of what there was until then."""
+    """All servers' rounds. `interrupted`: by Ctrl-C; the last summary covers what there is."""
 
     measured: list[Measured]
     interrupted: bool = False
 
     @property
     def gone(self) -> str:
-        """Of the first server that went away."""
+        """The first server that went away."""
         return next((one.gone for each in self.measured for one in each.rounds if one.gone), "")
 
 
 def run(plan: Plan, servers: Sequence[Server], texts: Texts, limits: dict[str, float], display: Display) -> Run:
-    """Raises ServerError where a warm-up request fails, DatasetError, ClientFailed."""
+    """Raises ServerError if a warm-up request fails, DatasetError, ClientFailed."""
     found = Run([Measured(server) for server in servers])
     with tempfile.TemporaryDirectory(prefix="treeline-bench-") as name:
         folder = Path(name)
@@ -58,7 +58,7 @@ def run(plan: Plan, servers: Sequence[Server], texts: Texts, limits: dict[str, f
 def _rounds(
     plan: Plan, all_measured: list[Measured], texts: Texts, limits: dict[str, float], display: Display, folder: Path
 ) -> None:
-    """Until all are done, or a server is gone."""
+    """Runs until all are done or a server is gone."""
     for round_ in range(plan.rounds):
         display.phase("making prompts")
         conversations = plan.conversations(texts, round_)
@@ -71,7 +71,7 @@ def _rounds(
 
 
 def _follow(display: Display) -> Callable[[Progress], None]:
-    """Shows how far a load is."""
+    """Shows a load's progress."""
     seen, seen_at = Progress(0, 0, 0, 0), time.monotonic()
 
     def show(progress: Progress) -> None:
@@ -101,8 +101,8 @@ def _round(
     measured: Measured,
     progress: Callable[[Progress], None],
 ) -> None:
-    """One load. After a Ctrl-C (KeyboardInterrupt) the part of a first round is kept; later ones have whole rounds to
-    stand beside, which a part would distort."""
+    """One load. After Ctrl-C (KeyboardInterrupt) a partial first round is kept; later ones would distort whole
+    rounds."""
     with Load(order, plan.processes, folder) as load:
         try:
             reports = load.run(progress)
@@ -120,14 +120,14 @@ def _carry_out(order: Order, processes: int, folder: Path, progress: Callable[[P
 
 
 def _check(server: Server, reports: Sequence[LoadReport]) -> None:
-    """Raises ServerError for the first warm-up request that failed."""
+    """Raises ServerError for the first failed warm-up request."""
     failed = next((record for one in reports for record in one.records if record.error), None)
     if failed is not None:
         raise ServerError(f"{server.name}: {explain(failed)}")
 
 
 def explain(record: Record) -> str:
-    """An error of a first request, with what to do about it."""
+    """A first request's error, with what to do."""
     said = f"{record.error}: {record.detail}" if record.detail else record.error
     match record.error:
         case "HTTP 401" | "HTTP 403":

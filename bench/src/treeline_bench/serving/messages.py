@@ -1,4 +1,4 @@
-"""Orders to a load process and its reports: msgspec structs, in files and in lines of JSON."""
+"""Orders to a load process and its reports: msgspec structs in files and JSON lines."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 import msgspec
 
 Piece = str | list[int]
-"""A part of a prompt: text, or token ids."""
+"""Part of a prompt: text or token ids."""
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """What a user adds to a conversation, and how long the answer is to be."""
+    """What a user adds to a conversation, and the answer's length."""
 
     piece: Piece
     piece_tokens: int
@@ -20,13 +20,13 @@ class Turn(msgspec.Struct, frozen=True):
 
 
 class Conversation(msgspec.Struct, frozen=True):
-    """Turns that are sent one after the other, each with all that was said before it."""
+    """Turns in order, each with everything said before."""
 
     turns: list[Turn]
 
 
 class Call(msgspec.Struct, frozen=True):
-    """A POST whose answer is any that is whole with a status of 200."""
+    """A POST; any whole answer with status 200 counts."""
 
     path: str
     body: bytes
@@ -34,11 +34,11 @@ class Call(msgspec.Struct, frozen=True):
 
 
 class Order(msgspec.Struct, frozen=True, kw_only=True):
-    """The part of a load that one process carries out.
+    """The part of a load for one process.
 
-    `conversations` begin in this order: each at its moment of `arrivals`, seconds after the start (open loop), or with
-    `concurrency` of them going on at once (closed loop). With `seconds`, none begins and no turn is sent after that.
-    `calls` in their place are sent over and over, `count` of them or until `seconds` are over.
+    `conversations` start in this order: at their moments of `arrivals`, in seconds after the start (open loop), or
+    `concurrency` at a time (closed loop). After `seconds` no conversation or turn starts. `calls`, if given instead,
+    are repeated `count` times or for `seconds`.
     """
 
     host: str
@@ -48,12 +48,12 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
     headers: dict[str, str] = {}
     chat: bool = False
     fields: dict[str, Any] = {}
-    """What every body has beside prompt and length."""
+    """Further members of every body."""
     conversations: list[Conversation] = []
     calls: list[Call] = []
     count: int | None = None
     keep_header: str = ""
-    """A header of answers whose value goes into the record."""
+    """A response header to record."""
     arrivals: list[float] | None = None
     concurrency: int = 1
     seconds: float | None = None
@@ -61,13 +61,12 @@ class Order(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Record(msgspec.Struct):
-    """What became of one request. Times are of the monotonic clock, which all processes of a machine share, in ns.
+    """The result of a request. Times are monotonic ns, shared by the machine's processes.
 
-    `due_ns`: when it should have been sent; everything its user waits for counts from there, so a client that is late
-    makes latencies longer, not shorter. `begun_ns`: when we turned to it, `sent_ns` when it was written, which may have
-    had to wait for a connection. `tokens_ns`: when each chunk that carried output came. Token counts are the server's;
-    `cached_tokens` is -1 where it reported none. `error` is the kind, empty for a whole answer. `conversation` is the
-    number of a call, where there are calls.
+    `due_ns`: when it should have been sent; latencies count from there, so a late client makes them longer. `begun_ns`:
+    when we started it; `sent_ns`: when it was written, perhaps after waiting for a connection. `tokens_ns`: when each
+    chunk with output arrived. Token counts are the server's; `cached_tokens` is -1 if not reported. `error`: its kind,
+    empty for a whole answer. `conversation`: the number of a call, if there are calls.
     """
 
     conversation: int
@@ -88,24 +87,24 @@ class Record(msgspec.Struct):
 
     @property
     def latency_ms(self) -> float:
-        """Sent to answered whole."""
+        """From sending to the whole answer."""
         return (self.done_ns - self.sent_ns) / 1e6
 
 
 class LoadReport(msgspec.Struct):
-    """What a load process has done. `lag_ns`: how late its timers were, which is how late it saw what arrived."""
+    """A load process's report. `lag_ns`: how late its timers were, and so how late it saw arrivals."""
 
     records: list[Record]
     begin_ns: int
     lag_ns: list[int]
     busy_share: float
-    """CPU time of the process ÷ time, while requests ran."""
+    """CPU time ÷ time while requests ran."""
     gone: str = ""
-    """Why it gave up, where the server seems to be gone."""
+    """Why it gave up, if the server seems gone."""
 
 
 class Progress(msgspec.Struct):
-    """A line while it runs."""
+    """A progress line."""
 
     running: int
     ended: int
@@ -115,4 +114,4 @@ class Progress(msgspec.Struct):
 
 
 UNFINISHED = "unfinished"
-"""The kind of error of a request that we ended ourselves."""
+"""The error kind of a request that we ended."""

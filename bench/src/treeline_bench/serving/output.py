@@ -1,4 +1,4 @@
-"""What a run leaves: all of it as JSON, and rows as the other benchmarks have them."""
+"""The output of a run: JSON, and rows like other benchmarks'."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from treeline_bench.serving.measure import Measured, Run
 from treeline_bench.serving.plan import Plan
 
 PREFIX = "serving-"
-"""Of results in bench/results: one a dataset."""
+"""Results in bench/results: one per dataset."""
 LEFT_OUT = ("--api-key", "--output", "--results")
 ROW_FIGURES = (
     "requests_s",
@@ -40,7 +40,7 @@ ROW_FIGURES = (
 
 
 def command_of(argv: Sequence[str], *, public: bool) -> str:
-    """The command that measured, without the key. `public`: also without hosts but this one, and without paths."""
+    """The command without the key. `public`: also without paths, and hosts other than this one."""
     words: list[str] = []
     skip = False
     for word in argv:
@@ -66,7 +66,7 @@ def _public(word: str) -> str:
 
 
 def check_writable(path: Path) -> None:
-    """Makes the folder of a file that is to be written. Raises OSError where that cannot be, before the run."""
+    """Creates the folder of an output file. Raises OSError before the run if that is impossible."""
     if path.is_dir():
         raise IsADirectoryError(EISDIR, os.strerror(EISDIR), str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -75,7 +75,7 @@ def check_writable(path: Path) -> None:
 
 
 def write_json(path: Path, run: Run, plan: Plan, argv: Sequence[str]) -> None:
-    """Everything, each round of each server; `path` is replaced whole."""
+    """Everything, each round of each server; `path` is replaced atomically."""
     first = run.measured[0].rounds
     document = {
         "benchmark": "serving",
@@ -121,7 +121,7 @@ def _server(one: Measured) -> dict[str, Any]:
 
 
 def write_results(folder: Path, run: Run, plan: Plan, argv: Sequence[str]) -> Result:
-    """JSON, Markdown and SVG as `make bench` leaves them. Needs whole rounds of every server."""
+    """JSON, Markdown and SVG like `make bench`. Needs whole rounds of every server."""
     engines = {one.server.name: f"{one.server.engine} {one.server.version}".strip() for one in run.measured}
     more = {name: engine for name, engine in engines.items() if engine}
     result = measured(PREFIX + plan.dataset.name, command_of(argv, public=True), rows(run, plan), more)
@@ -130,8 +130,8 @@ def write_results(folder: Path, run: Run, plan: Plan, argv: Sequence[str]) -> Re
 
 
 def rows(run: Run, plan: Plan) -> list[Row]:
-    """Of each server; the first one's stand beside those of the second. Then, for each other one, how much better the
-    first is: its throughput ÷ the other's, and the other's waiting for the first token (p90) ÷ its own."""
+    """Each server's rows; the first one's have the second's as reference. Then, for each other server, how much better
+    the first is: throughput ÷ the other's, and the other's p90 to the first token ÷ its own."""
     ours, *others = run.measured
     beside = medians(others[0].rounds) if others else {}
     found = []

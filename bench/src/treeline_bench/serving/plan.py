@@ -1,4 +1,4 @@
-"""What is to be sent: to which servers, how fast, for how long."""
+"""What to send: to which servers, how fast, how long."""
 
 from __future__ import annotations
 
@@ -15,30 +15,30 @@ from treeline_bench.serving.server import Server
 
 WARM_UP_IN, WARM_UP_OUT = 64, 16
 MARGIN = 1.1
-"""Of arrivals in a duration: more than the rate says, since they come at random."""
+"""Spare arrivals for a duration, since they are random."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One workload. An open loop has a `rate_per_s`, a closed one a `concurrency`."""
+    """A workload. An open loop has a `rate_per_s`, a closed one a `concurrency`."""
 
     dataset: Dataset
     shape: Shape
     seed: int
     body: dict[str, Any]
-    """What bodies have beside model, prompt and length."""
+    """Members of bodies besides model, prompt and length."""
     rate_per_s: float | None = None
     concurrency: int = 64
     duration_s: float | None = None
     timeout_s: float = 300.0
     processes: int = 1
     warm_up: int = 0
-    """Requests that are not counted."""
+    """Uncounted requests."""
     rounds: int = 1
     chat: bool = False
 
     def conversations(self, texts: Texts, round_: int) -> list[Conversation]:
-        """Of one round: others in each, so that no round finds the last one's prompts cached. Raises DatasetError."""
+        """Those of a round; they differ, so that no round finds the last one's prompts cached. Raises DatasetError."""
         shape = self.shape
         counts = "num_prompts" in self.dataset.options and shape.num_prompts is None
         if counts and self.rate_per_s is not None and self.duration_s is not None:
@@ -46,12 +46,12 @@ class Plan:
         return self.dataset.make(shape, texts, random.Random(f"{self.seed} {round_} prompts"))
 
     def warm_up_conversations(self, texts: Texts) -> list[Conversation]:
-        """Short ones, which no round repeats."""
+        """Short ones, not used by any round."""
         rng = random.Random(f"{self.seed} warm up")
         return [Conversation([Turn(texts.make(WARM_UP_IN, rng), WARM_UP_IN, WARM_UP_OUT)]) for _ in range(self.warm_up)]
 
     def order(self, server: Server, conversations: list[Conversation], round_: int) -> Order:
-        """For one server; the same moments for all."""
+        """For one server; all have the same moments."""
         moments = None
         if self.rate_per_s is not None:
             rng = random.Random(f"{self.seed} {round_} arrivals")
@@ -60,7 +60,7 @@ class Plan:
         return msgspec.structs.replace(base, arrivals=moments, concurrency=self.concurrency, seconds=self.duration_s)
 
     def warm_up_order(self, server: Server, texts: Texts) -> Order:
-        """As many at once as there are."""
+        """All at once."""
         base = self._base(server, self.warm_up_conversations(texts))
         return msgspec.structs.replace(base, concurrency=max(self.warm_up, 1))
 
@@ -87,7 +87,7 @@ class Plan:
 
 
 def arrivals(count: int, rate_per_s: float, rng: random.Random) -> list[float]:
-    """Moments of a Poisson process in seconds, the first at 0. Raises ValueError for a rate that is not above 0."""
+    """Moments of a Poisson process in seconds, the first at 0. Raises ValueError for a rate not above 0."""
     if rate_per_s <= 0:
         raise ValueError(f"a rate must be above 0, not {rate_per_s:g}")
     moments, now = [], 0.0

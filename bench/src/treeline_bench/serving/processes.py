@@ -1,4 +1,4 @@
-"""The load processes: an order shared out, begun at one moment, followed, stopped, and put together again."""
+"""Load processes: an order is divided, started at one moment, followed, stopped, and put together."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from treeline_bench.processes import before_exec
 from treeline_bench.serving.messages import LoadReport, Order, Progress
 
 HEAD_START_S = 0.05
-"""From the word to begin to the beginning."""
+"""From the order to the start."""
 START_S = 60.0
 STOP_S = 10.0
 
 
 def shares(order: Order, processes: int) -> list[Order]:
-    """Every so-manieth conversation for each, and its part of the concurrency. Never more parts than conversations, or
-    than conversations at once; calls are one process's."""
+    """Every n-th conversation for each, and its part of the concurrency. Never more parts than conversations, or than
+    concurrent ones; calls go to one process."""
     count = min(processes, len(order.conversations) or 1)
     if order.arrivals is None:
         count = min(count, order.concurrency)
@@ -43,10 +43,10 @@ def shares(order: Order, processes: int) -> list[Order]:
 
 
 class Load:
-    """An order that is being carried out. Use as a context manager: leaving it ends the processes."""
+    """A running order. As a context manager it ends the processes."""
 
     def __init__(self, order: Order, processes: int, folder: Path, cores: Sequence[int] | None = None) -> None:
-        """`cores`: those that the processes may run on."""
+        """`cores`: those that the processes may use."""
         self._folder, self._cores = folder, cores
         self._parts = shares(order, processes)
         self._children: list[subprocess.Popen[bytes]] = []
@@ -73,9 +73,9 @@ class Load:
                     cast(BinaryIO, pipe).close()
 
     def run(self, progress: Callable[[Progress], None] = lambda progress: None) -> list[LoadReport]:
-        """Begin, and wait for the end; `progress` hears the sum of all now and then. Raises ClientFailed.
+        """Starts, and waits for the end; `progress` gets the sums now and then. Raises ClientFailed.
 
-        A Ctrl-C comes out as KeyboardInterrupt; `stop` then has what there is.
+        Ctrl-C raises KeyboardInterrupt; `stop` then returns what there is.
         """
         self._await_ready()
         self._began = True
@@ -85,7 +85,7 @@ class Load:
         return self._reports()
 
     def stop(self) -> list[LoadReport]:
-        """End early; what there is so far, which is nothing before the beginning. Raises ClientFailed."""
+        """Ends early; returns what there is so far. Raises ClientFailed."""
         if not self._began:
             return []
         self._write(b"stop\n")
@@ -125,13 +125,13 @@ class Load:
 
     def _write(self, line: bytes) -> None:
         for child in self._children:
-            with contextlib.suppress(OSError):  # one that has ended says so in another way
+            with contextlib.suppress(OSError):  # its end is noticed elsewhere
                 pipe = cast(BinaryIO, child.stdin)
                 pipe.write(line)
                 pipe.flush()
 
     def _follow(self, progress: Callable[[Progress], None]) -> None:
-        """Until all have closed their output."""
+        """Runs until all have closed their output."""
         latest = [Progress(0, 0, 0, 0) for _ in self._children]
         rests = [b""] * len(self._children)
         with selectors.DefaultSelector() as selector:

@@ -1,4 +1,4 @@
-"""What people see: tables on stdout."""
+"""Tables on stdout."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WORDS = {
 
 
 def show(run: Run, console: Console) -> None:
-    """Tables of all that was measured, and what there is to be said about it."""
+    """Tables of everything measured, with notes."""
     measured = [one for one in run.measured if one.rounds]
     if len(measured) == 1:
         _one(measured[0], console)
@@ -33,7 +33,7 @@ def show(run: Run, console: Console) -> None:
         for note in notes(one):
             console.print(f"{one.server.name}: {note}", highlight=False, markup=False, soft_wrap=True)
     if run.interrupted:
-        said = "interrupted: these are the figures until then" if measured else "interrupted before anything was sent"
+        said = "interrupted: figures until then" if measured else "interrupted before anything was sent"
         console.print(said, style="yellow", highlight=False)
 
 
@@ -71,7 +71,7 @@ def _one(measured: Measured, console: Console) -> None:
 
 
 def _several(measured: list[Measured], console: Console) -> None:
-    """A column a server, and beside each but the first the ratio of the first to it."""
+    """A column per server; each but the first has the first's ratio to it."""
     ours, *others = measured
     table = Table(title=_rounds(ours).removeprefix(", ") or None, title_justify="left", box=None)
     table.add_column("", no_wrap=True)
@@ -97,7 +97,7 @@ def _several(measured: list[Measured], console: Console) -> None:
             cells += [_cell(line, theirs), _ratio(line, ratio.get(line.name))]
         table.add_row(f"{line.words} {line.unit}".strip(), *cells)
     console.print(table)
-    console.print(f"ratio: {ours.server.name} ÷ the other, green where that is better", highlight=False, markup=False)
+    console.print(f"ratio: {ours.server.name} ÷ the other; green is better", highlight=False, markup=False)
 
 
 def _cell(line: Line, values: dict[str, float]) -> str:
@@ -122,7 +122,7 @@ def _rounds(measured: Measured) -> str:
 
 
 def notes(measured: Measured) -> list[str]:
-    """What a reader of the figures has to know, of all rounds together."""
+    """What readers of the figures must know, over all rounds."""
     rounds = measured.rounds
     failed: Counter[str] = Counter()
     for summary in rounds:

@@ -1,4 +1,4 @@
-"""The server that is measured: where it is, what it serves, and whose tokenizer that is."""
+"""The measured server: its address, models, and tokenizer."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ ASK_S = 10.0
 
 
 class ServerError(RuntimeError):
-    """The server cannot be measured as asked; the message says what to do."""
+    """The server cannot be measured; the message says what to do."""
 
 
 @dataclass(frozen=True)
 class Server:
-    """One that has answered. `version` is empty where it does not tell; `root`: where its model is, as it says."""
+    """A server that answered. `version` is empty if unknown; `root`: its model's folder."""
 
     name: str
     url: str
-    """Without the path of the API: `http://127.0.0.1:8000`."""
+    """Without the API's path: `http://127.0.0.1:8000`."""
     model: str
     api_key: str
     engine: str
@@ -34,7 +34,7 @@ class Server:
 
     @property
     def address(self) -> tuple[str, int, bool]:
-        """Host, port, and whether it speaks TLS."""
+        """Host, port, and whether it uses TLS."""
         parts = urlsplit(self.url)
         return parts.hostname or "", _port(parts), parts.scheme == "https"
 
@@ -52,21 +52,21 @@ def _port(parts: SplitResult) -> int:
 
 
 def normal_url(url: str) -> str:
-    """`url` without a trailing `/v1`. Raises ServerError when it is none."""
+    """`url` without a trailing `/v1`. Raises ServerError if it is malformed."""
     parts = urlsplit(url if "//" in url else f"http://{url}")
     try:
         port = _port(parts)
     except ValueError:
         port = 0
     if parts.scheme not in ("http", "https") or not parts.hostname or not port:
-        raise ServerError(f"{url!r} is no address of a server; one looks like http://127.0.0.1:8000")
+        raise ServerError(f"{url!r} is not a server's address, which looks like http://127.0.0.1:8000")
     if "@" in parts.netloc:  # nor is it sent with the load; and addresses get into results
         raise ServerError("an address has no user and password: give a key by --api-key")
     return f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
 
 
 def find(name: str, url: str, api_key: str, model: str) -> Server:
-    """Ask a server what it serves; `model` is empty for the first that it names. Raises ServerError."""
+    """Asks a server for its models; without `model` the first counts. Raises ServerError."""
     url = normal_url(url)
     with _client(url, api_key) as client:
         entry = _entry(_models(name, url, client), name, url, model)
@@ -102,7 +102,7 @@ def _models(name: str, url: str, client: httpx.Client) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = answer.raise_for_status().json()["data"]
     except (httpx.HTTPStatusError, ValueError, KeyError, TypeError):
         said = answer.text[:200]
-        raise ServerError(f"{name}: {url}/v1/models is no list of models ({answer.status_code}): {said!r}") from None
+        raise ServerError(f"{name}: {url}/v1/models is not a list of models ({answer.status_code}): {said!r}") from None
     return [entry for entry in found if isinstance(entry, dict) and "id" in entry]
 
 
@@ -110,7 +110,7 @@ def _entry(models: list[dict[str, Any]], name: str, url: str, model: str) -> dic
     if not models:
         if model:
             return {"id": model}
-        raise ServerError(f"{name}: {url} names no models: say --model NAME")
+        raise ServerError(f"{name}: {url} lists no models: give --model NAME")
     for entry in models:
         if model in ("", entry["id"]):
             return entry
@@ -119,7 +119,7 @@ def _entry(models: list[dict[str, Any]], name: str, url: str, model: str) -> dic
 
 
 def _version(client: httpx.Client) -> str:
-    """vLLM tells it at /version, Treeline and SGLang among other things."""
+    """vLLM reports it at /version, Treeline and SGLang with other information."""
     for path in ("/version", "/server_info", "/get_server_info"):
         with contextlib.suppress(httpx.HTTPError, ValueError, AttributeError):
             answer = client.get(path)
@@ -129,8 +129,8 @@ def _version(client: httpx.Client) -> str:
 
 
 def tokenizer(given: str, server: Server) -> Tokenizer:
-    """The tokenizer to count with: `given` (a folder, a tokenizer.json, or a name on the Hugging Face Hub), or the
-    server's own, if it serves it (Treeline does) or has its model on this machine. Raises ServerError."""
+    """The tokenizer for counting: `given` (a folder, a tokenizer.json, or a name on the Hugging Face Hub), or the
+    server's own, if it serves it (Treeline) or its model is on this machine. Raises ServerError."""
     try:
         found = _given_tokenizer(given) if given else _own_tokenizer(server)
     except Exception as error:  # the library raises bare Exceptions

@@ -1,7 +1,7 @@
-"""A streamed answer as bytes come: server-sent events, and what is in them. No socket in here.
+"""Parses a streamed answer (server-sent events) from bytes, without a socket.
 
-The formats are those of OpenAI's `/v1/completions` and `/v1/chat/completions` with `stream_options.include_usage`, with
-what vLLM and SGLang add (`reasoning_content`). Only what is measured is decoded.
+Formats: OpenAI's `/v1/completions` and `/v1/chat/completions` with `stream_options.include_usage`, and what vLLM and
+SGLang add (`reasoning_content`). Only measured members are decoded.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MAX_EVENT_BYTES = 8 << 20
 
 
 class NotEvents(ValueError):
-    """The bytes are no stream of chunks; the message quotes them."""
+    """The bytes are not a stream of chunks; the message quotes them."""
 
 
 class _Delta(msgspec.Struct):
@@ -37,7 +37,7 @@ class _Details(msgspec.Struct):
 
 
 class Usage(msgspec.Struct):
-    """The server's own counts."""
+    """The server's counts."""
 
     prompt_tokens: int
     completion_tokens: int = 0
@@ -45,7 +45,7 @@ class Usage(msgspec.Struct):
 
     @property
     def cached_tokens(self) -> int:
-        """-1 where the server does not say."""
+        """-1 if the server does not report it."""
         details = self.prompt_tokens_details
         return -1 if details is None or details.cached_tokens is None else details.cached_tokens
 
@@ -64,10 +64,10 @@ _DECODER = msgspec.json.Decoder(_Chunk)
 
 
 class Answer:
-    """One answer, fed with the bytes of its body.
+    """An answer, fed with its body's bytes.
 
-    A chunk counts as output when it has text, or is an empty piece in the middle (a token that shows nothing yet, as
-    some servers announce it); the role at the beginning and a bare end do not.
+    A chunk counts as output if it has text, or is an empty piece in the middle (a token without text yet); the initial
+    role and a bare end do not.
     """
 
     def __init__(self, keep_text: bool) -> None:
@@ -82,11 +82,11 @@ class Answer:
 
     @property
     def text(self) -> str:
-        """All of it so far, if it is kept: what was said, without the reasoning."""
+        """The text so far, if kept, without reasoning."""
         return "".join(self._texts)
 
     def feed(self, data: bytes) -> int:
-        """More of the body. → chunks with output that are complete now. Raises NotEvents."""
+        """Adds bytes; returns newly completed chunks with output. Raises NotEvents."""
         if b"\r" in data:
             data = data.replace(b"\r", b"")  # JSON has none in it
         *events, self._rest = (self._rest + data).split(b"\n\n")

@@ -1,4 +1,4 @@
-"""From records to figures."""
+"""Figures from records."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from treeline_bench.serving.messages import UNFINISHED, LoadReport, Record
 from treeline_bench.stats import at_percent
 
 MEASURES = ("ttft", "tpot", "e2e")
-"""What a good answer may be bounded by."""
+"""Measures that a good answer may be limited by."""
 
 
 class Figures(msgspec.Struct, frozen=True):
@@ -26,7 +26,7 @@ class Figures(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Figures | None:
-        """None of none."""
+        """None for no values."""
         if not values:
             return None
         ordered = sorted(values)
@@ -35,8 +35,8 @@ class Figures(msgspec.Struct, frozen=True):
 
 
 class Client(msgspec.Struct, frozen=True):
-    """Whether we kept up ourselves. `late_ms`: how much later than due we turned to requests; `lag_ms`: how late timers
-    were, which is how late we saw what had arrived; `busy_share`: of a core, the busiest process."""
+    """Whether the client kept up. `late_ms`: delay of starting due requests; `lag_ms`: delay of timers, and so of
+    seeing arrivals; `busy_share`: of a core, in the busiest process."""
 
     processes: int
     late_ms_p99: float
@@ -45,13 +45,13 @@ class Client(msgspec.Struct, frozen=True):
 
     @property
     def words(self) -> str:
-        """One line, whatever it says."""
+        """One line for people."""
         lag = f"late {self.late_ms_p99:.1f} ms, timers {self.lag_ms_p99:.1f} ms (p99)"
         return f"processes: {self.processes}, busy {self.busy_share:.0%}, {lag}"
 
     @property
     def trouble(self) -> str:
-        """What is to be said about it; empty when all is well."""
+        """A warning; empty if all is well."""
         found = []
         if self.busy_share > BUSY:
             found.append(f"a load process was busy {self.busy_share:.0%} of the time")
@@ -67,10 +67,10 @@ LATE_MS = 20.0
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """One load on one server. Times in milliseconds but for `duration_s`; tokens as the server counted them.
+    """One load on one server. Times in milliseconds except `duration_s`; tokens by the server's count.
 
-    ttft: due to the first output. itl: between chunks of output. tpot: (last − first) ÷ (tokens − 1). e2e: due to the
-    end of the answer. Rates are whole answers, and their tokens, over the time from the start to the last end.
+    ttft: due to first output. itl: between chunks of output. tpot: (last − first) ÷ (tokens − 1). e2e: due to the end
+    of the answer. Rates: whole answers and their tokens, from the start to the last end.
     """
 
     duration_s: float
@@ -78,17 +78,17 @@ class Summary(msgspec.Struct, frozen=True):
     completed: int
     unfinished: int
     errors: dict[str, int]
-    """Kind → how many; without those that we ended ourselves."""
+    """Kind → number, without those that we ended."""
     examples: dict[str, str]
-    """Kind → what one of them said."""
+    """Kind → an example's message."""
     prompt_tokens: int
     output_tokens: int
     cached_tokens: int | None
-    """None where the server does not tell."""
+    """None if the server does not report it."""
     short: int
-    """Answers with fewer tokens than asked for."""
+    """Answers with fewer tokens than requested."""
     prompt_difference: int
-    """Tokens that first prompts had more, on the whole, than they were made with (templates, BOS)."""
+    """Additional tokens of first prompts by the server's count (templates, BOS)."""
     tokens_per_chunk: float
     mean_concurrency: float
     ttft_ms: Figures | None
@@ -96,7 +96,7 @@ class Summary(msgspec.Struct, frozen=True):
     tpot_ms: Figures | None
     e2e_ms: Figures | None
     good: int | None
-    """Answers within the limits; None where there are none."""
+    """Answers within the limits; None without limits."""
     client: Client
     gone: str = ""
 
@@ -114,7 +114,7 @@ class Summary(msgspec.Struct, frozen=True):
 
     @property
     def goodput_s(self) -> float | None:
-        """Good answers a second."""
+        """Good answers per second."""
         return None if self.good is None else self.good / self.duration_s
 
     @property
@@ -130,7 +130,7 @@ class Summary(msgspec.Struct, frozen=True):
 
 
 def measures(record: Record) -> dict[str, float | None]:
-    """ttft, tpot and e2e of a whole answer in ms. None: it has none."""
+    """ttft, tpot and e2e of a whole answer in ms; None if absent."""
     first = record.tokens_ns[0] if record.tokens_ns else None
     tpot = None
     if first is not None and record.output_tokens > 1 and len(record.tokens_ns) > 1:
@@ -143,7 +143,7 @@ def measures(record: Record) -> dict[str, float | None]:
 
 
 def summarise(reports: Sequence[LoadReport], limits: Mapping[str, float]) -> Summary:
-    """All processes of one load together. `limits`: of a good answer, in ms; none are asked for when empty."""
+    """All processes of a load together. `limits`: of a good answer, in ms; may be empty."""
     records = [record for one in reports for record in one.records]
     whole = [record for record in records if not record.error]
     failed = [record for record in records if record.error not in ("", UNFINISHED)]
@@ -191,7 +191,7 @@ def _client(reports: Sequence[LoadReport], records: Sequence[Record]) -> Client:
 
 
 def parse_limits(words: Sequence[str]) -> dict[str, float]:
-    """Measure → milliseconds. Raises ValueError, which says how a limit is written."""
+    """Measure → milliseconds. Raises ValueError, which says how to write a limit."""
     limits: dict[str, float] = {}
     for word in words:
         name, colon, number = word.partition(":")
@@ -208,5 +208,5 @@ def parse_limits(words: Sequence[str]) -> dict[str, float]:
 
 
 def is_good(measured: Mapping[str, float | None], limits: Mapping[str, float]) -> bool:
-    """Whether an answer kept all limits. What an answer does not have (time per token, of one token) keeps any."""
+    """Whether an answer kept all limits. A measure it lacks (tpot of a single token) counts as kept."""
     return all((value := measured[name]) is None or value <= limit for name, limit in limits.items())

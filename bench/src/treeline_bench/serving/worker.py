@@ -1,8 +1,8 @@
-"""Carries out an order: conversations or calls in an open or a closed loop, timed.
+"""Executes an order: conversations or calls in an open or closed loop, timed.
 
-A load process is `python -m treeline_bench.serving.worker ORDER REPORT`. It says `ready`, waits for a line with the
-moment to begin (monotonic clock, ns), then prints progress as lines of JSON and writes its report to the file REPORT.
-Another line, or the end of its input, ends the load early.
+A load process is `python -m treeline_bench.serving.worker ORDER REPORT`. It prints `ready`, waits for a line with the
+start moment (monotonic clock, ns), prints progress as JSON lines and writes its report to REPORT. Another line, or the
+end of its input, ends the load early.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ TELL_S = 0.25
 GONE_AFTER = 20
 """So many refused connections in a row mean that the server is gone."""
 RETRY_S = 0.1
-"""Between two of them, in a closed loop: a server that is gone would else be asked as fast as we can."""
+"""The pause between two of them in a closed loop."""
 
 
 class Worker:
-    """One order. It owns connections and records."""
+    """An order's connections and records."""
 
     def __init__(self, order: Order, tell: Callable[[Progress], None]) -> None:
         self.records: list[Record] = []
@@ -56,13 +56,13 @@ class Worker:
         self._end_ns = 0
 
     def stop(self) -> None:
-        """Send nothing more, and end what is under way: its records say `UNFINISHED`."""
+        """Sends nothing more and ends running requests: their records say `UNFINISHED`."""
         self._stopping.set()
         for connection in list(self._busy):
             connection.end()
 
     async def run(self, begin_ns: int) -> LoadReport:
-        """Begin at a moment of the monotonic clock; ends when everything has ended."""
+        """Starts at a moment of the monotonic clock; returns when everything has ended."""
         order = self._order
         if order.seconds is not None:
             self._end_ns = begin_ns + int(order.seconds * 1e9)
@@ -89,7 +89,7 @@ class Worker:
     # ---- arrivals -------------------------------------------------------------------------------------------
 
     async def _pace(self, moments: list[float], begin_ns: int, group: asyncio.TaskGroup) -> None:
-        """Whatever became of the others, a conversation begins when it is due."""
+        """Starts each conversation when it is due, whatever the others do."""
         for moment, (index, what) in zip(moments, self._next, strict=not self._order.calls):
             due_ns = begin_ns + int(moment * 1e9)
             if self._end_ns and due_ns >= self._end_ns:
@@ -100,7 +100,7 @@ class Worker:
             group.create_task(self._carry_out(index, what, due_ns))
 
     async def _user(self) -> None:
-        """One of a fixed number: the next conversation when the last has ended."""
+        """One of a fixed number of users: starts the next conversation when its last has ended."""
         for index, what in self._next:
             if not self._more():
                 return
@@ -126,7 +126,7 @@ class Worker:
             await self._ask(self._requests[index], Record(index, 0, 0, 0, due_ns), events=False)
 
     async def _converse(self, index: int, conversation: Conversation, due_ns: int) -> None:
-        """All turns, each with what was said before; one that fails ends the conversation."""
+        """All turns, each with everything said before; a failed one ends the conversation."""
         said: list[Piece] = []
         tokens = 0
         for number, turn in enumerate(conversation.turns):
@@ -143,7 +143,7 @@ class Worker:
             due_ns = time.monotonic_ns()  # a user who answers at once
 
     def _answer_of(self, piece: Piece, answer: str, record: Record) -> Piece:
-        """What the next prompt has as the answer: its text; where prompts are ids, as many of the question's."""
+        """The answer in the next prompt: its text; with ids, as many of the question's."""
         if isinstance(piece, str):
             return answer
         return [piece[index % len(piece)] for index in range(record.output_tokens)]
@@ -173,7 +173,7 @@ class Worker:
         return answer
 
     async def _connection(self, record: Record) -> Connection | None:
-        """One that is free, or a new one. None when there is none to be had: the record says why."""
+        """A free or new connection. None if impossible; the record says why."""
         while self._idle:
             connection = self._idle.pop()
             if not connection.closed:
@@ -228,7 +228,7 @@ class Worker:
     # ---- watching -------------------------------------------------------------------------------------------
 
     async def _watch(self) -> None:
-        """How late timers are, and a line of progress now and then."""
+        """Measures timer delays and prints progress."""
         shown_ns = due_ns = time.monotonic_ns()
         while True:
             due_ns = max(due_ns + int(TICK_S * 1e9), time.monotonic_ns())
@@ -244,7 +244,7 @@ class Worker:
 
 
 def _head(order: Order, path: str, headers: dict[str, str]) -> bytes:
-    """Everything before the body but its length, which is filled in by `%`."""
+    """Everything before the body except its length, filled in by `%`."""
     host = f"[{order.host}]" if ":" in order.host else order.host
     lines = [f"POST {path} HTTP/1.1", f"host: {host}:{order.port}", "content-type: application/json"]
     lines += ["accept: text/event-stream", *(f"{name}: {value}" for name, value in headers.items())]

@@ -1,1 +1,1 @@
-"""Who generates: Treeline's runtime, other servers, an engine in this process."""
+"""Backends: Treeline's runtime, other servers, or an engine in this process."""

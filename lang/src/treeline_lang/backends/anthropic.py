@@ -41,7 +41,7 @@ _UNKNOWN: Final = {
 
 
 class Anthropic(Backend):
-    """A model behind Anthropic's API, which is sent turns and answers in the assistant's."""
+    """A model behind Anthropic's API. It receives chat turns and answers as the assistant."""
 
     chats = True
     reads_images = True
@@ -54,8 +54,8 @@ class Anthropic(Backend):
         url: str | None = None,
         timeout_s: float = 600.0,
     ) -> None:
-        """api_key: None is the variable ANTHROPIC_API_KEY. url: what `/v1/messages` comes after (None: the variable
-        ANTHROPIC_BASE_URL, or Anthropic's own). Raises ValueError for one that is none."""
+        """api_key: None means the variable ANTHROPIC_API_KEY. url: the address before `/v1/messages` (None: the
+        variable ANTHROPIC_BASE_URL, or Anthropic's own). Raises ValueError for a malformed one."""
         key = api_key or os.environ.get("ANTHROPIC_API_KEY")
         headers = {"anthropic-version": VERSION} | ({"x-api-key": key} if key else {})
         url = url or os.environ.get("ANTHROPIC_BASE_URL") or "https://api.anthropic.com"
@@ -95,7 +95,7 @@ class Anthropic(Backend):
 
 
 def sampling_body(sampling: Sampling) -> dict[str, Any]:
-    """The members of a request but for its prompt. Raises Unsupported."""
+    """The members of a request, without its prompt. Raises Unsupported."""
     if (sampling.n or 1) > 1:
         raise Unsupported("Anthropic's API gives one answer: fork the state in place of n")
     for name, why in _UNKNOWN.items():
@@ -114,7 +114,7 @@ def _content(content: Any) -> Any:
 
 
 def _blocks(content: Any) -> list[dict[str, Any]]:
-    """A turn's content as blocks; those without text are left out, as the API refuses them."""
+    """A turn's content as blocks. Blocks without text are left out, since the API refuses them."""
     if isinstance(content, str):
         content = [{"type": "text", "text": content}]
     return [_block(part) for part in content if part.get("text") != ""]
@@ -130,7 +130,7 @@ def _block(part: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def completion_of(answer: Any) -> Completion:
-    """Raises BackendError for what is no message."""
+    """Raises BackendError if the answer is not a message."""
     growing = Growing()
     with read(answer, "a message"):
         growing.take_message(answer)
@@ -142,12 +142,12 @@ def completion_of(answer: Any) -> Completion:
 
 @dataclass
 class Growing(GrowingCompletion):
-    """A message."""
+    """A message that is being streamed."""
 
     usage: dict[str, int] = field(default_factory=dict)
 
     def take(self, event: Any) -> bool:
-        """→ whether there is more now. Raises BackendError for an error, and for what is no event."""
+        """Returns whether there is more text now. Raises BackendError for an error event or a malformed one."""
         with read(event, "an event of a message"):
             match event["type"]:
                 case "message_start":
@@ -178,7 +178,7 @@ class Growing(GrowingCompletion):
         self._count(delta.get("usage"))
 
     def _count(self, usage: Mapping[str, Any] | None) -> None:
-        """Counts in the names of `/generate`: what was read from a cache, or written to one, is of the prompt."""
+        """Token counts under the names of `/generate`; cache reads and writes belong to the prompt."""
         self.usage |= {name: value for name, value in (usage or {}).items() if isinstance(value, int)}
         if "input_tokens" in self.usage:
             cached = self.usage.get("cache_read_input_tokens", 0)

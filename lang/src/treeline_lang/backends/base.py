@@ -1,4 +1,4 @@
-"""What a program asks of a backend, and the default backend."""
+"""The interface that a program expects of a backend, and the default backend."""
 
 from __future__ import annotations
 
@@ -18,25 +18,26 @@ from treeline_lang.transcript import Prompt
 @dataclass(frozen=True, slots=True)
 class Completion:
     text: str
-    """All of it so far, without the stop that ended it."""
+    """The text so far, without the stop that ended it."""
     meta: dict[str, Any] = field(default_factory=dict)
-    """As SGLang's `meta_info`: `finish_reason`, `prompt_tokens`, `completion_tokens`, …, where the backend tells."""
+    """Like SGLang's `meta_info`: `finish_reason`, `prompt_tokens`, `completion_tokens`, …, as far as the backend
+    reports them."""
 
 
 @dataclass
 class GrowingCompletion:
-    """A completion that is put together from the events of a stream, or from a whole answer."""
+    """A completion assembled from the events of a stream, or from a whole answer."""
 
     text: str = ""
     reasoning: str = ""
     meta: dict[str, Any] = field(default_factory=dict)
     finish: str | None = None
-    """Why it has ended: `stop`, `length` or another word; None while it has not."""
+    """The finish reason: `stop`, `length` or another word; None while it is still growing."""
     matched: Any = None
     """The stop that ended it."""
 
     def completion(self) -> Completion:
-        """All so far."""
+        """The completion so far."""
         reason: dict[str, Any] | None = None if self.finish is None else {"type": self.finish}
         if self.finish == "stop":
             reason = {"type": "stop", "matched": self.matched}
@@ -48,61 +49,62 @@ class GrowingCompletion:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What is known of a request besides its text."""
+    """What a backend knows of a request besides its text."""
 
     session: str | None = None
-    """Requests of one program: better served where the earlier ones were."""
+    """Requests of one program; a gateway may send them to the same replica."""
     num_api_spec_tokens: int | None = None
-    """What the program asks for with each call, at least (`treeline_lang.speculation`)."""
+    """The minimum number of tokens that each call asks for (`treeline_lang.speculation`)."""
 
 
 class Backend(ABC):
-    """All methods with `async` run on the loop of `treeline_lang.background`, many at a time; they raise BackendError,
-    Unsupported and TemplateError. A backend keeps nothing of a program: two runs never see each other."""
+    """All `async` methods run on the loop of `treeline_lang.background`, many at a time; they raise BackendError,
+    Unsupported and TemplateError. A backend keeps no state of a program, so runs are independent."""
 
     reads_images = False
     takes_hints = False
     """`warm` makes later requests with the same beginning faster."""
     chats = False
-    """It is sent the turns of a chat, not a text."""
+    """It receives the turns of a chat instead of a text."""
     tells_tokens = False
-    """With `return_logprob` it says where the tokens of an answer begin and end."""
+    """With `return_logprob` it reports where the answer's tokens begin and end."""
 
     async def continues(self) -> bool:
-        """It goes on with an assistant's turn that has begun."""
+        """Whether it continues a begun turn of the assistant."""
         return True
 
     async def template(self) -> ChatTemplate:
-        """How the model's turns are written. Asked before the first of a program."""
+        """The chat template of the model. Called before a program's first request."""
         return TEMPLATES["plain"]
 
     @abstractmethod
     async def generate(self, prompt: Prompt, sampling: Sampling, call: Call) -> list[Completion]:
-        """`sampling.n` completions."""
+        """Generates `sampling.n` completions."""
 
     @abstractmethod
     def stream(self, prompt: Prompt, sampling: Sampling, call: Call) -> AsyncGenerator[Completion]:
-        """One completion as it grows, at least one time."""
+        """Yields one completion as it grows, at least once."""
 
     async def select(self, prompt: Prompt, choices: Sequence[str], method: ChoicesMethod, call: Call) -> Decision:
-        """By the logprobs of the tokens of each choice."""
+        """Scores each choice by the log probabilities of its tokens."""
         return await select_by_logprobs(self, prompt.text, choices, method, call)
 
     async def count(self, text: str, call: Call) -> int:
-        """Tokens of a text, which is cached from then on. Raises Unsupported where it does not tell logprobs."""
-        raise Unsupported(f"{type(self).__name__} does not tell how likely a given text is, so it cannot select")
+        """Number of tokens of a text, which is then cached. Raises Unsupported for a backend without log
+        probabilities."""
+        raise Unsupported(f"{type(self).__name__} reports no log probabilities of given texts, so it cannot select")
 
     async def score(
         self, prompts: Sequence[str] | Sequence[Sequence[int]], start: int, call: Call
     ) -> list[list[TokenLogprob]]:
-        """The tokens of each prompt, a text or the ids of its tokens, from number `start` on. Raises as `count`."""
-        raise Unsupported(f"{type(self).__name__} does not tell how likely a given text is, so it cannot select")
+        """The tokens of each prompt (a text or token ids) from index `start` on. Raises as `count`."""
+        raise Unsupported(f"{type(self).__name__} reports no log probabilities of given texts, so it cannot select")
 
     async def warm(self, prompt: Prompt, call: Call, children: int = 1) -> None:  # noqa: B027
-        """Have the prompt cached, for so many requests that begin with it."""
+        """Caches the prompt for this many requests that begin with it."""
 
     async def aclose(self) -> None:  # noqa: B027
-        """Give back what it holds. Idempotent."""
+        """Releases its resources. Idempotent."""
 
     # ---- for callers without an event loop ----------------------------------------------------------------------
 
@@ -116,18 +118,18 @@ class Backend(ABC):
         self.close()
 
     def flush_cache(self) -> None:
-        """Empty the prefix cache."""
+        """Empties the prefix cache."""
         raise Unsupported(f"{type(self).__name__} has no cache to flush")
 
     def get_server_info(self) -> dict[str, Any]:
-        raise Unsupported(f"{type(self).__name__} has no server that tells about itself")
+        raise Unsupported(f"{type(self).__name__} has no server to ask")
 
 
 async def select_by_logprobs(
     backend: Backend, text: str, choices: Sequence[str], method: ChoicesMethod, call: Call
 ) -> Decision:
-    """The prompt is sent once, then with each choice behind it, all in one batch. Two tokens of the prompt's end are
-    read too, as the tokenizer may join it with the choice's beginning."""
+    """Sends the prompt once, then with each choice, in one batch. The last two tokens of the prompt are scored too,
+    since the tokenizer may join them with the choice."""
     start = max(await backend.count(text, call) - 2, 0) if text else 0
     before = 2 if start else 0
     scored = _checked(await backend.score([text + choice for choice in choices], start, call), len(choices))
@@ -142,8 +144,7 @@ async def select_by_logprobs(
 
 
 def _checked(scored: list[list[TokenLogprob]], count: int) -> list[list[TokenLogprob]]:
-    """As servers have said it, for comparing: what is not a number is neither more nor less likely than another. Raises
-    BackendError."""
+    """Checks the number of texts and the types of their tokens. Raises BackendError."""
     if len(scored) != count:
         raise BackendError(f"the server gave the logprobs of {len(scored)} texts where {count} were asked for")
     for token in (token for one in scored for token in one):
@@ -153,17 +154,17 @@ def _checked(scored: list[list[TokenLogprob]], count: int) -> list[list[TokenLog
             and (token.text is None or isinstance(token.text, str))
         )
         if not fits:
-            raise BackendError(f"the server gave a logprob that is none: {str(token)[:200]}")
+            raise BackendError(f"the server gave an invalid logprob: {str(token)[:200]}")
     return scored
 
 
 def _is_logprob(value: Any) -> bool:
-    """Not above 0, but for rounding; -inf is one, NaN is not."""
+    """At most 0, apart from rounding; -inf counts, NaN does not."""
     return type(value) in (int, float) and value <= 1
 
 
 class GlobalConfig:
-    """As SGLang's: programs may set what else it has, and nothing reads that."""
+    """As in SGLang. Programs may set other attributes; they have no effect."""
 
     default_backend: Backend | None = None
 
@@ -172,7 +173,7 @@ global_config = GlobalConfig()
 
 
 def set_default_backend(backend: Backend | None) -> None:
-    """Which backend runs programs that name none."""
+    """Sets the backend for programs that name none."""
     global_config.default_backend = backend
 
 
@@ -185,10 +186,11 @@ def default_backend() -> Backend:
 
 
 def flush_cache(backend: Backend | None = None) -> None:
-    """Empty the prefix cache of a backend, or of the default one. Raises Unsupported, BackendError."""
+    """Empties the prefix cache of a backend, or of the default one. Raises Unsupported, BackendError."""
     (backend or default_backend()).flush_cache()
 
 
 def get_server_info(backend: Backend | None = None) -> dict[str, Any]:
-    """What the server of a backend, or of the default one, tells about itself. Raises Unsupported, BackendError."""
+    """What a backend's server (default: the default backend's) reports about itself. Raises Unsupported,
+    BackendError."""
     return (backend or default_backend()).get_server_info()

@@ -1,7 +1,7 @@
-"""HTTP/1.1 to one server, over connections that are used again, each by a request at a time.
+"""HTTP/1.1 to one server over reused connections, one request at a time on each.
 
-A general client spends more on a request than all the rest of a program's step costs: here it is one write, llhttp
-(httptools) reads the answer, and that costs the same however many requests are in flight.
+A general HTTP client costs more than the rest of a program's step. Here a request is one write, and llhttp (httptools)
+reads the answer, at a cost that does not grow with the requests in flight.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from urllib.parse import SplitResult, quote, unquote, urlsplit
 import httptools
 
 _KEPT_S: Final = 4.0
-"""How long idle connections are kept: shorter than servers do (many: 5 s), so that none closes one just when it is
-used again."""
+"""Idle connections are closed after this time, before servers do it (many: after 5 s)."""
 _MOST: Final = 1024
 _MOST_CONNECT_S: Final = 10.0
 _HELD_BYTES: Final = 1 << 20
-"""Bytes of a body that are held unread; then the server waits. Headers of more bytes are refused."""
+"""Unread bytes of a body that are buffered; then the server has to wait. Also the limit of the headers."""
 
 
 class CannotConnect(Exception):
@@ -33,14 +32,14 @@ class CannotConnect(Exception):
 
 
 class BrokeOff(Exception):
-    """The server closed the connection, or what it says is no HTTP."""
+    """The server closed the connection, or its answer is not HTTP."""
 
 
 class Response(asyncio.Protocol):
-    """A connection, and its answer to the request that it was given last."""
+    """A connection, and the answer to its latest request."""
 
     status = 0
-    """0: the headers have not all come."""
+    """0 while headers are incomplete."""
 
     def __init__(self, owner: Connections) -> None:
         self._owner = owner
@@ -60,7 +59,7 @@ class Response(asyncio.Protocol):
         self._held = self._no_body = 0
 
     async def send(self, request: bytes) -> Self:
-        """Returns when the headers of the answer are there. Raises BrokeOff, TimeoutError."""
+        """Returns when the response headers are there. Raises BrokeOff, TimeoutError."""
         if self._expiry is not None:
             self._expiry.cancel()
             self._expiry = None
@@ -75,7 +74,7 @@ class Response(asyncio.Protocol):
         return self
 
     async def parts(self) -> AsyncGenerator[bytes]:
-        """The body, in pieces as they come. Raises BrokeOff, TimeoutError."""
+        """Yields the body in pieces as they arrive. Raises BrokeOff, TimeoutError."""
         if (packing := self.headers.get("content-encoding", "identity").lower()) != "identity":
             raise BrokeOff(f"its answer is packed as {packing!r}, which was not asked for")
         while True:
@@ -89,7 +88,7 @@ class Response(asyncio.Protocol):
             await self._wait()
 
     def give_back(self) -> None:
-        """The request is over, read to its end or not."""
+        """Ends the request, whether or not it was read to its end."""
         if not self._complete or not self._stays or self._broken is not None:
             self.abort()
             return
@@ -101,7 +100,7 @@ class Response(asyncio.Protocol):
         self._transport.abort()
 
     async def secure(self, inner: Response, tls: ssl.SSLContext, host: str | None) -> asyncio.BaseTransport:
-        """What is behind this proxy, for another's use: this is none any more."""
+        """Hands the transport, with TLS started, to `inner`; this object is no longer a connection."""
         self._owner.all.discard(self)
         made = await asyncio.get_running_loop().start_tls(self._transport, inner, tls, server_hostname=host)
         assert made is not None
@@ -135,10 +134,10 @@ class Response(asyncio.Protocol):
         self._no_body += len(data)
         try:
             if self._expiry is not None:
-                raise httptools.HttpParserError("it answers without being asked")
+                raise httptools.HttpParserError("it sent an answer without a request")
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            self._break(f"what it says is no HTTP: {error}")
+            self._break(f"its answer is not HTTP: {error}")
         if self._no_body > _HELD_BYTES:
             self._break("its headers have no end")
         if self._held > _HELD_BYTES:
@@ -179,11 +178,11 @@ class Response(asyncio.Protocol):
 
 
 class Connections:
-    """The connections to one server. Requests beyond the limit wait for a free one."""
+    """The connections to one server. Requests beyond the limit wait for a free connection."""
 
     def __init__(self, url: str, headers: Mapping[str, str], timeout_s: float) -> None:
-        """url: of the server; whether it is reached through a proxy says the environment, as usual. headers: of all
-        requests. timeout_s: a server that says nothing for so long is given up."""
+        """url: of the server; proxies come from the environment. headers: sent with every request. timeout_s: the
+        longest silence of the server."""
         self._server = urlsplit(url)
         self._proxy = _proxy_for(self._server)
         self._tls = _tls_for(self._server)
@@ -211,7 +210,8 @@ class Connections:
     async def request(
         self, method: str, path: str, headers: Mapping[str, str], body: bytes
     ) -> AsyncGenerator[Response]:
-        """The answer, within. Leaving early ends the request. Raises CannotConnect, BrokeOff, TimeoutError."""
+        """A context manager with the answer. Leaving it early ends the request. Raises CannotConnect, BrokeOff,
+        TimeoutError."""
         lines = f"{self._fixed}{_lines(headers)}content-length: {len(body)}"
         head = f"{method} {self._target}{path} HTTP/1.1\r\n{lines}\r\n\r\n"
         async with self._slots:
@@ -263,7 +263,7 @@ class Connections:
 
 
 def authorization(name: str, url: SplitResult) -> dict[str, str]:
-    """The header for the user and the password in a URL, if they are there."""
+    """The Authorization header for a URL's user and password, if it has them."""
     if url.username is None:
         return {}
     pair = f"{unquote(url.username)}:{unquote(url.password or '')}"
@@ -271,14 +271,14 @@ def authorization(name: str, url: SplitResult) -> dict[str, str]:
 
 
 def _proxy_for(server: SplitResult) -> SplitResult | None:
-    """What the environment says, where many leave the scheme of the proxy out. Raises CannotConnect."""
+    """The proxy from the environment; its scheme may be missing. Raises CannotConnect."""
     proxies = {} if urllib.request.proxy_bypass(server.hostname or "") else urllib.request.getproxies()
     found = proxies.get(server.scheme) or proxies.get("all")
     return None if found is None else urlsplit(found if "://" in found else f"http://{found}")
 
 
 def _tls_for(url: SplitResult) -> ssl.SSLContext | None:
-    """Raises CannotConnect for a proxy of a kind that there is not."""
+    """Raises CannotConnect for an unknown kind of proxy."""
     if url.scheme not in ("http", "https"):
         raise CannotConnect(f"the environment's proxy cannot be used: it begins with {url.scheme}://")
     return ssl.create_default_context() if url.scheme == "https" else None

@@ -1,4 +1,4 @@
-"""An engine in this process, for notebooks and scripts: no server between a program and its model."""
+"""An engine in this process as a backend, for notebooks and scripts without a server."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NOTHING: Final = {"max_new_tokens": 0, "temperature": 0.0}
 
 
 class EngineBackend(Backend):
-    """Programs on an engine that the caller made, and closes.
+    """Runs programs on an engine that the caller opens and closes.
 
     with Engine(model="models/tiny") as engine:
         state = program.run(topic="trees", backend=EngineBackend(engine))
@@ -29,8 +29,8 @@ class EngineBackend(Backend):
     tells_tokens = True
 
     def __init__(self, engine: Any, *, chat_template: str | ChatTemplate | None = None) -> None:
-        """engine: a `treeline_runtime.Engine`. chat_template: one of `treeline_lang.templates.TEMPLATES`, or pieces of
-        your own (None: the model's). Raises ValueError for one that is none."""
+        """engine: a `treeline_runtime.Engine`. chat_template: one of `treeline_lang.templates.TEMPLATES`, or your own
+        pieces (None: the model's). Raises ValueError for an unknown one."""
         self._engine = engine
         self._template = named(chat_template)
 
@@ -49,7 +49,7 @@ class EngineBackend(Backend):
             raise TemplateError(f"{error}; give EngineBackend a chat_template ({', '.join(TEMPLATES)})") from error
 
     def _beginning(self) -> str:
-        """What the tokenizer puts before any text."""
+        """What the tokenizer puts before every text."""
         return self._decode(self._engine.encode(""))
 
     def _decode(self, ids: Sequence[int]) -> str:
@@ -78,7 +78,7 @@ class EngineBackend(Backend):
         await _asked(self._engine.async_generate(prompt.text, _NOTHING))
 
     def _completion(self, output: Any, sampling: Sampling) -> Completion:
-        """In the names of the runtime's `/generate`."""
+        """A completion with the names of the runtime's `/generate`."""
         meta: dict[str, Any] = {
             "finish_reason": _finish_reason(output.finish, len(output.token_ids)),
             "prompt_tokens": output.prompt_tokens,
@@ -124,7 +124,7 @@ class EngineBackend(Backend):
 
 
 def _asks(sampling: Sampling) -> tuple[dict[str, Any], dict[str, Any]]:
-    """→ (sampling parameters, options) of an engine's request."""
+    """Returns (sampling parameters, options) of an engine's request."""
     params = sampling.native()
     if sampling.constrained:
         kind, source = ("json", sampling.json_schema) if sampling.regex is None else ("regex", sampling.regex)
@@ -142,7 +142,7 @@ def _finish_reason(finish: Any, tokens: int) -> dict[str, Any] | None:
 
 
 async def _asked(work: Any) -> Any:
-    """What an engine says. Raises Refused for requests that are wrong, else BackendError."""
+    """Maps engine errors: Refused for wrong requests, else BackendError."""
     try:
         return await work
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Requests to servers over HTTP: typed errors, patience with busy ones, a stream's events."""
+"""HTTP requests to servers: typed errors, retries while they are busy, event streams."""
 
 from __future__ import annotations
 
@@ -18,22 +18,21 @@ from treeline_lang.backends.connections import BrokeOff, CannotConnect, Connecti
 from treeline_lang.errors import BackendError, Refused, Unreachable
 
 _BUSY: Final = (429, 503, 529)
-"""529 is Anthropic's word for overloaded."""
+"""529 is Anthropic's status for "overloaded"."""
 _MAX_WAIT_S: Final = 30.0
-"""The longest pause; servers say how long they want to be left alone (Retry-After)."""
+"""The longest pause before a retry; servers ask for one by Retry-After."""
 MAX_ANSWER_BYTES: Final = 256 << 20
-"""Bytes of an answer, or of one event of a stream: a server may send without an end."""
+"""The largest answer, or event of a stream, in bytes: a server might send without end."""
 
 
 class HttpClient:
-    """One server. Its methods run on one event loop; connections are opened when first needed."""
+    """A client of one server. Its methods run on one event loop; connections open when first needed."""
 
     def __init__(
         self, url: str, headers: Mapping[str, str] | None = None, *, timeout_s: float = 600.0, busy_s: float = 60.0
     ) -> None:
-        """timeout_s: a server that says nothing for so long is given up. busy_s: for so long a request is tried again
-        with a server that says it is busy. Raises ValueError for a URL that is none, a header that no request can have,
-        and a timeout that is no time."""
+        """timeout_s: the longest silence of the server. busy_s: how long requests to a busy server are retried. Raises
+        ValueError for a malformed URL, header or timeout."""
         user = _user_of(url)
         self.url = _USER.sub("//", url.rstrip("/"))
         """For requests and errors: without the name and the password that may be in it."""
@@ -71,8 +70,8 @@ class HttpClient:
         return (await self._send("POST", path, None, {})).decode(errors="replace")
 
     async def events(self, path: str, body: Any, headers: Mapping[str, str] | None = None) -> AsyncGenerator[Any]:
-        """The data of a stream's events, up to `[DONE]` or the end. Leaving early ends the
-        request. Raises as `post`, and Unreachable for a stream that breaks off."""
+        """The data of a stream's events, up to `[DONE]` or the end. Leaving early ends the request. Raises as `post`,
+        and Unreachable for a stream that breaks off."""
         async with (
             self._answer("POST", path, body, headers or {}) as response,
             aclosing(_events(response)) as events,
@@ -86,7 +85,8 @@ class HttpClient:
 
     @asynccontextmanager
     async def _answer(self, method: str, path: str, body: Any, headers: Mapping[str, str]) -> AsyncGenerator[Response]:
-        """An answer of success, within. A busy server is asked again. Raises as `post`, also for what fails within."""
+        """A context manager with a successful answer; retries while the server is busy. Raises as `post`, also for
+        errors inside it."""
         pauses = _Pauses(self._busy_s)
         content = b"" if body is None else json.dumps(body).encode()
         typed = headers if body is None else {"content-type": "application/json", **headers}
@@ -110,7 +110,7 @@ _HEADER: Final = re.compile(r"[!-~]([ -~]*[!-~])?")
 
 
 def _user_of(url: str) -> dict[str, str]:
-    """The header for the name and the password, where the URL has them. Raises ValueError for what is no server's."""
+    """The header for a URL's user and password. Raises ValueError for a URL that is not a server's."""
     shown = _USER.sub("//", url)
     if not url.startswith(("http://", "https://")):
         raise ValueError(f"a server's URL begins with http:// or https://, not {shown!r}")
@@ -118,9 +118,9 @@ def _user_of(url: str) -> dict[str, str]:
         parts = urlsplit(url)
         has_host = bool(parts.hostname and parts.hostname.encode("idna")) and parts.port != 0
     except ValueError as error:
-        raise ValueError(f"{shown!r} is no URL of a server: {_USER.sub('//', str(error))}") from None
+        raise ValueError(f"{shown!r} is not a server's URL: {_USER.sub('//', str(error))}") from None
     if not has_host:
-        raise ValueError(f"{shown!r} is no URL of a server: it names none")
+        raise ValueError(f"{shown!r} is not a server's URL: it has no host")
     return authorization("authorization", parts)
 
 
@@ -134,7 +134,7 @@ async def _whole(response: Response, url: str) -> bytes:
 
 
 class _Pauses:
-    """How long to leave a busy server alone, as long as there is patience left."""
+    """The pauses between retries, while patience lasts."""
 
     def __init__(self, patience_s: float) -> None:
         self._left_s = patience_s
@@ -195,7 +195,7 @@ def _unreachable(error: Exception, url: str) -> BackendError:
     if isinstance(error, CannotConnect):
         return Unreachable(f"the server at {url} cannot be reached: {error}")
     if isinstance(error, TimeoutError):
-        return Unreachable(f"the server at {url} has said nothing for too long")
+        return Unreachable(f"the server at {url} sent nothing for too long")
     return Unreachable(f"the server at {url} broke off: {error}")
 
 
@@ -206,7 +206,7 @@ def _refused(response: Response, body: bytes, url: str) -> BackendError:
 
 
 def message_of(text: str) -> str:
-    """What an error's body says, in the forms that servers have."""
+    """The error message in a body, in the formats of various servers."""
     try:
         body = json.loads(text)
     except (ValueError, RecursionError):
@@ -219,7 +219,7 @@ def message_of(text: str) -> str:
 
 @contextmanager
 def read(answer: Any, form: str) -> Iterator[None]:
-    """Around what reads an answer, or an event: one of another form is the server's error, not a bug here."""
+    """Wraps the reading of an answer or event: a malformed one is the server's error, not a bug here."""
     try:
         yield
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, OverflowError):
@@ -230,9 +230,9 @@ _REFUSALS: Final = ("BadRequestError", "NotFoundError", "invalid_request_error",
 
 
 def given_up(error: Any) -> BackendError:
-    """What a stream's event says with `error`: in place of a status, which the stream had before."""
+    """The error of a stream's `error` event, which comes after the status was sent."""
     said: Mapping[str, Any] = error if isinstance(error, Mapping) else {}
     code, reason = said.get("code"), said.get("message") or error
     if said.get("type") in _REFUSALS or (isinstance(code, int) and 400 <= code < 500 and code not in _BUSY):
         return Refused(f"the server refused the request: {reason}")
-    return BackendError(f"the server gave the request up: {reason}")
+    return BackendError(f"the server aborted the request: {reason}")

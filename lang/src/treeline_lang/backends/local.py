@@ -1,4 +1,4 @@
-"""A server for as long as this program runs, as SGLang's `Runtime`."""
+"""A local server for the lifetime of this program, like SGLang's `Runtime`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _FLAGS: Final = {"log_level": "error", "metrics_port": 0, "admin_port": 0, "no_e
 
 
 class Runtime(RuntimeEndpoint):
-    """`treeline serve` on this machine, in a process that `shutdown` ends, or the end of this one."""
+    """`treeline serve` in a child process, ended by `shutdown` or with this process."""
 
     def __init__(self, model_path: str, *, launch_timeout: float = 300.0, **flags: Any) -> None:
-        """flags: those of `treeline serve`, with `_` for `-`. Returns when it is ready. Raises Unreachable if it is not
-        within launch_timeout seconds, or ends before: what it said is on standard error."""
+        """flags: those of `treeline serve`, with `_` for `-`. Returns when the server is ready. Raises Unreachable if
+        it ends early or is not ready within launch_timeout seconds; its output is on standard error."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = flags.pop("port", free.getsockname()[1])

@@ -1,4 +1,4 @@
-"""Servers of OpenAI's API: OpenAI's own, vLLM, SGLang, Treeline's; chat completions, or completions."""
+"""Servers with OpenAI's API (OpenAI, vLLM, SGLang, Treeline), by chats or by completions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ URL: Final = "https://api.openai.com/v1"
 
 @dataclass(slots=True)
 class TokenUsage:
-    """Tokens of all requests of a backend, as the server counts them."""
+    """Token counts of all requests of a backend, as the server reports them."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -33,14 +33,14 @@ class TokenUsage:
         self.prompt_tokens = self.completion_tokens = 0
 
     def add(self, usage: Any) -> None:
-        """usage: a mapping that may have the two."""
+        """usage: a mapping that may have both counts."""
         for name in ("prompt_tokens", "completion_tokens"):
             count = usage.get(name) if isinstance(usage, Mapping) else None
             setattr(self, name, getattr(self, name) + (count if type(count) is int else 0))
 
 
 class OpenAI(Backend):
-    """A model behind OpenAI's API. As chats it is sent turns, and answers in the assistant's; as completions it is sent
+    """A model behind OpenAI's API. As chats it receives turns and answers as the assistant; as completions it receives
     the text."""
 
     tells_tokens = True
@@ -56,13 +56,13 @@ class OpenAI(Backend):
         dialect: str | None = None,
         timeout_s: float = 600.0,
     ) -> None:
-        """url: what `/chat/completions` and `/completions` come after (None: the variable OPENAI_BASE_URL, or OpenAI's
-        own). api_key: sent as a bearer token (None: the variable OPENAI_API_KEY). completions: the text is completed,
-        with turns as `chat_template` writes them (one of `treeline_lang.templates.TEMPLATES`, or pieces of your own;
-        None: plain).
+        """url: the address before `/chat/completions` and `/completions` (None: the variable OPENAI_BASE_URL, or
+        OpenAI's own). api_key: a bearer token (None: the variable OPENAI_API_KEY). completions: use `/completions`,
+        with turns written by `chat_template` (one of `treeline_lang.templates.TEMPLATES`, or your own pieces; None:
+        plain).
 
-        dialect: what the server takes beyond OpenAI's API, one of `openai`, `treeline`, `vllm`, `sglang` (None: the
-        server's `/models` says who it is). Raises ValueError for a URL, a template or a dialect that is none.
+        dialect: extensions of OpenAI's API: `openai`, `treeline`, `vllm` or `sglang` (None: from the server's
+        `/models`). Raises ValueError for a wrong URL, template or dialect.
         """
         key = api_key or os.environ.get("OPENAI_API_KEY")
         url = url or os.environ.get("OPENAI_BASE_URL") or URL
@@ -122,7 +122,7 @@ class OpenAI(Backend):
         if len(turns) > len(prompt.messages):
             if not dialect.continues:
                 raise Unsupported(
-                    "OpenAI's API does not go on with a turn of the assistant that has begun: let the turn begin with "
+                    "OpenAI's API does not continue a begun turn of the assistant: let the turn begin with "
                     "gen(…), say dialect='vllm' (or another) if the server can, or use @function(num_api_spec_tokens=…)"
                 )
             body |= {"continue_final_message": True, "add_generation_prompt": False}
@@ -133,13 +133,13 @@ class OpenAI(Backend):
     async def select(self, prompt: Prompt, choices: Sequence[str], method: ChoicesMethod, call: Call) -> Decision:
         if self.chats:
             raise Unsupported(
-                "a chat API does not tell how likely a given text is: select with OpenAI(…, completions=True), or "
+                "a chat API reports no log probabilities of given texts: select with OpenAI(…, completions=True), or "
                 "gen(regex=…) where the server takes it"
             )
         if method.unconditional:
-            raise Unsupported(f"{method.name} needs the ids of tokens, which OpenAI's API does not tell")
+            raise Unsupported(f"{method.name} needs token ids, which OpenAI's API does not report")
         if not (await self._dialect()).echoes:
-            raise Unsupported("OpenAI's API does not tell how likely a given text is, so it cannot select")
+            raise Unsupported("OpenAI's API reports no log probabilities of given texts, so it cannot select")
         return await super().select(prompt, choices, method, call)
 
     async def count(self, text: str, call: Call) -> int:

@@ -1,5 +1,6 @@
-"""Requests and answers of OpenAI's chat completions and completions, and what servers take beyond them: pure
-functions."""
+"""Requests and answers of OpenAI's chat completions and completions, and the extensions of other servers. Pure
+functions.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +19,13 @@ from treeline_lang.sampling import Sampling
 class Dialect:
     name: str
     extensions: tuple[str, ...] = ()
-    """Sampling parameters that it takes beyond OpenAI's."""
+    """Sampling parameters beyond OpenAI's."""
     regex: tuple[str, ...] = ()
-    """The path of the member that holds a regular expression; (): there is none."""
+    """The path of the member for a regular expression; () if there is none."""
     continues: bool = False
-    """`continue_final_message`: the answer goes on with an assistant's turn that has begun."""
+    """Supports `continue_final_message`: the answer continues a begun turn of the assistant."""
     echoes: bool = False
-    """Completions tell the log probabilities of the prompt (`echo`)."""
+    """Completions can return the prompt's log probabilities (`echo`)."""
     chat_limit: str = "max_tokens"
 
 
@@ -42,7 +43,7 @@ DIALECTS: Final[dict[str, Dialect]] = {
 
 
 def spoken(models: Any, model: str) -> Dialect:
-    """By what `/models` says of the model; OpenAI's own where that is nothing we know."""
+    """The dialect for `owned_by` in `/models`; `openai` if it is unknown."""
     listed = models.get("data") if isinstance(models, Mapping) else None
     entries = [one for one in listed if isinstance(one, Mapping)] if isinstance(listed, list) else []
     for one in sorted(entries, key=lambda one: one.get("id") != model):
@@ -57,15 +58,13 @@ _PLAIN: Final = ("temperature", "top_p", "frequency_penalty", "presence_penalty"
 
 
 def sampling_body(sampling: Sampling, dialect: Dialect, *, chat: bool) -> dict[str, Any]:
-    """The members of a request but for its prompt. Raises Unsupported."""
+    """The members of a request, without its prompt. Raises Unsupported."""
     body: dict[str, Any] = {dialect.chat_limit if chat else "max_tokens": sampling.limit}
     body |= sampling.given(_PLAIN)
     extensions = sampling.given(_OURS)
     unknown = [name for name in extensions if name not in dialect.extensions]
     if unknown:
-        raise Unsupported(
-            f"OpenAI's API has no {unknown[0]} (dialect {dialect.name}); say which dialect the server speaks"
-        )
+        raise Unsupported(f"OpenAI's API has no {unknown[0]} (dialect {dialect.name}); give the server's dialect")
     return body | extensions | _constraint(sampling, dialect) | _logprobs(sampling, chat=chat)
 
 
@@ -76,7 +75,7 @@ def _constraint(sampling: Sampling, dialect: Dialect) -> dict[str, Any]:
     if sampling.regex is None:
         return {}
     if not dialect.regex:
-        raise Unsupported("OpenAI's API holds no text to a regex or a dtype: ask for a json_schema")
+        raise Unsupported("OpenAI's API supports no regex or dtype: use a json_schema")
     value: Any = sampling.regex
     for name in reversed(dialect.regex):
         value = {name: value}
@@ -85,7 +84,7 @@ def _constraint(sampling: Sampling, dialect: Dialect) -> dict[str, Any]:
 
 def _logprobs(sampling: Sampling, *, chat: bool) -> dict[str, Any]:
     if sampling.logprob_start_len not in (None, -1):
-        raise Unsupported("OpenAI's API tells the logprobs of its own tokens, and not those of the prompt")
+        raise Unsupported("OpenAI's API reports logprobs of its own tokens, not of the prompt")
     tops = sampling.top_logprobs_num or 0
     if not sampling.return_logprob:
         return {}
@@ -95,7 +94,7 @@ def _logprobs(sampling: Sampling, *, chat: bool) -> dict[str, Any]:
 
 
 def completions_of(answer: Any, count: int, *, chat: bool) -> list[Completion]:
-    """The choices of an answer, in order. Raises BackendError for what is none, or has not so many."""
+    """The choices of an answer, in order. Raises BackendError if they are malformed or too few."""
     with read(answer, FORM):
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         completions = [_whole(answer, choice, chat=chat, several=len(choices) > 1) for choice in choices]
@@ -119,12 +118,12 @@ def _whole(answer: Any, choice: Any, *, chat: bool, several: bool) -> Completion
 
 @dataclass
 class Growing(GrowingCompletion):
-    """One choice."""
+    """A choice that is being streamed."""
 
     chat: bool = False
 
     def take(self, event: Any) -> Completion:
-        """→ all so far. Raises BackendError for an event that is none."""
+        """Returns the completion so far. Raises BackendError for a malformed event."""
         with read(event, FORM):
             self.take_head(event)
             for choice in event.get("choices") or ():
@@ -150,7 +149,7 @@ class Growing(GrowingCompletion):
             self.finish = choice["finish_reason"]
             self.matched = choice.get("matched_stop", choice.get("stop_reason"))
             if self.finish == "abort":
-                raise BackendError("the server gave the request up")
+                raise BackendError("the server aborted the request")
 
     def _take_logprobs(self, logprobs: Mapping[str, Any]) -> None:
         if self.chat:
@@ -173,7 +172,7 @@ class Growing(GrowingCompletion):
 
 
 def _counts(usage: Mapping[str, Any]) -> dict[str, Any]:
-    """In the names of `/generate`."""
+    """Token counts under the names of `/generate`."""
     counts = {name: usage[name] for name in ("prompt_tokens", "completion_tokens") if usage.get(name) is not None}
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
     return counts if cached is None else counts | {"cached_tokens": cached}

@@ -25,7 +25,7 @@ _NOTHING: Final = {"max_new_tokens": 0, "temperature": 0.0}
 
 
 class RuntimeEndpoint(Backend):
-    """A runtime behind a URL: a pod's, or that of a gateway with many behind it."""
+    """A runtime behind a URL, or a gateway in front of many."""
 
     takes_hints = True
     tells_tokens = True
@@ -39,9 +39,9 @@ class RuntimeEndpoint(Backend):
         chat_template: str | ChatTemplate | None = None,
         timeout_s: float = 600.0,
     ) -> None:
-        """api_key: sent as a bearer token (None: the variable TREELINE_API_KEY). model: where several are served behind
-        one URL. chat_template: one of `treeline_lang.templates.TEMPLATES`, or pieces of your own (None: the model's, as
-        the server renders it). Raises ValueError for a URL or a template that is none.
+        """api_key: a bearer token (None: the variable TREELINE_API_KEY). model: needed where a URL serves several.
+        chat_template: one of `treeline_lang.templates.TEMPLATES`, or your own pieces (None: the model's). Raises
+        ValueError for a wrong URL or template.
         """
         key = api_key or os.environ.get("TREELINE_API_KEY")
         self._http = HttpClient(url, {"authorization": f"Bearer {key}"} if key else {}, timeout_s=timeout_s)
@@ -161,8 +161,7 @@ class RuntimeEndpoint(Backend):
         return info
 
     def flush_cache(self) -> None:
-        """Raises Unsupported where the server keeps this from its users: then its administration is asked, if it is on
-        this machine."""
+        """If the server hides this from users, its administration on this machine is asked; else raises Unsupported."""
         background.call(self._flush())
 
     async def _flush(self) -> None:
@@ -195,7 +194,7 @@ def _completion(answer: Any) -> Completion:
         text, meta = answer["text"], answer["meta_info"]
         finish = meta.get("finish_reason") or {}
         if finish.get("type") == "abort":
-            raise BackendError(f"the server gave the request up: {finish.get('message', '')}")
+            raise BackendError(f"the server aborted the request: {finish.get('message', '')}")
         if not isinstance(text, str):
             raise TypeError
         return Completion(text, meta)

@@ -1,4 +1,4 @@
-"""A prompt as the turns of a chat, for servers that are sent nothing else."""
+"""A prompt as chat turns, for servers that accept only these."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from treeline_lang.transcript import Prompt, content_of
 
 
 def turns_of(prompt: Prompt, template: ChatTemplate, backend: str) -> list[dict[str, Any]]:
-    """The turns in the words of OpenAI's API; the last is the assistant's, as far as it has come, if it has begun.
+    """The turns in OpenAI's format. The last is the begun turn of the assistant, if any.
 
-    template: what the prompt's text was written with. Raises Unsupported for what has no place in a chat: text outside
-    of the turns would be lost, and only the assistant answers.
+    template: the one that wrote the prompt's text. Raises Unsupported for text outside of turns and for generation in
+    other roles, which a chat API cannot express.
     """
     if prompt.role != "assistant":
-        raise Unsupported(f"{backend} is sent chats: generate in a turn of the assistant, assistant(gen(…))")
+        raise Unsupported(f"{backend} takes chats only: generate in a turn of the assistant, assistant(gen(…))")
     text = "".join(_written(prompt.messages, template))
     if text + template.begin("assistant", not prompt.messages) + prompt.turn != prompt.text:
-        raise Unsupported(f"{backend} is sent chats: text outside of system(…), user(…) and assistant(…) would be lost")
+        raise Unsupported(
+            f"{backend} takes chats only: text outside of system(…), user(…) and assistant(…) would be lost"
+        )
     turns = [dict(message) for message in prompt.messages]
     if prompt.turn or prompt.images:
         turns.append({"role": "assistant", "content": content_of(prompt.turn, prompt.images)})
@@ -28,7 +30,7 @@ def turns_of(prompt: Prompt, template: ChatTemplate, backend: str) -> list[dict[
 
 
 def _written(messages: tuple[Mapping[str, Any], ...], template: ChatTemplate) -> list[str]:
-    """Each turn as the text has it. Images leave no mark there."""
+    """Each turn as it is in the text. Images are not in it."""
     written = []
     for number, message in enumerate(messages):
         role, content = message["role"], message["content"]

@@ -1,7 +1,6 @@
-"""Runs a graph: what a body would have submitted is submitted to the same streams, without the body.
+"""Executes a graph: submits its steps to the streams without running the function.
 
-All steps are submitted at once, in the order of the program; a step that appends or keeps a variable waits for it in
-its own stream.
+All steps are submitted at once, in program order. A step waits in its own stream for the values it needs.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from treeline_lang.where import Where
 
 
 class GraphBody:
-    """A graph as the body of a program: called with a state and arguments, as the function was that it comes from."""
+    """A graph as a program's body, called with the same arguments as the function."""
 
     def __init__(self, graph: Graph, source: Callable[..., Any]) -> None:
         """source: the function, with the same parameters."""
@@ -62,7 +61,7 @@ class GraphBody:
         )
 
     def __call__(self, state: ProgramState, /, **arguments: Any) -> Any:
-        """Raises WrongArgument; and what the body would have raised where it reads: the failure of a variable."""
+        """Raises WrongArgument, and the error of any variable that the body would have read."""
         stream: Any = state._stream
         if isinstance(stream, Recorder):
             return self._source(state, **arguments)
@@ -107,14 +106,14 @@ class _Execution:
                 join(stream, [self._streams[child] for child in children], appends=appends, where=where)
 
     def close(self) -> None:
-        """The programs that the body called have ended."""
+        """Ends the programs that the body called."""
         for stream in self._called.values():
             stream.close()
 
     # ---- parts ------------------------------------------------------------------------------------------------------
 
     def _filled(self, part: Expr) -> Sequence[Expr]:
-        """A part without holes, but for reading variables that are not there yet."""
+        """The part with its holes filled; variables that are not set yet become reads."""
         match part:
             case Hole(Variable() as variable, text, where=where):
                 self.reads.append(variable)
@@ -143,7 +142,7 @@ class _Execution:
     # ---- values -----------------------------------------------------------------------------------------------------
 
     def known(self, source: Source, where: Where | None = None) -> Any:
-        """Waits for a variable. Raises its failure; WrongArgument."""
+        """The value of a variable; waits for it. Raises its failure, or WrongArgument."""
         if isinstance(source, Variable):
             return at_path(self._variable(source).read(), source.path)
         try:
@@ -154,7 +153,7 @@ class _Execution:
             raise WrongArgument(reason, where=where) from None
 
     async def wait(self, value: Any) -> None:
-        """Until all that the value needs is there."""
+        """Waits until everything that the value needs is set."""
         for source in sources(value):
             if isinstance(source, Variable):
                 await self._variable(source).wait_async()
@@ -186,7 +185,7 @@ def _not_a_text(source: Source, value: object) -> str:
 
 
 class Compute(StreamStep):
-    """`set_var` of a value that has variables in it: once they are there."""
+    """`set_var` of a value made of variables; waits for them."""
 
     name = "set_var"
 

@@ -1,7 +1,7 @@
-"""What a trace records (`trace`), passes rewrite (`passes`) and streams execute (`execute`): a program as data.
+"""A program as data: recorded by `trace`, rewritten by `passes`, run by `execute`.
 
-What a step appends is made of the same expressions that programs are written in; what is known only when it runs is a
-`Hole`. What a step keeps is a value of Python; what is known only when it runs is an `Unknown` in it.
+Steps append the same expressions that programs use, with a `Hole` for a value that is unknown until run time. Steps
+keep Python values, with an `Unknown` for such a value.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from treeline_lang.sampling import Sampling
 from treeline_lang.where import Where
 
 ROOT: Final = 0
-"""The number of the stream that the program's own state is."""
+"""The stream of the program's own state."""
 
 # ---- values ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """One that the program is run with, or a part of it."""
+    """An argument of the program, or a part of it."""
 
     name: str
     path: Path = ()
@@ -30,7 +30,7 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """What a step has generated: by the number of its stream, its name there, and which of those of this name."""
+    """A generated variable: its stream, its name there, and which one of that name."""
 
     stream: int
     name: str
@@ -40,14 +40,14 @@ class Variable:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """Texts one after the other. Each part must be a text when it is known, as `+` of a text takes nothing else."""
+    """Joined texts. Each part must be a text, as with `+`."""
 
     parts: tuple[str | Argument | Variable, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """The state that a stream is."""
+    """The state of a stream."""
 
     stream: int
 
@@ -57,7 +57,7 @@ Unknown = Argument | Variable | Joined
 
 
 def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
-    """A value with what is in its lists, tuples and mappings changed."""
+    """The value with everything in its lists, tuples and mappings mapped."""
     if type(value) in (list, tuple):
         return type(value)(rebuilt(one, change) for one in value)
     if isinstance(value, dict):
@@ -66,7 +66,7 @@ def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def sources(value: Any) -> list[Source]:
-    """What must be known for the value to be."""
+    """The unknowns that the value depends on."""
     found: list[Source] = []
 
     def look(leaf: Any) -> None:
@@ -82,8 +82,8 @@ def sources(value: Any) -> list[Source]:
 
 @dataclass(frozen=True, slots=True)
 class Hole(Expr):
-    """Where a value is appended that is not known yet. `text`: it must be one, since the program adds it to a text;
-    otherwise a number will do."""
+    """A place for an unknown value. `text`: it must be a text, since the program adds it to one; otherwise numbers are
+    allowed."""
 
     has_text = True
     value: Source
@@ -102,7 +102,7 @@ class _Step:
 class Append(_Step):
     parts: tuple[Expr, ...]
     sets: tuple[Variable, ...] = field(default=(), compare=False, repr=False, kw_only=True)
-    """The variables that it fills with what the model writes, in order."""
+    """The variables that it generates, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +118,7 @@ class Fork(_Step):
 
 @dataclass(frozen=True, slots=True)
 class Join(_Step):
-    """Joins streams, which end here. `appends`: their texts are appended; otherwise their variables become lists."""
+    """Ends streams. `appends`: appends their texts; otherwise their variables become lists."""
 
     children: tuple[int, ...]
     appends: bool = False
@@ -128,7 +128,7 @@ Step = Append | SetVar | Fork | Join
 
 
 def parts_of(parts: Iterable[Expr], change: Callable[[Expr], Sequence[Expr]]) -> tuple[Expr, ...]:
-    """The parts of an expression, each changed into some; those of choices and of reasoning, too."""
+    """Maps the parts of an expression, including those of choices and reasoning."""
 
     def inner(expr: Expr) -> Sum:
         return Sum(parts_of(flatten(expr), change))
@@ -159,15 +159,15 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """A program as data: its steps, what it is run with, and what it returns."""
+    """A program as data: steps, arguments, and what it returns."""
 
     name: str
     parameters: tuple[Parameter, ...]
     steps: tuple[Step, ...]
-    """In the order of the program, so each comes after all that it needs."""
+    """In program order: each step comes after those it needs."""
     called: tuple[tuple[int, Sampling], ...] = ()
-    """The streams of programs that the body called, with sampling parameters of their own. The others but for the root
-    begin with a fork."""
+    """The streams of called programs, with their own sampling parameters. Other streams except the root begin with a
+    fork."""
     returns: Any = None
     num_api_spec_tokens: int | None = None
 

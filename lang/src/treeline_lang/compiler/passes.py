@@ -1,4 +1,4 @@
-"""What is done to a graph before it is executed: functions from a graph to a graph, each with a report."""
+"""Passes: functions from a graph to a graph and a report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from treeline_lang.expressions import Expr, OrderBegin, OrderEnd, RoleBegin, Rol
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """lines: what was done, and what was left alone and why; none if there was nothing to do."""
+    """lines: what was changed, and what was left alone and why; empty if there was nothing to do."""
 
     name: str
     lines: tuple[str, ...] = ()
@@ -23,19 +23,18 @@ class Report:
 
 
 Pass = Callable[[Graph], tuple[Graph, Report]]
-"""It never changes the graph that it is given."""
+"""Never changes its argument."""
 
 
 def move_constants(graph: Graph) -> tuple[Graph, Report]:
-    """Code movement for prefix sharing: in a region of free order, what is constant comes first.
+    """Moves constants to the front of regions whose order is free, so that runs share more of their prefix.
 
         with s.any_order():
             s += "Here is a question: " + question + "\\n"
             s += "Act as an expert and answer in one sentence.\\n"
 
-    Each `+=` within is moved as a whole: constants first, then what has arguments in it, then what has variables;
-    otherwise the order stays. A region with anything but texts, arguments and variables in it is left as it is: a model
-    call answers to all the text before it.
+    Each `+=` moves as a whole: constants first, then texts with arguments, then texts with variables. A region that
+    contains anything else, such as a model call, is left alone.
     """
     lines: list[str] = []
     steps = list(graph.steps)
@@ -55,8 +54,7 @@ def move_constants(graph: Graph) -> tuple[Graph, Report]:
 
 
 def _regions(graph: Graph) -> Iterator[list[int]]:
-    """The number of the step that begins a region, and of those within. Innermost ones only: one around another would
-    hold its markers."""
+    """Innermost regions: the step that begins each, and the steps within."""
     begun: dict[int, list[int]] = {}
     for index, step in enumerate(graph.steps):
         if _is_marker(step, OrderBegin):
@@ -72,7 +70,7 @@ def _is_marker(step: Step, kind: type[Expr]) -> bool:
 
 
 def _foreign(step: Step) -> Iterator[str]:
-    """What is in a step that cannot be moved, in words."""
+    """What cannot be moved in a step, in words."""
     if not isinstance(step, Append):
         yield f"a {type(step).__name__.lower()}"
         return
@@ -80,7 +78,7 @@ def _foreign(step: Step) -> Iterator[str]:
 
 
 def _known_late(step: Step) -> int:
-    """0: a constant, shared by all runs; 1: with an argument; 2: with a variable."""
+    """0: constant for all runs; 1: with an argument; 2: with a variable."""
     holes = [part.value for part in step.parts if isinstance(part, Hole)] if isinstance(step, Append) else []
     return max((1 if isinstance(value, Argument) else 2 for value in holes), default=0)
 
@@ -90,7 +88,7 @@ def _place(step: Step) -> str:
 
 
 def _diff(before: Sequence[Step], after: Sequence[Step]) -> list[str]:
-    """How the prompt changes, as a unified diff."""
+    """The change of the prompt as a unified diff."""
     return list(difflib.unified_diff(_prompt(before), _prompt(after), "before", "after", lineterm=""))
 
 
@@ -99,7 +97,7 @@ def _prompt(steps: Sequence[Step]) -> list[str]:
 
 
 def _shown(part: Expr) -> str:
-    """A part as a reader of a prompt would like to see it."""
+    """A part in readable form."""
     match part:
         case Text(text):
             return text

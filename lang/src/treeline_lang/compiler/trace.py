@@ -1,9 +1,7 @@
-"""Tracing: a program's function is run with placeholders for its arguments and a state that records instead of
-executing. What comes out is a `Graph`.
+"""Tracing: runs a program's function with placeholders and a recording state; the result is a `Graph`.
 
-The state is the ordinary one; what it submits to is a `Recorder` in place of a `StreamExecutor`. A placeholder can be
-appended, added to texts and indexed. Whatever needs to know its value raises TraceError, which says what to write
-instead.
+The state is the ordinary one, submitting to a `Recorder` instead of a `StreamExecutor`. Placeholders can be appended,
+added to texts and indexed. Anything that needs their value raises TraceError, which says what to write instead.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ _TEXT: Final = 'append it (s += …) or add it to texts: "…" + x + "…" in pl
 
 
 def current() -> Tracing | None:
-    """The trace that this thread is in, if any."""
+    """This thread's trace, if any."""
     return _tracing.get()
 
 
@@ -60,7 +58,7 @@ def _refused(verb: str) -> Callable[..., Any]:
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Placeholder(Expr):
-    """Stands for what is not known while a program is traced."""
+    """Stands for a value that is unknown while tracing."""
 
     has_text = True
     value: Unknown
@@ -87,7 +85,7 @@ class Placeholder(Expr):
 
     def __getitem__(self, key: Any) -> Placeholder:
         if isinstance(self.value, Joined) or isinstance(key, bool) or not isinstance(key, str | int):
-            self.tracing.refuse(self.value, "sliced, or indexed with what is not known")
+            self.tracing.refuse(self.value, "sliced, or indexed with an unknown value")
         return Placeholder(replace(self.value, path=(*self.value.path, key)), self.tracing)
 
     def __getattr__(self, name: str) -> Any:
@@ -96,7 +94,7 @@ class Placeholder(Expr):
         return self.tracing.refuse(self.value, f"asked for its {name}")
 
     def __deepcopy__(self, _memo: object) -> Self:
-        """One of another trace would be refused there, where it would not be noticed."""
+        """The same placeholder: a copy would not be recognised as belonging to this trace."""
         return self
 
     def __repr__(self) -> str:
@@ -128,7 +126,7 @@ def described(value: Unknown) -> str:
 
 
 class Recorded:
-    """A variable while it is traced: `value` is what reading it gives, placeholders or what is known of it."""
+    """A variable while tracing: `value` is what reading it returns."""
 
     def __init__(self, tracing: Tracing, name: str, value: Any) -> None:
         self._tracing = tracing
@@ -154,7 +152,7 @@ class Recorded:
 
 
 class Recorder:
-    """In place of a StreamExecutor: keeps what is submitted."""
+    """Records submitted steps, in place of a StreamExecutor."""
 
     returned: Any = None
 
@@ -218,7 +216,7 @@ class Recorder:
             known = ", ".join(self.variables) or "none"
             raise UnknownVariable(f"nothing sets the variable {name!r}; there are: {known}", where=caller())
         if self.variables[name].in_scope:
-            raise UnknownVariable(f"{name!r} is the text of a scope, and that has not ended", where=caller())
+            raise UnknownVariable(f"{name!r} is the text of a scope, which has not ended", where=caller())
         return self.variables[name]
 
     def branch(self, count: int) -> list[Recorder]:
@@ -241,12 +239,12 @@ class Recorder:
 
 
 class Enough(BaseException):
-    """What was to be known is recorded. Not an Exception: the program's own handlers are for its own errors."""
+    """Ends a trace that has recorded enough. Not an Exception, so that a program's own handlers do not catch it."""
 
 
 @dataclass
 class Tracing:
-    """One trace: its steps, and why it cannot go on, if it cannot."""
+    """A running trace: its steps, and why it stopped, if it did."""
 
     to_first_request: bool
     steps: list[GraphStep] = field(default_factory=list)
@@ -255,14 +253,14 @@ class Tracing:
     arrived: dict[Arrive, int] = field(default_factory=dict)
     failure: TraceError | None = None
     stopped_by: Unknown | None = None
-    """What the program wanted to know when it could not go on."""
+    """The unknown value that the program needed."""
 
     def state(self) -> ProgramState:
-        """A new one, that begins with an empty text."""
+        """A new state with an empty text."""
         return ProgramState(cast(StreamExecutor, Recorder(self, {})))
 
     def beside(self, body: Callable[..., Any], arguments: Mapping[str, Any], sampling: Sampling) -> ProgramState:
-        """A program that the traced one calls: streams of its own."""
+        """The streams of a program that the traced one calls."""
         self.called.append((self.streams, sampling))
         state = self.state()
         state._stream.returned = body(state, **arguments)
@@ -278,7 +276,7 @@ class Tracing:
             remedy = "it is known once the model has written it, so a program that looks at it is not compiled but run"
         else:
             remedy = f"or make it a constant: compile({named.name}=…)"
-        self.fail(f"{described(value)} is {verb}, and a trace does not know it: {_TEXT}; {remedy}")
+        self.fail(f"{described(value)} is {verb}, and it is unknown while tracing: {_TEXT}; {remedy}")
 
     def refuse_state(self, what: str) -> Never:
         self.fail(f"{what} are not known while a program is traced: a program that reads them is not compiled but run")
@@ -294,10 +292,10 @@ class Tracing:
 
     has_asked = has_read
 
-    # ---- what is recorded -------------------------------------------------------------------------------------------
+    # ---- recording -------------------------------------------------------------------------------------------
 
     def parts(self, part: Expr) -> Sequence[Expr]:
-        """A part of what a program appends, with holes where it has placeholders."""
+        """A part of an expression, with holes for placeholders."""
         match part:
             case Placeholder(Joined(pieces)):
                 return [
@@ -314,7 +312,7 @@ class Tracing:
                 return [part]
 
     def value(self, value: Any) -> Any:
-        """What a program sets or returns, with placeholders as the values that they stand for."""
+        """A value with placeholders replaced by the unknowns they stand for."""
         return rebuilt(value, self._leaf)
 
     def _leaf(self, value: Any) -> Any:
@@ -330,14 +328,14 @@ class Tracing:
 
 
 def first_argument(value: Unknown | None) -> Argument | None:
-    """Of those that a value is made of."""
+    """The first argument that a value is made of."""
     parts = value.parts if isinstance(value, Joined) else (value,)
     return next((part for part in parts if isinstance(part, Argument)), None)
 
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """graph: all of the program, or what comes before the line where the trace could not go on."""
+    """graph: the whole program, or the part before the line where the trace stopped."""
 
     graph: Graph
     failure: TraceError | None = None
@@ -352,9 +350,9 @@ def trace(
     num_api_spec_tokens: int | None = None,
     to_first_request: bool = False,
 ) -> Traced:
-    """Runs `body` once. signature: of it, without the state; given: arguments that are constants.
+    """Runs `body` once. signature: without the state; given: arguments that are constants.
 
-    to_first_request: what comes after the first model call, or the first variable that is read, is not run.
+    to_first_request: stops at the first model call, or the first variable that is read.
     """
     tracing = Tracing(to_first_request)
     open_ones = [

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def _triton(pool: KVPool, num_heads: int, num_kv_heads: int, head_dim: int, scoring: Scoring) -> AttentionBackend:
-    """Decode and prompts in kernels of our own."""
+    """Decode and prompts in our own kernels."""
     if obstacle := _obstacle_to_our_kernels(pool.keys[0].device):
         raise ConfigError(f"attention_backend triton: {obstacle}")
     from treeline_runtime.attention.decode import Decode
@@ -44,7 +44,7 @@ def _obstacle_to_our_kernels(device: torch.device) -> str | None:
 
 
 def _obstacle(device: torch.device, dtype: torch.dtype, head_dim: int, scoring: Scoring) -> str | None:
-    """Why FlashInfer cannot serve such a model here; None if it can."""
+    """Why FlashInfer cannot serve this model here; None if it can."""
     if obstacle := _obstacle_to_our_kernels(device):
         return obstacle
     if find_spec("flashinfer") is None:
@@ -52,7 +52,7 @@ def _obstacle(device: torch.device, dtype: torch.dtype, head_dim: int, scoring: 
     if dtype not in (torch.bfloat16, torch.float16):
         return f"it has no kernels for {str(dtype).removeprefix('torch.')}"
     if scoring.sinks:
-        return "attention sinks are left to kernels of our own"
+        return "it has no attention sinks"
     if head_dim not in (64, 128, 256):
         return f"it has no kernels for heads of {head_dim}"
     return None
@@ -61,7 +61,7 @@ def _obstacle(device: torch.device, dtype: torch.dtype, head_dim: int, scoring: 
 def new_attention(
     name: str, pool: KVPool, num_heads: int, num_kv_heads: int, head_dim: int, scoring: Scoring
 ) -> AttentionBackend:
-    """The backend of that name; "auto" is the fastest that can serve the model here. Raises ConfigError."""
+    """The backend of that name; "auto" is the fastest that works for the model here. Raises ConfigError."""
     shape = (pool, num_heads, num_kv_heads, head_dim, scoring)
     if name != "auto":
         return ATTENTION_BACKENDS.get(name)(*shape)
@@ -75,7 +75,7 @@ def new_attention(
     except Exception as error:  # its import, or a compiler that is missing or fails: there is another way
         logger.debug("FlashInfer", exc_info=True)
         obstacle = f"FlashInfer cannot be used here: {error!r:.500}"
-    logger.info("prompts are computed by our own kernel, long ones slower than by FlashInfer: %s", obstacle)
+    logger.info("prompts use our own kernel, which is slower for long prompts than FlashInfer: %s", obstacle)
     return _triton(*shape)
 
 

@@ -1,17 +1,15 @@
-"""The seam between models and attention kernels.
+"""The interface between models and attention kernels.
 
-A step is a ragged batch: the new tokens of all sequences one after another. Each sequence's earlier tokens are in the
-KV pool, found through its page table. A backend is given the step's `Layout` once (`plan`) and is then called for every
-layer (`forward`), when the new keys and values are stored: token i of a sequence with `kv_len` tokens after the step
-and `q_len` new ones sees the first kv_len - q_len + i + 1 of them, or in a layer with a window the last of these.
+A step is a ragged batch: the new tokens of all sequences, one after another. Earlier tokens are in the KV pool, found
+through the page table. A backend gets the step's `Layout` once (`plan`), then one call per layer (`forward`), after the
+new keys and values were stored. With `kv_len` tokens after the step, `q_len` of them new, token i of a sequence sees
+the first kv_len - q_len + i + 1, or in a layer with a window the last of these.
 
-How scores are made is `Scoring`: it holds for all steps, and says layer by layer whether there is a window. A window
-limits what is looked at, not what is kept: the pool holds all tokens of all layers, since prefixes are shared by pages
-that hold every layer.
+`Scoring` says how scores are computed, for all steps, and each layer's window. A window limits what is read, not what
+is kept: the pool holds all tokens of all layers, since prefixes are shared by pages of all layers.
 
-What a token does not see must not matter: slots past a sequence's end and pages behind padding hold what
-others left there, which may be NaN. A mask alone is not enough, since 0 x NaN is NaN: hidden values are zeroed or not
-read.
+Tokens that are not seen must not matter: slots past a sequence's end and pages behind padding hold old data, perhaps
+NaN. A mask alone is not enough, since 0 x NaN is NaN: hidden values are zeroed or not read.
 """
 
 from __future__ import annotations
@@ -32,22 +30,22 @@ from treeline_runtime.registry import Registry
 
 @dataclass(frozen=True, slots=True)
 class HostPages:
-    """What the host knows of a step's pages: enough to see which sequences have some in common."""
+    """What the host knows of a step's pages, to find shared prefixes."""
 
     pages: npt.NDArray[np.int64]
-    """The page table, as the device has it by the time of the step."""
+    """The page table as on the device at the time of the step."""
     rows: list[int]
-    """Of the step's sequences; of those that pad it none, they are the last."""
+    """The rows of the step's sequences, without the padding ones at the end."""
     version: int
-    """Where it is what it was, the tokens that rows had then are in the same pages."""
+    """Unchanged while tokens that rows already had stay in the same pages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What one step computes, on the device unless it is a list."""
+    """What one step computes; on the device, except lists."""
 
     q_lens: list[int]
-    """New tokens of each sequence, all at least 1."""
+    """New tokens of each sequence, at least 1."""
     kv_lens: list[int]
     """Tokens of each sequence after the step; kv_lens[i] >= q_lens[i]."""
     page_table: torch.Tensor
@@ -55,11 +53,11 @@ class Layout:
     rows: torch.Tensor
     """(sequences,) int64: each sequence's row of the page table."""
     host: HostPages | None = None
-    """None: it is not known what sequences have in common."""
+    """None if shared prefixes are unknown."""
 
 
 class AttentionBackend(ABC):
-    """Attention over a paged pool. One instance serves one pool; a plan is valid until the next `plan`."""
+    """Attention over a paged pool. An instance serves one pool; a plan is valid until the next `plan`."""
 
     def __init__(
         self, pool: KVPool, num_heads: int, num_kv_heads: int, head_dim: int, scoring: Scoring = PLAIN
@@ -74,16 +72,16 @@ class AttentionBackend(ABC):
         self.scale = head_dim**-0.5 if scoring.scale is None else scoring.scale
 
     def capture_buffers(self, sequences: int) -> Any | None:
-        """Device memory for the plans of steps of that many sequences with one new token each, so that kernels captured
-        in a graph find each step's plan where they look. None: steps of this backend cannot be captured."""
+        """Device memory for plans of steps with this many sequences of one new token each, so that captured kernels
+        find each step's plan at the same place. None: this backend's steps cannot be captured."""
         return None
 
     @abstractmethod
     def plan(self, layout: Layout, buffers: Any | None = None) -> Any:
-        """Prepare for a step; the result is handed back to `forward` for every layer.
+        """Prepares a step; the result is passed to `forward` for every layer.
 
-        `buffers`: of `capture_buffers`, for a step that replays a graph: the plan is written there. In no case does the
-        call wait for the device.
+        `buffers`: from `capture_buffers`, for a step that replays a graph: the plan is written there. The call never
+        waits for the device.
         """
 
     @abstractmethod
@@ -115,11 +113,11 @@ _LOG2_E = 1.4426950408889634
 class Processors(NamedTuple):
     number: int
     shared_bytes: int
-    """Of shared memory, that a program may have."""
+    """Shared memory that a program may use, in bytes."""
 
 
 def processors_of(device: torch.device) -> Processors:
-    """Of a CPU, where the kernels are interpreted: one, with room for any block."""
+    """On a CPU, where kernels are interpreted: one processor with room for any block."""
     if device.type != "cuda":
         return Processors(1, 1 << 20)
     properties = torch.cuda.get_device_properties(device)
@@ -127,8 +125,8 @@ def processors_of(device: torch.device) -> Processors:
 
 
 def factors(backend: AttentionBackend, layer: int) -> tuple[float, float, float]:
-    """→ what products of queries and keys are multiplied by, so that their softmax is one in base 2 (or with a cap,
-    what its sigmoid takes); what values are multiplied by; the cap in base 2, 0 where there is none."""
+    """Returns the factor for products of queries and keys, so that their softmax (or a cap's sigmoid) is in base 2; the
+    factor for values; the cap in base 2, or 0."""
     pool, cap = backend.pool, backend.scoring.softcap
     scale = backend.scale * _LOG2_E if cap is None else 2 * backend.scale / cap
     return pool.key_scales[layer] * scale, pool.value_scales[layer], 0.0 if cap is None else cap * _LOG2_E

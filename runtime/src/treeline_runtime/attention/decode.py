@@ -1,17 +1,16 @@
-"""Decode in one kernel of our own, for CUDA: every processor gets the same share of all cached tokens.
+"""Our own decode kernel for CUDA: every processor gets the same share of all cached tokens.
 
-The blocks of all sequences, one after another, are cut into equal shares whatever the sequences' lengths; a share that
-ends in the middle of a sequence leaves a partial result, and a second kernel puts those together: the idea of stream-K
-(https://arxiv.org/abs/2301.03598), for attention "lean attention" (https://arxiv.org/abs/2405.10480). Nothing is
-planned on the host but where each sequence begins, so a captured step needs two small arrays, and no workspace that
-depends on lengths.
+The blocks of all sequences, one after another, are cut into equal shares. A share that ends inside a sequence leaves a
+partial result, and a second kernel merges these (stream-K, https://arxiv.org/abs/2301.03598; for attention "lean
+attention", https://arxiv.org/abs/2405.10480). The host plans only where each sequence begins, so a captured step needs
+two small arrays and no workspace that depends on lengths.
 
-A tile of queries has at least 16 rows, as matrix units want it, of which one sequence fills few: where prefixes are
-shared, the others are those of more sequences, and the prefix is read once for all of them. So what is cut are the
-blocks of segments, each a shared prefix or the rest of a sequence: `attention.segments`.
+Matrix units want at least 16 rows in a tile of queries, more than one sequence fills. With shared prefixes, other
+sequences fill the rest, and the prefix is read once for all. So the blocks are those of segments, each a shared prefix
+or the rest of a sequence: `attention.segments`.
 
-Where layers have windows, a sequence has the blocks in which the window's tokens are, and begins elsewhere in layers
-with another window: one row of segments for each, in which no prefix is shared.
+In layers with windows a sequence has only its window's blocks. Each window has its own row of segments, without shared
+prefixes.
 """
 
 from __future__ import annotations
@@ -31,38 +30,38 @@ from treeline_runtime.ops.early_kernels import early_launch
 from treeline_runtime.transfer import pinned, upload
 
 LARGEST_BLOCK = 128
-"""Tokens that are attended at once, where there is room for their keys and values."""
+"""Tokens processed at once, if their keys and values fit."""
 LARGEST_BLOCK_BYTES = 64 << 10
-"""Of keys and values at once: three programs fit in the shared memory of a processor. With 16-bit heads of up to 128
-that is the largest block, with heads of 256 (Gemma) half of it."""
+"""Bytes of keys and values at once: three programs fit into a processor's shared memory. For 16-bit heads of up to 128
+this is the largest block, for heads of 256 (Gemma) half of it."""
 _SHARES_OF_A_PROCESSOR = 3
-"""As many as it runs at once."""
+"""Programs that a processor runs at once."""
 _SHARES_OF_WIDE_HEADS = 2
-"""The same for heads beyond 128, of which registers hold the output of no more."""
+"""The same for heads beyond 128, whose output needs more registers."""
 _WARPS = 4
 _REGISTERS_OF_A_PROCESSOR = 1 << 16
 _SPARE_BYTES = 25 << 10
-"""Of shared memory, for everything but keys and values."""
+"""Shared memory for everything else than keys and values, in bytes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Buffers:
-    """What the kernels of a step read and write besides the pool. A captured graph knows where it lies."""
+    """What a step's kernels read and write besides the pool, at fixed addresses for captured graphs."""
 
     rows: torch.Tensor
     segments: torch.Tensor
-    """(windows, size) int32: a row for layers with each window, as `Segments.write` fills it."""
+    """(windows, size) int32: a row per window, filled by `Segments.write`."""
     partial: torch.Tensor
-    """(shares x most members + 2 x sequences, heads, head_dim): a share has as many for each segment as it has members,
-    and a sequence is in two at most."""
+    """(shares x most members + 2 x sequences, heads, head_dim): for each segment, a share has one result per member; a
+    sequence is in at most two segments."""
     scores: torch.Tensor
     """(shares x most members + 2 x sequences, heads)"""
     shape: Segments
-    """Of as many sequences: where things are in a row."""
+    """For how many sequences: where things are in a row."""
 
 
 class Decode(AttentionBackend):
-    """Steps of one new token each; all others are left to another backend of the same pool."""
+    """Handles steps of one new token each; another backend of the same pool handles the rest."""
 
     def __init__(self, others: AttentionBackend) -> None:
         super().__init__(others.pool, others.num_heads, others.num_kv_heads, others.head_dim, others.scoring)
@@ -102,7 +101,7 @@ class Decode(AttentionBackend):
         return self._buffers(rows, segments, shape)
 
     def _buffers(self, rows: torch.Tensor, segments: torch.Tensor, shape: Segments) -> _Buffers:
-        """With room for partial results; steps share it, as the stream runs one after another."""
+        """Buffers with room for partial results, shared by all steps, since a stream runs them one after another."""
         cells = self._shares * self._sharers + 2 * len(rows)
         if len(self._partial) < cells:
             size = (cells, self.num_heads, self.head_dim)
@@ -127,7 +126,7 @@ class Decode(AttentionBackend):
         return _Step(layout.page_table, buffers)
 
     def _sharing(self, host: HostPages | None, kv_lens: npt.NDArray[np.int64]) -> Segments:
-        """Found again only where sequences came, went, or have their tokens in other pages: steps add some behind."""
+        """Computed again only when sequences come, go, or move to other pages; steps only append."""
         if host is None:
             return self._alone
         key = (len(kv_lens), host.version, host.rows)
@@ -178,7 +177,7 @@ class Decode(AttentionBackend):
         return out
 
     def _read(self, layer: int, q: torch.Tensor, plan: _Step, segments: torch.Tensor) -> None:
-        """Leave the partial results of all shares. segments: those of the layer's window."""
+        """Writes the partial results of all shares. segments: those of the layer's window."""
         step = plan.buffers
         compiled = kernels.decode_shares[(self.num_kv_heads, self._shares)](
             q,

@@ -1,8 +1,8 @@
-"""Prompts in a kernel of our own, for CUDA: what is there where FlashInfer is not, and needs no nvcc.
+"""Our own prompt kernel for CUDA, used without FlashInfer; needs no nvcc.
 
-A program has the queries of one KV head over a block of one sequence's new tokens, and walks the cached ones before
-them page by page, as FlashAttention does (https://arxiv.org/abs/2205.14135). A step of few new tokens has too few such
-blocks to keep all processors busy: then their keys are split, and a second kernel adds up the parts.
+A program handles the queries of one KV head over a block of a sequence's new tokens, and walks the cached tokens page
+by page, as FlashAttention does (https://arxiv.org/abs/2205.14135). A step with few new tokens would not fill all
+processors; then keys are split, and a second kernel adds up the parts.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from treeline_runtime.ops import attention_kernels as kernels
 from treeline_runtime.transfer import upload
 
 ROWS = 128
-"""Rows of queries of a program: new tokens x query heads of a KV head."""
+"""Query rows of a program: new tokens x query heads of a KV head."""
 LARGEST_BLOCK = 64
-"""Tokens that are attended at once, where the processor's shared memory has room for their keys and values."""
+"""Tokens processed at once, if their keys and values fit into shared memory."""
 _SPARE_BYTES = 8 << 10
 _LEAST_SPLIT = 4
-"""Blocks of keys that are worth a part of their own."""
+"""The fewest blocks of keys that are worth a part of their own."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,15 +33,15 @@ class _Step:
     page_table: torch.Tensor
     rows: torch.Tensor
     lens: torch.Tensor
-    """(2 x sequences + 1,) int32: where the new tokens of each sequence begin, and their end; then their tokens."""
+    """(2 x sequences + 1,) int32: start of each sequence's new tokens and their end; then their tokens."""
     blocks: torch.Tensor
-    """(blocks, 2) int32: a sequence, and which of its new tokens is the first."""
+    """(blocks, 2) int32: the sequence, and the index of its first new token."""
     splits: dict[int | None, int]
-    """Parts of each block's keys, in layers with each window."""
+    """Parts of each block's keys, per window."""
 
 
 class Extend(AttentionBackend):
-    """For any step, but meant for prompts: `attention.decode` is faster where every sequence has one new token."""
+    """Handles any step, but is meant for prompts: `attention.decode` is faster for single new tokens."""
 
     def __init__(
         self, pool: KVPool, num_heads: int, num_kv_heads: int, head_dim: int, scoring: Scoring = PLAIN
@@ -64,7 +64,7 @@ class Extend(AttentionBackend):
         self._scores = torch.empty(parts, num_heads, dtype=torch.float32, device=self._device)
 
     def _largest(self, room_bytes: int, element_size: int) -> tuple[int, int]:
-        """(block, stages of the pipeline) that shared memory has room for beside the queries."""
+        """The largest (block, pipeline stages) that fit into shared memory beside the queries."""
         room_tokens = room_bytes // (element_size * self._block_dim)
         largest = max(16, LARGEST_BLOCK // self._narrower)
         for block in (largest, max(16, largest // 2)):
@@ -98,7 +98,7 @@ class Extend(AttentionBackend):
         return _Step(layout.page_table, layout.rows, upload(lens, device), upload(blocks, device), splits)
 
     def _splits(self, blocks: int, tokens: int, longest: int) -> int:
-        """Parts of each block's keys: as many as are worth it, and as there is room for."""
+        """Parts of each block's keys: as many as pay and as there is room for."""
         wanted = self._programs // (blocks * self.num_kv_heads)
         worth = -(-longest // (self._block * _LEAST_SPLIT))
         return max(1, min(wanted, worth, len(self._partial) // tokens))

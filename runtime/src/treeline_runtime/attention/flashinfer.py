@@ -1,6 +1,6 @@
 """Prompts with FlashInfer's paged kernels, for CUDA. https://github.com/flashinfer-ai/flashinfer
 
-The FlashAttention 3 template on Hopper, FlashAttention 2 elsewhere, and for a cache of fp8.
+FlashAttention 3 on Hopper, FlashAttention 2 elsewhere and for fp8 caches.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from treeline_runtime.transfer import upload
 logger = logging.getLogger(__name__)
 
 WORKSPACE_BYTES = 384 << 20
-"""For partial results of long sequences that several processors share."""
+"""Workspace for partial results of long sequences split between processors."""
 _PAGES_AT_ONCE = 1024
 _PLANS_IN_FLIGHT = 4
-"""A plan lies in pinned memory until the device has copied it. With so many it is waited for only after failures."""
+"""Pinned plans must live until the device has copied them. With this many, waiting happens only after failures."""
 
 
 class _Wrapper:
-    """FlashInfer's own plan and kernels for one window (None: without one)."""
+    """FlashInfer's plan and kernels for one window (None: without)."""
 
     def __init__(self, workspace: torch.Tensor, window: int | None, *, is_fp8: bool) -> None:
         # FlashInfer's FlashAttention 3 reads fp8 only for queries that are fp8 too
@@ -56,7 +56,7 @@ class _Wrapper:
 
 
 class FlashInfer(AttentionBackend):
-    """For any step, but meant for prompts: `attention.decode` is faster where every sequence has one new token."""
+    """Handles any step, but is meant for prompts: `attention.decode` is faster for single new tokens."""
 
     def __init__(
         self, pool: KVPool, num_heads: int, num_kv_heads: int, head_dim: int, scoring: Scoring = PLAIN
@@ -70,7 +70,7 @@ class FlashInfer(AttentionBackend):
         self._compile()
 
     def _compile(self) -> None:
-        """Run a step, so that the kernels are there before anybody waits for them."""
+        """Runs a step to compile the kernels before requests need them."""
         logger.info("loading FlashInfer's attention kernels; if they have to be compiled, that takes a minute or two")
         started = time.perf_counter()
         zeros = torch.zeros(1, 1, dtype=torch.int64, device=self._device)

@@ -1,12 +1,11 @@
-"""What decode attention reads, segment by segment: a prefix that several sequences share, or the rest of one of them.
+"""Segments that decode attention reads: a prefix shared by several sequences, or the rest of one sequence.
 
-Sequences share a prefix where their rows of the page table name the same pages, which is what the radix cache makes of
-equal beginnings. At most so many can read at once as fit into a kernel's tile of queries, and each reads one prefix
-with others and the rest by itself: the idea of cascade attention
-(https://flashinfer.ai/2024/02/02/cascade-inference.html) with one level.
+Sequences share a prefix if their rows of the page table name the same pages, as the radix cache makes of equal
+beginnings. At most as many read together as fit into a kernel's tile of queries. Each reads at most one shared prefix,
+and the rest by itself: cascade attention (https://flashinfer.ai/2024/02/02/cascade-inference.html) with one level.
 
-All of it is one row of int32, so that a step refreshes it with one copy. Its size depends on the number of sequences
-alone, and so does where its three parts begin, each aligned to 16 bytes:
+All of it is one row of int32, refreshed by one copy per step. Its size and the places of its three parts, each aligned
+to 16 bytes, depend only on the number of sequences:
 
     table (most segments + 1, 4)   the first of all blocks that is its, where that is in its sequences (in blocks), the
                                    token after its last, and where its members begin; segments without blocks fill it
@@ -25,9 +24,9 @@ import numpy as np
 import numpy.typing as npt
 
 LEAST_BLOCKS = 2
-"""A shorter prefix is not worth it."""
+"""A shorter prefix does not pay."""
 _BEGINNING = 1
-"""Blocks: what reading a prefix costs besides, since a program begins with it and leaves a result."""
+"""The overhead of reading a prefix, in blocks: a program begins with it and leaves a result."""
 _NONE = -1
 
 
@@ -46,11 +45,11 @@ def shared_prefixes(
     block: int,
     most: int,
 ) -> list[SharedPrefix]:
-    """Prefixes of whole blocks for up to `most` members, in which fewest blocks are read; a sequence is in one at most,
-    and keeps at least its last token to itself. Those with a beginning in common are neighbours.
+    """Shared prefixes of whole blocks, for up to `most` members, that minimize the blocks read. A sequence is in at
+    most one and keeps at least its last token to itself. Prefixes with a common beginning are neighbours.
 
-    pages: the page table, of which sequence i has row rows[i], valid as far as its kv_lens[i] tokens. A page is to have
-    the same pages before it in all rows, as in a tree of prefixes: only those at the ends of blocks are looked at.
+    pages: the page table; sequence i has row rows[i], valid for its kv_lens[i] tokens. The same page must have the same
+    pages before it in all rows, as in a prefix tree: only pages at block ends are compared.
     """
     whole = (kv_lens - 1) // block
     candidates = np.flatnonzero(whole >= LEAST_BLOCKS)
@@ -80,8 +79,8 @@ def shared_prefixes(
 
 
 def _cut(common: list[int], most: int) -> list[tuple[int, int]]:
-    """common: blocks that each of the sequences in order shares with the next → ranges of at most `most` that save the
-    most blocks, by dynamic programming. Takes sequences x most steps."""
+    """common: blocks that each sequence shares with the next → ranges of at most `most` that save the most blocks, by
+    dynamic programming in sequences x most steps."""
     saved, sizes = [0], [0]
     for end in range(1, len(common) + 2):
         best, size, blocks = saved[-1], 1, common[end - 2]
@@ -109,10 +108,10 @@ def _aligned(size: int) -> int:
 
 
 class Segments:
-    """Those of a batch, with the prefixes that are shared in it: for as many steps as these stay the same."""
+    """The segments of a batch and its shared prefixes, for as many steps as these stay the same."""
 
     def __init__(self, sequences: int, block: int, prefixes: Sequence[SharedPrefix] = ()) -> None:
-        """block: tokens. prefixes: with members below `sequences`, each in one at most."""
+        """block: tokens. prefixes: with members below `sequences`, each in at most one."""
         self.sequences = sequences
         self.most = sequences + sequences // 2
         """Segments; a shared one has two members at least."""
@@ -157,8 +156,8 @@ class Segments:
         shares: int,
         window: int | None = None,
     ) -> None:
-        """Fill `row` (size,) for a step in which sequences have so many tokens. All blocks are cut into `shares`, or
-        one each if they are fewer. window: how many tokens are seen, where no prefix is shared."""
+        """Fills `row` (size,) for a step with sequences of these lengths. All blocks are cut into `shares`, or one each
+        if they are fewer. window: how many tokens are seen; windows share no prefix."""
         assert window is None or not len(self._shared)
         row[:] = self._fixed
         table, parts = self._table(row), self._parts(row)

@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from treeline_runtime.attention.base import AttentionBackend, Layout
 
 QUERY_BLOCK = 256
-"""New tokens attended at once when a prefix is cached: bounds the mask, and lets early tokens skip late keys."""
+"""New tokens processed at once after a cached prefix: bounds the mask, and lets early tokens skip late keys."""
 GROUP_BYTES = 4 << 20
-"""Keys and values that decode rows of one group gather at once: about what stays in a CPU's cache until it is used.
-Measured on 16 rows: 3 times faster than one group at 4,160 keys a row, 1.3 times at 1,040."""
+"""Bytes of keys and values that a group of decode rows gathers at once, about what stays in a CPU's cache. Measured on
+16 rows: 3 times faster than one group at 4,160 keys a row, 1.3 times at 1,040."""
 MIN_GROUP_PAGES = 16
-"""Decode rows no longer than this are padded together however much they differ: fewer, larger kernels."""
+"""Decode rows no longer than this are padded together: fewer, larger kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,24 +28,24 @@ class _DecodeGroup:
     pages: torch.Tensor
     """(group x pages,) flattened page numbers."""
     seen: slice
-    """Of the keys in these pages, those that any of them sees."""
+    """The keys in these pages that any row sees."""
     mask: torch.Tensor | None
-    """(group, 1, 1, keys seen) True where a key is visible; None = everywhere: all see the same ones."""
+    """(group, 1, 1, keys seen) True where a key is visible; None: all rows see the same keys."""
     hidden: torch.Tensor | None
-    """(hidden keys,) where the mask is False, in the flattened (group x keys); None = nowhere."""
+    """(hidden keys,) where the mask is False, in the flattened (group x keys); None: nowhere."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Extend:
-    """One sequence with several new tokens, or with none before them."""
+    """A sequence with several new tokens, or without earlier tokens."""
 
     start: int
     end: int
     kv_len: int
     first: int
-    """The first token whose page is in `pages`: those before are out of every new token's window."""
+    """The first token whose page is in `pages`; earlier ones are outside every new token's window."""
     pages: torch.Tensor | None
-    """(pages,) of the sequence; None = it has no earlier tokens, so k and v themselves are all there is."""
+    """(pages,) of the sequence; None: no earlier tokens, so k and v are everything."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,10 +56,10 @@ class _Plan:
 
 
 class TorchSDPA(AttentionBackend):
-    """Grouped-query attention: in decode the query heads of one KV head are the rows of one small matrix."""
+    """Grouped-query attention: in decode, the query heads of a KV head are the rows of a small matrix."""
 
     def plan(self, layout: Layout, buffers: None = None) -> dict[int | None, _Plan]:
-        """→ the plan of layers with each window; one that hides nothing is no window."""
+        """Returns a plan per window; a window that hides nothing counts as none."""
         assert buffers is None, "this backend has no buffers to plan into"
         longest = max(layout.kv_lens)
         needed = {window: window if window is None or window < longest else None for window in self.scoring.kinds}
@@ -88,7 +88,7 @@ class TorchSDPA(AttentionBackend):
     def _group(
         self, decodes: list[tuple[int, int, int]], layout: Layout, tokens: int, window: int | None
     ) -> list[_DecodeGroup]:
-        """Split into groups whose padding at most doubles the work, and whose keys and values stay in the cache."""
+        """Splits into groups whose padding at most doubles the work and whose keys and values stay in the cache."""
         keys = self.pool.keys[0]
         max_pages = GROUP_BYTES // (2 * keys[0].numel() * keys.element_size())
         groups: list[list[tuple[int, int, int]]] = []
@@ -203,9 +203,9 @@ class TorchSDPA(AttentionBackend):
         return (scores.softmax(-1).to(v.dtype) @ v.unsqueeze(2)).flatten(1, 2)
 
     def _attend_plainly(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cached_len: int) -> torch.Tensor:
-        """Causal attention without mask: of what is cached every query sees all, and of the rest what is not after it.
+        """Causal attention without a mask: every query sees all cached keys, and of the new ones those up to itself.
 
-        Both parts are computed apart and joined by the sums of their exponents: 1.4 times as fast as with a mask.
+        The two parts are computed separately and joined by their sums of exponents: 1.4 times as fast as with a mask.
         """
         if cached_len == 0:
             return self._attend(q, k, v, None, None, causal=True)
@@ -271,15 +271,15 @@ class TorchSDPA(AttentionBackend):
 
 
 _SINK_DIMS = 8
-"""Elements by which heads grow for a sink: one is needed, torch's fast kernels want multiples of 8, of values too."""
+"""Elements that a head grows by for a sink: one is needed, torch's fast kernels want multiples of 8."""
 
 
 def _with_sink(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, sinks: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """One more key, last, which all see, whose product with a query is its head's sink and whose value is zero.
+    """Adds one last key that all queries see: its product with a query is the head's sink, its value zero.
 
-    It is 1 in an element of its own, in which queries have the sink and other keys have 0.
+    An extra element is 1 in this key, 0 in the others, and the sink in queries.
     """
     q = F.pad(q, (0, _SINK_DIMS))
     q[..., -1:] = sinks.to(q.dtype)

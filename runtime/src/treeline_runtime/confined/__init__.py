@@ -1,1 +1,1 @@
-"""Processes for what may never end or want all memory, on behalf of clients: under limits, killed beyond them."""
+"""Processes for work on behalf of clients that might never end or need too much memory: limited, and killed beyond."""

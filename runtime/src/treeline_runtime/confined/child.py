@@ -1,9 +1,9 @@
-"""The confined side: one descriptor, a socket to the parent as standard input, and nothing else.
+"""The child's side of a confined process. Its only descriptor is a socket to the parent, as standard input.
 
-A process is started with an empty environment. After its imports it can open no file and no socket, has a limit on its
-memory, and dies by a signal when a request takes too long, whatever the interpreter is busy with. When the parent goes,
-the socket ends and so does the process. See `process` for the parent's side. One that starts processes of its own (it
-reads bodies, whose templates others render) limits its memory by itself, and the parent alone watches its time.
+The process starts with an empty environment. After its imports it can open no file or socket, has a memory limit, and
+is killed by a signal when a request takes too long. When the parent ends, the socket and so the process end. See
+`process` for the parent's side. A process that starts others (it reads bodies, and those render templates) limits its
+own memory, and only the parent watches its time.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ import msgspec
 
 READY = b"ready"
 TRIM_BYTES = 128 << 10
-"""After a request larger than this, freed memory goes back to the system."""
+"""After a request larger than this, freed memory is returned to the system."""
 _HEADER: Final = struct.Struct(">I")
-"""Before each frame, the bytes of its payload."""
+"""The header of a frame: its payload's bytes."""
 _CHUNK: Final = 1 << 20
 _PR_SET_PDEATHSIG = 1
 
 
 class ProcessLimits(msgspec.Struct, frozen=True):
-    """The first frame. `memory_bytes` are on top of what the process has after its imports."""
+    """The first frame. `memory_bytes` are added to the memory after the imports."""
 
     seconds: float
-    """Of one request; 0 = the parent says how long each may take."""
+    """For one request; 0: the parent decides for each."""
     memory_bytes: int
     starts_processes: bool = False
-    """It may open files and start processes; then `memory_bytes` means nothing."""
+    """May open files and start processes; then `memory_bytes` has no effect."""
     threads: bool = False
-    """It may start threads."""
+    """May start threads."""
     ends_with_thread: bool = False
-    """On Linux it is killed when the thread of the parent that started it ends, however that comes. Without this it
-    notices only between requests that the parent has gone."""
+    """On Linux it is killed when the parent's thread that started it ends. Otherwise it notices the parent's end only
+    between requests."""
 
 
 def serve(answer: Callable[[bytearray], bytes]) -> None:
-    """Serve requests from standard input until it ends. A MemoryError ends the process: what is left of its memory may
-    be in pieces. Everything that `answer` needs is imported."""
+    """Serves requests from standard input until its end. A MemoryError ends the process, whose heap may be fragmented.
+    Everything that `answer` needs must be imported."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     sock = socket.socket(fileno=0)
@@ -75,7 +75,7 @@ def serve(answer: Callable[[bytearray], bytes]) -> None:
 
 
 def _confine(limits: ProcessLimits) -> None:
-    """No new descriptors, files, processes or core dumps, and so much more memory than there is now."""
+    """Forbids new descriptors, files, processes and core dumps, and limits further memory."""
     with open("/proc/self/statm") as statm:
         now = int(statm.read().split()[0]) * resource.getpagesize()
     try:
@@ -98,21 +98,21 @@ def _confine(limits: ProcessLimits) -> None:
 
 
 def end_with_parent() -> None:
-    """On Linux, have the kernel kill this process when the thread that started it ends (`prctl(2)`), be that with its
-    whole process. Who is gone already is not noticed."""
+    """On Linux, lets the kernel kill this process when the thread that started it ends (`prctl(2)`). A parent that has
+    already ended is not noticed."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def send_frame(sock: socket.socket, *parts: bytes) -> None:
-    """One payload, which the parts make together. Raises OSError."""
+    """Sends one payload made of the parts. Raises OSError."""
     sock.sendall(_HEADER.pack(sum(map(len, parts))))
     for part in parts:
         sock.sendall(part)
 
 
 def read_frame(sock: socket.socket, deadline: float | None = None) -> bytearray | None:
-    """The next payload; None when the other side has closed. `deadline` is of `time.monotonic`. Raises OSError."""
+    """The next payload; None if the other side closed. `deadline`: of `time.monotonic`. Raises OSError."""
     header = _read(sock, _HEADER.size, deadline)
     return None if header is None else _read(sock, _HEADER.unpack(header)[0], deadline)
 

@@ -1,4 +1,6 @@
-"""Confined processes that threads share: lent to one at a time, kept for the next one, lost where a borrower fails."""
+"""A pool of confined processes shared by threads: each is lent to one at a time, kept afterwards, and ended if the
+borrower fails.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +17,14 @@ _CLOSED = "closing: no process is lent any more"
 
 
 class PoolClosedError(Exception):
-    """Nothing is lent any more."""
+    """The pool is closed."""
 
 
 class ConfinedPool(Generic[P]):
-    """As many processes as were ever borrowed at once; the borrower bounds that. `close` ends them."""
+    """Has as many processes as were borrowed at once; borrowers limit that. `close` ends them."""
 
     def __init__(self, start: Callable[[], P], *, keep: Callable[[P], bool] = lambda process: True) -> None:
-        """start: called by a borrower, which waits until it is ready, when none is idle. keep: may the process serve
-        once more?"""
+        """start: called by a borrower if no process is idle. keep: whether a process may serve again."""
         self._start = start
         self._keep = keep
         self._idle: list[P] = []
@@ -33,7 +34,7 @@ class ConfinedPool(Generic[P]):
 
     @contextlib.contextmanager
     def lend(self) -> Iterator[P]:
-        """A process for one thread; it is ended where that thread raises, whatever state it was left in.
+        """Lends a process to one thread; if that thread raises, the process is ended.
 
         Raises PoolClosedError, and what `start` and `wait_ready` raise.
         """
@@ -49,7 +50,7 @@ class ConfinedPool(Generic[P]):
             self._drop(process)
 
     def close(self) -> None:
-        """End all processes, also those that are lent: their borrowers see them end."""
+        """Ends all processes, lent ones too: their borrowers see them end."""
         with self._lock:
             self._closed = True
             idle, busy = [*self._idle], [*self._busy]

@@ -18,27 +18,27 @@ from treeline_runtime.confined.child import READY, ProcessLimits, read_frame, se
 
 _START_SECONDS = 30.0
 _GRACE_SECONDS = 0.5
-"""The process ends itself at its deadline; this much later we do."""
+"""The process should end itself at its deadline; after this much longer the parent kills it."""
 
 
 class Killed(Exception):
-    """The request passed a limit, and its process has ended or is to be ended."""
+    """The request exceeded a limit; its process has ended or must be ended."""
 
 
 class Late(Killed):
-    """No answer came in time. The process may still work on it."""
+    """No answer in time. The process may still be working."""
 
 
 class Vanished(Killed):
-    """Somebody else has killed the process, a person or a kernel without memory; the request may be innocent."""
+    """The process was killed from outside, by a person or for lack of memory; the request may be harmless."""
 
 
 class ConfinedProcess:
-    """One process and our end of its socket. One thread asks at a time."""
+    """A process and our end of its socket. One thread uses it at a time."""
 
     def __init__(self, module: str, limits: ProcessLimits, *, logs: bool = False) -> None:
-        """module: what runs, by `child.serve`; logs: what it prints goes to standard error. Returns at once, see
-        `wait_ready`. Raises OSError when it cannot be started."""
+        """module: runs by `child.serve`; logs: its output goes to standard error. Returns at once, see `wait_ready`.
+        Raises OSError if it cannot be started."""
         self._limits = limits
         self._socket, theirs = socket.socketpair()
         # Ctrl-C reaches the whole terminal group, but only the parent decides
@@ -61,7 +61,7 @@ class ConfinedProcess:
         self.pid = self._process.pid
 
     def wait_ready(self, seconds: float = _START_SECONDS) -> None:
-        """Wait until it may be asked, for so long at most. Raises OSError when that does not come."""
+        """Waits until it is ready. Raises OSError if that takes longer than this."""
         try:
             if self.ask(msgspec.msgpack.encode(self._limits), seconds=seconds) == READY:
                 return
@@ -70,16 +70,16 @@ class ConfinedProcess:
         raise OSError("the process did not start")
 
     def fileno(self) -> int:
-        """Of the socket: while nothing is asked it can be read when the process has ended, and not before."""
+        """The socket's descriptor: without a running request it is readable only when the process has ended."""
         return self._socket.fileno()
 
     def cpu_s(self) -> float:
-        """What the process has computed since it started, in seconds."""
+        """CPU seconds of the process since its start."""
         fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def alive(self) -> bool:
-        """It has not ended by itself."""
+        """Whether it has not ended by itself."""
         return self._process.poll() is None
 
     def ask(
@@ -89,10 +89,10 @@ class ConfinedProcess:
         late_s: float = 0.0,
         on_late: Callable[[], None] | None = None,
     ) -> bytearray:
-        """Send the parts of a request and wait for its answer. Raises `Killed` when none comes in time.
+        """Sends a request's parts and waits for the answer. Raises `Killed` if none comes in time.
 
-        seconds: for this request; None = as the process's limits say. on_late: called where none has come after
-        `late_s`; if it raises, nothing may be asked any more."""
+        seconds: for this request; None: the process's limit. on_late: called if there is no answer after `late_s`; if
+        it raises, the process cannot be used any more."""
         if seconds is None:
             seconds = self._limits.seconds + _GRACE_SECONDS
         deadline = time.monotonic() + seconds
@@ -118,17 +118,17 @@ class ConfinedProcess:
         return False
 
     def _why(self, seen: str) -> Killed:
-        """Limits end a process by other signals than SIGKILL, or leave that to us."""
+        """Why it ended: limits use other signals than SIGKILL, or leave that to the parent."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_GRACE_SECONDS)
         return Vanished(seen) if self._process.returncode == -signal.SIGKILL else Killed(seen)
 
     def kill(self) -> None:
-        """End the process, which may be in the middle of anything, and wait for it."""
+        """Kills the process, whatever it does, and waits for it."""
         self._process.kill()
         self._process.wait()
 
     def end(self) -> None:
-        """Kill it and close the socket. For the thread that owns it."""
+        """Kills it and closes the socket. For the thread that owns it."""
         self.kill()
         self._socket.close()

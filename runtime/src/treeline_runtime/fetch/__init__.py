@@ -1,1 +1,1 @@
-"""A model from where it is published into a folder, for a pod's init container: `python -m treeline_runtime.fetch`."""
+"""Downloads a model into a folder, for a pod's init container: `python -m treeline_runtime.fetch`."""

@@ -66,7 +66,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Fetch everything that is asked for; the exit status."""
+    """Fetches everything; returns the exit status."""
     args = parse(argv)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(levelname)s %(message)s")
     progress = Progress(sys.stdout)

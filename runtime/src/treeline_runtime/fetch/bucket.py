@@ -1,9 +1,8 @@
-"""Models in object stores, `s3://bucket/folder` and `gs://bucket/folder`.
+"""Models in object stores: `s3://bucket/folder` and `gs://bucket/folder`.
 
-Credentials, the region and another endpoint than the cloud's are in the environment, under the names that the clouds'
-own tools give them (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION, AWS_ENDPOINT_URL,
-GOOGLE_SERVICE_ACCOUNT_KEY). Without any, the bucket is read as one that is public. obstore refuses keys that lead out
-of a folder.
+Credentials, region and endpoint come from the environment under the clouds' usual names (AWS_ACCESS_KEY_ID,
+AWS_SECRET_ACCESS_KEY, AWS_REGION, AWS_ENDPOINT_URL, GOOGLE_SERVICE_ACCOUNT_KEY). Without credentials the bucket is read
+as public. obstore refuses keys that lead out of a folder.
 """
 
 from __future__ import annotations
@@ -33,14 +32,14 @@ if TYPE_CHECKING:
     from obstore.store import ClientConfig
 
 SUMS: Final = "SHA256SUMS"
-"""What `sha256sum * > SHA256SUMS` writes: where the folder has it, its files are compared with it."""
+"""Written by `sha256sum * > SHA256SUMS`; if the folder has it, its files are checked."""
 PIECE: Final = 16 << 20
-"""Bytes of a request: one that fails is repeated, and so many bytes of each file at once are in memory."""
+"""Bytes of a request. A failed request is repeated, and this much of each file is in memory."""
 _PIECE_TIMEOUT: Final = timedelta(minutes=5)
 _FILES_AT_ONCE: Final = 8
 _VERSION: Final = f"{OURS}version"
 _MOST_OBJECTS: Final = 10_000
-"""Below a folder, whatever they are: a model has some hundreds."""
+"""The most objects in a folder; a model has some hundreds."""
 LISTING_S: Final = 300.0
 _MOST_SUMS_BYTES: Final = 4 << 20
 _CREDENTIALS: Final = {
@@ -59,7 +58,7 @@ _CREDENTIALS: Final = {
         },
     ),
 }
-"""Scheme → the prefix of its variables, and those that have credentials or say where they are."""
+"""Scheme → the prefix of its variables, and the names that mean "credentials are given"."""
 _STATUS: Final = re.compile(r"status code: (\d{3})")
 _CODE: Final = re.compile("<Code>(.*?)</Code>")
 
@@ -85,7 +84,7 @@ class Bucket:
 
     @property
     def identity(self) -> Mapping[str, Any]:
-        """See Origin. A folder that changed in the bucket is still the same to us."""
+        """See Origin. A changed folder keeps its identity."""
         return {"uri": self.name, "weights": self._weights}
 
     def look(self, to: Path) -> Listing:
@@ -105,7 +104,7 @@ class Bucket:
         )
 
     async def _listed(self) -> list[ObjectMeta]:
-        """A server that has always one more page is left, even where nothing is on it (which only time tells)."""
+        """Lists objects within a time limit: a server might always have one more, empty page."""
         found: list[ObjectMeta] = []
         seen = 0
         try:
@@ -122,7 +121,7 @@ class Bucket:
         return found
 
     def download(self, listed: Listing, to: Path) -> None:
-        """See Origin. What is there of another version is removed: files of two versions make no model."""
+        """See Origin. Files of another version are removed: mixed files make no model."""
         version = to / _VERSION
         if not version.is_file() or version.read_text() != listed.version:
             shutil.rmtree(to, ignore_errors=True)
@@ -155,7 +154,7 @@ class Bucket:
             raise FetchError("DownloadFailed", f"{self.name}: {name} is a file and a folder: remove one") from error
 
     def _piece(self, name: str, start: int, end: int) -> memoryview:
-        """Bytes of the object that was listed: one that has been replaced since is refused."""
+        """A range of the listed object; one that was replaced since is refused."""
         with self._told():
             asked = obstore.get(self._store, name, options={"range": (start, end), "if_match": self._tags[name]})
             piece = memoryview(asked.bytes())
@@ -164,7 +163,7 @@ class Bucket:
         return piece
 
     def _compare(self, folder: Path) -> None:
-        """With the digests that the folder itself has. A file that differs is removed and fetched at the next try."""
+        """Compares with the folder's own digests. A file that differs is removed and fetched at the next try."""
         if SUMS not in self._tags:
             return
         digests = {}
@@ -180,8 +179,7 @@ class Bucket:
 
     @contextlib.contextmanager
     def _told(self) -> Iterator[None]:
-        """What the library raises becomes a FetchError. Its text may have the answer's body, of which the code of the
-        error is shown."""
+        """Converts the library's errors to FetchError. Of an answer's body only the error code is shown."""
         try:
             yield
         except (BaseError, ValueError) as error:

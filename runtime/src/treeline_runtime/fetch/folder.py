@@ -1,7 +1,7 @@
-"""One folder for a model: downloaded once, however many ask, and kept in part when a try fails.
+"""The folder of a model: downloaded once for all pods, and kept in part if a try fails.
 
-Several pods may share the folder's volume: one downloads under a lock while the others wait, and a folder that is
-complete carries a marker, so that the next pod asks nothing of the network. What was downloaded before a crash is kept.
+Pods may share the volume: one downloads under a lock while others wait. A complete folder has a marker, so the next pod
+needs no network. Partial downloads survive a crash.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import IO, Any, Final, NamedTuple, Protocol
 from treeline_runtime.download import FILES
 
 OURS: Final = ".treeline-"
-"""How names begin that are ours in a folder."""
+"""Prefix of our own names in a folder."""
 MARKER: Final = f"{OURS}complete"
 PROGRESS_S: Final = 3.0
 SPARE_BYTES: Final = 64 << 20
@@ -33,13 +33,13 @@ logger = logging.getLogger("treeline.fetch")
 
 TOKENIZER_FILES: Final = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 WEIGHT_FILES: Final = [*FILES, *TOKENIZER_FILES, "*.py"]
-"""More than our own runtime reads: other engines are served from the same folder."""
+"""More than our runtime reads: other engines use the same folder."""
 DISK_ERRORS: Final = frozenset({28, 30, 36, 122})
-"""No space, read-only file system, a name that is too long, quota."""
+"""No space, read-only file system, name too long, quota."""
 
 
 class FetchError(Exception):
-    """The model cannot be had. `reason` is a word that a status can show."""
+    """The model cannot be fetched. `reason` is one word for a status."""
 
     def __init__(self, reason: str, text: str) -> None:
         super().__init__(text)
@@ -47,33 +47,33 @@ class FetchError(Exception):
 
 
 class Listing(NamedTuple):
-    """What is to be downloaded: bytes by the file's name, and a name of this state of the files, if there is one."""
+    """Files to download with their sizes, and a name of this version, if there is one."""
 
     sizes: Mapping[str, int]
     version: str | None
 
 
 class Origin(Protocol):
-    """A model, or its tokenizer alone, at one place. Its methods raise FetchError, and OSError of DISK_ERRORS."""
+    """A source of a model, or of its tokenizer only. Methods raise FetchError, and OSErrors in DISK_ERRORS."""
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Its name in messages."""
 
     @property
     def identity(self) -> Mapping[str, Any]:
-        """What a complete folder says of itself."""
+        """What a complete folder's marker says."""
 
     def look(self, to: Path) -> Listing:
-        """What `download` would bring into this folder."""
+        """What `download` would fetch into this folder."""
 
     def download(self, listed: Listing, to: Path) -> None:
-        """Bring these files into a folder that may have some of them from an earlier try."""
+        """Fetches these files into a folder that may contain some from an earlier try."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is to be had, and the folder that it is to be in. `weights`: not its tokenizer alone. `uri`: of the Hub."""
+    """What to fetch, and its folder. `weights`: not only the tokenizer. `uri`: if it is of the Hub."""
 
     origin: Origin
     to: Path
@@ -90,7 +90,7 @@ class Wanted:
 
     @property
     def commit(self) -> str | None:
-        """The version of what is there, once it is complete."""
+        """The version of the complete folder."""
         return self._marker.get("commit")
 
     @property
@@ -103,7 +103,7 @@ class Wanted:
 
 
 class Progress:
-    """Says from time to time how much of all folders together is there, and which `commits` they are of, by URI."""
+    """Reports how much of all folders is there, and their `commits` by URI."""
 
     def __init__(self, out: IO[str]) -> None:
         self._out = out
@@ -113,7 +113,7 @@ class Progress:
         self.commits: dict[str, str] = {}
 
     def tell(self, done: int) -> None:
-        """Print the state, unless it is the one that was printed last."""
+        """Prints the state if it changed."""
         state = (min(self._before + done, self.total), self.total)
         if state != self._last:
             self._last = state
@@ -121,13 +121,13 @@ class Progress:
             print(json.dumps(said | ({"commits": self.commits} if self.commits else {})), file=self._out, flush=True)
 
     def finish(self, size: int) -> None:
-        """A folder is there, `size` bytes of it."""
+        """A folder is complete, with `size` bytes."""
         self._before += size
         self.tell(0)
 
 
 def fetch(wanted: Wanted, progress: Progress, *, every_s: float = PROGRESS_S) -> None:
-    """Have the folder complete, by whomever. Raises FetchError."""
+    """Waits until the folder is complete, by this or another process. Raises FetchError."""
     try:
         wanted.to.parent.mkdir(parents=True, exist_ok=True)
         with _locked(wanted):
@@ -151,7 +151,7 @@ def _note_commit(wanted: Wanted, progress: Progress, commit: str | None) -> None
 
 @contextlib.contextmanager
 def _locked(wanted: Wanted) -> Iterator[None]:
-    """One downloader at a time. A volume without locks goes without: its folder is still made complete in one move."""
+    """One downloader at a time. Volumes without locks do without; the folder is still completed by one move."""
     with wanted.to.with_name(f"{wanted.to.name}.lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -190,7 +190,7 @@ def _download(wanted: Wanted, progress: Progress, every_s: float) -> None:
 
 
 def _is_no_models(file: str) -> bool:
-    """Such names would stand where ours do, or cost more than files do."""
+    """Names that would clash with ours, or cost too much."""
     parts = file.split("/")
     return len(file) > _LONGEST_NAME or len(parts) > _MOST_FOLDERS or any(part.startswith(OURS) for part in parts)
 
@@ -214,14 +214,14 @@ def _telling(tell: Callable[[], None], every_s: float) -> Iterator[None]:
 
 
 def _size(folder: Path) -> int:
-    """Bytes on disk, those of unfinished files too, and not ours."""
+    """Bytes on disk, unfinished files included, our own excluded."""
     total = 0
     for root, _, names in os.walk(folder):
         for name in names:
             if name.startswith(OURS):
                 continue
             with contextlib.suppress(OSError):
-                # Space may be reserved before the bytes are there: what counts is what is written.
+                # Space may be reserved before the bytes are there: only written bytes count.
                 found = os.stat(os.path.join(root, name))
                 total += min(found.st_size, found.st_blocks * 512) if name.endswith(".incomplete") else found.st_size
     return total

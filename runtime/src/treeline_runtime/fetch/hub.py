@@ -14,10 +14,10 @@ from treeline_runtime.fetch.folder import DISK_ERRORS, TOKENIZER_FILES, WEIGHT_F
 
 
 class HubRepo:
-    """A repository. Implements `Origin`; the version is its commit. `HF_TOKEN` is in the environment."""
+    """A repository. Implements `Origin`; the version is its commit. `HF_TOKEN` comes from the environment."""
 
     def __init__(self, uri: str, *, weights: bool = True, commit: str | None = None) -> None:
-        """`commit` is what the revision meant before, for other pods of the pool. Raises FetchError."""
+        """`commit`: what the revision meant for other pods of the pool. Raises FetchError."""
         try:
             model = HubModel.parse(uri)
         except ValueError as error:
@@ -29,7 +29,7 @@ class HubRepo:
 
     @property
     def identity(self) -> Mapping[str, Any]:
-        """See Origin. A branch that moved on the Hub is still the same to us."""
+        """See Origin. A branch that moved keeps its identity."""
         return {"repo": self.name, "revision": self._revision, "weights": self._weights}
 
     def look(self, to: Path) -> Listing:

@@ -1,1 +1,1 @@
-"""Grammars: from what an output must be to the tokens that it may go on with."""
+"""Grammars: from the form of an output to the tokens allowed next."""

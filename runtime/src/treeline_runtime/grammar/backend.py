@@ -1,4 +1,4 @@
-"""What a grammar backend does: five verbs on a vocabulary (compile, accept, fill, forced text, roll back)."""
+"""The interface of a grammar backend: compile, accept, fill, forced text, roll back."""
 
 from __future__ import annotations
 
@@ -13,76 +13,75 @@ if TYPE_CHECKING:
 
 
 FILL_THREADS = min(max((os.cpu_count() or 1) // 2, 2), 8)
-"""That fill masks. For schemas of plain strings two do (a millisecond's work for 64 rows, however many threads there
-are); where patterns count characters, eight on sixteen cores take a third of the time that two take."""
+"""Threads that fill masks. For schemas of plain strings two are enough (1 ms for 64 rows); where patterns count
+characters, eight on sixteen cores take a third of the time of two."""
 
 
 MAX_SHORTEST = 16_384
-"""Characters of the shortest text of a grammar, and so of what it can force at once. To find what is forced takes up to
-a microsecond a character, and in repetitions the square of that: 20 ms to 100 ms for as many."""
+"""The longest shortest text of a grammar, and so the longest forced text, in characters. Finding it takes up to a
+microsecond a character, and the square of that in repetitions: 20 to 100 ms for this many."""
 
 
 MAX_COMPILED_BYTES, MAX_BYTES_A_TOKEN = 32 << 20, 2048
-"""Of what one grammar is compiled to, the larger one; the second for each token of the vocabulary, by which masks
-grow: strict parameters of ten ordinary tools are 48 MiB with 128,000 tokens. While the server reads it, it takes about
-seven times as much of its memory: an EBNF of 21 kB, of some hundred rules as one choice, is 57 MB and then 388."""
+"""The largest compiled grammar: the larger of a constant and a size per token of the vocabulary, by which masks grow
+(strict parameters of ten ordinary tools are 48 MiB with 128,000 tokens). Reading it takes about seven times its size in
+the server: an EBNF of 21 kB with hundreds of rules in a choice is 57 MB and then 388."""
 
 
 class GrammarError(ValueError):
-    """What is wrong with a grammar; the text is for its author."""
+    """What is wrong with a grammar, in words for its author."""
 
 
 class Matcher(Protocol):
-    """The place in a grammar that one output has come to. Starts at its beginning."""
+    """One output's position in a grammar, initially its beginning."""
 
     def accept(self, token: int) -> bool:
-        """The output is longer by this token. False: it may not be, and nothing has changed. A stop token is accepted
-        where the output may end; nothing is afterwards."""
+        """Appends a token. False: not allowed, and nothing changed. A stop token is accepted where the output may end,
+        and nothing after it."""
 
     def rollback(self, count: int) -> None:
-        """The last `count` accepted tokens were never there."""
+        """Takes back the last `count` accepted tokens."""
 
     def forced(self) -> str:
-        """The text that must come next, as far as it is certain; "" where there is a choice, or the end, or where the
-        output stands within a character."""
+        """The text that must come next, as far as it is certain; "" at a choice, at the end, or inside a character."""
 
     @property
     def completed(self) -> bool:
-        """The output may end here."""
+        """Whether the output may end here."""
 
     @property
     def gave_up(self) -> str:
-        """Why it allows nothing any more, where a step took too much work; "" where none did."""
+        """Why nothing is allowed any more, if a step took too much work; else ""."""
 
 
 class Compiled(Protocol):
-    """A grammar that is ready. Immutable; its matchers share it."""
+    """A compiled grammar. Immutable and shared by its matchers."""
 
     @property
     def num_bytes(self) -> int:
-        """What it takes of the memory, about."""
+        """Approximate memory."""
 
     def matcher(self, stop_ids: Sequence[int]) -> Matcher:
-        """stop_ids: the tokens that end an output; they are never text."""
+        """stop_ids: tokens that end an output; never text."""
 
 
 class GrammarBackend(Protocol):
-    """One library, for one vocabulary."""
+    """A library with one vocabulary."""
 
     def compile(self, grammar: Grammar) -> bytes:
-        """What `load` takes. May take seconds and gigabytes: it is called in a confined process. Raises
+        """The input of `load`. May take seconds and gigabytes, so it runs in a confined process. Raises
         GrammarError."""
 
     def load(self, compiled: bytes) -> Compiled:
-        """What `compile` has made. Called in any thread."""
+        """Reads the result of `compile`, in any thread."""
 
     def fill(self, matchers: Sequence[Matcher], masks: torch.Tensor, rows: Sequence[int]) -> None:
-        """masks (rows, words) int32 on the CPU: overwrite row rows[i] with the tokens that matchers[i] may go on with:
-        bit j % 32 of word j // 32 is token j. Matchers that are at their end allow nothing."""
+        """Overwrites row rows[i] of masks (rows, words; int32, CPU) with the tokens allowed for matchers[i]: bit j % 32
+        of word j // 32 is token j. Finished matchers allow nothing."""
 
 
 def certain_text(forced: bytes) -> str:
-    """What is text of the bytes that must come next. A character may be certain but for its last bytes."""
+    """The text in bytes that must come next, whose last character may be incomplete."""
     try:
         return forced.decode()
     except UnicodeDecodeError as error:

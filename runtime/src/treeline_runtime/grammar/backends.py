@@ -1,11 +1,11 @@
-"""Two libraries behind the five verbs, one for each kind of grammar.
+"""Two libraries behind the interface, one for each kind of grammar.
 
-llguidance takes schemas, patterns and choices. It intersects schemas, knows most words of them, and compiles nothing
-beforehand. Its lexer takes the longest word that it can: a grammar of characters means the same to it only if each
-character is a word, and then a step walks the whole vocabulary character by character.
+llguidance compiles schemas, patterns and choices: it intersects schemas, knows most keywords, and needs little
+compilation. Its lexer takes the longest word; for a grammar of characters each character would have to be a word, and
+each step would walk the whole vocabulary.
 
-xgrammar takes grammars and structural tags: it is exact there, and has masks that are computed beforehand. Of a schema
-within a tag it reads less than llguidance does.
+xgrammar compiles grammars and structural tags: it is exact there and precomputes masks. In tags it supports fewer
+schema keywords than llguidance.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 _EXACT = frozenset(["ebnf", "structural_tag"])
 _LLGUIDANCE, _XGRAMMAR = b"l", b"x"
-"""What compiled bytes begin with."""
+"""Prefix of compiled bytes."""
 
 
 def load_libraries() -> None:
-    """Import both, which a confined process cannot do later."""
+    """Imports both, which a confined process cannot do later."""
     import llguidance  # noqa: F401
 
     from treeline_runtime.grammar import llguidance_backend, xgrammar_backend  # noqa: F401
@@ -37,7 +37,7 @@ def load_libraries() -> None:
 
 
 class Backends:
-    """Implements `GrammarBackend`. Each library reads the vocabulary when it is first needed."""
+    """Implements `GrammarBackend`. Each library reads the vocabulary on first use."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary

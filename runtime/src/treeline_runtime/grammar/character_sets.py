@@ -1,7 +1,7 @@
-"""Sets of characters, as ranges of code points: all others, other cases, and what counts as a digit, space or word.
+"""Sets of characters as ranges of code points: complements, cases, and digit, space and word.
 
-No set has surrogates: no text has them. Where dialects differ in what a class has, there is a narrow set, in which all
-of them agree, and a wide one, which is what any of them counts in.
+No set has surrogates, since texts have none. Where dialects differ, there is a narrow set (all agree) and a wide one
+(any of them).
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from functools import cache
 from re._casefix import _EXTRA_CASES  # type: ignore[import-not-found]
 
 Ranges = tuple[tuple[int, int], ...]
-"""Characters, as first and last of ascending ranges that do not touch."""
+"""First and last of ascending ranges that do not touch."""
 
 LAST = sys.maxunicode
 
 
 def union(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """The set that any ranges make together, without surrogates. O(n log n)."""
+    """The union of ranges, without surrogates. O(n log n)."""
     merged: list[tuple[int, int]] = []
     for first, last in sorted(ranges):
         if merged and first <= merged[-1][1] + 1:
@@ -31,7 +31,7 @@ def union(ranges: Iterable[tuple[int, int]]) -> Ranges:
 
 
 def all_but(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """All other characters."""
+    """The complement."""
     others, after = [], 0
     for first, last in (*sorted(ranges), (LAST + 1, LAST + 1)):
         if first > after:
@@ -52,7 +52,7 @@ def _no_surrogates(ranges: list[tuple[int, int]]) -> Ranges:
 
 
 def with_cases(ranges: Ranges, *, wide: bool) -> Ranges:
-    """With their other cases. O(characters)."""
+    """With other cases. O(characters)."""
     chars = [chr(code) for first, last in ranges for code in range(first, last + 1)]
     found = {ord(c) for char in chars for c in (char, char.lower(), char.upper()) if len(c) == 1}
     if wide:
@@ -61,12 +61,12 @@ def with_cases(ranges: Ranges, *, wide: bool) -> Ranges:
 
 
 _LAST_CASED = 0x1FFFF
-"""Only the first two planes have letters with cases."""
+"""Letters with cases are in the first two planes only."""
 
 
 @cache
 def _alike() -> dict[int, set[int]]:
-    """All characters that any dialect takes for one another without regard to case, by each of them."""
+    """Characters that any dialect treats as equal without regard to case, by each of them."""
     classes: dict[int, set[int]] = {}
     for char in filter(lambda char: char != char.lower() or char != char.upper(), map(chr, range(_LAST_CASED + 1))):
         code, cases = ord(char), (char.lower(), char.upper(), char.title(), char.casefold())
@@ -87,6 +87,6 @@ _UNICODE = {"digit": r"\d+", "space": "[\\s\ufeff]+", "word": r"\w+"}
 
 @cache
 def unicode(name: str) -> Ranges:
-    """Of "digit", "space" and "word", as Unicode has them."""
+    """Unicode's "digit", "space" and "word"."""
     every = array("I", range(LAST + 1)).tobytes().decode("utf-32", "surrogatepass")
     return union((found.start(), found.end() - 1) for found in re.finditer(_UNICODE[name], every))

@@ -1,9 +1,9 @@
-"""Compiled grammars by namespace and content: each is compiled once, in a confined process, in the background.
+"""A cache of compiled grammars by namespace and content; each is compiled once, in a confined process, in the
+background.
 
-Clients take turns. A grammar that takes longer than a first try goes on only where a worker may be given to it for
-long; there is one worker less for these than there are, so that others never wait for more than a first try. Until then
-it waits before the others of its client. The seconds of those that take long are counted: a client that has used too
-many is refused until some have passed, whatever new texts it sends.
+Clients take turns. A grammar that outlasts a first try continues only in a worker for long ones; there is one fewer of
+these than of workers, so others never wait longer than a first try. Until then it waits before the others of its
+client. Seconds of long compilations are counted, and a client that used too many is refused until some have come back.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ _WARMING = (
     Grammar("choice", '["a"]'),
     Grammar("structural_tag", '{"type":"structural_tag","format":{"type":"const_string","value":"a"}}'),
 )
-"""Of each library, one."""
+"""One process per library."""
 _ENTRY_BYTES = 3072
-"""What a grammar takes of the cache besides its source and what it was compiled to, also where it was refused."""
+"""Memory of a cache entry besides source and compiled form, also for refused grammars."""
 _READING = 12
-"""Times what a grammar takes while it is read: measured 13 of xgrammar's JSON."""
+"""Memory while reading a compiled grammar, as a multiple: 13 measured for xgrammar's JSON."""
 _TRIM_BYTES = 32 << 20
-"""So much may be free in the heap before it is given back, which takes some 20 ms in which others wait for the heap.
-Some hundred grammars leave 400 MB in the arenas of the threads that read them, which glibc keeps by itself."""
+"""Free heap that is kept before it is returned, which takes some 20 ms and blocks other threads. Some hundred grammars
+leave 400 MB in glibc's thread arenas."""
 _malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)
 
 Key = tuple[str | None, Grammar]
-"""A namespace and a grammar: what one namespace has sent makes nothing faster for another."""
+"""A namespace and a grammar. One namespace's grammars do not speed up another's."""
 
 
 class GrammarBusyError(Exception):
-    """Too many grammars wait to be compiled; the text is for the client."""
+    """Too many grammars wait for compilation; the text is for the client."""
 
 
 class GrammarBudgetError(GrammarBusyError):
@@ -62,20 +62,20 @@ class GrammarBudgetError(GrammarBusyError):
 
 
 class CompileLimits(NamedTuple):
-    """`seconds` and `memory_bytes` are of one compilation; `waiting` grammars wait at most."""
+    """`seconds` and `memory_bytes`: of one compilation; `waiting`: the most waiting grammars."""
 
     seconds: float = 10.0
     first_try_seconds: float = 0.5
     client_seconds: float = 30.0
-    """What the grammars of a client that outlast a first try may take until it is refused,"""
+    """Seconds of long compilations after which a client is refused,"""
     client_seconds_back: float = 0.25
-    """and what it gets back of that in each second."""
+    """and how many of them come back each second."""
     memory_bytes: int = 2 << 30
     workers: int = 2
     waiting: int = 512
     cache_bytes: int = 512 << 20
     retry_seconds: float = 60.0
-    """How long a grammar that passed the limits is not tried again."""
+    """How long a grammar that exceeded the limits is refused."""
 
 
 def _spent(wait_s: int) -> GrammarBudgetError:
@@ -86,7 +86,7 @@ def _spent(wait_s: int) -> GrammarBudgetError:
 
 
 class GrammarCompiler:
-    """Owns the cache and the processes. One thread calls it; `on_done` is called by others."""
+    """Owns the cache and the processes. One thread calls it; others call `on_done`."""
 
     def __init__(
         self,
@@ -97,8 +97,8 @@ class GrammarCompiler:
         limits: CompileLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """vocabulary, prepare: called once, by another thread, when the first grammar comes or before (`warm`);
-        `prepare` is for what else must be there then. on_done: `get` may have news."""
+        """vocabulary, prepare: called once, by another thread, at the first grammar or by `warm`; `prepare` makes
+        whatever else is needed then. on_done: `get` may have news."""
         self.limits = limits or CompileLimits()
         self._vocabulary = vocabulary
         self._prepare = prepare
@@ -132,7 +132,7 @@ class GrammarCompiler:
         """Since the heap was trimmed."""
 
     def get(self, grammar: Grammar, namespace: str | None = None, client: str | None = None) -> Future[Compiled]:
-        """What the grammar compiles to, or GrammarError, or GrammarBusyError. `after` does not matter."""
+        """The compiled grammar, GrammarError, or GrammarBusyError. `after` is ignored."""
         key = _key(grammar, namespace)
         self._settle()
         if key in self._tried:
@@ -159,7 +159,7 @@ class GrammarCompiler:
         return job.future
 
     def forget(self, grammar: Grammar, namespace: str | None = None) -> None:
-        """No request waits for it any more: unless it is being compiled already, it will not be."""
+        """No request needs it any more; unless its compilation has begun, it is dropped."""
         key = _key(grammar, namespace)
         with self._lock:
             job = self._queued.get(key)
@@ -171,8 +171,8 @@ class GrammarCompiler:
         del self._known[key]
 
     def warm(self) -> Future[None]:
-        """Do in the background what the first grammar would wait for: with 128 thousand tokens some seconds, in which
-        libraries hold up all other threads for 0.3 s each."""
+        """Prepares in the background what the first grammar would wait for: with 128 thousand tokens some seconds, in
+        which libraries block other threads for 0.3 s each."""
         return self._pool().submit(self._warm)
 
     def _pool(self) -> ThreadPoolExecutor:
@@ -181,14 +181,14 @@ class GrammarCompiler:
         return self._threads
 
     def constraint(self, compiled: Compiled, *, stop_ids: Collection[int], after: str = "") -> GrammarConstraint:
-        """Of a request whose output ends with one of `stop_ids`; of these, ordinary tokens are text to the grammar."""
+        """A request's constraint. `stop_ids` end its output; those that are ordinary tokens are text to the grammar."""
         assert self._loaded is not None
         vocabulary = self._loaded.vocabulary
         ends = sorted(id for id in stop_ids if not vocabulary.texts[id])
         return GrammarConstraint(compiled, self._loaded.filler, texts=self._loaded.marked, stop_ids=ends, after=after)
 
     def outgrown(self, grammar: Grammar, compiled: Compiled, reason: str, namespace: str | None = None) -> None:
-        """A step of an output took too much work for what the grammar was compiled to: it is refused for a while.
+        """A step took too much work with this grammar: it is refused for a while.
 
         reason: for the client.
         """
@@ -201,7 +201,7 @@ class GrammarCompiler:
         self._refuse_for_a_while(key, reason)
 
     def close(self) -> None:
-        """End the processes, whatever they do. Nothing may be asked for afterwards."""
+        """Ends the processes. The compiler cannot be used afterwards."""
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
         with self._lock:
@@ -215,11 +215,11 @@ class GrammarCompiler:
 
     @property
     def num_bytes(self) -> int:
-        """What is kept, about."""
+        """Approximate memory of the cache."""
         return self._num_bytes
 
     def _settle(self) -> None:
-        """Take the sizes of what has become ready, and forget what was not wanted for longest."""
+        """Records the sizes of finished grammars and evicts the least recently used."""
         while self._done:
             key, future = self._done.popleft()
             error = future.exception()
@@ -243,7 +243,7 @@ class GrammarCompiler:
             self._threads.submit(_malloc_trim, 0)
 
     def _is_much(self, num_bytes: int) -> bool:
-        """So much was freed: whether the system should get it back now."""
+        """Whether enough was freed to return it to the system."""
         with self._lock:
             self._freed_bytes += num_bytes
             is_much = self._freed_bytes >= _TRIM_BYTES
@@ -257,7 +257,7 @@ class GrammarCompiler:
         self._tried[key] = self._clock(), reason
 
     def _unwanted(self) -> list[Key]:
-        """What the bound leaves no room for."""
+        """The entries to evict for the bound."""
         found, left = list[Key](), self._num_bytes
         for key in self._known:
             if left <= self.limits.cache_bytes:
@@ -270,7 +270,7 @@ class GrammarCompiler:
     # ---- in threads of the pool -----------------------------------------------------------------------------
 
     def _next(self) -> None:
-        """Compile the grammar whose turn it is, if there is one that may be compiled now."""
+        """Starts compiling the next grammar that may be compiled now."""
         with self._lock:
             has_time = self._num_long < self._most_long
             job = self._turns.take(lambda job: has_time or not self._slow[job.client])
@@ -312,13 +312,13 @@ class GrammarCompiler:
             self._ask(_WARMING[0], self._load())
 
     def _leave_queue(self, job: _Job) -> None:
-        """With the lock. It is not among `_turns` any more."""
+        """Removes it from `_turns`. Needs the lock."""
         del self._queued[job.key]
         if job.is_slow:
             self._slow[job.client] -= 1
 
     def _charge(self, client: str | None, seconds: float) -> None:
-        """A long compilation is over. Where its client has used up its seconds, what else it waits for is refused."""
+        """A long compilation ended. If its client has used up its seconds, its waiting ones are refused."""
         with self._lock:
             self._num_long -= 1
             self._used.charge(client, seconds)
@@ -360,7 +360,7 @@ class GrammarCompiler:
         return compiled
 
     def _ask(self, grammar: Grammar, loaded: _Loaded, on_late: Callable[[], None] | None = None) -> bytearray:
-        """What a process answers, another one where somebody has killed the first. on_late: see `ConfinedProcess`."""
+        """Asks a process, and another if the first was killed from outside. on_late: see `ConfinedProcess`."""
         request = msgspec.msgpack.encode(grammar)
         with contextlib.suppress(Vanished), self._workers.lend() as worker:
             return worker.compile(request, loaded.encoded, on_late)
@@ -398,9 +398,9 @@ class GrammarCompiler:
 class _Loaded(NamedTuple):
     vocabulary: Vocabulary
     marked: list[bytes]
-    """The texts of all tokens, special ones too."""
+    """All tokens' texts, special ones included."""
     encoded: bytes
-    """As the processes take it."""
+    """As the processes receive it."""
     backend: Backends
     filler: GrammarFiller
 
@@ -411,7 +411,7 @@ class _TooMuchError(GrammarError):
 
 @dataclass(eq=False)
 class _Job:
-    """A grammar that waits, or is being compiled."""
+    """A grammar that waits or compiles."""
 
     key: Key
     client: str | None
@@ -419,11 +419,11 @@ class _Job:
     is_slow: bool = False
     """It has outlasted its first try."""
     is_long: bool = False
-    """It is being compiled and may take all its time."""
+    """It compiles and may use all its time."""
 
 
 class _OutOfTurnError(Exception):
-    """As many others as may take long do."""
+    """All places for long compilations are taken."""
 
 
 def _key(grammar: Grammar, namespace: str | None) -> Key:
@@ -437,8 +437,7 @@ def _failed(error: Exception) -> Future[Compiled]:
 
 
 class _Worker(ConfinedProcess):
-    """Compiles with the vocabulary that it is sent before its first grammar. Raises OSError when it cannot be
-    started."""
+    """Compiles with the vocabulary sent before its first grammar. Raises OSError if it cannot be started."""
 
     def __init__(self, limits: CompileLimits) -> None:
         self._is_ready = False
@@ -448,7 +447,7 @@ class _Worker(ConfinedProcess):
         super().__init__("treeline_runtime.grammar.worker", confined)
 
     def compile(self, grammar: bytes, vocabulary: bytes, on_late: Callable[[], None] | None) -> bytearray:
-        """Raises `Killed` when no answer comes in time."""
+        """Raises `Killed` if no answer comes in time."""
         if not self._is_ready:
             self.ask(vocabulary)
             for warming in _WARMING:  # libraries make tables then, which is no part of anybody's first try

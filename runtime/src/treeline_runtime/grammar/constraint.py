@@ -11,10 +11,10 @@ from treeline_runtime.grammar.backend import Compiled, GrammarBackend, Matcher
 
 
 class GrammarConstraint:
-    """Implements `sampling.Constraint`: one request's place in its grammar.
+    """Implements `sampling.Constraint`: a request's position in its grammar.
 
-    Where the grammar begins after a marker, everything but an end may be said before. The marker is looked for in the
-    bytes of the output, so it need not be a token; the grammar begins with the token after the one that completes it.
+    If the grammar begins after a marker, any text but an end is allowed before it. The marker is searched in the
+    output's bytes, so it need not be a token; the grammar begins with the token after it.
     """
 
     def __init__(
@@ -26,7 +26,7 @@ class GrammarConstraint:
         stop_ids: Sequence[int],
         after: str = "",
     ) -> None:
-        """texts: of all tokens, special ones too."""
+        """texts: all tokens' texts, special ones included."""
         self.compiled = compiled
         self.matcher: Matcher = compiled.matcher(stop_ids)
         self.filler = filler
@@ -40,16 +40,16 @@ class GrammarConstraint:
 
     @property
     def waits(self) -> bool:
-        """The marker has not come yet."""
+        """Whether the marker has not come yet."""
         return bool(self._marker)
 
     @property
     def finished(self) -> bool:
-        """Outputs end with a stop token; where the model has none, as soon as they may."""
+        """Whether the output has ended: by a stop token, or, without one in the model, as soon as it may."""
         return self._ended or (not self.stop_ids and not self._marker and self.matcher.completed)
 
     def accept(self, token: int) -> None:
-        """Raises ValueError where the grammar does not allow the token."""
+        """Raises ValueError if the grammar does not allow the token."""
         if not self._marker:
             if not self.matcher.accept(token):
                 raise ValueError(f"token {token} is not what the grammar allows")
@@ -63,7 +63,7 @@ class GrammarConstraint:
                 self._tail = self._tail[-len(self._marker) :]
 
     def rollback(self, count: int) -> None:
-        """The output is shorter by `count` tokens, at most `reversible`."""
+        """Shortens the output by `count` tokens, at most `reversible`."""
         assert count <= self.reversible, f"{count} of {self.reversible} tokens cannot be taken back"
         if count:
             self.matcher.rollback(count)
@@ -72,7 +72,7 @@ class GrammarConstraint:
 
     @property
     def gave_up(self) -> str:
-        """Why nothing is allowed any more, where a step took too much work; "" where none did."""
+        """Why nothing is allowed any more, if a step took too much work; else ""."""
         return self.matcher.gave_up
 
     def forced(self) -> str:
@@ -81,13 +81,13 @@ class GrammarConstraint:
 
 
 class GrammarFiller:
-    """Fills the masks of all constraints of a backend at once."""
+    """Fills the masks of all constraints of a backend together."""
 
     def __init__(self, backend: GrammarBackend) -> None:
         self._backend = backend
 
     def fill(self, constraints: Sequence[GrammarConstraint], masks: torch.Tensor, rows: Sequence[int]) -> None:
-        """masks (rows, words) int32 on the CPU: overwrite row rows[i] with what constraints[i] allows next."""
+        """Overwrites row rows[i] of masks (rows, words; int32, CPU) with what constraints[i] allows next."""
         begun = [(one.matcher, row) for one, row in zip(constraints, rows, strict=True) if not one.waits]
         if begun:
             self._backend.fill([matcher for matcher, _ in begun], masks, [row for _, row in begun])

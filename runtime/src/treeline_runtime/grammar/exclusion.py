@@ -1,10 +1,10 @@
-"""`not`, `if`, `oneOf`, `dependentRequired`, `dependentSchemas`, `propertyNames`, `uniqueItems` of few values and
-`minProperties` beside names, in words that libraries have.
+"""Rewrites `not`, `if`, `oneOf`, `dependentRequired`, `dependentSchemas`, `propertyNames`, `uniqueItems` of few values
+and `minProperties` beside names into keywords that libraries support.
 
-Most of these say what a value is not. `_negated` says it in other words, as alternatives: a text that is none of a
-list, an object without a property, a number beyond a bound. No value of an alternative is one of the schema. Not every
-value that is none of the schema is one of an alternative (what a pattern does not match has none): what is made here
-may allow less than was said, and never more. Where nothing would be left the word stays, to be refused by name.
+Most of these keywords say what a value is not. `_negated` expresses that as alternatives: a text outside a list, an
+object without a property, a number beyond a bound. No value of an alternative fits the schema, but some values outside
+the schema may fit no alternative (such as texts that a pattern does not match). So the result may allow less, never
+more. If nothing would be left, the keyword stays and is refused by name.
 """
 
 from __future__ import annotations
@@ -21,16 +21,15 @@ from treeline_runtime.grammar.schema_document import Document, Schema, Unsupport
 from treeline_runtime.grammar.schema_words import listed, same, types, types_of
 
 Alternatives = list[Any]
-"""Schemas, of which one at least holds."""
+"""Schemas of which at least one must hold."""
 
 _DEEPEST = 6
 _MOST = 64
-"""Alternatives of one schema, all conditions together: libraries go through those that can be."""
+"""The most alternatives of one schema, over all conditions; libraries try each."""
 _MOST_CHARACTERS, _LONGEST = 2048, 80
-"""Of the texts that one may not be, all together and each: the pattern of what is none of them has a group within a
-group for each character."""
+"""The most excluded texts, in all and each: the pattern nests a group per character."""
 _MOST_VALUES = 6
-"""Of lists whose items differ: they have as many sublists as a schema may have alternatives."""
+"""The most values of unique items: they have as many sublists as a schema may have alternatives."""
 _MOST_NAMES = 16
 _ALL = 2
 _BASIC = ("string", "number", "boolean", "null", "array", "object")
@@ -45,11 +44,11 @@ _BEYOND = {
     "exclusiveMinimum": ("number", "maximum", 0),
     "exclusiveMaximum": ("number", "minimum", 0),
 }
-"""Word → the type it is about, the word for what does not hold it, and how far beyond that begins."""
+"""Keyword → its type, the keyword for the opposite, and the distance at which that begins."""
 
 
 def in_plain_words(document: Document) -> None:
-    """Rewrites the schemas of the document. Raises GrammarError."""
+    """Rewrites the document's schemas. Raises GrammarError."""
     rewritten = [(schema, *_conditions(document, schema, path)) for path, schema in document.schemas]
     for schema, words, conditions in rewritten:
         for word in words:
@@ -63,7 +62,8 @@ def in_plain_words(document: Document) -> None:
 
 
 def _conditions(document: Document, schema: Schema, path: str) -> tuple[list[str], list[Alternatives]]:
-    """The words of a schema that are said otherwise, and how. It stays as it is, since others may be its opposite."""
+    """The keywords to rewrite, and their rewriting. The schema itself is unchanged, since others may be its
+    opposite."""
     words, conditions = list[str](), list[Alternatives]()
     for word, rule in _RULES.items():
         if word in schema:
@@ -108,7 +108,7 @@ def _depending(name: str, present: Schema) -> Alternatives:
 
 
 def _one_of(document: Document, schema: Schema) -> list[Alternatives]:
-    """Of each option what is of no other, as far as two of them are not apart anyway."""
+    """For each option, values of no other option, unless two cannot overlap anyway."""
     options = [document.resolved(option) for option in schema["oneOf"]]
     made: Alternatives = []
     for i, option in enumerate(options):
@@ -118,7 +118,7 @@ def _one_of(document: Document, schema: Schema) -> list[Alternatives]:
         if any(not one and _only_types(other) for one, other in zip(without, others, strict=True)):
             continue  # all of it is of the other one, too
         if any(one and _loss(option, one[0]) == _ALL for one in without):
-            continue  # what is left of it cannot be said
+            continue  # the rest cannot be expressed
         if not all(without):
             return [[]]
         one = schema["oneOf"][i]
@@ -127,7 +127,7 @@ def _one_of(document: Document, schema: Schema) -> list[Alternatives]:
 
 
 def _unique_items(document: Document, schema: Schema) -> list[Alternatives]:
-    """Of a few values, each at most once and in their order."""
+    """For a few values: each at most once, in their order."""
     items = document.resolved(schema.get("items"))
     values = _values(items) if isinstance(items, dict) and "prefixItems" not in schema else []
     if not 0 < len(values) <= _MOST_VALUES:
@@ -148,7 +148,7 @@ def _unique_items(document: Document, schema: Schema) -> list[Alternatives]:
 
 
 def _values(schema: Schema) -> list[Any]:
-    """All that are of a schema, where it lists them."""
+    """All values of a schema that lists them."""
     found = [schema["const"]] if "const" in schema else schema.get("enum", [])
     if schema.keys() == {"type"} and schema["type"] == "boolean":
         return [False, True]
@@ -156,7 +156,7 @@ def _values(schema: Schema) -> list[Any]:
 
 
 def _least_properties(document: Document, schema: Schema) -> list[Alternatives]:
-    """One of those that are named, where some are: by the first of them that is there."""
+    """At least one of the named properties, by the first that is there."""
     names = [*schema.get("properties", ())]
     if schema["minProperties"] != 1 or not 0 < len(names) <= _MOST_NAMES:
         return [[]]
@@ -179,8 +179,8 @@ _RULES = {
 
 
 def _apart(a: Any, b: Any) -> bool:
-    """Whether no value is of both schemas: by types, values, one property that both require, or one that one requires
-    and the other has not."""
+    """Whether no value fits both schemas: by types, values, a common required property, or one that only one may
+    have."""
     if a is False or b is False:
         return True
     if not isinstance(a, dict) or not isinstance(b, dict):
@@ -212,7 +212,7 @@ def _finite(schema: Schema) -> list[Any] | None:
 
 
 def _possible(schema: Schema, values: list[Any] | None) -> set[str]:
-    """The types of a schema's values; none where it says nothing about them."""
+    """The types of a schema's values; none if it does not say."""
     return _with_integers(types(schema)) if values is None else set().union(*map(types_of, values))
 
 
@@ -221,7 +221,7 @@ def _only_types(schema: Any) -> bool:
 
 
 def _loss(option: Any, alternative: Any) -> int:
-    """How much of an option an alternative takes away: 0 = a property, 1 = perhaps more, 2 = all of it."""
+    """How much of an option an alternative removes: 0: a property, 1: perhaps more, 2: all."""
     if not isinstance(option, dict) or not isinstance(alternative, dict):
         return 1
     absent = {name for name, inner in alternative.get("properties", {}).items() if inner is False}
@@ -286,7 +286,7 @@ def _word_negated(document: Document, word: str, value: Any, depth: int) -> Alte
 
 
 def _other_texts(texts: list[str]) -> str:
-    """A pattern of all texts but these."""
+    """A pattern for all texts except these."""
     rest = dict[str, list[str]]()
     for text in filter(None, texts):
         rest.setdefault(text[0], []).append(text[1:])
@@ -297,7 +297,7 @@ def _other_texts(texts: list[str]) -> str:
 
 
 def _none_of(values: list[Any]) -> Alternatives:
-    """Texts and numbers that are none of these, and what is of no type of theirs."""
+    """Texts and numbers except these, and all values of other types."""
     found = _of_no({type for value in values for type in types_of(value)})
     texts = [value for value in values if isinstance(value, str)]
     if texts and sum(map(len, texts)) <= _MOST_CHARACTERS and max(map(len, texts)) <= _LONGEST:
@@ -320,7 +320,7 @@ def _none_of(values: list[Any]) -> Alternatives:
 
 
 def _name_properties(document: Document, schema: Schema) -> None:
-    """Names of free properties that are a list, or have a pattern or a length, are named where the properties are."""
+    """Moves names from `propertyNames` (a list, a pattern or a length) to where the properties are."""
     names = document.resolved(schema.get("propertyNames"), alone=True)
     if not isinstance(names, dict):
         return

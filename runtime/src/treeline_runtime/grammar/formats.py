@@ -1,4 +1,4 @@
-"""The formats of JSON Schema that are kept, as patterns of our own: backends would differ, and take the 31st of April.
+"""Formats of JSON Schema as patterns of our own, since libraries differ and accept the 31st of April.
 
 From RFC 3339 (dates and times; no leap seconds, which no parser takes), RFC 5321 (email: dot-string and domain), RFC
 1123 (hostname; no label has `--` in its third place, as those in Punycode do: a pattern cannot tell whether they are
@@ -34,7 +34,7 @@ _ATOM_OF_REGEX = r"(?:[A-Za-z0-9 _,:;=@#%&~'<>/!.-]|\\[dDwWsS.\\/()*+?|^$]|\[\^?
 
 
 def _reference(more: str = "") -> tuple[str, str]:
-    """→ those with a scheme, those without. more: characters beyond ASCII."""
+    """Returns (with scheme, without). more: characters beyond ASCII."""
     name = rf"(?:[A-Za-z0-9._~!$&'()*+,;={more}-]|%[0-9A-Fa-f]{{2}})"
     char = rf"(?:{name}|[:@])"
     host = rf"//(?:(?:(?:{name}|:)*@)?{name}+(?::\d{{1,5}})?(?:/{char}*)*|(?:/{char}*)+)"
@@ -48,7 +48,7 @@ _IRI, _RELATIVE_IRI = _reference(_BEYOND_ASCII)
 
 
 def _ipv6() -> str:
-    """Eight groups, or up to seven with `::` in place of the others."""
+    """Eight groups, or up to seven with `::` for the others."""
     forms = [rf"(?:{_H16}:){{7}}{_H16}", rf"::(?:{_H16}(?::{_H16}){{0,6}})?"]
     forms += [rf"{_H16}(?::{_H16}){{{n - 1}}}::(?:{_H16}(?::{_H16}){{0,{6 - n}}})?" for n in range(1, 7)]
     return "|".join([*forms, rf"{_H16}(?::{_H16}){{6}}::"])
@@ -78,7 +78,7 @@ FORMATS: dict[str, str] = {
         "regex": rf"\^?(?:{_ATOM_OF_REGEX}|\((?:\?:)?(?:{_ATOM_OF_REGEX})+(?:\|(?:{_ATOM_OF_REGEX})+)*\)[*+?]?)*\$?",
     }.items()
 }
-"""By name; a text has the format when the pattern matches it."""
+"""By name; a text has the format if the pattern matches."""
 
 REDUNDANT = {
     "duration": (
@@ -94,4 +94,4 @@ REDUNDANT = {
         r"Pictographic}\p{Emoji_Component}]+$"
     ),
 }
-"""Patterns that zod 4 writes beside formats, by their names: what they look around for is in the format anyway."""
+"""Patterns that zod 4 writes beside formats; the format already covers their look-arounds."""

@@ -1,13 +1,12 @@
-"""What a JSON Schema says, in fewer words: the same for every backend (draft 2020-12).
+"""Simplifies a JSON Schema for all backends (draft 2020-12).
 
-`simplify` rewrites each schema that the root leads to. Words of older drafts are today's, what says what a value is not
-says what it is (`exclusion`), annotations and keywords that say nothing are dropped; a schema gets the type that its
-keywords are about (`{"pattern": "^a"}` is a string); formats are patterns, and patterns are rewritten from what `re`
-reads in them; values of `enum` and `const` that are not of the type are left out. What contradicts itself in one place
-is refused here, and the words that no library has.
+`simplify` rewrites each schema below the root. Old keywords become today's, negative ones positive (`exclusion`);
+annotations and keywords without effect are dropped; a schema gets the type of its keywords (`{"pattern": "^a"}` is a
+string); formats become patterns, and patterns are rewritten; values of `enum` and `const` of other types are removed.
+Contradictions within one schema, and unsupported keywords, are refused.
 
-Texts of the new schema are texts of the old one, not the other way round: where keywords of one type stand without
-`type`, values of others would be allowed.
+Texts of the new schema are texts of the old one, but not vice versa: keywords of one type without `type` would also
+allow values of other types.
 """
 
 from __future__ import annotations
@@ -44,15 +43,15 @@ from treeline_runtime.grammar.schema_words import (
 _FAMILIES = {"string": STRING, "number": NUMBER, "array": ARRAY, "object": OBJECT}
 TYPES = frozenset(["string", "number", "integer", "boolean", "null", "array", "object"])
 _MOST_PROPERTIES = 300
-"""What llguidance can go through in one step."""
+"""What llguidance can process in one step."""
 _LARGEST = 2**53
-"""Integers beyond are not the same in every library."""
+"""Larger integers differ between libraries."""
 
 
 def for_llguidance(source: str) -> str:
-    """The same schema as JSON for llguidance 1.9.1, which intersects schemas, and refuses by itself what it has not: a
-    `oneOf` whose members may share a value, schemas that leave no value together, a number that is within no bounds or
-    no multiple, a pattern without a text of the length. Raises GrammarError."""
+    """The same schema as JSON for llguidance 1.9.1, which intersects schemas, and itself refuses a `oneOf` with
+    overlapping members, contradicting schemas, a number without a value within bounds and multiples, and a pattern
+    without a text of the length. Raises GrammarError."""
     document = Document(source)
     simplify(document)
     for path, schema in document.schemas:
@@ -64,7 +63,7 @@ def for_llguidance(source: str) -> str:
 
 
 def simplify(document: Document) -> None:
-    """Rewrites the schemas of the document in place. Raises GrammarError."""
+    """Simplifies the document's schemas in place. Raises GrammarError."""
     for path, schema in document.schemas:
         _check_type(schema, path)
         in_todays_words(schema, path, document.is_draft_4)
@@ -86,8 +85,7 @@ def simplify(document: Document) -> None:
 
 
 def _check_cycles(document: Document) -> None:
-    """A value would be of a schema if it is of this schema: the standard leaves that undefined, and validators look it
-    up for ever."""
+    """Refuses a schema that refers only to itself: undefined by the standard, endless in validators."""
     known = {id(schema) for _path, schema in document.schemas}
 
     def is_clear(schema: Schema, clear: set[int]) -> bool:
@@ -101,7 +99,7 @@ def _check_cycles(document: Document) -> None:
 
 
 def _check_finite(document: Document) -> None:
-    """Each value of a schema would have to hold such a value again: an output would never come to its end."""
+    """Refuses a schema whose values would contain themselves without end."""
 
     def has_value(schema: Schema, finite: set[int]) -> bool:
         def known(one: Any) -> bool:
@@ -126,7 +124,7 @@ def _check_finite(document: Document) -> None:
 
 
 def _without_end(document: Document, is_done: Callable[[Schema, set[int]], bool]) -> str | None:
-    """The path of a schema that is never done, whatever others are. is_done: of a schema, where those with these ids
+    """The path of a schema that can never be completed. is_done: whether a schema is, given that those with these ids
     are."""
     waiting, done = document.schemas, set[int]()
     while waiting:
@@ -219,7 +217,7 @@ def _drop_what_says_nothing(schema: Schema) -> None:
 
 
 def _apart_from_format(schema: Schema) -> None:
-    """A pattern beside a format is a schema of its own; without a type, for what is no text holds both."""
+    """A pattern beside a format becomes a schema of its own."""
     name = schema.get("format")
     if "pattern" in schema and name in FORMATS:
         pattern = schema.pop("pattern")
@@ -228,8 +226,7 @@ def _apart_from_format(schema: Schema) -> None:
 
 
 def _take_unevaluated(schema: Schema, path: str, is_before_2019: bool) -> None:
-    """Without other schemas for the same value, what is not evaluated is what is additional. Older drafts have no such
-    word."""
+    """Without other schemas for the value, `unevaluated…` equals `additional…`; older drafts lack it."""
     for key, plain in UNEVALUATED.items():
         if is_before_2019:
             schema.pop(key, None)
@@ -266,7 +263,7 @@ def _limits(schema: Schema, path: str) -> None:
 
 
 def _format(schema: Schema) -> None:
-    """Those of numbers are bounds; one that is not known is an annotation."""
+    """Number formats become bounds; unknown formats are annotations."""
     name = schema.get("format")
     types = schema.get("type", ())
     if name in BOUNDS and "integer" in types and "number" not in types:
@@ -302,7 +299,7 @@ def _canonical(pattern: str, path: str) -> str:
 
 
 def _clamp(schema: Schema) -> None:
-    """Bounds that are farther out than libraries count, as those of a machine's numbers are, come nearer."""
+    """Brings bounds beyond the libraries' range nearer."""
     types = schema.get("type", ())
     whole = "integer" in types and "number" not in types
     low, high = BOUNDS["int64"] if whole else (-_LARGEST, _LARGEST)
@@ -337,7 +334,7 @@ def _numbers(schema: Schema, path: str) -> None:
 
 
 def _values(schema: Schema, path: str) -> None:
-    """`const` and `enum` as one `enum`, of values that are of the type and, where simple, within the other keywords."""
+    """`const` and `enum` as one `enum`, with values of the right type and, if simple, within other keywords."""
     if not VALUES & set(schema):
         return
     values = schema.pop("enum", None)
@@ -365,7 +362,7 @@ def _is_large(value: Any) -> bool:
 
 
 def _properties(schema: Schema, path: str) -> None:
-    """What is required has its place among the properties."""
+    """Required names become properties."""
     if not isinstance(schema.get("required"), list) or not _has_type(schema, "object"):
         return
     required = schema["required"] = list(dict.fromkeys(schema["required"]))
@@ -383,7 +380,7 @@ def _properties(schema: Schema, path: str) -> None:
 
 
 def in_todays_words(schema: Schema, path: str, is_draft_4: bool) -> None:
-    """Rewrites this schema, not those inside. Raises GrammarError."""
+    """Rewrites old keywords of this schema, not of those inside. Raises GrammarError."""
     if is_draft_4 and "const" in schema:  # to readers of draft 4 it is an annotation, and `oneOf` is another
         raise UnsupportedError("const", path, "is no word of draft 4, which '$schema' names")
     _nothing(schema)
@@ -409,7 +406,7 @@ def _refute(holder: Schema, keys: Iterable[str]) -> None:
 
 
 def _items(schema: Schema, path: str) -> None:
-    """Without a list of items, `additionalItems` says nothing."""
+    """Without a list of items, `additionalItems` has no effect."""
     others = schema.pop("additionalItems", None)
     if isinstance(schema.get("items"), list):
         if "prefixItems" in schema:
@@ -443,15 +440,15 @@ def _nullable(schema: Schema) -> None:
 
 
 def check_free_keys(schema: Schema, path: str) -> None:
-    """Where keys are free, an output may say one twice: it counts once."""
+    """With free keys, an output may repeat one; it counts once."""
     closed = schema.get("additionalProperties") is False and "patternProperties" not in schema
     if schema.get("minProperties", 0) > 1 and not closed:
         raise UnsupportedError("minProperties", path, "above 1 is not supported where keys are free")
 
 
 def _check_near_bounds(document: Document) -> None:
-    """llguidance 1.9.1 takes 0 where it is between 0 and 0.25, both exclusive. Bounds of one number may stand in
-    several schemas, so each is held against all."""
+    """Refuses bounds near 0: llguidance 1.9.1 accepts 0 between exclusive bounds of 0 and 0.25. A number's bounds may
+    be in several schemas, so each is compared with all."""
     lows, highs = set[float](), set[float]()
     for _path, schema in document.schemas:
         lows.add(max((schema[key] for key in ("minimum", "exclusiveMinimum") if key in schema), default=-math.inf))

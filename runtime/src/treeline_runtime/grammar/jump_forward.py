@@ -1,14 +1,14 @@
-"""Jump-forward decoding: text that a grammar forces becomes tokens without being sampled.
+"""Jump-forward decoding: forced text becomes tokens without sampling.
 
-A free split of the forced text would make token sequences that the model has never seen. So the end of the sequence is
-tokenized again together with that text, as the tokenizer would have done (Zheng et al., SGLang, section 4: compressed
-finite state machines): the last tokens may come out differently, and are replaced; the text so far never changes.
+Splitting only the forced text would make token sequences that the model never saw. So the end of the sequence is
+tokenized again together with it (Zheng et al., SGLang, section 4: compressed finite state machines). The last tokens
+may change; the text does not.
 
     tokens so far:   … | window, as context | differs   |
     tokenized again:       same             | replaced  | forced … | undecided |
 
-What follows the forced text is not known yet, and could join its last word: the last word is left to sampling. A word
-is what the tokenizer splits texts into before anything else, so what comes before it cannot change any more.
+What follows the forced text is unknown and could join its last word, so the last word is left to sampling. A word is
+what the tokenizer splits texts into first, so text before it cannot change.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from treeline_wire.tokenizer import TokenizerBundle
 from treeline_runtime.grammar.vocabulary import Vocabulary
 
 WINDOW_TOKENS = 12
-"""Of the sequence, tokenized again with what is forced: words are shorter, but for a few."""
+"""How much of the sequence is tokenized again; nearly all words are shorter."""
 ENCODED_TEXTS, ENCODED_CHARS = 4096, 512
-"""So many texts, none longer, are remembered with their tokens: grammars force the same ones again and again."""
+"""The number and length of cached texts with their tokens: grammars force the same ones repeatedly."""
 MAX_FORCED_CHARS = 4096
-"""Of one jump; the rest is another."""
+"""The longest jump; the rest is another jump."""
 
 
 class Jump(NamedTuple):
-    """The last `take_back` tokens of the sequence are not what the tokenizer would have made: `append` stands in their
-    place, begins with their text, and goes on with what is forced."""
+    """The last `take_back` tokens are replaced by `append`, which begins with their text and continues with the forced
+    text."""
 
     take_back: int
     append: list[int]
 
     @property
     def gain(self) -> int:
-        """Tokens by which the sequence is longer."""
+        """By how many tokens the sequence grows."""
         return len(self.append) - self.take_back
 
 
 class _Encoded(NamedTuple):
-    """A text as tokens, the byte at which each ends, whether a word starts with it, and how many of the tokens stay as
-    they are whatever follows."""
+    """A text as tokens: the byte where each ends, whether a word starts with it, and how many cannot change any
+    more."""
 
     ids: list[int]
     ends: list[int]
@@ -59,7 +59,7 @@ class JumpForward:
     """Turns forced text into tokens. One thread uses it."""
 
     def __init__(self, tokenizer: Tokenizer, texts: Sequence[bytes], added: dict[int, str]) -> None:
-        """texts: of all tokens, special ones too. added: the tokens that are found before all others, and their texts;
+        """texts: all tokens' texts, special ones included. added: tokens found before all others, with their texts;
         nothing joins them."""
         self._tokenizer = tokenizer
         self._texts = texts
@@ -71,8 +71,8 @@ class JumpForward:
         self._encode = functools.lru_cache(ENCODED_TEXTS)(self._encode_afresh)
 
     def jump(self, tokens: Sequence[int], fixed: int, forced: str, namespace: str | None = None) -> Jump | None:
-        """tokens: the sequence so far, of which the first `fixed` stay. None: nothing is certain, or it cannot be said
-        in tokens. What one namespace has encoded makes nothing faster for another."""
+        """tokens: the sequence so far; the first `fixed` stay. None: nothing is certain, or not expressible in tokens.
+        Caches are per namespace."""
         if not forced:
             return None
         forced = forced[:MAX_FORCED_CHARS]
@@ -84,7 +84,7 @@ class JumpForward:
         return found
 
     def _window(self, tokens: Sequence[int]) -> int:
-        """Where it starts: not within a character, and behind the last token that nothing joins."""
+        """The window's start: not inside a character, and after the last token that nothing joins."""
         start = max(len(tokens) - WINDOW_TOKENS, 0)
         for i in range(len(tokens) - 1, start - 1, -1):
             if tokens[i] in self._hard:
@@ -96,7 +96,7 @@ class JumpForward:
     def _retokenized(
         self, window: Sequence[int], fixed: int, forced: str, namespace: str | None, *, hard: bool
     ) -> Jump | None:
-        """hard: what comes before the window does not matter to it."""
+        """hard: whether the text before the window has no effect on it."""
         known = b"".join(self._texts[id] for id in window)
         try:
             text = known.decode() + forced
@@ -121,8 +121,7 @@ class JumpForward:
     def _first_common(
         self, window: Sequence[int], encoded: _Encoded, surplus: int, *, hard: bool
     ) -> tuple[int, int] | None:
-        """The first index of the window, and of the new tokens, from which on both say the same text, whatever came
-        before."""
+        """The first index of window and new tokens from which both have the same text."""
         if hard and surplus == 0:
             return 0, 0
         if hard and encoded.ends[0] == surplus:
@@ -137,7 +136,7 @@ class JumpForward:
         return None
 
     def _text(self, id: int) -> bytes:
-        """Of a token that the model may lack."""
+        """The text of a token that the model may lack."""
         return self._texts[id] if id < len(self._texts) else b"\xff"
 
     def _encode_afresh(self, text: str, _namespace: str | None = None) -> _Encoded:
@@ -152,8 +151,8 @@ class JumpForward:
         return _Encoded(ids, list(accumulate(map(len, texts))), starts, self._decided(text, texts, starts))
 
     def _decided(self, text: str, texts: list[bytes], starts: list[bool]) -> int:
-        """How many of the tokens are sure: not those of the last word, nor of a run of spaces or of digits, which
-        tokenizers split by what follows, nor the beginning of an added token."""
+        """How many tokens are final: not those of the last word, of a run of spaces or digits, or of the beginning of
+        an added token."""
         decided = len(texts)
         tail, kind = b"", b""
         while decided:
@@ -173,7 +172,7 @@ class JumpForward:
         return decided
 
     def _begun_added(self, text: str) -> int:
-        """Bytes at the end of the text that an added token could begin with."""
+        """Trailing bytes that may begin an added token."""
         for n in range(min(self._longest_added, len(text)), 0, -1):
             if text[-n:] in self._begins_added:
                 return len(text[-n:].encode())
@@ -181,14 +180,14 @@ class JumpForward:
 
 
 def _kind(word: bytes) -> bytes:
-    """Of which words in a row are not sure."""
+    """The kind of run whose words are not final."""
     if word.isspace():
         return b" "
     return b"0" if word.strip(b" ").isdigit() else b""
 
 
 def jump_forward(bundle: TokenizerBundle, vocabulary: Vocabulary) -> JumpForward:
-    """For a model's tokenizer, which takes its time."""
+    """For a model's tokenizer; slow."""
     tokenizer: Tokenizer = Tokenizer.from_str(bundle.tokenizer_json)
     tokenizer.no_truncation()
     tokenizer.no_padding()

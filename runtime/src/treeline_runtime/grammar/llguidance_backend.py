@@ -1,7 +1,7 @@
 """Grammars by llguidance (https://github.com/guidance-ai/llguidance): an Earley parser over lazy automata.
 
-Masks are computed when they are asked for. Nearly nothing is computed beforehand, so what is compiled is the grammar's
-text, after a trial; each step has a limit of its own.
+Masks are computed on demand and nearly nothing beforehand, so the compiled form is the grammar's text, after a trial.
+Each step has a limit of its own.
 """
 
 from __future__ import annotations
@@ -38,27 +38,26 @@ _LIMITS = {
     "max_lexer_states": 50_000,
     "max_grammar_size": 500_000,
 }
-"""Of work for one grammar or one step, in steps of the library: some 14,000 to 50,000 a millisecond."""
+"""Work for a grammar or a step, in the library's steps: some 14,000 to 50,000 a millisecond."""
 _SPACING = {
     "whitespace_flexible": False,
     "item_separator": ", ",
     "key_separator": ": ",
     "json_allowed_escapes": 'nrbtf\\"',
 }
-"""Without `\\u`, in which the name of a property would be another text, to which what is said of the property is not
-applied."""
+"""Without `\\u`, which could spell a property's name differently and so escape the property's schema."""
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
-"""Masks have all tokens that may come, also where the next text is certain: not one token of one tokenisation."""
+"""Masks have all possible tokens, also where the next text is certain."""
 _TRIED_STEPS = 3
-"""Behind the first."""
+"""Threads besides the first."""
 _COPIED_CHARS = 65_536
-"""Of the longest grammar that has a matcher for each thread: reading it takes 10 ms then."""
+"""The longest grammar with a matcher per thread; reading it takes 10 ms."""
 _STATE_BYTES = 100_000
-"""What a matcher has grown to after some hundred tokens, about."""
+"""A matcher's approximate size after some hundred tokens."""
 _MOST_FORCING = 32_768
-"""Characters of a grammar whose forced text is looked for, which takes up to a microsecond for each that is forced."""
+"""The longest grammar whose forced text is looked for, at up to a microsecond per forced character."""
 _BYTES_PER_CHAR = 64
-"""What a matcher takes for each character of its grammar: measured 10 to 60 of patterns, choices and schemas."""
+"""A matcher's size per character of its grammar: 10 to 60 measured."""
 
 
 class LLGuidanceBackend:
@@ -91,7 +90,7 @@ class LLGuidanceBackend:
         return text.encode()
 
     def _try_on(self, matcher: Any, mask: bytes) -> None:
-        """The next steps: one that is too much for us here would end every output. Raises GrammarError."""
+        """Tries the next steps, since one that takes too much work would end every output. Raises GrammarError."""
         for _ in range(_TRIED_STEPS):
             allowed = np.unpackbits(np.frombuffer(mask, dtype=np.uint8), count=self._size, bitorder="little")
             if not allowed.any() or not matcher.try_consume_tokens([int(allowed.argmax())]):
@@ -140,13 +139,13 @@ class LLGuidanceBackend:
 
 
 def _spaced(schema: str) -> str:
-    """A schema with the white space that xgrammar writes."""
+    """A schema with xgrammar's white space."""
     read = json.loads(schema)
     return json.dumps({**({"allOf": [read]} if isinstance(read, bool) else read), "x-guidance": _SPACING})
 
 
 class _Tokenizer:
-    """What the library asks of a tokenizer that is not one of its own. Texts are never tokenised with it."""
+    """The tokenizer interface of the library. It never tokenizes texts."""
 
     is_tokenizer_wrapper = True
     bos_token_id = None
@@ -162,8 +161,8 @@ class _Tokenizer:
 
 class _Compiled:
     def __init__(self, fresh: list[Any], length: int) -> None:
-        """fresh: matchers that have seen nothing. A copy shares its automaton, which one thread at a time works with:
-        with several of them, masks of one grammar are filled side by side."""
+        """fresh: unused matchers. A copy shares its automaton, which one thread at a time uses; several of them fill
+        masks of one grammar in parallel."""
         self._fresh = cycle(fresh)
         self._num_bytes = (length * _BYTES_PER_CHAR + _STATE_BYTES) * len(fresh)
         self._forces = length <= _MOST_FORCING
@@ -191,7 +190,8 @@ class LLGuidanceMatcher:
         return not self._ended and not self.handle.is_error()
 
     def finish(self, mask: npt.NDArray[np.uint32]) -> None:
-        """mask (words): what ends the output is allowed where it may end; nothing is where nothing can follow."""
+        """Finishes a mask (words): the tokens that end the output are allowed where it may end, and nothing where
+        nothing can follow."""
         if not self.can_go_on:
             mask[:] = 0
         elif self.completed:
@@ -233,6 +233,6 @@ def _llguidance(matcher: Matcher) -> LLGuidanceMatcher:
 
 
 def _reason(error: str) -> str:
-    """What the library says, without its place in our text."""
+    """The library's message without its place in our text."""
     first = error.strip().partition("\n")[0].rpartition("failed to compile JSON schema: ")[2]
     return first[:500] or "the grammar was refused"

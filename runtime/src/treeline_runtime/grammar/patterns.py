@@ -1,10 +1,9 @@
-"""Regular expressions: read as Python's `re` does, written in the few words that every backend reads alike.
+"""Regular expressions: parsed as Python's `re` does, and written so that every backend reads them alike.
 
-Dialects differ in what `\\d`, `\\s` and `.` are, in escapes, in anchors and flags, and libraries take what they do not
-know for something else. So a pattern is parsed here, by the parser of `re`, to sets of characters, sequences, choices
-and repetitions; what is written from these has no escape but of single characters. What is more than regular, or would
-be another language in one of the dialects, is refused by name: lookarounds, backreferences, conditions, word
-boundaries, atomic groups and possessive quantifiers, and anchors that are not at an end.
+Dialects differ in `\\d`, `\\s`, `.`, escapes, anchors and flags, and libraries misread what they do not know. So `re`'s
+own parser reads the pattern into sets of characters, sequences, choices and repetitions, and these are written without
+escapes, except of single characters. What is not regular, or differs between dialects, is refused by name: lookarounds,
+backreferences, conditions, word boundaries, atomic groups, possessive quantifiers, and anchors that are not at an end.
 
 Where Python and ECMAScript differ, a text must match in both: `\\d`, `\\w` and `\\s` are ASCII's, and `\\D`, `\\W` and
 `\\S` are what is none of them in Unicode either.
@@ -26,7 +25,7 @@ from treeline_runtime.grammar.character_sets import ASCII, LAST, Ranges, all_but
 
 @dataclass(frozen=True)
 class Chars:
-    """One character of these; there is one at least."""
+    """One of these characters, at least one."""
 
     ranges: Ranges
 
@@ -50,7 +49,7 @@ class Repeat:
 
 @dataclass(frozen=True)
 class Anchor:
-    """Of the beginning, or of the end. None is left in what `whole` and `within` return."""
+    """The beginning or the end. `whole` and `within` return none."""
 
     start: bool
 
@@ -58,16 +57,16 @@ class Anchor:
 Node = Chars | Sequence | Choice | Repeat | Anchor
 EMPTY = Sequence(())
 _NAMED_GROUP = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]|\(\?<(?![=!])", re.DOTALL)
-"""Or an escape, or a class, within which none begins."""
+"""Or an escape or a class, in which no group begins."""
 
 
 def whole(pattern: str) -> Node:
-    """The texts that are matches of the pattern (`re.fullmatch`). Raises GrammarError."""
+    """Texts that match the whole pattern (`re.fullmatch`). Raises GrammarError."""
     return _parse(pattern, EMPTY)
 
 
 def within(pattern: str) -> Node:
-    """The texts that have a match somewhere (`re.search`), as JSON Schema means it. Raises GrammarError."""
+    """Texts that contain a match (`re.search`), as in JSON Schema. Raises GrammarError."""
     return _parse(pattern, Repeat(Chars(all_but(())), 0, None))
 
 
@@ -87,7 +86,7 @@ def _parse(pattern: str, beyond: Node) -> Node:
 
 
 def shortest(node: Node) -> int:
-    """Characters of the shortest text."""
+    """Length of the shortest text in characters."""
     match node:
         case Chars():
             return 1
@@ -119,11 +118,11 @@ def _short(pattern: str) -> str:
 
 
 class _RefusedError(Exception):
-    """The text names what is refused."""
+    """Names what is refused."""
 
 
 def _sequence(items: Iterable[tuple[Any, Any]], flags: int) -> Node:
-    """Of what `re` has parsed. flags: as they are at the place."""
+    """Converts what `re` parsed. flags: those in effect here."""
     parts = [_item(code, argument, flags) for code, argument in items]
     return parts[0] if len(parts) == 1 else Sequence(tuple(parts))
 
@@ -187,7 +186,7 @@ _REFUSED = {
 
 
 def _trim(node: Node, beyond: Node) -> Node:
-    """Without anchors. beyond: what may stand outside of a side that no anchor closes."""
+    """Removes anchors. beyond: what may surround a side without an anchor."""
     node = _edge(_edge(node, beyond, start=True), beyond, start=False)
     if _has_anchor(node):
         raise GrammarError("'^' and '$' in a pattern are supported at its ends and those of its alternatives")
@@ -195,7 +194,7 @@ def _trim(node: Node, beyond: Node) -> Node:
 
 
 def _edge(node: Node, beyond: Node, start: bool) -> Node:
-    """The same without the anchors of one side, and with `beyond` where none closes it. Anchors elsewhere stay."""
+    """One side without its anchors, and with `beyond` where none closes it. Other anchors stay."""
     if not _has_anchor(node):
         if node == EMPTY or beyond is EMPTY:
             return node if beyond is EMPTY else beyond
@@ -235,7 +234,8 @@ def _has_anchor(node: Node) -> bool:
 
 
 def _cased(ranges: Ranges, flags: int, outside: bool = False) -> Ranges:
-    """With their other cases, where the flag i is set. outside: of a set that is negated, so all that might be one."""
+    """With other cases, if the flag i is set. outside: inside a negated set, so with everything that might be a
+    case."""
     if not flags & re.IGNORECASE:
         return ranges
     if sum(last - first + 1 for first, last in ranges) > _MOST_CASED:
@@ -247,7 +247,7 @@ _MOST_CASED = 4096
 
 
 def _category(code: Any, outside: bool) -> Ranges:
-    """outside: it is within a set that is negated, so that it must have all that any dialect counts in."""
+    """outside: inside a negated set, so with everything that any dialect counts in."""
     name, negative = _CATEGORIES[code]
     if negative:
         return all_but(ASCII[name] if outside else unicode(name))
@@ -269,7 +269,7 @@ class EmptyError(Exception):
 
 
 def but(node: Node, unwanted: Ranges) -> Node:
-    """The texts that have none of these characters. Raises EmptyError where a set has no others."""
+    """Texts without these characters. Raises EmptyError if a set has no others."""
     match node:
         case Chars(ranges):
             left = all_but((*all_but(ranges), *unwanted))
@@ -289,8 +289,7 @@ def but(node: Node, unwanted: Ranges) -> Node:
 
 
 def as_regex(node: Node) -> str:
-    """For Rust's `regex`, for `re`, and for xgrammar: its own parentheses are non-capturing groups. Raises
-    GrammarError."""
+    """For Rust's `regex`, `re` and xgrammar, with non-capturing groups. Raises GrammarError."""
     try:
         return _written(node)
     except RecursionError:
@@ -329,7 +328,7 @@ def _chars(ranges: Ranges) -> str:
         return _char(ranges[0][0])
     negated = ranges[-1][1] == LAST
     ranges = all_but(ranges) if negated else ranges
-    if ranges and ranges[0][0] == ord("^"):  # not where it would negate, whatever becomes of the escape
+    if ranges and ranges[0][0] == ord("^"):  # not where it would negate
         ranges = ((ranges[-1][1], ranges[-1][1]), *ranges)
     inner = "".join(_char(first) if first == last else f"{_char(first)}-{_char(last)}" for first, last in ranges)
     return f"[^{inner}]" if negated and inner else f"[{inner or f'{_char(0)}-{_char(LAST)}'}]"

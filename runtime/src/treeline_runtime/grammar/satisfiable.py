@@ -1,18 +1,17 @@
-"""Whether a grammar has texts at all, and how long the shortest one is, from every place in it.
+"""Checks that a grammar has texts, and how long the shortest one is, from every position.
 
-A rule that leads to itself on every way (`a ::= "[" a "]"`) derives no finite text. xgrammar compiles it, offers tokens
-for ever, and its forced text never ends. A rule whose shortest text doubles at each of forty references is no better.
+A rule that always leads to itself (`a ::= "[" a "]"`) derives no finite text: xgrammar compiles it, offers tokens
+forever, and its forced text never ends. A rule whose shortest text doubles at each of forty references is as bad.
 
-What is checked, of every rule and each expression in it: it derives a text, and the shortest one has at most
-MAX_SHORTEST characters. Of rules that nothing leads to as well, for which xgrammar 0.2.8 overflows its stack.
+Every rule and every expression in it must derive a text of at most MAX_SHORTEST characters; also unreachable rules, for
+which xgrammar 0.2.8 overflows its stack.
 
-This bounds the forced text at any place. What is forced begins every text that may follow, the shortest too, so it is
-no longer than that one. The place is a stack of rules that have begun; what remains of each is the rest of one sequence
-that was checked, or of one repetition, so at most MAX_SHORTEST; and a shortest text opens no rule within itself. So it
-is at most MAX_SHORTEST for each rule that is open, and no more are than bytes were read, times the rules there are.
+This bounds the forced text at any position. Forced text begins every text that may follow, so it is no longer than the
+shortest one. A position is a stack of begun rules; the rest of each is part of a checked sequence or repetition, so at
+most MAX_SHORTEST. There are no more open rules than bytes read times the number of rules.
 
-The shortest texts are computed by Knuth's generalisation of Dijkstra's algorithm (A Generalization of Dijkstra's
-Algorithm, 1977): lengths become final in ascending order; O(n log n) in the size of the grammar.
+Shortest texts are computed by Knuth's generalisation of Dijkstra's algorithm (A Generalization of Dijkstra's Algorithm,
+1977): lengths become final in ascending order; O(n log n) in the grammar's size.
 
 The format is `Grammar.serialize_json()` of xgrammar (cpp/grammar_impl.h, `GrammarExprType`).
 """
@@ -34,7 +33,7 @@ _PARSER: Any = importlib.import_module("re._parser")
 
 
 class Kind(IntEnum):
-    """Of an expression, with what its numbers are."""
+    """The kind of an expression, and the meaning of its numbers."""
 
     BYTES = 0  # the bytes
     CLASS = 1  # negative, then pairs: first and last character
@@ -53,17 +52,17 @@ class Kind(IntEnum):
 
 
 class Form(NamedTuple):
-    """What a node's texts are made of: all of the parts one after the other, or `times` times one of them."""
+    """A node's texts: all parts in sequence, or `times` times one of them."""
 
     parts: Sequence[int] = ()
     is_sequence: bool = False
     times: int = 1
     alone: int | None = None
-    """The length of a text that has nothing to do with the parts."""
+    """The length of the text besides the parts."""
 
 
 class Rules:
-    """The rules of a grammar of xgrammar, as it serialises them. Nodes are expressions, and behind them the rules."""
+    """The rules of a serialised xgrammar grammar. Nodes are expressions, followed by the rules."""
 
     def __init__(self, serialized: str) -> None:
         grammar = json.loads(serialized)
@@ -119,7 +118,7 @@ class Rules:
 
 
 def check_satisfiable(serialized: str) -> None:
-    """Raises GrammarError when some rule, or an expression in it, derives no finite text, or only long ones."""
+    """Raises GrammarError if a rule or expression derives no finite text, or only long ones."""
     rules = Rules(serialized)
     shortest = shortest_texts(rules)
     for node, name in rules.nodes.items():
@@ -132,8 +131,8 @@ def check_satisfiable(serialized: str) -> None:
 
 
 def shortest_texts(rules: Rules) -> dict[int, int]:
-    """The length of the shortest text of each node that has one, in bytes of fixed texts and characters of classes;
-    a token counts as one."""
+    """The length of each node's shortest text, if it has one: bytes of fixed texts, characters of classes, and one per
+    token."""
     users, waits = dict[int, list[int]](), dict[int, int]()
     queue: list[tuple[int, int]] = []
     for node, form in rules.forms.items():
@@ -165,7 +164,7 @@ def _has_character(data: list[int]) -> bool:
 
 
 def _width(pattern: str) -> int:
-    """Of the shortest text that a pattern of ours takes; xgrammar has refused those that take none."""
+    """The length of the shortest text of one of our patterns; xgrammar has refused those without a text."""
     try:
         return int(_PARSER.parse(pattern).getwidth()[0])
     except (re.error, OverflowError, RecursionError):

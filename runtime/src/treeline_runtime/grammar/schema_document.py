@@ -1,4 +1,4 @@
-"""A JSON Schema as a document: read within bounds, and the schemas in it found: by reference, or one inside another."""
+"""A JSON Schema as a document: read within bounds, with its schemas found by reference and nesting."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from treeline_runtime.grammar.schema_words import DEFINITIONS, VALUES, inner
 Schema = dict[str, Any]
 
 MAX_DEPTH = 100
-"""Of brackets in brackets."""
+"""The deepest nesting of brackets."""
 _INDEX_DIGITS = 10
-"""Fewer has a place in a list."""
+"""The most references."""
 _PLAIN_POINTER = re.compile(r"#[\w/$.-]*", re.ASCII)
 
 
 class UnsupportedError(GrammarError):
-    """A keyword that a library would ignore, or take for something else."""
+    """A keyword that a library would ignore or misread."""
 
     def __init__(self, keyword: str, path: str, why: str = "is not supported") -> None:
         super().__init__(f"{keyword!r} at {path or '/'} {why}")
 
 
 def unsatisfiable(path: str, why: str) -> GrammarError:
-    """No value holds the schema at `path`."""
+    """Says that no value fits the schema at `path`."""
     return GrammarError(f"can never be satisfied: {why} at {path or '/'}")
 
 
 class Document:
-    """A schema with all that it leads to. Its schemas may be rewritten; what they refer to is known nevertheless."""
+    """A schema with everything it refers to. Its schemas may be rewritten; references still work."""
 
     def __init__(self, source: str) -> None:
-        """Raises GrammarError for what is not a schema, is nested too deeply, or refers to what is not there."""
+        """Raises GrammarError if it is not a schema, is nested too deeply, or has a dangling reference."""
         self.root = _read(source)
         self.schemas: list[tuple[str, Schema]] = []
         """Each with its path."""
@@ -59,11 +59,11 @@ class Document:
             self._drop_beside_references()
 
     def target(self, schema: Schema) -> Schema | bool:
-        """What its `$ref` means."""
+        """The target of its `$ref`."""
         return self._targets[id(schema)][1]
 
     def _drop_beside_references(self) -> None:
-        """What stands beside a `$ref` says nothing in these drafts, but for what is referred to."""
+        """In these drafts, keywords beside a `$ref` have no effect, except as targets."""
         for _path, schema in self.schemas:
             if "$ref" in schema:
                 self._kept.append({**schema})
@@ -72,7 +72,7 @@ class Document:
         self.find()
 
     def resolved(self, option: Any, alone: bool = False) -> Any:
-        """What an option refers to. alone: as far as the references have nothing beside them; else without that."""
+        """What an option refers to. alone: only through references without other keywords."""
         for _ in range(8):
             if not isinstance(option, dict) or "$ref" not in option:
                 break
@@ -82,7 +82,7 @@ class Document:
         return option
 
     def written(self) -> str:
-        """As JSON, with the references as pointers from the root."""
+        """As JSON, with references as pointers from the root."""
         if not isinstance(self.root, dict):
             return json.dumps(self.root)
         places = {id(found): place for place, found in _containers("#", self.root)}
@@ -100,7 +100,7 @@ class Document:
         return json.dumps(self.root)
 
     def find(self) -> None:
-        """The schemas that the root leads to, once more where they were rewritten."""
+        """Collects the schemas below the root, again where they were rewritten."""
         self._kept.append(self.schemas)
         self.schemas, seen = [], set[int]()
         stack: list[tuple[str, Any, Any]] = [("", self.root, self.root)]
@@ -121,13 +121,12 @@ class Document:
             stack += [(f"{path}/{place}", found, resource) for place, found in inner(schema)]
 
     def _uri(self, schema: Any) -> str:
-        """Where a schema is a document of its own, as it says; "" where it is not one."""
+        """The URI by which a schema is a document of its own; "" if it is not."""
         uri = schema.get(self._identifier) if isinstance(schema, dict) else None
         return uri if isinstance(uri, str) and not uri.startswith("#") else ""
 
     def _resolve(self, resource: Any, reference: Any, path: str) -> tuple[str, Schema | bool, Any]:
-        """The path and the schema that a `$ref` at `path` in the document `resource` means, and the document that it
-        is in."""
+        """Path and schema of a `$ref` at `path` in document `resource`, and the document it is in."""
         if not isinstance(reference, str):
             raise GrammarError(f"'$ref' at {path or '/'} is a text")
         uri, _, fragment = reference.partition("#")
@@ -161,7 +160,7 @@ class Document:
 
     @functools.cached_property
     def _documents(self) -> dict[int, tuple[str, Any]]:
-        """The address of each document within, and itself."""
+        """The address of each document within, and of itself."""
         found = {id(self.root): ("", self.root)}
         waiting: list[tuple[Any, str]] = [(self.root, "")]
         while waiting:
@@ -184,7 +183,7 @@ def _containers(place: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _members(place: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Without values, in which nothing is a schema."""
+    """Members, except values, which contain no schemas."""
     if isinstance(value, dict):
         for key, one in value.items():
             if key not in VALUES or (isinstance(one, dict) and key != "const"):

@@ -1,6 +1,6 @@
-"""The words of JSON Schema: of draft 2020-12, of older drafts, of OpenAPI 3.0; and which of a schema say nothing.
+"""Keywords of JSON Schema: draft 2020-12, older drafts, OpenAPI 3.0; and those without effect.
 
-The standard has it that words and formats which are not known are annotations. They are, and `ignored` names them.
+By the standard, unknown keywords and formats are annotations. `ignored` lists them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ ANNOTATIONS = frozenset(
         *("contentMediaType", "contentEncoding", "contentSchema", "discriminator", "externalDocs", "xml"),
     ]
 )
-"""Of OpenAPI too. `x-…` as well."""
+"""Including OpenAPI's, and `x-…`."""
 DEFINITIONS = frozenset(["$defs", "definitions"])
 STRING = frozenset(["pattern", "format", "minLength", "maxLength"])
 NUMBER = frozenset(["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"])
@@ -40,24 +40,23 @@ NOBODYS = frozenset(
         *("contains", "minContains", "maxContains", "uniqueItems"),
     ]
 )
-"""No library has these; some are said in others before (`exclusion`)."""
+"""Unsupported by both libraries; `exclusion` rewrites some before."""
 OLDER = frozenset(["additionalItems", "dependencies", "nullable"])
-"""Of older drafts and of OpenAPI 3.0; `json_schema` says them in others."""
+"""Keywords of older drafts and OpenAPI 3.0, which `json_schema` rewrites."""
 KNOWN = STRING | NUMBER | ARRAY | OBJECT | APPLIED | VALUES | UNEVALUATED.keys() | DYNAMIC | OLDER | {"type"}
 
 BOUNDS = {"int32": (-(1 << 31), (1 << 31) - 1), "int64": (-(1 << 63) + 1024, (1 << 63) - 1)}
-"""Of formats of integers. The least one of 64 bits is more than llguidance 1.9.1 reads."""
+"""Bounds of integer formats. The lowest one of 64 bits is more than llguidance 1.9.1 reads."""
 _SILENT = frozenset([*BOUNDS, "float", "double"])
 
 MAPS = ("properties", "patternProperties", "dependentSchemas", "dependencies")
 LISTS = ("items", "prefixItems", "anyOf", "oneOf", "allOf")
 SINGLE = ("items", "additionalItems", "additionalProperties", "propertyNames", "contains", "not", "if", "then", "else")
-"""Words with schemas in them: by name, in a list, and one. `items` is a list in older drafts."""
+"""Keywords with schemas by name, in a list, or single. `items` is a list in older drafts."""
 
 
 def inner(schema: dict[str, Any], *more: str) -> Iterator[tuple[str, Any]]:
-    """What stands where a schema should directly inside of this one, with its place. more: other words with schemas by
-    name."""
+    """The subschemas of this schema with their places. more: other keywords with schemas by name."""
     for key in (*MAPS, *more):
         if isinstance(found := schema.get(key), dict):
             yield from ((f"{key}/{name}", one) for name, one in found.items() if not isinstance(one, list))
@@ -70,12 +69,12 @@ def inner(schema: dict[str, Any], *more: str) -> Iterator[tuple[str, Any]]:
 
 
 def listed(types: Any) -> list[Any]:
-    """The value of `type`, which is a name or a list of names."""
+    """`type` as a list."""
     return types if isinstance(types, list) else [types]
 
 
 def types(schema: dict[str, Any]) -> list[str]:
-    """That a schema names."""
+    """The types that a schema names."""
     return listed(schema.get("type", []))
 
 
@@ -84,7 +83,7 @@ def is_annotation(word: str) -> bool:
 
 
 def ignored(schema: Any) -> list[str]:
-    """Words and formats of a schema that say nothing here and may be meant to, each once, as a person reads it."""
+    """Keywords and formats without effect that may be intended, each once, for people."""
     found: dict[str, None] = {}
     waiting = [schema]
     while waiting:
@@ -102,7 +101,7 @@ def ignored(schema: Any) -> list[str]:
 
 
 def types_of(value: Any) -> set[str]:
-    """Of a value; a whole number is of two."""
+    """The types of a value; a whole number has two."""
     match value:
         case None:
             return {"null"}
@@ -121,7 +120,7 @@ def types_of(value: Any) -> set[str]:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal as JSON Schema means it: 1 is 1.0, but true is not 1."""
+    """Equality in JSON Schema: 1 equals 1.0, but not true."""
     if isinstance(a, bool) or isinstance(b, bool):
         return a is b
     if isinstance(a, list) and isinstance(b, list):

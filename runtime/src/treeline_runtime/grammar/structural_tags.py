@@ -1,8 +1,7 @@
-"""Structural tags as xgrammar reads them, with the schemas and patterns in them treated as those that stand alone.
+"""Structural tags for xgrammar, with their schemas and patterns treated like standalone ones.
 
-What xgrammar 0.2.8 would ignore of a schema is refused here, by keyword and path. It looks at one of `$ref`, `enum`,
-`anyOf`, `allOf` and `type`, in this order, and at no keyword beside it; of a string at either its pattern or its
-length.
+Refuses, by keyword and path, what xgrammar 0.2.8 would ignore of a schema. It reads one of `$ref`, `enum`, `anyOf`,
+`allOf` and `type`, in this order, and nothing beside it; of a string, either pattern or length.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from treeline_runtime.grammar.schema_words import DEFINITIONS, types
 from treeline_runtime.grammar.xgrammar_library import load as load_library
 
 MAX_SPACES = 1
-"""Between two words of JSON, where a tag does not say. Without a bound a model may write white space for ever, as some
-do; xgrammar cannot be made to write it as outside of tags, and takes no 0."""
+"""White space between tokens of JSON, if a tag does not say. Unbounded white space may never end with some models;
+xgrammar does not accept 0."""
 
 _AS_RULES = "(?:\u00e9){0}"
-"""Nothing, with a character that is not ASCII: such patterns xgrammar 0.2.8 turns into rules, and others into automata,
-where an optional part may be entered in its middle (`(?:xy+)?` takes `y`)."""
+"""Matches nothing; contains a character beyond ASCII: xgrammar 0.2.8 turns such patterns into rules, and others into
+automata, which may enter an optional part in its middle (`(?:xy+)?` takes `y`)."""
 _ESCAPED = ((0, 31), (34, 34), (92, 92))
 _IN_TAGS = "is not supported in structural tags and strict tools"
 _NOT_IN_TAGS = {
@@ -35,7 +34,7 @@ _NOT_IN_TAGS = {
     "exclusiveMinimum": ("number",),  # an exclusive 0 is taken, as a number
     "exclusiveMaximum": ("number",),
 }
-"""By the types that it says something of; (): of all."""
+"""By the types that the keyword concerns; (): all."""
 _MOST_MULTIPLE = 1024
 _MOST_RANGE = 10_000
 
@@ -57,14 +56,14 @@ _TOKENS = {"token", "exclude_tokens", "trigger_tokens"}
 
 @cache
 def _members() -> dict[str, frozenset[str]]:
-    """What each type of format has."""
+    """The members of each type of format."""
     formats = vars(load_library().structural_tag).items()
     fields = [one.model_fields for name, one in formats if name.endswith("Format") and hasattr(one, "model_fields")]
     return {found["type"].default: frozenset(found) for found in fields if "type" in found}
 
 
 def _check_members(part: dict[str, Any]) -> None:
-    """Raises GrammarError for what the library would pass over."""
+    """Raises GrammarError for members that the library would ignore."""
     kind = part.get("type")
     known = _members().get(kind) if isinstance(kind, str) else None
     for name in sorted(part.keys() - known) if known else ():
@@ -93,7 +92,7 @@ def _prepared(part: Any) -> Any:
         case {"type": "qwen_xml_parameter", "json_schema": schema}:
             return {**part, "json_schema": _schema(schema)}
         case {"type": "json_schema", "json_schema": schema}:
-            # null is "not said" too
+            # null means absent too
             most = MAX_SPACES if part.get("max_whitespace_cnt") is None else part["max_whitespace_cnt"]
             return {**part, "json_schema": _schema(schema), "max_whitespace_cnt": most}
         case {"type": "regex", "pattern": str(pattern)}:
@@ -103,7 +102,7 @@ def _prepared(part: Any) -> Any:
 
 
 def _schema(schema: Any) -> Any:
-    """The same schema as xgrammar is to be given it, or UnsupportedError for what it would pass over."""
+    """The schema for xgrammar; UnsupportedError for what it would ignore."""
     document = Document(json.dumps(schema))
     simplify(document)
     for path, one in document.schemas:
@@ -157,7 +156,7 @@ def _check_object_in_tags(schema: Schema, path: str) -> None:
 
 
 def _check_multiple(schema: Schema, path: str) -> None:
-    """xgrammar counts the remainder, or lists what is between two bounds."""
+    """xgrammar counts the remainder, or lists the values between two bounds."""
     low = max((schema[key] for key in ("minimum", "exclusiveMinimum") if key in schema), default=None)
     high = min((schema[key] for key in ("maximum", "exclusiveMaximum") if key in schema), default=None)
     if not isinstance(schema["multipleOf"], int) or schema["multipleOf"] > _MOST_MULTIPLE:
@@ -169,7 +168,7 @@ def _check_multiple(schema: Schema, path: str) -> None:
 
 
 def _unescaped(pattern: str, path: str) -> str:
-    """Without the characters that JSON writes with a backslash, which xgrammar would write as they are."""
+    """Without characters that JSON escapes, which xgrammar would write unescaped."""
     try:
         return _AS_RULES + as_regex(but(whole(pattern), _ESCAPED))
     except EmptyError:
@@ -177,8 +176,8 @@ def _unescaped(pattern: str, path: str) -> str:
 
 
 def _close(schema: Schema) -> None:
-    """xgrammar is strict: without a word about others, there are none. That is meant for properties that are named and
-    items that are counted out; where none are, others are what is there."""
+    """xgrammar is strict: it allows no others unless told. That is right for named properties and listed items; without
+    any, others are allowed."""
     names = types(schema)
     if "array" in names and "items" not in schema:
         counted = len(schema.get("prefixItems", ()))

@@ -1,4 +1,4 @@
-"""The tokens of a model as the bytes that they stand for: what a grammar is matched against."""
+"""A model's tokens as bytes, which grammars are matched against."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from treeline_wire.tokenizer import TokenizerBundle
 
 
 class Vocabulary(msgspec.Struct, frozen=True):
-    """`texts[i]` is what token i adds to the output; b"" = no text: nothing but a stop token can it be.
+    """`texts[i]` is the text of token i; b"": no text, so it can only be a stop token.
 
-    Special tokens (`<|im_end|>`, `[TOOL_CALLS]`) are markup, and left out of answers: their texts are in `marks`. A
-    grammar that describes markup, a structural tag, may say them; no other may.
+    Special tokens (`<|im_end|>`, `[TOOL_CALLS]`) are markup and not part of answers; their texts are in `marks`. Only a
+    grammar for markup, a structural tag, may contain them.
     """
 
     texts: list[bytes]
     marks: dict[int, bytes]
     stop_ids: tuple[int, ...]
-    """Of the model: what ends an output."""
+    """The model's end tokens."""
 
     @classmethod
     def of(cls, bundle: TokenizerBundle, size: int, stop_ids: Sequence[int]) -> Vocabulary:
-        """size: rows of the model's head, which may be more than the tokenizer has ids. Raises BundleError."""
+        """size: rows of the model's head, perhaps more than the tokenizer has ids. Raises BundleError."""
         texts = PrefixKeys.from_bundle(bundle).token_bytes[:size]
         texts = [b"" if text == escape(i) else text for i, text in enumerate(texts)]
         texts += [b""] * (size - len(texts))
@@ -44,7 +44,7 @@ class Vocabulary(msgspec.Struct, frozen=True):
         return cls(texts, marks, tuple(id for id in stop_ids if id < size))
 
     def with_marks(self) -> list[bytes]:
-        """The texts, of special tokens too."""
+        """The texts including special tokens."""
         texts = list(self.texts)
         for id, text in self.marks.items():
             texts[id] = text

@@ -1,7 +1,7 @@
 """The process that compiles grammars: `python -m treeline_runtime.grammar.worker`.
 
-It is confined (`confined.child`). The first request is a `Vocabulary`, all others are `Grammar`s, in MessagePack; an
-answer is one byte, an `Answer`, and what was compiled or why it was not.
+It is confined (`confined.child`). The first request is a `Vocabulary`, the others are `Grammar`s, in MessagePack. An
+answer is one byte, an `Answer`, and the compiled grammar or the reason.
 """
 
 from __future__ import annotations
@@ -18,17 +18,16 @@ from treeline_runtime.messages import Grammar
 
 
 class Answer(enum.IntEnum):
-    """What the rest of an answer is."""
+    """What follows in an answer."""
 
     COMPILED = 0
     REFUSED = 1
 
 
 _MOST_REASON = 1000
-"""Characters: grammars are quoted."""
+"""Characters of a quoted grammar."""
 _UNFORESEEN = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""What code raises for a grammar that is written wrongly in a way that was not foreseen; libraries raise others where
-memory ends."""
+"""Exceptions that a wrong grammar may cause; libraries raise others when memory ends."""
 
 
 def _refused(reason: str) -> bytes:
@@ -36,7 +35,7 @@ def _refused(reason: str) -> bytes:
 
 
 def main() -> None:
-    """Serve requests from standard input until it ends."""
+    """Serves requests from standard input until its end."""
     load_libraries()
     decode = msgspec.msgpack.Decoder(Grammar).decode
     backend: Backends | None = None

@@ -1,4 +1,4 @@
-"""EBNF and structural tags by xgrammar (https://github.com/mlc-ai/xgrammar): masks are computed beforehand."""
+"""EBNF and structural tags by xgrammar (https://github.com/mlc-ai/xgrammar), with precomputed masks."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
 MAX_THREADS = 8
 _STEP_SECONDS = 0.1
-"""Of one step of a matcher. Where a grammar is ambiguous without end (repetitions of repetitions of what may be empty),
-each step takes several times the one before: seconds soon, in which no request of the server gets a token."""
+"""The longest step of a matcher. In an endlessly ambiguous grammar (repetitions of repetitions of what may be empty)
+each step takes several times as long as the one before, and blocks all requests."""
 _ROW_SECONDS = 0.01
-"""Of each row of a batch, in which many steps that are within reason may take as long together as one that is not."""
+"""The longest step per row of a batch: many reasonable steps together may take long."""
 _TRIED_STEPS = 4
-"""So many are tried when a grammar is compiled; outputs that come to such a place later are ended there."""
+"""Steps tried at compilation; an output that becomes slow later is ended."""
 
 
 class XGrammarBackend:
@@ -99,7 +99,7 @@ class XGrammarBackend:
                 masks[place] = 0
 
     def _try_out(self, matcher: XGrammarMatcher) -> None:
-        """Raises GrammarError where the first steps take too long."""
+        """Raises GrammarError if the first steps take too long."""
         mask = np.zeros((1, (self._size + 31) // 32), dtype=np.int32)
         draw = random.Random(1)
         for _ in range(_TRIED_STEPS):
@@ -115,7 +115,7 @@ class XGrammarBackend:
 
     @functools.cached_property
     def _batch(self) -> Any:
-        """With threads of its own."""
+        """A batch matcher with its own threads."""
         return self._library.BatchGrammarMatcher(FILL_THREADS)
 
     def _tokenizer_info(self, vocabulary: Vocabulary, texts: list[bytes]) -> Any:
@@ -134,19 +134,19 @@ class XGrammarBackend:
 
 
 _MARKED = {False: b"t", True: b"m"}
-"""What compiled bytes begin with: whether they are for the vocabulary with special tokens."""
+"""Prefix of compiled bytes: whether they are for the vocabulary with special tokens."""
 
 
 class _Compiled:
     def __init__(self, library: Any, compiled: Any, length: int) -> None:
-        """length: of what it was read from."""
+        """length: of the serialised form."""
         self._library = library
         self._compiled = compiled
         self._length = length
 
     @property
     def num_bytes(self) -> int:
-        """What it takes of the heap is about its length when serialised; the library leaves out the rules' objects."""
+        """Approximated by the serialised length; the library's own count leaves out the rules' objects."""
         return max(int(self._compiled.memory_size_bytes), self._length)
 
     def matcher(self, stop_ids: Sequence[int]) -> Matcher:
@@ -190,7 +190,7 @@ class XGrammarMatcher:
             return ""
         try:
             return str(self.handle.find_jump_forward_string())
-        except UnicodeDecodeError as error:  # what is certain begins or ends within a character
+        except UnicodeDecodeError as error:  # the forced bytes begin or end inside a character
             return certain_text(error.object)
 
     @property
@@ -203,7 +203,7 @@ class XGrammarMatcher:
 
 
 def _reason(error: Exception) -> str:
-    """What the library says, without the time and place in its source that it puts before."""
+    """The library's message without time and source position."""
     text = re.sub(r"\[\d\d:\d\d:\d\d\] \S+?:\d+: ", "", str(error)).strip()
     text = re.sub(r"^Check failed: \(.*?\) is false: ", "", text)
     return text.splitlines()[-1 if text.startswith("Traceback") else 0][:500] if text else type(error).__name__
@@ -215,11 +215,11 @@ _JSON_CHARACTER = [1, 0, 31, 34, 34, 92, 92]
 
 
 def mended(serialized: str) -> str:
-    """Rules (`Grammar.serialize_json()`) without the characters that the library takes and that no text has.
+    """Rules (`Grammar.serialize_json()`) without characters that no text can have.
 
-    Its negated classes take the surrogates, whose bytes are no UTF-8; its strings with a length take control
-    characters, which JSON has only escaped. The classes are rewritten; expressions refer to each other by number, so
-    that only the table of where each begins changes.
+    The library's negated classes include surrogates, which are not UTF-8; its strings with a length include control
+    characters, which JSON must escape. The classes are rewritten; expressions refer to each other by number, so only
+    the table of their positions changes.
     """
     grammar = json.loads(serialized)
     data: list[int] = grammar["grammar_expr_data"]

@@ -1,7 +1,7 @@
-"""Imports xgrammar without the libraries that it names only for types and conveniences that are not used here.
+"""Imports xgrammar without libraries that it needs only for types and unused conveniences.
 
-It imports `transformers`, and `torch` even where nothing is computed. In a process that only compiles grammars this is
-a start of 0.2 s and 60 MB, in place of 4 s and 400 MB; a runtime needs no transformers at all.
+It would import `transformers`, and `torch` even where nothing is computed. Without them the start takes 0.2 s and 60 MB
+instead of 4 s and 400 MB.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 
 class _Named(ModuleType):
-    """Has whatever is asked for: classes that take anything and do nothing."""
+    """A module with any attribute: classes that accept everything and do nothing."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -23,7 +23,7 @@ class _Named(ModuleType):
 
 
 def load() -> ModuleType:
-    """xgrammar. What stands in for a library is gone afterwards: a later import gets the real one."""
+    """Imports xgrammar. The stand-ins are removed afterwards, so later imports get the real libraries."""
     if "xgrammar" in sys.modules:
         return sys.modules["xgrammar"]
     os.environ.setdefault("TVM_FFI_DISABLE_TORCH_C_DLPACK", "1")  # torch itself has it; else it may be compiled now

@@ -1,4 +1,4 @@
-"""The paged KV pool, and the radix cache over it, which knows what is on its way, too."""
+"""The paged KV pool and its radix cache, which also knows pages that are being filled."""
 
 from treeline_runtime.kvcache.node import Node, Place
 from treeline_runtime.kvcache.pool import NO_PAGES, KVPool, PagePool, Pages

@@ -1,4 +1,4 @@
-"""Nodes of the radix tree, where their pages are, and in which order they leave."""
+"""Nodes of the radix tree: where their pages are, and their order of eviction."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from treeline_runtime.kvcache.pool import NO_PAGES, Pages
 
 
 class Place(enum.Enum):
-    """Where the keys and values of a node are. Below a node that is not on the device none is."""
+    """Where a node's keys and values are. Below a node that is not on the device none is."""
 
     DEVICE = enum.auto()
     """In its pages of the pool."""
     ON_ITS_WAY = enum.auto()
-    """Nowhere yet: whoever has locked the node is putting them on the device. It has no pages and no digests, and
-    leaves the tree with its last lock."""
+    """Being filled: holders of its lock are computing it. It has no pages or digests, and leaves the tree with its last
+    lock."""
 
 
 class Node:
-    """One run of whole pages, all in one place. Roots have an empty run, no parent, and are never evicted."""
+    """A run of whole pages in one place. Roots have an empty run, no parent, and are never evicted."""
 
     __slots__ = (
         "children",
@@ -52,7 +52,7 @@ class Node:
 
 
 EvictionKey = Callable[[Node], tuple[int, ...]]
-"""The leaf with the smallest key goes first."""
+"""The leaf with the smallest key is evicted first."""
 
 EVICTION_POLICIES: dict[str, EvictionKey] = {
     "lru": lambda node: (node.last_access,),
@@ -60,14 +60,14 @@ EVICTION_POLICIES: dict[str, EvictionKey] = {
     # of the most urgent request that used it
     "priority": lambda node: (node.priority, node.last_access),
 }
-"""By the names that `SchedulerConfig.eviction_policy` takes."""
+"""By name, for `SchedulerConfig.eviction_policy`."""
 
 
 class EvictionQueue:
-    """The evictable leaves, kept incrementally.
+    """The evictable leaves, maintained incrementally.
 
-    A heap with lazy deletion: an entry counts only while its serial is the node's newest, so add, discard and touch are
-    O(log n) and nothing walks the tree. Stale entries are dropped when they outnumber the live ones.
+    A heap with lazy deletion: an entry counts only if its serial is the node's newest, so add, discard and touch are
+    O(log n). Stale entries are dropped when they outnumber live ones.
     """
 
     def __init__(self, key: EvictionKey) -> None:
@@ -83,7 +83,7 @@ class EvictionQueue:
         return len(self._live)
 
     def add(self, node: Node) -> None:
-        """`node` is (still) an evictable leaf; its key is read now."""
+        """Adds an evictable leaf, or updates its key."""
         self._serial += 1
         self._live[node] = self._serial
         heapq.heappush(self._heap, (self._key(node), self._serial, node))
@@ -95,12 +95,12 @@ class EvictionQueue:
         self._live.pop(node, None)
 
     def touch(self, node: Node) -> None:
-        """What `node`'s key is made of has changed."""
+        """The data of `node`'s key changed."""
         if node in self._live:
             self.add(node)
 
     def pop(self) -> Node | None:
-        """The leaf to evict from next, taken out of the queue; None if there is none."""
+        """Takes out the leaf to evict from next; None if there is none."""
         while self._heap:
             _, serial, node = heapq.heappop(self._heap)
             if self._live.get(node) == serial:

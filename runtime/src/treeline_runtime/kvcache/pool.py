@@ -12,7 +12,7 @@ import torch
 from treeline_runtime.models.quantization.fp8 import E4M3, to_e4m3
 
 Pages = npt.NDArray[np.int64]
-"""Page numbers, one-dimensional."""
+"""One-dimensional page numbers."""
 
 NO_PAGES: Pages = np.empty(0, dtype=np.int64)
 
@@ -20,7 +20,7 @@ NO_PAGES: Pages = np.empty(0, dtype=np.int64)
 class PagePool:
     """Free list of pages 0 … num_pages - 1: a stack, so that recently freed pages are used first.
 
-    alloc and free are O(pages asked for).
+    alloc and free are O(pages).
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -51,17 +51,16 @@ class PagePool:
 
 
 CHECKED_BYTES = 64 << 20
-"""Keys and values that `are_finite` copies at once."""
+"""Bytes that `are_finite` copies at once."""
 
 
 class KVPool:
-    """Keys and values of every layer: each a tensor (pages, page_size, kv_heads, head_dim).
+    """Keys and values of every layer, each a tensor (pages, page_size, kv_heads, head_dim).
 
-    A token's slot is page x page_size + offset. Slots that no token of a request was stored in may hold anything, NaN
-    included: backends never let them matter. Page `num_pages` belongs to no request: what pads a batch is stored there.
-    On a CPU memory costs nothing until it is written.
+    A token's slot is page x page_size + offset. Unused slots may contain anything, NaN included; backends never use
+    them. Page `num_pages` belongs to no request; padding is stored there. On a CPU memory is used only once written.
 
-    The tensors may be e4m3: a number is then stored over its layer's scale (`key_scales`, `value_scales`).
+    The tensors may be e4m3; values are then divided by their layer's scale (`key_scales`, `value_scales`).
     """
 
     def __init__(
@@ -77,8 +76,8 @@ class KVPool:
         stored: torch.dtype | None = None,
         scales: Sequence[tuple[float, float]] | None = None,
     ) -> None:
-        """dtype: of the model; stored: of the tensors, e4m3 or, by default, the model's; scales: (keys, values) of each
-        layer, by default 1; they concern e4m3 alone."""
+        """dtype: the model's; stored: the tensors', e4m3 or by default the model's; scales: (keys, values) of each
+        layer, default 1, for e4m3 only."""
         self.page_size = page_size
         self.num_pages = num_pages
         self.dtype = dtype
@@ -97,7 +96,7 @@ class KVPool:
         self._flat = [(layer[0], layer[1]) for layer in self._slots]
 
     def store(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Write new tokens. slots (tokens,), k and v (tokens, kv_heads, head_dim)."""
+        """Stores new tokens. slots (tokens,), k and v (tokens, kv_heads, head_dim)."""
         keys, values = self._flat[layer]
         if self.is_fp8:
             k, v = (
@@ -133,7 +132,7 @@ class KVPool:
         return total.isfinite()
 
     def clear(self, pages: Pages) -> None:
-        """Zero whole pages in every layer."""
+        """Zeroes whole pages in every layer."""
         self._all.index_fill_(2, torch.from_numpy(pages).to(self._all.device), 0)
 
 

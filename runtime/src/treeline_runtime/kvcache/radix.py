@@ -1,4 +1,4 @@
-"""The radix cache: which token sequences have their keys and values in the pool.
+"""The radix cache: which token sequences have keys and values in the pool.
 
 Theory of operation
 -------------------
@@ -10,14 +10,14 @@ it.
 - `match` changes nothing. `lock` splits the last node where the match ends inside it, then counts one lock on every
   node up to the root; a node with locks, or with children, cannot be evicted. When a locked node is split both halves
   keep its locks, and the old object becomes the lower half: its holder still holds the whole path.
-- `begin_filling` extends a lock to what is to follow, on nodes that are on their way; `match` says how much of a key
-  is. Several may fill one node. The first that inserts it puts it on the device; with its last lock it is gone.
-- `insert` adds what the device lacks and says how many pages it had already; the caller owns the duplicates.
+- `begin_filling` extends a lock to the rest of a key, on nodes that are being filled; `match` reports how much is.
+  Several holders may fill one node. The first that inserts it puts it on the device; without locks it is removed.
+- `insert` adds what the device lacks and says how many pages it already had; the caller owns the duplicates.
 - `evict` takes pages from the ends of leaves, so the remainder of a leaf stays useful.
 - Time is a counter of lock and insert calls, not a clock: replicas of a tree agree, and tests repeat.
 
-A page of the pool is either free, or in the tree, or held by a request; this class knows only those in the tree. Those
-of a node on its way are its fillers' until it is inserted.
+A page of the pool is free, in the tree, or held by a request; this class knows only those in the tree. Pages of a node
+being filled belong to its fillers until it is inserted.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def tokens_of(key: bytes) -> list[int]:
 
 
 def common_prefix(a: bytes, b: bytes) -> int:
-    """Length in bytes of the common prefix. O(length) memcmp, in a doubling then a halving search."""
+    """Length in bytes of the common prefix. O(length) memcmp, by a doubling and then a halving search."""
     limit = min(len(a), len(b))
     if a[:limit] == b[:limit]:
         return limit
@@ -64,7 +64,7 @@ def common_prefix(a: bytes, b: bytes) -> int:
 
 
 class EventLog:
-    """Collects Stored, Removed and Cleared in order. A run that continues the one before is joined to it."""
+    """Collects Stored, Removed and Cleared in order. A run that continues the previous one is merged with it."""
 
     def __init__(self) -> None:
         self._events: list[CacheEvent] = []
@@ -112,7 +112,7 @@ class Match:
     num_pages: int
     """Pages of the whole match."""
     coming: int = 0
-    """Pages of the key behind the match that are on their way."""
+    """Pages after the match that are being filled."""
 
 
 NO_MATCH = Match(None, 0, 0)
@@ -142,14 +142,14 @@ class RadixCache:
 
     @property
     def num_pages(self) -> int:
-        """Pages of the pool that the tree has."""
+        """Pages of the pool that are in the tree."""
         return self.evictable_pages + self.locked_pages
 
     # ---- looking up ---------------------------------------------------------------------------------------
 
     def match(self, key: bytes, namespace: str | None = None, most: int | None = None) -> Match:
-        """What of `key` the cache supplies, in whole pages of at most so many tokens: its longest cached prefix.
-        Changes nothing, not even recency."""
+        """The longest cached prefix of `key`, in whole pages of at most so many tokens. Changes nothing, not even
+        recency."""
         if most is not None:
             key = key[: most * TOKEN_BYTES]
         node = self._roots.get(namespace)
@@ -207,7 +207,7 @@ class RadixCache:
     # ---- keeping ------------------------------------------------------------------------------------------
 
     def lock(self, match: Match, priority: int = 0) -> Node | None:
-        """Keep the matched pages until `unlock` of the returned handle. Counts as a hit of a request of that priority.
+        """Keeps the matched pages until the returned handle is unlocked. Counts as a hit of a request of that priority.
         May split a node."""
         node = match.node
         if node is None:
@@ -224,7 +224,7 @@ class RadixCache:
         return node
 
     def lock_node(self, node: Node) -> None:
-        """One more lock on the path to `node` (which insert returned); no hit."""
+        """Adds a lock on the path to `node` (from insert); not a hit."""
         step = node
         while step.parent is not None:
             if step.lock_ref == 0:
@@ -235,12 +235,12 @@ class RadixCache:
             step = step.parent
 
     def unlock(self, node: Node | None) -> None:
-        """Undo one lock. None (the handle of an empty match) is fine."""
+        """Undoes one lock. None (the handle of an empty match) is allowed."""
         while node is not None and node.parent is not None:
             node = self._unlock_one(node)
 
     def _unlock_one(self, node: Node) -> Node | None:
-        """→ its parent"""
+        """Returns its parent."""
         assert node.lock_ref > 0, "unlock without lock"
         node.lock_ref -= 1
         parent = node.parent
@@ -256,10 +256,10 @@ class RadixCache:
         return parent
 
     def begin_filling(self, handle: Node | None, key: bytes, namespace: str | None = None) -> Node | None:
-        """Lock what is to follow in `key` on `handle`, which is what `lock` made of its match. → in the place of
-        `handle`. Its holder inserts what it has filled, and calls `end_filling` or `unlock` when it fills no more.
+        """Locks the part of `key` after `handle`, a lock from `lock`, as being filled; returns the lock to use instead
+        of `handle`. Its holder inserts what it has filled, and calls `end_filling` or `unlock` when it stops.
 
-        Where the cache has more than the match, which its holder did not want, nothing is on its way.
+        If the cache has more than the match, which its holder did not want, nothing is locked beyond.
         """
         match = self.match(key, namespace)
         at, total = match.num_pages, len(key) // self._page_bytes
@@ -274,7 +274,7 @@ class RadixCache:
         return node
 
     def end_filling(self, handle: Node | None) -> Node | None:
-        """Unlock what of `handle` is on its way. → the lock on the rest"""
+        """Unlocks the part of `handle` that is being filled; returns the lock on the rest."""
         while handle is not None and handle.place is Place.ON_ITS_WAY:
             handle = self._unlock_one(handle)
         return handle if handle is not None and handle.parent is not None else None
@@ -290,11 +290,11 @@ class RadixCache:
         namespace: str | None = None,
         priority: int = 0,
     ) -> tuple[int, Node | None]:
-        """Add `key` whose KV is in `pages` (one number per whole page of the key; a trailing partial page is ignored).
+        """Adds `key` whose KV is in `pages` (one number per whole page; a partial last page is ignored).
 
-        → (pages that the tree already had, the node where the key ends). The tree now owns pages[existing:]; of
-        pages[:existing] it keeps its own copies, so the caller's differing numbers there are duplicates. Where
-        prompt meets output (`prompt_tokens`) the new run is split, so that outputs can be evicted first.
+        Returns (number of pages the tree already had, node where the key ends). The tree now owns pages[existing:]; of
+        pages[:existing] it keeps its own copies, and differing numbers there are the caller's duplicates. The new run
+        is split where prompt meets output (`prompt_tokens`), so that outputs can be evicted first.
         """
         total = len(key) // self._page_bytes
         assert len(pages) >= total, f"{len(pages)} pages for a key of {total}"
@@ -314,9 +314,9 @@ class RadixCache:
         return match.num_pages, node
 
     def evict(self, num_pages: int) -> Pages:
-        """Take up to `num_pages` unlocked pages out of the tree, from the ends of leaves, in the policy's order.
+        """Takes up to `num_pages` unlocked pages out of the tree, from the ends of leaves, in the policy's order.
 
-        → the pages, now the caller's; fewer only if no more are evictable.
+        Returns the pages, now the caller's; fewer only if no more are evictable.
         """
         taken: list[Pages] = []
         missing = num_pages
@@ -340,7 +340,7 @@ class RadixCache:
         return pages
 
     def reset(self) -> Pages:
-        """Forget everything. → the pages, now the caller's. No lock may be held."""
+        """Empties the tree and returns the pages, now the caller's. No lock may be held."""
         nodes = [node for node, _ in self._walk()]
         assert not any(node.lock_ref for node in nodes), f"reset with {self.locked_pages} locked pages"
         pages = [node.pages for node in nodes]
@@ -356,7 +356,8 @@ class RadixCache:
         return root
 
     def _below(self, parent: Node, key: bytes, start: int, end: int) -> Node:
-        """The child of `parent` for pages start … end of the key, or for the first of them; a new one is on its way."""
+        """The child of `parent` for pages start … end of the key, or for the first of them; a new one is marked as
+        being filled."""
         size = self._page_bytes
         run = key[start * size : end * size]
         child = parent.children.get(run[:size])
@@ -369,7 +370,7 @@ class RadixCache:
     def _fill(
         self, node: Node, pages: Pages, start: int, prompt_tokens: int, namespace: str | None, priority: int
     ) -> None:
-        """`node`, which begins with page `start` of a key whose KV is in `pages`, is on the device now."""
+        """`node`, which begins with page `start` of a key whose KV is in `pages`, is now on the device."""
         parent, tokens = node.parent, tokens_of(node.key)
         assert parent is not None
         assert node.place is Place.ON_ITS_WAY
@@ -393,7 +394,7 @@ class RadixCache:
         self._events.stored(Stored(hashes, parent_hash, tokens, namespace, output_from))
 
     def _split(self, node: Node, at: int) -> Node:
-        """Cut `node` after `at` pages. → the new upper half; `node` itself becomes the lower half."""
+        """Cuts `node` after `at` pages. Returns the new upper half; `node` becomes the lower half."""
         parent, size = node.parent, self._page_bytes
         assert parent is not None
         assert 0 < at < len(node.key) // size
@@ -432,7 +433,7 @@ class RadixCache:
     # ---- watching -----------------------------------------------------------------------------------------
 
     def take_events(self) -> list[CacheEvent]:
-        """What changed since the last call, in order, merged."""
+        """Changes since the last call, in order, merged."""
         return self._events.take()
 
     def blocks(self) -> Iterator[tuple[int, int | None, list[int], str | None]]:
@@ -453,7 +454,7 @@ class RadixCache:
                 parent = hash_of(digest)
 
     def _walk(self) -> Iterator[tuple[Node, str | None]]:
-        """Every node but the roots, parents first."""
+        """Every node except roots, parents first."""
         for namespace, root in self._roots.items():
             stack = list(root.children.values())
             while stack:
@@ -462,7 +463,7 @@ class RadixCache:
                 stack.extend(node.children.values())
 
     def check_integrity(self) -> None:
-        """Assert every invariant that the theory of operation states."""
+        """Asserts every invariant stated in the theory of operation."""
         evictable = locked = leaves = 0
         seen: set[int] = set()
         for node, _ in self._walk():

@@ -1,4 +1,4 @@
-"""Models: configuration, weights, and the decoder they make."""
+"""Models: configuration, weights, and the decoder."""
 
 from __future__ import annotations
 

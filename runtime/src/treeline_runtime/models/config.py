@@ -1,4 +1,4 @@
-"""What a checkpoint's config.json says, in our words. No torch here."""
+"""Reads config.json. No torch here."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ __all__ = ["ModelConfig", "ModelError", "RopeConfig", "read_config"]
 
 MOST_LAYERS = 4096
 LARGEST_SIZE = 1 << 31
-"""No model comes near: a number beyond is a slip, and memory would end before anything said so."""
+"""Larger values are mistakes, and would exhaust memory before any error."""
 CAUSAL, CLASSIFIER, BASE = "ForCausalLM", "ForSequenceClassification", "Model"
-"""Endings of architectures: a decoder with a language-model head, with a classification head, and with none."""
+"""Endings of architectures: a decoder with a language-model head, a classification head, or none."""
 FOREIGN_FILES = {
     "hf_quant_config.json": "ModelOpt's quantised checkpoints are not supported ({} is there)",
     "quantize_config.json": "GPTQ's quantised checkpoints are not supported ({} is there)",
     "adapter_config.json": "adapters are not supported ({} is there): merge the adapter into the model",
 }
-"""Files beside config.json that change what the weights mean."""
+"""Files beside config.json that change the meaning of the weights."""
 
 
 def read_config(path: str | Path) -> ModelConfig:
-    """Read config.json and, if there, generation_config.json. Raises ModelError."""
+    """Reads config.json and, if present, generation_config.json. Raises ModelError."""
     directory = Path(path)
     if not directory.is_dir():
         raise ModelError(f"{directory} is not a directory")
@@ -41,7 +41,7 @@ def read_config(path: str | Path) -> ModelConfig:
 
 
 def parse_config(config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
-    """generation: generation_config.json; {}: there is none."""
+    """generation: generation_config.json, {} if there is none."""
     try:
         family = _family(config)
         quantization = _quantization(config, family)
@@ -106,8 +106,8 @@ def _check_size(name: str, size: int) -> None:
 
 
 def decoder_architecture(name: str) -> str:
-    """The language model whose decoder an architecture has: `Qwen3ForCausalLM` for Qwen3ForSequenceClassification and
-    Qwen3Model, which differ in what comes behind it (see `pooling`)."""
+    """The language model with an architecture's decoder: `Qwen3ForCausalLM` for Qwen3ForSequenceClassification and
+    Qwen3Model, which differ after it (see `pooling`)."""
     for ending in (CLASSIFIER, BASE):
         if name.endswith(ending):
             return name.removesuffix(ending) + CAUSAL
@@ -128,7 +128,7 @@ def _family(config: Mapping[str, Any]) -> Family:
 
 
 def _quantization(config: Mapping[str, Any], family: Family) -> Scheme | None:
-    """None where nothing is, and where the family reads its own format."""
+    """None if nothing is quantised, or the family reads its own format."""
     settings = config.get("quantization_config")
     if family.quant_method and isinstance(settings, dict) and settings.get("quant_method") == family.quant_method:
         config = {key: value for key, value in config.items() if key != "quantization_config"}
@@ -139,7 +139,7 @@ def _quantization(config: Mapping[str, Any], family: Family) -> Scheme | None:
 
 
 def _refuse_unknown(config: Mapping[str, Any], family: Family) -> None:
-    """Settings that are not acted on here, but change what the model computes, or may."""
+    """Refuses settings that are not used here but may change what the model computes."""
     read = family.reads | {family.activation[0]}
     if "layer_types" not in read:
         if kinds := set(config.get("layer_types") or ()) - {FULL}:

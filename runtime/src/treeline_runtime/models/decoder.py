@@ -1,9 +1,9 @@
-"""The decoder that all families share; how one differs is said by its `ModelConfig` (`families/`).
+"""The decoder shared by all families; a `ModelConfig` describes the differences (`families/`).
 
-A layer is two sublayers, attention and feed-forward: each reads the residual stream, normed or not, and what it adds to
-it may be normed too.
+A layer has two sublayers, attention and feed-forward. Each reads the residual stream, normed or not, and its result may
+be normed before it is added.
 
-Tensors are flat over the step: (tokens, …). Projections that read the same input are one matrix.
+Tensors are flat over the step: (tokens, …). Projections with the same input are one matrix.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ logger = logging.getLogger(__name__)
 
 
 class Linear:
-    """Several projections of one input, stacked, in whatever format the weights are. `names` → their output sizes.
+    """Stacked projections of one input, in any weight format. `names` → their output sizes.
 
-    shard: of a rank of several. Of `OUTPUTS` (column-parallel) it gives its slice of each projection's outputs; of
-    `INPUTS` (row-parallel) it takes its slice of the input, and the outputs of all ranks have to be added. A packed
-    projection, whose parts would have to be cut one by one, is not shared.
+    shard: the part of one rank. With `OUTPUTS` (column-parallel) it gives its slice of each projection's outputs; with
+    `INPUTS` (row-parallel) it takes its slice of the input, and all ranks' outputs must be added. A packed projection
+    cannot be shared.
     """
 
     def __init__(
@@ -62,14 +62,14 @@ class Linear:
 
 
 def norm_weight(config: ModelConfig, weights: Weights, name: str, size: int) -> torch.Tensor:
-    """What the normed values are multiplied by. 1 + weight is kept in float32, in which transformers adds: most of its
-    weights are small, and 16 bits would round them to few values near 1."""
+    """The factor of normed values. 1 + weight stays float32, as in transformers: most weights are small, and 16 bits
+    would round them to few values near 1."""
     weight = weights.take(f"{name}.weight", size)
     return weight.float() + 1 if config.norm_adds_one else weight
 
 
 class Attention:
-    """Self-attention of one layer: projections, optional query/key norm, rope, the backend, output projection."""
+    """A layer's self-attention: projections, optional query/key norm, rope, backend, output projection."""
 
     def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, layer: int) -> None:
         prefix = f"model.layers.{layer}.self_attn."
@@ -97,7 +97,7 @@ class Attention:
 
 
 class FeedForward:
-    """The gated feed-forward: gate and up, the activation of the one times the other, down."""
+    """Gated feed-forward: gate and up, activation of gate times up, down."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class FeedForward:
 
 @dataclass(frozen=True, slots=True)
 class Sublayer:
-    """What reads the residual stream and adds to it; the norms before and after it, where there are some."""
+    """Reads the residual stream and adds to it; with optional norms before and after."""
 
     before: torch.Tensor | None
     compute: Callable[[torch.Tensor, Context], torch.Tensor]
@@ -167,7 +167,7 @@ class Decoder:
 
     layer_type: type[Layer] = Layer
     pooler: Pooler | None = None
-    """What makes vectors of its hidden states, where the model is served for these and not for text."""
+    """Makes vectors of hidden states, if the model is served for these."""
 
     def __init__(self, config: ModelConfig, weights: Weights, context_length: int) -> None:
         self.config = config
@@ -186,7 +186,7 @@ class Decoder:
     def _tables(
         self, ropes: list[RopeConfig], length: int, dtype: torch.dtype, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """→ cos, sin, each (ropes, length, rotated elements of a head)."""
+        """Returns cos, sin, each (ropes, length, rotated elements of a head)."""
         dim, trained = self.config.head_dim, self.config.max_position
         cos, sin = zip(*(rope_tables(rope, dim, trained, length, dtype, device) for rope in ropes), strict=True)
         return torch.stack(cos), torch.stack(sin)
@@ -202,7 +202,7 @@ class Decoder:
         return x if self._scale == 1 else x * self._scale
 
     def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
-        """x (tokens, hidden), from `embed` or from elsewhere → normalised hidden states (tokens, hidden)."""
+        """x (tokens, hidden), from `embed` or elsewhere → normalised hidden states (tokens, hidden)."""
         residual: torch.Tensor | None = None
         after: torch.Tensor | None = None
         for layer in self._layers:
@@ -218,7 +218,8 @@ class Decoder:
         after: torch.Tensor | None,
         before: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Add x, normed by `after`, to the residual stream (None: x begins it). → the stream normed by `before`, it."""
+        """Adds x, normed by `after`, to the residual stream (None: x begins it). Returns the stream normed by `before`,
+        and the stream."""
         eps = self.config.rms_norm_eps
         if residual is not None:
             return self.ops.add_norm(x, residual, before, eps, after)
@@ -233,7 +234,7 @@ class Decoder:
 
 
 def _embedding_and_head(config: ModelConfig, weights: Weights) -> tuple[torch.Tensor, torch.Tensor]:
-    """One matrix where config.json ties them, unless the checkpoint has two different ones: as transformers does it."""
+    """One matrix if config.json ties them, unless the checkpoint has two different ones, as in transformers."""
     shape = (config.vocab_size, config.hidden_size)
     if not config.tie_word_embeddings:
         return weights.take(EMBEDDING, *shape), weights.take(HEAD, *shape)

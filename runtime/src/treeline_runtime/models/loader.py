@@ -1,4 +1,4 @@
-"""From a directory to a model."""
+"""Loads a model from a directory."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def resolve_kv_dtype(name: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Of the KV cache of a model of `dtype`. Raises ConfigError where the device cannot have it."""
+    """The dtype of the KV cache of a model of `dtype`. Raises ConfigError if the device does not support it."""
     if name == "auto":
         return dtype
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < OLDEST:
@@ -61,7 +61,7 @@ def resolve_kv_dtype(name: str, dtype: torch.dtype, device: torch.device) -> tor
 
 
 def architecture_of(config: EngineConfig) -> tuple[ModelConfig, Pooling | None]:
-    """All that the checkpoint's files but its weights say of the model. Raises ModelError or ConfigError."""
+    """Everything about the model that the checkpoint's files say, except weights. Raises ModelError or ConfigError."""
     return read_config(config.model), pooling_of(config.model, config.task, matryoshka=config.matryoshka)
 
 
@@ -73,7 +73,7 @@ def _decoder(config: ModelConfig) -> type[Decoder]:
 
 @torch.inference_mode()
 def load_model(config: EngineConfig) -> Decoder:
-    """Build the model that `config` names. Raises ModelError or ConfigError."""
+    """Builds the model that `config` names. Raises ModelError or ConfigError."""
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
     if device.index is not None:
@@ -106,7 +106,7 @@ def load_model(config: EngineConfig) -> Decoder:
 
 
 def _build(config: ModelConfig, weights: Weights, context_length: int, pooling: Pooling | None) -> Decoder:
-    """A model that makes vectors needs no language-model head: its embedding stands for it."""
+    """A model for vectors needs no language-model head; the embedding takes its place."""
     if pooling is None:
         return _decoder(config)(config, weights, context_length)
     pooler = Pooler(pooling, weights, config)

@@ -1,7 +1,7 @@
-"""A model's tensors to the host and back, whatever model it is: found by looking, not by asking.
+"""Moves any model's tensors to the host and back; finds them by walking its objects.
 
-Tensors keep their identity, their strides and what they share, so nothing that refers to them notices; what was
-captured with their addresses (CUDA graphs) does, and must be made again.
+Tensors keep identity, strides and sharing, so references stay valid. CUDA graphs have captured addresses and must be
+captured again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _PACKAGE = __name__.partition(".")[0]
 
 
 def tensors_of(root: object) -> list[torch.Tensor]:
-    """Every tensor that `root` refers to by attributes of our classes, torch modules, containers, closures."""
+    """All tensors reachable from `root` by attributes of our classes, torch modules, containers and closures."""
     found: list[torch.Tensor] = []
     seen: dict[int, object] = {}
     waiting: list[object] = [root]
@@ -57,7 +57,7 @@ def _attributes(value: object) -> Iterator[object]:
 
 
 def size_of(root: object) -> int:
-    """Bytes of the tensors of `root`, shared memory once."""
+    """Bytes of `root`'s tensors; shared memory counts once."""
     tensors = tensors_of(root)
     packed = sum(tensor.nbytes for tensor in tensors if tensor.is_mkldnn)
     return packed + sum(storage.nbytes() for storage in _storages(tensors).values())
@@ -70,7 +70,7 @@ def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage
 
 
 class Offloaded:
-    """The tensors of a model, on the host; on their device they are empty until `restore`."""
+    """A model's tensors on the host; on the device they are empty until `restore`."""
 
     @torch.inference_mode()
     def __init__(self, model: object) -> None:
@@ -88,7 +88,7 @@ class Offloaded:
 
     @torch.inference_mode()
     def release(self) -> None:
-        """Empty them again, after a `restore` that led to nothing."""
+        """Empties them again after a `restore` that was not used."""
         for tensor, *_ in self._tensors:
             tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 

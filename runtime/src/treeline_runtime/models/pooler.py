@@ -1,4 +1,4 @@
-"""Hidden states → vectors: what a `Pooling` says, computed. Sums on the device, what is small on the host."""
+"""Hidden states → vectors by a `Pooling`. Sums on the device, small steps on the host."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from treeline_runtime.transfer import upload
 Vector = npt.NDArray[np.float32]
 
 SCORE = "score.weight"
-"""Of a classification head; the architectures of transformers give it no bias."""
+"""Name of a classification head's weight; transformers' architectures have no bias there."""
 _SHORTEST = 1e-12
-"""As torch's `normalize`: what is divided by at least."""
+"""The smallest divisor, as in torch's `normalize`."""
 
 
 class Pooler:
-    """`select` on the device, for each step; `finish` on the host, once for each text."""
+    """`select` runs on the device for each step, `finish` on the host once per text."""
 
     def __init__(self, pooling: Pooling, weights: Weights, config: ModelConfig) -> None:
         """Takes the head's tensors. Raises ModelError."""
@@ -35,14 +35,14 @@ class Pooler:
                 raise ModelError(
                     f"LogitScore names token {max(pooling.answers)}; the vocabulary has {config.vocab_size}"
                 )
-            # transformers' rule, too: a head that is there counts, whatever config.json says of ties
+            # transformers' rule, too: an existing head counts, even if config.json ties it
             name = EMBEDDING if config.tie_word_embeddings and not weights.has(HEAD) else HEAD
             self._head = weights.take(name, config.vocab_size, config.hidden_size)[list(pooling.answers)].float()
 
     def select(self, hidden: torch.Tensor, starts: list[int], ends: list[int], whole: list[bool]) -> torch.Tensor:
-        """hidden (tokens, hidden) of several texts, text i at rows starts[i] … ends[i] → float32, in order: with `mean`
-        the sum of each text's rows (texts, hidden), with `last` what the last row gives, of those that are `whole`
-        (whole texts, hidden or outputs)."""
+        """hidden (tokens, hidden) of several texts, text i at rows starts[i] … ends[i] → float32, in order. `mean`: the
+        sum of each text's rows (texts, hidden). `last`: the last row's result, of `whole` texts (whole texts, hidden or
+        outputs)."""
         if self.pooling.method == "mean":
             return torch.stack(
                 [hidden[start:end].sum(0, dtype=torch.float32) for start, end in zip(starts, ends, strict=True)]
@@ -55,7 +55,7 @@ class Pooler:
         return outputs if self._cap is None else torch.tanh(outputs / self._cap) * self._cap
 
     def finish(self, pooled: Vector | None, tokens: int) -> bytes:
-        """What `select` gave of a text, summed over its steps, and how many tokens it has → its vector."""
+        """A text's sum of `select` over its steps, and its number of tokens → its vector."""
         assert pooled is not None, "a text is never empty"
         if self.pooling.method == "mean":
             pooled = pooled / np.float32(tokens)
@@ -65,5 +65,5 @@ class Pooler:
 
 
 def normalized(vector: Vector) -> Vector:
-    """With a length of 1."""
+    """Scaled to length 1."""
     return vector / max(np.linalg.norm(vector), np.float32(_SHORTEST))

@@ -1,8 +1,8 @@
-"""What a checkpoint is served for: text, or vectors of its hidden states; and how these are made. No torch here.
+"""What a checkpoint is for: text, or vectors of its hidden states and how to make them. No torch here.
 
-Two sources say so: the architecture in config.json (Qwen3ForCausalLM, Qwen3Model, Qwen3ForSequenceClassification), and
-the modules.json of sentence-transformers with a folder for each module: `Pooling` and `Normalize` make an embedding
-model of a decoder, `LogitScore` a reranker of a language model (the log-odds of two of its next tokens).
+Two sources: the architecture in config.json (Qwen3ForCausalLM, Qwen3Model, Qwen3ForSequenceClassification), and
+sentence-transformers' modules.json: `Pooling` and `Normalize` make an embedding model of a decoder, `LogitScore` a
+reranker of a language model (the log-odds of two next tokens).
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from treeline_runtime.models.settings import read_json, read_object
 
 PoolingTask = Literal["embed", "score", "reward"]
 Task = Literal["generate"] | PoolingTask
-"""What a server does. `embed`: texts become vectors. `score`: a query and a document become a number, how relevant the
-one is to the other. `reward`: a text becomes the outputs of a classification head, one for each label."""
+"""A server's task. `embed`: texts to vectors. `score`: the relevance of a document to a query. `reward`: the outputs of
+a classification head, one per label."""
 AskedTask = Literal["auto"] | Task
 Method = Literal["last", "mean"]
 Activation = Literal["sigmoid", "softmax", "identity"]
@@ -41,41 +41,40 @@ _OLD_METHODS = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-"""Flags of sentence-transformers before 5.4 → what its `pooling_mode` is called since."""
+"""Flags of sentence-transformers before 5.4 → today's `pooling_mode`."""
 MOST_LABELS = 1 << 20
-"""Each has a name here: a number beyond is a slip that would take all memory."""
+"""The most labels: each has a name here, and a larger number is a mistake that would take all memory."""
 _ACTIVATIONS: Mapping[str, Activation] = {"Sigmoid": "sigmoid", "Identity": "identity"}
 
 
 @dataclass(frozen=True)
 class Pooling:
-    """How the hidden states of a text become its vector."""
+    """How a text's hidden states become its vector."""
 
     task: PoolingTask
     method: Method = "last"
     normalize: bool = False
-    """To a length of 1."""
+    """Scale to length 1."""
     labels: tuple[str, ...] = ()
-    """Of the classification head, a name for each output; () = there is none."""
+    """The names of a classification head's outputs; () = no head."""
     answers: tuple[int, ...] = ()
-    """Rows of the language-model head: the token that means yes and, if there is one, the token that means no."""
+    """Rows of the language-model head: the token for yes and, if there is one, for no."""
     activation: Activation = "identity"
-    """What makes probabilities of outputs."""
+    """Makes probabilities of outputs."""
     pad: int | None = None
-    """The token that a classification head looks past where a text ends with it; None = there is none."""
+    """A classification head skips this token at a text's end; None = no such token."""
     hidden_size: int = 0
     shorter: tuple[int, ...] | None = ()
-    """Numbers of dimensions that vectors may be cut to beside their own, as they were trained for (Matryoshka
-    representations); None = any."""
+    """Other dimensions to which vectors may be shortened (Matryoshka representations); None = any."""
 
     @property
     def size(self) -> int:
-        """Numbers in a vector."""
+        """Dimensions of a vector."""
         return len(self.labels) or (1 if self.answers else self.hidden_size)
 
     def trimmed(self, ids: list[int]) -> list[int]:
-        """A text without the padding at its end. transformers does the same, also where the token means something, such
-        as the end of a turn; of nothing but padding it takes the first."""
+        """The text without padding at its end. transformers does the same, even if the token has a meaning, such as the
+        end of a turn; if there is only padding, the first token stays."""
         end = len(ids)
         while end > 1 and ids[end - 1] == self.pad:
             end -= 1
@@ -88,10 +87,10 @@ class Pooling:
 
 
 def pooling_of(directory: str | Path, asked: AskedTask = "auto", *, matryoshka: bool = False) -> Pooling | None:
-    """How the checkpoint's hidden states become vectors; None where it generates text.
+    """How the checkpoint's hidden states become vectors; None if it generates text.
 
-    `matryoshka`: vectors may be cut whatever config.json says. Raises ModelError where the checkpoint cannot do what
-    was asked, or would do it in a way that is not known here.
+    `matryoshka`: vectors may be shortened whatever config.json says. Raises ModelError if the checkpoint cannot do what
+    was asked, or does it in an unknown way.
     """
     try:
         return _pooling_of(Path(directory), asked, matryoshka=matryoshka)
@@ -152,7 +151,7 @@ def _classifier(config: Mapping[str, Any], asked: AskedTask) -> Pooling:
 
 
 def _labels(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """As transformers counts them: names by number, else that many, else two."""
+    """As transformers counts them: names by number, else their number, else two."""
     named = config.get("id2label")
     if isinstance(named, dict) and named:
         try:
@@ -167,7 +166,7 @@ def _labels(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _activation(config: Mapping[str, Any], *, single: bool) -> Activation:
-    """sentence-transformers' word, else what the kind of problem asks for."""
+    """sentence-transformers' activation, else the one for the kind of problem."""
     own = config.get("sentence_transformers")
     named = own.get("activation_fn") if isinstance(own, dict) else None
     named = named or config.get("sbert_ce_default_activation_function")
@@ -185,7 +184,7 @@ def _activation(config: Mapping[str, Any], *, single: bool) -> Activation:
 
 
 def _modules(directory: Path) -> dict[str, Path]:
-    """Kind → folder, in order; {} without a modules.json. Raises ModelError for modules that are not known here."""
+    """Kind → folder, in order; {} without modules.json. Raises ModelError for unknown modules."""
     path = directory / MODULES
     if not path.is_file():
         return {}
@@ -216,7 +215,7 @@ def _is_inside(folder: str) -> bool:
 
 
 def _embedder(directory: Path, modules: Mapping[str, Path], shorter: tuple[int, ...] | None) -> Pooling:
-    """Without modules: the last token's hidden state, normalised, as vLLM does."""
+    """Without modules: the last token's hidden state, normalised, as in vLLM."""
     if "Pooling" not in modules:
         return Pooling("embed", "last", normalize=True, shorter=shorter)
     name = _read_optional(directory / _PROMPTS).get("default_prompt_name")
@@ -250,7 +249,7 @@ def _answers(folder: Path) -> tuple[int, ...]:
 
 
 def _shorter(config: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """vLLM's keys for what a checkpoint was trained for."""
+    """vLLM's keys for supported dimensions."""
     listed = config.get("matryoshka_dimensions")
     if listed is not None:
         if not isinstance(listed, list) or not all(type(size) is int and size > 0 for size in listed):

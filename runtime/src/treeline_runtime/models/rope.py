@@ -1,8 +1,8 @@
-"""Rotary position embedding: tables of cosines and sines, looked up by position.
+"""Rotary position embedding: tables of cosines and sines by position.
 
-The angle at a position depends on the position alone, so a cached key is right for all requests that share its prefix.
-That decides two questions, as in vLLM: some angles depend on how long the sequence is, and a sequence grows while its
-keys are kept. What a server computes is computed as for the longest sequence that it serves.
+An angle depends on the position alone, so a cached key is valid for all requests that share its prefix. Two kinds of
+scaling depend on the sequence's length, which grows while keys are kept. As in vLLM, they are computed for the longest
+sequence that is served.
 
 - The base of `dynamic` scaling is that of the longest sequence. A context within the trained length, the default, is
   not scaled at all.
@@ -66,7 +66,7 @@ def _frequencies(rope: RopeConfig, dim: int) -> tuple[torch.Tensor, float]:
 
 
 def _llama3(rope: RopeConfig, plain: torch.Tensor) -> torch.Tensor:
-    """Long waves are stretched, short ones kept, those between are blended."""
+    """Stretches long waves, keeps short ones, blends those between."""
     wavelength = 2 * math.pi / plain
     turns = rope.original_max_position / wavelength
     blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
@@ -78,7 +78,7 @@ def _llama3(rope: RopeConfig, plain: torch.Tensor) -> torch.Tensor:
 
 
 def _yarn(rope: RopeConfig, dim: int) -> torch.Tensor:
-    """Frequencies that turn often in the trained length are kept, the others stretched, with a ramp between."""
+    """Keeps frequencies that turn often in the trained length, stretches the others, with a ramp between."""
 
     def dim_of(turns: float) -> float:
         return dim * math.log(rope.original_max_position / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
@@ -111,13 +111,13 @@ def _dynamic_base(rope: RopeConfig, dim: int, trained: int, length: int) -> floa
 
 
 def _longrope(rope: RopeConfig, dim: int, length: int) -> torch.Tensor:
-    """https://arxiv.org/abs/2402.13753: a divisor of its own for each frequency, found by search."""
+    """https://arxiv.org/abs/2402.13753: a divisor for each frequency."""
     factors = rope.long_factor if length > rope.original_max_position else rope.short_factor
     return _plain(rope.theta, dim) / torch.tensor(factors, dtype=torch.float32)
 
 
 def _longrope_scale(rope: RopeConfig) -> float:
-    """Of both sets of factors: longer contexts spread attention over more tokens."""
+    """For both sets of factors: longer contexts spread attention over more tokens."""
     if rope.attention_factor is not None:
         return rope.attention_factor
     return 1.0 if rope.factor <= 1 else math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_position))

@@ -1,4 +1,4 @@
-"""What config.json says of rotary position embedding. No torch here."""
+"""Reads rope settings of config.json. No torch here."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ ROPE_NEEDS = {
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding. Fields beyond `partial_rotary_factor` belong to some types only."""
+    """Rotary position embedding. Fields after `partial_rotary_factor` belong to some types only."""
 
     type: str = "default"
     """One of ROPE_TYPES."""
     theta: float = 10000.0
     partial_rotary_factor: float = 1.0
-    """The share of a head that is rotated: its first elements."""
+    """The share of a head that is rotated, from its first element."""
     factor: float = 1.0
     original_max_position: int = 0
     low_freq_factor: float = 1.0
@@ -38,14 +38,14 @@ class RopeConfig:
     truncate: bool = True
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
-    """A divisor for each frequency: longrope's, for contexts up to original_max_position and beyond it."""
+    """A divisor per frequency: longrope's, for contexts up to original_max_position and beyond."""
 
     def dim(self, head_dim: int) -> int:
         """Elements of a head that are rotated."""
         return int(head_dim * self.partial_rotary_factor)
 
     def check(self, head_dim: int) -> None:
-        """Raises ModelError where a head cannot be rotated so."""
+        """Raises ModelError if a head cannot be rotated this way."""
         dim = self.dim(head_dim)
         if not 0 < self.theta < float("inf"):
             raise ModelError(f"config.json: rope_theta must be above 0, not {self.theta}")
@@ -67,15 +67,15 @@ class RopeConfig:
 
 
 def read_rope(config: Mapping[str, Any], max_position: int) -> RopeConfig:
-    """Either generation of keys: rope_parameters (with everything inside), or rope_theta beside rope_scaling.
+    """Reads either form: rope_parameters (with everything inside), or rope_theta and rope_scaling.
 
-    Where both are present, rope_scaling replaces rope_parameters as a whole: so does transformers.
+    If both are present, rope_scaling replaces rope_parameters, as in transformers.
     """
     return parse_rope(config.get("rope_scaling") or config.get("rope_parameters") or {}, config, max_position)
 
 
 def parse_rope(given: Mapping[str, Any], config: Mapping[str, Any], max_position: int) -> RopeConfig:
-    """`given`: the settings; what they lack is looked up in the rest of config.json."""
+    """`given`: the settings; missing ones come from the rest of config.json."""
     values = dict(given)
     if unknown := unknown_rope_settings(values):
         raise ModelError(f"rope settings that are not supported: {', '.join(unknown)}")

@@ -1,8 +1,8 @@
-"""Files of a checkpoint and values of config.json, read with errors that name the file or the key; and which keys are
-known: one that is not may change what the model computes, and is refused.
+"""Reads a checkpoint's files and config.json's values with errors that name file or key, and lists the known keys. An
+unknown key may change what the model computes, and is refused.
 
-A key is read by `ModelConfig` or by the family (`families/`), or has no effect on the answers, or has values that mean
-"not used". `null` is such a value for every key.
+A key is read by `ModelConfig` or the family (`families/`), or has no effect, or only values that mean "not used", as
+`null` does for every key.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class ModelError(Exception):
 
 
 def read_json(path: Path) -> Any:
-    """What a file of the checkpoint says. Raises ModelError."""
+    """The content of a checkpoint's file. Raises ModelError."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -31,7 +31,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The same of a file that has to be a JSON object."""
+    """A file that must be a JSON object."""
     data = read_json(path)
     if not isinstance(data, dict):
         raise ModelError(f"{path} is not a JSON object")
@@ -46,7 +46,7 @@ def flag(config: Mapping[str, Any], key: str) -> bool:
 
 
 def positive(config: Mapping[str, Any], key: str) -> float | None:
-    """A number above 0; None where the key is missing or null."""
+    """A number above 0; None if the key is missing or null."""
     value = config.get(key)
     if value is None:
         return None
@@ -56,14 +56,14 @@ def positive(config: Mapping[str, Any], key: str) -> float | None:
 
 
 def needed(config: Mapping[str, Any], key: str) -> float:
-    """A number above 0 that has to be there."""
+    """A required number above 0."""
     if (value := positive(config, key)) is None:
         raise KeyError(key)
     return value
 
 
 def layer_types(config: Mapping[str, Any], default: Sequence[str]) -> list[str]:
-    """What each layer is: `layer_types`, or the default where it is missing."""
+    """Each layer's type: `layer_types`, or the default."""
     given = config.get("layer_types")
     kinds = list(default) if given is None else [str(kind) for kind in given]
     if unknown := sorted(set(kinds) - {FULL, SLIDING}):
@@ -74,7 +74,7 @@ def layer_types(config: Mapping[str, Any], default: Sequence[str]) -> list[str]:
 
 
 def windows(kinds: Sequence[str], size: object) -> tuple[int | None, ...]:
-    """For `Scoring.windows`: of `size` tokens (`sliding_window`) where a layer is SLIDING; () where none is."""
+    """For `Scoring.windows`: `size` tokens (`sliding_window`) where a layer is SLIDING; () if none is."""
     if SLIDING not in kinds:
         return ()
     if size is None:
@@ -102,7 +102,7 @@ READ = words(
 """For every family."""
 
 NO_EFFECT = words(
-    # where it comes from, and who wrote it
+    # origin and author
     "_commit_hash _name_or_path auto_map finetuning_task is_llama_config max_sequence_length model_max_length "
     "name_or_path task_specific_params tokenizer_class transformers.js_config transformers_version unsloth_fixed "
     "unsloth_version "
@@ -142,20 +142,20 @@ NOT_USED: dict[str, tuple[object, ...]] = {
     "use_qk_norm": (False,),
     "use_sliding_window": (False,),
 }
-"""Key → its values that mean "not used"; with any other it changes what is computed."""
+"""Key → values that mean "not used"; other values change what is computed."""
 
 ROPE = words(
     "attention_factor beta_fast beta_slow factor finetuned high_freq_factor long_factor low_freq_factor mscale "
     "mscale_all_dim original_max_position_embeddings partial_rotary_factor rope_theta rope_type short_factor truncate "
     "type"
 )
-"""Keys of rope_parameters and rope_scaling; `finetuned` is a remark about training."""
+"""Keys of rope_parameters and rope_scaling; `finetuned` only describes training."""
 
 
 def unknown_settings(
     config: Mapping[str, Any], read: frozenset[str], not_used: Mapping[str, tuple[object, ...]]
 ) -> list[str]:
-    """What config.json asks for that is not known here, as `key = value`. read, not_used: the family's own."""
+    """Unknown settings of config.json as `key = value`. read, not_used: the family's own."""
     known = READ | NO_EFFECT | read
     unused = {**NOT_USED, **not_used}
     return [
@@ -166,5 +166,5 @@ def unknown_settings(
 
 
 def unknown_rope_settings(values: Mapping[str, Any]) -> list[str]:
-    """The same for the rope settings within it."""
+    """The same for rope settings."""
     return [f"{key} = {value!r}" for key, value in values.items() if value is not None and key not in ROPE]

@@ -1,9 +1,9 @@
-"""Tensors of safetensors files on their way to a device: read in parallel, uploaded while the next are read.
+"""Loads tensors of safetensors files to a device: read in parallel, uploaded while the next are read.
 
-Threads read pieces of tensors into a ring of pinned buffers; the thread that asks for a tensor uploads what has been
-read, on a stream of its own. So the host never holds more of the model than the ring, and the device little more than
-what was asked for. Tensors are read ahead in the order in which models ask for them, about; one that is asked for out
-of turn is next. The format: https://huggingface.co/docs/safetensors.
+Threads read pieces into a ring of pinned buffers; the thread that asks for a tensor uploads them on a stream of its
+own. So the host holds no more than the ring, the device little more than was asked for. Tensors are read ahead in the
+order in which models usually ask; one asked for out of turn is next. The format:
+https://huggingface.co/docs/safetensors.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from treeline_runtime.models.config import ModelError
 BUFFER_BYTES = 16 << 20
 BUFFERS = 16
 THREADS = 8
-"""At most: memory bandwidth, not cores, is what reading from the page cache takes."""
+"""At most; reading from the page cache is limited by memory bandwidth."""
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
@@ -45,7 +45,7 @@ class Entry:
 
 
 def read_header(path: Path) -> dict[str, Entry]:
-    """The tensors of a file. Raises ModelError; that the file is sound was checked when it was opened before."""
+    """A file's tensors. Raises ModelError; the file's soundness was checked when it was opened."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
@@ -62,7 +62,7 @@ def read_header(path: Path) -> dict[str, Entry]:
 
 
 def reading_order(names: Iterable[str], first: Sequence[str]) -> list[str]:
-    """`first`, then layer after layer: 2 before 10."""
+    """`first`, then layer after layer, 2 before 10."""
     ranks = {name: i for i, name in enumerate(first)}
 
     def key(name: str) -> tuple[int, list[tuple[int, int, str]]]:
@@ -85,11 +85,11 @@ class _Buffer:
     memory: torch.Tensor
     """(BUFFER_BYTES,) uint8"""
     uploaded: torch.cuda.Event | None = None
-    """It may be overwritten after that."""
+    """After this it may be overwritten."""
 
 
 class Streamed:
-    """`entries` in the order in which they are to be read ahead. Used by one thread; `close` ends its own."""
+    """`entries` in reading order. Used by one thread; `close` ends its own."""
 
     def __init__(self, entries: dict[str, Entry], device: torch.device) -> None:
         self._entries = entries
@@ -119,7 +119,7 @@ class Streamed:
             thread.start()
 
     def read(self, name: str) -> torch.Tensor:
-        """The tensor, on the device in the order of its current stream; once. Raises ModelError."""
+        """The tensor, on the device in its current stream's order; once. Raises ModelError."""
         entry = self._entries[name]
         assert name not in self._given, f"tensor {name} is taken twice"
         self._given.add(name)
@@ -137,7 +137,7 @@ class Streamed:
         return self._arriving.pop(name).view(entry.dtype).view(entry.shape)
 
     def skip(self, name: str) -> None:
-        """It will not be asked for: what has not been read of it is not."""
+        """It will not be asked for; unread parts are skipped."""
         with self._lock:
             self._unread.pop(name, None)
 
@@ -163,7 +163,7 @@ class Streamed:
         self._free.put(buffer)
 
     def _work(self) -> None:
-        """Read pieces until none is left."""
+        """Reads pieces until none is left."""
         while (buffer := self._free.get()) is not None:
             piece = self._take()
             if piece is None:
@@ -190,7 +190,7 @@ class Streamed:
             return piece
 
     def _fill(self, piece: _Piece, buffer: _Buffer) -> str | None:
-        """→ what went wrong"""
+        """Returns what went wrong."""
         entry = self._entries[piece.name]
         memory = memoryview(buffer.memory.numpy().data)[: piece.size]
         done = 0

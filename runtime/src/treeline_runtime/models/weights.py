@@ -1,4 +1,4 @@
-"""Where a model's tensors come from: safetensors files, or random numbers of the right shapes."""
+"""A model's tensors: from safetensors files, or random numbers of the right shapes."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ logger = logging.getLogger(__name__)
 
 
 PREFIX = "model."
-"""Of the decoder's tensors; a checkpoint of a decoder alone (`Qwen3Model`, an embedding model) is saved without it."""
+"""Prefix of the decoder's tensors, absent in a checkpoint of a decoder alone (`Qwen3Model`, an embedding model)."""
 EMBEDDING = PREFIX + "embed_tokens.weight"
 HEAD = "lm_head.weight"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 SPARE = (".rotary_emb.inv_freq",)
-"""Endings of tensors that no model takes: old checkpoints carry rope's frequencies, which follow from config.json."""
+"""Endings of unused tensors: old checkpoints contain rope frequencies, which follow from config.json."""
 
 
 MAPPED = ("cpu",)
-"""Devices whose tensors are where the files are mapped into memory."""
+"""Devices that use memory-mapped files directly."""
 PROGRESS_S = 2.0
-"""Seconds between two lines of the log that say how far loading is."""
+"""Seconds between progress lines of the log."""
 
 
 OUTPUTS, INPUTS = 0, 1
@@ -40,14 +40,14 @@ OUTPUTS, INPUTS = 0, 1
 
 
 class Shard(NamedTuple):
-    """The part of a tensor that one of several ranks has: equal slices of a dimension, in the order of the ranks."""
+    """One rank's part of a tensor: equal slices of a dimension in rank order."""
 
     rank: int
     ranks: int
     dim: int
 
     def size(self, whole: int) -> int:
-        """Raises ModelError where there are no equal slices."""
+        """Raises ModelError if there are no equal slices."""
         if whole % self.ranks:
             raise ModelError(f"{whole} rows or columns of a projection cannot be shared by {self.ranks} ranks")
         return whole // self.ranks
@@ -59,37 +59,37 @@ class Shard(NamedTuple):
 
 
 class Weights(Protocol):
-    """A model takes each tensor once, by the name and shape it expects."""
+    """A model takes each tensor once, by name and shape."""
 
     dtype: torch.dtype
     """The engine's."""
     device: torch.device
     """Where they go."""
     scheme: Scheme | None
-    """How projections are quantised; None: they are not."""
+    """The quantisation of projections; None: none."""
 
     def has(self, name: str) -> bool:
         """Whether `take` would find it."""
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor that may have several. Raises ModelError if it is missing."""
+        """Of a tensor with several possible shapes. Raises ModelError if it is missing."""
 
     def take(
         self, name: str, *shape: int, dtype: torch.dtype | None = None, shard: Shard | None = None
     ) -> torch.Tensor:
-        """The tensor of this shape on the engine's device, or the shard of it, in its dtype or `dtype`; one of fp8 has
-        to be that in the checkpoint. Raises ModelError."""
+        """The tensor of this shape on the engine's device, or a shard, in the engine's dtype or `dtype`; fp8 must be
+        fp8 in the checkpoint. Raises ModelError."""
 
     def ignore(self, name: str) -> None:
-        """It will not be taken: it need not be there, and may."""
+        """It will not be taken, and may be missing."""
 
 
 class Checkpoint:
-    """The weights of a directory, from the files that transformers would read: model.safetensors, else the shards that
-    model.safetensors.index.json names. Other *.safetensors beside them (consolidated ones, say) are not read.
+    """The weights of a directory, from the files that transformers would read: model.safetensors, else the shards in
+    model.safetensors.index.json. Other *.safetensors, such as consolidated ones, are not read.
 
-    On a CPU tensors are where the files are mapped into memory, until they are changed; other devices get theirs by
-    `stream.Streamed`. A context, which lets go of the files.
+    On a CPU tensors are memory-mapped until they are changed; other devices use `stream.Streamed`. A context manager
+    that closes the files.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Checkpoint:
         return file_of
 
     def _index(self) -> dict[str, str]:
-        """What the index says, once the files agree with it."""
+        """The index, if the files agree with it."""
         index = self._dir / INDEX
         try:
             file_of = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
@@ -167,14 +167,14 @@ class Checkpoint:
         return self._saved(name) in self._file_of
 
     def ignore(self, name: str) -> None:
-        """From now on the tensor is not there, whether or not it was."""
+        """Treats the tensor as absent from now on."""
         self._untaken.discard(self._saved(name))
         self._file_of.pop(self._saved(name), None)
         if self._streamed is not None:
             self._streamed.skip(self._saved(name))
 
     def _saved(self, name: str) -> str:
-        """What the files call it."""
+        """Its name in the files."""
         return name.removeprefix(PREFIX) if self._bare else name
 
     def has_any(self, endings: tuple[str, ...]) -> bool:
@@ -182,7 +182,7 @@ class Checkpoint:
         return any(name.endswith(endings) for name in self._file_of)
 
     def _file(self, name: str) -> str:
-        """Of a tensor as the files call it. Raises ModelError."""
+        """The file of a tensor by its name in the files. Raises ModelError."""
         if name not in self._file_of:
             raise ModelError(f"tensor {name} is missing in {self._dir}; is the checkpoint complete?")
         return self._file_of[name]
@@ -223,7 +223,7 @@ class Checkpoint:
             self._progress.end()
 
     def check_all_taken(self) -> None:
-        """Raises ModelError for tensors that were not taken: the model is not what it seems."""
+        """Raises ModelError for unused tensors: the model would not be what it seems."""
         if spare := [name for name in self._untaken if not name.endswith(SPARE)]:
             raise ModelError(
                 f"{self._dir} has {len(spare)} tensors that this model does not have, e.g. {min(spare)}: served "
@@ -261,7 +261,7 @@ class RandomWeights:
 
 
 class _Progress:
-    """Says in the log how far loading is."""
+    """Logs loading progress."""
 
     def __init__(self, total: int) -> None:
         self._total = total

@@ -1,4 +1,4 @@
-"""What a model computes between its matrix products: in PyTorch everywhere, fused in Triton on CUDA."""
+"""Operations between a model's matrix products: in PyTorch, and fused in Triton on CUDA."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 logger = logging.getLogger(__name__)
 
 OLDEST = (8, 0)
-"""Compute capability: below it there is no bfloat16, and too little shared memory."""
+"""Compute capability: older GPUs have no bfloat16 and too little shared memory."""
 
 
 @functools.cache
 def obstacle_to_triton(device: torch.device) -> str | None:
-    """Why our kernels cannot run on a CUDA device; None if they can. Looked for once: every projection in fp8 asks."""
+    """Why our kernels cannot run on a CUDA device; None if they can. Checked once."""
     if find_spec("triton") is None:
         return "the package triton is not installed"
     if driver.prebuilt() is None:  # Triton compiles it at its first use

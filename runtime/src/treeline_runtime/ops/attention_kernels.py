@@ -1,9 +1,9 @@
-"""The Triton kernels of attention, and the one that lays out pages for FlashInfer's.
+"""Triton kernels of attention, and one that prepares pages for FlashInfer.
 
 Rows of activations are contiguous. Indices into pools and tables are 64 bits wide: those have more than 2^31 elements.
 
-Numbers that vary from step to step are not specialized: Triton would compile a kernel again where one is 1, or the
-first multiple of 16, while all requests wait.
+Numbers that change between steps are not specialized: Triton would compile again when one becomes 1 or a multiple of
+16, while requests wait.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from treeline_runtime.ops.early_kernels import take_turn
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1e30)
-"""Below every score, and finite: differences of two of them are."""
+"""Below every score, and finite, so that differences are."""
 
 
 @triton.jit
@@ -33,7 +33,7 @@ def flatten_pages(table_ptr, rows_ptr, indptr_ptr, out_ptr, width, BLOCK: tl.con
 
 @triton.jit
 def segment_of(block, table_ptr, segments):
-    """The segment to which a block belongs."""
+    """The segment of a block."""
     low = 0
     high = segments
     while low + 1 < high:
@@ -47,7 +47,7 @@ def segment_of(block, table_ptr, segments):
 
 @triton.jit
 def capped(scores, cap, CAPPED: tl.constexpr):
-    """Scores in base 2. CAPPED: tanh(x) is 2 sigmoid(2 x) - 1, this 2 x is what is given, and `cap` is the cap in base
+    """Scores in base 2. CAPPED: tanh(x) is 2 sigmoid(2 x) - 1; the argument is this 2 x, and `cap` is the cap in base
     2."""
     if CAPPED:
         scores = (2.0 * tl.sigmoid(scores) - 1.0) * cap
@@ -56,7 +56,7 @@ def capped(scores, cap, CAPPED: tl.constexpr):
 
 @triton.jit
 def share_of_blocks(share, table_ptr, segments, SHARES: tl.constexpr):
-    """→ the segment in which a share begins, its first block, and the one after its last."""
+    """Returns the segment where a share begins, its first block, and the one after its last."""
     total = tl.load(table_ptr + 4 * segments)
     shares = tl.minimum(total, SHARES)  # none is empty
     block = tl.minimum(share * total // shares, total)
@@ -72,12 +72,12 @@ def decode_shares(
     WINDOW: tl.constexpr, CAPPED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_GROUP: tl.constexpr,
     BLOCK_DIM: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Attention of one KV head's queries over one share of all blocks of all segments: see `attention.segments`.
+    """Attention of a KV head's queries over one share of all blocks of all segments: see `attention.segments`.
 
-    The rows of a tile are the query heads of a segment's members. For each of these the share leaves its output in
-    partial[share x most members + place], a sum that no others have, and the base-2 logarithm of its softmax's
-    denominator in scores. WINDOW: 0 or how many tokens are seen at most; a segment then begins with the block of the
-    first. Keys and values may be e4m3: what they are to be multiplied by is part of `scale`, and `value_scale`.
+    A tile's rows are the query heads of a segment's members. For each, the share leaves its output in partial[share x
+    most members + place], which nobody else writes, and the base-2 logarithm of its softmax's denominator in scores.
+    WINDOW: 0, or the most tokens seen; a segment then begins with the first one's block. e4m3 keys and values have
+    their scales in `scale` and `value_scale`.
     """
     take_turn(EARLY)
     head = tl.program_id(0)
@@ -133,7 +133,7 @@ def merge_shares(
     HEADS: tl.constexpr, DIM: tl.constexpr, SHARERS: tl.constexpr, SINKS: tl.constexpr, BLOCK_DIM: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One head of one sequence: the sum of what `decode_shares` left of it, each part by its share of the softmax.
+    """A head of a sequence: merges the parts of `decode_shares` by their shares of the softmax.
 
     SHARERS: most members of a segment. SINKS: the softmax begins with the head's sink, whose value is zero.
     """
@@ -169,10 +169,10 @@ def attend(
     KV: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, WINDOW: tl.constexpr,
     CAPPED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr, MASK: tl.constexpr,
 ):  # fmt: skip
-    """The running softmax of rows of queries over the keys from `start` to `stop`, of which there are `end`.
+    """The running softmax of query rows over the keys from `start` to `stop`, of `end` in all.
 
-    With MASK a row sees those up to its position, of these with WINDOW the last so many; else all, and
-    none lies behind the end.
+    With MASK a row sees keys up to its position, with WINDOW the last so many of these; else all, and none is past the
+    end.
     """
     dims = tl.arange(0, BLOCK_DIM)
     inside = dims < DIM
@@ -203,8 +203,7 @@ def key_ranges(
     cached, first, end, splits, TOKENS: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of the keys of this part: where they begin, from where none is too old for a row, up to where all rows see all,
-    and where they end."""
+    """Ranges of this part's keys: the start, where windows are fully inside, where masking begins, and the end."""
     # the block with the oldest token that the first row sees
     start = tl.maximum(cached + first - WINDOW + 1, 0) // BLOCK * BLOCK if WINDOW > 0 else 0
     stop = end
@@ -228,13 +227,13 @@ def extend(
     SPLIT: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
-    """Attention of TOKENS new tokens of one sequence, the queries of one KV head: a row for each token and query head.
+    """Attention of TOKENS new tokens of a sequence, for the queries of a KV head: a row per token and query head.
 
-    lens (2 x sequences + 1,): where the new tokens of each sequence begin, and their end; then each one's tokens.
-    blocks (blocks, 2): a sequence, and which of its new tokens is the first. All int32.
+    lens (2 x sequences + 1,): start of each sequence's new tokens, and their end; then each one's tokens. blocks
+    (blocks, 2): sequence, index of its first new token. All int32.
 
-    With SPLIT this is one of `splits` parts of the keys: out is (splits, tokens, heads, dim) and scores
-    (splits, tokens, heads) has the base-2 logarithm of each part's denominator. Else out is (tokens, heads, dim).
+    With SPLIT this is one of `splits` parts of the keys: out is (splits, tokens, heads, dim), and scores (splits,
+    tokens, heads) has the base-2 logarithm of each part's denominator. Else out is (tokens, heads, dim).
     """
     block = blocks_ptr + 2 * tl.program_id(1)
     sequence = tl.load(block)
@@ -254,7 +253,7 @@ def extend(
     q = tl.load(q_ptr + place, wanted[:, None] & (dims[None, :] < DIM), other=0.0)
     best = tl.full((BLOCK_ROWS,), LOWEST, tl.float32)
     mass = tl.zeros((BLOCK_ROWS,), tl.float32)
-    if SINKS and not SPLIT:  # of parts it is the one that adds them up who begins with the sink
+    if SINKS and not SPLIT:  # with split keys, the merging kernel adds the sink
         best = tl.load(sinks_ptr + head * GROUP + row % GROUP) * LOG2_E
         mass += 1.0
     out = tl.zeros((BLOCK_ROWS, BLOCK_DIM), tl.float32)
@@ -288,7 +287,7 @@ def merge_splits(
     partial_ptr, scores_ptr, sinks_ptr, out_ptr, heads, splits,
     HEADS: tl.constexpr, DIM: tl.constexpr, SINKS: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
-    """One head of one token: the sum of the parts that `extend` left, each by its share of the softmax."""
+    """A head of a token: merges the parts of `extend` by their shares of the softmax."""
     dims = tl.arange(0, BLOCK_DIM)
     cell = tl.program_id(0).to(tl.int64)  # of tokens x heads
     best = LOWEST

@@ -1,4 +1,4 @@
-"""The seam: operations that read and write a step's activations once.
+"""The interface of operations that read and write a step's activations once.
 
 Tensors are flat over the step: (tokens, …).
 """
@@ -18,13 +18,13 @@ Activation = Literal["silu", "gelu_tanh"]
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """What becomes of the heads that a projection stacked: queries, keys, values."""
+    """The heads of stacked queries, keys and values."""
 
     query: int
     kv: int
     dim: int
     norm: torch.Tensor | None
-    """(query + kv, dim): weights of an RMS norm over each query and key; None: there is none."""
+    """(query + kv, dim): weights of an RMS norm over each query and key; None: no norm."""
     eps: float
     norm_over_heads: bool = False
     """The norm is over all queries of a token, and over all its keys."""
@@ -34,10 +34,10 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """The weights of a layer's experts, stacked."""
+    """Stacked weights of a layer's experts."""
 
     gate_up: torch.Tensor
-    """(experts, 2 x inner, hidden): rows of the gate, then those of up."""
+    """(experts, 2 x inner, hidden): rows of gate, then up."""
     down: torch.Tensor
     """(experts, hidden, inner)"""
     biases: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -60,12 +60,12 @@ class Tables:
 
 
 class Found(NamedTuple):
-    """What a step's cells of the tables hold."""
+    """The content of a step's table cells."""
 
     ids: torch.Tensor
     """(tokens,) int64"""
     slots: torch.Tensor
-    """(tokens,) int64: where a token's keys and values go."""
+    """(tokens,) int64: where a token's keys and values are stored."""
     cos: torch.Tensor
     """(ropes, tokens, 1, rotated elements of a head)"""
     sin: torch.Tensor
@@ -74,9 +74,9 @@ class Found(NamedTuple):
 
 
 class Ops(Protocol):
-    """May overwrite its inputs where it says so; results are new tensors otherwise.
+    """May overwrite inputs where stated; otherwise results are new tensors.
 
-    Weights of norms have the type of what they multiply, or float32, in which all of a norm is computed then.
+    Norm weights have the type of their input, or float32, in which the norm is then computed.
     """
 
     def look_up(self, rows: torch.Tensor, positions: torch.Tensor, tables: Tables) -> Found:
@@ -99,28 +99,29 @@ class Ops(Protocol):
         eps: float,
         after: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """→ norm of the sum (without a weight the sum itself), the sum; `residual` may be where the sum is.
+        """Returns the norm of the sum (without a weight the sum itself), and the sum, which may be stored in
+        `residual`.
 
-        after: the weight of a norm of x, before it is added."""
+        after: the weight of a norm of x before it is added."""
 
     def gate(self, gate_up: torch.Tensor, activation: Activation = "silu") -> torch.Tensor:
-        """(tokens, 2 x inner) → (tokens, inner): silu of the first half (or gelu by tanh), times the second."""
+        """(tokens, 2 x inner) → (tokens, inner): silu of the first half (or gelu by tanh) times the second."""
 
     def softcap(self, x: torch.Tensor, cap: float) -> torch.Tensor:
-        """cap x tanh(x / cap), in the place of x, which is contiguous."""
+        """cap x tanh(x / cap), in place; x is contiguous."""
 
     def route(self, logits: torch.Tensor, top_k: int, *, normalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """logits (tokens, experts) → scores (tokens, top_k) float32 and ids (tokens, top_k) of a token's experts.
+        """logits (tokens, experts) → scores (tokens, top_k) float32 and ids (tokens, top_k) of each token's experts.
 
-        Scores are the largest of the softmax, divided by their sum if `normalise`. Of logits that are not finite they
-        are NaN; ids name experts and differ from each other in any case.
+        Scores are the largest of the softmax, divided by their sum if `normalise`. With logits that are not finite they
+        are NaN; ids are always different experts.
         """
 
     def experts(self, x: torch.Tensor, experts: Experts, scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """x (tokens, hidden), scores and ids of `route` → (tokens, hidden).
 
-        The sum of what a token's experts make of it, each times its score; an expert's feed-forward is two products
-        with `gate` between them, or `ClampedGate`.
+        The sum over a token's experts of score x feed-forward; that is two products with `gate` or `ClampedGate`
+        between.
         """
 
     def rotate_and_store(
@@ -128,11 +129,11 @@ class Ops(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """qkv (tokens, (query + 2 kv) x dim) → q (tokens, query, dim), k, v (tokens, kv, dim).
 
-        Norm and rotation of queries and keys; keys and values go to the step's slots of the pool. May overwrite qkv.
+        Norm and rotation of queries and keys; stores keys and values in the step's slots. May overwrite qkv.
         """
 
     def stored_finite(self, context: Context) -> torch.Tensor:
-        """(tokens,) bool: whether a token's keys and values are finite, in every layer that was stored."""
+        """(tokens,) bool: whether a token's keys and values are finite, in every stored layer."""
 
     def choose(
         self, logits: torch.Tensor, temperatures: torch.Tensor, keys: torch.Tensor
@@ -143,7 +144,7 @@ class Ops(Protocol):
         """
 
     def forbid(self, logits: torch.Tensor, masks: torch.Tensor) -> None:
-        """logits (rows, vocabulary), contiguous, become -inf where they may not be chosen: NaN as well.
+        """Sets forbidden logits (rows, vocabulary; contiguous) to -inf, NaN too.
 
         masks (rows, words) int32: token i is allowed if bit i % 32 of word i // 32 is set.
         """

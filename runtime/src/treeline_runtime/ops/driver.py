@@ -1,10 +1,10 @@
-"""Triton's driver, its one piece of C, compiled before it is needed: for images, which have no compiler.
+"""Precompiles Triton's driver, its one piece of C, for images without a compiler.
 
-Triton compiles `driver.c` at its first use and keeps the result in its cache. `python driver.py gcc` does that while an
-image is built and leaves the library beside the source; `use_prebuilt` hands it to Triton. It is found by the source's
-hash and the name of the Python, so that one of another release is never taken.
+Triton compiles `driver.c` at first use and caches it. `python driver.py gcc` does that while an image is built and
+stores the library beside the source; `use_prebuilt` gives it to Triton. It is identified by the source's hash and the
+Python version.
 
-This file imports nothing but the standard library until a GPU is used: the builds run it alone.
+Imports only the standard library until a GPU is used: image builds run it alone.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from pathlib import Path
 
 @functools.cache
 def prebuilt() -> Path | None:
-    """The library for the Triton that is installed; None if it was not compiled. Looked for once."""
+    """The library for the installed Triton; None if not compiled. Searched once."""
     place = _place(_source())
     return place if place.exists() else None
 
 
 def use_prebuilt() -> None:
-    """Lets Triton take the library, if there is one, wherever it would compile its driver."""
+    """Makes Triton use the library, if there is one, instead of compiling its driver."""
     library = prebuilt()
     if library is None:
         return
@@ -45,7 +45,7 @@ def use_prebuilt() -> None:
 def prebuild(compiler: Sequence[str], place: Path | None = None) -> Path:
     """Compiles the driver by `compiler …` into `place` (default: beside the source). Raises CalledProcessError.
 
-    The machine needs no GPU: the library asks for `libcuda.so.1` by name, which an empty one stands in for here.
+    Needs no GPU: an empty library stands in for `libcuda.so.1`.
     """
     source = _source()
     target = place or _place(source)

@@ -1,9 +1,8 @@
-"""Kernels that are launched while the one before them still runs (programmatic dependent launch), from Hopper on.
+"""Launches kernels while the previous one still runs (programmatic dependent launch), from Hopper on.
 
-A kernel with EARLY lets the next one begin at once, and waits itself, before it reads or writes anything that others
-touch, until all that was launched before it is done and visible. What it reads of the weights need not wait. So the
-time that a launch takes is hidden, whatever the order of kernels: who comes after one that does not take part (those of
-cuBLAS) begins when that one ends.
+A kernel with EARLY lets the next one begin at once. Before it reads or writes shared data, it waits until everything
+launched before is done and visible; reading weights need not wait. This hides launch times in any order of kernels:
+after a kernel that does not take part (cuBLAS), the next begins when that one ends.
 https://docs.nvidia.com/cuda/cuda-c-programming-guide/#programmatic-dependent-launch-and-synchronization
 """
 
@@ -19,7 +18,7 @@ _OLDEST = (9, 0)
 
 
 def early_launch(device: torch.device | None) -> dict[str, bool]:
-    """The arguments of a launch that say whether it is early."""
+    """Launch arguments for an early launch."""
     if device is None or device.type != "cuda" or torch.cuda.get_device_capability(device) < _OLDEST:
         return {"EARLY": False}
     return {"EARLY": True, "launch_pdl": True}
@@ -39,6 +38,6 @@ def wait_for_others(EARLY: tl.constexpr):
 
 @triton.jit
 def take_turn(EARLY: tl.constexpr):
-    """Both, for kernels that have nothing to do before."""
+    """Both steps, for kernels with nothing to do before."""
     let_next_begin(EARLY)
     wait_for_others(EARLY)

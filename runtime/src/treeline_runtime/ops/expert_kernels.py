@@ -1,9 +1,9 @@
-"""The Triton kernels of a mixture of experts: routing, sorting by expert, and the two products.
+"""Triton kernels of a mixture of experts: routing, sorting by expert, two products.
 
-A *pair* is a token with one of its experts; pair p belongs to token p // top_k. The products are computed in blocks of
-ROWS pairs of one expert each: `order` holds the pairs block by block, and the number of pairs where a block has no more
-of them. So every block reads the weights of one expert, and shapes depend on the number of pairs alone: nothing waits
-for the device, and a graph may be captured. The scheme is that of fused_moe in vLLM and SGLang.
+A *pair* is a token with one of its experts; pair p belongs to token p // top_k. Products are computed in blocks of ROWS
+pairs of one expert: `order` holds the pairs block by block, padded with the number of pairs. So each block reads one
+expert's weights, and shapes depend only on the number of pairs: nothing waits for the device, and graphs can be
+captured, as in fused_moe of vLLM and SGLang.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ def route(
     logits_ptr, scores_ptr, ids_ptr, experts, TOP_K: tl.constexpr, NORMALISE: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The TOP_K largest of a token's softmax; of equal ones the first."""
+    """The TOP_K largest of a token's softmax; the first of equals."""
     token = tl.program_id(0).to(tl.int64)
     ids = tl.arange(0, BLOCK)
     logits = tl.load(logits_ptr + token * experts + ids, ids < experts, other=float("-inf")).to(tl.float32)
     scores = tl.exp(logits - tl.max(logits, 0))
     scores = scores / tl.sum(scores, 0)
-    # NaN loses to nothing that may be chosen: ids stay distinct and below `experts` whatever the logits are
+    # NaN never beats an allowed choice: ids stay distinct and below `experts`
     rank = tl.where(scores == scores, scores, 0.0)
     left = tl.where(ids < experts, rank, float("-inf"))
     places = tl.arange(0, BLOCK_K)
@@ -45,7 +45,7 @@ def route(
 
 @triton.jit(do_not_specialize=["pairs"])
 def count_pairs(ids_ptr, counts_ptr, pairs, BLOCK: tl.constexpr):
-    """How many pairs this program's expert has."""
+    """The number of pairs of this program's expert."""
     expert = tl.program_id(0)
     total = tl.zeros((BLOCK,), tl.int32)
     for start in range(0, pairs, BLOCK):
@@ -59,7 +59,7 @@ def sort_pairs(
     ids_ptr, counts_ptr, order_ptr, block_experts_ptr, blocks_ptr, pairs, experts, ROWS: tl.constexpr,
     EXPERTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The pairs of this program's expert, in their order, to its blocks; one program says how many blocks there are."""
+    """Puts the pairs of this program's expert into its blocks, in order; one program writes the number of blocks."""
     expert = tl.program_id(0)
     every = tl.arange(0, EXPERTS)
     counts = tl.load(counts_ptr + every, every < experts, other=0)
@@ -83,8 +83,8 @@ def sort_pairs(
 
 @triton.jit
 def block_of_program(blocks, columns, GROUP: tl.constexpr):
-    """→ which block of pairs, which block of columns. Programs that run at once share weights: GROUP blocks of pairs
-    go through the columns together."""
+    """Returns the block of pairs and the block of columns. GROUP blocks of pairs walk the columns together, to share
+    weights."""
     program = tl.program_id(0)
     group = program // (GROUP * columns)
     first = group * GROUP
@@ -95,7 +95,7 @@ def block_of_program(blocks, columns, GROUP: tl.constexpr):
 
 @triton.jit
 def pairs_of_block(order_ptr, block_experts_ptr, block, pairs, SORTED: tl.constexpr, ROWS: tl.constexpr):
-    """→ the pairs of a block, and its expert. Not SORTED: a block for each pair, and its expert is in `ids`."""
+    """Returns a block's pairs and expert. Without SORTED: a block per pair, with its expert in `ids`."""
     rows = tl.arange(0, ROWS)
     found = tl.load(order_ptr + block * ROWS + rows) if SORTED else tl.where(rows == 0, block, pairs)
     return found, tl.load(block_experts_ptr + block).to(tl.int64)
@@ -109,7 +109,7 @@ def gate_up(
 ):  # fmt: skip
     """x (tokens, hidden), weight (experts, 2 x inner, hidden), bias (experts, 2 x inner) → out (pairs, inner).
 
-    Silu of the gate times up, or what `ClampedGate` says with its alpha and limit.
+    Silu of gate times up, or `ClampedGate` with its alpha and limit.
     """
     blocks = tl.load(blocks_ptr) if SORTED else pairs
     column_blocks = tl.cdiv(inner, COLUMNS)

@@ -1,7 +1,7 @@
-"""Products of fp8 matrices for CUDA: activations become e4m3 on their way in. Layouts: `models.quantization.fp8`.
+"""fp8 matrix products for CUDA; activations become e4m3 on the way. Layouts: `models.quantization.fp8`.
 
-Batches of more than a few tokens and one scale a row take `torch._scaled_mm` (cuBLAS, CUTLASS). Few tokens, where
-streaming the weights is all that counts, and scales within a row take the kernel here. What is computed is the same.
+Larger batches with one scale a row use `torch._scaled_mm` (cuBLAS, CUTLASS). A few tokens, where only streaming the
+weights counts, and scales within a row use this module's kernel. Results are the same.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import triton
 from treeline_runtime.ops.fp8_kernels import quantise_groups, scaled_product
 
 FEW_TOKENS = 16
-"""One tile of the tensor cores."""
+"""A tile of the tensor cores."""
 _MULTIPLE = 16
-"""torch._scaled_mm wants sizes that are multiples of this."""
+"""torch._scaled_mm needs sizes that are multiples of this."""
 
 
 def quantise(x: torch.Tensor, group: int, static: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `models.quantization.fp8.quantise`. `group` is a power of two, or all columns."""
+    """Like `models.quantization.fp8.quantise`. `group` is a power of two, or all columns."""
     rows, columns = x.shape
     groups = triton.cdiv(columns, group)
     values = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=x.device)

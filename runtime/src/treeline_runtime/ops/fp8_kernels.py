@@ -1,4 +1,4 @@
-"""The Triton kernels behind `ops.fp8`."""
+"""The Triton kernels of `ops.fp8`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SMALLEST_AMAX: tl.constexpr = tl.constexpr(1e-12)
 
 @triton.jit(do_not_specialize=["rows"])
 def quantise_groups(x_ptr, values_ptr, scales_ptr, static, rows, columns, STATIC: tl.constexpr, BLOCK: tl.constexpr):
-    """One group of a row: its scale, its elements over the scale as e4m3; NaN for those that are not finite."""
+    """A group of a row: its scale, and its elements over the scale as e4m3; NaN for those that are not finite."""
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     column = group * BLOCK + tl.arange(0, BLOCK)

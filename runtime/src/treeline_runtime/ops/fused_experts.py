@@ -1,4 +1,4 @@
-"""A mixture of experts on CUDA: sort pairs of tokens and experts, two launches for the products, a sum.
+"""A mixture of experts on CUDA: sorting pairs, two launches for the products, a sum.
 
 All sizes follow from the number of tokens, so it can be captured; nothing waits for the device.
 """
@@ -14,43 +14,43 @@ from treeline_runtime.ops import expert_kernels as kernels
 from treeline_runtime.ops.base import Experts
 
 _SCAN = 2048
-"""Pairs that a program of the sort looks at in one go."""
+"""Pairs that a sorting program reads at once."""
 _GROUP = 8
 _FEW = 4
-"""With so many times fewer pairs than experts, few experts have two: each pair is a block, and nothing is sorted."""
+"""With so many times fewer pairs than experts, few experts have two: pairs are not sorted, each is a block."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """What one program of a product computes."""
+    """The tile of one program of a product."""
 
     rows: int
     """Pairs."""
     weights: int
     """Rows of the weights: outputs, or half as many gates with their ups."""
     step: int
-    """Inputs at a time."""
+    """Inputs per step."""
     warps: int
     stages: int
 
 
 TILES = (Tile(16, 64, 128, 4, 4), Tile(64, 128, 64, 4, 3), Tile(128, 128, 64, 8, 3))
-"""At most 96 KiB of shared memory each, with two bytes an element: what Ada and consumers' Ampere have."""
+"""At most 96 KiB of shared memory each, with two bytes an element, as on Ada and consumer Ampere."""
 
 
 def tile_for(pairs: int, experts: int) -> Tile:
-    """By the pairs that an expert has on average."""
+    """By the average number of pairs per expert."""
     average = pairs / experts
     return next((tile for tile in TILES if average <= tile.rows), TILES[-1])
 
 
 def most_blocks(pairs: int, experts: int, rows: int) -> int:
-    """Blocks of `rows` pairs of one expert, however the pairs are spread: the last of each expert may be short."""
+    """The most blocks of `rows` pairs; the last one of each expert may be partial."""
     return (pairs + min(experts, pairs) * (rows - 1)) // rows
 
 
 class FusedExperts:
-    """Compiles every tile when it first meets a shape, so that no later number of tokens waits for a compiler."""
+    """Compiles every tile when it first sees a shape, so that later token counts do not wait for a compiler."""
 
     def __init__(self) -> None:
         self._compiled: set[tuple[torch.dtype, torch.Size, int]] = set()
@@ -101,13 +101,13 @@ def compute(
 
 
 def _steps(tile: Tile, inputs: int, element_size: int) -> dict[str, int]:
-    """Half as many inputs at a time where elements are larger, or where that leaves no rest (gpt-oss has 2,880)."""
+    """Half as many inputs at a time for larger elements, or to divide evenly (gpt-oss has 2,880)."""
     step = tile.step if element_size == 2 and inputs % tile.step == 0 else tile.step // 2
     return {"STEP": step, "EVEN": inputs % step == 0}
 
 
 def _sort(ids: torch.Tensor, experts: int, rows: int, blocks: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """→ pairs block by block (blocks x rows,), each block's expert (blocks,), how many blocks there are (1,)."""
+    """Returns pairs block by block (blocks x rows,), each block's expert (blocks,), and the number of blocks (1,)."""
     pairs, device = ids.numel(), ids.device
     counts = torch.empty(experts, dtype=torch.int32, device=device)
     order = torch.empty(blocks * rows, dtype=torch.int32, device=device)

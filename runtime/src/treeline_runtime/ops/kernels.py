@@ -1,4 +1,4 @@
-"""The Triton kernels behind `TritonOps`. One program per token, and per block of it.
+"""The Triton kernels of `TritonOps`: one program per token, and per block of it.
 
 Rows of activations are contiguous. Indices into pools and tables are 64 bits wide: those have more than 2^31 elements.
 """
@@ -37,7 +37,7 @@ def look_up(
 
 @triton.jit(do_not_specialize_on_alignment=["tokens_ptr", "rows_ptr", "positions_ptr"])
 def put(ids_ptr, tokens_ptr, rows_ptr, positions_ptr, width, EARLY: tl.constexpr):
-    """One token's id into its cell."""
+    """Stores a token's id in its cell."""
     take_turn(EARLY)
     token = tl.program_id(0)
     cell = tl.load(rows_ptr + token).to(tl.int64) * width + tl.load(positions_ptr + token)
@@ -72,9 +72,9 @@ def norm(
     x_ptr, after_ptr, residual_ptr, weight_ptr, out_ptr, size, stride, eps,
     AFTER: tl.constexpr, ADD: tl.constexpr, NORM: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """RMS norm of a row (NORM), with ADD of its sum with the residual, which the sum replaces.
+    """RMS norm of a row (NORM); with ADD, of its sum with the residual, which the sum replaces.
 
-    AFTER: the row is normed by itself before it is added. Rows of x and out begin `stride` apart.
+    AFTER: the row is normed before it is added. Rows of x and out are `stride` apart.
     """
     take_turn(EARLY)
     row = tl.program_id(0).to(tl.int64)
@@ -124,8 +124,8 @@ def softcap(x_ptr, count, cap, BLOCK: tl.constexpr):
 
 @triton.jit
 def pairs_of(HALF: tl.constexpr, PAIRS: tl.constexpr, BLOCK_HALF: tl.constexpr):
-    """0 … HALF - 1, and for each of them two elements of a head: element i with PAIRS + i, which are rotated, for the
-    first PAIRS, and the rest in any order."""
+    """0 … HALF - 1, and for each two elements of a head: i and PAIRS + i, which are rotated, for the first PAIRS; the
+    rest in any order."""
     half = tl.arange(0, BLOCK_HALF)
     low_at = half
     high_at = half + HALF
@@ -142,11 +142,11 @@ def rotate_and_store(
     QUERY: tl.constexpr, KV: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr, BLOCK_HALF: tl.constexpr,
     NORM: tl.constexpr, FP8: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """A block of one token's heads: norm and rotation of queries and keys, keys and values into the token's slot.
+    """A block of a token's heads: norms and rotates queries and keys, stores keys and values in the token's slot.
 
-    Queries go to q, rotated keys also to where they came from. FP8: the slots are e4m3, of numbers over their scale.
+    Queries go to q; rotated keys are also written back. FP8: the slots are e4m3, of values over their scale.
 
-    cos and sin (tokens, 2 x PAIRS) as `rope_tables` has them: sin carries the sign of the rotation in its first half.
+    cos and sin (tokens, 2 x PAIRS) from `rope_tables`: sin's first half has the rotation's sign.
     """
     take_turn(EARLY)
     token = tl.program_id(0).to(tl.int64)
@@ -192,7 +192,7 @@ def rotate_and_store(
 
 @triton.jit
 def store(x, scale, where_k, to_k, where_v, to_v, FP8: tl.constexpr):
-    """Write what of x are keys and values → 1 where it is not finite, 0 elsewhere."""
+    """Stores the keys and values in x; returns 1 where they are not finite, else 0."""
     if FP8:
         x = within_e4m3(x / scale)
     x = x.to(where_k.dtype.element_ty)
@@ -205,13 +205,13 @@ def store(x, scale, where_k, to_k, where_v, to_v, FP8: tl.constexpr):
 
 @triton.jit
 def within_e4m3(x):
-    """x, at most the largest e4m3; NaN where it is not finite, as e4m3 has no infinity."""
+    """x, at most the largest e4m3; NaN if not finite, since e4m3 has no infinity."""
     return tl.where(x - x == 0.0, tl.minimum(tl.maximum(x, -448.0), 448.0), float("nan"))
 
 
 @triton.jit
 def mix(x, times: tl.constexpr):
-    """The second half of `sampling.noise`'s mixer: x (uint32), already multiplied once."""
+    """The second half of `sampling.noise`'s mixer; x (uint32) is already multiplied once."""
     x ^= x >> 15
     x *= times
     return x
@@ -222,10 +222,10 @@ def best_of_block(
     logits_ptr, temperatures_ptr, keys_ptr, scores_ptr, best_ptr, vocab, blocks, BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """The best token of one block of one row: its logit over the temperature, less the logarithm of its arrival time.
+    """The best token of a block of a row: its logit over the temperature, minus the logarithm of its arrival time.
 
-    The arrival times are those of `sampling.noise.negative_exponentials`; at temperature 0 there are none. A score of
-    NaN stands for logits that are not finite (-inf is, as a token that may not be chosen).
+    Arrival times are those of `sampling.noise.negative_exponentials`; at temperature 0 there are none. A score of NaN
+    stands for logits that are not finite (-inf is allowed, for forbidden tokens).
     """
     take_turn(EARLY)
     row = tl.program_id(0).to(tl.int64)
@@ -261,7 +261,7 @@ def best_of_block(
 
 @triton.jit
 def best_of_blocks(scores_ptr, best_ptr, tokens_ptr, finite_ptr, blocks, BLOCK: tl.constexpr, EARLY: tl.constexpr):
-    """The best of a row's blocks; the row is finite if no block was NaN and some token may be chosen."""
+    """The best of a row's blocks; the row is finite if no block was NaN and some token is allowed."""
     take_turn(EARLY)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -276,7 +276,7 @@ def best_of_blocks(scores_ptr, best_ptr, tokens_ptr, finite_ptr, blocks, BLOCK: 
 
 @triton.jit
 def forbid(logits_ptr, masks_ptr, vocab, words, BLOCK: tl.constexpr):
-    """-inf where a token's bit is not set, for one block of one row; nothing is read of the logits."""
+    """Sets -inf where a token's bit is not set, for a block of a row; reads no logits."""
     row = tl.program_id(0).to(tl.int64)
     ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = ids < vocab

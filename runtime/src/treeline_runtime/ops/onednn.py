@@ -1,4 +1,4 @@
-"""Products of a CPU with weights that are packed for oneDNN.
+"""CPU products with weights packed for oneDNN.
 
 torch gives products of float32 to MKL, which takes slow kernels on processors that are not Intel's, and packs the
 weights again in every call. oneDNN takes what the processor has, and reads weights from an order of its own, into which
@@ -8,8 +8,8 @@ MKL with weights as (inputs, outputs) takes a quarter to two thirds of oneDNN's 
 thirds for 32: on Intel's float32 is left to it. The operators are those that torch.compile puts in the place of
 `linear` where weights are frozen (torch/_inductor/fx_passes/mkldnn_fusion.py).
 
-A kernel is generated for each number of rows, which takes half a millisecond to three, and 0.6 MB or more. So there are
-few: long inputs are cut into pieces that have one, and what is left is filled up to the next number that has.
+A kernel is generated per number of rows, in 0.5 to 3 ms and with 0.6 MB or more. So there are few: long inputs are cut
+into pieces that have a kernel, and the rest is padded to the next size.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import torch.nn.functional as F
 
 ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 256, 512, 1024)
 FILLED_UP = 128
-"""Beyond it, filling up to the next number would compute more than cutting saves."""
+"""Beyond it, padding would cost more than cutting saves."""
 
 
 def can_pack(weight: torch.Tensor) -> bool:
-    """Whether there are kernels for it, and no faster ones: on x86 for float32 where MKL has none of its own make, and
-    for bfloat16 from AVX-512 on. Not measured on Arm."""
+    """Whether there are kernels and no faster ones: on x86, for float32 where MKL has no own kernels, and for bfloat16
+    from AVX-512 on. Not measured on Arm."""
     if weight.device.type != "cpu" or platform.machine() not in ("x86_64", "AMD64"):
         return False
     if not torch.backends.mkldnn.is_available():
@@ -45,7 +45,7 @@ def _is_intel() -> bool:
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
-    """(outputs, inputs) → the same, opaque: a copy whose memory only `linear` and `to_dense` can read."""
+    """(outputs, inputs) → an opaque copy that only `linear` and `to_dense` can read."""
     packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, None)
     return packed
 
@@ -62,7 +62,7 @@ def linear(x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None) -> 
 
 
 def _cut(rows: int) -> list[int]:
-    """Pieces that have a kernel, the largest first, and what is left."""
+    """Pieces that have a kernel, the largest first, and the rest."""
     sizes = []
     while rows > FILLED_UP:
         sizes.append(ROWS[bisect.bisect(ROWS, rows) - 1])

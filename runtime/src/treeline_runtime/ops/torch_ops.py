@@ -1,4 +1,4 @@
-"""The operations in PyTorch: the reference, and what a CPU runs."""
+"""The operations in PyTorch: the reference, and the CPU's implementation."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class TorchOps:
         return (scores / scores.sum(-1, keepdim=True) if normalise else scores), ids
 
     def experts(self, x: torch.Tensor, experts: Experts, scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """A product for each expert that has tokens: those tokens are made neighbours first."""
+        """A product per expert that has tokens, after making these neighbours."""
         tokens, top_k = ids.shape
         flat = ids.flatten()
         order = flat.argsort(stable=True)

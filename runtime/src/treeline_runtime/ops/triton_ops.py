@@ -1,4 +1,4 @@
-"""The operations as Triton kernels. Arithmetic is float32; what is stored has the model's dtype."""
+"""The operations as Triton kernels. Arithmetic is float32; results have the model's dtype."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _HEADS_AT_ONCE = 8
 _OUTPUTS_AT_ONCE = 4
 _FEW_OUTPUTS = 4096
 VOCAB_BLOCK = 4096
-"""Tokens of the vocabulary that one program looks at; a second kernel takes the best of the programs."""
+"""Tokens of the vocabulary per program; a second kernel takes the best of all."""
 
 
 class TritonOps:
     def __init__(self, device: torch.device | None = None) -> None:
-        """device: that of the tensors, if it may make use of what only some GPUs can."""
+        """device: of the tensors, to use features of some GPUs only."""
         self._early = early_launch(device)
         self._experts = FusedExperts()
 
@@ -46,7 +46,7 @@ class TritonOps:
         kernels.put[(len(ids),)](ids, tokens, rows, positions, tokens.stride(0), num_warps=1, **self._early)
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """One token alone takes a kernel that only streams the weights, which cuBLAS does more slowly."""
+        """A single token uses a kernel that only streams the weights, faster than cuBLAS."""
         size, inputs = weight.shape
         block = 1024 if size > _FEW_OUTPUTS else 512
         if x.shape[0] != 1 or size % _OUTPUTS_AT_ONCE or inputs % block:
@@ -93,7 +93,7 @@ class TritonOps:
         residual: torch.Tensor | None = None,
         after: torch.Tensor | None = None,
     ) -> None:
-        """Rows of x and out are equally far apart; they may be the same."""
+        """Rows of x and out have the same stride; they may be the same tensor."""
         rows, size = x.shape
         block = triton.next_power_of_2(size)
         kernels.norm[(rows,)](

@@ -1,7 +1,7 @@
-"""From an output's text to its parts: what was thought, said, and which tools are called.
+"""Splits an output into reasoning, answer and tool calls.
 
-Formats are chosen by the names that SGLang and vLLM give them (`--reasoning-parser`, `--tool-call-parser`); `-` and `_`
-are alike in names. Which output a format stands for is in its module.
+Formats have SGLang's and vLLM's names (`--reasoning-parser`, `--tool-call-parser`), where `-` equals `_`. Each format's
+module describes it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from treeline_runtime.registry import Registry
 
 @dataclass(frozen=True)
 class Calls:
-    """How a model writes calls: the parser, and for constrained decoding what it writes."""
+    """How a model writes calls: the parser, and the structure for constrained decoding."""
 
     format: ToolFormat
     structure: structures.Structure
@@ -63,18 +63,18 @@ TOOLS: Final = Registry(
     },
 )
 STRAYS: Final = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>")
-"""Special tokens that end turns. Where a format needs special tokens in the text, these are taken out of thoughts and
+"""Special tokens that end turns. Formats that need special tokens in the text remove these from thoughts and
 answers."""
 
 _STRAYS: Final = markers(*STRAYS)
 
 
 def new(reasoning: str | None, tools: str | None, functions: Collection[str] = (), prompt: str = "") -> OutputParser:
-    """A parser for one output: its reasoning first, then calls of `functions`. None: not looked for.
+    """A parser for one output: reasoning first, then calls of `functions`. None: not parsed.
 
-    `functions` are names, better names → JSON Schema of the parameters: formats that are not JSON need it to tell
-    strings from numbers. `prompt` is what the output follows, or the end of it: a template may have begun the
-    reasoning there, or have left it out. Raises ConfigError for a name of a parser that is not known.
+    `functions`: names, or better names → JSON Schema of the parameters, by which formats other than JSON tell strings
+    from numbers. `prompt`: the text before the output, or its end: a template may have begun the reasoning there, or
+    left it out. Raises ConfigError for an unknown parser.
     """
     schemas = functions if isinstance(functions, Mapping) else dict.fromkeys(functions)
     thoughts, calls = formats(reasoning, tools)
@@ -91,7 +91,7 @@ def new(reasoning: str | None, tools: str | None, functions: Collection[str] = (
 
 
 def formats(reasoning: str | None, tools: str | None) -> tuple[Tags | Harmony | None, ToolFormat | None]:
-    """The formats of these names; None where none is looked for. Raises ConfigError for a name that is not known."""
+    """The formats of these names; None for those not given. Raises ConfigError for an unknown name."""
     return (
         None if reasoning is None else REASONING.get(_known(reasoning)),
         None if tools is None else TOOLS.get(_known(tools)).format,
@@ -99,15 +99,15 @@ def formats(reasoning: str | None, tools: str | None) -> tuple[Tags | Harmony | 
 
 
 def needs_special_tokens(reasoning: str | None, tools: str | None) -> bool:
-    """Must an output's text have its special tokens (`skip_special_tokens: false`) for these formats to be found in it?
-    Then `STRAYS` are removed from what is emitted. Raises ConfigError for a name that is not known."""
+    """Whether these formats need the output's special tokens (`skip_special_tokens: false`). `STRAYS` are then removed.
+    Raises ConfigError for an unknown name."""
     return any(format is not None and format.special for format in formats(reasoning, tools))
 
 
 def reasoning_end(reasoning: str | None, prompt: str, tools: str | None = None) -> str:
-    """The text from behind which a grammar holds, in an output that follows `prompt`: the end of the reasoning; "" =
-    from the beginning on. `tools` names the format where the grammar is its `structure`: harmony's has the reasoning
-    within. Raises ConfigError for a name of a parser that is not known."""
+    """The text after which a grammar applies, in an output after `prompt`: the end of reasoning; "" = from the start.
+    `tools`: the format if the grammar is its `structure`; harmony's contains the reasoning. Raises ConfigError for an
+    unknown name."""
     tags = None if reasoning is None else REASONING.get(_known(reasoning))
     if isinstance(tags, Tags):
         return tags.end_after(prompt)
@@ -118,11 +118,11 @@ def reasoning_end(reasoning: str | None, prompt: str, tools: str | None = None) 
 def structure(
     tools: str, functions: Sequence[structures.Function], *, required: bool, parallel: bool
 ) -> dict[str, Any]:
-    """The structural tag (xgrammar 0.2.8) of outputs in which these functions may be called, behind the reasoning.
+    """The structural tag (xgrammar 0.2.8) of outputs that may call these functions, after the reasoning.
 
-    `required`: calls and nothing else, at least one (`tool_choice` "required"; for a named function give that one
-    alone); else text in which there may be calls ("auto"). `parallel`: of calls there may be several. There must be
-    a function. Raises ConfigError for a name of a parser that is not known.
+    `required`: only calls, at least one (`tool_choice` "required"; for a named function pass only that one); otherwise
+    text with possible calls ("auto"). `parallel`: several calls are possible. Needs a function. Raises ConfigError for
+    an unknown parser.
     """
     assert functions
     format = TOOLS.get(_known(tools)).structure(functions, required=required, parallel=parallel)

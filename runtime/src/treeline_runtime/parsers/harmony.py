@@ -1,11 +1,11 @@
-"""gpt-oss' harmony format: an output is a series of messages, each in a channel.
+"""gpt-oss' harmony format: a series of messages, each in a channel.
 
     <|channel|>analysis<|message|>…<|end|>
     <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{…}<|call|>
     <|start|>assistant<|channel|>final<|message|>…<|return|>
 
-What is analysed is thought; what has no recipient in the other channels is the answer. A recipient may stand before the
-channel too. Format: OpenAI's "harmony response format".
+Analysis is reasoning; text without a recipient in other channels is the answer. A recipient may also precede the
+channel. Format: OpenAI's "harmony response format".
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Harmony:
     special: bool = True
 
     def steps(self, source: Source, functions: Functions, prompt: str = "") -> Steps[None]:
-        """Read an output that follows `prompt`, which may have begun a message."""
+        """Parses an output after `prompt`, which may have begun a message."""
         header, begun, content = prompt.rpartition(_START)[2].partition(_MESSAGE)
         if begun and not any(end in content for end in _ENDS):
             marker = yield from self._content(source, header)
@@ -53,7 +53,7 @@ class Harmony:
             marker = yield from self._message(source, functions, marker)
 
     def _recipient(self, source: Source) -> Steps[str]:
-        """What begins a message whose `<|start|>assistant` the prompt has, if its recipient comes first."""
+        """The start of a message after the prompt's `<|start|>assistant`, if its recipient comes first."""
         try:
             yield from source.expect(_TO)
         except BrokenError:
@@ -65,7 +65,7 @@ class Harmony:
         return (yield from source.until(_BETWEEN, source.say))
 
     def _message(self, source: Source, functions: Functions, marker: str) -> Steps[str]:
-        """Read one message behind what begins it → what ended it, be it the next one's beginning."""
+        """Parses a message after its start; returns what ended it, perhaps the next one's start."""
         header = yield from self._header(source, marker)
         if not header:
             return ""
@@ -80,8 +80,8 @@ class Harmony:
         return marker
 
     def _header(self, source: Source, marker: str) -> Steps[str]:
-        """Read, held, up to where the content begins; "" if this is no header. One that breaks off with the output is
-        no part of the answer, if it began with a marker."""
+        """Reads and holds a header up to the content; "" if it is none. An incomplete one that began with a marker is
+        not part of the answer."""
         header = [marker]
         try:
             while header[-1] != _MESSAGE:
@@ -102,7 +102,7 @@ class Harmony:
         yield from call(source, name)
 
     def _content(self, source: Source, header: str) -> Steps[str]:
-        """Tell a message's content → what ended it."""
+        """Emits a message's content; returns what ended it."""
         channel = _CHANNEL_NAME.search(header)
         thought = channel is not None and channel[1] == "analysis"
         return (yield from source.exactly_until(_WITHIN, source.think if thought else source.say))
@@ -110,4 +110,4 @@ class Harmony:
 
 HARMONY: Final = Harmony()
 ANSWER: Final = "<|channel|>final<|message|>"
-"""What the answer follows."""
+"""The text before the answer."""

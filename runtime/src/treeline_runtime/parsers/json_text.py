@@ -1,7 +1,7 @@
-"""JSON that is read while it is written: objects passed on piece by piece, and call objects with a name and arguments.
+"""Parses JSON while it is written: objects passed on piece by piece, and call objects with name and arguments.
 
-What is passed on is JSON even where models slip: control characters within a string (a raw newline, mostly) and
-backslashes that escape nothing are written as JSON wants them. Anything else that is not JSON ends the object there.
+What is passed on is valid JSON even where models slip: raw control characters in strings (mostly newlines) and
+meaningless backslashes are escaped. Anything else that is not JSON ends the object.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _KEYS: Final = (*_ARGUMENTS, "name", "id", "type")
 class JsonScanner:
     """A JSON value (RFC 8259) read in pieces: a pushdown automaton whose stack is the open brackets.
 
-    `scan` → how far it came. Afterwards `written` has what was read, as JSON; `done` is True behind the value's end,
-    `broken` at the first character that cannot be. Time is linear in the text, memory in its depth (`MAX_DEPTH`).
+    `scan` returns how far it came. Then `written` has what was read, as JSON; `done` is True after the value's end,
+    `broken` at the first impossible character. Time is linear in the text, memory in its depth (`MAX_DEPTH`).
     """
 
     def __init__(self) -> None:
@@ -86,13 +86,13 @@ class JsonScanner:
         return at
 
     def _ended(self) -> None:
-        """A value is over."""
+        """A value ended."""
         self._state = "after"
         self.done = not self._stack
 
     def _structure(self, text: str, at: int) -> int:
-        """Read one character of anything but a string's text, or white space → where the next one is; not past one
-        that breaks it, nor past the one behind a number that was all."""
+        """Reads one character outside strings, or white space. Returns the next position, but does not pass a wrong
+        character, or the one after a complete number."""
         char = text[at]
         if self._state == "number":
             further = _NUMBER[self._number].get(char)
@@ -112,7 +112,7 @@ class JsonScanner:
         return at
 
     def _accept(self, char: str) -> bool:
-        """May this character be the next one? If so, it has been read."""
+        """Reads this character if it is allowed next."""
         match self._state:
             case "escape":
                 self._state, self._hex = ("hex", 4) if char == "u" else ("string", 0)
@@ -145,7 +145,7 @@ class JsonScanner:
         return True
 
     def _open(self, char: str) -> bool:
-        """The first character of a value."""
+        """Reads the first character of a value."""
         if char in "{[":
             if len(self._stack) == MAX_DEPTH:
                 return False
@@ -171,7 +171,7 @@ class JsonScanner:
 
 
 def arguments(source: Source) -> Steps[None]:
-    """Pass a JSON object on as the arguments of the call that has begun. It is there: its `{` is ahead."""
+    """Passes a JSON object on as the arguments of the current call. Its `{` is next."""
     scanner = JsonScanner()
     while not scanner.done:
         yield from source.scan(scanner.scan)
@@ -181,7 +181,7 @@ def arguments(source: Source) -> Steps[None]:
 
 
 def string(source: Source) -> Steps[str]:
-    """Read a JSON string, held → what it says."""
+    """Reads and holds a JSON string; returns its value."""
     yield from source.expect('"')
     raw = yield from source.quoted('"')
     try:
@@ -193,7 +193,7 @@ def string(source: Source) -> Steps[str]:
 
 
 def held_value(source: Source) -> Steps[str]:
-    """Read a JSON value, held → its text."""
+    """Reads and holds a JSON value; returns its text."""
     scanner = JsonScanner()
     read: list[str] = []
     while not scanner.done:
@@ -205,9 +205,9 @@ def held_value(source: Source) -> Steps[str]:
 
 
 def call_object(source: Source, names: Collection[str]) -> Steps[None]:
-    """Read `{"name": …, "arguments": {…}}`, in any order, and tell the call; "parameters" are arguments too, none are
-    `{}`, and those within a string are taken out of it. It is certain where the name is one of `names` and the
-    arguments' `{` has come, or else the closing one."""
+    """Reads `{"name": …, "arguments": {…}}` in any order and emits the call. "parameters" also count as arguments,
+    missing ones are `{}`, and those inside a string are unpacked. A call is certain when its name is one of `names` and
+    the arguments' `{`, or the final brace, has come."""
     begun = source.begun
     name = id = early = None
     yield from source.expect("{")
@@ -245,7 +245,7 @@ def call_object(source: Source, names: Collection[str]) -> Steps[None]:
 
 
 def _object_of(value: str) -> str:
-    """The arguments that a JSON value stands for: itself, or what a string says."""
+    """The arguments in a JSON value: itself, or the content of a string."""
     if value == "null":
         return "{}"
     if value.startswith('"'):

@@ -1,6 +1,6 @@
 """Calls as a list of Python calls: `[f(a=1, b="x"), g()]`, as Llama 4 and others write them.
 
-Values are Python literals, or JSON's. They are emitted one by one, since they must be rewritten as JSON.
+Values are Python or JSON literals, emitted one by one after conversion to JSON.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _CLOSING: Final = {"[": "]", "(": ")", "{": "}"}
 
 @dataclass(frozen=True)
 class Pythonic:
-    """A list of calls, wherever it begins in the text."""
+    """A list of calls anywhere in the text."""
 
     special: bool = True
 
@@ -83,7 +83,7 @@ class Pythonic:
         source.argue("}")
 
     def _value(self, source: Source) -> Steps[str]:
-        """Read a value's text, held, up to the comma or bracket behind it."""
+        """Reads and holds a value's text, up to the comma or bracket after it."""
         text: list[str] = []
         closing: list[str] = []
         while True:
@@ -106,7 +106,7 @@ class Pythonic:
 
 
 def as_json(value: str) -> str:
-    """A literal of JSON or Python as JSON. BrokenError if it is neither."""
+    """A JSON or Python literal as JSON. Raises BrokenError for others."""
     value = value.strip()
     scanner = JsonScanner()
     end = scanner.scan(f"{value} ", 0)  # a number ends with what follows it

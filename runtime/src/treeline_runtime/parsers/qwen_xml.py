@@ -8,7 +8,7 @@
     </function>
     </tool_call>
 
-A value is text, which is a string or JSON by what the function's schema says of the parameter.
+Whether a value is a string or JSON depends on the parameter's schema.
 """
 
 from __future__ import annotations
@@ -65,14 +65,14 @@ def _call(source: Source, functions: Functions, marker: str) -> Steps[None]:
 
 
 def _further(source: Source) -> Steps[str]:
-    """The tag that follows a name or a value."""
+    """The tag after a name or value."""
     yield from source.space()
     return (yield from source.need(*_FURTHER))
 
 
 def _value(source: Source, parameter: _Parameter) -> Steps[str]:
-    """Emit a value as JSON → the tag behind it. A string is emitted as it comes; so is what is too long for anything
-    else."""
+    """Emits a value as JSON; returns the tag after it. Strings, and values too long to hold, are emitted as they
+    come."""
     if (yield from source.ahead()) == "\n":
         source.skip(1)
         source.release()
@@ -110,7 +110,7 @@ def _quoted(text: str) -> str:
 
 
 def _as_json(text: str, parameter: _Parameter) -> str:
-    """A value's text: JSON (or Python) of a kind that it may be, else a string."""
+    """A value's text as JSON (or Python) of an allowed kind, else as a string."""
     string = _quoted(text.strip() if parameter.narrow else text)
     try:
         value = as_json(_PYTHON_WORDS.get(text.strip(), text))
@@ -129,13 +129,13 @@ def _kind(value: str) -> str:
 
 @dataclass
 class _Parameter:
-    """What may stand for a value. Looks through `_MAX_SCHEMAS` schemas at most, and takes the others for anything."""
+    """What a value may be. Reads at most `_MAX_SCHEMAS` schemas; others count as anything."""
 
     root: Mapping[str, Any]
     kinds: frozenset[str] = _STRING
     """JSON types."""
     narrow: bool = False
-    """More is said of strings than that they are strings: then white space around one is none of it."""
+    """Strings have further restrictions: surrounding white space is not part of them."""
     looked_at: int = 0
 
     def look_at(self, schema: Any) -> frozenset[str]:
@@ -162,7 +162,7 @@ class _Parameter:
 
 
 def _parameter(schema: Any, key: str) -> _Parameter:
-    """One that the schema does not describe is a string."""
+    """A parameter outside the schema is a string."""
     root = schema if isinstance(schema, Mapping) else {}
     parameter, properties = _Parameter(root), root.get("properties")
     if isinstance(properties, Mapping) and key in properties:
@@ -171,7 +171,7 @@ def _parameter(schema: Any, key: str) -> _Parameter:
 
 
 def _resolved(reference: str, root: Mapping[str, Any]) -> Any:
-    """What a JSON pointer within the schema points to; None where it is elsewhere."""
+    """The target of a JSON pointer within the schema; None if it is elsewhere."""
     place: Any = root if reference.startswith("#") else None
     for step in reference.split("/")[1:]:
         place = place.get(step.replace("~1", "/").replace("~0", "~")) if isinstance(place, Mapping) else None
@@ -179,4 +179,4 @@ def _resolved(reference: str, root: Mapping[str, Any]) -> Any:
 
 
 QWEN_XML: Final = Marked(_call, ("<tool_call>", "<function="), ("</tool_call>",), special=True)
-"""Qwen3-Coder, Qwen3.5 and those that write alike."""
+"""Qwen3-Coder, Qwen3.5 and others with this format."""

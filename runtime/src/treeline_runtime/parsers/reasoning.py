@@ -1,6 +1,6 @@
-"""Parsers of reasoning that stands between two markers before the answer.
+"""Parsers of reasoning between two markers before the answer.
 
-The white space around the markers belongs to the format: templates write it again for the next turn.
+White space around markers belongs to the format: templates write it again for the next turn.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from treeline_runtime.parsers.tools import attempt
 
 @dataclass(frozen=True)
 class Tags:
-    """How a family of models writes its reasoning."""
+    """How a model family marks its reasoning."""
 
     opening: str = "<think>"
     closing: str = "</think>"
     always: bool = False
-    """The output begins within the reasoning, whether or not the opening marker is repeated there."""
+    """The output begins within the reasoning, whether or not it repeats the opening marker."""
     special: bool = False
     """Its markers are special tokens."""
     interrupting: tuple[str, ...] = ()
-    """Markers of calls that end the reasoning too, where tools are looked for: some models forget to close it."""
+    """Markers of calls that also end the reasoning, if tools are parsed: some models forget to close it."""
 
     def begins_inside(self, prompt: str) -> bool:
-        """Does an output that follows `prompt` begin within the reasoning?"""
+        """Whether an output after `prompt` begins within the reasoning."""
         end = prompt.rstrip()
         return end.endswith(self.opening) or (self.always and not end.endswith(self.closing))
 
     def end_after(self, prompt: str) -> str:
-        """What ends the reasoning of an output that follows `prompt`; "" where the prompt has ended it already."""
+        """The end marker of reasoning in an output after `prompt`; "" if the prompt has ended it."""
         return "" if prompt.rstrip().endswith(self.closing) else self.closing
 
     def steps(self, source: Source, *, inside: bool, tools: bool) -> Steps[None]:

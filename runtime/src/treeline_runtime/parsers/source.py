@@ -1,11 +1,10 @@
-"""Text that comes in pieces, read as if it were there: what the parsers of formats are written with.
+"""Text that arrives in pieces, read as if complete: the basis of all format parsers.
 
-A format is written as a generator that reads a `Source` and yields where it needs text that has not come. Since each of
-the reads below decides by the characters alone, what a format finds does not depend on how the text was cut.
+A format is a generator that reads a `Source` and yields where it needs more text. All reads decide by characters, so
+results do not depend on how the text is cut.
 
-What a format has read is *held* until it is certain what it is: either it is markup of a call (`settle` forgets it), or
-it was none after all (`release` tells it as `Said`). So nothing is lost, and nothing is read twice: time is linear in
-the text. What is held is bounded by `MAX_HELD`.
+Text that was read is *held* until it is classified: as markup of a call (`settle` drops it), or not (`release` emits it
+as `Said`). Nothing is lost or read twice, and time is linear. `MAX_HELD` bounds the held text.
 """
 
 from __future__ import annotations
@@ -31,16 +30,16 @@ class Said(msgspec.Struct, frozen=True):
 
 
 class CallBegun(msgspec.Struct, frozen=True):
-    """A tool is called: the call number `index`, from 0."""
+    """A tool call begins: call number `index`, from 0."""
 
     index: int
     name: str
     id: str | None = None
-    """The model's own name for the call, where its format has one."""
+    """The model's own id of the call, if its format has one."""
 
 
 class CallArguments(msgspec.Struct, frozen=True):
-    """More of the arguments of a call that has begun: all pieces together are the JSON of an object."""
+    """More arguments of the current call; all pieces joined are a JSON object."""
 
     index: int
     text: str
@@ -50,31 +49,30 @@ Part = Thought | Said | CallBegun | CallArguments
 
 
 class OutputParser(Protocol):
-    """One output's, fed as it comes. What is found does not depend on where the text was cut."""
+    """Parses one output as it comes. Results do not depend on where the text is cut."""
 
     def feed(self, text: str) -> list[Part]:
-        """The output goes on with `text` → what is certain by now. Raises nothing: what is not in the model's format
-        is `Said`."""
+        """Adds `text`; returns what is certain by now. Never raises: text outside the format is `Said`."""
 
     def end(self) -> list[Part]:
-        """The output is over → the rest. What is left open is returned as far as it came."""
+        """Ends the output; returns the rest. Unfinished parts are returned as far as they came."""
 
 
 MAX_HELD: Final = 1 << 18
-"""Characters that may wait for the decision whether they are a call's."""
+"""The most characters held as a possible call."""
 MAX_SPACE: Final = 64
-"""Characters of white space that wait for the decision whether they are a call's surroundings."""
+"""The most white space held as a possible call's surroundings."""
 
 T = TypeVar("T")
 Steps = Generator[None, None, T]
 
 
 class BrokenError(Exception):
-    """The text is not in the format: what is held is to be emitted, and what follows is read from its start."""
+    """The text is not in the format: what is held is emitted, and what follows is read from its start."""
 
 
 class OverError(BrokenError):
-    """The output is over, before what the format needs."""
+    """The output ended before what the format needs."""
 
 
 class Source:
@@ -104,7 +102,7 @@ class Source:
         self._over = True
 
     def parts(self) -> list[Part]:
-        """Those found since the last time."""
+        """Parts found since the last call."""
         found, self._parts = self._parts, []
         return found
 
@@ -126,7 +124,7 @@ class Source:
         self.begun += 1
 
     def argue(self, text: str) -> None:
-        """More arguments of the call that has begun last."""
+        """More arguments of the last call."""
         if text:
             self._parts.append(CallArguments(self.begun - 1, text))
 
@@ -137,7 +135,7 @@ class Source:
         self.certain = False
 
     def release(self) -> str:
-        """What is held is no call → its text, which is to be emitted."""
+        """What is held is no call; returns its text, which must be emitted."""
         held = "".join(self._held)
         self.settle()
         return held
@@ -145,7 +143,7 @@ class Source:
     # ---- reading -----------------------------------------------------------------------------------------
 
     def ahead(self) -> Steps[str]:
-        """The next character, which stays; "" at the end."""
+        """The next character, unread; "" at the end."""
         while self._at == len(self._text):
             if self._over:
                 return ""
@@ -153,7 +151,7 @@ class Source:
         return self._text[self._at]
 
     def skip(self, chars: int) -> None:
-        """Read characters that have come, and hold them."""
+        """Reads and holds characters that have come."""
         room = MAX_HELD - self._held_chars
         piece = self._text[self._at : self._at + min(chars, room)]
         self._at += len(piece)
@@ -163,7 +161,7 @@ class Source:
             raise BrokenError
 
     def take(self, run: re.Pattern[str]) -> Steps[str]:
-        """All that follows of the characters of `run`, a class with `*` or `*+`; at most `MAX_HELD`."""
+        """Reads all following characters of `run`, a class with `*` or `*+`; at most `MAX_HELD`."""
         taken: list[str] = []
         while True:
             match = run.match(self._text, self._at)
@@ -175,12 +173,12 @@ class Source:
             yield
 
     def space(self) -> Steps[None]:
-        """Skip white space."""
+        """Skips white space."""
         yield from self.take(_SPACE)
 
     def quoted(self, quote: str) -> Steps[str]:
-        """Read what is behind an opening `quote` (`"` or `'`), through the closing one → its text, with its escapes: a
-        backslash takes the next character along."""
+        """Reads the text after an opening `quote` (`"` or `'`), including the closing one; returns it with its escapes,
+        where a backslash takes the next character along."""
         read: list[str] = []
         char = ""
         while char != quote:
@@ -196,7 +194,7 @@ class Source:
         return "".join(read)
 
     def flow(self, run: re.Pattern[str], tell: Callable[[str], None]) -> Steps[None]:
-        """Tell all that follows of the characters of `run`, as it comes; nothing is held."""
+        """Emits all following characters of `run` as they come; holds nothing."""
         while (yield from self.ahead()):
             match = run.match(self._text, self._at)
             if match is None or match.end() == self._at:
@@ -205,15 +203,15 @@ class Source:
             self._at = match.end()
 
     def drop_space(self) -> Steps[None]:
-        """Skip white space that belongs to no part, however much."""
+        """Skips white space of any length that belongs to no part."""
         yield from self.flow(_SPACE, lambda _: None)
 
     def rest(self, tell: Callable[[str], None]) -> Steps[None]:
-        """Tell all that still comes."""
+        """Emits all further text."""
         yield from self.flow(_ANY, tell)
 
     def expect(self, literal: str) -> Steps[None]:
-        """Read `literal`, or BrokenError where the text differs."""
+        """Reads `literal`; BrokenError if the text differs."""
         for wanted in literal:
             char = yield from self.ahead()
             if not char:
@@ -223,7 +221,7 @@ class Source:
             self.skip(1)
 
     def one_of(self, literals: Sequence[str]) -> Steps[str]:
-        """Read the one of `literals` that follows, the longest; "" where none begins. BrokenError behind a part."""
+        """Reads the longest of `literals` that follows; "" if none begins. BrokenError after a partial one."""
         read = ""
         while longer := [literal for literal in literals if literal.startswith(read) and literal != read]:
             char = yield from self.ahead()
@@ -236,7 +234,7 @@ class Source:
         return read
 
     def need(self, *literals: str) -> Steps[str]:
-        """Read the one of `literals` that follows; BrokenError where none does."""
+        """Reads the one of `literals` that follows; BrokenError if none does."""
         read = yield from self.one_of(literals)
         return read or (yield from self.broken())
 
@@ -245,7 +243,7 @@ class Source:
         raise BrokenError if (yield from self.ahead()) else OverError
 
     def scan(self, scan: Callable[[str, int], int], *, hold: bool = False) -> Steps[None]:
-        """Let `scan(text, at)` read from text that has come, up to the position that it returns."""
+        """Lets `scan(text, at)` read text that has come, up to the position it returns."""
         if not (yield from self.ahead()):
             raise OverError
         end = scan(self._text, self._at)
@@ -255,8 +253,8 @@ class Source:
             self._at = end
 
     def until(self, markers: Markers, tell: Callable[[str], None]) -> Steps[str]:
-        """Emit the text up to the first of the markers → the marker, which is held, with white space before it; "" at
-        the end, where all is emitted."""
+        """Emits the text before the first of the markers and returns the marker, which is held with white space before
+        it; "" at the end, after emitting everything."""
         while True:
             text, at = self._text, self._at
             match = markers.whole.search(text, at)
@@ -278,7 +276,7 @@ class Source:
             yield
 
     def exactly_until(self, markers: Markers, tell: Callable[[str], None]) -> Steps[str]:
-        """The same, where white space before the marker is emitted too."""
+        """The same, but white space before the marker is emitted."""
         marker = yield from self.until(markers, tell)
         held = self.release()
         if space := held[: len(held) - len(marker)]:
@@ -287,7 +285,7 @@ class Source:
 
 
 class Markers:
-    """Literals that are looked for in text, none of which is the beginning of another."""
+    """Literals to search for; none is the beginning of another."""
 
     def __init__(self, *markers: str) -> None:
         assert markers
@@ -299,14 +297,14 @@ class Markers:
         self._longest = max(map(len, markers), default=0)
 
     def open_end(self, text: str, at: int) -> int:
-        """Where the end of `text` begins that may become a marker."""
+        """Where the part of `text`'s end begins that may become a marker."""
         match = self._open.search(text, max(at, len(text) - self._longest))
         return match.start() if match else len(text)
 
 
 @cache
 def markers(*literals: str) -> Markers:
-    """Formats have few, so they are compiled once."""
+    """Cached, since formats have few."""
     return Markers(*literals)
 
 
@@ -317,7 +315,7 @@ _UNQUOTED: Final = {'"': re.compile(r'[^"\\]*'), "'": re.compile(r"[^'\\]*")}
 
 
 class Reading:
-    """An OutputParser from the steps that read a source."""
+    """An OutputParser made of steps that read a source."""
 
     def __init__(self, steps: Callable[[Source], Steps[None]]) -> None:
         self._source = Source()
@@ -359,11 +357,11 @@ class Chained:
 
 
 class Without:
-    """A parser whose thoughts and answers are rid of the special tokens that end turns.
+    """Removes special tokens that end turns from thoughts and answers.
 
-    A server that takes out all special tokens (`server.prompts.Unmarked`) finds none of these any more. This one
-    is for answers that it leaves alone: to clients who want to see special tokens (`skip_special_tokens: false`), and
-    of tokenizers to which such a token is an ordinary one.
+    A server that removes all special tokens (`server.prompts.Unmarked`) leaves none of these. This is for the answers
+    that it does not change: for clients who want special tokens (`skip_special_tokens: false`), and tokenizers where
+    such a token is an ordinary one.
     """
 
     def __init__(self, parser: OutputParser, strays: Markers) -> None:

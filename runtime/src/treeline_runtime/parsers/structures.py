@@ -1,9 +1,8 @@
-"""What an output with calls must look like, for constrained decoding: xgrammar's structural tags, as dicts.
+"""The structure of outputs with calls, for constrained decoding: xgrammar's structural tags, as dicts.
 
-For each format a function from the functions that may be called to a format of xgrammar's structural tags (version
-0.2.8). It agrees with the parser of the format: whatever it lets through is parsed into calls of
-these functions, with arguments that are valid under their schemas. So free text may hold no marker that is not followed
-by a call. Reasoning comes before what the structure describes, except in harmony, where it is part of it.
+For each format, a function from the callable functions to a format of xgrammar's structural tags (version 0.2.8). It
+agrees with the format's parser: everything it allows is parsed into calls of these functions, with valid arguments. So
+free text may contain no marker without a call. Reasoning comes before the structure, except in harmony.
 """
 
 from __future__ import annotations
@@ -15,31 +14,31 @@ from typing import Any, Final, Protocol
 import msgspec
 
 _MAX_WHITESPACE: Final = 32
-"""In a row, between tokens of JSON: enough to indent, not to go on for ever."""
+"""The most white space between tokens of JSON: enough to indent, not endless."""
 
 _OBJECT: Final = '{"name": '
 _DEEPSEEK_CALL: Final = "<｜tool▁call▁begin｜>"
 
 MAX_REPEATED_CHARS: Final = 1 << 18
-"""Of what is said once for each function although it is of them all."""
+"""The most text that may be repeated for each function."""
 
 Format = dict[str, Any]
-"""One of xgrammar's formats."""
+"""A format of xgrammar."""
 
 
 class Function(msgspec.Struct, frozen=True):
-    """A function that may be called."""
+    """A callable function."""
 
     name: str
-    """Of letters, digits, `_`, `-` and `.`: formats that are not JSON have no way to quote."""
+    """Letters, digits, `_`, `-` and `.`: formats other than JSON cannot quote."""
     parameters: dict[str, Any] | None = None
-    """The arguments' JSON Schema; None = it takes none."""
+    """The arguments' JSON Schema; None = no arguments."""
     strict: bool | None = None
-    """False: arguments are an object, whatever the schema says. Else they are valid under it."""
+    """False: the arguments are any object. True: they are valid under the schema."""
 
     @property
     def schema(self) -> dict[str, Any]:
-        """What the arguments are to be valid under: a schema of objects."""
+        """The schema of the arguments, of objects."""
         if self.strict is False:
             return {"type": "object"}
         if self.parameters is None:
@@ -53,8 +52,8 @@ class Function(msgspec.Struct, frozen=True):
 
 
 class Structure(Protocol):
-    """A format's outputs with calls. `required`: calls and nothing else, at least one; else text in which there may be
-    calls. `parallel`: of calls there may be several. For the call of a named function, give that one alone, required.
+    """A format's outputs with calls. `required`: at least one call and nothing else; otherwise text with possible
+    calls. `parallel`: several calls are possible. For a named function, pass only that one, required.
     """
 
     def __call__(self, functions: Sequence[Function], *, required: bool, parallel: bool) -> Format: ...
@@ -64,13 +63,13 @@ class Structure(Protocol):
 
 
 def hermes(functions: Sequence[Function], *, required: bool, parallel: bool) -> Format:
-    """As the templates of Hermes and Qwen write it."""
+    """As in the templates of Hermes and Qwen."""
     calls = [_tag(f"<tool_call>\n{_object(f, 'arguments')}", f.arguments, "}\n</tool_call>") for f in functions]
     return _marked(calls, "<tool_call>", "\n", required=required, parallel=parallel)
 
 
 def qwen_xml(functions: Sequence[Function], *, required: bool, parallel: bool) -> Format:
-    """Qwen3-Coder's elements. Texts hold none of the tags that end a value, by whose absence too parsers end one."""
+    """Qwen3-Coder's elements. Texts contain none of the tags that end a value, without which parsers also end one."""
     ends = ["<parameter=", "</function>"]
     calls = [
         _tag(
@@ -84,7 +83,8 @@ def qwen_xml(functions: Sequence[Function], *, required: bool, parallel: bool) -
 
 
 def llama3(functions: Sequence[Function], *, required: bool, parallel: bool) -> Format:
-    """Objects as the whole output, or behind `<|python_tag|>`. Text does not begin with a brace: that is a call."""
+    """Objects as the whole output, or after `<|python_tag|>`. Text does not begin with a brace, which would be a
+    call."""
     objects = [_tag(_object(f, "parameters"), f.arguments, "}") for f in functions]
     calls = _some(objects, [_OBJECT], "; ", parallel=parallel)
     whole = _sequence({"type": "optional", "content": _const("<|python_tag|>")}, calls)
@@ -96,7 +96,7 @@ def llama3(functions: Sequence[Function], *, required: bool, parallel: bool) -> 
 
 
 def mistral(functions: Sequence[Function], *, required: bool, parallel: bool) -> Format:
-    """A list, or one name: a model writes what it was taught."""
+    """A list, or one name, depending on the model's training."""
     objects = [_tag(_object(f, "arguments"), f.arguments, "}") for f in functions]
     calls = [_tag("[TOOL_CALLS] [", _some(objects, [_OBJECT], ", ", parallel=parallel), "]")]
     id = {"type": "regex", "pattern": "[a-zA-Z0-9]{9}"}
@@ -107,7 +107,7 @@ def mistral(functions: Sequence[Function], *, required: bool, parallel: bool) ->
 
 
 def deepseek_v3(functions: Sequence[Function], *, required: bool, parallel: bool) -> Format:
-    """A list of calls, whose arguments are in a fence."""
+    """A list of calls with arguments in a fence."""
     tags = [
         _tag(f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{f.name}\n```json\n", f.arguments, "\n```<｜tool▁call▁end｜>")
         for f in functions
@@ -116,7 +116,7 @@ def deepseek_v3(functions: Sequence[Function], *, required: bool, parallel: bool
 
 
 def deepseek_v31(functions: Sequence[Function], *, required: bool, parallel: bool) -> Format:
-    """A list of calls, without fences."""
+    """A list of calls without fences."""
     tags = [_tag(f"<｜tool▁call▁begin｜>{f.name}<｜tool▁sep｜>", f.arguments, "<｜tool▁call▁end｜>") for f in functions]
     return _deepseek(_some(tags, [_DEEPSEEK_CALL], "", parallel=parallel), required=required)
 
@@ -128,8 +128,8 @@ def _deepseek(calls: Format, *, required: bool) -> Format:
 
 
 def harmony(functions: Sequence[Function], *, required: bool, parallel: bool) -> Format:
-    """Messages: analysis and (where text may be) preambles, then the answer or calls. `<|call|>` and `<|return|>` at
-    the end may be left to the end of the output, which they are for gpt-oss."""
+    """Messages: analysis and (if text is allowed) preambles, then answer or calls. The final `<|call|>` or `<|return|>`
+    may be left to the end of the output, as gpt-oss does."""
     specials = [f"<|{name}|>" for name in ("start", "channel", "message", "constrain", "end", "call", "return")]
     text = {"type": "any_text", "excludes": specials}
     before = [
@@ -154,10 +154,10 @@ def harmony(functions: Sequence[Function], *, required: bool, parallel: bool) ->
 
 
 def pythonic(functions: Sequence[Function], *, required: bool, parallel: bool) -> Format:
-    """A list of calls, whose values are JSON. What a schema says of single properties holds, and which are required.
+    """A list of calls with JSON values. Enforces schemas of single properties, and required ones.
 
-    In free text a list is known by its first call, and each of those that it may be needs all the others behind it:
-    where that would take too much, lists have one call each, of which there may be several.
+    In free text a list is recognised by its first call, and each alternative needs all others after it. Where that
+    grows too large, lists have one call each, and there may be several lists.
     """
     keywords = {f.name: _keywords(f.schema) for f in functions}
     calls = [_tag(f"{name}(", values, ")") for name, values in keywords.items()]
@@ -178,7 +178,7 @@ def pythonic(functions: Sequence[Function], *, required: bool, parallel: bool) -
 
 
 def _keywords(schema: dict[str, Any]) -> Format:
-    """`a=1, b="x"`: those required in order, and any of the others after them."""
+    """`a=1, b="x"`: required ones in order, then any others."""
     properties = schema.get("properties", {})
     required = [name for name in schema.get("required", []) if name in properties]
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
@@ -208,7 +208,8 @@ def _keywords(schema: dict[str, Any]) -> Format:
 def _marked(
     calls: list[Format], trigger: str, separator: str, excludes: Sequence[str] = (), *, required: bool, parallel: bool
 ) -> Format:
-    """Calls that begin with a marker; free text holds none of `excludes`, which a parser would take for calls too."""
+    """Calls that begin with a marker; free text contains none of `excludes`, which a parser would also take for
+    calls."""
     if required:
         return _some(calls, [trigger], separator, parallel=parallel)
     return {
@@ -221,10 +222,10 @@ def _marked(
 
 
 def _some(tags: list[Format], triggers: list[str], separator: str, *, parallel: bool) -> Format:
-    """At least one of them. `triggers`: what they begin with, each with one of these.
+    """At least one of them. `triggers`: their beginnings.
 
-    Said as tags behind a trigger xgrammar compiles them in a time that grows with their number; as a choice of texts,
-    with its square: it has a mask for each place in each, and 300 took seconds and 130 MB.
+    As tags after a trigger, xgrammar's compile time grows linearly with their number; as a choice of texts,
+    quadratically: 300 took seconds and 130 MB.
     """
     one = {"type": "triggered_tags", "triggers": triggers, "tags": tags, "at_least_one": True, "stop_after_first": True}
     further = {"type": "star", "content": _sequence(_const(separator), one)}
@@ -237,7 +238,7 @@ def _object(function: Function, key: str) -> str:
 
 
 def _of_objects(schema: dict[str, Any]) -> dict[str, Any]:
-    """The schema without those of its branches that are no objects."""
+    """The schema without branches that are not objects."""
     for branching in ("anyOf", "oneOf"):
         if isinstance(branches := schema.get(branching), list):
             kept = [b for b in branches if isinstance(b, dict) and b.get("type", "object") == "object"]

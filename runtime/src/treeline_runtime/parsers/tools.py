@@ -1,8 +1,8 @@
-"""Parsers of tool calls: the steps that formats share, and the formats that write calls in JSON.
+"""Parsers of tool calls: shared steps, and formats with calls in JSON.
 
-A call is certain where its function is known and its arguments have begun. What only looks like one up to there is said
-in full. From there on arguments are emitted as they come: where they are no longer JSON, the call stays as far as it
-came, and what follows is said.
+A call is certain once its function is known and its arguments have begun; text that only looks like one is emitted in
+full. From then on arguments are emitted as they come. Where they stop being JSON, the call stays as it is, and the rest
+is text.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from treeline_runtime.parsers.json_text import arguments, call_object
 from treeline_runtime.parsers.source import BrokenError, OverError, Source, Steps, markers
 
 Functions = Mapping[str, Any]
-"""The functions that may be called: name → JSON Schema of the parameters, where known, else None."""
+"""Callable functions: name → JSON Schema of the parameters, or None."""
 
 NAME: Final = re.compile(r"[^\s<>\[\](){}|｜\"',;]*")
-"""What a name has where no JSON string holds it."""
+"""Allowed characters of a name outside JSON strings."""
 
 
 class ToolFormat(Protocol):
@@ -27,15 +27,15 @@ class ToolFormat(Protocol):
 
     @property
     def special(self) -> bool:
-        """Its markers are special tokens, of some models at least."""
+        """Its markers are special tokens, at least in some models."""
 
     def steps(self, source: Source, functions: Functions) -> Steps[None]:
-        """Read an output without reasoning."""
+        """Parses an output without reasoning."""
 
 
 def attempt(source: Source, steps: Steps[None]) -> Steps[bool]:
-    """Read what may be a call → was it one? If not, all that was read of it is said, but for the end of one that
-    broke off with the output."""
+    """Reads a possible call; returns whether it was one. If not, its text is emitted, except for an incomplete end of
+    the output."""
     try:
         yield from steps
     except OverError:
@@ -49,7 +49,7 @@ def attempt(source: Source, steps: Steps[None]) -> Steps[bool]:
 
 
 def function_name(source: Source, functions: Functions) -> Steps[str]:
-    """Read a function's name, which must be known."""
+    """Reads a known function's name."""
     name = yield from source.take(NAME)
     if name not in functions:
         yield from source.broken()
@@ -57,7 +57,7 @@ def function_name(source: Source, functions: Functions) -> Steps[str]:
 
 
 def call(source: Source, name: str, id: str | None = None) -> Steps[None]:
-    """Read the arguments of a call of `name`, a JSON object that makes it certain."""
+    """Reads the arguments of a call of `name`, a JSON object that makes it certain."""
     yield from source.space()
     if (yield from source.ahead()) != "{":
         yield from source.broken()
@@ -70,10 +70,10 @@ class Marked:
     """A format whose calls begin with a marker."""
 
     call: Callable[[Source, Functions, str], Steps[None]]
-    """Reads what follows a marker, up to what closes it."""
+    """Reads what follows a marker, up to its closing."""
     opening: tuple[str, ...]
     closing: tuple[str, ...] = ()
-    """What follows a call and is no part of the answer there."""
+    """What may follow a call without being part of the answer."""
     special: bool = False
 
     def steps(self, source: Source, functions: Functions) -> Steps[None]:
@@ -90,7 +90,7 @@ class Marked:
             marker = marker or (yield from source.until(opening, source.say))
 
     def _adjoining(self, source: Source) -> Steps[str]:
-        """The marker behind a call, with nothing but white space between; white space at the end is dropped."""
+        """The marker directly after a call; white space at the end is dropped."""
         try:
             yield from source.space()
             marker = yield from source.one_of((*self.opening, *self.closing))

@@ -1,1 +1,1 @@
-"""What this runtime tells routers: KV events, snapshots, load. Pure: index, stream, load; sockets: process."""
+"""What this runtime sends to routers: KV events, snapshots, load. Pure: index, stream, load; sockets: process."""

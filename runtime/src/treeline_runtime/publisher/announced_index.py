@@ -1,15 +1,15 @@
-"""The publisher's own copy of what the cache holds, and what of it has been announced. No sockets.
+"""The publisher's copy of the cache's contents, and what of it has been announced. No sockets.
 
-The scheduler reports every page it caches. Not every page is worth announcing. A router matches prompts as *text*; a
-page whose tokens were sampled may hold tokens that encoding its text would never give ("hel" + "lo" where the
-tokenizer says "hello"), so no future prompt can reach it. Three rules follow:
+The scheduler reports every cached page, but not all are worth announcing. Routers match prompts as *text*; a page with
+sampled tokens may contain tokens that encoding its text would not give ("hel" + "lo" instead of "hello"), so no future
+prompt can reach it. Three rules follow:
 
 - A page with sampled tokens is announced only up to the first position that re-encoding does not reproduce.
 - A page below an unannounced page is not announced either: no match could reach it.
 - The removal of an unannounced page is silent.
 
-Invariants (`check`): an announced page's parent is absent, or announced and of the same namespace; pages are the
-cache's pages after every update, announced or not.
+Invariants (`check`): an announced page's parent is absent, or announced and in the same namespace; pages are the
+cache's pages after every update.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from treeline_wire.namespaces import adapter_of
 from treeline_runtime.messages import CacheEvent, Cleared, Removed, Stored
 
 CUT_TOKENS = 3
-"""A UTF-8 character has at most 4 bytes, so at most 3 tokens at the end can hold an unfinished one."""
+"""A UTF-8 character has at most 4 bytes, so at most the last 3 tokens may contain an unfinished one."""
 MEDIUM = "GPU"
-"""Consumers treat this as "the engine's own cache", the fastest tier; a CPU backend's pool is that too."""
+"""Consumers read this as the engine's own cache, the fastest tier, which a CPU's pool is too."""
 
 WireEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class Reencoder(Protocol):
-    """Tells how far encoding a sequence's text gives the sequence back."""
+    """Checks how much of a sequence encoding its text gives back."""
 
     def agreed_len(self, ids: Sequence[int], sampled_from: int) -> int:
-        """Number of leading `ids` that re-encoding reproduces; `sampled_from` at least: prompts are taken as given."""
+        """Number of leading `ids` that re-encoding reproduces, at least `sampled_from`: prompts are taken as given."""
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """One cached page. `parent` None = it starts a sequence."""
+    """A cached page. `parent` None = it starts a sequence."""
 
     hash: int
     parent: int | None
@@ -61,14 +61,14 @@ class AnnouncedIndex:
         return len(self._pages)
 
     def pages(self) -> dict[int, Page]:
-        """A copy, O(pages), that later updates do not change."""
+        """A copy, O(pages), independent of later updates."""
         return dict(self._pages)
 
     def announced(self) -> list[int]:
         return [page.hash for page in self._pages.values() if page.announced]
 
     def apply(self, events: Iterable[CacheEvent]) -> list[WireEvent]:
-        """Takes one step's cache events; returns what to tell the world about them, in order."""
+        """Applies a step's cache events; returns what to announce, in order."""
         told: list[WireEvent] = []
         for event in events:
             match event:
@@ -138,7 +138,7 @@ class AnnouncedIndex:
 
 
 def parents_first(pages: dict[int, Page]) -> Iterator[Page]:
-    """The announced of `pages`, each after its parent. O(pages), lazily: stop and go on at will."""
+    """The announced ones of `pages`, parents first. O(pages), lazily."""
     done: set[int] = set()
     for page in pages.values():
         path: list[Page] = []
@@ -151,7 +151,7 @@ def parents_first(pages: dict[int, Page]) -> Iterator[Page]:
 
 
 def runs(pages: Iterable[Page], longest: int = 1024) -> Iterator[BlockStored]:
-    """Pages → events: neighbours that continue each other share one event of at most `longest` pages."""
+    """Pages → events: consecutive pages share an event of at most `longest` pages."""
     run: list[Page] = []
     for page in pages:
         joins = run and page.parent == run[-1].hash and page.namespace == run[-1].namespace
@@ -176,8 +176,8 @@ def _stored(run: list[Page]) -> BlockStored:
 
 
 class TokenizerReencoder:
-    """Does encoding a sequence's text give its tokens back? Re-encodes from the last special token before the sampled
-    ones: tokenizers split there first, so the text before it cannot change the tokens after it."""
+    """Checks whether encoding a sequence's text gives its tokens back. Re-encodes from the last special token before
+    the sampled ones: tokenizers split there first, so earlier text has no effect."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -194,7 +194,7 @@ class TokenizerReencoder:
         return max(start + agreed, sampled_from)
 
     def _finished(self, part: list[int]) -> tuple[list[int], str]:
-        """`part` without the tokens of a character that is not finished yet, and its text."""
+        """`part` without the tokens of an unfinished character, and its text."""
         text = self._tokenizer.decode(part, skip_special_tokens=False)
         for cut in range(1, min(CUT_TOKENS, len(part) - 1) + 1):
             if not text.endswith("\ufffd"):

@@ -1,4 +1,4 @@
-"""The scheduler's end of the pipe to the publisher: it never blocks, and after an overflow it starts over."""
+"""The scheduler's end of the pipe to the publisher: never blocks, and starts over after an overflow."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Callable, Iterable, Iterator
 from treeline_runtime.messages import CacheUpdate, Cleared, LoadUpdate, Stored
 
 Block = tuple[int, int | None, list[int], str | None]
-"""(hash, parent hash, tokens, namespace) of one cached page."""
+"""(hash, parent hash, tokens, namespace) of a cached page."""
 
 
 class PublisherClient:
-    """Passes updates on while the publisher takes them.
+    """Sends updates while the publisher takes them.
 
-    Once one could not be sent, the publisher's index is wrong; so nothing more is sent until there is room again for
-    the whole tree, which replaces what the publisher knew.
+    After one could not be sent, the publisher's index is wrong. So nothing is sent until there is room for the whole
+    tree, which replaces it.
     """
 
     def __init__(
         self, send: Callable[[CacheUpdate | LoadUpdate], bool], whole_tree: Callable[[], Iterable[Block]]
     ) -> None:
-        """`send` returns False when it had to drop; `whole_tree` gives every cached page, parents first."""
+        """`send` returns False when it dropped the message; `whole_tree` yields every cached page, parents first."""
         self._send = send
         self._whole_tree = whole_tree
         self._behind = False
@@ -37,7 +37,7 @@ class PublisherClient:
             self.updates += 1
 
     def catch_up(self) -> bool:
-        """Starts over if that is needed and possible; True when nothing is missing (any more)."""
+        """Starts over if needed and possible; True if nothing is missing."""
         if self._behind and self._send(CacheUpdate([Cleared(), *stored_runs(self._whole_tree())])):
             self._behind = False
             self.updates += 1
@@ -45,9 +45,9 @@ class PublisherClient:
 
 
 def stored_runs(blocks: Iterable[Block]) -> Iterator[Stored]:
-    """Pages, parents first → events of as many pages as continue each other.
+    """Pages, parents first → events of consecutive pages.
 
-    Which tokens were sampled is not known any more, so all count as sampled.
+    Sampled tokens are no longer known, so all count as sampled.
     """
     run: Stored | None = None
     for block, parent, tokens, namespace in blocks:

@@ -1,8 +1,8 @@
-"""Who is connected to a publisher's socket: how many, and how much they may send, which is little.
+"""The peers of a publisher's socket: their number, and the little they may send.
 
-ZMQ bounds a frame, but not how many frames a message has, how many subscriptions a peer makes (each byte of which costs
-some 40) or how many peers there are. So the kernel's count of what each has sent is looked at often, and a connection
-that has sent more than its share is ended; what was kept of it goes with it.
+ZMQ bounds a frame, but not the frames of a message, a peer's subscriptions (some 40 bytes per byte) or the number of
+peers. So the kernel's count of received bytes is checked often, and a connection over its share is ended, which frees
+what was kept of it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from treeline_wire import tcp_counts
 from zmq.utils.monitor import parse_monitor_message
 
 LOOK_S: Final = 0.1
-"""Between two looks."""
+"""Between two checks."""
 MOST_PEERS: Final = 256
-"""Of one socket: pickers, and their workers. Who comes later is sent away."""
+"""Peers of one socket: pickers and their workers. Later ones are disconnected."""
 BYTES_A_SECOND: Final = 64
-"""A heartbeat with CURVE has 42; others' subscribers may send some."""
+"""A CURVE heartbeat has 42; other projects' subscribers may send some."""
 
 
 @dataclass(slots=True)
@@ -28,11 +28,11 @@ class _Peer:
     since: float
     sent: int = 0
     asked: bool = False
-    """It has sent a request that is answered since the last look."""
+    """It sent an answered request since the last check."""
 
 
 class Peers:
-    """Of one bound socket. `burst`: bytes that a peer may send at once."""
+    """The peers of a bound socket. `burst`: bytes that a peer may send at once."""
 
     def __init__(self, sock: zmq.Socket[bytes], burst: int) -> None:
         self._burst = burst
@@ -44,12 +44,12 @@ class Peers:
         return len(self._peers)
 
     def asked(self, fd: int) -> None:
-        """A request that is answered has come from there: it may send as much again."""
+        """It sent a request that is answered, so it may send as much again."""
         if peer := self._peers.get(fd):
             peer.asked = True
 
     def look(self, now: float) -> int:
-        """How many connections were ended."""
+        """Checks all peers; returns how many connections were ended."""
         ended = 0
         while self._monitor.poll(0):
             event = parse_monitor_message(self._monitor.recv_multipart())
@@ -81,7 +81,7 @@ class Peers:
 
 
 def _end(fd: int) -> bool:
-    """Whether it was there."""
+    """Returns whether it was there."""
     try:
         tcp_counts.end(fd)
     except OSError:

@@ -1,8 +1,7 @@
 """The publisher process: the sockets around `EventStream` and `LoadStream`.
 
-One loop over four sockets: the inbox (from the scheduler and the HTTP process), the event PUB, the replay ROUTER and
-the load PUB. Live events come first; answers to replay and snapshot requests advance a few messages per turn of the
-loop, and a client that reads slowly holds up only itself.
+One loop over four sockets: inbox (from scheduler and HTTP process), event PUB, replay ROUTER, load PUB. Live events
+come first. Replays and snapshots advance a few messages per turn, so a slow client delays only itself.
 """
 
 from __future__ import annotations
@@ -34,24 +33,24 @@ from treeline_runtime.publisher.peers import LOOK_S, Peers
 from treeline_runtime.publisher.streams import EventStream, LoadStream, Message
 
 PUB_HWM = 10_000
-"""Batches kept for one slow subscriber before it loses some (and finds the gap by seq): as many as can be replayed."""
+"""Batches kept for a slow subscriber before it loses some (and notices by seq): as many as can be replayed."""
 LOAD_HWM = 8
 ANSWERS_HWM = 64
 REQUESTS_HWM = 16
 ANSWERS_A_CLIENT = 4
-"""Requests of one client under way at once; more are dropped."""
+"""Running requests of one client; more are dropped."""
 MOST_CLIENTS = 32
-"""Whose requests are under way at once: a snapshot has a copy of what is announced. Others ask again."""
+"""Clients with running requests: a snapshot copies what is announced. Others ask again."""
 REQUESTS_A_TURN = 16
 TURN_S = 0.002
-"""Time for answers between two looks at the inbox: what a big snapshot may delay a live event by."""
+"""Time for answers between checks of the inbox, and so the longest delay of a live event."""
 RETRY_S = 0.005
 STALLED_S = 30.0
-"""An answer is given up when its client has taken nothing for this long."""
+"""An answer is dropped if its client takes nothing for this long."""
 MAX_REQUEST_BYTES = 1024
 MAX_REQUEST_FRAMES = 5
 SUBSCRIBER_BYTES = 8 << 10
-"""What a subscriber may send at once: a handshake, and what it subscribes to."""
+"""What a subscriber may send at once: a handshake and its subscriptions."""
 CLIENT_BYTES = 64 << 10
 HANDSHAKE_MS = 5000
 
@@ -60,16 +59,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _Client:
-    """Answers under way to one client, in order."""
+    """Running answers to one client, in order."""
 
     moved_at: float
-    """When it last took something, monotonic seconds."""
+    """When it last took something, in monotonic seconds."""
     answers: deque[Iterator[Message]] = field(default_factory=deque)
     held: Message | None = None
     """A message that did not fit into the client's queue."""
 
     def next(self) -> Message | None:
-        """The message to send now; None when all answers are complete."""
+        """The message to send; None when all answers are complete."""
         if self.held is not None:
             return self.held
         while self.answers:
@@ -145,7 +144,7 @@ class Publisher:
     def _wait_ms(self, now: float) -> int:
         wait_s = min(max(0.0, self._load.due_at() - now), HEARTBEAT_S, LOOK_S)
         if self._clients:
-            # a client whose queue was full gets another try soon, the others at once
+            # clients with a full queue are retried soon, others at once
             full = all(client.held is not None for client in self._clients.values())
             wait_s = min(wait_s, RETRY_S) if full else 0.0
         return int(wait_s * 1000 + 0.999)
@@ -156,7 +155,7 @@ class Publisher:
         self._look_at = now + LOOK_S
         for peers in (*self._subscribers, self._askers):
             if ended := peers.look(now):
-                logger.warning("%d connections were ended: too many, or they sent more than they may", ended)
+                logger.warning("ended %d connections: too many, or they sent too much", ended)
 
     def _take(self, message: CacheUpdate | LoadUpdate | DrainReq | AnnouncedReq) -> None:
         match message:
@@ -173,7 +172,7 @@ class Publisher:
                 self._questions.append(message)
 
     def _told(self, question: AnnouncedReq) -> bool:
-        """Answers a question whose time has come."""
+        """Answers a waiting question."""
         if self._updates < question.after_updates:
             return False
         data = {"seq": self._stream.newest, "hashes": self._stream.index.announced()}
@@ -181,7 +180,7 @@ class Publisher:
         return True
 
     def _accept(self) -> None:
-        """Takes waiting requests, a bounded number of them."""
+        """Takes a bounded number of waiting requests."""
         for _ in range(REQUESTS_A_TURN):
             try:
                 frame = self._router.recv(zmq.NOBLOCK, copy=False)
@@ -202,19 +201,19 @@ class Publisher:
                 self._clients[identity] = client
 
     def _answer(self) -> None:
-        """Moves every answer on: each by one message at least, all together for about `TURN_S`."""
+        """Advances each answer by at least one message, all together for about `TURN_S`."""
         turn_ends = time.monotonic() + TURN_S
         for identity, client in list(self._clients.items()):
             try:
                 going_on = self._advance(identity, client, turn_ends)
             except zmq.ZMQError as error:
-                logger.debug("a client left in the middle of its answer: %s", error)
+                logger.debug("a client disconnected during its answer: %s", error)
                 going_on = False
             if not going_on:
                 del self._clients[identity]
 
     def _advance(self, identity: bytes, client: _Client, turn_ends: float) -> bool:
-        """False once there is nothing left to send, or the client takes nothing."""
+        """False if nothing is left to send or the client takes nothing."""
         while (message := client.next()) is not None:
             now = time.monotonic()
             client.held = message
@@ -223,7 +222,7 @@ class Publisher:
             except zmq.Again:
                 if now - client.moved_at <= STALLED_S:
                     return True
-                logger.warning("a client took nothing of its replay or snapshot for %.0f s; given up", STALLED_S)
+                logger.warning("a client did not read its replay or snapshot for %.0f s; dropped", STALLED_S)
                 return False
             client.held, client.moved_at = None, now
             if now >= turn_ends:

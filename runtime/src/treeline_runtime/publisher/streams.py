@@ -1,12 +1,11 @@
-"""What the publisher says, as machines without sockets: updates, loads and requests in, frames out.
+"""The publisher's protocol without sockets: updates, loads and requests in, frames out.
 
 Events: live batches are numbered from 0 and kept in a ring of the last `RING_BATCHES`. A request (hello, replay,
-snapshot) is answered by an iterator of messages whose content is fixed at the moment of the request; the driver takes a
-few messages at a time, so a big answer never holds up live events, and live events never change an answer under way.
+snapshot) is answered by an iterator whose content is fixed at that moment; the driver takes a few messages at a time,
+so a large answer delays no live events, and these do not change it.
 
-Load reports: on change at most 20 times a second, else once a second; at once when the last request ends and when the
-engine drains. They speak for the scheduler: when it says nothing any more, they end, and a router sees that the engine
-hangs.
+Load reports: after changes at most 20 times a second, else once a second; at once when the last request ends and when
+the engine drains. They stop when the scheduler is silent, so that routers notice a hang.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ SNAPSHOT_PAGES_A_CHUNK = 2048
 MIN_INTERVAL_S = 0.05
 HEARTBEAT_S = 1.0
 STILL_AFTER_S = 3.0
-"""Reports end when the scheduler has said nothing for so long. It does so every half second, between two steps."""
+"""Reports stop after this silence of the scheduler, which speaks every half second."""
 
 Message = list[bytes]
-"""The frames of one ZMQ message."""
+"""The frames of a ZMQ message."""
 
 
 class EventStream:
-    """One publisher's numbered event stream. `epoch`: random, not 0, new with every start."""
+    """A publisher's numbered event stream. `epoch`: random, not 0, new at every start."""
 
     def __init__(
         self, epoch: int, index: AnnouncedIndex, *, topic: bytes = b"", ring_batches: int = RING_BATCHES
@@ -54,11 +53,11 @@ class EventStream:
 
     @property
     def oldest(self) -> int | None:
-        """The oldest number that can still be replayed."""
+        """The oldest number that can be replayed."""
         return self._ring[0][0] if self._ring else None
 
     def on_update(self, update: CacheUpdate, ts: float) -> Message | None:
-        """One scheduler step → one live message; None if it held nothing to announce. `ts`: Unix seconds."""
+        """A scheduler step → a live message; None if there is nothing to announce. `ts`: Unix seconds."""
         events = self.index.apply(update.events)
         if not events:
             return None
@@ -68,7 +67,7 @@ class EventStream:
         return frames.live(self._topic, seq, payload)
 
     def on_request(self, message: Message) -> Iterator[Message] | None:
-        """Frames after the identity → the answer; None for a message that gets no answer."""
+        """Frames after the identity → the answer; None if there is none."""
         match frames.parse_request(message):
             case frames.ReplayRequest(start_seq=start):
                 return self._replay(start, list(self._ring))
@@ -95,7 +94,7 @@ class EventStream:
 
 
 class LoadStream:
-    """Latest load in, messages out: SGLang's `LoadStat` and ours, one after the other. Times are monotonic seconds."""
+    """Latest load in, messages out: SGLang's `LoadStat` and ours. Times are monotonic seconds."""
 
     def __init__(self, epoch: int, page_size: int) -> None:
         self._epoch = epoch
@@ -109,10 +108,9 @@ class LoadStream:
         self._seq = 0
 
     def on_load(self, load: LoadUpdate, now: float) -> None:
-        """The scheduler's word, if only that nothing has changed.
+        """The scheduler's report, even if nothing changed.
 
-        That it has become idle is urgent: until a router knows it, the next request of the same client may be sent
-        where its prefix is not.
+        Becoming idle is urgent: until routers know, they may send the client's next request elsewhere.
         """
         self._heard_at = now
         self._changed = self._changed or load != self._load
@@ -120,12 +118,12 @@ class LoadStream:
         self._urgent = self._urgent or (self._busy_when_sent and not _in_flight(load))
 
     def on_draining(self) -> None:
-        """Sticky, and sent with the next `take` whatever the rate: a router must learn of it at once."""
+        """Permanent, and sent with the next `take` whatever the rate, so that routers know at once."""
         self._urgent = self._urgent or not self._draining
         self._draining = True
 
     def due_at(self) -> float:
-        """When `take` has something to send."""
+        """When `take` will have something."""
         if self._urgent:
             return float("-inf")
         due = self._sent_at + (MIN_INTERVAL_S if self._changed else HEARTBEAT_S)

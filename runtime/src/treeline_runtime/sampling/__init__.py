@@ -1,4 +1,4 @@
-"""Choosing tokens, and their log probabilities."""
+"""Sampling and log probabilities."""
 
 from treeline_runtime.sampling.constraint import Constraint, Masks, mask_words
 from treeline_runtime.sampling.processor import Factory, LogitProcessor, Processing

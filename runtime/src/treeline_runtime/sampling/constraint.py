@@ -1,4 +1,4 @@
-"""What a request may say next where that depends on what it has said: the sampling loop's side of a grammar."""
+"""The interface of constraints, such as grammars, to the sampling loop."""
 
 from __future__ import annotations
 
@@ -11,45 +11,45 @@ import torch
 logger = logging.getLogger(__name__)
 
 _IN_FLIGHT = 3
-"""Masks of so many steps: one is filled, one may be copied, one is read."""
+"""Steps with masks in flight: one is filled, one may be copied, one is read."""
 
 
 class Filler(Protocol):
-    """Says what constraints allow, those of one kind together."""
+    """Fills masks for constraints of one kind together."""
 
     def fill(self, constraints: Sequence[Any], masks: torch.Tensor, rows: Sequence[int]) -> None:
-        """masks (rows, words) int32 of zeros on the CPU: in row rows[i], set bit j % 32 of word j // 32 where token j
-        is what constraints[i] allows next. Bits beyond the vocabulary mean nothing."""
+        """masks (rows, words) int32 of zeros on the CPU: in row rows[i], sets bit j % 32 of word j // 32 if
+        constraints[i] allows token j next. Bits beyond the vocabulary are ignored."""
 
 
 class Constraint(Protocol):
-    """One request's, at the place that its output has come to. Used by the scheduler's thread alone.
+    """A request's constraint at its output's position. Only the scheduler's thread uses it.
 
-    It gets a token when the request takes it, not when it is sampled. It never sees what a step samples for a request
-    that has ended meanwhile, and a retracted request keeps its tokens; so nothing has to be taken back but where a jump
-    (`scheduler.grammars`) says the same text in other tokens.
+    It gets a token when the request takes it, not when it is sampled. So it never sees tokens sampled for an ended
+    request, and a retracted request keeps its tokens; only a jump (`scheduler.grammars`) that spells the same text in
+    other tokens takes some back.
     """
 
     @property
     def filler(self) -> Filler:
-        """Who says what it allows. What that raises for it alone ends the request, as with `accept`."""
+        """Fills its masks. An exception for it alone ends the request, as with `accept`."""
 
     def accept(self, token: int) -> None:
-        """The output is longer by `token`. Raises where that is not allowed; that ends the request, with an error."""
+        """Appends `token`. Raises if it is not allowed, which ends the request with an error."""
 
     @property
     def finished(self) -> bool:
-        """Nothing may follow: the request is done, without a token that says so."""
+        """Whether nothing may follow: the request ends without an end token."""
 
     def forced(self) -> str:
         """The text that must come next, as far as it is certain."""
 
     @property
     def reversible(self) -> int:
-        """So many of the last tokens can be taken back."""
+        """How many of the last tokens can be taken back."""
 
     def rollback(self, count: int) -> None:
-        """The output is shorter by so many tokens."""
+        """Shortens the output by so many tokens."""
 
 
 def mask_words(vocab_size: int) -> int:
@@ -58,10 +58,10 @@ def mask_words(vocab_size: int) -> int:
 
 
 class Masks:
-    """Masks on their way to the device, from memory that is kept.
+    """Masks on their way to the device, in reused memory.
 
-    On CUDA this is page-locked memory. To lock pages waits for whatever the device computes, so it is done once; and
-    the copy of a step waits behind its forward pass, so the next steps fill other memory meanwhile.
+    On CUDA the memory is page-locked. Locking waits for the device, so it is done once. A step's copy waits behind its
+    forward pass, so later steps fill other memory.
     """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
@@ -71,8 +71,8 @@ class Masks:
         self._next = 0
 
     def fill(self, constraints: Sequence[Constraint]) -> tuple[torch.Tensor, dict[int, str]]:
-        """→ (constraints, words) int32 of `Ops.forbid`, on the host; which ones failed, and why: their rows mean
-        nothing."""
+        """Returns (constraints, words) int32 for `Ops.forbid`, on the host, and which constraints failed and why; their
+        rows are meaningless."""
         if self._device.type == "cuda":
             masks = self._buffer(len(constraints))[: len(constraints)].zero_()
         else:
@@ -86,7 +86,7 @@ class Masks:
         return masks, failed
 
     def on_device(self, masks: torch.Tensor) -> torch.Tensor:
-        """What the last `fill` gave."""
+        """The last `fill` on the device."""
         if self._device.type != "cuda":
             return masks
         there = masks.to(self._device, non_blocking=True)
@@ -94,7 +94,7 @@ class Masks:
         return there
 
     def _buffer(self, rows: int) -> torch.Tensor:
-        """The one that was used longest ago, once it is copied; larger than before if need be."""
+        """The least recently used buffer, once it is copied; enlarged if needed."""
         if not self._buffers or len(self._buffers[0][0]) < rows:
             torch.cuda.synchronize(self._device)
             size = 1 << (rows - 1).bit_length()
@@ -109,13 +109,13 @@ class Masks:
 
 
 def _fill(filler: Filler, constraints: Sequence[Constraint], masks: torch.Tensor, rows: list[int]) -> dict[int, str]:
-    """All at once; if that fails, row by row. → those for which it does, and why."""
+    """Fills all at once, and if that fails row by row. Returns the failing ones and why."""
     try:
         filler.fill([constraints[i] for i in rows], masks, rows)
     except Exception as error:
         if len(rows) > 1:
             masks[rows] = 0
             return {i: why for row in rows for i, why in _fill(filler, constraints, masks, [row]).items()}
-        logger.exception("a constraint could not say what it allows")
+        logger.exception("a constraint could not fill its mask")
         return {rows[0]: f"internal error: {error!r}"}
     return {}

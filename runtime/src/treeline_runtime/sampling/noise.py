@@ -1,7 +1,6 @@
-"""Random numbers without state: a function of (seed, index of the output token, token id).
+"""Stateless random numbers: a function of (seed, index of the output token, token id).
 
-A hash of those three, in wrapping 32-bit integers, so that CPU and CUDA compute the same bits. The numbers of one row
-do not depend on the others, nor on how many there are.
+A hash in wrapping 32-bit integers, so that CPU and CUDA compute the same bits. Rows are independent.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ import torch
 
 _MASK = (1 << 64) - 1
 _ODD = (0x21F0AAAD, 0x735A2D97)
-"""Multipliers of a 32-bit mixer whose output bits depend on all input bits with little bias."""
+"""Multipliers of a 32-bit mixer with little bias."""
 _TO_UNIT = 2.0**-31 * (1 - 2.0**-23)
-"""31-bit integers → below 1: the largest must not become 1 in float32."""
+"""31-bit integers → below 1: in float32 the largest must not become 1."""
 
 
 def _mix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
@@ -28,7 +27,7 @@ def _mix64(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def row_keys(seeds: Sequence[int], indices: Sequence[int]) -> npt.NDArray[np.int32]:
-    """Seed and index of each row → (rows, 2): one number to add, and an odd one to multiply with."""
+    """Each row's seed and index → (rows, 2): a number to add, and an odd one to multiply with."""
     seed = np.array([s & _MASK for s in seeds], dtype=np.uint64)
     index = np.array(indices, dtype=np.uint64)
     key = _mix64(_mix64(seed) + (index + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15))
@@ -68,8 +67,8 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def negative_exponentials(keys: torch.Tensor, vocab: int, ids: torch.Tensor | None = None) -> torch.Tensor:
-    """Exponential variates of rate 1 with their sign turned, all below 0 and finite: (rows, vocab) float32, or those of
-    `ids` (rows, n)."""
+    """Negated exponential variates of rate 1, all below 0 and finite: (rows, vocab) float32, or those of `ids` (rows,
+    n)."""
     hashes = _token_hashes(vocab, keys.device)
     x = (hashes if ids is None else hashes[ids]) ^ keys[:, :1]
     scratch = torch.empty_like(x)

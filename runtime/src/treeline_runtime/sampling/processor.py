@@ -1,8 +1,8 @@
-"""What code of others may do with logits: the interface of logit processors, one at work, and those that are built in,
-which SGLang 0.5 has as classes of its `custom_logit_processor`; their cost for a token does not grow with the output.
+"""Logit processors: their interface, a running one, and built-in ones, which SGLang 0.5 has as `custom_logit_processor`
+classes. The built-in ones cost the same for any length of output.
 
-The operator of the engine names them (`--logit-processor NAME=module:attribute`); code is never taken from requests.
-What is named is a class, or any other `Factory`:
+The engine's operator names them (`--logit-processor NAME=module:attribute`); code never comes with requests. The name
+is of a class or another `Factory`:
 
     class Below:
         def __init__(self, params, vocab_size):
@@ -13,10 +13,9 @@ What is named is a class, or any other `Factory`:
         def __call__(self, output_ids, logits):
             logits[self.end :] = float("-inf")
 
-It runs in the engine's own process and its own loop: while it computes, everybody waits. Half a millisecond for each of
-64 requests makes every step 32 ms longer. Logits are better not looked at on the CPU (`item`, `tolist`, an `if`): on a
-GPU each look waits for it. An index beyond the vocabulary there ends the engine, and not the request alone, so ids that
-come with requests are to be compared with `vocab_size` first.
+It runs in the engine's loop: while it computes, all requests wait. Half a millisecond for each of 64 requests makes
+every step 32 ms longer. Avoid reading logits on the CPU (`item`, `tolist`, `if`), which waits for the GPU. An index
+beyond the vocabulary ends the whole engine there, so compare ids from requests with `vocab_size`.
 """
 
 from __future__ import annotations
@@ -38,28 +37,28 @@ MAX_ERROR_CHARS = 500
 
 
 class LogitProcessor(Protocol):
-    """One request's. May have state: it is called once for each output token, in order, also where the request is
-    retracted in between, and never again once it has ended."""
+    """A request's processor. It may have state: it is called once per output token, in order, also across retractions,
+    and never after the request's end."""
 
     def __call__(self, output_ids: Sequence[int], logits: torch.Tensor, /) -> torch.Tensor | None:
-        """output_ids: all sampled so far, not to be changed. logits: (vocabulary,) float32 of the next token on the
-        model's device, to be changed in place, -inf where a token may not be. These are the model's own: constraints,
-        penalties, biases and temperature come after. Returns nothing, or `logits`.
+        """output_ids: all sampled so far, read-only. logits: (vocabulary,) float32 of the next token on the model's
+        device, to be changed in place; -inf forbids a token. They are the model's own: constraints, penalties, biases
+        and temperature come after. Returns nothing, or `logits`.
 
-        What it raises ends the request, with status 500, and no other. So do NaN, +inf, and -inf everywhere.
+        An exception ends this request with status 500. So do NaN, +inf, and -inf everywhere.
         """
 
 
 class Factory(Protocol):
-    """Makes the processor of a request, when it arrives."""
+    """Makes a request's processor when it arrives."""
 
     def __call__(self, params: dict[str, Any], vocab_size: int, /) -> LogitProcessor:
-        """params: the request's `custom_params`, its own copy; {} where there are none. Raises ValueError where they
-        are wrong: the request is refused with these words and status 400."""
+        """params: a copy of the request's `custom_params`; {} if there are none. Raises ValueError to refuse the
+        request with these words and status 400."""
 
 
 class Processing:
-    """A request's processor, and how far it has seen the output."""
+    """A request's processor, and how much output it has seen."""
 
     def __init__(self, name: str, processor: LogitProcessor) -> None:
         self.name = name
@@ -69,8 +68,8 @@ class Processing:
         self._output_ids: list[int] = []
 
     def apply(self, new_ids: Sequence[int], logits: torch.Tensor) -> torch.Tensor | str:
-        """new_ids: of the output, after those `seen`. logits (vocabulary,), which stay. → what it makes of them,
-        float32; or why it failed."""
+        """new_ids: output after those `seen`. logits (vocabulary,) stay unchanged. Returns its result as float32, or
+        why it failed."""
         self._output_ids += new_ids
         self.seen += len(new_ids)
         mine = logits.to(torch.float32, copy=True)
@@ -79,7 +78,7 @@ class Processing:
             if returned is not None and returned is not mine:
                 raise TypeError("it must change the logits in place, and return nothing else")
             if mine.shape != logits.shape or mine.dtype != torch.float32 or mine.device != logits.device:
-                raise TypeError("it must leave the logits' shape, type and device")
+                raise TypeError("it must keep the logits' shape, type and device")
         except (Exception, SystemExit) as error:
             logger.exception("logit processor %r failed", self.name)
             return told(f"logit processor {self.name!r} failed:", error)
@@ -87,7 +86,7 @@ class Processing:
 
 
 def told(what: str, error: BaseException) -> str:
-    """What is said of an error in code of others: of bounded length, encodable, and whatever its own text does."""
+    """An error of foreign code as text: bounded, encodable, even if its own text fails."""
     try:
         said = str(error) if isinstance(error, ValueError) else repr(error)
     except Exception:
@@ -105,7 +104,7 @@ T = TypeVar("T")
 
 
 class DisallowedTokens:
-    """These token ids are never sampled: SGLang's DisallowedTokensLogitsProcessor."""
+    """Never samples these token ids: SGLang's DisallowedTokensLogitsProcessor."""
 
     class Params(msgspec.Struct, forbid_unknown_fields=True):
         token_ids: list[Id]
@@ -122,10 +121,10 @@ class DisallowedTokens:
 
 
 class ThinkingBudget:
-    """After `thinking_budget` tokens of thinking comes its end: SGLang's ThinkingBudgetLogitProcessor, given the ids.
+    """Ends thinking after `thinking_budget` tokens: SGLang's ThinkingBudgetLogitProcessor, given the ids.
 
-    Thinking begins after `start_token_id`, or, where that is not given because the prompt has it, with the output; it
-    ends with `end_token_id`, and does not begin again.
+    Thinking begins after `start_token_id`, or with the output if the prompt has it; it ends with `end_token_id` and
+    does not begin again.
     """
 
     class Params(msgspec.Struct, forbid_unknown_fields=True):

@@ -1,12 +1,12 @@
-"""From logits to tokens and their log probabilities.
+"""Logits to tokens and log probabilities.
 
-A sampled token is a function of its row alone: the logits, the parameters, the request's seed, the token's index.
-Whatever else is in the batch, and however often a request is retracted, it draws the same numbers.
+A sampled token depends only on its row: logits, parameters, the request's seed, the token's index. Batch and
+retractions have no effect.
 
-Tokens race: each has an exponential variate, divided by its probability, and the smallest wins (Gumbel's trick, without
-the logarithm of the probability). Token i wins with its probability. The last bits of the logits, which do depend on
-the batch, decide only where the first two arrive within those bits of each other. Inverting the cumulative function has
-that risk at the border of every token, and the roundings of all earlier tokens add to it.
+Tokens race: each has an exponential variate divided by its probability, and the smallest wins (Gumbel's trick), so
+token i wins with its probability. The last bits of logits, which depend on the batch, matter only if the first two are
+that close. Inverting the cumulative function would have that risk at every token's border, with the roundings of all
+earlier tokens.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from treeline_runtime.transfer import Readback, upload
 
 
 def check_sampling(params: SamplingParams, vocab_size: int) -> str | None:
-    """→ what is wrong, for the user; None if nothing is."""
+    """Returns what is wrong, in words for the user; None if nothing is."""
     wrong = {
         "max_new_tokens": params.max_new_tokens < 0,
         "min_new_tokens": params.min_new_tokens < 0,
@@ -42,7 +42,7 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> str | None:
     if params.min_new_tokens > params.max_new_tokens:
         return f"min_new_tokens {params.min_new_tokens} exceeds max_new_tokens {params.max_new_tokens}"
     if params.min_new_tokens and params.grammar is not None:
-        return "min_new_tokens beside a grammar, which says itself where it ends"
+        return "min_new_tokens beside a grammar, which decides where it ends"
     if params.logit_bias:
         for token, bias in params.logit_bias.items():
             if not 0 <= token < vocab_size:
@@ -66,25 +66,25 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> str | None:
 
 
 RANKED = 1024
-"""Tokens that are put in order for top_p and min_p before the whole vocabulary is."""
+"""Tokens that are sorted for top_p and min_p before the whole vocabulary is."""
 ROWS_AT_ONCE = 256
-"""Prompt positions whose logits exist at the same time."""
+"""Prompt positions whose logits exist at once."""
 BLOCK = 1 << 18
-"""Elements of (rows x vocabulary) computed at once: what stays in a CPU's cache from one operation to the next."""
+"""Elements of (rows x vocabulary) computed at once, to stay in a CPU's cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """How to sample one row of logits."""
+    """How to sample a row of logits."""
 
     params: SamplingParams
     seed: int
     index: int
-    """Which output token this is, from 0."""
+    """The output token's index, from 0."""
     stop_ids: frozenset[int]
     prompt_len: int
     history: torch.Tensor | None
-    """(prompt_len + index,) all tokens so far; needed for penalties and bad words only."""
+    """(prompt_len + index,) all tokens so far; only for penalties and bad words."""
 
 
 def needs_history(params: SamplingParams) -> bool:
@@ -93,19 +93,19 @@ def needs_history(params: SamplingParams) -> bool:
 
 
 def adjusts(params: SamplingParams) -> bool:
-    """Whether logits are changed before anything is chosen."""
+    """Whether logits are changed before sampling."""
     return (
         needs_history(params) or bool(params.logit_bias) or params.min_new_tokens > 0 or bool(params.allowed_token_ids)
     )
 
 
 def needs_more(params: SamplingParams) -> bool:
-    """Whether the row is more than `choose` can do: its logits are adjusted, or not every token may be drawn."""
+    """Whether the row needs more than `choose`: adjusted logits, or excluded tokens."""
     return adjusts(params) or (not params.greedy and _filters(params))
 
 
 def choose(logits: torch.Tensor, temperatures: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows that need nothing but a temperature: see `Ops.choose`."""
+    """Rows that need only a temperature: see `Ops.choose`."""
     best, chosen = logits.max(-1)
     finite = best.isfinite()  # NaN anywhere in a row is its maximum
     free = temperatures.nonzero().squeeze(1)
@@ -117,10 +117,10 @@ def choose(logits: torch.Tensor, temperatures: torch.Tensor, keys: torch.Tensor)
 
 
 def sample(logits: torch.Tensor, rows: list[Row]) -> torch.Tensor:
-    """logits (rows, vocabulary) float32, adjusted in place → token ids (rows,) int64. Never waits for the device,
-    but where top_p or min_p leave more than `RANKED` tokens of a row.
+    """logits (rows, vocabulary) float32, adjusted in place → token ids (rows,) int64. Waits for the device only if
+    top_p or min_p leave more than `RANKED` tokens of a row.
 
-    Order: penalties, bias, minimum length, what is excluded; temperature; then top_k, top_p of what is left, min_p.
+    Order: penalties, bias, minimum length, exclusions; temperature; top_k, top_p of the rest, min_p.
     """
     device = logits.device
     for i, row in enumerate(rows):
@@ -177,7 +177,7 @@ def _adjust(logits: torch.Tensor, row: Row) -> None:
 
 
 def _forbid_words(logits: torch.Tensor, words: Sequence[Sequence[int]], output: torch.Tensor) -> None:
-    """In place on (vocabulary,): the last token of each word whose others the output ends with."""
+    """In place on (vocabulary,): forbids the last token of each word whose other tokens end the output."""
     fitting = [word for word in words if len(word) <= len(output) + 1]
     if not fitting:
         return
@@ -188,7 +188,7 @@ def _forbid_words(logits: torch.Tensor, words: Sequence[Sequence[int]], output: 
 
 
 def _race(probs: torch.Tensor, negative_times: torch.Tensor) -> torch.Tensor:
-    """probs (rows, n), not necessarily normalised → the winner of each row. What has no probability never wins."""
+    """probs (rows, n), not necessarily normalised → each row's winner. Probability 0 never wins."""
     return torch.div(probs, negative_times, out=negative_times).min(-1).indices
 
 
@@ -211,9 +211,9 @@ def _draw_filtered(probs: torch.Tensor, keys: torch.Tensor, params: list[Samplin
 def _kept(
     probs: torch.Tensor, params: list[SamplingParams], width: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The `width` likeliest of each row → (probabilities, 0 where they may not be chosen; token ids; whether they may).
+    """The `width` most likely of each row → (probabilities, 0 where excluded; token ids; whether allowed).
 
-    Equal probabilities are ranked by token id, so that neither `width` nor other rows decide which of them are kept.
+    Ties are ranked by token id, so that neither `width` nor other rows matter.
     """
     device = probs.device
     ordered, ids = _ranked(probs, width)
@@ -234,7 +234,7 @@ def _kept(
 
 
 def _ranked(probs: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The `width` likeliest of each row and their ids, the likeliest first, the lower id first among equals."""
+    """The `width` most likely of each row and their ids, most likely first, ties by lower id."""
     vocab = probs.shape[1]
     if width == vocab:
         ordered, ids = torch.sort(probs, dim=-1, descending=True, stable=True)
@@ -248,8 +248,8 @@ def _ranked(probs: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor
 
 
 class Logprobs:
-    """Log probabilities of some rows by the model's own distribution, before penalties, bias and temperature: of a
-    token each, and of the `top` likeliest; on their way from the device until asked for."""
+    """Log probabilities of rows by the model's own distribution, before penalties, bias and temperature: of one token
+    and the `top` most likely; copied from the device when asked for."""
 
     def __init__(self, logits: torch.Tensor, tokens: torch.Tensor, top: int) -> None:
         """logits (rows, vocabulary) float32, tokens (rows,)"""
@@ -259,7 +259,7 @@ class Logprobs:
         self._copies = Readback(values, tokens, best.values, best.indices)
 
     def get(self) -> tuple[list[TokenLogprob], list[list[TokenLogprob]]]:
-        """→ per row the pair of its token, and the `top` likeliest pairs."""
+        """Returns for each row its token's pair, and the `top` most likely pairs."""
         values, tokens, top_values, top_ids = (copy.tolist() for copy in self._copies.get())
         best = [list(zip(v, i, strict=True)) for v, i in zip(top_values, top_ids, strict=True)]
         return list(zip(values, tokens, strict=True)), best

@@ -1,8 +1,7 @@
-"""What is done to the engine as a whole while no request runs: sleep, new weights; and traces of its steps.
+"""Operations on the idle engine: sleep, new weights; and traces of its steps.
 
-`Residence` is what of the engine is on the device: the model and what computes with it, which can leave and come back.
-Asleep, the device has neither weights nor KV memory nor graphs. Everything that holds addresses (attention backends,
-CUDA graphs) is made again afterwards rather than mended.
+`Residence` owns what is on the device: the model and what computes with it. Asleep, the device has no weights, KV
+memory or graphs. Everything that holds addresses (attention backends, CUDA graphs) is made again afterwards.
 """
 
 from __future__ import annotations
@@ -40,13 +39,13 @@ from treeline_runtime.scheduler.executor import Executor
 from treeline_runtime.scheduler.resolve import TO_LOAD, Resolved, give_back, let_go, told_as_settings
 
 AWAKE, WEIGHTS_ON_HOST, NO_WEIGHTS = 0, 1, 2
-"""Levels of sleep; the numbers are vLLM's."""
+"""Levels of sleep, numbered as in vLLM."""
 WARM_UP_TOKENS = 16
-"""On a CPU, where nothing is compiled and a large model takes seconds for a long prompt."""
+"""Tokens of warm-up on a CPU, which compiles nothing and is slow on long prompts."""
 
 
 class Residence:
-    """Owns the model and its executor. Only an idle scheduler may call `sleep`, `wake` and `update`."""
+    """Owns the model and its executor. `sleep`, `wake` and `update` need an idle scheduler."""
 
     def __init__(self, config: SchedulerConfig, limits: Resolved, model: Decoder) -> None:
         self._config = config
@@ -60,11 +59,11 @@ class Residence:
 
     @property
     def executor(self) -> Executor:
-        assert self._executor is not None, "asleep: requests are refused before they get here"
+        assert self._executor is not None, "asleep: requests should have been refused earlier"
         return self._executor
 
     def warm_up(self) -> None:
-        """Do what is done once, before a request pays for it. Raises ConfigError where a full step has no memory."""
+        """Does one-time work before requests pay for it. Raises ConfigError if a full step does not fit in memory."""
         limits = self._limits
         chunk = min(limits.chunked_prefill_size, limits.context_length)
         lengths = [1, chunk] if limits.device.type == "cuda" else [min(WARM_UP_TOKENS, chunk)]
@@ -74,8 +73,8 @@ class Residence:
         logger.info("warmed up with %s tokens: %.1f s", " and ".join(map(str, lengths)), time.perf_counter() - started)
 
     def sleep(self, level: int) -> None:
-        """`WEIGHTS_ON_HOST` keeps a copy of the weights in the host's memory; `NO_WEIGHTS` reads them again at `wake`,
-        from where they came. On a CPU the host's memory is the device's, and the former only gives up the KV cache."""
+        """`WEIGHTS_ON_HOST` keeps a copy of the weights in host memory; `NO_WEIGHTS` reads them again at `wake`. On a
+        CPU both memories are the same, and the former frees only the KV cache."""
         assert self.level == AWAKE
         self._froze = gc.get_freeze_count() > 0
         if level == NO_WEIGHTS:
@@ -87,8 +86,7 @@ class Residence:
         give_back(self._limits.device)
 
     def wake(self) -> None:
-        """Raises ModelError or ConfigError where something is missing now, memory say; then it is as asleep as it
-        was."""
+        """Raises ModelError or ConfigError if something is missing now, such as memory; then it stays asleep."""
         assert self.level != AWAKE
         offloaded = self._offloaded
         try:
@@ -116,7 +114,7 @@ class Residence:
             gc.freeze()
 
     def check(self, path: str) -> None:
-        """Raises ModelError unless the checkpoint at `path` has the architecture that is served."""
+        """Raises ModelError unless the checkpoint at `path` has the served architecture."""
         if not Path(path).is_dir():
             raise ModelError(f"{path} is not a folder on the server's machine")
         found = architecture_of(dataclasses.replace(self._config, model=path))
@@ -125,8 +123,8 @@ class Residence:
             raise ModelError(f"{path} is another architecture than the one served: {difference}")
 
     def update(self, path: str) -> None:
-        """Serve the weights at `path`, which `check` has passed. Raises ModelError or ConfigError, and then the old
-        ones serve on: they stay until all of the new ones are there. While asleep: they are what `wake` reads."""
+        """Loads the weights at `path`, which passed `check`. Raises ModelError or ConfigError, and then keeps the old
+        ones, which stay until all new ones are loaded. While asleep: `wake` will read them."""
         started = time.perf_counter()
         config = dataclasses.replace(self._config, model=path, load_format="auto")
         if self.level != AWAKE:
@@ -169,7 +167,7 @@ class Residence:
 
 
 def _difference(found: ModelConfig, pools: Pooling | None, served: ModelConfig, served_pools: Pooling | None) -> str:
-    """The first setting in which two architectures differ, in words."""
+    """The first differing setting of two architectures, in words."""
     for field in dataclasses.fields(found):
         here, there = getattr(found, field.name), getattr(served, field.name)
         if here != there:
@@ -185,7 +183,7 @@ def _difference(found: ModelConfig, pools: Pooling | None, served: ModelConfig, 
 logger = logging.getLogger(__name__)
 
 BUSY = {"busy": True}
-"""Data of a reply that would be another one once no request runs."""
+"""Data of a reply that would differ once no request runs."""
 
 
 class ProfilerError(Exception):
@@ -193,8 +191,8 @@ class ProfilerError(Exception):
 
 
 class Profiler:
-    """A trace of some steps by torch's profiler, for chrome://tracing or Perfetto; at most one at a time. `step` is
-    called after each step that launched something."""
+    """A trace of some steps by torch's profiler, for chrome://tracing or Perfetto; one at a time. `step` is called
+    after each launched step."""
 
     def __init__(self, device: torch.device) -> None:
         self._activities = [ProfilerActivity.CPU]
@@ -206,7 +204,7 @@ class Profiler:
         self._count = 0
 
     def start(self, folder: str, steps: int) -> None:
-        """Trace the next so many steps. Raises ProfilerError."""
+        """Traces the next so many steps. Raises ProfilerError."""
         if self._running is not None:
             raise ProfilerError(f"a profile is running, {self._left} steps are left: POST /stop_profile ends it")
         if not 1 <= steps <= MAX_PROFILE_STEPS:
@@ -232,10 +230,10 @@ class Profiler:
                 logger.exception("the profile is lost")
 
     def stop(self) -> str:
-        """→ the trace's file. Raises ProfilerError."""
+        """Returns the trace's file. Raises ProfilerError."""
         running, self._running = self._running, None
         if running is None:
-            raise ProfilerError("no profile is running: it has reached its steps, or was never started")
+            raise ProfilerError("no profile is running: it has ended, or was never started")
         running.stop()
         self._count += 1
         now = time.strftime("%Y%m%d-%H%M%S")
@@ -249,7 +247,7 @@ class Profiler:
 
 
 class Administration:
-    """Each of `handlers` answers its message with exactly one Reply, whatever goes wrong."""
+    """Each of `handlers` answers its message with exactly one Reply."""
 
     def __init__(
         self,
@@ -301,7 +299,7 @@ class Administration:
 
     def _sleep(self, message: SleepReq) -> Reply:
         if self._residence.level != AWAKE:
-            return Reply(message.id, ok=False, message=f"it sleeps already, at level {self._residence.level}")
+            return Reply(message.id, ok=False, message=f"it is already asleep, at level {self._residence.level}")
         if (busy := self._busy(message.id)) is not None:
             return busy
         self._cache.flush()

@@ -1,4 +1,4 @@
-"""What a message asks for → a request, or why it is not one."""
+"""Turns a message into a request, or says why it is refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from treeline_runtime.scheduler.processors import Processors
 
 
 class Arrivals:
-    """Owns what tells requests apart that arrive: their number, and the seeds of those that bring none."""
+    """Owns what distinguishes arriving requests: their number, and seeds for those without one."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class Arrivals:
         pooling: Pooling | None,
         processors: Processors,
     ) -> None:
-        """longest_request: tokens of a prompt and its answer. pooling: of a model that makes vectors."""
+        """longest_request: tokens of prompt and answer. pooling: of a model for vectors."""
         self._config = config
         self._longest_request = longest_request
         self._model = model
@@ -40,7 +40,7 @@ class Arrivals:
         self._random = random.Random()
 
     def new_req(self, message: GenerateReq) -> Req | FinishReason:
-        """→ why there is none: a 400 for what can never be served."""
+        """Returns a reason instead if it can never be served (400)."""
         finish = refusal(
             message,
             vocab_size=self._model.vocab_size,
@@ -78,15 +78,15 @@ def refusal(
     uses_priority: bool = True,
     pools: bool = False,
 ) -> FinishReason | None:
-    """A 400 for what can never be served; None if it can.
+    """Why it can never be served (400); None if it can.
 
-    hidden_size: None where no request may have hidden states. pools: the model makes vectors, and no text.
+    hidden_size: None if requests may not have hidden states. pools: the model makes vectors, not text.
     """
     length = len(message.input_ids)
     answer = min(message.sampling.max_new_tokens, 1)
     problem: str | None
     if message.pools != pools:
-        problem = "this model makes vectors, and no text" if pools else "this model makes text, and no vectors"
+        problem = "this model makes vectors, not text" if pools else "this model makes text, not vectors"
     elif message.pools and message.sampling.max_new_tokens:
         problem = "a request for a vector produces no tokens: max_new_tokens must be 0"
     elif message.pools and (message.return_logprob or message.logprob_start_len >= 0 or message.return_hidden_states):

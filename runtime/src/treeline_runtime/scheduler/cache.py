@@ -1,9 +1,9 @@
-"""The one owner of pages: the free list, the radix tree, and what requests hold.
+"""Owns all pages: the free list, the radix tree, and what requests hold.
 
     page table of a request:   | in the tree, locked | its own                   |
     in tokens:                 0 …               tree_len …      num_pages x page_size
 
-Always: free + in the tree + held by requests = all pages.
+Invariant: free + in the tree + held by requests = all pages.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from treeline_runtime.kvcache import Match, PagePool, Pages, RadixCache, key_of
 from treeline_runtime.scheduler.table import TableManager
 
 MIN_SHARED_TOKENS = 32
-"""Waiting a step must be worth it: for fewer tokens that are on their way a request does not wait."""
+"""The fewest tokens being filled that a request waits a step for."""
 
 
 class CacheManager:
@@ -34,7 +34,7 @@ class CacheManager:
 
     @property
     def available_pages(self) -> int:
-        """Pages that `extend` can hand out, evicting where needed."""
+        """Pages that `extend` can hand out, with evictions."""
         return self.pool.num_free + self.tree.evictable_pages
 
     @property
@@ -51,12 +51,12 @@ class CacheManager:
         return self.tree.match(req.key, req.namespace, req.cacheable_len)
 
     def waits(self, match: Match) -> bool:
-        """Whether it is better for a request to wait: so much more than its match is on its way, whoever fills it."""
+        """Whether the request should wait because others are filling enough beyond its match."""
         return match.coming * self.page_size >= MIN_SHARED_TOKENS
 
     def admit(self, req: Req, match: Match) -> None:
-        """Give `req` a row, lock its match, which must be fresh, and have it fill the rest of its prompt, until that is
-        in the tree or `end_filling`."""
+        """Gives `req` a row, locks its match, which must be fresh, and marks the rest of its prompt as being filled by
+        it, until that is in the tree or `end_filling`."""
         req.row = self._table.alloc(req.tokens)
         req.handle = self.tree.lock(match, req.priority)
         req.num_pages = match.num_pages
@@ -67,17 +67,17 @@ class CacheManager:
             req.handle = self.tree.begin_filling(req.handle, req.key, req.namespace)
 
     def end_filling(self, req: Req) -> None:
-        """Of what is in flight nothing will be kept. Idempotent."""
+        """Nothing in flight will be kept. Idempotent."""
         req.handle = self.tree.end_filling(req.handle)
 
     # ---- while running ------------------------------------------------------------------------------------
 
     def missing_pages(self, req: Req, end: int) -> int:
-        """Pages that `req` lacks to hold `end` tokens."""
+        """Pages that `req` needs to hold `end` tokens."""
         return max(self.pages_for(end) - req.num_pages, 0)
 
     def extend(self, req: Req, end: int) -> None:
-        """Make room for `end` tokens. The caller checked `available_pages`."""
+        """Makes room for `end` tokens. The caller checked `available_pages`."""
         missing = self.missing_pages(req, end)
         if missing == 0:
             return
@@ -88,11 +88,10 @@ class CacheManager:
         req.num_pages += missing
 
     def cache_unfinished(self, req: Req) -> None:
-        """Insert what is computed (whole pages) and move the lock there, unless it reaches farther, to what is on its
-        way.
+        """Inserts computed whole pages and moves the lock there, unless it extends further, to pages being filled.
 
-        Pages that the tree had already are replaced by the tree's; the request's own copies of them are freed, or
-        deferred while a launched batch may read them.
+        Pages that the tree already had replace the request's copies, which are freed, or deferred while a launched
+        batch may read them.
         """
         if not self._keeps:
             return
@@ -127,7 +126,7 @@ class CacheManager:
             self.pool.free(pages)
 
     def batch_done(self, req: Req) -> None:
-        """A launched batch that held `req` is processed: free duplicates that none reads any more."""
+        """A launched batch with `req` is processed: frees duplicates that are no longer read."""
         deferred, req.deferred = req.deferred, []
         for batches, pages in deferred:
             if batches > 1:
@@ -138,9 +137,9 @@ class CacheManager:
     # ---- the end ------------------------------------------------------------------------------------------
 
     def release(self, req: Req, *, insert: bool) -> Pages:
-        """Take everything from `req`; with `insert`, what it computed stays cached. Nothing may be in flight.
+        """Takes everything from `req`; with `insert`, what it computed stays cached. Nothing may be in flight.
 
-        → the pages that are free now.
+        Returns the freed pages.
         """
         assert req.in_flight == 0, f"release while in flight: {req}"
         assert req.row >= 0, f"released twice: {req}"
@@ -158,7 +157,7 @@ class CacheManager:
         return freed
 
     def flush(self) -> None:
-        """Empty the tree; no request may hold a lock."""
+        """Empties the tree; no request may hold a lock."""
         self.pool.free(self.tree.reset())
 
     # ---- watching -----------------------------------------------------------------------------------------
@@ -170,7 +169,7 @@ class CacheManager:
         return self.pool.num_free + self.tree.num_pages + held == self.pool.num_pages
 
     def check_integrity(self, reqs: Iterable[Req]) -> None:
-        """Assert that every page has exactly one owner; `reqs` are all that have a row."""
+        """Asserts that every page has exactly one owner; `reqs` are all with a row."""
         reqs = list(reqs)
         self.pool.check_integrity()
         self.tree.check_integrity()

@@ -1,4 +1,4 @@
-"""The running set: what to decode next, how much memory it will need, and who of it goes first when there is none."""
+"""The running set: what to decode next, its expected memory, and who is retracted when memory runs out."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ MIN_RATIO_FACTOR = 0.14
 DECAY_STEPS = 600
 RETRACT_STEPS = 20
 OUTPUT_CLIP_TOKENS = 4096
-"""No request is expected to produce more from now on: users ask for large maxima and rarely get there."""
+"""The most further tokens expected of a request: users set large maxima and rarely reach them."""
 
 
 class NewTokenRatio:
-    """The share of its remaining allowed output that a running request is expected to produce.
+    """The share of its remaining output that a running request is expected to produce.
 
-    Starts high, decays while all goes well, and jumps to what was really produced when requests had to be retracted.
+    Starts high, decays while memory suffices, and jumps to the real value after retractions.
     """
 
     def __init__(self, conservativeness: float = 1.0) -> None:
@@ -48,7 +48,7 @@ def remaining_tokens(req: Req) -> int:
 
 
 def reserved_pages(reqs: Iterable[Req], ratio: float, page_size: int) -> int:
-    """Pages that admitted requests are expected to take beyond what they hold: rest of the prompt, and output."""
+    """Pages that admitted requests are expected to take besides those they hold: rest of the prompt, and output."""
     total = 0
     for req in reqs:
         share = 1.0 if req.sampling.ignore_eos else ratio
@@ -58,16 +58,16 @@ def reserved_pages(reqs: Iterable[Req], ratio: float, page_size: int) -> int:
 
 
 def cost_pages(req: Req, matched_tokens: int, page_size: int) -> int:
-    """Pages that admitting `req` may take in the end: its uncached tokens and all its output, and one to spare."""
+    """Pages that `req` may take in the end: uncached tokens, all output, and one to spare."""
     return -(-(len(req.tokens) - matched_tokens + remaining_tokens(req)) // page_size) + 1
 
 
 class DecodeManager:
-    """Owns the requests whose prompts are computed, or in a launched batch: a dict, so that their order is that of
-    admission everywhere. Those that produce no tokens are here until their result is taken."""
+    """Owns requests whose prompts are computed or launched: a dict, so that their order is that of admission. Those
+    that produce no tokens stay until their result is taken."""
 
     def __init__(self, cache: CacheManager, step_tokens: int) -> None:
-        """step_tokens: computed at once at most, but for a token of each."""
+        """step_tokens: the most tokens computed at once, besides one for each."""
         self._cache = cache
         self._step_tokens = step_tokens
         self.running: dict[str, Req] = {}
@@ -77,11 +77,11 @@ class DecodeManager:
         return [req for req in self.running.values() if req.launched_tokens < req.max_new_tokens]
 
     def missing_pages(self, reqs: list[Req]) -> int:
-        """Pages to be found before the next step of `reqs`."""
+        """Pages needed for the next step of `reqs`."""
         return sum(self._cache.missing_pages(req, end) for req, end in zip(reqs, self._ends(reqs), strict=True))
 
     def next_batch(self, reqs: list[Req]) -> Batch:
-        """One token for each, or all that a jump has added; the pages are there."""
+        """One token for each, or all that a jump added; the pages are there."""
         ends = self._ends(reqs)
         for req, end in zip(reqs, ends, strict=True):
             self._cache.extend(req, end)
@@ -89,7 +89,7 @@ class DecodeManager:
         return Batch(Phase.DECODE, reqs, [req.device_len for req in reqs], ends, samples)
 
     def _ends(self, reqs: list[Req]) -> list[int]:
-        """How far each goes: a token, or as far as its tokens are known and the step has room."""
+        """How far each goes: one token, or as far as tokens are known and the step has room."""
         ends, room = [], max(self._step_tokens - len(reqs), 0)
         for req in reqs:
             more = min(max(len(req.tokens) - req.device_len - 1, 0), room)
@@ -99,6 +99,6 @@ class DecodeManager:
 
 
 def retraction_order(reqs: list[Req]) -> list[Req]:
-    """Who goes first when memory runs out: the least urgent, then who loses least output, then who has the longest
-    prompt (its prefix stays cached)."""
+    """The order of retraction: the least urgent, then those with least output to lose, then the longest prompt (its
+    prefix stays cached)."""
     return sorted(reqs, key=lambda req: (req.priority, req.output_len, -req.prompt_len))

@@ -1,12 +1,10 @@
-"""Runs steps: makes the tensors of a plan, calls the model, samples. Knows nothing of requests.
+"""Runs steps: makes a plan's tensors, calls the model, samples. Knows no requests.
 
-`launch` reads its input tokens from the table and writes the sampled ones there, so on a GPU the next launch can be
-issued before this one's result is known on the CPU; nothing in it waits for the device. A launch that raises can be
-tried again.
+`launch` reads input tokens from the table and writes sampled ones there, so on a GPU the next launch can start before
+this result is known on the CPU; it never waits for the device. A launch that raises can be repeated.
 
-What a constrained row may become depends on its last token, which the CPU may not know yet, and so does what a logit
-processor makes of it. `launch` computes their logits as those of every row, and `sample_delayed` samples them once the
-results before are known.
+What a constrained row may become, or what a logit processor does, depends on the last token, which the CPU may not know
+yet. `launch` computes those logits too, and `sample_delayed` samples them once earlier results are known.
 """
 
 from __future__ import annotations
@@ -44,24 +42,24 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Sampled:
-    """What one sequence got from one step."""
+    """One sequence's result of a step."""
 
     tokens: list[int] = field(default_factory=list)
-    """That it goes on with, behind those that are known."""
+    """New tokens after the known ones."""
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    """Of these tokens, as `top_logprobs`, where they were asked for."""
+    """Of these tokens, with `top_logprobs`, if requested."""
     top_logprobs: list[list[TokenLogprob]] = field(default_factory=list)
     input_logprobs: list[TokenLogprob] = field(default_factory=list)
     input_top_logprobs: list[list[TokenLogprob]] = field(default_factory=list)
     pooled: Vector | None = None
-    """What the step adds to the vector that it is to make."""
+    """The step's contribution to its vector."""
     hidden_states: npt.NDArray[np.float32] | None = None
-    """(tokens of the sequence in this step, hidden), where they were asked for."""
+    """(tokens of the sequence in this step, hidden), if requested."""
     failed: str | None = None
 
 
 _READ_AGAIN_BYTES = 4 << 30
-"""Of keys and values: read in a millisecond, in half the time in which the host launches a step of prompts."""
+"""Bytes of keys and values that are read in a millisecond, half the time of launching a prompt step."""
 NOT_FINITE = "the model computed NaN or infinity"
 NOTHING_ALLOWED = (
     "no token is allowed: the request's constraint or logit processor, its logit_bias, allowed_token_ids, bad_words "
@@ -71,44 +69,43 @@ NOTHING_SOUND = "logit processor {!r} left NaN, infinity, or no token that may b
 
 
 class Choices(NamedTuple):
-    """How the delayed rows of a step are chosen, by their number among those who sample; rows in neither are left."""
+    """How a step's delayed rows are chosen, by their number among sampled rows; others are skipped."""
 
     masked: list[int]
     masks: torch.Tensor | None
-    """(masked, words) int32 on the host, of `fill_masks`: what these may choose."""
+    """(masked, words) int32 on the host, from `fill_masks`: the allowed tokens."""
     failed: dict[int, str]
-    """Why there is nothing to choose from."""
+    """Why there is nothing to choose."""
     processors: Mapping[int, tuple[str, Callable[[torch.Tensor], torch.Tensor | str]]]
-    """Names, and what changes a copy of the row's logits, or says why it failed. Code of this process: a plan with such
-    rows is computed by one alone."""
+    """Names, and functions that change a copy of the row's logits or say why they failed. They are code of this
+    process, so only one executor computes such plans."""
 
 
 @dataclass(slots=True)
 class Step:
-    """What a launch left on the device to choose tokens from. The next launch may overwrite it."""
+    """What a launch left on the device for sampling. The next launch may overwrite it."""
 
     plan: StepPlan
     cells: list[tuple[int, int]]
-    """Of those who sample, row and position of the sampled token."""
+    """Row and position of each sampled token."""
     logits: torch.Tensor
     """(rows that sample, vocabulary), the model's own."""
     tokens: Tokens
     kv_finite: torch.Tensor
     """(tokens of the step,)"""
     allowed: torch.Tensor | None = None
-    """(rows,) bool, where some are delayed or exclude tokens: whether there was one for them to choose."""
+    """(rows,) bool, if some are delayed or exclude tokens: whether any token was allowed."""
     processed: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Row → (vocabulary,) float32, what its logit processor made of its logits."""
+    """Row → (vocabulary,) float32: its logits after its logit processor."""
     sound: torch.Tensor | None = None
-    """(rows,) bool, where there are such: whether one can choose from them."""
+    """(rows,) bool, if there are such: whether one can choose from them."""
 
 
 class Pooled:
-    """What a prefill step adds to the vectors that its requests ask for, on its way from the device.
+    """What a prefill step adds to requested vectors, copied from the device.
 
-    Nothing waits for it until it is asked for, and it leaves no state on the device: a prompt that is computed in
-    several steps has its parts added on the host, so a step that fails can be tried again, and a retracted request
-    starts over."""
+    Nothing waits for it until it is asked for, and no state stays on the device: parts of a prompt are added on the
+    host, so a failed step can be repeated, and a retracted request starts over."""
 
     def __init__(self, plan: StepPlan, hidden: torch.Tensor, pooler: Pooler) -> None:
         """hidden (tokens of the step, hidden)"""
@@ -119,14 +116,14 @@ class Pooled:
             self._readback = Readback(pooler.select(hidden, bounds[:-1], bounds[1:], plan.whole))
 
     def get(self) -> Iterator[tuple[int, Vector, bool]]:
-        """→ numbers of sequences, what the step gives each of them, and whether all of it is finite."""
+        """Returns the sequences' numbers, each one's contribution, and whether all are finite."""
         if self._readback is not None:
             rows = self._readback.get()[0].numpy()
             yield from zip(self._sequences, rows, np.isfinite(rows).all(1).tolist(), strict=True)
 
 
 class Launched:
-    """A step on the device. `result` waits for it."""
+    """A launched step. `result` waits for it."""
 
     def __init__(self, plan: StepPlan) -> None:
         self.plan = plan
@@ -149,9 +146,9 @@ class Launched:
         """Sequence → hidden states of its tokens."""
 
     def read_back(self, kv_finite: torch.Tensor, *sampled: torch.Tensor) -> None:
-        """Send the result on its way. kv_finite (tokens of the step,); of those who sample, if any, tokens, whether
-        logits are finite, and where some are delayed, whether there was a token to choose, and where some have logit
-        processors, whether what these left is sound."""
+        """Starts copying the result. kv_finite (tokens of the step,); for sampled rows, if any: tokens, finiteness
+        of logits; with delayed ones, whether a token was allowed; with logit processors, whether their result is
+        usable."""
         self._copies = Readback(kv_finite, *sampled)
 
     def result(self) -> list[Sampled]:
@@ -227,9 +224,8 @@ class Executor:
         largest_graph: int = 0,
         largest_prompt_graph: int = 0,
     ) -> None:
-        """num_rows: sequences at once. kv_dtype: of the KV cache; by default the model's. largest_graph: sequences of
-        the largest decode batch that is captured, largest_prompt_graph: tokens of the largest step of prompts; 0: none
-        is."""
+        """num_rows: sequences at once. kv_dtype: of the KV cache; default: the model's. largest_graph: sequences of the
+        largest captured decode batch; largest_prompt_graph: tokens of the largest captured prompt step; 0: none."""
         shape = model.config
         self._model = model
         self._device = device
@@ -259,13 +255,13 @@ class Executor:
             self._prompts = PromptGraphs(self._forward, self._attention, table, largest_prompt_graph, device)
 
     def launch(self, plan: StepPlan) -> Launched:
-        """Compute the step, whose pages are this executor's for as long as it is not done."""
+        """Computes the step; this executor owns its pages until it is done."""
         with torch.inference_mode(), self._on_device():
             self._table.write(plan)
             return self._launch(plan)
 
     def _on_device(self) -> AbstractContextManager[Any]:
-        """Kernels of Triton and FlashInfer, events and captures go to the current device, whatever they are given."""
+        """Triton and FlashInfer kernels, events and captures use the current device."""
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
     def _launch(self, plan: StepPlan) -> Launched:
@@ -295,8 +291,8 @@ class Executor:
         return self._finish(launched, logits, tokens, kv_finite)
 
     def _is_graph(self, plan: StepPlan) -> bool:
-        """Whether a step of decoding replays a graph, in which every token is a sequence of its own. What came before
-        it is read for each, so a long jump in a long sequence is faster computed as a prompt is."""
+        """Whether a decode step replays a graph, in which every token is a sequence of its own and reads everything
+        before it. A long jump in a long sequence is faster as a prompt."""
         if plan.hidden or plan.embeddings:  # which graphs neither keep nor take
             return False
         if plan.num_tokens > self._graphs.largest or not plan.sampling:
@@ -315,8 +311,8 @@ class Executor:
         return self._finish(launched, logits[lasts], chosen, kv_finite)
 
     def warm_up(self, lengths: list[int]) -> None:
-        """Compute prompts of these lengths for no request, so that the first request does not pay for what is done
-        once: kernels that are built or chosen, libraries that are loaded, memory that is taken."""
+        """Computes prompts of these lengths for no request: builds or chooses kernels, loads libraries, takes
+        memory."""
         with torch.inference_mode(), self._on_device():
             for length in lengths:
                 self._compute_for_nobody(length)
@@ -334,11 +330,11 @@ class Executor:
 
     @torch.inference_mode()
     def clear(self, pages: Pages) -> None:
-        """Zero pages whose contents are not to be trusted."""
+        """Zeroes untrusted pages."""
         self.pool.clear(pages)
 
     def _finish(self, launched: Launched, logits: torch.Tensor, tokens: Tokens, kv_finite: torch.Tensor) -> Launched:
-        """Sample free rows that take more than a temperature; without delayed ones, results start on their way."""
+        """Samples undelayed rows that need more than a temperature; without delayed ones, starts copying results."""
         plan = launched.plan
         step = Step(plan, [(plan.rows[i], plan.ends[i]) for i in plan.sampling], logits, tokens, kv_finite)
         if more := [j for j in plan.rows_sampling if j not in plan.delayed]:
@@ -352,13 +348,12 @@ class Executor:
         return launched
 
     def fill_masks(self, constraints: Sequence[Constraint]) -> tuple[torch.Tensor, dict[int, str]]:
-        """Of `Choices`; which of the constraints failed, and why."""
+        """Masks for `Choices`; also which constraints failed and why."""
         with torch.inference_mode(), self._on_device():
             return self._masks.fill(constraints)
 
     def sample_delayed(self, launched: Launched, choices: Choices) -> None:
-        """Sample the delayed rows of the newest step; then its results start on their way. What fails for a row alone
-        is its result."""
+        """Samples the newest step's delayed rows, then starts copying its results. A failure of a row is its result."""
         step, launched.delayed = launched.delayed, None
         assert step is not None
         with torch.inference_mode(), self._on_device():
@@ -376,7 +371,7 @@ class Executor:
             self._read_back(launched, step)
 
     def _process(self, step: Step, choices: Choices) -> dict[int, str]:
-        """Have logit processors change copies of their rows, each once. → for which that failed, and why."""
+        """Runs each logit processor on a copy of its row. Returns those that failed and why."""
         failed = dict[int, str]()
         for j, (_, change) in choices.processors.items():
             logits = change(step.logits[j])
@@ -391,7 +386,7 @@ class Executor:
         return failed
 
     def _sample_each(self, step: Step, rows: list[int], masks: torch.Tensor | None = None) -> dict[int, str]:
-        """`_sample`; if that fails, row by row. → those for which it does, and why."""
+        """`_sample`; if that fails, row by row. Returns the failing rows and why."""
         try:
             self._sample(step, rows, masks)
         except Exception as error:
@@ -404,7 +399,7 @@ class Executor:
         return {}
 
     def _sample(self, step: Step, rows: list[int], masks: torch.Tensor | None = None) -> None:
-        """Sample rows of a step by all of their parameters. masks: what they may choose, for `Ops.forbid`."""
+        """Samples rows by all their parameters. masks: allowed tokens, for `Ops.forbid`."""
         where = upload(np.array(rows), self._device)
         logits = step.logits[where].float()
         for i, j in enumerate(rows):
@@ -420,7 +415,7 @@ class Executor:
             step.allowed[where] = logits.gather(1, ids[:, None]).squeeze(1) > float("-inf")
 
     def _read_back(self, launched: Launched, step: Step) -> None:
-        """Start the results on their way, with the logprobs of what was chosen."""
+        """Starts copying results, with logprobs of the chosen tokens."""
         checks = [check for check in (step.allowed, step.sound) if check is not None]
         launched.read_back(step.kv_finite, *step.tokens, *checks)
         if wanted := step.plan.logprobs:
@@ -447,6 +442,6 @@ class Executor:
 
 
 def _hidden_states(plan: StepPlan, hidden: torch.Tensor) -> list[tuple[int, Readback]]:
-    """hidden (tokens of the step, hidden) → those of the sequences that want them, on their way to the host."""
+    """hidden (tokens of the step, hidden) → those of requesting sequences, being copied to the host."""
     bounds = [0, *accumulate(plan.q_lens)]
     return [(i, Readback(hidden[bounds[i] : bounds[i + 1]].float())) for i in plan.hidden]

@@ -1,4 +1,4 @@
-"""One step on the device, from the cells of its tables to its next tokens; eager or under capture."""
+"""One step on the device, from table cells to next tokens; eager or under capture."""
 
 from __future__ import annotations
 
@@ -20,19 +20,18 @@ from treeline_runtime.transfer import upload
 
 
 class Tokens(NamedTuple):
-    """What was chosen: ids (rows,) int64, and whether a row's logits are finite (rows,) bool."""
+    """Chosen ids (rows,) int64, and whether a row's logits are finite (rows,) bool."""
 
     ids: torch.Tensor
     finite: torch.Tensor
 
 
 PACKED = 6
-"""Numbers of a token in `DecodeInputs.packed`."""
+"""Numbers per token in `DecodeInputs.packed`."""
 
 
 class OnDevice(NamedTuple):
-    """Each token's row of the table and position, the row that what follows it is written to, its temperature (0 =
-    greedy) and random key."""
+    """Each token's row and position, the row for the following token, its temperature (0 = greedy) and random key."""
 
     rows: torch.Tensor
     positions: torch.Tensor
@@ -50,8 +49,8 @@ class OnDevice(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DecodeInputs:
-    """What is uploaded in one copy, for tokens that a token is sampled after; where what follows is known, as it is
-    after a jump, `targets` is the scratch row."""
+    """Uploaded in one copy, for tokens after which one is sampled; if the next is known, as after a jump, `targets` is
+    the scratch row."""
 
     rows: list[int]
     positions: list[int]
@@ -61,7 +60,7 @@ class DecodeInputs:
 
     @classmethod
     def of(cls, plan: StepPlan) -> DecodeInputs:
-        """The last tokens of those who sample."""
+        """The last tokens of sampled sequences."""
         rows = [plan.rows[i] for i in plan.sampling]
         if any(plan.temperatures):
             keys = row_keys(plan.seeds, plan.indices)
@@ -71,7 +70,7 @@ class DecodeInputs:
 
     @classmethod
     def spread(cls, plan: StepPlan, scratch_row: int) -> DecodeInputs:
-        """Of a step in which some sequences have several tokens: only the last ones of those who sample are followed
+        """For a step in which some sequences have several tokens: only the last ones of sampled sequences are followed
         by a token that is kept."""
         those, lasts = cls.of(plan), plan.lasts
         rows = np.repeat(plan.rows, plan.q_lens).tolist()
@@ -84,7 +83,7 @@ class DecodeInputs:
         return cls(rows, positions, targets, temperatures, keys)
 
     def packed(self, size: int, row: int) -> npt.NDArray[np.int32]:
-        """(PACKED x size,), filled up with greedy sequences of one token in `row`."""
+        """(PACKED x size,), padded with greedy one-token sequences in `row`."""
         n = len(self.rows)
         out = np.zeros(PACKED * size, dtype=np.int32)
         out[:n] = self.rows
@@ -104,15 +103,15 @@ class DeviceTables:
     """`token_pool[row, position]` relays tokens between steps: a launch reads its input there and writes what it
     samples, so the next launch need not wait for it. `page_table[row, i]` is the page of tokens i x page_size …
 
-    What else is in them plans have brought. The row after the last belongs to no request: sequences that pad a batch
-    use it, and all its pages are `scratch_page`.
+    Plans bring everything else. The row after the last belongs to no request: padding uses it, and its pages are all
+    `scratch_page`.
     """
 
     def __init__(
         self, num_rows: int, context_length: int, page_size: int, device: torch.device, *, scratch_page: int = 0
     ) -> None:
         self.scratch_row = num_rows
-        # zeros of numpy are not touched until written: the tables cost what is used of them
+        # numpy zeros use memory only once written
         self._pages = np.zeros((num_rows + 1, -(-context_length // page_size)), dtype=np.int64)
         self._pages[num_rows] = scratch_page
         self._version = 0
@@ -124,7 +123,7 @@ class DeviceTables:
         return HostPages(self._pages, rows, self._version)
 
     def write(self, plan: StepPlan) -> None:
-        """What the plan brings, in one copy and one kernel for each table."""
+        """Writes a plan's news, in one copy and one kernel per table."""
         if plan.tokens.values:
             where = plan.tokens.cells(self.token_pool.shape[1])
             _scatter(self.token_pool, where, np.array(plan.tokens.values))
@@ -144,7 +143,7 @@ def _scatter(table: torch.Tensor, where: npt.NDArray[np.int64], values: npt.NDAr
 
 
 class Forward:
-    """Model, attention and table, put together."""
+    """Model, attention and tables together."""
 
     def __init__(self, model: Decoder, attention: AttentionBackend, table: DeviceTables) -> None:
         self._model = model
@@ -159,9 +158,9 @@ class Forward:
         attention: Attends | None = None,
         embeddings: Sequence[Embeddings] = (),
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """rows, positions (tokens,) int32: the cells of the input → hidden states, whether keys and values are finite.
+        """rows, positions (tokens,) int32: the input's cells → hidden states, whether keys and values are finite.
 
-        attention: who attends instead of the backend."""
+        attention: used instead of the backend."""
         cos, sin = self._model.rope
         page_size = self._attention.pool.page_size
         tables = Tables(self._table.token_pool, self._table.page_table, page_size, cos, sin)
@@ -175,14 +174,15 @@ class Forward:
         return self._model.forward(x, context), self._model.ops.stored_finite(context)
 
     def empty_logits(self, rows: int) -> torch.Tensor:
-        """(rows, vocabulary), to be given as `out`."""
+        """(rows, vocabulary), for `out`."""
         pool = self._attention.pool
         return torch.empty(rows, self._model.config.vocab_size, dtype=pool.dtype, device=pool.keys[0].device)
 
     def choose(
         self, hidden: torch.Tensor, inputs: OnDevice, out: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, Tokens]:
-        """hidden (rows, hidden) → logits (rows, vocabulary), in `out` if given; tokens, which are in the table too."""
+        """hidden (rows, hidden) → logits (rows, vocabulary), in `out` if given; and tokens, also written to the
+        table."""
         logits = self._model.logits(hidden, out)
         tokens = Tokens(*self._model.ops.choose(logits, inputs.temperatures, inputs.keys))
         self._model.ops.put(tokens.ids, self._table.token_pool[:, 1:], inputs.targets, inputs.positions)
@@ -191,6 +191,6 @@ class Forward:
     def decode(
         self, inputs: OnDevice, plan: Any, out: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, Tokens, torch.Tensor]:
-        """A step of sequences with one new token each → logits, tokens, whether keys and values are finite."""
+        """A step with one new token per sequence → logits, tokens, whether keys and values are finite."""
         hidden, kv_finite = self.hidden(inputs.rows, inputs.positions, plan)
         return *self.choose(hidden, inputs, out), kv_finite

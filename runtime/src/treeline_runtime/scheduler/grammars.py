@@ -1,10 +1,10 @@
-"""Requests that wait for their grammar to be compiled, before they wait for their turn; and jumps: a request takes what
-its grammar forces as tokens of its own, without sampling them.
+"""Requests that wait for their grammar before queueing; and jumps: forced text becomes a request's tokens without
+sampling.
 
-After a jump several tokens of a running request are not computed yet; its next step computes them all. While a launched
-batch holds the request, two things of that batch no longer count: what it samples, since the token in that place is
-known now, and what it computes of tokens that a jump has replaced. The next step recomputes these in their own pages,
-which on a device happens behind the launched batch. Pages in the tree are never touched, nor is the prompt.
+After a jump several tokens are not computed yet; the next step computes them all. If a launched batch holds the
+request, two of its results no longer count: what it samples, since that token is known now, and what it computes of
+replaced tokens. The next step recomputes these in the same pages, after the launched batch. Pages in the tree and the
+prompt are never touched.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from treeline_runtime.scheduler.reports import SchedulerStats
 from treeline_runtime.scheduler.table import TableManager
 
 _SMALL_VOCABULARY = 32_768
-"""Tokens: with so few nothing is worth making ready before the first grammar."""
+"""With so few tokens in the vocabulary, nothing is prepared before the first grammar."""
 
 
 class Grammars:
@@ -41,7 +41,7 @@ class Grammars:
     def __init__(
         self, config: SchedulerConfig, model: ModelConfig, wake: Callable[[], None], *, jumps: bool, used: bool = True
     ) -> None:
-        """wake: called by other threads when `take_ready` has something. jumps: whether what is forced is not sampled.
+        """wake: called by other threads when `take_ready` has something. jumps: whether forced text is not sampled.
         used: whether outputs are text. Raises ConfigError."""
         self._warms = used and model.vocab_size > _SMALL_VOCABULARY
         self.jump_forward: JumpForward | None = None
@@ -54,7 +54,7 @@ class Grammars:
             try:
                 return Vocabulary.of(bundle(), model.vocab_size, model.eos_token_ids)
             except BundleError as error:
-                raise GrammarError(f"this server cannot follow grammars: {error}") from None
+                raise GrammarError(f"this server does not support grammars: {error}") from None
 
         def prepare(vocabulary: Vocabulary) -> None:
             self.jump_forward = jump_forward(bundle(), vocabulary) if jumps else None
@@ -67,12 +67,13 @@ class Grammars:
         """How many wait of each."""
 
     def warm(self) -> None:
-        """Make ready, in the background, what the first grammar needs, if that takes long."""
+        """Prepares in the background what the first grammar needs, if that takes long."""
         if self._warms:
             self._compiler.warm()
 
     def enter(self, req: Req) -> bool:
-        """→ whether the request waits here now: it has a grammar. `take_ready` gives it back, perhaps at once."""
+        """Returns whether the request waits here now, because it has a grammar. `take_ready` returns it, perhaps at
+        once."""
         if req.sampling.grammar is None:
             return False
         future = self._compiler.get(req.sampling.grammar, req.namespace, req.client)
@@ -82,13 +83,13 @@ class Grammars:
         return True
 
     def ahead(self, req: Req) -> int:
-        """So many wait here before this one, where it would have to wait, too: those of other clients do not."""
+        """How many wait here before this one, if it would have to wait too: not those of other clients."""
         if req.sampling.grammar is None or req.constraint is not None:
             return 0
         return self._clients[req.client]
 
     def leave(self, req: Req) -> None:
-        """It waits no longer, if it did. What no request waits for any more is not compiled, unless that has begun."""
+        """It no longer waits. A grammar that nobody waits for is not compiled, unless that has begun."""
         if req.rid not in self.waiting:
             return
         future = self._take(req)
@@ -103,13 +104,13 @@ class Grammars:
         return [req for req, _ in self.waiting.values()]
 
     def take_ready(self) -> list[tuple[Req, FinishReason | None]]:
-        """Requests that have their constraint now, or why they never will; in the order in which they came."""
+        """Requests that now have their constraint, or a reason why not; in order of arrival."""
         done = [req for req, future in self.waiting.values() if future.done()]
         return [(req, self._constrain(req, self._take(req))) for req in done]
 
     def fault(self, req: Req, message: str) -> FinishReason:
-        """Of a request that cannot go on. Where its grammar takes too much work for another token, that is the client's
-        to mend, and the grammar is refused for a while; else it is ours, as `message` says."""
+        """The error of a request that cannot continue. If its grammar takes too much work, that is the client's fault,
+        and the grammar is refused for a while; otherwise ours, with `message`."""
         grammar, constraint = req.sampling.grammar, req.constraint
         if grammar is None or not isinstance(constraint, GrammarConstraint) or not (why := constraint.gave_up):
             return FinishReason("error", message=message, status=500)
@@ -118,7 +119,7 @@ class Grammars:
         return FinishReason("error", message=message, status=400)
 
     def close(self) -> None:
-        """End whatever is still being compiled."""
+        """Ends running compilations."""
         self._compiler.close()
 
     def _take(self, req: Req) -> Future[Compiled]:
@@ -133,7 +134,7 @@ class Grammars:
         grammar = req.sampling.grammar
         assert grammar is not None
         try:
-            error = future.exception()  # to raise what is kept would tie this request to it
+            error = future.exception()  # raising the cached error itself would keep this request alive
             if error is None:
                 compiled = future.result()
                 req.constraint = self._compiler.constraint(compiled, stop_ids=req.stop_ids, after=grammar.after)
@@ -151,30 +152,29 @@ class Grammars:
 logger = logging.getLogger(__name__)
 
 CHARS_PER_TOKEN = 64
-"""Forced text that makes no jump, a single long word say, is looked at again after a token for so many characters of
-it: looking takes as long as it is."""
+"""Forced text without a jump, such as a single long word, is checked again only after a token per so many characters,
+since checking takes linear time."""
 MOST_SECONDS = 0.02
-"""What it may take to look for a jump; whose takes longer jumps no more."""
+"""The most time to look for a jump; a request that takes longer jumps no more."""
 
 
 class Jumps:
-    """Decides whether a request jumps, and does what that changes of it."""
+    """Decides on jumps and applies them."""
 
     def __init__(
         self, forward: Callable[[], JumpForward | None], table: TableManager, stats: SchedulerStats, least_gain: int
     ) -> None:
-        """forward: None while there is no tokenizer, and where nothing jumps. least_gain: tokens; for fewer, sampling
-        is as fast."""
+        """forward: None without a tokenizer or jumps. least_gain: in tokens; for fewer, sampling is as fast."""
         self._forward = forward
         self._table = table
         self._stats = stats
         self._least_gain = least_gain
 
     def after(self, req: Req) -> FinishReason | None:
-        """Jump, if text is forced that is worth it. → why the output ends with that; None if it does not.
+        """Jumps if enough text is forced. Returns why the output ends with that; None if it does not.
 
-        Log probabilities and hidden states are of what was sampled, and a logit processor, or what tokens are excluded,
-        sees each token before it is: who has one of these does not jump.
+        Requests with log probabilities, hidden states, a logit processor or excluded tokens do not jump: these concern
+        sampled tokens.
         """
         forward, constraint = self._forward(), req.constraint
         if forward is None or constraint is None or req.output_len < req.jumps_from:
@@ -189,7 +189,7 @@ class Jumps:
             forced = constraint.forced()
             jump = forward.jump(req.tokens, fixed, forced, req.namespace)
         except Exception:
-            logger.exception("a jump failed: the request goes on without")
+            logger.exception("a jump failed; the request continues without")
             return None
         if time.thread_time() - began > MOST_SECONDS:
             req.jumps_from = req.max_new_tokens  # all others have waited
@@ -203,7 +203,7 @@ class Jumps:
         room = req.max_new_tokens - (kept - req.prompt_len)
         if len(append) > room:
             if jump.take_back or room <= 0:
-                return None  # text that has been said would not fit any more
+                return None  # sent text would no longer fit
             append = append[:room]
         if not _accepts(constraint, req.tokens[kept:], append):
             return None
@@ -217,7 +217,7 @@ class Jumps:
 
 
 def _accepts(constraint: Constraint, gone: Sequence[int], append: Sequence[int]) -> bool:
-    """Tell the constraint; where it does not allow it, it is as before."""
+    """Tells the constraint; if it refuses, it is unchanged."""
     constraint.rollback(len(gone))
     for taken, token in enumerate(append):
         try:

@@ -1,8 +1,8 @@
-"""Decode steps as CUDA graphs: a step of hundreds of kernels becomes one launch.
+"""Decode steps as CUDA graphs: one launch instead of hundreds of kernels.
 
-A graph is captured for each of some batch sizes, the largest first, so that the others fit into its memory; logits,
-which outlive the step, are in one place for all. A batch runs in the smallest that holds it; what is left over are
-sequences of one token in the table's scratch row.
+Some batch sizes are captured, the largest first, so that the others fit into its memory; all share one place for
+logits, which outlive the step. A batch uses the smallest size that holds it, padded with one-token sequences in the
+scratch row.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NO_KEYS = np.empty((0, 2), dtype=np.int32)
 
 
 def sizes_up_to(largest: int) -> list[int]:
-    """1, 2, 4, 8, 16 and from there by 8: one in ten of a batch at most is padding from 72 on."""
+    """1, 2, 4, 8, 16 and then by 8: from 72 on at most a tenth is padding."""
     steps = [1, 2, 4, *range(8, largest + 1, 8)]
     return sorted({size for size in steps if size <= largest} | ({largest} if largest else set()))
 
@@ -36,12 +36,12 @@ class _Captured:
     packed: torch.Tensor
     """(PACKED x size,) int32: of `DecodeInputs`."""
     buffers: Any
-    """The attention backend's."""
+    """Of the attention backend."""
     outputs: tuple[torch.Tensor, Tokens, torch.Tensor]
 
 
 class DecodeGraphs:
-    """None are captured, and `largest` is 0, where the backend's steps cannot be."""
+    """If the backend's steps cannot be captured, `largest` is 0."""
 
     def __init__(
         self, forward: Forward, attention: AttentionBackend, table: DeviceTables, largest: int, device: torch.device
@@ -88,7 +88,7 @@ class DecodeGraphs:
         )  # fmt: skip
 
     def replay(self, inputs: DecodeInputs, ends: list[int]) -> tuple[torch.Tensor, Tokens, torch.Tensor]:
-        """`Forward.decode` of at most `largest` sequences. The result is overwritten by the next replay."""
+        """`Forward.decode` of at most `largest` sequences. The next replay overwrites the result."""
         n = len(ends)
         captured = self._captured[self._size_for[n]]
         size = len(captured.packed) // PACKED

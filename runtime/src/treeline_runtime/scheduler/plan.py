@@ -1,8 +1,7 @@
-"""What a step computes, as plain data: all that the executor gets to know of it, and nothing of requests.
+"""A step as plain data: everything that the executor gets, without requests.
 
-Every executor of a group computes the same step from the same bytes: what depends on a request is decided by the
-scheduler, which makes the plan. Sequences are numbered in their order in the step; those that sample
-have numbers of their own besides.
+All executors of a group compute the same step from the same bytes: the scheduler decides what depends on requests.
+Sequences are numbered by their order in the step; sampled ones also among themselves.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from treeline_runtime.messages import SamplingParams
 
 
 class Writes(msgspec.Struct, array_like=True, frozen=True):
-    """Runs of values for a table, one after another in `values`: run i is written to rows[i], from starts[i] on."""
+    """Values for a table, run after run in `values`: run i goes to rows[i], from starts[i] on."""
 
     rows: list[int] = []
     starts: list[int] = []
@@ -25,7 +24,7 @@ class Writes(msgspec.Struct, array_like=True, frozen=True):
     values: list[int] = []
 
     def cells(self, width: int) -> npt.NDArray[np.int64]:
-        """Where each of the values goes in a table of rows so wide, laid out flat."""
+        """The flat index of each value in a table of rows of this width."""
         lengths = np.array(self.lengths)
         before = lengths.cumsum() - lengths
         firsts = np.array(self.rows) * width + np.array(self.starts) - before
@@ -33,7 +32,7 @@ class Writes(msgspec.Struct, array_like=True, frozen=True):
 
 
 class RowSampling(msgspec.Struct, array_like=True, frozen=True):
-    """How a token is chosen that takes more than a temperature."""
+    """Sampling of a token that needs more than a temperature."""
 
     params: SamplingParams
     stop_ids: frozenset[int]
@@ -41,7 +40,7 @@ class RowSampling(msgspec.Struct, array_like=True, frozen=True):
 
 
 class InputLogprobs(msgspec.Struct, array_like=True, frozen=True):
-    """Of the tokens that follow a sequence's positions from `low` up to `high`, with the `top` likeliest at each."""
+    """Of the tokens after a sequence's positions from `low` to `high`, with the `top` most likely at each."""
 
     sequence: int
     low: int
@@ -50,48 +49,48 @@ class InputLogprobs(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Embeddings(msgspec.Struct, array_like=True, frozen=True):
-    """What stands for tokens of the step from the `first` on, counted over all its sequences."""
+    """Replaces the embeddings of tokens from `first` on, counted over all sequences."""
 
     first: int
     data: bytes
-    """(tokens, hidden) little-endian float32, as `Decoder.embed` makes them of token ids."""
+    """(tokens, hidden) little-endian float32, like `Decoder.embed`'s output."""
 
 
 class StepPlan(msgspec.Struct, omit_defaults=True, frozen=True):
-    """Sequence i, in row rows[i] of the tables, is computed from position starts[i] up to ends[i]."""
+    """Sequence i, in row rows[i] of the tables, is computed from position starts[i] to ends[i]."""
 
     rows: list[int]
     starts: list[int]
     ends: list[int]
     decodes: bool = False
-    """Outputs go on, and no prompt is computed: the step may be a graph."""
+    """Only decoding, no prompts: the step may be a graph."""
     tokens: Writes = Writes()
-    """Written to the table of tokens before the step, as `pages` to that of pages. What is read of them is what these
-    and the steps before have written: a sampled token is in the table already."""
+    """Written to the token table before the step, as `pages` to the page table. Sampled tokens are already in the
+    table."""
     pages: Writes = Writes()
     embeddings: list[Embeddings] = []
     sampling: list[int] = []
-    """Sequences after whose end a token is sampled; of these, in order:"""
+    """Sequences with a sampled token after their end; for these, in order:"""
     temperatures: list[float] = []
-    """0: the likeliest token, and of those in `rows_sampling` too, which are sampled afterwards."""
+    """0: the most likely token; also 0 for those in `rows_sampling`, which are sampled afterwards."""
     seeds: list[int] = []
     indices: list[int] = []
-    """Which token of its output is sampled, from 0."""
+    """The index of the sampled output token, from 0."""
     rows_sampling: dict[int, RowSampling] = {}
-    """Number among those who sample → what else its choice goes by."""
+    """Number among sampled ones → further sampling parameters."""
     delayed: list[int] = []
-    """Of these, those that `Executor.sample_delayed` samples."""
+    """Those of them that `Executor.sample_delayed` samples."""
     logprobs: dict[int, int] = {}
-    """Number among those who sample → how many of the likeliest tokens come with the log probability of its own."""
+    """Number among sampled ones → how many of the most likely tokens to report besides its own."""
     input_logprobs: list[InputLogprobs] = []
     hidden: list[int] = []
     """Sequences whose hidden states are returned."""
     whole: list[bool] = []
-    """Of a model that makes vectors, by sequence: whether the step has its last token."""
+    """For vector models, by sequence: whether the step has its last token."""
 
     @property
     def q_lens(self) -> list[int]:
-        """Tokens computed for each sequence."""
+        """Tokens computed per sequence."""
         return [end - start for start, end in zip(self.starts, self.ends, strict=True)]
 
     @property
@@ -100,6 +99,6 @@ class StepPlan(msgspec.Struct, omit_defaults=True, frozen=True):
 
     @property
     def lasts(self) -> list[int]:
-        """Of those who sample, the last token's number among all tokens of the step."""
+        """The index of each sampled sequence's last token among all tokens of the step."""
         ends = list(accumulate(self.q_lens))
         return [ends[i] - 1 for i in self.sampling]

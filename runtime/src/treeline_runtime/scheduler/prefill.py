@@ -15,21 +15,21 @@ from treeline_runtime.scheduler.resolve import Resolved
 from treeline_runtime.scheduler.waiting import Ranked, WaitingOrder
 
 ESTIMATED_WAITING = 64
-"""Waiting requests whose uncached tokens a load report looks up afresh; the others keep their last estimate."""
+"""Waiting requests whose uncached tokens are updated for a load report; others keep their last estimate."""
 SPARE = 8
-"""One row and page in so many stays free for clients that have nothing running, so that long answers of others do not
-keep them out. A request that comes without a client may take all."""
+"""One row and page in so many stays free for clients with nothing running, so that other clients' long answers do not
+block them. Requests without a client may use all."""
 
 
 class QueuedPrefixes:
-    """Prompts of a queue, in their order: what each shares with the last one before it that begins as it does, which
-    is nearly always the most that it shares with any."""
+    """Prompts of a queue in order, with what each shares with the last similar one before it, nearly always its longest
+    shared prefix."""
 
     def __init__(self) -> None:
         self._last: dict[tuple[str | None, bytes], bytes] = {}
 
     def add(self, req: Req) -> int:
-        """→ the tokens that one before `req` will have computed for it. One comparison, O(length) memcmp."""
+        """Returns the tokens that an earlier one will have computed for `req`. One comparison, O(length) memcmp."""
         if len(req.tokens) < MIN_SHARED_TOKENS:
             return 0
         beginning = req.namespace, req.key[: MIN_SHARED_TOKENS * TOKEN_BYTES]
@@ -38,7 +38,7 @@ class QueuedPrefixes:
 
 
 class PrefillManager:
-    """Owns the requests that are waiting, and the one whose prompt is being computed in chunks."""
+    """Owns waiting requests, and the one whose prompt is being computed in chunks."""
 
     def __init__(
         self, config: SchedulerConfig, limits: Resolved, cache: CacheManager, clock: Callable[[], float]
@@ -68,7 +68,7 @@ class PrefillManager:
     # ---- the queue ----------------------------------------------------------------------------------------
 
     def queue(self, req: Req) -> None:
-        """A new request, at the end."""
+        """Adds a new request at the end."""
         self._enter(req)
         self._order.put(req)
         if self._bounded:
@@ -76,7 +76,7 @@ class PrefillManager:
             self._replaceable.setdefault(req.client, Ranked()).put(req, rank)
 
     def requeue(self, req: Req) -> None:
-        """A retracted request, at the front; its output so far is now part of what is prefilled."""
+        """Adds a retracted request at the front; its output is now part of its prefill."""
         self._enter(req)
         self.waiting.move_to_end(req.rid, last=False)
         self._order.put(req, front=True)
@@ -90,7 +90,7 @@ class PrefillManager:
         self._estimated_version = -1
 
     def leave(self, req: Req) -> None:
-        """It waits no longer, nor for the rest of its prompt, if it did."""
+        """Removes it, also from the rest of its prompt, if it is here."""
         if self.chunked is req:
             self.chunked = None
         if self.waiting.pop(req.rid, None) is not None:
@@ -103,11 +103,11 @@ class PrefillManager:
                     del self._replaceable[req.client]
 
     def find(self, rid: str) -> Req | None:
-        """The request of this id, if it waits or a part of its prompt is computed."""
+        """The request of this id, if it waits or part of its prompt is computed."""
         return self.chunked if self.chunked is not None and self.chunked.rid == rid else self.waiting.get(rid)
 
     def reqs(self) -> list[Req]:
-        """Those who wait, after the one of which a part is computed."""
+        """The partly computed request, then the waiting ones."""
         return [*([] if self.chunked is None else [self.chunked]), *self.waiting.values()]
 
     def check_integrity(self) -> None:
@@ -117,7 +117,7 @@ class PrefillManager:
         assert set(order) == set(self.waiting.values())
 
     def _estimate(self, req: Req, shared_tokens: int = 0) -> None:
-        """shared_tokens: what another that waits will have computed before."""
+        """shared_tokens: what another waiting one will have computed before."""
         before = req.uncached_tokens
         match = self._cache.match(req)
         cached = (match.num_pages + (match.coming if self._cache.waits(match) else 0)) * self._page_size
@@ -127,7 +127,7 @@ class PrefillManager:
         self._uncached_waiting += req.uncached_tokens - before
 
     def uncached_tokens(self) -> int:
-        """Tokens still to be prefilled. What several prompts begin with is computed once, and counts once."""
+        """Tokens still to prefill; shared beginnings count once."""
         version = self._cache.tree.version
         if version != self._estimated_version:
             self._estimated_version = version
@@ -139,9 +139,9 @@ class PrefillManager:
     # ---- the choice ---------------------------------------------------------------------------------------
 
     def next_batch(self, running: Collection[Req], free_rows: int, ratio: float, riding: int = 0) -> Batch | None:
-        """Admit what fits and give it pages; None if nothing can be prefilled now.
+        """Admits what fits and gives it pages; None if nothing can be prefilled now.
 
-        riding: tokens of the step's budget that decoding requests take, but for a page: else none might be left.
+        riding: tokens of the step's budget for decoding requests, at most all but a page.
         """
         if self.chunked is None and (not self.waiting or free_rows == 0):
             return None
@@ -184,12 +184,12 @@ class PrefillManager:
         return batch if batch.reqs else None
 
     def _spare(self, client: str | None, busy: Set[str | None]) -> tuple[int, int]:
-        """The rows and pages that a request of this client leaves free. `busy`: the clients that have one running."""
+        """Rows and pages that a request of this client must leave free. `busy`: clients with a running request."""
         return (self._spare_rows, self._spare_pages) if client is not None and client in busy else (0, 0)
 
     def _fits(self, req: Req, match: Match, reserved: int | None) -> bool:
-        """`reserved`: pages that admitted requests will take. None: there are none, and then a request is admitted if
-        its prompt fits, whatever it may produce: else it would wait for ever."""
+        """`reserved`: pages that admitted requests will take. None: there are none; the request is then admitted if its
+        prompt fits, or it would wait forever."""
         matched = match.num_pages * self._page_size
         available = self._cache.available_pages - self._cache.tree.unlocked_pages(match)
         if reserved is None:
@@ -198,7 +198,7 @@ class PrefillManager:
         return cost_pages(req, matched, self._page_size) <= available - reserved
 
     def _is_kept_out_by_others(self, req: Req, running: Iterable[Req], ratio: float) -> bool:
-        """It has waited for the starvation bound, and would fit beside what runs of its own client."""
+        """It has waited for the starvation bound, and would fit beside its own client's running requests."""
         if self._clock() - req.waiting_since + req.waited_s < self._starvation_bound:
             return False
         own = [other for other in running if other.client == req.client]
@@ -213,9 +213,9 @@ class PrefillManager:
             req.cached_tokens = req.tree_len
 
     def replaced_by(self, req: Req, running: Iterable[Req], ahead: int) -> Req | None:
-        """Who leaves a full queue, so that `req` may come: of the client with the most waiting, and then running, the
-        last one that has not begun. Within its own client a more urgent request may replace the least urgent one.
-        None: `req` is one too many. ahead: how many of its client wait elsewhere."""
+        """Who leaves a full queue for `req`: the last unstarted request of the client with the most waiting, then
+        running. Within its own client a more urgent request may replace the least urgent one. None: `req` is refused.
+        ahead: how many of its client wait elsewhere."""
         held = Counter(other.client for other in running)
 
         def load(client: str | None) -> tuple[int, int]:
@@ -231,7 +231,8 @@ class PrefillManager:
         return last[1]
 
     def _append(self, batch: Batch, req: Req, tokens_left: int) -> int:
-        """Add as much of `req` as budget and memory allow. → tokens added. Sets `chunked` if not all of it was."""
+        """Adds as much of `req` as budget and memory allow; returns the tokens added. Sets `chunked` if some are
+        left."""
         start, target = req.device_len, len(req.tokens)
         room = (self._cache.available_pages + req.num_pages) * self._page_size
         end = min(target, start + tokens_left, room)

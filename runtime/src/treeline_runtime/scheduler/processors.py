@@ -1,4 +1,4 @@
-"""The logit processors that an engine was started with, those of its requests, and what delayed rows may choose."""
+"""Logit processors given at start, those of requests, and the choices of delayed rows."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ NONE_THERE = (
 
 
 class Processors:
-    """Makes those of requests. Never changes."""
+    """Makes requests' processors. Immutable."""
 
     def __init__(self, factories: Mapping[str, Factory]) -> None:
         """factories: by name."""
         self._factories = dict(factories)
 
     def with_named(self, entries: Iterable[str]) -> Processors:
-        """These and `NAME=module:attribute` …, which are imported. Raises ConfigError where one cannot be had."""
+        """Adds imported `NAME=module:attribute` …. Raises ConfigError if one cannot be imported."""
         found = dict(self._factories)
         for text in entries:
             try:
                 name, place = split(text)
                 if name in found:
-                    raise ValueError(f"there are two of the name {name!r}")
+                    raise ValueError(f"two have the name {name!r}")
                 found[name] = _find(place)
             except ValueError as error:
                 raise ConfigError(f"--logit-processor {text}: {error}") from None
@@ -51,7 +51,7 @@ class Processors:
         return Processors(found)
 
     def begin(self, asked: CustomProcessor | None, vocab_size: int) -> Processing | FinishReason | None:
-        """What a request has asked for; why it cannot have it."""
+        """The processor that a request asks for, or why it is refused."""
         if asked is None:
             return None
         factory = self._factories.get(asked.name)
@@ -93,14 +93,15 @@ def _find(place: str) -> Factory:
     except Exception as error:
         raise ValueError(f"cannot find {attribute} in {module}: {error}") from None
     if not callable(factory):
-        raise ValueError(f"{attribute} in {module} is no class and no function: {type(factory).__name__}")
+        raise ValueError(f"{attribute} in {module} is not a class or function: {type(factory).__name__}")
     _check_signature(factory, attribute)
     made: Factory = factory
     return made
 
 
 def _check_signature(factory: Any, attribute: str) -> None:
-    """Classes of SGLang and vLLM are made with something else, and would fail with every request. Raises ValueError."""
+    """Refuses classes of SGLang and vLLM, whose constructors differ: they would fail with every request. Raises
+    ValueError."""
     try:
         signature = inspect.signature(factory)
     except (TypeError, ValueError):  # of C code
@@ -116,7 +117,7 @@ def _check_signature(factory: Any, attribute: str) -> None:
 def choices_of(
     batch: Batch, fill_masks: Callable[[Sequence[Constraint]], tuple[torch.Tensor, dict[int, str]]]
 ) -> Choices:
-    """By what each request of the batch has sampled by now. Requests that have ended choose nothing."""
+    """The choices for a batch, given what each request has sampled by now. Ended requests choose nothing."""
     live = [(j, req) for j, i in enumerate(batch.sampling) if (req := batch.reqs[i]).finish is None]
     processors = {
         j: (req.processor.name, partial(req.processor.apply, req.tokens[req.prompt_len + req.processor.seen :]))

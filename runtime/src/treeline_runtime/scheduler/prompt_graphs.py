@@ -1,9 +1,8 @@
-"""Steps of prompts as CUDA graphs: the host needs longer to launch a short step than the device to run it.
+"""Prompt steps as CUDA graphs: launching a short step takes longer than computing it.
 
-Decode steps are captured whole (`graphs.py`), as all their sequences have one new token. Prompts have any lengths, and
-FlashInfer plans again for each step, so a step is captured in pieces: all that lies between two calls of attention,
-which depends on the number of tokens alone. Attention itself runs between the pieces, on as many tokens as there are. A
-step runs in the smallest size that holds it; what is left over are tokens of the table's scratch row.
+Decode steps are captured whole (`graphs.py`). Prompts have any lengths, and FlashInfer plans each step, so a step is
+captured in pieces between attention calls, which depend only on the number of tokens. Attention runs between them on
+the real tokens. A step uses the smallest size that holds it, padded with tokens of the scratch row.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 def sizes_up_to(largest: int) -> list[int]:
-    """Four for each power of two from 64 on, every 16 below: at most a quarter of a step is padding."""
+    """Four per power of two from 64 on, every 16 below: at most a quarter is padding."""
     sizes: list[int] = []
     size = 0
     while size < largest:
@@ -40,7 +39,7 @@ def sizes_up_to(largest: int) -> list[int]:
 
 
 class _Memory:
-    """A tensor's memory without the tensor: its maker may use it for something else once it is read."""
+    """A tensor's memory without the tensor, so that its maker may reuse it once it is read."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         size = tensor.element_size()
@@ -54,20 +53,20 @@ class _Memory:
 
 
 def _borrowed(tensor: torch.Tensor) -> torch.Tensor:
-    """The same elements, without keeping the memory from others of the graphs' pool: as pieces run in the order in
-    which they were captured, the next to use it does so when this use is over."""
+    """The same elements, without keeping the memory in the graphs' pool: pieces run in capture order, so the next user
+    comes after this one."""
     return torch.as_tensor(_Memory(tensor), device=tensor.device).view(tensor.dtype)
 
 
 @functools.cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """The same after a sleep: cuBLAS keeps a workspace for every stream that it has ever worked on."""
+    """The same stream after a sleep: cuBLAS keeps a workspace per stream it has used."""
     return torch.cuda.Stream(device)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Attend:
-    """A call of attention between two pieces."""
+    """An attention call between two pieces."""
 
     layer: int
     q: torch.Tensor
@@ -78,7 +77,7 @@ class _Attend:
 
 
 class _Passing:
-    """In the place of attention, while kernels are compiled and chosen: all that is attended to is zero."""
+    """Replaces attention while kernels are compiled: its result is zero."""
 
     def __init__(self, attention: AttentionBackend) -> None:
         self.pool = attention.pool
@@ -89,9 +88,9 @@ class _Passing:
 
 
 class _Pieces:
-    """In the place of attention while a step is captured: a call ends one graph and begins the next.
+    """Replaces attention during capture: a call ends one graph and begins the next.
 
-    Within it a capture is under way. It ends in any case: until then the device refuses whatever this thread asks."""
+    A capture is active inside. It always ends: until then the device refuses this thread's calls."""
 
     def __init__(self, attention: AttentionBackend, memory: Any) -> None:
         self.pool = attention.pool
@@ -109,7 +108,7 @@ class _Pieces:
         if error is None:
             self._end()
         elif self._open is not None:
-            with suppress(RuntimeError):  # what went wrong first is what is raised
+            with suppress(RuntimeError):  # the first error is raised
                 self._end()
 
     def _begin(self) -> None:
@@ -152,7 +151,7 @@ class _Captured:
 
 
 class PromptGraphs:
-    """largest: tokens of the largest step that is captured; 0: none is, nor where decode steps cannot be."""
+    """largest: tokens of the largest captured step; 0: none, also where decode steps cannot be captured."""
 
     def __init__(
         self, forward: Forward, attention: AttentionBackend, table: DeviceTables, largest: int, device: torch.device
@@ -193,7 +192,7 @@ class PromptGraphs:
         return _Captured(cells, pieces.graphs, pieces.calls, (_borrowed(hidden), _borrowed(finite)))
 
     def _cells(self, size: int) -> npt.NDArray[np.int32]:
-        """So many tokens of no request."""
+        """The cells of so many padding tokens."""
         cells = np.zeros((2, size), dtype=np.int32)
         cells[0] = self._table.scratch_row
         return cells

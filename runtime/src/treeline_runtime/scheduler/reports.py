@@ -1,5 +1,4 @@
-"""How a scheduler hears and speaks: what carries its messages, what it measures of itself, and what a step has to say,
-in an order that its readers rely on."""
+"""The scheduler's messages: their transport, its measurements, and the order in which a step reports."""
 
 from __future__ import annotations
 
@@ -26,18 +25,18 @@ from treeline_runtime.scheduler.cache import CacheManager
 from treeline_runtime.scheduler.executor import Sampled
 
 FORGET = 0.9
-"""Weight of the past when a new measurement comes."""
+"""Weight of the past in a moving average."""
 
 
 class SchedulerStats:
-    """Prefill rate over busy time, as a token of a long prompt sees it; duration of a decode step. Times in seconds.
+    """Prefill rate over busy time, as seen by a token of a long prompt; duration of a decode step. Times in seconds.
 
-    A step of few tokens takes nearly as long as one of none, so that its rate says little of the speed: a step counts
-    by its tokens, and makes the past be forgotten by its tokens, too, beside the mean of those that count. Else an
-    engine would look slow for finding prompts in its cache, and get no new ones, and never be measured again.
+    A step of few tokens takes nearly as long as an empty one, so its rate says little. Steps therefore count, and make
+    the past fade, by their tokens. Otherwise an engine with many cache hits would look slow, get no new prompts, and
+    never be measured again.
 
-    The first of each counts in the totals and says nothing of the speed: it pays for what is done once (memory that is
-    touched, kernels that are built). A picker that believed it would leave the pod alone, and never learn better.
+    The first of each counts only in the totals: it includes one-time work (touching memory, building kernels). A picker
+    that believed it would avoid the pod forever.
     """
 
     def __init__(self) -> None:
@@ -64,7 +63,7 @@ class SchedulerStats:
         self._busy = keep * self._busy + tokens * seconds
 
     def on_jump(self, tokens: int) -> None:
-        """A request went on by so many tokens that were not sampled."""
+        """A request gained so many tokens without sampling."""
         self.total_jumps += 1
         self.total_forced_tokens += tokens
 
@@ -84,27 +83,27 @@ class SchedulerStats:
 
 
 class Transport(Protocol):
-    """Nothing but `wait` may block."""
+    """Only `wait` may block."""
 
     def receive(self) -> list[ToScheduler]:
-        """Messages that arrived since the last call."""
+        """Messages since the last call."""
 
     def send(self, messages: list[FromScheduler]) -> None:
         """To the detokenizer, in order."""
 
     def publish(self, update: ToPublisher) -> bool:
-        """To the publisher; False where there was no room, and the update was dropped."""
+        """To the publisher; False if there was no room and the update was dropped."""
 
     def wait(self) -> None:
-        """Called when there is nothing to do: return when `receive` may have something, or after a while."""
+        """Called when idle: returns when `receive` may have something, or after a while."""
 
     def wake(self) -> None:
-        """End a `wait`, or the next one. Called by any thread."""
+        """Ends the current or next `wait`. Called by any thread."""
 
 
 class Reporter:
-    """Tokens first, then what happened to the cache, then the load, then answers: a caller who asks for the tree also
-    asks the publisher, and must find both at the same moment."""
+    """Sends tokens first, then cache changes, load, and answers: someone who asks for the tree also asks the publisher,
+    and must see both at the same moment."""
 
     def __init__(self, transport: Transport, cache: CacheManager) -> None:
         self._transport = transport
@@ -130,7 +129,7 @@ class Reporter:
         self._questions.append(question)
 
     def flush(self, load: LoadUpdate) -> None:
-        """The end of a step. `load` is published where it has changed."""
+        """Ends a step. `load` is published if it changed."""
         if self._outs:
             self._transport.send([BatchTokenOut(self._outs)])
             self._outs = []
@@ -145,7 +144,7 @@ class Reporter:
             self._replies, self._questions = [], []
 
     def catch_up(self) -> None:
-        """While there is nothing else to do: what the publisher missed."""
+        """When idle: sends what the publisher missed."""
         self._publisher.catch_up()
 
     def _answer(self, question: StateReq, load: LoadUpdate) -> Reply:
@@ -154,7 +153,7 @@ class Reporter:
         return Reply(question.id, data={"blocks": self.blocks(), "updates": self._publisher.updates})
 
     def blocks(self) -> list[dict[str, Any]]:
-        """Every cached page, parents first; hashes as decimal strings, since JSON readers round large integers."""
+        """All cached pages, parents first; hashes as decimal strings, since JSON readers round large integers."""
         return [
             {
                 "hash": str(digest),
@@ -167,7 +166,7 @@ class Reporter:
 
 
 def token_out(req: Req, result: Sampled | None) -> TokenOut:
-    """What a step did to `req`: its new tokens, if there are any, and its end, if it has ended, with its vector."""
+    """What a step did to `req`: new tokens, and its end with its vector, if any."""
     first = req.return_logprob and not req.input_logprobs_sent
     untold, withdrawn = req.tokens[req.prompt_len + req.told :], req.withdrawn
     queued_s = 0.0 if req.told else req.waited_s

@@ -1,5 +1,4 @@
-"""What "auto" came to: limits that follow from configuration, model and machine; how many pages the KV pool gets, and
-what is said where there is no memory."""
+"""Resolves "auto": limits from configuration, model and machine; the KV pool's size; errors where memory is short."""
 
 from __future__ import annotations
 
@@ -31,15 +30,15 @@ from treeline_runtime.models.decoder import Decoder
 from treeline_runtime.models.loader import resolve_device, resolve_dtype, resolve_kv_dtype
 
 CPU_POOL_LIMIT = 1 << 30
-"""Bytes: on a CPU the pool shares the machine with everything else."""
+"""Bytes kept free on a CPU, where the pool shares the machine."""
 
 
 def num_pages(
     config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device, reserved: int = 0
 ) -> int:
-    """From `max_total_tokens`, else from memory. Raises ConfigError where not even a page fits, or not all of them.
+    """From `max_total_tokens`, else from memory. Raises ConfigError if not even a page fits, or not all of them.
 
-    reserved: bytes of device memory that will be taken besides the pool: tables, workspaces, graphs.
+    reserved: device memory taken besides the pool: tables, workspaces, graphs.
     """
     page_bytes = bytes_per_token(model, dtype.itemsize) * config.page_size
     if config.max_total_tokens is None:
@@ -68,28 +67,28 @@ def _no_pool(config: EngineConfig, device: torch.device, reserved: int, page_byt
     if device.type != "cuda":
         share = "a tenth" if config.mem_fraction is None else f"mem_fraction {config.mem_fraction}"
         return (
-            f"no memory is left for the KV pool: {_gib(_available_memory())} are free, of which {share} is for it, and "
+            f"no memory left for the KV pool: {_gib(_available_memory())} are free, of which {share} is for it, and "
             f"{page}: raise mem_fraction, or set max_total_tokens"
         )
     sizes = {"weights": torch.cuda.memory_allocated(device), "reserved for tables, workspaces and graphs": reserved}
     return (
-        f"no memory is left for the KV pool at mem_fraction {config.mem_fraction or DEFAULT_FRACTION}: "
+        f"no memory left for the KV pool at mem_fraction {config.mem_fraction or DEFAULT_FRACTION}: "
         f"{_numbers(device, sizes)}; {page}: raise mem_fraction, lower max_running_requests, context_length, "
-        "max_graph_batch or max_graph_tokens, or take a larger GPU or a smaller dtype"
+        "max_graph_batch or max_graph_tokens, or use a larger GPU or a smaller dtype"
     )
 
 
 TO_SET = "lower mem_fraction (or max_total_tokens), chunked_prefill_size, max_graph_batch or max_graph_tokens"
-TO_LOAD = "end what else uses it, or take a larger one, a smaller dtype or a smaller model"
+TO_LOAD = "stop other programs that use it, or use a larger device, a smaller dtype or a smaller model"
 
 
 @contextmanager
 def told_as_settings(
     what: str, device: torch.device, sizes: Mapping[str, int] | None = None, hint: str = TO_SET
 ) -> Iterator[None]:
-    """Where there is no memory for `what` on the device: ConfigError, with the numbers and what to set.
+    """A context manager: lack of memory for `what` becomes a ConfigError with the numbers and what to set.
 
-    sizes: bytes of what is to be there, by name.
+    sizes: bytes by name.
     """
     try:
         yield
@@ -112,7 +111,7 @@ def _numbers(device: torch.device, sizes: Mapping[str, int]) -> str:
 
 
 def let_go(error: BaseException) -> None:
-    """Clears the frames of an error, so that whatever keeps it does not keep what was computed there: models, pools."""
+    """Clears an error's frames, so that keeping it keeps no models or pools."""
     at: BaseException | None = error
     while at is not None:
         traceback.clear_frames(at.__traceback__)
@@ -120,7 +119,7 @@ def let_go(error: BaseException) -> None:
 
 
 def give_back(device: torch.device) -> None:
-    """Memory that nothing refers to any more goes to the device, and what the heap can spare to the system."""
+    """Returns unreferenced memory to the device, and spare heap to the system."""
     gc.unfreeze()  # circles among objects that were frozen would stay
     gc.collect()
     if device.type == "cuda":
@@ -156,7 +155,8 @@ def _available_memory() -> int:
 
 
 def _available_in_group(group: Path) -> int:
-    """What a control group's limit leaves; file pages do not count as used, since they give way (weights are some)."""
+    """What a control group's limit leaves; file pages do not count as used, since they can be dropped (weights are
+    some)."""
     limit, used, stat = (group / f"memory.{name}" for name in ("max", "current", "stat"))
     if not (limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max"):
         return sys.maxsize
@@ -190,18 +190,18 @@ class Resolved:
 
     @property
     def longest_request(self) -> int:
-        """Tokens of prompt and output of one request: of the context, and of the whole pool."""
+        """Tokens of prompt and output of a request: bounded by context and pool."""
         return min(self.context_length, self.max_total_tokens)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for the info endpoint."""
+        """Plain values for the info endpoint."""
         derived = {"max_total_tokens": self.max_total_tokens, "longest_request": self.longest_request}
         dtypes = {name: str(getattr(self, name)).removeprefix("torch.") for name in ("dtype", "kv_dtype")}
         return dataclasses.asdict(self) | derived | dtypes | {"device": str(self.device)}
 
 
 def resolve(config: SchedulerConfig, model: Decoder) -> Resolved:
-    """Raises ConfigError where the settings and the machine do not go together."""
+    """Raises ConfigError if settings and machine do not fit."""
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
     kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, dtype, device)

@@ -1,19 +1,18 @@
 """The scheduler: one loop that admits, chooses a batch, launches it, and processes results.
 
-The loop has room for overlap: `launch` returns before results are read, and up to `overlap_depth` launched batches
-stay unprocessed while the next one is chosen and launched: one on CUDA; none on a CPU, where a launch computes. What
-makes depth 1 safe:
+`launch` returns before results are read, and up to `overlap_depth` launched batches stay unprocessed while the next is
+chosen: one on CUDA, none on a CPU. What makes depth 1 safe:
 
-- a request counts the launched batches that hold it (`in_flight`); whatever ends it queues its terminal message at
-  once, but its pages, row and lock are released only when that count is zero;
-- a batch that still holds a finished request is computed for nothing there, and its result is dropped;
-- rows with a constraint or a logit processor are launched with the rest, and sampled once all results before theirs are
-  taken (`_sample_delayed`), still before the next launch;
-- where a step gives a request several tokens or none, or a grammar forces what comes next (`jumps`), the batch
-  launched meanwhile is overtaken there, and computes and samples for nothing;
+- a request counts the launched batches that hold it (`in_flight`); whatever ends it queues its final message at once,
+  but pages, row and lock are released only when that count is zero;
+- a batch that still holds a finished request computes for it in vain, and its result is dropped;
+- rows with a constraint or a logit processor are launched with the rest, and sampled once all earlier results are
+  processed (`_sample_delayed`), before the next launch;
+- where a step gives a request several tokens or none, or a grammar forces text (`jumps`), the batch launched meanwhile
+  is marked as overtaken there, and computes and samples in vain;
 - memory is taken back from running requests (retraction) only when nothing is in flight.
 
-A `Transport` carries its messages; what a step has to say goes there through a `Reporter`, at its end.
+A `Transport` carries messages; a `Reporter` collects a step's output and sends it at the end.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
         processors: Processors = NO_PROCESSORS,
     ) -> None:
-        """clock: seconds, by which waiting is measured."""
+        """clock: seconds, for waiting times."""
         self.config = config
         limits = self.limits = resolve(config, model)
         self.table = TableManager(limits.max_running_requests, limits.context_length, config.page_size)
@@ -115,14 +114,14 @@ class Scheduler:
     # ---- the loop -----------------------------------------------------------------------------------------
 
     def run_forever(self, stop: Callable[[], bool]) -> None:
-        """Step until `stop()`."""
+        """Steps until `stop()`."""
         while not stop():
             if not self.step():
                 self.reporter.catch_up()
                 self._transport.wait()
 
     def step(self) -> bool:
-        """One turn of the loop. → whether anything was done; False means that only a message can change that."""
+        """One turn of the loop. Returns whether anything was done; False means that only a message can change that."""
         messages = self._transport.receive()
         for message in messages:
             self._handle(message)
@@ -155,7 +154,7 @@ class Scheduler:
                 self.reporter.tell(TokenOut(message.rid, [], finish))
 
     def _next_batch(self) -> Batch | None:
-        """Prefill first; but decode has a step after every few prefills, or rides along with each (`mixed_chunk`)."""
+        """Prefill first; but a decode step comes after every few prefills, or is part of each (`mixed_chunk`)."""
         config, runnable = self.config, self.decode.runnable()
         short = self.decode.missing_pages(runnable) > self.cache.available_pages
         riding = self.decode.next_batch(runnable) if config.mixed_chunk and runnable and not short else None
@@ -175,7 +174,7 @@ class Scheduler:
                 return batch
         if short:
             if self._pending:
-                return None  # results in flight may end requests; retract only what is known
+                return None  # results in flight may end requests; retract only when all are known
             runnable = self._make_room(runnable)
         if not runnable:
             return None
@@ -184,7 +183,7 @@ class Scheduler:
         return riding if riding is not None else self.decode.next_batch(runnable)
 
     def _launch(self, batch: Batch) -> None:
-        """Launch; if that fails, launch each request alone, so that only the faulty one ends."""
+        """Launches; if that fails, launches each request alone, so that only the faulty one ends."""
         started = time.perf_counter()
         try:
             self._pending.append((batch, self._compute(batch), started))
@@ -213,7 +212,7 @@ class Scheduler:
         return launched
 
     def _sample_delayed(self) -> None:
-        """Rows of the newest batch with a constraint or a processor, which know by now what was sampled before."""
+        """Samples the newest batch's rows with a constraint or processor, whose earlier tokens are now known."""
         if self._pending and self._pending[-1][1].delayed is not None:
             self._process_all_but(1)
             batch, launched, _ = self._pending[0]
@@ -227,11 +226,11 @@ class Scheduler:
             self._process(*self._pending.popleft())
 
     def _process(self, batch: Batch, launched: Launched, started: float) -> None:
-        """Take the results of one batch into the requests."""
+        """Applies a batch's results to its requests."""
         try:
             results = launched.result()
         except Exception as error:
-            logger.exception("the result of a batch of %d requests failed", len(batch.reqs))
+            logger.exception("processing a batch of %d requests failed", len(batch.reqs))
             results = [Sampled(failed=f"internal error: {error!r}") for _ in batch.reqs]
         now = time.perf_counter()
         seconds = now - max(started, self._processed_at)  # a step launched behind another begins when that one ends
@@ -253,11 +252,11 @@ class Scheduler:
                 try:
                     self._advance(req, end, batch.phase_of(i), result, samples=batch.samples[i])
                 except Exception as error:
-                    logger.exception("a result could not be taken: %r", req)
+                    logger.exception("a result could not be applied: %r", req)
                     self._fail(req, f"internal error: {error!r}")
 
     def _advance(self, req: Req, end: int, phase: Phase, result: Sampled, *, samples: bool) -> None:
-        """One request is computed up to `end`, and longer by what it got, or by a jump."""
+        """A request is computed up to `end`, and gets its tokens, or a jump."""
         if req.overtaken >= 0:
             req.kv_len, req.overtaken = min(end, req.overtaken), -1
             return
@@ -292,7 +291,7 @@ class Scheduler:
     # ---- memory -------------------------------------------------------------------------------------------
 
     def _make_room(self, runnable: list[Req]) -> list[Req]:
-        """Take pages back until the rest can decode. → the rest."""
+        """Retracts requests until the others can decode; returns these."""
         order = retraction_order(list(self.decode.running.values()))
         retracted = 0
         while self.decode.missing_pages(runnable) > self.cache.available_pages:
@@ -313,7 +312,7 @@ class Scheduler:
         return runnable
 
     def _retract(self, req: Req) -> None:
-        """Release without caching, and wait at the front of the queue."""
+        """Releases it without caching, and puts it at the front of the queue."""
         self.decode.running.pop(req.rid, None)
         self.prefill.leave(req)
         self.cache.release(req, insert=False)
@@ -327,9 +326,9 @@ class Scheduler:
     # ---- endings ------------------------------------------------------------------------------------------
 
     def _finish(self, req: Req, finish: FinishReason, result: Sampled | None = None, *, trusted: bool = True) -> None:
-        """End an admitted or waiting request: terminal message now, resources when nothing holds them.
+        """Ends an admitted or waiting request: the final message now, resources when no batch holds them.
 
-        `trusted`: what it computed may stay cached; else its pages are cleaned.
+        `trusted`: its results may stay cached; otherwise its pages are zeroed.
         """
         assert req.finish is None, f"ended twice: {req}"
         req.finish = finish
@@ -352,10 +351,10 @@ class Scheduler:
             try:
                 self.executor.clear(freed)
             except Exception:  # a device in trouble; attention does not rely on clean pages
-                logger.exception("%d pages could not be cleaned", len(freed))
+                logger.exception("could not zero %d pages", len(freed))
 
     def _fail(self, req: Req, message: str) -> None:
-        """End `req` because of a fault: its grammar's, or else ours, and what it computed is not trusted."""
+        """Ends `req` after a fault of its grammar or ours; its results are not trusted."""
         if req.finish is None:
             self._finish(req, self.grammars.fault(req, message), trusted=False)
 
@@ -364,7 +363,7 @@ class Scheduler:
     def _on_generate(self, message: GenerateReq) -> None:
         if self._find(message.rid) is not None:
             # a reply would end the request that owns the name
-            logger.error("request id %r is in use: the second request is dropped", message.rid)
+            logger.error("request id %r is in use; dropped the second request", message.rid)
             return
         req = self._admit(message)
         if isinstance(req, FinishReason):
@@ -381,7 +380,7 @@ class Scheduler:
         return req if isinstance(req, FinishReason) else self._find_place(req) or req
 
     def _find_place(self, req: Req) -> FinishReason | None:
-        """503 if the queue is full, and no request in it gives way."""
+        """503 if the queue is full and no request gives way."""
         most, ahead = self.config.max_queued_requests, self.grammars.ahead(req)
         # those that find a free row in this step do not really wait
         if most is None or len(self.prefill.waiting) + ahead < most + self.table.num_free:
@@ -394,11 +393,11 @@ class Scheduler:
         return None
 
     def _find(self, rid: str) -> Req | None:
-        """The request of this id that has not ended."""
+        """The unfinished request of this id."""
         return self.decode.running.get(rid) or self.prefill.find(rid) or self.grammars.find(rid)
 
     def _everything(self) -> list[Req]:
-        """Requests that have not ended, each once."""
+        """All unfinished requests, each once."""
         return list(dict.fromkeys((*self.decode.running.values(), *self.prefill.reqs(), *self.grammars.reqs())))
 
     def _on_abort(self, message: AbortReq) -> None:
@@ -455,7 +454,7 @@ class Scheduler:
         return self.cache.pool.num_free, self.cache.tree.num_pages, self.cache.pool.num_pages
 
     def check_integrity(self) -> None:
-        """Assert that every page, row and lock has an owner."""
+        """Asserts that every page, row and lock has an owner."""
         reqs = [req for req in self._everything() if req.row >= 0] + list(self._leaving)
         assert len(set(reqs)) == len(reqs)
         self.cache.check_integrity(reqs)

@@ -1,5 +1,6 @@
-"""Requests → what the executor is sent: rows of running requests, what is new of their tokens and pages, and the plan
-of a step. Whatever depends on a request is decided here."""
+"""Requests → plans: rows of running requests, their new tokens and pages, and a step's plan. Everything that depends on
+requests is decided here.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +15,13 @@ from treeline_runtime.scheduler.plan import InputLogprobs, RowSampling, StepPlan
 
 
 class TableManager:
-    """`pages[row, i]` is the page of tokens i x page_size … What is written here goes into the next plan."""
+    """`pages[row, i]` is the page of tokens i x page_size …; writes here go into the next plan."""
 
     def __init__(self, num_rows: int, context_length: int, page_size: int) -> None:
         self.num_rows = num_rows
         self._free = list(range(num_rows - 1, -1, -1))
         self._is_free = [True] * num_rows
-        # zeros of numpy are not touched until written: the table costs what is used of it
+        # numpy zeros use memory only once written
         self.pages = np.zeros((num_rows, -(-context_length // page_size)), dtype=np.int64)
         self._new_tokens: dict[int, tuple[int, list[int]]] = {}  # row → where they begin, tokens
         self._new_pages: list[tuple[int, int, int]] = []  # (row, start, end)
@@ -38,7 +39,7 @@ class TableManager:
         return row
 
     def write_tokens(self, row: int, start: int, tokens: list[int]) -> None:
-        """From position `start` on, whatever is there; behind what launched batches write."""
+        """From position `start` on; launched batches write before it."""
         before, known = self._new_tokens.get(row, (start, []))
         if before < start:
             start, tokens = before, known[: start - before] + tokens
@@ -50,13 +51,13 @@ class TableManager:
         self._free.append(row)
 
     def write_pages(self, row: int, start: int, pages: Pages) -> None:
-        """Behind those that the row has, or from 0: its first ones, or others in their place."""
+        """After the row's pages, or from 0: its first ones, or replacements."""
         end = start + len(pages)
         self.pages[row, start:end] = pages
         self._new_pages.append((row, start, end))
 
     def news(self) -> tuple[Writes, Writes]:
-        """→ tokens and pages that were written since `told`, the pages as they are now."""
+        """Returns tokens and pages written since `told`, pages as they are now."""
         tokens, pages = self._new_tokens, self._new_pages
         return (
             Writes(
@@ -74,7 +75,7 @@ class TableManager:
         )  # fmt: skip
 
     def told(self) -> None:
-        """A step with these news is launched."""
+        """A step with these news was launched."""
         if self._new_tokens:
             self._new_tokens = {}
         if self._new_pages:

@@ -1,7 +1,7 @@
-"""Who of those who wait is next: kept as they come and leave, so that a step pays for those it looks at.
+"""The order of waiting requests, maintained as they come and leave, so that a step pays only for those it looks at.
 
-The clients of the edge take turns. A policy orders the requests of one client, and starves none: who has waited longer
-than a bound comes before all others of its client. And who has waited, or taken, longer than requests may.
+Clients take turns. A policy orders each client's requests; those that waited longer than a bound come first. Also time
+limits of waiting and running.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from treeline_runtime.core import Req
 from treeline_runtime.messages import FinishReason
 
 MATCH_LIMIT = 128
-"""Matching every waiting request is linear in the queue: beyond this, first come first served."""
+"""Matching every waiting request is linear in the queue: beyond this many, first come first served."""
 SPARE = 256
-"""Places of those who have left that are kept even if hardly anybody is in the queue."""
+"""Stale places that are kept even in a nearly empty queue."""
 
 Rank = tuple[float, ...]
 """The smallest is first."""
 
 
 class Ranked:
-    """Requests by the rank that each was put in with; of equal ranks the first to come is first.
+    """Requests by the rank they were added with; first come first of equals.
 
-    A binary heap in which the places of those who leave stay until they come up, or until they are the most (`heapq`'s
-    notes on priority queues).
+    A binary heap in which stale places stay until they come up or become the majority (`heapq`'s notes on priority
+    queues).
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Ranked:
         return len(self._reqs)
 
     def put(self, req: Req, rank: Rank) -> None:
-        """O(log n), as it is spread over all. `req` must not be in."""
+        """O(log n) amortized. `req` must not be in it."""
         assert req not in self._numbers
         if len(self._heap) > 2 * len(self._reqs) + SPARE:
             self._heap = [place for place in self._heap if place[1] in self._reqs]
@@ -50,7 +50,7 @@ class Ranked:
         heappush(self._heap, (rank, self._count))
 
     def leave(self, req: Req) -> None:
-        """If it is in. O(1)."""
+        """Removes it if present. O(1)."""
         number = self._numbers.pop(req, None)
         if number is not None:
             del self._reqs[number]
@@ -63,8 +63,8 @@ class Ranked:
         return (heap[0][0], self._reqs[heap[0][1]]) if heap else None
 
     def __iter__(self) -> Iterator[Req]:
-        """In order. The first k take O(k log k), not counting those who have left. Any may leave meanwhile; none may be
-        put in."""
+        """In order. The first k take O(k log k), not counting those that left. During iteration requests may leave,
+        none may be added."""
         self.first()
         heap = self._heap
         frontier = [(heap[0], 0)] if heap else []  # the first of those that were not given is among these
@@ -77,32 +77,31 @@ class Ranked:
 
 
 class WaitingOrder:
-    """The clients of the edge take turns, first the one that was served longest ago: a client with a thousand requests
-    delays the first request of another by one. The order of a client's own requests is that of `_ClientOrder`."""
+    """Clients take turns, the least recently served first: a thousand requests of one client delay another's first by
+    one. `_ClientOrder` orders a client's own requests."""
 
     def __init__(self, starvation_bound: float, *, by_priority: bool, cached: Callable[[Req], int] | None) -> None:
-        """by_priority: the highest first. cached: pages that the cache has of a request; those with most are first, and
-        with None it makes no difference."""
+        """by_priority: the highest first. cached: a request's cached pages, the most first; None: irrelevant."""
         self._new = lambda: _ClientOrder(starvation_bound, by_priority, cached)
         self._clients: dict[str | None, _ClientOrder] = {}
         """Those who wait, in the order of their turns."""
 
     def put(self, req: Req, *, front: bool = False) -> None:
-        """Behind all others of its client that wait, or before them, where the policy makes no difference."""
+        """Adds it behind or before its client's others, where the policy is indifferent."""
         if req.client not in self._clients:
             self._clients[req.client] = self._new()
         self._clients[req.client].put(req, front=front)
 
     def leave(self, req: Req) -> None:
-        """It waits no longer. Its client's next request comes after those of others."""
+        """It no longer waits. Its client's next request comes after those of others."""
         order = self._clients.pop(req.client)
         order.leave(req)
         if len(order):
             self._clients[req.client] = order
 
     def in_order(self, now: float, may_come: Callable[[str | None], bool] = lambda _: True) -> Iterator[Req]:
-        """While this goes on, requests that it gave may leave, and none may be put. `may_come` says before each turn of
-        a client whether it has this turn; after a no it has no more."""
+        """While iterating, yielded requests may leave, none may be added. `may_come` is asked before each turn of a
+        client; after a no it gets none."""
         turns = deque((client, order.in_order(now)) for client, order in self._clients.items())
         while turns:
             client, order = turns.popleft()
@@ -112,7 +111,7 @@ class WaitingOrder:
 
 
 class _ClientOrder:
-    """Who has waited for the bound, the oldest first; then the others as the policy has it, retracted ones first."""
+    """Those that waited for the bound, oldest first; then by policy, retracted ones first."""
 
     def __init__(self, bound: float, by_priority: bool, cached: Callable[[Req], int] | None) -> None:
         self._bound = bound
@@ -150,8 +149,8 @@ class _ClientOrder:
 
 
 class TimeLimits:
-    """Two limits in seconds, each of them None for none. All requests have the same ones, so the oldest is the first
-    to exceed them, and nothing is looked at behind one that does not."""
+    """Two limits in seconds, None for none. All requests share them, so the oldest exceeds them first, and nothing
+    behind one within them is checked."""
 
     def __init__(self, waiting_s: float | None, total_s: float | None) -> None:
         self._waiting_s = waiting_s
@@ -161,7 +160,7 @@ class TimeLimits:
         """Those that have not begun, and some that have: it is looked at when they would have waited too long."""
 
     def begin(self, req: Req, now: float) -> None:
-        """It has come, and waits: for its grammar, or for its turn."""
+        """It has arrived, and waits for its grammar or its turn."""
         if self._total_s is not None:
             self._came[req] = now
         if self._waiting_s is not None:
@@ -173,7 +172,7 @@ class TimeLimits:
         self._waiting.pop(req, None)
 
     def exceeded(self, now: float) -> list[tuple[Req, FinishReason]]:
-        """Who is to end now, each once."""
+        """Those that exceeded a limit, each once."""
         found = dict(self._took_too_long(now))
         for req, finish in self._waited_too_long(now):
             found.setdefault(req, finish)
@@ -191,7 +190,7 @@ class TimeLimits:
     def _waited_too_long(self, now: float) -> Iterator[tuple[Req, FinishReason]]:
         if self._waiting_s is None:
             return
-        message = f"the request has waited for {self._waiting_s:g} s, and the server is too busy to begin it"
+        message = f"the request has waited for {self._waiting_s:g} s, and the server is too busy to start it"
         begun = list[Req]()
         for req, came in self._waiting.items():
             if now - came < self._waiting_s:

@@ -1,10 +1,10 @@
-"""Administration that concerns the whole engine: sleep, new weights, profiles. On the admin listener alone.
+"""Administration of the whole engine: sleep, new weights, profiles. On the admin listener only.
 
-One operation at a time. What becomes of requests in flight is the caller's choice, as in the field: `sleep` ends them
-or waits for them and refuses new ones (vLLM); `update_weights` waits for them or ends them, and holds new ones back
-until the new weights are there (SGLang). Once the scheduler is at it, an operation goes on when the caller leaves.
+One operation at a time. The caller chooses what happens to running requests: `sleep` ends them or waits, and refuses
+new ones (as in vLLM); `update_weights` waits or ends them, and holds new ones back until the new weights are loaded (as
+in SGLang). Once the scheduler has begun, an operation continues even if the caller disconnects.
 
-The scheduler is asked once requests are refused or held back.
+The scheduler is asked only after requests are refused or held back.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from treeline_runtime.tokenizer_manager import NoReply
 NO_WEIGHTS = 2
 """A level of sleep."""
 POLL_S = 0.05
-"""Between two questions whether requests still run."""
+"""Between two checks whether requests still run."""
 _NAME_CHARS = 256
 
 
@@ -52,7 +52,7 @@ class SleepQuery(Struct, frozen=True):
 
 
 class NoFields(Struct, frozen=True):
-    """Neither query nor body says anything."""
+    """Neither query nor body has fields."""
 
 
 class FlushQuery(Struct, frozen=True):
@@ -76,7 +76,7 @@ class ProfileBody(Struct, frozen=True):
 
 
 class Administration:
-    """The handlers; `service.state` is what they change for everybody else."""
+    """The handlers; they change `service.state`."""
 
     def __init__(self, service: Service, args: ServerArgs) -> None:
         self._service = service
@@ -84,7 +84,7 @@ class Administration:
 
     @property
     def router(self) -> APIRouter:
-        """Nothing that changes the server is a GET: a link must not do that."""
+        """Nothing that changes the server is a GET, so that a link cannot."""
         made = APIRouter()
         for paths, endpoint in (
             (("/flush_cache", "/reset_prefix_cache"), self.flush_cache),
@@ -103,8 +103,8 @@ class Administration:
     # ---- endpoints ------------------------------------------------------------------------------------------
 
     async def sleep(self, asked: Controlling) -> Response:
-        """Gives up weights and KV cache. `?level=1` keeps the weights in the host's memory, `2` reads them again;
-        `?mode=abort` ends what runs, `wait` waits for it."""
+        """Frees weights and KV cache. `?level=1` keeps the weights in host memory, `2` reads them again later;
+        `?mode=abort` ends running requests, `wait` waits for them."""
         query = _query(asked, SleepQuery)
         _no_body(asked)
         state = self._service.state
@@ -117,7 +117,7 @@ class Administration:
         return json_answer({"asleep": query.level})
 
     async def wake_up(self, asked: Controlling) -> Response:
-        """Back to where it was, with an empty cache."""
+        """Wakes up with an empty cache."""
         _query(asked, NoFields)
         _no_body(asked)
         state = self._service.state
@@ -135,7 +135,7 @@ class Administration:
         return json_answer({"is_sleeping": bool(self._service.state.asleep)})
 
     async def update_weights(self, asked: Controlling) -> Response:
-        """Serves another checkpoint of the same architecture; with any failure the old weights serve on."""
+        """Loads another checkpoint of the same architecture; after a failure the old weights stay."""
         _query(asked, NoFields)
         body = _body(asked, UpdateBody)
         state = self._service.state
@@ -178,7 +178,7 @@ class Administration:
         return json_answer(reply.data)
 
     async def flush_cache(self, asked: Controlling) -> Response:
-        """Empties the prefix cache; 400 while requests run. `?timeout=S` waits up to S seconds for them to end."""
+        """Empties the prefix cache; 400 while requests run. `?timeout=S` waits up to S seconds for them."""
         deadline = time.monotonic() + _query(asked, FlushQuery).timeout
         _no_body(asked)
         while True:
@@ -190,7 +190,7 @@ class Administration:
             await asyncio.sleep(POLL_S)
 
     async def abort_request(self, asked: Controlling) -> Response:
-        """Ends one request (`rid`) or all (`abort_all`). Answers 200 whether or not there was anything to end."""
+        """Ends one request (`rid`) or all (`abort_all`). Answers 200 even if there was none."""
         _query(asked, NoFields)
         body = _body(asked, AbortBody)
         if body.abort_all == bool(body.rid):
@@ -202,11 +202,11 @@ class Administration:
 
     @asynccontextmanager
     async def _operation(self, what: str, *, refuses: bool) -> AsyncIterator[None]:
-        """The only one. Meanwhile new requests are refused, or else held back. Raises ApiError: 409 where there is
-        another, 503."""
+        """The only running operation. New requests are refused or held back meanwhile. Raises ApiError: 409 if another
+        runs, 503."""
         state = self._service.state
         if state.operation is not None:
-            raise ApiError(409, f"Another operation is under way: {state.operation}", code="conflict")
+            raise ApiError(409, f"Another operation is running: {state.operation}", code="conflict")
         if not state.ready:
             raise ApiError(503, "The model is still loading", type="server_error")
         state.operation, state.pausing, state.holding = what, refuses, not refuses
@@ -218,7 +218,7 @@ class Administration:
     async def _carry_out(
         self, question: Callable[[str], AdminReq], on_ok: Callable[[Reply], None], *, abort: bool = False
     ) -> None:
-        """Asks until no request runs any more. Raises ApiError where the scheduler refuses."""
+        """Asks until no request runs. Raises ApiError if the scheduler refuses."""
         while True:
             if abort:
                 self._service.manager.abort("")
@@ -230,7 +230,7 @@ class Administration:
             await asyncio.sleep(POLL_S)
 
     async def _attempt(self, question: Callable[[str], AdminReq], on_ok: Callable[[Reply], None]) -> Reply:
-        """The scheduler says nothing while it loads, and counts as alive for as long as loading may take."""
+        """The scheduler is silent while loading, and counts as alive for the loading timeout."""
         state = self._service.state
         state.unheard = True
         try:
@@ -251,7 +251,7 @@ class Administration:
 
 
 async def _to_its_end(work: Awaitable[Reply]) -> Reply:
-    """Waits for `work` also when cancelled: what the scheduler has begun must be known to have ended."""
+    """Waits for `work` even when cancelled: the end of what the scheduler has begun must be known."""
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)
@@ -265,7 +265,7 @@ def _refused(reply: Reply) -> ApiError:
 
 
 def _query(asked: ApiRequest, type: type[Any]) -> Any:
-    """Parameters of the URL, as typed. Raises ApiError 400."""
+    """Typed URL parameters. Raises ApiError 400."""
     check_unknown(asked.query_params, frozenset(type.__struct_fields__))
     try:
         return msgspec.convert(dict(asked.query_params), type, strict=False)

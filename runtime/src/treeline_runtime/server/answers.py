@@ -1,7 +1,7 @@
-"""The shapes of answers, of which they are made and the OpenAPI document is.
+"""The structs of answers, used for answers and the OpenAPI document.
 
-What may be large is written in pieces behind the rest (`pacing.opened`): that is the last member, but for
-`prompt_logprobs`. A test holds real answers against the document.
+Large parts are written in pieces after the rest (`pacing.opened`), so they are the last member, except
+`prompt_logprobs`. A test compares real answers with the document.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, Literal
 from msgspec import UNSET, Struct, UnsetType
 
 Maybe = UnsetType
-"""A member that is left out where it has nothing to say."""
+"""A member that is left out when empty."""
 
 
 class ErrorDetail(Struct):
@@ -22,7 +22,7 @@ class ErrorDetail(Struct):
 
 
 class Error(Struct):
-    """Every answer that is an error, and the last event of a stream that failed."""
+    """Any error answer, and the last event of a failed stream."""
 
     error: ErrorDetail
 
@@ -41,7 +41,7 @@ class Usage(Struct):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | Maybe = UNSET
     completion_tokens_details: CompletionTokensDetails | Maybe = UNSET
-    """Where the model thinks, and the end of it is a token."""
+    """If the model thinks and the end of its reasoning is a token."""
 
 
 class TokenLogprob(Struct):
@@ -70,7 +70,7 @@ ChatFinishReason = Literal["stop", "length", "tool_calls", "abort"]
 class CalledFunction(Struct):
     name: str
     arguments: str
-    """JSON, of an object unless it was cut off."""
+    """JSON of an object, unless it was cut off."""
 
 
 class ToolCall(Struct):
@@ -80,8 +80,7 @@ class ToolCall(Struct):
 
 
 class ChatMessage(Struct):
-    """`content` is null where tools are called and nothing is said; the reasoning, under two names, is there where the
-    server tells it apart."""
+    """`content` is null if there are only calls. Reasoning, under two names, is present if the server separates it."""
 
     role: Literal["assistant"]
     content: str | None
@@ -92,7 +91,7 @@ class ChatMessage(Struct):
 
 
 class PromptLogprob(Struct):
-    """By token id. The rank is null where the token is none of the likeliest that were asked for."""
+    """By token id. The rank is null for a token that is not among the requested most likely ones."""
 
     logprob: float | None
     rank: int | None
@@ -125,7 +124,7 @@ class FunctionDelta(Struct):
 
 
 class ToolCallDelta(Struct):
-    """The first of a call has its id, type and name; the others go on with the arguments."""
+    """The first of a call has its id, type and name; later ones add arguments."""
 
     index: int
     function: FunctionDelta
@@ -152,7 +151,8 @@ class ChatChunkChoice(Struct, kw_only=True):
 
 
 class ChatChunk(Struct, kw_only=True):
-    """An event of a stream. `usage` is there with `stream_options`; with `include_usage` a last one has no choices."""
+    """An event of a stream. `usage` is present with `stream_options`; with `include_usage` a last event has no
+    choices."""
 
     id: str
     object: Literal["chat.completion.chunk"]
@@ -182,7 +182,7 @@ class CompletionChoice(Struct, kw_only=True):
 
 
 class Completion(Struct, kw_only=True):
-    """An answer, or an event of a stream. `usage` of an event is there with `stream_options`."""
+    """An answer, or an event of a stream. Events have `usage` with `stream_options`."""
 
     id: str
     object: Literal["text_completion"]
@@ -208,7 +208,7 @@ class MetaInfo(Struct):
 
 
 class Generated(Struct):
-    """What there is so far: text and lists of an event are cumulative. `index` is there in streams of several."""
+    """The answer so far: text and lists of an event are cumulative. `index` is present in streams of several."""
 
     text: str
     output_ids: list[int]
@@ -336,4 +336,4 @@ class Version(Struct):
 class Status(Struct):
     status: str
     heartbeats: int | Maybe = UNSET
-    """Of `/live`: moves while the server does."""
+    """Of `/live`: increases while the server makes progress."""

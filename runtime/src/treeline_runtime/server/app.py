@@ -1,6 +1,4 @@
-"""The FastAPI application of one listener: its routers, and how errors are answered. Which listener serves what is in
-`surfaces`.
-"""
+"""The FastAPI application of one listener: routers and error answers. `surfaces` says which listener serves what."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ from treeline_runtime.server.service import BROKEN, Service
 logger = logging.getLogger(__name__)
 
 CLIENT_LEFT = 499
-"""What nginx counts a request as whose client has left: no client sees it."""
+"""nginx's status for a disconnected client; no client sees it."""
 PREFLIGHT_MAX_AGE_S = 600
 
 
@@ -44,9 +42,8 @@ def application(
     documented: bool = False,
     allowed_origins: Sequence[str] = (),
 ) -> ASGIApp:
-    """`guard`: what `Guarded` asks. `routers`: those that are asked most often first. `hints`: for paths that
-    are not served here, messages that say where. `documented`: serves its OpenAPI document, and a page that shows it.
-    `allowed_origins`: of web pages that may call it; "*" = any.
+    """`guard`: called by `Guarded`. `routers`: most frequent first. `hints`: messages for paths served elsewhere.
+    `documented`: serves the OpenAPI document and its page. `allowed_origins`: of web pages; "*" = any.
     """
     # Included routers would match each path twice.
     routes: list[BaseRoute] = [route for router in routers for route in router.routes]
@@ -97,8 +94,8 @@ def application(
 
 
 class Observed:
-    """Counts the answers of an application, adds the header that names what had no effect, and ends requests. HEAD is
-    a GET, without the body: the server leaves it out."""
+    """Counts answers, adds the header of ignored fields, and ends requests. HEAD is a GET without the body, which the
+    server leaves out."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app = app
@@ -142,20 +139,20 @@ class Observed:
 
 
 def _note(state: Mapping[str, Any], error: BaseException) -> None:
-    """What is recorded of the request says why it has no answer."""
+    """Records why the request has no answer."""
     if "asked" in state and state["asked"].span is not None:
         state["asked"].span.failed(error)
 
 
 def _path_of(scope: Scope) -> str:
-    """Of the route that was found, in which parameters have their names: clients cannot choose it."""
+    """The route's path with parameter names, which clients cannot choose."""
     if "route" in scope:
         return str(scope["route"].path)
     return str(scope["path"]) if "endpoint" in scope else "other"  # FastAPI's own routes have no parameters
 
 
 async def _document(request: Request) -> Response:
-    """The OpenAPI document. Anybody may ask for it, so it is encoded once."""
+    """The OpenAPI document. Anyone may ask for it, so it is encoded once."""
     return Response(request.app.state.document, media_type="application/json")
 
 
@@ -168,7 +165,7 @@ async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     _note(request.scope["state"], error)
     headers = request.headers
-    # The edge fails open: then no picker has said where the request belongs.
+    # The edge fails open: no picker chose this replica.
     bypassed = wire_headers.EDGE in headers and wire_headers.DESTINATION not in headers
     if isinstance(error, UnknownModel) and bypassed:
         error = error.without_picker()
@@ -178,7 +175,7 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 async def _full(request: Request, _: Exception) -> Response:
     service: Service = request.app.state.service
-    return await _refused(request, service.overloaded("Requests in flight take all the memory that they may have"))
+    return await _refused(request, service.overloaded("Requests in flight use all memory that is allowed"))
 
 
 async def _not_served(request: Request, error: Exception) -> Response:

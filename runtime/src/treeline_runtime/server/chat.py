@@ -32,18 +32,18 @@ from treeline_runtime.server.prompts import Prompts, SpecialTokens, Unmarked
 from treeline_runtime.server.service import AnswerMaker, Service, token_headers, usage
 
 FED_CHARS: Final = 2 << 10
-"""Of an answer, parsed before others get their turn."""
+"""Characters of an answer parsed before others run."""
 _NOTHING_SPECIAL: Final = SpecialTokens(())
 
 
 class Choice:
-    """What one choice has said so far. `take` its outputs in order."""
+    """What a choice has said so far. `take` its outputs in order."""
 
     def __init__(
         self, parser: OutputParser | None, shown: Shown, special: SpecialTokens, end_of_thinking: int | None = None
     ) -> None:
-        """`parser`: None where all is said. `special`: those that are in its text and must not be in the answer.
-        `end_of_thinking`: the token."""
+        """`parser`: None if everything is text. `special`: tokens to remove from the text. `end_of_thinking`: the
+        token."""
         self._parser = parser
         self._shown = shown
         self._said = Unmarked(special)
@@ -57,7 +57,7 @@ class Choice:
         self.calls = 0
 
     async def take(self, out: TextOut, pacer: Pacer) -> list[Part]:
-        """What an output adds of what the request wants to see, as few parts as tell it in its order."""
+        """The parts of an output that the request wants to see, merged, in order."""
         if self._parser is None:
             return [Said(out.text)] if out.text else []
         self._count(out.token_ids)
@@ -86,7 +86,7 @@ class Choice:
                 yield part
 
     def _clean(self, parts: Iterable[Part], *, over: bool) -> Iterator[Part]:
-        """The parts without special tokens. Text that was held back comes before a part of another kind."""
+        """Parts without special tokens. Held text comes before a part of another kind."""
         for part in parts:
             if not isinstance(part, Said) and (rest := self._said.end()):
                 yield Said(rest)
@@ -119,22 +119,21 @@ class Choice:
 
     @property
     def reasoning_tokens(self) -> int | None:
-        """How many of the tokens so far were reasoning, markers included; None = not known."""
+        """How many tokens so far were reasoning, markers included; None = unknown."""
         if self._end_of_thinking is None:
             return None
         return self._thinking_tokens if self._thinks else 0
 
     def finish_reason(self, finish: FinishReason) -> ChatFinishReason:
-        """`tool_calls` where the model ended by itself and has called; one that was cut off may be in the midst of a
-        call."""
-        assert finish.type != "error", "which is no answer (`Service.check_finish`)"
+        """`tool_calls` if the model ended by itself and made calls; a cut output may end inside a call."""
+        assert finish.type != "error", "which is not an answer (`Service.check_finish`)"
         if finish.type == "stop" and self.calls and not isinstance(finish.matched, str):
             return "tool_calls"
         return finish.type
 
 
 def choices(prompts: Prompts, task: ChatTask) -> list[Choice]:
-    """The choices of an answer, of which nothing has come yet."""
+    """The empty choices of an answer."""
     parsing = task.parsing
     if parsing is None:
         return [Choice(None, task.shown, _NOTHING_SPECIAL) for _ in range(task.n)]
@@ -145,7 +144,7 @@ def choices(prompts: Prompts, task: ChatTask) -> list[Choice]:
 
 
 def _joined(parts: Iterable[Part]) -> list[Part]:
-    """Parts of one kind that follow each other become one."""
+    """Merges consecutive parts of one kind."""
     runs = list[tuple[Part, list[str]]]()
     for part in parts:
         before = runs[-1][0] if runs else None
@@ -159,7 +158,7 @@ def _joined(parts: Iterable[Part]) -> list[Part]:
 
 
 def deltas(parts: Iterable[Part]) -> list[ChatDelta]:
-    """The first delta of a call has the arguments that came with it."""
+    """The first delta of a call includes the arguments that came with it."""
     made = list[ChatDelta]()
     begun: ToolCallDelta | None = None
     for part in parts:
@@ -182,13 +181,13 @@ def deltas(parts: Iterable[Part]) -> list[ChatDelta]:
 
 
 def call_id() -> str:
-    """Of a call for which the model's format has no name."""
+    """The id of a call whose format has none."""
     return f"call_{uuid.uuid4().hex[:24]}"
 
 
 def message(parts: Iterable[Part], *, reasons: bool, echo: str = "") -> ChatMessage:
-    """The parts of a whole answer as its message. Content is null where there are calls alone. `reasons`: the reasoning
-    has its place, be there any or not. `echo`: what the content begins with."""
+    """A whole answer's parts as its message. Content is null if there are only calls. `reasons`: includes a member for
+    reasoning, even if empty. `echo`: the content's beginning."""
     content, reasoning, calls = list[str](), list[str](), list[ToolCall]()
     for part in parts:
         match part:
@@ -301,7 +300,7 @@ class _Answer(AnswerMaker):
         logprobs = openai.NO_LOGPROBS
         if (task.logprobs is not None or task.token_ids) and out.token_ids:
             logprobs = await openai.chat_logprobs(out, task.logprobs, self._prompts, pacer)
-            told = told or [answers.ChatDelta()]  # tokens that say nothing, or whose text is held back
+            told = told or [answers.ChatDelta()]  # tokens without text, or with held text
         ids: dict[str, Any] = {"token_ids": out.token_ids} if task.token_ids else {}
         for delta in told:
             made += [self._begun(index, delta, **ids), *logprobs, _END]

@@ -38,7 +38,7 @@ async def completion(call: Annotated[Call[CompletionTask], call_of("completion",
 
 
 class _Choice:
-    """One choice of an answer, as its outputs come."""
+    """One choice of an answer."""
 
     def __init__(self, prompts: Prompts, task: CompletionTask, index: int) -> None:
         prompt = index // task.n
@@ -54,7 +54,7 @@ class _Choice:
         )
 
     async def take(self, out: TextOut, pacer: Pacer) -> list[bytes]:
-        """What an output adds, as pieces of JSON; [] when it says nothing. An echoed prompt comes first."""
+        """What an output adds, as pieces of JSON; [] if nothing. An echoed prompt comes first."""
         task = self._task
         text, self._echo = self._echo + out.text, ""
         logprobs = await self._logprobs.take(out, pacer)

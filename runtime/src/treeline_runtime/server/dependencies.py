@@ -1,6 +1,4 @@
-"""What endpoints depend on: who may ask, the request with its body, read within the bounds of its path, and what that
-asks for.
-"""
+"""Dependencies of endpoints: authorization, the request with its body read within bounds, and its meaning."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ Guard = Callable[[Request], None]
 
 
 class Guarded(HTTPBearer):
-    """Asks the guard of the listener. The OpenAPI document, of inference alone, says `ApiKey`."""
+    """Calls the listener's guard. The OpenAPI document, for inference only, shows `ApiKey`."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -38,8 +36,7 @@ class Guarded(HTTPBearer):
 
 
 class ApiKey:
-    """`Authorization: Bearer KEY`, or `x-api-key: KEY` as Anthropic's clients send it; anybody where there is no
-    key."""
+    """`Authorization: Bearer KEY`, or `x-api-key: KEY` from Anthropic's clients; anyone if there is no key."""
 
     def __init__(self, key: str | None) -> None:
         self._key = key
@@ -53,8 +50,8 @@ class ApiKey:
 
 
 class AdminKey:
-    """`Authorization: Bearer KEY`, and no web pages. Without a key, which only a listener on loopback may do, the
-    request must name loopback as its host."""
+    """`Authorization: Bearer KEY`, and no web pages. Without a key, possible only on loopback, the request's host must
+    be a loopback name."""
 
     def __init__(self, key: str | None, *, loopback: bool) -> None:
         self._key = key
@@ -75,7 +72,7 @@ class AdminKey:
 
 
 def without_body(request: Request) -> None:
-    """Anybody who can connect, but without a body: nothing here reads one."""
+    """Allows any client, but reads no body."""
     if "transfer-encoding" in request.headers or request.headers.get("content-length", "0").strip("0 "):
         raise ApiError(413, "Nothing here takes a body", code="request_too_large")
 
@@ -93,10 +90,10 @@ def _equal(given: str, key: str) -> bool:
 
 
 class _Reading(Guarded):
-    """Reads the body of a request that may use its path. `app.Observed` ends the request when its answer has left."""
+    """Reads the body of an allowed request. `app.Observed` ends the request when its answer has been sent."""
 
     def __init__(self, limit: int, *, generates: bool = False) -> None:
-        """`limit`: of the body, in bytes. `generates`: a drain waits for the request."""
+        """`limit`: the largest body in bytes. `generates`: a drain waits for the request."""
         super().__init__()
         self._limit = limit
         self._generates = generates
@@ -116,12 +113,12 @@ class _Reading(Guarded):
 
 
 Controlling = Annotated[ApiRequest, Depends(_Reading(MAX_CONTROL_BYTES))]
-"""Of endpoints that take no prompt."""
+"""Of endpoints without a prompt."""
 Checking = Annotated[ApiRequest, Depends(_Reading(MAX_CONTROL_BYTES, generates=True))]
 
 
 class Call(NamedTuple, Generic[TaskT]):
-    """What an endpoint that takes a prompt is given, as one: FastAPI takes some 30 µs to resolve a dependency."""
+    """The argument of endpoints with a prompt, as one object: FastAPI needs some 30 µs per dependency."""
 
     service: Service
     asked: ApiRequest
@@ -129,7 +126,7 @@ class Call(NamedTuple, Generic[TaskT]):
 
 
 class _Calling(_Reading):
-    """Reads the body, and what it asks for, of a path that takes a prompt; see `call_of`."""
+    """Reads the body and its meaning, for a path with a prompt; see `call_of`."""
 
     def __init__(self, kind: Kind, models: tuple[Model, ...], inline_bytes: int) -> None:
         super().__init__(MAX_BODY_BYTES, generates=bool(models))
@@ -146,13 +143,13 @@ class _Calling(_Reading):
 
 
 def call_of(kind: Kind, *models: Model, inline_bytes: int = INLINE_BYTES) -> Any:
-    """The dependency of an endpoint that takes a prompt: its `Call`. `models`: those that the path generates with;
-    none = it does not generate. `inline_bytes`: a smaller body is read in the event loop."""
+    """The dependency of an endpoint with a prompt: its `Call`. `models`: kinds of models that the path generates with;
+    none = it does not generate. `inline_bytes`: smaller bodies are read in the event loop."""
     return Depends(_Calling(kind, models, inline_bytes))
 
 
 def converting(kind: Kind) -> Callable[[Call[Answered]], Awaitable[Response]]:
-    """An endpoint of bodies that are answered as soon as they have been read."""
+    """An endpoint whose answer follows directly from its body."""
 
     async def convert(call: Call[Answered] = call_of(kind)) -> Response:  # noqa: B008 - annotations cannot name `kind`
         return Answer(call.task.body)

@@ -1,5 +1,6 @@
-"""Errors that endpoints answer, and the headers that go with being busy. Those of a chat that was converted from
-another API are in the names of that API, and Anthropic's in its shape."""
+"""Errors of endpoints, and headers of busy ones. Errors of a converted chat have the field names of its API, and
+Anthropic's format.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +20,11 @@ ELSEWHERE: tuple[Header, ...] = (*RETRY, (wire_headers.ELSEWHERE.encode(), b"tru
 OVERLOADED: tuple[Header, ...] = (*RETRY, (wire_headers.OVERLOADED.encode(), b"true"))
 _SHORT = 100
 NO_THREADS: Final = "thread_unsupported_request"
-"""Upon this code Anthropic's client sends a request again without `thread`, its conversation whole."""
+"""With this code Anthropic's client repeats the request without `thread`, with its whole conversation."""
 
 
 class ApiError(Exception):
-    """An answer that is an error, in OpenAI's shape."""
+    """An error answer in OpenAI's format."""
 
     def __init__(
         self,
@@ -42,18 +43,18 @@ class ApiError(Exception):
 
 
 def short(name: object) -> str:
-    """What a client wrote, short enough to be quoted in an error."""
+    """A client's text, short enough to quote."""
     text = str(name)
     return text if len(text) <= _SHORT else text[:_SHORT] + "…"
 
 
 def invalid(param: str, what: str, code: str | None = "invalid_value") -> ApiError:
-    """400 for a value that cannot be. `param`: the field, as a path of the body."""
+    """400 for an impossible value. `param`: the field, as a path of the body."""
     return ApiError(400, f"Invalid value for {param!r}: {what}", param=param, code=code)
 
 
 def unsupported(param: str, why: str) -> ApiError:
-    """400 for a value that is nothing to this server."""
+    """400 for an unsupported value."""
     return invalid(param, why, "unsupported_parameter")
 
 
@@ -62,14 +63,14 @@ def overloaded(message: str) -> ApiError:
 
 
 class UnknownModel(ApiError):
-    """404: a client never gets another model than the one that it named."""
+    """404: a client never gets another model than it named."""
 
     def __init__(self, name: object, served: str) -> None:
         self.name, self.served = short(name), served
         super().__init__(404, no_such_model(self.name, [served]), param="model", code="model_not_found")
 
     def without_picker(self) -> ApiError:
-        """The same where no picker was asked: it may be the name of an InferenceModel, or of another pool's model."""
+        """The same if no picker was asked: it may be an InferenceModel's name, or another pool's model."""
         return ApiError(
             503,
             f"The model `{self.name}` cannot be found while the endpoint picker is away: only the names that pools "
@@ -82,13 +83,13 @@ class UnknownModel(ApiError):
 
 
 class ClientGone(Exception):
-    """The client closed its connection before it had sent its request."""
+    """The client disconnected before it had sent its request."""
 
 
 @contextlib.contextmanager
 def renamed(names: Mapping[str, str], members: Mapping[str, str]) -> Iterator[None]:
-    """Where a chat's field is at fault, tells the one that it was made of: `names` has those whose names differ, and
-    `members` parts of the paths within them. An index among the messages of the chat means nothing to a client."""
+    """Names the field of the original request that a wrong chat field was made from: `names` has those with other
+    names, `members` parts of their paths. An index into the chat's messages means nothing to a client."""
     try:
         yield
     except UnknownModel:
@@ -110,14 +111,14 @@ def renamed(names: Mapping[str, str], members: Mapping[str, str]) -> Iterator[No
 
 
 def _said(message: str, names: Mapping[str, str]) -> str:
-    """A message that quotes other fields besides."""
+    """A message that quotes further fields."""
     for name, new in names.items():
         message = message.replace(f"{name!r}", f"{new!r}")
     return message
 
 
 def renamed_param(param: str, names: Mapping[str, str], members: Mapping[str, str]) -> str:
-    """What a request calls the field of a chat that was made of it; `names` and `members` as above."""
+    """The request's name of a chat field made from it; `names` and `members` as above."""
     found = re.match(r"[^.\[]*", param)
     name = param if found is None else found[0]
     if name == "messages":
@@ -129,7 +130,7 @@ def renamed_param(param: str, names: Mapping[str, str], members: Mapping[str, st
 
 
 def anthropic_error(error: ApiError) -> dict[str, Any]:
-    """The same in Anthropic's shape."""
+    """The same in Anthropic's format."""
     told = error.body["error"]
     if told["code"] != NO_THREADS:
         return anthropic_error_body(error.status, told["message"])

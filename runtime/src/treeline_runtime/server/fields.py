@@ -1,9 +1,8 @@
-"""Request fields that we do not act on: which may be there anyway, and which must be refused.
+"""Fields without effect: which are accepted, and which are refused.
 
-Three kinds. *Harmless* fields change nothing about an answer, or are sent whatever the model (bookkeeping, hints): a
-header of the answer names them. *Neutral* values ask for what happens anyway (`best_of: 1`, `logprobs: false`).
-Everything else that we do not support is an error that names the field: ignoring it would give an answer to another
-question.
+*Harmless* fields do not change an answer, or clients always send them; a response header lists them. *Neutral* values
+ask for the default (`best_of: 1`, `logprobs: false`). All other unsupported fields are errors that name the field:
+ignoring one would answer another question.
 """
 
 from __future__ import annotations
@@ -20,64 +19,64 @@ from treeline_runtime.server.errors import ApiError, short
 T = TypeVar("T")
 
 _PAIR = re.compile(rb"\\\\|\\u[dD][89abAB]..\\u[dD][c-fC-F]..")
-"""Half of which may be no half; and backslashes that begin no escape."""
+"""May contain lone surrogates, and backslashes that begin no escape."""
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _NOT_A_NUMBER = re.compile(rb"[\[:,]\s*-?(?:NaN|Infinity)\b")
 
 MAX_IGNORED: Final = 32
 MAX_IGNORED_CHARS: Final = 64
 IGNORED: Final = ContextVar[dict[str, None] | None]("ignored", default=None)
-"""What the request that is being read says for nothing, in order: `Reader.read` puts it on what was read."""
+"""Members of the current request that are ignored, in order; `Reader.read` adds them to its result."""
 
 HARMLESS: Mapping[str, str] = {
-    "user": "says who asks, for statistics",
+    "user": "identifies the user, for statistics",
     "metadata": "the client's own bookkeeping",
-    "store": "asks for a log at OpenAI; nothing is stored here",
+    "store": "asks OpenAI to store it; nothing is stored here",
     "service_tier": "there is one tier",
-    "reasoning_effort": "how much to think, where the chat template goes by no effort",
-    "verbosity": "how long answers shall be, for models that were taught the word: say it in the prompt",
-    "prompt_cache_options": "hints how to keep a prefix; the answer is the same",
-    "prompt_cache_key": "a hint to route by; prefixes are found without it",
-    "prompt_cache_retention": "a hint how long to keep a prefix; the answer is the same",
-    "safety_identifier": "says who asks, for statistics",
-    "log_metrics": "whether the engine counts the request: sent by SGLang's router with its probes",
-    "guided_decoding_backend": "which library holds an output to a grammar, at vLLM; the outputs are the same",
-    "stream_interval": "at least so many tokens a chunk: SGLang's bench_one_batch_server; chunks are as they come",
-    "session_id": "whose turns belong together, a hint to route by: SGLang's bench_serving",
+    "reasoning_effort": "reasoning effort, which the chat template does not use",
+    "verbosity": "the length of answers, for models trained on it: ask in the prompt",
+    "prompt_cache_options": "a caching hint; the answer is the same",
+    "prompt_cache_key": "a routing hint; prefixes are found without it",
+    "prompt_cache_retention": "a caching hint; the answer is the same",
+    "safety_identifier": "identifies the user, for statistics",
+    "log_metrics": "whether to count the request: sent by SGLang's router with its probes",
+    "guided_decoding_backend": "vLLM's choice of a grammar library; outputs are the same",
+    "stream_interval": "the smallest chunk: SGLang's bench_one_batch_server; not supported",
+    "session_id": "groups turns, a routing hint: SGLang's bench_serving",
     "routed_dp_rank": "there is one rank: sent by SGLang's router",
     "data_parallel_rank": "there is one rank: sent by SGLang's router",
-    "custom_labels": "labels of the engine's statistics, at SGLang",
-    "length_penalty": "of beam search, at vLLM; there is none",
-    "prediction": "a guess at the answer, to have it sooner; the answer is the same",
-    "return_flat_raw_top_logprobs_b64": "how log probabilities are written that are not told: SGLang's",
-    "return_spec_tokens_details": "nothing is drafted of which to tell: SGLang's",
-    "return_token_offsets": "of vLLM's paths that render a prompt, and no other",
-    "routed_experts_prompt_start": "where a list begins that is not told: vLLM's",
-    "routed_experts_start_len": "where a list begins that is not told: SGLang's",
-    "task": "DeepSeek-V4's, at SGLang; other models know none",
-    "truncation_side": "which end of the prompt 'truncate_prompt_tokens' cuts, at vLLM",
+    "custom_labels": "labels of SGLang's statistics",
+    "length_penalty": "vLLM's, for beam search; there is none",
+    "prediction": "a predicted answer for speed; the answer is the same",
+    "return_flat_raw_top_logprobs_b64": "the format of log probabilities that are not requested: SGLang's",
+    "return_spec_tokens_details": "there is no speculative decoding: SGLang's",
+    "return_token_offsets": "only for vLLM's paths that render prompts",
+    "routed_experts_prompt_start": "the start of a list that is not requested: vLLM's",
+    "routed_experts_start_len": "the start of a list that is not requested: SGLang's",
+    "task": "SGLang's, for DeepSeek-V4 only",
+    "truncation_side": "vLLM's, for 'truncate_prompt_tokens'",
     **dict.fromkeys(
         (
             *("images_config", "max_dynamic_patch", "media_io_kwargs", "min_dynamic_patch", "mm_payload"),
             *("mm_processor_kwargs", "return_mm_kwargs", "use_audio_in_video", "video_config"),
         ),
-        "how pictures and sounds are read, of which no message may have any",
+        "for pictures and sounds, which messages cannot have",
     ),
 }
-"""Fields that clients send and that change nothing about an answer, and why not. Any value will do; it is ignored."""
+"""Fields without effect on an answer, and why. Any value is accepted."""
 
 MESSAGE_FIELDS = frozenset({"role", "content"})
 INERT_MESSAGE_FIELDS = frozenset({"reasoning_content", "reasoning", "thinking"})
-"""What a model thought in earlier turns: templates without a place for it leave it out on purpose."""
+"""Reasoning of earlier turns: templates without a place for it drop it on purpose."""
 INERT_ANSWER_FIELDS = INERT_MESSAGE_FIELDS | {
     "parsed",
     "provider_specific_fields",
     "reasoning_details",
     "thinking_blocks",
 }
-"""What client libraries keep with an answer and send back with it: openai's `parse`, litellm, OpenRouter's clients."""
+"""Fields that client libraries keep with an answer and send back: openai's `parse`, litellm, OpenRouter's clients."""
 INERT_RESULT_FIELDS = INERT_MESSAGE_FIELDS | {"tool_call_id", "name"}
-"""Which call a `role: tool` message answers: templates without a place for it go by the order."""
+"""The call that a `role: tool` message answers: templates without a place for it use the order."""
 PART_FIELDS = frozenset({"type", "text"})
 INERT_PART_FIELDS = frozenset({"cache_control"})
 
@@ -103,27 +102,27 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "max_tokens_per_doc": (0,),
     "allowed_callers": (["direct"],),
 }
-"""Values beyond null, false, [] and {} that ask for nothing."""
+"""Values besides null, false, [] and {} that ask for nothing."""
 
 ON_BY_DEFAULT = frozenset({"normalize", "use_activation", "activation", "softmax"})
-"""Fields that clients know with the default true (vLLM's, today's and older ones): where they are not acted on, false
-is not nothing."""
+"""Fields whose default in clients is true (vLLM's, current and older): if unsupported, false is not neutral."""
 
 
 class Body(msgspec.Struct, frozen=True):
-    """What a request, or an object within one, may have: the fields that are acted on. The OpenAPI document shows these
-    structs (`schema`). A field that somebody else checks is typed `Any`, with the schema of what is taken."""
+    """The supported fields of a request or of an object within one, shown by the OpenAPI document (`schema`). A field
+    checked elsewhere is typed `Any`, with its schema."""
 
     harmless: ClassVar[Mapping[str, str]] = HARMLESS
-    """Fields that are ignored, and why."""
+    """Ignored fields, and why."""
     shown: ClassVar[Mapping[str, dict[str, Any]]] = {}
-    """Schemas of fields of which the types say too little."""
+    """Schemas of fields whose types say too little."""
     parts: ClassVar[tuple[type[Body], ...]] = ()
-    """Objects within it that no field's type names."""
+    """Objects inside it that no field's type names."""
 
     @classmethod
     def read(cls, raw: Mapping[str, Any], where: str = "") -> Self:
-        """Raises ApiError 400, also for fields that are neither there nor harmless. `where`: prefix of their names."""
+        """Raises ApiError 400, also for fields that are neither supported nor harmless. `where`: prefix of their
+        names."""
         check_unknown(raw, cls.__struct_fields__, harmless=cls.harmless, where=where)
         given = {name: value for name, value in raw.items() if value is not None}  # null is "not said"
         return convert(given, cls, where)
@@ -143,16 +142,16 @@ def json_object(body: bytes | bytearray) -> dict[str, Any]:
 
 
 def why_not_json(text: bytes | bytearray, error: Exception) -> str:
-    """What is wrong with it, in words where `error` has none for what clients really send."""
+    """What is wrong, in words where `error` has none for common mistakes."""
     if _SURROGATE.search(_PAIR.sub(b"", text)):
-        return "it contains half of a surrogate pair (as \\ud800), which is no text"
+        return "it contains half of a surrogate pair (as \\ud800), which is not text"
     if _NOT_A_NUMBER.search(text):
-        return "NaN and Infinity are no numbers there; leave such a member out"
+        return "NaN and Infinity are not JSON numbers; leave such a member out"
     return str(error)
 
 
 def ignore(name: str) -> None:
-    """Has the answer's header name this of the request, in the first few words that there are of it."""
+    """Adds this to the header of ignored fields, as far as its limit allows."""
     noted = IGNORED.get()
     if noted is not None and len(noted) < MAX_IGNORED:
         noted[re.sub(r"[^\w.$/\[\]-]", "?", name[:MAX_IGNORED_CHARS], flags=re.ASCII)] = None
@@ -161,8 +160,8 @@ def ignore(name: str) -> None:
 def check_unknown(
     body: Mapping[str, Any], known: Container[str], *, harmless: Container[str] = HARMLESS, where: str = ""
 ) -> None:
-    """Raises ApiError 400 for the first field that is neither known nor harmless. `where`: prefix of its name. Those
-    that are harmless are ignored; members of lists, of which there are many, without a word."""
+    """Raises ApiError 400 for the first field that is neither known nor harmless. `where`: prefix of its name. Harmless
+    ones are reported as ignored, except members of lists."""
     for name, value in body.items():
         if name in known or is_neutral(name, value):
             continue
@@ -181,9 +180,9 @@ def check_unknown(
 
 
 def check_messages(messages: Any, template_reads: Callable[[str], bool]) -> None:
-    """Raises ApiError 400 for a field of a message that the chat template would ignore, or content that is missing.
+    """Raises ApiError 400 for a field of a message that the chat template would ignore, or missing content.
 
-    Whatever has a wrong type is left to who renders it.
+    Rendering checks types.
     """
     for i, message in enumerate(messages if isinstance(messages, list) else ()):
         if not isinstance(message, dict):
@@ -213,8 +212,8 @@ def _inert(role: Any) -> Container[str]:
 
 
 def _check_calls(calls: Any, where: str) -> None:
-    """Raises ApiError 400 for calls of an earlier turn that a template could not write. Arguments that are a text are
-    parsed where it is rendered."""
+    """Raises ApiError 400 for calls of earlier turns that a template could not write. Arguments as text are parsed when
+    rendered."""
     for i, call in enumerate(calls if isinstance(calls, list) else ()):
         if not isinstance(call, dict):
             continue
@@ -247,7 +246,7 @@ def _shown(value: Any) -> str:
 def convert(body: Mapping[str, Any], type: type[T], where: str = "") -> T:
     """A decoded JSON object → a typed struct. Raises ApiError 400 naming the field. `where`: prefix of its name.
 
-    JSON has one kind of number: 1.0 is as good as 1 where a whole number is wanted.
+    JSON has one kind of number: 1.0 counts as a whole number.
     """
     try:
         return msgspec.convert(body, type)
@@ -261,7 +260,7 @@ def convert(body: Mapping[str, Any], type: type[T], where: str = "") -> T:
 
 
 def _whole(value: Any) -> Any:
-    """Floats without a fraction → integers, in a field and in its lists. (A float field takes an integer, too.)"""
+    """Floats without a fraction → integers, in a field and its lists."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, list):  # of integers, or of lists of them
@@ -281,14 +280,14 @@ def as_api_error(error: msgspec.ValidationError, where: str = "") -> ApiError:
 
 
 _STORE: Final = "nothing is stored: send the whole conversation each time"
-_DISAGGREGATION: Final = "prompts are computed where their answer is"
-_OF_LOGPROBS: Final = "what is told of log probabilities is 'logprobs' and 'top_logprobs'"
+_DISAGGREGATION: Final = "prefill and decode run on the same server"
+_OF_LOGPROBS: Final = "use 'logprobs' and 'top_logprobs'"
 _WATERMARK: Final = "outputs have no watermarks"
-_EXPERTS: Final = "which experts computed a token is not told"
+_EXPERTS: Final = "chosen experts are not reported"
 _ADAPTER: Final = "there are no LoRA adapters"
-_CUT: Final = "prompts are never cut: send what is to be read"
+_CUT: Final = "prompts are never truncated: send a shorter one"
 _OLD_CALLS: Final = "OpenAI's older form: use 'tools' and 'tool_choice'"
-_TOKENS: Final = "'return_token_ids' tells the tokens of prompt and answer"
+_TOKENS: Final = "use 'return_token_ids'"
 
 REASONS: Final[Mapping[str, str]] = {
     "add_special_tokens": "the chat template writes all special tokens of a chat",
@@ -298,7 +297,7 @@ REASONS: Final[Mapping[str, str]] = {
     "bootstrap_host": _DISAGGREGATION,
     "bootstrap_port": _DISAGGREGATION,
     "bootstrap_room": _DISAGGREGATION,
-    "context_management": "nothing of a conversation is left out here",
+    "context_management": "conversations are never shortened here",
     "conversation": _STORE,
     "disagg_prefill_dp_rank": _DISAGGREGATION,
     "ec_transfer_params": _DISAGGREGATION,
@@ -311,16 +310,16 @@ REASONS: Final[Mapping[str, str]] = {
     "logprob_token_ids": _OF_LOGPROBS,
     "lora_path": _ADAPTER,
     "modalities": "answers are text",
-    "personality": "the style is the prompt's to say: 'instructions'",
+    "personality": "set the style in 'instructions'",
     "previous_input_messages": "send them as 'input'",
     "previous_response": "send its output as 'input'",
-    "prompt": "nothing is stored that it could name: send the text itself, as this path takes it",
+    "prompt": "nothing is stored: send the text itself",
     "prompt_embeds": "prompts are texts or token ids",
     "reasoning": "use 'reasoning_effort'",
     "repetition_detection": "use 'frequency_penalty', or 'max_tokens'",
-    "return_cached_tokens_details": "how much was cached is in the usage",
+    "return_cached_tokens_details": "see the usage",
     "return_flat_raw_output_top_logprobs": _OF_LOGPROBS,
-    "return_hidden_states": "/generate tells them, where the server was started with --enable-return-hidden-states",
+    "return_hidden_states": "use /generate on a server started with --enable-return-hidden-states",
     "return_input_ids_in_sglext": _TOKENS,
     "return_meta_info": _TOKENS,
     "return_output_ids_in_sglext": _TOKENS,
@@ -330,8 +329,8 @@ REASONS: Final[Mapping[str, str]] = {
     "return_sampling_mask": _OF_LOGPROBS,
     "return_tokens_as_token_ids": _TOKENS,
     "sampling_logprobs_mode": _OF_LOGPROBS,
-    "session_params": "sessions are not kept: prefixes are found without",
-    "suffix": "text is not filled in: write the model's own markers into the prompt",
+    "session_params": "there are no sessions: prefixes are found without",
+    "suffix": "infilling is not supported: write the model's own markers into the prompt",
     "thinking": "use 'reasoning_effort', or 'chat_template_kwargs' with what the template reads",
     "thinking_token_budget": "use 'reasoning_effort'",
     "truncate_prompt_tokens": _CUT,
@@ -341,4 +340,4 @@ REASONS: Final[Mapping[str, str]] = {
     "watermarking": _WATERMARK,
     "web_search_options": "built-in tools are not served here",
 }
-"""By name; what a name means does not depend on the path."""
+"""By name, whatever the path."""

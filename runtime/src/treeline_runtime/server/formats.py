@@ -1,4 +1,4 @@
-"""The formats in which a server's model thinks and calls tools: which they are, and what they mean for a request."""
+"""The formats in which a server's model thinks and calls tools, and their effect on a request."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from treeline_runtime.server.grammars import Constraint, as_format, note_words, 
 from treeline_runtime.server.tools import Calls
 
 AUTO, NONE = "auto", "none"
-"""What a flag may be beside a name: guess it from the chat template, and do without."""
+"""Flag values besides names: guess from the chat template, or none."""
 
 _THINKING: Final = (
     ("gpt_oss", "<|channel|>"),
@@ -27,7 +27,7 @@ _THINKING: Final = (
     ("kimi", "◁think▷"),
     ("seed_oss", "<seed:think>"),
 )
-"""A closing marker alone shows nothing: templates of models that do not think take it out of earlier turns, too."""
+"""A closing marker alone proves nothing: templates of other models remove it from earlier turns too."""
 _CALLING: Final = (
     ("openai", "<|channel|>"),
     ("glm45", "<tool_call>", "<arg_key>"),
@@ -39,16 +39,16 @@ _CALLING: Final = (
     ("deepseek_v3", "<｜tool▁calls▁begin｜>", "```json"),
     ("deepseek_v31", "<｜tool▁calls▁begin｜>"),
 )
-"""A format, and what a chat template has in it then; the first that is there, if there is a parser of that name."""
+"""A format and its mark in a chat template; the first match counts, if there is a parser of that name."""
 
 
 class Formats(msgspec.Struct, frozen=True, omit_defaults=True):
-    """By the names of their parsers; None = not looked for."""
+    """Names of parsers; None = none."""
 
     reasoning: str | None = None
     tools: str | None = None
     strict_schemas: bool = False
-    """Schemas with `strict: true` may have no words that say nothing."""
+    """Schemas with `strict: true` may have no ignored keywords."""
 
     @property
     def harmonic(self) -> bool:
@@ -60,22 +60,22 @@ NO_FORMATS: Final = Formats()
 
 
 class Parsing(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How an output is read; see `parsers.new`."""
+    """How to parse an output; see `parsers.new`."""
 
     reasoning: str | None = None
     tools: str | None = None
     functions: dict[str, Any] = {}
-    """Those that may be called, and the JSON Schemas of their arguments."""
+    """Callable functions and the JSON Schemas of their arguments."""
     prompt: str = ""
-    """The end of it."""
+    """The prompt's end."""
 
     def parser(self) -> OutputParser:
-        """For one output."""
+        """A parser for one output."""
         return parsers.new(self.reasoning, self.tools, self.functions, self.prompt)
 
     @property
     def closing(self) -> str | None:
-        """What ends the reasoning, where one text does."""
+        """The end marker of reasoning, if it is one text."""
         tags = None if self.reasoning is None else parsers.REASONING.get(self.reasoning)
         return tags.closing if isinstance(tags, Tags) else None
 
@@ -85,7 +85,7 @@ class Parsing(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def formats_of(bundle: TokenizerBundle, reasoning: str, tools: str, strict_schemas: bool = False) -> Formats:
-    """What the flags say, or the chat template. Raises ConfigError for a name that is not known."""
+    """From flags, or the chat template. Raises ConfigError for an unknown name."""
     templates = "".join(text for text in (bundle.chat_template, bundle.tool_template) if text is not None)
     found = Formats(
         _named(reasoning, templates, _THINKING, parsers.REASONING.names()),
@@ -111,10 +111,10 @@ def _named(flag: str, templates: str, shown: Iterable[tuple[str, ...]], known: l
 def whole_output(
     constraint: Constraint | None, calls: Calls | None, formats: Formats, prompt: str
 ) -> Constraint | None:
-    """What an output must be, reasoning and calls included, whose answer must be as `constraint` says; None = whatever
-    it likes. `prompt`: the end of it. Raises ApiError 400 where that cannot be had.
+    """The grammar of an output including reasoning and calls, whose answer follows `constraint`; None = free. `prompt`:
+    its end. Raises ApiError 400 if that is impossible.
 
-    Where tools may be called, the output is the one or the other; where one has to be, nothing is said.
+    If tools may be called, the output is an answer or calls; if a call is required, only calls.
     """
     if calls is not None and calls.required:
         constraint = Constraint("tools", structural_tag(_calling(calls, formats, required=True), "tools"))
@@ -128,7 +128,7 @@ def whole_output(
 
 
 def _either(constraint: Constraint, calls: Calls, formats: Formats) -> Constraint:
-    """An answer as the constraint says, or calls."""
+    """An answer by the constraint, or calls."""
     param = constraint.param
     if formats.harmonic:
         raise ApiError(
@@ -143,7 +143,7 @@ def _either(constraint: Constraint, calls: Calls, formats: Formats) -> Constrain
 
 
 def _calling(calls: Calls, formats: Formats, *, required: bool) -> dict[str, Any]:
-    """xgrammar's format of an output that calls; unless it is required, of one that says what it likes, too."""
+    """xgrammar's format of an output with calls, or, if not required, also with text."""
     assert formats.tools is not None, "checked where the tools were read"
     functions = [Function(tool.name, tool.parameters or None, tool.strict or required) for tool in calls.tools]
     for tool in calls.tools:
@@ -155,10 +155,9 @@ def _calling(calls: Calls, formats: Formats, *, required: bool) -> dict[str, Any
 
 
 def _after_thinking(constraint: Constraint, reasoning: str | None, prompt: str) -> Constraint:
-    """The same for an output that may begin with reasoning, which is free.
+    """The same for an output that may begin with free reasoning.
 
-    Where the prompt has begun it, the constraint holds from behind its end on; where the model decides whether it
-    thinks, the grammar permits both.
+    If the prompt has begun it, the constraint starts after its end; if the model decides, the grammar allows both.
     """
     end = parsers.reasoning_end(reasoning, prompt)
     if reasoning is None or not end:

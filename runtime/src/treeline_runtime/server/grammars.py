@@ -1,10 +1,9 @@
-"""Constraints of a request → one Grammar: the spellings of OpenAI's API, SGLang and vLLM. Pure functions.
+"""A request's constraints in the spellings of OpenAI, SGLang and vLLM → one Grammar. Pure functions.
 
-What each means was read in vLLM 0.32 (`vllm/sampling_params.py`, `entrypoints/openai/*/protocol.py`), SGLang 0.5.23
-(`srt/sampling/sampling_params.py`, `srt/entrypoints/openai/protocol.py`) and xgrammar 0.2.8 (`structural_tag.py`). A
-request has one constraint; a value that is there is one, also where it is empty: the schema {} permits any JSON value,
-the pattern "" the empty text alone, and a list of no choices nothing, which is refused. Whether a schema or a pattern
-can be compiled is found out where it is (`treeline_runtime.grammar`).
+Sources: vLLM 0.32 (`vllm/sampling_params.py`, `entrypoints/openai/*/protocol.py`), SGLang 0.5.23
+(`srt/sampling/sampling_params.py`, `srt/entrypoints/openai/protocol.py`), xgrammar 0.2.8 (`structural_tag.py`). A
+request has one constraint. Empty values count: the schema {} allows any JSON, the pattern "" the empty text; an empty
+list of choices is refused. `treeline_runtime.grammar` finds out whether it compiles.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from treeline_runtime.server.pacing import encode_json
 
 MAX_SOURCE_BYTES: Final = 1 << 20
 MAX_DEPTH: Final = 128
-"""Of objects and lists in a schema or a structural tag: a property within a property takes two."""
+"""The deepest schema or structural tag: a property within a property takes two levels."""
 MAX_CHOICES: Final = 4096
 
 ANY_OBJECT: Final = Grammar("json", '{"type":"object"}')
 
 STRICT: Final = ContextVar("strict", default=False)
-"""Whether schemas with `strict: true` are refused where they have words that say nothing: `Reader.read` sets it."""
+"""Whether schemas with `strict: true` are refused for ignored keywords; set by `Reader.read`."""
 _MOST_SHOWN: Final = 8
 
 logger = logging.getLogger(__name__)
@@ -52,20 +51,20 @@ StructuralTag = Annotated[Any, _meta("xgrammar's, or SGLang's older form.", "obj
 Choices = Annotated[Any, _meta("Texts, one of which is the output.", "array", items={"type": "string"})]
 ResponseFormat = Annotated[Any, _meta("OpenAI's, and type `structural_tag`.", "object")]
 StructuredOutputs = Annotated[Any, _meta("vLLM's object.", "object")]
-"""Fields of bodies (`FIELDS`), which `read_constraint` checks."""
+"""Fields of bodies (`FIELDS`), checked by `read_constraint`."""
 
 
 class Constraint(NamedTuple):
-    """What an output must be, and which field said so."""
+    """What an output must be, and the field that says so."""
 
     param: str
     grammar: Grammar
 
 
 def read_constraint(body: Mapping[str, Any], names: Container[str], where: str = "") -> Constraint | None:
-    """The constraint that one of these fields of a body (`FIELDS`) asks for; None = there is none.
+    """The constraint in these fields of a body (`FIELDS`); None = none.
 
-    `where`: prefix of their names in errors. Raises ApiError 400 for a wrong value, and for a second constraint.
+    `where`: prefix of their names in errors. Raises ApiError 400 for a wrong value or a second constraint.
     """
     found: Constraint | None = None
     for name, value in body.items():
@@ -81,20 +80,22 @@ def read_constraint(body: Mapping[str, Any], names: Container[str], where: str =
 
 
 def note_words(schema: Any, param: str, *, strict: bool = False) -> None:
-    """Has the answer's header and the log name the words of a schema that say nothing. Raises ApiError 400 for them
-    where the schema is strict and the server refuses them (`STRICT`)."""
+    """Reports a schema's ignored keywords in the response header and the log. Raises ApiError 400 for them if the
+    schema is strict and the server refuses that (`STRICT`)."""
     shown = list[str]()
     for word in ignored(schema):
         ignore(f"{param}/{word}")
         shown.append(repr(short(word)))
     if shown and strict and STRICT.get():
-        raise invalid(param, f"with 'strict', a schema has no words that say nothing: {', '.join(shown[:_MOST_SHOWN])}")
+        raise invalid(
+            param, f"with 'strict', a schema may have no unknown or ignored keywords: {', '.join(shown[:_MOST_SHOWN])}"
+        )
     if shown:
-        logger.info("words of a schema say nothing: %s", ", ".join(shown[:_MOST_SHOWN]))
+        logger.info("ignored keywords of a schema: %s", ", ".join(shown[:_MOST_SHOWN]))
 
 
 def as_format(grammar: Grammar) -> dict[str, Any]:
-    """The same as a format of xgrammar's structural tags, to be put together with others."""
+    """As a format of xgrammar's structural tags, to combine with others."""
     match grammar.kind:
         case "json":
             return {"type": "json_schema", "json_schema": _decode(grammar.source)}
@@ -110,13 +111,12 @@ def as_format(grammar: Grammar) -> dict[str, Any]:
 
 
 def structural_tag(format: Mapping[str, Any], param: str) -> Grammar:
-    """A format of xgrammar's as a grammar: a constraint together with others, or with calls. Raises ApiError 400 where
-    it is too large."""
+    """A format of xgrammar as a grammar: a combined constraint. Raises ApiError 400 if it is too large."""
     return Grammar("structural_tag", _source({"type": "structural_tag", "format": format}, param, 4 * MAX_SOURCE_BYTES))
 
 
 def _json(value: Any, param: str, *, strict: bool = False) -> Constraint:
-    """A JSON Schema, as an object or as its text."""
+    """A JSON Schema, as an object or text."""
     schema = _parsed(value, param) if isinstance(value, str) else value
     if not isinstance(schema, dict):
         raise invalid(param, "a JSON Schema is an object ({} permits any value)")
@@ -154,7 +154,7 @@ def _choice(value: Any, param: str) -> Constraint:
 
 
 def _structural_tag(value: Any, param: str) -> Constraint:
-    """xgrammar's `{"format": …}`, or SGLang's older `{"structures": […], "triggers": […]}`; also as its text."""
+    """xgrammar's `{"format": …}`, or SGLang's older `{"structures": […], "triggers": […]}`; also as text."""
     tag = _parsed(value, param) if isinstance(value, str) else value
     if not isinstance(tag, dict):
         raise invalid(param, "expected an object")
@@ -178,7 +178,7 @@ def _structural_tag(value: Any, param: str) -> Constraint:
 
 
 def _triggered(tag: Mapping[str, Any], param: str) -> dict[str, Any]:
-    """SGLang's structures as xgrammar's `triggered_tags`, as xgrammar itself takes them."""
+    """SGLang's structures as xgrammar's `triggered_tags`, like xgrammar's own conversion."""
     structures, triggers = tag.get("structures"), tag.get("triggers")
     if not isinstance(structures, list) or not structures:
         raise invalid(f"{param}.structures", "expected a list that is not empty")
@@ -221,7 +221,7 @@ def _response_format(value: Any, param: str) -> Constraint | None:
 
 
 def _format_schema(value: Mapping[str, Any], param: str) -> Constraint:
-    """OpenAI's `{"json_schema": {"name", "schema", "strict"}}`, or the schema beside the type, as SGLang takes it."""
+    """OpenAI's `{"json_schema": {"name", "schema", "strict"}}`, or the schema beside the type, as in SGLang."""
     wrapped = value.get("json_schema")
     if wrapped is None and isinstance(value.get("schema"), dict):
         return Constraint(param, _json(value["schema"], f"{param}.schema").grammar)
@@ -250,11 +250,11 @@ _OUTPUTS: Final[Mapping[str, Callable[[Any, str], Constraint | None]]] = {
     "structural_tag": _structural_tag,
 }
 _FALLBACK: Final = ("disable_fallback",)
-"""Whether vLLM may take another library than the one that was named: there is no other."""
+"""Whether vLLM may use another library than the named one; there is only one here."""
 
 
 def _structured_outputs(value: Any, param: str) -> Constraint:
-    """vLLM's object, of which exactly one member is set."""
+    """vLLM's object, with exactly one member set."""
     if not isinstance(value, dict):
         raise invalid(param, "expected an object")
     check_unknown(value, _OUTPUTS.keys(), harmless=_FALLBACK, where=f"{param}.")
@@ -304,7 +304,7 @@ def _parsed(text: str, param: str) -> Any:
 
 
 def _source(value: Any, param: str, most: int = MAX_SOURCE_BYTES) -> str:
-    """A value of JSON as its text: members keep their order."""
+    """A JSON value as text, members in order."""
     _check_depth(value, param)
     encoded = encode_json(value)
     _check_size(encoded, param, most)

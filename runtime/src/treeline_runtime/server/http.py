@@ -1,4 +1,4 @@
-"""HTTP as the endpoints see it: requests whose bodies are read within bounds, answers in pieces, server-sent events."""
+"""HTTP for endpoints: requests with bounded bodies, answers in pieces, server-sent events."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from treeline_runtime.tokenizer_manager import InflightRequest
 
 _SEND_BYTES = 256 << 10
-"""Of one piece of an answer: the connection's buffer is looked at in between."""
+"""The largest piece of an answer; the connection's buffer is checked in between."""
 
 
 class Answer(Response):
-    """An answer, in pieces where it is large: each is sent by itself, when the one before has left."""
+    """An answer, sent in pieces if large."""
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ def json_answer(value: Any, status: int = 200, headers: Iterable[Header] = ()) -
 
 
 class ApiRequest(Request):
-    """A request to an endpoint, whose body is read completely before the endpoint runs."""
+    """A request whose body is read completely before the endpoint runs."""
 
     def __init__(self, scope: Scope, receive: Receive) -> None:
         super().__init__(scope, receive)
@@ -105,37 +105,37 @@ class ApiRequest(Request):
 
     @property
     def client(self) -> str | None:  # type: ignore[override]
-        """Who asks, and takes turns with others; None where the edge has not said.
+        """The client, for taking turns; None if the edge has not said.
 
-        The edge sets this header and that of the isolation, and removes those of callers. Who reaches this port past
-        the edge (the NetworkPolicy lets no caller) can name any client, as it can send any prompt: the header
-        separates, it proves nothing.
+        The edge sets this header and that of isolation, and removes callers'. Anyone who reaches this port past the
+        edge (which the NetworkPolicy prevents) can name any client: the header separates clients, it does not
+        authenticate them.
         """
         return self.headers.get(wire_headers.CLIENT) or None
 
     @property
     def tenant(self) -> str | None:
-        """The client whose cache the request uses, and no other's; None is the common one."""
+        """The client whose cache the request uses; None is the common one."""
         return self.client if self.headers.get(wire_headers.ISOLATION) == wire_headers.PER_KEY else None
 
     @property
     def shares_cache(self) -> bool:
-        """Clients that do not know each other share the cache: what was cached of a prompt tells of the others'."""
+        """Clients that do not know each other share the cache, so cached counts would reveal other clients' prompts."""
         return self.headers.get(wire_headers.ISOLATION) == wire_headers.SHARED
 
     @property
     def content(self) -> bytes:
-        """The body as one."""
+        """The body in one piece."""
         return b"".join(self.parts)
 
     def json_object(self) -> dict[str, Any]:
-        """The body of an endpoint that takes no prompt, as a JSON object. Raises ApiError 400."""
+        """The body as a JSON object, for endpoints without a prompt. Raises ApiError 400."""
         if slow_numbers(self.content) > MAX_SLOW:
             raise ApiError(400, "The body has too many long numbers")
         return json_object(self.content)
 
     async def read_body(self, limit: int, reservation: Reservation) -> None:
-        """Reads all of it into `parts`, for as long as `reservation` can grow with them.
+        """Reads it all into `parts`, as long as `reservation` can grow.
 
         Raises ApiError 413 beyond `limit`, 415 for a body that is compressed, ClientGone when the client leaves first,
         what the reservation raises. A body that is announced as too large is not waited for.
@@ -165,14 +165,14 @@ class ApiRequest(Request):
                 return
 
     def hand_over(self) -> tuple[list[bytes], Reservation]:
-        """The body and its room, for somebody else to release. Afterwards this has neither."""
+        """Hands the body and its reservation to another owner, who releases it."""
         parts, room = self.parts, self.reservation
         assert room is not None, "the body has been read"
         self.parts, self.reservation = [], None
         return parts, room
 
     def watch(self) -> None:
-        """From now on its task is cancelled when the client leaves, which is no error then (`app.Observed`). The body
+        """From now on its task is cancelled when the client disconnects, which is no error (`app.Observed`). The body
         must have been read: the server's next message can only be the disconnect.
         """
         task = asyncio.current_task()
@@ -187,9 +187,9 @@ class ApiRequest(Request):
         self._watcher = asyncio.create_task(watching())
 
     def end(self) -> None:
-        """Its answer has left, or there is none: ends its generations, and gives back what it holds.
+        """Its answer has been sent, or there is none: ends its generations and frees what it holds.
 
-        The server may know the request until its connection's next one.
+        The server may keep the request until its connection's next one.
         """
         if self._watcher is not None:
             self._watcher.cancel()
@@ -210,14 +210,14 @@ def _check_size(size: int, limit: int) -> None:
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events. It need not look for a client that leaves: `ApiRequest.watch` does."""
+    """Server-sent events. `ApiRequest.watch` notices disconnects."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self.stream_response(send)
 
 
 def event(value: Any) -> bytes:
-    """One server-sent event; the blank line ends it."""
+    """A server-sent event, ended by a blank line."""
     return b"data: " + encode_json(value) + b"\n\n"
 
 
@@ -227,7 +227,7 @@ def named_event(name: str, value: Any) -> bytes:
 
 
 def error_event(error: ApiError) -> bytes:
-    """The last event of a stream that fails."""
+    """The last event of a failed stream."""
     return event(error.body)
 
 

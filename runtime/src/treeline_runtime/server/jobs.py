@@ -1,6 +1,6 @@
-"""What a request asks for, once its body has been read: prompts as token ids, and how to answer them.
+"""What a request asks for: prompts as token ids, and how to answer.
 
-These go from the process that reads a large body to the one that answers it, as msgpack.
+Sent as msgpack from the process that read a large body to the one that answers.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ Kind = Literal[
     "count_tokens",
     "input_tokens",
 ]
-"""What a body is: one for each endpoint that reads one."""
+"""Kinds of bodies, one per endpoint."""
 
 
 class Caller(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What the edge said of the client; see `http.ApiRequest`."""
+    """What the edge says of the client; see `http.ApiRequest`."""
 
     tenant: str | None = None
     """The client whose cache the request uses; None is the common one."""
     shares_cache: bool = False
-    """How much was cached is not reported."""
+    """Cached counts are not reported."""
 
 
 class _Read(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
     ignored: tuple[str, ...] = ()
-    """Fields of the request that had no effect (`fields.ignore`)."""
+    """Ignored fields of the request (`fields.ignore`)."""
 
 
 class Answered(_Read, tag="answered", frozen=True):
@@ -54,17 +54,17 @@ class Answered(_Read, tag="answered", frozen=True):
 
 
 class Generations(_Read, frozen=True, kw_only=True):
-    """A request to the scheduler, whichever API it came through: every prompt is answered `n` times."""
+    """Generations of a request, of any API: every prompt is answered `n` times."""
 
     rid: str
-    """Names all of it: `/abort_request` takes it."""
+    """Its name, for `/abort_request`."""
     prompts: list[GenerateReq]
-    """What is scheduled for each, without `rid` and `client`."""
+    """The request for each, without `rid` and `client`."""
     n: int = 1
     rids: list[str] | None = None
-    """Ids of the generations, where the client chose them."""
+    """Ids of the generations, if the client chose them."""
     hides_cache: bool = False
-    """The answer's body does not tell what was cached."""
+    """The answer's body hides cached counts."""
     stream: bool = False
 
     @property
@@ -83,8 +83,8 @@ class Generations(_Read, frozen=True, kw_only=True):
         return self.rids or [f"{self.rid}:{index}" for index in range(self.generations)]
 
     def check_copies(self) -> None:
-        """Raises ApiError 400 where what its generations carry besides their prompts is too much: each has a copy of
-        its own in every process."""
+        """Raises ApiError 400 if what its generations carry besides prompts is too much: every process copies it for
+        each."""
         size = 0
         for prompt in self.prompts:
             size += self.n * len(encode(prompt.sampling))
@@ -97,7 +97,7 @@ class Generations(_Read, frozen=True, kw_only=True):
                 )
 
     def requests(self, client: str | None = None, *, uses_priority: bool = True) -> list[GenerateReq]:
-        """One per choice, prompt by prompt. A seed gives each of a prompt's choices its own, reproducible one."""
+        """One per choice, prompt by prompt. A seed gives each choice its own, reproducible seed."""
         choices = [(prompt, choice) for prompt in self.prompts for choice in range(self.n)]
         return [
             msgspec.structs.replace(
@@ -112,7 +112,7 @@ class Generations(_Read, frozen=True, kw_only=True):
 
 
 def size_of(request: GenerateReq) -> int:
-    """Bytes that a generation takes: what goes to the scheduler, but for the prompt, which is counted as a list."""
+    """Bytes of a generation: its message, with the prompt counted as a list."""
     carried = len(encode(msgspec.structs.replace(request, input_ids=[])))
     return GENERATION_BYTES + carried + BYTES_PER_TOKEN * len(request.input_ids)
 
@@ -129,73 +129,73 @@ class Shown(msgspec.Struct, frozen=True, omit_defaults=True):
 
     reasoning: bool = True
     reasoning_at_once: bool = False
-    """In one piece, when it is over."""
+    """In one piece, at its end."""
     several_calls: bool = True
-    """If not, the first alone."""
+    """Otherwise only the first."""
     special_tokens: bool = False
-    """Those of the output too."""
+    """Keep the output's special tokens."""
 
 
 ID_CHARS = 8
-"""Of a token's id in JSON, with its comma."""
+"""Bytes of a token id in JSON, with its comma."""
 
 
 class TextTask(Generations, frozen=True, kw_only=True):
-    """What OpenAI's answers have besides the text."""
+    """What OpenAI's answers have besides text."""
 
     usage: bool = False
-    """A stream ends with a chunk that has the usage."""
+    """A stream ends with a usage chunk."""
     continuous_usage: bool = False
     """Every chunk has the usage so far."""
     logprobs: int | None = None
-    """Of the output: the chosen ones, and of how many of the likeliest; None = nothing."""
+    """Of the output: the chosen tokens' and this many most likely ones; None = none."""
     prompt_logprobs: int | None = None
     token_ids: bool = False
     """Of prompt and output."""
 
     @property
     def ids_bytes(self) -> int:
-        """Bytes of an answer that the prompts' ids take."""
+        """Bytes of the prompts' ids in an answer."""
         return ID_CHARS * self.n * self.prompt_tokens if self.token_ids else 0
 
 
 class ChatTask(TextTask, tag="chat", frozen=True, kw_only=True):
-    """A chat, by any of the three APIs."""
+    """A chat in any of the three APIs."""
 
     parsing: Parsing | None = None
-    """How thoughts and calls are found in the output; None: it is all said."""
+    """How to find thoughts and calls in the output; None: it is all text."""
     shown: Shown = Shown()
     echo: str = ""
-    """What each choice's content begins with."""
+    """The beginning of each choice's content."""
     repeated: bytes = b""
-    """What an answer of `/v1/responses` repeats of the request: a JSON object."""
+    """What an answer of `/v1/responses` repeats of the request, as a JSON object."""
     fills_context: bool = False
-    """Of `/v1/messages`: the end of the context comes before that of the tokens that were asked for."""
+    """Of `/v1/messages`: the context ends before the requested tokens."""
 
 
 class CompletionTask(TextTask, tag="completion", frozen=True, kw_only=True):
     echoes: list[str]
-    """One per prompt: its text if it is to come first, or ""."""
+    """Per prompt: its text to be echoed, or ""."""
 
 
 class GenerateTask(Generations, tag="generate", frozen=True, kw_only=True):
     batched: bool
     with_text: bool
-    """Each logprob comes with its token's text."""
+    """Each logprob has its token's text."""
 
 
 class PoolingTask(Generations, tag="pooling", frozen=True, kw_only=True):
-    """Vectors, or numbers that are made of them."""
+    """Vectors, or numbers made of them."""
 
     base64: bool = False
     dimensions: int | None = None
-    """Those of a vector that are wanted; None = all."""
+    """Requested dimensions of a vector; None = all."""
     activation: bool = True
-    """Probabilities are wanted, not the head's own outputs."""
+    """Probabilities instead of the head's outputs."""
     top_n: int | None = None
-    """The most relevant documents alone; None = all."""
+    """Only the most relevant documents; None = all."""
     documents: list[str] | None = None
-    """To be shown in the answer; None = they are not."""
+    """To be shown in the answer; None = not shown."""
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):
@@ -204,11 +204,11 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
     status: int
     message: str
     kind: str
-    """What the API calls its type."""
+    """Its type in the API."""
     param: str | None = None
     code: str | None = None
     unknown_model: tuple[str, str] | None = None
-    """The name, where it is that, and the one that is served."""
+    """The name and the served name, if the error is an unknown model."""
 
     @classmethod
     def of(cls, error: ApiError) -> Refused:
@@ -217,7 +217,7 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
         return cls(error.status, told["message"], told["type"], told["param"], told["code"], name)
 
     def error(self) -> ApiError:
-        """The same, but for its headers."""
+        """The error without its headers."""
         if self.unknown_model is not None:
             return UnknownModel(*self.unknown_model)
         return ApiError(self.status, self.message, type=self.kind, param=self.param, code=self.code)

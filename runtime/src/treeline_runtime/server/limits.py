@@ -1,4 +1,4 @@
-"""Bounds on what one request and all requests together may take: bytes, tokens, seconds."""
+"""Limits per request and for all requests together: bytes, tokens, seconds."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ from treeline_runtime.server.errors import ApiError
 
 MAX_BODY_BYTES = 32 << 20
 MAX_CONTROL_BYTES = 64 << 10
-"""Bodies of endpoints that take no prompt."""
+"""Bodies of endpoints without a prompt."""
 INLINE_BYTES = 8 << 10
-"""Smaller bodies are parsed and tokenized in the event loop: about 5 ms for the worst of them. Larger ones go to a
-process of their own (`reader_pool`)."""
+"""Smaller bodies are parsed and tokenized in the event loop, in at most about 5 ms. Larger ones go to another process
+(`reader_pool`)."""
 INLINE_TEXTS_BYTES = 2 << 10
-"""The same where a body may be a list of texts, each of which costs some 30 µs however short it is."""
+"""The same for bodies with lists of texts, each costing some 30 µs however short."""
 INLINE_PAIRS_BYTES = 1 << 10
-"""The same of texts that are paired with a query, for which a template may be rendered each time: some 45 µs."""
+"""The same for texts paired with a query, which may be rendered each time: some 45 µs."""
 MAX_ANSWER_BYTES = 32 << 20
-"""What `/detokenize` may answer."""
+"""The largest answer of `/detokenize`."""
 MAX_PROMPT_TOKENS = 1 << 19
-"""Prompt tokens in one HTTP request, all its prompts together; a model's context may be longer."""
+"""Prompt tokens of an HTTP request, all prompts together; a model's context may be longer."""
 MAX_GENERATIONS = 1024
-"""Generations that one HTTP request may start (prompts x n), and lists that it may have detokenized."""
+"""Generations of an HTTP request (prompts x n), and lists to detokenize."""
 MAX_INPUTS = 2048
-"""Texts that one HTTP request may have made vectors of: OpenAI's limit."""
+"""Texts of a vector request: OpenAI's limit."""
 MAX_COPIED_BYTES = 16 << 20
-"""Of what the generations of one request carry besides their prompts."""
+"""What a request's generations carry besides prompts."""
 GENERATION_BYTES = 4 << 10
-"""What a generation takes in all processes together, whatever it carries."""
+"""What a generation takes in all processes, whatever it carries."""
 BYTES_PER_TOKEN = 16
-"""What a token of a prompt in flight is counted as: its entry in a list, here and in the scheduler."""
+"""Bytes counted per prompt token in flight: list entries here and in the scheduler."""
 
 
 class TooMuchInFlight(Exception):
@@ -38,11 +38,11 @@ class TooMuchInFlight(Exception):
 
 
 class ByteBudget:
-    """Bytes that all requests in flight may hold together: bodies being read and prompts being answered.
+    """Bytes that all requests in flight may hold: bodies being read and prompts being answered.
 
-    The first `INLINE_BYTES` of a body are free, so that ordinary requests pass while large ones have to wait. A client
-    holds at most as much as stays free, so one that fills its share leaves room for others (dynamic thresholds with
-    a factor of one: Choudhury and Hahne, 1998). Requests without a client (None) may hold everything.
+    The first `INLINE_BYTES` of a body are free, so ordinary requests pass while large ones wait. A client may hold at
+    most as much as stays free (dynamic thresholds with a factor of one: Choudhury and Hahne, 1998). Requests without a
+    client (None) may hold everything.
     """
 
     def __init__(self, limit: int) -> None:
@@ -51,7 +51,7 @@ class ByteBudget:
         self._held: Counter[str] = Counter()
 
     def most(self, client: str | None) -> int:
-        """What the client may hold where no other holds anything."""
+        """What the client may hold if nobody else holds anything."""
         return self.limit if client is None else self.limit // 2
 
     def reserve(self, size: int, client: str | None) -> None:
@@ -72,7 +72,7 @@ class ByteBudget:
 
 
 class Reservation:
-    """One request's share of a budget: grows with its body, and is given back once."""
+    """A request's share of a budget: grows with its body, released once."""
 
     def __init__(self, budget: ByteBudget, client: str | None, free: int = INLINE_BYTES) -> None:
         self._budget = budget
@@ -81,7 +81,7 @@ class Reservation:
         self._held = 0
 
     def grow(self, size: int) -> None:
-        """Raises TooMuchInFlight, or ApiError as `check`; then it is as large as before."""
+        """Raises TooMuchInFlight, or ApiError as `check`; its size is then unchanged."""
         self.check(size)
         free = min(size, self._free)
         self._budget.reserve(size - free, self._client)
@@ -89,7 +89,7 @@ class Reservation:
         self._held += size - free
 
     def check(self, size: int) -> None:
-        """Raises ApiError 413 if so much more would not fit if there were no other requests."""
+        """Raises ApiError 413 if so much more would not fit even alone."""
         needed, limit = self._held + size - self._free, self._budget.most(self._client)
         if needed > limit:
             raise ApiError(
@@ -107,7 +107,7 @@ class Reservation:
 
 @dataclass(frozen=True)
 class Limits:
-    """Token counts that decide whether a prompt fits."""
+    """Token limits that decide whether a prompt fits."""
 
     context_length: int
     """Prompt + output."""
@@ -115,9 +115,9 @@ class Limits:
     """What the KV pool can hold of one request; at most `context_length`."""
 
     def max_new_tokens(self, prompt_len: int, asked: int | None, default: int | None, param: str) -> int:
-        """Output tokens for a prompt: what was asked, `default`, or the rest of the context (None).
+        """Output tokens for a prompt: the requested number, `default`, or the rest of the context (None).
 
-        Raises ApiError 400 for an empty prompt, and `context_length_exceeded` when it cannot fit.
+        Raises ApiError 400 for an empty prompt, and `context_length_exceeded` if it cannot fit.
         """
         if prompt_len == 0:
             raise ApiError(400, "The prompt is empty", param=param)

@@ -1,4 +1,4 @@
-"""Prometheus metrics of one runtime: SGLang's names under the prefix `treeline:`."""
+"""Prometheus metrics of a runtime: SGLang's names with the prefix `treeline:`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TTFT_BUCKETS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.04, 0.06, 0.08),
     *(0.1, 0.15, 0.2, 0.3, 0.4, 0.6, 0.8, 1, 1.5, 2, 3, 4, 6, 8, 10, 20, 40, 80, 160, 320),
 )
-"""Seconds. The usual first bucket of 100 ms hides everything about a small model's first token."""
+"""Seconds. The usual first bucket of 100 ms would hide a small model's first token."""
 
 TOKEN_BUCKETS = (
     *(0.0005, 0.001, 0.002, 0.004, 0.006, 0.008, 0.01, 0.015, 0.02, 0.03, 0.04),
@@ -45,7 +45,7 @@ _GAUGES = (
 
 
 class Metrics:
-    """One registry per HTTP process, so several live in one test process."""
+    """One registry per HTTP process, so several fit in one test process."""
 
     def __init__(self, model_name: str) -> None:
         self._registry = CollectorRegistry()

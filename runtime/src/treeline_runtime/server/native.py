@@ -1,4 +1,4 @@
-"""SGLang's `/generate`, and texts as ids."""
+"""SGLang's `/generate`, and tokenizing."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from treeline_runtime.server.pacing import Pacer, elements, encode_json, open_ob
 from treeline_runtime.server.service import AnswerMaker, Service, token_headers
 
 HIDDEN_BYTES = 10
-"""What an element of a hidden state takes while an answer is made: as float32, and that as base64."""
+"""Bytes of a hidden state's element while answering: float32, and its base64."""
 _BASE64_AT_ONCE = 3 << 18
-"""Bytes, a multiple of three: the texts of the parts put together are that of the whole."""
+"""Bytes, a multiple of three, so that base64 parts can be joined."""
 
 router = APIRouter()
 
@@ -43,7 +43,7 @@ async def generate(call: Annotated[Call[GenerateTask], call_of("generate", "gene
 
 
 def _hidden_bytes(service: Service, task: GenerateTask) -> int:
-    """What the hidden states of an answer may take. Raises ApiError 400 where there are none to be had."""
+    """Bytes of an answer's hidden states. Raises ApiError 400 if there are none."""
     if not task.prompts[0].return_hidden_states:
         return 0
     if service.hidden_size is None:
@@ -74,7 +74,7 @@ for _path in ("/detokenize", "/v1/detokenize"):
 
 
 class _Answers(AnswerMaker):
-    """Native answers are cumulative: text and lists so far, by index."""
+    """Cumulative answers: text and lists so far, by index."""
 
     def __init__(self, asked: ApiRequest, task: GenerateTask, weight_version: str) -> None:
         self._task = task
@@ -100,8 +100,7 @@ class _Answers(AnswerMaker):
         return [b"data: ", *await self._take(index, out, pacer), b"\n\n"]
 
     async def _take(self, index: int, out: TextOut, pacer: Pacer) -> list[bytes]:
-        """Adds an output; returns the answer as it stands, as pieces of JSON: in a stream of several, with its
-        index."""
+        """Adds an output; returns the answer so far as pieces of JSON, in a stream of several with its index."""
         so_far = self._so_far.get(index)
         if so_far is None:
             so_far = self._so_far[index] = _SoFar(logprobs=_logprob_lists(self._task.prompts[index // self._task.n]))
@@ -150,7 +149,7 @@ class _Answers(AnswerMaker):
 
 @dataclass
 class _SoFar:
-    """Lists are kept as the JSON of their elements: what has been written once is not written again."""
+    """Lists are kept as JSON, so that elements are written once."""
 
     logprobs: dict[str, bytearray]
     text: str = ""
@@ -158,7 +157,7 @@ class _SoFar:
 
 
 def _logprob_lists(prompt: GenerateReq) -> dict[str, bytearray]:
-    """The lists of an answer, by name. SGLang's clients read them whether or not there is anything in them."""
+    """An answer's lists by name, also empty ones, which SGLang's clients read."""
     names: list[str] = []
     if prompt.return_logprob:
         names += ["input_token_logprobs", "output_token_logprobs"]
@@ -168,7 +167,7 @@ def _logprob_lists(prompt: GenerateReq) -> dict[str, bytearray]:
 
 
 def _shorten(listed: bytearray, count: int) -> None:
-    """The last `count` elements were never there."""
+    """Removes the last `count` elements."""
     for _ in range(count):
         del listed[max(listed.rfind(b","), 0) :]
 
@@ -180,7 +179,7 @@ def _extend(known: bytearray, fresh: bytes) -> None:
 
 
 async def _hidden_states(states: HiddenStates, pacer: Pacer) -> list[bytes]:
-    """A member of `meta_info`: rows as base64, since as JSON they would be three times as long."""
+    """A member of `meta_info`: rows as base64, a third of their size as JSON."""
     shape = [len(states.data) // (4 * states.size), states.size]
     head = {"first_position": states.first, "shape": shape, "dtype": "float32"}
     pieces = [b',"hidden_states":', open_object(head, "data"), b'"']

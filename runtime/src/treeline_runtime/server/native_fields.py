@@ -1,4 +1,4 @@
-"""Typed bodies of SGLang's own endpoints."""
+"""Bodies of SGLang's own endpoints."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class NativeSampling(SamplingFields, frozen=True):
 
 
 def read_processor(sampling: NativeSampling, name: str | None, params: dict[str, Any] | None) -> CustomProcessor | None:
-    """name, params: what the body says beside them. Raises ApiError 400."""
+    """name, params: from the body besides them. Raises ApiError 400."""
     return shared.read_processor(
         {"custom_logit_processor": name, "sampling_params.custom_logit_processor": sampling.custom_logit_processor},
         {"custom_params": params, "sampling_params.custom_params": sampling.custom_params},
@@ -42,11 +42,11 @@ _SAMPLING = {"anyOf": [{"$ref": "#/components/schemas/NativeSampling"}, {"type":
 
 
 class GenerateBody(Body, frozen=True):
-    """Either `text` or `input_ids`, of one prompt or of several: lists make a batch, and one value counts for all."""
+    """Either `text` or `input_ids`, of one or more prompts: lists make a batch, and a single value applies to all."""
 
     harmless: ClassVar = {
         **HARMLESS,
-        "stream_options": "asks for the usage, which every answer of /generate has: SGLang's kits",
+        "stream_options": "asks for the usage, which is always there: SGLang's test kits",
     }
     shown: ClassVar = {
         "sampling_params": {"anyOf": [*_SAMPLING["anyOf"], {"type": "array", "items": _SAMPLING}]},
@@ -68,7 +68,7 @@ class GenerateBody(Body, frozen=True):
     return_hidden_states: bool | None = None
     custom_logit_processor: str | list[str | None] | None = None
     custom_params: dict[str, Any] | list[dict[str, Any] | None] | None = None
-    """As in `sampling_params`: SGLang's clients have the first here, and the second there."""
+    """As in `sampling_params`: SGLang's clients send the first here and the second there."""
 
 
 class TokenizeBody(Body, frozen=True):

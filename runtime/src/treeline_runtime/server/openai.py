@@ -1,4 +1,4 @@
-"""What `/v1/chat/completions` and `/v1/completions` share: typed bodies, and the pieces of their answers."""
+"""What chat completions and completions share: typed bodies, and pieces of their answers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from treeline_runtime.server.sampling import (
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What the readers of bodies know of the model."""
+    """What readers of bodies know of the model."""
 
     name: str
     prompts: Prompts
@@ -54,10 +54,10 @@ class ModelFacts:
     pooling: Pooling | None = None
     """How the model makes vectors; None: it makes text."""
     formats: Formats = NO_FORMATS
-    """In which the model thinks, and calls tools."""
+    """Of reasoning and tool calls."""
 
     def check_model(self, name: object) -> None:
-        """Raises UnknownModel for another model than the one served; none at all is this one."""
+        """Raises UnknownModel for another model than the served one; no name means this one."""
         if name is not None and name != self.name:
             raise UnknownModel(name, self.name)
 
@@ -68,7 +68,7 @@ Rid = Annotated[str, Meta(min_length=1, max_length=128)]
 ChatTemplateText = Annotated[str, Meta(max_length=32 << 10)]
 """Known ones have up to 20 thousand characters."""
 MAX_SALT_CHARS = 1024
-"""It is kept with every page, and sent to every router."""
+"""It is stored with every page and sent to every router."""
 Salt = Annotated[
     Annotated[str, Meta(max_length=MAX_SALT_CHARS)] | None,
     Meta(description="Requests that differ in this share no cached prefix."),
@@ -115,11 +115,9 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class StreamOptions(Body, frozen=True):
-    """What the chunks of a stream have besides."""
+    """Optional parts of a stream's chunks."""
 
-    harmless: ClassVar = {
-        "include_obfuscation": "padding, so that nobody sees in encrypted packets how long a token is"
-    }
+    harmless: ClassVar = {"include_obfuscation": "padding that hides token lengths in encrypted packets"}
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
     """The usage so far in every chunk: vLLM's, sent by guidellm and aiperf."""
@@ -158,7 +156,7 @@ class CommonBody(SamplingFields, frozen=True, kw_only=True):
 
 
 class ChatBody(CommonBody, frozen=True, kw_only=True):
-    """A chat. Unset sampling values come from the checkpoint, `max_tokens` is the rest of the context."""
+    """A chat. Unset sampling values come from the checkpoint; `max_tokens` is the rest of the context."""
 
     messages: Conversation
     documents: Documents = None
@@ -173,23 +171,23 @@ class ChatBody(CommonBody, frozen=True, kw_only=True):
         Meta(description="For the chat template, whose thinking it turns on or off; ignored where it reads neither."),
     ] = None
     chat_template: ChatTemplateText | None = None
-    """In place of the model's: vLLM's."""
+    """Instead of the model's: vLLM's."""
     max_tokens: PositiveCount | None = None
     max_completion_tokens: PositiveCount | None = None
     logprobs: bool | None = None
     top_logprobs: TopCount | None = None
     include_reasoning: bool | None = None
-    """Show what was thought at all: vLLM's."""
+    """Whether to show reasoning: vLLM's."""
     separate_reasoning: bool | None = None
-    """Apart from what is said: SGLang's."""
+    """Whether to separate reasoning from the answer: SGLang's."""
     stream_reasoning: bool | None = None
-    """As it comes: SGLang's."""
+    """Whether to stream reasoning: SGLang's."""
     echo: bool | None = None
-    """The message that the answer goes on with comes first: vLLM's."""
+    """The continued message comes first: vLLM's."""
 
 
 class CompletionBody(CommonBody, frozen=True, kw_only=True):
-    """Prompts to go on with. Unset sampling values come from the checkpoint, `max_tokens` is 16."""
+    """Prompts to continue. Unset sampling values come from the checkpoint; `max_tokens` is 16."""
 
     shown: ClassVar = {
         "logprobs": {"anyOf": [{"type": "integer", "minimum": 0, "maximum": MAX_TOP_LOGPROBS}, {"enum": [None, False]}]}
@@ -202,7 +200,7 @@ class CompletionBody(CommonBody, frozen=True, kw_only=True):
 
 
 EFFORT_VARIABLES = ("reasoning_effort", "enable_thinking", "thinking")
-"""Of chat templates: an effort sets them all (`treeline_wire.dialects.treeline`)."""
+"""Of chat templates: an effort sets all of them (`treeline_wire.dialects.treeline`)."""
 
 
 def read_chat(body: Mapping[str, Any], model: ModelFacts) -> ChatBody:
@@ -238,19 +236,19 @@ def _check_common(raw: Mapping[str, Any], body: CommonBody, model: ModelFacts) -
 
 
 def rid_of(body: CommonBody, kind: str) -> str:
-    """The request's id, in either spelling, or a new one. Raises ApiError 400."""
+    """The request's id in either spelling, or a new one. Raises ApiError 400."""
     if None not in (body.rid, body.request_id) and body.rid != body.request_id:
         raise ApiError(400, "'rid' and 'request_id' contradict each other", param="request_id", code="invalid_value")
     return body.rid or body.request_id or new_rid(kind)
 
 
 def new_rid(kind: str) -> str:
-    """A request id that no other request has, as clients see it."""
+    """A new unique request id, as clients see it."""
     return f"{kind}-{uuid.uuid4().hex}"
 
 
 def encodable(text: str) -> str:
-    """The text. Raises ApiError 400 for half of a surrogate pair, which has no UTF-8."""
+    """The text. Raises ApiError 400 for lone surrogates, which UTF-8 cannot express."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -259,7 +257,7 @@ def encodable(text: str) -> str:
 
 
 def namespace(body: Mapping[str, Any], caller: Caller) -> str | None:
-    """The cache that the request uses. Raises ApiError 400."""
+    """The request's cache namespace. Raises ApiError 400."""
     try:
         return namespace_of(body, caller.tenant)
     except PromptError as error:
@@ -285,13 +283,13 @@ def sampling(
 
 
 def processor(body: CommonBody) -> CustomProcessor | None:
-    """What is to change its logits. Raises ApiError 400."""
+    """The request's logit processor. Raises ApiError 400."""
     given = {"custom_params": body.custom_params, "vllm_xargs": body.vllm_xargs}
     return read_processor({"custom_logit_processor": body.custom_logit_processor}, given)
 
 
 def task_fields(body: CommonBody, caller: Caller, kind: str, logprobs: int | None) -> dict[str, Any]:
-    """The fields of a `TextTask` but for its prompts. `kind` begins a new id. Raises ApiError 400."""
+    """The fields of a `TextTask` without prompts. `kind` begins a new id. Raises ApiError 400."""
     if body.stream and body.prompt_logprobs is not None:
         raise ApiError(400, "'prompt_logprobs' come with whole answers, not with streams", param="prompt_logprobs")
     options = body.stream_options or StreamOptions()
@@ -317,7 +315,7 @@ def request(
     *,
     echo: bool = False,
 ) -> GenerateReq:
-    """With the log probabilities that are sent; they also keep ids that have been sent from being withdrawn."""
+    """With the log probabilities to send; they also keep sent ids from being replaced."""
     tops = [top for top in (logprobs, body.prompt_logprobs) if top is not None]
     start = 0 if (echo and logprobs is not None) or body.prompt_logprobs is not None else -1
     return GenerateReq(
@@ -333,12 +331,12 @@ def request(
 
 
 def envelope(id: str, object: str, model: str) -> dict[str, Any]:
-    """The members that begin an answer and each of its chunks."""
+    """The first members of an answer and of each chunk."""
     return {"id": id, "object": object, "created": int(time.time()), "model": model}
 
 
 def finish_reason(finish: FinishReason | None) -> Literal["stop", "length", "abort"] | None:
-    """`abort` is for a request that an operator ended; other errors are no answers (`Service.check_finish`)."""
+    """`abort`: an operator ended the request; other errors are no answers (`Service.check_finish`)."""
     return None if finish is None or finish.type == "error" else finish.type
 
 
@@ -346,8 +344,8 @@ NO_LOGPROBS = [b"null"]
 
 
 async def prompt_logprobs(out: TextOut, top: int, pacer: Pacer) -> list[bytes]:
-    """vLLM's form as pieces of JSON: an object by token id for each token of the prompt but the first. The rank is
-    given for the `top` likeliest, and null for a token that is none of them."""
+    """vLLM's form as pieces of JSON: an object by token id for each prompt token but the first. The rank is null for a
+    token outside the `top` most likely."""
     pieces = list[bytes]()
     for raw in out.logprobs:
         known = decode_logprobs(raw)
@@ -367,7 +365,7 @@ def _ranked(one: TextLogprob, tops: Sequence[TextLogprob]) -> dict[str, PromptLo
 
 
 async def chat_logprobs(out: TextOut, top: int | None, prompts: Prompts, pacer: Pacer) -> list[bytes]:
-    """OpenAI's chat form as pieces of JSON: `null` when none were asked for."""
+    """OpenAI's chat form as pieces of JSON: `null` if not requested."""
     if not out.logprobs or top is None:
         return NO_LOGPROBS
     parts = list[bytes]()
@@ -392,7 +390,7 @@ def _entry(logprob: TextLogprob, prompts: Prompts) -> tuple[str, float, list[int
 
 
 LEAST_LOGPROB = -9999.0
-"""JSON has no infinity: a token that sampling excluded is as improbable as OpenAI's API can say."""
+"""JSON has no infinity: an excluded token gets the lowest value of OpenAI's API."""
 
 
 def floor(value: float | None) -> float | None:
@@ -400,10 +398,10 @@ def floor(value: float | None) -> float | None:
 
 
 class TextLogprobs:
-    """OpenAI's completions form, which counts text offsets through the whole answer: one per choice."""
+    """OpenAI's completions form, with text offsets through the whole answer: one per choice."""
 
     def __init__(self, prompts: Prompts, top: int | None, *, skip_special_tokens: bool, echo: bool) -> None:
-        """`top`: how many of the likeliest are shown; None: nothing is. `skip_special_tokens`: of the output; an echoed
+        """`top`: how many of the most likely are shown; None: none. `skip_special_tokens`: of the output; an echoed
         prompt shows them."""
         self._prompts = prompts
         self._top = top
@@ -413,7 +411,7 @@ class TextLogprobs:
         self._begun = False
 
     async def take(self, out: TextOut, pacer: Pacer) -> list[bytes]:
-        """Pieces of JSON: `null` when none were asked for."""
+        """Pieces of JSON: `null` if not requested."""
         if not out.logprobs or self._top is None:
             return NO_LOGPROBS
         columns: dict[str, list[bytes]] = {

@@ -1,4 +1,4 @@
-"""Long work in the event loop, in short turns; and JSON that is written in pieces."""
+"""Long work in the event loop, in short turns; and JSON written in pieces."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ encode_json = msgspec.json.Encoder().encode
 
 
 class Pacer:
-    """Call `rest` between the steps of long work: it lets others run whenever a turn has been used up."""
+    """Call `rest` between steps of long work: it lets others run when a turn is used up."""
 
     def __init__(self) -> None:
         self._until = time.perf_counter() + TURN_S
@@ -27,7 +27,7 @@ class Pacer:
 
 
 def open_object(members: Mapping[str, Any], last: str) -> bytes:
-    """The beginning of a JSON object: its members, and the name of one more, whose value and `}` are to follow.
+    """The beginning of a JSON object: its members, and the name of one more, whose value and `}` follow.
 
     `members` must not be empty.
     """
@@ -35,8 +35,8 @@ def open_object(members: Mapping[str, Any], last: str) -> bytes:
 
 
 def opened(value: msgspec.Struct) -> bytes:
-    """The beginning of a JSON object whose last member is to be written in pieces behind it: up to that member's value
-    where it is None in `value`, and within its brackets where it is []."""
+    """The beginning of a JSON object whose last member follows in pieces: up to its value if that is None in `value`,
+    or inside its brackets if it is []."""
     encoded = encode_json(value)
     return encoded[:-5] if encoded.endswith(b"null}") else encoded[:-2]
 

@@ -1,4 +1,4 @@
-"""Bodies of requests for vectors → what they ask for, as `reader` does it for text."""
+"""Bodies of vector requests → what they ask for, as `reader` does for text."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TEXTS = str | list[str]
 
 
 class PoolingFields(Body, frozen=True, kw_only=True):
-    """What all of them have."""
+    """Fields of all of them."""
 
     model: str | None = None
     cache_salt: openai.Salt = None
@@ -35,7 +35,7 @@ class PoolingFields(Body, frozen=True, kw_only=True):
 
 
 class EmbeddingBody(PoolingFields, frozen=True, kw_only=True):
-    """Texts, or their token ids. `dimensions` where the model was trained for it."""
+    """Texts, or their token ids. `dimensions` if the model was trained for it."""
 
     normalize: bool | None = None
     use_activation: bool | None = None
@@ -46,7 +46,7 @@ class EmbeddingBody(PoolingFields, frozen=True, kw_only=True):
 
 
 class TextsOrChat(PoolingFields, frozen=True, kw_only=True):
-    """Either `input` or `messages`, which are one conversation."""
+    """Either `input`, or `messages` as one conversation."""
 
     input: openai.MaybeTexts = None
     messages: openai.MaybeConversation = None
@@ -59,16 +59,15 @@ class TextsOrChat(PoolingFields, frozen=True, kw_only=True):
 
 
 class PoolingBody(TextsOrChat, frozen=True, kw_only=True):
-    """Either `input` or `messages`, which are one conversation. Vectors come as the model makes them."""
+    """Either `input`, or `messages` as one conversation. Vectors are as the model makes them."""
 
     encoding_format: EncodingFormat | None = None
     normalize: bool | None = None
-    """The former name of `use_activation`."""
+    """The old name of `use_activation`."""
 
 
 class ClassifyBody(TextsOrChat, frozen=True, kw_only=True):
-    """Either `input` or `messages`. Without `use_activation: false`, which asks for the head's own outputs,
-    probabilities."""
+    """Either `input` or `messages`. Returns probabilities, or with `use_activation: false` the head's outputs."""
 
 
 class PairFields(PoolingFields, frozen=True, kw_only=True):
@@ -77,11 +76,11 @@ class PairFields(PoolingFields, frozen=True, kw_only=True):
     instruct: Annotated[str | None, Meta(description="Where the model's chat template has a place for it.")] = None
     use_activation: bool | None = None
     add_special_tokens: bool | None = None
-    """False is refused: a pair is not a pair without them."""
+    """False is refused: a pair needs them."""
 
 
 class ScoreBody(PairFields, frozen=True, kw_only=True):
-    """A text and others, or as many of both. The other names of the texts are vLLM's."""
+    """A text and others, or as many of both. Other names of the texts are vLLM's."""
 
     text_1: TEXTS | None = None
     text_2: TEXTS | None = None
@@ -93,12 +92,12 @@ class ScoreBody(PairFields, frozen=True, kw_only=True):
 
     @property
     def first(self) -> TEXTS | None:
-        """Raises ApiError 400 where several names are used."""
+        """Raises ApiError 400 if several names are used."""
         return self._one_of("text_1", "data_1", "queries")
 
     @property
     def second(self) -> TEXTS | None:
-        """Raises ApiError 400 where several names are used."""
+        """Raises ApiError 400 if several names are used."""
         return self._one_of("text_2", "data_2", "documents", "items")
 
     def _one_of(self, name: str, *others: str) -> TEXTS | None:
@@ -117,12 +116,12 @@ class DocumentBody(Body, frozen=True):
 
 
 class RerankBody(PairFields, frozen=True, kw_only=True):
-    """Documents, to be sorted by relevance to a query. `top_n` is all of them unless it is there."""
+    """Documents to sort by relevance to a query. `top_n` defaults to all."""
 
     query: str
     documents: Annotated[list[str | DocumentBody], Meta(extra_json_schema={"minItems": 1})]
     top_n: Count | None = None
-    """0, vLLM's default: all of them."""
+    """0 is vLLM's default: all."""
     return_documents: bool | None = None
 
 
@@ -133,7 +132,7 @@ _NOTHING = SamplingParams(max_new_tokens=0)
 
 
 def check_template(pooling: Pooling | None, prompts: Prompts) -> None:
-    """Raises ValueError for a language model that reranks, but cannot be asked."""
+    """Raises ValueError for a reranking language model without a suitable template."""
     if pooling is not None and pooling.answers and not prompts.knows_pairs:
         raise ValueError(
             "a language model that reranks (LogitScore) needs a chat template (chat_template.jinja) for messages of "
@@ -194,8 +193,7 @@ class PoolingReader:
         return body
 
     def _check_as_made(self, body: EmbeddingBody | PoolingBody) -> None:
-        """Vectors come as the model makes them, whatever is asked: with a length of 1 or not, and the outputs of a head
-        as they are."""
+        """Refuses other normalization or activation than the model's."""
         pooling = self.model.pooling
         made = pooling is not None and pooling.normalize
         for name in ("normalize", "use_activation"):
@@ -209,7 +207,7 @@ class PoolingReader:
         return openai.namespace(self.raw, self.caller)
 
     def _task(self, body: PoolingFields, kind: str, prompts: list[list[int]], **shown: Any) -> PoolingTask:
-        """`shown`: the fields of the task that say how it is answered."""
+        """`shown`: the task's fields for the answer."""
         priority = body.priority or 0
         return PoolingTask(
             rid=body.rid or openai.new_rid(kind),
@@ -219,7 +217,7 @@ class PoolingReader:
         )
 
     def _inputs(self, body: EmbeddingBody | TextsOrChat) -> list[list[int]]:
-        """OpenAI's `input`: a text or its token ids, or several of them."""
+        """OpenAI's `input`: a text or its token ids, or several."""
         value = body.input
         if value is None:
             raise ApiError(400, "Missing required parameter: 'input'", param="input", code="missing_required_parameter")
@@ -243,7 +241,7 @@ class PoolingReader:
         if body.add_special_tokens:
             problem = "'add_special_tokens' is for 'input': a chat template writes its own"
             raise ApiError(400, problem, param="add_special_tokens")
-        # what is judged is complete: the model does not go on with it, unless the client says so
+        # the judged text is complete: no generation prompt, unless the client asks
         asked = {**self.raw, "add_generation_prompt": self.raw.get("add_generation_prompt") or False}
         return self._fitting([self.model.prompts.of_chat(asked, self.limits, self._namespace)], "messages")
 
@@ -251,7 +249,7 @@ class PoolingReader:
         if body.instruct is not None:
             _check_text(body.instruct, "instruct")
         if body.add_special_tokens is False:
-            problem = "'add_special_tokens' cannot be false: they are what tells the two texts of a pair apart"
+            problem = "'add_special_tokens' cannot be false: they separate the two texts of a pair"
             raise ApiError(400, problem, param="add_special_tokens", code="unsupported_parameter")
         pooling = self.model.pooling
         prompts = self.model.prompts.of_pairs(

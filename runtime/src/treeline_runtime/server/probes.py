@@ -1,11 +1,10 @@
-"""Probes and what the server says about itself.
+"""Probes and information about the server.
 
-Whether a request would work: what /health_generate asks, and what /ready and /live know between such questions.
+`EngineHealth` answers whether a request would work: by /health_generate, and for /ready and /live between its checks.
 
-A failed request proves nothing: its prompt may be one that overflows, and then a client that sends a few of those would
-take a server out of rotation. So failures alone only raise a suspicion. After `FAILURES` in a row, with no answer
-between them, the engine has to answer a prompt of ours. While it cannot, `problem` says why; any answer, to us or to a
-client, ends that.
+A failed request proves nothing: its prompt may overflow, and a client with a few of those must not take the server out
+of rotation. After `FAILURES` in a row without an answer, the engine must answer a test prompt. While it cannot,
+`problem` says why; any answer ends that.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ from treeline_runtime.tokenizer_manager import NoReply
 logger = logging.getLogger(__name__)
 
 FAILURES = 3
-"""Requests that fail one after the other before the engine is checked."""
+"""Consecutive failed requests before the engine is checked."""
 RETRY_S = 5.0
-"""Between two checks of an engine that fails them."""
+"""Between two checks of a failing engine."""
 TIMEOUT_S = 30.0
-"""For the answer to a check: it waits its turn among the requests that run."""
+"""For the answer to a check, which waits its turn."""
 TOKENS = 4
 """More than one: the first comes from the prompt alone, the others read the cache back."""
 
@@ -57,12 +56,12 @@ class EngineHealth:
 
     @property
     def problem(self) -> str | None:
-        """Why requests do not work; None while they do, as far as is known."""
+        """Why requests do not work; None if they do, as far as known."""
         return self._service.state.problem
 
     @property
     def failing_s(self) -> float:
-        """Seconds since the first failed check; 0 while there is no problem."""
+        """Seconds since the first failed check; 0 without a problem."""
         return 0.0 if self.problem is None else self._clock() - self._service.state.failing_since
 
     def on_batch(self, batch: BatchTextOut) -> None:
@@ -77,7 +76,7 @@ class EngineHealth:
                     self._suspected.set()
 
     async def watch(self) -> None:
-        """Check whenever there is a suspicion, until it is gone."""
+        """Checks after failures until one succeeds."""
         while True:
             await self._suspected.wait()
             try:
@@ -87,8 +86,7 @@ class EngineHealth:
                 await asyncio.sleep(RETRY_S)
 
     async def check(self) -> None:
-        """Have a few tokens generated, or a vector made. Raises ApiError 503: requests do not work, or none is accepted
-        now."""
+        """Has a few tokens generated, or a vector made. Raises ApiError 503 if requests fail or none is accepted."""
         self._service.admit()
         pools = self._service.pooling is not None
         few = SamplingParams(max_new_tokens=0 if pools else TOKENS, temperature=0.0, ignore_eos=True)
@@ -159,7 +157,7 @@ class Probes:
 
     @property
     def router(self) -> APIRouter:
-        """What everybody may ask."""
+        """Open to everybody."""
         made = APIRouter()
         _add(made, ("/live",), self.live, "503 when a restart would help", answers.Status)
         _add(made, ("/ready", "/health", "/ping"), self.ready, "200 while new requests are taken", answers.Status)
@@ -173,7 +171,7 @@ class Probes:
 
     @property
     def keyed_router(self) -> APIRouter:
-        """What is asked with the key of the API."""
+        """Needs the API key."""
         made = APIRouter(dependencies=[Security(Guarded())])
         _add(made, ("/health_generate",), self.health_generate, "Generates a few tokens", answers.Status)
         models = "The model that is served, as a list"
@@ -186,7 +184,7 @@ class Probes:
     # ---- probes ---------------------------------------------------------------------------------------------
 
     async def live(self) -> Response:
-        """503 only when a restart would help: a process has stood still, or has died, or no request works."""
+        """503 only if a restart would help: a process hangs or has died, or no request works."""
         state, limit_s = self._service.state, self._info.args.watchdog_timeout
         if state.failure is not None:
             raise ApiError(503, state.failure, type="server_error")
@@ -216,7 +214,7 @@ class Probes:
         return json_answer(answers.Status("ready"))
 
     async def health_generate(self, _asked: Checking) -> Response:
-        """Generates a few tokens, so it proves the whole path; too slow for a probe under load."""
+        """Generates a few tokens, which proves the whole path; too slow for a probe under load."""
         await self.health.check()
         return json_answer(answers.Status("healthy"))
 
@@ -295,7 +293,7 @@ class Probes:
         )
 
     async def tokenizer(self, request: Request) -> Response:
-        """The tokenizer and chat template, for a router that renders prompts itself."""
+        """The tokenizer and chat template, for routers that render prompts."""
         bundle = self._service.prompts.bundle
         etag = f'"{bundle.fingerprint}"'
         if request.headers.get("if-none-match") == etag:
@@ -303,7 +301,7 @@ class Probes:
         return Answer(bundle.to_json(), headers=((b"etag", etag.encode()),))
 
     async def loads(self, request: Request) -> Response:
-        """The scheduler's load, asked now."""
+        """The scheduler's current load."""
         if request.query_params.get("format", "json") != "json":
             raise ApiError(
                 400,
@@ -324,7 +322,7 @@ class Probes:
         return json_answer(answers.Load(load.running + load.waiting))
 
     async def version(self) -> Response:
-        """Ours: vLLM's and SGLang's path."""
+        """Our version, at vLLM's and SGLang's path."""
         return json_answer(answers.Version(self._info.version))
 
     async def metrics(self) -> Response:
@@ -334,7 +332,7 @@ class Probes:
         return Answer(metrics.render(), content_type=CONTENT_TYPE.encode())
 
     async def debug_radix(self) -> Response:
-        """What the cache holds (the scheduler's tree) and which of it routers have been told (the publisher)."""
+        """The cache's content (the scheduler's tree), and what was announced to routers (the publisher)."""
         if not self._info.args.enable_debug_endpoints:
             raise ApiError(404, "Start the server with --enable-debug-endpoints to see the cache", code="disabled")
         manager = self._service.manager
@@ -349,7 +347,7 @@ class Probes:
 
 
 def _pooling(pooling: Pooling) -> dict[str, Any]:
-    """How vectors are made; `dimensions` are those that clients may ask for beside all, None = any."""
+    """How vectors are made; `dimensions`: those that clients may ask for besides all, None = any."""
     return {
         "method": pooling.method,
         "normalize": pooling.normalize,
@@ -361,11 +359,11 @@ def _pooling(pooling: Pooling) -> dict[str, Any]:
 
 
 _PUBLISHERS = ("epoch", "seq", "in_flight", "adapters")
-"""Members of a load report that the publisher fills in, or that nothing fills in yet."""
+"""Members of a load report set by the publisher, or not yet."""
 
 
 def _load_entry(load: LoadUpdate) -> dict[str, Any]:
-    """One element of `/v1/loads`: SGLang's names, then ours."""
+    """An element of `/v1/loads`: SGLang's names, then ours."""
     return {
         "dp_rank": 0,
         "num_running_reqs": load.running,

@@ -1,4 +1,4 @@
-"""Requests → token ids, and ids → text: the tokenizer and the chat template of one model. Nothing here waits."""
+"""Requests → token ids, and ids → text: a model's tokenizer and chat template. Never waits."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ from treeline_runtime.templates.pool import TemplatePool
 
 
 class SpecialTokens:
-    """The texts of a tokenizer's special tokens, of which there may be thousands; made once."""
+    """The texts of a tokenizer's special tokens, perhaps thousands; computed once."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         self.texts = frozenset(text for text in texts if text)
         self.beginnings = frozenset(text[:end] for text in self.texts for end in range(1, len(text)))
         self.longest = max(map(len, self.texts), default=0)
-        # The shortest first: what is taken out does not depend on what comes later.
+        # The shortest first: the result does not depend on later text.
         self._sizes = sorted({len(text) for text in self.texts})
         first = "".join(sorted({re.escape(text[0]) for text in self.texts}))
         self._first = re.compile(f"[{first}]" if first else r"(?!)")
 
     def spans(self, text: str) -> Iterator[tuple[int, int]]:
-        """Where they are in a text, in order. O(characters x sizes)."""
+        """Their places in a text, in order. O(characters x sizes)."""
         behind = 0
         for match in self._first.finditer(text):
             start = match.start()
@@ -51,7 +51,7 @@ class SpecialTokens:
 
 
 class Unmarked:
-    """A text that comes in pieces, without special tokens. What may become one is held back."""
+    """Text in pieces, without special tokens. A possible beginning of one is held back."""
 
     def __init__(self, special: SpecialTokens) -> None:
         self._special = special
@@ -72,22 +72,22 @@ class Unmarked:
         return "".join([*kept, text[at:end]])
 
     def end(self) -> str:
-        """What was held back was no special token."""
+        """The held text was no special token."""
         held, self._held = self._held, ""
         return held
 
 
 _ESCAPE_BYTES = 5
 KEPT_TEMPLATES = 16
-"""Of those that came with requests."""
+"""Templates from requests."""
 END_TOKENS = 64
-"""Of a prompt, looked at for what a template has begun there."""
+"""Characters of a prompt's end, to see what a template has begun there."""
 
 logger = logging.getLogger(__name__)
 
 
 class Prompts:
-    """Raises ApiError 400 for what the client got wrong."""
+    """Raises ApiError 400 for wrong requests."""
 
     def __init__(self, bundle: TokenizerBundle) -> None:
         self.bundle = bundle
@@ -109,12 +109,12 @@ class Prompts:
         self._pool.close()
 
     def check_place(self, given: str | None) -> None:
-        """Raises NeedsWorkerError for a template that comes with a request, where to read it would hold up others."""
+        """Raises NeedsWorkerError for a request's own template, if reading it here would delay others."""
         if given is not None and on_event_loop():
             raise NeedsWorkerError
 
     def template_reads(self, name: str) -> bool:
-        """Whether a chat template of the model reads a variable or a member `name`."""
+        """Whether the model's chat template reads a variable or member `name`."""
         return name in self._read_names
 
     @functools.cached_property
@@ -123,7 +123,7 @@ class Prompts:
         return frozenset[str]().union(*(_names_read(text) for text in templates if text is not None))
 
     def takes_inline_system(self, *, must_show: bool) -> bool:
-        """Whether the chat template takes a system message in the midst of a chat; `must_show`: and prints it."""
+        """Whether the chat template accepts a system message inside a chat; `must_show`: and prints it."""
         known = self._inline_system.get(must_show)
         if known is None:
             known = self._template is not None and takes_inline_system(self._template, must_show=must_show)
@@ -131,8 +131,8 @@ class Prompts:
         return known
 
     def variables(self, given: str | None = None) -> Set[str]:
-        """Those that the chat templates of the model, or the one that is `given`, go by, as `chat_template_kwargs` set
-        them. Of a given one they are found out each time."""
+        """The variables read by the model's chat templates, or the `given` one, as `chat_template_kwargs` set them.
+        Those of a given one are analysed each time."""
         return self._variables if given is None else _variables_of(given)
 
     @functools.cached_property
@@ -141,8 +141,8 @@ class Prompts:
         return frozenset[str]().union(*(_variables_of(text) for text in templates if text is not None))
 
     def of_chat(self, body: Mapping[str, Any], limits: Limits | None = None, namespace: str | None = None) -> list[int]:
-        """The ids of a chat request. `limits`: a prompt that is certainly longer is refused untokenized. `namespace`:
-        the prompt's; none can tell by the time what another has sent."""
+        """A chat's token ids. `limits`: a prompt that is certainly too long is refused untokenized. `namespace`: the
+        prompt's, so that timing reveals nothing of others'."""
         given = body.get("chat_template")
         self.check_place(given)
         template, names = (self._template, self._read_names) if given is None else self._given(namespace, given)
@@ -158,8 +158,7 @@ class Prompts:
         return self._rendered(body, limits, "messages", namespace, template)
 
     def _template_of(self, _namespace: str | None, source: str) -> tuple[ChatTemplate, Set[str]]:
-        """What came with a request, and the names that it reads. No two clients whose caches are apart have one in
-        common."""
+        """A request's own template and the names it reads, cached per isolated client."""
         try:
             made = ChatTemplate(source, special_tokens=self.bundle.special_tokens, pool=self._pool, inline_seconds=0)
         except TemplateError as error:
@@ -202,12 +201,12 @@ class Prompts:
         param: str = "prompt",
         namespace: str | None = None,
     ) -> list[list[int]]:
-        """The ids of each prompt; together at most `MAX_PROMPT_TOKENS`, or one whole context."""
+        """Each prompt's ids; together at most `MAX_PROMPT_TOKENS`, or one context."""
         return self._together((self._ids(prompt, limits, param, namespace) for prompt in prompts), limits, param)
 
     @property
     def knows_pairs(self) -> bool:
-        """Whether the chat template has a place for a query and a document: rerankers' templates do."""
+        """Whether the chat template has places for a query and a document, as rerankers' do."""
         return self._template is not None and self.template_reads("query") and self.template_reads("document")
 
     def of_pairs(
@@ -220,8 +219,8 @@ class Prompts:
         instruct: str | None = None,
         add_generation_prompt: bool = False,
     ) -> list[list[int]]:
-        """The ids of queries with a document each: as messages of these roles where the chat template knows them (with
-        `instruct` as the system's), else as the tokenizer joins two texts. Together at most as many as above."""
+        """The ids of each query with its document: as messages with these roles if the chat template has them
+        (`instruct` as system), else joined by the tokenizer. The same total limit as above."""
         if self.knows_pairs and self._template is not None:
             head = [] if instruct is None else [{"role": "system", "content": instruct}]
             chats = (
@@ -271,7 +270,7 @@ class Prompts:
         return prompt.ids
 
     def _check_length(self, text: str, limits: Limits | None, param: str) -> None:
-        """Raises ApiError for what is certain to be too long."""
+        """Raises ApiError if it is certainly too long."""
         if limits is not None and len(text) > INLINE_BYTES and self._bound is not None:
             least = self._bound.at_least(text)
             if least > limits.max_request_tokens:
@@ -282,45 +281,45 @@ class Prompts:
         return text
 
     def ids_of(self, text: str) -> list[int]:
-        """Of a text within another one."""
+        """Of a text inside another."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
     def end_of(self, ids: Sequence[int]) -> str:
-        """The end of the text that ids stand for, special tokens and all."""
+        """The end of the ids' text, special tokens included."""
         return self.decode(ids[-END_TOKENS:], skip_special_tokens=False)
 
     @functools.cached_property
     def special_tokens(self) -> SpecialTokens:
-        """Those that `skip_special_tokens` leaves out."""
+        """Those that `skip_special_tokens` removes."""
         added = self._tokenizer.get_added_tokens_decoder()
         return SpecialTokens(token.content for token in added.values() if token.special)
 
     def token_of(self, text: str) -> int | None:
-        """The id of the token that is this text and nothing else, if there is one."""
+        """The id of the token with exactly this text, if there is one."""
         id: int | None = self._tokenizer.token_to_id(text)
         return id
 
     def bytes_of(self, id: int, text: str) -> list[int]:
-        """The bytes of one token, as OpenAI reports them: exact even where the token is part of a character."""
+        """A token's bytes as OpenAI reports them: exact even for part of a character."""
         raw = self._raw(id)
         return list(text.encode() if raw is None else raw)
 
     def chars_of(self, id: int, text: str, *, skip_special_tokens: bool) -> int:
-        """How many characters of a text begin in one token, whose text alone is `text`."""
+        """How many characters of a text begin in a token whose own text is `text`."""
         raw = self._raw(id)
         if raw is not None:
             return sum(byte & 0xC0 != 0x80 for byte in raw)
         return 0 if skip_special_tokens and id in self._special else len(text)
 
     def size_of(self, ids: Sequence[int]) -> int:
-        """At most how many bytes `decode` makes of ids that the vocabulary has."""
+        """The most bytes that `decode` makes of known ids."""
         sizes = self._decoded_sizes
         return sum([sizes[id] for id in ids])
 
     @functools.cached_property
     def drops_first_space(self) -> bool:
-        """Whether the decoder leaves out a space that the first token begins with (SentencePiece's way)."""
+        """Whether the decoder drops the first token's leading space (as SentencePiece does)."""
         found = next((id for id, raw in enumerate(self._token_bytes) if raw[:1] == b" " and raw != b" "), None)
         return found is not None and not self.decode([found], skip_special_tokens=False).startswith(" ")
 
@@ -339,17 +338,17 @@ class Prompts:
         return sizes
 
     def _raw(self, id: int) -> bytes | None:
-        """The bytes of an ordinary token; None for special ones and unknown ids."""
+        """An ordinary token's bytes; None for special ones and unknown ids."""
         raw = self._token_bytes[id] if id < len(self._token_bytes) else b""
         special = not raw or (len(raw) == _ESCAPE_BYTES and raw[0] == 0xFF)
         return None if special else raw
 
 
 class _LengthBound:
-    """At least how many tokens a text has, without tokenizing it: never more than it really has.
+    """A lower bound of a text's tokens, without tokenizing it.
 
-    The key of a text (`treeline_wire.keys`) is the concatenation of its tokens' keys, whatever the normalizer and the
-    added tokens make of the text; so there are at least len(key) / (the longest token's key) of them.
+    A text's key (`treeline_wire.keys`) is the concatenation of its tokens' keys, so there are at least len(key) / (the
+    longest token's key) tokens.
     """
 
     def __init__(self, keys: PrefixKeys) -> None:
@@ -358,7 +357,7 @@ class _LengthBound:
 
     @classmethod
     def of(cls, keys: PrefixKeys | None) -> _LengthBound | None:
-        """None for tokenizers without this property, which lose text: their unknown tokens stand for any length."""
+        """None for tokenizers that lose text: their unknown tokens stand for any length."""
         if keys is None or not keys.token_bytes:
             return None
         try:
@@ -377,13 +376,13 @@ def _keys(bundle: TokenizerBundle) -> PrefixKeys | None:
     try:
         return PrefixKeys.from_bundle(bundle)
     except BundleError as error:
-        logger.info("the tokens' bytes are not known: %s", error)
+        logger.info("the bytes of tokens are unknown: %s", error)
         return None
 
 
 def _names_read(template: str) -> set[str]:
-    """The variables and members that a template reads: `name`, `x.name`, `x["name"]`, `"name" in x`, and names that
-    are given to a filter or a method (`x.get("name")`, `map(attribute="name")`)."""
+    """The variables and members that a template reads: `name`, `x.name`, `x["name"]`, `"name" in x`, and names passed
+    to a filter or method (`x.get("name")`, `map(attribute="name")`)."""
     try:
         tree = TemplateEnvironment().parse(template)
     except jinja2.TemplateSyntaxError:
@@ -402,7 +401,7 @@ def _names_read(template: str) -> set[str]:
 
 
 def _variables_of(template: str) -> set[str]:
-    """The variables that a template is given."""
+    """A template's variables."""
     try:
         return meta.find_undeclared_variables(TemplateEnvironment().parse(template))
     except (jinja2.TemplateError, RecursionError):

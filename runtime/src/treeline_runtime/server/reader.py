@@ -1,6 +1,6 @@
-"""Bodies → what they ask for: parsed, checked, rendered and tokenized. A pure function of bytes, for any process.
+"""Bodies → what they ask for: parsed, checked, rendered, tokenized. A pure function of bytes, for any process.
 
-Everything whose time grows with the body happens here, so that a large body can be read where it holds up no other.
+All work that grows with the body is here, so that a large one can be read where it delays nobody.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from treeline_runtime.server.tools import Calls, read_calls
 
 _ENGINE: Final = "treeline"
 MAX_SHOWN_BYTES: Final = 2 << 20
-"""Of what a response repeats of its request: a stream has it three times."""
+"""What a response may repeat of its request: a stream has it three times."""
 DEFAULT_MAX_TOKENS = 16
 DEFAULT_MAX_NEW_TOKENS = 128
 """Of `/generate`."""
@@ -58,8 +58,8 @@ class Reader(openai.ModelFacts):
     """Reads requests for one model. Raises ApiError 400, or UnknownModel."""
 
     def read(self, kind: Kind, body: bytes | bytearray, limits: Limits | None, caller: Caller) -> Task:
-        """`limits` may be None for `tokenize` and `detokenize` alone. Raises NeedsWorkerError in an event loop, for
-        a chat that only another process may render.
+        """`limits` may be None only for `tokenize` and `detokenize`. Raises NeedsWorkerError in an event loop, for a
+        chat that needs another process.
         """
         readers: Mapping[Kind, Callable[[Mapping[str, Any], Any, Caller], Task]] = {
             "chat": lambda *read: read_chat_task(read[0], self, *read[1:]),
@@ -157,7 +157,7 @@ class Reader(openai.ModelFacts):
     def _requests(
         self, body: native.GenerateBody, prompts: list[list[int]], limits: Limits, namespace: str | None
     ) -> tuple[list[GenerateReq], int]:
-        """What is wanted for each prompt, and `n`, which must be the same for all."""
+        """The request for each prompt, and `n`, which must be the same for all."""
         count = len(prompts)
         columns = zip(
             prompts,
@@ -264,7 +264,7 @@ class Reader(openai.ModelFacts):
 
 
 def check_generations(prompts: Any, n: int, param: str) -> None:
-    """Raises ApiError 400 for more prompts than one request may have, before anything is done for each."""
+    """Raises ApiError 400 for too many prompts, before any work for each."""
     several = isinstance(prompts, list) and bool(prompts) and isinstance(prompts[0], str | list)
     if (len(prompts) if several else 1) * n > MAX_GENERATIONS:
         raise ApiError(
@@ -275,7 +275,7 @@ def check_generations(prompts: Any, n: int, param: str) -> None:
 
 
 def _native_sampling(params: Any) -> tuple[native.NativeSampling, grammars.Constraint | None]:
-    """The `sampling_params` of a prompt, and what its output is held to."""
+    """A prompt's `sampling_params`, and its constraint."""
     if not isinstance(params, dict):
         raise ApiError(400, "'sampling_params' must be an object", param="sampling_params")
     check_unknown(params, native.NativeSampling.__struct_fields__, where="sampling_params.")
@@ -284,7 +284,7 @@ def _native_sampling(params: Any) -> tuple[native.NativeSampling, grammars.Const
 
 
 def _each(value: Any, count: int, param: str) -> list[Any]:
-    """A value for every prompt: its own, or the one for all."""
+    """Each prompt's own value, or the one for all."""
     if not isinstance(value, list):
         return [value] * count
     if len(value) != count:
@@ -327,8 +327,8 @@ def read_chat_task(raw: Mapping[str, Any], model: openai.ModelFacts, limits: Lim
 
 
 def _echo(raw: Mapping[str, Any]) -> str:
-    """The text of the last message, where the answer is one of the same role: the assistant's, or, without a generation
-    prompt, anyone's."""
+    """The last message's text if the answer has the same role: the assistant's, or, without a generation prompt,
+    any."""
     last = raw["messages"][-1]
     goes_on = raw.get("add_generation_prompt") is False or raw.get("continue_final_message") is True
     if not goes_on and last["role"] != "assistant":
@@ -338,7 +338,7 @@ def _echo(raw: Mapping[str, Any]) -> str:
 
 
 def _check_tools(model: openai.ModelFacts, template: str | None) -> None:
-    """Raises ApiError 400 where calls could not be made, or not be found."""
+    """Raises ApiError 400 if calls could not be made or found."""
     if model.formats.tools is None:
         known = ", ".join(parsers.TOOLS.names())
         raise ApiError(
@@ -351,18 +351,18 @@ def _check_tools(model: openai.ModelFacts, template: str | None) -> None:
     if "tools" not in model.prompts.variables(template):
         raise ApiError(
             400,
-            "The chat template has no place for tools: it would not know of them",
+            "The chat template has no place for tools: the model would not see them",
             param="tools",
             code="unsupported_parameter",
         )
 
 
 def _parsing(body: openai.ChatBody, model: openai.ModelFacts, calls: Calls | None, end: str) -> Parsing | None:
-    """How the output is to be read; None: it is all said. Raises ApiError 400."""
+    """How to parse the output; None: it is all text. Raises ApiError 400."""
     if body.separate_reasoning is False and model.formats.harmonic:
         raise ApiError(
             400,
-            "'separate_reasoning' cannot be false for a model that writes harmony: nothing else is its answer",
+            "'separate_reasoning' cannot be false for a harmony model: its answer is one of several messages",
             param="separate_reasoning",
             code="unsupported_parameter",
         )
@@ -379,8 +379,8 @@ Convert = Callable[[Mapping[str, Any], list[Any], Context], Conversation]
 
 @dataclass(frozen=True)
 class ApiReader:
-    """Reads one body of another chat API, by way of a chat's: wire's conversion makes the messages, as it does for the
-    picker. Raises ApiError 400, or UnknownModel."""
+    """Reads a body of another chat API by way of a chat: wire's conversion makes the messages, as in the picker. Raises
+    ApiError 400, or UnknownModel."""
 
     model: openai.ModelFacts
     raw: Mapping[str, Any]
@@ -408,7 +408,7 @@ class ApiReader:
         return replace(task, repeated=repeated)
 
     def input_tokens(self) -> Answered:
-        """How many tokens the prompt of the same request to `/v1/responses` has."""
+        """Tokens of the prompt of the same request to `/v1/responses`."""
         body = responses_fields.read_responses(self.raw)
         responses_fields.chat_fields(body, self.raw)  # what would be refused there is refused here
         counted = self._counted(responses.to_chat, "input", responses_fields, body.model)
@@ -424,7 +424,7 @@ class ApiReader:
         return replace(task, fills_context=body.max_tokens > most)
 
     def count_tokens(self) -> Answered:
-        """How many tokens the prompt of the same request to `/v1/messages` has."""
+        """Tokens of the prompt of the same request to `/v1/messages`."""
         body = anthropic_fields.read_messages(self.raw, counts=True)
         counted = self._counted(anthropic.to_chat, "messages", anthropic_fields, body.model)
         return Answered(body=encode_json(TokenCount(counted)))
@@ -439,8 +439,8 @@ class ApiReader:
     def _chat(
         self, convert: Convert, name: str, api: ModuleType, more: dict[str, Any], stream: bool | None
     ) -> ChatTask:
-        """The chat that the request is. `name`: as for `converted`; `api`: what its fields are called; `more`: members
-        of the chat that have nothing to do with its prompt."""
+        """The request as a chat. `name`: as for `converted`; `api`: its field names; `more`: members of the chat that
+        do not concern its prompt."""
         converted = self.converted(convert, name)
         with renamed(api.NAMES, api.MEMBERS):
             task = read_chat_task(converted | more, self.model, self.limits, self.caller)
@@ -451,7 +451,7 @@ class ApiReader:
         return replace(task, stream=bool(stream))
 
     def converted(self, convert: Convert, name: str) -> dict[str, Any]:
-        """What of the chat's body says what its prompt is. `name`: of the member with what is said."""
+        """The members of the chat's body that make its prompt. `name`: of the member with the conversation."""
         try:
             context = Context(_ENGINE, self.model.prompts.takes_inline_system)
             made = convert(self.raw, items_of(self.raw[name], name), context)

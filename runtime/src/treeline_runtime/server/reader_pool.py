@@ -1,10 +1,9 @@
-"""Reads large bodies in processes of their own, so that no request waits for another one's parsing and tokenizing.
+"""Reads large bodies in other processes, so that no request waits for another's parsing and tokenizing.
 
-A reader process has no secrets in its environment, a limit of memory and a deadline for each body; one that exceeds
-them is replaced, and the body refused. Clients take turns. Two lanes: one takes any body, the other only those of
-ordinary length, which therefore never queue behind giants. What takes long there begins again in the first one, where
-all bodies of its client stay for a while. The seconds that a client's slow bodies compute are counted: who has used too
-many is refused until some have passed.
+A reader process has no secrets in its environment, a memory limit and a deadline per body; beyond these it is replaced
+and the body refused. Clients take turns. One of two lanes takes only bodies of ordinary length, which so never queue
+behind giants. A slow one starts over in the other lane, where its client's bodies then stay for a while. CPU seconds of
+slow bodies are counted, and a client that used too many is refused until some have come back.
 """
 
 from __future__ import annotations
@@ -35,21 +34,21 @@ MAX_WAITING = 1024
 """Bodies that may wait for a reader."""
 BASE_DEADLINE_S = 20.0
 DEADLINE_S_PER_TOKEN = 20e-6
-"""Of the context: ten times what tokenizing a full one takes."""
+"""Seconds per token of the context: ten times the tokenizing of a full one."""
 BASE_MEMORY_BYTES = 1 << 30
 MEMORY_BYTES_PER_TOKEN = 2048
 FIRST_TRY_S = 5.0
-"""How long the lane for ordinary bodies has for one."""
+"""Seconds for a body in the ordinary lane."""
 QUICK_S = 1.0
-"""A body that computes no longer costs its client nothing."""
+"""Faster bodies cost their client nothing."""
 CLIENT_S = 30.0
-"""What the slow bodies of a client may compute until it is refused,"""
+"""Seconds that a client's slow bodies may use before it is refused,"""
 CLIENT_S_BACK = 0.25
-"""and what it gets back of that in each second."""
+"""and how many come back each second."""
 BUSY_SHARE = 0.1
-"""Of its deadline: what a process computes at least where the body is the reason that it is late."""
+"""Share of the deadline that a process computes, if the body itself is the reason for being late."""
 START_S = 120.0
-"""For a process to start, and to load the tokenizer."""
+"""For a process to start and load the tokenizer."""
 PAUSE_S = 0.5
 """After a process that could not start, doubled each time,"""
 MAX_PAUSE_S = 30.0
@@ -63,7 +62,7 @@ _decode = msgspec.msgpack.Decoder(Task | Refused).decode
 
 
 class ReaderSpec(msgspec.Struct, frozen=True):
-    """What a reader process gets when it starts."""
+    """What a reader process gets at start."""
 
     model_dir: str
     model_name: str
@@ -75,7 +74,7 @@ class ReaderSpec(msgspec.Struct, frozen=True):
 
 
 class Order(msgspec.Struct, frozen=True):
-    """What comes before a body."""
+    """Precedes a body."""
 
     kind: Kind
     size: int
@@ -100,7 +99,7 @@ class _PendingBody:
 
 
 class ReaderPool:
-    """`start`, then `read` any number of times, then `stop`; all in one event loop."""
+    """`start`, any number of `read`, then `stop`; all in one event loop."""
 
     def __init__(self, spec: ReaderSpec) -> None:
         self._queue = _Queue()
@@ -112,7 +111,7 @@ class ReaderPool:
         self._tasks = [asyncio.create_task(lane.run()) for lane in self._lanes]
 
     async def stop(self) -> None:
-        """Ends the processes and refuses what waits. Idempotent."""
+        """Ends the processes and refuses waiting bodies. Idempotent."""
         self._processes.close()
         for task in self._tasks:
             task.cancel()
@@ -130,7 +129,7 @@ class ReaderPool:
         reservation: Reservation,
         client: str | None = None,
     ) -> Task:
-        """What a body asks for. Takes over `reservation`, also where it raises ApiError."""
+        """What a body asks for. Takes over `reservation`, also if it raises ApiError."""
         body = _PendingBody(kind, parts, size, limits, caller, reservation, client)
         dropped: _PendingBody | None = body
         if wait_s := self._queue.wait_s(client):
@@ -144,12 +143,12 @@ class ReaderPool:
 
     @property
     def pids(self) -> list[int]:
-        """Of the processes that are ready to read."""
+        """Of the processes that are ready."""
         return [lane.process.pid for lane in self._lanes if lane.process is not None]
 
 
 class _Queue:
-    """The bodies that wait for a lane, and the seconds of their clients."""
+    """Bodies waiting for a lane, and their clients' seconds."""
 
     def __init__(self) -> None:
         self.turns = Turns[_PendingBody](MAX_WAITING)
@@ -157,7 +156,7 @@ class _Queue:
         self._wakes: list[asyncio.Event] = []
 
     def waking(self) -> asyncio.Event:
-        """An event that is set whenever there may be a body."""
+        """An event set whenever there may be a body."""
         self._wakes.append(asyncio.Event())
         return self._wakes[-1]
 
@@ -170,12 +169,11 @@ class _Queue:
         self.wake()
 
     def wait_s(self, client: str | None) -> int:
-        """How long a client has to wait that has used too many seconds; a client that the edge has not named is not
-        refused for what other unnamed ones did."""
+        """Seconds until a client that used too many may continue; unnamed clients are not refused for each other's."""
         return 0 if client is None else self.seconds.wait_s(client)
 
     def charge(self, client: str | None, computed_s: float) -> None:
-        """A body has been read, or not. Where its client has used up its seconds, its others are refused."""
+        """A body ended. If its client has used up its seconds, its waiting ones are refused."""
         if client is None or computed_s <= QUICK_S:
             return
         self.seconds.charge(client, computed_s)
@@ -185,7 +183,7 @@ class _Queue:
 
 
 class _Process(ConfinedProcess):
-    """Reads one body at a time. Its environment is empty; it may start processes, since others render templates."""
+    """Reads one body at a time. Its environment is empty; it may start processes to render templates."""
 
     def __init__(self, spec: ReaderSpec) -> None:
         limits = ProcessLimits(0, 0, starts_processes=True, ends_with_thread=True)
@@ -209,10 +207,10 @@ class _Process(ConfinedProcess):
 
 
 class _Lane:
-    """Takes bodies, and has them read by one process, which is replaced as often as need be."""
+    """Takes bodies and has a process read them, replaced whenever necessary."""
 
     def __init__(self, processes: ConfinedPool[_Process], queue: _Queue, most: int | None) -> None:
-        """`most`: bytes of the largest body that this lane takes; None = any."""
+        """`most`: the largest body of this lane in bytes; None = any."""
         self._wake = queue.waking()
         self._processes = processes
         self._queue = queue
@@ -221,7 +219,7 @@ class _Lane:
         """Once it is ready."""
 
     async def run(self) -> None:
-        """Until the pool of processes is closed. Where none can start it tries again, ever more slowly."""
+        """Runs until the pool is closed. If no process can start, it retries ever more slowly."""
         pause_s = PAUSE_S
         while True:
             try:
@@ -234,7 +232,7 @@ class _Lane:
                 return
             except Killed as error:
                 logger.warning("a reader process was replaced: %s", error)
-            except (OSError, RuntimeError) as error:  # no process or no thread can be had
+            except (OSError, RuntimeError) as error:  # no process or thread can be started
                 logger.error("a reader process could not start (%s); again in %g s", error, pause_s)
                 await asyncio.sleep(pause_s)
                 pause_s = min(pause_s * 2, MAX_PAUSE_S)
@@ -242,7 +240,7 @@ class _Lane:
                 self.process = None
 
     async def _next(self, process: _Process) -> _PendingBody:
-        """A body for this lane. Raises Killed when the process ends before there is one."""
+        """A body for this lane. Raises Killed if the process ends before."""
         while process.alive():
             body = self._queue.turns.take(self._takes)
             if body is None:
@@ -253,7 +251,7 @@ class _Lane:
                 body.reservation.release()
             else:
                 return body
-        raise Killed("it ended while it had nothing to do")
+        raise Killed("it ended while idle")
 
     def _takes(self, body: _PendingBody) -> bool:
         if self._most is None or body.done.done():
@@ -262,7 +260,7 @@ class _Lane:
         return body.size <= self._most and not is_slow
 
     async def _answer(self, process: _Process, body: _PendingBody) -> None:
-        """Raises Killed where the process must be replaced."""
+        """Raises Killed if the process must be replaced."""
         context = 0 if body.limits is None else body.limits.context_length
         deadline_s = BASE_DEADLINE_S + DEADLINE_S_PER_TOKEN * context
         first_try = self._most is not None and deadline_s > FIRST_TRY_S
@@ -331,6 +329,6 @@ def _spent(wait_s: int) -> ApiError:
 def too_costly(size: int) -> ApiError:
     return ApiError(
         413,
-        f"This request of {size} bytes takes more time or memory to read than one request is given; send less at once",
+        f"This request of {size} bytes takes too much time or memory to read; send less at once",
         code="request_too_large",
     )

@@ -1,6 +1,6 @@
 """The process that reads bodies: `python -m treeline_runtime.server.reader_process`. See `confined.child`.
 
-Memory beyond what a body is given ends it, and the pool starts another.
+Memory beyond a body's limit ends it, and the pool starts another.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def main() -> None:
-    """Serve requests from standard input until it ends. The first is a `ReaderSpec`, in JSON; all others are an `Order`
-    in MessagePack, after four bytes with its length, and then the body."""
+    """Serves requests from standard input until its end. The first is a `ReaderSpec` in JSON; each other is the length
+    in four bytes, an `Order` in MessagePack, and the body."""
     reader: Reader | None = None
     loaded_bytes = 0
     decode = msgspec.msgpack.Decoder(Order).decode
@@ -77,14 +77,14 @@ def _read(reader: Reader, order: Order, body: bytearray) -> Task | Refused:
 
 
 def _limit_memory(loaded: int, order: Order) -> None:
-    """What one body may take beyond what was there when the process was loaded."""
+    """Limits one body's memory beyond that of the loaded process."""
     context = 0 if order.limits is None else order.limits.context_length
     most = loaded + 3 * order.size + BASE_MEMORY_BYTES + MEMORY_BYTES_PER_TOKEN * context
     resource.setrlimit(resource.RLIMIT_DATA, (most, resource.RLIM_INFINITY))
 
 
 def _data_bytes() -> int:
-    """Private memory that this process may write to, which is what RLIMIT_DATA counts."""
+    """Private writable memory of this process, as RLIMIT_DATA counts it."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmData:"):
             return int(line.split()[1]) << 10

@@ -1,15 +1,14 @@
-"""Sampling fields of a request → SamplingParams: ranges, and where unset values come from.
+"""A request's sampling fields → SamplingParams: ranges, and defaults.
 
-The checkpoint's generation_config.json is read as config.json is: what is known and acted on, what has no effect here,
-and what would change the answers but is not supported, which is refused by name (`--sampling-defaults openai` leaves
-the whole file out).
+generation_config.json is read like config.json: known keys are used or have no effect; keys that would change answers
+but are unsupported are refused by name (`--sampling-defaults openai` ignores the file).
 
-The fields of a request that ask for a logit processor → CustomProcessor. Pure functions.
+Also the fields for a logit processor → CustomProcessor. Pure functions.
 
-SGLang 0.5.23 has `custom_logit_processor` and `custom_params` at the top level of chats and completions; of `/generate`
-the first there, and the second in `sampling_params`. Its processors are classes that clients send as pickles. vLLM 0.32
-names processors at start alone, and each is given the `vllm_xargs` of all requests. Here a request names one of those
-that the engine was started with; whether it is one of them, the scheduler knows.
+SGLang 0.5.23 has `custom_logit_processor` and `custom_params` at the top level of chats and completions; in `/generate`
+the first there, the second in `sampling_params`; its processors are pickled classes. vLLM 0.32 names processors at
+start and gives each all requests' `vllm_xargs`. Here a request names one given at start; the scheduler knows whether it
+exists.
 """
 
 from __future__ import annotations
@@ -48,13 +47,13 @@ MAX_DEPTH: Final = 32
 def read_processor(
     names: Mapping[str, str | None], given: Mapping[str, dict[str, Any] | None]
 ) -> CustomProcessor | None:
-    """names, given: what says which one, and with what, by field. Raises ApiError 400."""
+    """names, given: the fields with the name, and the parameters. Raises ApiError 400."""
     named = {field: name for field, name in names.items() if name is not None}
     filled = {field: params for field, params in given.items() if params}
     for found in (named, filled):
         if len(found) > 1:
             first, second, *_ = found
-            raise invalid(second, f"it says the same as {first!r}: give one")
+            raise invalid(second, f"it means the same as {first!r}: give one")
     if not named:
         for field in filled:
             raise invalid(field, "which logit processor is it for? Name it as 'custom_logit_processor'")
@@ -63,7 +62,7 @@ def read_processor(
     if name.lstrip().startswith("{"):
         raise invalid(
             field,
-            "code is never taken from requests. Put the class where the server can import it, start the server with "
+            "requests cannot contain code. Put the class where the server can import it, start the server with "
             "--logit-processor NAME=module:attribute, and send NAME",
         )
     if not is_name(name):
@@ -120,7 +119,7 @@ Bias = Annotated[float, Meta(ge=-100.0, le=100.0)]
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True):
-    """What unset values mean: OpenAI's defaults, or the checkpoint's own (`generation_config.json`)."""
+    """Values for unset fields: OpenAI's defaults, or the checkpoint's (`generation_config.json`)."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -130,7 +129,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True):
 
     @classmethod
     def from_model(cls, model_dir: Path) -> SamplingDefaults:
-        """Reads the checkpoint's file, if it has one. Raises ValueError for what cannot be done as it says."""
+        """Reads the checkpoint's file, if there is one. Raises ValueError for unsupported settings."""
         try:
             config = parse_generation_config((model_dir / "generation_config.json").read_bytes())
         except FileNotFoundError:
@@ -148,7 +147,7 @@ class SamplingDefaults(msgspec.Struct, frozen=True):
 
 
 class SamplingFields(Body, frozen=True):
-    """The sampling fields that every API shares. None = unset."""
+    """Sampling fields of all APIs. None = unset."""
 
     temperature: Temperature | None = None
     top_p: TopP | None = None
@@ -187,14 +186,14 @@ class SamplingFields(Body, frozen=True):
     ) -> SamplingParams:
         """Raises ApiError 400 for values that only the whole request or the model can refuse.
 
-        `min_param`: what the API calls `min_new_tokens`; `where`: prefix of the other fields' names.
+        `min_param`: the API's name of `min_new_tokens`; `where`: prefix of the other names.
 
-        An output that is held to a grammar is over where that ends, also with `ignore_eos`: nothing could follow.
+        An output with a grammar ends where the grammar ends, even with `ignore_eos`.
         """
         if min_new_tokens and constraint is not None:
             raise ApiError(
                 400,
-                f"{min_param!r} and {constraint.param!r} contradict each other: a grammar says itself where it ends",
+                f"{min_param!r} and {constraint.param!r} contradict each other: a grammar decides where it ends",
                 param=min_param,
             )
         if min_new_tokens and min_new_tokens > max_new_tokens:
@@ -260,7 +259,7 @@ def _patterns(given: str | list[str] | None, param: str) -> tuple[str, ...]:
 
 
 def _bad_words(words: list[str] | None, prompts: Prompts, param: str) -> tuple[tuple[int, ...], ...]:
-    """As vLLM: each word as it is, and as one after a space where that only makes its first token another one."""
+    """As in vLLM: each word as it is, and after a space if that changes only its first token."""
     found = dict[tuple[int, ...], None]()
     for word in words or ():
         plain, spaced = (tuple(prompts.ids_of(space + word.lstrip())) for space in ("", " "))
@@ -332,11 +331,11 @@ NOT_USED: dict[str, tuple[object, ...]] = {
     "token_healing": (False,),
     "typical_p": (1,),
 }
-"""Key → its values that mean "not used"; `null` does for every key."""
+"""Key → values that mean "not used"; `null` does for every key."""
 
 
 class GenerationConfig(msgspec.Struct, frozen=True):
-    """The part that is acted on. None = unset."""
+    """The supported part. None = unset."""
 
     do_sample: bool | None = None
     temperature: Temperature | None = None

@@ -1,9 +1,7 @@
-"""How `/openapi.json` is made: bodies from the structs that the readers read, answers from `answers`. What it says of
-each path stands at its route.
+"""Makes `/openapi.json`: bodies from the readers' structs, answers from `answers`. Paths are described at their routes.
 
-A body's schema is what `fields.Body.read` accepts: each field that is acted on with its type and bounds, those that are
-harmless with the reason why, those that may have neutral values alone with these values, and any other field with a
-value that asks for nothing.
+A body's schema is what `fields.Body.read` accepts: supported fields with type and bounds, harmless ones with the
+reason, others with their neutral values, and any other field with a value that asks for nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ STATE, VECTORS = "Probes and information", "Rerankers, rewards and other vectors
 """Tags."""
 REFERENCE = "#/components/schemas/{name}"
 NOTHING: tuple[Any, ...] = (None, False, [], {})
-"""With these values any field asks for nothing (`fields.is_neutral`)."""
+"""Values with which any field is neutral (`fields.is_neutral`)."""
 DESCRIPTION = """\
 An OpenAI-compatible API, Anthropic's `/v1/messages` and SGLang's `/generate`, over a radix prefix cache. Nothing in a
 body is ignored: what the server does not act on is harmless, or has a value that asks for nothing, or is a 400 that
@@ -34,14 +32,14 @@ names the field.
 
 
 _KINDS: list[Any] = [Error]
-"""What operations refer to."""
+"""Components that operations refer to."""
 
 
 def operation(
     *, tag: str, summary: str, answer: Any = dict, event: Any = None, error: Any = Error, body: type[Body] | None = None
 ) -> dict[str, Any]:
-    """What a route says of itself, as keywords of its decorator. `answer`, `event` and `error`: the types of answers,
-    of a stream's events (None: there are no streams), and of answers that are errors."""
+    """A route's description, as keywords of its decorator. `answer`, `event`, `error`: the types of answers, stream
+    events (None: no streams) and errors."""
     _KINDS.extend(kind for kind in (answer, event, error, body) if kind is not None)
     content = {JSON: {"schema": reference(answer)}}
     if event is not None:
@@ -60,7 +58,7 @@ def operation(
 
 
 def document(app: FastAPI) -> Schema:
-    """The OpenAPI document of an application: FastAPI's, and the schemas of bodies and answers."""
+    """An application's OpenAPI document: FastAPI's, with the schemas of bodies and answers."""
     made = app.openapi()
     _, schemas = msgspec.json.schema_components(_KINDS, ref_template=REFERENCE)
     for body in _bodies(Body):
@@ -77,7 +75,7 @@ def _bodies(kind: type[Body]) -> Iterator[type[Body]]:
 
 
 def _taken(body: type[Body], acted_on: Schema) -> Schema:
-    """What `Body.read` takes. `acted_on`: the schema of the struct."""
+    """What `Body.read` accepts. `acted_on`: the struct's schema."""
     harmless = {name: {"description": f"Changes nothing: {why}."} for name, why in body.harmless.items()}
     neutral = {name: {"enum": [*NOTHING, *values]} for name, values in NEUTRAL.items()}
     on = {name: {"enum": [value for value in NOTHING if value is not False]} for name in ON_BY_DEFAULT}
@@ -89,6 +87,6 @@ def _taken(body: type[Body], acted_on: Schema) -> Schema:
 
 
 def reference(kind: Any) -> Schema:
-    """A type's schema, in which structs are named."""
+    """A type's schema with references to structs."""
     (found,), _ = msgspec.json.schema_components([kind], ref_template=REFERENCE)
     return found

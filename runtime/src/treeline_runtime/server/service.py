@@ -1,4 +1,4 @@
-"""What every generating endpoint does: let the request in, start it, turn its outputs into an answer or an error."""
+"""What all generating endpoints do: admit the request, start it, turn outputs into an answer or error."""
 
 from __future__ import annotations
 
@@ -50,51 +50,51 @@ if TYPE_CHECKING:
 
 BROKEN = ApiError(500, "The server failed to answer; its log says why", type="server_error")
 OURSELVES = ""
-"""The client of what no client asked for: it does not wait behind those whom the edge has not named."""
+"""The client of our own requests, which do not wait behind unnamed clients."""
 _DOES: Mapping[Task, tuple[str, str]] = {
     "generate": ("makes text", "/v1/chat/completions or /v1/completions"),
     "embed": ("makes embeddings", "/v1/embeddings"),
     "score": ("scores documents", "/v1/rerank or /v1/score"),
     "reward": ("judges texts", "/classify or /pooling"),
 }
-"""What a server does, and which paths are for that."""
+"""Tasks, and the paths for each."""
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
 class State:
-    """Where the server is in its life."""
+    """The server's state."""
 
     ready: bool = False
     draining: bool = False
-    """SIGTERM came: /ready says 503, requests are still accepted during --pre-stop."""
+    """SIGTERM came: /ready is 503; requests are accepted during --pre-stop."""
     refusing: bool = False
     """New generations get 503."""
     failure: str | None = None
     """Why the server is about to exit."""
     heartbeat_at: dict[str, float] = field(default_factory=dict)
-    """When each child last moved, monotonic seconds. Empty until all are ready."""
+    """When each child last sent a heartbeat, monotonic seconds. Empty until all are ready."""
     heartbeats: int = 0
     load: LoadUpdate = field(default_factory=LoadUpdate)
     problem: str | None = None
-    """Why requests do not work (`health`); None while they do, as far as is known."""
+    """Why requests do not work (`health`); None if they do, as far as known."""
     failing_since: float = 0.0
     """When a problem was first found, monotonic seconds."""
     asleep: int = 0
-    """Its level; 0 = awake."""
+    """Sleep level; 0 = awake."""
     operation: str | None = None
-    """What administration does with the whole engine now."""
+    """The running administration operation."""
     pausing: bool = False
-    """New generations get 503 because of that."""
+    """New generations get 503 because of it."""
     _resumed: asyncio.Event = field(default_factory=asyncio.Event, init=False, repr=False)
-    """Follows `holding`, and must be there before it."""
+    """Follows `holding`, and must be defined before it."""
     holding: bool = False
-    """New generations wait for its end: new weights are awaited."""
+    """New generations wait for its end: new weights are being loaded."""
     unheard: bool = False
-    """The scheduler is busy: that it sends no heartbeats is no failure."""
+    """The scheduler is busy; missing heartbeats are no failure."""
     model_path: str | None = None
-    """The weights that are served, where they are not those of the start."""
+    """The served weights, if not those of the start."""
     weight_version: str = "default"
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -108,7 +108,7 @@ class State:
             await self._resumed.wait()
 
     def most_stale_child(self, now: float) -> tuple[str, float]:
-        """The child that has not moved for longest, and for how many seconds."""
+        """The child with the oldest heartbeat, and its age in seconds."""
         if self.unheard:
             return "", 0.0
         process = min(self.heartbeat_at, key=self.heartbeat_at.__getitem__)
@@ -116,35 +116,35 @@ class State:
 
 
 class AnswerMaker(ABC):
-    """What becomes of the outputs of one request, in the words of its API."""
+    """Turns a request's outputs into an answer of its API."""
 
     @abstractmethod
     async def whole(self, outs: list[TextOut]) -> Answer:
-        """Of all generations, in order."""
+        """The answer of all generations, in order."""
 
     @abstractmethod
     def headers(self, first: TextOut) -> list[Header]:
-        """Of a stream that begins with this output."""
+        """The headers of a stream that begins with this output."""
 
     @abstractmethod
     async def frames(self, index: int, out: TextOut, pacer: Pacer) -> list[bytes]:
         """The events of one generation's output; raises ApiError."""
 
     def opening(self) -> bytes:
-        """What comes before the first frames."""
+        """What precedes the first frames."""
         return b""
 
     def closing(self) -> bytes:
         return DONE
 
     def failed(self, error: ApiError) -> bytes:
-        """The end of a stream that fails on its way."""
+        """The end of a failed stream."""
         return error_event(error)
 
 
 @dataclass
 class Service:
-    """What the endpoints share."""
+    """Shared by all endpoints."""
 
     model_name: str
     prompts: Prompts
@@ -161,13 +161,13 @@ class Service:
     pool: ReaderPool | None = None
     """Reads large bodies; None: they are read in the event loop."""
     tracing: Tracing | None = None
-    """Makes spans of requests; None: there are none."""
+    """Makes spans of requests; None: no tracing."""
     limits: Limits | None = None
     """Known once the scheduler is ready."""
     uses_priority: bool = False
-    """Whether the priority of a request changes anything."""
+    """Whether a request's priority has an effect."""
     hidden_size: int | None = None
-    """Of the hidden states that requests may ask for; None: they may not."""
+    """Of hidden states that requests may ask for; None: not allowed."""
     active: int = 0
     """HTTP requests that generate, from admission to their last byte."""
     idle: asyncio.Event = field(default_factory=asyncio.Event)
@@ -178,16 +178,16 @@ class Service:
 
     @property
     def task(self) -> Task:
-        """What this server does."""
+        """The server's task."""
         return "generate" if self.pooling is None else self.pooling.task
 
     def pools(self) -> Pooling:
-        """How the model makes vectors, behind a path that is served where it does."""
+        """How the model makes vectors, for paths that need it."""
         assert self.pooling is not None
         return self.pooling
 
     def admit_for(self, asked: ApiRequest, *tasks: Task) -> None:
-        """Raises ApiError 400 for a path that needs another model, and says what to do; otherwise as `admit`."""
+        """Raises ApiError 400 for a path that needs another model, with what to do; otherwise as `admit`."""
         if self.task in tasks:
             self.admit()
             return
@@ -200,7 +200,7 @@ class Service:
         )
 
     def count_generating(self, change: int) -> None:
-        """Counts HTTP requests that generate: 1 begins, -1 ends one. `idle` is set while there is none."""
+        """Counts generating HTTP requests: 1 begins, -1 ends one. `idle` is set at none."""
         self.active += change
         self.metrics.set("http_requests_active", self.active)
         if self.active:
@@ -225,7 +225,7 @@ class Service:
         return errors.overloaded(message)
 
     async def read(self, asked: ApiRequest, kind: Kind, inline_bytes: int = INLINE_BYTES) -> Read:
-        """What the request's body asks for: read here when it is small, else in another process. Raises ApiError."""
+        """What the body asks for: read here if small, else in another process. Raises ApiError."""
         caller = Caller(asked.tenant, asked.shares_cache)
         task: Read | None = None
         small = asked.size <= inline_bytes and slow_numbers(asked.content) <= MAX_SLOW
@@ -247,8 +247,8 @@ class Service:
     async def open(
         self, job: Generations, asked: ApiRequest | None = None, *, answer_bytes: int = 0
     ) -> InflightRequest:
-        """Starts the job's generations. They end with the request that asked for them; without one (None) the caller
-        closes them. `answer_bytes`: what it may take besides its prompts. Raises ApiError, TooMuchInFlight."""
+        """Starts the job's generations. They end with their request; without one (None) the caller closes them.
+        `answer_bytes`: the answer's size besides prompts. Raises ApiError, TooMuchInFlight."""
         self.admit()
         if job.prompts[0].priority and not self.uses_priority and asked is not None:
             asked.ignored += ("priority",)
@@ -292,7 +292,7 @@ class Service:
         return inflight
 
     def check_finish(self, finish: FinishReason | None) -> None:
-        """Raises ApiError for an end that is no answer."""
+        """Raises ApiError for an end that is not an answer."""
         if finish is None or (finish.type != "error" and finish.status is None):
             return
         status = finish.status or 500
@@ -325,15 +325,15 @@ class Service:
     async def answer(
         self, asked: ApiRequest, task: Generations, made: AnswerMaker, *, answer_bytes: int = 0
     ) -> Response:
-        """The answer, whole or as it comes. Raises ApiError, TooMuchInFlight."""
+        """The answer, whole or streamed. Raises ApiError, TooMuchInFlight."""
         inflight = await self.open(task, asked, answer_bytes=answer_bytes)
         if task.stream:
             return await self.stream(asked, inflight, made)
         return await made.whole(await self.collect(inflight))
 
     async def stream(self, asked: ApiRequest, inflight: InflightRequest, made: AnswerMaker) -> EventStream:
-        """Outputs as they come. Headers leave with the first token; an error before it is an ordinary error answer
-        (ApiError), one after it an event that ends the stream."""
+        """Streams outputs. Headers are sent with the first token; an earlier error is an ordinary error answer
+        (ApiError), a later one an event that ends the stream."""
         pacer = Pacer()
 
         async def frames(outs: list[tuple[int, TextOut]]) -> list[bytes]:
@@ -372,11 +372,11 @@ class Service:
 
 
 def usage(job: Generations, outs: Mapping[int, TextOut], reasoning_tokens: int | None = None) -> answers.Usage:
-    """OpenAI's usage object, from the outputs so far by index of the generation. `reasoning_tokens`: of the completion
-    tokens; None = not known.
+    """OpenAI's usage object, from outputs so far by generation. `reasoning_tokens`: of completion tokens; None =
+    unknown.
 
-    A prompt counts once, however many choices it has; so do its cached tokens (those of its first choice: the others
-    always find what the first computed). Where they are hidden, the member is left out.
+    A prompt counts once, whatever its number of choices, and so do cached tokens (the first choice's: the others always
+    find what it computed). Hidden counts are left out.
     """
     completion_tokens = sum(out.completion_tokens for out in outs.values())
     prompt_tokens = job.prompt_tokens
@@ -391,7 +391,7 @@ def usage(job: Generations, outs: Mapping[int, TextOut], reasoning_tokens: int |
 
 
 def token_headers(prompt_tokens: int, cached_tokens: int) -> list[Header]:
-    """What a router learns from the headers alone: the prompt's size and how much of it was cached."""
+    """Headers for routers: the prompt's size and how much was cached."""
     return [
         (wire_headers.PROMPT_TOKENS.encode(), b"%d" % prompt_tokens),
         (wire_headers.CACHED_TOKENS.encode(), b"%d" % cached_tokens),

@@ -1,4 +1,4 @@
-"""Which listener serves what: inference and information, metrics, administration. A path is served by one of them."""
+"""What each listener serves: inference and information, metrics, administration. Each path belongs to one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SAID_OTHERWISE = {
     "cache together, level=2 without a copy of the weights",
     "/resume_memory_occupation": "There is no /resume_memory_occupation: POST /wake_up takes weights and KV cache back",
 }
-"""SGLang's paths of administration that do less than ours, and what there is in their place."""
+"""SGLang's administration paths that do less than ours, and their replacements."""
 
 
 def inference(
@@ -46,9 +46,8 @@ def inference(
     admin_at: str | None,
     allowed_origins: Sequence[str] = (),
 ) -> ASGIApp:
-    """The API, the probes, what pickers and routers read, and the document of all this. `metrics_at` and `admin_at`
-    are the URLs of the other listeners, None where they are off; the 404 of a path that they serve says so.
-    `allowed_origins`: of web pages.
+    """The API, probes, what pickers and routers read, and the OpenAPI document. `metrics_at` and `admin_at`: URLs of
+    the other listeners, None if off; 404s for their paths name them. `allowed_origins`: of web pages.
     """
     hints = {path: _served_by_other(path, "administration", "--admin-port", admin_at) for path in ADMIN_PATHS}
     hints |= SAID_OTHERWISE
@@ -73,7 +72,7 @@ def inference(
 
 
 def metrics(service: Service, probes: Probes) -> ASGIApp:
-    """Prometheus' page, for all that can connect."""
+    """Prometheus' page, without a key."""
     router = APIRouter(dependencies=[Security(Guarded())])
     router.add_api_route(METRICS_PATH, probes.metrics)
     return application(service, without_body, [router], hints={})
@@ -82,8 +81,8 @@ def metrics(service: Service, probes: Probes) -> ASGIApp:
 def administration(
     service: Service, probes: Probes, engine: Administration, *, key: str | None, loopback: bool
 ) -> ASGIApp:
-    """What changes the server for everybody, or shows what others have asked. Some paths have a second
-    name, vLLM's or SGLang's."""
+    """What changes the server for everybody or shows others' requests. Some paths have a second name, vLLM's or
+    SGLang's."""
     guard = AdminKey(key, loopback=loopback)
     debugging = APIRouter(dependencies=[Security(Guarded())])
     debugging.add_api_route("/debug/radix", probes.debug_radix)
@@ -92,5 +91,5 @@ def administration(
 
 def _served_by_other(path: str, what: str, flag: str, url: str | None) -> str:
     if url is None:
-        return f"{path} is not served: {what} has a listener of its own, which is off ({flag})"
-    return f"{path} is not served here: {what} has a listener of its own, {url} ({flag})"
+        return f"{path} is not served: {what} has its own port, which is off ({flag})"
+    return f"{path} is not served here: {what} has its own port, {url} ({flag})"

@@ -1,9 +1,9 @@
-"""Text → token ids, with what was tokenized before: of a growing conversation only its newest turns cost anything.
+"""Text → token ids with a cache: of a growing conversation only the newest turns are tokenized.
 
-An added token (`<|im_start|>`) is found in the text before anything else is done to it, and what lies between two of
-them is tokenized by itself. So a text may be cut wherever such a token begins, and the ids of the pieces are those of
-the whole: `tests/runtime/server/test_tokenization.py` holds it to the library for every kind of tokenizer. A piece
-keeps the token that it begins with, as some tokenizers treat the beginning of a text in a way of its own.
+An added token (`<|im_start|>`) is found before anything else, and the text between two is tokenized by itself. So a
+text can be cut where such a token begins, and the pieces' ids are those of the whole
+(`tests/runtime/server/test_tokenization.py` checks it for every kind of tokenizer). A piece keeps its first added
+token, since some tokenizers treat the beginning of a text differently.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from treeline_wire.added_tokens import AddedToken, AddedTokens
 from treeline_wire.normalization import identity
 
 LEAST_CHARS = 512
-"""Shorter texts are tokenized at once; pieces are at least so long, but the last."""
+"""Shorter texts are tokenized at once; pieces, except the last, have at least this length."""
 CACHE_BYTES = 32 << 20
 _ENTRY_BYTES = 250
-"""What an entry takes besides its text and ids."""
+"""Bytes of a cache entry besides text and ids."""
 
 
 class CachedTokenizer:
-    """Encodes as `tokenizer` does. Its methods may be called from several threads."""
+    """Encodes as `tokenizer` does. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, tokenizer_json: str, capacity_bytes: int = CACHE_BYTES) -> None:
-        """`tokenizer_json`: what the tokenizer was made from. `capacity_bytes` bounds what is remembered."""
+        """`tokenizer_json`: the tokenizer's file. `capacity_bytes`: of the cache."""
         self._tokenizer = tokenizer
         added = [AddedToken.from_spec(spec) for spec in json.loads(tokenizer_json).get("added_tokens") or ()]
         self._added = AddedTokens(added, identity)
@@ -40,7 +40,7 @@ class CachedTokenizer:
         self._lock = threading.Lock()
 
     def encode(self, text: str, *, add_special_tokens: bool, namespace: str | None = None) -> list[int]:
-        """The ids of a text. What one namespace has sent makes nothing faster for another."""
+        """A text's ids. Caches are per namespace."""
         places = [] if len(text) < LEAST_CHARS else self._added.boundaries(text)
         if not places or (add_special_tokens and self._frame is None):
             return self._encode([text], add_special_tokens)[0]
@@ -60,7 +60,7 @@ class CachedTokenizer:
         return [encoding.ids for encoding in encodings]
 
     def _cut(self, text: str, places: list[int]) -> list[str]:
-        """From the left, so that the pieces of a text are the first pieces of any that it is the beginning of."""
+        """Cuts from the left, so that a text's pieces are the first pieces of every continuation."""
         starts = [0]
         for place in places:
             if place - starts[-1] >= LEAST_CHARS:
@@ -92,7 +92,7 @@ class CachedTokenizer:
                 self._bytes -= _size(oldest, ids_of_it)
 
     def _frame_of(self) -> tuple[list[int], list[int]] | None:
-        """What the tokenizer adds before and after any text; None if that cannot be found out."""
+        """What the tokenizer adds before and after every text; None if unknown."""
         frames = []
         for probe in ("a", "b c"):
             (plain,), (whole,) = self._encode([probe], False), self._encode([probe], True)

@@ -1,4 +1,4 @@
-"""`tools`, `tool_choice` and `parallel_tool_calls` of a chat → which tools its answer may call, and must."""
+"""`tools`, `tool_choice` and `parallel_tool_calls` of a chat → which tools its answer may or must call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from treeline_runtime.server.errors import invalid, short
 
 MAX_TOOLS: Final = 1024
 _NAME: Final = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
-"""OpenAI's names, Anthropic's length, and what namespaces of tools are written with."""
+"""The union of OpenAI's names, Anthropic's length, and characters of tool namespaces."""
 
 _TOOL: Final = {
     "type": "object",
@@ -60,9 +60,9 @@ class Tool(msgspec.Struct, frozen=True, omit_defaults=True):
 
     name: str
     parameters: dict[str, Any] = {}
-    """A JSON Schema of its arguments; {} where the client gave none."""
+    """The JSON Schema of its arguments; {} if the client gave none."""
     strict: bool = False
-    """Its arguments must hold the schema."""
+    """Its arguments must match the schema."""
 
 
 class Calls(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -70,20 +70,20 @@ class Calls(msgspec.Struct, frozen=True, omit_defaults=True):
 
     tools: list[Tool]
     required: bool = False
-    """It calls at least one of them, and says nothing."""
+    """At least one call, and no text."""
     several: bool = True
-    """It may call more than one."""
+    """Several calls are allowed."""
     narrowed: bool = False
-    """The model is shown tools that it may not call."""
+    """The model sees tools that it may not call."""
 
     @property
     def constrained(self) -> bool:
-        """Whether the model cannot be left to itself."""
+        """Whether a grammar must enforce this."""
         return self.required or self.narrowed or any(tool.strict for tool in self.tools)
 
 
 def read_calls(body: Mapping[str, Any]) -> Calls | None:
-    """What the body's `tools` and `tool_choice` ask for; None = nothing may be called. Raises ApiError 400."""
+    """What the body's `tools` and `tool_choice` ask for; None = no calls. Raises ApiError 400."""
     tools = _tools(body.get("tools"))
     several = _flag(body, "parallel_tool_calls", True)
     choice = body.get("tool_choice")
@@ -126,7 +126,7 @@ def _tools(value: Any) -> list[Tool]:
 
 
 def _tool(value: Any, where: str) -> Tool:
-    """What else a tool has goes to the chat template, as everything of it does."""
+    """Other members go to the chat template."""
     if not isinstance(value, dict):
         raise invalid(where, "expected an object")
     if value.get("type", "function") != "function":

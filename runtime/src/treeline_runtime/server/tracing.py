@@ -1,10 +1,9 @@
-"""OpenTelemetry traces: what became of a request here, in the trace of its sender.
+"""OpenTelemetry traces: a request's time here, in its sender's trace.
 
-The span of a request is the child of `traceparent` (W3C): the picker's, or that of a proxy which traces too. `queue`,
-`prefill` and `decode` within it are those of its generations together: until the first of them had its turn, until the
-first token (or vector), until the last. A request has these four spans, however many generations. Attributes are those
-of OpenTelemetry's GenAI conventions where they have one, and vLLM's `gen_ai.latency.*`; no prompt and no answer is
-among them. What is sampled is the sender's say; without one the variables decide (`treeline_wire.tracing`).
+A request's span is a child of `traceparent` (W3C), the picker's or another proxy's. Its `queue`, `prefill` and `decode`
+spans cover all its generations: until the first had its turn, until the first token (or vector), until the last.
+Attributes follow OpenTelemetry's GenAI conventions and vLLM's `gen_ai.latency.*`, without prompts and answers. The
+sender decides on sampling, or else the variables (`treeline_wire.tracing`).
 
 Imported only with `--tracing`.
 """
@@ -31,11 +30,11 @@ from treeline_runtime.server.errors import ApiError, ClientGone
 from treeline_runtime.server.jobs import Generations
 
 SERVICE: Final = "treeline-runtime"
-"""`service.name`, unless the variables have another."""
+"""`service.name`, unless the variables set another."""
 QUEUE, PREFILL, DECODE = "queue", "prefill", "decode"
 _CONTEXT: Final = (names.TRACEPARENT, names.TRACESTATE)
 _LONGEST = 256
-"""Characters of a value that clients choose."""
+"""Characters of values that clients choose."""
 _MOST_REASONS = 64
 """Generations whose end is reported."""
 
@@ -44,14 +43,14 @@ class Tracing:
     """Makes the spans of requests."""
 
     def __init__(self, provider: TracerProvider, model: str) -> None:
-        """model: what requests call it."""
+        """model: its name in requests."""
         self._provider = provider
         self._tracer = provider.get_tracer("treeline_runtime")
         self._propagator = TraceContextTextMapPropagator()
         self._model = model
 
     async def stop(self, limit_s: float) -> None:
-        """Send what there is, for so many seconds at most."""
+        """Sends remaining spans, for at most so many seconds."""
         await tracing.stop(self._provider, limit_s)
 
     def begin(self, request: Request) -> RequestSpan | None:
@@ -70,7 +69,7 @@ class Tracing:
 
 
 class RequestSpan:
-    """The span of one request that is recorded, and what its generations add to it."""
+    """A recorded request's span, and what its generations add."""
 
     def __init__(self, tracer: Tracer, span: Span, model: str, clock: Callable[[], int] = time.time_ns) -> None:
         """clock: nanoseconds since 1970."""
@@ -90,12 +89,12 @@ class RequestSpan:
         self._error: str | None = None
 
     def began(self, job: Generations) -> None:
-        """Its generations are about to be sent to the scheduler."""
+        """Its generations are about to be sent."""
         self._began_ns, self._job = self._clock(), job
         self._span.set_attributes(_of_job(job, self._model))
 
     def came(self, index: int, out: TextOut) -> None:
-        """An output of one of its generations."""
+        """An output of a generation."""
         now = self._clock()
         if self._began_ns is not None and self._first_ns is None and (out.token_ids or out.vector is not None):
             self._first_ns = now
@@ -113,11 +112,11 @@ class RequestSpan:
             self._error = self._error or _error_of(finish)
 
     def answered(self) -> None:
-        """Its answer begins, and is no error."""
+        """Its answer begins, without an error."""
         self._status = 200
 
     def failed(self, error: BaseException) -> None:
-        """There is no answer, or it is an error."""
+        """No answer, or an error."""
         if isinstance(error, ApiError):
             self._status = error.status
             found = error.body["error"]
@@ -128,7 +127,7 @@ class RequestSpan:
             self._status, self._error = 500, type(error).__name__
 
     def end(self, *, streamed: bool) -> None:
-        """The request is over."""
+        """The request ended."""
         if streamed:
             self._status = 200  # an error that came later was its last event
         self._stages()
@@ -139,7 +138,7 @@ class RequestSpan:
         self._span.end()
 
     def _stages(self) -> None:
-        """The spans within; none of a request that ended before its first token: where it was is not known."""
+        """The inner spans; none for a request that ended before its first token, whose stage is unknown."""
         if self._job is None or self._first_ns is None:
             return
         context = trace.set_span_in_context(self._span)
@@ -176,7 +175,7 @@ class RequestSpan:
 
 
 def _error_of(finish: FinishReason) -> str:
-    """`error.type` of an end that is none: never its message, which may quote what was asked."""
+    """`error.type` of a failed end: never its message, which may quote the request."""
     return "aborted" if finish.type == "abort" and finish.status is None else str(finish.status or 500)
 
 
@@ -213,7 +212,7 @@ def _of_job(job: Generations, model: str) -> dict[str, AttributeValue]:
 
 
 def _of_sampling(sampling: SamplingParams) -> dict[str, AttributeValue | None]:
-    """Those of the first prompt: in `/generate` each may have its own."""
+    """Those of the first prompt: in `/generate` each may differ."""
     return {
         "gen_ai.request.max_tokens": sampling.max_new_tokens,
         "gen_ai.request.temperature": sampling.temperature,

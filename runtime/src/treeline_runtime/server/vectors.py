@@ -1,7 +1,6 @@
-"""`/v1/embeddings`, `/pooling`, `/classify`, `/v1/score` and `/v1/rerank`: texts as vectors, and how they are answered.
+"""`/v1/embeddings`, `/pooling`, `/classify`, `/v1/score` and `/v1/rerank`.
 
-Numbers are read and written without numpy, which this process does without. Vectors are float32, little endian as all
-machines that run models are.
+Without numpy, which this process does not load. Vectors are float32, little-endian.
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ from treeline_runtime.server.pacing import Pacer, encode_json, opened
 from treeline_runtime.server.service import Service, token_headers
 
 FLOAT_BYTES = 24
-"""What a number of a vector takes while an answer is made: as JSON, and before that as a float."""
+"""Bytes per number while answering: as JSON, and before as a float."""
 
 SHOWN_BYTES = 2
-"""What a character of a document takes that is shown in an answer: itself, and as JSON. Most are ASCII."""
+"""Bytes per character of a shown document: itself, and as JSON. Most are ASCII."""
 
 
 router = APIRouter()
@@ -145,7 +144,7 @@ async def rerank(
 
 
 async def _outs(service: Service, asked: ApiRequest, task: PoolingTask, shown_bytes: int = 0) -> list[TextOut]:
-    """One for each prompt, each with its vector. `shown_bytes`: of what else the answer has. Raises ApiError."""
+    """One output per prompt, each with its vector. `shown_bytes`: of the rest of the answer. Raises ApiError."""
     made = FLOAT_BYTES * service.pools().size * len(task.prompts)
     outs = await service.collect(await service.open(task, asked, answer_bytes=made + shown_bytes))
     if any(out.vector is None for out in outs):  # by an operator, or the engine is being stopped
@@ -160,7 +159,7 @@ async def _vectors(
     head: answers.Embeddings | answers.Pooled,
     as_item: Callable[[int, list[float] | str], Struct],
 ) -> Response:
-    """`data` with an item for each vector: `as_item` has its index, and its numbers as they are written."""
+    """`data` with an item per vector: `as_item` gets its index and its written numbers."""
     normalize = service.pools().normalize
 
     def item(index: int) -> Struct:
@@ -175,7 +174,7 @@ async def _vectors(
 async def _listed(
     task: PoolingTask, outs: Sequence[TextOut], head: Struct, item: Callable[[int], Struct], count: int
 ) -> Response:
-    """An answer whose last member is a list of `count` items, each written in its turn."""
+    """An answer whose last member is a list of `count` items, written one by one."""
     pieces, pacer = [opened(head)], Pacer()
     for index in range(count):
         pieces += [b"," if index else b"", encode_json(item(index))]
@@ -201,7 +200,7 @@ def _floats(out: TextOut) -> list[float]:
 
 
 def check_dimensions(made: Pooling, dimensions: int) -> None:
-    """Raises ApiError 400 where vectors may not be cut to so many."""
+    """Raises ApiError 400 if vectors may not be shortened to this."""
     size, shorter = made.size, made.shorter
     if dimensions == size or (dimensions < size and (shorter is None or dimensions in shorter)):
         return
@@ -216,7 +215,7 @@ def check_dimensions(made: Pooling, dimensions: int) -> None:
 
 
 def cut(vector: array[float], dimensions: int, *, normalize: bool) -> array[float]:
-    """The first dimensions of a vector; with a length of 1 again, where vectors have that."""
+    """A vector's first dimensions, normalized again if vectors are."""
     short = vector[:dimensions]
     if not normalize:
         return short
@@ -230,7 +229,7 @@ def _scores(service: Service, task: PoolingTask, outs: Sequence[TextOut]) -> lis
 
 
 def activated(outputs: list[float], activation: Activation) -> list[float]:
-    """What a head's outputs mean, where they are not taken as they are."""
+    """A head's outputs after the activation, unless raw ones are requested."""
     if activation == "sigmoid":
         # of the two forms the one that does not overflow
         return [1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x)) for x in outputs]

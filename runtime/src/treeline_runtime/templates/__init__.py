@@ -1,1 +1,1 @@
-"""Chat templates that only a worker process may render: the pool of workers, and the worker itself."""
+"""Rendering of chat templates in worker processes."""

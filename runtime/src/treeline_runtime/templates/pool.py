@@ -1,8 +1,8 @@
-"""Worker processes that render chat templates, and the limits of time and memory that they are held to.
+"""Worker processes that render chat templates, with limits of time and memory.
 
-A worker is started when it is first needed, renders one request at a time, and is killed and forgotten when it passes
-its deadline, dies, or answers nonsense; the next request starts another. Waiting requests are bounded in number and
-time. Threads may share a pool; a thread with a running event loop must not wait here (see `chat`).
+A worker is started when needed, renders one request at a time, and is killed when it passes its deadline, dies, or
+answers nonsense; the next request starts another. Waiting is bounded in number and time. Threads may share a pool; a
+thread with a running event loop must not wait here (see `chat`).
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from treeline_runtime.confined.process import ConfinedProcess, Killed
 from treeline_runtime.templates.worker import Answer, Request
 
 _MAX_TEMPLATES: Final = 64
-"""Templates that one worker keeps compiled. A process serves a few; one with more gets new workers."""
+"""Templates that a worker keeps compiled; with more, new workers replace it."""
 
 logger = logging.getLogger(__name__)
 
 
 class PoolLimits(NamedTuple):
-    """`seconds` and `memory_bytes` are of one rendering; `waiting` requests wait for at most `wait_seconds`."""
+    """`seconds` and `memory_bytes`: of one rendering; `waiting` requests wait for at most `wait_seconds`."""
 
     seconds: float = 2.0
     memory_bytes: int = 256 << 20
@@ -39,7 +39,7 @@ class PoolLimits(NamedTuple):
 
 
 class TemplatePool:
-    """At most `limits.workers` processes. `close` ends them; so does the end of this process."""
+    """At most `limits.workers` processes. They end with `close` or this process."""
 
     def __init__(self, limits: PoolLimits | None = None) -> None:
         self.limits = limits or PoolLimits()
@@ -52,7 +52,7 @@ class TemplatePool:
         atexit.register(self.close)
 
     def render(self, key: int, source: str, variables: dict[str, Any]) -> str:
-        """Implements `chat.Renderer`. Raises `TemplateError`, `TemplateBusyError` among them."""
+        """Implements `chat.Renderer`. Raises `TemplateError`, including `TemplateBusyError`."""
         try:
             kind, text = self._answer(key, source, variables)
         except Killed as error:
@@ -81,7 +81,7 @@ class TemplatePool:
         )
 
     def _answer(self, key: int, source: str, variables: dict[str, Any]) -> tuple[Answer, str]:
-        """What a worker answers. Raises what msgspec raises for values that MessagePack has not, too."""
+        """A worker's answer. Also raises msgspec's errors for values that MessagePack lacks."""
         now = utc_now().timestamp()
         known = msgspec.msgpack.encode(Request(key, now, None, variables))
         self._take_slot()
@@ -97,7 +97,7 @@ class TemplatePool:
             self._slots.release()
 
     def close(self) -> None:
-        """End all workers, also those that are rendering. Requests from now on are refused (`TemplateBusyError`)."""
+        """Ends all workers, also while rendering. Later requests raise `TemplateBusyError`."""
         atexit.unregister(self.close)
         self._workers.close()
 
@@ -121,14 +121,14 @@ class TemplatePool:
 
 
 class _Worker(ConfinedProcess):
-    """Knows which templates it has compiled. Raises OSError when it cannot be started."""
+    """Knows its compiled templates. Raises OSError if it cannot be started."""
 
     def __init__(self, limits: PoolLimits) -> None:
         self.templates: set[int] = set()
         super().__init__("treeline_runtime.templates.worker", ProcessLimits(limits.seconds, limits.memory_bytes))
 
     def render(self, request: bytes) -> tuple[Answer, str]:
-        """Send a frame and wait for the answer. Raises `Killed` when none comes in time."""
+        """Sends a frame and waits for the answer. Raises `Killed` if none comes in time."""
         reply = self.ask(request)
         if not reply or reply[0] > max(Answer):
             raise Killed("it answered nonsense")

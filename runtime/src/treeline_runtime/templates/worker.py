@@ -1,4 +1,4 @@
-"""The process that renders what must not be rendered elsewhere: `python -m treeline_runtime.templates.worker`.
+"""The worker process for chat templates: `python -m treeline_runtime.templates.worker`.
 
 It is confined (`confined.child`). A request is a `Request` in MessagePack; an answer is one byte, an `Answer`, and a
 text. See `pool`.
@@ -18,7 +18,7 @@ from treeline_runtime.confined.child import serve
 
 
 class Request(msgspec.Struct, array_like=True):
-    """One rendering, at `now` (seconds of the epoch). `source` is sent to a worker that has not seen `key` yet."""
+    """A rendering at `now` (seconds of the epoch). `source` is sent with a `key` that is new to the worker."""
 
     key: int
     now: float
@@ -27,13 +27,13 @@ class Request(msgspec.Struct, array_like=True):
 
 
 class Answer(enum.IntEnum):
-    """What a text is, that a worker answers."""
+    """What a worker's text is."""
 
     RENDERED = 1
     RAISED = 2
-    """The template refused the messages; the text is its reason, if it is a constant of the template."""
+    """The template refused the messages; the text is its reason if that is a constant of the template."""
     FAILED = 3
-    """The template does not fit the messages; the text says where, and nothing of the messages."""
+    """The template does not fit the messages; the text says where, without quoting them."""
     BROKEN = 4
     """The template does not compile."""
 
@@ -69,11 +69,11 @@ class Worker:
 
 
 def main() -> None:
-    """Serve requests from standard input until it ends."""
+    """Serves requests from standard input until its end."""
     decode = msgspec.msgpack.Decoder(Request).decode
     worker = Worker()
     for warm in ("{{ strftime_now('%c') }}{{ [1]|tojson(indent=1) }}{{ 'x'|urlencode }}", "{{ 1 + 'x' }}"):
-        worker.answer(Request(0, 0.0, warm, {}))  # imports what is imported late: for dates, for errors
+        worker.answer(Request(0, 0.0, warm, {}))  # triggers late imports (dates, errors)
 
     def answer(frame: bytearray) -> bytes:
         kind, text = worker.answer(decode(frame))

@@ -1,1 +1,1 @@
-"""Other chat APIs: their requests as the chat completions that each engine makes of them."""
+"""Converts requests of other chat APIs into the chat completions that each engine makes of them."""

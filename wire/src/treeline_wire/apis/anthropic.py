@@ -2,10 +2,9 @@
 
 vLLM 0.32: `AnthropicServingMessages.to_chat_completion_request` in vllm/entrypoints/anthropic/serving.py. SGLang
 0.5.23: `AnthropicServing._convert_to_chat_completion_request` in sglang/srt/entrypoints/anthropic/serving.py. They
-differ in what joins the parts of a system prompt, in where a user's words beside tool results go, and in reasoning:
-SGLang's depends on the parser that it was started with, so there a key ends before it. Our runtime does as vLLM, but
-goes on with a last message that is the assistant's, and tells a template in the words that templates read whether to
-think.
+differ in the separator of system parts, in the place of user text beside tool results, and in reasoning. SGLang's
+reasoning depends on the parser it was started with, so a key ends before it. Our runtime follows vLLM, but continues a
+last message of the assistant, and passes thinking to templates under their own names.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ def to_chat(body: Mapping[str, Any], messages: list[Any], context: Context) -> C
 
 
 def _is_begun(chat: list[Message]) -> bool:
-    """Whether the last message is an answer that has begun."""
+    """Whether the last message is an answer to be continued."""
     last = chat[-1] if chat else {}
     return last.get("role") == "assistant" and bool(last.get("content")) and not last.get("tool_calls")
 
@@ -73,7 +72,7 @@ def _system(value: Any, sglang: bool) -> list[str]:
 
 
 def _inline_text(message: Message, sglang: bool) -> str:
-    """The text of a system message among the others."""
+    """The text of a system message in the middle of a chat."""
     content = message.get("content")
     if isinstance(content, str):
         texts: list[str | None] = [content]
@@ -105,7 +104,7 @@ def _convert(message: Any, where: str, chat: list[Message], sglang: bool, merged
 
 @dataclass
 class _Turn:
-    """One message's blocks, as the messages that they make in `chat`: each tool result is one, before the rest."""
+    """Converts one message's blocks to messages in `chat`; each tool result becomes one, before the rest."""
 
     role: str
     sglang: bool
@@ -123,7 +122,7 @@ class _Turn:
             case "image":
                 self.parts.append({"type": "image_url"})
             case "thinking" if self.sglang:
-                raise Unknown(where, "what an assistant thought depends on the engine's settings")
+                raise Unknown(where, "reasoning depends on the engine's settings")
             case "thinking":
                 self.reasoning.append(text_member(block, "thinking", where) or "")
             case "redacted_thinking" | "tool_reference":
@@ -161,7 +160,7 @@ def _content(parts: list[dict[str, Any]]) -> Any:
 
 
 def _result(block: dict[str, Any], where: str, sglang: bool) -> Message:
-    """A result is a message of its own. One with images is known as far as its text."""
+    """A tool result becomes a message of its own. Of a result with images only the text is known."""
     content = block.get("content")
     made: Message = {"role": "tool", "tool_call_id": block.get("tool_use_id") or "", "content": content or ""}
     if isinstance(content, list):
@@ -202,7 +201,8 @@ def _all_blocks(messages: list[Any]) -> list[dict[str, Any]]:
 
 
 def _choice(value: Any, ours: bool) -> Any:
-    """What a template is shown depends on it: no tools, or one of them; and with ours, what the model must do."""
+    """`tool_choice`, which affects what a template sees: no tools, or one; and in our runtime, what the model must
+    do."""
     kind = value.get("type") if isinstance(value, dict) else None
     if kind == "tool":
         return {"type": "function", "function": {"name": value.get("name")}}

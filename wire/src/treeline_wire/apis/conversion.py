@@ -1,4 +1,4 @@
-"""What the conversions of other chat APIs into chat completions have in common."""
+"""What the conversions of chat APIs have in common."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from ..json_values import count_values, slow_numbers
 Message = dict[str, Any]
 
 MAX_CALL_VALUES: Final = 4096
-"""Values in the arguments of all calls of one chat: they are read and written again, which costs by the value."""
+"""The most values in the arguments of all calls of a chat; reading and writing them costs per value."""
 PASSED: Final = ("model", "chat_template_kwargs", "cache_salt", "extra_key", "lora_path")
-"""Members that mean the same in a chat completion."""
+"""Members that are the same in a chat completion."""
 _FEW: Final = 16
 _SENTINEL: Final = "the system speaks again"
 
 
 class Context(msgspec.Struct, frozen=True):
-    """For whom a request is converted: `engine` is the type of engine, `inline_system` says whether its template takes
-    a system message in the midst of a chat (and prints it, if `must_show`)."""
+    """The target of a conversion. `engine`: the engine's type; `inline_system`: whether its template accepts a system
+    message in the middle of a chat (and prints it, with `must_show`)."""
 
     engine: str
     inline_system: Callable[..., bool]
 
 
 class Unknown(Exception):
-    """What the engine makes of this cannot be known here: a key ends before it. `param` names it, and `why` says what
-    is the matter."""
+    """What the engine makes of this is unknown here, so a key ends before it. `param` names it, `why` gives the
+    reason."""
 
     def __init__(self, param: str, why: str) -> None:
         super().__init__(f"{param}: {why}")
@@ -40,20 +40,20 @@ class Unknown(Exception):
 
 
 class Conversation(msgspec.Struct, frozen=True):
-    """A chat completion's body. `unknown`: why it ends before the request does, None where it is all of it."""
+    """A chat completion's body. `unknown`: why it ends before the request does; None if it is complete."""
 
     body: dict[str, Any]
     unknown: Unknown | None = None
 
     @property
     def complete(self) -> bool:
-        """Whether no message follows."""
+        """Whether no messages are missing."""
         return self.unknown is None
 
 
 def takes_inline_system(template: ChatTemplate, *, must_show: bool) -> bool:
-    """Whether a template takes a system message in the midst of a chat; `must_show`: and prints it. Raises
-    `NeedsWorkerError` and `TemplateBusyError` as `ChatTemplate.render`."""
+    """Whether a template accepts a system message inside a chat; `must_show`: and prints it. Raises `NeedsWorkerError`
+    and `TemplateBusyError` like `ChatTemplate.render`."""
     said = (("system", "t"), ("user", "t"), ("system", _SENTINEL), ("user", "t"))
     messages = [{"role": role, "content": text} for role, text in said]
     try:
@@ -66,7 +66,7 @@ def takes_inline_system(template: ChatTemplate, *, must_show: bool) -> bool:
 
 
 def items_of(value: Any, name: str) -> list[Any]:
-    """What a request says, as a list: a text is a message of the user. Raises `PromptError`."""
+    """Input as a list of items; a text becomes a user message. Raises `PromptError`."""
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     if not isinstance(value, list):
@@ -75,16 +75,16 @@ def items_of(value: Any, name: str) -> list[Any]:
 
 
 def many_values(text: str) -> int:
-    """How many values the arguments of a tool call have, which are JSON in a text: values that were not counted with
-    the body. 0 where they are few. O(characters) at memory speed."""
+    """Number of values in a tool call's arguments, which are JSON inside a text and were not counted with the body. 0
+    if there are few. O(characters) at memory speed."""
     data = text.encode("utf-8", "replace")
     if data.count(b",") + data.count(b"[") + data.count(b"{") < _FEW and not slow_numbers(data):
         return 0
-    return count_values(data)  # what is in strings of it costs nothing
+    return count_values(data)  # its strings cost nothing
 
 
 def text_member(value: dict[str, Any], name: str, where: str, default: str | None = "") -> str | None:
-    """A member that is a text; `default` where it is null or absent. Raises `PromptError`."""
+    """A member that is a text; `default` if it is null or absent. Raises `PromptError`."""
     text = value.get(name)
     if text is None:
         return default
@@ -94,7 +94,7 @@ def text_member(value: dict[str, Any], name: str, where: str, default: str | Non
 
 
 def blocks_of(value: Any, where: str) -> list[dict[str, Any]]:
-    """A list of objects that have a type. Raises `PromptError`."""
+    """A list of objects with a type. Raises `PromptError`."""
     if not isinstance(value, list):
         raise PromptError(where, "must be a string or a list")
     for i, block in enumerate(value):
@@ -104,7 +104,7 @@ def blocks_of(value: Any, where: str) -> list[dict[str, Any]]:
 
 
 def tools_of(body: Any) -> list[dict[str, Any]]:
-    """The tools of a request as they are; [] where there are none. Raises `PromptError`."""
+    """The tools of a request, or []. Raises `PromptError`."""
     tools = body.get("tools")
     if not tools:
         return []
@@ -114,5 +114,5 @@ def tools_of(body: Any) -> list[dict[str, Any]]:
 
 
 def function(**members: Any) -> dict[str, Any]:
-    """A tool of a chat completion: members that are null are left out, as a client of that API would."""
+    """A tool in the format of chat completions, without null members."""
     return {"type": "function", "function": {name: value for name, value in members.items() if value is not None}}

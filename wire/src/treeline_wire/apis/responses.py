@@ -1,9 +1,9 @@
 """OpenAI's `/v1/responses` as the chat completion that our runtime, vLLM and SGLang make of it.
 
-vLLM 0.32: `construct_input_messages` and what it calls in vllm/entrypoints/openai/responses/utils.py. SGLang 0.5.23:
-`_construct_input_messages` and what it calls in sglang/srt/entrypoints/openai/serving_responses.py. What a request
-refers to by `previous_response_id` is in the engine alone: then only the instructions are known, which come before it.
-Our runtime stores nothing, and puts the items of one turn of the assistant into one message.
+vLLM 0.32: `construct_input_messages` in vllm/entrypoints/openai/responses/utils.py. SGLang 0.5.23:
+`_construct_input_messages` in sglang/srt/entrypoints/openai/serving_responses.py. Only the engine has what
+`previous_response_id` refers to, so only the instructions before it are known. Our runtime stores nothing, and merges
+the items of an assistant's turn into one message.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from .conversion import (
 )
 
 _DEVELOPER: Final = "Developer instructions:\n"
-"""What SGLang writes before the text of a developer."""
+"""SGLang's prefix for the text of a developer message."""
 _OPEN: Final = ("in_progress", "incomplete")
 _TEXTS: Final = ("input_text", "output_text", "text")
-_OTHER: Final = "its type is not known here"
+_OTHER: Final = "its type is unknown"
 _ENCRYPTED: Final = "it is encrypted"
 
 
@@ -69,7 +69,7 @@ def to_chat(body: Mapping[str, Any], items: list[Any], context: Context) -> Conv
 
 
 def _is_open(item: dict[str, Any]) -> bool:
-    """Whether a last item is an answer that has begun."""
+    """Whether the last item is an answer to be continued."""
     return item.get("status") in _OPEN and item.get("type", "message") == "message"
 
 
@@ -83,7 +83,7 @@ def _call(item: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _add_as_ours(item: dict[str, Any], where: str, chat: list[Message]) -> None:
-    """What an assistant thought, said and called in one turn is one message."""
+    """The assistant's reasoning, text and calls in one turn become one message."""
     last = chat[-1] if chat and chat[-1]["role"] == "assistant" else {}
     kind = item.get("type", "message")
     if kind == "function_call":
@@ -115,7 +115,7 @@ def _add_as_ours(item: dict[str, Any], where: str, chat: list[Message]) -> None:
 
 
 def _texts(content: Any, where: str) -> Any:
-    """Content with its parts in the words of a chat completion, all of them texts."""
+    """Content with its parts in chat completion format, all of them texts."""
     if content is None or isinstance(content, str):
         return content
     for i, part in enumerate(blocks_of(content, where)):
@@ -125,7 +125,7 @@ def _texts(content: Any, where: str) -> Any:
 
 
 def _add_as_vllm(item: dict[str, Any], where: str, chat: list[Message]) -> None:
-    """An assistant's turn comes in several items, which are put into one message while each brings something new."""
+    """An assistant's turn comes as several items, which are merged while each adds something new."""
     last = chat[-1] if chat and chat[-1]["role"] == "assistant" else None
     kind = item.get("type", "message")
     if kind == "function_call":
@@ -211,7 +211,7 @@ def _labelled(content: Any, where: str) -> Any:
 
 
 def _plain(content: Any, where: str) -> Any:
-    """Content with its parts in the words of a chat completion."""
+    """Content with its parts in chat completion format."""
     if content is None or isinstance(content, str):
         return content
     parts: list[dict[str, Any]] = []
@@ -249,7 +249,7 @@ def _reasoning(item: dict[str, Any], members: tuple[str, str], where: str, *, fi
 
 
 def _merged(chat: list[Message]) -> list[Message]:
-    """SGLang: messages of the assistant in a row are one."""
+    """SGLang merges consecutive messages of the assistant."""
     out: list[Message] = []
     for message in chat:
         if message["role"] != "assistant" or not out or out[-1]["role"] != "assistant":
@@ -278,7 +278,7 @@ def _as_parts(content: Any) -> list[Any]:
 
 
 def _system_first(chat: list[Message]) -> list[Message]:
-    """SGLang, for templates that take a system message at the beginning alone: all of them are one there."""
+    """SGLang, for templates that accept a system message only at the beginning, merges all system messages there."""
     texts: list[str] = []
     for message in chat:
         if message["role"] == "system":
@@ -292,11 +292,10 @@ def _system_first(chat: list[Message]) -> list[Message]:
 
 
 def _tools(body: Mapping[str, Any], engine: str) -> dict[str, Any]:
-    """Tools, and which of them is wanted. SGLang's tools are not strict unless it is said; vLLM's then have no such
-    member."""
+    """Tools and tool choice. Without `strict`, SGLang's tools are not strict; vLLM's have no such member."""
     given = tools_of(body)
     if any(tool.get("type") in ("custom", "namespace") for tool in given):
-        raise PromptError("tools", "has kinds of tools that are not known here")
+        raise PromptError("tools", "has unknown kinds of tools")
     functions = [tool for tool in given if tool.get("type") == "function"]
     if not functions:
         return {}
@@ -319,7 +318,7 @@ def _tools(body: Mapping[str, Any], engine: str) -> dict[str, Any]:
 
 
 def _choice(choice: Any) -> Any:
-    """`tool_choice` as a chat completion spells it."""
+    """`tool_choice` in chat completion format."""
     match choice:
         case {"type": "function", "name": name}:
             return function(name=name)

@@ -1,7 +1,7 @@
-"""How each type of engine turns a chat request into what its chat template is given.
+"""How each engine turns a chat request into its chat template's input.
 
-The picker must arrive at the prompt that the engine will have, to the character: what differs is here, one module for
-each engine whose rules were read from its source.
+The picker must compute the engine's prompt exactly. The differences are here, one module per engine, written from its
+source.
 """
 
 from __future__ import annotations
@@ -24,6 +24,6 @@ _DIALECTS: Final[dict[str, ChatDialect]] = {
 
 
 def dialect_of(engine: str, api: str = "") -> ChatDialect:
-    """The dialect of an engine type as `spec.engine.type` names it, ours for one that has none of its own; `api` is the
-    one that a chat was converted from, where the engine treats it in another way."""
+    """The dialect of an engine type (`spec.engine.type`), ours if it has none. `api`: what the chat was converted from,
+    if the engine treats that differently."""
     return _DIALECTS.get(f"{engine}/{api}") or _DIALECTS.get(engine, TREELINE)

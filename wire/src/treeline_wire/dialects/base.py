@@ -1,4 +1,4 @@
-"""What all dialects have in common: reading messages, parts and tool calls that came from a client."""
+"""What all dialects share: reading messages, parts and tool calls from clients."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NONE: Final = ("", None)
 
 
 class Turn(Struct, frozen=True):
-    """The conversation as a template is given it. `suffix` is written behind what it renders."""
+    """The conversation for a template. `suffix` is appended to its output."""
 
     messages: list[Message]
     add_generation_prompt: bool
@@ -28,23 +28,22 @@ class Turn(Struct, frozen=True):
 
 
 class ChatDialect(ABC):
-    """One engine's way from the body of a chat request to the arguments of its chat template.
+    """One engine's way from a chat request's body to its template's arguments.
 
-    Dialects have no state. All methods raise `PromptError` for what the engine would refuse, and leave the body as it
-    is.
+    Stateless. Methods raise `PromptError` for what the engine would refuse, and do not change the body.
     """
 
     separator: str
-    """Between the text parts of a message, for templates that take texts."""
+    """Between text parts of a message, for templates that take texts."""
     flat_tools: bool = False
-    """Where the template fails, it is tried with tools without OpenAI's wrapper."""
+    """If the template fails, tries again with tools without OpenAI's wrapper."""
 
     def takes_lists(self, source: str) -> bool:
-        """Whether this template is given content as lists of parts."""
+        """Whether this template takes content as lists of parts."""
         return takes_lists(source)
 
     def turn(self, body: Mapping[str, Any], source: str) -> Turn:
-        """The conversation of a request. `source` is the template's text."""
+        """The chat of a request. `source` is the template's text."""
         messages = self.messages(body.get("messages"), source)
         continue_final = flag(body, "continue_final_message", False)
         add_generation = flag(body, "add_generation_prompt", not continue_final)
@@ -53,7 +52,7 @@ class ChatDialect(ABC):
         return Turn(messages, add_generation, continue_final)
 
     def messages(self, value: Any, source: str) -> list[Message]:
-        """The messages as this template takes them."""
+        """The messages as the template receives them."""
         if not isinstance(value, list) or not value:
             raise PromptError("messages", "must be a non-empty list")
         lists = self.takes_lists(source)
@@ -80,52 +79,52 @@ class ChatDialect(ABC):
         return self.members(value, content, where)
 
     def nothing(self, as_list: bool) -> Any:
-        """Content that is null or absent."""
+        """The value for null or absent content."""
         del as_list
         return ""
 
     def text(self, text: str, as_list: bool) -> Any:
-        """Content that is a text."""
+        """The value for text content."""
         del as_list
         return text
 
     def joined(self, texts: list[str | None]) -> str:
-        """The parts of a message as one text."""
+        """A message's parts joined to one text."""
         return self.separator.join(text for text in texts if text is not None)
 
     def parts(self, content: list[Any], texts: list[str | None]) -> list[dict[str, Any]]:
-        """The parts of a message as a template that takes lists is given them."""
+        """A message's parts for a template that accepts lists."""
         del content
         return [{"type": "text", "text": text} for text in texts if text is not None]
 
     @abstractmethod
     def part(self, value: Any, where: str) -> str | None:
-        """The text of one part; None for one that the engine leaves out."""
+        """The text of a part; None if the engine drops it."""
 
     @abstractmethod
     def members(self, message: Message, content: Any, where: str) -> Message:
-        """A message with those of its members that the engine passes on, in the engine's order."""
+        """A message with the members that the engine passes on, in its order."""
 
     @abstractmethod
     def tools(self, body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-        """The tools that the template is shown."""
+        """The tools that the template receives."""
 
     @abstractmethod
     def variables(self, body: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-        """The template's further variables: `given` are `chat_template_kwargs`."""
+        """Further variables of the template; `given` are `chat_template_kwargs`."""
 
     def documents(self, body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-        """The documents that the template is given."""
+        """The documents that the template receives."""
         return objects(body.get("documents"), "documents")
 
     def add_special_tokens(self, body: Mapping[str, Any]) -> bool:
-        """Whether BOS and the like are put before what the template wrote."""
+        """Whether special tokens such as BOS are put before the rendered text."""
         del body
         return False
 
 
 def arguments_of(text: str, where: str) -> Any:
-    """Templates write arguments as JSON themselves, so the text that OpenAI's API carries becomes an object."""
+    """A call's arguments as an object: templates write the JSON themselves, while OpenAI's API sends a text."""
     try:
         arguments = json.loads(text or "{}")
     except (ValueError, RecursionError):
@@ -135,7 +134,7 @@ def arguments_of(text: str, where: str) -> Any:
 
 
 def calls_of(message: Message, where: str) -> list[Any] | None:
-    """The tool calls of a message, checked to be a list of objects; None if there are none."""
+    """A message's tool calls, checked to be a list of objects; None if there are none."""
     calls = message.get("tool_calls")
     if calls is None:
         return None
@@ -148,7 +147,7 @@ def calls_of(message: Message, where: str) -> list[Any] | None:
 
 
 def text_of(part: Any, where: str, kinds: Mapping[str, str]) -> str | None:
-    """The text of a part: `kinds` maps its type to the member that holds it. None where that member is null."""
+    """The text of a part; `kinds` maps its type to the member with the text. None if that member is null."""
     if not isinstance(part, dict):
         raise PromptError(where, "must be an object")
     kind = part.get("type", "text")
@@ -162,8 +161,8 @@ def text_of(part: Any, where: str, kinds: Mapping[str, str]) -> str | None:
 
 
 def with_system_for_developer(messages: list[Message], source: str, separator: str) -> list[Message]:
-    """Where a template does not know the role `developer`, its messages are the system's, and all of those are one at
-    the beginning: many templates take a system message there alone."""
+    """For templates without the role `developer`: its messages become system messages, merged at the beginning, where
+    many templates require them."""
     named = any(message["role"] == "developer" for message in messages)
     if not named or '"developer"' in source or "'developer'" in source:
         return messages
@@ -192,7 +191,7 @@ def objects(value: Any, param: str) -> list[dict[str, Any]] | None:
 
 
 def flag(body: Mapping[str, Any], name: str, default: bool) -> bool:
-    """A member that is true or false. Raises `PromptError`."""
+    """A boolean member. Raises `PromptError`."""
     value = body.get(name)
     if value is None:
         return default
@@ -202,7 +201,7 @@ def flag(body: Mapping[str, Any], name: str, default: bool) -> bool:
 
 
 def check_size(value: Any, param: str, max_depth: int = MAX_DEPTH, max_values: float = math.inf) -> int:
-    """Its characters. Raises `TooDeep` and `PromptError` beyond the limits: the nesting is the client's."""
+    """Its characters. Raises `TooDeep` and `PromptError` beyond the limits."""
     admission = Admission(max_depth, max_values)
     try:
         admission.plain(value, 1)

@@ -1,7 +1,7 @@
-"""Does a chat template take the content of a message as a list of parts, or as one text?
+"""Whether a chat template takes a message's content as a list of parts or as one text.
 
-Both engines read it from the template's syntax tree: one that loops over a message's content takes lists. They
-disagree on which variables may be messages, and SGLang goes by words first. vLLM: `_detect_content_format` in
+Engines read this from the template's syntax tree: a template that loops over a message's content takes lists. They
+disagree on which variables are messages, and SGLang looks for some words first. vLLM: `_detect_content_format` in
 vllm/renderers/hf.py (before 0.30 vllm/entrypoints/chat_utils.py). SGLang: `detect_jinja_template_content_format` in
 sglang/srt/parser/jinja_template_utils.py.
 """
@@ -17,29 +17,29 @@ from jinja2 import nodes
 from ..template_env import TemplateEnvironment
 
 MAX_CHARS: Final = 32 << 10
-"""Characters of a source that is parsed for this; known templates have up to 20 thousand. A longer one takes texts."""
+"""The longest source that is parsed; known templates have up to 20 thousand characters. A longer one takes texts."""
 _MEDIA_WORDS: Final = ("image", "audio", "video", "vision")
 _SGLANG_NAMES: Final = ("message", "msg", "m")
 
 
 def takes_lists(source: str) -> bool:
-    """As vLLM decides: some loop goes over the content of what a loop over the messages yields, under any name, or
-    over a macro's parameter that is given it, or (outside of macros) over a variable `content`."""
+    """vLLM's rule: a loop iterates over the content of messages under any name, over a macro parameter that receives
+    it, or (outside of macros) over a variable `content`."""
     return _verdicts(source)[0]
 
 
 def takes_lists_in_sglang(source: str) -> bool:
-    """As SGLang decides: the source has a word for a medium, or loops over the content of a `message`, `msg` or `m`."""
+    """SGLang's rule: the source names a medium, or loops over the content of `message`, `msg` or `m`."""
     return _verdicts(source)[1]
 
 
 class _Unusual(Exception):
-    """A construct at which vLLM's search ends with an assertion: it takes the template for one of texts then."""
+    """A construct on which vLLM's search fails; vLLM then passes texts."""
 
 
 @functools.lru_cache(maxsize=512)
 def _verdicts(source: str) -> tuple[bool, bool]:
-    """vLLM's and SGLang's, both from one syntax tree: parsing takes milliseconds."""
+    """The verdicts of vLLM and SGLang, from one parse, which takes milliseconds."""
     worded = any(word in source for word in _MEDIA_WORDS)
     if len(source) > MAX_CHARS:
         return False, worded
@@ -85,7 +85,7 @@ def _items(tree: nodes.Template) -> list[str]:
 
 
 def _content_parameters(tree: nodes.Template, items: list[str]) -> dict[int, frozenset[str]]:
-    """For each loop in a macro: the macro's parameters that some call gives a message's content to."""
+    """For each loop in a macro: the macro's parameters that receive a message's content in some call."""
     found: dict[int, frozenset[str]] = {}
     for macro in tree.find_all(nodes.Macro):
         given = frozenset(_given(tree, macro, items))
@@ -106,7 +106,7 @@ def _given(tree: nodes.Template, macro: nodes.Macro, items: list[str]) -> Iterat
 
 
 def _reads(node: nodes.Node | None, name: str, key: str | None = None) -> bool:
-    """Is this the variable `name` (its member `key`), perhaps filtered, tested or sliced?"""
+    """Whether this is the variable `name` (its member `key`), perhaps filtered, tested or sliced."""
     while isinstance(node, nodes.Filter | nodes.Test) or (
         isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
     ):

@@ -1,10 +1,9 @@
 """SGLang's dialect, as of 0.5.23.
 
-Read in sglang/srt/parser/jinja_template_utils.py (`process_content_for_template_format`),
+Sources: sglang/srt/parser/jinja_template_utils.py (`process_content_for_template_format`),
 sglang/srt/entrypoints/openai/serving_chat.py (`_process_messages`, `_apply_jinja_template`,
-`_handle_last_assistant_message`, `normalize_tool_content`) and sglang/srt/entrypoints/openai/protocol.py (the messages'
-and tools' types, `normalize_reasoning_inputs`). Models with an encoder of their own there (DeepSeek V3.2, Kimi K3) are
-not rendered by their template.
+`_handle_last_assistant_message`, `normalize_tool_content`) and sglang/srt/entrypoints/openai/protocol.py
+(`normalize_reasoning_inputs`). Models with an encoder of their own (DeepSeek V3.2, Kimi K3) do not use their template.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ class SglangDialect(ChatDialect):
         return takes_lists_in_sglang(source)
 
     def turn(self, body: Mapping[str, Any], source: str) -> Turn:
-        """The end of the conversation is always the user's: an assistant's text there is either written behind the
-        rendered prompt, or said by the user."""
+        """The conversation always ends with the user: an assistant's last text is appended to the rendered prompt or
+        becomes a user message."""
         messages = self.messages(body.get("messages"), source)
         suffix = ""
         last = messages[-1]
@@ -40,7 +39,7 @@ class SglangDialect(ChatDialect):
                 suffix = last["content"]
                 messages = messages[:-1]
                 if not messages:
-                    raise PromptError("messages", "has nothing before the message that is to be continued")
+                    raise PromptError("messages", "has nothing before the message to be continued")
             else:
                 messages = [*messages[:-1], {"role": "user", "content": last["content"]}]
         return Turn(messages, True, False, suffix)
@@ -97,13 +96,13 @@ class SglangDialect(ChatDialect):
         return {**found, **given}
 
     def documents(self, body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-        """Its chat completions have none."""
+        """SGLang's chat completions have no documents."""
         del body
         return None
 
 
 def _call(call: dict[str, Any], where: str, role: str) -> dict[str, Any]:
-    """All members of SGLang's type, null where they are absent; an assistant's arguments become an object."""
+    """All members of SGLang's type, null if absent; an assistant's arguments become an object."""
     function = call.get("function")
     if not isinstance(function, dict):
         raise PromptError(f"{where}.function", "must be an object")
@@ -128,7 +127,7 @@ def _function(tool: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
-    """The function's members in the client's order, then those that are absent, as null."""
+    """The function's members in the client's order, then absent ones as null."""
     function = _function(tool, where)
     deferred = function.get("defer_loading")
     values: dict[str, Any] = {name: function.get(name) for name in ("description", "name", "parameters")}

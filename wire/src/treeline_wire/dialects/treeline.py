@@ -1,7 +1,7 @@
-"""Our own runtime's dialect: what `transformers` would be given, and vLLM's rule where a template needs one.
+"""Our runtime's dialect: what `transformers` would receive, with vLLM's rules where needed.
 
-So texts stay texts, parts are a list for templates that take lists (as vLLM tells them) and are joined by a newline
-for others, content that is null is an empty text, and a `developer` whom the template does not know is the system.
+Texts stay texts. Parts are a list for templates that take lists (by vLLM's rule), else joined by a newline. Null
+content is an empty text. An unknown `developer` becomes system.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .base import (
 )
 
 _KINDS: Final = {"text": "text", "refusal": "refusal"}
-"""Types of parts, and the member that has their text: an assistant's refusal is what it said."""
+"""Part types and the member with their text; an assistant's refusal counts as its text."""
 
 
 class TreelineDialect(ChatDialect):
@@ -60,8 +60,8 @@ class TreelineDialect(ChatDialect):
         return tools or None
 
     def variables(self, body: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-        """An effort turns thinking on or off under both names that templates have for it, as in SGLang; what
-        `chat_template_kwargs` say wins."""
+        """An effort switches thinking under both names that templates use, as in SGLang; `chat_template_kwargs`
+        override it."""
         effort = body.get("reasoning_effort")
         if effort is None:
             return dict(given)

@@ -1,10 +1,9 @@
 """vLLM's dialect, as of 0.32.
 
-Read in vllm/renderers/chat_utils.py (`_parse_chat_message_content` and what it calls, `_postprocess_messages`),
-vllm/renderers/hf.py (`safe_apply_chat_template`, `_convert_developer_to_system`, `_consolidate_system_messages`) and
-vllm/entrypoints/openai/chat_completion/protocol.py (`ChatCompletionRequest.build_chat_params`). Its requests pass
-through pydantic first, whose typed dicts put members into the order of the type: a template that prints a whole tool or
-tool call as JSON shows it.
+Sources: vllm/renderers/chat_utils.py (`_parse_chat_message_content`, `_postprocess_messages`), vllm/renderers/hf.py
+(`safe_apply_chat_template`, `_convert_developer_to_system`, `_consolidate_system_messages`) and
+vllm/entrypoints/openai/chat_completion/protocol.py (`ChatCompletionRequest.build_chat_params`). Pydantic's typed dicts
+put members into the order of the type, which shows in templates that print tools as JSON.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ _KINDS: Final = {
 }
 _MEDIA: Final = frozenset({"image_url", "image_embeds", "image_pil", "audio_url", "input_audio", "video_url"})
 _BILLING: Final = "x-anthropic-billing-header"
-"""A first line that a client writes into its system prompt, other each time: vLLM takes it out."""
+"""A first line that some client writes into its system prompt, different each time; vLLM removes it."""
 
 
 class VllmDialect(ChatDialect):
-    """See the module. `validated`: messages pass through pydantic's types (those made of a `/v1/responses` do not)."""
+    """See the module. `validated`: messages pass through pydantic's types (those from `/v1/responses` do not)."""
 
     separator = "\n"
 
@@ -69,7 +68,7 @@ class VllmDialect(ChatDialect):
         return made
 
     def _call(self, call: dict[str, Any], where: str) -> dict[str, Any]:
-        """Arguments that are no object become an empty one: a conversation with a spoilt call can go on."""
+        """Arguments that are not an object become an empty one, as in vLLM."""
         function = call.get("function")
         if call.get("type", "function") != "function" or not isinstance(function, dict):
             raise PromptError(where, "must be the call of a function")
@@ -88,7 +87,7 @@ class VllmDialect(ChatDialect):
         return {name: members[name] for name in ("id", "function", "type") if name in members}
 
     def tools(self, body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-        """All of them, whatever `tool_choice` says: `--exclude-tools-when-tool-choice-none` is off by default."""
+        """All tools, whatever `tool_choice` is: `--exclude-tools-when-tool-choice-none` is off by default."""
         tools = objects(body.get("tools"), "tools")
         if tools is None:
             return None
@@ -97,7 +96,7 @@ class VllmDialect(ChatDialect):
         return [_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
 
     def variables(self, body: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-        """The request's own effort wins, and turns thinking on or off."""
+        """The request's own effort wins, and switches thinking."""
         effort = body.get("reasoning_effort")
         if effort is None:
             return dict(given)
@@ -109,7 +108,7 @@ class VllmDialect(ChatDialect):
 
 
 def _reasoning(message: Message, where: str) -> dict[str, str]:
-    """Under both names. A message whose content is null is validated as OpenAI's own, which has no reasoning."""
+    """Under both names. A message with null content is validated as OpenAI's type, which has no reasoning."""
     text = message.get("reasoning")
     text = message.get("reasoning_content") if text is None else text
     if text is None or ("content" in message and message["content"] is None):
@@ -127,7 +126,7 @@ def _unbilled(content: Any) -> Any:
 
 
 def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
-    """The members that vLLM's type has, in its order, null where they are absent."""
+    """The members of vLLM's type, in its order, null if absent."""
     function = tool.get("function")
     if not isinstance(function, dict):
         raise PromptError(f"{where}.function", "must be an object")

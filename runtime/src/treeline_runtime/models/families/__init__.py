@@ -1,4 +1,4 @@
-"""The families of models that are served, by the architecture that config.json names."""
+"""The supported model families, by architecture in config.json."""
 
 from __future__ import annotations
 

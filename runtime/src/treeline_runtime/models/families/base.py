@@ -1,7 +1,7 @@
-"""What a family of models is to the rest: the shape that its modules fill in.
+"""The interface of a model family.
 
-A family maps its config.json to a `ModelConfig`: `config.py` reads what all have alike, `describe` says the rest. What
-is computed is in `decoder.py`, which all share. No torch here.
+A family maps config.json to a `ModelConfig`: `config.py` reads what all share, `describe` the rest. `decoder.py`
+computes all of them. No torch here.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from treeline_runtime.models.model_config import ModelConfig
 from treeline_runtime.models.rope_config import RopeConfig, read_rope
 
 Config = Mapping[str, Any]
-"""config.json, with the family's defaults for what is missing there."""
+"""config.json with the family's defaults."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture of transformers."""
+    """An architecture of transformers."""
 
     architecture: str
     model_type: str
     describe: Callable[[ModelConfig, Config], ModelConfig]
-    """From what is read of every config.json (a Llama without biases) to this model. Raises ModelError or what the
-    conversion of a value raises."""
+    """From what is read of every config.json (a Llama without biases) to this model. Raises ModelError, or an error of
+    a value's conversion."""
     reads: frozenset[str] = frozenset()
-    """Keys that `describe` and `rope` act on, besides those that are read for all."""
+    """Keys used by `describe` and `rope`, besides those read for all."""
     defaults: Config = field(default_factory=dict)
-    """What the class of transformers takes for a missing key."""
+    """The defaults of transformers' class."""
     not_used: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
-    """Further keys → their values that change nothing in this family."""
+    """Further keys → values without effect in this family."""
     activation: tuple[str, tuple[str, ...]] = ("hidden_act", ("silu", "swish"))
-    """The key that says it, and the values that are served."""
+    """The key of the activation, and the supported values."""
     quant_method: str | None = None
-    """Of quantised checkpoints that are served; None: none are."""
+    """Of supported quantised checkpoints; None: none."""
     partial_rotary: bool = False
-    """Whether transformers rotates a part of a head if config.json says so."""
+    """Whether transformers rotates part of a head if config.json says so."""
     rope: Callable[[Config, int], RopeConfig] = read_rope
-    """config.json, max_position → the rope of layers without a window, or of all."""
+    """config.json, max_position → the rope of layers without a window, or of all layers."""

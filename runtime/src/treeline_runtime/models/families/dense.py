@@ -33,7 +33,7 @@ LLAMA = Family(
 
 
 def window_on_all(common: ModelConfig, config: Config) -> Scoring:
-    """`sliding_window` holds for every layer; null: there is none. Phi-3 has one that is longer than any context."""
+    """`sliding_window` applies to every layer; null: none. Phi-3's is longer than any context."""
     size = config.get("sliding_window")
     kinds = [FULL if size is None else SLIDING] * common.num_layers
     if layer_types(config, kinds) != kinds:  # transformers' classes of these families do not read it
@@ -93,7 +93,7 @@ QWEN3 = Family(
 
 
 _OLD_NAMES = ("su", "yarn")
-"""What longrope was called when the first of them were published."""
+"""The old name of longrope."""
 
 
 def _phi3_rope(config: Config, max_position: int) -> RopeConfig:

@@ -36,7 +36,7 @@ _READS = "attention_bias final_logit_softcapping layer_types query_pre_attn_scal
 
 
 def _gemma(common: ModelConfig, config: Config, every: int) -> ModelConfig:
-    """every: of so many layers one sees all, the last."""
+    """every: one of so many layers, the last, has no window."""
     pattern = [FULL if (layer + 1) % every == 0 else SLIDING for layer in range(common.num_layers)]
     scalar = needed(config, "query_pre_attn_scalar")
     bias = flag(config, "attention_bias")
@@ -70,7 +70,7 @@ def _gemma3(common: ModelConfig, config: Config) -> ModelConfig:
 
 
 def _rope_of(config: Config, kind: str, max_position: int) -> RopeConfig:
-    """Of the layers of that kind: from rope_parameters, or from keys of their own as they were before."""
+    """The rope of layers of that kind: from rope_parameters, or from older keys."""
     values = config.get("rope_parameters") or {}
     if unknown := sorted(set(values) - {FULL, SLIDING}):
         raise ModelError(f"rope settings that are not supported: {', '.join(unknown)}; they belong to a type of layer")

@@ -22,7 +22,7 @@ _QWEN = words(
     "num_experts_per_tok sliding_window use_sliding_window"
 )
 _BIAS_UNREAD: dict[str, tuple[object, ...]] = {"attention_bias": (False, True)}
-"""Whatever it says, transformers does not read it."""
+"""transformers ignores this key."""
 
 
 def _mixtral(common: ModelConfig, config: Config) -> ModelConfig:
@@ -76,7 +76,7 @@ def _qwen_moe(common: ModelConfig, config: Config, shared: int, *counts: str) ->
 
 
 def _sparse_layers(config: Config, layers: int) -> frozenset[int]:
-    """Every decoder_sparse_step-th layer, the first one at step - 1, except those of mlp_only_layers."""
+    """Every decoder_sparse_step-th layer, the first at step - 1, except mlp_only_layers."""
     step = 1 if config.get("decoder_sparse_step") is None else whole(config, "decoder_sparse_step")
     dense = config.get("mlp_only_layers") or []
     if not isinstance(dense, list) or any(type(layer) is not int for layer in dense):
@@ -85,7 +85,7 @@ def _sparse_layers(config: Config, layers: int) -> frozenset[int]:
 
 
 def count_experts(config: Mapping[str, Any], *keys: str) -> tuple[int, int]:
-    """How many there are, which either key says, and how many a token goes to."""
+    """The number of experts, from either key, and how many a token uses."""
     said = [whole(config, key) for key in keys if config.get(key) is not None]
     if not said:
         raise ModelError(f"config.json lacks {keys[0]!r}")
@@ -105,7 +105,7 @@ def whole(config: Mapping[str, Any], key: str) -> int:
 
 
 def _mixtral_rope(config: Config, max_position: int) -> RopeConfig:
-    """null for its base is as good as a missing key."""
+    """A null base counts as missing."""
     theta = 1e6 if config.get("rope_theta") is None else config["rope_theta"]
     return read_rope({**config, "rope_theta": theta}, max_position)
 
@@ -180,7 +180,7 @@ def _gpt_oss(common: ModelConfig, config: Config) -> ModelConfig:
 
 
 def _gpt_oss_rope(config: Config, max_position: int) -> RopeConfig:
-    """null for its base is as good as a missing key."""
+    """A null base counts as missing."""
     theta = _GPT_OSS_THETA if config.get("rope_theta") is None else config["rope_theta"]
     given = config.get("rope_scaling") or config.get("rope_parameters") or _GPT_OSS_ROPE
     return read_rope({**config, "rope_theta": theta, "rope_scaling": given}, max_position)

@@ -1,1 +1,1 @@
-"""Weights of fewer bits: which formats are served (`scheme`), what their numbers mean (`fp8`), products (`product`)."""
+"""Quantised weights: supported formats (`scheme`), their numbers (`fp8`), products (`product`)."""

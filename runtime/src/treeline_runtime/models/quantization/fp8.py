@@ -1,9 +1,9 @@
 """Numbers in fp8, e4m3: 4 bits of exponent, 3 of mantissa, up to 448, no infinity (https://arxiv.org/abs/2209.05433).
 
-A matrix in fp8 is values x scales. Scales are (groups, rows): each row of the matrix is cut into groups of `group`
-elements (the last may be shorter), which share a scale; with one group it is the row's.
+A matrix in fp8 is values x scales. Scales are (groups, rows): each row is cut into groups of `group` elements (the last
+may be shorter) that share a scale; with one group it is the row's.
 
-The operations here are the definition, in PyTorch; `ops.fp8` has the kernels for GPUs that multiply fp8.
+These PyTorch operations are the definition; `ops.fp8` has kernels for GPUs.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import torch
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0
 SMALLEST_AMAX = 1e-12
-"""A group of zeros is divided by the scale of this."""
+"""The scale of a group of zeros."""
 _ROWS_AT_ONCE = 1024
-"""Rows of a weight that are quantised at once: bounds the float32 copies."""
+"""Rows of a weight quantised at once, which bounds the float32 copies."""
 
 
 def to_e4m3(x: torch.Tensor) -> torch.Tensor:
-    """The nearest e4m3; what is larger becomes the largest, what is not finite NaN."""
+    """The nearest e4m3; larger values become the largest, values that are not finite NaN."""
     x = x.float()
     return torch.where(x.isfinite(), x.clamp(-LARGEST, LARGEST), torch.nan).to(E4M3)
 
@@ -27,7 +27,7 @@ def to_e4m3(x: torch.Tensor) -> torch.Tensor:
 def quantise(x: torch.Tensor, group: int, static: float | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """x (rows, columns) → values (rows, columns) e4m3, scales (groups, rows) float32.
 
-    A scale is the largest magnitude of its group over 448, or `static`.
+    A scale is the largest magnitude of its group / 448, or `static`.
     """
     grouped = _grouped(x.float(), group)
     if static is None:
@@ -45,12 +45,12 @@ def dequantise(values: torch.Tensor, scales: torch.Tensor, group: int) -> torch.
 
 
 def quantise_weight(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """weight (outputs, inputs), float → values, scales (1, outputs): one for each output."""
+    """weight (outputs, inputs), float → values, scales (1, outputs)."""
     parts = [quantise(rows, weight.shape[1]) for rows in weight.split(_ROWS_AT_ONCE)]
     return torch.cat([values for values, _ in parts]), torch.cat([scales for _, scales in parts], dim=1)
 
 
 def _grouped(x: torch.Tensor, group: int) -> torch.Tensor:
-    """(rows, columns) → (rows, groups, group), filled up with zeros."""
+    """(rows, columns) → (rows, groups, group), padded with zeros."""
     missing = -x.shape[1] % group
     return torch.nn.functional.pad(x, (0, missing)).view(x.shape[0], -1, group)

@@ -1,4 +1,4 @@
-"""The product of a step's activations with stacked projections, in the format that the checkpoint has them."""
+"""Products of activations with stacked projections, in the checkpoint's format."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from treeline_runtime.models.weights import Shard, Weights
 from treeline_runtime.ops import Ops, obstacle_to_triton, onednn
 
 WEIGHT_SCALES = ("weight_scale", "weight_scale_inv")
-"""What the factor of a weight is called; the second name is fine-grained fp8's, and is no inverse either."""
+"""Names of a weight's scale; the second is fine-grained fp8's, and is not an inverse either."""
 INPUT_SCALES = ("input_scale", "activation_scale")
 OLDEST = (8, 9)
-"""Compute capability: GPUs before Ada have no products of fp8."""
+"""Compute capability: older GPUs than Ada have no fp8 products."""
 SECOND_COPY_BYTES = 64 << 20
-"""What may be spent on a faster order of a matrix that has to stay as it is, too."""
+"""Bytes that may be spent on a second copy in a faster order."""
 
 Product = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 """x (tokens, inputs), bias (outputs,) or None → (tokens, outputs)."""
@@ -48,9 +48,9 @@ class Packed:
 
 
 def float_product(ops: Ops, weight: torch.Tensor, *, shared: bool = False) -> Plain | Packed:
-    """The fastest there is of a matrix (outputs, inputs), whose order in memory may be another.
+    """The fastest product of a matrix (outputs, inputs), perhaps in another memory order.
 
-    shared: others have the matrix as it is, so that another order would be a second copy.
+    shared: the matrix is also used elsewhere, so another order would be a second copy.
     """
     if weight.device.type != "cpu" or (shared and weight.nbytes > SECOND_COPY_BYTES):
         return Plain(ops, weight)
@@ -65,15 +65,15 @@ class Fp8Matrix:
     values: torch.Tensor
     scales: torch.Tensor
     group: int
-    """Inputs that share a scale, in the matrix and in activations."""
+    """Inputs that share a scale, in matrix and activations."""
     input_scale: float | None
     """Of all activations; None: each token has its own."""
 
 
 class Emulated:
-    """Where fp8 is not multiplied: the weights as floats again, of activations what fp8 leaves of them.
+    """Without fp8 products: weights as floats, activations rounded to fp8.
 
-    The same numbers as `Fp8` up to rounding, at the memory and speed of unquantised weights.
+    The same numbers as `Fp8` up to rounding, with the memory and speed of unquantised weights.
     """
 
     def __init__(self, ops: Ops, matrix: Fp8Matrix, dtype: torch.dtype) -> None:
@@ -86,7 +86,7 @@ class Emulated:
 
 
 class Fp8:
-    """Products of fp8 on the device's tensor cores."""
+    """fp8 products on tensor cores."""
 
     def __init__(self, matrix: Fp8Matrix) -> None:
         from treeline_runtime.ops.fp8 import scaled_linear
@@ -102,7 +102,7 @@ class Fp8:
 def new_product(
     weights: Weights, ops: Ops, prefix: str, names: dict[str, int], size: int, shard: Shard | None = None
 ) -> Product:
-    """Take the weights of these projections of one input, or the shard of each. `names` → their outputs; size: inputs.
+    """Takes the weights of these projections of one input, or a shard of each. `names` → their outputs; size: inputs.
     Raises ModelError."""
     scheme = weights.scheme
     if scheme is None or scheme.at_load:
@@ -172,7 +172,7 @@ def take_scale(weights: Weights, name: str) -> float:
 
 
 def _find(weights: Weights, module: str, names: tuple[str, ...]) -> str:
-    """Which of these the checkpoint has of a module; empty: none."""
+    """The first of these names that the checkpoint has for a module; empty: none."""
     return next((name for name in names if weights.has(module + name)), "")
 
 
@@ -180,8 +180,8 @@ KV_SCALES = ("k_scale", "v_scale")
 
 
 def kv_scales(weights: Weights, num_layers: int) -> list[tuple[float, float]]:
-    """Of each layer's keys and values: what is stored is the value over the scale. 1 where the checkpoint says nothing:
-    e4m3 reaches 448, and its precision is the same for small and large. Raises ModelError."""
+    """Scales of each layer's keys and values, which are stored divided by them. 1 if the checkpoint has none: e4m3
+    reaches 448, with equal precision for small and large values. Raises ModelError."""
     if weights.scheme is None or weights.scheme.at_load:
         return [(1.0, 1.0)] * num_layers
     scales = []

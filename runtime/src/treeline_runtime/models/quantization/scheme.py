@@ -1,15 +1,15 @@
-"""What config.json says of quantised weights, in our words. No torch here.
+"""Reads quantisation settings of config.json. No torch here.
 
-Served is fp8 (e4m3) for weights and inputs of projections, as two families of checkpoints have it:
+Supported is fp8 (e4m3) for weights and inputs of projections, in two kinds of checkpoints:
 
 - `quant_method` fp8: AutoFP8's, and those of DeepSeek and Qwen, which transformers calls fine-grained;
 - `quant_method` compressed-tensors, format float-quantized: llm-compressor's.
 
-Which projections are quantised is what the tensors say: one with a scale beside it is, and has to be fp8; one without
-has to be float. The lists of modules that were left alone (`ignore` and its kin) add nothing to that.
+A projection with a scale beside it is quantised and must be fp8; one without must be float. Lists of excluded modules
+(`ignore` and others) are not needed.
 
-Everything else is refused by name. AWQ and GPTQ would need int4 kernels of a library that is kept: AutoAWQ and AutoGPTQ
-are not; GPTQModel, and Marlin inside vLLM and SGLang, are, but none of them stands alone beside another engine.
+Everything else is refused by name. AWQ and GPTQ need int4 kernels of a maintained library: AutoAWQ and AutoGPTQ have
+ended, and GPTQModel and Marlin do not stand alone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 BLOCK = 128
-"""Outputs and inputs that share a scale in block-wise checkpoints; other blocks are refused."""
+"""Outputs and inputs that share a scale in block-wise checkpoints."""
 WHAT_TO_DO = (
     "take the unquantised checkpoint (--quantization fp8 quantises it at load), or an fp8 one (quant_method fp8, or "
     "compressed-tensors in format float-quantized)"
@@ -54,35 +54,34 @@ _COMPRESSED_KEYS = frozenset(
 )
 _GROUP_KEYS = frozenset(["targets", "weights", "input_activations", "output_activations", "format"])
 _REMARKS = frozenset(["observer", "observer_kwargs"])
-"""How the scales were found."""
+"""How scales were chosen; has no effect."""
 _OTHER_KEYS = ("compression_config", "quantization", "quant_config")
-"""Under these, older tools and other programs describe formats that are not served."""
+"""Keys by which older tools and other programs describe unsupported formats."""
 
 
 class NotServed(ValueError):
-    """The format; the message names the key that says so, and what would do."""
+    """An unsupported format; the message names the key and an alternative."""
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """Projections in fp8: weight ≈ value x scale, and inputs become fp8 before the product."""
+    """fp8 projections: weight ≈ value x scale, and inputs become fp8 before the product."""
 
     weights: Literal["rows", "blocks"] = "rows"
-    """What shares a scale: an output (or all of a tensor), or BLOCK x BLOCK weights."""
+    """What shares a scale: an output (or a whole tensor), or BLOCK x BLOCK weights."""
     inputs: Literal["dynamic", "static"] = "dynamic"
-    """dynamic: a scale for each token, from its largest element (with blocks, for each BLOCK of its elements); so do
-    schemes that ask for one scale of all tokens: with that, an answer would depend on the rest of its batch. static:
-    the checkpoint's scale, one for all tokens."""
+    """dynamic: a scale per token from its largest element (with blocks, per BLOCK elements), even in schemes with one
+    scale for all tokens, so that an answer does not depend on its batch. static: the checkpoint's scale."""
     at_load: bool = False
-    """The checkpoint has floats; they are quantised as they are loaded."""
+    """The checkpoint has floats, quantised while loading."""
 
 
 ONLINE = Scheme(at_load=True)
-"""What `--quantization fp8` makes of a checkpoint that is not quantised."""
+"""Used by `--quantization fp8` for an unquantised checkpoint."""
 
 
 def read_scheme(config: Mapping[str, Any]) -> Scheme | None:
-    """Of a config.json; None: it is not quantised. Raises NotServed."""
+    """The scheme of a config.json; None: not quantised. Raises NotServed."""
     for key in _OTHER_KEYS:
         if settings := config.get(key):
             method = settings.get("quant_method", "unknown") if isinstance(settings, dict) else settings
@@ -157,7 +156,7 @@ def _group(group: Any, where: str) -> Scheme:
 
 
 def _fp8_tensor(settings: Any, where: str, strategies: Sequence[str], dynamic: Sequence[bool | None]) -> str:
-    """→ its strategy, of those given"""
+    """Returns its strategy, one of those given."""
     if not isinstance(settings, dict):
         raise NotServed(f"{where} = {settings!r} is not an object")
     known = _REMARKS | {

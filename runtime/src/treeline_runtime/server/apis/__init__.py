@@ -1,1 +1,1 @@
-"""Other chat APIs, as thin adapters: a request becomes that of a chat, and the parts of an output their events."""
+"""Other chat APIs as thin adapters: requests become chats, and parts of an output their events."""

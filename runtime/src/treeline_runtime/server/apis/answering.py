@@ -1,7 +1,7 @@
-"""How an answer of another chat API leaves, whole or as events: one output's parts, in the words of that API.
+"""Answers of another chat API, whole or as events.
 
-Both APIs tell an output as blocks that begin, grow and end one after the other. Of blanks no text is begun: between
-reasoning, calls and texts they are the model's way to separate them.
+Both APIs describe an output as blocks, one after the other. White space alone begins no text: models separate
+reasoning, calls and texts by it.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from treeline_runtime.server.prompts import Prompts
 from treeline_runtime.server.service import AnswerMaker, token_headers
 
 Event = ResponseEvent | MessageEvent
-"""Parts of it may change afterwards: it is written before the next is asked for."""
+"""It must be written before the next is requested, since parts of it may change."""
 Kind = Literal["text", "thought", "call"]
 
 
 @dataclass
 class Block:
-    """One text, one piece of reasoning, or one call, whose text are its arguments."""
+    """A text, a piece of reasoning, or a call with its arguments as text."""
 
     index: int
     kind: Kind
     name: str = ""
-    """Of the tool."""
+    """The tool's name."""
     id: str | None = None
-    """The model's own, of the call."""
+    """The model's own id of the call."""
     pieces: list[str] = field(default_factory=list)
 
     @property
@@ -50,10 +50,10 @@ def written(events: Iterator[Event]) -> Iterator[bytes]:
 
 
 class EventMaker(AnswerMaker):
-    """One answer's events, and the answer as it is by then."""
+    """An answer's events, and the answer so far."""
 
     answer: Any
-    """As it is by now; becomes JSON."""
+    """The answer so far; becomes JSON."""
 
     def __init__(self, task: ChatTask, prompts: Prompts) -> None:
         self.task = task
@@ -74,8 +74,8 @@ class EventMaker(AnswerMaker):
 
     @abstractmethod
     def end(self, out: TextOut, reasoning_tokens: int | None) -> Iterator[Event]:
-        """That was the last. `reasoning_tokens`: how many of all were reasoning; None = not known. Raises ApiError for
-        an end that the API has no word for."""
+        """The last output has come. `reasoning_tokens`: of all tokens; None = unknown. Raises ApiError for an end that
+        the API cannot express."""
 
     @abstractmethod
     def block_begun(self, block: Block) -> Iterator[Event]: ...
@@ -85,12 +85,12 @@ class EventMaker(AnswerMaker):
 
     @abstractmethod
     def block_ended(self, block: Block, *, cut: bool) -> Iterator[Event]:
-        """`cut`: the output ended in the midst of it."""
+        """`cut`: the output ended inside it."""
 
     # ---- whole or as it comes -----------------------------------------------------------------------------------
 
     async def _tell(self, out: TextOut, pacer: Pacer, told: Callable[[Iterator[Event]], object]) -> None:
-        """What an output adds."""
+        """The events for an output."""
         if not self._begun:
             self._begun = True
             told(self.begin(out))
@@ -117,7 +117,7 @@ class EventMaker(AnswerMaker):
     # ---- blocks -------------------------------------------------------------------------------------------------
 
     def take(self, part: Part) -> Iterator[Event]:
-        """The output goes on."""
+        """More output."""
         match part:
             case Thought(text):
                 yield from self._text("thought", text)
@@ -132,7 +132,7 @@ class EventMaker(AnswerMaker):
                 yield from self._grow(text)
 
     def end_blocks(self, *, cut: bool) -> Iterator[Event]:
-        """The output is over; `cut`: before its end."""
+        """The output ended; `cut`: early."""
         kind, blanks = self._blanks
         if not self._count and kind == "text" and blanks:
             yield from self._begin(Block(0, "text"))

@@ -1,4 +1,4 @@
-"""The shapes of answers, as `server.answers` has those of the other paths."""
+"""The structs of answers, like `server.answers` for the other paths."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
 class ResponsePart(Struct):
-    """Of a message, or of the reasoning."""
+    """A part of a message or of reasoning."""
 
     type: Literal["output_text", "reasoning_text"]
     text: str
@@ -23,7 +23,7 @@ class ResponsePart(Struct):
 
 
 class ResponseItem(Struct):
-    """A message, the call of a function, or reasoning: `type` says which, and that which members there are."""
+    """A message, a function call, or reasoning; `type` says which, and so which members are present."""
 
     id: str
     type: Literal["message", "function_call", "reasoning"]
@@ -93,7 +93,7 @@ class ResponseObject(Struct, kw_only=True):
 
 
 class ResponseEvent(Struct):
-    """An event of a stream, `response.*`: `type` says which members there are."""
+    """An event of a stream, `response.*`; `type` says which members are present."""
 
     type: str
     sequence_number: int
@@ -125,18 +125,18 @@ class ThinkingTokens(Struct):
 
 
 class MessageUsage(Struct):
-    """Tokens read from the cache are counted beside those of the input, not within them."""
+    """Cached tokens count separately from input tokens."""
 
     input_tokens: int
     output_tokens: int
     cache_read_input_tokens: int | Maybe = UNSET
     cache_creation_input_tokens: int | Maybe = UNSET
     output_tokens_details: ThinkingTokens | Maybe = UNSET
-    """Where it is known."""
+    """If known."""
 
 
 class MessageBlock(Struct):
-    """A text, thinking, or the use of a tool: `type` says which, and that which members there are."""
+    """A text, thinking, or a tool use; `type` says which, and so which members are present."""
 
     type: Literal["text", "thinking", "tool_use"]
     text: str | Maybe = UNSET
@@ -159,7 +159,7 @@ class Message(Struct):
 
 
 class MessageDelta(Struct):
-    """More of a block, or what ended the message."""
+    """More of a block, or how the message ended."""
 
     type: Literal["text_delta", "thinking_delta", "input_json_delta"] | Maybe = UNSET
     text: str | Maybe = UNSET
@@ -170,7 +170,7 @@ class MessageDelta(Struct):
 
 
 class MessageEvent(Struct):
-    """An event of a stream: `type` says which members there are."""
+    """An event of a stream; `type` says which members are present."""
 
     type: Literal[
         "message_start",
@@ -197,7 +197,7 @@ class AnthropicErrorDetail(Struct):
 
 
 class AnthropicError(Struct):
-    """Every answer of these paths that is an error, and the last event of a stream that failed."""
+    """Any error answer of these paths, and the last event of a failed stream."""
 
     type: Literal["error"]
     error: AnthropicErrorDetail

@@ -1,4 +1,4 @@
-"""`POST /v1/messages`: the parts of the output → events, and the message as it is by then.
+"""`POST /v1/messages`: parts of the output → events, and the message so far.
 
 Events and their order: https://platform.claude.com/docs/en/build-with-claude/streaming, and the types of the anthropic
 package.
@@ -69,7 +69,7 @@ router.post(
 
 
 class MessageEvents(EventMaker):
-    """One message's."""
+    """The events of one message."""
 
     def __init__(self, task: ChatTask, prompts: Prompts, model: str) -> None:
         super().__init__(task, prompts)
@@ -136,7 +136,7 @@ class MessageEvents(EventMaker):
         yield MessageEvent("content_block_stop", index=block.index)
 
     def _usage(self, out: TextOut) -> MessageUsage:
-        """What was read from the cache is counted beside the input, not within it."""
+        """Cached tokens count separately from the input."""
         prompt_tokens = self.task.prompt_tokens
         if self.task.hides_cache:
             return MessageUsage(prompt_tokens, out.completion_tokens)
@@ -145,8 +145,8 @@ class MessageEvents(EventMaker):
 
 
 def _input(arguments: str) -> Any:
-    """The arguments as an object, as the model wrote it; where they are none, the model was cut off or erred, their
-    text under a name of its own, so that nothing of it is lost and nothing is made up."""
+    """The arguments as an object, as the model wrote it. If they are not one (cut off or wrong), their text under a
+    special name, so that nothing is lost or invented."""
     if not arguments.strip():
         return {}
     raw = arguments.encode()

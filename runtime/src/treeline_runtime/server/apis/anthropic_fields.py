@@ -1,4 +1,4 @@
-"""The bodies of `/v1/messages` and `/v1/messages/count_tokens` → that of a chat."""
+"""Bodies of `/v1/messages` and `/v1/messages/count_tokens` → a chat's."""
 
 from __future__ import annotations
 
@@ -23,21 +23,19 @@ _MESSAGE: Final = {
 
 
 class MessagesBody(SamplingFields, frozen=True, kw_only=True):
-    """A chat. Where `max_tokens` is more than the context has room for, the answer may fill it."""
+    """A chat. If `max_tokens` exceeds the room in the context, the answer may fill it."""
 
     harmless: ClassVar = {
         **{name: why for name, why in HARMLESS.items() if name != "parallel_tool_calls"},
         "betas": "which additions to the API the client knows: SGLang's field",
-        "cache_control": "prefixes are cached without being told",
-        "billing_policy": "says who pays; nobody does",
-        "diagnostics": "asks why a prefix was not cached; the usage says how much was",
-        **dict.fromkeys(
-            ("fallbacks", "fallback_credit_token"), "which models answer where this one declines; none declines"
-        ),
+        "cache_control": "prefixes are always cached",
+        "billing_policy": "for billing, which does not exist here",
+        "diagnostics": "asks why a prefix was not cached; see the usage",
+        **dict.fromkeys(("fallbacks", "fallback_credit_token"), "fallback models; there are none"),
         "speed": "there is one speed",
-        "inference_geo": "says where; there is one place",
-        "user_profile_id": "says who asks, for statistics",
-        "workspace_id": "says who asks, for statistics",
+        "inference_geo": "chooses a region; there is only one",
+        "user_profile_id": "identifies the user, for statistics",
+        "workspace_id": "identifies the user, for statistics",
     }
     shown: ClassVar = {
         "max_tokens": {"type": "integer", "minimum": 1, "description": "`count_tokens` needs none."},
@@ -70,9 +68,9 @@ NAMES: Final[Mapping[str, str]] = {
     "reasoning_effort": "output_config.effort",
     "response_format": "output_config.format",
 }
-"""Of a chat's fields, those that are called otherwise here; the chat's messages are others than the request's."""
+"""A chat's fields with other names here; the chat's messages differ from the request's."""
 MEMBERS: Final[Mapping[str, str]] = {".function.parameters": ".input_schema", ".function": "", ".json_schema": ""}
-"""Within tools and formats."""
+"""Inside tools and formats."""
 _AS_THEY_ARE: Final = (
     *(name for name in SamplingFields.__struct_fields__ if name not in ("n", "stop")),
     *("seed", "rid", "priority"),
@@ -82,7 +80,7 @@ _ROLES: Final[Mapping[str, frozenset[str]]] = {
     "assistant": frozenset({"text", "thinking", "redacted_thinking", "tool_use"}),
     "system": frozenset({"text"}),
 }
-"""Who says what."""
+"""The speaker of each role."""
 _BLOCKS: Final[Mapping[str, frozenset[str]]] = {
     "text": frozenset({"type", "text", "cache_control", "citations", "parsed_output"}),
     "thinking": frozenset({"type", "thinking", "signature"}),
@@ -90,19 +88,19 @@ _BLOCKS: Final[Mapping[str, frozenset[str]]] = {
     "tool_use": frozenset({"type", "id", "name", "input", "cache_control", "caller"}),
     "tool_result": frozenset({"type", "tool_use_id", "content", "is_error", "cache_control"}),
 }
-"""Members of content blocks; what is an answer's that comes back, or a hint for a cache, says nothing to a model."""
+"""Members of content blocks. Those of a returned answer, and cache hints, mean nothing to a model."""
 _TOOL: Final = frozenset({"type", "name", "description", "input_schema", "strict"})
 _TOOL_HINTS: Final = frozenset({"cache_control", "eager_input_streaming"})
 _CHOICES: Final = ("auto", "any", "tool", "none")
 _THINKING: Final = ("enabled", "disabled", "adaptive")
 _KEPT: Final = {"type": "clear_thinking_20251015", "keep": "all"}
-"""Claude Code's: the thoughts of earlier turns stay in the prompt, as they do."""
+"""From Claude Code: thoughts of earlier turns stay in the prompt, as they do here."""
 _THINKING_HINTS: Final = frozenset({"budget_tokens"})
-"""A target, as Anthropic calls it: nothing here holds a model to it."""
+"""Only a target in Anthropic's words; nothing here enforces it."""
 
 
 def read_messages(raw: Mapping[str, Any], *, counts: bool = False) -> MessagesBody:
-    """`counts`: the tokens are to be counted, and none made. Raises ApiError 400."""
+    """`counts`: only count tokens. Raises ApiError 400."""
     body = MessagesBody.read(raw)
     if body.max_tokens is None and not counts:
         raise ApiError(
@@ -128,7 +126,7 @@ def read_messages(raw: Mapping[str, Any], *, counts: bool = False) -> MessagesBo
 
 
 def chat_fields(body: MessagesBody, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The members of the chat's body that have nothing to do with its prompt. Raises ApiError 400."""
+    """Members of the chat's body that do not concern its prompt. Raises ApiError 400."""
     made = {name: raw[name] for name in _AS_THEY_ARE if raw.get(name) is not None}
     if body.stop_sequences:
         made["stop"] = body.stop_sequences
@@ -145,7 +143,7 @@ def chat_fields(body: MessagesBody, raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_message(message: Any, where: str) -> None:
-    """Raises ApiError 400 for members that nobody would read. What else is wrong is left to the conversion."""
+    """Raises ApiError 400 for unused members. The conversion checks the rest."""
     if not isinstance(message, dict):
         return
     check_unknown(message, {"role", "content"}, harmless=(), where=f"{where}.")
@@ -156,7 +154,7 @@ def _check_message(message: Any, where: str) -> None:
 
 
 def _check_blocks(content: Any, where: str, kinds: Container[str]) -> None:
-    """`kinds`: those that may be there."""
+    """`kinds`: the allowed ones."""
     for i, block in enumerate(content if isinstance(content, list) else ()):
         if not isinstance(block, dict):
             continue
@@ -202,14 +200,14 @@ def _check_choice(body: MessagesBody) -> None:
 
 
 def _check_kept(body: MessagesBody) -> None:
-    """What would be left out of the prompt, or was sent before."""
+    """Refuses what would leave out part of the prompt, or was sent before."""
     if body.thread is not None:
         raise ApiError(400, "'thread': conversations are not stored here", param="thread", code=NO_THREADS)
     context = body.context_management or {}
     check_unknown(context, {"edits"}, harmless=(), where="context_management.")
     edits = context.get("edits") or []
     if not isinstance(edits, list) or any(edit != _KEPT for edit in edits):
-        raise unsupported("context_management.edits", "nothing of a conversation is left out here")
+        raise unsupported("context_management.edits", "conversations are never shortened here")
 
 
 def _response_format(format: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`POST /v1/responses`: the parts of the output → events, and the response as it is by then.
+"""`POST /v1/responses`: parts of the output → events, and the response so far.
 
 Events and their order: https://platform.openai.com/docs/api-reference/responses-streaming, and the types of the openai
 package.
@@ -71,14 +71,14 @@ router.post(
 
 
 class ResponseEvents(EventMaker):
-    """One response's."""
+    """The events of one response."""
 
     def __init__(self, task: ChatTask, prompts: Prompts, model: str, clock: Callable[[], float] = time.time) -> None:
         """`clock`: seconds since the epoch."""
         super().__init__(task, prompts)
         self._clock = clock
         self._number = 0
-        # What the response repeats may be large, and is copied as it is.
+        # Repeated members may be large, and are copied.
         repeated: dict[str, Any] = dict(_members(task.repeated))
         self.answer = ResponseObject(id=task.rid, created_at=int(clock()), model=model, output=[], **repeated)
 
@@ -101,7 +101,7 @@ class ResponseEvents(EventMaker):
             yield self._failed(finish.message or "The request was ended")
 
     def failed(self, error: ApiError) -> bytes:
-        """What came so far stays."""
+        """Earlier output stays."""
         ended = b"".join(written(self.end_blocks(cut=True)))
         return ended + b"".join(written(iter([self._failed(error.body["error"]["message"])])))
 
@@ -162,7 +162,7 @@ _NAMES: Final = {
 
 
 def _item(block: Block) -> ResponseItem:
-    """An item of the output that has begun."""
+    """An output item that has begun."""
     key = uuid.uuid4().hex
     match block.kind:
         case "text":

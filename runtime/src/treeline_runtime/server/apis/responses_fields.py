@@ -1,4 +1,4 @@
-"""The body of `/v1/responses` → that of a chat, and what the answer repeats of it."""
+"""The body of `/v1/responses` → a chat's, and what the answer repeats of it."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Metadata = Annotated[dict[str, Annotated[str, Meta(max_length=512)]], Meta(max_l
 
 
 class ResponsesBody(SamplingFields, frozen=True, kw_only=True):
-    """A chat as items. Nothing is stored: the whole conversation comes with each request. Unset sampling values come
-    from the checkpoint, `max_output_tokens` is the rest of the context."""
+    """A chat as items. Nothing is stored: each request has the whole conversation. Unset sampling values come from the
+    checkpoint; `max_output_tokens` is the rest of the context."""
 
     harmless: ClassVar = {
         **{name: why for name, why in HARMLESS.items() if name not in ("metadata", "parallel_tool_calls")},
         "client_metadata": "the client's own bookkeeping: Codex's",
-        "max_tool_calls": "counts calls of built-in tools, of which there are none",
+        "max_tool_calls": "limits calls of built-in tools; there are none",
     }
     shown: ClassVar = {
         "input": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]},
@@ -51,16 +51,16 @@ class ResponsesBody(SamplingFields, frozen=True, kw_only=True):
     include: list[Any] | None = None
     metadata: Metadata | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    """With "auto" a conversation that is too long would lose its beginning: it is refused all the same."""
+    """With "auto" a long conversation would lose its beginning; it is refused anyway."""
     top_logprobs: TopCount | None = None
-    """Of log probabilities that only `include` asks for."""
+    """Of log probabilities, which must be requested by `include`."""
     include_reasoning: bool | None = None
     previous_response_id: str | None = None
     seed: Seed | None = None
     min_tokens: Count | None = None
     rid: Rid | None = None
     request_id: Rid | None = None
-    """vLLM's and SGLang's name of `rid`."""
+    """The name of `rid` in vLLM and SGLang."""
     priority: Priority | None = None
 
 
@@ -70,16 +70,16 @@ NAMES: Final[Mapping[str, str]] = {
     "reasoning_effort": "reasoning.effort",
     "response_format": "text.format",
 }
-"""Of a chat's fields, those that are called otherwise here."""
+"""A chat's fields with other names here."""
 MEMBERS: Final[Mapping[str, str]] = {".function": "", ".json_schema": ""}
-"""Within tools and formats."""
+"""Inside tools and formats."""
 _AS_THEY_ARE: Final = (
     *(name for name in SamplingFields.__struct_fields__ if name != "n"),
     *("seed", "min_tokens", "rid", "request_id", "priority", "parallel_tool_calls"),
     *("include_reasoning", "structured_outputs"),
 )
 _INCLUDABLE: Final[Mapping[str, str]] = {
-    "reasoning.encrypted_content": "the reasoning is there as it is",
+    "reasoning.encrypted_content": "the reasoning is always included",
     **dict.fromkeys(
         (
             "code_interpreter_call.outputs",
@@ -88,11 +88,11 @@ _INCLUDABLE: Final[Mapping[str, str]] = {
             "web_search_call.action.sources",
             "web_search_call.results",
         ),
-        "of built-in tools, of which there are none",
+        "of built-in tools; there are none",
     ),
-    "message.input_image.image_url": "no message may have pictures",
+    "message.input_image.image_url": "messages cannot have pictures",
 }
-"""What may be asked for besides, because there is nothing of it that is not told, and why."""
+"""What `include` may contain because nothing is left out anyway, and why."""
 _ROLES: Final = ("user", "assistant", "system", "developer")
 _ITEMS: Final[Mapping[str, frozenset[str]]] = {
     "message": frozenset({"type", "role", "content", "id", "status", "phase"}),
@@ -100,7 +100,7 @@ _ITEMS: Final[Mapping[str, frozenset[str]]] = {
     "function_call_output": frozenset({"type", "id", "call_id", "output", "status"}),
     "reasoning": frozenset({"type", "id", "summary", "content", "encrypted_content", "status"}),
 }
-"""Members of input items; some of them are an answer's that comes back, and say nothing to a model."""
+"""Members of input items; those of a returned answer mean nothing to a model."""
 _PART: Final = frozenset({"type", "text", "annotations", "logprobs", "parsed"})
 _TOOL: Final = frozenset({"type", "name", "description", "parameters", "strict"})
 
@@ -114,7 +114,7 @@ def read_responses(raw: Mapping[str, Any]) -> ResponsesBody:
         check_unknown(body.stream_options, (), harmless=StreamOptions.harmless, where="stream_options.")
     for one in body.include or ():
         if not isinstance(one, str) or one not in _INCLUDABLE:
-            raise unsupported("include", f"{short(one)!r} is not told here")
+            raise unsupported("include", f"{short(one)!r} is not available here")
     for i, item in enumerate(body.input if isinstance(body.input, list) else ()):
         _check_item(item, f"input[{i}]")
     for i, tool in enumerate(body.tools or ()):
@@ -125,7 +125,7 @@ def read_responses(raw: Mapping[str, Any]) -> ResponsesBody:
 
 
 def chat_fields(body: ResponsesBody, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The members of the chat's body that have nothing to do with its prompt. Raises ApiError 400."""
+    """Members of the chat's body that do not concern its prompt. Raises ApiError 400."""
     made = {name: raw[name] for name in _AS_THEY_ARE if raw.get(name) is not None}
     if not body.tools:
         made.pop("parallel_tool_calls", None)
@@ -143,7 +143,7 @@ def chat_fields(body: ResponsesBody, raw: Mapping[str, Any]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def uncut(body: ResponsesBody) -> Iterator[None]:
-    """Where a conversation is too long that was to be cut, says that it is not."""
+    """Says that a conversation that is too long is not truncated."""
     try:
         yield
     except ApiError as error:
@@ -155,7 +155,7 @@ def uncut(body: ResponsesBody) -> Iterator[None]:
 
 
 def shown(body: ResponsesBody, temperature: float, top_p: float) -> dict[str, Any]:
-    """What the answer repeats; `temperature` and `top_p` are those that hold."""
+    """What the answer repeats; `temperature` and `top_p` are the effective ones."""
     return {
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
@@ -173,17 +173,17 @@ def shown(body: ResponsesBody, temperature: float, top_p: float) -> dict[str, An
 
 
 _USUAL: Final = (("context", "auto"), ("mode", "standard"))
-"""Of `reasoning`: what happens anyway."""
+"""Values of `reasoning` that have no effect."""
 
 
 def _check_item(item: Any, where: str) -> None:
-    """Raises ApiError 400 for members that nobody would read. What else is wrong is left to the conversion."""
+    """Raises ApiError 400 for unused members. The conversion checks the rest."""
     if not isinstance(item, dict):
         return
     kind = item.get("type", "message")
     known = _ITEMS.get(kind) if isinstance(kind, str) else None
     if kind == "item_reference":
-        raise unsupported(f"{where}.type", "nothing is stored that could be referred to: send the item itself")
+        raise unsupported(f"{where}.type", "nothing is stored: send the item itself")
     if known is None:
         raise unsupported(f"{where}.type", f"items of this type are not supported: {short(kind)!r}")
     check_unknown(item, known, harmless=(), where=f"{where}.")
@@ -208,7 +208,7 @@ def _check_tool(tool: Any, where: str) -> None:
 
 
 def _response_format(format: Any) -> dict[str, Any] | None:
-    """`text.format` as a chat's `response_format`. None for plain text."""
+    """`text.format` as a chat's `response_format`; None for plain text."""
     kind = "text" if format is None else format.get("type") if isinstance(format, dict) else None
     match kind:
         case "text":
