@@ -17,13 +17,15 @@ from types import TracebackType
 import httpx
 from rich.console import Console
 from rich.text import Text
+from treeline_wire.tiny_model import tiny_model
 
 from treeline.chat.answer import brief
 from treeline.chat.client import ChatError
+from treeline.main import how_to_install, missing_parts
 from treeline.printable import printable
-from treeline.up.plan import LOOPBACK, TINY_MODEL
 from treeline.up.supervisor import die_with_parent
 
+LOOPBACK = "127.0.0.1"
 POLL_S = 0.1
 STOP_S = 8.0
 """To end by itself; then it is killed with its group."""
@@ -46,11 +48,14 @@ class LocalServer:
 
     def __enter__(self) -> LocalServer:
         """Raises ChatError, with what the server has said last."""
+        if missing := missing_parts(["runtime"]):
+            raise ChatError(f"a model needs the runtime: {how_to_install(missing)}; or name the URL of a server")
         descriptor, name = tempfile.mkstemp(prefix="treeline-chat-", suffix=".log")
         self._log = Path(name)
         port = _free_port()
         self.url = f"http://{LOOPBACK}:{port}"
-        model = str(TINY_MODEL) if self._model == "tiny" and not Path(self._model).exists() else self._model
+        tiny = tiny_model() if self._model == "tiny" and not Path(self._model).exists() else None
+        model = self._model if tiny is None else str(tiny)
         command = [sys.executable, "-m", "treeline_runtime", "--model", model, "--host", LOOPBACK]
         command += ["--port", str(port), "--no-events", "--metrics-port", "off", "--admin-port", "off"]
         with os.fdopen(descriptor, "wb") as log:

@@ -14,6 +14,7 @@ from treeline_runtime.download import ModelNotFound, hub_problem
 from treeline_runtime.models import ModelConfig, ModelError, read_config
 from treeline_runtime.models.settings import read_object
 from treeline_wire.models import HubModel
+from treeline_wire.tiny_model import tiny_model
 
 INDEX = "model.safetensors.index.json"
 
@@ -28,10 +29,8 @@ class Source:
 def read_source(name: str) -> Source:
     """name: a folder, `org/name[@revision]`, or tiny. Raises ModelNotFound, ModelError."""
     folder = Path(name).expanduser()
-    if name == "tiny" and not folder.exists():
-        from treeline.up.plan import TINY_MODEL
-
-        folder = TINY_MODEL
+    if name == "tiny" and not folder.exists() and (tiny := tiny_model()) is not None:
+        folder = tiny
     if folder.is_file() and folder.name == "config.json":
         folder = folder.parent
     if folder.is_dir():

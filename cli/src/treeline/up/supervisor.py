@@ -17,11 +17,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from treeline.up.plan import ChildSpec
+if TYPE_CHECKING:
+    from treeline.up.plan import ChildSpec
 
 READY_POLL_S = 0.1
 READY_TIMEOUT_S = 600.0
