@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 
 from markdown_it import MarkdownIt
@@ -41,14 +42,16 @@ class Shown:
     Markdown can spell a character that the text does not have: `&#x202e;`, or `%1b` in a link.
     """
 
-    def __init__(self, inner: RenderableType, last_lines: int | None = None) -> None:
-        """last_lines: where only so many have room."""
-        self._inner, self._last_lines = inner, last_lines
+    def __init__(self, inner: RenderableType, *, last_lines: int | None = None, apart: bool = False) -> None:
+        """last_lines: where only so many have room; apart: it begins with an empty line."""
+        self._inner, self._last_lines, self._apart = inner, last_lines, apart
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         lines = console.render_lines(self._inner, options.update(height=None), pad=False)
         if self._last_lines is not None:
             lines = lines[-self._last_lines :]
+        if self._apart and lines and any(segment.text.strip() for segment in lines[0]):
+            yield Segment.line()
         for line in lines:
             for number, (text, style, _control) in enumerate(line, 1):
                 if number == len(line) and not (style and style.bgcolor):
@@ -65,28 +68,48 @@ class AnswerView:
         self._kind = ""
         self._pending = ""
         """What is not printed yet."""
+        self._has_block = False
+        """Whether what is printed ends with a block of text, from which the next one is set apart."""
+        self._spinner = Spinner("dots", style=Style(dim=True))
         self._began = time.monotonic()
         self._looked_at = 0.0
         self._live = Live(
             console=console,
             get_renderable=self._draw,
-            refresh_per_second=DRAWS_A_SECOND,
+            auto_refresh=False,  # its thread may draw between the two halves of a print
             transient=True,  # what it draws is printed when it is complete
             vertical_overflow="crop",
         )
 
+        self._lock = threading.Lock()
+        self._is_over = threading.Event()
+        self._drawing = threading.Thread(target=self._draw_again, daemon=True)
+
     def start(self) -> None:
         self._live.start(refresh=True)
+        self._drawing.start()
 
     def stop(self) -> None:
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would leave half of it drawn
         try:
+            self._is_over.set()
+            if self._drawing.is_alive():
+                self._drawing.join()
             self._live.stop()
             self._print_first(len(self._pending))
         finally:
             signal.signal(signal.SIGINT, before)
 
+    def _draw_again(self) -> None:
+        while not self._is_over.wait(1 / DRAWS_A_SECOND):
+            with self._lock:
+                self._live.refresh()
+
     def add(self, piece: Piece) -> None:
+        with self._lock:
+            self._add(piece)
+
+    def _add(self, piece: Piece) -> None:
         if piece.kind != self._kind:
             self._print_first(len(self._pending))
             self._kind = piece.kind
@@ -101,7 +124,9 @@ class AnswerView:
     def _print_first(self, count: int) -> None:
         done, self._pending = self._pending[:count], self._pending[count:]
         if done.strip():
-            self._console.print(Shown(self._rendered(done)), end="")
+            is_text = self._kind == "text"
+            self._console.print(Shown(self._rendered(done), apart=self._has_block and is_text), end="")
+            self._has_block = is_text
 
     def _rendered(self, text: str) -> RenderableType:
         if self._kind == "reasoning":
@@ -111,5 +136,6 @@ class AnswerView:
     def _draw(self) -> RenderableType:
         if not self._pending:
             waited = time.monotonic() - self._began
-            return Spinner("dots", Text(f"{waited:.0f} s, Ctrl-C stops", style="dim"), style=Style(dim=True))
-        return Shown(self._rendered(self._pending), max(1, self._console.height - 2))
+            self._spinner.update(text=Text(f"{waited:.0f} s, Ctrl-C stops", style="dim"))
+            return self._spinner
+        return Shown(self._rendered(self._pending), last_lines=max(1, self._console.height - 2))
