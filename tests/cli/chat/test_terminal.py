@@ -50,7 +50,7 @@ class Terminal:
 
     def __init__(self, home: Path, *words: str, **more: str) -> None:
         self._fd, theirs = os.openpty()
-        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
+        fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 240, 0, 0))
         self.before = termios.tcgetattr(theirs)
         self._theirs = theirs
         self.process = subprocess.Popen(

@@ -84,7 +84,7 @@ def test_the_cache_has_as_many_tokens_as_serve_would_give_it(name, settings, gpu
         assert str(limits.dtype).removeprefix("torch.") == found.dtype
     else:
         assert found.shortage > 0
-        with pytest.raises(ConfigError, match="no memory is left for the KV pool"):
+        with pytest.raises(ConfigError, match="no memory left for the KV pool"):
             resolve.resolve(config, decoder)  # type: ignore[arg-type]
 
 
