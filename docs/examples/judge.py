@@ -5,7 +5,7 @@
 # said and decides with `select`, so that its verdict is one of the two words and nothing else. The whole is run over
 # many questions in one batch.
 #
-# Start a server first: `treeline serve --model models/tiny --port 30000`.
+# Start a server first: `treeline serve models/tiny --port 30000`.
 
 # %%
 import os

@@ -5,7 +5,7 @@
 # calls a Python function, and its result goes back into the same text. Each call finds all of the text so far in the
 # server's prefix cache.
 #
-# Start a server first: `treeline serve --model models/tiny --port 30000`. The model is tiny, so the questions are
+# Start a server first: `treeline serve models/tiny --port 30000`. The model is tiny, so the questions are
 # simple; with a larger one the program is the same. Cells are marked as in notebooks; it runs as a script, too.
 
 # %%
