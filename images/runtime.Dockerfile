@@ -66,7 +66,7 @@ ENV NVIDIA_DRIVER_CAPABILITIES=compute,utility
 # HTTP; KV events, their replay, load.
 EXPOSE 8000 9600 5557 5657 5757
 ENTRYPOINT ["treeline"]
-CMD ["serve", "--model", "/opt/treeline/models/tiny"]
+CMD ["serve", "/opt/treeline/models/tiny"]
 # Last, since they differ with every commit: nothing above is made anew for them.
 ARG ACCELERATOR=cpu
 ARG VERSION=0.1.0

@@ -1,7 +1,7 @@
 """A model folder of a known shape without weights, for `--load-format dummy` of Treeline, and of vLLM beside it.
 
     python runtime/benchmarks/dummy_model.py --shape llama8b --out /tmp/llama8b
-    treeline serve --model /tmp/llama8b --load-format dummy
+    treeline serve /tmp/llama8b --load-format dummy
 
 Its tokenizer has as many words as the shape's vocabulary, each a space and some letters. So every token that random
 weights produce shows as text, text comes back as the same tokens, and lengths are exact, as clients see them of a real

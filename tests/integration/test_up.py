@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -94,6 +95,37 @@ def test_it_serves_and_a_signal_stops_everything(up, number):
     assert running.popen.wait(30) == 0
     _, alive = psutil.wait_procs(family, 60)
     assert not alive
+
+
+def test_engines_that_run_already_are_served_and_left_running(up, tmp_path: Path):
+    """The second one is started last: the gateway waits for it, and says so."""
+    base = free_base(2)
+    serve = [sys.executable, "-m", "treeline", "sim", "serve", "--events-port=0", "--replay-port=0", "--load-port=0"]
+    with contextlib.ExitStack() as stack:
+
+        def engine(port: int) -> subprocess.Popen[bytes]:
+            process = stack.enter_context(subprocess.Popen([*serve, f"--port={port}"], stdin=subprocess.DEVNULL))
+            stack.callback(process.terminate)
+            return process
+
+        engines = [engine(base)]
+        running = up("--engine", f"a=127.0.0.1:{base}", "--engine", f"b=127.0.0.1:{base + 1}")
+        until(lambda: "picker: ready" in running.err, "the picker is ready", 240, lambda: running.err)
+        assert f"engine b: waiting for http://127.0.0.1:{base + 1}/health" in running.err
+        assert running.out == ""
+        engines.append(engine(base + 1))
+        url = running.ready()
+        assert '"model": "tiny"' in running.out
+        assert not any("treeline_runtime" in " ".join(process.cmdline()) for process in running.family())
+        body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body, trust_env=False, timeout=60)
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["x-treeline-endpoint"] in {f"127.0.0.1:{base}", f"127.0.0.1:{base + 1}"}
+        missing = httpx.post(f"{url}/v1/chat/completions", json={**body, "model": "x"}, trust_env=False, timeout=60)
+        assert missing.json()["error"]["message"].endswith("Served: `tiny`.")
+        running.popen.send_signal(signal.SIGINT)
+        assert running.popen.wait(30) == 0
+        assert [process.poll() for process in engines] == [None, None]
 
 
 @pytest.mark.deep

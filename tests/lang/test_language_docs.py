@@ -32,9 +32,8 @@ def url(tiny_url: str) -> str:
     shown = [block.text.split() for page in PAGES for block in blocks(page.read_text()) if block.kind == "sh server"]
     assert len(shown) == 2
     for command in shown:
-        assert command[:2] == ["treeline", "serve"]
+        assert command[:3] == ["treeline", "serve", "models/tiny"]
         assert f"http://127.0.0.1:{command[command.index('--port') + 1]}" == SHOWN_URL
-        assert command[command.index("--model") + 1] == "models/tiny"
     return tiny_url
 
 

@@ -172,15 +172,15 @@ class ServerProcess:
 
     @property
     def url(self) -> str:
-        return self.wait_for_log(r"listening on (http://\S+)")[1]
+        return self.wait_for_log(r"listening on (http://[^\s\"]+)")[1]
 
     @property
     def metrics_url(self) -> str:
-        return self.wait_for_log(r"metrics on (http://\S+)")[1]
+        return self.wait_for_log(r"metrics on (http://[^\s\"]+)")[1]
 
     @property
     def admin_url(self) -> str:
-        return self.wait_for_log(r"administration on (http://\S+)")[1]
+        return self.wait_for_log(r"administration on (http://[^\s\"]+)")[1]
 
     def ready(self) -> ServerProcess:
         self.wait_for_log(r"ready after")

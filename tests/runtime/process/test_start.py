@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import json
 import shutil
 import socket
 import subprocess
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 import zmq
-from support.runtime_server import ServerProcess
+from support.runtime_server import ServerProcess, running
 from treeline_runtime import scheduler_process
 from treeline_runtime.args import ServerArgs, build_parser, parse_args
 from treeline_runtime.download import ModelNotFound, resolve_model
@@ -129,6 +130,22 @@ def test_an_error_is_one_line_and_status_1() -> None:
     status, log = run("--model", "/nowhere/at/all", *OWN_PORTS, "--no-events")
     assert status == 1
     assert "treeline serve: error: --model: there is no folder '/nowhere/at/all'" in log.splitlines()[-1]
+
+
+def test_elsewhere_than_on_a_terminal_each_line_of_the_log_is_a_json_object(model: Path) -> None:
+    """Of all processes of a server, from its first line to its last."""
+    with (
+        running(model, "--log-format=json", "--log-level=debug", environment={"PYTHONWARNINGS": "always"}) as server,
+        server.client() as http,
+    ):
+        assert http.post("/v1/completions", json={"prompt": "hello", "max_tokens": 2}).status_code == 200
+    assert server.log.pop() == "(end of log)"
+    lines = [json.loads(line) for line in server.log]
+    assert {"http", "scheduler"} <= {line["process"] for line in lines}
+    assert all(line["time"].endswith("+00:00") and line["level"] and line["message"] for line in lines)
+    status, log = run("/nowhere/at/all", *OWN_PORTS, "--no-events")
+    assert status == 1
+    assert "there is no folder" in [json.loads(line)["message"] for line in log.splitlines()][-1]
 
 
 def test_a_folder_that_is_no_checkpoint_is_named(tmp_path: Path, model: Path) -> None:
