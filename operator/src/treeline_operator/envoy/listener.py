@@ -240,19 +240,20 @@ def _console(config: EnvoyConfig) -> list[Message]:
     """
     if config.console_port is None:
         return []
-    route: Message = {
+    open_to_all: Message = {}
+    if config.knows_clients:
+        without = typed("config.route.v3.FilterConfig", {"disabled": True})
+        open_to_all["typed_per_filter_config"] = {keys.FILTER: without}
+    local = ip_address(config.listen_host).is_loopback
+    page = {
         "match": _match(PathRule(_CONSOLE, READ), prefix=True),
         "route": {"cluster": CONSOLE_CLUSTER, "timeout": "10s"},
+        **({"request_headers_to_remove": [headers.EDGE]} if local else {}),
+        **open_to_all,
     }
-    if config.knows_clients:
-        route["typed_per_filter_config"] = {keys.FILTER: typed("config.route.v3.FilterConfig", {"disabled": True})}
-    if ip_address(config.listen_host).is_loopback:
-        route["request_headers_to_remove"] = [headers.EDGE]
-    leads = {"path_redirect": _CONSOLE, "response_code": "FOUND"}
-    to_it = [{**route, "match": _match(PathRule(path, READ)), "redirect": leads} for path in ("/", _CONSOLE[:-1])]
-    for each in to_it:
-        del each["route"]
-    return [route, *to_it]
+    redirect = {"path_redirect": _CONSOLE, "response_code": "FOUND"}
+    leads = ({"match": _match(PathRule(path, READ)), "redirect": redirect, **open_to_all} for path in ("/", "/console"))
+    return [page, *leads]
 
 
 _CONSOLE: Final = "/console/"
