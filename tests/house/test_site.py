@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -41,6 +42,39 @@ def test_an_example_is_one_short_file_that_says_how_it_is_run(script: Path) -> N
     assert len(text.splitlines()) <= 60
     assert f"python examples/{script.name}" in text.split('"""')[1]
     assert f"../examples/{script.name}" in (ROOT / "docs" / "examples.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("page", "shown", "result", "metric"),
+    [
+        ("index", "51.6 ms", "routing", "routing.ttft_ms.p50.treeline"),
+        ("index", "309 ms", "routing", "routing.ttft_ms.p50.random"),
+        ("guides/one-gpu", "1.04 times", "vllm", "offline.vs_vllm.llama8b"),
+        ("guides/one-gpu", "1.11\ntimes", "vllm", "offline.vs_vllm.qwen3_0_6b"),
+        ("guides/many-replicas", "99.9 %", "routing-sim", "routing.multi-turn.hit_vs_oracle"),
+        (
+            "guides/from-sgl-router",
+            "1.2 times",
+            "routing-peers",
+            "routing.peers.generated-shared-prefix.ttft_p90_vs.sglang-router",
+        ),
+        (
+            "guides/from-sgl-router",
+            "1.09 times",
+            "routing-peers",
+            "routing.peers.generated-shared-prefix.ttft_p90_vs.smg",
+        ),
+        ("guides/from-gie", "0.57 times", "gie", "gie.vs_gie.rps_per_core.1kb"),
+        ("guides/from-gie", "1.98 times", "gie", "gie.vs_gie.rps_per_core.30kb"),
+        ("guides/from-gie", "3.61 times", "gie", "gie.vs_gie.rps_per_core.220kb"),
+    ],
+)
+def test_a_figure_on_a_page_is_the_one_that_was_measured(page: str, shown: str, result: str, metric: str) -> None:
+    rows = json.loads((ROOT / "bench" / "results" / f"{result}.json").read_text())["rows"]
+    (value,) = [row["value"] for row in rows if row["metric"] == metric]
+    number, _, unit = shown.partition(" ") if " " in shown else shown.partition("\n")
+    assert shown in (ROOT / "docs" / f"{page}.md").read_text()
+    assert float(number) == pytest.approx(value * 100 if unit == "%" else value, rel=5e-3)
 
 
 def build(root: Path) -> subprocess.CompletedProcess[str]:
