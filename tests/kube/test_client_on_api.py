@@ -65,7 +65,7 @@ async def test_what_we_stop_to_apply_goes_what_others_set_stays(cluster: Client,
     assert await cluster.get(ref(after)) == after
 
 
-async def test_a_field_of_somebody_else_is_taken_over(cluster: Client, namespace: str) -> None:
+async def test_a_field_of_another_owner_is_taken_over(cluster: Client, namespace: str) -> None:
     await cluster.apply(configmap(namespace, field="theirs"), field_manager="them")
     assert (await cluster.apply(configmap(namespace, field="ours")))["data"] == {"field": "ours"}
 
@@ -142,7 +142,7 @@ async def test_a_list_comes_in_pages_and_whole(cluster: Client, namespace: str) 
     assert [item["metadata"]["name"] for item in chosen] == ["it-2", "it-4"]
 
 
-async def test_an_identity_without_rights_and_one_that_is_none(control_plane: ControlPlane, namespace: str) -> None:
+async def test_an_identity_without_rights_and_a_missing_one(control_plane: ControlPlane, namespace: str) -> None:
     account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "robot"}}
     control_plane.request("POST", f"/api/v1/namespaces/{namespace}/serviceaccounts", account)
     config = control_plane.service_account(namespace, "robot")

@@ -250,7 +250,7 @@ def test_a_watch_that_ends_at_its_time_goes_on_at_once_and_one_that_ends_at_once
     assert mirror.watches_next
 
 
-def test_an_optional_kind_that_is_missing_or_forbidden_is_said_once_and_tried_seldom(
+def test_an_optional_kind_that_is_missing_or_forbidden_is_reported_once_and_retried_seldom(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     for error in (Forbidden("no"), NotFound("no")):

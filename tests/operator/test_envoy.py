@@ -110,7 +110,7 @@ def test_only_readiness_and_metrics_leave_the_admin_page() -> None:
     ]
 
 
-def test_a_mounted_secret_is_read_as_it_is_and_told_without_its_keys(
+def test_a_mounted_secret_is_read_as_it_is_and_logged_without_its_keys(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     secret, file = tmp_path / "secret", tmp_path / "keys.json"
@@ -153,7 +153,7 @@ BAD_KEYS = {
 
 
 @pytest.mark.parametrize("bad", BAD_KEYS)
-def test_a_line_that_is_no_key_is_refused_by_its_place_and_its_client_served_by_the_other_lines(
+def test_an_invalid_key_line_is_refused_by_its_place_and_its_client_served_by_the_other_lines(
     bad: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     secret = tmp_path / "secret"
@@ -172,7 +172,7 @@ def test_a_line_that_is_no_key_is_refused_by_its_place_and_its_client_served_by_
     assert caplog.text == "", "told once, not at every look"
 
 
-def test_a_binary_file_is_told_in_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_binary_file_is_reported_in_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "ada").write_bytes(b"\x00\n" * 1000)
     assert read_secret(tmp_path) == {"ada": ()}
     (record,) = caplog.records

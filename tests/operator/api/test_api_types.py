@@ -77,7 +77,7 @@ def test_uris_are_taken_apart_and_name_the_model(uri, source, name):
     assert pool(f"model: {{uri: '{uri}', name: mine}}").spec.model.served_name == "mine"
 
 
-def test_a_text_that_is_no_uri_is_refused():
+def test_an_invalid_uri_is_refused():
     for uri in ("tiny", "hf://", "ftp://x"):
         with pytest.raises(ValueError, match="is no model URI"):
             Source.parse(uri)
@@ -127,7 +127,7 @@ def test_invalid_quantities_are_refused():
         pool("model: {uri: hf://o/n, size: '-1'}")
 
 
-def test_broken_rules_are_told_with_the_path_of_what_is_to_blame():
+def test_broken_rules_are_reported_with_the_path_of_what_is_to_blame():
     told = list(
         violations(pool("{accelerator: {count: 2, class: H100}, gateway: {parentRefs: [{name: a}, {name: a}]}}"))
     )

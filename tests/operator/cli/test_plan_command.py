@@ -209,7 +209,7 @@ def test_pickers_may_reach_an_api_server_on_other_ports(tmp_path: Path) -> None:
     assert {"ports": [{"port": p, "protocol": "TCP"} for p in (443, 16443)]} in egress
 
 
-def test_it_is_told_where_the_operator_lives(tmp_path: Path) -> None:
+def test_it_is_reported_where_the_operator_lives(tmp_path: Path) -> None:
     text = plan("-f", write(tmp_path / "p.yaml", POOL), "--lease-namespace", "ops", "--image-pull-secret", "registry")
     assert "kubernetes.io/metadata.name: ops" in text
     assert "treeline-system" not in text

@@ -57,7 +57,7 @@ class Log:
         return f'{{"bytes_done": {self.done}, "bytes_total": 1000{self.more}}}\n'
 
 
-def test_a_download_is_followed_while_it_runs_and_told_by_the_percent() -> None:
+def test_a_download_is_followed_while_it_runs_and_reported_by_the_percent() -> None:
     async def main() -> None:
         store, source, changed = Store(), Log(), []
         downloads = Downloads(store, source, changed.append)
@@ -89,7 +89,7 @@ def test_a_download_is_followed_while_it_runs_and_told_by_the_percent() -> None:
     run(main())
 
 
-def test_the_commit_of_a_download_is_told_while_it_runs_and_the_first_one_counts() -> None:
+def test_the_commit_of_a_download_is_reported_while_it_runs_and_the_first_one_counts() -> None:
     async def main() -> None:
         store, source, changed = Store(), Log(), []
         downloads = Downloads(store, source, changed.append)

@@ -149,7 +149,7 @@ async def test_an_autoscaler_takes_three_of_four_and_gives_one_back_half_way(roo
             await said(room, reason, words)
 
 
-async def test_whoever_comes_after_a_killed_operator_goes_on_and_waits_no_longer_than_it_was_asked_to(
+async def test_the_successor_of_a_killed_operator_continues_and_waits_no_longer_than_it_was_asked_to(
     room: Room,
 ) -> None:
     async with picker_of(room) as (picker, port):

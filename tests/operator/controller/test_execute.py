@@ -94,7 +94,7 @@ async def execute(server: Server, store: Store, *actions: Action) -> Done:
     return await executor.execute(Plan(actions))
 
 
-async def test_answers_are_known_at_once_and_told_by_reason() -> None:
+async def test_answers_are_known_at_once_and_reported_by_reason() -> None:
     store = Store()
     ref = seen(store, "old")
     runtime = seen(store, "d", "Deployment")
@@ -119,7 +119,7 @@ async def test_answers_are_known_at_once_and_told_by_reason() -> None:
     assert deleted.object["metadata"]["deletionTimestamp"] == "2026-11-01T00:00:00Z"
 
 
-async def test_drift_is_told_apart_from_a_change_of_mind() -> None:
+async def test_drift_is_distinguished_from_a_change_of_mind() -> None:
     store = Store()
     ref = seen(store, "s")
     done = await execute(Server(), store, Apply(obj("s"), "because", drift=("spec.ports[80]",)))
@@ -203,7 +203,7 @@ def mark(name: str, step: Any, **told: Any) -> Mark:
     return Mark(Ref("v1", "Pod", "n", name), f"u-{name}", {}, {}, "", step, **told)
 
 
-async def test_pods_that_begin_to_drain_come_back_or_are_cut_off_are_told_of() -> None:
+async def test_pods_that_begin_to_drain_come_back_or_are_cut_off_are_reported() -> None:
     actions = [
         mark("a", "drain", in_flight=3),
         mark("b", "drain"),
@@ -238,7 +238,7 @@ async def test_behind_a_pod_that_has_gone_nothing_is_scaled_and_nothing_is_read(
     assert store.get(pod) is None
 
 
-async def test_an_object_of_somebody_else_is_never_taken_over() -> None:
+async def test_an_object_of_another_owner_is_never_taken_over() -> None:
     foreign = {**obj("s"), "metadata": {"name": "s", "namespace": "n", "labels": {"app": "mine"}}}
     server = Server(foreign)
     done = await execute(server, Store(), Apply(obj("s"), ""))
@@ -247,7 +247,7 @@ async def test_an_object_of_somebody_else_is_never_taken_over() -> None:
 
 
 @pytest.mark.parametrize("meta", [{"labels": {}}, {"ownerReferences": []}])
-async def test_one_of_ours_that_we_did_not_see_is_applied(meta: dict[str, Any]) -> None:
+async def test_an_unseen_object_of_ours_is_applied(meta: dict[str, Any]) -> None:
     server = Server(obj("s", **meta))
     done = await execute(server, Store(), Apply(obj("s"), ""))
     assert server.calls == ["get s", "apply s"]
@@ -313,7 +313,7 @@ def test_the_keys_are_those_that_pods_mount(tmp_path: Any) -> None:
     assert with_keys(CreateKeys({}, ""))["data"] != made["data"]
 
 
-def test_a_key_to_administration_is_one_word_that_nobody_guesses() -> None:
+def test_a_key_to_administration_is_one_word_that_cannot_be_guessed() -> None:
     made = [with_keys(CreateKeys({}, "", fresh="word"))["data"] for _ in range(2)]
     words = [base64.b64decode(data.pop("key")) for data in made]
     assert made == [{}, {}]

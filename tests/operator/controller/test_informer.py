@@ -18,7 +18,7 @@ ROUTES = OPTIONAL[0]
 FAULTS = [None, Unavailable, Unreachable, Timeout, Gone, Forbidden, NotFound, TypeError]
 
 
-def test_synced_means_that_all_of_the_first_lists_has_been_told() -> None:
+def test_synced_means_that_all_of_the_first_lists_has_been_reported() -> None:
     async def act(scene: Scene) -> None:
         scene.world.put(POOLS, "x")
         await begin(scene)
@@ -256,7 +256,7 @@ def test_one_refusal_takes_no_optional_kind_away() -> None:
     play(act)
 
 
-def test_an_optional_kind_that_may_be_listed_and_not_watched_is_withdrawn_once_and_said_to_be_forbidden() -> None:
+def test_an_optional_kind_that_may_be_listed_and_not_watched_is_withdrawn_once_and_reported_as_forbidden() -> None:
     async def act(scene: Scene) -> None:
         scene.world.unwatched.add("httproutes")
         await begin(scene)
@@ -273,7 +273,7 @@ def test_an_optional_kind_that_may_be_listed_and_not_watched_is_withdrawn_once_a
     play(act)
 
 
-def test_a_defect_in_following_a_kind_is_told_and_ages_it_while_the_others_are_followed() -> None:
+def test_a_defect_in_following_a_kind_is_reported_and_ages_it_while_the_others_are_followed() -> None:
     async def act(scene: Scene) -> None:
         scene.world.failing["pods"] = TypeError("a defect")
         scene.informer.start()
@@ -288,7 +288,7 @@ def test_a_defect_in_following_a_kind_is_told_and_ages_it_while_the_others_are_f
     play(act)
 
 
-def test_an_answer_that_is_no_list_is_a_trouble_and_not_an_empty_cluster() -> None:
+def test_an_answer_that_is_not_a_list_is_an_error_and_not_an_empty_cluster() -> None:
     async def act(scene: Scene) -> None:
         scene.world.put(POOLS, "p")
         await begin(scene)

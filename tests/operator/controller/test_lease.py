@@ -238,7 +238,7 @@ async def test_an_outage_shorter_than_the_terms_is_survived(candidates: Candidat
     holding.cancel()
 
 
-async def test_a_lease_that_somebody_takes_by_hand_is_lost_at_once(candidates: Candidates) -> None:
+async def test_a_lease_taken_by_hand_is_lost_at_once(candidates: Candidates) -> None:
     timing = LeaseTiming(duration_s=60.0, renew_s=40.0, retry_s=0.2)
     elector = await candidates.add("first", timing)
     await elector.acquire()
@@ -302,7 +302,7 @@ def token_of(claims: dict[str, object], folder: Path) -> Path:
     return token
 
 
-def test_no_account_is_told_of_where_it_would_be_wrong(tmp_path: Path) -> None:
+def test_no_account_is_shown_where_it_would_be_wrong(tmp_path: Path) -> None:
     token = tmp_path / "token"
     assert own_account("here", token) is None, "not in a pod"
     for text in ("", "opaque", "a.b.c", "e30.e30.e30"):

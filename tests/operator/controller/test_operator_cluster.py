@@ -241,7 +241,7 @@ async def test_api_keys_outlive_the_pool_that_stated_them_until_another_pool_dro
         await room.until(dropped, "the keys to be dropped")
 
 
-async def test_a_child_that_somebody_deletes_comes_back(room: Room) -> None:
+async def test_a_child_deleted_by_hand_comes_back(room: Room) -> None:
     async with operator(room.plane.admin, room.namespace):
         await room.create_pool("a")
         await settled(room)
@@ -264,7 +264,7 @@ BAD = (
 
 
 @pytest.mark.parametrize(("field", "bad"), BAD, ids=[field for field, _ in BAD])
-async def test_a_refusal_is_told_with_the_servers_words_and_tried_again(
+async def test_a_refusal_is_reported_with_the_servers_words_and_tried_again(
     room: Room, field: str, bad: dict[str, Any]
 ) -> None:
     async with operator(room.plane.admin, room.namespace):
@@ -277,7 +277,7 @@ async def test_a_refusal_is_told_with_the_servers_words_and_tried_again(
         await room.until(lambda: reason(room, "a", "Ready", "PodsStarting"), "the refusal to be forgotten")
 
 
-async def test_a_template_of_pickers_that_is_refused_is_told_and_keeps_nothing_else_back(room: Room) -> None:
+async def test_a_template_of_pickers_that_is_refused_is_reported_and_keeps_nothing_else_back(room: Room) -> None:
     async with operator(room.plane.admin, room.namespace):
         await room.create_pool("a", endpointPicker={"template": {"spec": {"nodeSelectr": {"disk": "fast"}}}})
         pool = await room.until(lambda: reason(room, "a", "EndpointPickerReady", "TemplateInvalid"), "the refusal")

@@ -100,7 +100,7 @@ def set_up() -> tuple[Store, Observer, Picker, PickerProbe, list[Key]]:
     return store, observer, picker, PickerProbe(observer, picker, changed.append), changed
 
 
-def test_the_picker_is_asked_seldom_unless_somebody_waits() -> None:
+def test_the_picker_is_asked_seldom_unless_a_pool_waits() -> None:
     async def main() -> None:
         store, observer, picker, probe, changed = set_up()
         store.put(picker_pod(2))
@@ -213,7 +213,7 @@ def test_a_pickers_report_is_forgotten_when_it_is_silent_or_gone() -> None:
     "body",
     [b"", b"[]", b'{"pools": {"p": {"endpoints": [{"name": 3}]}}}', b"<html>", b'{"pools":{"\xff":{}}}', b"[" * 9999],
 )
-def test_an_answer_that_is_none_is_no_view(body: bytes) -> None:
+def test_an_invalid_answer_gives_no_view(body: bytes) -> None:
     async def main() -> None:
         store, observer, picker, probe, _ = set_up()
         store.put(picker_pod(2))

@@ -114,7 +114,7 @@ def pool(name: str) -> dict[str, Any]:
     return {**made, "kind": "InferencePool", "spec": spec, "status": {"replicas": 0}}
 
 
-async def test_a_pool_that_nothing_was_said_of_has_a_status_before_it_is_planned(
+async def test_a_pool_without_a_status_gets_one_before_it_is_planned(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store = Store()
@@ -165,7 +165,7 @@ async def test_in_one_turn_of_the_loop_there_is_one_plan(monkeypatch: pytest.Mon
     assert len(set(planned)) == 20
 
 
-async def test_a_plan_that_cannot_be_made_is_told_by_the_status(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_plan_that_cannot_be_made_is_reported_by_the_status(monkeypatch: pytest.MonkeyPatch) -> None:
     store, woken = Store(), []
     api = Api(store)
     store.put(pool("a"))
@@ -267,7 +267,7 @@ async def test_a_pool_says_what_its_gateway_lacks_and_looks_again(monkeypatch: p
     assert outcome.after_s <= 10
 
 
-async def test_of_a_gateways_pools_those_are_told_whom_a_change_concerns() -> None:
+async def test_of_a_gateways_pools_only_those_that_a_change_affects_are_notified() -> None:
     store, woken = Store(), []
     reconciler = reconciler_of(store, Api(store), woken.extend)
     gateway, names = Key("gateway", "shop", "treeline"), [f"p{number}" for number in range(8)]

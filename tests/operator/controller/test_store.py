@@ -90,7 +90,7 @@ def test_objects_of_an_unreadable_kind_come_back() -> None:
     assert store.put(child("d", 5))
 
 
-def test_an_answer_that_is_not_told_is_told_where_it_has_a_newer_spec() -> None:
+def test_an_answer_without_notify_is_reported_if_its_spec_is_newer() -> None:
     store = Store()
     store.put(pool("p", 10))
     changes = heard(store)

@@ -124,7 +124,7 @@ def test_quotas_are_mounted_as_a_folder_whatever_the_key_is_called(ref: dict[str
     assert (mount["readOnly"], Path(mount["mountPath"]), "subPath" in mount) == (True, file.parent, False)
 
 
-def test_a_change_of_flow_control_rolls_the_picker_and_a_younger_pool_that_differs_is_told() -> None:
+def test_a_change_of_flow_control_rolls_the_picker_and_a_younger_pool_that_differs_is_reported() -> None:
     older, younger = pool("a", endpointPicker={"flowControl": {"enabled": True}}), pool("b", created=3)
     cluster = converged(older, younger)
     assert picker_of(cluster).flow_control.mode == "wait"
@@ -147,7 +147,7 @@ def test_the_samples_quotas_are_what_the_picker_reads(tmp_path: Path) -> None:
 
 @pytest.mark.integration
 @pytest.mark.deep
-async def test_the_sample_is_applied_and_its_picker_is_told_everything(
+async def test_the_sample_is_applied_and_its_picker_gets_every_flag(
     control_plane: ControlPlane, namespace: str
 ) -> None:
     control_plane.kubectl("apply", "--validate=strict", "--namespace", namespace, "-f", str(SAMPLE))

@@ -85,7 +85,7 @@ def test_the_oldest_pool_decides_but_for_protections_and_the_plan_says_whom_it_o
     assert cluster.get("Deployment", "treeline-epp")["spec"]["replicas"] == 2
 
 
-def test_a_deleted_anchor_is_waited_for_and_made_anew() -> None:
+def test_a_deleted_anchor_is_awaited_and_created_again() -> None:
     cluster, p = converged(pool("a")), pool("a")
     anchor = cluster.get("ConfigMap", "treeline-gateway")
     anchor["metadata"]["deletionTimestamp"] = "2026-11-28T12:00:00Z"
@@ -179,7 +179,7 @@ def test_a_change_of_the_spec_is_made_by_the_newest_generator(monkeypatch: pytes
     assert plan_gateway(cluster.world(changed, platform=Platform())).actions == ()
 
 
-def test_an_old_envoy_whose_configuration_was_deleted_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_envoy_whose_configuration_was_deleted_is_created_again(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster, p = converged(pool("a")), pool("a")
     make_other_pods(monkeypatch)
     ref = next(ref for ref in cluster.objects if re.fullmatch("treeline-edge-[0-9a-f]{10}", ref.name))

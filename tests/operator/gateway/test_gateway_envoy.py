@@ -77,7 +77,7 @@ def test_the_real_envoy_accepts_every_configuration(
     assert (f"--keys-file={edge.KEYS_FILE}" in flags) is has_keys
 
 
-def test_clients_see_the_routing_where_somebody_asks_for_it_and_nowhere_else() -> None:
+def test_clients_see_the_routing_where_it_is_enabled_and_nowhere_else() -> None:
     texts = []
     for standalone in ({}, {"exposeRouting": True}):
         cluster = converged(pool("a", gateway={"standalone": standalone}))
@@ -279,7 +279,7 @@ def test_a_gateway_serves_the_inference_paths_of_all_its_pools_engines() -> None
     assert not {path for path in both if "flush" in path or "metrics" in path}
 
 
-def test_mutual_tls_is_mounted_into_both_and_told_to_both(tmp_path: Path) -> None:
+def test_mutual_tls_is_mounted_into_both_and_configured_in_both(tmp_path: Path) -> None:
     settings = {"standalone": {"pickerTls": {"secretRef": {"name": "inner"}}}}
     cluster = converged(pool("a", gateway=settings))
     for name, folder in (

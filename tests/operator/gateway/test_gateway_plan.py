@@ -210,7 +210,7 @@ def test_no_pod_of_a_pool_gets_longer_to_end_than_those_in_front_of_it(drains: l
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_picker_and_launcher_understand_what_they_are_told(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_picker_and_launcher_understand_their_flags(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TREELINE_ENVOY", str(ENVOY))
     cluster = converged(pool("a", **CASES[case]))
     told = container(cluster, "treeline-epp")
@@ -295,7 +295,7 @@ def test_the_headers_of_objectives_are_believed_where_a_pool_says_so_and_rules_a
     assert (options.rules_group, len(groups)) == ("", 2)
 
 
-def test_prometheus_is_told_of_the_picker_where_it_can_be_and_the_monitor_outlives_a_moment_without() -> None:
+def test_a_monitor_exists_for_the_picker_where_it_can_be_and_the_monitor_outlives_a_moment_without() -> None:
     cluster, pools = Cluster(), [pool("a")]
     cluster.converge(*pools)
     assert cluster.names("PodMonitor") == []
@@ -391,7 +391,7 @@ def test_a_fragment_that_changes_rolls_the_pods_and_one_that_makes_no_sense_does
     assert cluster.get("Deployment", name)["spec"]["template"] != before
 
 
-def test_of_two_pools_fragments_the_one_that_does_not_hold_is_told() -> None:
+def test_of_two_pools_fragments_the_one_that_does_not_hold_is_reported() -> None:
     shared = share([pool("a", **with_templates()), pool("b", created=3)])["treeline"]
     told = shared.conflicts["b"]
     assert "endpointPicker.template.spec.nodeSelector.disk is unset here, fast in pool a (older)" in told

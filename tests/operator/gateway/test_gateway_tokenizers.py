@@ -72,7 +72,7 @@ def test_the_tokenizers_own_uri_comes_before_the_models() -> None:
     assert told(cluster)[0] == "--tokenizer=mine=hf://org/words"
 
 
-def test_a_claim_is_mounted_read_only_where_it_may_be_and_at_the_path_that_the_picker_is_told() -> None:
+def test_a_claim_is_mounted_read_only_where_it_may_be_and_at_the_path_that_the_picker_gets() -> None:
     cluster = converged(pool("a", model=CLAIM, engine={"type": "sglang"}))
     assert told(cluster) == ["--tokenizer=qwen=/mnt/models/weights/qwen"]
     claim = {"claimName": "weights", "readOnly": True}
@@ -192,7 +192,7 @@ POOLS = st.lists(
 
 @settings(deadline=None, max_examples=100, derandomize=True)
 @given(asked=POOLS)
-def test_every_name_is_told_once_and_what_is_told_is_there(asked: list[tuple[str, bool, str, str]]) -> None:
+def test_every_name_is_reported_once_and_exists(asked: list[tuple[str, bool, str, str]]) -> None:
     pools = [
         pool(
             f"p{number}",

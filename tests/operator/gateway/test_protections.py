@@ -96,7 +96,7 @@ def test_a_pool_of_the_same_name_is_another_one() -> None:
     assert envoy(cluster)["api-keys"] == "clients"
 
 
-def test_of_two_secrets_that_of_the_oldest_pool_holds_and_the_other_pool_hears_of_it() -> None:
+def test_of_two_secrets_that_of_the_oldest_pool_holds_and_the_other_pools_status_says_so() -> None:
     other = {"gateway": {"standalone": {"apiKeysSecretRef": {"name": "others"}}, "isolation": "Shared"}}
     a, b = pool("a", **STATEMENTS["ApiKeys"]), pool("b", created=1, **other)
     cluster = Cluster()

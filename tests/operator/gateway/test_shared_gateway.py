@@ -115,7 +115,7 @@ def test_the_next_oldest_is_promoted_when_the_oldest_is_being_deleted() -> None:
     assert of(share([a]), a).leaving
 
 
-def test_equal_ages_are_told_apart_by_name_and_a_file_is_youngest() -> None:
+def test_equal_ages_are_distinguished_by_name_and_a_file_is_youngest() -> None:
     pools = [pool("c", created=None), pool("b"), pool("a", created=5)]
     assert [p.name for p in of(share(pools), pools[0]).members] == ["b", "a", "c"]
 

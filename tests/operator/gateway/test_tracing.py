@@ -32,7 +32,7 @@ def engine(**spec: Any) -> tuple[list[str], dict[str, str]]:
     return made["args"], {one["name"]: one.get("value", "") for one in made["env"]}
 
 
-def test_a_runtime_is_told_by_flag_and_variables_and_is_another_revision() -> None:
+def test_a_runtime_gets_it_by_flag_and_variables_and_is_another_revision() -> None:
     args, env = engine(tracing=COLLECTOR)
     assert parse_args(args).tracing
     assert VARIABLES.items() <= env.items()
@@ -42,7 +42,7 @@ def test_a_runtime_is_told_by_flag_and_variables_and_is_another_revision() -> No
     assert inputs(a_pool(tracing=COLLECTOR)) != inputs(a_pool())
 
 
-def test_vllm_is_told_by_its_own_flag_and_an_engine_that_takes_none_is_not() -> None:
+def test_vllm_gets_it_by_its_own_flag_and_an_engine_that_takes_none_is_not() -> None:
     args, env = engine(**VLLM, tracing=COLLECTOR)
     assert args[args.index("--otlp-traces-endpoint") + 1] == COLLECTOR["endpoint"]
     assert {**VARIABLES, "OTEL_SERVICE_NAME": "vllm"}.items() <= env.items()

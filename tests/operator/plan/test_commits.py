@@ -44,7 +44,7 @@ def warning(cluster: SimCluster, pool: InferencePool) -> dict[str, Any] | None:
     return next((dict(one) for one in found if one["type"] == ConditionType.WARNINGS), None)
 
 
-def test_the_first_pods_commit_is_written_down_and_told_to_the_next_ones() -> None:
+def test_the_first_pods_commit_is_recorded_and_passed_to_the_next_ones() -> None:
     pool = a_pool(replicas=1, **HF)
     cluster = SimCluster()
     cluster.converge(pool)

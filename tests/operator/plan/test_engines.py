@@ -49,7 +49,7 @@ def test_existing_pods_publish_where_those_of_a_pool_do() -> None:
         (["x", "--api-key=y"], "--api-key (the picker has none"),
     ],
 )
-def test_only_what_the_picker_would_have_to_know_is_told(args: list[str], found: str) -> None:
+def test_only_what_the_picker_would_have_to_know_is_reported(args: list[str], found: str) -> None:
     text = untold(ENGINES["vllm"].untold, args)
     assert found in text
     assert bool(text) is bool(found)

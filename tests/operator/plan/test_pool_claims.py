@@ -51,7 +51,7 @@ def test_a_claim_only_grows_and_keeps_what_cannot_change() -> None:
     }
 
 
-def test_a_claim_of_one_node_for_many_pods_is_told() -> None:
+def test_a_claim_of_one_node_for_many_pods_is_reported() -> None:
     plan = SimCluster().plan(a_pool(replicas=2, model={"uri": "hf://org/name", "cache": {"size": "5Gi"}}))
     assert any("claim tiny-models is ReadWriteOnce: all 2 pods must be on one node" in n for n in plan.notes)
     shared = {"size": "5Gi", "accessModes": ["ReadWriteMany"]}

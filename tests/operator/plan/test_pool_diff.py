@@ -137,7 +137,7 @@ def test_defaults_sidecars_and_labels_of_users_are_no_difference() -> None:
         ({"containers": []}, "spec.template.spec.containers[runtime]"),
     ],
 )
-def test_every_change_of_an_applied_field_is_told_by_its_path(changes: dict[str, Any], path: str) -> None:
+def test_every_change_of_an_applied_field_is_reported_by_its_path(changes: dict[str, Any], path: str) -> None:
     assert differences(DEPLOYMENT, observed(**changes)) == (path,)
 
 
@@ -181,7 +181,7 @@ def test_foreign_marks_in_desired_objects_are_dropped() -> None:
     assert applying(marked, as_seen(first.object), "again") is None
 
 
-def test_a_change_by_somebody_is_drift_and_a_change_of_intent_is_not() -> None:
+def test_a_manual_change_is_drift_and_a_change_of_intent_is_not() -> None:
     first = applying(DEPLOYMENT, None, "new")
     assert first is not None
     changed = {**first.object, "spec": {**first.object["spec"], "replicas": 7}}
@@ -231,7 +231,7 @@ def child(kind: str, name: str, *, owner: str = "pool-uid", managed: str = names
     )
 
 
-def test_pruning_takes_only_what_is_ours_and_wanted_no_more() -> None:
+def test_pruning_deletes_only_our_unwanted_objects() -> None:
     children = [
         child("Service", "wanted"),
         child("Service", "old"),

@@ -233,7 +233,7 @@ def test_without_a_picker_pods_are_waited_for_as_long_as_it_may_be_back(asked_s:
     assert [*act(cluster, pool(1)), *act(cluster, pool(1))] == ["release p2", "scale to 1"]
 
 
-def test_a_picker_that_nobody_has_asked_yet_is_waited_for() -> None:
+def test_a_picker_that_was_not_asked_yet_is_awaited() -> None:
     cluster = cluster_of(2)
     cluster.picker, cluster.silent_since = None, None
     act(cluster, pool(1))
@@ -292,7 +292,7 @@ def test_a_picker_whose_answer_grows_old_is_not_waited_for_forever() -> None:
 
 
 @pytest.mark.parametrize("since", ["", "yesterday", "2027-01-01T00:00:00Z", "2026-11-01T00:00:00"])
-def test_a_time_that_cannot_be_is_written_anew(since: str) -> None:
+def test_a_time_that_cannot_be_is_rewritten(since: str) -> None:
     cluster = cluster_of(2)
     meta = cluster.pods["p2"]["metadata"]
     meta["labels"][SERVING] = "false"
@@ -301,7 +301,7 @@ def test_a_time_that_cannot_be_is_written_anew(since: str) -> None:
     assert cluster.pods["p2"]["metadata"]["annotations"][names.DRAINING_SINCE] == stamp(NOW)
 
 
-def test_a_pod_that_somebody_took_out_of_the_rotation_serves_again() -> None:
+def test_a_pod_taken_out_of_rotation_by_hand_serves_again() -> None:
     cluster = cluster_of(2)
     cluster.pods["p1"]["metadata"]["labels"][SERVING] = "false"
     assert act(cluster, pool(2)) == ["return p1"]
@@ -337,7 +337,7 @@ def test_the_order_in_which_pods_go() -> None:
     assert [pod["metadata"]["name"] for pod in victims(pods, 5, policy)] == ["unready", "released"]
 
 
-def test_a_cost_of_somebody_else_is_left_alone() -> None:
+def test_a_cost_of_another_owner_is_left_alone() -> None:
     theirs = a_pod("a", annotations={names.DELETION_COST: "5"})
     assert drain_step([theirs], 1, 1, DrainPolicy(NOW, timedelta(seconds=60)), "").marks == ()
 

@@ -9,7 +9,7 @@ from treeline_operator.world import Platform
 from treeline_wire.paths import INFERENCE
 
 
-def test_absent_apis_are_told_and_used_when_they_appear() -> None:
+def test_absent_apis_are_reported_and_used_when_they_appear() -> None:
     pool = a_pool(gateway={"parentRefs": [{"name": "front"}]})
     cluster = SimCluster()
     plan = cluster.plan(pool)
@@ -24,7 +24,7 @@ def test_absent_apis_are_told_and_used_when_they_appear() -> None:
     }
 
 
-def test_a_kind_that_may_not_be_read_is_not_said_to_be_absent() -> None:
+def test_a_kind_that_may_not_be_read_is_not_reported_as_absent() -> None:
     cluster = SimCluster(Platform(apis=EVERY_API - {"gateway.networking.k8s.io/v1/HTTPRoute"}, forbidden=EVERY_API))
     notes = cluster.plan(a_pool(gateway={"parentRefs": [{"name": "front"}]})).notes
     assert "the operator may not list and watch gateway.networking.k8s.io/v1/HTTPRoute: check its role" in notes

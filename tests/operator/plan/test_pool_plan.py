@@ -285,7 +285,7 @@ def test_percentages_are_parts_of_the_replicas() -> None:
         ("PodDisruptionBudget", "tiny", ("spec", "maxUnavailable"), 0, "spec.maxUnavailable"),
     ],
 )
-def test_drift_is_mended_and_told(kind: str, name: str, path: tuple[str, str], value: Any, drift: str) -> None:
+def test_drift_is_reverted_and_reported(kind: str, name: str, path: tuple[str, str], value: Any, drift: str) -> None:
     cluster = settled(a_pool())
     cluster.get(kind, name)[path[0]][path[1]] = value
     (action,) = cluster.plan(a_pool()).actions
@@ -293,7 +293,7 @@ def test_drift_is_mended_and_told(kind: str, name: str, path: tuple[str, str], v
     assert drift in action.drift
 
 
-def test_replicas_that_somebody_set_are_set_back() -> None:
+def test_manual_replicas_are_reverted() -> None:
     cluster = settled(a_pool(replicas=2))
     next(iter(cluster.deployments().values()))["spec"]["replicas"] = 9
     (action,) = cluster.plan(a_pool(replicas=2)).actions

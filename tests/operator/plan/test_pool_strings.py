@@ -175,7 +175,7 @@ def test_ambiguous_texts_are_refused_everywhere(text: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ["sglang", "vllm"])
-def test_engines_of_others_are_told_to_hide_hits_from_strangers_who_share_a_cache(engine: str) -> None:
+def test_engines_of_others_get_flags_to_hide_hits_from_strangers_who_share_a_cache(engine: str) -> None:
     def tells(**gateway: Any) -> bool:
         body = {"model": {"uri": "path:///m"}, "engine": {"type": engine}, "gateway": gateway}
         made = InferencePool.from_object(

@@ -238,7 +238,7 @@ def test_settings_that_an_engine_lacks_are_refused_not_dropped(engine: str, aske
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_every_rank_of_an_engine_has_its_ports_and_the_picker_is_told_where_they_begin(ranks: int) -> None:
+def test_every_rank_of_an_engine_has_its_ports_and_the_picker_learns_where_they_begin(ranks: int) -> None:
     """As SGLang and vLLM count: the port of rank r is the first one + r."""
     devices = {"accelerator": {"type": "nvidia", "count": ranks}}
     for engine, sockets in (("vllm", (5557, 5657)), ("sglang", (5557, 5657, 5757))):
@@ -319,7 +319,7 @@ def test_requests_follow_the_devices_and_the_weights(spec: dict[str, Any], cpu: 
     assert (asked["cpu"], asked["memory"]) == (cpu, memory)
 
 
-def test_requests_that_somebody_names_are_taken_one_by_one() -> None:
+def test_named_requests_are_taken_one_by_one() -> None:
     own = {"requests": {"cpu": 7}, "limits": {"memory": "30Gi"}}
     made = runtime(**GPU, engine={"resources": own})["resources"]
     assert made["requests"] == {"cpu": "7", "nvidia.com/gpu": "1"}, "a limit without a request is the request"
@@ -412,7 +412,7 @@ def test_the_names_of_caches_are_those_that_the_installed_libraries_read(package
         ({"type": "custom", "image": "x"}, 8, {}),
     ],
 )
-def test_layers_are_split_over_the_devices_unless_something_else_is_said(
+def test_layers_are_split_over_the_devices_unless_configured_otherwise(
     engine: dict[str, Any], count: int, flags: dict[str, str]
 ) -> None:
     made = runtime(accelerator={"type": "nvidia", "count": count}, engine=engine)

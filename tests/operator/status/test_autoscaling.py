@@ -12,7 +12,7 @@ from treeline_operator.world import Scaled, Scaling
 FIGURES = {"lastScaleTime": "2026-11-20T12:00:00Z", "replicas": 3, "message": "why"}
 
 
-def test_the_last_change_is_told_with_what_asked_for_it() -> None:
+def test_the_last_change_is_reported_with_what_asked_for_it() -> None:
     world = scaled(PICKER, scaling=Scaling(True, "", Scaled(NOW, 3, "why")))
     assert pool_status(world)["autoscaling"] == FIGURES
     without = dataclasses.replace(world, scaling=Scaling(False, "", Scaled(NOW, 3, "w" * 600)))

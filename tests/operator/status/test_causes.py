@@ -24,7 +24,7 @@ def test_every_reason_that_may_be_a_cause_has_its_place_among_them():
     assert named == {reason.name for reason in causes_module._RANK}
 
 
-def test_a_cause_is_told_with_the_pods_that_have_it_and_what_to_do():
+def test_a_cause_is_reported_with_the_pods_that_have_it_and_what_to_do():
     """An evicted pod is nobody's any more to a pool's status, which tells of all the other troubles."""
     status, reason, text = TROUBLES["evicted"]
     pods = [pod(POOL, "tiny-0", **ready()).object, pod(POOL, POD, **status).object]
@@ -65,7 +65,7 @@ def test_the_most_useful_cause_comes_first_and_says_how_many_pods_have_it():
     assert download.reason is Reason.WEIGHTS_DOWNLOADING
 
 
-def test_the_same_trouble_in_other_words_is_told_in_those_of_most_pods():
+def test_the_same_trouble_in_other_words_is_reported_in_those_of_most_pods():
     words = ["one", "two", "two"]
     pods = [pod(POOL, f"p-{n}", **crashed(1, 1, message=text)).object for n, text in enumerate(words)]
     assert "last line: two" in diagnose(pods)[0].detail

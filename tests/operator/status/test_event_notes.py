@@ -26,12 +26,12 @@ def reasons(old, new):
     return [note.reason for note in transitions(old, new)]
 
 
-def test_nothing_is_said_of_a_status_that_stays_nor_of_other_words():
+def test_unchanged_statuses_and_other_wording_are_not_reported():
     other = {"conditions": [{**one, "message": "in other words"} for one in SERVING["conditions"]]}
     assert transitions(SERVING, SERVING) == transitions(SERVING, other) == []
 
 
-def test_the_way_to_serving_is_told_in_few_words():
+def test_the_way_to_serving_is_reported_in_few_words():
     assert reasons({}, STARTING) == []
     assert reasons(STARTING, LOADING) == [Reason.WEIGHTS_DOWNLOADING]
     assert reasons(LOADING, SERVING) == [Reason.ROLLOUT_COMPLETE, Reason.MODEL_LOADED, Reason.SERVING]
@@ -55,7 +55,7 @@ def test_problems_are_reported_once_as_warnings(name):
     assert reason.fix in notes[0].message
 
 
-def test_recovery_is_told():
+def test_recovery_is_reported():
     bad = status((ConditionType.GATEWAY_READY, ("False", Reason.GATEWAY_NOT_READY, "no")))
     good = status((ConditionType.GATEWAY_READY, ("True", Reason.GATEWAY_SERVING, "yes")))
     assert reasons(bad, good) == [Reason.GATEWAY_SERVING]
@@ -68,14 +68,14 @@ def test_a_conflict_warns_though_the_gateway_is_ready():
     assert [(note.type, note.reason) for note in transitions(SERVING, told)] == [("Warning", Reason.GATEWAY_CONFLICT)]
 
 
-def test_a_reason_that_was_there_is_not_told_again_when_ready_takes_it_up():
+def test_a_reason_that_was_there_is_not_reported_again_when_ready_takes_it_up():
     sick = (ConditionType.GATEWAY_READY, ("False", Reason.GATEWAY_NOT_READY, "no"))
     missing = (ConditionType.READY, ("False", Reason.WEIGHTS_MISSING, "none"))
     taken_up = (ConditionType.READY, ("False", Reason.GATEWAY_NOT_READY, "no"))
     assert reasons(status(sick, missing), status(sick, taken_up)) == []
 
 
-def test_models_are_told_of_both_ways():
+def test_models_are_reported_both_ways():
     yes = status((ConditionType.ACCEPTED, ("True", Reason.ACCEPTED, "yes")))
     no = status((ConditionType.ACCEPTED, ("False", Reason.MODEL_NAME_IN_USE, "no")))
     assert reasons({}, yes) == reasons(no, yes) == [Reason.ACCEPTED]

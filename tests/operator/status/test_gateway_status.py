@@ -42,7 +42,7 @@ from treeline_operator.world import Observed, PoolRouting
 T = ConditionType
 
 
-def test_a_conflict_is_told_without_denying_that_requests_succeed():
+def test_a_conflict_is_reported_without_denying_that_requests_succeed():
     seen = world(LATE, others=(pool("older"),), picker=view(LATE, "late-1"))
     told = conditions_of(seen)[T.READY]
     assert told["status"] == "True"
@@ -126,7 +126,7 @@ def test_envoys_with_former_settings_are_not_what_was_asked_for():
     assert conditions_of(over)[T.PROGRESSING]["reason"] == Reason.ROLLOUT_COMPLETE
 
 
-def test_envoys_that_never_come_to_their_settings_are_told_of():
+def test_envoys_that_never_come_to_their_settings_are_reported():
     stuck = {"containerStatuses": [container("envoy", {"waiting": {"reason": "InvalidImageName"}})]}
     old, new = envoy_pod("edge-old", "now", **ready()), envoy_pod("edge-new", "now", **stuck)
     rolling = world(gateway_parts=front_parts("now"), gateway_pods=(old, new))

@@ -46,7 +46,7 @@ def cause(spec: dict[str, Any], message: str) -> Cause:
         (wanting(8), "", None),
     ],
 )
-def test_it_is_told_only_where_the_scheduler_says_so_of_every_node(
+def test_it_is_reported_only_where_the_scheduler_says_so_of_every_node(
     spec: dict[str, Any], message: str, reason: Reason | None
 ) -> None:
     assert cause(spec, message).reason is (reason or Reason.INSUFFICIENT_CAPACITY)

@@ -44,7 +44,7 @@ BAD_WEIGHTS = [{"name": "a", "weight": 9}, {"name": "b"}]
         ({"targetModels": BAD_WEIGHTS}, "False", Reason.WEIGHTS_INVALID, "give every target one, or none"),
     ],
 )
-def test_a_model_is_accepted_or_told_why_not(spec, status, reason, text):
+def test_a_model_is_accepted_or_refused_with_the_reason(spec, status, reason, text):
     found = model_statuses([model("m", **spec)], [pool()], NOW)["m"]
     (condition,) = found["conditions"]
     assert (condition["type"], condition["status"], condition["reason"]) == ("Accepted", status, reason)

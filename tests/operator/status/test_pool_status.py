@@ -54,7 +54,7 @@ def test_the_pools_status_names_the_cause_of_unready_pods(name):
 
 
 @pytest.mark.parametrize("reason", REJECTIONS)
-def test_pods_that_cannot_be_made_are_told_of(reason):
+def test_pods_that_cannot_be_made_are_reported(reason):
     failed = said("ReplicaFailure", "True", "FailedCreate", REJECTIONS[reason])
     seen = world(children=(revision(pool(), 1, 0, conditions=[failed]),), pods=(), picker=view(pool()))
     assert conditions_of(seen)[T.READY]["reason"] == reason
@@ -103,7 +103,7 @@ def test_pods_that_drain_are_no_replicas():
         ("custom", "history", "NoEvents", False),
     ],
 )
-def test_how_requests_find_the_caches_is_told(engine: str, way: str, reason: str, warned: bool) -> None:
+def test_how_requests_find_the_caches_is_reported(engine: str, way: str, reason: str, warned: bool) -> None:
     seen = routed(pool(model={"uri": "hf://o/tiny"}, engine={"type": engine, "image": "x"}), way, reason)
     status = pool_status(seen)
     assert status["routing"] == ({"way": way, "reason": reason} if reason else {"way": way})
@@ -117,7 +117,7 @@ def drains(number: int, since: str, **meta: Any) -> Observed:
     return Observed.of(made)
 
 
-def test_who_drains_is_told_with_what_is_left_and_until_when():
+def test_draining_pods_are_reported_with_what_is_left_and_until_when():
     stays = pod(pool(), "tiny-1", **ready())
     since = "2026-11-20T11:59:50.000Z"
     counts = {"tiny-1": 7, "tiny-2": 2, "tiny-3": 1}
@@ -166,7 +166,7 @@ def test_problems_that_need_action_come_first():
     assert told[T.READY]["reason"] == Reason.IMAGE_PULL_FAILING
 
 
-def test_a_refused_write_is_told_where_it_matters():
+def test_a_refused_write_is_reported_where_it_matters():
     refused = Cause(Reason.QUOTA_EXCEEDED, "exceeded quota: storage")
     nothing = conditions(pool_status(world(children=(), pods=()), refused=refused))
     assert nothing[T.WORKLOADS_READY]["reason"] == nothing[T.READY]["reason"] == Reason.QUOTA_EXCEEDED
