@@ -137,3 +137,12 @@ def test_a_corpus_belongs_to_structured_and_has_schemas(tmp_path: Path, capsys: 
             cli.main([*names, "--corpus", str(tmp_path)])
         assert ending.value.code == 2
         assert said in capsys.readouterr().err
+
+
+def test_outside_a_checkout_only_servers_are_measured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "ROOT", tmp_path)
+    with pytest.raises(SystemExit):
+        cli.main(["tree"])
+    assert "clone Treeline and run `make bench`" in capsys.readouterr().err

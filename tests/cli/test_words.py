@@ -109,6 +109,15 @@ def test_a_word_whose_part_is_missing_says_what_to_install(word, absent, needs, 
     assert capsys.readouterr().err == f"treeline {word}: this needs {needs}\n"
 
 
+@pytest.mark.parametrize("words", [["up"], ["sim", "serve"]])
+def test_without_the_tiny_model_it_asks_for_another_or_for_its_package(words, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "treeline_tiny", None)
+    assert status_of(*words) != 0
+    told = " ".join(capsys.readouterr().err.split())
+    assert "the tiny model is not installed: pip install" in told
+    assert "--model" in told
+
+
 def test_what_needs_no_part_runs_without_any():
     """As after `pip install treeline-llm` alone."""
     absent = ("runtime", "epp", "operator", "kube", "lang", "bench", "sim", "conformance", "tiny")
