@@ -94,7 +94,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
         },
         "gateway": {
             "name": ["edge"],
-            "standalone": {"port": [8080], "tls": [{"secretRef": {"name": "t"}}]},
+            "standalone": {"port": [8080], "console": [True], "tls": [{"secretRef": {"name": "t"}}]},
             "parentRefs": [[], _PARENTS, [_PARENTS[0], _PARENTS[0]]],
             "hostnames": [[], ["*.example.com"]],
         },
