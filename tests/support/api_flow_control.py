@@ -9,7 +9,7 @@ REFUSED_FLOW_CONTROL = [
     ("endpointPicker: {flowControl: {endpointRequests: 3}}", "set enabled, or remove endpointRequests"),
     (
         "endpointPicker: {flowControl: {holdEmptyPoolSeconds: 9.0, ttlSeconds: 60.0}}",
-        "ttlSeconds says how long a request waits for room, and none does: set enabled, or remove ttlSeconds",
+        "ttlSeconds needs flow control: set enabled, or remove ttlSeconds",
     ),
     ("endpointPicker: {flowControl: {maxRequests: 9}}", "set enabled or holdEmptyPoolSeconds, or remove maxRequests"),
     ("endpointPicker: {flowControl: {maxBytes: 9}}", "set enabled or holdEmptyPoolSeconds, or remove maxBytes"),
@@ -21,7 +21,7 @@ REFUSED_FLOW_CONTROL = [
         "endpointPicker: {flowControl: {enabled: true, fairnessHeader: authorization}}",
         "this header carries a secret, and client names appear in messages and traces: use another header",
     ),
-    ("endpointPicker: {flowControl: {quotas: {}}}", "set configMapRef or secretRef, and not both"),
+    ("endpointPicker: {flowControl: {quotas: {}}}", "set either configMapRef or secretRef"),
     (
         "endpointPicker: {flowControl: {quotas: {configMapRef: {name: a}, secretRef: {name: b}}}}",
         "quotas are in one file: set either configMapRef or secretRef",

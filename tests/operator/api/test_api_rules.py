@@ -32,7 +32,7 @@ REFUSED_POOLS = [
     ("model: {uri: oci://ghcr.io/org/name}", "write oci://registry/org/name:tag"),
     ("model: {uri: 'oci://name:v1'}", "write oci://registry/org/name:tag"),
     ("model: {uri: 'oci://ghcr.io/org/name@sha256:abc'}", "write oci://registry/org/name:tag"),
-    ("model: {uri: hf://o/n, credentialsSecretRef: {name: s}}", "nothing comes from an object store"),
+    ("model: {uri: hf://o/n, credentialsSecretRef: {name: s}}", "credentialsSecretRef is for object stores"),
     ("model: {uri: 'pvc://Claim/x'}", "write pvc://claim/path"),
     ("model: {uri: 'pvc://claim//x'}", "write pvc://claim/path"),
     ("model: {uri: 'path://models/x'}", "write path:///models/name"),
@@ -43,15 +43,15 @@ REFUSED_POOLS = [
     ("model: {uri: hf://o/n@refs/../x}", "remove '..'"),
     (
         "model: {uri: hf://o/n@a--b}",
-        "an organisation, name or revision of Hugging Face has no -- or .. in it",
+        "-- and .. are not allowed in an hf:// uri",
     ),
-    ("model: {uri: hf://a--b/c}", "an organisation, name or revision of Hugging Face has no -- or .. in it"),
-    ("model: {uri: hf://a/b..c}", "an organisation, name or revision of Hugging Face has no -- or .. in it"),
+    ("model: {uri: hf://a--b/c}", "-- and .. are not allowed in an hf:// uri"),
+    ("model: {uri: hf://a/b..c}", "-- and .. are not allowed in an hf:// uri"),
     *(
-        (f"{{model: {{uri: hf://o/n}}, gateway: {{isolation: PerKey{more}}}}}", "there are no clients to keep apart")
+        (f"{{model: {{uri: hf://o/n}}, gateway: {{isolation: PerKey{more}}}}}", "isolation needs API keys")
         for more in ("", ", standalone: {tls: {secretRef: {name: t}}}", ", parentRefs: [{name: g}]")
     ),
-    ("{model: {uri: hf://o/n, pickerReadsClaim: true}, engine: {type: vllm}}", "the tokenizer is on no claim"),
+    ("{model: {uri: hf://o/n, pickerReadsClaim: true}, engine: {type: vllm}}", "the tokenizer is not on a claim"),
     ("model: {uri: hf://o/n, chatTemplateRef: {name: t}}", "remove model.chatTemplateRef and put it there"),
     ("model: {uri: pvc://c/m, pickerReadsClaim: true}", "engine treeline serves its tokenizer itself"),
     *(
@@ -73,11 +73,11 @@ REFUSED_POOLS = [
     *((f"model: {{uri: {json.dumps('builtin://tiny' + end)}}}", "write builtin://tiny") for end in HOSTILE_ENDS),
     ("model: {tokenSecretRef: {name: hf}}", "remove tokenSecretRef, or use an hf:// uri"),
     ("model: {uri: hf://o/n, size: 20Gi, cache: {size: 10Gi}}", "raise cache.size to model.size"),
-    ("model: {uri: hf://o/n, cache: {}}", "set exactly one of them"),
-    ("model: {uri: hf://o/n, cache: {claimName: a, size: 1Gi}}", "set exactly one of them"),
-    ("model: {uri: hf://o/n, cache: {claimName: a, storageClassName: b}}", "set size for claimName"),
-    ("model: {uri: hf://o/n, cache: {claimName: a, accessModes: [ReadWriteOnce]}}", "set size for claimName"),
-    ("model: {cache: {size: 1Gi}}", "nothing is downloaded, so there is nothing to cache"),
+    ("model: {uri: hf://o/n, cache: {}}", "set either claimName"),
+    ("model: {uri: hf://o/n, cache: {claimName: a, size: 1Gi}}", "set either claimName"),
+    ("model: {uri: hf://o/n, cache: {claimName: a, storageClassName: b}}", "replace claimName by size"),
+    ("model: {uri: hf://o/n, cache: {claimName: a, accessModes: [ReadWriteOnce]}}", "replace claimName by size"),
+    ("model: {cache: {size: 1Gi}}", "nothing is downloaded: remove model.cache"),
     ("{model: {uri: hf://o/n, tokenizer: hf://o/t}}", "remove model.tokenizer"),
     ("{engine: {type: sglang}}", "builtin:// models are in the image of engine treeline"),
     *(
@@ -104,7 +104,7 @@ REFUSED_POOLS = [
     ("accelerator: {type: nvidia, count: 2}", "set accelerator.count to 1 and raise replicas"),
     (
         "{model: {uri: hf://o/n}, accelerator: {type: nvidia, count: 3}, engine: {type: vllm, tensorParallel: 2}}",
-        "set accelerator.count to a multiple of it",
+        "accelerator.count is not a multiple of tensorParallel",
     ),
     (
         "{model: {uri: hf://o/n}, accelerator: {type: nvidia, count: 4},"
@@ -114,10 +114,10 @@ REFUSED_POOLS = [
     ("engine: {tensorParallel: 2}", "remove tensorParallel, or use engine sglang or vllm"),
     ("engine: {dataParallel: 2}", "remove dataParallel and raise replicas"),
     ("engine: {adapters: [{name: a, uri: hf://o/a}]}", "remove adapters, or use engine sglang or vllm"),
-    ("engine: {port: 5557}", "ports 5557, 5657, 5757 are those of cache events"),
+    ("engine: {port: 5557}", "ports 5557, 5657, 5757 and the following ones"),
     (
         "{model: {uri: hf://o/n}, engine: {type: vllm, dataParallel: 4, port: 5560}}",
-        "so many from each as dataParallel",
+        "as many as dataParallel",
     ),
     ("{model: {uri: hf://o/n}, engine: {type: custom}}", "set engine.image"),
     (
@@ -164,7 +164,7 @@ REFUSED_POOLS = [
         (shape.format(template), says)
         for shape in ("endpointPicker: {{template: {}}}", "gateway: {{standalone: {{template: {}}}}}")
         for template, says in (
-            ("{metadata: {labels: {treeline.dev/x: y}}}", "labels of treeline.dev on pods are the operator's"),
+            ("{metadata: {labels: {treeline.dev/x: y}}}", "labels of treeline.dev on pods are reserved"),
             ("{metadata: {annotations: {treeline.dev/kv-events-port: '1'}}}", "annotations of treeline.dev and"),
             ("{metadata: {labels: {'a b': y}}}", "write a name of 63 characters or fewer"),
             ("{metadata: {annotations: {'a b': y}}}", "write a name of 63 characters or fewer"),
@@ -175,14 +175,18 @@ REFUSED_POOLS = [
     *(
         (f"{{model: {{uri: hf://o/n}}, engine: {{type: {engine}, {more}}}}}", says)
         for engine, more, says in (
-            ("vllm", "args: [--port=1]", "the operator says these flags to engine vllm"),
+            ("vllm", "args: [--port=1]", "the operator sets these flags of engine vllm"),
             ("vllm", "args: [--served_model_name, x]", "--served-model-name (model.name)"),
-            ("sglang", "args: [--model-path=/x]", "the operator says these flags to engine sglang"),
-            ("vllm", "tensorParallel: 1, args: [-tp, '2']", "so does tensorParallel: remove one of them"),
-            ("sglang", "args: [--lora-paths, x=/x], adapters: [{name: a, uri: hf://o/a}]", "name all of them there"),
+            ("sglang", "args: [--model-path=/x]", "the operator sets these flags of engine sglang"),
+            ("vllm", "tensorParallel: 1, args: [-tp, '2']", "args and tensorParallel both set the number of devices"),
+            (
+                "sglang",
+                "args: [--lora-paths, x=/x], adapters: [{name: a, uri: hf://o/a}]",
+                "name all of them in the field",
+            ),
         )
     ),
-    ("gateway: {standalone: {}, parentRefs: [{name: g}]}", "remove standalone, or remove parentRefs"),
+    ("gateway: {standalone: {}, parentRefs: [{name: g}]}", "remove standalone or parentRefs"),
     ("gateway: {hostnames: [a.example]}", "remove hostnames, or set parentRefs"),
     ("gateway: {parentRefs: [{name: g}, {name: g}]}", "a parent is named twice"),
     ("autoscaling: {maxReplicas: 3}", "remove minReplicas and maxReplicas"),
@@ -194,14 +198,14 @@ REFUSED_POOLS = [
     ("rollout: {maxSurge: 0, maxUnavailable: 0%}", "raise maxSurge or maxUnavailable"),
     (
         "disruptionBudget: {maxUnavailable: 0}",
-        "keeps nodes from being drained: set maxUnavailable to 1 or more",
+        "would keep nodes from being drained: set maxUnavailable to 1 or more",
     ),
     (
         "disruptionBudget: {maxUnavailable: 0%}",
-        "keeps nodes from being drained: set maxUnavailable to 1 or more",
+        "would keep nodes from being drained: set maxUnavailable to 1 or more",
     ),
-    ("engine: {cache: {}}", "set exactly one of them"),
-    ("engine: {cache: {claimName: a, accessModes: [ReadWriteMany]}}", "set size for claimName"),
+    ("engine: {cache: {}}", "set either claimName"),
+    ("engine: {cache: {claimName: a, accessModes: [ReadWriteMany]}}", "replace claimName by size"),
     ("rollout: {strategy: Replace, maxSurge: 10%}", "remove maxSurge, or use strategy SurgeIfCapacity"),
     ("rollout: {strategy: Replace, maxSurge: 2}", "remove maxSurge, or use strategy SurgeIfCapacity"),
     ("template: {metadata: {labels: {treeline.dev/pool: x}}}", "remove them from template.metadata.labels"),
@@ -244,7 +248,7 @@ REFUSED_NAMES = [
     ("InferencePool", "a" * 41, "use 40 characters or fewer"),
     ("InferencePool", "1st", "a letter first"),
     ("InferencePool", "a.b", "a letter first"),
-    ("InferencePool", "tiny-epp", "choose a name without such an end"),
+    ("InferencePool", "tiny-epp", "are reserved for the operator's objects: choose another name"),
     ("InferenceModel", "a" * 41, "use 40 characters or fewer"),
 ]
 REFUSED_BY_SHAPE = [

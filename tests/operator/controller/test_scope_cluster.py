@@ -39,7 +39,7 @@ async def test_a_definition_that_is_not_served_for_a_while_takes_nothing_down(
         edge = await room.until(lambda: room.get(f"{DEPLOYMENTS}/treeline-edge"), "Envoy")
         try:
             await serve_definition(room, False)
-            await room.until(lambda: "is the CRD installed" in caplog.text, "the operator to miss it")
+            await room.until(lambda: "install the CRD" in caplog.text, "the operator to miss it")
             await asyncio.sleep(1.5)  # some resyncs
         finally:
             await serve_definition(room, True)

@@ -76,7 +76,7 @@ def _check_uri(uri: str) -> str:
             if not re.fullmatch(form, uri):
                 raise ValueError(message)
             if re.search(_UPWARDS, uri):
-                raise ValueError("a model URI must not have '..': remove it")
+                raise ValueError("a model URI must not lead upwards: remove '..'")
             if re.search(_MERGED, uri):
                 raise ValueError(_MERGED_MESSAGE)
             return uri
@@ -89,7 +89,7 @@ _URI_RULES: Final = [
         {"rule": f"!self.startsWith('{scheme}') || self.matches('{form}')", "message": message}
         for scheme, form, message in _FORMS
     ),
-    {"rule": f"!self.matches('{_UPWARDS}')", "message": "a model URI must not have '..': remove it"},
+    {"rule": f"!self.matches('{_UPWARDS}')", "message": "a model URI must not lead upwards: remove '..'"},
     {"rule": f"!self.matches('{_MERGED}')", "message": _MERGED_MESSAGE},
 ]
 
