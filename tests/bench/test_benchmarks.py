@@ -100,7 +100,7 @@ def test_rows_are_read_as_a_list_or_a_line_each(printed: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("printed", "problem"), [("[]", "did not report"), ("oops", "something else"), ("", "did not report")]
+    ("printed", "problem"), [("[]", "did not report"), ("oops", "something other"), ("", "did not report")]
 )
 def test_a_missing_row_is_an_error(printed: str, problem: str) -> None:
     with pytest.raises(BenchmarkError, match=problem):

@@ -291,7 +291,7 @@ def test_addresses_are_taken_as_people_write_them(url: str, normal: str) -> None
 @pytest.mark.parametrize(
     ("said", "urls"),
     [
-        ("no address of a server", ["", "ftp://a", "http://", "http://a:x", "http://a:99999"]),
+        ("not a server's address", ["", "ftp://a", "http://", "http://a:x", "http://a:99999"]),
         # a result names its addresses
         (
             "an address has no user and password",
