@@ -93,6 +93,13 @@ def parser() -> argparse.ArgumentParser:
         help="take all ports from this one on: the gateway's, four of the picker, six of each runtime (default: those "
         "of docs/operations.md)",
     )
+    _add_access(up, defaults)
+    _add_insights(up, defaults)
+    return up
+
+
+def _add_access(up: argparse.ArgumentParser, defaults: UpOptions) -> None:
+    """How requests are routed, and for whom."""
     up.add_argument(
         "--policy",
         metavar="NAME[:KEY=VALUE,…]",
@@ -118,8 +125,6 @@ def parser() -> argparse.ArgumentParser:
         default=defaults.expose_routing,
         help="show clients which runtime served them and how much of the prompt was cached (default: %(default)s)",
     )
-    _add_insights(up, defaults)
-    return up
 
 
 def _add_insights(up: argparse.ArgumentParser, defaults: UpOptions) -> None:
