@@ -40,7 +40,7 @@ def test_whose_errors_a_path_has(path: str, theirs: bool) -> None:
     ("refusal", "kind"),
     [
         (refusals.bad_request("no", param="model"), "invalid_request_error"),
-        (refusals.model_not_found("m"), "not_found_error"),
+        (refusals.model_not_found("m", ["tiny"]), "not_found_error"),
         (refusals.path_not_served(), "not_found_error"),
         (refusals.body_too_large(5), "request_too_large"),
         (refusals.too_many_requests(5), "rate_limit_error"),
