@@ -94,22 +94,13 @@ def parser() -> argparse.ArgumentParser:
         help="take all ports from this one on: the gateway's, four of the picker, six of each runtime (default: those "
         "of docs/operations.md)",
     )
-<<<<<<< HEAD
-    _add_routing(up, defaults)
-=======
     _add_access(up, defaults)
->>>>>>> i31-cmd
     _add_insights(up, defaults)
     return up
 
 
-<<<<<<< HEAD
-def _add_routing(up: argparse.ArgumentParser, defaults: UpOptions) -> None:
-    """Who is served, and by which endpoint."""
-=======
 def _add_access(up: argparse.ArgumentParser, defaults: UpOptions) -> None:
     """How requests are routed, and for whom."""
->>>>>>> i31-cmd
     up.add_argument(
         "--policy",
         metavar="NAME[:KEY=VALUE,…]",
