@@ -73,7 +73,7 @@ def test_a_language_model_that_is_served_for_embeddings(tmp_path: Path, family: 
     close(engine(path).pool("a", IDS), expected)
     bare = save(theirs, tmp_path / "without")
     close(engine(bare, task="embed").pool("a", IDS), expected)
-    assert "text, and no vectors" in refused(engine(save(theirs, tmp_path / "text")), IDS)
+    assert "text, not vectors" in refused(engine(save(theirs, tmp_path / "text")), IDS)
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3"])
@@ -230,7 +230,7 @@ def refused(running: Harness, prompt: list[int], **options: Any) -> str:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"pools": False}, "no text"),
+        ({"pools": False}, "not text"),
         ({"max_new_tokens": 1}, "max_new_tokens must be 0"),
         ({"return_logprob": True}, "no log probabilities"),
     ],

@@ -151,7 +151,7 @@ FAULTS: dict[str, tuple[str, str]] = {
     "infinite": ("infinite", NOTHING_SOUND.format("fails")),
     "nothing": ("nothing", NOTHING_SOUND.format("fails")),
     "another": ("another", "must change the logits in place"),
-    "grown": ("grown", "must leave the logits' shape"),
+    "grown": ("grown", "must keep the logits' shape"),
 }
 
 
@@ -318,10 +318,10 @@ def test_what_is_named_at_start_is_imported() -> None:
         (["a=support.nothing:X"], "PYTHONPATH"),
         (["a=support.processors:Missing"], "no attribute 'Missing'"),
         (["a=support.processors:CALLS.x.y"], "no attribute 'x'"),
-        (["a=support.processors:__name__"], "no class and no function: str"),
+        (["a=support.processors:__name__"], "is not a class or function: str"),
         (["a=string:Formatter"], "must be callable with (params, vocab_size): too many positional"),
         (["unheard"], "there is no built-in 'unheard', only disallowed_tokens, thinking_budget"),
-        (["thinking_budget", "thinking_budget=support.processors:Favours"], "two of the name 'thinking_budget'"),
+        (["thinking_budget", "thinking_budget=support.processors:Favours"], "two have the name 'thinking_budget'"),
         (["a b=x:y"], "expected NAME=module:attribute"),
         (["a=x:y:z"], "expected NAME=module:attribute"),
         (["=x:y"], "expected NAME=module:attribute"),
