@@ -230,7 +230,7 @@ def refused(running: Harness, prompt: list[int], **options: Any) -> str:
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"pools": False}, "vectors, not text"),
+        ({"pools": False}, "not text"),
         ({"max_new_tokens": 1}, "max_new_tokens must be 0"),
         ({"return_logprob": True}, "no log probabilities"),
     ],

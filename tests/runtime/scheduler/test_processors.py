@@ -318,7 +318,7 @@ def test_what_is_named_at_start_is_imported() -> None:
         (["a=support.nothing:X"], "PYTHONPATH"),
         (["a=support.processors:Missing"], "no attribute 'Missing'"),
         (["a=support.processors:CALLS.x.y"], "no attribute 'x'"),
-        (["a=support.processors:__name__"], "not a class or function: str"),
+        (["a=support.processors:__name__"], "is not a class or function: str"),
         (["a=string:Formatter"], "must be callable with (params, vocab_size): too many positional"),
         (["unheard"], "there is no built-in 'unheard', only disallowed_tokens, thinking_budget"),
         (["thinking_budget", "thinking_budget=support.processors:Favours"], "two have the name 'thinking_budget'"),
