@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
+from packaging.version import Version
 from support import golden, helm
 from treeline_operator import operate
 from treeline_operator.api.pool import PoolSpec
@@ -211,11 +213,12 @@ def test_the_operator_is_let_out_to_the_admin_port_of_pickers():
 
 def test_a_digest_wins_over_a_tag_and_the_registry_comes_first():
     digest = "sha256:" + "0" * 64
+    version = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
     options = f"images.registry=r.example:5000/team/,images.epp.tag=x,images.epp.digest={digest}"
     (deployment,) = of_kind(helm.render("--set", options), "Deployment")
     args = deployment["spec"]["template"]["spec"]["containers"][0]["args"]
     assert f"--image-epp=r.example:5000/team/treeline-epp@{digest}" in args
-    assert "--image-runtime-cuda=r.example:5000/team/treeline-runtime:0.1.0-cuda" in args
+    assert f"--image-runtime-cuda=r.example:5000/team/treeline-runtime:{version}-cuda" in args
 
 
 @pytest.mark.parametrize(
@@ -291,5 +294,6 @@ def test_the_plain_install_is_the_chart_in_a_namespace_of_its_own():
 
 def test_versions_are_those_of_the_rooms():
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
-    assert f'version = "{chart["appVersion"]}"' in (ROOT / "operator" / "pyproject.toml").read_text()
+    (room,) = re.findall(r'^version = "(.*)"$', (ROOT / "operator" / "pyproject.toml").read_text(), re.MULTILINE)
+    assert Version(chart["appVersion"]) == Version(room)
     assert f":{chart['appVersion']}\n" in chart["annotations"]["artifacthub.io/images"]

@@ -31,9 +31,12 @@ ROOMS = {
 }
 """Image → the packages of ours that run in it."""
 
-ELSEWHERE = {"operator": {"envoy", "opentelemetry"}, "runtime": {"flashinfer", "triton"}}
+ELSEWHERE = {"operator": {"envoy", "opentelemetry", "google"}, "runtime": {"flashinfer", "triton"}}
 """What is imported by a module that the image has and does not run: Envoy's launcher is the edge's, and spans are made
-by the picker and the runtime; what is for CUDA is not run where it is not installed."""
+by the picker and the runtime; what is for CUDA is not run where it is not installed; the picker alone has Envoy's
+messages."""
+COLOURS = {"rich_argparse"}
+"""Help does without them where they are not installed."""
 
 
 def instructions(path: Path) -> list[tuple[str, str]]:
@@ -202,7 +205,7 @@ def test_an_image_has_every_package_that_its_code_imports(image, providers):
     has = {*packages(image), *(packages("torch-cpu") if image == "runtime" else ())}
     missing = {
         name
-        for name in imported_by(ROOMS[image]) - set(sys.stdlib_module_names) - ELSEWHERE.get(image, set())
+        for name in imported_by(ROOMS[image]) - set(sys.stdlib_module_names) - ELSEWHERE.get(image, set()) - COLOURS
         if not {canonicalize_name(provider) for provider in providers[name]} & has
     }
     assert missing == set()

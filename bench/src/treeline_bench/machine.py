@@ -14,7 +14,7 @@ import psutil
 from treeline_bench.results import Machine
 
 PACKAGES = {
-    "treeline": "treeline",
+    "treeline": "treeline-llm",
     "torch": "torch",
     "triton": "triton",
     "flashinfer": "flashinfer-python",

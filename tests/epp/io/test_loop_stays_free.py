@@ -19,6 +19,7 @@ pytestmark = pytest.mark.deep
 
 CLIENT = """
 import sys, grpc
+from treeline_wire import envoy_pb2 as pb
 port, path, mode, body = sys.argv[1], sys.argv[2], int(sys.argv[3]), open(sys.argv[4], "rb").read()
 head = pb.ProcessingRequest()
 head.protocol_config.request_body_mode = mode

@@ -97,7 +97,7 @@ def test_a_pool_by_name_is_upstreams_and_spoken_to_by_tls() -> None:
         ("--endpoint nonsense", "NAME=HOST:PORT"),
         ("--endpoint a=1.2.3.4:1 --endpoint a=1.2.3.4:2", "more than once"),
         ("--gateway g --max-client-requests 0", "at least 1"),
-        ("--gateway g --show-prompts", "--show-prompts needs --enable-debug-endpoints"),
+        ("--gateway g --show-prompts", "--show-prompts needs --console"),
         ("--gateway g --require-client-certificates", "--cert-path"),
         ("--gateway g --grpc-port 65536", "--grpc-port: must be at least 0 and at most 65535, got 65536"),
     ],

@@ -292,22 +292,22 @@ async def test_what_a_newcomer_has_forgotten_is_told_once_with_the_fix(
                 it.put(POOLS_OF, own_pool("p9", port=1))
                 assert lines(missing) == [f"{missing}: is --pool-namespace right? It is used as soon as it is there"]
         for status, reason, fix in (
-            (401, "unauthorized", "log in again, or choose other credentials with --kubeconfig or --context"),
+            (401, "unauthorized", "log in again, or choose other credentials with --kubeconfig"),
             (403, "forbidden", f"grant `list` and `watch` of inferencepools.treeline.dev {where}"),
             (404, "not_found", "its CustomResourceDefinition is not installed; --pool-group says which"),
         ):
             it.api.refuse[POOLS_OF] = status
             async with running_picker(*it.flags(), ready=False):
-                await until(lambda reason=reason: lines(f"nothing is known yet: {reason}"), "it is told")
-                (line,) = lines(f"nothing is known yet: {reason}")
+                await until(lambda reason=reason: lines(f"cannot be listed yet: {reason}"), "it is told")
+                (line,) = lines(f"cannot be listed yet: {reason}")
                 assert fix in line
         await it.api.stop()
         async with running_picker(*it.flags(), ready=False):
             await until(
-                lambda: lines("inferencepools.treeline.dev cannot be listed, nothing is known yet: unre"),
+                lambda: lines("inferencepools.treeline.dev cannot be listed yet: unre"),
                 "told",
             )
-            assert lines("is that the API server's address (--kubeconfig, --context)")
+            assert lines("is that the API server's address (--kubeconfig)")
 
 
 def upstream(port: int, **labels: str) -> dict[str, Any]:

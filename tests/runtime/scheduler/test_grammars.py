@@ -288,7 +288,7 @@ def test_a_model_without_a_tokenizer_follows_no_grammar(tiny: Path) -> None:
     finish = engine.finish("bound")
     assert finish.status == 400
     assert finish.message is not None
-    assert "cannot follow grammars" in finish.message
+    assert "does not support grammars" in finish.message
 
 
 def test_the_retracted_go_on_where_they_were() -> None:

@@ -32,7 +32,7 @@ def test_a_priority_is_refused_where_nothing_goes_by_it(tiny: Path) -> None:
     engine.run()
     assert engine.finish("none") == FinishReason("length")
     assert engine.finish("some").status == 400
-    assert "does not go by priority" in str(engine.finish("some").message)
+    assert "ignores priorities" in str(engine.finish("some").message)
 
 
 @pytest.mark.parametrize("settings", [PRIORITY, {"eviction_policy": "priority"}])

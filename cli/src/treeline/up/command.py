@@ -373,15 +373,19 @@ async def _run(options: UpOptions, folder: Path, log_dir: Path, console: Console
     return status
 
 
-@contextlib.contextmanager
-def _workplace() -> Iterator[Path]:
-    """A folder of our own, gone at the end. Those that killed processes have left go now: none holds their locks."""
+def _sweep() -> None:
+    """Remove the folders that killed processes have left: keys are in them, and none holds their locks."""
     for old in Path(tempfile.gettempdir()).glob(f"{_WORKPLACE}*"):
         with contextlib.suppress(OSError):
             if old.lstat().st_uid == os.getuid():
                 with (old / _LOCK).open() as lock:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     shutil.rmtree(old)
+
+
+@contextlib.contextmanager
+def _workplace() -> Iterator[Path]:
+    """A folder of our own, gone at the end."""
     with tempfile.TemporaryDirectory(prefix=_WORKPLACE) as made, (Path(made) / _LOCK).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield Path(made)
@@ -397,6 +401,7 @@ def main(argv: Sequence[str]) -> int:
     options, log_dir = _options(argv)
     console = Console(stderr=True)
     try:
+        _sweep()
         with ended_at_once():
             _check(options)
         with _workplace() as folder:

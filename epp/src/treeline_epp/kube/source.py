@@ -328,8 +328,8 @@ def _advice(collection: Collection) -> dict[str, str]:
     label, namespace = collection.resource.label, collection.namespace
     flag = "--rules-group" if collection.resource.plural in _RULES else "--pool-group"
     return {
-        "unreachable": "is that the API server's address (--kubeconfig, --context), and can it be reached from here?",
-        "unauthorized": "log in again, or choose other credentials with --kubeconfig or --context",
+        "unreachable": "is that the API server's address (--kubeconfig), and can it be reached from here?",
+        "unauthorized": "log in again, or choose other credentials with --kubeconfig",
         "forbidden": f"grant `list` and `watch` of {label} in namespace {namespace}",
         "not_found": f"its CustomResourceDefinition is not installed; {flag} says which API group is meant",
     }
