@@ -1,7 +1,7 @@
 """Search by meaning: a vector for each text, and the nearest ones to a question.
 
 pip install openai
-treeline serve models/tiny --task embed --port 8000     # or Qwen/Qwen3-Embedding-0.6B
+treeline serve tiny --task embed --port 8000     # or Qwen/Qwen3-Embedding-0.6B
 python examples/embeddings_search.py --url http://127.0.0.1:8000
 """
 

@@ -32,7 +32,7 @@ def url(tiny_url: str) -> str:
     shown = [block.text.split() for page in PAGES for block in blocks(page.read_text()) if block.kind == "sh server"]
     assert len(shown) == 2
     for command in shown:
-        assert command[:3] == ["treeline", "serve", "models/tiny"]
+        assert command[:3] == ["treeline", "serve", "tiny"]
         assert f"http://127.0.0.1:{command[command.index('--port') + 1]}" == SHOWN_URL
     return tiny_url
 

@@ -18,7 +18,7 @@ from treeline_runtime.config import SchedulerConfig
 
 EPILOG = """\
 examples:
-  treeline serve ./models/tiny                       a checkpoint on this disk, http://127.0.0.1:8000
+  treeline serve tiny                                the tiny model that comes along, http://127.0.0.1:8000
   treeline serve Qwen/Qwen3-0.6B --port 9000         downloaded from the Hugging Face Hub (HF_TOKEN if gated)
   treeline serve ./m --port 8001 --no-events --metrics-port off --admin-port off
                                                      a second server on this machine, inference alone

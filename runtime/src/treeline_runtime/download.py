@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from treeline_wire.models import HubModel
+from treeline_wire.tiny_model import tiny_model
 
 SMALL_FILES = ["*.json", "*.jinja", "tokenizer.model"]
 FILES = [*SMALL_FILES, "*.safetensors"]
@@ -23,11 +24,13 @@ class ModelNotFound(Exception):
 def resolve_model(
     model: str, *, needs_weights: bool = True, check: Callable[[Path], None] = lambda directory: None
 ) -> Path:
-    """A folder with a usable checkpoint; downloads it if `model` is a Hub id.
+    """A folder with a usable checkpoint; downloads it if `model` is a Hub id. `tiny` is the model that comes along.
 
     `check` sees the folder before weights are downloaded. Raises ModelNotFound, and what `check` raises.
     """
     folder = Path(model).expanduser()
+    if model == "tiny" and not folder.exists() and (tiny := tiny_model()) is not None:
+        folder = tiny
     if folder.exists() and not folder.is_dir():
         raise ModelNotFound(f"--model: {model} is a file; give the folder that holds config.json")
     if not folder.exists():

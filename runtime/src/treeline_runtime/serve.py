@@ -344,11 +344,11 @@ def serve(args: ServerArgs) -> int:
     with listening(args) as listeners:
         if not args.no_events:
             check_event_ports(args, open_keys(args)[1])
+        model_dir = checked_model(args)
         logger.info("listening on %s", url(listeners.http))
         for what, listener in (("metrics", listeners.metrics), ("administration", listeners.admin)):
             if listener is not None:
                 logger.info("%s on %s", what, url(listener))
-        model_dir = checked_model(args)
         args = dataclasses.replace(
             args,
             port=address(listeners.http)[1],

@@ -55,7 +55,7 @@ class TextFormatter(logging.Formatter):
         super().__init__(f"%(asctime)s %(levelname)-7s {f'{process:<11} ' if process else ''}%(message)s")
 
     def format(self, record: logging.LogRecord) -> str:
-        fields = " ".join(f"{name}={_short(str(value))}" for name, value in _fields(record).items())
+        fields = " ".join(f"{name}={_one_line(_short(str(value)))}" for name, value in _fields(record).items())
         text = super().format(record)
         return f"{text}  {fields}" if fields else text
 
@@ -63,7 +63,7 @@ class TextFormatter(logging.Formatter):
         return _utc(record).replace("+00:00", "Z")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        record.message = _short(record.message)
+        record.message = _one_line(_short(record.message))
         return super().formatMessage(record)
 
     def formatException(self, ei: Any) -> str:
@@ -83,6 +83,11 @@ def set_up(level: str, *packages: str, form: str | None = None, process: str = "
     logging.captureWarnings(True)
     for package in packages:
         logging.getLogger(package).setLevel(level.upper())
+
+
+def _one_line(text: str) -> str:
+    """Without line ends and control characters, by which a peer's text would write lines of its own."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def _utc(record: logging.LogRecord) -> str:

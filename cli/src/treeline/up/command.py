@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import fcntl
 import ipaddress
+import json
 import os
 import re
 import shutil
@@ -32,10 +33,13 @@ from treeline_wire.command_line import Parser, ended_at_once, one_of_two
 from treeline_wire.tiny_model import tiny_model
 from treeline_wire.tracing_env import TracingError
 
+from treeline.printable import printable
 from treeline.up.plan import UpOptions, busy_ports, gateway_url, plan, ports_from
 from treeline.up.progress import show
 from treeline.up.supervisor import ChildFailed, Supervisor
 
+MOST_REPLICAS = 100
+"""Then the ports of one kind would meet those of the next."""
 EPILOG = """examples:
   treeline up                                   the tiny model that comes with Treeline, two runtimes
   treeline up ./Qwen3-0.6B --replicas 1         a checkpoint in Hugging Face layout
@@ -201,6 +205,8 @@ def _options(argv: Sequence[str]) -> tuple[UpOptions, Path | None]:
                 up.error("the tiny model is not installed: pip install 'treeline-llm[runtime]', or name a model")
             args |= {"model": str(tiny), "served_model_name": args["served_model_name"] or "tiny"}
     replicas = args["replicas"] = args["replicas"] or UpOptions.replicas
+    if replicas > MOST_REPLICAS:
+        up.error(f"--replicas {replicas}: at most {MOST_REPLICAS} on one machine; use Kubernetes for more")
     if (base := args.pop("port_base")) is not None:
         args |= {name: port for name, port in ports_from(base, replicas).items() if args.get(name) is None}
     args["port"] = args["port"] or UpOptions.port
@@ -300,13 +306,13 @@ def _model(options: UpOptions) -> str:
     headers = {"x-api-key": options.probe_key} if options.api_keys else {}
     with contextlib.suppress(httpx.HTTPError, ValueError, LookupError):
         answer = httpx.get(f"{gateway_url(options)}/v1/models", headers=headers, timeout=2.0, trust_env=False)
-        return str(answer.json()["data"][0]["id"])
+        return printable(str(answer.json()["data"][0]["id"]))
     return "NAME"
 
 
 def _how_to_try(options: UpOptions) -> str:
     url = gateway_url(options)
-    model = _model(options)
+    model = json.dumps(_model(options)).replace("'", r"\u0027")
     key = " -H 'authorization: Bearer …'" if options.api_keys else ""
     return f"""ready: {url}
 
@@ -314,7 +320,7 @@ in a browser: {url}/console/ (chat, load, decisions)
 
 or:
   curl -i {url}/v1/chat/completions -H 'content-type: application/json'{key} \\
-    -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
+    -d '{{"model": {model}, "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
 
 {_pages(options)}    stop: Ctrl-C"""
 
