@@ -79,12 +79,12 @@ class Report:
 
     @property
     def dropped(self) -> list[Stream]:
-        """What users would complain about: begun and cut off, or never answered, or an error of the server."""
+        """Streams that a user would see fail: cut off, never answered, or a server error."""
         refused = [s for s in self.of("refused") if s.status >= 500]
         return [*self.of("truncated", "failed"), *refused]
 
     def since(self, moment: float) -> Report:
-        """Those that began later."""
+        """The streams that began later."""
         return Report([stream for stream in self.streams if stream.begun >= moment])
 
     def hosts(self) -> set[str]:

@@ -126,7 +126,7 @@ class Run:
         tokens = self.call.num_api_spec_tokens if num_api_spec_tokens is None else num_api_spec_tokens
         call = replace(self.call, num_api_spec_tokens=tokens)
         if self.depth == DEEPEST:
-            raise RecursionError(f"{DEEPEST} programs are called within one another, each inside the previous one")
+            raise RecursionError(f"{DEEPEST} programs call each other, one inside the other")
         return replace(self, defaults=sampling.over(self.defaults), call=call, depth=self.depth + 1)
 
 

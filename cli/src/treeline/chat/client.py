@@ -87,7 +87,7 @@ class Client:
                 raise ChatError(self._no_model(str(body["model"]), _whole(response)))
             if response.status_code != 200:
                 raise ChatError(self._refusal(response.status_code, _whole(response)))
-            if not kind.startswith("text/event-stream"):
+            if not kind.lower().startswith("text/event-stream"):
                 found = f"{brief(kind) or 'something'}: {_quoted(_whole(response))}"
                 raise ChatError(f"{self.url} was asked for a stream, but sent {found}")
             reader.answer.replica = printable(response.headers.get(headers.ENDPOINT, ""))

@@ -37,7 +37,7 @@ def settled(markdown: str) -> int:
 
 
 class Shown:
-    """Something that is made of a server's words, without what a terminal would act on.
+    """A server's text without the control characters that a terminal would obey.
 
     Markdown can spell a character that the text does not have: `&#x202e;`, or `%1b` in a link.
     """

@@ -272,8 +272,9 @@ def trust(samples: Number, measured_at: Number, now: float) -> Number:
 
 
 def prefill_rate(own: Number, trust: Number, fastest: float) -> Number:
-    """The rate to plan with: an endpoint's own as far as it is to be trusted, for the rest that of the fastest of its
-    peers; `fastest` is 0 where nothing was measured. Elementwise for arrays.
+    """The prefill rate for planning: the endpoint's own, weighted by trust, and for the rest its fastest peer's.
+
+    `fastest` is 0 where nothing was measured. Elementwise for arrays.
     """
     expected = fastest or DEFAULT_PREFILL_RATE
     return expected + (own - expected) * trust

@@ -81,7 +81,7 @@ def upstream_pool(data: msgspec.Raw) -> Pool:
 
 
 def selected_pods(selector: Mapping[str, str], ports: Iterable[int]) -> Pool:
-    """A pool without an object: pods of a selector that a flag gives."""
+    """The pool of `--endpoint-selector`, which has no InferencePool object."""
     return _foreign("default", dict(selector), tuple(dict.fromkeys(ports)))
 
 

@@ -189,7 +189,7 @@ class Jumps:
             forced = constraint.forced()
             jump = forward.jump(req.tokens, fixed, forced, req.namespace)
         except Exception:
-            logger.exception("a jump failed; the request continues without")
+            logger.exception("jump-forward failed; the request continues token by token")
             return None
         if time.thread_time() - began > MOST_SECONDS:
             req.jumps_from = req.max_new_tokens  # all others have waited

@@ -125,7 +125,7 @@ def _for_choice(sampling: SamplingParams, choice: int) -> SamplingParams:
 
 
 class Shown(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What of a chat's output is sent, and how."""
+    """Which parts of a chat's output are sent, and in what form."""
 
     reasoning: bool = True
     reasoning_at_once: bool = False

@@ -39,7 +39,7 @@ class SglangDialect(ChatDialect):
                 suffix = last["content"]
                 messages = messages[:-1]
                 if not messages:
-                    raise PromptError("messages", "has nothing before the message to be continued")
+                    raise PromptError("messages", "there is no message before the one to be continued")
             else:
                 messages = [*messages[:-1], {"role": "user", "content": last["content"]}]
         return Turn(messages, True, False, suffix)

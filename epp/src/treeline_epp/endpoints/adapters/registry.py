@@ -41,8 +41,8 @@ def adapter_of(engine: str) -> EngineAdapter | None:
 
 
 async def recognise(http: EngineHttp) -> EngineAdapter:
-    """The adapter of an engine by what it says of itself: who owns its models, and what else `/server_info` tells. Of
-    those that have a key for everything below `/v1`, vLLM still tells its version.
+    """Chooses the adapter by `owned_by` in `/v1/models`, else by `/server_info`. A vLLM that asks for an API key is
+    recognised by its version.
 
     Raises `EngineError` if it has no usable list of models: then it serves nothing yet.
     """

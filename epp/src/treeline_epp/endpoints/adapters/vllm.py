@@ -26,7 +26,7 @@ _OLD = (
 
 
 class _Publisher(msgspec.Struct):
-    """What is read of a rank's `KVEventsConfig`: with the ports that it has, the rank already added."""
+    """The fields of a rank's `KVEventsConfig` that the picker reads; its ports include the rank's offset."""
 
     enable_kv_cache_events: bool = True
     publisher: str | None = "zmq"
