@@ -94,11 +94,11 @@ def test_what_is_no_chunk_is_quoted_in_one_short_line(line):
 @pytest.mark.parametrize("prefix", [b"data: ", b""])
 def test_a_line_that_never_ends_is_given_up(prefix):
     reader = AnswerReader()
-    reader.take(prefix)
+    list(reader.take(prefix))
     for _ in range(LONGEST_EVENT // 65536 - 1):
-        reader.take(b"x" * 65536)
+        list(reader.take(b"x" * 65536))
     with pytest.raises(BadAnswer, match="more than"):
-        reader.take(b"x" * 131072)
+        list(reader.take(b"x" * 131072))
 
 
 @pytest.mark.parametrize(
@@ -125,3 +125,10 @@ def test_any_bytes_are_an_answer_or_a_bad_one(data):
 def test_choices_besides_the_first_are_left_out():
     other = b"data: " + json.dumps({"choices": [{"index": 1, "delta": {"content": "no"}}]}).encode() + b"\n\n"
     assert read(other, delta(content="yes"), DONE)[1] == [Piece("text", "yes")]
+
+
+def test_what_came_before_an_error_in_one_chunk_is_shown():
+    pieces = AnswerReader().take(delta(content="half") + event(error={"message": "too warm"}))
+    assert next(pieces) == Piece("text", "half")
+    with pytest.raises(BadAnswer, match="too warm"):
+        next(pieces)

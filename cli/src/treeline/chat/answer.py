@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -103,13 +104,14 @@ class AnswerReader:
         self._events = EventStream(LONGEST_EVENT)
         self._done = False
 
-    def take(self, chunk: bytes) -> list[Piece]:
-        """Raises BadAnswer."""
+    def take(self, chunk: bytes) -> Iterator[Piece]:
+        """Raises BadAnswer, after the pieces that came before what is wrong."""
         try:
             events = self._events.take(chunk)
         except ValueError as error:
             raise BadAnswer(f"the server sent {error}") from error
-        return [piece for event in events for piece in self._read(event)]
+        for event in events:
+            yield from self._read(event)
 
     def end(self) -> list[Piece]:
         """After the last chunk. Raises BadAnswer where the answer is not complete."""
