@@ -155,7 +155,7 @@ def countdown(s: Any, n: int) -> None:
 
 def test_programs_call_themselves() -> None:
     assert countdown.run(5, backend=COUNTS).text() == "5 4 3 2 1 0 "
-    with pytest.raises(ProgramError, match="within one another"):
+    with pytest.raises(ProgramError, match="call each other"):
         countdown.run(1000, backend=COUNTS)
 
 

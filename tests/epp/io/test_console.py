@@ -7,6 +7,7 @@ import re
 from collections.abc import AsyncIterator, Mapping
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -16,7 +17,7 @@ from support.epp_kube import asked
 from support.http import client
 from support.ports import free_ports
 from treeline_epp.admin import Page, PageServer
-from treeline_epp.console.series import KEPT_S, MOST_ENDPOINTS, MOST_TTFTS, Series
+from treeline_epp.console.series import KEPT_S, MOST_CELLS, MOST_ENDPOINTS, MOST_TTFTS, Series
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.picking.picker import Picker
 from treeline_epp.picking.request import Request
@@ -206,6 +207,22 @@ async def test_what_requests_came_to_is_kept_by_the_second_and_endpoint() -> Non
     assert "" in names_of_it
     now += 2
     assert series.since(0) == [], "they are too old"
+
+
+async def test_one_answer_has_a_bounded_number_of_cells_and_the_next_goes_on_from_it() -> None:
+    now = 1000.5
+    series = Series(wall=lambda: now)
+    for _ in range(100):
+        for number in range(MOST_ENDPOINTS):
+            series.ended(exchange(f"e{number}"))
+        now += 1
+    got: list[Any] = []
+    while cells := series.since(got[-1][0] if got else 0):
+        assert len(cells) < MOST_CELLS + MOST_ENDPOINTS
+        got += cells
+    assert [(cell[0], cell[1]) for cell in got] == [
+        (1000 + second, f"e{number}") for second in range(100) for number in range(MOST_ENDPOINTS)
+    ]
 
 
 def exchange(

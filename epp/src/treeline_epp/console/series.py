@@ -18,6 +18,8 @@ MOST_ENDPOINTS = 32
 """Endpoints with figures of their own in one second; what others did is counted under an empty name."""
 MOST_TTFTS = 16
 """Times to first token that one endpoint keeps of one second: with all seconds a megabyte."""
+MOST_CELLS = 1000
+"""In one answer: some ten milliseconds of the picker's loop."""
 
 
 @dataclass(slots=True)
@@ -67,11 +69,18 @@ class Series(Observer):
 
     def since(self, second: int) -> list[list[object]]:
         """Cells of the whole seconds after this one, the oldest first, each as `[second, endpoint, requests, errors,
-        prompt tokens, cached tokens, [times to first token]]`."""
+        prompt tokens, cached tokens, [times to first token]]`.
+
+        At most `MOST_CELLS` and the rest of their second: whoever wants more asks on from the last one.
+        """
         now = int(self._wall())
-        return [
-            [at, name, *cell.counts(), [round(ttft, 4) for ttft in cell.ttfts_s]]
-            for at, cells in self._seconds
-            if max(second, now - KEPT_S) < at < now
-            for name, cell in cells.items()
-        ]
+        found: list[list[object]] = []
+        for at, cells in self._seconds:
+            if max(second, now - KEPT_S) < at < now:
+                found += (
+                    [at, name, *cell.counts(), [round(ttft, 4) for ttft in cell.ttfts_s]]
+                    for name, cell in cells.items()
+                )
+            if len(found) >= MOST_CELLS:
+                break
+        return found

@@ -60,7 +60,7 @@ function take(found) {
   state.count = found.decisions.count;
   state.decisions = [...found.decisions.shown, ...state.decisions].slice(0, KEPT_DECISIONS);
   after = found.decisions.count;
-  since = Math.max(since, second - 1);
+  if (found.series.length) since = found.series.at(-1)[0];
   state.cells = [...state.cells, ...found.series].filter(cell => cell[0] > second - KEPT_S);
   state.speeds.set(second, Object.fromEntries(found.endpoints.shown.map(one => [one.name, one.tokens_per_s ?? 0])));
   for (const old of state.speeds.keys()) if (old <= second - KEPT_S) state.speeds.delete(old);
