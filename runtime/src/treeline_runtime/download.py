@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from treeline_wire.models import HubModel
-from treeline_wire.tiny_model import tiny_model
+from treeline_wire.tiny_model import model_folder
 
 SMALL_FILES = ["*.json", "*.jinja", "tokenizer.model"]
 FILES = [*SMALL_FILES, "*.safetensors"]
@@ -28,9 +28,7 @@ def resolve_model(
 
     `check` sees the folder before weights are downloaded. Raises ModelNotFound, and what `check` raises.
     """
-    folder = Path(model).expanduser()
-    if model == "tiny" and not folder.exists() and (tiny := tiny_model()) is not None:
-        folder = tiny
+    folder = model_folder(model)
     if folder.exists() and not folder.is_dir():
         raise ModelNotFound(f"--model: {model} is a file; give the folder that holds config.json")
     if not folder.exists():

@@ -10,3 +10,11 @@ def tiny_model() -> Path | None:
     """The folder of its checkpoint; None where the package is not installed."""
     spec = find_spec("treeline_tiny")
     return Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else None
+
+
+def model_folder(name: str) -> Path:
+    """The folder with this name, which need not exist; for `tiny` without one, the tiny model's."""
+    folder = Path(name).expanduser()
+    if name == "tiny" and not folder.exists():
+        return tiny_model() or folder
+    return folder

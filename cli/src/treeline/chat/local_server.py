@@ -17,7 +17,6 @@ from types import TracebackType
 import httpx
 from rich.console import Console
 from rich.text import Text
-from treeline_wire.tiny_model import tiny_model
 
 from treeline.chat.answer import brief
 from treeline.chat.client import ChatError
@@ -54,9 +53,7 @@ class LocalServer:
         self._log = Path(name)
         port = _free_port()
         self.url = f"http://{LOOPBACK}:{port}"
-        tiny = tiny_model() if self._model == "tiny" and not Path(self._model).exists() else None
-        model = self._model if tiny is None else str(tiny)
-        command = [sys.executable, "-m", "treeline_runtime", "--model", model, "--host", LOOPBACK]
+        command = [sys.executable, "-m", "treeline_runtime", "--model", self._model, "--host", LOOPBACK]
         command += ["--port", str(port), "--no-events", "--metrics-port", "off", "--admin-port", "off"]
         with os.fdopen(descriptor, "wb") as log:
             self._process = subprocess.Popen(

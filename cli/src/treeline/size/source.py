@@ -14,7 +14,7 @@ from treeline_runtime.download import ModelNotFound, hub_problem
 from treeline_runtime.models import ModelConfig, ModelError, read_config
 from treeline_runtime.models.settings import read_object
 from treeline_wire.models import HubModel
-from treeline_wire.tiny_model import tiny_model
+from treeline_wire.tiny_model import model_folder
 
 INDEX = "model.safetensors.index.json"
 
@@ -28,9 +28,7 @@ class Source:
 
 def read_source(name: str) -> Source:
     """name: a folder, `org/name[@revision]`, or tiny. Raises ModelNotFound, ModelError."""
-    folder = Path(name).expanduser()
-    if name == "tiny" and not folder.exists() and (tiny := tiny_model()) is not None:
-        folder = tiny
+    folder = model_folder(name)
     if folder.is_file() and folder.name == "config.json":
         folder = folder.parent
     if folder.is_dir():
