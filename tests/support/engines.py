@@ -58,7 +58,8 @@ class EngineStack(Stack):
         self.processes = {name: self.processes[name] for name in (*self.names, "picker", "envoy")}  # who fails is told
         picker = self.processes["picker"].spec
         flags = [word.replace("runtime-", f"{kind}-") for word in picker.argv[3:]]
-        argv = (sys.executable, str(TIMED_PICKER), str(self.times), *flags, "--tokenizer", f"tiny={tiny_model()}")
+        flags += ["--tokenizer", f"tiny={tiny_model()}", "--log-format", "json"]  # decisions() reads its log
+        argv = (sys.executable, str(TIMED_PICKER), str(self.times), *flags)
         self.processes["picker"].spec = dataclasses.replace(picker, argv=argv)
         self.witnesses = {name: Witness(server.events_port) for name, server in self.servers.items()}
 
@@ -81,8 +82,7 @@ class EngineStack(Stack):
     def decisions(self) -> list[dict[str, Any]]:
         """The picker's own words, one for each request that it gave a destination."""
         lines = self.processes["picker"].log_path.read_text().splitlines()
-        records = (json.loads(line) for line in lines if line.startswith("{"))
-        return [record for record in records if record["message"] == "decision"]
+        return [record for record in map(json.loads, lines) if record["message"] == "decision"]
 
     def followed(self) -> bool:
         """Whether the picker has applied all that is published."""
