@@ -66,12 +66,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
         metavar="[NAME=]COMMAND",
         help="start another picker to compare with; it does not affect the exit status; repeatable",
     )
-    add(
-        "--kubeconfig",
-        type=Path,
-        metavar="DIR",
-        help="write DIR/kubeconfig for the suite's API, and keep it",
-    )
+    add("--kubeconfig", type=Path, metavar="DIR", help="write DIR/kubeconfig for the suite's API, and keep it")
     add("--health-port", type=_port, default=0, metavar="PORT", help="port of gRPC health of --target")
     add("--metrics-port", type=_port, default=0, metavar="PORT", help="port of /metrics of --target")
     add(
@@ -97,12 +92,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
         help="longest wait for an answer of the picker (default: 3)",
     )
     add("--out", type=Path, metavar="DIR", help="write conformance.md and conformance.json")
-    add(
-        "--readme",
-        type=Path,
-        metavar="FILE",
-        help="only write the counts of --out between the markers in FILE",
-    )
+    add("--readme", type=Path, metavar="FILE", help="only write the counts of --out between the markers in FILE")
     add("--verbose", action="store_true", help="name each case, not only failures")
     return top
 

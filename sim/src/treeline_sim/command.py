@@ -75,33 +75,13 @@ def parser(prog: str) -> argparse.ArgumentParser:
     add("--pickers", type=int, default=1, metavar="N", help="pickers that take requests in turn (default: %(default)s)")
     add("--seed", type=int, default=1, metavar="S", help="random seed (default: %(default)s)")
     add("--requests", type=int, default=0, metavar="N", help="number of requests (default: the trace's)")
-    add(
-        "--rate", type=float, default=0.0, metavar="R", help="requests a second (default: the trace's, times endpoints)"
-    )
+    add("--rate", type=float, default=0.0, metavar="R", help="requests a second (default: the trace's per endpoint)")
     add("--speedup", type=float, default=1.0, metavar="X", help="play a trace file X times as fast")
     add("--engine", default=DEFAULT, choices=PRESETS, metavar="NAME", help="kind of engine (default: %(default)s)")
-    add(
-        "--kv-tokens",
-        type=int,
-        default=0,
-        metavar="N",
-        help="KV memory of an engine (default: the trace's or engine's)",
-    )
+    add("--kv-tokens", type=int, default=0, metavar="N", help="KV memory of an engine (default: trace's or engine's)")
     add("--block-size", type=int, default=0, metavar="N", help="tokens of a block (default: the engine's)")
-    add(
-        "--news-ms",
-        type=float,
-        default=2.0,
-        metavar="MS",
-        help="delay of events and load reports (default: %(default)s)",
-    )
-    add(
-        "--event-loss",
-        type=float,
-        default=0.0,
-        metavar="SHARE",
-        help="share of KV batches and pickers' messages that get lost",
-    )
+    add("--news-ms", type=float, default=2.0, metavar="MS", help="delay of events and load (default: %(default)s)")
+    add("--event-loss", type=float, default=0.0, metavar="SHARE", help="lost share of KV batches and peers' messages")
     add(
         "--restart",
         action="append",

@@ -60,12 +60,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
     names = (*WORKLOADS, speculation.NAME)
     add("--workload", nargs="+", choices=names, metavar="NAME", help="workloads (default: all that the model can run)")
     add("--ablation", nargs="+", choices=ABLATIONS, metavar="NAME", help="ablations (default: all eight)")
-    add(
-        "--programs",
-        type=_at_least(int, 1),
-        metavar="N",
-        help="programs per workload (default: 3 to 40, by length)",
-    )
+    add("--programs", type=_at_least(int, 1), metavar="N", help="programs per workload (default: 3 to 40, by length)")
     add(
         "--scale",
         type=_at_least(float, 0.01),

@@ -110,12 +110,7 @@ def _prompts(group: argparse._ArgumentGroup) -> None:
     add("--prompts-per-group", type=_whole, metavar="N")
     add("--prefix-len", type=_whole, metavar="TOKENS", help="length of the shared prefix")
     add("--turns", type=_whole, metavar="N", help="turns per conversation")
-    add(
-        "--tokenizer",
-        default="",
-        metavar="PATH_OR_HF_ID",
-        help="tokenizer that counts tokens (default: the server's)",
-    )
+    add("--tokenizer", default="", metavar="PATH_OR_HF_ID", help="tokenizer that counts tokens (default: the server's)")
     add("--token-ids", action="store_true", help="send token ids, which needs no tokenizer")
 
 
