@@ -108,7 +108,7 @@ def _rows(actions: Sequence[argparse.Action]) -> Iterator[str]:
             continue
         if action.help == argparse.SUPPRESS:
             continue
-        names = ", ".join(f"`{name}`" for name in action.option_strings) or f"`{_cell(_metavar(action) or action.dest)}`"
+        names = ", ".join(f"`{name}`" for name in action.option_strings or [_cell(_metavar(action) or action.dest)])
         value = "" if not action.option_strings or action.nargs == 0 else _value(action)
         said = " ".join((str(action.help or "") % {"prog": "treeline", **vars(action)}).split())
         yield f"| {names} {value} | {_cell(said)} |".replace("  ", " ")

@@ -105,8 +105,8 @@ class Options:
         None,
         metavar="FILE",
         help="YAML or JSON: `endpoints: [{name, address, pool?, engine?, kv_events?, api_key_file?}]`, with kv_events "
-        "{port, replay_port?, topic?, ranks?} for engines that do not publish it; reloaded when replaced by "
-        "renaming",
+        "{port, replay_port?, topic?, ranks?} for engines that do not say where they publish; reloaded when "
+        "replaced by renaming",
     )
     engine_key_file: Path | None = setting(
         None,
