@@ -22,6 +22,8 @@ Unknown fields get a 400 that names them, unless their value asks for nothing (`
 """
 _FEW: Final = 2
 """Fields that the same bodies share are listed once if there are more of them."""
+_ANY: Final = 1 << 30
+"""A bound beyond this is that of the number's size."""
 _NO_EFFECT: Final = "Changes nothing: "
 
 
@@ -126,18 +128,18 @@ def _type(field: Schema) -> str:
     kind = " or ".join(one for one in kinds if one != "null") if isinstance(kinds, list) else str(kinds)
     if kind == "array" and "items" in field:
         kind = f"array of {_type(field['items'])}"
-    low, high = field.get("minimum"), field.get("maximum")
-    if low is not None or high is not None or "exclusiveMinimum" in field:
-        low = (
-            f"{low:g} ≤ "
-            if low is not None
-            else f"{field['exclusiveMinimum']:g} < "
-            if "exclusiveMinimum" in field
-            else ""
-        )
-        high = f" ≤ {high:g}" if high is not None and abs(high) < 1 << 30 else ""
-        low = low if not low.startswith(("-2.14748e", "-9.22337e")) else ""
-        kind += f" ({low}value{high})" if low or high else ""
+    low, sign = field.get("minimum"), "≤"
+    if "exclusiveMinimum" in field:
+        low, sign = field["exclusiveMinimum"], "<"
+    low = None if low is None or low < -_ANY else low
+    high = field.get("maximum")
+    high = None if high is None or high > _ANY else high
+    if low is not None and high is not None:
+        kind = f"{low:g} {sign} {kind} ≤ {high:g}"
+    elif low is not None:
+        kind = f"{kind} {'≥' if sign == '≤' else '>'} {low:g}"
+    elif high is not None:
+        kind = f"{kind} ≤ {high:g}"
     if "maxItems" in field:
         kind += f", at most {field['maxItems']}"
     if "maxLength" in field:
