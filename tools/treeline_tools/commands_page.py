@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any, Final
 from unittest import mock
 
@@ -15,14 +15,12 @@ from treeline_runtime.args import build_parser
 _SERVE_HEAD: Final = """\
 # Flags of `treeline serve`
 
-Generated from the runtime's settings (`runtime/src/treeline_runtime/config.py` and `args.py`). `treeline serve --help`
-shows those that one needs now and then, `--help-all` all of them.
+`treeline serve --help` shows the common ones, `--help-all` all of them.
 """
 _HEAD: Final = """\
 # Flags of the other commands
 
-Generated from the commands (`make generate`); `treeline WORD --help` shows the same, with examples.
-[`treeline serve`](serve.md) has a page of its own.
+`treeline WORD --help` shows the same, with examples. [`treeline serve`](serve.md) has its own page.
 """
 SUBCOMMANDS: Final = {"pick": ("explain",), "operate": ("plan",), "bench": ("serving", "programs")}
 """Words behind a word that have a parser of their own."""
@@ -50,7 +48,7 @@ def commands_page() -> str:
         else:
             lines += ["Its flags: [serve.md](serve.md).", ""]
         for sub in SUBCOMMANDS.get(word, ()):
-            lines += _command(parser_of(word, sub), f"treeline {word} {sub}")
+            lines += _command(parser_of(word, sub), f"treeline {word} {sub}", parser_of(word))
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).rstrip() + "\n"
 
 
@@ -69,11 +67,15 @@ def parser_of(word: str, *argv: str) -> argparse.ArgumentParser:
     raise AssertionError(f"treeline {word} reads no arguments")
 
 
-def _command(parser: argparse.ArgumentParser, title: str) -> Iterator[str]:
+def _command(parser: argparse.ArgumentParser, title: str, above: argparse.ArgumentParser) -> Iterator[str]:
+    """The flags of a word behind the word of `above`, whose flags are not explained again."""
     yield from (f"### {title}", "")
     if parser.description:
         yield from (_sentence(parser.description), "")
-    yield from _tables(parser, "####")
+    known = set(_rows(above._actions))
+    yield from _groups(parser, "####", known)
+    if again := [row.split(" ", 2)[1].rstrip(",") for row in _rows(parser._actions) if row in known]:
+        yield from (f"As for `{above.prog}`: {', '.join(again)}.", "")
 
 
 def _tables(parser: argparse.ArgumentParser, level: str) -> Iterator[str]:
@@ -88,8 +90,11 @@ def _tables(parser: argparse.ArgumentParser, level: str) -> Iterator[str]:
                 yield from _tables(one, level + "#")
 
 
-def _groups(parser: argparse.ArgumentParser, level: str) -> Iterator[str]:
-    groups = [(str(group.title), list(_rows(group._group_actions))) for group in parser._action_groups]
+def _groups(parser: argparse.ArgumentParser, level: str, known: Container[str] = ()) -> Iterator[str]:
+    groups = [
+        (str(group.title), [row for row in _rows(group._group_actions) if row not in known])
+        for group in parser._action_groups
+    ]
     groups = [(title, rows) for title, rows in groups if rows]
     for title, rows in groups:
         if len(groups) > 1:
@@ -103,7 +108,7 @@ def _rows(actions: Sequence[argparse.Action]) -> Iterator[str]:
             continue
         if action.help == argparse.SUPPRESS:
             continue
-        names = ", ".join(f"`{name}`" for name in action.option_strings) or f"`{_metavar(action) or action.dest}`"
+        names = ", ".join(f"`{name}`" for name in action.option_strings or [_cell(_metavar(action) or action.dest)])
         value = "" if not action.option_strings or action.nargs == 0 else _value(action)
         said = " ".join((str(action.help or "") % {"prog": "treeline", **vars(action)}).split())
         yield f"| {names} {value} | {_cell(said)} |".replace("  ", " ")

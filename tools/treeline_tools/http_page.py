@@ -15,14 +15,15 @@ Schema = dict[str, Any]
 _HEAD: Final = """\
 # HTTP API
 
-Generated from the OpenAPI document that every runtime serves at `/openapi.json` (`/docs` shows it). The gateway takes
-the paths of OpenAI, Anthropic and SGLang; probes and information are on a runtime's own port.
+Every runtime serves this as an OpenAPI document at `/openapi.json` and as a page at `/docs`. The gateway serves the
+paths of OpenAI, Anthropic and SGLang; probes and information are on a runtime's own port.
 
-A field that is not named here is refused with a 400 that names it, unless its value asks for nothing (`null`, `false`,
-`[]`, `{}`). Unset fields have the model's defaults.
+Unknown fields get a 400 that names them, unless their value asks for nothing (`null`, `false`, `[]`, `{}`).
 """
-_SHARED: Final = ("ChatBody", "CompletionBody")
-"""Bodies whose common fields are listed once."""
+_FEW: Final = 2
+"""Fields that the same bodies share are listed once if there are more of them."""
+_ANY: Final = 1 << 30
+"""A bound beyond this is that of the number's size."""
 _NO_EFFECT: Final = "Changes nothing: "
 
 
@@ -34,13 +35,15 @@ def page() -> str:
     lines = [_HEAD]
     for tag, operations in _by_tag(document).items():
         lines += [f"## {tag}", "", "| path | | body |", "|---|---|---|"]
+        rows: dict[tuple[str, str], list[str]] = {}
         for method, path, operation in operations:
             body = _body(operation)
             bodies |= {body: schemas[body]} if body else {}
             link = f"[{_title(body)}](#{_title(body).lower()})" if body else ""
-            lines.append(f"| `{method.upper()} {path}` | {operation['summary']} | {link} |")
+            rows.setdefault((operation["summary"], link), []).append(f"`{method.upper()} {path}`")
+        lines += [f"| {', '.join(paths)} | {summary} | {link} |" for (summary, link), paths in rows.items()]
         lines.append("")
-    lines += ["## Bodies", "", *_bodies(bodies, schemas), *_without_effect(bodies.values())]
+    lines += ["## Bodies", "", *_bodies(bodies), *_without_effect(bodies.values())]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -70,18 +73,35 @@ def _title(name: str) -> str:
     return name.removesuffix("Body")
 
 
-def _bodies(bodies: dict[str, Schema], schemas: Schema) -> Iterator[str]:
-    first, second = (schemas[name]["properties"] for name in _SHARED)
-    shared = {name: field for name, field in first.items() if second.get(name) == field and _acted_on(field)}
-    yield from ("### Common fields", "", "Chats and completions have these, and their own fields besides.", "")
-    yield from _table(shared, set())
-    for name, body in bodies.items():
-        own = {field: schema for field, schema in body["properties"].items() if _acted_on(schema)}
-        common = [field for field in own if name in _SHARED and field in shared]
-        yield from (f"### {_title(name)}", "", f"{body.get('description', '')}", "")
-        if common:
-            yield from ("It also has the [common fields](#common-fields).", "")
-        yield from _table({field: own[field] for field in own if field not in common}, {*body.get("required", ())})
+def _bodies(bodies: dict[str, Schema]) -> Iterator[str]:
+    acted_on = {
+        body: {name: field for name, field in schema["properties"].items() if _acted_on(field)}
+        for body, schema in bodies.items()
+    }
+    shared = _shared(acted_on)
+    yield from ("### Common fields", "")
+    for owners, names in shared.items():
+        yield from (f"Of {', '.join(map(_title, owners))}:", "")
+        yield from _table({name: acted_on[owners[0]][name] for name in names}, set())
+    for body, fields in acted_on.items():
+        common = {name for owners, names in shared.items() if body in owners for name in names}
+        about = " ".join(bodies[body].get("description", "").split())
+        more = "It also has [common fields](#common-fields)." if common else ""
+        yield from (f"### {_title(body)}", "", f"{about} {more}".strip(), "")
+        own = {name: field for name, field in fields.items() if name not in common}
+        yield from _table(own, {*bodies[body].get("required", ())})
+
+
+def _shared(bodies: dict[str, dict[str, Schema]]) -> dict[tuple[str, ...], list[str]]:
+    """Bodies → the fields that exactly these have, and have alike."""
+    owners: dict[tuple[str, str], list[str]] = {}
+    for body, fields in bodies.items():
+        for name, field in fields.items():
+            owners.setdefault((name, json.dumps(field, sort_keys=True)), []).append(body)
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for (name, _), those in owners.items():
+        groups.setdefault(tuple(those), []).append(name)
+    return {key: names for key, names in groups.items() if len(key) > 1 and len(names) > _FEW}
 
 
 def _acted_on(field: Schema) -> bool:
@@ -101,25 +121,25 @@ def _type(field: Schema) -> str:
     if "$ref" in field:
         return str(field["$ref"]).rpartition("/")[2]
     if "anyOf" in field:
-        return " or ".join(_type(one) for one in field["anyOf"] if one.get("type") != "null")
+        return " or ".join(dict.fromkeys(_type(one) for one in field["anyOf"] if one.get("type") != "null"))
     if "enum" in field:
         return ", ".join(f"`{value}`" for value in field["enum"] if value is not None)
     kinds = field.get("type", "any")
     kind = " or ".join(one for one in kinds if one != "null") if isinstance(kinds, list) else str(kinds)
     if kind == "array" and "items" in field:
         kind = f"array of {_type(field['items'])}"
-    low, high = field.get("minimum"), field.get("maximum")
-    if low is not None or high is not None or "exclusiveMinimum" in field:
-        low = (
-            f"{low:g} ≤ "
-            if low is not None
-            else f"{field['exclusiveMinimum']:g} < "
-            if "exclusiveMinimum" in field
-            else ""
-        )
-        high = f" ≤ {high:g}" if high is not None and abs(high) < 1 << 30 else ""
-        low = low if not low.startswith(("-2.14748e", "-9.22337e")) else ""
-        kind += f" ({low}value{high})" if low or high else ""
+    low, sign = field.get("minimum"), "≤"
+    if "exclusiveMinimum" in field:
+        low, sign = field["exclusiveMinimum"], "<"
+    low = None if low is None or low < -_ANY else low
+    high = field.get("maximum")
+    high = None if high is None or high > _ANY else high
+    if low is not None and high is not None:
+        kind = f"{low:g} {sign} {kind} ≤ {high:g}"
+    elif low is not None:
+        kind = f"{kind} {'≥' if sign == '≤' else '>'} {low:g}"
+    elif high is not None:
+        kind = f"{kind} ≤ {high:g}"
     if "maxItems" in field:
         kind += f", at most {field['maxItems']}"
     if "maxLength" in field:
@@ -134,5 +154,13 @@ def _without_effect(bodies: Any) -> Iterator[str]:
         for name, field in body["properties"].items()
         if str(field.get("description", "")).startswith(_NO_EFFECT)
     }
+    why: dict[str, list[str]] = {}
+    for name in sorted(ignored):
+        why.setdefault(ignored[name], []).append(f"`{name}`")
     yield from ("### Fields without effect", "", "Accepted, and named in the response header `x-treeline-ignored`.", "")
-    yield from ("| field | why |", "|---|---|", *(f"| `{name}` | {ignored[name]} |" for name in sorted(ignored)), "")
+    yield from (
+        "| field | why |",
+        "|---|---|",
+        *(f"| {', '.join(names)} | {said} |" for said, names in why.items()),
+        "",
+    )

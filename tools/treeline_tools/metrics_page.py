@@ -16,20 +16,18 @@ ALERTS: Final = Path(__file__).parents[2] / "charts" / "treeline" / "files" / "a
 _HEAD: Final = """\
 # Metrics
 
-Generated from the code (`make generate`): what the picker, the runtime and the operator show at `/metrics`, each on a
-port that serves nothing else ([operations.md](operations.md) has the ports and who may read them). Names, types, labels
-and help are as on the page.
+The picker, the runtime and the operator serve these at `/metrics`, each on a port of its own
+([operations.md](operations.md) says who may read them).
 
 - A histogram `X` has the series `X_bucket` (label `le`), `X_sum` and `X_count`. A counter starts at 0 with its process.
-- What has labels appears with its first count: no error yet, no line.
-- Whoever scrapes adds labels. The dashboards and alerts here use those that the Prometheus operator adds: `namespace`,
-  `pod` and `job`. Where a metric of the operator, the picker or Envoy has such a label, its own must stay
-  (`honor_labels`).
-- Prompts, answers and keys are in no label. Names of models, endpoints and clients are.
+- A metric with labels appears with its first count: no line means no error yet.
+- Dashboards and alerts use the labels that the Prometheus operator adds: `namespace`, `pod` and `job`. If a metric
+  already has such a label, it must stay (`honor_labels`).
+- Labels name models, endpoints and clients, never prompts, answers or keys.
 
-In the chart, `metrics.dashboards` installs Grafana dashboards (`charts/treeline/files/dashboards`, which can also be
-imported by hand) and `metrics.prometheusRule` the alerts below. Envoy has hundreds of metrics, [explained by
-itself](https://www.envoyproxy.io/docs/envoy/latest/configuration/upstream/cluster_manager/cluster_stats).
+The chart's `metrics.dashboards` installs Grafana dashboards (`charts/treeline/files/dashboards`, which can also be
+imported by hand), `metrics.prometheusRule` the alerts below. Envoy's documentation explains [its other
+metrics](https://www.envoyproxy.io/docs/envoy/latest/configuration/upstream/cluster_manager/cluster_stats).
 """
 
 _ROOMS: Final = {
@@ -60,12 +58,12 @@ def _table(title: str, families: Iterable[Family]) -> Iterator[str]:
 
 def _alerts() -> Iterator[str]:
     groups: list[dict[str, Any]] = yaml.safe_load(ALERTS.read_text(encoding="utf-8"))["groups"]
-    yield "## Alerts\n\n| alert | severity | fires when this holds | for | what it means |\n|---|---|---|---|---|"
+    yield "## Alerts\n\nEach links to its runbook.\n"
+    yield "| alert | severity | fires when this holds | for |\n|---|---|---|---|"
     for rule in (rule for group in groups for rule in group["rules"]):
         name, severity, lasting = rule["alert"], rule["labels"]["severity"], rule.get("for", "–")
-        said = rule["annotations"]["description"]
         link = f"[{name}](runbooks.md#{name.lower()})"
-        yield f"| {link} | {severity} | `{_cell(rule['expr'])}` | {lasting} | {_cell(said)} |"
+        yield f"| {link} | {severity} | `{_cell(rule['expr'])}` | {lasting} |"
 
 
 def _cell(text: str) -> str:

@@ -49,29 +49,19 @@ def parser(prog: str = PROG) -> argparse.ArgumentParser:
     )
     add = bench.add_argument
     add("names", nargs="*", metavar="NAME", help="which benchmarks (default: all)")
-    add("--quick", action="store_true", help="a few seconds each: proves that they work, measures little")
+    add("--quick", action="store_true", help="a few seconds each: checks that they work")
     add("--list", action="store_true", help="list the benchmarks and exit")
-    add(
-        "--out",
-        type=Path,
-        metavar="DIR",
-        help="where results go (default: bench/results, or .cache for --quick)",
-    )
+    add("--out", type=Path, metavar="DIR", help="folder of the results (default: bench/results, or .cache for --quick)")
     add(
         "--readme",
         nargs="?",
         const="-",
         metavar="FILE",
-        help="print the summary of the results, or write it between the markers in FILE (and missed.md beside the "
-        "results); runs nothing",
+        help="only write the results' summary between the markers in FILE, and missed.md beside the results "
+        "(without FILE: print it)",
     )
-    add(
-        "--corpus",
-        type=Path,
-        metavar="DIR",
-        help="with structured: the schemas below it, as `make corpora` fetches them",
-    )
-    add("--every", type=int, default=1, metavar="N", help="with --corpus: only each Nth of them (default: %(default)s)")
+    add("--corpus", type=Path, metavar="DIR", help="with structured: a folder of schemas from `make corpora`")
+    add("--every", type=int, default=1, metavar="N", help="with --corpus: every Nth schema (default: %(default)s)")
     peers.add_arguments(bench)
     return bench
 

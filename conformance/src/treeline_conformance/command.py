@@ -57,42 +57,43 @@ def parser(prog: str) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add = top.add_argument
-    add("--target", metavar="[NAME=]HOST:PORT", help="the ext_proc port of a picker that runs, without TLS")
+    add("--target", metavar="[NAME=]HOST:PORT", help="the ext_proc port of a running picker, without TLS")
     add("--start", action="append", default=[], metavar="[NAME=]COMMAND", help="start a picker; repeatable")
     add(
         "--against",
         action="append",
         default=[],
         metavar="[NAME=]COMMAND",
-        help="start another picker to compare with, which has a column and no say in the exit status; repeatable",
+        help="start another picker to compare with; it does not affect the exit status; repeatable",
     )
-    add(
-        "--kubeconfig",
-        type=Path,
-        metavar="DIR",
-        help="write DIR/kubeconfig, which leads to the suite's API, and keep it",
-    )
-    add("--health-port", type=_port, default=0, metavar="PORT", help="of --target: gRPC health")
-    add("--metrics-port", type=_port, default=0, metavar="PORT", help="of --target: /metrics")
+    add("--kubeconfig", type=Path, metavar="DIR", help="write DIR/kubeconfig for the suite's API, and keep it")
+    add("--health-port", type=_port, default=0, metavar="PORT", help="port of gRPC health of --target")
+    add("--metrics-port", type=_port, default=0, metavar="PORT", help="port of /metrics of --target")
     add(
         "--pod-port",
         type=_port,
         default=0,
         metavar="PORT",
-        help="of the three pods, on 127.0.0.2 to .4 (default: a free one)",
+        help="port of the three pods, on 127.0.0.2 to .4 (default: a free one)",
     )
-    add("--only", nargs="+", default=[], metavar="NAME", help="cases, groups of them (P4), modes (@buffered)")
+    add("--only", nargs="+", default=[], metavar="NAME", help="only these cases, groups (P4) or modes (@buffered)")
     add("--list", action="store_true", help="list the cases and exit")
-    add("--expect", choices=("spec", "gie15"), default="spec", help="what decides the exit status (default: spec)")
-    add("--timeout", type=_seconds, default=3.0, metavar="S", help="for one answer of the picker (default: 3)")
-    add("--out", type=Path, metavar="DIR", help="write conformance.md and conformance.json")
     add(
-        "--readme",
-        type=Path,
-        metavar="FILE",
-        help="write the counts of --out between the markers in FILE; runs nothing",
+        "--expect",
+        choices=("spec", "gie15"),
+        default="spec",
+        help="expected results, which decide the exit status (default: spec)",
     )
-    add("--verbose", action="store_true", help="name each case as it is done, not only those that fail")
+    add(
+        "--timeout",
+        type=_seconds,
+        default=3.0,
+        metavar="S",
+        help="longest wait for an answer of the picker (default: 3)",
+    )
+    add("--out", type=Path, metavar="DIR", help="write conformance.md and conformance.json")
+    add("--readme", type=Path, metavar="FILE", help="only write the counts of --out between the markers in FILE")
+    add("--verbose", action="store_true", help="name each case, not only failures")
     return top
 
 

@@ -85,7 +85,7 @@ class Options:
     host: str = setting(None, help="address of all ports of this process (default 127.0.0.1; inside a pod 0.0.0.0)")
     grpc_port: int = port_setting(ports.EXT_PROC, help="ext_proc (default %(default)s)")
     grpc_health_port: int = port_setting(ports.EDS, help="EDS and gRPC health (default %(default)s)")
-    metrics_port: int = port_setting(ports.METRICS, help="/metrics, and nothing else (default %(default)s)")
+    metrics_port: int = port_setting(ports.METRICS, help="/metrics only (default %(default)s)")
     admin_port: int = port_setting(
         ports.PICKER_ADMIN, help="/ready, /live, /endpoints and the debug pages (default %(default)s)"
     )
@@ -93,9 +93,9 @@ class Options:
         (),
         metavar="HOST:PORT,…",
         parse=peer_names,
-        help="the other pickers of this pool: addresses, or names each of whose addresses is one (a headless Service; "
-        "its own among them does no harm). They tell each other over UDP what they have in flight, sealed with a key "
-        "made from --curve-dir, so that they choose as one would",
+        help="other pickers of this pool: addresses, or names with several addresses (a headless Service, its own pod "
+        "included). They tell each other over UDP which requests are in flight, encrypted with a key from "
+        "--curve-dir",
     )
     peer_port: int = port_setting(ports.PEERS, help="UDP, for other pickers, with --peers (default %(default)s)")
     endpoint: tuple[EndpointSpec, ...] = setting(
@@ -104,14 +104,15 @@ class Options:
     endpoints_file: Path | None = setting(
         None,
         metavar="FILE",
-        help="YAML or JSON: `endpoints: [{name, address, pool?, engine?, kv_events?, api_key_file?}]`, where kv_events "
-        "is {port, replay_port?, topic?, ranks?} of an engine that does not say it; watched, replace it by renaming",
+        help="YAML or JSON: `endpoints: [{name, address, pool?, engine?, kv_events?, api_key_file?}]`, with kv_events "
+        "{port, replay_port?, topic?, ranks?} for engines that do not say where they publish; reloaded when "
+        "replaced by renaming",
     )
     engine_key_file: Path | None = setting(
         None,
         metavar="FILE",
-        help="the API key that the engines want (--api-key of vLLM and SGLang), to be told their models; read again "
-        "when it is replaced. An endpoint's own `api_key_file` goes before it",
+        help="API key of the engines (--api-key of vLLM and SGLang), to list their models; reloaded. An endpoint's "
+        "own `api_key_file` wins",
     )
     gateway: str = setting(
         "",
@@ -143,25 +144,24 @@ class Options:
     )
     conformance_headers: bool = setting(
         False,
-        help="for the conformance tests of Gateways alone: whoever sends the request header "
-        "test-epp-endpoint-selection (a list of IP or IP:port) chooses the endpoint, past what the proxy allows and "
-        "past load, and every response has the endpoint's address in x-conformance-test-served-endpoint",
+        help="only for conformance tests of Gateways: clients choose the endpoint by the header "
+        "test-epp-endpoint-selection (a list of IP or IP:port), and responses name it in "
+        "x-conformance-test-served-endpoint",
     )
     rules_group: str = setting(
         None,
         group=_KUBERNETES,
         metavar="GROUP",
-        help="API group of the InferenceObjectives and InferenceModelRewrites (v1alpha2) of these pools, for example "
-        "llm-d.ai; '' for none (default: inference.networking.x-k8s.io with --pool-name of an upstream group, else "
-        "none). They may be missing, and need list and watch",
+        help="API group of the InferenceObjectives and InferenceModelRewrites (v1alpha2), for example llm-d.ai; '' "
+        "for none (default: inference.networking.x-k8s.io with --pool-name of an upstream group, else none). "
+        "They need list and watch, and may be missing",
     )
     trust_request_headers: bool = setting(
         None,
         metavar="BOOL",
         parse=flag_bool,
-        help="believe the request headers x-gateway-inference-objective and x-gateway-model-name-rewrite, and llm-d's "
-        "spellings: whoever can send them chooses a request's priority, and its model over the body's (default: only "
-        "with --pool-name of an upstream group, as other endpoint pickers do)",
+        help="believe x-gateway-inference-objective and x-gateway-model-name-rewrite, and llm-d's spellings: clients "
+        "then choose a request's priority and model (default: only with --pool-name of an upstream group)",
     )
     endpoint_target_ports: tuple[int, ...] = setting(
         (), group=_KUBERNETES, metavar="PORT,…", parse=_ports, help="ports of the pods of --endpoint-selector"
@@ -177,73 +177,72 @@ class Options:
         30.0,
         metavar="SECONDS",
         above=0,
-        help="an endpoint whose queue alone takes longer is saturated; a request for a Sheddable model is answered "
-        "429 when all are (default %(default)s)",
+        help="an endpoint with a longer queue is saturated; if all are, requests for Sheddable models get 429 "
+        "(default %(default)s)",
     )
     tokenizer: tuple[ForModel, ...] = setting(
         (),
         repeated=True,
         metavar="[MODEL=]URI",
         parse=_for_model,
-        help="whose tokenizer and chat template make the keys of requests for MODEL, as its engines call it, or for "
-        "all models: hf://org/name[@revision] (with HF_TOKEN and HF_ENDPOINT) or a model directory; may be repeated. "
-        "By default each engine is asked for its own; vLLM and SGLang serve none",
+        help="tokenizer and chat template of MODEL, by the engines' name for it, or of all models: "
+        "hf://org/name[@revision] (with HF_TOKEN and HF_ENDPOINT) or a directory; may be repeated (default: asks "
+        "the engines; vLLM and SGLang serve none)",
     )
     chat_template: tuple[ForModel, ...] = setting(
         (),
         repeated=True,
         metavar="[MODEL=]FILE",
         parse=_for_model,
-        help="the chat template that the engines of MODEL were started with, instead of the one beside its "
-        "--tokenizer; may be repeated",
+        help="chat template of MODEL's engines, if it is not the one beside its --tokenizer; may be repeated",
     )
     tokenizer_cache: Path = setting(
         None,
         metavar="DIR",
-        help="where tokenizers of the Hub are kept, so that a picker starts without it (default: treeline/tokenizers "
-        "in $XDG_CACHE_HOME or ~/.cache)",
+        help="where tokenizers of the Hub are kept, so that a picker can start without it (default: "
+        "treeline/tokenizers in $XDG_CACHE_HOME or ~/.cache)",
     )
     max_body_bytes: int = setting(
         32 * 1024 * 1024,
         metavar="BYTES",
         at_least=1024,
-        help="larger request bodies are answered 413 (default %(default)s)",
+        help="larger request bodies get 413 (default %(default)s)",
     )
     max_client_requests: int | None = setting(
         None,
         metavar="N",
         at_least=1,
-        help="requests of one client at one time: with an API key until their answers have ended, and with bodies on "
-        "their way of 8 times --max-body-bytes; by address until their answers begin. More are answered 429. Only "
-        "behind a proxy that sets x-treeline-client or x-forwarded-for itself, as our own Envoy does (default: any "
-        "number)",
+        help="requests of one client at once; more get 429. With an API key they count until their answers end, and "
+        "bodies in transit may add up to 8 times --max-body-bytes; by address they count until their answers "
+        "begin. Needs a proxy that sets x-treeline-client or x-forwarded-for itself, as our Envoy does (default: "
+        "no limit)",
     )
     drain_timeout: float = setting(
         5.0,
         metavar="SECONDS",
         at_least=0,
         parse=seconds,
-        help="how long open streams may go on after SIGTERM; 30s and 1m30s are understood, too (default %(default)s)",
+        help="time for open streams after SIGTERM, such as 30s or 1m30s (default %(default)s)",
     )
     console: bool = setting(
         False,
-        help="serve the page /console/ on the admin port: a playground for a gateway that leads to it, and for clients "
-        "on this machine (in this pod) alone load, decisions and prefixes",
+        help="serve the page /console/ on the admin port: a playground, and for clients on this machine (in this pod) "
+        "load, decisions and prefixes",
     )
     enable_debug_endpoints: bool = setting(
         False,
-        help="serve /debug/endpoints, /debug/tree, /debug/decisions, /debug/explain and the page /console/ on the "
-        "admin port, to clients on this machine (in this pod) alone",
+        help="serve /debug/endpoints, /debug/tree, /debug/decisions, /debug/explain and /console/ on the admin port, "
+        "only to clients on this machine (in this pod)",
     )
     show_prompts: bool = setting(
         False,
-        help="let /console/ show the beginnings of prompts to clients on this machine (with --console or "
+        help="let /console/ show beginnings of prompts to clients on this machine (with --console or "
         "--enable-debug-endpoints)",
     )
     log_level: str = setting(
         None,
         choices=LEVELS,
-        help="debug logs one line for every decision, without prompt text (default info)",
+        help="debug logs one line per decision, without prompt text (default info)",
     )
     log_format: str | None = setting(None, choices=FORMATS, help=FORMAT_HELP)
     curve_dir: Path | None = setting(None, metavar="DIR", help="CURVE key pair for engines that publish with keys")
@@ -252,32 +251,32 @@ class Options:
         metavar="BOOL",
         parse=flag_bool,
         help="TLS on the ext_proc port, with a certificate made at start unless --cert-path gives one (default: only "
-        "with --pool-name of an upstream group or --endpoint-selector, as gateways expect it of such pickers)",
+        "with --pool-name of an upstream group or --endpoint-selector)",
     )
     trust_edge: bool = setting(
         False,
-        help="the proxy is Treeline's own Envoy with API keys: believe its headers x-treeline-client and "
-        "x-treeline-isolation, which it removes from what callers send. Engines that do not read them get a salt for "
-        "each client, written into the body (needs a proxy that shows bodies and refuses requests without a picker)",
+        help="the proxy is Treeline's Envoy with API keys: believe its headers x-treeline-client and "
+        "x-treeline-isolation. Engines that do not read them get a salt for each client in the body (needs a "
+        "proxy that shows bodies and refuses requests without a picker)",
     )
-    cert_path: Path | None = setting(None, metavar="DIR", help="tls.crt and tls.key; read again when they are replaced")
+    cert_path: Path | None = setting(None, metavar="DIR", help="tls.crt and tls.key; reloaded when replaced")
     require_client_certificates: bool = setting(
         False,
-        help="mutual TLS on the ext_proc port and on the EDS port: who connects must show a certificate signed by "
-        "ca.crt in --cert-path; the file is read again when it is replaced",
+        help="mutual TLS on the ext_proc and EDS ports: clients need a certificate signed by ca.crt in --cert-path; "
+        "reloaded when replaced",
     )
     metrics_families: tuple[str, ...] = setting(
         ("treeline",),
         metavar="NAME,…",
         parse=_families,
-        help="whose names /metrics has: treeline and gie (inference_objective_…, as GIE 1.5; docs/migrating.md has "
-        "them); default treeline",
+        help="names on /metrics: treeline, and gie for those of GIE 1.5 (inference_objective_…; docs/migrating.md); "
+        "default treeline",
     )
     tracing: bool = setting(
         False,
         metavar="BOOL",
         parse=flag_bool,
-        help="OpenTelemetry traces, sent over OTLP/gRPC as the variables OTEL_… say (docs/operations.md)",
+        help="OpenTelemetry traces over OTLP/gRPC, as the variables OTEL_… say (docs/operations.md)",
     )
     flow_control: FlowSettings = setting(
         FlowSettings(), group=_FLOW, metavar="MODE[:KEY=VALUE,…]", parse=flow_flag, help=flow_help()
@@ -287,18 +286,17 @@ class Options:
         group=_FLOW,
         metavar="NAME",
         parse=_header_name,
-        help="request header that says whose a request is, believed as it is: whoever can send it chooses. It takes "
-        "the place of those of --trust-request-headers; API keys (--trust-edge) go before it",
+        help="request header that names the client; clients can set it freely. It replaces those of "
+        "--trust-request-headers; API keys (--trust-edge) win",
     )
     quotas_file: Path | None = setting(
         None,
         group=_FLOW,
         metavar="FILE",
         help="YAML or JSON: `clients: {NAME: {tokens_per_minute?, tokens_per_day?, requests_per_minute?, "
-        "requests_per_day?}}`, and `default:` with the same for each client that is not named; what comes beyond is "
-        "answered 429, with Retry-After and OpenAI's x-ratelimit-* headers. A client is an API key's name "
-        "(--trust-edge), or else what --fairness-header says, or the fairness id of --trust-request-headers; those of "
-        "whom nothing is known are one, default-flow. Read again when it has changed",
+        "requests_per_day?}}`, and `default:` for each other client; requests beyond get 429 with Retry-After. "
+        "Clients are named by API keys (--trust-edge), else by --fairness-header, else by the fairness id of "
+        "--trust-request-headers, else default-flow. Reloaded when changed",
     )
     ignored: tuple[str, ...] = ()
     """A sentence for each flag of other pickers that has no effect: what is done here instead."""
@@ -335,12 +333,11 @@ def parser() -> argparse.ArgumentParser:
     )
     kubernetes = p.add_argument_group(
         _KUBERNETES,
-        "Pods and models are followed live. Rights needed in the namespace: list and watch pods, inferencepools and "
-        "(optional) inferencemodels of the group in use.",
+        "Needs the rights to list and watch pods, inferencepools and (optional) inferencemodels of the group in use.",
     )
     add_flags(p, Options)
     add_flags(kubernetes, Options, _KUBERNETES)
-    words = "Requests that find no room wait in the picker, in an order of its own: docs/flow-control.md."
+    words = "Requests that find no room wait in the picker: docs/flow-control.md."
     add_flags(p.add_argument_group(_FLOW, words), Options, _FLOW)
     add_foreign(p)
     return p

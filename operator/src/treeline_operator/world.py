@@ -226,8 +226,8 @@ class Platform:
     scrape_api_ports: bool = setting(
         False,
         either=True,
-        help="admit them also to the API ports of vllm, sglang and custom engines, which serve metrics and "
-        "everything else there (default: no)",
+        help="admit them also to the API ports of vllm, sglang and custom engines, which serve metrics there "
+        "(default: no)",
     )
     epp_template: dict[str, Any] | None = setting(
         None,
@@ -242,15 +242,15 @@ class Platform:
         None,
         metavar="JSON|FILE",
         parse=_presets,
-        help="presets: named parts of an InferencePool's spec, or a file of chart values with `presets`; a pool's "
-        "own fields win (default: none)",
+        help="named parts of an InferencePool's spec, or a file of chart values with `presets`; a pool's own fields "
+        "win (default: none)",
     )
     rules_group: str = setting(
         RULES_GROUPS[0],
         metavar="GROUP",
         choices=("", *RULES_GROUPS),
-        help="the API group of the InferenceObjectives and InferenceModelRewrites that pickers follow, optional in "
-        f"the cluster: {' or '.join(RULES_GROUPS)}; '' for none (default: %(default)s)",
+        help="API group of InferenceObjectives and InferenceModelRewrites, optional in the cluster: "
+        f"{' or '.join(RULES_GROUPS)}; '' for none (default: %(default)s)",
     )
     operator_labels: tuple[tuple[str, str], ...] = (("app.kubernetes.io/name", "treeline-operator"),)
 

@@ -38,7 +38,7 @@ GROUPS = {
     "engine": "engine and memory",
     "scheduling": "scheduling",
     "publishing": "KV events and load, for a prefix-aware router",
-    "lifetime": "life and death",
+    "lifetime": "start, stop and logs",
 }
 """Groups of `--help`, in order: name → title."""
 
@@ -83,42 +83,41 @@ class ServerArgs(SchedulerConfig):
         metavar="KEY",
         env="TREELINE_API_KEY",
         secret=True,
-        help="demand 'Authorization: Bearer KEY' (probes and information stay open); better TREELINE_API_KEY in the "
-        "environment, since everyone on the machine sees the list of processes",
+        help="demand 'Authorization: Bearer KEY' (probes and information stay open); better in the environment as "
+        "TREELINE_API_KEY, since others can see the arguments of processes",
     )
     sampling_defaults: Literal["model", "openai"] = setting(
         "model",
         group="serving",
         rare=True,
-        help="where unset sampling values come from: the checkpoint's generation_config.json, or OpenAI's defaults "
-        "(default: %(default)s)",
+        help="defaults of sampling: the checkpoint's generation_config.json, or OpenAI's (default: %(default)s)",
     )
     tool_call_parser: str = setting(
         "auto",
         group="serving",
         metavar="NAME",
-        help="how the model writes calls of tools, by SGLang's and vLLM's names (hermes, llama3, mistral, …); none = "
-        "requests with tools are refused (default: auto: what its chat template shows, which the log says)",
+        help="format of tool calls, by SGLang's and vLLM's names (hermes, llama3, mistral, …); none = refuse "
+        "requests with tools (default: auto: found in the chat template)",
     )
     reasoning_parser: str = setting(
         "auto",
         group="serving",
         metavar="NAME",
-        help="how the model writes its reasoning, which answers then have apart (deepseek_r1, qwen3, …); none = it is "
-        "part of the answer (default: auto: what its chat template shows, which the log says)",
+        help="format of reasoning, which answers then have in a field of its own (deepseek_r1, qwen3, …); none = "
+        "leave it in the text (default: auto: found in the chat template)",
     )
     strict_schemas: bool = setting(
         False,
         group="serving",
         rare=True,
-        help="refuse a JSON Schema with strict: true that has words or formats which are not known; else they are "
-        "annotations, as the standard has it, which a header of the answer names",
+        help="refuse a JSON Schema with strict: true and unknown keywords or formats; else a header of the answer "
+        "names them",
     )
     enable_debug_endpoints: bool = setting(
         False,
         group="surfaces",
         rare=True,
-        help="serve /debug/radix on the admin port: it shows the prompts in the cache",
+        help="serve /debug/radix on the admin port; it shows cached prompts",
     )
     cors_allow_origin: tuple[str, ...] = setting(
         (),
@@ -127,8 +126,8 @@ class ServerArgs(SchedulerConfig):
         metavar="ORIGIN",
         repeated=True,
         parse=_origin,
-        help="let pages of this origin, e.g. https://chat.example.org, call the API from a browser; repeatable, "
-        "'*' = any (default: none)",
+        help="let web pages of this origin, e.g. https://chat.example.org, call the API; repeatable, '*' = any "
+        "(default: none)",
     )
     max_bytes_in_flight: int = setting(
         512 << 20,
@@ -136,8 +135,8 @@ class ServerArgs(SchedulerConfig):
         rare=True,
         metavar="BYTES",
         at_least=1 << 20,
-        help="memory for large bodies and prompts of all requests together, a client "
-        "named by the edge has half of it; beyond it 503 (default: %(default)s)",
+        help="memory for bodies and prompts of all requests, half of it for one client; beyond it 503 (default: "
+        "%(default)s)",
     )
 
     metrics_host: str = setting(
@@ -145,7 +144,7 @@ class ServerArgs(SchedulerConfig):
         group="surfaces",
         rare=True,
         metavar="HOST",
-        help="address of /metrics, which needs no key (default: %(default)s)",
+        help="address of /metrics, which has no key (default: %(default)s)",
     )
     metrics_port: int | None = port_setting(
         ports.RUNTIME_METRICS,
@@ -158,8 +157,8 @@ class ServerArgs(SchedulerConfig):
         "127.0.0.1",
         group="surfaces",
         metavar="HOST",
-        help="address of administration; any but loopback needs the key of TREELINE_ADMIN_KEY, which requests then "
-        "carry as 'Authorization: Bearer KEY' (default: %(default)s)",
+        help="address of administration; beyond loopback it needs the key of TREELINE_ADMIN_KEY as "
+        "'Authorization: Bearer KEY' (default: %(default)s)",
     )
     admin_port: int | None = port_setting(
         ports.RUNTIME_ADMIN,
@@ -172,7 +171,7 @@ class ServerArgs(SchedulerConfig):
     tracing: bool = setting(
         False,
         group="surfaces",
-        help="OpenTelemetry traces of requests, sent over OTLP/gRPC as the variables OTEL_… say (docs/operations.md)",
+        help="OpenTelemetry traces over OTLP/gRPC, as the variables OTEL_… say (docs/operations.md)",
     )
 
     no_events: bool = setting(False, group="publishing", help="publish nothing")
@@ -199,13 +198,13 @@ class ServerArgs(SchedulerConfig):
         rare=True,
         metavar="TOPIC",
         parse=_topic,
-        help="first frame of KV events, by which others may filter them (default: none)",
+        help="first frame of KV events, for subscribers that filter (default: none)",
     )
     curve_dir: str | None = setting(
         None,
         group="publishing",
         metavar="DIR",
-        help="folder with the CURVE key pair: events are published on --host; without it on loopback",
+        help="folder with the CURVE key pair: publish events on --host; without it on loopback only",
     )
 
     pre_stop: float = setting(
@@ -213,7 +212,7 @@ class ServerArgs(SchedulerConfig):
         group="lifetime",
         metavar="S",
         at_least=0,
-        help="after SIGTERM, still accept for S seconds (default: 0)",
+        help="accept requests for S seconds after SIGTERM (default: 0)",
     )
     drain_timeout: float = setting(
         30.0,
@@ -236,7 +235,7 @@ class ServerArgs(SchedulerConfig):
         rare=True,
         metavar="S",
         at_least=0,
-        help="a process that has not moved for S seconds ends the server; 0 = never (default: 300)",
+        help="end the server if a process hangs for S seconds; 0 = never (default: 300)",
     )
     log_level: Literal["debug", "info", "warning", "error"] = setting(
         "info", group="lifetime", help="(default: %(default)s)"

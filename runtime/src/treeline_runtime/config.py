@@ -30,14 +30,14 @@ class EngineConfig:
     task: Literal["auto", "generate", "embed", "score", "reward"] = setting(
         "auto",
         group="engine",
-        help="generate = text; embed = vectors; score = relevance of documents; reward = outputs of a classification "
-        "head (default: auto: what the checkpoint is made for)",
+        help="generate = text; embed = vectors; score = relevance of documents; reward = outputs of a "
+        "classification head (default: auto: by the checkpoint)",
     )
     matryoshka: bool = setting(
         False,
         group="engine",
         rare=True,
-        help="clients may have embeddings cut (`dimensions`) though config.json has no is_matryoshka",
+        help="allow shorter embeddings (`dimensions`) without is_matryoshka in config.json",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = setting(
         "auto", group="engine", help="(default: auto: float32 on CPU, bfloat16 on CUDA)"
@@ -54,12 +54,12 @@ class EngineConfig:
     quantization: Literal["auto", "fp8"] = setting(
         "auto",
         group="engine",
-        help="fp8 = projections are quantised as they are loaded (default: auto: as the checkpoint has them)",
+        help="fp8 = quantise projections while loading (default: auto: as the checkpoint has them)",
     )
     kv_cache_dtype: Literal["auto", "fp8_e4m3"] = setting(
         "auto",
         group="engine",
-        help="fp8_e4m3 = twice the tokens of bfloat16, less exactly (default: auto: the model's)",
+        help="fp8_e4m3 = room for twice the tokens of bfloat16, at lower precision (default: auto: the model's)",
     )
     threads: int | None = setting(
         None, group="engine", rare=True, metavar="N", at_least=1, help="CPU threads of the model (default: all cores)"
@@ -88,7 +88,7 @@ class EngineConfig:
         group="engine",
         metavar="TOKENS",
         at_least=8,
-        help="prompt + output limit of a request (default: what the model was trained for)",
+        help="prompt + output limit of a request (default: the model's)",
     )
     page_size: int = setting(
         16,
@@ -112,14 +112,14 @@ class EngineConfig:
         metavar="F",
         above=0,
         at_most=1,
-        help="share of memory for the KV cache: on CUDA of the device, weights included (default: 0.85); on a CPU of "
-        "what is free (default: 0.1, at most 1 GiB)",
+        help="share of memory for the KV cache: on CUDA of the device, weights included (default: 0.85); on a CPU "
+        "of the free memory (default: 0.1, at most 1 GiB)",
     )
     enable_return_hidden_states: bool = setting(
         False,
         group="engine",
         rare=True,
-        help="let requests ask for hidden states: answers then have a vector for each token that was computed",
+        help="let requests ask for hidden states, a vector per computed token",
     )
     seed: int = setting(0, group=None, help="of dummy weights")
 
@@ -159,7 +159,7 @@ class SchedulerConfig(EngineConfig):
         rare=True,
         metavar="S",
         above=0,
-        help="504 for a request that has not ended S seconds after it came (default: no limit)",
+        help="504 for a request that has not ended after S seconds (default: no limit)",
     )
     chunked_prefill_size: int | None = setting(
         None,
@@ -172,7 +172,7 @@ class SchedulerConfig(EngineConfig):
         False,
         group="scheduling",
         rare=True,
-        help="running requests decode in the steps that prefill, too, and never wait for one",
+        help="decode running requests within prefill steps",
     )
     prefills_in_a_row: int = setting(
         1,
@@ -183,9 +183,8 @@ class SchedulerConfig(EngineConfig):
     schedule_policy: Literal["fcfs", "lpm", "priority"] = setting(
         "fcfs",
         group="scheduling",
-        help="order of one client's waiting requests, while clients take turns: fcfs; lpm = longest cached prefix "
-        "first; priority = by the requests' field "
-        "(default: fcfs)",
+        help="order of a client's waiting requests: fcfs; lpm = longest cached prefix first; priority = by the "
+        "requests' field. Clients take turns (default: fcfs)",
     )
     starvation_bound: float = setting(
         30.0,
@@ -202,13 +201,13 @@ class SchedulerConfig(EngineConfig):
         "lru",
         group="scheduling",
         rare=True,
-        help="what the cache forgets first; priority = what only requests of low priority used (default: lru)",
+        help="what the cache evicts first; priority = pages that only low priorities used (default: lru)",
     )
     prefix_cache: Literal["radix", "off"] = setting(
         "radix",
         group="scheduling",
         rare=True,
-        help="what requests find of earlier ones: radix = the longest common prefix (default: %(default)s)",
+        help="radix = reuse the longest common prefix of earlier requests (default: %(default)s)",
     )
     logit_processor: tuple[str, ...] = setting(
         (),
@@ -216,9 +215,9 @@ class SchedulerConfig(EngineConfig):
         metavar="NAME=module:attribute",
         repeated=True,
         parse=entry,
-        help="let requests have their logits changed by this class, as `custom_logit_processor: NAME` with "
-        "`custom_params`; found on PYTHONPATH, repeatable. Just NAME for one that is built in: disallowed_tokens, "
-        "thinking_budget (default: none; code is never taken from requests)",
+        help="let requests select this class from PYTHONPATH by `custom_logit_processor: NAME`, with "
+        "`custom_params`; repeatable. NAME alone is a built-in one: disallowed_tokens, thinking_budget "
+        "(default: none)",
     )
     jump_forward: bool = setting(True, group=None, help="text that a grammar forces is not sampled")
     schedule_conservativeness: float = setting(

@@ -68,32 +68,32 @@ def parser(prog: str) -> argparse.ArgumentParser:
     )
     add = run.add_argument
     source = run.add_mutually_exclusive_group(required=True)
-    source.add_argument("--trace", metavar="NAME", help="a trace by name, see below")
+    source.add_argument("--trace", metavar="NAME", help="a trace by name (--help lists them)")
     source.add_argument("--trace-file", type=Path, metavar="FILE", help="a trace in Mooncake's format (JSON lines)")
     add("--policy", default=COMPARED, metavar="P[,P2…]", help="policies to compare (default: %(default)s)")
     add("--endpoints", type=int, default=8, metavar="N", help="simulated engines (default: %(default)s)")
     add("--pickers", type=int, default=1, metavar="N", help="pickers that take requests in turn (default: %(default)s)")
-    add("--seed", type=int, default=1, metavar="S", help="of all that is random (default: %(default)s)")
-    add("--requests", type=int, default=0, metavar="N", help="how many (default: as many as the trace has by itself)")
-    add("--rate", type=float, default=0.0, metavar="R", help="requests a second (default: the trace's, by endpoints)")
-    add("--speedup", type=float, default=1.0, metavar="X", help="play a trace file so many times as fast")
-    add("--engine", default=DEFAULT, choices=PRESETS, metavar="NAME", help="see below (default: %(default)s)")
-    add("--kv-tokens", type=int, default=0, metavar="N", help="memory of an engine (default: the trace's or engine's)")
+    add("--seed", type=int, default=1, metavar="S", help="random seed (default: %(default)s)")
+    add("--requests", type=int, default=0, metavar="N", help="number of requests (default: the trace's)")
+    add("--rate", type=float, default=0.0, metavar="R", help="requests a second (default: the trace's per endpoint)")
+    add("--speedup", type=float, default=1.0, metavar="X", help="play a trace file X times as fast")
+    add("--engine", default=DEFAULT, choices=PRESETS, metavar="NAME", help="kind of engine (default: %(default)s)")
+    add("--kv-tokens", type=int, default=0, metavar="N", help="KV memory of an engine (default: trace's or engine's)")
     add("--block-size", type=int, default=0, metavar="N", help="tokens of a block (default: the engine's)")
-    add("--news-ms", type=float, default=2.0, metavar="MS", help="events and load to the picker (default: %(default)s)")
-    add("--event-loss", type=float, default=0.0, metavar="SHARE", help="of KV batches and pickers' words that get lost")
+    add("--news-ms", type=float, default=2.0, metavar="MS", help="delay of events and load (default: %(default)s)")
+    add("--event-loss", type=float, default=0.0, metavar="SHARE", help="lost share of KV batches and peers' messages")
     add(
         "--restart",
         action="append",
         default=[],
         metavar="WHO:N@T",
-        help="restart engine:N or picker:N after T simulated seconds; may be given again",
+        help="restart engine:N or picker:N after T simulated seconds; may be repeated",
     )
     add("--json", action="store_true", help="print the figures as JSON instead of a table")
     serve.add_arguments(
         words.add_parser(
             "serve",
-            help="simulated engines as servers, for pickers and routers that run",
+            help="simulated engines as servers, for real pickers and routers",
             description="The engine model behind sockets: OpenAI's completion APIs, KV events, replays, load.",
             epilog=f"example:\n  {_SERVE}",
             formatter_class=argparse.RawDescriptionHelpFormatter,

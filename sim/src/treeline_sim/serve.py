@@ -28,25 +28,30 @@ AT_ONCE_TOKENS = 1 << 24
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Those of `treeline sim serve`."""
     add = parser.add_argument
-    add("--model", type=Path, metavar="DIR", help="whose tokenizer and template (default: the tiny model's)")
+    add("--model", type=Path, metavar="DIR", help="source of tokenizer and template (default: the tiny model)")
     add("--name", default="tiny", help="the model's name for requests (default: %(default)s)")
-    add("--count", type=int, default=1, metavar="N", help="servers, each on ports one further (default: %(default)s)")
+    add("--count", type=int, default=1, metavar="N", help="servers, each on the next ports (default: %(default)s)")
     add("--host", default="127.0.0.1", help="address of all sockets (default: %(default)s)")
-    add("--port", type=int, default=ports.RUNTIME_HTTP, help="HTTP of the first (default: %(default)s; 0 = any)")
-    add("--events-port", type=int, default=ports.EVENTS, help="its KV events (default: %(default)s)")
-    add("--replay-port", type=int, default=ports.REPLAY, help="its replays (default: %(default)s)")
-    add("--load-port", type=int, default=ports.LOAD, help="its load reports (default: %(default)s)")
-    add("--engine", default=DEFAULT, choices=PRESETS, help="how fast it is (default: %(default)s)")
-    add("--kv-tokens", type=int, default=0, metavar="N", help="memory of each (default: the engine's)")
-    add("--max-waiting", type=int, metavar="N", help="requests that may wait, then 503 (default: any number)")
-    add("--speedup", type=float, default=1.0, metavar="X", help="time passes so many times as fast")
+    add("--port", type=int, default=ports.RUNTIME_HTTP, help="HTTP port of the first (default: %(default)s; 0 = any)")
+    add("--events-port", type=int, default=ports.EVENTS, help="port of its KV events (default: %(default)s)")
+    add("--replay-port", type=int, default=ports.REPLAY, help="port of its replays (default: %(default)s)")
+    add("--load-port", type=int, default=ports.LOAD, help="port of its load reports (default: %(default)s)")
+    add("--engine", default=DEFAULT, choices=PRESETS, help="kind of engine (default: %(default)s)")
+    add("--kv-tokens", type=int, default=0, metavar="N", help="KV memory of each (default: the engine's)")
+    add("--max-waiting", type=int, metavar="N", help="waiting requests before 503 (default: no limit)")
+    add("--speedup", type=float, default=1.0, metavar="X", help="time passes X times as fast")
     add(
         "--cases",
         type=Path,
         metavar="FILE",
-        help="answer at once, from a cache that stays as these requests say (msgpack, written by the benchmarks)",
+        help="answer at once, from the fixed cache in this file (msgpack, written by the benchmarks)",
     )
-    add("--dialect", default=Dialect.TREELINE, choices=list(Dialect), help="whose contracts (default: %(default)s)")
+    add(
+        "--dialect",
+        default=Dialect.TREELINE,
+        choices=list(Dialect),
+        help="engine whose APIs it has (default: %(default)s)",
+    )
 
 
 def configs_of(args: argparse.Namespace) -> list[ServerConfig]:

@@ -25,8 +25,10 @@ schedulingProfiles:
 dataLayer: {sources: [{pluginRef: metrics-data-source, extractors: [{pluginRef: core-metrics-extractor}]}]}
 saturationDetector: {pluginRef: utilization-detector}
 """
-ROW = re.compile(r"^\| `([a-z][a-z0-9-]*)` \| (as here|no effect|refused) \|", re.MULTILINE)
-FATES = dict(ROW.findall(PAGE.read_text(encoding="utf-8")))
+ROW = re.compile(r"^\| (`[a-z][a-z0-9-]*`(?:, `[a-z][a-z0-9-]*`)*) \| (as here|no effect|refused) \|", re.MULTILINE)
+FATES = {
+    name.strip("`"): fate for names, fate in ROW.findall(PAGE.read_text(encoding="utf-8")) for name in names.split(", ")
+}
 """What the page says of each plugin."""
 
 

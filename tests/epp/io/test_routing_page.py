@@ -77,7 +77,7 @@ async def test_questions_are_answered(monkeypatch: pytest.MonkeyPatch, capsys: p
 
 
 def test_the_table_of_policies_is_the_registry() -> None:
-    rows = {code(row[0])[0]: row for row in table("When which policy")}
+    rows = {code(row[0])[0]: row for row in table("Policies")}
     assert set(rows) == set(POLICIES)
     for name, row in rows.items():
         fields = msgspec.structs.fields(POLICIES[name].parameters)
@@ -88,10 +88,10 @@ def test_the_table_of_policies_is_the_registry() -> None:
 
 
 def test_the_other_tables_are_the_codes() -> None:
-    assert [code(row[0])[0] for row in table("Who may be picked")] == [one.name for one in FILTERS]
+    assert [code(row[0])[0] for row in table("Filters")] == [one.name for one in FILTERS]
     terms = [name for name in Scored.__struct_fields__ if name.endswith("_s") and name not in ("cost_s", "ttft_s")]
-    assert [code(row[0])[0] for row in table("What it would cost")] == terms
-    states = [state for row in table("What the tree knows, and how sure it is") for state in code(row[0])]
+    assert [code(row[0])[0] for row in table("Costs")] == terms
+    states = [state for row in table("States of a subscription") for state in code(row[0])]
     assert states == [state.value for state in SubscriptionState]
 
 

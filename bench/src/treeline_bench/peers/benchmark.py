@@ -141,7 +141,7 @@ def benchmark(programs: Mapping[str, Path], trace: Trace) -> Benchmark:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds their group of arguments."""
     add = parser.add_argument_group("routing-sim beside other routers").add_argument
-    add("--peers", metavar="P[,P2]", help=f"our picker and these over simulated engines: {', '.join(PEERS)}")
+    add("--peers", metavar="P[,P2]", help=f"compare our picker with these: {', '.join(PEERS)}")
     add(
         "--peer-path",
         action="append",

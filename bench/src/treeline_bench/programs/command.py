@@ -27,12 +27,11 @@ from treeline_bench.results import Row
 
 SCALE = 0.5
 TITLE = "Programs"
-DESCRIPTION = """Run programs of the frontend language on `treeline serve`: the eleven workloads of SGLang's paper with
-synthetic texts, each under the ablations of its figure 8, and say how much faster cache, schedule, parallel branches
-and hints make them, and how much the cache found of all that any cache could have found.
+DESCRIPTION = """Run the eleven workloads of SGLang's paper with synthetic texts on `treeline serve`, each under the
+ablations of its figure 8, and measure how much faster cache, schedule, parallel branches and hints make them.
 
-Each ablation has a fresh server, each workload an empty cache. The tiny model is the default, so that it runs on a
-laptop in ten minutes; what it says of cache and schedule holds for any model, times do not."""
+Each ablation has a fresh server, each workload an empty cache. With the tiny model it runs on a laptop in ten minutes;
+its results on cache and schedule hold for any model, its times do not."""
 EPILOG = f"""examples:
   treeline bench programs
       all of it, results in bench/results
@@ -59,31 +58,26 @@ def parser(prog: str) -> argparse.ArgumentParser:
     )
     add = top.add_argument
     names = (*WORKLOADS, speculation.NAME)
-    add("--workload", nargs="+", choices=names, metavar="NAME", help="(default: all that the model can do)")
-    add("--ablation", nargs="+", choices=ABLATIONS, metavar="NAME", help="(default: all eight)")
-    add(
-        "--programs",
-        type=_at_least(int, 1),
-        metavar="N",
-        help="of each workload (default: 3 to 40, by how long one is)",
-    )
+    add("--workload", nargs="+", choices=names, metavar="NAME", help="workloads (default: all that the model can run)")
+    add("--ablation", nargs="+", choices=ABLATIONS, metavar="NAME", help="ablations (default: all eight)")
+    add("--programs", type=_at_least(int, 1), metavar="N", help="programs per workload (default: 3 to 40, by length)")
     add(
         "--scale",
         type=_at_least(float, 0.01),
         default=SCALE,
         metavar="F",
-        help=f"multiplies lengths of texts and answers, and the cache (default: {SCALE}; 1 = the paper's)",
+        help=f"factor of text lengths, answer lengths and cache size (default: {SCALE}; 1 = the paper's)",
     )
-    add("--seed", type=int, default=1, help="of the texts (default: 1)")
+    add("--seed", type=int, default=1, help="seed of the texts (default: 1)")
     add("--model", type=Path, default=MODEL, metavar="DIR", help="a checkpoint with a tokenizer (default: models/tiny)")
-    add("--device", default="auto", help="of the server: auto, cpu, cuda (default: auto)")
+    add("--device", default="auto", help="the server's device: auto, cpu, cuda (default: auto)")
     add(
         "--server-args",
         default="",
         metavar="FLAGS",
         help="more flags of `treeline serve`: --server-args='--page-size 16'",
     )
-    add("--out", type=Path, metavar="DIR", help="where results go (default: bench/results for a run of everything)")
+    add("--out", type=Path, metavar="DIR", help="folder of the results (default: bench/results for a complete run)")
     return top
 
 

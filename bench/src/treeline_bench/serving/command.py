@@ -28,11 +28,10 @@ from treeline_bench.serving.summary import parse_limits
 NAME = re.compile(r"[A-Za-z0-9_-]+")
 LAST_ARRIVALS_S = 1.0
 """A load whose last answer came this long before its end had no more to send."""
-DESCRIPTION = """Send load to an OpenAI server (Treeline, vLLM, SGLang, a gateway) and say what its clients would see.
+DESCRIPTION = """Send load to an OpenAI server (Treeline, vLLM, SGLang, a gateway) and measure it as its clients do.
 
-Latencies count from the moment at which a request was due, so a server that cannot follow an open loop does not look
-better than it is; token counts are the server's own (usage). The same seed sends the same prompts in the same order:
-a second run finds them in the server's prefix cache, so give it another --seed or restart the server."""
+Latencies count from the moment at which a request was due; token counts are the server's own (usage). The same seed
+sends the same prompts, which a second run finds cached: give it another --seed or restart the server."""
 EPILOG = """examples:
   treeline bench serving --url http://127.0.0.1:8000
       1,000 random prompts of up to 1,024 tokens in and out, 64 at once
@@ -65,8 +64,8 @@ def parser(prog: str) -> argparse.ArgumentParser:
 
 def _servers(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--url", metavar="URL", help="where the server is, with or without /v1")
-    add("--name", default="treeline", help="what to call it (default: treeline)")
+    add("--url", metavar="URL", help="the server, with or without /v1")
+    add("--name", default="treeline", help="its name in the report (default: treeline)")
     add(
         "--against",
         action="append",
@@ -74,27 +73,27 @@ def _servers(group: argparse._ArgumentGroup) -> None:
         metavar="NAME=URL",
         help="another server to compare with, in alternating rounds; repeatable",
     )
-    add("--model", default="", help="the model to ask for (default: the first that each server names)")
+    add("--model", default="", help="the model (default: the first in each server's list)")
     add("--api-key", default=os.environ.get("OPENAI_API_KEY", ""), metavar="KEY", help="(default: $OPENAI_API_KEY)")
     add("--chat", action="store_true", help="ask /v1/chat/completions, not /v1/completions")
-    add("--extra-body", type=_object, default={}, metavar="JSON", help="more fields of bodies: '{\"top_p\": 0.9}'")
+    add("--extra-body", type=_object, default={}, metavar="JSON", help="more fields of requests: '{\"top_p\": 0.9}'")
     add("--temperature", type=float, default=0.0, metavar="T", help="(default: 0)")
     add("--respect-eos", action="store_true", help="let answers end early: do not send ignore_eos")
 
 
 def _load(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--concurrency", type=_whole, metavar="N", help="closed loop: so many at once (default: 64)")
+    add("--concurrency", type=_whole, metavar="N", help="closed loop: N requests at once (default: 64)")
     add(
         "--request-rate",
         type=_positive,
         metavar="R",
-        help="open loop: R a second, Poisson (multi-turn: new users)",
+        help="open loop: R requests (multi-turn: new users) a second, Poisson",
     )
-    add("--duration", type=_positive, metavar="S", help="send nothing new after S seconds; what runs may end")
-    add("--timeout", type=_positive, default=300.0, metavar="S", help="for one answer (default: 300)")
-    add("--warm-up", type=_count, default=1, metavar="N", help="requests that are not counted (default: 1)")
-    add("--rounds", type=_whole, metavar="N", help="with other prompts each (default: 1, with --against 3)")
+    add("--duration", type=_positive, metavar="S", help="send no new requests after S seconds")
+    add("--timeout", type=_positive, default=300.0, metavar="S", help="longest wait for an answer (default: 300)")
+    add("--warm-up", type=_count, default=1, metavar="N", help="uncounted requests before the measurement (default: 1)")
+    add("--rounds", type=_whole, metavar="N", help="rounds, each with other prompts (default: 1, with --against 3)")
     add("--processes", type=_whole, default=1, metavar="N", help="load processes (default: 1)")
 
 
@@ -103,26 +102,21 @@ def _prompts(group: argparse._ArgumentGroup) -> None:
     names = "; ".join(f"{dataset.name}: {dataset.summary}" for dataset in DATASETS.values())
     add("--dataset", choices=DATASETS, default="random", help=names.replace("%", "%%"))
     add("--seed", type=int, default=42, help="(default: 42)")
-    add("--num-prompts", type=_whole, metavar="N", help="prompts, or conversations")
-    add("--input-len", type=_whole, metavar="TOKENS", help="of a prompt, or of the part that it does not share")
-    add("--output-len", type=_whole, metavar="TOKENS", help="of an answer")
+    add("--num-prompts", type=_whole, metavar="N", help="number of prompts or conversations")
+    add("--input-len", type=_whole, metavar="TOKENS", help="length of a prompt, or of its unshared part")
+    add("--output-len", type=_whole, metavar="TOKENS", help="length of an answer")
     add("--range-ratio", type=_share, metavar="F", help="lengths are uniform from F × length to length")
-    add("--groups", type=_whole, metavar="N", help="of prompts that share a prefix")
+    add("--groups", type=_whole, metavar="N", help="groups of prompts that share a prefix")
     add("--prompts-per-group", type=_whole, metavar="N")
-    add("--prefix-len", type=_whole, metavar="TOKENS", help="of the shared prefix")
-    add("--turns", type=_whole, metavar="N", help="of a conversation")
-    add(
-        "--tokenizer",
-        default="",
-        metavar="PATH_OR_HF_ID",
-        help="to count with (default: the server's)",
-    )
-    add("--token-ids", action="store_true", help="send ids in place of text: no tokenizer is needed")
+    add("--prefix-len", type=_whole, metavar="TOKENS", help="length of the shared prefix")
+    add("--turns", type=_whole, metavar="N", help="turns per conversation")
+    add("--tokenizer", default="", metavar="PATH_OR_HF_ID", help="tokenizer that counts tokens (default: the server's)")
+    add("--token-ids", action="store_true", help="send token ids, which needs no tokenizer")
 
 
 def _report(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
-    add("--goodput", nargs="+", default=[], metavar="MEASURE:MS", help="limits of a good answer: ttft, tpot, e2e")
+    add("--goodput", nargs="+", default=[], metavar="MEASURE:MS", help="limits of a good answer in ms: ttft, tpot, e2e")
     add("--output", type=Path, metavar="FILE", help="write everything as JSON")
     add("--results", type=Path, metavar="DIR", help="write JSON, Markdown and a plot as make bench does")
 

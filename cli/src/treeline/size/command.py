@@ -47,20 +47,24 @@ def parser() -> argparse.ArgumentParser:
     )
     size.add_argument("model", metavar="MODEL", help="a checkpoint folder, a Hugging Face id (org/name), or tiny")
     size.add_argument("--gpu", type=gpu, metavar="NAME", help=f"{', '.join(GPUS)}, or GiB (default: each of them)")
-    size.add_argument("--count", type=_positive, metavar="N", help="GPUs that there are; each serves the whole model")
+    size.add_argument("--count", type=_positive, metavar="N", help="available GPUs; each serves the whole model")
     size.add_argument("--context", type=_positive, metavar="TOKENS", help="length of a sequence (default: the longest)")
-    size.add_argument("--concurrency", type=_positive, metavar="N", help="sequences at once that have to fit")
-    size.add_argument("--json", action="store_true", help="for programs")
+    size.add_argument("--concurrency", type=_positive, metavar="N", help="sequences that must fit at once")
+    size.add_argument("--json", action="store_true", help="print JSON")
     serve = size.add_argument_group("as for treeline serve")
     serve.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
     serve.add_argument("--quantization", choices=("auto", "fp8"), default="auto", help="fp8 = quantised at load")
-    serve.add_argument("--kv-dtype", choices=("auto", "fp8_e4m3"), default="auto", help="of the cache")
-    serve.add_argument("--mem-fraction", type=float, metavar="F", help="of the GPU's memory (default: 0.85)")
+    serve.add_argument("--kv-dtype", choices=("auto", "fp8_e4m3"), default="auto", help="type of the KV cache")
+    serve.add_argument("--mem-fraction", type=float, metavar="F", help="share of the GPU's memory (default: 0.85)")
     load = size.add_argument_group("replicas for a load")
-    load.add_argument("--requests-per-s", type=_above_0, metavar="R")
-    load.add_argument("--prompt-tokens", type=_positive, metavar="N", default=1000, help="(default: %(default)s)")
-    load.add_argument("--output-tokens", type=_positive, metavar="N", default=200, help="(default: %(default)s)")
-    load.add_argument("--prefix-share", type=_share, metavar="S", default=0.0, help="of prompts that is cached, 0 to 1")
+    load.add_argument("--requests-per-s", type=_above_0, metavar="R", help="load to size for")
+    load.add_argument(
+        "--prompt-tokens", type=_positive, metavar="N", default=1000, help="per request (default: %(default)s)"
+    )
+    load.add_argument(
+        "--output-tokens", type=_positive, metavar="N", default=200, help="per request (default: %(default)s)"
+    )
+    load.add_argument("--prefix-share", type=_share, metavar="S", default=0.0, help="cached share of prompts, 0 to 1")
     return size
 
 

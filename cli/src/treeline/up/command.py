@@ -74,8 +74,8 @@ def parser() -> argparse.ArgumentParser:
         default=[],
         type=_engine,
         metavar="NAME=HOST:PORT",
-        help="put the gateway and the picker before this OpenAI-compatible server, which runs already (vLLM, SGLang or "
-        "`treeline serve`), and start no runtime; may be repeated",
+        help="put gateway and picker before this running server (vLLM, SGLang or `treeline serve`) and start no "
+        "runtime; may be repeated",
     )
     up.add_argument("--served-model-name", metavar="NAME", help="the name clients use (default: the folder's name)")
     up.add_argument(
@@ -95,8 +95,8 @@ def parser() -> argparse.ArgumentParser:
         "--port-base",
         type=_port,
         metavar="PORT",
-        help="take all ports from this one on: the gateway's, four of the picker, six of each runtime (default: those "
-        "of docs/operations.md)",
+        help="first of all ports: the gateway's, four of the picker, six of each runtime (default: those of "
+        "docs/operations.md)",
     )
     _add_access(up, defaults)
     _add_insights(up, defaults)
@@ -116,13 +116,13 @@ def _add_access(up: argparse.ArgumentParser, defaults: UpOptions) -> None:
         "--api-keys",
         type=Path,
         metavar="DIR",
-        help="serve only clients with a key: a file for each client, named by it, with its key in it "
-        "(default: everybody is served)",
+        help="serve only clients with a key: one file per client, named by it, containing its key (default: serve "
+        "everybody)",
     )
     up.add_argument(
         "--isolation",
         choices=("PerKey", "Shared"),
-        help=f"with --api-keys: each client has a cache of its own, or all share one (default: {defaults.isolation})",
+        help=f"with --api-keys: a cache for each client, or one for all (default: {defaults.isolation})",
     )
     up.add_argument(
         "--expose-routing",
@@ -142,13 +142,13 @@ def _add_insights(up: argparse.ArgumentParser, defaults: UpOptions) -> None:
     up.add_argument(
         "--show-prompts",
         action="store_true",
-        help="let the console show the beginnings of prompts to browsers on this machine",
+        help="let the console show beginnings of prompts to browsers on this machine",
     )
     up.add_argument(
         "--tracing",
         action="store_true",
-        help="OpenTelemetry traces of requests through Envoy, picker and runtimes, sent over OTLP/gRPC as the "
-        f"variables OTEL_… say (default: a tenth of the requests, to http://localhost:{tracing_env.PORT})",
+        help="OpenTelemetry traces of Envoy, picker and runtimes over OTLP/gRPC, as the variables OTEL_… say "
+        f"(default: a tenth of the requests, to http://localhost:{tracing_env.PORT})",
     )
     up.add_argument("--log-level", choices=("debug", "info", "warning", "error"), default=defaults.log_level)
     up.add_argument(

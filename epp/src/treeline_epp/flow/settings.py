@@ -61,7 +61,6 @@ def flow_help() -> str:
     """All parameters with their defaults."""
     fields = (f"{field.name}={field.default:g}" for field in msgspec.structs.fields(FlowSettings)[1:])
     return (
-        "what makes a request wait here and not in an engine: wait (every endpoint has more than wait_seconds of work "
-        "before it), requests (every one has endpoint_requests) or off, with parameters as --policy has them "
-        f"({', '.join(fields)}); docs/flow-control.md (default off)"
+        "when requests wait in the picker: wait (every endpoint has more than wait_seconds of work), requests (every "
+        f"endpoint has endpoint_requests) or off (default). Parameters: {', '.join(fields)}; docs/flow-control.md"
     )

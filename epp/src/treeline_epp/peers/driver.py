@@ -138,7 +138,7 @@ async def _resolve(protocol: _Socket, family: int, peers: Sequence[Address]) -> 
 def samples(gossip: Gossip) -> Iterator[Sample]:
     """For the metrics page."""
     yield "gauge", "peers", "Other pickers whose requests in flight this picker knows.", {}, gossip.in_step
-    text = "Requests that other pickers have in flight, as far as they have told this one."
+    text = "Requests in flight of other pickers, as far as this picker knows."
     yield "gauge", "peer_requests", text, {}, gossip.elsewhere
     text = "Requests of other pickers at endpoints that this picker does not know."
     yield "counter", "peer_requests_unplaced", text, {}, gossip.unplaced

@@ -25,7 +25,7 @@ router = APIRouter()
     "/v1/completions",
     **schema.operation(
         tag=schema.OPENAI,
-        summary="Go on with prompts",
+        summary="Continue prompts",
         body=openai.CompletionBody,
         answer=answers.Completion,
         event=answers.Completion,

@@ -28,7 +28,7 @@ class Guarded(HTTPBearer):
     def __init__(self) -> None:
         super().__init__(
             scheme_name="key",
-            description="Where the server was started with --api-key. `x-api-key` takes it as well.",
+            description="Needed if the server was started with --api-key. `x-api-key` works, too.",
         )
 
     async def __call__(self, request: Request) -> None:  # type: ignore[override]

@@ -40,17 +40,17 @@ _ROOT: Final = re.compile(r"^[ \t]*root\s*::=", re.MULTILINE)
 
 
 def _meta(description: str, *types: str, **schema: Any) -> Meta:
-    said = f"{description} What the output must be: one such field at most."
+    said = f"Constraint (at most one): {description}"
     return Meta(description=said, extra_json_schema={"type": [*types, "null"], **schema})
 
 
-JsonSchema = Annotated[Any, _meta("A JSON Schema.", "object", "string")]
-Regex = Annotated[Any, _meta("What the whole output matches.", "string")]
-Ebnf = Annotated[Any, _meta("A grammar in xgrammar's form, with a rule `root ::= …`.", "string")]
-StructuralTag = Annotated[Any, _meta("xgrammar's, or SGLang's older form.", "object", "string")]
-Choices = Annotated[Any, _meta("Texts, one of which is the output.", "array", items={"type": "string"})]
-ResponseFormat = Annotated[Any, _meta("OpenAI's, and type `structural_tag`.", "object")]
-StructuredOutputs = Annotated[Any, _meta("vLLM's object.", "object")]
+JsonSchema = Annotated[Any, _meta("a JSON Schema.", "object", "string")]
+Regex = Annotated[Any, _meta("a pattern for the whole output.", "string")]
+Ebnf = Annotated[Any, _meta("a grammar in xgrammar's form, with a rule `root ::= …`.", "string")]
+StructuralTag = Annotated[Any, _meta("xgrammar's structural tag, or SGLang's older form.", "object", "string")]
+Choices = Annotated[Any, _meta("the texts to choose from.", "array", items={"type": "string"})]
+ResponseFormat = Annotated[Any, _meta("OpenAI's format, and type `structural_tag`.", "object")]
+StructuredOutputs = Annotated[Any, _meta("vLLM's format.", "object")]
 """Fields of bodies (`FIELDS`), checked by `read_constraint`."""
 
 

@@ -30,7 +30,7 @@ router = APIRouter()
     "/generate",
     **schema.operation(
         tag=schema.NATIVE,
-        summary="Go on with prompts",
+        summary="Continue prompts",
         body=native_fields.GenerateBody,
         answer=answers.Generated | list[answers.Generated],
         event=answers.Generated,
@@ -61,14 +61,20 @@ for _path in ("/tokenize", "/v1/tokenize"):
     router.post(
         _path,
         **schema.operation(
-            tag=schema.NATIVE, summary="Text → ids", body=native_fields.TokenizeBody, answer=answers.Tokens
+            tag=schema.NATIVE,
+            summary="Text to token ids",
+            body=native_fields.TokenizeBody,
+            answer=answers.Tokens,
         ),
     )(converting("tokenize"))
 for _path in ("/detokenize", "/v1/detokenize"):
     router.post(
         _path,
         **schema.operation(
-            tag=schema.NATIVE, summary="Ids → text", body=native_fields.DetokenizeBody, answer=answers.Text
+            tag=schema.NATIVE,
+            summary="Token ids to text",
+            body=native_fields.DetokenizeBody,
+            answer=answers.Text,
         ),
     )(converting("detokenize"))
 

@@ -46,7 +46,7 @@ class GenerateBody(Body, frozen=True):
 
     harmless: ClassVar = {
         **HARMLESS,
-        "stream_options": "asks for the usage, which is always there: SGLang's test kits",
+        "stream_options": "the usage is always there",
     }
     shown: ClassVar = {
         "sampling_params": {"anyOf": [*_SAMPLING["anyOf"], {"type": "array", "items": _SAMPLING}]},

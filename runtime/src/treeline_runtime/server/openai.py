@@ -71,7 +71,7 @@ MAX_SALT_CHARS = 1024
 """It is stored with every page and sent to every router."""
 Salt = Annotated[
     Annotated[str, Meta(max_length=MAX_SALT_CHARS)] | None,
-    Meta(description="Requests that differ in this share no cached prefix."),
+    Meta(description="Requests with different values share no cached prefix."),
 ]
 """Read by wire's `namespace_of`."""
 _CONVERSATION: dict[str, Any] = {
@@ -91,14 +91,15 @@ _CONVERSATION: dict[str, Any] = {
         },
     },
 }
-_FOR_TEMPLATE = "For the model's chat template. Content in parts has parts of type `text`."
+_FOR_TEMPLATE = "Rendered by the chat template. Parts of a content have the type `text`."
 Conversation = Annotated[Any, Meta(description=_FOR_TEMPLATE, extra_json_schema=_CONVERSATION)]
 MaybeConversation = Annotated[
     Any, Meta(description=_FOR_TEMPLATE, extra_json_schema={"anyOf": [_CONVERSATION, {"type": "null"}]})
 ]
-Documents = Annotated[Any, Meta(description="For the template.", extra_json_schema={"type": ["array", "null"]})]
-TemplateFlag = Annotated[Any, Meta(description="For the template.", extra_json_schema={"type": ["boolean", "null"]})]
-Variables = Annotated[Any, Meta(description="For the template.", extra_json_schema={"type": ["object", "null"]})]
+_PASSED = "Passed to the chat template."
+Documents = Annotated[Any, Meta(description=_PASSED, extra_json_schema={"type": ["array", "null"]})]
+TemplateFlag = Annotated[Any, Meta(description=_PASSED, extra_json_schema={"type": ["boolean", "null"]})]
+Variables = Annotated[Any, Meta(description=_PASSED, extra_json_schema={"type": ["object", "null"]})]
 """All four are read, and checked, by wire's `prompt_of_chat`."""
 _IDS: dict[str, Any] = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 TEXTS: dict[str, list[Any]] = {
@@ -168,7 +169,7 @@ class ChatBody(CommonBody, frozen=True, kw_only=True):
     parallel_tool_calls: tools.SeveralCalls = None
     reasoning_effort: Annotated[
         Effort | None,
-        Meta(description="For the chat template, whose thinking it turns on or off; ignored where it reads neither."),
+        Meta(description="Passed to the chat template, and turns its thinking on or off."),
     ] = None
     chat_template: ChatTemplateText | None = None
     """Instead of the model's: vLLM's."""

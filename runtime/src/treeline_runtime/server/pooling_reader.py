@@ -73,7 +73,7 @@ class ClassifyBody(TextsOrChat, frozen=True, kw_only=True):
 class PairFields(PoolingFields, frozen=True, kw_only=True):
     """What is compared, and how."""
 
-    instruct: Annotated[str | None, Meta(description="Where the model's chat template has a place for it.")] = None
+    instruct: Annotated[str | None, Meta(description="Used if the chat template has a place for it.")] = None
     use_activation: bool | None = None
     add_special_tokens: bool | None = None
     """False is refused: a pair needs them."""

@@ -160,11 +160,11 @@ class Probes:
         """Open to everybody."""
         made = APIRouter()
         _add(made, ("/live",), self.live, "503 when a restart would help", answers.Status)
-        _add(made, ("/ready", "/health", "/ping"), self.ready, "200 while new requests are taken", answers.Status)
-        _add(made, ("/model_info", "/get_model_info"), self.model_info, "About the model")
-        about = "About the server: its arguments, without secrets, and its state"
+        _add(made, ("/ready", "/health", "/ping"), self.ready, "200 while new requests are accepted", answers.Status)
+        _add(made, ("/model_info", "/get_model_info"), self.model_info, "Describes the model")
+        about = "The server's state and arguments, without secrets"
         _add(made, ("/server_info", "/get_server_info"), self.server_info, about)
-        _add(made, ("/version",), self.version, "Of the server", answers.Version)
+        _add(made, ("/version",), self.version, "The server's version", answers.Version)
         tokenizer = "The tokenizer and chat template, for a router that renders prompts"
         _add(made, ("/treeline/tokenizer",), self.tokenizer, tokenizer)
         return made
@@ -174,11 +174,11 @@ class Probes:
         """Needs the API key."""
         made = APIRouter(dependencies=[Security(Guarded())])
         _add(made, ("/health_generate",), self.health_generate, "Generates a few tokens", answers.Status)
-        models = "The model that is served, as a list"
+        models = "A list with the served model"
         _add(made, ("/v1/models",), self.models, models, answers.Models, schema.OPENAI)
         _add(made, ("/v1/models/{model:path}",), self.model, "The model", answers.Model, schema.OPENAI)
-        _add(made, ("/v1/loads",), self.loads, "The scheduler's load, asked now")
-        _add(made, ("/load",), self.load, "Requests in flight, as vLLM tells them", answers.Load)
+        _add(made, ("/v1/loads",), self.loads, "The scheduler's current load")
+        _add(made, ("/load",), self.load, "Requests in flight, in vLLM's format", answers.Load)
         return made
 
     # ---- probes ---------------------------------------------------------------------------------------------

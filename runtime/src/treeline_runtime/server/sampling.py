@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 ProcessorName = Annotated[
     str,
     Meta(
-        description="The logit processor, of those that the server was started with; Python is not taken.",
+        description="A logit processor that the server was started with.",
         extra_json_schema={"maxLength": MAX_NAME_CHARS},
     ),
 ]

@@ -35,21 +35,21 @@ _TOOL: Final = {
 Tools = Annotated[
     Any,
     Meta(
-        description="What the model may call.",
+        description="Functions that the model may call.",
         extra_json_schema={"type": ["array", "null"], "items": _TOOL, "maxItems": MAX_TOOLS},
     ),
 ]
 ToolChoice = Annotated[
     Any,
     Meta(
-        description="`auto` unless it is there. An object names the function that is called, or is `allowed_tools`.",
+        description="Default `auto`. An object names the function to call, or is `allowed_tools`.",
         extra_json_schema={"anyOf": [{"enum": ["none", "auto", "required", None]}, {"type": "object"}]},
     ),
 ]
 SeveralCalls = Annotated[
     Any,
     Meta(
-        description="Whether there may be several calls; true unless it is there.",
+        description="Allow several calls (default true).",
         extra_json_schema={"type": ["boolean", "null"]},
     ),
 ]

@@ -38,7 +38,7 @@ router = APIRouter()
 @router.post(
     "/v1/embeddings",
     **schema.operation(
-        tag=schema.OPENAI, summary="Vectors of texts", body=pooling_reader.EmbeddingBody, answer=answers.Embeddings
+        tag=schema.OPENAI, summary="Embeddings of texts", body=pooling_reader.EmbeddingBody, answer=answers.Embeddings
     ),
 )
 async def embeddings(
@@ -56,7 +56,7 @@ async def embeddings(
     "/pooling",
     **schema.operation(
         tag=schema.VECTORS,
-        summary="What the model makes of texts, as it is",
+        summary="The model's raw outputs for texts",
         body=pooling_reader.PoolingBody,
         answer=answers.Pooled,
     ),
@@ -72,7 +72,7 @@ async def pooling(
 
 _CLASSIFY = schema.operation(
     tag=schema.VECTORS,
-    summary="What a classification head says of texts",
+    summary="Class probabilities of texts",
     body=pooling_reader.ClassifyBody,
     answer=answers.Classified,
 )
@@ -97,7 +97,7 @@ async def classify(
 
 _SCORE = schema.operation(
     tag=schema.VECTORS,
-    summary="How relevant texts are to others",
+    summary="Relevance scores of pairs of texts",
     body=pooling_reader.ScoreBody,
     answer=answers.Scores,
 )
@@ -117,7 +117,7 @@ async def score(
 
 _RERANK = schema.operation(
     tag=schema.VECTORS,
-    summary="Documents by relevance",
+    summary="Sort documents by relevance",
     body=pooling_reader.RerankBody,
     answer=answers.Ranking,
 )

@@ -92,8 +92,8 @@ def policy_flag(text: str) -> str:
 def policy_help() -> str:
     """All policies with their parameters and defaults."""
     return (
-        "how endpoints are chosen, and with which parameters, for example cache_aware:cache_threshold=0.5 "
-        f"(default %(default)s). There are {', '.join(map(_described, sorted(POLICIES)))}; see docs/routing.md"
+        "how endpoints are chosen, for example cache_aware:cache_threshold=0.5 (default %(default)s): "
+        f"{', '.join(map(_described, sorted(POLICIES)))}; see docs/routing.md"
     )
 
 

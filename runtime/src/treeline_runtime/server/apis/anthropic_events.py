@@ -60,7 +60,7 @@ router.post(
     "/v1/messages/count_tokens",
     **schema.operation(
         tag=schema.ANTHROPIC,
-        summary="How many tokens the prompt of a chat has",
+        summary="Count the tokens of a chat's prompt",
         body=MessagesBody,
         answer=TokenCount,
         error=AnthropicError,

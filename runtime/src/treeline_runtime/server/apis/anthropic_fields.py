@@ -27,15 +27,15 @@ class MessagesBody(SamplingFields, frozen=True, kw_only=True):
 
     harmless: ClassVar = {
         **{name: why for name, why in HARMLESS.items() if name != "parallel_tool_calls"},
-        "betas": "which additions to the API the client knows: SGLang's field",
+        "betas": "supported features need no beta flag",
         "cache_control": "prefixes are always cached",
-        "billing_policy": "for billing, which does not exist here",
-        "diagnostics": "asks why a prefix was not cached; see the usage",
-        **dict.fromkeys(("fallbacks", "fallback_credit_token"), "fallback models; there are none"),
+        "billing_policy": "there is no billing",
+        "diagnostics": "the usage says how much was cached",
+        **dict.fromkeys(("fallbacks", "fallback_credit_token"), "there are no fallback models"),
         "speed": "there is one speed",
-        "inference_geo": "chooses a region; there is only one",
-        "user_profile_id": "identifies the user, for statistics",
-        "workspace_id": "identifies the user, for statistics",
+        "inference_geo": "there is one region",
+        "user_profile_id": "identifies the user",
+        "workspace_id": "identifies the user",
     }
     shown: ClassVar = {
         "max_tokens": {"type": "integer", "minimum": 1, "description": "`count_tokens` needs none."},

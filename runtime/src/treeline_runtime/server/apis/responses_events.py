@@ -47,7 +47,7 @@ router = APIRouter()
     "/v1/responses",
     **schema.operation(
         tag=schema.OPENAI,
-        summary="Answer a chat, as items",
+        summary="Answer a chat, in items",
         body=ResponsesBody,
         answer=ResponseObject,
         event=ResponseEvent,
@@ -63,7 +63,7 @@ router.post(
     "/v1/responses/input_tokens",
     **schema.operation(
         tag=schema.OPENAI,
-        summary="How many tokens the prompt of a chat has",
+        summary="Count the tokens of a chat's prompt",
         body=ResponsesBody,
         answer=InputTokens,
     ),

@@ -25,8 +25,8 @@ class ResponsesBody(SamplingFields, frozen=True, kw_only=True):
 
     harmless: ClassVar = {
         **{name: why for name, why in HARMLESS.items() if name not in ("metadata", "parallel_tool_calls")},
-        "client_metadata": "the client's own bookkeeping: Codex's",
-        "max_tool_calls": "limits calls of built-in tools; there are none",
+        "client_metadata": "the client's own bookkeeping",
+        "max_tool_calls": "there are no built-in tools",
     }
     shown: ClassVar = {
         "input": {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]},
