@@ -143,7 +143,8 @@ def _privileged() -> list[dict[str, Any]]:
             }
             for what, cel in _confinement().items()
         ],
-        why="Whoever may create pools may create pods: this keeps them from pods that control the node.",
+        why="Users who may create pools get no pods that control the node, except in namespaces with the label"
+        f" {ALLOW_PRIVILEGED}=true.",
         failure="Fail",
         variables={
             "pods": " + ".join(
@@ -180,7 +181,7 @@ def _model_names() -> list[dict[str, Any]]:
                 " + object.spec.modelName + ': the older of the two holds it; choose another name'",
             }
         ],
-        why="Of two models with one name the oldest holds it. Warns at apply; the status says it later.",
+        why="An older InferenceModel has the name.",
         failure="Ignore",
         variables={},
         conditions={"name-is-new": "oldObject == null || object.spec != oldObject.spec"},
@@ -220,7 +221,7 @@ def _gateway_settings() -> list[dict[str, Any]]:
                 " those of the older pool hold; make them equal or choose another gateway.name'",
             }
         ],
-        why="Pools of a gateway share its picker and its Envoy. Warns at apply; the status says it later.",
+        why="An older pool of the gateway has other settings.",
         failure="Ignore",
         variables={
             "samePicker": " && ".join(f"{picker('params', name)} == {picker('object', name)}" for name in shared),
@@ -261,7 +262,7 @@ def _open_gateways() -> list[dict[str, Any]]:
         "open-gateways",
         "inferencepools",
         [{"expression": cel, "message": message} for message, cel in warnings.items()],
-        why="Warns of a gateway that is open to everybody, or that isolates clients less than it seems.",
+        why="A gateway is open to everybody, or isolates clients less than it seems.",
         failure="Ignore",
         variables={},
         conditions={
@@ -276,14 +277,6 @@ def _open_gateways() -> list[dict[str, Any]]:
 def all_policies() -> list[dict[str, Any]]:
     """Every policy, each followed by its binding."""
     return [*_privileged(), *_model_names(), *_gateway_settings(), *_open_gateways()]
-
-
-IMPOSSIBLE: Final = (
-    "that `poolRef` and `fallbackPools` name existing pools (see `PoolNotFound`)",
-    "that a modelName is unique among models of different pools of a gateway (see `ModelNameInUse`)",
-    "that a Secret or a claim exists and has the right content (see the conditions)",
-)
-"""What no policy can check, and where it shows."""
 
 
 def chart_template() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Final
 
 from treeline_operator.api.conditions import ConditionType, Reason
@@ -10,16 +11,14 @@ from treeline_operator.api.conditions import ConditionType, Reason
 _HEAD: Final = """\
 # Conditions and reasons
 
-What `kubectl describe tlpool` and `tlmodel` show, and what to do. Conditions, Events and metrics use the same words.
+The words of `kubectl describe tlpool` and `tlmodel`, of Events and of metrics.
 
-**Reading a status.** `Ready` is True while requests for the model succeed, also while pods are added, replaced or
-missing; `Progressing` and `WorkloadsReady` then show the progress. The reason of `Ready` is that of the most important
-condition: what needs action comes first. Its message has names, numbers and what to do. `observedGeneration` is the
-version of the spec that was judged; `lastTransitionTime` changes with the condition's status only. `RouteAccepted` is
-absent without `gateway.parentRefs`, `ScalingActive` without `autoscaling`, `Warnings` without warnings.
+`Ready` is True while requests for the model succeed, also while pods are added, replaced or missing. Its reason is that
+of the most important condition, its message has names, numbers and what to do. A condition that does not apply is
+absent. `observedGeneration` is the version of the spec that was judged.
 
-**Kinds.** *Well*: nothing to do. *Passes*: wait, or a state that you asked for. *Needs you*: stays until somebody acts;
-the Event is a Warning. "After 60 s": a normal start may show it for that long, so the Warning comes later.
+"Warning" says when the Event becomes a Warning: *at once*, after the time that a normal start may take, or *no* for
+states that pass or that you asked for.
 """
 
 _SECTIONS: Final = (
@@ -36,8 +35,6 @@ _SECTIONS: Final = (
 )
 """Where a part of the list begins."""
 
-_KINDS: Final = {True: "well", None: "passes", False: "needs you"}
-
 
 def page() -> str:
     """The whole page."""
@@ -52,10 +49,17 @@ def _conditions() -> Iterator[str]:
 
 
 def _reasons() -> Iterator[str]:
-    begins = dict(_SECTIONS)
-    for reason in Reason:
-        if reason in begins:
-            yield f"\n## {begins[reason]}\n\n| reason | kind | meaning | what to do |\n|---|---|---|---|"
-        info = reason.info
-        kind = _KINDS[info.good] + (f" after {info.patience_s} s" if info.patience_s else "")
-        yield f"| `{reason}` | {kind} | {info.summary} | {info.fix or 'Nothing.'} |"
+    starts = [*(list(Reason).index(first) for first, _ in _SECTIONS), len(Reason)]
+    for (_, title), (start, end) in zip(_SECTIONS, pairwise(starts), strict=True):
+        found = list(Reason)[start:end]
+        yield f"\n## {title}\n"
+        if well := [f"`{reason}`" for reason in found if reason.info.good]:
+            yield f"All is well: {', '.join(well)}.\n"
+        yield "| reason | Warning | meaning | what to do |\n|---|---|---|---|"
+        yield from (_row(reason) for reason in found if not reason.info.good)
+
+
+def _row(reason: Reason) -> str:
+    info = reason.info
+    warning = "no" if info.good is None else f"{info.patience_s} s" if info.patience_s else "at once"
+    return f"| `{reason}` | {warning} | {info.summary} | {info.fix} |"

@@ -83,7 +83,7 @@ class Reason(StrEnum):
     SERVING = _well("Serving", "Pods serve the model and the picker lists them.")
     PENDING = _passes(
         "Pending",
-        "The operator has not read enough of the cluster yet.",
+        "The operator is still reading the cluster.",
         "Wait some seconds; if it lasts, see the operator's log.",
     )
     SPEC_NOT_UNDERSTOOD = _needs_you(
@@ -93,17 +93,17 @@ class Reason(StrEnum):
     )
     PRESET_MISSING = _needs_you(
         "PresetMissing",
-        "The operator has no preset of this name; running pods stay unchanged.",
-        "Correct spec.preset, or add the preset to the chart's values (`presets`).",
+        "No such preset; running pods stay unchanged.",
+        "Correct spec.preset, or add the preset to the chart's values.",
     )
     PRESET_CONFLICT = _needs_you(
         "PresetConflict",
-        "The spec and its preset together are not a valid pool; running pods stay unchanged.",
+        "Spec and preset together are invalid; running pods stay unchanged.",
         "Correct the named fields in the preset or in the spec.",
     )
     RECONCILE_FAILED = _needs_you(
         "ReconcileFailed",
-        "The API server refuses a write of the operator (quoted in the message), or planning failed.",
+        "The API server refuses a write, or planning failed.",
         "Correct what the message names (a quota, a policy, a right), or report a bug. The operator retries.",
         patience_s=10,
     )
@@ -119,7 +119,7 @@ class Reason(StrEnum):
     ROLLOUT_COMPLETE = _well("RolloutComplete", "All pods have the current revision and are in the picker's list.")
     ROLLOUT_STALLED = _needs_you(
         "RolloutStalled",
-        "Pods of the new revision do not become ready; the old ones keep serving.",
+        "New pods do not become ready; the old ones keep serving.",
         "See WorkloadsReady for the cause, or restore the previous spec.",
     )
     PAUSED = _passes("Paused", "The rollout is paused.", "Set rollout.paused to false to continue.")
@@ -131,15 +131,14 @@ class Reason(StrEnum):
     INSUFFICIENT_CAPACITY = _needs_you(
         "InsufficientCapacity",
         "No node has room for a pod.",
-        "Add nodes, lower replicas or engine.resources, or correct accelerator.class, count and tolerations. "
-        "A rollout waits rollout.surgeTimeoutSeconds, then replaces pods one by one if they fit; "
-        "rollout.maxUnavailable 1 or strategy Replace makes room at once; restoring the previous spec ends "
-        "it.",
+        "Add nodes, lower replicas or engine.resources, or correct accelerator.class, count and tolerations. A "
+        "rollout waits rollout.surgeTimeoutSeconds, then replaces pods one by one if they fit; "
+        "rollout.maxUnavailable 1 or strategy Replace makes room at once.",
         patience_s=60,
     )
     NODES_TOO_SMALL = _needs_you(
         "NodesTooSmall",
-        "No eligible node is large enough for the pod, even when empty. A pod runs on one node.",
+        "Not even an empty eligible node has room for the pod.",
         "Lower accelerator.count, engine.tensorParallel or engine.resources; add larger nodes; or correct "
         "accelerator.class, nodeSelector and tolerations. With a node autoscaler, wait.",
         patience_s=60,
@@ -170,9 +169,8 @@ class Reason(StrEnum):
     PROBE_FAILING = _needs_you(
         "ProbeFailing",
         "A container runs but its probe fails.",
-        "See the pod's log; set engine.port if the server listens elsewhere. A start may take 30 minutes or "
-        "20 s per GiB of model.size, the longer of both; change it in "
-        "template.spec.containers[runtime].startupProbe.",
+        "See the pod's log; set engine.port if the server listens elsewhere. A start may take 30 minutes, or 20 s "
+        "per GiB of model.size if longer; change it in template.spec.containers[runtime].startupProbe.",
         patience_s=60,
     )
     CONFIG_ERROR = _needs_you(
@@ -183,24 +181,24 @@ class Reason(StrEnum):
     )
     KEYS_PENDING = _passes(
         "KeysPending",
-        "Pods wait for the gateway's Secret with the keys of KV events.",
+        "Pods wait for the Secret with the keys of KV events.",
         "Wait some seconds; if it lasts, see GatewayReady and EndpointPickerReady.",
     )
     KEY_SECRET_MISSING = _needs_you(
         "KeySecretMissing",
         "The Secret with the keys of KV events was deleted.",
-        "Wait until the operator has made a new one, then delete the pods that hold the old keys.",
+        "Wait for the new one, then delete the pods that hold the old keys.",
         patience_s=30,
     )
     VOLUME_NOT_READY = _needs_you(
         "VolumeNotReady",
         "A volume is not bound or cannot be mounted.",
-        "Correct model.cache or engine.cache (claimName, storageClassName, accessModes) as the message says.",
+        "Correct model.cache or engine.cache as the message says.",
         patience_s=60,
     )
     QUOTA_EXCEEDED = _needs_you(
         "QuotaExceeded",
-        "A quota of the namespace does not allow more pods.",
+        "A quota does not allow more pods.",
         "Raise the ResourceQuota or lower replicas or resources.",
     )
     POD_REJECTED = _needs_you(
@@ -210,13 +208,12 @@ class Reason(StrEnum):
     )
     TEMPLATE_INVALID = _needs_you(
         "TemplateInvalid",
-        "A template (spec.template, endpointPicker.template, gateway.standalone.template or the chart's) "
-        "makes invalid pods.",
+        "A template of the pool or of the chart makes invalid pods.",
         "Correct the field that the message names.",
     )
     SCALED_TO_ZERO = _passes(
         "ScaledToZero",
-        "The pool has no pods because replicas is 0.",
+        "replicas is 0.",
         "Set replicas to 1 or more, or let an autoscaler do it.",
     )
     # The model
@@ -224,12 +221,12 @@ class Reason(StrEnum):
     MODEL_LOADING = _passes(
         "ModelLoading",
         "The engine loads the model.",
-        "Wait: it may take 30 minutes or 20 s per GiB of model.size, the longer of both; change it in "
+        "Wait, up to 30 minutes, or 20 s per GiB of model.size if longer; change it in "
         "template.spec.containers[runtime].startupProbe. engine.cache saves compiling in later pods.",
     )
     WEIGHTS_DOWNLOADING = _passes(
         "WeightsDownloading",
-        "The weights are being downloaded; see status.download.",
+        "The weights are being downloaded.",
         "Wait; with model.cache later pods need not download.",
     )
     WEIGHTS_MISSING = _needs_you(
@@ -239,18 +236,18 @@ class Reason(StrEnum):
     )
     DOWNLOAD_FAILED = _needs_you(
         "DownloadFailed",
-        "The download fails; the message says why.",
-        "Correct model.uri, model.tokenSecretRef (gated models) or model.credentialsSecretRef, or allow "
-        "egress to the source.",
+        "The download fails.",
+        "Correct model.uri, model.tokenSecretRef (gated models) or model.credentialsSecretRef, or allow egress to "
+        "the source.",
     )
     MODEL_TOO_LARGE = _needs_you(
         "ModelTooLarge",
-        "The model does not fit into memory or into the volume.",
-        "Use a larger accelerator or more of them, more memory or cache.size, or a smaller model.",
+        "The model does not fit into memory or volume.",
+        "Use more or larger accelerators, more memory or cache.size, or a smaller model.",
     )
     MODEL_NOT_SERVED = _needs_you(
         "ModelNotServed",
-        "The pods serve other model names than the pool's.",
+        "The pods serve other model names.",
         "Set model.name to a name that the engine serves; for engine custom set the name in engine.args.",
         patience_s=15,
     )
@@ -287,12 +284,12 @@ class Reason(StrEnum):
     )
     GATEWAY_CONFLICT = _needs_you(
         "GatewayConflict",
-        "Another pool of the gateway sets other values: the oldest pool's settings and the strictest protections hold.",
+        "Other pools of the gateway set other values: the oldest pool's settings and the strictest protections hold.",
         "Make the named settings equal to the other pool's, or use another gateway.name.",
     )
     PROTECTION_RETAINED = _needs_you(
         "ProtectionRetained",
-        "A deleted pool had set API keys, TLS, isolation or FailClose; the gateway keeps them.",
+        "The gateway keeps protections of a deleted pool.",
         "Set them in a pool of the gateway to keep them, or list them in gateway.unprotected to drop them.",
     )
     GATEWAY_OPEN = _needs_you(
@@ -302,8 +299,8 @@ class Reason(StrEnum):
     )
     FAIL_CLOSE_FORCED = _passes(
         "FailCloseForced",
-        "Requests are refused while there is no picker, despite FailOpen: with an engine other than treeline "
-        "only the picker isolates clients.",
+        "Despite FailOpen requests are refused while there is no picker: only the picker isolates clients of this "
+        "engine.",
         "Set endpointPicker.failureMode to FailClose, or gateway.isolation to Shared.",
     )
     GATEWAY_API_MISSING = _needs_you(
@@ -315,8 +312,8 @@ class Reason(StrEnum):
     INFERENCE_EXTENSION_MISSING = _needs_you(
         "InferenceExtensionMissing",
         "The cluster has no Gateway API Inference Extension, or the operator may not read it.",
-        "Install the InferencePool CRD of inference.networking.k8s.io/v1, grant the rights of the chart, or "
-        "remove gateway.parentRefs.",
+        "Install the InferencePool CRD of inference.networking.k8s.io/v1, grant the rights of the chart, or remove "
+        "gateway.parentRefs.",
         patience_s=60,
     )
     ADDRESS_PENDING = _passes(
@@ -360,15 +357,15 @@ class Reason(StrEnum):
     )
     SIGNALS_MISSING = _passes(
         "SignalsMissing",
-        "No picker of the pool reports its demand; the replicas stay unchanged.",
+        "No picker reports its demand; the replicas stay unchanged.",
         "See EndpointPickerReady.",
     )
     # Warnings
     CLAIM_NOT_SHAREABLE = _needs_you(
         "ClaimNotShareable",
-        "Pods on several nodes share a claim that only one node can mount; some may never start.",
-        "Set accessModes of the named cache to [ReadWriteMany] with a storage class that supports it, or keep"
-        " one replica.",
+        "Pods on several nodes share a claim that only one node can mount.",
+        "Set accessModes of the named cache to [ReadWriteMany] with a storage class that supports it, or keep one "
+        "replica.",
     )
     DEVICES_UNUSED = _needs_you(
         "DevicesUnused",
@@ -377,21 +374,19 @@ class Reason(StrEnum):
     )
     VERSIONS_DIFFER = _needs_you(
         "VersionsDiffer",
-        "Pods have different commits of the model: its branch moved while they downloaded it.",
+        "Pods have different commits of the model, whose branch moved.",
         "Delete the named pods: their successors use the pool's commit; or pin one (hf://org/name@COMMIT).",
     )
     ROUTED_BY_HISTORY = _needs_you(
         "RoutedByHistory",
-        "The picker cannot use the pods' KV events, usually because it has no tokenizer. It routes by its own"
-        " past requests.",
-        "Set model.tokenizer to an hf:// uri with the model's tokenizer, or model.pickerReadsClaim for a "
-        "pvc:// model on a claim that several nodes can mount; docs/engines.md has other causes.",
+        "The picker cannot use the pods' KV events, usually because it has no tokenizer.",
+        "Set model.tokenizer to an hf:// uri with the model's tokenizer, or model.pickerReadsClaim for a pvc:// "
+        "model on a claim that several nodes can mount; docs/engines.md has other causes.",
         patience_s=120,
     )
     ARGS_UNTOLD = _needs_you(
         "ArgsUntold",
-        "engine.args contain settings that the picker does not see: it misses cached prompts, or cannot reach"
-        " the engine.",
+        "engine.args contain settings that the picker does not see.",
         "Remove them from engine.args and use the fields that the message names.",
     )
     ARGS_OVERRIDE = _needs_you(
@@ -401,20 +396,20 @@ class Reason(StrEnum):
     )
     TEMPLATE_OVERRULED = _needs_you(
         "TemplateOverruled",
-        "spec.template sets what it cannot change: labels, ports, or a drain time that is too short.",
+        "spec.template sets labels, ports, or a drain time that is too short.",
         "Remove the named fields from spec.template; drain.timeoutSeconds and engine.port set these.",
     )
     # InferenceModels
     ACCEPTED = _well("Accepted", "The name is served.")
     POOL_NOT_FOUND = _needs_you(
         "PoolNotFound",
-        "poolRef or a fallback names a pool that does not exist.",
+        "poolRef or a fallback names no existing pool.",
         "Create the InferencePool in this namespace, or correct poolRef.name.",
         patience_s=15,
     )
     MODEL_NAME_IN_USE = _needs_you(
         "ModelNameInUse",
-        "An older InferencePool or InferenceModel has the name.",
+        "An older pool or InferenceModel has the name.",
         "Choose another modelName (for a pool: model.name), or delete the older object.",
     )
     WEIGHTS_INVALID = _needs_you(
@@ -436,6 +431,6 @@ class Reason(StrEnum):
     DRAIN_CANCELLED = _passes("DrainCancelled", "Pods that were draining are kept.", "Nothing; they serve again.")
     DRAIN_TIMEOUT = _needs_you(
         "DrainTimeout",
-        "Pods still have requests after drain.timeoutSeconds; they get that time once more, then end.",
+        "Pods still have requests after drain.timeoutSeconds; they get that time once more.",
         "Raise drain.timeoutSeconds if requests take longer.",
     )

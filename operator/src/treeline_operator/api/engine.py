@@ -179,8 +179,8 @@ class Accelerator(Part):
     resource_name: Annotated[str, StringConstraints(max_length=253, pattern=r"^[a-z0-9.-]+/[A-Za-z0-9_.-]+$")] = (
         RESOURCE_NAME
     )
-    """Extended resource of the device; with type amd the default means `amd.com/gpu`. Not requested if `template` has
-    `resources.claims`. Pods tolerate taints of this name; set other tolerations and a RuntimeClass in `template`."""
+    """Extended resource of the device; for amd the default means `amd.com/gpu`. Not requested if `template` has
+    `resources.claims`. Pods tolerate taints of this name."""
 
     @property
     def is_gpu(self) -> bool:
@@ -203,7 +203,7 @@ class Adapter(Part):
     name: ServedName
     """Name of the adapter in requests."""
     uri: Uri
-    """Address of the adapter's weights."""
+    """Where its weights are, as in `model.uri`."""
 
 
 class Engine(Part):
@@ -265,7 +265,7 @@ class Engine(Part):
     type: EngineType = "treeline"
     """Which server runs."""
     image: Image | None = None
-    """Image of the runtime container; absent means the operator's default. Required for `custom`."""
+    """Image of the runtime container. Required for `custom`."""
     command: Annotated[tuple[Text, ...], Field(max_length=64)] = ()
     """Replaces the image's entry point."""
     args: Annotated[tuple[Text, ...], Field(max_length=128)] = ()
@@ -279,35 +279,34 @@ class Engine(Part):
     page_size: Annotated[StrictInt, Field(ge=1, le=1024)] | None = None
     """Tokens per page of the KV cache."""
     tensor_parallel: Annotated[StrictInt, Field(ge=1, le=16)] | None = None
-    """Devices that share each layer; absent means accelerator.count divided by dataParallel, unless args set it. For
-    engines sglang and vllm."""
+    """Devices that share each layer; default accelerator.count ÷ dataParallel."""
     data_parallel: Annotated[StrictInt, Field(ge=1, le=64)] = 1
-    """Copies of the model in one pod. For engines sglang and vllm."""
+    """Copies of the model in one pod."""
     max_running_requests: Annotated[StrictInt, Field(ge=1)] | None = None
     """Most running requests."""
     max_queued_requests: Annotated[StrictInt, Field(ge=0)] | None = None
-    """Most waiting requests; more are refused."""
+    """Most waiting requests."""
     chunked_prefill_size: Annotated[StrictInt, Field(ge=1)] | None = None
     """Most tokens of prompt in one step."""
     max_total_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
     """Size of the KV cache in tokens."""
     dtype: Annotated[str, StringConstraints(pattern=r"^[a-z0-9_]+$", max_length=32)] | None = None
-    """Number format of weights and activations, by the engine's name."""
+    """Number format of weights and activations."""
     quantization: PolicyName | None = None
-    """Quantisation of weights, by the engine's name, such as `fp8` at load. Absent: as in the checkpoint."""
+    """Quantisation at load, such as `fp8`; default as in the checkpoint."""
     kv_cache_dtype: Annotated[str, StringConstraints(pattern=r"^[a-z0-9_]+$", max_length=32)] | None = None
-    """Number format of the KV cache, by the engine's name; `fp8_e4m3` holds twice the tokens of bfloat16."""
+    """Number format of the KV cache; `fp8_e4m3` holds twice the tokens of bfloat16."""
     threads: Annotated[StrictInt, Field(ge=1, le=1024)] | None = None
-    """CPU threads for computation."""
+    """CPU threads."""
     eviction_policy: PolicyName | None = None
-    """Eviction order of the prefix cache, by the engine's name."""
+    """Eviction order of the prefix cache."""
     schedule_policy: PolicyName | None = None
-    """Order of waiting requests, by the engine's name."""
+    """Order of waiting requests."""
     adapters: Annotated[tuple[Adapter, ...], Field(max_length=64, json_schema_extra=LIST_MAP)] = ()
-    """LoRA adapters served beside the model. For engines sglang and vllm."""
+    """LoRA adapters."""
     resources: Resources | None = None
-    """Resources of the runtime container. Default requests on GPUs: 2 CPUs per device, and 4Gi plus half of model.size
-    (8Gi per device if unknown)."""
+    """Resources of the runtime. Default requests on GPUs: 2 CPUs per device, and 4Gi plus half of model.size (8Gi per
+    device if unknown)."""
     cache: Cache | None = None
-    """Volume for what the engine compiles (kernels, graphs); absent means that every pod compiles into an emptyDir.
-    Anybody who can write to it can run code in the pods."""
+    """Volume for compiled kernels and graphs; default an emptyDir. Anybody who can write to it can run code in the
+    pods."""

@@ -79,7 +79,7 @@ class PolicyParameters(Part):
     """Parameters of the policy; one that the policy does not have is refused. docs/routing.md has their meaning."""
 
     cache_threshold: Annotated[StrictFloat, Field(ge=0, le=1)] | None = None
-    """cache_aware: share of a prompt that must be cached for its pod to be chosen; default 0.3."""
+    """cache_aware: share of a prompt that its pod must have cached; default 0.3."""
     balance_abs_threshold: Number | None = None
     """cache_aware (default 64 requests) and bucket (32 characters): smaller differences in load count as even."""
     balance_rel_threshold: Factor | None = None
@@ -93,7 +93,7 @@ class PolicyParameters(Part):
     load_s: Number | None = None
     """lora_affinity: seconds to load an adapter; default 1."""
     remember_s: Number | None = None
-    """lora_affinity: seconds that a pod is assumed to keep an adapter after a request; default 60."""
+    """lora_affinity: seconds that a pod keeps an adapter after a request; default 60."""
 
     @property
     def given(self) -> dict[str, str]:
@@ -145,7 +145,7 @@ class Quotas(Part):
     config_map_ref: QuotaFileRef | None = None
     """ConfigMap with the quotas."""
     secret_ref: QuotaFileRef | None = None
-    """Secret with the quotas. The operator never reads it; the picker mounts it."""
+    """Secret with the quotas."""
 
 
 class FlowControl(Part):
@@ -175,41 +175,36 @@ class FlowControl(Part):
     )
 
     enabled: StrictBool = False
-    """Requests wait in the picker while all their pods are full: by priority, and with equal tokens for each client
-    within a priority. Off: they wait in the pods, in order of arrival."""
+    """While all pods are full, requests wait in the picker, by priority and with equal tokens for each client."""
     wait_seconds: Seconds | None = None
     """A pod is full with more predicted seconds of work than this; default 1."""
     endpoint_requests: Annotated[StrictInt, Field(ge=1, le=1_000_000)] | None = None
     """A pod is full with this many requests; replaces waitSeconds."""
     max_requests: Annotated[StrictInt, Field(ge=1, le=1_000_000)] | None = None
-    """Waiting requests per pool and priority; more get 429. Default 5000."""
+    """Waiting requests per pool and priority, then 429; default 5000."""
     max_bytes: Annotated[StrictInt, Field(ge=1, le=1 << 29)] | None = None
     """Bytes of waiting bodies per pool and priority; default 256 MiB."""
     ttl_seconds: Seconds | None = None
     """Longest wait for room, then 429; default 60."""
     hold_empty_pool_seconds: Seconds | None = None
-    """Longest wait for a pool without a ready pod (scaled to zero), then 503; works without enabled. Absent: 503 at
-    once."""
+    """Longest wait for a pool without a ready pod, then 503 (default: at once). Works without enabled."""
     fairness_header: HeaderName | None = None
-    """Request header that names the client, for fairness and quotas. Let your Gateway set it: clients that can send it
-    choose their name. Not with API keys, which name clients. Absent: x-gateway-inference-fairness-id, if
-    trustRequestHeaders is set."""
+    """Request header that names the client, for fairness and quotas; your Gateway must set it. Default:
+    x-gateway-inference-fairness-id, if trustRequestHeaders is set."""
     quotas: Quotas | None = None
-    """Tokens and requests per client; more get 429. Clients are named as for fairness. Our own Envoy then shows
-    response bodies to the picker, which counts output tokens."""
+    """Tokens and requests per client; more get 429. The picker then reads response bodies to count output tokens."""
 
 
 class PickerParameters(Part):
     """Parameters of the picker."""
 
     max_ttft_seconds: Annotated[StrictFloat, Field(gt=0, le=3600)] | None = None
-    """Requests for Sheddable models get 429 when the queue of every usable endpoint takes longer than this, without
-    their own prefill; default 30."""
+    """Requests for Sheddable models get 429 when every usable endpoint's queue takes longer; default 30."""
     max_body_bytes: Annotated[StrictInt, Field(ge=1024, le=1 << 30)] | None = None
-    """Longest request body; longer ones get 413."""
+    """Longest request body; then 413."""
     trust_request_headers: StrictBool | None = None
-    """Use the headers x-gateway-inference-objective and x-gateway-model-name-rewrite. Clients that can send them choose
-    their priority and model. Absent: the headers are ignored."""
+    """Use the headers x-gateway-inference-objective and x-gateway-model-name-rewrite: who sends them chooses priority
+    and model."""
 
 
 class EndpointPicker(Part):
@@ -218,22 +213,22 @@ class EndpointPicker(Part):
     RULES = (*parameter_rules(), *template_rules())
 
     policy: Policy = "treeline"
-    """How a pod is chosen: by default by cached prefix and load (predicted_ttft; treeline is its old name).
-    docs/routing.md explains the others. Each pool of a gateway may have its own."""
+    """How a pod is chosen (docs/routing.md); treeline is the old name of predicted_ttft. Each pool of a gateway may
+    have its own."""
     policy_parameters: PolicyParameters | None = None
     """Parameters of the policy."""
     parameters: PickerParameters = Field(default_factory=PickerParameters)
     """Parameters of the picker."""
     flow_control: FlowControl | None = None
-    """Queues in the picker, and quotas; absent means neither."""
+    """Queues in the picker, and quotas (docs/flow-control.md)."""
     failure_mode: Literal["FailOpen", "FailClose"] = "FailOpen"
-    """While no picker answers: FailOpen sends requests to any ready pod, FailClose refuses them."""
+    """While no picker answers, FailOpen sends requests to any ready pod, FailClose refuses them."""
     replicas: Annotated[StrictInt, Field(ge=1, le=10)] = 1
     """Number of pickers."""
     resources: Resources | None = None
-    """Resources of the picker's container."""
+    """Resources of the picker."""
     image: Image | None = None
-    """Image of the picker; absent means the operator's default."""
+    """Image of the picker."""
     template: Annotated[dict[str, Any], WithJsonSchema(template_schema("`epp` is the picker"))] | None = None
     """PodTemplate fragment, merged into the picker's pods; its container is `epp`."""
 
@@ -254,31 +249,31 @@ class Tls(Part):
     """TLS for clients."""
 
     secret_ref: NamedRef
-    """Secret of type kubernetes.io/tls. The operator never reads it; Envoy mounts it."""
+    """Secret of type kubernetes.io/tls."""
 
 
 class PickerTls(Part):
     """Mutual TLS between our own Envoy and the picker."""
 
     secret_ref: NamedRef
-    """Secret with tls.crt, tls.key and ca.crt; both mount it, the operator never reads it. The certificate needs server
-    and client authentication and the name `<gateway>-epp.<namespace>.svc`. Every certificate signed by ca.crt may query
-    the picker: use a CA of this gateway only. Changes apply without a restart."""
+    """Secret with tls.crt, tls.key and ca.crt. The certificate needs server and client authentication and the name
+    `<gateway>-epp.<namespace>.svc`. Every certificate signed by ca.crt may query the picker: use a CA of this gateway
+    only."""
 
 
 class ClientLimits(Part):
     """Limits of clients at our own Envoy."""
 
     receive_timeout_seconds: Annotated[StrictInt, Field(ge=1, le=3600)] = 60
-    """Longest time for a request to arrive with its body, then 408. Answers are not limited."""
+    """Longest time for a request to arrive with its body, then 408."""
     connections: Annotated[StrictInt, Field(ge=1, le=1_000_000)] = 10_000
-    """Connections of all clients to one Envoy; more are closed at once."""
+    """Connections of all clients to one Envoy."""
     requests_per_second: Annotated[StrictInt, Field(ge=1, le=1_000_000)] | None = None
-    """Requests a second of one client at one Envoy, with bursts of two seconds' worth; more get 429. A client is an API
-    key, or without keys an address. Absent: unlimited."""
+    """Requests a second of one client (API key, or without keys address) at one Envoy, with bursts of two seconds'
+    worth; then 429."""
     unanswered_requests: Annotated[StrictInt, Field(ge=1, le=1_000_000)] = 1000
-    """Requests in flight of one client at one picker; more get 429. With an API key a request counts until its answer
-    ends, without one until it begins."""
+    """Requests in flight of one client at one picker, then 429. They count until the answer ends, without API keys
+    until it begins."""
 
 
 class Standalone(Part):
@@ -306,29 +301,28 @@ class Standalone(Part):
     replicas: Annotated[StrictInt, Field(ge=1, le=20)] = 1
     """Number of Envoys."""
     resources: Resources | None = None
-    """Resources of Envoy's container."""
+    """Resources of Envoy."""
     image: Image | None = None
-    """Image of Envoy; absent means the operator's default."""
+    """Image of Envoy."""
     template: Annotated[dict[str, Any], WithJsonSchema(template_schema("`edge` is Envoy"))] | None = None
     """PodTemplate fragment, merged into Envoy's pods; its container is `edge`."""
     annotations: Annotated[dict[str, Text], Field(max_length=32)] = Field(default_factory=dict)
     """Annotations of the Service, for the cloud's load balancer."""
     api_keys_secret_ref: NamedRef | None = None
-    """Secret with an entry per client: the name of the client and its API key. Absent: everybody who reaches the
-    Service is served."""
+    """Secret with an entry per client: its name and API key. Without it everybody who reaches the Service is served."""
     tls: Tls | None = None
-    """TLS for clients; absent means plain HTTP."""
+    """TLS for clients; default plain HTTP."""
     picker_tls: PickerTls | None = None
-    """Mutual TLS between Envoy and the picker; absent means plain text, protected by NetworkPolicies only."""
+    """Mutual TLS between Envoy and the picker; default plain text, protected by NetworkPolicies only."""
     limits: ClientLimits = Field(default_factory=ClientLimits)
-    """Limits of clients. The memory for all requests follows from the limit in `resources`: default 1Gi, or eight times
+    """Limits of clients. Envoy's memory is the limit in `resources`: default 1Gi, or eight times
     `endpointPicker.parameters.maxBodyBytes` if that is more."""
     expose_routing: StrictBool = False
-    """Send `x-treeline-endpoint` (the serving pod) and `x-treeline-cached-tokens` to clients. Off by default: they
-    reveal pod addresses and whether another client sent the same prompt."""
+    """Send `x-treeline-endpoint` and `x-treeline-cached-tokens` to clients. They reveal pod addresses and whether
+    another client sent the same prompt."""
     console: StrictBool = False
-    """A page for browsers at `/`: a playground that asks what any client may ask. Load, prefixes and decisions are not
-    shown there, but at `/console/` of port 9004 of a picker's pod, by `kubectl port-forward`."""
+    """A playground for browsers at `/`. Load, prefixes and decisions are at `/console/` of port 9004 of a picker's pod
+    only."""
 
 
 class ParentRef(Part):
@@ -343,13 +337,13 @@ class ParentRef(Part):
     ] = "Gateway"
     """Kind of the parent."""
     namespace: DnsLabel | None = None
-    """Namespace of the parent; absent means the pool's."""
+    """Namespace of the parent; default the pool's."""
     name: DnsName
     """Name of the parent."""
     section_name: DnsName | None = None
-    """One listener of the parent; absent means all."""
+    """One listener of the parent; default all."""
     port: Port | None = None
-    """Port of the parent's listeners; absent means all."""
+    """Port of the parent's listeners; default all."""
 
 
 Hostname = Annotated[str, StringConstraints(pattern=r"^(\*\.)?" + DNS_NAME_PATTERN[1:], min_length=1, max_length=253)]
@@ -383,26 +377,23 @@ class Gateway(Part):
     )
 
     name: Annotated[str, StringConstraints(pattern=SHORT_NAME_PATTERN, min_length=1, max_length=MAX_NAME)] = "treeline"
-    """Pools of a namespace with the same gateway name share a picker and a URL. If they conflict, the oldest pool's
-    settings hold; for API keys, TLS, isolation and failureMode the strictest. Changing the name moves the pool to
-    another URL at once."""
+    """Pools of a namespace with the same gateway name share a picker and a URL. The oldest pool's settings hold; for
+    API keys, TLS, isolation and failureMode the strictest. A new name moves the pool to another URL at once."""
     standalone: Standalone | None = None
-    """Settings of our own Envoy. Not with parentRefs."""
+    """Our own Envoy. Not with parentRefs."""
     parent_refs: Annotated[tuple[ParentRef, ...], Field(max_length=16)] = ()
-    """Gateways (Gateway API) to attach to, in place of our own Envoy."""
+    """Gateways (Gateway API) in place of our own Envoy."""
     hostnames: Annotated[tuple[Hostname, ...], Field(max_length=16, json_schema_extra=SET)] = ()
     """Host names of the HTTPRoute. Only with parentRefs."""
 
     isolation: Literal["PerKey", "Shared"] | None = None
-    """PerKey: each API key has a prefix cache of its own. Shared: one cache for all; hits are hidden from clients
-    unless exposeRouting is set, but response times reveal them. Absent means PerKey with API keys, else Shared."""
+    """PerKey (default with API keys): each key has its own prefix cache. Shared (default without): one cache for all;
+    hits are hidden from clients unless exposeRouting is set, but response times reveal them."""
     unprotected: Annotated[
         tuple[Literal["ApiKeys", "Tls", "PickerTls", "Isolation", "FailClose"], ...],
         Field(max_length=5, json_schema_extra=SET),
     ] = ()
-    """Protections to drop. The protections of a deleted pool stay in force until another pool sets them or lists them
-    here: ApiKeys, Tls and PickerTls (of standalone), Isolation (PerKey), FailClose (endpointPicker.failureMode). It
-    does not turn off what a pool sets."""
+    """Protections of deleted pools to drop. They stay in force until another pool sets them or lists them here."""
 
     @property
     def has_clients(self) -> bool:
@@ -433,7 +424,7 @@ class Tracing(Part):
     endpoint: Annotated[str, StringConstraints(pattern=COLLECTOR_PATTERN, max_length=253)]
     """The collector, OTLP over plain-text gRPC: http://HOST:4317."""
     ratio: Annotated[StrictFloat, Field(ge=0, le=1)] = tracing_env.RATIO
-    """Sampled share of requests without a trace; others follow their trace's decision."""
+    """Sampled share of the requests without a trace."""
 
     @property
     def collector(self) -> tuple[str, int]:

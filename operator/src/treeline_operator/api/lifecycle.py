@@ -18,9 +18,9 @@ class PickerScaling(Part):
     in_flight_requests: Annotated[StrictInt, Field(ge=1, le=1_000_000)] = 32
     """Requests per replica, including those that the picker holds."""
     ttft_milliseconds: Annotated[StrictInt, Field(ge=1, le=3_600_000)] | None = None
-    """Limit of the predicted time to first token of nine in ten requests. Absent: not considered."""
+    """Limit of the predicted time to first token of nine in ten requests."""
     scale_down_seconds: Annotated[StrictInt, Field(ge=0, le=86400)] = 300
-    """Time without demand after which pods are removed, and an idle pool goes to zero."""
+    """Time without demand after which pods are removed."""
 
 
 class Autoscaling(Part):
@@ -50,10 +50,10 @@ class Autoscaling(Part):
     )
 
     type: Literal["None", "Picker"] = "None"
-    """None: you, or your own autoscaler with the pool as target (HorizontalPodAutoscaler, KEDA's ScaledObject). Picker:
-    the operator, by the demand that pickers report; a request wakes a pool from zero."""
+    """None: you, or your own autoscaler with the pool as target. Picker: the operator, by the demand that pickers
+    report; a request wakes a pool from zero."""
     min_replicas: Annotated[StrictInt, Field(ge=0, le=1000)] | None = None
-    """Fewest replicas; absent means 1."""
+    """Fewest replicas; default 1."""
     max_replicas: Annotated[StrictInt, Field(ge=1, le=1000)] | None = None
     """Most replicas."""
     picker: PickerScaling | None = None
@@ -64,7 +64,7 @@ class Drain(Part):
     """How pods end."""
 
     timeout_seconds: Annotated[StrictInt, Field(ge=1, le=3600)] = 60
-    """Time for running requests to end. Grace period, preStop and timeouts follow from it."""
+    """Time for running requests to end."""
 
 
 class DisruptionBudget(Part):
@@ -79,7 +79,7 @@ class DisruptionBudget(Part):
     )
 
     max_unavailable: CountOrPercent = 1
-    """Pods that may be missing while nodes are drained: a number, or a percentage (rounded up)."""
+    """Pods that may be missing while nodes are drained; percentages are rounded up."""
 
 
 class Rollout(Part):
@@ -98,15 +98,15 @@ class Rollout(Part):
     )
 
     strategy: Literal["SurgeIfCapacity", "Replace"] = "SurgeIfCapacity"
-    """SurgeIfCapacity starts new pods beside the old ones. If no node has room for surgeTimeoutSeconds, it replaces
-    them one by one, after their requests have ended. Replace removes old pods first, one or maxUnavailable at a time,
-    without waiting for their requests."""
+    """SurgeIfCapacity starts new pods beside the old ones; if no node has room for surgeTimeoutSeconds, it drains and
+    replaces pods one by one. Replace removes old pods first, one or maxUnavailable at a time, without waiting for their
+    requests."""
     max_surge: CountOrPercent = 1
-    """Pods above replicas during a rollout: a number, or a percentage (rounded up). For strategy SurgeIfCapacity."""
+    """Pods above replicas during a rollout; percentages are rounded up."""
     max_unavailable: CountOrPercent = 0
-    """Pods below replicas during a rollout: a number, or a percentage (rounded down)."""
+    """Pods below replicas during a rollout; percentages are rounded down."""
     surge_timeout_seconds: Annotated[StrictInt, Field(ge=0, le=604800)] = 120
-    """How long SurgeIfCapacity waits for room before it replaces pods one by one. Raise it for a node autoscaler. A
-    pool of one pod does not serve while its pod is replaced."""
+    """How long SurgeIfCapacity waits for room. Raise it for a node autoscaler. A pool of one pod does not serve while
+    its pod is replaced."""
     paused: StrictBool = False
     """Pause the rollout."""

@@ -28,7 +28,7 @@ class TargetModel(Part):
     name: ServedName
     """Name of a model or adapter that the pool serves."""
     weight: Annotated[StrictInt, Field(ge=1, le=1_000_000)] | None = None
-    """Relative share of requests. On all targets or on none."""
+    """Share of requests; on all targets or none."""
 
 
 class ModelSpec(Part):
@@ -49,16 +49,16 @@ class ModelSpec(Part):
     )
 
     model_name: ServedName
-    """Name that clients ask for in `model`. Unique in the gateway: the oldest object holds it."""
+    """Name that clients ask for. In a gateway the oldest object holds it."""
     pool_ref: NamedRef
     """The InferencePool that serves it."""
     criticality: Literal["Critical", "Standard", "Sheddable"] = "Standard"
-    """Sheddable requests get 429 when every usable endpoint has a queue longer than maxTtftSeconds. Others wait."""
+    """Sheddable requests get 429 when every usable endpoint's queue is longer than maxTtftSeconds. Others wait."""
     target_models: Annotated[tuple[TargetModel, ...], Field(max_length=10, json_schema_extra=LIST_MAP)] = ()
-    """Models that answer; of several one is drawn per request, by weight. A name that another pool of the gateway
-    serves goes there, for trying another base model. Absent means modelName, or the pool's only model."""
+    """Models that answer, drawn by weight, of this or another pool of the gateway. Default: modelName, or the pool's
+    only model."""
     fallback_pools: Annotated[tuple[NamedRef, ...], Field(max_length=5, json_schema_extra=LIST_MAP)] = ()
-    """Pools to use, in this order, while the pool has no usable endpoint."""
+    """Pools to use, in order, while the pool has no usable endpoint."""
 
 
 @DOCUMENTED

@@ -136,7 +136,7 @@ class PoolSpec(Part):
     model: ModelSource
     """The model that the pool serves."""
     preset: DnsLabel | None = None
-    """Preset of the chart (`presets`) for the fields that this spec leaves at their defaults."""
+    """Preset of the chart (`presets`); it sets fields that are at their defaults here."""
     replicas: Annotated[StrictInt, Field(ge=0, le=1000)] = 1
     """Number of pods; also set by `kubectl scale` and autoscalers."""
     template: Annotated[dict[str, Any], WithJsonSchema(_TEMPLATE)] | None = None
@@ -158,8 +158,8 @@ class PoolSpec(Part):
     disruption_budget: DisruptionBudget = Field(default_factory=DisruptionBudget)
     """Limits of evictions while nodes are drained."""
     tracing: Tracing | None = None
-    """Traces of requests from engines treeline and vllm, the picker and our own Envoy; absent means none. Picker and
-    Envoy send to the collector of the gateway's oldest pool that names one."""
+    """OpenTelemetry traces from engines treeline and vllm, the picker and our own Envoy. Picker and Envoy send to the
+    collector of the gateway's oldest pool that names one."""
 
     @property
     def downloads(self) -> bool:
@@ -210,9 +210,9 @@ class RoutingStatus(TypedDict, total=False):
     """How the picker knows cached prefixes."""
 
     way: Annotated[str, StringConstraints(max_length=64)]
-    """`events`: from the engines' events. `history`: from the picker's own requests. See docs/engines.md."""
+    """`events` of the engines, or `history`: the picker's own requests."""
     reason: Annotated[str, StringConstraints(max_length=64)]
-    """Why it is `history`; absent for `events`."""
+    """Why it is `history`."""
 
 
 @DOCUMENTED
@@ -276,20 +276,19 @@ class PoolStatus(TypedDict, total=False):
     modelName: str
     """Name of the model in requests."""
     modelCommit: Annotated[str, StringConstraints(max_length=128)]
-    """Commit of the Hub that all pods use for the branch or tag of `model.uri`; absent before the first download, and
-    if the uri names a commit."""
+    """The Hub's commit of the branch or tag in `model.uri` that all pods use."""
     revision: str
     """Revision of the current spec."""
     gateway: GatewayStatus
     """The gateway that the pool shares."""
     download: DownloadStatus
-    """Progress of the download; absent if nothing is downloaded."""
+    """Progress of the download."""
     autoscaling: AutoscalingStatus
-    """The operator's last change of replicas; absent before the first."""
+    """The operator's last change of replicas."""
     preset: PresetStatus
-    """The pool merged with its preset; absent without one."""
+    """The pool merged with its preset."""
     routing: RoutingStatus
-    """How the picker knows cached prefixes; absent until it has asked the pods."""
+    """How the picker knows cached prefixes."""
 
 
 _RESERVED: Final = ("-gateway", "-epp", "-edge", "-kv-keys", "-gie", "-pods")

@@ -157,18 +157,16 @@ class Cache(Part):
     )
 
     claim_name: DnsName | None = None
-    """An existing PersistentVolumeClaim of this namespace. It is not deleted with the pool."""
+    """An existing PersistentVolumeClaim; it stays when the pool is deleted."""
     size: Quantity | None = None
-    """Size of the claim to make. It is deleted with the pool."""
+    """Size of the claim to make, which is deleted with the pool."""
     storage_class_name: DnsName | None = None
-    """Storage class of the claim to make; absent means the cluster's default."""
+    """Storage class of the claim to make."""
     access_modes: Annotated[
         tuple[Literal["ReadWriteOnce", "ReadOnlyMany", "ReadWriteMany", "ReadWriteOncePod"], ...],
         Field(max_length=4, json_schema_extra=SET),
     ] = ()
-    """Access modes of the claim to make; absent means ReadWriteOnce.
-
-    Replicas on several nodes need ReadWriteMany."""
+    """Access modes of the claim to make; default ReadWriteOnce. Replicas on several nodes need ReadWriteMany."""
 
 
 class ModelSource(Part):
@@ -201,30 +199,27 @@ class ModelSource(Part):
     )
 
     uri: Uri
-    """Address of the weights: `hf://org/name[@revision]`, `s3://bucket/folder`, `gs://bucket/folder`,
-    `oci://registry/org/name:tag[/folder]` (mounted as an image volume), `pvc://claim/path`, `builtin://tiny`, or
-    `path:///directory` in the image or in a volume of the template."""
+    """Where the weights are: `hf://org/name[@revision]`, `s3://bucket/folder`, `gs://bucket/folder`,
+    `oci://registry/org/name:tag[/folder]`, `pvc://claim/path`, `builtin://tiny`, or `path:///directory` in the image or
+    in a volume of the template."""
     name: ServedName | None = None
-    """Name of the model in requests; absent means the last part of the uri."""
+    """Name of the model in requests; default the last part of the uri."""
     tokenizer: Uri | None = None
-    """Where the tokenizer is, if not with the weights. For engines sglang and vllm."""
+    """Where the tokenizer is, if not with the weights. For sglang and vllm."""
     chat_template_ref: ConfigMapKeyRef | None = None
-    """ConfigMap with a chat template (Jinja) for engine and picker, in place of the model's. Give a changed template
-    another name: running pods keep the old one. For engines sglang and vllm."""
+    """ConfigMap with a chat template (Jinja) in place of the model's, for sglang and vllm. Give a changed template
+    another name: running pods keep the old one."""
     token_secret_ref: KeyRef | None = None
-    """Secret with the Hugging Face token, for gated models. Mounted into the download and, for engines other than
-    treeline, into the picker."""
+    """Secret with the Hugging Face token, for gated models."""
     credentials_secret_ref: NamedRef | None = None
     """Secret whose keys are environment variables of the download: for s3:// `AWS_ACCESS_KEY_ID`,
     `AWS_SECRET_ACCESS_KEY`, `AWS_REGION` and `AWS_ENDPOINT_URL` (stores other than Amazon's); for gs://
-    `GOOGLE_SERVICE_ACCOUNT_KEY`. Absent: the bucket is public, or the cloud gives the pod an identity in its
-    environment."""
+    `GOOGLE_SERVICE_ACCOUNT_KEY`. Without it the bucket is read as public."""
     picker_reads_claim: StrictBool = False
-    """Mount the tokenizer's claim read-only into the picker. Only for claims that several nodes can mount
-    (ReadOnlyMany, ReadWriteMany). Without it, and without a tokenizer on Hugging Face, requests are routed by history.
-    For engines sglang, vllm and custom."""
+    """Mount the tokenizer's claim read-only into the picker. The claim must be ReadOnlyMany or ReadWriteMany. Without
+    any tokenizer, requests are routed by history. Not for engine treeline."""
     cache: Cache | None = None
-    """Volume for downloaded weights; absent means that every pod downloads into an emptyDir."""
+    """Volume for downloaded weights; default an emptyDir of each pod."""
     size: Quantity | None = None
     """Size of the weights, such as `16Gi`. It sets the longest start and the requested disk."""
 
