@@ -46,7 +46,7 @@ class Constraint(Protocol):
 
     @property
     def reversible(self) -> int:
-        """How many of the last tokens can be taken back."""
+        """The number of last tokens that can be taken back."""
 
     def rollback(self, count: int) -> None:
         """Shortens the output by so many tokens."""

@@ -24,7 +24,7 @@ from treeline_runtime.transfer import Readback, upload
 
 
 def check_sampling(params: SamplingParams, vocab_size: int) -> str | None:
-    """Returns what is wrong, in words for the user; None if nothing is."""
+    """Returns the first error in a request's parameters, in words for the user; None if they are valid."""
     wrong = {
         "max_new_tokens": params.max_new_tokens < 0,
         "min_new_tokens": params.min_new_tokens < 0,
@@ -75,7 +75,7 @@ BLOCK = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """How to sample a row of logits."""
+    """The sampling parameters and history of a row of logits."""
 
     params: SamplingParams
     seed: int

@@ -1,4 +1,4 @@
-"""The scheduler owns requests, pages and rows, and decides what is computed next."""
+"""The scheduler owns requests, pages and rows, and chooses the batch of each step."""
 
 import torch
 

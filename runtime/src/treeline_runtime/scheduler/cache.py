@@ -47,7 +47,7 @@ class CacheManager:
     # ---- admission ----------------------------------------------------------------------------------------
 
     def match(self, req: Req) -> Match:
-        """What the cache could supply to a waiting request. Changes nothing."""
+        """Finds the cached prefix of a waiting request. Changes nothing."""
         return self.tree.match(req.key, req.namespace, req.cacheable_len)
 
     def waits(self, match: Match) -> bool:
@@ -67,7 +67,7 @@ class CacheManager:
             req.handle = self.tree.begin_filling(req.handle, req.key, req.namespace)
 
     def end_filling(self, req: Req) -> None:
-        """Nothing in flight will be kept. Idempotent."""
+        """Removes the mark that this request is filling its prompt. Idempotent."""
         req.handle = self.tree.end_filling(req.handle)
 
     # ---- while running ------------------------------------------------------------------------------------

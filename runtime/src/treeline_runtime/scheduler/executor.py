@@ -69,13 +69,13 @@ NOTHING_SOUND = "logit processor {!r} left NaN, infinity, or no token that may b
 
 
 class Choices(NamedTuple):
-    """How a step's delayed rows are chosen, by their number among sampled rows; others are skipped."""
+    """The data for choosing the tokens of a step's delayed rows, numbered among sampled rows; others are skipped."""
 
     masked: list[int]
     masks: torch.Tensor | None
     """(masked, words) int32 on the host, from `fill_masks`: the allowed tokens."""
     failed: dict[int, str]
-    """Why there is nothing to choose."""
+    """Row → why it has no token to choose."""
     processors: Mapping[int, tuple[str, Callable[[torch.Tensor], torch.Tensor | str]]]
     """Names, and functions that change a copy of the row's logits or say why they failed. They are code of this
     process, so only one executor computes such plans."""
@@ -83,7 +83,7 @@ class Choices(NamedTuple):
 
 @dataclass(slots=True)
 class Step:
-    """What a launch left on the device for sampling. The next launch may overwrite it."""
+    """The results of a launch on the device, for sampling. The next launch may overwrite them."""
 
     plan: StepPlan
     cells: list[tuple[int, int]]
@@ -102,7 +102,7 @@ class Step:
 
 
 class Pooled:
-    """What a prefill step adds to requested vectors, copied from the device.
+    """A prefill step's contributions to requested vectors, copied from the device.
 
     Nothing waits for it until it is asked for, and no state stays on the device: parts of a prompt are added on the
     host, so a failed step can be repeated, and a retracted request starts over."""
@@ -442,6 +442,6 @@ class Executor:
 
 
 def _hidden_states(plan: StepPlan, hidden: torch.Tensor) -> list[tuple[int, Readback]]:
-    """hidden (tokens of the step, hidden) → those of requesting sequences, being copied to the host."""
+    """hidden (tokens of the step, hidden) → the parts of requesting sequences, being copied to the host."""
     bounds = [0, *accumulate(plan.q_lens)]
     return [(i, Readback(hidden[bounds[i] : bounds[i + 1]].float())) for i in plan.hidden]

@@ -83,13 +83,13 @@ class Grammars:
         return True
 
     def ahead(self, req: Req) -> int:
-        """How many wait here before this one, if it would have to wait too: not those of other clients."""
+        """Counts the same client's requests that wait here, if this one has to wait here too; else 0."""
         if req.sampling.grammar is None or req.constraint is not None:
             return 0
         return self._clients[req.client]
 
     def leave(self, req: Req) -> None:
-        """It no longer waits. A grammar that nobody waits for is not compiled, unless that has begun."""
+        """Removes a request. If no other waits for its grammar, it is not compiled, unless that has begun."""
         if req.rid not in self.waiting:
             return
         future = self._take(req)

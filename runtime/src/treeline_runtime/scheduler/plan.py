@@ -40,7 +40,8 @@ class RowSampling(msgspec.Struct, array_like=True, frozen=True):
 
 
 class InputLogprobs(msgspec.Struct, array_like=True, frozen=True):
-    """Of the tokens after a sequence's positions from `low` to `high`, with the `top` most likely at each."""
+    """Asks for the log probabilities of the tokens after a sequence's positions from `low` to `high`, with the `top`
+    most likely at each."""
 
     sequence: int
     low: int

@@ -198,7 +198,7 @@ class PrefillManager:
         return cost_pages(req, matched, self._page_size) <= available - reserved
 
     def _is_kept_out_by_others(self, req: Req, running: Iterable[Req], ratio: float) -> bool:
-        """It has waited for the starvation bound, and would fit beside its own client's running requests."""
+        """Whether a request has waited for the starvation bound, and would fit beside its own client's running ones."""
         if self._clock() - req.waiting_since + req.waited_s < self._starvation_bound:
             return False
         own = [other for other in running if other.client == req.client]
@@ -213,9 +213,9 @@ class PrefillManager:
             req.cached_tokens = req.tree_len
 
     def replaced_by(self, req: Req, running: Iterable[Req], ahead: int) -> Req | None:
-        """Who leaves a full queue for `req`: the last unstarted request of the client with the most waiting, then
-        running. Within its own client a more urgent request may replace the least urgent one. None: `req` is refused.
-        ahead: how many of its client wait elsewhere."""
+        """Returns the request that leaves a full queue for `req`: the last unstarted one of the client with the most
+        waiting, then running. Within its own client a more urgent request may replace the least urgent one. None:
+        `req` is refused. ahead: its client's requests that wait elsewhere."""
         held = Counter(other.client for other in running)
 
         def load(client: str | None) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Logit processors given at start, those of requests, and the choices of delayed rows."""
+"""The server's logit processors, the ones that requests use, and the choices of delayed rows."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ class Administration:
 
     @property
     def router(self) -> APIRouter:
-        """Nothing that changes the server is a GET, so that a link cannot."""
+        """The routes. All that change the server are POSTs, so that following a link cannot change it."""
         made = APIRouter()
         for paths, endpoint in (
             (("/flush_cache", "/reset_prefix_cache"), self.flush_cache),

@@ -142,7 +142,7 @@ def json_object(body: bytes | bytearray) -> dict[str, Any]:
 
 
 def why_not_json(text: bytes | bytearray, error: Exception) -> str:
-    """What is wrong, in words where `error` has none for common mistakes."""
+    """Says why a text is not JSON, with words of our own for two common mistakes that `error` does not name."""
     if _SURROGATE.search(_PAIR.sub(b"", text)):
         return "it contains half of a surrogate pair (as \\ud800), which is not text"
     if _NOT_A_NUMBER.search(text):

@@ -55,7 +55,7 @@ StructuredOutputs = Annotated[Any, _meta("vLLM's object.", "object")]
 
 
 class Constraint(NamedTuple):
-    """What an output must be, and the field that says so."""
+    """The grammar of an output, and the field that it comes from."""
 
     param: str
     grammar: Grammar
@@ -95,7 +95,7 @@ def note_words(schema: Any, param: str, *, strict: bool = False) -> None:
 
 
 def as_format(grammar: Grammar) -> dict[str, Any]:
-    """As a format of xgrammar's structural tags, to combine with others."""
+    """Converts a grammar into a format of xgrammar's structural tags, to be combined with others."""
     match grammar.kind:
         case "json":
             return {"type": "json_schema", "json_schema": _decode(grammar.source)}

@@ -28,7 +28,7 @@ MAX_INPUTS = 2048
 MAX_COPIED_BYTES = 16 << 20
 """What a request's generations carry besides prompts."""
 GENERATION_BYTES = 4 << 10
-"""What a generation takes in all processes, whatever it carries."""
+"""Bytes that every generation takes in all processes, besides its message."""
 BYTES_PER_TOKEN = 16
 """Bytes counted per prompt token in flight: list entries here and in the scheduler."""
 
@@ -51,7 +51,7 @@ class ByteBudget:
         self._held: Counter[str] = Counter()
 
     def most(self, client: str | None) -> int:
-        """What the client may hold if nobody else holds anything."""
+        """Bytes that a client may hold while no other client holds any."""
         return self.limit if client is None else self.limit // 2
 
     def reserve(self, size: int, client: str | None) -> None:

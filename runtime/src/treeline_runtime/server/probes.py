@@ -123,7 +123,7 @@ class EngineHealth:
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """What does not change while the server runs."""
+    """The facts that do not change while the server runs."""
 
     args: ServerArgs
     version: str
@@ -332,7 +332,7 @@ class Probes:
         return Answer(metrics.render(), content_type=CONTENT_TYPE.encode())
 
     async def debug_radix(self) -> Response:
-        """The cache's content (the scheduler's tree), and what was announced to routers (the publisher)."""
+        """The cached blocks, from the scheduler's tree, and whether the publisher announced them to routers."""
         if not self._info.args.enable_debug_endpoints:
             raise ApiError(404, "Start the server with --enable-debug-endpoints to see the cache", code="disabled")
         manager = self._service.manager
@@ -347,7 +347,7 @@ class Probes:
 
 
 def _pooling(pooling: Pooling) -> dict[str, Any]:
-    """How vectors are made; `dimensions`: those that clients may ask for besides all, None = any."""
+    """The vectors' method, size and form; `dimensions`: shorter sizes that clients may ask for, None = any."""
     return {
         "method": pooling.method,
         "normalize": pooling.normalize,

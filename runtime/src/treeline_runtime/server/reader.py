@@ -1,6 +1,6 @@
-"""Bodies → what they ask for: parsed, checked, rendered, tokenized. A pure function of bytes, for any process.
+"""Bodies → tasks: parsed, checked, rendered, tokenized. A pure function of bytes, for any process.
 
-All work that grows with the body is here, so that a large one can be read where it delays nobody.
+All work that grows with the body is here, so that another process can read a large one without delaying others.
 """
 
 from __future__ import annotations
@@ -358,7 +358,7 @@ def _check_tools(model: openai.ModelFacts, template: str | None) -> None:
 
 
 def _parsing(body: openai.ChatBody, model: openai.ModelFacts, calls: Calls | None, end: str) -> Parsing | None:
-    """How to parse the output; None: it is all text. Raises ApiError 400."""
+    """Chooses the formats for parsing the output; None if all of it is text. Raises ApiError 400."""
     if body.separate_reasoning is False and model.formats.harmonic:
         raise ApiError(
             400,

@@ -62,7 +62,7 @@ _decode = msgspec.msgpack.Decoder(Task | Refused).decode
 
 
 class ReaderSpec(msgspec.Struct, frozen=True):
-    """What a reader process gets at start."""
+    """The arguments of a reader process."""
 
     model_dir: str
     model_name: str
@@ -129,7 +129,7 @@ class ReaderPool:
         reservation: Reservation,
         client: str | None = None,
     ) -> Task:
-        """What a body asks for. Takes over `reservation`, also if it raises ApiError."""
+        """Reads a body in another process. Takes over `reservation`, also if it raises ApiError."""
         body = _PendingBody(kind, parts, size, limits, caller, reservation, client)
         dropped: _PendingBody | None = body
         if wait_s := self._queue.wait_s(client):
@@ -143,7 +143,7 @@ class ReaderPool:
 
     @property
     def pids(self) -> list[int]:
-        """Of the processes that are ready."""
+        """The process ids of the processes that are ready."""
         return [lane.process.pid for lane in self._lanes if lane.process is not None]
 
 

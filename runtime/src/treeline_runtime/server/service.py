@@ -1,4 +1,4 @@
-"""What all generating endpoints do: admit the request, start it, turn outputs into an answer or error."""
+"""The work of all generating endpoints: admit the request, start it, turn outputs into an answer or error."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class AnswerMaker(ABC):
         """The events of one generation's output; raises ApiError."""
 
     def opening(self) -> bytes:
-        """What precedes the first frames."""
+        """The bytes before the first frames."""
         return b""
 
     def closing(self) -> bytes:
@@ -155,9 +155,9 @@ class Service:
     budget: ByteBudget
     """Bytes of bodies and prompts in flight."""
     pooling: Pooling | None = None
-    """How the model makes vectors; None: it makes text."""
+    """How the model makes vectors; None if it makes text."""
     formats: Formats = NO_FORMATS
-    """In which the model thinks, and calls tools."""
+    """The model's formats of reasoning and tool calls."""
     pool: ReaderPool | None = None
     """Reads large bodies; None: they are read in the event loop."""
     tracing: Tracing | None = None
@@ -167,7 +167,7 @@ class Service:
     uses_priority: bool = False
     """Whether a request's priority has an effect."""
     hidden_size: int | None = None
-    """Of hidden states that requests may ask for; None: not allowed."""
+    """Size of the hidden states that requests may ask for; None if they may not."""
     active: int = 0
     """HTTP requests that generate, from admission to their last byte."""
     idle: asyncio.Event = field(default_factory=asyncio.Event)
@@ -182,7 +182,7 @@ class Service:
         return "generate" if self.pooling is None else self.pooling.task
 
     def pools(self) -> Pooling:
-        """How the model makes vectors, for paths that need it."""
+        """The model's pooling, for endpoints that exist only if it has one."""
         assert self.pooling is not None
         return self.pooling
 
@@ -225,7 +225,7 @@ class Service:
         return errors.overloaded(message)
 
     async def read(self, asked: ApiRequest, kind: Kind, inline_bytes: int = INLINE_BYTES) -> Read:
-        """What the body asks for: read here if small, else in another process. Raises ApiError."""
+        """Reads the body into a task: here if it is small, else in another process. Raises ApiError."""
         caller = Caller(asked.tenant, asked.shares_cache)
         task: Read | None = None
         small = asked.size <= inline_bytes and slow_numbers(asked.content) <= MAX_SLOW

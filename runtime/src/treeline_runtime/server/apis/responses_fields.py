@@ -1,4 +1,4 @@
-"""The body of `/v1/responses` → a chat's, and what the answer repeats of it."""
+"""The body of `/v1/responses` → a chat's, and the fields that the answer repeats."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def uncut(body: ResponsesBody) -> Iterator[None]:
 
 
 def shown(body: ResponsesBody, temperature: float, top_p: float) -> dict[str, Any]:
-    """What the answer repeats; `temperature` and `top_p` are the effective ones."""
+    """The fields of the request that the answer repeats; `temperature` and `top_p` are the effective ones."""
     return {
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
