@@ -21,7 +21,7 @@ UNDECIDED_PUSHES = 32
 most four bytes and a token at least one, so a longer run is not an unfinished character, and must not be decoded again
 for each token."""
 SETTLED_TOKENS = 4
-"""In such a run, text before the last so many tokens is final."""
+"""In such a run, the text before this many last tokens is final."""
 
 Decode = Callable[[list[int]], str]
 """Token ids → text, with special tokens kept or skipped."""

@@ -201,7 +201,7 @@ def _draw_filtered(probs: torch.Tensor, keys: torch.Tensor, params: list[Samplin
     unlimited = [i for i, p in enumerate(params) if p.top_k <= 0 or p.top_k >= vocab]
     if width < vocab and unlimited:
         last = keep[:, -1].tolist()
-        if cut := [i for i in unlimited if last[i]]:  # their choice may go on beyond what was ranked
+        if cut := [i for i in unlimited if last[i]]:  # their choice may extend beyond the ranked tokens
             ordered, ids, _ = _kept(probs[cut], [params[i] for i in cut], vocab)
             winners = _race(ordered, negative_exponentials(keys[cut], vocab, ids))
             tokens[torch.tensor(cut, device=device)] = ids.gather(1, winners[:, None]).squeeze(1)

@@ -137,9 +137,8 @@ class CacheManager:
     # ---- the end ------------------------------------------------------------------------------------------
 
     def release(self, req: Req, *, insert: bool) -> Pages:
-        """Takes everything from `req`; with `insert`, what it computed stays cached. Nothing may be in flight.
-
-        Returns the freed pages.
+        """Takes row, pages and lock from `req`, which may not be in flight. With `insert`, its computed pages stay
+        cached. Returns the freed pages.
         """
         assert req.in_flight == 0, f"release while in flight: {req}"
         assert req.row >= 0, f"released twice: {req}"

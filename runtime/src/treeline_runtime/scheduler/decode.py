@@ -31,7 +31,7 @@ class NewTokenRatio:
         self.value = max(self.value - self._decay, self.minimum)
 
     def on_retract(self, running: Iterable[Req]) -> None:
-        """`running`: those that stay."""
+        """`running`: the requests that stay."""
         decoded = allowed = count = 0
         for req in running:
             decoded += req.output_len
@@ -63,8 +63,8 @@ def cost_pages(req: Req, matched_tokens: int, page_size: int) -> int:
 
 
 class DecodeManager:
-    """Owns requests whose prompts are computed or launched: a dict, so that their order is that of admission. Those
-    that produce no tokens stay until their result is taken."""
+    """Owns requests whose prompts are computed or launched, in the order of admission. Requests without output tokens
+    stay until their result is taken."""
 
     def __init__(self, cache: CacheManager, step_tokens: int) -> None:
         """step_tokens: the most tokens computed at once, besides one for each."""

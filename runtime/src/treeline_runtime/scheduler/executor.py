@@ -47,7 +47,7 @@ class Sampled:
     tokens: list[int] = field(default_factory=list)
     """New tokens after the known ones."""
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    """Of these tokens, with `top_logprobs`, if requested."""
+    """Log probabilities of these tokens, with `top_logprobs`, if requested."""
     top_logprobs: list[list[TokenLogprob]] = field(default_factory=list)
     input_logprobs: list[TokenLogprob] = field(default_factory=list)
     input_top_logprobs: list[list[TokenLogprob]] = field(default_factory=list)
@@ -129,19 +129,19 @@ class Launched:
         self.plan = plan
         self._copies: Readback | None = None
         self.delayed: Step | None = None
-        """Of a step with rows that are delayed, until they are sampled: the result is not on its way before."""
+        """The step, until its delayed rows are sampled; only then the result is copied. None: no delayed rows."""
         self.unsampled: dict[int, str] = {}
-        """Number among those who sample → why a delayed one could not."""
+        """Number among sampled rows → why a delayed row could not be sampled."""
         self.processors: dict[int, str] = {}
-        """Number among those who sample → the name of its logit processor."""
+        """Number among sampled rows → the name of the row's logit processor."""
         self.error: Exception | None = None
-        """What kept the result from being sent on its way; `result` raises it."""
+        """The error that kept the result from being copied; `result` raises it."""
         self.input_logprobs: list[tuple[int, Logprobs]] = []
         """Sequence → logprobs of some of its prompt tokens, in order."""
         self.logprobs: Logprobs | None = None
-        """Of the tokens that those of `StepPlan.logprobs` sampled."""
+        """Log probabilities of the sampled tokens, for the rows in `StepPlan.logprobs`."""
         self.pooled: Pooled | None = None
-        """Of a model that makes vectors."""
+        """The contributions to vectors, for models that make vectors."""
         self.hidden_states: list[tuple[int, Readback]] = []
         """Sequence → hidden states of its tokens."""
 
@@ -371,7 +371,7 @@ class Executor:
             self._read_back(launched, step)
 
     def _process(self, step: Step, choices: Choices) -> dict[int, str]:
-        """Runs each logit processor on a copy of its row. Returns those that failed and why."""
+        """Runs each logit processor on a copy of its row. Returns the rows that failed and why."""
         failed = dict[int, str]()
         for j, (_, change) in choices.processors.items():
             logits = change(step.logits[j])

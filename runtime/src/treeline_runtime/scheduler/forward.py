@@ -103,8 +103,8 @@ class DeviceTables:
     """`token_pool[row, position]` relays tokens between steps: a launch reads its input there and writes what it
     samples, so the next launch need not wait for it. `page_table[row, i]` is the page of tokens i x page_size …
 
-    Plans bring everything else. The row after the last belongs to no request: padding uses it, and its pages are all
-    `scratch_page`.
+    All other inputs come with the plan. The row after the last belongs to no request: padding uses it, and its pages
+    are all `scratch_page`.
     """
 
     def __init__(

@@ -57,13 +57,14 @@ class PrefillManager:
         self.waiting: OrderedDict[str, Req] = OrderedDict()
         self.chunked: Req | None = None
         self._uncached_waiting = 0
-        """The sum over `waiting`: a report that added them up would take as long as the queue is, in every step."""
+        """The sum over `waiting`, kept because adding them up in every step would take time in proportion to the
+        queue."""
         self._bounded = config.max_queued_requests is not None
         self._replaceable: dict[str | None, Ranked] = {}
-        """By client, those that came and have not begun, the least urgent first, of these the last; where the queue may
-        be full."""
+        """Requests that have never begun, by client: the least urgent first, of these the latest. Kept if the queue's
+        length is limited."""
         self._estimated_version = -1
-        """Of the tree, when the first of the queue were last estimated; -1 once others wait than then."""
+        """The tree's version at the last estimates of the queue's first requests; -1 if the queue has changed since."""
 
     # ---- the queue ----------------------------------------------------------------------------------------
 
@@ -90,7 +91,7 @@ class PrefillManager:
         self._estimated_version = -1
 
     def leave(self, req: Req) -> None:
-        """Removes it, also from the rest of its prompt, if it is here."""
+        """Removes a request if it waits or its prompt is half done."""
         if self.chunked is req:
             self.chunked = None
         if self.waiting.pop(req.rid, None) is not None:

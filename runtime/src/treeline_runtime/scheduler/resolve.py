@@ -182,7 +182,7 @@ class Resolved:
     max_graph_batch: int
     max_graph_tokens: int
     reserved_bytes: int
-    """On a CUDA device, besides weights and KV pool."""
+    """Bytes reserved on a CUDA device, besides weights and KV pool."""
 
     @property
     def max_total_tokens(self) -> int:

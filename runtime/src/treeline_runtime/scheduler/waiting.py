@@ -1,4 +1,5 @@
-"""The order of waiting requests, maintained as they come and leave, so that a step pays only for those it looks at.
+"""The order of waiting requests, maintained as they come and leave, so that a step pays only for the requests that it
+looks at.
 
 Clients take turns. A policy orders each client's requests; those that waited longer than a bound come first. Also time
 limits of waiting and running.
@@ -56,18 +57,18 @@ class Ranked:
             del self._reqs[number]
 
     def first(self) -> tuple[Rank, Req] | None:
-        """O(log n) for each that has left since."""
+        """The first request and its rank. O(log n) for each request that has left since the last call."""
         heap = self._heap
         while heap and heap[0][1] not in self._reqs:
             heappop(heap)
         return (heap[0][0], self._reqs[heap[0][1]]) if heap else None
 
     def __iter__(self) -> Iterator[Req]:
-        """In order. The first k take O(k log k), not counting those that left. During iteration requests may leave,
-        none may be added."""
+        """Yields requests in order. The first k take O(k log k), not counting requests that left. During iteration
+        requests may leave, but none may be added."""
         self.first()
         heap = self._heap
-        frontier = [(heap[0], 0)] if heap else []  # the first of those that were not given is among these
+        frontier = [(heap[0], 0)] if heap else []  # the next in order is among these
         while frontier:
             (_, number), at = heappop(frontier)
             for below in range(2 * at + 1, min(2 * at + 3, len(heap))):
@@ -84,7 +85,7 @@ class WaitingOrder:
         """by_priority: the highest first. cached: a request's cached pages, the most first; None: irrelevant."""
         self._new = lambda: _ClientOrder(starvation_bound, by_priority, cached)
         self._clients: dict[str | None, _ClientOrder] = {}
-        """Those who wait, in the order of their turns."""
+        """Clients with waiting requests, in the order of their turns."""
 
     def put(self, req: Req, *, front: bool = False) -> None:
         """Adds it behind or before its client's others, where the policy is indifferent."""

@@ -42,7 +42,7 @@ from treeline_runtime.tokenizer_manager import NoReply
 NO_WEIGHTS = 2
 """A level of sleep."""
 POLL_S = 0.05
-"""Between two checks whether requests still run."""
+"""Seconds between two checks whether requests still run."""
 _NAME_CHARS = 256
 
 

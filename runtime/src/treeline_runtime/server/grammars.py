@@ -282,9 +282,9 @@ _FIELDS: Final[Mapping[str, Callable[[Any, str], Constraint | None]]] = {
     "structured_outputs": _structured_outputs,
 }
 FIELDS: Final = frozenset(_FIELDS)
-"""Of chats and completions."""
+"""Constraint fields of chats and completions."""
 SAMPLING_FIELDS: Final = frozenset({"json_schema", "regex", "ebnf", "structural_tag", "choice"})
-"""Of the `sampling_params` of `/generate`."""
+"""Constraint fields in the `sampling_params` of `/generate`."""
 
 
 def _text(value: Any, param: str) -> str:

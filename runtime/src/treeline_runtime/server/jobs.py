@@ -57,7 +57,7 @@ class Generations(_Read, frozen=True, kw_only=True):
     """Generations of a request, of any API: every prompt is answered `n` times."""
 
     rid: str
-    """Its name, for `/abort_request`."""
+    """The request's name, for `/abort_request`."""
     prompts: list[GenerateReq]
     """The request for each, without `rid` and `client`."""
     n: int = 1
@@ -163,14 +163,14 @@ class ChatTask(TextTask, tag="chat", frozen=True, kw_only=True):
     """A chat in any of the three APIs."""
 
     parsing: Parsing | None = None
-    """How to find thoughts and calls in the output; None: it is all text."""
+    """How to find thoughts and calls in the output; None: all of it is text."""
     shown: Shown = Shown()
     echo: str = ""
     """The beginning of each choice's content."""
     repeated: bytes = b""
-    """What an answer of `/v1/responses` repeats of the request, as a JSON object."""
+    """The fields that an answer of `/v1/responses` repeats of the request, as a JSON object."""
     fills_context: bool = False
-    """Of `/v1/messages`: the context ends before the requested tokens."""
+    """For `/v1/messages`: the context ends before the requested tokens."""
 
 
 class CompletionTask(TextTask, tag="completion", frozen=True, kw_only=True):
@@ -195,7 +195,7 @@ class PoolingTask(Generations, tag="pooling", frozen=True, kw_only=True):
     top_n: int | None = None
     """Only the most relevant documents; None = all."""
     documents: list[str] | None = None
-    """To be shown in the answer; None = not shown."""
+    """Documents to repeat in the answer; None = do not repeat them."""
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):
@@ -204,7 +204,7 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
     status: int
     message: str
     kind: str
-    """Its type in the API."""
+    """The error's type in the API."""
     param: str | None = None
     code: str | None = None
     unknown_model: tuple[str, str] | None = None

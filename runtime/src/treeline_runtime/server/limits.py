@@ -26,7 +26,7 @@ MAX_GENERATIONS = 1024
 MAX_INPUTS = 2048
 """Texts of a vector request: OpenAI's limit."""
 MAX_COPIED_BYTES = 16 << 20
-"""What a request's generations carry besides prompts."""
+"""The most bytes that a request's generations carry besides prompts."""
 GENERATION_BYTES = 4 << 10
 """Bytes that every generation takes in all processes, besides its message."""
 BYTES_PER_TOKEN = 16
@@ -112,7 +112,7 @@ class Limits:
     context_length: int
     """Prompt + output."""
     max_request_tokens: int
-    """What the KV pool can hold of one request; at most `context_length`."""
+    """The most tokens of one request that the KV pool can hold; at most `context_length`."""
 
     def max_new_tokens(self, prompt_len: int, asked: int | None, default: int | None, param: str) -> int:
         """Output tokens for a prompt: the requested number, `default`, or the rest of the context (None).

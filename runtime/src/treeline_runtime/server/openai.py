@@ -68,7 +68,7 @@ Rid = Annotated[str, Meta(min_length=1, max_length=128)]
 ChatTemplateText = Annotated[str, Meta(max_length=32 << 10)]
 """Known ones have up to 20 thousand characters."""
 MAX_SALT_CHARS = 1024
-"""It is stored with every page and sent to every router."""
+"""Bounded because a salt is stored with every page and sent to every router."""
 Salt = Annotated[
     Annotated[str, Meta(max_length=MAX_SALT_CHARS)] | None,
     Meta(description="Requests that differ in this share no cached prefix."),

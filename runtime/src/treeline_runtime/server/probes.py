@@ -38,9 +38,9 @@ logger = logging.getLogger(__name__)
 FAILURES = 3
 """Consecutive failed requests before the engine is checked."""
 RETRY_S = 5.0
-"""Between two checks of a failing engine."""
+"""Seconds between two checks of a failing engine."""
 TIMEOUT_S = 30.0
-"""For the answer to a check, which waits its turn."""
+"""Seconds for the answer to a check, which waits for its turn."""
 TOKENS = 4
 """More than one: the first comes from the prompt alone, the others read the cache back."""
 
@@ -151,9 +151,9 @@ class Probes:
         self._info = info
         self.health = EngineHealth(service)
         self.scheduler_info: Mapping[str, Any] = {}
-        """What the scheduler said about itself when it was ready."""
+        """The facts that the scheduler reported about itself when it was ready."""
         self.kv_events: Mapping[str, Any] | None = None
-        """Where events are published, once that is known; None: nowhere."""
+        """Where events are published, once that is known; None: they are not."""
 
     @property
     def router(self) -> APIRouter:

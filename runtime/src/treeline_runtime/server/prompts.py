@@ -131,8 +131,8 @@ class Prompts:
         return known
 
     def variables(self, given: str | None = None) -> Set[str]:
-        """The variables read by the model's chat templates, or the `given` one, as `chat_template_kwargs` set them.
-        Those of a given one are analysed each time."""
+        """The variables that the model's chat templates read, or the `given` one, as `chat_template_kwargs` set them. A
+        given template is analysed each time."""
         return self._variables if given is None else _variables_of(given)
 
     @functools.cached_property

@@ -47,10 +47,10 @@ from treeline_runtime.server.tools import Calls, read_calls
 
 _ENGINE: Final = "treeline"
 MAX_SHOWN_BYTES: Final = 2 << 20
-"""What a response may repeat of its request: a stream has it three times."""
+"""The most bytes that a response repeats of its request: a stream repeats them three times."""
 DEFAULT_MAX_TOKENS = 16
 DEFAULT_MAX_NEW_TOKENS = 128
-"""Of `/generate`."""
+"""The default of `/generate`."""
 
 
 @dataclass(frozen=True)

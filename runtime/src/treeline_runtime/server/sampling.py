@@ -40,7 +40,7 @@ ProcessorName = Annotated[
     ),
 ]
 MAX_PARAMS_BYTES: Final = 64 << 10
-"""As JSON."""
+"""Bytes of the parameters as JSON."""
 MAX_DEPTH: Final = 32
 
 

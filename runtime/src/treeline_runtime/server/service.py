@@ -74,13 +74,13 @@ class State:
     failure: str | None = None
     """Why the server is about to exit."""
     heartbeat_at: dict[str, float] = field(default_factory=dict)
-    """When each child last sent a heartbeat, monotonic seconds. Empty until all are ready."""
+    """Child → time of its last heartbeat, in monotonic seconds. Empty until all are ready."""
     heartbeats: int = 0
     load: LoadUpdate = field(default_factory=LoadUpdate)
     problem: str | None = None
     """Why requests do not work (`health`); None if they do, as far as known."""
     failing_since: float = 0.0
-    """When a problem was first found, monotonic seconds."""
+    """Time at which a problem was first found, in monotonic seconds."""
     asleep: int = 0
     """Sleep level; 0 = awake."""
     operation: str | None = None
@@ -94,7 +94,7 @@ class State:
     unheard: bool = False
     """The scheduler is busy; missing heartbeats are no failure."""
     model_path: str | None = None
-    """The served weights, if not those of the start."""
+    """The directory of the served weights, if they have changed since the start."""
     weight_version: str = "default"
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -373,10 +373,8 @@ class Service:
 
 def usage(job: Generations, outs: Mapping[int, TextOut], reasoning_tokens: int | None = None) -> answers.Usage:
     """OpenAI's usage object, from outputs so far by generation. `reasoning_tokens`: of completion tokens; None =
-    unknown.
-
-    A prompt counts once, whatever its number of choices, and so do cached tokens (the first choice's: the others always
-    find what it computed). Hidden counts are left out.
+    unknown. A prompt counts once for all its choices. So do its cached tokens: the first choice's, since the others
+    always find the pages that it computed. Hidden counts are left out.
     """
     completion_tokens = sum(out.completion_tokens for out in outs.values())
     prompt_tokens = job.prompt_tokens

@@ -62,7 +62,7 @@ class Tool(msgspec.Struct, frozen=True, omit_defaults=True):
     parameters: dict[str, Any] = {}
     """The JSON Schema of its arguments; {} if the client gave none."""
     strict: bool = False
-    """Its arguments must match the schema."""
+    """The call's arguments must match the schema."""
 
 
 class Calls(msgspec.Struct, frozen=True, omit_defaults=True):
