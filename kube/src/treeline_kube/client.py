@@ -18,7 +18,7 @@ _LOG_BYTES = 16_384
 class Client(Connection):
     """The objects of a cluster, as dicts. Every method raises KubeError.
 
-    What is written is written as `field_manager`, statuses as `status_manager`.
+    Objects are written as `field_manager`, statuses as `status_manager`.
     """
 
     def __init__(

@@ -24,7 +24,7 @@ class PickerScaling(Part):
 
 
 class Autoscaling(Part):
-    """Who sets spec.replicas."""
+    """Autoscaling, which sets spec.replicas."""
 
     RULES = (
         forbidden(
@@ -61,7 +61,7 @@ class Autoscaling(Part):
 
 
 class Drain(Part):
-    """How pods end."""
+    """Time for pods to finish their requests before they end."""
 
     timeout_seconds: Annotated[StrictInt, Field(ge=1, le=3600)] = 60
     """Time for running requests to end. Grace period, preStop and timeouts follow from it."""
@@ -83,7 +83,7 @@ class DisruptionBudget(Part):
 
 
 class Rollout(Part):
-    """How a change reaches the pods."""
+    """Replacement of pods after a change."""
 
     RULES = (
         Rule(
@@ -106,7 +106,7 @@ class Rollout(Part):
     max_unavailable: CountOrPercent = 0
     """Pods below replicas during a rollout: a number, or a percentage (rounded down)."""
     surge_timeout_seconds: Annotated[StrictInt, Field(ge=0, le=604800)] = 120
-    """How long SurgeIfCapacity waits for room before it replaces pods one by one. Raise it for a node autoscaler. A
-    pool of one pod does not serve while its pod is replaced."""
+    """Seconds for which SurgeIfCapacity waits for room before it replaces pods one by one. Raise it for a node
+    autoscaler. A pool of one pod does not serve while its pod is replaced."""
     paused: StrictBool = False
     """Pause the rollout."""

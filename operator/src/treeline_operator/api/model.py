@@ -55,8 +55,9 @@ class ModelSpec(Part):
     criticality: Literal["Critical", "Standard", "Sheddable"] = "Standard"
     """Sheddable requests get 429 when every usable endpoint has a queue longer than maxTtftSeconds. Others wait."""
     target_models: Annotated[tuple[TargetModel, ...], Field(max_length=10, json_schema_extra=LIST_MAP)] = ()
-    """Models that answer; of several one is drawn per request, by weight. A name that another pool of the gateway
-    serves goes there, for trying another base model. Absent means modelName, or the pool's only model."""
+    """Models that answer; of several one is drawn per request, by weight. A request for a name that another pool of the
+    gateway serves goes to that pool, for trying another base model. Absent means modelName, or the pool's only
+    model."""
     fallback_pools: Annotated[tuple[NamedRef, ...], Field(max_length=5, json_schema_extra=LIST_MAP)] = ()
     """Pools to use, in this order, while the pool has no usable endpoint."""
 

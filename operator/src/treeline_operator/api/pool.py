@@ -148,13 +148,13 @@ class PoolSpec(Part):
     endpoint_picker: EndpointPicker = Field(default_factory=EndpointPicker)
     """The picker of the gateway."""
     gateway: Gateway = Field(default_factory=Gateway)
-    """How clients reach the pool."""
+    """Access for clients: through an Envoy of our own, or an existing Gateway."""
     autoscaling: Autoscaling = Field(default_factory=Autoscaling)
-    """Who sets spec.replicas."""
+    """Autoscaling, which sets spec.replicas."""
     drain: Drain = Field(default_factory=Drain)
-    """How pods end."""
+    """Time for pods to finish their requests before they end."""
     rollout: Rollout = Field(default_factory=Rollout)
-    """How a change reaches the pods."""
+    """Replacement of pods after a change."""
     disruption_budget: DisruptionBudget = Field(default_factory=DisruptionBudget)
     """Limits of evictions while nodes are drained."""
     tracing: Tracing | None = None
@@ -207,7 +207,7 @@ class GatewayStatus(TypedDict, total=False):
 
 @DOCUMENTED
 class RoutingStatus(TypedDict, total=False):
-    """How the picker knows cached prefixes."""
+    """The picker's source of knowledge about cached prefixes."""
 
     way: Annotated[str, StringConstraints(max_length=64)]
     """`events`: from the engines' events. `history`: from the picker's own requests. See docs/engines.md."""
@@ -289,7 +289,7 @@ class PoolStatus(TypedDict, total=False):
     preset: PresetStatus
     """The pool merged with its preset; absent without one."""
     routing: RoutingStatus
-    """How the picker knows cached prefixes; absent until it has asked the pods."""
+    """The picker's source of knowledge about cached prefixes; absent until it has asked the pods."""
 
 
 _RESERVED: Final = ("-gateway", "-epp", "-edge", "-kv-keys", "-gie", "-pods")

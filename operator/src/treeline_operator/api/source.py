@@ -207,7 +207,7 @@ class ModelSource(Part):
     name: ServedName | None = None
     """Name of the model in requests; absent means the last part of the uri."""
     tokenizer: Uri | None = None
-    """Where the tokenizer is, if not with the weights. For engines sglang and vllm."""
+    """The tokenizer's address, if it is not with the weights. For engines sglang and vllm."""
     chat_template_ref: ConfigMapKeyRef | None = None
     """ConfigMap with a chat template (Jinja) for engine and picker, in place of the model's. Give a changed template
     another name: running pods keep the old one. For engines sglang and vllm."""
