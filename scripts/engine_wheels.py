@@ -1,5 +1,4 @@
-"""Fetches parts of vLLM and SGLang from their wheels: code that announces caches, and parsers. `make
-engine-wheels`.
+"""`make engine-wheels`: fetches parts of vLLM and SGLang from their wheels: code that announces caches, and parsers.
 
 Tests that compare these engines' publishers, decoders, caches and parsers with ours need only a few of their Python
 modules, without dependencies or a GPU. So each wheel is downloaded (a third of a GB for vLLM), the modules named here

@@ -408,7 +408,7 @@ class _TooMuchError(GrammarError):
 
 @dataclass(eq=False)
 class _Job:
-    """A grammar that waits or compiles."""
+    """A grammar that waits for its compilation or compiles."""
 
     key: Key
     client: str | None

@@ -172,7 +172,7 @@ class JumpForward:
         return decided
 
     def _begun_added(self, text: str) -> int:
-        """Trailing bytes that may begin an added token."""
+        """Counts the trailing bytes that may begin an added token."""
         for n in range(min(self._longest_added, len(text)), 0, -1):
             if text[-n:] in self._begins_added:
                 return len(text[-n:].encode())

@@ -70,8 +70,8 @@ class DecodeInputs:
 
     @classmethod
     def spread(cls, plan: StepPlan, scratch_row: int) -> DecodeInputs:
-        """For a step in which some sequences have several tokens: only the last ones of sampled sequences are followed
-        by a token that is kept."""
+        """Makes the inputs of a step in which some sequences have several tokens: a row per token. Only after a sampled
+        sequence's last token a token is kept."""
         those, lasts = cls.of(plan), plan.lasts
         rows = np.repeat(plan.rows, plan.q_lens).tolist()
         positions = [at for start, end in zip(plan.starts, plan.ends, strict=True) for at in range(start, end)]

@@ -74,7 +74,7 @@ class ReaderSpec(msgspec.Struct, frozen=True):
 
 
 class Order(msgspec.Struct, frozen=True):
-    """Precedes a body."""
+    """A job for a reader process; the body follows it."""
 
     kind: Kind
     size: int
