@@ -1,7 +1,7 @@
-"""What `make clients` runs of client libraries: `python scripts/client_programs.py openai URL`.
+"""The programs that `make clients` runs with client libraries: `python scripts/client_programs.py openai URL`.
 
-Each asks for a whole answer and a stream of the same text, for JSON that a class reads and for a call, and sends what
-it can send whatever the model is. What the tiny model says is nonsense; that a library reads all of it is tested.
+Each asks for a whole answer and a stream of the same text, for JSON of a class and for a tool call, and sends the other
+requests that do not depend on the model. The tiny model's text is nonsense; the test is that a library reads all of it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TOOL = {"type": "function", "function": {"name": "look_up", "parameters": PARAME
 
 
 class Place(BaseModel):
-    """Where it is."""
+    """The schema of an answer about a place."""
 
     city: Literal["Paris", "Rome"]
     large: bool

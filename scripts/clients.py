@@ -1,8 +1,8 @@
 """The field's own clients, unmodified, against `treeline up`: `make clients ARGS="openai guidellm"`.
 
-Each is installed from its package into a virtual environment of its own under .cache/clients (which also sees what is
-in .venv, so that torch is not installed seven times), and run offline on the tiny model with random or synthetic
-prompts. What counts as answered is what the runtimes counted; a client must also end with status 0.
+Each is installed from its package into its own virtual environment under .cache/clients (which also sees the packages
+of .venv, so that torch is not installed seven times), and run offline on the tiny model with random or synthetic
+prompts. A request counts as answered if the runtimes counted it; a client must also end with status 0.
 
 Exit status: 0 when every client that could be installed was answered, 1 otherwise, 2 for wrong arguments.
 """
@@ -68,19 +68,19 @@ storage: {{local_storage: {{path: {out}}}}}
 
 @dataclass(frozen=True)
 class Client:
-    """How one client is installed and run."""
+    """The installation and the command of one client."""
 
     packages: Sequence[str]
     command: Callable[[Path, str, Path], list[str]]
     """(folder with its programs, URL of the gateway, a folder to write into) → what to run."""
     distribution: str
-    """Whose version the table shows."""
+    """The distribution whose version the table shows."""
     python: str = ""
     """The interpreter that it needs, e.g. "3.12"; "" = ours."""
     without: Sequence[str] = ()
-    """Packages installed before without what they depend on: engines whose benchmark alone is wanted."""
+    """Packages installed first without their dependencies: engines of which only the benchmark is used."""
     expected_failures: int = 0
-    """Requests that it makes to be refused."""
+    """Number of requests that the client expects to be refused."""
 
 
 @dataclass
@@ -96,7 +96,7 @@ class Row:
 
 
 def _program(name: str) -> Callable[[Path, str, Path], list[str]]:
-    """Of `client_programs`."""
+    """The command of a program in `client_programs`."""
     return lambda programs, url, _out: [
         str(programs / "python"),
         str(ROOT / "scripts" / "client_programs.py"),
@@ -266,7 +266,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def in_turn(names: Sequence[str], count: int | None, day: int) -> list[str]:
-    """All of them, or the `count` whose turn it is."""
+    """All clients, or `count` of them in turn by day."""
     return [names[(day * count + i) % len(names)] for i in range(min(count, len(names)))] if count else [*names]
 
 
@@ -296,7 +296,7 @@ def one(name: str, client: Client, url: str, install_s: float) -> Row:
 
 
 def install(client: Client, folder: Path, limit_s: float) -> str:
-    """Makes the client's environment unless it is there; why that cannot be done, or ""."""
+    """Makes the client's environment unless it exists. Returns the error, or ""."""
     done = folder / "installed"
     wanted = json.dumps([list(client.without), list(client.packages)])
     if done.is_file() and done.read_text() == wanted:
@@ -358,7 +358,7 @@ def version(programs: Path, distribution: str) -> str:
 
 
 def run(command: Sequence[str], limit_s: float, log: Path, cwd: Path = ROOT) -> tuple[int | str, str]:
-    """Runs offline but for pip; (status or why there is none, the last line that it wrote)."""
+    """Runs a command, offline unless it is pip. Returns its status, or why it has none, and its last line of output."""
     offline = (
         {} if "pip" in command else {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
     )

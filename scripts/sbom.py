@@ -1,8 +1,9 @@
 """Writes an SBOM for each image, dist/sbom/IMAGE.cdx.json: CycloneDX, from the metadata of the packages installed here.
 
-`python scripts/sbom.py [--version V] [--out DIR] [IMAGE…]`; images are those of scripts/image_requirements.py, the
-runtime's as runtime-cpu and runtime-cuda. cyclonedx-py describes the whole environment once; each image's file keeps
-what that image installs. The lock file makes the versions those of the images. The base image's packages are not in it.
+`python scripts/sbom.py [--version V] [--out DIR] [IMAGE…]`; the images are the ones in scripts/image_requirements.py,
+the runtime's as runtime-cpu and runtime-cuda. cyclonedx-py describes the whole environment once; each image's file
+keeps the packages of that image. The lock file ensures that the versions are the images'. The base image's packages are
+not included.
 """
 
 from __future__ import annotations
@@ -98,13 +99,13 @@ def part(document: dict[str, Any], image: str, names: set[str], released: str) -
 
 
 def _plain(component: dict[str, Any]) -> dict[str, Any]:
-    """Without where an editable room lies on this machine."""
+    """Removes the path of an editable room on this machine."""
     kept = [r for r in component.get("externalReferences", ()) if not r["url"].startswith("file:")]
     return {key: value for key, value in {**component, "externalReferences": kept}.items() if value != []}
 
 
 def _numbered(component: dict[str, Any], released: str) -> dict[str, Any]:
-    """One of ours in a release: the checkout that is installed here has the number of a development version."""
+    """Gives a package of ours the release's version, since the installed checkout has a development version."""
     purl = {"purl": f"{component['purl'].partition('@')[0]}@{released}"} if "purl" in component else {}
     return {**component, "version": released, **purl}
 

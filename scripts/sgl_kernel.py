@@ -1,8 +1,8 @@
-"""In place of SGLang's kernels for CPUs, of which there is no wheel (`scripts/engine_cpu.sh` puts it beside SGLang).
+"""Replaces SGLang's kernels for CPUs, for which no wheel exists (`scripts/engine_cpu.sh` installs it beside SGLang).
 
 SGLang imports their names wherever it runs on a CPU. With attention and sampling by torch, and without Intel's AMX, a
-text model without speculative decoding calls none of them: all is computed by SGLang's own code and torch. Nothing is
-computed here, so that nothing can be computed wrongly: what is called after all fails by name.
+text model without speculative decoding calls none of them: SGLang's own code and torch compute all. This module
+computes nothing, so it can compute nothing wrong: a call of any kernel fails by name.
 """
 
 from collections.abc import Callable

@@ -108,7 +108,7 @@ def axis(total: float, scale: float) -> list[str]:
 
 
 def legend(record: dict[str, Any]) -> list[str]:
-    """Of what there is."""
+    """The legend of the kinds in the record."""
     parts, x = [], float(LEFT)
     shown = {(lane, what) for lane in COLOURS for what, *_ in record[lane]}
     for colour, words in [

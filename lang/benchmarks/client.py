@@ -1,8 +1,8 @@
-"""What the language's client computes for a program, and what SGLang's does: CPU seconds of the whole process.
+"""CPU seconds that the language's client takes for a program, beside SGLang's: of the whole process.
 
 Both run the same programs on a server that answers at once and is another process: one call, and a fork of four calls.
-They take turns, so that both meet the same machine; the medians are printed. SGLang's language is what `make
-engine-wheels` fetched. Without it, ours alone is printed.
+They take turns, so that both see the same machine; the medians are printed. SGLang's language comes from `make
+engine-wheels`. Without it, only ours is printed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from unittest.mock import MagicMock
 
 THEIRS: Final = Path(__file__).resolve().parents[2] / ".cache" / "engine-wheels" / "sglang-0.5.23-frontend"
 _NOT_HERE: Final = ("IPython", "IPython.display", "pybase64", "sglang.srt", "sglang.srt.environ")
-"""What it imports besides, and does not use here."""
+"""Modules that SGLang's language imports and does not use here."""
 _ANSWER: Final = json.dumps(
     {"text": " fine", "model_path": "x", "meta_info": {"finish_reason": {"type": "stop"}, "prompt_tokens": 9}}
 ).encode()
@@ -34,7 +34,7 @@ def tell(line: str) -> None:
 
 
 class Server(asyncio.Protocol):
-    """The same answer to everything, on connections that stay open for those who want that."""
+    """A server with the same answer to every request. Connections stay open for clients that keep them."""
 
     def connection_made(self, transport: Any) -> None:
         self._transport, self._read = transport, b""

@@ -4,8 +4,7 @@
     treeline serve /tmp/llama8b --load-format dummy
 
 Its tokenizer has as many words as the shape's vocabulary, each a space and some letters. So every token that random
-weights produce shows as text, text comes back as the same tokens, and lengths are exact, as clients see them of a real
-model.
+weights produce becomes text, the text becomes the same tokens again, and clients see exact lengths.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from engine import COMMON, SHAPES
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 LETTERS = 4
-"""Of a word: 26⁴ of them are enough for any vocabulary here."""
+"""Letters of a word: 26⁴ words are enough for any vocabulary here."""
 
 
 def write_config(folder: Path, shape: str) -> None:

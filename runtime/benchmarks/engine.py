@@ -1,21 +1,21 @@
-"""How fast the engine is, in one process without HTTP: decode steps, prompts, a batch of requests; beside the floors.
+"""Measures the engine's speed in one process without HTTP: decode steps, prompts, a batch of requests; beside floors.
 
     python runtime/benchmarks/engine.py --shape llama8b
 
 A *shape* is a model's config.json with random weights; `tiny` is for a CPU. Prints a row of JSON for each figure:
 
 - `decode.SHAPE.bN.ctxC`: milliseconds of a step of N sequences that began with C tokens. N prompts are continued by 16
-  and by 144 tokens (greedy); the difference, divided by 128, is a step, prompts and all else subtracted. A run before
-  that is not counted, since the first one of a size pays for what is done once.
-- `prefill.SHAPE.N`: prompt tokens a second, of one prompt of N tokens that nothing has cached, the best of five.
+  and by 144 tokens (greedy); the difference, divided by 128, is a step without prompts and all else. A run before that
+  is not counted, since the first run of a size includes one-time work.
+- `prefill.SHAPE.N`: prompt tokens a second, of one uncached prompt of N tokens, the best of five.
 - `first_token.SHAPE.N`: milliseconds from a prompt of N tokens to its first token, alone, the best of ten.
 - `offline.SHAPE`: output tokens a second of 256 requests with 100 to 1,024 tokens in and out, temperature 0.6.
-- `start.SHAPE`: seconds to build the engine: weights, kernels (as far as they are not compiled yet), graphs.
+- `start.SHAPE`: seconds to build the engine: weights, kernels (unless compiled already), graphs.
 
-Floors, as `floor.…`: a step moves all weights but the input embedding, of experts those that so many tokens meet on
-average, and the cache of all its sequences through memory once; a prompt takes two operations per weight of the layers
-that a token meets, and four per pair of tokens, head and dimension, of which causality needs half. What the device can
-do is measured first: bytes read and written by a large copy, and a large matrix product of random bfloat16 numbers.
+Floors, as `floor.…`: a step moves all weights but the input embedding (of experts, the average number that its tokens
+use) and the cache of all its sequences through memory once. A prompt takes two operations per weight that a token uses,
+and four per pair of tokens, head and dimension, of which causality needs half. The device's limits are measured first:
+bytes read and written by a large copy, and a large matrix product of random bfloat16 numbers.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class Bench:
         return sum(lengths) / (time.perf_counter() - started)
 
     def floors(self, bandwidth: float, rate: float) -> None:
-        """What a device could do at best that moves so many bytes and does so many operations a second."""
+        """Reports the best possible figures of a device with this many bytes and operations a second."""
         shape = self.shape
         hidden, layers, dim = shape["hidden_size"], shape["num_hidden_layers"], shape["head_dim"]
         heads, kv_heads = shape["num_attention_heads"], shape["num_key_value_heads"]
@@ -236,7 +236,7 @@ def main() -> int:
         report(f"device.copy_tb_s.{args.shape}", bandwidth / 1e12)
         report(f"device.multiply_tflop_s.{args.shape}", rate / 1e12)
         bench.floors(bandwidth, rate)
-        for batch, context in ((1, 8), (4, 64), (64, 256)):  # whatever is compiled or chosen at first use
+        for batch, context in ((1, 8), (4, 64), (64, 256)):  # warms up kernels and choices
             bench.run(batch, context, 8)
         for batch, context in DECODE:
             report(f"decode.{args.shape}.b{batch}.ctx{context}", bench.step_ms(batch, context, args.rounds))

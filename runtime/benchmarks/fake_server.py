@@ -1,4 +1,4 @@
-"""A runtime whose scheduler has no model, as a process to be measured from outside: its port, and what it computes."""
+"""A runtime whose scheduler has no model, as a process to be measured from outside: its port and its processor time."""
 
 from __future__ import annotations
 
@@ -48,6 +48,6 @@ def serving(
 
 
 def cpu_s(pid: int) -> float:
-    """What a process has computed so far, in seconds."""
+    """Processor seconds of a process so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

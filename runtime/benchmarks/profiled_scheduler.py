@@ -2,10 +2,9 @@
 
     PROFILE_BATCH=64 PROFILE_OUT=idle.json python -m profiled_scheduler --model …
 
-With arguments it is the server, without any the scheduler process that the server starts. When `SKIP` decode steps of
-so many sequences have been launched, torch's profiler follows the next `STEPS`, and the shares of `idle_shares` go into
-the file. The profiler's record is the device's own (CUPTI): when each kernel and each copy began and ended, also of
-those within CUDA graphs.
+With arguments it is the server, without any the scheduler process that the server starts. After `SKIP` decode steps of
+PROFILE_BATCH sequences, torch's profiler follows the next `STEPS`, and the shares of `idle_shares` go into the file.
+The profiler's record is the device's own (CUPTI): begin and end of each kernel and copy, also within CUDA graphs.
 """
 
 from __future__ import annotations
@@ -27,10 +26,9 @@ from treeline_runtime.scheduler.executor import Launched
 
 SKIP, STEPS = 50, 200
 WAITING_US = 5.0
-"""A longer gap is waiting for the host; shorter ones are between two kernels of a step."""
+"""Gaps above this are waits for the host; shorter ones are between two kernels of a step."""
 BEGINNING, END = 0.3, 0.95
-"""Of the record is looked at what lies between these shares of its kernels: starting and stopping the profiler disturb
-the rest."""
+"""Shares of the record's kernels between which it is read: starting and stopping the profiler disturb the rest."""
 DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
@@ -38,7 +36,7 @@ def idle_shares(events: Iterable[Mapping[str, Any]], steps: int) -> dict[str, fl
     """From the events of a Chrome trace (times in µs) of so many equal steps: `idle_share`, gaps of more than
     `WAITING_US` ÷ time; `gap_share`, all gaps ÷ time; `step_ms`. Work of several streams at once counts once.
 
-    Raises ValueError where there is no device work to speak of.
+    Raises ValueError if there is less than one kernel or copy a step.
     """
     spans = sorted(
         (float(event["ts"]), float(event["ts"]) + float(event["dur"]))

@@ -1,16 +1,16 @@
-"""What the radix cache costs, and how much it finds: beside the best that any cache could do.
+"""Measures the time that the radix cache takes and the hits that it finds, beside the best possible cache.
 
     python runtime/benchmarks/radix.py
 
 Prints a row of JSON for each figure:
 
 - `radix.share.SHAPE`: time in the tree (matching, locking, inserting, evicting) ÷ time of 256 requests that share
-  nothing (100 to 1,024 tokens in and out; on a CPU 64 of up to 256), so that all of it is for nothing; the tree evicts
-  half of what it is given.
-- `radix.hit_rate.NAME`, `radix.vs_optimal.NAME`: programs in the shapes of the workloads of SGLang's paper (Zheng
-  et al., 2024, section 6.1), 64 of them at once, with as large a cache as there (20,480 tokens). The hit rate is prompt
-  tokens found ÷ prompt tokens; the optimum is that of an unbounded cache of single tokens which has every prompt and
-  every answer the moment it is known. The model is too small to matter: only the scheduler decides.
+  nothing (100 to 1,024 tokens in and out; on a CPU 64 of up to 256), so that the tree's work brings no hit; it evicts
+  half of the inserted pages.
+- `radix.hit_rate.NAME`, `radix.vs_optimal.NAME`: programs in the shapes of the workloads of SGLang's paper (Zheng et
+  al., 2024, section 6.1), 64 of them at once, with as large a cache as there (20,480 tokens). The hit rate is prompt
+  tokens found ÷ prompt tokens; the optimum is the hit rate of an unbounded cache of single tokens, which has every
+  prompt and every answer as soon as it is known. The model is too small to matter: only the scheduler decides.
   `radix.hit_vs_optimal` is the mean of all.
 """
 
@@ -42,7 +42,7 @@ from treeline_runtime.scheduler import Scheduler
 SMALLEST = SHAPES["tiny"] | {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 16}
 AT_ONCE = 64
 CACHE_TOKENS = 20_480
-"""What Llama-7B in float16 (512 KiB a token) leaves of an A10G's 24 GB: the paper's machine."""
+"""Tokens that fit beside Llama-7B in float16 (512 KiB a token) in an A10G's 24 GB, the paper's machine."""
 TIMED = ("match", "pages_of", "lock", "lock_node", "unlock", "insert", "evict", "take_events")
 
 Ids = list[int]
@@ -80,7 +80,7 @@ class Clock:
 
 
 def share(shape: str, count: int, longest: int, settings: dict[str, Any]) -> float:
-    """Of a batch of requests that share nothing."""
+    """The tree's share of the time of a batch of requests that share nothing."""
     rng = random.Random(0)
     prompts = [rng.choices(range(10, 4000), k=rng.randint(longest // 10, longest)) for _ in range(count)]
     lengths = [rng.randint(longest // 10, longest) for _ in range(count)]
@@ -237,12 +237,12 @@ class InProcess:
         pass
 
     def wait(self) -> None:
-        """Nobody waits: there is always something to do."""
+        """Returns at once: the driver calls `step` only while requests run."""
 
 
 @dataclass
 class Running:
-    """A program, and what it waits for."""
+    """A program, and the requests that it waits for."""
 
     program: Program
     rids: list[str] = field(default_factory=list)
@@ -250,7 +250,7 @@ class Running:
 
 @dataclass
 class Rates:
-    """Tokens of prompts: all, found in the cache, and found by the best one."""
+    """Prompt tokens: all, found in the cache, and found by the best cache."""
 
     prompt: int = 0
     found: int = 0
@@ -258,7 +258,7 @@ class Rates:
 
 
 class Driver:
-    """Runs programs, some at once, and counts."""
+    """Runs programs, some at once, and counts their hits."""
 
     def __init__(self, scheduler: Scheduler, transport: InProcess) -> None:
         self._scheduler, self._transport = scheduler, transport
@@ -285,7 +285,7 @@ class Driver:
         return self.rates
 
     def _advance(self, running: Running, answers: list[Ids] | None) -> bool:
-        """Its next requests; False at its end."""
+        """Sends the program's next requests; False if it has ended."""
         try:
             asks = next(running.program) if answers is None else running.program.send(answers)
         except StopIteration:
@@ -309,7 +309,7 @@ class Driver:
 
 
 def hit_rates(programs: list[Program], settings: dict[str, Any]) -> Rates:
-    """Of the programs on a scheduler of their own."""
+    """Runs the programs on a new scheduler; returns their hit rates."""
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / "config.json").write_text(json.dumps(SMALLEST | COMMON))
         shown = {"context_length": 8192, "max_total_tokens": CACHE_TOKENS, "schedule_policy": "lpm"} | settings
@@ -321,7 +321,7 @@ def hit_rates(programs: list[Program], settings: dict[str, Any]) -> Rates:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, help="for the share of time (default: llama8b on CUDA, else tiny)")
-    parser.add_argument("--quick", action="store_true", help="little of each: proves that it works")
+    parser.add_argument("--quick", action="store_true", help="a little of each, to prove that it works")
     parser.add_argument("--set", default="{}", metavar="JSON", help='fields of the configuration, {"page_size": 1}')
     args = parser.parse_args()
     settings = json.loads(args.set)

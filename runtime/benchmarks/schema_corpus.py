@@ -1,20 +1,20 @@
-"""What schemas of the real world are taken, and whether what they let an output be holds them.
+"""Counts the real-world schemas that are accepted, and checks that outputs under them are valid.
 
     python runtime/benchmarks/schema_corpus.py .cache/jsonschemabench        # made by `make corpora`
     python runtime/benchmarks/schema_corpus.py .cache/jsonschemabench --every 8
 
 Each schema of JSONSchemaBench (`data/SPLIT/*.json`) and of MaskBench (`maskbench/data/*.json`, with instances that are
-valid and invalid) is compiled; from each that is taken, texts are drawn token by token under its
-masks with the tiny model's vocabulary, and `jsonschema` judges them, with formats. Prints rows of JSON:
+valid and invalid) is compiled. For each accepted schema, texts are drawn token by token under its masks with the tiny
+model's vocabulary, and `jsonschema` validates them, with formats. Prints rows of JSON:
 
-- `corpus.accepted.SET` and `corpus.accepted.SET.SPLIT`: the share that is taken.
-- `corpus.outputs`, `corpus.violations`: texts that came to their end, and those of them that are no instance.
-- `corpus.refused.WORD`: how many schemas were refused for a word, or for what they are.
-- `corpus.wrongly_taken`: invalid instances that a schema takes. `corpus.rightly_taken`: the share of valid ones that it
-  does; the others have their members in an order of their own, or the schema is taken in a narrower sense.
+- `corpus.accepted.SET` and `corpus.accepted.SET.SPLIT`: the share that is accepted.
+- `corpus.outputs`, `corpus.violations`: texts that ended, and the invalid ones among them.
+- `corpus.refused.WORD`: number of schemas refused for a keyword, or for another reason.
+- `corpus.wrongly_taken`: invalid instances that a schema's grammar accepts. `corpus.rightly_taken`: the share of valid
+  instances that it accepts; others have their members in another order, or the grammar is narrower than the schema.
 - `corpus.compile_ms.p50` and `.p99`: CPU time of a compilation.
 
-Why each schema was refused, and what is wrong with outputs, goes to standard error.
+The reasons of refusals and the errors in outputs go to standard error.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _wrong(schema: Any, text: str) -> str:
 
 
 def _kind(why: str) -> str:
-    """The word that a refusal names, or what it is about."""
+    """The keyword that a refusal names, or its kind."""
     if word := re.match(r"'(\$?\w+)' at ", why):
         return word[1]
     kinds = {"satisf": "unsatisfiable", "pattern": "pattern", "itself": "circular", "circular": "circular"}

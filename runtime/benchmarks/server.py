@@ -1,18 +1,18 @@
-"""What the server adds to the engine: the same requests offline and through HTTP, and what the GPU waits for.
+"""Measures the server's cost over the engine: the same requests offline and through HTTP, and the GPU's idle time.
 
     python runtime/benchmarks/server.py --shape llama8b
 
 Random weights and a made-up tokenizer (`dummy_model.py`); the same settings everywhere (`--set`). In this order, each
-in processes of its own, and as a row of JSON each:
+in its own processes, with a row of JSON each:
 
 - `server.offline_tokens_s.SHAPE`: output tokens a second of 256 requests with 100 to 1,024 tokens in and out,
   temperature 0.6, by `Engine` without HTTP; the median of the rounds, whose prompts differ.
 - `start.warm_s.SHAPE`: from starting `treeline serve` to the first token through HTTP; kernels are compiled by then.
 - `server.tokens_s.SHAPE`: the same 256 requests at that server, all at once, each a stream.
-- `server_over_offline.SHAPE`: the one by the other.
+- `server_over_offline.SHAPE`: server ÷ offline.
 - `overlap.idle_share.SHAPE`, with CUDA: while 64 streams decode through another server, the share of time in which
   the GPU had nothing to do for more than 5 µs, by the profiler's record of its kernels and copies
-  (`profiled_scheduler.py`). `overlap.gap_share.SHAPE` has all gaps in it, those between the kernels of one step too.
+  (`profiled_scheduler.py`). `overlap.gap_share.SHAPE` counts all gaps, also between the kernels of one step.
   The profiler costs the CPU some time, so both are upper bounds; `overlap.step_ms.SHAPE` is the time of a step then.
 
 This process is the HTTP client: it reads bytes and nothing else.
@@ -66,7 +66,7 @@ def offline(shape: str, settings: Mapping[str, Any], works: list[Work]) -> None:
 
 
 def offline_rates(arguments: list[str]) -> list[float]:
-    """Of each round, from a child; its first line is of a warm-up."""
+    """Tokens a second of each round, from a child; its first line is a warm-up."""
     command = [sys.executable, __file__, "--offline", *arguments]
     said = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=START_S).stdout
     return [float(line) for line in said.split()[1:]]
@@ -79,7 +79,7 @@ def offline_rates(arguments: list[str]) -> list[float]:
 class Server:
     port: int
     started: float
-    """By `time.perf_counter`."""
+    """The start, by `time.perf_counter`."""
 
 
 @contextlib.contextmanager

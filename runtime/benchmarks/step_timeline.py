@@ -4,13 +4,13 @@
     python scripts/step_timeline.py docs/img/step-timeline.json     # draws it
 
 An engine with random weights continues `--batch` prompts of `--context` tokens. When `SKIP` decode steps of all of them
-have been launched, torch's profiler follows the next `STEPS`, and three in their middle are kept. The CPU's lane is
-made of ranges around the scheduler's phases, which exist in this script alone; the GPU's of what CUPTI saw, also within
-graphs. A kernel belongs to the step that was being launched when the CPU called for it. Which kernels were taken for
-what, and how long they ran, is printed. Times are microseconds.
+have been launched, torch's profiler follows the next `STEPS`, and three in their middle are kept. The CPU's lane shows
+ranges around the scheduler's phases, which only this script makes; the GPU's lane shows CUPTI's record, also within
+graphs. A kernel belongs to the step whose launch called it. The script prints the kind and the time of each kernel.
+Times are microseconds.
 
-With `--grammars` each sequence has a JSON schema of its own, and what it may say next is worked out while the device
-computes (`masks`), between the results of the step before and the step's own sampling (`sample`).
+With `--grammars` each sequence has its own JSON schema. Its allowed tokens are computed while the device computes
+(`masks`), between the results of the step before and the step's own sampling (`sample`).
 
 The profiler costs time, mostly on the CPU: steps are a little longer than without.
 """
@@ -84,7 +84,7 @@ def cpu_lane(events: Iterable[Mapping[str, Any]]) -> list[Span]:
 
 
 def gpu_lane(events: Iterable[Mapping[str, Any]]) -> list[Span]:
-    """What the device did for the steps whose launches are in the trace."""
+    """The device's work for the steps whose launches are in the trace."""
     events = list(events)
     launches = [span for span in _ranges(events) if span.what == "prepare"]
     starts = [span.start for span in launches]
@@ -133,7 +133,7 @@ def _ranges(events: Iterable[Mapping[str, Any]]) -> list[Span]:
 
 
 def _correlation(event: Mapping[str, Any]) -> int | None:
-    """The number that a call and what the device did for it share; None if it has none."""
+    """The number that a call and its work on the device share; None without one."""
     found: int | None = event.get("args", {}).get("correlation")
     return found
 
@@ -162,15 +162,16 @@ class Recorder:
         self._batch = batch
         self._profiler = torch.profiler.profile(activities=list(activities))
         self._numbers: dict[int, int] = {}
-        """Of launches, by the identity of their batch, which lives until its results are taken."""
+        """Numbers of launches by the `id` of their batch, which lives until its results are taken."""
         self._seen = self._launches = 0
         self._processed = 0
         self.events: list[Mapping[str, Any]] | None = None
-        """Of the trace, when it has been made."""
+        """The trace's events, once it has been made."""
 
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
-        """The scheduler's phases are ranges meanwhile. A batch has the number of its launch in all of them."""
+        """Makes the scheduler's phases ranges of the trace meanwhile. A batch has the number of its launch in all of
+        them."""
         places: tuple[tuple[Any, str, str, Callable[..., int]], ...] = (
             (Scheduler, "step", "schedule", lambda _: self._launches + 1),
             (Scheduler, "_compute", "prepare", lambda _, batch: self._launched(batch)),
@@ -228,7 +229,7 @@ def within_ranges(method: Callable[..., Any], what: str, number: Callable[..., i
 
 
 class Constrained(Bench):
-    """All sequences have a grammar, and none ends before it has said enough."""
+    """A benchmark in which all sequences have a grammar, and none ends early."""
 
     def run(self, batch: int, context: int, output: int) -> float:
         prompts = [random.choices(range(10, 4000), k=context) for _ in range(batch)]
@@ -243,10 +244,10 @@ class Constrained(Bench):
 
 def record(bench: Bench, batch: int, context: int) -> list[Mapping[str, Any]]:
     """The trace's events of some decode steps."""
-    bench.run(batch, context, 2 * (SKIP + STEPS))  # whatever is compiled, chosen or remembered at first use
+    bench.run(batch, context, 2 * (SKIP + STEPS))  # warms up kernels, choices and caches
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
     with torch.profiler.profile(activities=activities):
-        pass  # Kineto and CUPTI are set up here: by this thread, as they want it, and not within a step
+        pass  # sets up Kineto and CUPTI, in this thread as they require, and outside of a step
     recorder = Recorder(batch, activities)
     with recorder.around():
         bench.run(batch, context, 2 * (SKIP + STEPS))  # some decode before the last prompt is computed
@@ -256,7 +257,7 @@ def record(bench: Bench, batch: int, context: int) -> list[Mapping[str, Any]]:
 
 
 def tell_kernels(events: Iterable[Mapping[str, Any]]) -> None:
-    """Which were taken for what, with their microseconds in all."""
+    """Prints each kernel's kind and total microseconds."""
     spent: Counter[tuple[str, str]] = Counter()
     for event in events:
         if event.get("cat") == "kernel":

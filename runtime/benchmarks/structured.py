@@ -1,4 +1,4 @@
-"""What structured output costs, and what jump-forward saves, in one process without HTTP.
+"""Measures the cost of structured output, and the savings of jump-forward, in one process without HTTP.
 
     python runtime/benchmarks/structured.py
     python runtime/benchmarks/structured.py --shape llama8b      # on a GPU: random weights
@@ -6,25 +6,25 @@
 Prints rows of JSON:
 
 - `structured.jump_forward_speedup.sS.bN`: N prompts at once answered by JSON of eight members, of whose text S % is
-  forced (names and punctuation; the values are letters, so many that all answers are equally long): seconds without
-  jump-forward by seconds with it. Two engines of the same settings in turn, greedy, other prompts in each round; the
-  median of the rounds' own ratios; the first round is not counted. `structured.jump_forward_speedup` is the smallest of
-  these medians. Without jump-forward a model may say the same text in more tokens than its tokenizer would make
-  of it, which small models and random weights do: `structured.tokens.…` says how many answers had, with and without.
-- `structured.jump_forward_steps.sS.bN`: the steps that chose tokens without jump-forward by those with it, in which the
-  speedup ends where a step costs the same. Of N answers the one that takes most steps counts.
-- `structured.forced_share.sS`: of the tokens with jump-forward, those that were not sampled.
-- `structured.tpot_ratio.b64`: a decode step of 64 requests that all have a schema of their own (a list of people with
-  five members each; without jump-forward), by one of 64 free requests: answers of 16 and of 144 tokens, the difference
-  by 128; median of the rounds. `structured.mask_ms.b64.p50` and `.p999`: what the scheduler's thread took of these
-  steps to fill the masks and to send them on their way.
-- `structured.cached_schema_ttft_ms`: milliseconds to the first token with a schema that is compiled already, less that
-  without one, medians of requests in turn.
-- `structured.jump_us`: microseconds on the scheduler's thread to tokenize the end of a sequence and forced text anew
-  that were never seen before.
+  forced (names and punctuation; the values are letters, and all answers are equally long): seconds without jump-forward
+  ÷ seconds with it. Two engines with the same settings take turns, greedy, with new prompts in each round. The figure
+  is the median of the rounds' ratios, without the first round. `structured.jump_forward_speedup` is the smallest of
+  these medians. Without jump-forward a model may write the same text in more tokens than its tokenizer would; small
+  models and random weights do. `structured.tokens.…` are the tokens of answers, with and without.
+- `structured.jump_forward_steps.sS.bN`: sampling steps without jump-forward ÷ steps with it: the limit of the speedup,
+  if every step costs the same. Of N answers the one with most steps counts.
+- `structured.forced_share.sS`: the share of tokens that were not sampled, with jump-forward.
+- `structured.tpot_ratio.b64`: a decode step of 64 requests, each with its own schema (a list of people with five
+  members each; without jump-forward), ÷ a step of 64 free requests. A step is the difference of answers of 16 and of
+  144 tokens ÷ 128; the figure is the median of the rounds. `structured.mask_ms.b64.p50` and `.p999`: the time in these
+  steps in which the scheduler's thread fills the masks and starts their copy.
+- `structured.cached_schema_ttft_ms`: milliseconds to the first token with a compiled schema, minus the same without a
+  schema; medians of alternating requests.
+- `structured.jump_us`: microseconds on the scheduler's thread to tokenize the end of a sequence with forced text that
+  is not in a cache.
 
-Other shapes than the tiny model's get a byte-level tokenizer of as many tokens as they have, or as Python's own library
-gives when it is trained on that (20 s; `--tokenizer` takes one that is there).
+Shapes other than the tiny model's get a byte-level tokenizer, trained on Python's own library to at most their
+vocabulary (20 s; `--tokenizer` takes an existing one).
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from treeline_wire.tokenizer import TokenizerBundle
 ROOT = Path(__file__).resolve().parents[2]
 TINY = ROOT / "models" / "tiny"
 TOKENS = range(300, 4000)
-"""Of prompts."""
+"""Token ids of prompts."""
 BATCHES = (1, 8, 32)
 MEMBERS = 8
 PROMPT = 64
@@ -114,7 +114,7 @@ def model(shape: str, tokenizer: Path | None) -> Iterator[tuple[Path, str]]:
 
 
 def text_tokenizer(size: int) -> Tokenizer:
-    """Of at most so many tokens, trained on the sources of Python's library; the second one ends outputs."""
+    """Trains a tokenizer of at most `size` tokens on the sources of Python's library; its second token ends outputs."""
     sources = sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py"))
     texts = (path.read_text(errors="replace") for path in sources if "site-packages" not in path.parts)
     made = Tokenizer(models.BPE())

@@ -3,22 +3,22 @@
     python runtime/benchmarks/versus_transformers.py --model models/tiny
 
 Prints rows of JSON, with T threads: `cpu.tokens_s.tT.bN` (output tokens a second of ours, N prompts at once, greedy),
-the same of transformers as `cpu.transformers_tokens_s.tT.bN`, `cpu.vs_transformers.tT.bN`, the median of the rounds'
-own ratios, and `cpu.vs_transformers_cpu_s.tT.bN`, that of seconds of the processor, which a busy machine changes less.
-A round is one run of each, in alternating order, with prompts of its own; the first one is not counted.
+the same of transformers as `cpu.transformers_tokens_s.tT.bN`, the median of the rounds' ratios as
+`cpu.vs_transformers.tT.bN`, and the ratio of processor seconds, which a busy machine changes less, as
+`cpu.vs_transformers_cpu_s.tT.bN`. A round is one run of each, in alternating order, with new prompts; the first round
+is not counted.
 
-- `bN`: prompts and outputs are of one length each, the best case of transformers. It pads nothing, and both compute
-  exactly as many tokens, so the ratio is that of their steps.
+- `bN`: prompts and outputs are of one length each, the best case of transformers. It pads nothing, and both compute the
+  same number of tokens, so the ratio compares their steps.
 - `mixed.bN`: prompts of 8 to 200 tokens, outputs of 16 to 128, as users send them. transformers pads prompts on the
-  left to the longest, and computes every row until the longest answer is there; only tokens that were asked for count.
-  Ours computes those alone: the ratio is that of its steps, of padding, and of batches that grow smaller.
+  left to the longest, and computes every row until the longest answer has ended; only requested tokens count. Ours
+  computes only those, so the ratio includes padding and batches that grow smaller.
 - `prefill.N`: one prompt of N tokens, answered with one; the prompt's tokens count.
 
-Each has a process of its own, and waits while the other computes: two threads that compute in one process have an
-OpenMP team each, more threads together than there are cores, which then sleep whenever they wait (a step of ours took
-1.9 times as long). Both compute in float32 and make no text. transformers has what it has by default: its dynamic
-cache and attention by scaled_dot_product_attention; its own continuous batching (`generate_batch`) is another program,
-and not measured here.
+Each has its own process, and waits while the other computes: in one process two computing threads would have two OpenMP
+teams, with more threads than cores (a step of ours took 1.9 times as long). Both compute in float32 and make no text.
+transformers has its defaults: a dynamic cache, and attention by scaled_dot_product_attention. Its continuous batching
+(`generate_batch`) is another program, and is not measured here.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Took(NamedTuple):
 
 
 def measured(compute: Callable[[], Any]) -> tuple[Took, Any]:
-    """→ what it took, and its result."""
+    """Returns the time of a computation, and its result."""
     wall, cpu = time.perf_counter(), time.process_time()
     result = compute()
     return Took(time.perf_counter() - wall, time.process_time() - cpu), result

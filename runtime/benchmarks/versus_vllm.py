@@ -2,13 +2,13 @@
 
     python runtime/benchmarks/versus_vllm.py --shape llama8b --vllm-path /opt/vllm/site-packages
 
-Random weights in both, bfloat16, a context of 8,192 and at most 256 sequences at once, all else as each of them sets
-itself up. Each has the device for itself, one after the other, in a process of its own, and computes the same requests:
-256 with 100 to 1,024 tokens in and out, temperature 0.6, other ones each round. The first round is not counted: it is a
-short one, for what is compiled or chosen at first use. A row of JSON each:
+Both have random weights, bfloat16, a context of 8,192 and at most 256 sequences at once, and else their defaults. Each
+has the device for itself, one after the other, in its own process, and computes the same requests: 256 with 100 to
+1,024 tokens in and out, temperature 0.6, new ones each round. A short first round warms up and is not counted. A row of
+JSON each:
 
 - `vllm.offline_tokens_s.SHAPE`, `vllm.ours_tokens_s.SHAPE`: the median of the rounds.
-- `offline.vs_vllm.SHAPE`: ours by theirs.
+- `offline.vs_vllm.SHAPE`: ours ÷ theirs.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ ENGINES: dict[str, Callable[[str], Compute]] = {"ours": ours, "vllm": theirs}
 
 
 def measure(compute: Compute, works: list[Work], rates: Path) -> None:
-    """Writes tokens a second of each work into a file: engines say much on their output."""
+    """Writes tokens a second of each work into a file, since engines print much on their output."""
     compute(Work.of(8, 64, seed=-1))
     found = []
     for work in works:
@@ -80,7 +80,8 @@ def measure(compute: Compute, works: list[Work], rates: Path) -> None:
 
 
 def by(engine: str, folder: Path, arguments: list[str], path: str | None) -> float:
-    """The median of the rounds, from a process of its own. Raises SystemExit with what it said where it fails."""
+    """Measures one engine in its own process; returns the median of the rounds. Raises SystemExit with the end of its
+    log."""
     rates, log = folder / f"{engine}.json", folder / f"{engine}.log"
     environment = os.environ | ((VLLM | ({"PYTHONPATH": path} if path else {})) if engine == "vllm" else {})
     with log.open("w") as said:

@@ -249,6 +249,6 @@ GATEWAY_STATES = {
     "Gateway says nothing yet": (
         gated(route(FINE), upstream("True", "Accepted"), parents=(front(None),)),
         "GatewayReady False GatewayNotProgrammed",
-        "not told yet",
+        "not reported yet",
     ),
 }

@@ -197,7 +197,7 @@ POOL_STATES = {
         "Warnings True RoutedByHistory",
         "the picker reports TokenizerUnavailable: it is away: requests are routed by history",
     ),
-    "arguments that the picker is not told": (
+    "arguments that the picker cannot see": (
         world(
             pool(
                 model={"uri": "hf://o/tiny"},
@@ -205,7 +205,7 @@ POOL_STATES = {
             )
         ),
         "Warnings True ArgsUntold",
-        "engine.args sets by --chat-template (model.chatTemplateRef sets both), --api-key (",
+        "cannot see these flags in engine.args: --chat-template (model.chatTemplateRef sets both), --api-key (",
     ),
     "arguments that say what a field says": (
         world(

@@ -1,4 +1,4 @@
-"""Writes what is made from the operator's code: CRDs, chart parts, reference pages. No image has this package."""
+"""Writes the files that are generated from code: CRDs, chart parts, reference pages. No image has this package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m treeline_tools`: write everything that is generated, or with `--check` say what is not current."""
+"""`python -m treeline_tools`: writes all generated files; with `--check` it lists the ones that are not current."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def _is_reference(schema: Schema) -> bool:
 
 
 def _shape(schema: Any) -> str:
-    """What two objects with the same fields have in common."""
+    """A key that is equal for schemas with the same fields."""
     if isinstance(schema, dict):
         inner = ((key, _shape(value)) for key, value in sorted(schema.items()) if key not in ("description", KEYWORD))
         return f"{{{','.join(f'{key}:{value}' for key, value in inner)}}}"

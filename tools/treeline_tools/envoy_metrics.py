@@ -1,4 +1,4 @@
-"""What dashboards and alerts use of Envoy's own metrics. A test asks a real Envoy for them."""
+"""Envoy's own metrics that dashboards and alerts use. A test looks for them in a real Envoy."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def page() -> str:
 
 
 def _document() -> Schema:
-    """Of a runtime whose service is not there: the document says nothing of it."""
+    """The OpenAPI document of a runtime, with a mock for the service, which the document does not depend on."""
     service = mock.Mock()
     served: Any = surfaces.inference(service, Probes(service, mock.Mock()), key=None, metrics_at=None, admin_at=None)
     document: Schema = json.loads(served._app.state.document)

@@ -1,8 +1,7 @@
 """The metrics that picker, runtime and operator export: read from their own code, for the page and for the tests.
 
-Most are objects in a registry. What the picker reads from its owner at the moment of a scrape is there only while there
-is something to tell (an error's reason, say), so those are found in its source: each is a tuple
-`kind, name, help, labels, value` that a generator yields.
+Most are objects in a registry. Some metrics of the picker exist only while they have a sample (an error's reason, say),
+so they are found in its source: each is a tuple `kind, name, help, labels, value` that a generator yields.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ PICKER_PREFIX: Final = "treeline_epp_"
 
 
 class Family(NamedTuple):
-    """A metric as one sees it on the page: a counter's name ends in `_total`, a histogram's has no suffix."""
+    """A metric as the metrics page shows it: a counter's name ends in `_total`, a histogram's has no suffix."""
 
     name: str
     kind: str
@@ -34,7 +33,7 @@ class Family(NamedTuple):
 
     @property
     def series(self) -> tuple[str, ...]:
-        """The names of its series, by which queries select."""
+        """The names of its series, for queries."""
         return (
             tuple(f"{self.name}{end}" for end in ("_bucket", "_sum", "_count"))
             if self.kind == "histogram"
@@ -48,7 +47,7 @@ class NotUnderstood(Exception):
 
 @functools.cache
 def families() -> dict[str, list[Family]]:
-    """All metrics, sorted, by who exports them."""
+    """All metrics, sorted, by the process that exports them."""
     rooms = {
         "picker": [*_registered(PickerMetrics().registry), *_observed(Path(treeline_epp.__file__).parent)],
         "runtime": _registered(RuntimeMetrics("")._registry),
@@ -58,7 +57,8 @@ def families() -> dict[str, list[Family]]:
 
 
 def _registered(registry: CollectorRegistry) -> Iterator[Family]:
-    """Those of a registry. One with labels has no samples before somebody counts, but it knows its labels."""
+    """Yields the metrics of a registry. A metric with labels has no samples before it is used, but it knows its
+    labels."""
     for collector in registry._collector_to_names:
         if isinstance(collector, MetricWrapperBase):
             yield _family(collector._name, str(collector._type), collector._labelnames, collector._documentation)
@@ -88,7 +88,7 @@ Known: TypeAlias = dict[str, ast.expr]
 
 
 def _bound(node: ast.Assign | ast.AnnAssign) -> Known:
-    """What an assignment gives to names."""
+    """The values that an assignment gives to names."""
     targets = node.targets if isinstance(node, ast.Assign) else [node.target]
     return {} if node.value is None else {k: v for target in targets for k, v in _unpacked(target, node.value).items()}
 
@@ -103,7 +103,7 @@ def _unpacked(target: ast.expr, value: ast.expr) -> Known:
 
 
 class _Reader:
-    """Reads one function, statement by statement: a name means what was last assigned to it above."""
+    """Reads one function, statement by statement: a name has the value last assigned to it above."""
 
     def __init__(self, path: Path, module: ast.Module) -> None:
         self._path = path
@@ -116,14 +116,14 @@ class _Reader:
                 self._imports |= {alias.asname or alias.name: (node.module, alias.name) for alias in node.names}
 
     def samples(self, body: Iterable[ast.stmt], known: Known) -> Iterator[Family]:
-        """Those that these statements yield. `known` grows with what they assign."""
+        """Yields the metrics that these statements yield. Their assignments are added to `known`."""
         for node in body:
             if isinstance(node, ast.Assign | ast.AnnAssign):
                 known |= _bound(node)
             elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Yield):
                 yield from self._sample(node.value.value, known)
             elif isinstance(node, ast.For):
-                # A loop over what is written down is gone through; of any other one turn tells all.
+                # A loop over a literal is unrolled; any other is read once.
                 rounds = node.iter.elts if isinstance(node.iter, ast.Tuple | ast.List) else [node.iter]
                 for given in rounds:
                     known |= _unpacked(node.target, given)
@@ -155,7 +155,7 @@ class _Reader:
         return self._value(self._meaning(node, known, "the text"), known)
 
     def _keys(self, node: ast.expr, known: Known) -> Iterator[str]:
-        """The labels' names; `{**more, "name": value}` has those of `more` first."""
+        """The labels' names; `{**more, "name": value}` begins with the names in `more`."""
         if not isinstance(node, ast.Dict):
             yield from self._keys(self._meaning(node, known, "the labels"), known)
             return

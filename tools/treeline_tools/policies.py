@@ -22,7 +22,7 @@ SAFE_SYSCTLS: Final = (
     *(f"net.ipv4.tcp_{name}" for name in ("fin_timeout", "keepalive_intvl", "keepalive_probes", "keepalive_time")),
     *(f"net.ipv4.tcp_{name}" for name in ("rmem", "syncookies", "wmem")),
 )
-"""What Pod Security level baseline lets pods choose."""
+"""The sysctls that Pod Security level baseline allows."""
 _HARMLESS_CAPABILITIES: Final = (
     *("AUDIT_WRITE", "CHOWN", "DAC_OVERRIDE", "FOWNER", "FSETID", "KILL", "MKNOD", "NET_BIND_SERVICE"),
     *("SETFCAP", "SETGID", "SETPCAP", "SETUID", "SYS_CHROOT"),
@@ -86,7 +86,7 @@ def _selinux(context: str) -> str:
 
 
 def _confinement() -> dict[str, str]:
-    """What a pod at level baseline keeps to: what is wrong where it does not → CEL."""
+    """The rules of Pod Security level baseline: message of a violation → CEL."""
     each = "(pod.?containers.orValue([]) + pod.?initContainers.orValue([])).all(c, "
     context = "c.?securityContext"
     profiles = " && ".join(
@@ -153,7 +153,7 @@ def _privileged() -> list[dict[str, Any]]:
             )
         },
         conditions={
-            # A pool that is there already may be labelled, scaled and deleted still.
+            # An existing pool may still be labelled, scaled and deleted.
             "template-is-new": "oldObject == null || "
             + " || ".join(f"{_of('object', place)} != {_of('oldObject', place)}" for place in _TEMPLATES),
         },

@@ -20,9 +20,9 @@ APPLY: Final = ("create", "patch")
 ON_CONFLICT: Final = "get"
 """Used only after a write conflict, so its absence seldom shows."""
 LASTING: Final = (ON_CONFLICT, *WATCH, *APPLY)
-"""For kinds that the operator creates and maintains; they are deleted only with their owner."""
+"""Verbs for kinds that the operator creates and maintains; they are deleted only with their owner."""
 CHILD: Final = (*LASTING, "delete")
-"""For kinds whose objects it also deletes while their owner exists."""
+"""Verbs for kinds whose objects it also deletes while their owner exists."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,7 +33,7 @@ _SECTIONS: Final = (
     (Reason.ACCEPTED, "InferenceModels"),
     (Reason.CREATED, "Actions of the operator (Events only)"),
 )
-"""Where a part of the list begins."""
+"""The first reason of each section of the list, and the section's title."""
 
 
 def page() -> str:

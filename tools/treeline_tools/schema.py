@@ -70,14 +70,14 @@ def _ordered(node: Schema) -> Schema:
 
 
 def _place(key: str) -> tuple[int, int, str]:
-    """In the order in which people read: what it is, its bounds, what is in it, its rules."""
+    """A sort key for people: type and description, then bounds, then contents, then rules."""
     if key in _FIRST:
         return 0, _FIRST.index(key), ""
     return (2, _LAST.index(key), "") if key in _LAST else (1, 0, key)
 
 
 def _without_null(node: Schema) -> Schema:
-    """An optional field: in Kubernetes it is left out, never null."""
+    """Removes null from an optional field: in Kubernetes it is left out, never null."""
     choices = [choice for choice in node.get("anyOf", ()) if choice.get("type") != "null"]
     if len(choices) != 1:
         return node

@@ -84,7 +84,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def _sources(root: Path) -> list[str]:
-    """Pages and pictures that are tracked, or new and not ignored; what has been deleted is still tracked."""
+    """Pages and pictures that git tracks, or that are new and not ignored, without deleted ones."""
     command = ["git", "-C", str(root), "ls-files", "--cached", "--others", "--exclude-standard", "--deduplicate"]
     listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     return [path for path in listed if path.endswith((".md", *PICTURES)) and (root / path).is_file()]

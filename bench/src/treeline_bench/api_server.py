@@ -104,7 +104,7 @@ class ApiServer:
             self._tell(resource, gone, None)
 
     def mark_deleted(self, resource: Resource, name: str) -> None:
-        """As a pod is while it terminates."""
+        """Marks an object as being deleted, like a pod that terminates."""
         obj = self._objects[resource, name]
         times = {"deletionTimestamp": _DELETED, "deletionGracePeriodSeconds": 30}
         self._store(resource, {**obj, "metadata": obj["metadata"] | times})

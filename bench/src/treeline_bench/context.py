@@ -1,4 +1,4 @@
-"""What benchmarks receive, and how they are described."""
+"""The input and the description of benchmarks."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Display(Protocol):
     """Shows a benchmark's progress."""
 
     def phase(self, text: str, total: int | None = None) -> None:
-        """A new step begins, of `total` parts if known."""
+        """Begins a step, of `total` parts if known."""
 
     def done(self, parts: int, note: str = "") -> None:
-        """So many parts of the step are done; `note` says more."""
+        """Shows the number of finished parts of the step, and a note."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class Benchmark:
     summary: str
     run: Callable[[Context], list[Row]]
     only_by_name: bool = False
-    """It needs what few machines have, so `make bench` does not run it."""
+    """Whether `make bench` leaves it out, since few machines can run it."""
     versions: Mapping[str, str] = field(default_factory=dict)
     """Versions, by name, of programs that it starts and this environment lacks."""
     command: str = ""
-    """Its command-line words, if more than its name."""
+    """The command-line words, if more than the name."""

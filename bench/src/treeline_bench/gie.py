@@ -1,4 +1,4 @@
-"""Benchmark `gie`: our picker beside that of the Gateway API Inference Extension 1.5, written in Go.
+"""Benchmark `gie`: our picker beside the one of the Gateway API Inference Extension 1.5, written in Go.
 
 Method. Each picker in turn is put before an Envoy with one worker: an InferencePool of 2, 16 and 64 endpoints on a
 minimal Kubernetes API (`api_server.py`). The endpoints are addresses of one simulated engine (`sim/`, with vLLM's
@@ -150,8 +150,8 @@ def running(name: str, mode: str, world: World, pods: Sequence[tuple[str, int]],
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one picker: requests per CPU second by size, added latency of a paced load at percentiles in ms, and answers
-    other than 200."""
+    """A picker's figures: requests per CPU second by size, added latency of a paced load at percentiles in ms, and
+    answers other than 200."""
 
     per_core: dict[str, float]
     added_ms: dict[int, float]

@@ -1,4 +1,4 @@
-"""This machine's size and versions, never a host name or path."""
+"""The size and versions of this machine, never a host name or path."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def this_machine() -> Machine:
 
 
 def gpu() -> str:
-    """The first CUDA device's name, empty if there is none. Asks the driver's tool, since torch takes seconds."""
+    """The first CUDA device's name; empty without a device. Asks the driver's tool, since torch takes seconds."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
         said = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout

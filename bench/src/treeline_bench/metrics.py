@@ -412,7 +412,7 @@ def row(name: str, value: float, reference: float | None = None) -> Row:
 
 
 def missed(row: Row) -> bool | None:
-    """Whether the figure misses its bound; None if it has none."""
+    """Whether the figure misses its bound; None for a figure without a bound."""
     described = metric(row.metric)
     if row.reference is None or isinstance(row.reference, str) or described.beside:
         return None

@@ -94,7 +94,7 @@ class Child:
             self.process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(STOP_S)
-        # What it left behind in its session goes too, also when it ended by itself.
+        # Processes that it left behind in its session are killed too, also when it ended by itself.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 _WORD = re.compile(r" [a-z]{2,}")
 _SPACES = re.compile("[Ġ▁]")
-"""How byte-level and SentencePiece tokenizers write a space."""
+"""The characters with which byte-level and SentencePiece tokenizers write a space."""
 MIN_WORDS = 64
 
 

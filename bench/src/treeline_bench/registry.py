@@ -29,7 +29,8 @@ structured --corpus DIR`, and `treeline bench serving --results DIR`."""
 
 
 def select(names: Sequence[str]) -> list[Benchmark]:
-    """Those named, or for no names all except those that run only by name. Raises KeyError, which lists the names."""
+    """Returns the named benchmarks; without names all, except those that run only by name. Raises KeyError, which lists
+    the names."""
     for name in names:
         if name not in BENCHMARKS:
             raise KeyError(f"unknown benchmark {name!r}; there are: {', '.join(BENCHMARKS)}")

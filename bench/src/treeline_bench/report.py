@@ -89,7 +89,7 @@ def summary(results: Sequence[Result]) -> str:
 
 
 def missed_page(results: Sequence[Result]) -> str:
-    """A page with every figure that misses its bound, those that miss it by most first."""
+    """A page with every figure that misses its bound, the largest miss first."""
     rows = sorted(_missed(results), key=_distance, reverse=True)
     lines = [
         [f"`{row.metric}`", number(row.value), row.unit, _expected(row), metric(row.metric).meaning] for row in rows

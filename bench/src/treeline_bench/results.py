@@ -31,7 +31,7 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     memory_gib: float
     os: str
     gpu: str = ""
-    """Its name; empty if there is none."""
+    """The GPU's name; empty without a GPU."""
 
     def __str__(self) -> str:
         gpu = f"{self.gpu}, " if self.gpu else ""

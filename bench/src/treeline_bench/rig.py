@@ -1,7 +1,8 @@
-"""What `picker` and `gie` share: a picker behind Envoy, chats of exact sizes, a paced and a saturating load.
+"""The parts that the benchmarks `picker` and `gie` share: a picker behind Envoy, chats of exact sizes, a paced and a
+saturating load.
 
-Added latency is that of a paced load (open loop) that alternates every few seconds between a bare and an asking
-listener. Requests per core are those of a saturating closed loop ÷ the picker process's CPU seconds, all threads
+Added latency: a paced load (open loop) alternates every few seconds between a bare listener and one that asks the
+picker. Requests per core: the requests of a saturating closed loop ÷ the picker process's CPU seconds, all threads
 included.
 """
 
@@ -143,12 +144,12 @@ class Rig:
 
 
 def answered(records: Sequence[Record]) -> list[Record]:
-    """Those with a 200."""
+    """The records with a 200."""
     return [record for record in records if not record.error]
 
 
 def failed(records: Sequence[Record]) -> int:
-    """How many have no 200."""
+    """The number of records without a 200."""
     return len(records) - len(answered(records))
 
 

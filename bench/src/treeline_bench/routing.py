@@ -1,4 +1,4 @@
-"""Benchmark `routing`: what prefix-aware routing saves on real runtimes.
+"""Benchmark `routing`: the savings of prefix-aware routing on real runtimes.
 
 Method. `treeline up` starts Envoy, the picker and 2 CPU runtimes of the tiny model with one torch thread each,
 restarted for every policy. The load: 16 groups of 8 requests; a group shares 1,024 tokens, each request has 64 more and
@@ -60,7 +60,7 @@ class Settings:
 
     @property
     def cache(self) -> int:
-        """Of a runtime: three quarters of all shared prefixes."""
+        """Tokens of a runtime's cache: three quarters of all shared prefixes."""
         return self.groups * self.prefix * 3 // 4
 
     @property

@@ -24,9 +24,9 @@ from treeline_bench.results import Row
 FLOOR = "floor."
 VLLM_FOLDER = "TREELINE_BENCH_VLLM"
 GPU_BOUNDS = {"server_over_offline": 0.95, "start.warm_s": 12.0, "overlap.idle_share": 0.03}
-"""Of benchmark `server`, on a GPU."""
+"""Bounds of benchmark `server`, on a GPU."""
 THREADS = (1, 2)
-"""Of benchmark `cpu`."""
+"""Numbers of threads in benchmark `cpu`."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Script:
     must: tuple[str, ...]
     args: tuple[str, ...] = ()
     prefix: str = ""
-    """Of the names of its rows."""
+    """The prefix of its rows' names."""
     bounds: Mapping[str, float] = field(default_factory=dict)
     """References of rows, by their name without its last part."""
     others: bool = True

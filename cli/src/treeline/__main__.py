@@ -6,7 +6,8 @@ import sys
 
 
 def _quit(number: int, _frame: object) -> None:
-    """Nothing has been started yet, so there is nothing to clean up; an exception could surface inside any import."""
+    """Ends at once: nothing has been started, so nothing needs a clean-up, and an exception could surface inside any
+    import."""
     os._exit(128 + number)
 
 

@@ -1,4 +1,4 @@
-"""`treeline doctor`: what this machine can run, and what is missing."""
+"""`treeline doctor`: checks what this machine can run, and what it lacks."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from treeline_wire.command_line import Parser
 
 @dataclass(frozen=True)
 class Word:
-    """One word of the command: `main` of a module, which takes the arguments behind it and returns the exit status."""
+    """A subcommand: `main` of a module, which takes the arguments after the word and returns the exit status."""
 
     help: str
     module: str
@@ -34,18 +34,18 @@ class Word:
         except ModuleNotFoundError:
             if not self.parts:
                 raise
-            missing = self.parts  # there, but without what it needs, as in the image of another part
+            missing = self.parts  # installed without its dependencies, as in the image of another part
         if module is None:
             needs = " and ".join(PARTS[part].name for part in missing)
             print(f"treeline {name}: this needs {needs}: {how_to_install(missing)}", file=sys.stderr)
             return 1
-        if callable(signal.getsignal(signal.SIGINT)):  # not where it is ignored, as in a script's background command
+        if callable(signal.getsignal(signal.SIGINT)):  # not if it is ignored, as in a script's background command
             signal.signal(signal.SIGINT, signal.default_int_handler)
         return int(module.main(argv))
 
 
 class Part(NamedTuple):
-    """A part of Treeline that may be missing: what we call it, and the package that is there when it is."""
+    """A part of Treeline that may be missing: its name in sentences, and its Python package."""
 
     name: str
     package: str
@@ -57,11 +57,11 @@ PARTS = {
     "operator": Part("the operator", "treeline_operator"),
     "bench": Part("the benchmarks", "treeline_bench"),
 }
-"""By the extra of the distribution that brings it."""
+"""Parts by the extra of the distribution that installs them."""
 
 
 def missing_parts(parts: Sequence[str]) -> tuple[str, ...]:
-    """Those that are not installed."""
+    """The parts that are not installed."""
     return tuple(part for part in parts if find_spec(PARTS[part].package) is None)
 
 

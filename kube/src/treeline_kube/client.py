@@ -18,7 +18,7 @@ _LOG_BYTES = 16_384
 class Client(Connection):
     """The objects of a cluster, as dicts. Every method raises KubeError.
 
-    What is written is written as `field_manager`, statuses as `status_manager`.
+    Objects are written as `field_manager`, statuses as `status_manager`.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Client(Connection):
         guarded: bool = True,
         retry: Retry | None = None,
     ) -> Object:
-        """Create the object: AlreadyExists where the name is taken. Not tried again when it may have been done."""
+        """Create the object; raises AlreadyExists if the name is taken. No retry if the server may have created it."""
         meta = obj["metadata"]
         resource = await self.resource(obj["apiVersion"], obj["kind"])
         call = Call(

@@ -43,7 +43,7 @@ APPLY: Final = "application/apply-patch+yaml"
 MERGE: Final = "application/merge-patch+json"
 JSON_PATCH: Final = "application/json-patch+json"
 MAX_CONNECTIONS: Final = 32
-"""For requests; a watch has a connection of its own, of which there may be any number."""
+"""Connections for requests. Each watch has a connection of its own, and there may be any number of watches."""
 MAX_REMEMBERED_WARNINGS: Final = 1000
 
 _METHODS: Final = {
@@ -80,7 +80,7 @@ CONNECT_S: Final = 5.0
 
 
 class Call(NamedTuple):
-    """One request. `verb` and `resource` are those of RBAC; an `idempotent` one is repeated after any failure."""
+    """One request. `verb` and `resource` are RBAC's; an `idempotent` request is repeated after any failure."""
 
     verb: str
     resource: str
@@ -146,21 +146,21 @@ class Connection:
     async def from_config(
         cls, kubeconfig: str | Path | None = None, context: str | None = None, **options: Any
     ) -> Self:
-        """From a kubeconfig; without one from $KUBECONFIG, from the pod's ServiceAccount, or from ~/.kube/config.
+        """Connect by a kubeconfig; without one by $KUBECONFIG, the pod's ServiceAccount, or ~/.kube/config.
 
         Raises NoCluster.
         """
         from kubernetes.aio.client.configuration import Configuration
 
         configuration = Configuration(connection_pool_maxsize=MAX_CONNECTIONS)
-        # Chains and names are verified; what is waived is the letter of RFC 5280, which many clusters' own certificates
-        # do not keep and Python asks for since 3.13.
+        # Chains and names are verified. Only strict RFC 5280 is waived: Python asks for it since 3.13, and many
+        # clusters' own certificates do not comply.
         configuration.disable_strict_ssl_verification = True
         credentials = Credentials(configuration, kubeconfig, context)
         await credentials.load()
         try:
             return cls(configuration, credentials=credentials, **options)
-        except OSError as error:  # of which ssl.SSLError: certificates that are none
+        except OSError as error:  # ssl.SSLError is one, for malformed certificates
             raise credentials.refused(error) from error
 
     async def close(self) -> None:

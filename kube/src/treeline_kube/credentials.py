@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 SERVICE_ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount/token")
 _SELF_EXPLAINING: Final = frozenset({"ConfigException", "ParserError", "ScannerError"})
-"""Errors of libraries that explain what is wrong with a file."""
+"""Errors of libraries whose message explains what is wrong with a file."""
 
 
 class Credentials:

@@ -1,4 +1,4 @@
-"""What an API server's refusal or silence means, as types.
+"""Error types for an API server's refusal or silence.
 
 KubeError
 ├── NotFound          no such object, or no such kind
@@ -122,7 +122,7 @@ class Timeout(Unreachable):
 
 
 class NoCluster(Unreachable):
-    """No credentials lead to an API server; the message says what was tried and what to do."""
+    """No credentials lead to an API server. The message lists the attempts and says what to do."""
 
 
 class Malformed(KubeError):

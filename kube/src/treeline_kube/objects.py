@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class Objects(Generic[T]):
-    """`read` turns an object's JSON into what is stored; it raises `msgspec.MsgspecError`.
+    """The objects of a collection. `read` converts an object's JSON for storage; it raises `msgspec.MsgspecError`.
 
     A list replaces `objects`, events change it in place. `revision` counts changes. An unreadable object keeps its last
     known state.
@@ -24,11 +24,11 @@ class Objects(Generic[T]):
         self._listed: dict[str, T] = {}
 
     def begin(self) -> None:
-        """A list begins."""
+        """Start a list."""
         self._listed = {}
 
     def listed(self, data: msgspec.Raw) -> None:
-        """The list names this object."""
+        """Add an object that the list names."""
         name = _named(data).metadata.name
         try:
             self._listed[name] = self._read(data)
@@ -38,14 +38,14 @@ class Objects(Generic[T]):
             raise
 
     def complete(self, version: str) -> bool:
-        """The list has ended."""
+        """End the list, which replaces `objects`. Returns whether something changed."""
         news = self._listed != self.objects
         self.objects, self._listed = self._listed, {}
         self.revision += news
         return news
 
     def changed(self, data: msgspec.Raw) -> bool:
-        """An object came or changed."""
+        """Store a new or changed object. Returns whether it differs."""
         name, new = _named(data).metadata.name, self._read(data)
         if self.objects.get(name) == new:
             return False
@@ -54,7 +54,7 @@ class Objects(Generic[T]):
         return True
 
     def deleted(self, data: msgspec.Raw) -> bool:
-        """An object was deleted."""
+        """Remove a deleted object. Returns whether it was stored."""
         gone = self.objects.pop(_named(data).metadata.name, None) is not None
         self.revision += gone
         return gone

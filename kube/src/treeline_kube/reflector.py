@@ -90,21 +90,21 @@ class Sink(Protocol):
     """
 
     def begin(self) -> None:
-        """A list begins; what an unfinished one has named does not count."""
+        """Start a list, and drop an unfinished one."""
 
     def listed(self, data: msgspec.Raw) -> None:
-        """The list names this object."""
+        """Add an object that the list names."""
 
     def complete(self, version: str) -> bool:
-        """The list is complete: objects that it did not name are gone."""
+        """End the list: objects that it did not name are gone."""
         ...
 
     def changed(self, data: msgspec.Raw) -> bool:
-        """This is new or other than before."""
+        """Store a new or changed object."""
         ...
 
     def deleted(self, data: msgspec.Raw) -> bool:
-        """An object was deleted."""
+        """Remove a deleted object."""
         ...
 
 

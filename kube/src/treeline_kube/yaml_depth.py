@@ -24,7 +24,7 @@ _CLOSING = (yaml.SequenceEndEvent, yaml.MappingEndEvent)
 
 
 class TooDeepError(yaml.YAMLError):
-    """It is nested more than `MOST_DEPTH` deep."""
+    """The document is nested more than `MOST_DEPTH` deep."""
 
 
 @contextlib.contextmanager

@@ -33,8 +33,8 @@ def loop() -> asyncio.AbstractEventLoop:
 
 
 def post(function: Callable[..., object], *args: Any) -> None:
-    """Calls it on the loop, in the order of posting. Waking the other thread costs more than a step, so it is done once
-    for all calls posted before the loop runs."""
+    """Calls `function` on the loop, in the order of posting. Waking the other thread costs more than a step, so it is
+    woken once for all calls posted before the loop runs."""
     global _woken
     _posted.append((contextvars.copy_context(), function, args))
     if not _woken:
@@ -43,7 +43,7 @@ def post(function: Callable[..., object], *args: Any) -> None:
 
 
 def wake() -> None:
-    """For after a Ctrl-C, which may have interrupted `post` before it woke the loop."""
+    """Wakes the loop. Called after a Ctrl-C, which may have interrupted `post` before it did so."""
     loop().call_soon_threadsafe(_take_posted)
 
 

@@ -1,4 +1,4 @@
-"""How `select` chooses between texts by likelihood. Pure functions of token log probabilities.
+"""Methods by which `select` chooses between texts by likelihood. Pure functions of token log probabilities.
 
 The three methods are those of SGLang's language (`sglang/lang/choices.py`), written from its paper.
 """
@@ -120,8 +120,8 @@ def _by_mean(_choices: Sequence[str], given: Sequence[Tokens], _alone: Sequence[
 
 
 def _greedily(_choices: Sequence[str], given: Sequence[Tokens], _alone: Sequence[Tokens]) -> Decision:
-    """As greedy decoding: token by token, only choices with the best next token stay. Shorter choices continue with
-    their mean."""
+    """Chooses as greedy decoding would: token by token, only choices with the best next token stay. Shorter choices
+    continue with their mean."""
     rows = [_logprobs(one) for one in given]
     width = max(map(len, rows))
     rows = [[*row, *[_mean(row)] * (width - len(row))] for row in rows]
@@ -133,8 +133,9 @@ def _greedily(_choices: Sequence[str], given: Sequence[Tokens], _alone: Sequence
 
 
 def _over_unconditional(_choices: Sequence[str], given: Sequence[Tokens], alone: Sequence[Tokens]) -> Decision:
-    """How much more likely the prompt makes a choice. Aligned at the end: the first token alone has no log probability
-    and counts 0, and may be missing if it was joined with the prompt's end."""
+    """Chooses the text that the prompt makes most likely compared with its likelihood alone. Tokens are aligned at the
+    end: the first token alone has no log probability and counts 0, and may be missing if it was joined with the
+    prompt's end."""
     scores = []
     unconditional = [_logprobs(one) for one in alone]
     for after, without in zip(map(_logprobs, given), unconditional, strict=True):

@@ -27,7 +27,7 @@ from treeline_lang.transcript import Prompt, Transcript
 from treeline_lang.where import Where
 
 HINT_S: Final = 30.0
-"""How long requests wait for their hint; then they compute the shared prefix themselves."""
+"""Seconds that requests wait for their hint; then they compute the shared prefix themselves."""
 DEEPEST: Final = 200
 """Nested programs each need a thread."""
 
@@ -36,7 +36,7 @@ class Step(ABC):
     """A step submitted to a stream."""
 
     name: str = ""
-    """Its name in errors."""
+    """The program's name in errors."""
     where: Where | None = None
     variables: Sequence[Variable] = ()
     """The variables that it sets."""
@@ -111,7 +111,7 @@ class Run:
     """False: submitting waits until the step is done."""
     call: Call = field(default_factory=Call)
     depth: int = 0
-    """How deep this program is nested in others."""
+    """The nesting depth of this program in others."""
     streams: Streams = field(default_factory=Streams)
 
     async def send_ahead(self, prompt: Prompt, children: int = 1) -> None:
@@ -131,33 +131,33 @@ class Run:
 
 
 class StreamExecutor:
-    """Methods without `_` are for the threads of programs; the others run on the loop."""
+    """The executor of one stream. Methods without `_` are for the threads of programs; the others run on the loop."""
 
     def __init__(self, run: Run, variables: dict[str, Variable] | None = None, *, waits: bool = False) -> None:
-        """variables: those of the forked state, if any. waits: runs nothing before `start`."""
+        """variables: the forked state's, if any. waits: runs nothing before `start`."""
         self.run = run
         self.variables = dict(variables or {})
         self.transcript = Transcript()
         self.growing = Growing()
         """The whole text."""
         self.returned: Any = None
-        """What the body has returned."""
+        """The value that the body returned."""
         self.scopes: dict[str, tuple[Variable, int]] = {}
         """Open ones: variable, where its text begins."""
         self.step: tuple[Where | None, str] = (None, "")
-        """What is being done."""
+        """The place and name of the step that runs."""
         self.failure: ProgramError | None = None
         self.forked = Transcript()
-        """What it was forked with."""
+        """The transcript at the fork."""
         self.ahead = Ahead()
-        """What is known of the text to come."""
+        """Text generated beyond the stream's position."""
         self._children: list[StreamExecutor] = []
         self.owner: int | None = threading.get_ident()
-        """The thread that submits (None: yet to begin): what it reads before it has submitted the step that sets it
-        will never come."""
+        """The thread that submits steps (None: not yet begun). If it reads a variable before it has submitted the step
+        that sets it, the value can never come."""
         self._declared = threading.Condition()
         self._open = True
-        """More steps may come."""
+        """Whether more steps may be submitted."""
         self.ended_by: ProgramError | None = None
         """Why no more do, where the body did not end well."""
         self._inbox: deque[Step] = deque()
@@ -255,7 +255,7 @@ class StreamExecutor:
         self._go_on()
 
     def fail(self, failure: ProgramError) -> None:
-        """This step and those behind it will not run."""
+        """Fails the stream: this step and the next ones do not run."""
         self._waits = False
         if self.failure is None:
             self.failure = failure

@@ -25,7 +25,7 @@ ROLES: Final[tuple[Role, ...]] = ("system", "user", "assistant")
 @dataclass(frozen=True, slots=True)
 class Expr:
     step: ClassVar[str] = "+="
-    """Its name in errors."""
+    """The expression's name in errors."""
     has_text: ClassVar[bool] = False
     """Has a text without calling a model."""
 
@@ -48,7 +48,7 @@ class Expr:
 
 
 Piece = Expr | str | int | float
-"""What may be appended; numbers become their text."""
+"""A value that may be appended; numbers become their text."""
 Path = tuple[str | int, ...]
 """Keys and indices into a value, outermost first."""
 

@@ -19,7 +19,7 @@ class Growing:
         self._wake: list[Callable[[], None]] = []
         self._text = ""
         self._coming = ""
-        """What is behind that."""
+        """More text that follows `_text`."""
         self._failure: ProgramError | None = None
         self._done = False
 
@@ -125,13 +125,13 @@ class Growing:
 
 
 class Variable(Growing):
-    """A variable set by a step: its value, and what the backend said about it."""
+    """A variable set by a step: its value, and the backend's meta data."""
 
     def __init__(self, name: str) -> None:
         super().__init__()
         self.name = name
         self.in_scope = False
-        """It is the text of a scope, whose end has not been submitted."""
+        """Whether it is the text of a scope whose end has not been submitted."""
         self._value: Any = None
         self._meta: Any = None
 

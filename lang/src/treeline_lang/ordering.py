@@ -1,10 +1,10 @@
-"""The order in which a batch's programs start, and what is cached before the first.
+"""The order in which a batch's programs start, and the prefix that is cached before the first.
 
 The program is traced once up to its first request (`compiler.trace`); with each item's arguments that gives the
 beginning of its first prompt. Sorted by these texts, items are visited like a depth-first walk of the tree of prefixes,
-which is optimal if the cache holds the longest path: everything that shares a prefix runs before anything else.
+which is optimal if the cache holds the longest path: all programs that share a prefix run before any other.
 
-Items that start together would each compute their shared prefix. So it is sent ahead once, and all wait for it.
+Items that start together would each compute their shared prefix. So the prefix is sent ahead once, and all wait for it.
 """
 
 from __future__ import annotations

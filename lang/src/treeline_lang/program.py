@@ -157,7 +157,7 @@ class Function:
 
     def cache(self, *, backend: Backend | None = None, **arguments: Any) -> str:
         """Caches the beginning that all runs share, up to the first argument without default or value. Returns that
-        text, "" if there is none. Raises BackendError, Unsupported, TypeError."""
+        text; "" if they share none. Raises BackendError, Unsupported, TypeError."""
         self.bind(**arguments)
         run = self.new_run(backend, Sampling())
         parameters = self._signature.parameters.values()
@@ -280,7 +280,7 @@ class Function:
         **kwargs: Any,
     ) -> Any:
         """Runs the program once for each of many arguments (mappings or tuples), many at a time. Returns the ended
-        states in order; a failed one says so by `error()` and when read.
+        states in order; a failed one has an `error()` and raises it when read.
 
         generator_style: yields them in order as they end. order: "dfs" runs programs with the same beginning together
         and sends the common beginning ahead; "given" does neither. kwargs: sampling parameters, and arguments common to

@@ -21,7 +21,7 @@ MARKS: Final[dict[str, Marks]] = {
     "kimi": Marks("◁think▷", "◁/think▷"),
     "step3": Marks("<think>", "</think>", opens=True),
 }
-"""By SGLang's names of model types."""
+"""Marks by SGLang's names of model types."""
 
 
 def check_model_type(model_type: str) -> str:

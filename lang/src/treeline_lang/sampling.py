@@ -1,4 +1,4 @@
-"""Sampling parameters: those of a `gen` over those of its run."""
+"""Sampling parameters: a `gen`'s own override its run's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REGEX_FLOAT: Final = r"[-+]?[0-9]*\.?[0-9]+[ \n]*"
 REGEX_BOOL: Final = r"(True|False)"
 REGEX_STR: Final = r'"[\w\d\s]*"'
 _PATTERNS: Final[dict[type, str]] = {int: REGEX_INT, float: REGEX_FLOAT, bool: REGEX_BOOL, str: REGEX_STR}
-"""As in SGLang's language."""
+"""The patterns of SGLang's language."""
 _STOPS: Final[dict[type, tuple[str, ...]]] = {int: (" ", "\n"), float: (" ", "\n")}
 Dtype = type[int] | type[float] | type[bool] | type[str]
 _DTYPES: Final[dict[str, Dtype]] = {"int": int, "float": float, "bool": bool, "str": str}

@@ -1,4 +1,4 @@
-"""Fewer calls to paid APIs: text beyond a call's stop often contains what the program asks for next.
+"""Fewer calls to paid APIs: text beyond a call's stop often contains the answer to the program's next call.
 
 Two ways:
 
@@ -33,7 +33,7 @@ _ALIKE: Final = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", 
 """Parameters with which parts can still be generated together."""
 _UNBOUNDED: Final = 1 << 31
 TRIES: Final = 3
-"""How often a turn that does not follow its pattern is tried."""
+"""The most tries of a turn whose text does not follow its pattern."""
 
 
 def eligible(sampling: Sampling) -> bool:
@@ -85,8 +85,8 @@ class Part:
 
 
 def part_of(pieces: Sequence[str], sampling: Sampling, ended: dict[str, Any] | None) -> Part | None:
-    """What a call with this sampling would have returned, given another call's tokens. `ended`: why the model stopped;
-    None if it would have continued. None if there are too few tokens to tell."""
+    """Returns the result that a call with this sampling would have had, from another call's tokens; None if they are
+    too few to know. `ended`: why the model stopped; None if it would have continued."""
     text = "".join(pieces[: sampling.limit])
     found = [(text.find(stop) + len(stop), -len(stop), stop) for stop in sampling.stop if stop in text]
     if found:
@@ -109,7 +109,7 @@ def drop(pieces: Sequence[str], characters: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Surplus:
-    """Text that the model wrote beyond what was used."""
+    """Text that the model wrote beyond the used part."""
 
     before: str
     """The stream's text before it."""
@@ -117,11 +117,11 @@ class Surplus:
     sampling: Sampling
     """The sampling of its call."""
     ended: dict[str, Any] | None
-    """Why there is no more, if the model ended by itself."""
+    """The finish reason, if the model ended by itself."""
 
     def part(self, text: str, sampling: Sampling) -> tuple[Part, Surplus] | None:
-        """What a gen at the end of `text` would have returned, and the remaining surplus; None if it must be asked
-        for."""
+        """Returns the result that a gen at the end of `text` would have had, and the remaining surplus; None if a call
+        is needed."""
         if not text.startswith(self.before) or not agree(sampling, self.sampling):
             return None
         written = text[len(self.before) :]
@@ -191,7 +191,7 @@ class Pattern:
 
 @dataclass(slots=True)
 class Ahead:
-    """What a stream has generated beyond its current position."""
+    """Text and results that a stream has generated beyond its current position."""
 
     surplus: Surplus | None = None
     foreseen: deque[Completion] = field(default_factory=deque)
@@ -229,13 +229,13 @@ async def generate(stream: StreamExecutor, prompt: Prompt, sampling: Sampling) -
 
 
 async def _beyond(stream: StreamExecutor, prompt: Prompt, sampling: Sampling, tokens: int) -> Completion | None:
-    """A call beyond the gen's stop, whose surplus the stream keeps. None if the gen's own result cannot be told from
-    it."""
+    """Calls the model beyond the gen's stop and keeps the surplus in the stream. None if the gen's own result cannot be
+    derived."""
     run, ahead = stream.run, stream.ahead
     asked = as_asked(sampling, tokens)
     try:
         [whole] = await run.backend.generate(prompt, asked, run.call)
-    except Refused:  # so many tokens, it may be: then the call without speculation is not refused
+    except Refused:  # perhaps for the number of tokens: then the call without speculation is not refused
         return None
     pieces = pieces_of(whole)
     finish = whole.meta.get("finish_reason") or {}

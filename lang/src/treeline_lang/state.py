@@ -257,8 +257,8 @@ class ProgramStateGroup:
         return self
 
     def join(self, mode: JoinMode = "gather_variable") -> None:
-        """Ends the branches. gather_variable: the parent's variables become lists of theirs, in order;
-        concate_and_append: their texts since the fork are appended to the parent's."""
+        """Ends the branches. gather_variable: the parent's variables become lists of the branches' values, in order;
+        concate_and_append: the branches' texts since the fork are appended to the parent's."""
         self._parent._joined(self._states, mode)
 
     def __getitem__(self, index: int) -> ProgramState:

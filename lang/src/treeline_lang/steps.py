@@ -45,7 +45,7 @@ class Read(Expr):
     variable: Variable
     path: Path = ()
     text: bool = False
-    """It must be a text, since it is added to one."""
+    """Whether it must be a text, since it is added to one."""
     where: Where | None = None
 
     async def value(self) -> str:

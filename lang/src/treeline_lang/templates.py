@@ -59,7 +59,7 @@ TEMPLATES: Final[dict[str, ChatTemplate]] = {
     "llama-3": _alike(lambda role: f"<|start_header_id|>{role}<|end_header_id|>\n\n", "<|eot_id|>", "<|eot_id|>"),
     "plain": _alike(lambda role: f"{role.upper()}: ", "\n", "\nUSER:"),
 }
-"""For servers that do not render chats. `plain` is for models without chat training."""
+"""Templates for servers that do not render chats. `plain` is for models without chat training."""
 
 
 def named(template: str | ChatTemplate | None) -> ChatTemplate | None:

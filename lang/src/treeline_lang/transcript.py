@@ -21,9 +21,9 @@ class Prompt:
     role: Role | None = None
     """The role of the open turn."""
     turn: str = ""
-    """That turn's text so far."""
+    """The open turn's text so far."""
     images: tuple[str, ...] = ()
-    """That turn's images as URLs: `data:image/…;base64,…`, or URLs for the backend to fetch."""
+    """The open turn's images as URLs: `data:image/…;base64,…`, or URLs for the backend to fetch."""
 
 
 @dataclass(slots=True)
@@ -33,9 +33,9 @@ class Transcript:
     images: list[str] = field(default_factory=list)
     role: Role | None = None
     _turn_at: int = 0
-    """Where the open turn's content begins in the text."""
+    """Index in the text where the open turn's content begins."""
     _turn_images: int = 0
-    """Images before that turn."""
+    """Number of images before the open turn."""
 
     def append(self, text: str) -> None:
         self.text += text

@@ -23,13 +23,13 @@ INPUTS: Final = "treeline.dev/inputs"
 """Hash of what in the pools' specs the pods of a picker or an Envoy were made from."""
 
 DRAINING_SINCE: Final = "treeline.dev/draining-since"
-"""When a leaving pod was taken out of rotation."""
+"""The time when a leaving pod was taken out of rotation."""
 DELETION_COST: Final = "controller.kubernetes.io/pod-deletion-cost"
-"""Among equally ready pods a ReplicaSet deletes those with the lowest cost first."""
+"""Of equally ready pods a ReplicaSet deletes the ones with the lowest cost first."""
 LOWEST_COST: Final = "-2147483648"
 
 ADMIN_KEY_FILE: Final = "key"
-"""In the Secret of `admin_key`."""
+"""The entry in the Secret of `admin_key`."""
 PICKER_ADMIN_PORT: Final = "admin"
 """Name of the port on which a picker's pod serves its probes and its list of endpoints."""
 MAX_NAME: Final = 40

@@ -1,4 +1,4 @@
-"""The operator's settings, but for those that plans depend on (`world.Platform`): flags of `treeline operate`."""
+"""The operator's settings, from flags of `treeline operate`. Settings that plans depend on are in `world.Platform`."""
 
 from __future__ import annotations
 

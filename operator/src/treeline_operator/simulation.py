@@ -58,11 +58,11 @@ class Simulation:
     notes: dict[Key, tuple[str, ...]] = field(default_factory=dict)
     _store: Store = field(default_factory=Store)
     _applied: dict[Ref, Object] = field(default_factory=dict)
-    """What the operator applied last."""
+    """The objects that the operator applied last."""
     _version: int = 1
 
     def put(self, obj: Object) -> None:
-        """Add an object as it would be in the cluster, with a made-up uid and creation time if it has none."""
+        """Add an object as the cluster would store it, with a made-up uid if it has none."""
         ref = Ref.of(obj)
         known = self._store.get(ref)
         meta: Object = {**obj["metadata"], "resourceVersion": str(self._next())}
@@ -73,7 +73,7 @@ class Simulation:
         self._store.put({**obj, "metadata": meta})
 
     def objects(self, api_version: str, kind: str, namespace: str) -> list[Observed]:
-        """All of a kind in a namespace."""
+        """All objects of a kind in a namespace."""
         return self._store.of_kind(api_version, kind, namespace)
 
     def get(self, ref: Ref) -> Object | None:
@@ -82,7 +82,7 @@ class Simulation:
         return None if observed is None else observed.object
 
     def recall(self) -> None:
-        """Treat what the operator would apply for the present pools as already applied."""
+        """Treat the objects that the operator would apply for the present pools as already applied."""
         past = Simulation(self.platform, self.now)
         for ref, _ in sorted(self._store.pools()):
             past.put(self.get(ref) or {})
@@ -90,7 +90,7 @@ class Simulation:
         self._applied = past._applied
 
     def run(self) -> bool:
-        """Plan and do until there is nothing to do; False if that does not come to an end, which is a defect."""
+        """Plan and execute until no action is left; False if that does not end, which is a defect."""
         observer = Observer(self._store, self.platform)
         for _ in range(_ROUNDS):
             acted = False

@@ -179,8 +179,8 @@ class Platform:
     """The operator's settings, and what the cluster offers.
 
     `apis` are the optional kinds that exist and may be read, each `group/version/Kind` (see `controller/kinds.py`);
-    `forbidden` are those that may not be read. `operator_namespace` and `operator_labels` let NetworkPolicies admit the
-    operator to the picker's admin page.
+    `forbidden` are the existing ones that may not be read. `operator_namespace` and `operator_labels` let
+    NetworkPolicies admit the operator to the picker's admin page.
     """
 
     images: Images = Images()
@@ -265,8 +265,8 @@ class Platform:
 class PickerEndpoint(msgspec.Struct, frozen=True):
     """One endpoint as the picker lists it; `name` is the pod's name.
 
-    `in_flight` are the requests that it has or is about to get, None where that is not known. It is 0 only where all
-    pickers of the gateway say so, and agree on whether the pod drains. `cached_tokens` is what its cache holds.
+    `in_flight` are the requests that it has or is about to get, None if unknown. It is 0 only if all pickers of the
+    gateway report 0, and agree on whether the pod drains. `cached_tokens` are the tokens in its cache.
     """
 
     name: str
@@ -297,8 +297,8 @@ class Event(NamedTuple):
 
 
 class PoolRouting(NamedTuple):
-    """How a picker routes a pool: `way` is `events` if it knows the caches, else `history`. `reason` and `message` say
-    why it is `history`; both may be empty."""
+    """A picker's routing of a pool: `way` is `events` if it knows the caches, else `history`. `reason` and `message`
+    explain `history`; both may be empty."""
 
     way: str
     reason: str = ""
@@ -339,11 +339,10 @@ class Scaling:
 
 @dataclass(frozen=True, slots=True)
 class GatewayWorld:
-    """A gateway name of a namespace, all pools that share it (oldest first), and what exists of it.
-
-    `children` carry the gateway's label and no pool's; `pods` are those of the picker and of Envoy. `unreadable`
-    are pools that name the gateway and do not fit our types (written under a newer CRD): they still hold it. `models`
-    are the namespace's InferenceModels.
+    """A gateway name of a namespace, all pools that share it (oldest first), and its existing objects. `children` carry
+    the gateway's label and no pool's; `pods` are the picker's and Envoy's. `unreadable` are pools that name the gateway
+    and do not fit our types (written under a newer CRD): they still hold it. `models` are the namespace's
+    InferenceModels.
     """
 
     namespace: str
@@ -362,9 +361,9 @@ class PoolWorld:
     """A pool and everything that its plan and status depend on.
 
     `children` carry the pool's label, `pods` are its runtime pods. `gateway` is the shared gateway, as in its own plan.
-    `picker` is None without a report of the picker, and `picker_silent_since` says since when. `events` are Warning
-    events of its pods and ReplicaSets. `parents` are its readable Gateways. `scaling` is None until the scaler has
-    looked at it. `commits` are those of running downloads, by URI.
+    `picker` is None without a report of the picker; `picker_silent_since` is when it fell silent. `events`
+    are Warning events of its pods and ReplicaSets. `parents` are its readable Gateways. `scaling` is None until the
+    scaler has looked at it. `commits` maps the URIs of running downloads to commits.
     """
 
     pool: InferencePool

@@ -1,4 +1,4 @@
-"""What a model gets of a step besides its input; connects models, operations and attention."""
+"""The context that a model gets with a step's input; it connects models, operations and attention."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Attends(Protocol):
 
 
 class Adapters(Protocol):
-    """What LoRA adapters of a step's sequences add to its projections."""
+    """The LoRA adapters of a step's sequences, which add to its projections."""
 
     def delta(self, projection: str, x: torch.Tensor) -> torch.Tensor | None:
         """x (tokens, inputs) → (tokens, outputs) to be added; None if no adapter of the step changes it.

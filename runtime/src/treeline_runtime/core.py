@@ -54,9 +54,9 @@ class Req:
     """A vector needs every position's hidden state, so the cache supplies none."""
     return_hidden_states: bool = False
     constraint: Constraint | None = None
-    """What its output must obey; it has accepted exactly that output. None: no constraint."""
+    """The constraint on its output, which it has accepted so far. None: no constraint."""
     processor: Processing | None = None
-    """Changes its logits, called once per output token. None: no processor."""
+    """Changes its logits, once per output token. None: no processor."""
 
     # waiting: filled by PrefillManager
     key: bytes = b""
@@ -84,8 +84,8 @@ class Req:
     in_flight: int = 0
     """Launched, unprocessed batches with this request; its pages may not be released meanwhile."""
     overtaken: int = -1
-    """Set when it is rolled back during a launched batch: of that batch, only what is computed up to here counts, and
-    no sampled token. -1 otherwise."""
+    """Set when the request is rolled back while a batch with it is launched: results of that batch count only up to
+    this position, and its sampled token does not. -1 otherwise."""
     jumps_from: int = 0
     """No jump before the output has this many tokens."""
     deferred: list[tuple[int, Pages]] = field(default_factory=list)
@@ -97,7 +97,7 @@ class Req:
     input_top_logprobs: list[list[TokenLogprob] | None] = field(default_factory=list)
     input_logprobs_sent: bool = False
     told: int = 0
-    """Output tokens reported by messages and still valid."""
+    """Output tokens that messages have reported and that still stand."""
     withdrawn: int = 0
     """Reported output tokens that were replaced since the last message."""
     pooled: Vector | None = None
@@ -184,13 +184,13 @@ class Req:
         self.roll_back(kept)
 
     def roll_back(self, kept: int) -> None:
-        """The next step begins after the first `kept` tokens. Results beyond, also of the launched batch, do not
+        """Lets the next step begin after the first `kept` tokens. Later results, also of the launched batch, do not
         count."""
         self.kv_len = min(self.kv_len, kept)
         self.device_len = min(self.device_len, kept)
         self.launched_tokens = self.output_len
         if self.in_flight:
-            assert self.in_flight == 1, f"more is launched than the step after the last one known: {self}"
+            assert self.in_flight == 1, f"rolled back with more than one batch in flight: {self}"
             self.overtaken = kept
 
     @property
@@ -220,7 +220,7 @@ class Req:
         if self.needs_all:
             return 0
         limit = len(self.tokens) - 1
-        if self.hidden:  # retracted: no row may be missing among those that are there
+        if self.hidden:  # retracted: the next rows must follow the ones that are kept
             limit = min(limit, self.hidden_end)
         return min(limit, max(self.logprob_start_len - 1, 0)) if self.wants_input_logprobs else limit
 
@@ -239,7 +239,7 @@ class Phase(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """What one launch computes: request i from position starts[i] to ends[i]."""
+    """The requests of one launch, which computes request i from position starts[i] to ends[i]."""
 
     phase: Phase
     reqs: list[Req]
@@ -248,7 +248,7 @@ class Batch:
     samples: list[bool]
     """Whether a token is sampled after ends[i]: only at the end of a prompt or a long jump."""
     riding: int = 0
-    """How many of the last requests decode in a mixed batch, along with prefill."""
+    """Number of last requests that decode in a mixed batch, along with prefill."""
 
     @property
     def sampling(self) -> list[int]:
@@ -266,7 +266,7 @@ class Batch:
         return sum(self.ends[:alone]) - sum(self.starts[:alone])
 
     def phase_of(self, i: int) -> Phase:
-        """What request i does in this batch."""
+        """The phase of request i: a mixed batch has both."""
         return Phase.DECODE if i >= len(self.reqs) - self.riding else self.phase
 
     def take_along(self, decoding: Batch) -> None:

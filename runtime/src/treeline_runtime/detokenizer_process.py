@@ -52,7 +52,7 @@ class _Request:
     init: DetokenizeInit
     text: IncrementalDetokenizer
     stopped: TextOut | None = None
-    """Its text has ended at this stop string; the scheduler does not know yet."""
+    """The text has ended at a stop string, which the scheduler does not know yet."""
 
 
 @dataclass
@@ -220,7 +220,7 @@ def _parts(out: TokenOut) -> list[TokenOut]:
 
 
 def _rest(out: TokenOut) -> TokenOut:
-    """What `_parts` leaves out."""
+    """Returns the message without the log probabilities that `_parts` sends before it."""
     chosen, tops = out.input_token_logprobs, out.input_top_logprobs
     if chosen is None or len(chosen) <= MESSAGE_SIZE:
         return out

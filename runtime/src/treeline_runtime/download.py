@@ -63,7 +63,7 @@ def _check(folder: Path, model: str, needs_weights: bool) -> None:
 
 
 def _download(repo: str, revision: str | None, files: list[str]) -> Path:
-    # imported here: it takes a second, and a folder needs none of it
+    # imported here: it takes a second, and a local folder does not need it
     from huggingface_hub import snapshot_download
 
     what = "settings and tokenizer" if files is SMALL_FILES else "weights"

@@ -47,7 +47,7 @@ Params = SamplingParams | Mapping[str, Any]
 """Sampling parameters, or a mapping of some of their fields."""
 
 SETTLE_S = 0.1
-"""How often it checks whether the scheduler has ended."""
+"""Seconds between two checks whether the scheduler has ended."""
 
 
 class Engine:

@@ -53,17 +53,17 @@ if TYPE_CHECKING:
 
 
 SILENT_S = 75.0
-"""Until the first request of a new connection. Browsers and proxies open some ahead."""
+"""Seconds until the first request of a new connection. Browsers and proxies open some in advance."""
 HEADERS_S = 15.0
-"""For headers, from their first byte."""
+"""Seconds for headers, from their first byte."""
 BODY_PAUSE_S = 20.0
-"""Between parts of a body."""
+"""Seconds between parts of a body."""
 BODY_S = 180.0
-"""For a whole body."""
+"""Seconds for a whole body."""
 STALLED_S = 300.0
-"""For a client that does not read its answer."""
+"""Seconds for a client that does not read its answer."""
 LINGER_S = 1.0
-"""For a client that still sends, to see why it was refused."""
+"""Seconds in which a client that still sends can read why it was refused."""
 MAX_HEADER_BYTES = 64 << 10
 
 
@@ -83,12 +83,12 @@ class HttpProtocol(HttpToolsProtocol):
         self._served: RequestResponseCycle | None = None
         """The request that is being answered; `cycle` is the last that arrived."""
         self._arrival: asyncio.TimerHandle | None = None
-        """For what has to arrive next of a request."""
+        """Ends the wait for a request's next part."""
         self._stall: asyncio.TimerHandle | None = None
         self._header_bytes = 0
-        """Of the headers that are complete."""
+        """Bytes of the complete headers."""
         self._unfinished_bytes = 0
-        """That came since the headers began, but for the first part."""
+        """Bytes that came since the headers began, without the first part."""
         self._in_headers = False
         self._refused = False
         self._body_until = 0.0
@@ -245,7 +245,7 @@ class HttpProtocol(HttpToolsProtocol):
             self.cycle.disconnected = True
             self.cycle.message_event.set()
         self._refused = True
-        # Closing a connection on which more has come resets it, and the client would not see why.
+        # Closing a connection with unread bytes resets it, and the client would not see why.
         self.loop.call_later(LINGER_S if status == 431 else 0, self.transport.close)
 
 
@@ -273,7 +273,7 @@ def served_name(args: ServerArgs) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class ServedModel:
-    """What an HTTP process reads of a checkpoint."""
+    """The parts of a checkpoint that an HTTP process needs."""
 
     directory: Path
     config: dict[str, Any]

@@ -28,7 +28,7 @@ T = TypeVar("T")
 READ_AT_ONCE = 256
 """The most messages a plain loop takes at once."""
 DRAIN_S = 0.004
-"""How long an event loop takes messages before others run."""
+"""Seconds for which an event loop takes messages before other tasks run."""
 HEARTBEAT_S = 0.5
 
 
@@ -52,11 +52,11 @@ class Heartbeat(msgspec.Struct, tag=True, frozen=True):
 
     process: str
     load: messages.LoadUpdate | None = None
-    """Of the scheduler."""
+    """The scheduler's load."""
 
 
 class AnnouncedReq(msgspec.Struct, tag=True, frozen=True):
-    """Asks the publisher what it has announced, after `after_updates` cache updates. Answered by Reply."""
+    """Asks the publisher for the hashes announced after `after_updates` cache updates. Answered by Reply."""
 
     id: str
     after_updates: int
@@ -84,7 +84,7 @@ class Addresses(msgspec.Struct, frozen=True):
 
 
 class Outbox:
-    """Sends to one inbox without blocking. Messages wait here until the other side is there.
+    """Sends to one inbox without blocking. Messages wait here until the other side is connected.
 
     `limit`: the most waiting messages; beyond it, or once closed, `send` drops and returns False. 0 = no limit.
     """
@@ -144,7 +144,7 @@ class Inbox(Generic[T]):
         return taken
 
     def wait(self, timeout_ms: int) -> bool:
-        """Blocks until a message is there; False after `timeout_ms`."""
+        """Blocks until a message has arrived; False after `timeout_ms`."""
         return bool(self.socket.poll(timeout_ms))
 
     def wait_or(self, fd: int, timeout_ms: int) -> bool:

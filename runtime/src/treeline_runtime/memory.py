@@ -1,4 +1,4 @@
-"""How memory is shared: a token's keys and values, what steps need, and the limits that follow from a GPU's size.
+"""The division of memory: bytes per token, reserves for steps, and limits that follow from a GPU's size.
 
 No torch here: `treeline size` computes with it what `treeline serve` is going to allocate.
 """
@@ -12,7 +12,7 @@ from treeline_runtime.models.model_config import ModelConfig
 
 GIB = 1 << 30
 DEFAULT_FRACTION = 0.85
-"""Of a CUDA device's memory, for weights and KV pool."""
+"""Share of a CUDA device's memory for weights and KV pool."""
 OTHER_BYTES = 5 * GIB // 4
 """FlashInfer's workspace (384 MiB), graphs (of decode 0.3 GiB for the shapes of Qwen3-0.6B and Llama-8B, of prompts 0.5
 and 0.2)."""
@@ -26,7 +26,7 @@ _WORTH = 1.1e11
 
 @dataclass(frozen=True)
 class StepLimits:
-    """How large a step gets."""
+    """The limits of a step's size."""
 
     running: int
     """Requests computed at once."""
@@ -35,11 +35,11 @@ class StepLimits:
     graph_batch: int
     """Sequences of the largest decode step that is captured as a CUDA graph."""
     graph_tokens: int
-    """Tokens of the largest step of prompts that is."""
+    """Tokens of the largest step of prompts that is captured."""
 
 
 def bytes_per_token(model: ModelConfig, element_bytes: int) -> int:
-    """Of the KV cache: keys and values of every layer. A layer with a window keeps those of all tokens, too."""
+    """Bytes per token of the KV cache: keys and values of every layer, also of layers with a window, which keep all."""
     return 2 * model.num_layers * model.num_kv_heads * model.head_dim * element_bytes
 
 
@@ -68,7 +68,7 @@ def reserved_bytes(limits: StepLimits, context_length: int, model: ModelConfig, 
     experts = 0
     if model.moe is not None:  # each token of a step as often as it has experts, between their products and after
         experts = model.moe.top_k * (model.moe.intermediate_size + model.hidden_size)
-    # what a step computes stays with its graphs: the stream, as it is and normed, and what is widest between
+    # a step's intermediate tensors stay with its graphs: the stream, plain and normed, and the widest one between
     heads = 3 * model.num_heads + 2 * model.num_kv_heads
     captured = 2 * model.hidden_size + max(3 * model.intermediate_size, heads * model.head_dim, experts)
     steps = (limits.chunk * experts + limits.graph_tokens * captured) * element_bytes
@@ -76,12 +76,12 @@ def reserved_bytes(limits: StepLimits, context_length: int, model: ModelConfig, 
 
 
 def kv_budget(config: EngineConfig, free: int, total: int) -> int:
-    """Bytes of a CUDA device for the KV pool and what is reserved. free: what weights have left."""
+    """Bytes of a CUDA device for the KV pool and the reserves of steps. free: bytes free once weights are loaded."""
     return int(free - total * (1 - (config.mem_fraction or DEFAULT_FRACTION)))
 
 
 def resolve_context_length(config: EngineConfig, model: ModelConfig) -> int:
-    """Tokens per request: what was asked for, checked against the model, or what the model was trained for."""
+    """Tokens per request: the configured number, checked against the model, or the model's training length."""
     if config.context_length is None:
         return model.max_position
     if config.context_length > model.longest_context:

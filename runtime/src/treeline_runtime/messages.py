@@ -27,7 +27,7 @@ NO_PRIORITY = "this server ignores priorities: leave it out, or start the server
 
 
 MAX_STOP_TOKEN_IDS = 128
-"""Of a request: the scheduler compares every token with them."""
+"""Stop token ids of a request: the scheduler compares every token with them."""
 MAX_HIDDEN_STATES_BYTES = 128 << 20
 """The largest hidden states of one answer, in bytes: they are copied from process to process."""
 MAX_PROFILE_STEPS = 1000
@@ -35,7 +35,7 @@ MAX_PROFILE_STEPS = 1000
 
 
 class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What an output must be, from its first token or from a marker on. Equal grammars are compiled once."""
+    """The form that an output must have, from its first token or from a marker on. Equal grammars are compiled once."""
 
     kind: Literal["json", "regex", "ebnf", "structural_tag", "choice"]
     source: str
@@ -59,7 +59,7 @@ class CustomProcessor(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How to choose a request's tokens. `n` is expanded into n requests before."""
+    """The rules for choosing a request's tokens. Clients' `n` has become n requests by then."""
 
     max_new_tokens: int = 128
     """0 means prefill only."""
@@ -268,7 +268,7 @@ class HiddenStates(msgspec.Struct, frozen=True, gc=False):
 
 
 class TokenOut(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What happened to a request in one step. With `finish` it is the request's last message."""
+    """The new tokens and the state of a request after one step. With `finish` it is the request's last message."""
 
     rid: str
     token_ids: list[int]
@@ -278,7 +278,7 @@ class TokenOut(msgspec.Struct, frozen=True, omit_defaults=True):
     cached_tokens: int = 0
     """Prompt tokens from the cache when the request was first admitted."""
     completion_tokens: int = 0
-    """So far, including these."""
+    """Output tokens so far, including these."""
     retractions: int = 0
     queued_s: float = 0.0
     """The request's time in the queue, in its first message."""
@@ -293,7 +293,7 @@ class TokenOut(msgspec.Struct, frozen=True, omit_defaults=True):
     hidden_states: HiddenStates | None = None
     """With `finish`, if requested."""
     withdrawn: int = 0
-    """How many of the last ids sent before are replaced: `token_ids` begin with their text."""
+    """Number of the last ids sent before that these replace: `token_ids` begin with their text."""
 
 
 class BatchTokenOut(msgspec.Struct, tag=True, frozen=True):
@@ -363,7 +363,7 @@ class Stored(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
     """len(block_hashes) x page_size."""
     namespace: str | None = None
     output_from: int = 0
-    """Index into `token_ids` of the first sampled token; len(token_ids) if there is none."""
+    """Index into `token_ids` of the first sampled token; len(token_ids) if none is sampled."""
 
 
 class Removed(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):

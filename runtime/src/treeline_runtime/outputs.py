@@ -44,15 +44,15 @@ class Call:
     """Requests that a caller waits for together."""
 
     def __init__(self, wake: Callable[[], None], *, streams: bool) -> None:
-        """wake: called in the scheduler's thread when all have ended, when one fails, and, if it `streams`, when there
-        is something new."""
+        """wake: called in the scheduler's thread when all have ended, when one fails, and, if it `streams`, when a new
+        output has arrived."""
         self.wake = wake
         self.streams = streams
         self.runs: list[Running] = []
         self.open = 0
         """Requests that the scheduler has not ended."""
         self.failure: FinishReason | None = None
-        """How the first request that failed has ended."""
+        """The end of the first request that failed."""
 
 
 @dataclass
@@ -64,9 +64,9 @@ class Running:
     output: Output
     text: IncrementalDetokenizer | None
     outs: deque[TokenOut] = field(default_factory=deque)
-    """Of a stream: outputs that its reader has not taken."""
+    """A stream's outputs that its reader has not taken."""
     ended: bool = False
-    """The scheduler's final message has come."""
+    """The scheduler's final message has arrived."""
 
 
 class Outputs:

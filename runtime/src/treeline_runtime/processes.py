@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 
 class ChildSpec(msgspec.Struct, frozen=True):
-    """What a child gets from its parent."""
+    """The arguments that a child gets from its parent."""
 
     args: ServerArgs
     addresses: Addresses

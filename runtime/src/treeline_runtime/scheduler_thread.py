@@ -39,7 +39,7 @@ class SchedulerThread:
         """Returns when the model is loaded. Raises loading errors.
 
         take: called in the thread with everything the scheduler sends. on_death: called when it can send no more.
-        processors: besides those of the configuration.
+        processors: in addition to the configuration's.
         """
         self._processors = processors
         self._config = config

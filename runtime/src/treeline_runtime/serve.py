@@ -169,7 +169,8 @@ class Server:
         return 1
 
     async def _drain(self, number: signal.Signals) -> None:
-        """SIGTERM: routers are told, new requests are accepted during --pre-stop, then running ones finish."""
+        """Reacts to SIGTERM: tells routers, accepts new requests during --pre-stop, then waits until running ones have
+        finished."""
         args, state = self._args, self._state
         state.draining = True
         self._to_scheduler.send(DrainReq())
@@ -307,7 +308,7 @@ async def _first(*futures: asyncio.Future[Any]) -> None:
 
 
 def _kv_events(publisher: dict[str, Any], args: ServerArgs) -> dict[str, Any]:
-    """Where this server publishes, under SGLang's names."""
+    """The addresses at which this server publishes, under SGLang's names."""
     return {
         "publisher": "zmq",
         "endpoint_host": "*" if publisher["host"] in ("0.0.0.0", "::") else publisher["host"],

@@ -25,8 +25,8 @@ Part = tuple[bool, int, int]
 
 
 class Automaton:
-    """Of one pattern; raises GrammarError. A state: where the next character may match, and whether there is a
-    match."""
+    """The automaton of one pattern; raises GrammarError. A state is the places where the next character may match, and
+    whether there is a match."""
 
     def __init__(self, pattern: str) -> None:
         node = within(pattern)

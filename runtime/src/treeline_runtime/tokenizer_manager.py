@@ -4,14 +4,12 @@ An `InflightRequest` is one HTTP request's generations (several for `n` or a bat
 closes it in a `finally`, which aborts unfinished ones. So a generation lives as long as its HTTP request. Closing is
 allowed in every state and repeatedly.
 
-Clients may reuse a name as soon as their request is over, while other processes are not done with it. So these see
-unique ids of ours: name, `#`, count. Each tenant has its own names; none learns or takes another's.
+Clients may reuse a name as soon as their request is over, while other processes may still work on it. So other
+processes see unique ids of ours: name, `#`, count. Each tenant has its own names; none learns or takes another's.
 
-Clients take turns on the way to the scheduler, with few bytes on the way at a time.
-
-The inboxes of scheduler and detokenizer know no clients. So what a client sends at once waits here, unencoded, and
-continues as the scheduler confirms earlier messages: another client's generation waits for `WINDOW_BYTES`, and one
-generation of each waiting client.
+Clients take turns in sending to the scheduler. The inboxes of scheduler and detokenizer do not know clients. So a
+client's generations wait here, unencoded, until the scheduler has confirmed most earlier messages. At most
+`WINDOW_BYTES`, and one generation of each waiting client, are ahead of another client's generation.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ from treeline_runtime.server.pacing import Pacer
 T = TypeVar("T")
 
 MAX_GENERATIONS_OF_CLIENT = 16_384
-"""In flight at an HTTP process."""
+"""Generations of one client in flight at an HTTP process."""
 WINDOW_BYTES = 2 << 20
 """The most bytes on the way, or one larger generation: a few milliseconds to send or read."""
 MARK_BYTES = WINDOW_BYTES // 4
@@ -58,22 +56,23 @@ class TooManyGenerations(Exception):
 
 
 class Gate(Generic[T]):
-    """Items by client and id. None is a client too: all unnamed ones."""
+    """Waiting items by client and id, sent in turns of clients. All requests without a client are one client, None."""
 
     def __init__(self, size_of: Callable[[T], int], most: int = MAX_GENERATIONS_OF_CLIENT) -> None:
         self._size_of = size_of
         self._most = most
         self._in_flight: Counter[str | None] = Counter()
         self._lines: dict[str | None, dict[str, T]] = {}
-        """What waits. The client whose turn was longest ago is first."""
+        """The waiting items. The client whose turn was longest ago is first."""
         self._sent = self._marked = self._taken = 0
-        """Bytes since the beginning: that have gone, up to the last mark, and that the scheduler has taken."""
+        """Bytes since the start: sent, sent up to the last mark, and taken by the scheduler."""
 
     def __len__(self) -> int:
         return sum(map(len, self._lines.values()))
 
     def enter(self, client: str | None, count: int) -> None:
-        """Counts more of a client's in flight, until `leave`. Raises TooManyGenerations; then none is counted."""
+        """Counts generations of a client as in flight, until `leave`. Raises TooManyGenerations and then counts
+        none."""
         if self._in_flight[client] + count > self._most:
             raise TooManyGenerations
         self._in_flight[client] += count
@@ -87,7 +86,7 @@ class Gate(Generic[T]):
         self._lines.setdefault(client, {})[id] = item
 
     def remove(self, client: str | None, id: str) -> bool:
-        """Returns whether it was waiting here."""
+        """Removes an item; returns whether it was waiting."""
         line = self._lines.get(client, {})
         found = line.pop(id, None) is not None
         if found and not line:
@@ -95,7 +94,7 @@ class Gate(Generic[T]):
         return found
 
     def take(self) -> tuple[str, T] | None:
-        """What may go now; None if nothing waits or too much is on the way."""
+        """Returns the next item to send; None if none waits or the scheduler still has to receive too many bytes."""
         if not self._lines or self._sent - self._taken >= WINDOW_BYTES:
             return None
         client = next(iter(self._lines))
@@ -108,8 +107,8 @@ class Gate(Generic[T]):
         return id, item
 
     def mark(self) -> int | None:
-        """After each `take`: the argument of `taken` once the scheduler has received everything so far; None: do not
-        ask."""
+        """Called after each `take`. Returns the argument of `taken` for when the scheduler has received everything so
+        far; None if there is no need to ask it."""
         if self._sent - self._marked < MARK_BYTES:
             return None
         self._marked = self._sent
@@ -167,9 +166,9 @@ class InflightRequest:
         """`rids`: the clients' names of the generations; `ids`: ours."""
         self.rids = list(rids)
         self.names = list(names)
-        """What the manager keeps for `abort` while this is open."""
+        """(tenant, name) by which `abort` finds this request while it is open."""
         self.client = client
-        """Whose generations they are: who takes turns with others."""
+        """The client of the generations; clients take turns."""
         self._manager = manager
         now = time.monotonic()
         self._generations = {id: _Generation(self, index, now) for index, id in enumerate(ids)}
@@ -262,12 +261,12 @@ class TokenizerManager:
         self._to_detokenizer = to_detokenizer
         self._to_publisher = to_publisher
         self._running: dict[str, _Generation] = {}
-        """By our own ids."""
+        """Running generations by our own ids."""
         self._named: dict[str, dict[str | None, list[str]]] = {}
-        """What clients call a request or one of its generations → by tenant, our ids of those."""
+        """Name that clients use for a request or a generation → tenant → our ids of the generations."""
         self._gate = Gate[GenerateReq](size_of)
         self._marks: dict[str, int] = {}
-        """What the scheduler is asked to say that it has taken, by the question's id."""
+        """Open questions to the scheduler whether it has taken all up to a mark: question's id → mark."""
         self._all_sent = asyncio.Event()
         """No generation waits for its turn."""
         self._asked: dict[str, asyncio.Future[Reply]] = {}
@@ -344,7 +343,7 @@ class TokenizerManager:
         self._abort(id for id in running if not self._gate.remove(inflight.client, id))
 
     def _abort(self, ids: Iterable[str]) -> None:
-        """Of generations sent to the scheduler."""
+        """Aborts generations that were sent to the scheduler."""
         if gone := list(ids):
             self._to_scheduler.send(AbortReq(gone))
         self._pump()
@@ -362,8 +361,8 @@ class TokenizerManager:
         generation.inflight._deliver(generation, TextOut(id, "", [], finish))
 
     def abort(self, name: str) -> None:
-        """Ends the requests of one name in all tenants, or all with "": waiting callers get what there is, with reason
-        `abort`."""
+        """Ends the requests of one name in all tenants, or all with "". Waiting callers get the output so far, with
+        reason `abort`."""
         named = self._named.get(name, {}).values() if name else [list(self._running)]
         for ids in named:
             self._abort(id for id in ids if not self._end_waiting(id, ABORTED))
@@ -446,7 +445,7 @@ class TokenizerManager:
         return (await self._ask(self._to_scheduler, request, id, timeout_s)).data or {}
 
     async def announced(self, after_updates: int, timeout_s: float = 10.0) -> dict[str, Any]:
-        """What the publisher has announced after `after_updates` cache updates. Raises NoReply."""
+        """Asks the publisher for the hashes announced after `after_updates` cache updates. Raises NoReply."""
         if self._to_publisher is None:
             return {"seq": None, "hashes": []}
         id = self._new_id()

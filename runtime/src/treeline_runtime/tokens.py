@@ -17,11 +17,11 @@ from treeline_runtime.stop_regex import RegexFinder
 REPLACEMENT = "�"
 
 UNDECIDED_PUSHES = 32
-"""Pushes after which text that ends in U+FFFD, or an empty addition, is no longer held back. A character has at most
-four bytes and a token at least one, so longer runs are not an unfinished character, and must not be decoded again for
-each token."""
+"""After so many pushes, text that ends in U+FFFD, or an empty addition, is no longer held back. A character has at
+most four bytes and a token at least one, so a longer run is not an unfinished character, and must not be decoded again
+for each token."""
 SETTLED_TOKENS = 4
-"""In such a run, text before the last so many tokens is final."""
+"""In such a run, the text before this many last tokens is final."""
 
 Decode = Callable[[list[int]], str]
 """Token ids → text, with special tokens kept or skipped."""
@@ -29,13 +29,13 @@ Decode = Callable[[list[int]], str]
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What a push released."""
+    """The text that a push released."""
 
     text: str
     matched: str | None = None
     """The stop string or pattern that ended the text."""
     unused: int = 0
-    """Of the pushed ids, how many came after the one that completed it."""
+    """Number of pushed ids after the one that completed the match."""
 
 
 class StopFinder:
@@ -45,7 +45,7 @@ class StopFinder:
         self._stop = tuple(s for s in stop if s)
         self._failures = [_failures(s) for s in self._stop]
         self._states = [0] * len(self._stop)
-        """How many characters of each stop string the text so far ends with."""
+        """For each stop string, the length of its longest beginning that ends the text so far."""
 
     @property
     def begun(self) -> int:
@@ -53,8 +53,8 @@ class StopFinder:
         return max(self._states, default=0)
 
     def feed(self, text: str, *, ignore: bool = False) -> tuple[int, str] | None:
-        """The first completed match, and of several at the same character the longest: the characters of `text` up to
-        its end, and the string. Nothing may be fed after a match.
+        """Returns the first completed match: the number of characters of `text` up to its end, and the stop string. Of
+        several that end at the same character the longest counts. Nothing may be fed after a match.
 
         `ignore`: a match completed within `text` does not count.
         """

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class Turns(Generic[T]):
-    """Holds at most `most` items. None is a client too: all unnamed ones."""
+    """Holds at most `most` items. All items without a client belong to one client, None."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -65,15 +65,15 @@ class Turns(Generic[T]):
 
 
 class ClientSeconds:
-    """A client may use `most` seconds of shared time, and gets `back` of one back each second. None is a client too:
-    all unnamed ones."""
+    """A client may use `most` seconds of shared time; every second gives `back` seconds back. All work without a client
+    belongs to one client, None."""
 
     def __init__(self, most: float, back: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._most = most
         self._back = back
         self._clock = clock
         self._used: dict[str | None, tuple[float, float]] = {}
-        """Of clients: seconds, and when they were counted."""
+        """Client → seconds used, and when they were counted."""
 
     def charge(self, client: str | None, seconds: float) -> None:
         """Counts used seconds."""
@@ -81,11 +81,11 @@ class ClientSeconds:
         self._used[client] = self.owed(client) + seconds, self._clock()
 
     def owed(self, client: str | None) -> float:
-        """Seconds used and not given back."""
+        """Seconds used and not yet given back."""
         seconds, when = self._used.get(client, (0.0, 0.0))
         return max(seconds - self._back * (self._clock() - when), 0.0)
 
     def wait_s(self, client: str | None) -> int:
-        """0 if it may use some; else whole seconds until it may."""
+        """Whole seconds until the client may use time again; 0 if it may now."""
         too_many = self.owed(client) - self._most
         return max(math.ceil(too_many / self._back), 1) if too_many > 0 else 0

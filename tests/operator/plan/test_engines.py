@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 from support.pool_world import template
-from treeline_operator.plan.engines import ENGINES, SGLANG_IMAGE, VLLM_IMAGE, untold
+from treeline_operator.plan.engines import ENGINES, SGLANG_IMAGE, VLLM_IMAGE, unseen_args
 from treeline_wire import labels
 
 ROOT = Path(__file__).parents[3]
@@ -50,7 +50,7 @@ def test_existing_pods_publish_where_those_of_a_pool_do() -> None:
     ],
 )
 def test_only_what_the_picker_would_have_to_know_is_reported(args: list[str], found: str) -> None:
-    text = untold(ENGINES["vllm"].untold, args)
+    text = unseen_args(ENGINES["vllm"].unseen, args)
     assert found in text
     assert bool(text) is bool(found)
-    assert untold(ENGINES["treeline"].untold, args) == ""
+    assert unseen_args(ENGINES["treeline"].unseen, args) == ""

@@ -1,4 +1,4 @@
-"""What dashboards are made of: rows of panels, variables, and the PromQL that they share."""
+"""The parts of dashboards: rows of panels, variables, and shared PromQL."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def quantiles(
 
 
 def heatmap(title: str, unit: str, histogram: str, text: str = "", selected: str = PROCESS) -> Panel:
-    """How often which values of a histogram occur."""
+    """A heatmap of a histogram's values over time."""
     buckets = f"sum by (le) (increase({histogram}_bucket{{{selected}}}[$__rate_interval]))"
     return Panel(title, unit, (Query(buckets, "{{le}}"),), text, kind="heatmap")
 
@@ -90,5 +90,5 @@ def stat(title: str, unit: str, expr: str, text: str = "", alarm: float | None =
 
 
 def share(part: str, whole: str, by: str = "", selected: str = PROCESS) -> str:
-    """What `part` is of `whole`. There is no value while nothing happens."""
+    """The share of `part` in `whole`; no value while `whole` does not grow."""
     return f"{rate(part, by, selected)} / ({rate(whole, by, selected)} > 0)"

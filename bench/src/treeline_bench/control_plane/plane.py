@@ -232,9 +232,8 @@ class ControlPlane:
         return names
 
     def audit_events(self, user: str | None = None) -> list[dict[str, Any]]:
-        """What the API server has answered so far (metadata only), in order, of one user if named.
-
-        Without the controllers and the API server itself.
+        """The audit events of the API server so far (metadata only), in order; of one user, if named. Requests of the
+        controllers and of the API server itself are not among them.
         """
         lines = self._files.audit_log.read_bytes().splitlines()
         events = [json.loads(line) for line in lines if line.endswith(b"}")]

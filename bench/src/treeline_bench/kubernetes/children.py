@@ -1,4 +1,4 @@
-"""The operator's children as a watch of the API server sees them, and waiting for some."""
+"""The operator's children, as a watch of the API server sees them, and waits for them."""
 
 from __future__ import annotations
 
@@ -75,12 +75,12 @@ class Expected:
         return ", ".join(want.what for want, at in zip(self.wants, self.seen, strict=True) if at is None)
 
     def last(self) -> float:
-        """When the last one was seen."""
+        """The time at which the last one was seen."""
         return max(at for at in self.seen if at is not None)
 
 
 class Children:
-    """All children of all pools. Watches run in threads; times are those of reading events."""
+    """All children of all pools. Watches run in threads; times are taken when an event is read."""
 
     def __init__(self, api: Api) -> None:
         self._api = api
@@ -115,7 +115,7 @@ class Children:
             thread.join(5.0)
 
     def count(self) -> int:
-        """How many there are."""
+        """The number of existing children."""
         return len(self._there)
 
     def await_count(self, count: int, timeout_s: float, tick: Callable[[int], None]) -> None:
@@ -141,7 +141,8 @@ class Children:
         return expected
 
     def await_all(self, expected: Expected, timeout_s: float) -> float:
-        """When the last one was seen. Raises BenchmarkError after ``timeout_s``, naming what is missing."""
+        """Waits for all, and returns the time at which the last one was seen. Raises BenchmarkError after
+        ``timeout_s``, naming the missing ones."""
         if not expected.complete.wait(timeout_s):
             self.check()
             raise BenchmarkError(f"after {timeout_s:g} s still missing: {expected.missing()}")

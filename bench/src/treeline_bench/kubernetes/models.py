@@ -1,4 +1,4 @@
-"""A burst of InferenceModel changes, and what the picker must list afterwards."""
+"""A burst of InferenceModel changes, and the names that the picker must list afterwards."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Truth:
         return [self._create() for _ in range(count)]
 
     def burst(self, count: int, rng: random.Random) -> list[Call]:
-        """So many changes of different objects: two fifths created, three tenths renamed, three tenths deleted.
+        """Makes `count` changes of different objects: two fifths created, three tenths renamed, three tenths deleted.
 
         Raises ValueError if there are too few models.
         """
@@ -45,7 +45,7 @@ class Truth:
         return calls
 
     def by_pool(self) -> dict[str, set[str]]:
-        """What the picker must list."""
+        """Pool → the names that the picker must list."""
         found: dict[str, set[str]] = {pool.name: set() for pool in self.pools}
         for name, pool in self.models.values():
             found[pool].add(name)

@@ -9,7 +9,8 @@ from typing import Any
 API_VERSION = "treeline.dev/v1alpha1"
 POOLS_PER_GATEWAY = 4
 CHILDREN_OF_POOL, CHILDREN_OF_GATEWAY = 4, 17
-"""What the operator makes of one; with 4 pools behind each gateway, 8 a pool."""
+"""Number of children that the operator makes for a pool and for a gateway; with 4 pools behind each gateway, 8 a
+pool."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ OWN_NAMESPACE = "treeline-system"
 WRITES = frozenset({"create", "update", "patch", "delete", "deletecollection"})
 START_S = 60.0
 POLL_S = 0.5
-"""Between two reads of the operator's metrics, which cost it several milliseconds."""
+"""Seconds between two reads of the operator's metrics, which cost it several milliseconds."""
 
 _LINE = re.compile(r"^(?P<name>\w+)(?:\{(?P<labels>.*)\})? (?P<value>\S+)$", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
@@ -159,7 +159,7 @@ def writes_seen(plane: ControlPlane) -> list[str]:
 
 
 def fetch(url: str) -> bytes:
-    """The answer of a GET to a page of ours. Raises BenchmarkError."""
+    """Gets a page of one of our processes. Raises BenchmarkError."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(url, timeout=10.0) as response:

@@ -60,7 +60,7 @@ def throttled(process: Child) -> Iterator[None]:
 
 
 def _with_status(api: Api, fleet: Fleet) -> tuple[int, int]:
-    """How many pools have a status, and how many one for their generation."""
+    """Counts the pools with a status, and the pools whose status has an observedGeneration."""
     pools: list[Any] = []
     for name in fleet.namespace_names():
         pools += api.get(objects.pools_path(name))["items"]

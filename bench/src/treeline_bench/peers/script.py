@@ -18,16 +18,17 @@ from treeline_bench.serving.messages import Conversation, Order, Turn
 
 OUTPUT_TOKENS_S = 1500.0
 PROMPT_TOKENS_S = 20_000.0
-"""What engines, router and a Python client on two cores can handle together; each output token is an event."""
+"""Prompt tokens a second that engines, router and a Python client on two cores can handle together; each output token
+is an event."""
 SAMPLE = 200
 TIMEOUT_S = 120.0
 
 
 @dataclass(frozen=True)
 class Script:
-    """What each router gets. `speed`: engine time divided by wall time; the trace is slowed as much, so that engines
-    are as busy as at its own rate. `moments`: in seconds of wall time; `endless_hit_rate`: of one endless cache, which
-    no router exceeds."""
+    """The requests that each router gets. `speed`: engine time divided by wall time; the trace is slowed as much, so
+    that engines are as busy as at its own rate. `moments`: arrivals, in seconds of wall time; `endless_hit_rate`: the
+    hit rate of one endless cache, which no router exceeds."""
 
     engine: EngineConfig
     speed: float
@@ -36,7 +37,7 @@ class Script:
     endless_hit_rate: float
 
     def order(self, port: int, model: str) -> Order:
-        """For the load process."""
+        """The order for the load process."""
         return Order(
             host="127.0.0.1",
             port=port,

@@ -13,11 +13,11 @@ from typing import Literal
 from treeline_bench.processes import child, free_ports
 
 START_S = 600.0
-"""For a large model with random weights, kernels and graphs."""
+"""Seconds for the start of a server with a large model: random weights, kernels and graphs."""
 CACHE_TOKENS = 20_480
-"""What a 7B model in float16 (512 KiB a token) leaves of an A10G's 24 GB, the paper's machine."""
+"""Tokens that fit beside a 7B model in float16 (512 KiB a token) in an A10G's 24 GB, the paper's machine."""
 PAGE_TOKENS = 1
-"""As in the paper."""
+"""The page size of the paper."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ ABLATIONS: dict[str, Ablation] = {
 
 @dataclass(frozen=True)
 class Serving:
-    """What all servers of a run share."""
+    """The settings that all servers of a run share."""
 
     model: Path
     device: str = "auto"
@@ -82,7 +82,7 @@ class Serving:
         argv = [sys.executable, "-m", "treeline", "serve", "--model", str(self.model), "--device", self.device]
         argv += ["--port", str(port), "--admin-port", str(admin_port), "--metrics-port", "off", "--no-events"]
         argv += ["--page-size", str(PAGE_TOKENS), "--max-total-tokens", str(self.cache_tokens)]
-        # With two cores, a thread that computes and one for everything else: more would wait for each other.
+        # On two cores, one thread computes and one does all else: more threads would wait for each other.
         argv += ["--threads", "1", "--log-level", "warning"]
         return [*argv, *ablation.flags, *shlex.split(self.args)]
 

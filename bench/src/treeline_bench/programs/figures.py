@@ -29,11 +29,11 @@ class Measured:
 
 
 Table = Mapping[str, Mapping[str, Measured]]
-"""By workload, then ablation."""
+"""Workload → ablation → measurement."""
 
 
 def geomean(values: Sequence[float]) -> float:
-    """Of at least one positive number."""
+    """The geometric mean of at least one positive number."""
     return math.exp(math.fsum(map(math.log, values)) / len(values))
 
 

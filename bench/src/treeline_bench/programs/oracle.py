@@ -1,4 +1,4 @@
-"""What the best possible cache would have found: the tree of everything sent.
+"""The hits of the best possible cache: the radix tree of all prompts and answers.
 
 A prompt's tokens must be computed only where no earlier prompt or answer has the same tokens: the sum is the length of
 the prompts' radix tree, less what answers computed. No cache of any size or order does better.
@@ -18,7 +18,7 @@ TOKEN_BYTES = 4
 
 @dataclass
 class Found:
-    """Prompt tokens: all, those that the server had cached, and those that the best cache would have had."""
+    """Prompt tokens: all, the number that the server had cached, and the number that the best cache would have had."""
 
     prompt: int = 0
     cached: int = 0

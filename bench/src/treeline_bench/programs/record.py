@@ -43,12 +43,12 @@ class Recorded(RuntimeEndpoint):
     """A recording backend."""
 
     def __init__(self, url: str) -> None:
-        # Texts are plain: a template would be asked of the model, and one with random weights has none.
+        # Texts are sent without a chat template, since a model with random weights has none.
         super().__init__(url, chat_template="plain")
         self._http = self._recording = Recording(url)
 
     def take(self) -> list[Asked]:
-        """What was recorded since the last call."""
+        """Returns the requests recorded since the last call."""
         answered, self._recording.answered = self._recording.answered, []
         return [asked for body, answer in answered for asked in asked_of(body, answer)]
 
@@ -67,13 +67,13 @@ def asked_of(body: dict[str, Any], answers: Any) -> list[Asked]:
 
 
 def hits(asked: Sequence[Asked]) -> Found:
-    """What the server found, without the optimum."""
+    """Counts the server's hits, without the optimum."""
     return Found(sum(one.prompt_tokens for one in asked), sum(one.cached_tokens for one in asked))
 
 
 def compare(asked: Sequence[Asked], tokenizer: Tokenizer) -> Found:
-    """What the server found, and the optimum. Raises BenchmarkError if it counts other tokens than its tokenizer
-    makes."""
+    """Counts the server's hits and the best cache's. Raises BenchmarkError if server and tokenizer count different
+    tokens."""
     tree, found = Tree(), hits(asked)
     for one, ids in zip(asked, _ids(asked, tokenizer), strict=True):
         if len(ids) != one.prompt_tokens:

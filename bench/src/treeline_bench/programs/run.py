@@ -26,7 +26,7 @@ first."""
 
 @dataclass(frozen=True)
 class Plan:
-    """What to run. `programs`: of each workload; None: its own number."""
+    """The runs of a benchmark. `programs`: number for each workload; None: the workload's own."""
 
     workloads: Sequence[Workload]
     ablations: Sequence[Ablation]
@@ -48,9 +48,9 @@ class Plan:
 @dataclass
 class Ran:
     table: dict[str, dict[str, Measured]]
-    """By workload, then ablation."""
+    """Workload → ablation → measurement."""
     calls: dict[str, float] = field(default_factory=dict)
-    """Of API speculation, by form."""
+    """API calls with speculation, by its form."""
 
 
 def run(plan: Plan, serving: Serving, folder: Path, display: Display) -> Ran:

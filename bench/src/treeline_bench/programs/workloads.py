@@ -55,7 +55,7 @@ class Workload:
     name: str
     title: str
     shape: str
-    """In words: prompts, answers and branches before scaling, in tokens."""
+    """Description: prompts, answers and branches before scaling, in tokens."""
     make: Callable[[Data, int], Batch]
     """(data, number of programs) → what to run; the same for the same seed."""
     programs: int
@@ -115,7 +115,7 @@ def _react(data: Data, programs: int) -> Batch:
 
 def _agents(data: Data, programs: int) -> Batch:
     """Generative agents: each one's events in order, with one of five questions about each."""
-    # Of what is asked: tokens before the event, and of the answer
+    # for each kind of question: tokens before the event, tokens of the answer
     kinds = ((300, 3), (500, 20), (250, 6), (600, 10), (700, 10))
     templates = [(data.text(length), data.tokens(answer)) for length, answer in kinds]
 

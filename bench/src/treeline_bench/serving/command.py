@@ -53,7 +53,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
         description=DESCRIPTION,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,  # what was given is written down, but for some flags, which have to be known for it
+        allow_abbrev=False,  # results record all arguments but some flags, by their full names
     )
     _servers(top.add_argument_group("servers"))
     _load(top.add_argument_group("load"))

@@ -1,6 +1,6 @@
 """A keep-alive connection with one request at a time; its answer is timed.
 
-Callbacks on a raw socket and httptools: a client library would cost more than much of what it measures.
+Callbacks on a raw socket and httptools: a client library takes more time than it would measure.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Connection(asyncio.Protocol):
     # ---- asyncio.Protocol -----------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none of its subclasses
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport is not a subclass
 
     def data_received(self, data: bytes) -> None:
         try:

@@ -37,7 +37,7 @@ RATES = (
 
 
 def figures(summary: Summary) -> dict[str, float]:
-    """All figures by name: those of `RATES`, and `ttft_ms.p50` and so on."""
+    """All figures by name: the ones of `RATES`, and `ttft_ms.p50` and so on."""
     found: dict[str, float | None] = {
         "requests_s": summary.requests_s,
         "prompt_tokens_s": summary.prompt_tokens_s,

@@ -28,7 +28,7 @@ class Measured:
 
 @dataclass
 class Run:
-    """All servers' rounds. `interrupted`: by Ctrl-C; the last summary covers what there is."""
+    """All servers' rounds. `interrupted`: by Ctrl-C; the last summary then covers the requests so far."""
 
     measured: list[Measured]
     interrupted: bool = False

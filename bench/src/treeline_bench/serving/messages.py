@@ -11,16 +11,16 @@ Piece = str | list[int]
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """What a user adds to a conversation, and the answer's length."""
+    """A user's addition to a conversation, and the answer's length."""
 
     piece: Piece
     piece_tokens: int
-    """How many tokens `piece` is."""
+    """Tokens of `piece`."""
     output_tokens: int
 
 
 class Conversation(msgspec.Struct, frozen=True):
-    """Turns in order, each with everything said before."""
+    """Turns in order; each request has all turns before it."""
 
     turns: list[Turn]
 

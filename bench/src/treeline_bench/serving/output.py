@@ -75,7 +75,7 @@ def check_writable(path: Path) -> None:
 
 
 def write_json(path: Path, run: Run, plan: Plan, argv: Sequence[str]) -> None:
-    """Everything, each round of each server; `path` is replaced atomically."""
+    """Writes the whole result, each round of each server; `path` is replaced atomically."""
     first = run.measured[0].rounds
     document = {
         "benchmark": "serving",

@@ -1,4 +1,4 @@
-"""What to send: to which servers, how fast, how long."""
+"""The plan of a run: servers, dataset, rate, duration."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ class Plan:
     chat: bool = False
 
     def conversations(self, texts: Texts, round_: int) -> list[Conversation]:
-        """Those of a round; they differ, so that no round finds the last one's prompts cached. Raises DatasetError."""
+        """The conversations of a round; rounds differ, so that no round finds the last one's prompts cached. Raises
+        DatasetError."""
         shape = self.shape
         counts = "num_prompts" in self.dataset.options and shape.num_prompts is None
         if counts and self.rate_per_s is not None and self.duration_s is not None:

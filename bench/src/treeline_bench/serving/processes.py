@@ -20,7 +20,7 @@ from treeline_bench.processes import before_exec
 from treeline_bench.serving.messages import LoadReport, Order, Progress
 
 HEAD_START_S = 0.05
-"""From the order to the start."""
+"""Seconds from the order to the start."""
 START_S = 60.0
 STOP_S = 10.0
 
@@ -46,7 +46,7 @@ class Load:
     """A running order. As a context manager it ends the processes."""
 
     def __init__(self, order: Order, processes: int, folder: Path, cores: Sequence[int] | None = None) -> None:
-        """`cores`: those that the processes may use."""
+        """`cores`: the cores that the processes may use."""
         self._folder, self._cores = folder, cores
         self._parts = shares(order, processes)
         self._children: list[subprocess.Popen[bytes]] = []
@@ -73,9 +73,8 @@ class Load:
                     cast(BinaryIO, pipe).close()
 
     def run(self, progress: Callable[[Progress], None] = lambda progress: None) -> list[LoadReport]:
-        """Starts, and waits for the end; `progress` gets the sums now and then. Raises ClientFailed.
-
-        Ctrl-C raises KeyboardInterrupt; `stop` then returns what there is.
+        """Starts, and waits for the end; `progress` gets the sums now and then. Raises ClientFailed. Ctrl-C raises
+        KeyboardInterrupt; `stop` then returns the reports so far.
         """
         self._await_ready()
         self._began = True
@@ -85,7 +84,7 @@ class Load:
         return self._reports()
 
     def stop(self) -> list[LoadReport]:
-        """Ends early; returns what there is so far. Raises ClientFailed."""
+        """Ends early; returns the reports so far. Raises ClientFailed."""
         if not self._began:
             return []
         self._write(b"stop\n")

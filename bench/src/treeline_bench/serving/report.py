@@ -122,7 +122,7 @@ def _rounds(measured: Measured) -> str:
 
 
 def notes(measured: Measured) -> list[str]:
-    """What readers of the figures must know, over all rounds."""
+    """Notes that readers of the figures need, over all rounds."""
     rounds = measured.rounds
     failed: Counter[str] = Counter()
     for summary in rounds:

@@ -25,7 +25,7 @@ class Server:
 
     name: str
     url: str
-    """Without the API's path: `http://127.0.0.1:8000`."""
+    """The URL without the API's path: `http://127.0.0.1:8000`."""
     model: str
     api_key: str
     engine: str

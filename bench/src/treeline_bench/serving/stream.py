@@ -73,9 +73,9 @@ class Answer:
     def __init__(self, keep_text: bool) -> None:
         self.usage: Usage | None = None
         self.error = ""
-        """What the server said in the middle of the stream."""
+        """The server's error in the middle of the stream."""
         self.finished = False
-        """It has an end: a finish_reason, or [DONE]."""
+        """Whether it has ended well, with a finish_reason or [DONE]."""
         self._keep_text = keep_text
         self._texts: list[str] = []
         self._rest = b""
@@ -88,7 +88,7 @@ class Answer:
     def feed(self, data: bytes) -> int:
         """Adds bytes; returns newly completed chunks with output. Raises NotEvents."""
         if b"\r" in data:
-            data = data.replace(b"\r", b"")  # JSON has none in it
+            data = data.replace(b"\r", b"")  # JSON contains no plain carriage return
         *events, self._rest = (self._rest + data).split(b"\n\n")
         if len(self._rest) > MAX_EVENT_BYTES:
             raise NotEvents(f"an event of more than {MAX_EVENT_BYTES >> 20} MB")

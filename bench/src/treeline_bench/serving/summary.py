@@ -16,7 +16,7 @@ MEASURES = ("ttft", "tpot", "e2e")
 
 
 class Figures(msgspec.Struct, frozen=True):
-    """Of many values of one kind. Percentiles as in `treeline_bench.stats`."""
+    """The statistics of many values. Percentiles as in `treeline_bench.stats`."""
 
     mean: float
     p50: float
@@ -78,7 +78,7 @@ class Summary(msgspec.Struct, frozen=True):
     completed: int
     unfinished: int
     errors: dict[str, int]
-    """Kind → number, without those that we ended."""
+    """Kind → number of errors, without requests that we ended."""
     examples: dict[str, str]
     """Kind → an example's message."""
     prompt_tokens: int
@@ -119,7 +119,7 @@ class Summary(msgspec.Struct, frozen=True):
 
     @property
     def cached_share(self) -> float | None:
-        """Of prompt tokens."""
+        """The cached share of prompt tokens."""
         if self.cached_tokens is None or not self.prompt_tokens:
             return None
         return self.cached_tokens / self.prompt_tokens

@@ -28,7 +28,7 @@ from treeline_bench.serving.messages import UNFINISHED, Call, Conversation, Load
 TICK_S = 0.01
 TELL_S = 0.25
 GONE_AFTER = 20
-"""So many refused connections in a row mean that the server is gone."""
+"""Refused connections in a row that mean that the server is gone."""
 RETRY_S = 0.1
 """The pause between two of them in a closed loop."""
 
@@ -70,7 +70,7 @@ class Worker:
         watch = asyncio.create_task(self._watch())
         computed_s = time.process_time()
         try:
-            async with asyncio.TaskGroup() as group:  # a fault of ours in one ends all, and is raised
+            async with asyncio.TaskGroup() as group:  # a bug in one conversation ends all, and is raised
                 if order.arrivals is not None:
                     await self._pace(order.arrivals, begin_ns, group)
                 else:
@@ -89,7 +89,7 @@ class Worker:
     # ---- arrivals -------------------------------------------------------------------------------------------
 
     async def _pace(self, moments: list[float], begin_ns: int, group: asyncio.TaskGroup) -> None:
-        """Starts each conversation when it is due, whatever the others do."""
+        """Starts each conversation when it is due, independently of the others."""
         for moment, (index, what) in zip(moments, self._next, strict=not self._order.calls):
             due_ns = begin_ns + int(moment * 1e9)
             if self._end_ns and due_ns >= self._end_ns:
@@ -126,7 +126,7 @@ class Worker:
             await self._ask(self._requests[index], Record(index, 0, 0, 0, due_ns), events=False)
 
     async def _converse(self, index: int, conversation: Conversation, due_ns: int) -> None:
-        """All turns, each with everything said before; a failed one ends the conversation."""
+        """Sends all turns, each with the turns before it; a failed one ends the conversation."""
         said: list[Piece] = []
         tokens = 0
         for number, turn in enumerate(conversation.turns):
@@ -244,7 +244,7 @@ class Worker:
 
 
 def _head(order: Order, path: str, headers: dict[str, str]) -> bytes:
-    """Everything before the body except its length, filled in by `%`."""
+    """The bytes before the body; its length is filled in by `%`."""
     host = f"[{order.host}]" if ":" in order.host else order.host
     lines = [f"POST {path} HTTP/1.1", f"host: {host}:{order.port}", "content-type: application/json"]
     lines += ["accept: text/event-stream", *(f"{name}: {value}" for name, value in headers.items())]

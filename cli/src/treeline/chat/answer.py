@@ -1,4 +1,4 @@
-"""What a streamed chat completion says, from the bytes of its body: no I/O."""
+"""Reads a streamed chat completion from the bytes of its body. No I/O."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ class Usage:
 
 @dataclass
 class Answer:
-    """What there is of it."""
+    """The answer so far."""
 
     text: str = ""
     calls: dict[int, ToolCall] = field(default_factory=dict)
     usage: Usage = field(default_factory=Usage)
     finish_reason: str = ""
     replica: str = ""
-    """Which one answered, where the server says so."""
+    """The replica that answered, if the server names it."""
 
 
 class _Function(msgspec.Struct):
@@ -105,7 +105,7 @@ class AnswerReader:
         self._done = False
 
     def take(self, chunk: bytes) -> Iterator[Piece]:
-        """Raises BadAnswer, after the pieces that came before what is wrong."""
+        """Yields the pieces of a chunk. Raises BadAnswer, after the pieces before the error."""
         try:
             events = self._events.take(chunk)
         except ValueError as error:
@@ -158,7 +158,7 @@ class AnswerReader:
 
 
 def said(error: Any) -> str:
-    """The message of an error as OpenAI's API has it, or what there is in its place."""
+    """The message of an error in the form of OpenAI's API; for other forms the nearest text."""
     found = error.get("error", error) if isinstance(error, dict) else error
     if isinstance(found, dict):
         found = found.get("message") or found.get("detail") or found
@@ -166,6 +166,6 @@ def said(error: Any) -> str:
 
 
 def brief(text: str) -> str:
-    """Printable, in one line that is not too long."""
+    """The text made printable, in one line of at most 300 characters."""
     line = printable(" ".join(text[:2000].split()))
     return line if len(line) <= 300 else f"{line[:300]}…"

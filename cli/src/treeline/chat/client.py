@@ -1,4 +1,4 @@
-"""The requests of a chat, and what went wrong with them in sentences that say what to do."""
+"""The requests of a chat. Errors are sentences that say what to do."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ KEYS = ("TREELINE_API_KEY", "OPENAI_API_KEY")
 """Variables of the environment; the first that is set is sent."""
 CONNECT_S = 10.0
 MODELS_S = 30.0
-"""To list its models; how long an answer may take is for the user to say, with Ctrl-C."""
+"""Seconds for listing models. Answers have no limit: the user stops them with Ctrl-C."""
 LARGEST_BODY = 1 << 20
 """Bytes of an answer that is no stream."""
 
 
 class ChatError(Exception):
-    """What to tell the user."""
+    """An error whose message is for the user."""
 
 
 class _Models(msgspec.Struct):
@@ -160,7 +160,7 @@ def _whole(response: httpx.Response) -> bytes:
 
 
 def _quoted(body: bytes) -> str:
-    """What an answer that is no stream says: the message of an error, else its beginning."""
+    """Quotes an answer that is not a stream: the message of an error, else its beginning."""
     try:
         return said(msgspec.json.decode(body))
     except (msgspec.MsgspecError, UnicodeError, RecursionError):

@@ -83,7 +83,8 @@ def _positive(text: str) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Chat until the user leaves, or answer standard input where it is no terminal. Status 1: no answer was had."""
+    """Chat until the user leaves; if standard input is not a terminal, answer it as one question. Status 1: no
+    answer."""
     own, serve_args = _split(list(argv))
     arguments = parser()
     args = arguments.parse_args(own)
@@ -91,7 +92,7 @@ def main(argv: Sequence[str]) -> int:
     if serve_args and is_url:
         arguments.error("arguments behind -- are for a server that is started: name a MODEL, not a URL")
     for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, _leave)  # through every `finally`: a server of ours must end
+        signal.signal(number, _leave)  # runs every `finally`: a server that we started must end
     errors = Console(stderr=True, highlight=False)
     try:
         with contextlib.ExitStack() as stack:
@@ -117,7 +118,7 @@ def _split(argv: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _is_url(target: str) -> bool:
-    """A URL, or `host:port`; else it is a model."""
+    """Whether the target is a URL or `host:port`; else it is a model."""
     host, colon, port = target.partition("/")[0].rpartition(":")
     return "://" in target or (bool(host and colon) and port.isdecimal())
 
@@ -127,11 +128,11 @@ def _leave(number: int, _frame: FrameType | None) -> NoReturn:
 
 
 def _nothing() -> None:
-    """A server that runs already is not ours to look after."""
+    """The check of a server that we did not start: none."""
 
 
 def _chat(client: Client, args: argparse.Namespace, check: Callable[[], None]) -> int:
-    """check: raises ChatError where a server of ours has ended."""
+    """check: raises ChatError if the server that we started has ended."""
     settings = {"temperature": args.temperature, "max_tokens": args.max_tokens}
     body = {key: value for key, value in settings.items() if value is not None}
     conversation = Conversation(args.system)
@@ -205,7 +206,8 @@ class Chat:
         console: Console,
         check: Callable[[], None],
     ) -> None:
-        """body: what every request has but its messages. check: raises ChatError where a server of ours has ended."""
+        """body: the fields of every request besides its messages. check: raises ChatError if the server that we started
+        has ended."""
         self._client, self._body, self._conversation, self._console = client, body, conversation, console
         self._check = check
 
@@ -316,7 +318,7 @@ class Chat:
 
 
 class Clock:
-    """When an answer came."""
+    """The times of an answer: first and last token."""
 
     def __init__(self) -> None:
         self._began = time.perf_counter()
@@ -329,17 +331,17 @@ class Clock:
             yield piece
 
     def summary(self, answer: Answer) -> str:
-        """In one line; only what is known."""
-        usage, told = answer.usage, []
+        """One line about the answer, with the facts that are known."""
+        usage, facts = answer.usage, []
         if self._first:
-            told.append(f"first token after {self._first - self._began:.2f} s")
+            facts.append(f"first token after {self._first - self._began:.2f} s")
         if usage.output is not None and usage.output > 1 and self._last > self._first:
-            told.append(f"{(usage.output - 1) / (self._last - self._first):.0f} tokens/s")
+            facts.append(f"{(usage.output - 1) / (self._last - self._first):.0f} tokens/s")
         if usage.prompt is not None:
             cached = "" if usage.cached is None else f" ({usage.cached} cached)"
-            told.append(f"{usage.prompt} prompt tokens{cached}")
+            facts.append(f"{usage.prompt} prompt tokens{cached}")
         if answer.replica:
-            told.append(answer.replica)
+            facts.append(answer.replica)
         if answer.finish_reason == "length":
-            told.append("cut off: the longest answer is reached")
-        return ", ".join(told)
+            facts.append("cut off: the longest answer is reached")
+        return ", ".join(facts)

@@ -1,4 +1,4 @@
-"""A conversation: what was asked and answered, and what the server is sent of it. No I/O."""
+"""A conversation: questions and answers, and the messages that the server gets. No I/O."""
 
 from __future__ import annotations
 
@@ -8,29 +8,30 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Conversation:
-    """A question is remembered only with its answer: two questions in a row, as a failure would leave them, are refused
-    by many chat templates."""
+    """The turns of a chat. A question is kept only with its answer: a failure would leave two questions in a row, which
+    many chat templates refuse."""
 
     system: str = ""
     turns: list[tuple[str, str]] = field(default_factory=list)
     """(question, answer)"""
     question: str = ""
-    """The last one."""
+    """The last question."""
     _is_answered: bool = False
 
     def ask(self, question: str) -> list[dict[str, str]]:
-        """→ the messages of the request."""
+        """Returns the messages of the request for a question."""
         self.question, self._is_answered = question, False
         return [*self._remembered(), {"role": "user", "content": question}]
 
     def answered(self, text: str) -> None:
-        """What came of the question, or a part of it where it was stopped."""
+        """Adds the answer to the question, or its beginning if the answer was stopped."""
         if text:
             self.turns.append((self.question, text))
             self._is_answered = True
 
     def take_back(self) -> str:
-        """Forget the last question with its answer. → the question, to be asked once more; empty: there was none."""
+        """Forgets the last question and its answer. Returns the question, to be asked once more; empty if there was
+        none."""
         if self._is_answered:
             self.turns.pop()
             self._is_answered = False
@@ -41,11 +42,11 @@ class Conversation:
         self.question, self._is_answered = "", False
 
     def as_json(self) -> str:
-        """The messages, as a request to the API has them."""
+        """The messages in the form of a request to the API."""
         return json.dumps(self._remembered(), indent=2, ensure_ascii=False) + "\n"
 
     def as_markdown(self) -> str:
-        """For people."""
+        """The messages as a text for people."""
         return "\n\n".join(f"## {role['role']}\n\n{role['content']}" for role in self._remembered()) + "\n"
 
     def _remembered(self) -> list[dict[str, str]]:

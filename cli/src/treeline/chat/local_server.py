@@ -27,18 +27,17 @@ from treeline.up.supervisor import die_with_parent
 LOOPBACK = "127.0.0.1"
 POLL_S = 0.1
 STOP_S = 8.0
-"""To end by itself; then it is killed with its group."""
+"""Seconds in which the server may end by itself; then its process group is killed."""
 LAST_LINES = 8
 
 
 class LocalServer:
-    """`treeline serve` of a model. A context: entered it is ready, left it is gone.
-
-    Its log is a file, which stays where the server failed.
+    """`treeline serve` of a model, as a context manager: ready when entered, ended when left. Its log is a file, which
+    stays if the server failed.
     """
 
     def __init__(self, model: str, arguments: Sequence[str], console: Console) -> None:
-        """arguments: further ones of `treeline serve`."""
+        """arguments: more arguments for `treeline serve`."""
         self._model = model
         self._arguments = arguments
         self._console = console
@@ -46,7 +45,7 @@ class LocalServer:
         self._log: Path
 
     def __enter__(self) -> LocalServer:
-        """Raises ChatError, with what the server has said last."""
+        """Starts the server and waits until it is ready. Raises ChatError with the last lines of its log."""
         if missing := missing_parts(["runtime"]):
             raise ChatError(f"a model needs the runtime: {how_to_install(missing)}; or name the URL of a server")
         descriptor, name = tempfile.mkstemp(prefix="treeline-chat-", suffix=".log")
@@ -114,7 +113,7 @@ class LocalServer:
                     process.wait(STOP_S)
         finally:  # also where Ctrl-C comes again
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # and what it may have left of its own
+                os.killpg(process.pid, signal.SIGKILL)  # and processes that it may have left
             process.wait()
 
 

@@ -1,4 +1,4 @@
-"""The line that the user types: edited, remembered over chats, of several lines where wanted."""
+"""The user's input: editing, a history over chats, and questions of several lines."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _new_line(event: KeyPressEvent) -> None:
 
 
 def _history() -> History:
-    """Of all chats of this user, for no one else to read; of this one alone where there is no place for it."""
+    """The history of all chats of this user, which only they can read; of this chat alone if no file can be written."""
     folder = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "treeline"
     file = folder / "chat-history"
     try:

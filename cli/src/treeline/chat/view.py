@@ -1,4 +1,4 @@
-"""An answer on a terminal while it comes: finished blocks of markdown are printed, the last one is drawn anew."""
+"""Shows an answer on a terminal while it arrives: finished blocks of markdown are printed, the last one is redrawn."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _BLOCKS.core.ruler.enableOnly(["normalize", "block"])
 
 
 def settled(markdown: str) -> int:
-    """How many characters at the beginning look the same whatever follows: all blocks but the last."""
+    """Counts the leading characters that look the same whatever follows: all blocks but the last."""
     starts = [
         token.map[0] for token in _BLOCKS.parse(markdown) if token.level == 0 and token.map and token.nesting >= 0
     ]
@@ -55,7 +55,7 @@ class Shown:
         for line in lines:
             for number, (text, style, _control) in enumerate(line, 1):
                 if number == len(line) and not (style and style.bgcolor):
-                    text = text.rstrip(" ")  # what only fills the line would be copied with it
+                    text = text.rstrip(" ")  # padding would be copied with the line
                 yield Segment(printable(text), style)
             yield Segment.line()
 
@@ -67,9 +67,9 @@ class AnswerView:
         self._console = console
         self._kind = ""
         self._pending = ""
-        """What is not printed yet."""
+        """The text that is not printed yet."""
         self._has_block = False
-        """Whether what is printed ends with a block of text, from which the next one is set apart."""
+        """Whether the printed text ends with a block, from which an empty line separates the next one."""
         self._spinner = Spinner("dots", style=Style(dim=True))
         self._began = time.monotonic()
         self._looked_at = 0.0
@@ -77,7 +77,7 @@ class AnswerView:
             console=console,
             get_renderable=self._draw,
             auto_refresh=False,  # its thread may draw between the two halves of a print
-            transient=True,  # what it draws is printed when it is complete
+            transient=True,  # a drawn block is printed once it is complete
             vertical_overflow="crop",
         )
 
@@ -90,7 +90,7 @@ class AnswerView:
         self._drawing.start()
 
     def stop(self) -> None:
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would leave half of it drawn
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C would leave half a block drawn
         try:
             self._is_over.set()
             if self._drawing.is_alive():

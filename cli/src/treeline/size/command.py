@@ -1,4 +1,4 @@
-"""`treeline size`: its arguments, and what it prints."""
+"""`treeline size`: its arguments and its output."""
 
 from __future__ import annotations
 
@@ -96,15 +96,15 @@ def _number(text: str) -> float:
 
 @dataclass(frozen=True)
 class Row:
-    """A GPU, and what it can do for the question."""
+    """A GPU and its answer to the question."""
 
     fit: Fit
     tokens: int
-    """Of a sequence."""
+    """Tokens of a sequence."""
     speed: Speed | None
     replicas: Replicas | None
     gpus: int | None
-    """That `--concurrency` needs."""
+    """GPUs that `--concurrency` needs."""
 
     @property
     def sequences(self) -> int:
@@ -112,7 +112,7 @@ class Row:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print what fits. Status 1: nothing does on the GPU that was named, or the model cannot be read."""
+    """Print what fits. Status 1: the model does not fit on the named GPU, or cannot be read."""
     arguments = parser()
     args = arguments.parse_args(argv)
     try:
@@ -153,7 +153,7 @@ def _row(source: Source, config: SchedulerConfig, gpu: Gpu, tokens: int, args: a
 
 
 def _advice(source: Source, config: SchedulerConfig, rows: Sequence[Row]) -> str:
-    """Where the model fits on no GPU of those asked about."""
+    """Says what is missing, and which GPU or setting would do, if the model fits on none of the GPUs."""
     least = min(rows, key=lambda row: row.fit.shortage).fit
     said = (
         f"It does not fit on one {least.gpu.name}: {_gib(least.shortage)} are missing. "

@@ -1,9 +1,9 @@
-"""What fits on a GPU, which is arithmetic, and how fast it is, which is an estimate. No I/O.
+"""Computes what fits on a GPU, which is arithmetic, and how fast it is, which is an estimate. No I/O.
 
-The estimate has two rules. A decode step reads the weights that it uses and the keys and values that it sees once, at
-`BANDWIDTH_SHARE` of the data sheet's bandwidth, and takes `STEP_S` besides. A prompt is computed at `FLOP_SHARE` of the
-data sheet's dense 16-bit FLOP/s. The three numbers were fitted to this engine on an H200; docs/capacity.md says how far
-the rules are from what was measured there, and `tests/cli/size/test_estimate.py` holds it.
+The estimate has two rules. A decode step reads each weight that it uses and all visible keys and values once, at
+`BANDWIDTH_SHARE` of the data sheet's bandwidth, plus `STEP_S`. A prompt is computed at `FLOP_SHARE` of the data sheet's
+dense 16-bit FLOP/s. The three numbers were fitted to this engine on an H200; docs/capacity.md compares the rules with
+the measurements, and `tests/cli/size/test_estimate.py` checks them.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ BANDWIDTH_SHARE = 0.70
 STEP_S = 0.0005
 FLOP_SHARE = 0.48
 BUSY = 0.7
-"""Of what a replica can do; the rest is for bursts."""
+"""Share of a replica's throughput that a load may take; the rest is for bursts."""
 CONTEXT_BYTES = 600 << 20
-"""What CUDA itself takes of a device: 595 MiB of an H200."""
+"""Bytes of a device that CUDA itself takes: 595 MiB on an H200."""
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
 class Load:
-    """What clients ask for."""
+    """The requests of clients."""
 
     requests_s: float
     prompt_tokens: int
     output_tokens: int
     prefix_share: float = 0.0
-    """Of the prompt's tokens, how many are in the cache already."""
+    """Share of the prompt's tokens that the cache has already."""
 
 
 @dataclass(frozen=True)
@@ -64,12 +64,13 @@ class Fit:
         return sum(part.bytes for part in self.parts)
 
     def sequences(self, tokens: int) -> int:
-        """How many of so many tokens are computed at once."""
+        """The number of sequences of this length that are computed at once."""
         return min(self.cache_tokens // tokens, self.running)
 
 
 def fit(model: ModelConfig, config: SchedulerConfig, gpu: Gpu) -> Fit:
-    """With the defaults of `treeline serve`. Raises ConfigError where settings, model and GPU do not go together."""
+    """Computes the fit with the defaults of `treeline serve`. Raises ConfigError if settings, model and GPU do not go
+    together."""
     dtype = config.dtype if config.dtype != "auto" else "bfloat16" if gpu.has_bfloat16 else "float16"
     scheme = model.quantization or (ONLINE if config.quantization == "fp8" else None)
     if scheme is not None and model.moe is not None:
@@ -78,7 +79,7 @@ def fit(model: ModelConfig, config: SchedulerConfig, gpu: Gpu) -> Fit:
         raise ConfigError(f"--kv-dtype {config.kv_cache_dtype} needs a GPU from Ada on; {gpu.name} is older")
     element = ELEMENT_BYTES[dtype]
     kv_bytes = bytes_per_token(model, element if config.kv_cache_dtype == "auto" else 1)
-    # an older GPU cannot multiply fp8: there the weights are kept as they would be without
+    # an older GPU cannot multiply fp8, so it keeps the weights unquantised
     parts = parts_of(model, element, scheme if gpu.has_fp8 else None)
     limits = step_limits(config, model, gpu.memory)
     context_length = resolve_context_length(config, model)
@@ -100,7 +101,7 @@ def fit(model: ModelConfig, config: SchedulerConfig, gpu: Gpu) -> Fit:
 
 
 class Speed:
-    """How fast a model is on a GPU whose data sheet is known."""
+    """The speed of a model on a GPU with a known data sheet."""
 
     def __init__(self, model: ModelConfig, found: Fit) -> None:
         assert found.gpu.tb_s is not None
@@ -110,20 +111,20 @@ class Speed:
         self._flop_s = found.gpu.tflop_s * 1e12 * FLOP_SHARE
 
     def step_s(self, batch: int, context: float) -> float:
-        """A decode step of so many sequences, which have so many tokens each."""
+        """Seconds of a decode step of `batch` sequences with `context` tokens each."""
         moved = self._weights(batch) + batch * self._seen(context) * self._fit.kv_bytes_per_token
         return STEP_S + moved / self._bytes_s
 
     def prefill_s(self, tokens: float, cached: float = 0.0) -> float:
-        """Of a prompt of which so many more tokens are in the cache."""
+        """Seconds to compute `tokens` of a prompt that follow `cached` ones."""
         model = self._model
-        matrices = ("embedding", "language-model head")  # of a prompt only the last token goes to the head
+        matrices = ("embedding", "language-model head")  # only a prompt's last token goes to the head
         weights = sum(part.active for part in self._fit.parts if part.name not in matrices)
         attention = 4 * model.num_layers * model.num_heads * model.head_dim * self._seen(cached + tokens / 2)
         return tokens * (2 * weights + attention) / self._flop_s
 
     def _weights(self, batch: int) -> float:
-        """Bytes that a step of so many tokens reads: of the experts, those that any of them goes to."""
+        """Bytes that a step of `batch` tokens reads; of the experts, only the chosen ones."""
         moe, total = self._model.moe, 0.0
         for part in self._fit.parts:
             if part.name == "experts" and moe is not None:
@@ -133,26 +134,26 @@ class Speed:
         return total
 
     def _seen(self, context: float) -> float:
-        """Tokens that one sees, over all layers: a window hides the others."""
+        """Tokens that attention sees, averaged over layers: a window hides earlier ones."""
         windows = self._model.scoring.windows or (None,)
         return sum(min(context, window or math.inf) for window in windows) / len(windows)
 
 
 @dataclass(frozen=True)
 class Replicas:
-    """For a load."""
+    """The replicas that a load needs."""
 
     count: int
     batch: float
-    """Sequences that each of them computes at once."""
+    """Sequences that each replica computes at once."""
     token_s: float
-    """Between two tokens of an answer."""
+    """Seconds between two tokens of an answer."""
     prefill_s: float
-    """A prompt alone, with what is cached of it."""
+    """Seconds to compute a prompt without its cached part."""
 
 
 def replicas(load: Load, found: Fit, speed: Speed) -> Replicas | None:
-    """None where not even one request of the load fits."""
+    """Computes the replicas for a load; None if not even one of its requests fits."""
     tokens = load.prompt_tokens + load.output_tokens
     largest = found.sequences(tokens)
     if largest == 0 or tokens > found.context_length:
@@ -160,7 +161,7 @@ def replicas(load: Load, found: Fit, speed: Speed) -> Replicas | None:
     context = load.prompt_tokens + load.output_tokens / 2
     cached = load.prompt_tokens * load.prefix_share
     prefill_s = speed.prefill_s(load.prompt_tokens - cached, cached)
-    # a full replica spends on a request its prefill, and of each of its steps the request's share
+    # a full replica spends on a request its prefill and the request's share of each of its steps
     request_s = prefill_s + load.output_tokens * speed.step_s(largest, context) / largest
     count = max(1, math.ceil(load.requests_s * request_s / BUSY))
     each = load.requests_s / count

@@ -12,11 +12,11 @@ GIB = 1 << 30
 class Gpu:
     name: str
     memory: int
-    """Bytes that CUDA reports; a little less than what is printed on the box."""
+    """Bytes that CUDA reports, a little less than the data sheet's."""
     tb_s: float | None = None
     """Bandwidth of its memory; None: not known, so no speed is estimated."""
     tflop_s: float | None = None
-    """Of dense products in 16 bits."""
+    """TFLOP/s of dense products in 16 bits."""
     has_fp8: bool = True
     """Whether it multiplies fp8: Ada and later do."""
     has_bfloat16: bool = True

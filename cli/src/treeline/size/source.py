@@ -23,7 +23,7 @@ INDEX = "model.safetensors.index.json"
 class Source:
     model: ModelConfig
     stored_bytes: int | None
-    """Of the weights in their files, where an index or the files say so."""
+    """Bytes of the weights in their files, if an index or the files say so."""
 
 
 def read_source(name: str) -> Source:

@@ -49,7 +49,7 @@ class GrowingCompletion:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What a backend knows of a request besides its text."""
+    """The facts about a request that a backend gets besides its text."""
 
     session: str | None = None
     """Requests of one program; a gateway may send them to the same replica."""
@@ -63,11 +63,11 @@ class Backend(ABC):
 
     reads_images = False
     takes_hints = False
-    """`warm` makes later requests with the same beginning faster."""
+    """Whether `warm` makes later requests with the same beginning faster."""
     chats = False
-    """It receives the turns of a chat instead of a text."""
+    """Whether it receives the turns of a chat instead of a text."""
     tells_tokens = False
-    """With `return_logprob` it reports where the answer's tokens begin and end."""
+    """Whether it reports, with `return_logprob`, where the answer's tokens begin and end."""
 
     async def continues(self) -> bool:
         """Whether it continues a begun turn of the assistant."""
@@ -164,7 +164,7 @@ def _is_logprob(value: Any) -> bool:
 
 
 class GlobalConfig:
-    """As in SGLang. Programs may set other attributes; they have no effect."""
+    """Global settings, as in SGLang. Programs may set other attributes; they have no effect."""
 
     default_backend: Backend | None = None
 
@@ -191,6 +191,6 @@ def flush_cache(backend: Backend | None = None) -> None:
 
 
 def get_server_info(backend: Backend | None = None) -> dict[str, Any]:
-    """What a backend's server (default: the default backend's) reports about itself. Raises Unsupported,
-    BackendError."""
+    """Returns the information that a backend's server (default: the default backend's) reports about itself. Raises
+    Unsupported, BackendError."""
     return (backend or default_backend()).get_server_info()

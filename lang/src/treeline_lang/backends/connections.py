@@ -53,7 +53,7 @@ class Response(asyncio.Protocol):
     def _begin(self) -> None:
         self.status, self.reason = 0, ""
         self.headers: dict[str, str] = {}
-        """By their names in small letters."""
+        """Headers by their names in lower case."""
         self.heard = self._complete = self._stays = False
         self._parts: deque[bytes] = deque()
         self._held = self._no_body = 0

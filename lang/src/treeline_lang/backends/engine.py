@@ -49,7 +49,7 @@ class EngineBackend(Backend):
             raise TemplateError(f"{error}; give EngineBackend a chat_template ({', '.join(TEMPLATES)})") from error
 
     def _beginning(self) -> str:
-        """What the tokenizer puts before every text."""
+        """The text that the tokenizer puts before every prompt."""
         return self._decode(self._engine.encode(""))
 
     def _decode(self, ids: Sequence[int]) -> str:

@@ -35,7 +35,7 @@ class HttpClient:
         ValueError for a malformed URL, header or timeout."""
         user = _user_of(url)
         self.url = _USER.sub("//", url.rstrip("/"))
-        """For requests and errors: without the name and the password that may be in it."""
+        """The URL for requests and errors, without a user name and password."""
         for name, value in (headers or {}).items():
             if not _HEADER.fullmatch(value):  # the value is not shown: it may be a key
                 raise ValueError(f"the key for the header {name} is not one line of visible ASCII characters")

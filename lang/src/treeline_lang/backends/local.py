@@ -22,7 +22,7 @@ class Runtime(RuntimeEndpoint):
     """`treeline serve` in a child process, ended by `shutdown` or with this process."""
 
     def __init__(self, model_path: str, *, launch_timeout: float = 300.0, **flags: Any) -> None:
-        """flags: those of `treeline serve`, with `_` for `-`. Returns when the server is ready. Raises Unreachable if
+        """flags: flags of `treeline serve`, with `_` for `-`. Returns when the server is ready. Raises Unreachable if
         it ends early or is not ready within launch_timeout seconds; its output is on standard error."""
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))

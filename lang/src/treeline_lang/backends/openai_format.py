@@ -21,7 +21,7 @@ class Dialect:
     extensions: tuple[str, ...] = ()
     """Sampling parameters beyond OpenAI's."""
     regex: tuple[str, ...] = ()
-    """The path of the member for a regular expression; () if there is none."""
+    """The path of the member for a regular expression; () if the API has none."""
     continues: bool = False
     """Supports `continue_final_message`: the answer continues a begun turn of the assistant."""
     echoes: bool = False

@@ -85,7 +85,7 @@ class _Execution:
         self._streams = {ROOT: state._stream, **self._called}
         self._states = {ROOT: state}
         self.reads: list[Variable] = []
-        """What the steps need of what the model writes."""
+        """The generated variables that the steps read."""
 
     def submit(self, step: Step) -> None:
         stream, where = self._streams[step.stream], step.where

@@ -95,7 +95,7 @@ class Hole(Expr):
 class _Step:
     stream: int = field(default=ROOT, kw_only=True)
     where: Where | None = field(default=None, compare=False, repr=False, kw_only=True)
-    """Its line in the program."""
+    """The step's line in the program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,12 +159,12 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """A program as data: steps, arguments, and what it returns."""
+    """A program as data: steps, arguments, and the returned value."""
 
     name: str
     parameters: tuple[Parameter, ...]
     steps: tuple[Step, ...]
-    """In program order: each step comes after those it needs."""
+    """The steps in program order: each comes after the steps that it needs."""
     called: tuple[tuple[int, Sampling], ...] = ()
     """The streams of called programs, with their own sampling parameters. Other streams except the root begin with a
     fork."""

@@ -13,7 +13,7 @@ from treeline_lang.expressions import Expr, OrderBegin, OrderEnd, RoleBegin, Rol
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """lines: what was changed, and what was left alone and why; empty if there was nothing to do."""
+    """lines: the changes, and the parts left unchanged with the reason; empty if there was nothing to do."""
 
     name: str
     lines: tuple[str, ...] = ()
@@ -70,7 +70,7 @@ def _is_marker(step: Step, kind: type[Expr]) -> bool:
 
 
 def _foreign(step: Step) -> Iterator[str]:
-    """What cannot be moved in a step, in words."""
+    """Names the parts of a step that cannot be moved."""
     if not isinstance(step, Append):
         yield f"a {type(step).__name__.lower()}"
         return

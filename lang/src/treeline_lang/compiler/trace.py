@@ -133,7 +133,7 @@ class Recorded:
         self.name = name
         self.value = value
         self.in_scope = False
-        """As of a variable that is executed."""
+        """The same field as in `growing.Variable`."""
 
     def read(self, _timeout: float | None = None) -> Any:
         self._tracing.has_read()

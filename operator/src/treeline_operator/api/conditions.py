@@ -49,7 +49,7 @@ class ReasonInfo(NamedTuple):
     good: bool | None
     summary: str
     fix: str = ""
-    """What to do, in one line; empty if nothing."""
+    """The remedy, in one line; empty if nobody has to act."""
     patience_s: int = 0
 
 

@@ -263,7 +263,7 @@ class Engine(Part):
     )
 
     type: EngineType = "treeline"
-    """Which server runs."""
+    """The server that runs the model."""
     image: Image | None = None
     """Image of the runtime container. Required for `custom`."""
     command: Annotated[tuple[Text, ...], Field(max_length=64)] = ()

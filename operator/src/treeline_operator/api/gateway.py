@@ -103,7 +103,7 @@ class PolicyParameters(Part):
 
 
 Seconds = Annotated[StrictFloat, Field(gt=0, le=3600)]
-"""At most as long as our own Envoy lets a request wait."""
+"""At most the time for which our own Envoy lets a request wait."""
 HeaderName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]*$", max_length=64)]
 
 
@@ -133,7 +133,7 @@ class QuotaFileRef(Part):
 
 
 class Quotas(Part):
-    """Where the quotas of clients are. Changes apply without a restart; an invalid file changes nothing."""
+    """The file with the quotas of clients. Changes apply without a restart; an invalid file changes nothing."""
 
     RULES = (
         Rule(
@@ -149,7 +149,7 @@ class Quotas(Part):
 
 
 class FlowControl(Part):
-    """Which requests wait in the picker, how long, and how much each client may have: docs/flow-control.md."""
+    """Settings for requests that wait in the picker, and for each client's share: docs/flow-control.md."""
 
     RULES = (
         forbidden(
@@ -350,7 +350,7 @@ Hostname = Annotated[str, StringConstraints(pattern=r"^(\*\.)?" + DNS_NAME_PATTE
 
 
 class Gateway(Part):
-    """How clients reach the pool: an Envoy of our own, or a Gateway that exists."""
+    """Access for clients: through an Envoy of our own, or an existing Gateway."""
 
     RULES = (
         Rule(

@@ -24,7 +24,7 @@ class PickerScaling(Part):
 
 
 class Autoscaling(Part):
-    """Who sets spec.replicas."""
+    """Autoscaling, which sets spec.replicas."""
 
     RULES = (
         forbidden(
@@ -61,7 +61,7 @@ class Autoscaling(Part):
 
 
 class Drain(Part):
-    """How pods end."""
+    """Time for pods to finish their requests before they end."""
 
     timeout_seconds: Annotated[StrictInt, Field(ge=1, le=3600)] = 60
     """Time for running requests to end."""
@@ -83,7 +83,7 @@ class DisruptionBudget(Part):
 
 
 class Rollout(Part):
-    """How a change reaches the pods."""
+    """Replacement of pods after a change."""
 
     RULES = (
         Rule(

@@ -170,7 +170,8 @@ class Resource(Ruled):
 
     @property
     def born(self) -> datetime:
-        """When the object was made. One of a file that was never applied is younger than all that exist."""
+        """The time of the object's creation. An object from a file, never applied, counts as younger than all
+        others."""
         return self.metadata.creation_timestamp or datetime.max.replace(tzinfo=UTC)
 
     @property

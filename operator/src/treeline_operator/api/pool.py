@@ -148,13 +148,13 @@ class PoolSpec(Part):
     endpoint_picker: EndpointPicker = Field(default_factory=EndpointPicker)
     """The picker of the gateway."""
     gateway: Gateway = Field(default_factory=Gateway)
-    """How clients reach the pool."""
+    """Access for clients: through an Envoy of our own, or an existing Gateway."""
     autoscaling: Autoscaling = Field(default_factory=Autoscaling)
-    """Who sets spec.replicas."""
+    """Autoscaling, which sets spec.replicas."""
     drain: Drain = Field(default_factory=Drain)
-    """How pods end."""
+    """Time for pods to finish their requests before they end."""
     rollout: Rollout = Field(default_factory=Rollout)
-    """How a change reaches the pods."""
+    """Replacement of pods after a change."""
     disruption_budget: DisruptionBudget = Field(default_factory=DisruptionBudget)
     """Limits of evictions while nodes are drained."""
     tracing: Tracing | None = None
@@ -207,7 +207,7 @@ class GatewayStatus(TypedDict, total=False):
 
 @DOCUMENTED
 class RoutingStatus(TypedDict, total=False):
-    """How the picker knows cached prefixes."""
+    """The picker's source of knowledge about cached prefixes."""
 
     way: Annotated[str, StringConstraints(max_length=64)]
     """`events` of the engines, or `history`: the picker's own requests."""

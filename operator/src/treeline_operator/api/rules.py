@@ -91,9 +91,8 @@ def _compiled(rule: str) -> evaluator.Expression:
 
 @functools.cache
 def _environment() -> evaluator.Env:
-    """CEL's own functions, and those that Kubernetes adds of which our rules use some: of quantities.
-
-    The evaluator is loaded when it is first asked, which the running operator never does.
+    """Return CEL's own functions and Kubernetes' quantity functions, which our rules use. The evaluator is imported
+    here because the running operator never needs it.
     """
     from cel_expr_python import cel
 

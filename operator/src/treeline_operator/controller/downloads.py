@@ -48,15 +48,15 @@ class Downloads:
         self._queue = Queue(self._look, concurrency=4, backoff=Backoff(_EVERY_S, 60.0))
 
     def progress(self, key: Key) -> Mapping[str, tuple[int, int]]:
-        """Pod → bytes done and bytes in all (0: not known), of the pool's downloads that run."""
+        """Pod → bytes done and total bytes (0: unknown), for the pool's running downloads."""
         return self._progress.get(key, {})
 
     def commits(self, key: Key) -> Mapping[str, str]:
-        """URI → commit, of the pool's downloads that run; the first pod's word counts."""
+        """URI → commit, for the pool's running downloads; if pods differ, the first one counts."""
         return self._commits.get(key, {})
 
     def see(self, key: Key, pods: Iterable[Observed]) -> None:
-        """These are the pool's pods: if one of them downloads, follow it."""
+        """Follow the pool's downloads as long as one of its pods downloads."""
         if any(_downloads(pod) for pod in pods):
             self._queue.add_after(key, _EVERY_S if key in self._progress else 0.0)
         else:
@@ -67,7 +67,7 @@ class Downloads:
         self._commits.pop(key, None)
 
     async def run(self) -> None:
-        """Until `stop`."""
+        """Follow downloads until `stop`."""
         await self._queue.run()
 
     async def stop(self) -> None:

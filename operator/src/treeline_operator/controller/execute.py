@@ -129,8 +129,9 @@ class Executor:
         return await self.writer.apply(action.object)
 
     async def _foreign_object(self, action: Apply) -> KubeError | None:
-        """Why an object that we do not see cannot be applied: one of that name may belong to somebody else, and
-        server-side apply would take it over. An object of ours that lost its label is recognised by its owner."""
+        """Return why an object that we do not see cannot be applied, or None: an object of that name may belong to
+        another owner, and server-side apply would take it over. Our own objects without their label are recognised by
+        their owner."""
         try:
             there = await self.writer.get(action.ref)
         except NotFound:

@@ -4,7 +4,7 @@ kopf is embedded as in its "manual orchestration": in its own event loop and thr
 Settings come from a startup handler, credentials from a login handler, and `on.event` handlers pass objects on. There
 is no state in annotations, no finalizers, no posted Events, and our lease replaces peering.
 
-kopf does not report what was deleted while no watch ran, and ends when one kind may not be read. So it does not follow
+kopf does not report objects deleted while no watch ran, and ends when one kind may not be read. So it does not follow
 children, and the informer lists our own kinds as well. The thread exists because in the main one kopf would take the
 process's signals, and because its tasks could not be told apart from ours at shutdown.
 """
@@ -37,16 +37,15 @@ _PATIENCE_S: Final = 0.5
 async def follow(
     kinds: Sequence[Resource], namespaces: Sequence[str], configuration: Configuration, deliver: Deliver
 ) -> None:
-    """Run kopf for `kinds` until cancelled; `deliver` is called in the loop of the caller, in order per object.
-
-    Raises what ended kopf: a list or a watch that the API server keeps refusing.
+    """Run kopf for `kinds` until cancelled; `deliver` is called in the loop of the caller, in order per object. Raises
+    the error that ended kopf: the API server keeps refusing a list or a watch.
     """
     ours = asyncio.get_running_loop()
     started: asyncio.Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[None]]] = ours.create_future()
     ended: asyncio.Future[None] = ours.create_future()
 
     def tell(function: Callable[..., object], *arguments: object) -> None:
-        with suppress(RuntimeError):  # our loop has ended, and with it those that wanted to know
+        with suppress(RuntimeError):  # our loop has ended, so nobody waits for the call
             ours.call_soon_threadsafe(function, *arguments)
 
     def run() -> None:
@@ -116,7 +115,7 @@ async def _clear(this: asyncio.Task[None]) -> None:
 
 def _end(ended: asyncio.Future[None], reason: Exception) -> None:
     ended.set_exception(reason)
-    ended.exception()  # the canceller does not ask for it
+    ended.exception()  # marks it as seen: a caller that cancels does not read it
 
 
 def registry(kinds: Sequence[Resource], configuration: Configuration, deliver: Deliver) -> kopf.OperatorRegistry:
@@ -159,7 +158,7 @@ class _NoDiffs(kopf.DiffBaseStorage):
         return None
 
     def store(self, *, body: kopf.Body, patch: kopf.Patch, essence: kopf.BodyEssence) -> None:
-        """Nothing is kept."""
+        """Store nothing: events are handled without diffs."""
 
 
 def _pass_on(deliver: Deliver) -> Any:

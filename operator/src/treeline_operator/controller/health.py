@@ -30,7 +30,7 @@ class Vitals:
 
     def liveness_failures(self) -> list[str]:
         """Why the process should be restarted."""
-        if self.phase == "standby":  # what it followed while it led is of no concern
+        if self.phase == "standby":  # its watches from the time when it led do not matter
             return []
         ages = self.watch_ages().items()
         found = [f"no news of {kind} for {age:.0f} s" for kind, age in ages if age > STALE_WATCH_S]

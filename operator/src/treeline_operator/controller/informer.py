@@ -158,8 +158,8 @@ class _Followed:
 
 @dataclass(slots=True)
 class Informer:
-    """All kinds. `offered` is called with the optional ones that can be read, and with those that are there and may not
-    be, whenever that changes."""
+    """Follows all kinds. `offered` is called with the optional kinds that can be read, and with the existing ones that
+    may not be read, whenever these change."""
 
     client: Connection
     store: Store
@@ -321,7 +321,7 @@ class Informer:
 
 
 def _named(resource: Resource, obj: dict[str, Any]) -> dict[str, Any]:
-    """Items of a list do not say what they are."""
+    """Return an item of a list with its kind, which lists leave out."""
     return {"apiVersion": resource.api_version, "kind": resource.kind, **obj}
 
 

@@ -176,7 +176,7 @@ class Elector:
         assert self._lease is not None
         return now() >= self._seen_at + (self._lease["spec"].get("leaseDurationSeconds") or 1)
 
-    # What is written
+    # Writing
 
     @property
     def _once(self) -> Retry:
@@ -225,15 +225,15 @@ class Candidate:
         threading.Thread(target=self._loop.run_forever, name="lease", daemon=True).start()
 
     def valid_until(self) -> float:
-        """As that of the elector."""
+        """The elector's `valid_until`; 0 before the first attempt."""
         return self._elector.valid_until() if self._elector is not None else 0.0
 
     async def acquire(self) -> None:
-        """As that of the elector. Raises NoCluster."""
+        """Acquire the Lease, as the elector does. Raises NoCluster."""
         await self._run(self._acquire())
 
     async def hold(self) -> None:
-        """As that of the elector. Raises LostLease."""
+        """Hold the Lease, as the elector does. Raises LostLease."""
         assert self._elector is not None
         await self._run(self._elector.hold())
 

@@ -1,4 +1,5 @@
-"""From the store to what the planner and the status see: immutable worlds, and which keys a change concerns."""
+"""Makes the planner's and the status' input from the store: immutable worlds. Also names the keys that a change
+concerns."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ class Observer:
     scaling: dict[tuple[str, str], Scaling] = field(default_factory=dict)
     """The scaling state of each pool; filled by the scaler."""
     silent: dict[tuple[str, str], datetime] = field(default_factory=dict)
-    """Since when a gateway's picker has not answered; filled by the picker probe."""
+    """Gateway → time since which its pickers have not answered; filled by the picker probe."""
     _typed: dict[Ref, tuple[str, Resource | Cause]] = field(default_factory=dict)
     _kept: dict[tuple[str, str], tuple[int, tuple[InferencePool, ...], tuple[Observed, ...]]] = field(
         default_factory=dict
@@ -83,7 +84,7 @@ class Observer:
         )
 
     def _members(self, namespace: str, gateway: str) -> tuple[tuple[InferencePool, ...], tuple[Observed, ...]]:
-        """The pools of a gateway, and those that do not fit our types.
+        """Return the pools of a gateway, and its pools that do not fit our types.
 
         Cached until a pool's spec changes, so that reconciling all pools is linear and not quadratic.
         """

@@ -48,7 +48,7 @@ _decode = msgspec.json.Decoder(_Answer).decode
 
 
 def merge(views: Iterable[PickerView]) -> PickerView | None:
-    """What all pickers of a gateway agree on, since Envoy may ask any of them."""
+    """Merge the views of a gateway's pickers into what all agree on, since Envoy may ask any of them."""
     all_views = list(views)
     if not all_views:
         return None
@@ -200,7 +200,7 @@ def _view(answer: _Answer, at: datetime | None = None) -> PickerView:
 
 
 def _of(view: PickerView | None, pool: str) -> object:
-    """What a pool waits for. The load of its pods matters only while they drain."""
+    """Return the parts of a picker's view that a pool waits for. The load of pods matters only while they drain."""
     if view is None:
         return None
     listed = [

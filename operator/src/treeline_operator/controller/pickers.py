@@ -42,7 +42,7 @@ class PickerClient:
                 rest += piece
                 *whole, rest = rest.split(b"\n")
                 if whole:
-                    yield decode(bytes(whole[-1]))  # each says all there is
+                    yield decode(bytes(whole[-1]))  # each line is the whole state
                 if len(rest) > MOST_LINE_BYTES:
                     raise ConnectionError(f"a line is longer than {MOST_LINE_BYTES} bytes")
 

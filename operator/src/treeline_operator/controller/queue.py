@@ -1,4 +1,4 @@
-"""When each key is reconciled: a keyed queue that coalesces, delays, backs off and never runs a key twice at once."""
+"""A keyed queue of reconciliations that coalesces, delays, backs off and never runs a key twice at once."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ class Backoff:
     cap_s: float = 60.0
 
     def delay(self, failures: int, chance: float) -> float:
-        """The delay behind the `failures`-th failure in a row; `chance` in 0..1 spreads equal cases."""
+        """The delay after the `failures`-th failure in a row; `chance` in 0..1 spreads equal cases."""
         full = min(self.cap_s, self.base_s * 2.0 ** min(failures - 1, 30))
         return float(full * (1.0 - 0.5 * chance))
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a reconciliation ended. `result` is a metric's label. With `retry` it runs again after the backoff (or
+    """The result of a reconciliation. `result` is a metric's label. With `retry` it runs again after the backoff (or
     `after_s`, if longer), else after `after_s`, if set."""
 
     result: str = "ok"
@@ -98,8 +98,7 @@ class Schedule:
     _failures: dict[Key, int] = field(default_factory=dict)
 
     def add(self, key: Key, now: float, *, new: bool = False) -> None:
-        """As soon as possible, a `new` one before all others. A delay that was set is dropped: the look that it asked
-        for comes sooner."""
+        """Queue a key for now, a `new` one before all others. This ends a delay of the key."""
         if run := self._running.get(key):
             run.dirty = True
             return
@@ -147,13 +146,13 @@ class Schedule:
         return now - run.queued
 
     def next_due(self) -> float | None:
-        """When the next delay ends."""
+        """The time when the next delay ends; None without delays."""
         while self._heap and self._delayed.get(self._heap[0][1]) != self._heap[0][0]:
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None
 
     def depth(self) -> int:
-        """How many keys are ready; delayed ones do not count."""
+        """The number of ready keys; delayed ones do not count."""
         return len(list(self._waiting()))
 
     def failures(self, key: Key) -> int:
@@ -235,11 +234,11 @@ class Queue:
         return self._schedule.oldest(_now())
 
     def failures(self, key: Key) -> int:
-        """How many times in a row the key has failed."""
+        """The number of failures of the key in a row."""
         return self._schedule.failures(key)
 
     def idle(self) -> bool:
-        """Nothing waits and nothing runs; delayed keys do not count."""
+        """Whether no key is ready or running; delayed keys do not count."""
         return not self._tasks and not self._schedule.depth()
 
     async def run(self) -> None:

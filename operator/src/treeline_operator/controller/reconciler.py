@@ -1,4 +1,4 @@
-"""Brings one key to where it should be: observe, plan, execute, report; level-triggered, so it may run at any time."""
+"""Reconciles one key: observe, plan, execute, report. Level-triggered, so it may run at any time."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Reconciler:
     wake: Callable[[Iterable[Key]], None]
     _refused: dict[Key, Cause] = field(default_factory=dict)
     _lost: dict[str, dict[str, tuple[str, ...]]] = field(default_factory=dict)
-    """By namespace: the names that its pools do not get, for their statuses."""
+    """Namespace → pool → names that the pool does not get, for its status."""
     _common: dict[Key, object] = field(default_factory=dict)
     """The decisions of each gateway's last plan for its pools: when they change, the pools are reconciled again."""
     _gateways: Gateways = field(init=False)
@@ -249,8 +249,8 @@ class Reconciler:
         await self._report(observed.ref, observed.uid, obj.get("status") or {}, status)
 
     async def _report(self, ref: Ref, uid: str, before: dict[str, Any], status: dict[str, Any]) -> float | None:
-        """Write a status if it changed, and Events for what is new in it or has lasted long enough. Returns when to
-        look again for the rest."""
+        """Write a status if it changed, and Events for new or lasting problems. Returns the seconds until the next
+        Event may be due."""
         self.metrics.conditions(ref, status.get("conditions", ()))
         due = self._alarms.due(ref, before, status, self.clock())
         for note in due.notes:
@@ -262,7 +262,7 @@ class Reconciler:
         try:
             answer = await self.statuses.apply_status(obj)
         except (Conflict, NotFound):
-            return due.again_s  # it has just gone, or another one has its name; the watch will say so
+            return due.again_s  # it was just deleted, or another object has its name; the watch will report it
         # No other plan depends on a status, and ours has just been made from it.
         self.observer.store.put(answer, notify=False)
         for note in transitions(before, status):
@@ -286,7 +286,7 @@ def _sooner(one_s: float | None, other_s: float | None) -> float | None:
 
 
 def _common(shared: SharedGateway | None) -> object:
-    """What the status of every pool of a gateway depends on, besides its own spec and the gateway's objects."""
+    """Return the shared inputs of all statuses of a gateway's pools, besides each spec and the gateway's objects."""
     if shared is None:
         return None
     owner, spec = shared.owner, shared.owner.spec

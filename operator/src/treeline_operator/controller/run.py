@@ -110,7 +110,7 @@ class Operator:
         self.queue.add(key)
 
     async def sync(self) -> None:
-        """Begin to watch; returns when all that is there is known."""
+        """Begin to watch; returns when all existing objects are known."""
         self.vitals.phase = "syncing"
         self.informer.start()
         await self.informer.synced()

@@ -38,16 +38,16 @@ _AGAIN_S: Final = (0.25, 5.0)
 
 @dataclass(slots=True)
 class Following:
-    """The pickers of one gateway, each followed by its own task; `told` is called after each report."""
+    """The pickers of one gateway, each followed by its own task; `on_report` is called after each report."""
 
     source: PickerClient
-    told: Callable[[], None]
+    on_report: Callable[[], None]
     clock: Callable[[], float]
     _tasks: dict[Address, asyncio.Task[None]] = field(default_factory=dict)
     _said: dict[Address, tuple[float, Signals]] = field(default_factory=dict)
 
     def set(self, addresses: Iterable[Address]) -> None:
-        """Listen to exactly these."""
+        """Follow exactly these pickers."""
         wanted = set(addresses)
         for address in self._tasks.keys() - wanted:
             self._tasks.pop(address).cancel()
@@ -69,7 +69,7 @@ class Following:
         return Heard(merged(told), whole=not missing) if told else None
 
     async def stop(self) -> None:
-        """Stop listening."""
+        """Stop following."""
         tasks = list(self._tasks.values())
         self.set(())
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -81,7 +81,7 @@ class Following:
                 async for signals in self.source.lines(address):
                     failures = 0
                     self._said[address] = self.clock(), signals
-                    self.told()
+                    self.on_report()
                 why = "it has ended"
             except (OSError, msgspec.MsgspecError) as exc:
                 why = str(exc)

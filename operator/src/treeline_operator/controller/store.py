@@ -21,14 +21,14 @@ _TOMBSTONES: Final = 4096
 
 
 class Membership(NamedTuple):
-    """Where an object belongs: names from its labels (or a pool's settings), empty without them."""
+    """The pool and gateway that an object belongs to, by its labels (or a pool's settings); empty without them."""
 
     pool: str = ""
     gateway: str = ""
 
 
 class Change(NamedTuple):
-    """One object before and after; None where it was or is absent. The memberships are those of the two states."""
+    """One object before and after a change; None if absent then. `memberships`: of both states."""
 
     ref: Ref
     before: Observed | None
@@ -60,7 +60,7 @@ class Store:
     _by_pool: dict[tuple[str, str], dict[Ref, None]] = field(default_factory=dict)
     _by_gateway: dict[tuple[str, str], dict[Ref, None]] = field(default_factory=dict)
     _gateway_pools: dict[tuple[str, str], dict[Ref, None]] = field(default_factory=dict)  # its pools
-    _spec_changes: Counter[tuple[str, str]] = field(default_factory=Counter)  # changes of what they ask for
+    _spec_changes: Counter[tuple[str, str]] = field(default_factory=Counter)  # changes of their specs
     _tombstones: OrderedDict[str, str] = field(default_factory=OrderedDict)
 
     def __len__(self) -> int:

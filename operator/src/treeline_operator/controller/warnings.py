@@ -29,7 +29,7 @@ _KINDS: Final = frozenset(("Pod", "ReplicaSet", "Deployment"))
 
 
 _Named = dict[str, list[Event]]
-"""Events by the name of what they are about; of ReplicaSets, by that of their Deployment."""
+"""Events by the name of their object; a ReplicaSet's Events by its Deployment's name."""
 
 
 @dataclass(slots=True)

@@ -115,8 +115,8 @@ def admin_cluster(config: EnvoyConfig) -> Message:
 
 
 def console_cluster(config: EnvoyConfig) -> list[Message]:
-    """The picker's admin port, if the console is shown. Its pages are few and small: whoever asks for them by the
-    thousand waits, and not the picker."""
+    """The picker's admin port, if the console is shown. Its pages are few and small, so a client with thousands of
+    requests waits in Envoy and does not load the picker."""
     if config.console_port is None:
         return []
     cluster = _one_host(CONSOLE_CLUSTER, config.epp_host, config.console_port, connect_timeout_s=1.0)

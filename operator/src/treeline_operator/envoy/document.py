@@ -12,7 +12,7 @@ Promises of the configuration:
   add only the name of the client's program.
 - Only inference paths of the engines are served; everything else is 404 without asking the picker.
 - No client holds memory for long: half-sent requests end after a time, and near the heap limit nothing new is accepted.
-- Of the admin page only readiness and metrics can be reached from another machine.
+- Other machines reach only readiness and metrics of the admin page.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def bootstrap(config: EnvoyConfig) -> Message:
 
 
 def bootstrap_json(config: EnvoyConfig) -> str:
-    """The bootstrap as JSON text, on one line: so it is encoded in a millisecond, at each plan of a gateway."""
+    """The bootstrap as JSON text on one line, which takes a millisecond at each plan of a gateway."""
     return json.dumps(bootstrap(config))
 
 

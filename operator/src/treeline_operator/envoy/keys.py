@@ -34,9 +34,8 @@ Credentials = tuple[tuple[str, str], ...]
 
 
 def credentials(keys: Mapping[str, Iterable[str]]) -> Credentials:
-    """Client → its keys, as Envoy accepts them: none empty, none twice.
-
-    A key of two clients counts for the first by name, and the log says so; keys are never logged.
+    """Client → its keys, as Envoy accepts them: none empty, none twice. A key of two clients counts for the first by
+    name, with a line in the log; keys are never logged.
     """
     owners: dict[str, str] = {}
     for client in sorted(keys):

@@ -37,7 +37,7 @@ _POLL_S = 0.2
 _QUIET_S = 2.0
 """A client may send its next request on the same connection: only that answer asks it to close."""
 _END_S = 5.0
-"""How long Envoy may take to end after it was asked to."""
+"""Seconds that Envoy may take to end after it was asked to."""
 
 
 class StartError(Exception):
@@ -209,9 +209,9 @@ async def _follow(file: KeyFile, poll_s: float) -> None:
 async def drain(admin: Admin, options: LauncherOptions) -> None:
     """Continue for the linger time, then refuse new requests and wait until all clients are gone or time is up.
 
-    A pod that ends loses `ready` in its EndpointSlice at once, whatever its probe says. But while no other pod is
-    ready, as when the only one is deleted, proxies send new connections to ending pods that pass their probe
-    (`serving`). So `/ready` stays 200 and the listener open until a replacement had time to start.
+    A pod that ends loses `ready` in its EndpointSlice at once, whatever its probe says. But while no other pod is ready
+    (the only one was deleted), proxies send new connections to ending pods that pass their probe (`serving`). So
+    `/ready` stays 200 and the listener open until a replacement had time to start.
     """
     started = time.monotonic()
     try:
@@ -229,7 +229,7 @@ async def drain(admin: Admin, options: LauncherOptions) -> None:
 
 
 async def _quiet(admin: Admin, options: LauncherOptions, started: float) -> None:
-    """Until no client is left, or those that are have asked nothing for a while, or time is up."""
+    """Wait until no client is left, or none has sent a request for a while, or time is up."""
     requests, since = -1, 0.0
     while True:
         load, now = await admin.load(), time.monotonic()

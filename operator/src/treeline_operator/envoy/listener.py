@@ -1,4 +1,4 @@
-"""The gateway's listener: what happens to a request between its first byte and its endpoint."""
+"""The gateway's listener: the way of a request from its first byte to its endpoint."""
 
 from __future__ import annotations
 
@@ -206,8 +206,8 @@ def _ext_proc(config: EnvoyConfig) -> Message:
 
 
 def _routes(config: EnvoyConfig) -> Message:
-    # What is retried was never started: the next entry of the picker's list, or another pod, takes it. A reset after
-    # the request was sent is not retried, so that a request that kills a server does not visit all of them.
+    # Only requests that were never started are retried, at the next entry of the picker's list or another pod. A reset
+    # after the request was sent is not retried, so that a request that kills a server does not visit all of them.
     retry = {
         "retry_on": "connect-failure,refused-stream,reset-before-request,retriable-headers",
         "retriable_headers": [
@@ -235,8 +235,8 @@ def _routes(config: EnvoyConfig) -> Message:
 def _console(config: EnvoyConfig) -> list[Message]:
     """The routes of the picker's console, which a browser asks for without a key.
 
-    The picker shows what is private to nothing that has the header of the edge. It is taken off where only clients on
-    this machine reach the listener: the picker then looks at what their browsers say, as on its own port.
+    The picker shows no private data to requests with the edge's header. The header is removed if only clients on this
+    machine reach the listener; the picker then checks the browser's headers, as on its own port.
     """
     if config.console_port is None:
         return []
@@ -302,12 +302,12 @@ def _match(rule: PathRule, *, prefix: bool = False) -> Message:
 
 
 def _redirects(config: EnvoyConfig) -> list[Message]:
-    """What leads to the console is no error, and stays as it is."""
+    """Leave redirects to the console unchanged, since they are not errors."""
     return [] if config.console_port is None else [{"filter": status(302)}]
 
 
 def _local_replies() -> list[Message]:
-    """Errors made by Envoy itself, in the shape that clients parse. Those of the picker pass unchanged."""
+    """Errors made by Envoy itself, in the shape that clients parse. The picker's errors pass unchanged."""
 
     def flags(*names: str) -> Message:
         return {"response_flag_filter": {"flags": list(names)}}

@@ -123,12 +123,13 @@ def expression(cel: str) -> Message:
 
 
 def header(name: str, value: str) -> Message:
-    """A header that takes the place of one that is there."""
+    """A header that replaces an existing one."""
     return {"header": {"key": name, "value": value}, "append_action": "OVERWRITE_IF_EXISTS_OR_ADD"}
 
 
 def anything_else() -> list[Message]:
-    """Last: what no other mapper knows, such as a request that is no HTTP, or a path that cannot be normalized."""
+    """The last mapper, for errors that no other knows, such as a malformed request or a path that cannot be
+    normalized."""
     not_ours = '!response.code_details.startsWith("treeline_")'
     return [
         *reply(

@@ -31,9 +31,9 @@ _REDUCED: Final = typed(
         ]
     },
 )
-"""How long a connection without a request, and a silent request, may last while memory is short."""
+"""Limits of a connection without a request, and of a silent request, while memory is short."""
 _CLIENTS: Final = 10_000
-"""How many clients' rates are remembered."""
+"""The most clients whose rates are remembered."""
 
 
 def overload_manager(config: EnvoyConfig) -> Message:

@@ -19,7 +19,7 @@ _TLS: Final = "extensions.transport_sockets.tls.v3"
 
 
 def to_clients(tls: Tls | None) -> Message:
-    """How clients connect to Envoy, as a field of a filter chain; empty for plain text."""
+    """TLS between clients and Envoy, as a field of a filter chain; empty for plain text."""
     if tls is None:
         return {}
     shown: Message = {"tls_certificates": [_certificate(tls.certificate_file, tls.key_file)]}
@@ -29,7 +29,7 @@ def to_clients(tls: Tls | None) -> Message:
 
 
 def to_picker(tls: PickerTls | None) -> Message:
-    """How Envoy connects to the picker, as a field of a cluster; empty for plain text."""
+    """TLS between Envoy and the picker, as a field of a cluster; empty for plain text."""
     if tls is None:
         return {}
     certificate, authority = (

@@ -1,4 +1,4 @@
-"""Where a pool's weights are in a pod, and how they get there: volumes, the claim that stores them, the download."""
+"""A pool's weights in its pods: the volumes, the claim that stores them, and the download."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from treeline_operator.plan.objects import Object, manifest, mount
 from treeline_operator.world import PoolWorld
 
 COMMITS: Final = "commits"
-"""In the ConfigMap of `names.commits`; `treeline_runtime.fetch` reads its value from the environment."""
+"""The entry in the ConfigMap of `names.commits`; `treeline_runtime.fetch` reads its value from the environment."""
 
 
 def moving(pool: InferencePool) -> frozenset[str]:

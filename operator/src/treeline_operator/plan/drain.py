@@ -1,4 +1,4 @@
-"""Which pods of a revision leave, whether each may leave yet, and how many replicas remain meanwhile.
+"""Chooses the pods of a revision that leave, when each may leave, and how many replicas remain meanwhile.
 
 A pod leaves in three steps, which only its labels and annotations record:
 
@@ -33,7 +33,7 @@ Pod = dict[str, Any]
 SETTLE_S: Final = 1.0
 """After this time, requests picked just before the drain have reached the pod, and its report includes them."""
 BLIND_S: Final = 10.0
-"""How long to wait for a pod whose requests are unknown."""
+"""Seconds to wait for a pod whose requests are unknown."""
 FRESH_S: Final = 1.0
 """The oldest answer that shows which pod is least busy; the picker is asked again if it is older."""
 GIVEN_UP_S: Final = 30.0
@@ -43,7 +43,7 @@ _LOOK_AGAIN_S: Final = 0.25
 
 @dataclass(frozen=True, slots=True)
 class DrainPolicy:
-    """What decides when a pod may leave. `waits` is False if pods are replaced without waiting."""
+    """The facts that decide when a pod may leave. `waits` is False if pods are replaced without waiting."""
 
     now: datetime
     timeout: timedelta
@@ -52,11 +52,11 @@ class DrainPolicy:
     """The picker's endpoints, by name; None without an answer."""
     seen_at: datetime | None = None
     silent_since: datetime | None = None
-    """Since when the picker has not answered; None if it was not asked yet."""
+    """The time since which the picker has not answered; None if it was not asked yet."""
 
     @classmethod
     def of(cls, world: PoolWorld) -> DrainPolicy:
-        """Those of a pool."""
+        """The policy of a pool, from its spec and the picker's report."""
         spec, picker, now = world.pool.spec, world.picker, world.now
         listed = None
         if picker is not None and picker.synced:
@@ -119,7 +119,7 @@ def drain_step(pods: Sequence[Pod], wanted: int, replicas: int, policy: DrainPol
     notes: list[str] = []
     again: list[float] = []
     waiting = 0
-    blocked = -1  # the place of the first that is waited for: those of later places would not go before it
+    blocked = -1  # place of the first pod that must wait: pods of later places would not be deleted before it
     for pod in leaving:
         if _is_released(pod):
             continue
@@ -188,7 +188,7 @@ def _may_release(pod: Pod, policy: DrainPolicy) -> _ReleaseDecision:
 
 
 def _unseen(policy: DrainPolicy, since: datetime, left_s: float) -> _ReleaseDecision:
-    """It is not known whether the pod has requests."""
+    """Decide for a pod whose requests are unknown."""
     if policy.silent_since is None:
         return _ReleaseDecision(False, "its requests are not known yet", again_s=min(left_s, SETTLE_S))
     silent = policy.silent_since

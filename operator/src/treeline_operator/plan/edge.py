@@ -35,7 +35,7 @@ _REQUESTS: Final = {"cpu": "50m", "memory": "64Mi"}
 _BODY_LIMIT: Final = 32 * 1024 * 1024
 _MEMORY_LIMIT: Final = 1024 * 1024 * 1024
 _BODIES: Final = 8
-"""This many of the longest bodies fit into memory. A body takes up to three times its length while it is passed to the
+"""Number of longest bodies that fit into memory. A body takes up to three times its length while it is passed to the
 picker and to its endpoint."""
 _SMALLEST_HEAP: Final = 32 * 1024 * 1024
 _WORKERS: Final = 2

@@ -1,4 +1,4 @@
-"""How each engine is started: image, command line, probes and ports.
+"""The start of each engine: image, command line, probes and ports.
 
 A new engine is an entry of `ENGINES`, a name in `api.engine.EngineType`, and a column in `api.engine.FLAGS`. Flags,
 health pages and key levels are those of vLLM 0.33 and SGLang 0.5.23.
@@ -29,10 +29,10 @@ from treeline_operator.world import Images
 VLLM_IMAGE: Final = "vllm/vllm-openai:v0.33.0"
 SGLANG_IMAGE: Final = "lmsysorg/sglang:v0.5.23"
 SGLANG_PAGE_SIZE: Final = 16
-"""Its own default may be one token a page: an event for every token."""
+"""SGLang's own default may be one token a page, which means an event for every token."""
 _SGLANG_ADMIN_KEY: Final = "SGLANG_ADMIN_API_KEY"
 _SGLANG_HEALTH_TIMEOUT_S: Final = 20
-"""How long its health check waits for a token (SGLANG_HEALTH_CHECK_TIMEOUT)."""
+"""Seconds that SGLang's health check waits for a token (SGLANG_HEALTH_CHECK_TIMEOUT)."""
 KEYS_DIR: Final = "/var/run/treeline/keys"
 """The path of the KV sockets' keys in our runtime."""
 BUILTIN_START_S: Final = 120
@@ -60,11 +60,11 @@ class Launch:
     caches: tuple[tuple[str, str], ...] = ()
     """Environment → folder in the cache volume, in addition to every engine's."""
     keys: bool = False
-    """Whether it reads the key pair of its KV sockets."""
+    """Whether the engine reads the key pair of its KV sockets."""
     admin_key: str = ""
     """Environment variable with the key to its administration; empty if it takes none."""
     annotations: tuple[tuple[str, str], ...] = ()
-    """What the picker must know about the pod and cannot ask the engine."""
+    """Facts about the pod that the picker needs and cannot get from the engine."""
     shared_memory: bool = True
     fixed_user: bool = True
     """Whether the image runs as any user."""
@@ -78,7 +78,7 @@ class Engine:
 
     `hits_by_flag`: a flag decides whether answers report cached tokens; otherwise the edge asks for it per request, or
     they are not reported. `serves_tokenizer`: the picker gets its tokenizer from the engine. `publishes`: it publishes
-    KV events. `metrics`: it serves metrics on a separate port; others serve them on their API port. `untold` are flags
+    KV events. `metrics`: it serves metrics on a separate port; others serve them on their API port. `unseen` are flags
     in `engine.args` that the picker cannot see, each with the field to use instead.
     """
 
@@ -87,11 +87,11 @@ class Engine:
     serves_tokenizer: bool = False
     publishes: bool = True
     metrics: bool = False
-    untold: Mapping[str, str] = field(default_factory=dict)
+    unseen: Mapping[str, str] = field(default_factory=dict)
 
 
 def engine_of(pool: InferencePool) -> Engine:
-    """That of the pool."""
+    """The engine type of a pool."""
     return ENGINES[pool.spec.engine.type]
 
 
@@ -106,7 +106,7 @@ def hides_hits(pool: InferencePool) -> bool:
 
 
 def start_seconds(pool: InferencePool) -> int:
-    """How long a start may take once the weights are on disk. A known size can only lengthen it."""
+    """Seconds that a start may take once the weights are on disk. A known size can only lengthen it."""
     model = pool.spec.model
     least = BUILTIN_START_S if model.source.scheme == "builtin" else DEFAULT_START_S
     return max(least, math.ceil(gib(model.size) * START_S_PER_GIB))
@@ -120,7 +120,7 @@ def tells_hits(pool: InferencePool) -> bool:
 
 
 def overridden(pool: InferencePool) -> str:
-    """The settings that `engine.args` repeat; the arguments win. Empty if there are none."""
+    """A sentence about settings that `engine.args` repeat, where the arguments win; empty without any."""
     engine = pool.spec.engine
     given = {arg.partition("=")[0].replace("_", "-") for arg in engine.args}
     found = [
@@ -131,11 +131,11 @@ def overridden(pool: InferencePool) -> str:
     return f"engine.args set {', '.join(found)}: the fields have no effect" if found else ""
 
 
-def untold(flags: Mapping[str, str], args: Iterable[str]) -> str:
-    """Arguments that the picker cannot see, and what to use instead; empty if there are none."""
+def unseen_args(flags: Mapping[str, str], args: Iterable[str]) -> str:
+    """A sentence about arguments that the picker cannot see, and the fields to use instead; empty without any."""
     given = {arg.partition("=")[0] for arg in args}
     found = [f"{flag} ({instead})" for flag, instead in flags.items() if flag in given]
-    return f"the picker is not told of what engine.args sets by {', '.join(found)}" if found else ""
+    return f"the picker cannot see these flags in engine.args: {', '.join(found)}" if found else ""
 
 
 # ---- the engines ----------------------------------------------------------------------------------------------------
@@ -272,12 +272,12 @@ ENGINES: Final[Mapping[EngineType, Engine]] = {
     "sglang": Engine(
         _sglang,
         hits_by_flag=True,
-        untold={"--chat-template": _TEMPLATE, "--tokenizer-path": _TOKENIZER, "--api-key": _API_KEY},
+        unseen={"--chat-template": _TEMPLATE, "--tokenizer-path": _TOKENIZER, "--api-key": _API_KEY},
     ),
     "vllm": Engine(
         _vllm,
         hits_by_flag=True,
-        untold={"--chat-template": _TEMPLATE, "--tokenizer": _TOKENIZER, "--api-key": _API_KEY},
+        unseen={"--chat-template": _TEMPLATE, "--tokenizer": _TOKENIZER, "--api-key": _API_KEY},
     ),
     # Any other server with an OpenAI-compatible API, started as its user says. Its flags are not known; its environment
     # gives it the model's place and name.
@@ -285,7 +285,7 @@ ENGINES: Final[Mapping[EngineType, Engine]] = {
 }
 
 
-# ---- what they share ------------------------------------------------------------------------------------------------
+# ---- shared parts ---------------------------------------------------------------------------------------------------
 
 
 def _flags(engine: EngineType) -> Iterator[tuple[str, str]]:
@@ -336,8 +336,8 @@ def _kv_annotations(pool: InferencePool) -> tuple[tuple[str, str], ...]:
 
 
 def _kv_ports(pool: InferencePool, *more: tuple[str, int]) -> Iterator[tuple[str, int]]:
-    """The API's port, and those of events and replay (and `more`) of every data-parallel rank: `kv-events`, then
-    `kv-events-1` and so on."""
+    """Name and number of the API's port, and of the ports of events and replay (and `more`) for every data-parallel
+    rank: `kv-events`, then `kv-events-1` and so on."""
     yield "http", pool.spec.engine.port
     for name, first in (("kv-events", wire.EVENTS), ("kv-replay", wire.REPLAY), *more):
         for rank in range(pool.spec.engine.data_parallel):

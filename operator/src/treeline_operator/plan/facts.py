@@ -1,5 +1,5 @@
-"""What an observed object states: labels, annotations, conditions, progress. For a pod: whether it serves, leaves, has
-no node, fails or downloads; and whether a pod without a node would fit in the place of another."""
+"""Reads facts from observed objects: labels, annotations, conditions, progress. For a pod: whether it serves, leaves,
+has no node, fails or downloads; and whether a pod without a node would fit in the place of another."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CONTAINER: Final = "runtime"
 
 
 def find(children: Iterable[Observed], kind: str, name: str, group: str | None = None) -> Observed | None:
-    """A child by kind and name, and by API group where kinds of several have that name."""
+    """A child by kind and name, and by API group if several groups have a kind of that name."""
     for child in children:
         ref = child.ref
         if (ref.kind, ref.name) == (kind, name) and group in (None, ref.api_version.rpartition("/")[0]):
@@ -62,7 +62,7 @@ def annotation(obj: Mapping[str, Any], name: str) -> str:
 
 
 def created(obj: Mapping[str, Any]) -> datetime:
-    """When an object was made; long ago where it does not say."""
+    """The time of an object's creation; long ago if it has none."""
     return datetime.fromisoformat(obj["metadata"].get("creationTimestamp") or "1970-01-01T00:00:00Z")
 
 
@@ -196,7 +196,7 @@ def lacking_of(words: str) -> set[str]:
 
 
 def requests(pod: Json) -> dict[str, Decimal]:
-    """What the scheduler counts: the sum of the containers, or an init container that needs more."""
+    """The requests that the scheduler counts: the sum of the containers, or an init container's if it needs more."""
     total: dict[str, Decimal] = {}
     for container in pod.get("containers", ()):
         for name, value in _asked(container).items():

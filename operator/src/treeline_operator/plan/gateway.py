@@ -1,4 +1,4 @@
-"""The plan of a gateway: what all pools that share it need once, from its anchor to the URL."""
+"""The plan of a gateway: the objects that its pools share, from its anchor to the URL."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def _anchor(world: GatewayWorld) -> Observed | None:
 
 
 def gateway_url(world: GatewayWorld, pool: InferencePool | None = None) -> str | None:
-    """Where clients reach the gateway: the load balancer's address if it has one, else the Service's name.
+    """The URL of the gateway for clients: the load balancer's address if it has one, else the Service's name.
 
     With Gateway API it is the first host name of `pool`, else of the first pool with one, and None without any, since
     the Gateway's address is unknown.
@@ -261,7 +261,7 @@ class _Planning:
     def _apply_pods(
         self, component: Component, inputs: str, image: str, make: Callable[[str], list[tuple[dict[str, Any], str]]]
     ) -> None:
-        """Write a component's Deployment, which `make` returns last for an image, after what its pods mount.
+        """Write a component's objects. `make` returns them for an image: what the pods mount, then the Deployment.
 
         While `inputs` equal those of the present Deployment, its pods keep their image and template, so that an
         operator upgrade rolls none of them. Manual changes are undone. An invalid template fragment leaves the pods

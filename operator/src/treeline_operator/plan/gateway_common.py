@@ -25,7 +25,7 @@ Component = Literal["epp", "edge"]
 IMAGE: Final = "treeline.dev/image"
 """The image that a Deployment's pods were given, so that a new default of the operator does not roll them."""
 LINGER_S: Final = 5
-"""How long a pod continues after it was asked to end, while the cluster learns of it."""
+"""Seconds for which a pod continues after it was asked to end, while the cluster learns of it."""
 _STEP_S: Final = 60
 _MARGIN_S: Final = 25
 """The part of the grace period after lingering and draining."""
@@ -197,8 +197,8 @@ def resources(asked: Resources | None, default: Mapping[str, str]) -> Object:
 
 
 STUCK_S: Final = 30.0
-"""How long a pod may wait for its volumes before a missing key pair is made again; also when to look again while pods
-wait, since no watch reports passing time."""
+"""Seconds that a pod may wait for its volumes before a missing key pair is made again; also the time to the next check
+while pods wait, since no watch reports passing time."""
 
 
 def has_keys(world: GatewayWorld) -> bool:
@@ -214,7 +214,7 @@ def keys(context: GatewayContext) -> dict[str, Any]:
 
 
 def keys_again(context: GatewayContext) -> CreateKeys:
-    """Make the key pair once more for pods that mount it and do not start; if it is there, that changes nothing."""
+    """Make the key pair once more for pods that mount it and do not start; if it exists, this changes nothing."""
     return CreateKeys(keys(context), "a pod waits for its volumes; missing keys are made again")
 
 

@@ -1,4 +1,5 @@
-"""The user's fragment of a pod template laid over ours: lists by name, and the user wins but for what we need."""
+"""Lays the user's fragment of a pod template over ours: lists by name. The user's value wins, except for fields that we
+need."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ class TemplateInvalid(ValueError):
 
 
 def laid_over(ours: Object, fragments: Iterable[Object], container: str) -> Object:
-    """The pod template `ours` with the users' fragments laid over it, one after the other, but for what they cannot
-    change of the `container` that is ours and of its pods. Raises TemplateInvalid."""
+    """The pod template `ours` with the users' fragments laid over it, one after the other. Fields of the pod and of our
+    `container` that fragments cannot change stay as they are. Raises TemplateInvalid."""
     return _kept(ours, _over(ours, fragments), container)
 
 
@@ -50,7 +51,8 @@ def _over(ours: Object, fragments: Iterable[Object]) -> Object:
 
 
 def _kept(ours: Object, made: Object, container: str) -> Object:
-    """What a fragment cannot change: our labels, the ports that pods are reached on, and time to drain."""
+    """Restore the fields that a fragment cannot change: our labels, the ports that others connect to, and time to
+    drain."""
     metadata = {
         **made["metadata"],
         "labels": {**made["metadata"].get("labels", {}), **ours["metadata"]["labels"]},

@@ -20,8 +20,8 @@ from treeline_operator.world import Platform
 
 _NAMESPACE: Final = "kubernetes.io/metadata.name"
 ADMITTED: Final = "treeline.dev/gateway-access"
-"""Namespaces with this label set to "true" may reach runtimes and pickers: those of a Gateway's proxies, where they do
-not run in the Gateway's own namespace."""
+"""Namespaces with this label set to "true" may reach runtimes and pickers. For the namespace of a Gateway's proxies, if
+it is not the Gateway's own."""
 _NODE_LOCAL_DNS: Final = "169.254.20.10/32"
 _DNS: Final = {"ports": [{"port": 53, "protocol": "UDP"}, {"port": 53, "protocol": "TCP"}]}
 _EVENT_PORTS: Final = (ports.EVENTS, ports.REPLAY, ports.LOAD)
@@ -46,10 +46,8 @@ def pods_policy(pool: InferencePool, parents: Sequence[ParentRef], platform: Pla
 
 
 def scraped_port(pool: InferencePool, platform: Platform) -> tuple[str, int] | None:
-    """Name and number of the port where Prometheus may read the pods' metrics; None where there is no such port.
-
-    An engine that is not ours serves them on its API port, with everything else; that one is opened to Prometheus only
-    where the operator's settings say so.
+    """Name and number of the port where Prometheus may read the pods' metrics; None if there is none. An engine that is
+    not ours serves metrics on its API port, which is opened to Prometheus only if the operator's settings allow it.
     """
     own = metrics_port(pool)
     if own is not None:

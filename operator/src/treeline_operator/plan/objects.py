@@ -12,7 +12,7 @@ Object = dict[str, Any]
 USER: Final = 65532
 """User and group of our containers. The group may read mounted keys, which are closed to everybody else."""
 SECRET_MODE: Final = 0o440
-"""Readable by the group (fsGroup) alone: what reads keys refuses those that are open to everyone."""
+"""Readable by the group (fsGroup) alone: programs refuse keys that everyone can read."""
 
 POD_MONITOR: Final = "monitoring.coreos.com/v1/PodMonitor"
 
@@ -35,8 +35,8 @@ def deployment(meta: Object, match: dict[str, str], template: Object, replicas: 
 
 
 def disruption_budget(meta: Object, match: dict[str, str], max_unavailable: int | str = 1) -> Object:
-    """This many pods may be evicted at once, and broken ones always, so that nodes can be drained. At least one: a
-    budget of none would block draining."""
+    """A budget for draining nodes: `max_unavailable` pods may be evicted at once, and broken ones always. It must be at
+    least 1: 0 would block draining."""
     spec = {
         "maxUnavailable": max_unavailable,
         "unhealthyPodEvictionPolicy": "AlwaysAllow",

@@ -100,14 +100,14 @@ class _Planner:
         return self.world.pool
 
     def _missing_keys(self, target: TargetRevision) -> str:
-        """Why the target's Deployment is not made yet: pods would fail without the Secret that they mount. The
-        gateway's plan notifies its pools of what it makes."""
+        """Return why the target's Deployment is not made yet: pods would fail without the Secret that they mount. When
+        the gateway's plan has made it, the pools are planned again."""
         if target.existing is not None or not needs_keys(self.pool) or has_keys(self.world.gateway):
             return ""
         return f"revision {target.name} waits until gateway {self.world.gateway.name} has made its keys"
 
     def _keys(self) -> Iterator[Action]:
-        """A deleted Secret shows only when a pod mounts it, which may be one of ours."""
+        """Make the key pair again if pods wait for volumes: only they show that the Secret was deleted."""
         waited = longest_wait(self.world.pods, self.world.now)
         if waited is None or not needs_keys(self.pool) or not has_keys(self.world.gateway):
             return
@@ -119,7 +119,7 @@ class _Planner:
             yield keys_again(context)
 
     def _admin_key(self, there: tuple[ExistingRevision, ...], target: TargetRevision) -> Iterator[Action]:
-        """Made before the first pod that uses it, and again for pods that do not find it."""
+        """Make the key before the first pod that uses it, and again for pods that do not find it."""
         name = self.pool.name
         if not needs_admin_key(self.pool):
             return

@@ -38,7 +38,7 @@ _CACHES: Final = (
 
 
 def gib(size: str | None) -> float:
-    """A quantity of bytes in GiB; 0 where it is not known."""
+    """A quantity of bytes in GiB; 0 if unknown."""
     return float(quantity(size) or 0) / 2**30
 
 
@@ -54,7 +54,7 @@ def requests(pool: InferencePool) -> dict[str, str]:
 
 
 def cache_env(own: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
-    """Environment that makes an engine keep what it compiles in the cache; `own` are its private folders."""
+    """Environment that makes an engine keep compiled kernels in the cache volume; `own` are its private folders."""
     for name, folder in (*_CACHES, *own):
         yield name, f"{CACHE_DIR}/{folder}"
 
@@ -126,7 +126,7 @@ def claim(asked: Wanted, observed: Observed | None, meta: dict[str, Any]) -> dic
 
 
 def kept(asked: Wanted, observed: Observed | None) -> Iterator[str]:
-    """How the present claim differs from the spec in parts that cannot change."""
+    """Sentences about parts of the existing claim that differ from the spec and cannot change."""
     if observed is None:
         return
     cache, name, there = asked.cache, asked.name, observed.object["spec"]

@@ -1,9 +1,9 @@
-"""How many replicas a pool should have, by the demand that its pickers report.
+"""The number of replicas that a pool should have, from the demand that its pickers report.
 
 Each measure yields a number, and the largest counts. Scaling up is immediate. Scaling down waits until the smaller
-number was enough for a whole window, so the history keeps what was needed within it. The history starts with the
-present replicas: an operator that has just started, or has heard nothing for a while, removes no pod before a window
-has passed.
+number was enough for a whole window, so the history keeps the numbers needed within it. The history starts with the
+present replicas: an operator that has just started, or had no report for a while, removes no pod before a window has
+passed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from treeline_wire.signals import PoolSignals
 from treeline_operator.api.lifecycle import Autoscaling, PickerScaling
 
 _TOLERANCE = 0.1
-"""So far a predicted time may be off its target without asking for another number."""
+"""Share by which a predicted time may miss its target without a change of replicas."""
 _STEEPEST = 2.0
 """The time to first token multiplies replicas by at most this: it does not fall in proportion, and new pods take
 time."""
@@ -26,7 +26,7 @@ time."""
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The scaling settings of a pool; `ttft_s` is None if it is not considered."""
+    """The scaling settings of a pool; `ttft_s` is None if the time to first token does not count."""
 
     least: int
     most: int

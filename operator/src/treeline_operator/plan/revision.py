@@ -1,4 +1,4 @@
-"""Which revisions a pool has and which it should have: a Deployment each, named by what its pods are made from."""
+"""The revisions that a pool has and should have. Each is a Deployment, named by a hash of its pods' inputs."""
 
 from __future__ import annotations
 
@@ -118,13 +118,13 @@ class ExistingRevision:
 
     @property
     def _refusal(self) -> Mapping[str, Any]:
-        """What the Deployment reports while the API server refuses its pods (a quota, a policy); else empty."""
+        """The Deployment's condition while the API server refuses its pods (a quota, a policy); else empty."""
         refusal = condition_of(self.object, "ReplicaFailure")
         return refusal if refusal.get("status") == "True" else {}
 
 
 def existing_revisions(world: PoolWorld) -> tuple[ExistingRevision, ...]:
-    """The revisions that are there, oldest first; those that are being deleted are not."""
+    """The existing revisions, oldest first; pods that are being deleted do not count."""
     by_revision: dict[str, list[dict[str, Any]]] = {}
     for observed in world.pods:
         pod = observed.object
@@ -143,14 +143,15 @@ def existing_revisions(world: PoolWorld) -> tuple[ExistingRevision, ...]:
 
 @dataclass(frozen=True, slots=True)
 class TargetRevision:
-    """The revision that the pool should have: one that is there, or one to be made."""
+    """The revision that the pool should have: an existing one, or one to be made."""
 
     name: str
     existing: ExistingRevision | None
 
 
 def target_revision(pool: InferencePool, there: Iterable[ExistingRevision]) -> TargetRevision:
-    """A revision that is there keeps its pods, whichever release of the operator made them."""
+    """Return the revision for the pool's spec. An existing one keeps its pods, whichever release of the operator made
+    them."""
     wanted = inputs(pool)
     return TargetRevision(wanted, next((one for one in there if one.name == wanted), None))
 

@@ -1,4 +1,5 @@
-"""How many pods each revision has next, with a surge or one by one: a pure function of desired and serving pods.
+"""Computes the next number of pods of each revision, with a surge or one by one: a pure function of desired and serving
+pods.
 
 Every revision is a Deployment; a rollout moves replicas from the old ones to the target. Each call computes the next
 numbers from the present ones, so a restart, a lost answer or a reversal half-way (A→B→A) needs no memory. Three rules
@@ -53,18 +54,18 @@ class Revision:
 
 @dataclass(frozen=True, slots=True)
 class RolloutPolicy:
-    """How a change may reach the pods."""
+    """The limits within which a change replaces pods."""
 
     strategy: Strategy = "SurgeIfCapacity"
     max_surge: int = 1
     max_unavailable: int = 0
     paused: bool = False
     patience_s: float = math.inf
-    """How long pods may have no node before old ones leave for them."""
+    """Seconds that pods may have no node before old ones leave for them."""
 
     @property
     def surge(self) -> int:
-        """Pods above the desired number; one where neither surge nor absence is allowed: nothing could ever move."""
+        """Pods above the desired number. 1 if neither surge nor absence is allowed, since nothing could ever move."""
         if self.strategy == "Replace":
             return 0
         return self.max_surge if self.max_surge or self.max_unavailable else 1
@@ -156,7 +157,7 @@ def _failing(desired: int, limit: int, settled: int, target: Revision, olds: Seq
 
 
 def _paused(desired: int, policy: RolloutPolicy, target: Revision, olds: Sequence[Revision]) -> RolloutStep:
-    """Nothing moves between revisions; a change of the desired number alone is followed."""
+    """The step of a paused rollout: it follows the desired number, and moves no pods between revisions."""
     everybody = [*olds, target] if target.replicas else list(olds)
     there = sum(revision.replicas for revision in everybody)
     allowed = desired + policy.surge if len(everybody) > 1 else desired
@@ -168,7 +169,7 @@ def _paused(desired: int, policy: RolloutPolicy, target: Revision, olds: Sequenc
 
 
 def _allot(keep: int, revisions: Sequence[Revision]) -> dict[str, int]:
-    """Share out `keep` replicas: ready pods first, those of the revision that serves most first of all."""
+    """Share out `keep` replicas: ready pods first, beginning with the revision that serves most."""
     given = dict.fromkeys((revision.name for revision in revisions), 0)
     ordered = sorted(revisions, key=lambda revision: (-revision.serving, revision.name))
     for wanted in ("serving", "replicas"):

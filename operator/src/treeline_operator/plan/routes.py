@@ -19,7 +19,7 @@ UPSTREAM: Final = "inference.networking.k8s.io/v1/InferencePool"
 MODEL_HEADER: Final = "X-Gateway-Model-Name"
 """Set from the request's body by gateways with a body-based router."""
 _MATCHES: Final = 8
-"""In one rule, which every version of Gateway API takes; newer ones take 64, and 128 in a route."""
+"""Matches in one rule, a number that every version of Gateway API takes; newer ones take 64, and 128 in a route."""
 
 
 _NO_CLIENT: Final[dict[str, Any]] = {

@@ -42,7 +42,7 @@ def selector(pool: str) -> dict[str, str]:
 
 
 def notice_seconds(pool: InferencePool) -> int:
-    """How long a leaving pod serves as before, while picker and proxies learn of it."""
+    """Seconds for which a leaving pod serves as before, while picker and proxies learn of it."""
     return min(_LONGEST_NOTICE_S, max(1, pool.spec.drain.timeout_seconds // 4))
 
 
@@ -57,7 +57,7 @@ def needs_admin_key(pool: InferencePool) -> bool:
 
 
 def deployment(pool: InferencePool, target: TargetRevision, replicas: int, meta: Object, images: Images) -> Object:
-    """The Deployment of a revision. Its template is made once and not edited any more."""
+    """The Deployment of a revision. Its template is made once and never edited."""
     own = {"labels": {**meta["labels"], names.REVISION: target.name}}
     return objects.deployment(
         {**meta, **own},
@@ -106,8 +106,8 @@ def template_problem(pool: InferencePool) -> str:
 
 
 def images_of(there: ExistingRevision, otherwise: Images) -> Images:
-    """The images that a revision was made with, where the pool names none: an upgrade of the operator changes only its
-    defaults, and a revision keeps those that it was made with."""
+    """The images that a revision was made with, for pools that name none: an upgrade of the operator changes only the
+    defaults of new revisions."""
     pod = there.object["spec"]["template"]["spec"]
     fetch = _container(pod.get("initContainers", ()), DOWNLOAD)
     seen = fetch or _container(pod.get("containers", ()), CONTAINER)

@@ -1,4 +1,4 @@
-"""Which pools share a gateway, whose settings apply, and which settings of the others do not."""
+"""Decides which pools share a gateway, whose settings apply, and which settings of the others do not."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FIELDS: Final = {
 
 
 class Protection(msgspec.Struct, frozen=True):
-    """One that is in force: the Secret that it uses, if any, and the uids of the pools that stated it."""
+    """A protection in force: the Secret that it uses, if any, and the uids of the pools that stated it."""
 
     secret: str
     pools: tuple[str, ...]
@@ -81,7 +81,7 @@ def in_force(members: Collection[InferencePool], before: Protections) -> dict[st
 
 
 def retained(protections: Protections, members: Collection[InferencePool]) -> list[str]:
-    """Those that no pool states any more."""
+    """The protections in force that no pool states any more."""
     there = {name for pool in members for name in stated(pool)}
     return [name for name in FIELDS if name in protections and name not in there]
 
@@ -95,7 +95,7 @@ _OF_EACH: Final = "endpointPicker.policy"
 class SharedGateway:
     """The pools of one gateway, and the decisions for them.
 
-    `protections` are those in force. `members` are in order of precedence: the oldest first, and those that are being
+    `protections` are in force. `members` are in order of precedence: the oldest first, and those that are being
     deleted last, so the next oldest takes over at once. `conflicts` maps a pool's name to its settings that do not
     apply, each a sentence such as "endpointPicker.replicas is 1 here, 2 in pool a (older)"; pools without conflicts are
     not in it.
@@ -261,7 +261,7 @@ def _whose(path: str, pool: InferencePool, shared: SharedGateway) -> str:
 
 
 def _settings(pool: InferencePool) -> Mapping[str, Any]:
-    """Everything that pools of a gateway must agree on: path → value, unset ones left out."""
+    """The settings that pools of a gateway must agree on: path → value, without unset ones."""
     gateway = pool.spec.gateway
     found = dict(_leaves("endpointPicker", _plain(pool.spec.endpoint_picker)))
     found = {path: value for path, value in found.items() if not path.startswith(_OF_EACH)}

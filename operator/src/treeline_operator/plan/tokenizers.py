@@ -22,7 +22,7 @@ CACHE_DIR: Final = "/var/cache/treeline"
 TEMPLATES_DIR: Final = "/etc/treeline/chat-templates"
 _CACHE: Final = "tokenizers"
 _CACHE_LIMIT: Final = "2Gi"
-"""Twice what the picker keeps there."""
+"""Twice the size that the picker's cache may reach."""
 MIRROR: Final = "HF_ENDPOINT"
 
 
@@ -49,8 +49,8 @@ class Tokenizers:
 
     @classmethod
     def of(cls, shared: SharedGateway) -> Tokenizers:
-        """Those of the pools that share a gateway. The oldest pool's word counts where two of them have a model of one
-        name. Pools that are being deleted are not asked."""
+        """The settings for pools that share a gateway, without pools that are being deleted. If two pools have a model
+        of one name, the oldest pool's settings count."""
         found: dict[str, str] = {}
         templates: dict[str, tuple[str, str]] = {}
         claims: set[str] = set()
@@ -70,7 +70,7 @@ class Tokenizers:
 
     @property
     def inputs(self) -> Object:
-        """Everything that the picker's pods are made from here; empty where there is nothing."""
+        """The settings as data, for the hash of the picker's inputs; empty without tokenizers."""
         found = {"sources": dict(self.sources), "templates": dict(self.templates), **self.way._asdict()}
         return {name: value for name, value in found.items() if value}
 
@@ -179,7 +179,7 @@ def _readable(shared: SharedGateway) -> Iterator[tuple[InferencePool, Source]]:
 
 
 def _way(shared: SharedGateway) -> HubWay:
-    """That of the oldest pool that names a token or a mirror."""
+    """The Hub access of the oldest pool that names a token or a mirror."""
     ways = (_hub_way(pool) for pool, source in _readable(shared) if source.scheme == "hf")
     return next((way for way in ways if way != HubWay()), HubWay())
 
@@ -187,13 +187,13 @@ def _way(shared: SharedGateway) -> HubWay:
 def _hub_way(pool: InferencePool) -> HubWay:
     reference, mirror = pool.spec.model.token_secret_ref, _mirror(pool)
     if mirror is None:
-        return HubWay()  # the token goes where we do not see, and so nowhere from here
+        return HubWay()  # the token's destination is unknown, so the picker does not use it
     return HubWay(None if reference is None else (reference.name, reference.key), mirror)
 
 
 def _mirror(pool: InferencePool) -> str | None:
-    """The mirror that the pool's own downloads use by the fragment of their container; empty if they are not, None if
-    they take it from somewhere else (a ConfigMap, a Secret)."""
+    """The mirror that the fragment of the pool's download container sets; empty without one, None if its value is
+    elsewhere (in a ConfigMap, a Secret)."""
     spec: Any = (pool.spec.template or {}).get("spec")
     entry = _named(_named(spec, "initContainers", DOWNLOAD), "env", MIRROR)
     value = entry.get("value", "" if not entry else None)

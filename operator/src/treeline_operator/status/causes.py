@@ -1,4 +1,5 @@
-"""Digs out why pods are not ready: from pods, their containers' states, Events, Deployments. The best cause first."""
+"""Finds why pods are not ready, from pods, their containers' states, Events, Deployments. The best cause comes
+first."""
 
 from __future__ import annotations
 
@@ -67,7 +68,7 @@ _NO_WEIGHTS: Final = re.compile(
     r"|Repo id must be in the form|Invalid repository ID or local directory"  # vLLM and SGLang, for an absent folder
     r"|Can't load the configuration of|does not appear to have a file named|Cannot find any model weights"
 )
-"""What engines print if there is no model at their path."""
+"""The text that engines print if there is no model at their path."""
 _ERROR: Final = re.compile(
     r"\berror:|\bValue error, |\b(ERROR|FATAL|CRITICAL)\b"
     rf"|^([\w.]*\.)?\w*(Error|Exception)(:|$)|^({'|'.join(_MODEL_REASONS)}): "
@@ -98,9 +99,8 @@ def diagnose(
     events: Iterable[Event] = (),
     progress: Progress | None = None,
 ) -> list[Cause]:
-    """Why these pods are not ready, each reason once, the most useful first.
-
-    `deployments` are those that make the pods, `events` the namespace's Warning events; both may be about others.
+    """Find why these pods are not ready: each reason once, the most useful first. `deployments` make the pods, `events`
+    are the namespace's Warning events; both may contain others.
     """
     there = sorted(pods, key=lambda pod: str(pod["metadata"]["name"]))
     reported = _Events(events)
@@ -185,7 +185,7 @@ def _of_scheduling(pod: Json) -> Iterator[tuple[Reason, str]]:
 
 
 def _lack(pod: Json, said: str, text: str) -> tuple[Reason, str]:
-    """What an unscheduled pod lacks: room on full nodes, larger nodes, or devices.
+    """Find what an unscheduled pod lacks: room on full nodes, larger nodes, or devices.
 
     The scheduler reports that preemption does not help for nodes that would be too small even if empty, and also for
     nodes that are away: if the message shows those, sizes are unknown.
@@ -232,7 +232,7 @@ def _of_container(
 
 
 def _ending(container: Json, init: bool) -> Json | None:
-    """How the container last ended, if that is why it does not run well. Only init containers may end well."""
+    """The container's last end, if that is why it does not run well. Only init containers may end well."""
     state = container.get("state") or {}
     last: Json | None = (container.get("lastState") or {}).get("terminated")
     now: Json | None = state.get("terminated")
@@ -363,7 +363,7 @@ def _telling_line(text: str) -> str:
 
 
 def _message(line: str) -> str:
-    """What a line of our programs' logs says, which is a JSON object; any other line as it is."""
+    """The message in a line of our programs' logs, which is a JSON object; any other line unchanged."""
     try:
         return str(json.loads(line)["message"]) if line.startswith("{") else line
     except (ValueError, KeyError, RecursionError):

@@ -1,5 +1,5 @@
-"""Which Events report a change of status. A problem that also occurs in a normal start is reported only if it lasts
-longer."""
+"""Chooses the Events that report a change of status. A problem that also occurs in a normal start is reported only if
+it lasts longer."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _matters(condition: Mapping[str, Any], was: Mapping[str, Any] | None, reason
 
 
 class Due(NamedTuple):
-    """Warnings to be posted now, and when to look again for those that are not due yet."""
+    """Warnings to be posted now, and the seconds until the next one may be due."""
 
     notes: tuple[EventNote, ...] = ()
     again_s: float | None = None
@@ -88,8 +88,8 @@ class _Alarm:
 
 @dataclass(slots=True)
 class Alarms:
-    """Since when each object has been in a state that needs action, for reasons with a patience. In memory only: a new
-    operator takes the time from the present condition."""
+    """The start of each object's state that needs action, for reasons with a patience. In memory only: a new operator
+    takes the time from the present condition."""
 
     _known: dict[Ref, dict[Reason, _Alarm]] = field(default_factory=dict)
 
@@ -115,11 +115,11 @@ class Alarms:
         return Due(tuple(notes), min(again, default=None))
 
     def forget(self, ref: Ref) -> None:
-        """The object was deleted."""
+        """Forget a deleted object."""
         self._known.pop(ref, None)
 
     def retain(self, kind: str, namespace: str, names: Container[str]) -> None:
-        """Forget deleted objects: those of a kind and namespace with none of these names."""
+        """Forget the objects of a kind and namespace that have none of these names: they were deleted."""
         gone = [r for r in self._known if (r.kind, r.namespace) == (kind, namespace) and r.name not in names]
         for ref in gone:
             del self._known[ref]
@@ -136,7 +136,8 @@ def _patient(status: Mapping[str, Any]) -> Iterator[tuple[Reason, str]]:
 
 
 def _noticed(reason: Reason, before: Mapping[str, Any], now: datetime) -> _Alarm:
-    """A reason that this process sees for the first time: since now, or since the former operator reported it."""
+    """An alarm for a reason that this process sees for the first time. It starts now, or when the former operator
+    reported it."""
     for condition in before.get("conditions", ()):
         if condition["reason"] == reason and condition.get("lastTransitionTime"):
             since = min(now, datetime.fromisoformat(condition["lastTransitionTime"]))

@@ -24,9 +24,10 @@ from treeline_operator.world import Observed, PickerView, PoolWorld, Ref
 
 _ROUTE_APIS: Final = ((ROUTE, Reason.GATEWAY_API_MISSING), (UPSTREAM, Reason.INFERENCE_EXTENSION_MISSING))
 NORMAL_START_S: Final = 60
-"""How long pods of a picker or an Envoy may be unready after creation or failure before it counts as a problem."""
+"""Seconds that pods of a picker or an Envoy may be unready after creation or failure before this counts as a
+problem."""
 UNHEARD_S: Final = 30
-"""How long a healthy picker counts as healthy without an answer: the operator may have just started, or an answer was
+"""Seconds for which a picker counts as healthy without an answer: the operator may have just started, or an answer was
 lost."""
 GATEWAY_GROUP: Final = "gateway.networking.k8s.io"
 _SERVICE_NAME: Final = "kubernetes.io/service-name"
@@ -166,13 +167,13 @@ def _component(
     if reason is Reason.PROBE_FAILING:
         lasts = any(_unready_s(pod, world.now) >= NORMAL_START_S for pod in pods if not is_available(pod))
         reason = not_ready if lasts else Reason.PODS_STARTING
-    elif reason is Reason.MODEL_LOADING:  # said of any container that has not passed its start-up probe
+    elif reason is Reason.MODEL_LOADING:  # the cause of any container that has not passed its start-up probe
         reason = Reason.PODS_STARTING
     return "False", reason, f"Deployment {name}: {causes[0].detail}"
 
 
 def _unready_s(pod: Mapping[str, Any], now: datetime) -> float:
-    """How long a pod has not been ready; infinite if unknown."""
+    """Seconds since a pod became unready; infinite if unknown."""
     begun = since(pod, "Ready")
     return (now - begun).total_seconds() if begun is not None else float("inf")
 
@@ -189,7 +190,7 @@ def former_envoys(world: PoolWorld) -> int:
 
 
 def _pods_of(world: PoolWorld, component: str) -> list[Mapping[str, Any]]:
-    """The gateway's pods of a component, those that end included."""
+    """The gateway's pods of a component, ending ones included."""
     return [pod for pod in _objects(world.gateway.pods) if label(pod, names.COMPONENT) == component]
 
 
@@ -276,7 +277,7 @@ def _gateway_api(world: PoolWorld, shared: SharedGateway) -> Judgement | None:
 
 
 def _unprogrammed(world: PoolWorld, shared: SharedGateway) -> Judgement | None:
-    """What a readable Gateway reports if its data plane is not ready; None if all are.
+    """Return what a readable Gateway reports if its data plane is not ready; None if all are ready.
 
     A route may be accepted long before, by the controller, which serves no requests.
     """
@@ -288,7 +289,7 @@ def _unprogrammed(world: PoolWorld, shared: SharedGateway) -> Judgement | None:
         for whose, condition in _programmed(found, ref):
             if condition.get("status") == "True":
                 continue
-            reported = f"{condition.get('reason')}: {condition.get('message', '')}" if condition else "not told yet"
+            reported = f"{condition.get('reason')}: {condition.get('message', '')}" if condition else "not reported yet"
             text = f"{_parent_name(ref)}: {whose} is not {_PROGRAMMED}: {reported}"
             return "False", Reason.GATEWAY_NOT_PROGRAMMED, text
     return None

@@ -16,7 +16,7 @@ from treeline_operator.api.pool import AutoscalingStatus, DownloadStatus, PoolSt
 from treeline_operator.plan import download, facts, provision, runtime
 from treeline_operator.plan import revision as revisions
 from treeline_operator.plan.drain import DrainPolicy, deadline, requests
-from treeline_operator.plan.engines import engine_of, overridden, untold
+from treeline_operator.plan.engines import engine_of, overridden, unseen_args
 from treeline_operator.plan.facts import find, is_observed, is_overdue, label
 from treeline_operator.plan.gateway import protections_record, template_problem
 from treeline_operator.plan.gateway_common import has_keys
@@ -132,7 +132,7 @@ def refusal(code: int, kind: str, message: str) -> Cause:
 
 
 def selector(pool: str) -> str:
-    """The labels of the pods that `replicas` counts, as the scale subresource has them: those that do not drain."""
+    """The labels of the pods that `replicas` counts, which do not drain, in the form of the scale subresource."""
     match = {**runtime.selector(pool), labels.SERVING: "true"}
     return ",".join(f"{key}={value}" for key, value in sorted(match.items()))
 
@@ -169,7 +169,7 @@ class _PoolView:
 
     @cached_property
     def active(self) -> list[dict[str, Any]]:
-        """Those that do not drain."""
+        """Live pods that do not drain."""
         return [pod for pod in self.live if label(pod, labels.SERVING) == "true"]
 
     @cached_property
@@ -194,7 +194,7 @@ class _PoolView:
         """Pods of any revision that serve the model now: ready, and in the picker's list."""
         name = self.world.pool.spec.model.served_name
         picker = self.world.picker
-        # A picker that has read the cluster and does not know the pool chooses none of its pods.
+        # A picker that has read the cluster and does not know the pool chooses no pod of it.
         knows_others = picker is not None and picker.synced and self.world.pool.name not in picker.pools
         listed = frozenset() if knows_others else revisions.routable(picker, self.world.pool.name)
         of_name = {one.name for one in self.existing if runtime.names_model(one.object, name)}
@@ -216,7 +216,7 @@ class _PoolView:
 
     @property
     def routing(self) -> PoolRouting | None:
-        """How the picker routes the pool; None if unknown."""
+        """The picker's routing of the pool; None if unknown."""
         picker = self.world.picker
         return None if picker is None else picker.routing.get(self.world.pool.name)
 
@@ -434,7 +434,7 @@ def _warnings(view: _PoolView) -> Judgement | None:
         found.append((Reason.DEVICES_UNUSED, text))
     if why := _history(view):
         found.append((Reason.ROUTED_BY_HISTORY, f"{why}: requests are routed by history"))
-    if what := untold(engine_of(pool).untold, pool.spec.engine.args):
+    if what := unseen_args(engine_of(pool).unseen, pool.spec.engine.args):
         found.append((Reason.ARGS_UNTOLD, what))
     if what := overridden(pool):
         found.append((Reason.ARGS_OVERRIDE, what))

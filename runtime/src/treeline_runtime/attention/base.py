@@ -30,7 +30,7 @@ from treeline_runtime.registry import Registry
 
 @dataclass(frozen=True, slots=True)
 class HostPages:
-    """What the host knows of a step's pages, to find shared prefixes."""
+    """The host's copy of a step's page table, used to find shared prefixes."""
 
     pages: npt.NDArray[np.int64]
     """The page table as on the device at the time of the step."""
@@ -42,7 +42,7 @@ class HostPages:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What one step computes; on the device, except lists."""
+    """The lengths and pages of one step's sequences; tensors are on the device."""
 
     q_lens: list[int]
     """New tokens of each sequence, at least 1."""

@@ -46,7 +46,7 @@ _SPARE_BYTES = 25 << 10
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Buffers:
-    """What a step's kernels read and write besides the pool, at fixed addresses for captured graphs."""
+    """The tensors that a step's kernels use besides the pool, at fixed addresses for captured graphs."""
 
     rows: torch.Tensor
     segments: torch.Tensor
@@ -57,7 +57,7 @@ class _Buffers:
     scores: torch.Tensor
     """(shares x most members + 2 x sequences, heads)"""
     shape: Segments
-    """For how many sequences: where things are in a row."""
+    """The layout of a row, for a number of sequences."""
 
 
 class Decode(AttentionBackend):
@@ -88,9 +88,9 @@ class Decode(AttentionBackend):
         self._sharers = self._block_group // group
         """Sequences whose queries are a tile."""
         self._alone = Segments(0, self._block)
-        """Of the last number of sequences, where none shares anything."""
+        """Segments for the last number of sequences if none shares a prefix."""
         self._shared: tuple[Any, Segments] = None, self._alone
-        """Of the last batch, and what tells it from others."""
+        """A key of the last batch, and its segments."""
         self._partial = torch.empty(0, device=self._device)
         self._scores = torch.empty(0, device=self._device)
 

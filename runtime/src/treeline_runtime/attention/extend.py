@@ -58,7 +58,7 @@ class Extend(AttentionBackend):
         self._tokens = self._block_rows // group
         self._block, self._stages = self._largest(shared_bytes - _SPARE_BYTES, pool.dtype.itemsize)
         self._programs = 2 * processors
-        """As many as run at once: with fewer, keys are split."""
+        """Programs that run at once; if a step has fewer, keys are split."""
         parts = self._programs // num_kv_heads * self._tokens
         self._partial = torch.empty(parts, num_heads, head_dim, dtype=torch.float32, device=self._device)
         self._scores = torch.empty(parts, num_heads, dtype=torch.float32, device=self._device)

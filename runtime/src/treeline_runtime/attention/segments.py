@@ -7,11 +7,11 @@ and the rest by itself: cascade attention (https://flashinfer.ai/2024/02/02/casc
 All of it is one row of int32, refreshed by one copy per step. Its size and the places of its three parts, each aligned
 to 16 bytes, depend only on the number of sequences:
 
-    table (most segments + 1, 4)   the first of all blocks that is its, where that is in its sequences (in blocks), the
-                                   token after its last, and where its members begin; segments without blocks fill it
+    table (most segments + 1, 4)   its first block among all, that block's place in its sequences (in blocks), the token
+                                   after its last, and where its members begin; segments without blocks fill it
     members (2 x sequences,)       sequences, segment by segment
-    parts (sequences, 2, 3)        of its own segment, and of the shared one: the first share that has some of it, the
-                                   one after the last, and its place among the members; no shares where there is none
+    parts (sequences, 2, 3)        of its own segment, and of the shared one: the first share with a part of it, the one
+                                   after the last, and its place among the members; no shares if nothing is shared
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class Segments:
         sharers = [member for prefix in prefixes for member in prefix.members]
         alone = np.ones(sequences, dtype=np.bool_)
         alone[sharers] = False
-        # a prefix is followed by what its members have besides: each share of the blocks gets some of both
+        # a prefix is followed by its members' own segments, so that each share of the blocks gets some of both
         each = [members for prefix in prefixes for members in (prefix.members, *zip(prefix.members))]
         sizes = np.array([len(members) for members in each] + [1] * int(alone.sum()), dtype=np.int64)
         members = np.concatenate((np.array(list(chain.from_iterable(each)), dtype=np.int64), np.flatnonzero(alone)))
@@ -132,14 +132,14 @@ class Segments:
         np.cumsum(sizes, out=table[1 : len(sizes) + 1, 3])
         table[len(sizes) + 1 :, 3] = len(members)
         segment = np.repeat(np.arange(len(sizes)), sizes)
-        """Of each place among the members."""
+        """The segment of each place among the members."""
         own, shared = np.flatnonzero(sizes[segment] == 1), np.flatnonzero(sizes[segment] > 1)
         parts[members[own], 0, 2], parts[members[shared], 1, 2] = own, shared
         self._own = np.empty(sequences, dtype=np.int64)
-        """Of each sequence, its own segment."""
+        """Each sequence's own segment."""
         self._own[members[own]] = segment[own]
         self._sharers, self._shared = members[shared], segment[shared]
-        """Sequences, and of each its prefix."""
+        """The sequences that share a prefix, and the segment of each one's prefix."""
         common = np.array([prefix.blocks for prefix in prefixes for _ in prefix.members], dtype=np.int64)
         table[self._shared, 2], table[self._own[self._sharers], 1] = common * block, common
 

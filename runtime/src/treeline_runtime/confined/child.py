@@ -33,7 +33,7 @@ class ProcessLimits(msgspec.Struct, frozen=True):
     """The first frame. `memory_bytes` are added to the memory after the imports."""
 
     seconds: float
-    """For one request; 0: the parent decides for each."""
+    """Processor seconds for one request; 0: the parent decides for each."""
     memory_bytes: int
     starts_processes: bool = False
     """May open files and start processes; then `memory_bytes` has no effect."""

@@ -124,7 +124,7 @@ class ConfinedProcess:
         return Vanished(seen) if self._process.returncode == -signal.SIGKILL else Killed(seen)
 
     def kill(self) -> None:
-        """Kills the process, whatever it does, and waits for it."""
+        """Kills the process and waits until it has ended."""
         self._process.kill()
         self._process.wait()
 

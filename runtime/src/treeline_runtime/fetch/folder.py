@@ -62,10 +62,10 @@ class Origin(Protocol):
 
     @property
     def identity(self) -> Mapping[str, Any]:
-        """What a complete folder's marker says."""
+        """The entries that mark a folder as a complete download of this origin."""
 
     def look(self, to: Path) -> Listing:
-        """What `download` would fetch into this folder."""
+        """Lists the files that `download` would fetch into this folder."""
 
     def download(self, listed: Listing, to: Path) -> None:
         """Fetches these files into a folder that may contain some from an earlier try."""
@@ -73,7 +73,7 @@ class Origin(Protocol):
 
 @dataclass(frozen=True)
 class Wanted:
-    """What to fetch, and its folder. `weights`: not only the tokenizer. `uri`: if it is of the Hub."""
+    """A model to fetch, and its folder. `weights`: not only the tokenizer. `uri`: for models of the Hub."""
 
     origin: Origin
     to: Path
@@ -103,7 +103,7 @@ class Wanted:
 
 
 class Progress:
-    """Reports how much of all folders is there, and their `commits` by URI."""
+    """Reports how much of all folders has been downloaded, and their `commits` by URI."""
 
     def __init__(self, out: IO[str]) -> None:
         self._out = out

@@ -44,7 +44,7 @@ class HubRepo:
         shutil.rmtree(to / ".cache", ignore_errors=True)
 
     def _snapshot(self, to: Path, revision: str | None, **options: Any) -> Sequence[Any]:
-        # imported late: it takes a second, and a folder that is complete needs none of it
+        # imported late: it takes a second, and a complete folder does not need it
         from huggingface_hub import snapshot_download
 
         patterns = WEIGHT_FILES if self._weights else TOKENIZER_FILES

@@ -29,7 +29,7 @@ the server: an EBNF of 21 kB with hundreds of rules in a choice is 57 MB and the
 
 
 class GrammarError(ValueError):
-    """What is wrong with a grammar, in words for its author."""
+    """A grammar is refused; the message tells its author why."""
 
 
 class Matcher(Protocol):

@@ -75,7 +75,7 @@ class CompileLimits(NamedTuple):
     waiting: int = 512
     cache_bytes: int = 512 << 20
     retry_seconds: float = 60.0
-    """How long a grammar that exceeded the limits is refused."""
+    """Seconds for which a grammar that exceeded the limits is refused."""
 
 
 def _spent(wait_s: int) -> GrammarBudgetError:
@@ -97,21 +97,21 @@ class GrammarCompiler:
         limits: CompileLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """vocabulary, prepare: called once, by another thread, at the first grammar or by `warm`; `prepare` makes
-        whatever else is needed then. on_done: `get` may have news."""
+        """vocabulary, prepare: called once, by another thread, at the first grammar or by `warm`; `prepare` does what
+        else the first grammar needs. on_done: called when a grammar may be ready."""
         self.limits = limits or CompileLimits()
         self._vocabulary = vocabulary
         self._prepare = prepare
         self._on_done = on_done
         self._clock = clock
         self._known: OrderedDict[Key, Future[Compiled]] = OrderedDict()
-        """Those that are wanted most recently last."""
+        """The most recently requested is last."""
         self._sizes: dict[Key, int] = {}
-        """Of those that are done."""
+        """Bytes of each finished grammar."""
         self._num_bytes = 0
-        """Of them all: what is kept can be a hundred thousand refusals."""
+        """The sum of `_sizes`, kept because there may be a hundred thousand entries."""
         self._tried: dict[Key, tuple[float, str]] = {}
-        """When those did that passed the limits, and how."""
+        """Grammars that exceeded the limits: when, and the reason."""
         self._done: deque[tuple[Key, Future[Compiled]]] = deque()
         self._workers = ConfinedPool(partial(_Worker, self.limits))
         self._threads: ThreadPoolExecutor | None = None
@@ -119,17 +119,17 @@ class GrammarCompiler:
         self._turns: Turns[_Job] = Turns(self.limits.waiting)
         """The same, in the order in which threads take them."""
         self._slow: Counter[str | None] = Counter()
-        """Of clients: the grammars among these that have outlasted their first try."""
+        """Number of each client's queued grammars that have outlasted their first try."""
         self._num_long = 0
         """Grammars that are being compiled and may take all their time."""
         self._most_long = max(self.limits.workers - 1, 1)
         self._used = ClientSeconds(self.limits.client_seconds, self.limits.client_seconds_back, clock)
-        """By long compilations."""
+        """Seconds that clients used in long compilations."""
         self._lock = threading.Lock()  # of these
         self._loading = threading.Lock()
         self._loaded: _Loaded | None = None
         self._freed_bytes = 0
-        """Since the heap was trimmed."""
+        """Bytes freed since the heap was trimmed."""
 
     def get(self, grammar: Grammar, namespace: str | None = None, client: str | None = None) -> Future[Compiled]:
         """The compiled grammar, GrammarError, or GrammarBusyError. `after` is ignored."""
@@ -188,15 +188,12 @@ class GrammarCompiler:
         return GrammarConstraint(compiled, self._loaded.filler, texts=self._loaded.marked, stop_ids=ends, after=after)
 
     def outgrown(self, grammar: Grammar, compiled: Compiled, reason: str, namespace: str | None = None) -> None:
-        """A step took too much work with this grammar: it is refused for a while.
-
-        reason: for the client.
-        """
+        """Refuses a grammar for a while, because a step took too much work with it. reason: for the client."""
         key = _key(grammar, namespace)
         self._settle()
         known = self._known.get(key)
         if key not in self._sizes or known is None or known.exception() or known.result() is not compiled:
-            return  # another output has said so
+            return  # another output has reported it
         self._forget(key)
         self._refuse_for_a_while(key, reason)
 
@@ -224,7 +221,7 @@ class GrammarCompiler:
             key, future = self._done.popleft()
             error = future.exception()
             if error is not None and not isinstance(error, GrammarError):
-                del self._known[key]  # a fault of ours, or of the machine: the next one tries again
+                del self._known[key]  # our fault, or the machine's: the next request tries again
             elif isinstance(error, _TooMuchError):
                 del self._known[key]
                 self._refuse_for_a_while(key, str(error))
@@ -400,7 +397,7 @@ class _Loaded(NamedTuple):
     marked: list[bytes]
     """All tokens' texts, special ones included."""
     encoded: bytes
-    """As the processes receive it."""
+    """The vocabulary in the form that the processes receive."""
     backend: Backends
     filler: GrammarFiller
 
@@ -411,7 +408,7 @@ class _TooMuchError(GrammarError):
 
 @dataclass(eq=False)
 class _Job:
-    """A grammar that waits or compiles."""
+    """A grammar that waits for its compilation or compiles."""
 
     key: Key
     client: str | None

@@ -36,7 +36,7 @@ class GrammarConstraint:
         self._tail = b""
         self._ended = False
         self.reversible = 0
-        """So many of the last tokens can be taken back: those that the grammar has taken."""
+        """Number of last tokens that can be taken back: the ones that the grammar has accepted."""
 
     @property
     def waits(self) -> bool:

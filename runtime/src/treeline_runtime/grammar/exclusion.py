@@ -156,7 +156,7 @@ def _values(schema: Schema) -> list[Any]:
 
 
 def _least_properties(document: Document, schema: Schema) -> list[Alternatives]:
-    """At least one of the named properties, by the first that is there."""
+    """Requires at least one of the named properties: alternatives by the first that is present."""
     names = [*schema.get("properties", ())]
     if schema["minProperties"] != 1 or not 0 < len(names) <= _MOST_NAMES:
         return [[]]
@@ -221,7 +221,7 @@ def _only_types(schema: Any) -> bool:
 
 
 def _loss(option: Any, alternative: Any) -> int:
-    """How much of an option an alternative removes: 0: a property, 1: perhaps more, 2: all."""
+    """Estimates how much of an option an alternative removes: 0: a property, 1: perhaps more, 2: all."""
     if not isinstance(option, dict) or not isinstance(alternative, dict):
         return 1
     absent = {name for name, inner in alternative.get("properties", {}).items() if inner is False}

@@ -43,7 +43,7 @@ from treeline_runtime.grammar.schema_words import (
 _FAMILIES = {"string": STRING, "number": NUMBER, "array": ARRAY, "object": OBJECT}
 TYPES = frozenset(["string", "number", "integer", "boolean", "null", "array", "object"])
 _MOST_PROPERTIES = 300
-"""What llguidance can process in one step."""
+"""The most properties that llguidance can process in one step."""
 _LARGEST = 2**53
 """Larger integers differ between libraries."""
 

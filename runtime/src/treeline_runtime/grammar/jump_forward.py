@@ -25,7 +25,7 @@ from treeline_wire.tokenizer import TokenizerBundle
 from treeline_runtime.grammar.vocabulary import Vocabulary
 
 WINDOW_TOKENS = 12
-"""How much of the sequence is tokenized again; nearly all words are shorter."""
+"""Tokens at the sequence's end that are tokenized again; nearly all words are shorter."""
 ENCODED_TEXTS, ENCODED_CHARS = 4096, 512
 """The number and length of cached texts with their tokens: grammars force the same ones repeatedly."""
 MAX_FORCED_CHARS = 4096
@@ -151,8 +151,8 @@ class JumpForward:
         return _Encoded(ids, list(accumulate(map(len, texts))), starts, self._decided(text, texts, starts))
 
     def _decided(self, text: str, texts: list[bytes], starts: list[bool]) -> int:
-        """How many tokens are final: not those of the last word, of a run of spaces or digits, or of the beginning of
-        an added token."""
+        """Counts the leading tokens that later text cannot change. Not counted: the last word, a last run of spaces or
+        digits, and a possible beginning of an added token."""
         decided = len(texts)
         tail, kind = b"", b""
         while decided:
@@ -172,7 +172,7 @@ class JumpForward:
         return decided
 
     def _begun_added(self, text: str) -> int:
-        """Trailing bytes that may begin an added token."""
+        """Counts the trailing bytes that may begin an added token."""
         for n in range(min(self._longest_added, len(text)), 0, -1):
             if text[-n:] in self._begins_added:
                 return len(text[-n:].encode())

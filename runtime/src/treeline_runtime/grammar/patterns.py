@@ -118,7 +118,7 @@ def _short(pattern: str) -> str:
 
 
 class _RefusedError(Exception):
-    """Names what is refused."""
+    """A pattern has an unsupported construct; the message names it."""
 
 
 def _sequence(items: Iterable[tuple[Any, Any]], flags: int) -> Node:
@@ -265,7 +265,7 @@ _CATEGORIES = {
 
 
 class EmptyError(Exception):
-    """Nothing is left."""
+    """No text matches any more, because a set has lost all its characters."""
 
 
 def but(node: Node, unwanted: Ranges) -> Node:

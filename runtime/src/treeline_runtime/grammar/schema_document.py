@@ -43,11 +43,11 @@ class Document:
         self.schemas: list[tuple[str, Schema]] = []
         """Each with its path."""
         self._targets: dict[int, tuple[str, Schema | bool, Any]] = {}
-        """Of schemas with a `$ref`: what it means, as `_resolve` has it."""
+        """`id` of a schema with a `$ref` → the result of `_resolve`."""
         self._paths: dict[int, str] = {}
-        """Where schemas were at first."""
+        """`id` of a schema → its first path."""
         self._kept: list[Any] = []
-        """Those that are rewritten away, so that no other one gets their `id`."""
+        """Schemas that were replaced, kept so that no new object gets their `id`."""
         draft = str(self.root.get("$schema")) if isinstance(self.root, dict) else ""
         if re.search("draft-0[0-3]", draft):
             raise UnsupportedError("$schema", "", "names a draft before the fourth, which is not supported")
@@ -72,7 +72,7 @@ class Document:
         self.find()
 
     def resolved(self, option: Any, alone: bool = False) -> Any:
-        """What an option refers to. alone: only through references without other keywords."""
+        """Follows an option's references. alone: only those without other keywords beside them."""
         for _ in range(8):
             if not isinstance(option, dict) or "$ref" not in option:
                 break
@@ -82,7 +82,7 @@ class Document:
         return option
 
     def written(self) -> str:
-        """As JSON, with references as pointers from the root."""
+        """Returns the document as JSON, with references as pointers from the root."""
         if not isinstance(self.root, dict):
             return json.dumps(self.root)
         places = {id(found): place for place, found in _containers("#", self.root)}

@@ -1,7 +1,7 @@
 """Structural tags for xgrammar, with their schemas and patterns treated like standalone ones.
 
-Refuses, by keyword and path, what xgrammar 0.2.8 would ignore of a schema. It reads one of `$ref`, `enum`, `anyOf`,
-`allOf` and `type`, in this order, and nothing beside it; of a string, either pattern or length.
+Refuses, by keyword and path, the parts of a schema that xgrammar 0.2.8 would ignore. It reads one of `$ref`, `enum`,
+`anyOf`, `allOf` and `type`, in this order, and nothing beside it; of a string, either pattern or length.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _NOT_IN_TAGS = {
     "exclusiveMinimum": ("number",),  # an exclusive 0 is taken, as a number
     "exclusiveMaximum": ("number",),
 }
-"""By the types that the keyword concerns; (): all."""
+"""Keyword → the types that it concerns; () means all."""
 _MOST_MULTIPLE = 1024
 _MOST_RANGE = 10_000
 
@@ -102,7 +102,7 @@ def _prepared(part: Any) -> Any:
 
 
 def _schema(schema: Any) -> Any:
-    """The schema for xgrammar; UnsupportedError for what it would ignore."""
+    """Returns the schema for xgrammar. Raises UnsupportedError for parts that it would ignore."""
     document = Document(json.dumps(schema))
     simplify(document)
     for path, one in document.schemas:
@@ -144,7 +144,7 @@ def _check_object_in_tags(schema: Schema, path: str) -> None:
     if any(inner is False for inner in names.values()):
         raise UnsupportedError("properties", path, f"with false {_IN_TAGS}")
     if names and schema.get("additionalProperties", False) is not False:
-        # the keys of others may be those of properties, spelt with escapes
+        # an additional key may be a property's name spelt with escapes
         raise UnsupportedError("additionalProperties", path, f"beside 'properties' {_IN_TAGS}")
     if schema.get("required") and not names:
         raise UnsupportedError("required", path, f"of others than 'properties' {_IN_TAGS}")
@@ -168,7 +168,7 @@ def _check_multiple(schema: Schema, path: str) -> None:
 
 
 def _unescaped(pattern: str, path: str) -> str:
-    """Without characters that JSON escapes, which xgrammar would write unescaped."""
+    """Returns the pattern without characters that JSON escapes, which xgrammar would write unescaped."""
     try:
         return _AS_RULES + as_regex(but(whole(pattern), _ESCAPED))
     except EmptyError:
@@ -176,8 +176,8 @@ def _unescaped(pattern: str, path: str) -> str:
 
 
 def _close(schema: Schema) -> None:
-    """xgrammar is strict: it allows no others unless told. That is right for named properties and listed items; without
-    any, others are allowed."""
+    """Allows any items or properties where a schema names none; else xgrammar, which is strict, would allow none at
+    all."""
     names = types(schema)
     if "array" in names and "items" not in schema:
         counted = len(schema.get("prefixItems", ()))

@@ -18,7 +18,7 @@ from treeline_runtime.messages import Grammar
 
 
 class Answer(enum.IntEnum):
-    """What follows in an answer."""
+    """The first byte of an answer: what the rest is, a compiled grammar or a reason."""
 
     COMPILED = 0
     REFUSED = 1

@@ -10,10 +10,10 @@ from treeline_runtime.kvcache.pool import NO_PAGES, Pages
 
 
 class Place(enum.Enum):
-    """Where a node's keys and values are. Below a node that is not on the device none is."""
+    """The place of a node's keys and values. No descendant of a node that is not on the device is on the device."""
 
     DEVICE = enum.auto()
-    """In its pages of the pool."""
+    """In the node's pages of the pool."""
     ON_ITS_WAY = enum.auto()
     """Being filled: holders of its lock are computing it. It has no pages or digests, and leaves the tree with its last
     lock."""
@@ -60,7 +60,7 @@ EVICTION_POLICIES: dict[str, EvictionKey] = {
     # of the most urgent request that used it
     "priority": lambda node: (node.priority, node.last_access),
 }
-"""By name, for `SchedulerConfig.eviction_policy`."""
+"""Policies by name, for `SchedulerConfig.eviction_policy`."""
 
 
 class EvictionQueue:
@@ -100,7 +100,7 @@ class EvictionQueue:
             self.add(node)
 
     def pop(self) -> Node | None:
-        """Takes out the leaf to evict from next; None if there is none."""
+        """Removes and returns the leaf to evict from next; None if no leaf can be evicted."""
         while self._heap:
             _, serial, node = heapq.heappop(self._heap)
             if self._live.get(node) == serial:

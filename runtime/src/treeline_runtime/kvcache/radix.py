@@ -257,9 +257,9 @@ class RadixCache:
 
     def begin_filling(self, handle: Node | None, key: bytes, namespace: str | None = None) -> Node | None:
         """Locks the part of `key` after `handle`, a lock from `lock`, as being filled; returns the lock to use instead
-        of `handle`. Its holder inserts what it has filled, and calls `end_filling` or `unlock` when it stops.
+        of `handle`. Its holder inserts the pages that it has filled, and calls `end_filling` or `unlock` when it stops.
 
-        If the cache has more than the match, which its holder did not want, nothing is locked beyond.
+        If the cache holds more of `key` than `handle`, which the holder chose not to use, nothing more is locked.
         """
         match = self.match(key, namespace)
         at, total = match.num_pages, len(key) // self._page_bytes

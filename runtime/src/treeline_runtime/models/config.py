@@ -41,7 +41,7 @@ def read_config(path: str | Path) -> ModelConfig:
 
 
 def parse_config(config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
-    """generation: generation_config.json, {} if there is none."""
+    """generation: generation_config.json, {} if it is missing."""
     try:
         family = _family(config)
         quantization = _quantization(config, family)

@@ -61,7 +61,7 @@ def resolve_kv_dtype(name: str, dtype: torch.dtype, device: torch.device) -> tor
 
 
 def architecture_of(config: EngineConfig) -> tuple[ModelConfig, Pooling | None]:
-    """Everything about the model that the checkpoint's files say, except weights. Raises ModelError or ConfigError."""
+    """Reads a checkpoint's architecture and pooling, without weights. Raises ModelError or ConfigError."""
     return read_config(config.model), pooling_of(config.model, config.task, matryoshka=config.matryoshka)
 
 
@@ -101,7 +101,7 @@ def load_model(config: EngineConfig) -> Decoder:
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # so that the reported time of loading is right
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # what was free only to us while weights were stacked: the KV pool takes it
+        torch.cuda.empty_cache()  # returns the memory that stacking weights has left reserved, for the KV pool
     return model
 
 

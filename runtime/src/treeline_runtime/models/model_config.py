@@ -55,7 +55,7 @@ class Norms:
 
 
 PRE_NORMS = Norms(before_attention="input_layernorm", before_mlp="post_attention_layernorm")
-"""As in Llama; the second is named for its place."""
+"""The norms of Llama; the second is named for its place."""
 
 
 @dataclass(frozen=True)
@@ -77,11 +77,11 @@ class MoeConfig:
     top_k: int
     """Experts per token."""
     intermediate_size: int
-    """Of an expert."""
+    """The intermediate size of an expert."""
     normalise: bool
     """Whether the scores of a token's experts are divided by their sum."""
     shared_intermediate_size: int
-    """Of the expert that every token uses, behind a gate; 0: none."""
+    """The size of the expert that every token uses, behind a gate; 0: no such expert."""
     layers: frozenset[int]
     """Layers with experts; the others are dense."""
     clamped: ClampedGate | None = None
@@ -124,7 +124,7 @@ class ModelConfig:
     logit_softcap: float | None = None
     scoring: Scoring = PLAIN
     local_rope: RopeConfig | None = None
-    """Of layers with a window; None: the same as of the others."""
+    """The rotation in layers with a window; None: the same as in the others."""
     moe: MoeConfig | None = None
     """None: all layers are dense."""
 

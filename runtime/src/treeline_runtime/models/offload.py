@@ -64,7 +64,7 @@ def size_of(root: object) -> int:
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
-    # a packed one (`ops.onednn`) has none that could be seen; it is a CPU's, whose memory is the host's
+    # a packed weight (`ops.onednn`) shows no storage; it belongs to a CPU, whose memory is the host's anyway
     found = (tensor.untyped_storage() for tensor in tensors if not tensor.is_mkldnn)
     return {storage.data_ptr(): storage for storage in found if storage.nbytes()}
 

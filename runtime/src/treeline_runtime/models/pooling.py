@@ -1,4 +1,4 @@
-"""What a checkpoint is for: text, or vectors of its hidden states and how to make them. No torch here.
+"""Reads a checkpoint's purpose: text, or vectors of its hidden states, and how to make them. No torch here.
 
 Two sources: the architecture in config.json (Qwen3ForCausalLM, Qwen3Model, Qwen3ForSequenceClassification), and
 sentence-transformers' modules.json: `Pooling` and `Normalize` make an embedding model of a decoder, `LogitScore` a
@@ -49,7 +49,7 @@ _ACTIVATIONS: Mapping[str, Activation] = {"Sigmoid": "sigmoid", "Identity": "ide
 
 @dataclass(frozen=True)
 class Pooling:
-    """How a text's hidden states become its vector."""
+    """The way from a text's hidden states to its vector."""
 
     task: PoolingTask
     method: Method = "last"
@@ -87,10 +87,10 @@ class Pooling:
 
 
 def pooling_of(directory: str | Path, asked: AskedTask = "auto", *, matryoshka: bool = False) -> Pooling | None:
-    """How the checkpoint's hidden states become vectors; None if it generates text.
+    """Reads how the checkpoint's hidden states become vectors; None if it generates text.
 
-    `matryoshka`: vectors may be shortened whatever config.json says. Raises ModelError if the checkpoint cannot do what
-    was asked, or does it in an unknown way.
+    `matryoshka`: vectors may be shortened even if config.json does not allow it. Raises ModelError if the checkpoint
+    cannot do `asked`, or does it in an unknown way.
     """
     try:
         return _pooling_of(Path(directory), asked, matryoshka=matryoshka)
@@ -151,7 +151,7 @@ def _classifier(config: Mapping[str, Any], asked: AskedTask) -> Pooling:
 
 
 def _labels(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """As transformers counts them: names by number, else their number, else two."""
+    """Names the labels as transformers does: from id2label, else num_labels of them, else two."""
     named = config.get("id2label")
     if isinstance(named, dict) and named:
         try:

@@ -1,7 +1,7 @@
-"""What is refused before anything is loaded: what config.json and the sizes of files say already. No torch here.
+"""Refuses a model before loading it, from config.json and the sizes of files alone. No torch here.
 
-The memory that weights need is estimated from below, so that nothing is refused that would have worked: the rest is
-found while they are loaded.
+The memory of weights is estimated from below, so that no model is refused that would have worked; other shortages
+are found while loading.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from treeline_runtime.models.pooling import pooling_of
 
 INDEX = "model.safetensors.index.json"
 _FLOATS = ("F64", "F32", "F16", "BF16")
-"""What is converted to the type that is computed in."""
+"""Types of elements that are converted to the engine's dtype."""
 _ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _CONFIG_TYPES = {"float32": 4, "float": 4, "bfloat16": 2, "float16": 2, "half": 2}
 _MOST_HEADER_BYTES = 100 << 20
-"""As safetensors itself bounds it."""
+"""safetensors' own bound."""
 _NVIDIA_SMI_S = 20.0
 _GIB = 1 << 30
 
 
 class Memory(NamedTuple):
-    """What weights have to fit into."""
+    """The memory that weights have to fit into."""
 
     size: int
     """Bytes, used ones included."""
@@ -76,7 +76,7 @@ def _check_fit(config: EngineConfig, directory: Path, memory: Memory, copies: in
 
 
 def weight_bytes(directory: Path, itemsize: int) -> int | None:
-    """What the weights take at least, once floating point has this size; None: nothing says it."""
+    """Bytes that the weights take at least, if floating-point elements have this size; None if the files do not say."""
     files = sorted(directory.glob("*.safetensors"))
     try:
         if files:
@@ -84,7 +84,7 @@ def weight_bytes(directory: Path, itemsize: int) -> int | None:
         total = int(json.loads((directory / INDEX).read_bytes())["metadata"]["total_size"])
         config = json.loads((directory / "config.json").read_bytes())
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return None  # what is wrong with it, the loader says
+        return None  # the loader reports the error
     stored = _CONFIG_TYPES.get(str(config.get("torch_dtype") or config.get("dtype")))
     if config.get("quantization_config") or stored is None:
         return total if itemsize > 1 else None
@@ -92,8 +92,8 @@ def weight_bytes(directory: Path, itemsize: int) -> int | None:
 
 
 def _loaded_bytes(file: Path, itemsize: int) -> int:
-    """What the tensors of a file take. Quantised ones stay as they are; floating point is never counted larger than it
-    becomes."""
+    """Bytes of a file's tensors once loaded. Floating-point elements become `itemsize` bytes, all others keep their
+    size."""
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         if length > _MOST_HEADER_BYTES:
@@ -109,7 +109,7 @@ def _loaded_bytes(file: Path, itemsize: int) -> int:
 
 
 def memory_of(device: str) -> Memory | None:
-    """The memory of the device that a runtime will take; None where it cannot be told without torch."""
+    """The memory of the device that a runtime will take; None if it cannot be found without torch."""
     gpus = _gpus() if device == "auto" or device.startswith("cuda") else []
     if gpus is None:
         return None

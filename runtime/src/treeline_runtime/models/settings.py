@@ -99,7 +99,7 @@ READ = words(
     # how vectors are made of hidden states (`pooling`)
     "is_matryoshka matryoshka_dimensions sbert_ce_default_activation_function sentence_transformers"
 )
-"""For every family."""
+"""Keys that are read for every family."""
 
 NO_EFFECT = words(
     # origin and author

@@ -1,7 +1,7 @@
-"""How many parameters a model has, part by part, and how many bytes they take. No torch here.
+"""Counts a model's parameters and their bytes, part by part. No torch here.
 
-Counted from the same `ModelConfig` that the decoder is built from; `tests/runtime/models/test_sizes.py` compares the
-counts with what the decoder takes and with transformers.
+It reads the same `ModelConfig` as the decoder; `tests/runtime/models/test_sizes.py` compares the counts with the
+decoder's own and with transformers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SCALE_BYTES = 4
 
 @dataclass(frozen=True)
 class Part:
-    """parameters: all that are kept; active: of them, those that one token is multiplied with."""
+    """parameters: all; active: the ones that a single token is multiplied with."""
 
     name: str
     parameters: int

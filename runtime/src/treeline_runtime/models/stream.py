@@ -24,7 +24,7 @@ from treeline_runtime.models.config import ModelError
 BUFFER_BYTES = 16 << 20
 BUFFERS = 16
 THREADS = 8
-"""At most; reading from the page cache is limited by memory bandwidth."""
+"""The most reading threads; reading from the page cache is limited by memory bandwidth."""
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
@@ -34,7 +34,7 @@ _DTYPES = {
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Where a tensor is."""
+    """The location and type of a tensor."""
 
     path: Path
     begin: int
@@ -85,7 +85,7 @@ class _Buffer:
     memory: torch.Tensor
     """(BUFFER_BYTES,) uint8"""
     uploaded: torch.cuda.Event | None = None
-    """After this it may be overwritten."""
+    """Once this event has happened, the buffer may be overwritten."""
 
 
 class Streamed:
@@ -101,7 +101,7 @@ class Streamed:
         self._next: str | None = None
         self._files = {path: os.open(path, os.O_RDONLY) for path in {entry.path for entry in entries.values()}}
         self._read: queue.SimpleQueue[tuple[_Piece, _Buffer, str | None]] = queue.SimpleQueue()
-        """With what went wrong."""
+        """Pieces that were read, each with its error, if any."""
         self._free: queue.SimpleQueue[_Buffer | None] = queue.SimpleQueue()
         """None ends a thread."""
         pieces = sum(map(len, self._unread.values()))
@@ -112,7 +112,8 @@ class Streamed:
         self._missing: dict[str, int] = {}
         """Bytes of arriving tensors that are still to come."""
         self._problems: dict[str, str] = {}
-        """Of tensors that could not be read: raised for those that ask for them, not for what was read beside them."""
+        """Tensor → why it could not be read. Raised by `read` of this tensor only, not of those read at the same
+        time."""
         count = min(THREADS, os.cpu_count() or 1, max(pieces, 1))
         self._threads = [threading.Thread(target=self._work, name="weights", daemon=True) for _ in range(count)]
         for thread in self._threads:
@@ -137,7 +138,7 @@ class Streamed:
         return self._arriving.pop(name).view(entry.dtype).view(entry.shape)
 
     def skip(self, name: str) -> None:
-        """It will not be asked for; unread parts are skipped."""
+        """Skips the unread parts of a tensor that nobody is going to read."""
         with self._lock:
             self._unread.pop(name, None)
 

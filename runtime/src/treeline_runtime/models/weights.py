@@ -62,17 +62,17 @@ class Weights(Protocol):
     """A model takes each tensor once, by name and shape."""
 
     dtype: torch.dtype
-    """The engine's."""
+    """The engine's dtype."""
     device: torch.device
-    """Where they go."""
+    """The device that tensors are loaded to."""
     scheme: Scheme | None
-    """The quantisation of projections; None: none."""
+    """The quantisation of projections; None if they have none."""
 
     def has(self, name: str) -> bool:
         """Whether `take` would find it."""
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Of a tensor with several possible shapes. Raises ModelError if it is missing."""
+        """The shape of a tensor that may have one of several. Raises ModelError if it is missing."""
 
     def take(
         self, name: str, *shape: int, dtype: torch.dtype | None = None, shard: Shard | None = None
@@ -81,7 +81,7 @@ class Weights(Protocol):
         fp8 in the checkpoint. Raises ModelError."""
 
     def ignore(self, name: str) -> None:
-        """It will not be taken, and may be missing."""
+        """Accepts that this tensor is never taken; it may be missing."""
 
 
 class Checkpoint:
@@ -223,7 +223,7 @@ class Checkpoint:
             self._progress.end()
 
     def check_all_taken(self) -> None:
-        """Raises ModelError for unused tensors: the model would not be what it seems."""
+        """Raises ModelError for unused tensors: the checkpoint is then of another model than its config says."""
         if spare := [name for name in self._untaken if not name.endswith(SPARE)]:
             raise ModelError(
                 f"{self._dir} has {len(spare)} tensors that this model does not have, e.g. {min(spare)}: served "

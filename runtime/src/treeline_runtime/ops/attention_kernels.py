@@ -87,13 +87,13 @@ def decode_shares(
     group = tl.arange(0, BLOCK_GROUP)
     while block < end:
         first = tl.load(table_ptr + 4 * segment)
-        begin = tl.load(table_ptr + 4 * segment + 1) * BLOCK  # the compiler is to know what it is a multiple of
+        begin = tl.load(table_ptr + 4 * segment + 1) * BLOCK  # as a product, so that the compiler knows its divisor
         length = tl.load(table_ptr + 4 * segment + 2)
         place = tl.load(table_ptr + 4 * segment + 3)
         last = tl.minimum(tl.load(table_ptr + 4 * segment + 4), end)
         there = group < (tl.load(table_ptr + 4 * segment + 7) - place) * GROUP
         wanted = there[:, None] & (dims[None, :] < DIM)
-        # members have the pages in common: those of the first are read
+        # members share the pages, so the first one's are read
         row = tl.load(rows_ptr + tl.load(members_ptr + place)).to(tl.int64) * width
         sequence = tl.load(members_ptr + place + group // GROUP, there, other=0)
         heads = (sequence * KV + head) * GROUP + group % GROUP
@@ -273,7 +273,7 @@ def extend(
         q, best, mass, out, keys_ptr, values_ptr, table, head, position, common, stop, end, scale, cap,
         KV, DIM, PAGE, WINDOW, CAPPED, BLOCK, BLOCK_DIM, MASK=True,
     )  # fmt: skip
-    some = tl.where(mass > 0.0, mass, 1.0)  # a part of no keys has none
+    some = tl.where(mass > 0.0, mass, 1.0)  # a part without keys has no mass
     if SPLIT:
         part = tl.program_id(2).to(tl.int64) * tokens * (KV * GROUP)
         place += part * DIM

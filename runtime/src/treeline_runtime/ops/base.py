@@ -29,7 +29,7 @@ class Heads:
     norm_over_heads: bool = False
     """The norm is over all queries of a token, and over all its keys."""
     rope: int = 0
-    """Which of the context's tables rotates them."""
+    """Index of the context's table that rotates them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """Where a step finds its input."""
+    """The tables from which a step reads its input."""
 
     tokens: torch.Tensor
     """(rows, positions) int64: `TableManager.token_pool`."""

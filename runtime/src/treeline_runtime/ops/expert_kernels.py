@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 LOWEST = tl.constexpr(-3e38)
-"""Above minus infinity, which marks what is not to be chosen."""
+"""Above minus infinity, which marks experts that must not be chosen."""
 
 
 @triton.jit

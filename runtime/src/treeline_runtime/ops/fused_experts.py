@@ -17,7 +17,7 @@ _SCAN = 2048
 """Pairs that a sorting program reads at once."""
 _GROUP = 8
 _FEW = 4
-"""With so many times fewer pairs than experts, few experts have two: pairs are not sorted, each is a block."""
+"""With this many times fewer pairs than experts, few experts have two: pairs are not sorted, and each is a block."""
 
 
 @dataclass(frozen=True, slots=True)

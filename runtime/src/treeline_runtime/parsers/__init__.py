@@ -23,7 +23,7 @@ from treeline_runtime.registry import Registry
 
 @dataclass(frozen=True)
 class Calls:
-    """How a model writes calls: the parser, and the structure for constrained decoding."""
+    """A model's format of calls: the parser, and the structure for constrained decoding."""
 
     format: ToolFormat
     structure: structures.Structure

@@ -80,8 +80,8 @@ class Harmony:
         return marker
 
     def _header(self, source: Source, marker: str) -> Steps[str]:
-        """Reads and holds a header up to the content; "" if it is none. An incomplete one that began with a marker is
-        not part of the answer."""
+        """Reads and holds a header up to the content; "" if the text is not a header. An incomplete one that began with
+        a marker is not part of the answer."""
         header = [marker]
         try:
             while header[-1] != _MESSAGE:

@@ -1,6 +1,6 @@
 """Parses JSON while it is written: objects passed on piece by piece, and call objects with name and arguments.
 
-What is passed on is valid JSON even where models slip: raw control characters in strings (mostly newlines) and
+The output is valid JSON even where models slip: raw control characters in strings (mostly newlines) and
 meaningless backslashes are escaped. Anything else that is not JSON ends the object.
 """
 
@@ -14,7 +14,7 @@ from typing import Final
 from treeline_runtime.parsers.source import BrokenError, Source, Steps
 
 MAX_DEPTH: Final = 128
-"""Of objects and lists within each other."""
+"""The deepest nesting of objects and lists."""
 
 _PLAIN: Final = re.compile(r'[^"\\\x00-\x1f]*')
 _SPACE: Final = re.compile(r"[ \t\n\r]*")
@@ -76,7 +76,7 @@ class JsonScanner:
                         self._ended()
                     at += 1
             elif self._state == "escape" and text[at] not in '"\\/bfnrtu':
-                written += (text[start:at], "\\")  # the backslash that is there already was meant as one
+                written += (text[start:at], "\\")  # the backslash already written was meant literally
                 start = at
                 self._state = "string"
             else:
@@ -188,7 +188,7 @@ def string(source: Source) -> Steps[str]:
         text = json.loads(f'"{raw}', strict=False)
     except ValueError:
         raise BrokenError from None
-    assert isinstance(text, str)  # whatever begins with a quote
+    assert isinstance(text, str)  # the value begins with a quote
     return text
 
 
@@ -206,8 +206,8 @@ def held_value(source: Source) -> Steps[str]:
 
 def call_object(source: Source, names: Collection[str]) -> Steps[None]:
     """Reads `{"name": …, "arguments": {…}}` in any order and emits the call. "parameters" also count as arguments,
-    missing ones are `{}`, and those inside a string are unpacked. A call is certain when its name is one of `names` and
-    the arguments' `{`, or the final brace, has come."""
+    missing ones are `{}`, and those inside a string are unpacked. A call is certain once its name is one of `names` and
+    the arguments' `{`, or the final brace, was read."""
     begun = source.begun
     name = id = early = None
     yield from source.expect("{")

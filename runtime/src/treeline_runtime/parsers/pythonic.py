@@ -50,7 +50,7 @@ class Pythonic:
             source.settle()
             yield from source.space()
         if (yield from source.ahead()):
-            raise BrokenError  # what is held is text
+            raise BrokenError  # the held characters are text
 
     def _call(self, source: Source, functions: Functions) -> Steps[None]:
         name = yield from function_name(source, functions)

@@ -129,7 +129,7 @@ def _kind(value: str) -> str:
 
 @dataclass
 class _Parameter:
-    """What a value may be. Reads at most `_MAX_SCHEMAS` schemas; others count as anything."""
+    """The JSON types that a parameter's value may have. Reads at most `_MAX_SCHEMAS` schemas; others allow any type."""
 
     root: Mapping[str, Any]
     kinds: frozenset[str] = _STRING

@@ -14,7 +14,7 @@ from treeline_runtime.parsers.tools import attempt
 
 @dataclass(frozen=True)
 class Tags:
-    """How a model family marks its reasoning."""
+    """The markers of a model family's reasoning."""
 
     opening: str = "<think>"
     closing: str = "</think>"
@@ -84,4 +84,4 @@ FAMILIES: Final = {
     "step3": _ALWAYS,
     "step3p5": _ALWAYS,
 }
-"""By SGLang's and vLLM's names, with `_` for `-`."""
+"""Tags by SGLang's and vLLM's names, with `_` for `-`."""

@@ -52,7 +52,7 @@ class OutputParser(Protocol):
     """Parses one output as it comes. Results do not depend on where the text is cut."""
 
     def feed(self, text: str) -> list[Part]:
-        """Adds `text`; returns what is certain by now. Never raises: text outside the format is `Said`."""
+        """Adds `text`; returns the parts that are certain by now. Never raises: text outside the format is `Said`."""
 
     def end(self) -> list[Part]:
         """Ends the output; returns the rest. Unfinished parts are returned as far as they came."""
@@ -68,7 +68,7 @@ Steps = Generator[None, None, T]
 
 
 class BrokenError(Exception):
-    """The text is not in the format: what is held is emitted, and what follows is read from its start."""
+    """The text is not in the format: the held text is emitted, and the next is read as a new start."""
 
 
 class OverError(BrokenError):
@@ -90,7 +90,8 @@ class Source:
         self.begun = 0
         """Calls that have begun."""
         self.certain = False
-        """What is held belongs to a call that has begun: if the output ends here, it is no part of the answer."""
+        """Whether the held text belongs to a call that has begun: if the output ends now, it is not part of the
+        answer."""
 
     # ---- from outside ------------------------------------------------------------------------------------
 
@@ -117,7 +118,7 @@ class Source:
             self._parts.append(Thought(text))
 
     def begin_call(self, name: str, id: str | None = None) -> None:
-        """A call is certain: what is held was its markup."""
+        """Reports that a call begins, and drops the held text, which was its markup."""
         self.settle()
         self.certain = True
         self._parts.append(CallBegun(self.begun, name, id))
@@ -129,13 +130,13 @@ class Source:
             self._parts.append(CallArguments(self.begun - 1, text))
 
     def settle(self) -> None:
-        """What is held was markup."""
+        """Drops the held text, which was markup."""
         self._held.clear()
         self._held_chars = 0
         self.certain = False
 
     def release(self) -> str:
-        """What is held is no call; returns its text, which must be emitted."""
+        """Returns the held text, which is no call; the caller must emit it."""
         held = "".join(self._held)
         self.settle()
         return held
@@ -151,7 +152,7 @@ class Source:
         return self._text[self._at]
 
     def skip(self, chars: int) -> None:
-        """Reads and holds characters that have come."""
+        """Reads and holds characters that have arrived."""
         room = MAX_HELD - self._held_chars
         piece = self._text[self._at : self._at + min(chars, room)]
         self._at += len(piece)
@@ -243,7 +244,7 @@ class Source:
         raise BrokenError if (yield from self.ahead()) else OverError
 
     def scan(self, scan: Callable[[str, int], int], *, hold: bool = False) -> Steps[None]:
-        """Lets `scan(text, at)` read text that has come, up to the position it returns."""
+        """Lets `scan(text, at)` read text that has arrived, up to the position that it returns."""
         if not (yield from self.ahead()):
             raise OverError
         end = scan(self._text, self._at)
@@ -297,7 +298,7 @@ class Markers:
         self._longest = max(map(len, markers), default=0)
 
     def open_end(self, text: str, at: int) -> int:
-        """Where the part of `text`'s end begins that may become a marker."""
+        """Index in `text` of its longest end that may become a marker; its length if there is none."""
         match = self._open.search(text, max(at, len(text) - self._longest))
         return match.start() if match else len(text)
 

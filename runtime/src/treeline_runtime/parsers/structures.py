@@ -63,13 +63,13 @@ class Structure(Protocol):
 
 
 def hermes(functions: Sequence[Function], *, required: bool, parallel: bool) -> Format:
-    """As in the templates of Hermes and Qwen."""
+    """The structure that the templates of Hermes and Qwen use."""
     calls = [_tag(f"<tool_call>\n{_object(f, 'arguments')}", f.arguments, "}\n</tool_call>") for f in functions]
     return _marked(calls, "<tool_call>", "\n", required=required, parallel=parallel)
 
 
 def qwen_xml(functions: Sequence[Function], *, required: bool, parallel: bool) -> Format:
-    """Qwen3-Coder's elements. Texts contain none of the tags that end a value, without which parsers also end one."""
+    """Qwen3-Coder's elements. Texts contain no tag that parsers take for the end of a value."""
     ends = ["<parameter=", "</function>"]
     calls = [
         _tag(
@@ -208,7 +208,7 @@ def _keywords(schema: dict[str, Any]) -> Format:
 def _marked(
     calls: list[Format], trigger: str, separator: str, excludes: Sequence[str] = (), *, required: bool, parallel: bool
 ) -> Format:
-    """Calls that begin with a marker; free text contains none of `excludes`, which a parser would also take for
+    """Calls that begin with a marker. Free text may not contain `excludes`, which a parser would also take for
     calls."""
     if required:
         return _some(calls, [trigger], separator, parallel=parallel)

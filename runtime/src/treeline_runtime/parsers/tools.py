@@ -23,11 +23,11 @@ NAME: Final = re.compile(r"[^\s<>\[\](){}|｜\"',;]*")
 
 
 class ToolFormat(Protocol):
-    """How a model writes calls."""
+    """A format in which models write calls."""
 
     @property
     def special(self) -> bool:
-        """Its markers are special tokens, at least in some models."""
+        """Whether its markers are special tokens, at least in some models."""
 
     def steps(self, source: Source, functions: Functions) -> Steps[None]:
         """Parses an output without reasoning."""
@@ -73,7 +73,7 @@ class Marked:
     """Reads what follows a marker, up to its closing."""
     opening: tuple[str, ...]
     closing: tuple[str, ...] = ()
-    """What may follow a call without being part of the answer."""
+    """Texts that may follow a call without being part of the answer."""
     special: bool = False
 
     def steps(self, source: Source, functions: Functions) -> Steps[None]:
@@ -141,7 +141,7 @@ class _Llama3:
             yield from source.space()
             separated = bool((yield from source.one_of((";",)))) or (yield from source.ahead()) in ("{", "<")
         if (yield from source.ahead()):
-            raise BrokenError  # what is held is text, and so is what follows
+            raise BrokenError  # the held characters and all that follow are text
 
 
 LLAMA3: Final = _Llama3()

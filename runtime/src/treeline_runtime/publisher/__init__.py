@@ -1,1 +1,1 @@
-"""What this runtime sends to routers: KV events, snapshots, load. Pure: index, stream, load; sockets: process."""
+"""The messages to routers: KV events, snapshots, load. Sockets are in `process` and `peers` only."""

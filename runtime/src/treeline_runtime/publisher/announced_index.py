@@ -109,7 +109,7 @@ class AnnouncedIndex:
         return list(runs(fresh))
 
     def _agreed_len(self, event: Stored) -> int:
-        """How many leading tokens of the run may be announced."""
+        """Counts the leading tokens of the run that may be announced."""
         if event.output_from >= len(event.token_ids):
             return len(event.token_ids)
         before = self._tokens_down_to(event.parent_hash)

@@ -2,7 +2,7 @@
 
 ZMQ bounds a frame, but not the frames of a message, a peer's subscriptions (some 40 bytes per byte) or the number of
 peers. So the kernel's count of received bytes is checked often, and a connection over its share is ended, which frees
-what was kept of it.
+its memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from treeline_wire import tcp_counts
 from zmq.utils.monitor import parse_monitor_message
 
 LOOK_S: Final = 0.1
-"""Between two checks."""
+"""Seconds between two checks."""
 MOST_PEERS: Final = 256
 """Peers of one socket: pickers and their workers. Later ones are disconnected."""
 BYTES_A_SECOND: Final = 64
@@ -28,7 +28,7 @@ class _Peer:
     since: float
     sent: int = 0
     asked: bool = False
-    """It sent an answered request since the last check."""
+    """Whether it has sent an answered request since the last check."""
 
 
 class Peers:
@@ -38,13 +38,13 @@ class Peers:
         self._burst = burst
         self._monitor = sock.get_monitor_socket(zmq.Event.ACCEPTED | zmq.Event.DISCONNECTED)
         self._peers: dict[int, _Peer] = {}
-        """By the number of their connection's file."""
+        """Peers by the file descriptor of their connection."""
 
     def __len__(self) -> int:
         return len(self._peers)
 
     def asked(self, fd: int) -> None:
-        """It sent a request that is answered, so it may send as much again."""
+        """Renews the allowance of a peer that has sent an answered request."""
         if peer := self._peers.get(fd):
             peer.asked = True
 
@@ -61,7 +61,7 @@ class Peers:
                     self._peers[fd] = _Peer(tcp_counts.identity(fd), now)
                 except OSError:  # it has gone
                     self._peers.pop(fd, None)
-        # Not before all events are read: a number that is another connection's now is then known as that.
+        # After all events are read, because only they tell that a number belongs to another connection now.
         for fd in list(self._peers)[MOST_PEERS:]:
             del self._peers[fd]
             ended += _end(fd)
@@ -81,7 +81,7 @@ class Peers:
 
 
 def _end(fd: int) -> bool:
-    """Returns whether it was there."""
+    """Ends a connection; returns whether it existed."""
     try:
         tcp_counts.end(fd)
     except OSError:

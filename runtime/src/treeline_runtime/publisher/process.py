@@ -40,7 +40,7 @@ REQUESTS_HWM = 16
 ANSWERS_A_CLIENT = 4
 """Running requests of one client; more are dropped."""
 MOST_CLIENTS = 32
-"""Clients with running requests: a snapshot copies what is announced. Others ask again."""
+"""Clients with running requests: a snapshot copies all announced blocks. Other clients ask again."""
 REQUESTS_A_TURN = 16
 TURN_S = 0.002
 """Time for answers between checks of the inbox, and so the longest delay of a live event."""
@@ -50,7 +50,7 @@ STALLED_S = 30.0
 MAX_REQUEST_BYTES = 1024
 MAX_REQUEST_FRAMES = 5
 SUBSCRIBER_BYTES = 8 << 10
-"""What a subscriber may send at once: a handshake and its subscriptions."""
+"""Bytes that a subscriber may send at once: a handshake and its subscriptions."""
 CLIENT_BYTES = 64 << 10
 HANDSHAKE_MS = 5000
 
@@ -62,7 +62,7 @@ class _Client:
     """Running answers to one client, in order."""
 
     moved_at: float
-    """When it last took something, in monotonic seconds."""
+    """When the client last took a message, in monotonic seconds."""
     answers: deque[Iterator[Message]] = field(default_factory=deque)
     held: Message | None = None
     """A message that did not fit into the client's queue."""
@@ -119,7 +119,7 @@ class Publisher:
         made.setsockopt(zmq.IPV6, 1 if ":" in self._host else 0)
         if kind == zmq.ROUTER:
             made.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a full or vanished client is an error, not a silent drop
-        made.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)  # subscribers write, too: what they subscribe to
+        made.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)  # subscribers write, too: their subscriptions
         if self._keys is not None:
             self._keys.secure_server(made)
         try:

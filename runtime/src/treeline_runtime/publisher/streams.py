@@ -67,7 +67,7 @@ class EventStream:
         return frames.live(self._topic, seq, payload)
 
     def on_request(self, message: Message) -> Iterator[Message] | None:
-        """Frames after the identity → the answer; None if there is none."""
+        """Frames after the identity → the answer; None if the request gets none."""
         match frames.parse_request(message):
             case frames.ReplayRequest(start_seq=start):
                 return self._replay(start, list(self._ring))
@@ -118,19 +118,19 @@ class LoadStream:
         self._urgent = self._urgent or (self._busy_when_sent and not _in_flight(load))
 
     def on_draining(self) -> None:
-        """Permanent, and sent with the next `take` whatever the rate, so that routers know at once."""
+        """Marks the server as draining, for good. The next `take` sends it at once, regardless of the rate."""
         self._urgent = self._urgent or not self._draining
         self._draining = True
 
     def due_at(self) -> float:
-        """When `take` will have something."""
+        """The time when `take` will have messages."""
         if self._urgent:
             return float("-inf")
         due = self._sent_at + (MIN_INTERVAL_S if self._changed else HEARTBEAT_S)
         return due if due <= self._heard_at + STILL_AFTER_S else float("inf")
 
     def take(self, now: float) -> list[list[bytes]]:
-        """The messages to send now: none before `due_at`."""
+        """Returns the messages to send now: none before `due_at`."""
         if now < self.due_at():
             return []
         seq, self._seq = self._seq, self._seq + 1

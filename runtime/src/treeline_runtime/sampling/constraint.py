@@ -46,7 +46,7 @@ class Constraint(Protocol):
 
     @property
     def reversible(self) -> int:
-        """How many of the last tokens can be taken back."""
+        """The number of last tokens that can be taken back."""
 
     def rollback(self, count: int) -> None:
         """Shortens the output by so many tokens."""
@@ -58,7 +58,7 @@ def mask_words(vocab_size: int) -> int:
 
 
 class Masks:
-    """Masks on their way to the device, in reused memory.
+    """Host memory for masks, reused from step to step, and their copies on the device.
 
     On CUDA the memory is page-locked. Locking waits for the device, so it is done once. A step's copy waits behind its
     forward pass, so later steps fill other memory.

@@ -24,7 +24,7 @@ from treeline_runtime.transfer import Readback, upload
 
 
 def check_sampling(params: SamplingParams, vocab_size: int) -> str | None:
-    """Returns what is wrong, in words for the user; None if nothing is."""
+    """Returns the first error in a request's parameters, in words for the user; None if they are valid."""
     wrong = {
         "max_new_tokens": params.max_new_tokens < 0,
         "min_new_tokens": params.min_new_tokens < 0,
@@ -75,7 +75,7 @@ BLOCK = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """How to sample a row of logits."""
+    """The sampling parameters and history of a row of logits."""
 
     params: SamplingParams
     seed: int
@@ -201,7 +201,7 @@ def _draw_filtered(probs: torch.Tensor, keys: torch.Tensor, params: list[Samplin
     unlimited = [i for i, p in enumerate(params) if p.top_k <= 0 or p.top_k >= vocab]
     if width < vocab and unlimited:
         last = keep[:, -1].tolist()
-        if cut := [i for i in unlimited if last[i]]:  # their choice may go on beyond what was ranked
+        if cut := [i for i in unlimited if last[i]]:  # their choice may extend beyond the ranked tokens
             ordered, ids, _ = _kept(probs[cut], [params[i] for i in cut], vocab)
             winners = _race(ordered, negative_exponentials(keys[cut], vocab, ids))
             tokens[torch.tensor(cut, device=device)] = ids.gather(1, winners[:, None]).squeeze(1)

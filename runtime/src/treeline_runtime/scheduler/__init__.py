@@ -1,4 +1,4 @@
-"""The scheduler owns requests, pages and rows, and decides what is computed next."""
+"""The scheduler owns requests, pages and rows, and chooses the batch of each step."""
 
 import torch
 
@@ -13,8 +13,8 @@ __all__ = ["Scheduler", "Transport", "start"]
 
 
 def start(config: SchedulerConfig, transport: Transport, processors: Processors = NO_PROCESSORS) -> Scheduler:
-    """A warm scheduler with the model that `config` names. Raises ModelError or ConfigError. processors: besides those
-    of `config`."""
+    """Returns a warm scheduler with the model that `config` names. Raises ModelError or ConfigError. processors: in
+    addition to `config`'s."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     processors = processors.with_named(config.logit_processor)

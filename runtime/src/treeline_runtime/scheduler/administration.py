@@ -1,7 +1,7 @@
 """Operations on the idle engine: sleep, new weights; and traces of its steps.
 
-`Residence` owns what is on the device: the model and what computes with it. Asleep, the device has no weights, KV
-memory or graphs. Everything that holds addresses (attention backends, CUDA graphs) is made again afterwards.
+`Residence` owns all that is on the device: the model and its executor. Asleep, the device has no weights, KV memory or
+graphs. Objects that hold addresses (attention backends, CUDA graphs) are made again afterwards.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class CacheManager:
     # ---- admission ----------------------------------------------------------------------------------------
 
     def match(self, req: Req) -> Match:
-        """What the cache could supply to a waiting request. Changes nothing."""
+        """Finds the cached prefix of a waiting request. Changes nothing."""
         return self.tree.match(req.key, req.namespace, req.cacheable_len)
 
     def waits(self, match: Match) -> bool:
@@ -67,7 +67,7 @@ class CacheManager:
             req.handle = self.tree.begin_filling(req.handle, req.key, req.namespace)
 
     def end_filling(self, req: Req) -> None:
-        """Nothing in flight will be kept. Idempotent."""
+        """Removes the mark that this request is filling its prompt. Idempotent."""
         req.handle = self.tree.end_filling(req.handle)
 
     # ---- while running ------------------------------------------------------------------------------------
@@ -137,9 +137,8 @@ class CacheManager:
     # ---- the end ------------------------------------------------------------------------------------------
 
     def release(self, req: Req, *, insert: bool) -> Pages:
-        """Takes everything from `req`; with `insert`, what it computed stays cached. Nothing may be in flight.
-
-        Returns the freed pages.
+        """Takes row, pages and lock from `req`, which may not be in flight. With `insert`, its computed pages stay
+        cached. Returns the freed pages.
         """
         assert req.in_flight == 0, f"release while in flight: {req}"
         assert req.row >= 0, f"released twice: {req}"

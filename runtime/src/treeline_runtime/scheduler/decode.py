@@ -31,7 +31,7 @@ class NewTokenRatio:
         self.value = max(self.value - self._decay, self.minimum)
 
     def on_retract(self, running: Iterable[Req]) -> None:
-        """`running`: those that stay."""
+        """`running`: the requests that stay."""
         decoded = allowed = count = 0
         for req in running:
             decoded += req.output_len
@@ -63,8 +63,8 @@ def cost_pages(req: Req, matched_tokens: int, page_size: int) -> int:
 
 
 class DecodeManager:
-    """Owns requests whose prompts are computed or launched: a dict, so that their order is that of admission. Those
-    that produce no tokens stay until their result is taken."""
+    """Owns requests whose prompts are computed or launched, in the order of admission. Requests without output tokens
+    stay until their result is taken."""
 
     def __init__(self, cache: CacheManager, step_tokens: int) -> None:
         """step_tokens: the most tokens computed at once, besides one for each."""
@@ -73,7 +73,7 @@ class DecodeManager:
         self.running: dict[str, Req] = {}
 
     def runnable(self) -> list[Req]:
-        """Those whose last token is not launched yet."""
+        """The running requests whose last token is not launched yet."""
         return [req for req in self.running.values() if req.launched_tokens < req.max_new_tokens]
 
     def missing_pages(self, reqs: list[Req]) -> int:
@@ -89,7 +89,8 @@ class DecodeManager:
         return Batch(Phase.DECODE, reqs, [req.device_len for req in reqs], ends, samples)
 
     def _ends(self, reqs: list[Req]) -> list[int]:
-        """How far each goes: one token, or as far as tokens are known and the step has room."""
+        """The end position of each request: one token on, or several if forced tokens are known and the step has
+        room."""
         ends, room = [], max(self._step_tokens - len(reqs), 0)
         for req in reqs:
             more = min(max(len(req.tokens) - req.device_len - 1, 0), room)

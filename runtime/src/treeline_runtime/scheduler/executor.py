@@ -47,7 +47,7 @@ class Sampled:
     tokens: list[int] = field(default_factory=list)
     """New tokens after the known ones."""
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    """Of these tokens, with `top_logprobs`, if requested."""
+    """Log probabilities of these tokens, with `top_logprobs`, if requested."""
     top_logprobs: list[list[TokenLogprob]] = field(default_factory=list)
     input_logprobs: list[TokenLogprob] = field(default_factory=list)
     input_top_logprobs: list[list[TokenLogprob]] = field(default_factory=list)
@@ -69,13 +69,13 @@ NOTHING_SOUND = "logit processor {!r} left NaN, infinity, or no token that may b
 
 
 class Choices(NamedTuple):
-    """How a step's delayed rows are chosen, by their number among sampled rows; others are skipped."""
+    """The data for choosing the tokens of a step's delayed rows, numbered among sampled rows; others are skipped."""
 
     masked: list[int]
     masks: torch.Tensor | None
     """(masked, words) int32 on the host, from `fill_masks`: the allowed tokens."""
     failed: dict[int, str]
-    """Why there is nothing to choose."""
+    """Row → why it has no token to choose."""
     processors: Mapping[int, tuple[str, Callable[[torch.Tensor], torch.Tensor | str]]]
     """Names, and functions that change a copy of the row's logits or say why they failed. They are code of this
     process, so only one executor computes such plans."""
@@ -83,7 +83,7 @@ class Choices(NamedTuple):
 
 @dataclass(slots=True)
 class Step:
-    """What a launch left on the device for sampling. The next launch may overwrite it."""
+    """The results of a launch on the device, for sampling. The next launch may overwrite them."""
 
     plan: StepPlan
     cells: list[tuple[int, int]]
@@ -102,7 +102,7 @@ class Step:
 
 
 class Pooled:
-    """What a prefill step adds to requested vectors, copied from the device.
+    """A prefill step's contributions to requested vectors, copied from the device.
 
     Nothing waits for it until it is asked for, and no state stays on the device: parts of a prompt are added on the
     host, so a failed step can be repeated, and a retracted request starts over."""
@@ -129,19 +129,19 @@ class Launched:
         self.plan = plan
         self._copies: Readback | None = None
         self.delayed: Step | None = None
-        """Of a step with rows that are delayed, until they are sampled: the result is not on its way before."""
+        """The step, until its delayed rows are sampled; only then the result is copied. None: no delayed rows."""
         self.unsampled: dict[int, str] = {}
-        """Number among those who sample → why a delayed one could not."""
+        """Number among sampled rows → why a delayed row could not be sampled."""
         self.processors: dict[int, str] = {}
-        """Number among those who sample → the name of its logit processor."""
+        """Number among sampled rows → the name of the row's logit processor."""
         self.error: Exception | None = None
-        """What kept the result from being sent on its way; `result` raises it."""
+        """The error that kept the result from being copied; `result` raises it."""
         self.input_logprobs: list[tuple[int, Logprobs]] = []
         """Sequence → logprobs of some of its prompt tokens, in order."""
         self.logprobs: Logprobs | None = None
-        """Of the tokens that those of `StepPlan.logprobs` sampled."""
+        """Log probabilities of the sampled tokens, for the rows in `StepPlan.logprobs`."""
         self.pooled: Pooled | None = None
-        """Of a model that makes vectors."""
+        """The contributions to vectors, for models that make vectors."""
         self.hidden_states: list[tuple[int, Readback]] = []
         """Sequence → hidden states of its tokens."""
 
@@ -371,7 +371,7 @@ class Executor:
             self._read_back(launched, step)
 
     def _process(self, step: Step, choices: Choices) -> dict[int, str]:
-        """Runs each logit processor on a copy of its row. Returns those that failed and why."""
+        """Runs each logit processor on a copy of its row. Returns the rows that failed and why."""
         failed = dict[int, str]()
         for j, (_, change) in choices.processors.items():
             logits = change(step.logits[j])
@@ -442,6 +442,6 @@ class Executor:
 
 
 def _hidden_states(plan: StepPlan, hidden: torch.Tensor) -> list[tuple[int, Readback]]:
-    """hidden (tokens of the step, hidden) → those of requesting sequences, being copied to the host."""
+    """hidden (tokens of the step, hidden) → the parts of requesting sequences, being copied to the host."""
     bounds = [0, *accumulate(plan.q_lens)]
     return [(i, Readback(hidden[bounds[i] : bounds[i + 1]].float())) for i in plan.hidden]

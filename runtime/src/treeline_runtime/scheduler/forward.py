@@ -70,8 +70,8 @@ class DecodeInputs:
 
     @classmethod
     def spread(cls, plan: StepPlan, scratch_row: int) -> DecodeInputs:
-        """For a step in which some sequences have several tokens: only the last ones of sampled sequences are followed
-        by a token that is kept."""
+        """Makes the inputs of a step in which some sequences have several tokens: a row per token. Only after a sampled
+        sequence's last token a token is kept."""
         those, lasts = cls.of(plan), plan.lasts
         rows = np.repeat(plan.rows, plan.q_lens).tolist()
         positions = [at for start, end in zip(plan.starts, plan.ends, strict=True) for at in range(start, end)]
@@ -103,8 +103,8 @@ class DeviceTables:
     """`token_pool[row, position]` relays tokens between steps: a launch reads its input there and writes what it
     samples, so the next launch need not wait for it. `page_table[row, i]` is the page of tokens i x page_size …
 
-    Plans bring everything else. The row after the last belongs to no request: padding uses it, and its pages are all
-    `scratch_page`.
+    All other inputs come with the plan. The row after the last belongs to no request: padding uses it, and its pages
+    are all `scratch_page`.
     """
 
     def __init__(

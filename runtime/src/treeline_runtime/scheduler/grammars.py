@@ -2,9 +2,9 @@
 sampling.
 
 After a jump several tokens are not computed yet; the next step computes them all. If a launched batch holds the
-request, two of its results no longer count: what it samples, since that token is known now, and what it computes of
-replaced tokens. The next step recomputes these in the same pages, after the launched batch. Pages in the tree and the
-prompt are never touched.
+request, two of its results no longer count: the sampled token, since that token is known now, and the keys and values
+of replaced tokens. The next step recomputes these in the same pages, after the launched batch. Pages in the tree and
+the prompt are never touched.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Grammars:
         used: whether outputs are text. Raises ConfigError."""
         self._warms = used and model.vocab_size > _SMALL_VOCABULARY
         self.jump_forward: JumpForward | None = None
-        """There once the first grammar is compiled; None where nothing jumps."""
+        """Set once the first grammar is compiled; None if outputs do not jump."""
 
         def bundle() -> TokenizerBundle:
             return TokenizerBundle.from_dir(Path(config.model))
@@ -62,12 +62,12 @@ class Grammars:
         self._compiler = GrammarCompiler(vocabulary, on_done=wake, prepare=prepare)
         self.waiting: dict[str, tuple[Req, Future[Compiled]]] = {}
         self._wanted: Counter[Future[Compiled]] = Counter()
-        """How many wait for each."""
+        """Number of requests that wait for each grammar."""
         self._clients: Counter[str | None] = Counter()
-        """How many wait of each."""
+        """Number of waiting requests of each client."""
 
     def warm(self) -> None:
-        """Prepares in the background what the first grammar needs, if that takes long."""
+        """Prepares the data that the first grammar needs, in the background, if that takes long."""
         if self._warms:
             self._compiler.warm()
 
@@ -83,13 +83,13 @@ class Grammars:
         return True
 
     def ahead(self, req: Req) -> int:
-        """How many wait here before this one, if it would have to wait too: not those of other clients."""
+        """Counts the same client's requests that wait here, if this one has to wait here too; else 0."""
         if req.sampling.grammar is None or req.constraint is not None:
             return 0
         return self._clients[req.client]
 
     def leave(self, req: Req) -> None:
-        """It no longer waits. A grammar that nobody waits for is not compiled, unless that has begun."""
+        """Removes a request. If no other waits for its grammar, it is not compiled, unless that has begun."""
         if req.rid not in self.waiting:
             return
         future = self._take(req)

@@ -40,7 +40,8 @@ class RowSampling(msgspec.Struct, array_like=True, frozen=True):
 
 
 class InputLogprobs(msgspec.Struct, array_like=True, frozen=True):
-    """Of the tokens after a sequence's positions from `low` to `high`, with the `top` most likely at each."""
+    """Asks for the log probabilities of the tokens after a sequence's positions from `low` to `high`, with the `top`
+    most likely at each."""
 
     sequence: int
     low: int
@@ -79,14 +80,14 @@ class StepPlan(msgspec.Struct, omit_defaults=True, frozen=True):
     rows_sampling: dict[int, RowSampling] = {}
     """Number among sampled ones → further sampling parameters."""
     delayed: list[int] = []
-    """Those of them that `Executor.sample_delayed` samples."""
+    """Numbers of the sampled ones that `Executor.sample_delayed` samples."""
     logprobs: dict[int, int] = {}
     """Number among sampled ones → how many of the most likely tokens to report besides its own."""
     input_logprobs: list[InputLogprobs] = []
     hidden: list[int] = []
     """Sequences whose hidden states are returned."""
     whole: list[bool] = []
-    """For vector models, by sequence: whether the step has its last token."""
+    """For vector models, by sequence: whether the step computes its last token."""
 
     @property
     def q_lens(self) -> list[int]:

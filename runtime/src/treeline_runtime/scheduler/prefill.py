@@ -57,13 +57,14 @@ class PrefillManager:
         self.waiting: OrderedDict[str, Req] = OrderedDict()
         self.chunked: Req | None = None
         self._uncached_waiting = 0
-        """The sum over `waiting`: a report that added them up would take as long as the queue is, in every step."""
+        """The sum over `waiting`, kept because adding them up in every step would take time in proportion to the
+        queue."""
         self._bounded = config.max_queued_requests is not None
         self._replaceable: dict[str | None, Ranked] = {}
-        """By client, those that came and have not begun, the least urgent first, of these the last; where the queue may
-        be full."""
+        """Requests that have never begun, by client: the least urgent first, of these the latest. Kept if the queue's
+        length is limited."""
         self._estimated_version = -1
-        """Of the tree, when the first of the queue were last estimated; -1 once others wait than then."""
+        """The tree's version at the last estimates of the queue's first requests; -1 if the queue has changed since."""
 
     # ---- the queue ----------------------------------------------------------------------------------------
 
@@ -90,7 +91,7 @@ class PrefillManager:
         self._estimated_version = -1
 
     def leave(self, req: Req) -> None:
-        """Removes it, also from the rest of its prompt, if it is here."""
+        """Removes a request if it waits or its prompt is half done."""
         if self.chunked is req:
             self.chunked = None
         if self.waiting.pop(req.rid, None) is not None:
@@ -198,7 +199,7 @@ class PrefillManager:
         return cost_pages(req, matched, self._page_size) <= available - reserved
 
     def _is_kept_out_by_others(self, req: Req, running: Iterable[Req], ratio: float) -> bool:
-        """It has waited for the starvation bound, and would fit beside its own client's running requests."""
+        """Whether a request has waited for the starvation bound, and would fit beside its own client's running ones."""
         if self._clock() - req.waiting_since + req.waited_s < self._starvation_bound:
             return False
         own = [other for other in running if other.client == req.client]
@@ -213,9 +214,9 @@ class PrefillManager:
             req.cached_tokens = req.tree_len
 
     def replaced_by(self, req: Req, running: Iterable[Req], ahead: int) -> Req | None:
-        """Who leaves a full queue for `req`: the last unstarted request of the client with the most waiting, then
-        running. Within its own client a more urgent request may replace the least urgent one. None: `req` is refused.
-        ahead: how many of its client wait elsewhere."""
+        """Returns the request that leaves a full queue for `req`: the last unstarted one of the client with the most
+        waiting, then running. Within its own client a more urgent request may replace the least urgent one. None:
+        `req` is refused. ahead: its client's requests that wait elsewhere."""
         held = Counter(other.client for other in running)
 
         def load(client: str | None) -> tuple[int, int]:

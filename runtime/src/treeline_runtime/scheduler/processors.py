@@ -1,4 +1,4 @@
-"""Logit processors given at start, those of requests, and the choices of delayed rows."""
+"""The server's logit processors, the ones that requests use, and the choices of delayed rows."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def choices_of(
         for j, req in live
         if req.processor is not None
     }
-    # where a request has jumped, what it samples here is not used
+    # a request that has jumped since does not use its sampled token
     bound = [(j, req.constraint) for j, req in live if req.constraint is not None and req.overtaken < 0]
     if not bound:
         return Choices([], None, {}, processors)

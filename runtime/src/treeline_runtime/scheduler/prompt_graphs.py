@@ -147,7 +147,7 @@ class _Captured:
     calls: list[_Attend]
     """One fewer than graphs."""
     outputs: tuple[torch.Tensor, torch.Tensor]
-    """Of `Forward.hidden`."""
+    """The outputs of `Forward.hidden`."""
 
 
 class PromptGraphs:

@@ -125,11 +125,11 @@ class Reporter:
         self._replies.append(reply)
 
     def ask(self, question: StateReq) -> None:
-        """Answered by the next `flush`."""
+        """Queues a question that the next `flush` answers."""
         self._questions.append(question)
 
     def flush(self, load: LoadUpdate) -> None:
-        """Ends a step. `load` is published if it changed."""
+        """Sends a step's messages, and `load` if it changed."""
         if self._outs:
             self._transport.send([BatchTokenOut(self._outs)])
             self._outs = []
@@ -144,7 +144,7 @@ class Reporter:
             self._replies, self._questions = [], []
 
     def catch_up(self) -> None:
-        """When idle: sends what the publisher missed."""
+        """Sends the publisher the updates that it missed. For idle times."""
         self._publisher.catch_up()
 
     def _answer(self, question: StateReq, load: LoadUpdate) -> Reply:
@@ -166,7 +166,7 @@ class Reporter:
 
 
 def token_out(req: Req, result: Sampled | None) -> TokenOut:
-    """What a step did to `req`: new tokens, and its end with its vector, if any."""
+    """Makes the message about a step of `req`: its new tokens, and its end with its vector, if any."""
     first = req.return_logprob and not req.input_logprobs_sent
     untold, withdrawn = req.tokens[req.prompt_len + req.told :], req.withdrawn
     queued_s = 0.0 if req.told else req.waited_s

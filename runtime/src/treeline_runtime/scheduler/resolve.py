@@ -155,8 +155,8 @@ def _available_memory() -> int:
 
 
 def _available_in_group(group: Path) -> int:
-    """What a control group's limit leaves; file pages do not count as used, since they can be dropped (weights are
-    some)."""
+    """Bytes that a control group may still allocate. File pages, such as those of weights, do not count as used, since
+    they can be dropped."""
     limit, used, stat = (group / f"memory.{name}" for name in ("max", "current", "stat"))
     if not (limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max"):
         return sys.maxsize
@@ -182,7 +182,7 @@ class Resolved:
     max_graph_batch: int
     max_graph_tokens: int
     reserved_bytes: int
-    """On a CUDA device, besides weights and KV pool."""
+    """Bytes reserved on a CUDA device, besides weights and KV pool."""
 
     @property
     def max_total_tokens(self) -> int:

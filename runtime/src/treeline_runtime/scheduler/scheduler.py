@@ -5,11 +5,11 @@ chosen: one on CUDA, none on a CPU. What makes depth 1 safe:
 
 - a request counts the launched batches that hold it (`in_flight`); whatever ends it queues its final message at once,
   but pages, row and lock are released only when that count is zero;
-- a batch that still holds a finished request computes for it in vain, and its result is dropped;
+- a batch that still holds a finished request computes for it too, and the result is dropped;
 - rows with a constraint or a logit processor are launched with the rest, and sampled once all earlier results are
   processed (`_sample_delayed`), before the next launch;
-- where a step gives a request several tokens or none, or a grammar forces text (`jumps`), the batch launched meanwhile
-  is marked as overtaken there, and computes and samples in vain;
+- if a step gives a request several tokens or none, or a grammar forces text (`jumps`), results of the batch launched
+  meanwhile are discarded from there on (`Req.overtaken`);
 - memory is taken back from running requests (retraction) only when nothing is in flight.
 
 A `Transport` carries messages; a `Reporter` collects a step's output and sends it at the end.
@@ -88,7 +88,7 @@ class Scheduler:
         self._jumps = Jumps(lambda: self.grammars.jump_forward, self.table, self.stats, least_gain)
         self._arrivals = Arrivals(config, limits.longest_request, model.config, pooling, processors)
         self._pending: deque[tuple[Batch, Launched, float]] = deque()
-        self._leaving: dict[Req, bool] = {}  # finished, but in flight → whether what it computed is trusted
+        self._leaving: dict[Req, bool] = {}  # finished, but in flight → whether its pages may be cached
         self._processed_at = 0.0
         self._prefills_in_a_row = 0
         self._transport = transport
@@ -208,7 +208,7 @@ class Scheduler:
 
     def _compute(self, batch: Batch) -> Launched:
         launched = self.executor.launch(plan_of(batch, *self.table.news(), pools=self._pooler is not None))
-        self.table.told()  # and not before: what a failed launch was given is given again
+        self.table.told()  # only now: a failed launch gets the same writes again
         return launched
 
     def _sample_delayed(self) -> None:
@@ -256,7 +256,7 @@ class Scheduler:
                     self._fail(req, f"internal error: {error!r}")
 
     def _advance(self, req: Req, end: int, phase: Phase, result: Sampled, *, samples: bool) -> None:
-        """A request is computed up to `end`, and gets its tokens, or a jump."""
+        """Applies a step's result: the request is computed up to `end`, and gets tokens or a jump."""
         if req.overtaken >= 0:
             req.kv_len, req.overtaken = min(end, req.overtaken), -1
             return
@@ -280,7 +280,7 @@ class Scheduler:
             return
         finish = req.take_tokens(result.tokens)
         if len(req.tokens) != end + 1:
-            # what was not accepted is computed again; what was accepted besides is computed as a jump is
+            # tokens that were not accepted are computed again; accepted ones beyond `end` are computed like a jump
             req.roll_back(min(end, len(req.tokens) - 1))
             self.table.write_tokens(req.row, req.kv_len, req.tokens[req.kv_len :])
         if (finish := finish or self._jumps.after(req)) is not None:
@@ -380,9 +380,9 @@ class Scheduler:
         return req if isinstance(req, FinishReason) else self._find_place(req) or req
 
     def _find_place(self, req: Req) -> FinishReason | None:
-        """503 if the queue is full and no request gives way."""
+        """Returns a 503 if the queue is full and no request gives way."""
         most, ahead = self.config.max_queued_requests, self.grammars.ahead(req)
-        # those that find a free row in this step do not really wait
+        # requests that find a free row in this step do not really wait
         if most is None or len(self.prefill.waiting) + ahead < most + self.table.num_free:
             return None
         full = FinishReason("error", message=f"the queue is full: {most} requests wait", status=503)

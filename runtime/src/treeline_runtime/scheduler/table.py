@@ -39,7 +39,7 @@ class TableManager:
         return row
 
     def write_tokens(self, row: int, start: int, tokens: list[int]) -> None:
-        """From position `start` on; launched batches write before it."""
+        """Writes tokens from position `start` on; launched batches write only before it."""
         before, known = self._new_tokens.get(row, (start, []))
         if before < start:
             start, tokens = before, known[: start - before] + tokens
@@ -51,13 +51,13 @@ class TableManager:
         self._free.append(row)
 
     def write_pages(self, row: int, start: int, pages: Pages) -> None:
-        """After the row's pages, or from 0: its first ones, or replacements."""
+        """Writes pages at index `start`: after the row's pages, or at 0 its first ones or replacements."""
         end = start + len(pages)
         self.pages[row, start:end] = pages
         self._new_pages.append((row, start, end))
 
     def news(self) -> tuple[Writes, Writes]:
-        """Returns tokens and pages written since `told`, pages as they are now."""
+        """Returns the writes that no launch has got yet; pages as they are now."""
         tokens, pages = self._new_tokens, self._new_pages
         return (
             Writes(
@@ -75,7 +75,7 @@ class TableManager:
         )  # fmt: skip
 
     def told(self) -> None:
-        """A step with these news was launched."""
+        """Forgets the writes in `news`: a step with them was launched."""
         if self._new_tokens:
             self._new_tokens = {}
         if self._new_pages:

@@ -1,4 +1,5 @@
-"""The order of waiting requests, maintained as they come and leave, so that a step pays only for those it looks at.
+"""The order of waiting requests, maintained as they come and leave, so that a step pays only for the requests that it
+looks at.
 
 Clients take turns. A policy orders each client's requests; those that waited longer than a bound come first. Also time
 limits of waiting and running.
@@ -56,18 +57,18 @@ class Ranked:
             del self._reqs[number]
 
     def first(self) -> tuple[Rank, Req] | None:
-        """O(log n) for each that has left since."""
+        """The first request and its rank. O(log n) for each request that has left since the last call."""
         heap = self._heap
         while heap and heap[0][1] not in self._reqs:
             heappop(heap)
         return (heap[0][0], self._reqs[heap[0][1]]) if heap else None
 
     def __iter__(self) -> Iterator[Req]:
-        """In order. The first k take O(k log k), not counting those that left. During iteration requests may leave,
-        none may be added."""
+        """Yields requests in order. The first k take O(k log k), not counting requests that left. During iteration
+        requests may leave, but none may be added."""
         self.first()
         heap = self._heap
-        frontier = [(heap[0], 0)] if heap else []  # the first of those that were not given is among these
+        frontier = [(heap[0], 0)] if heap else []  # the next in order is among these
         while frontier:
             (_, number), at = heappop(frontier)
             for below in range(2 * at + 1, min(2 * at + 3, len(heap))):
@@ -84,7 +85,7 @@ class WaitingOrder:
         """by_priority: the highest first. cached: a request's cached pages, the most first; None: irrelevant."""
         self._new = lambda: _ClientOrder(starvation_bound, by_priority, cached)
         self._clients: dict[str | None, _ClientOrder] = {}
-        """Those who wait, in the order of their turns."""
+        """Clients with waiting requests, in the order of their turns."""
 
     def put(self, req: Req, *, front: bool = False) -> None:
         """Adds it behind or before its client's others, where the policy is indifferent."""
@@ -93,15 +94,15 @@ class WaitingOrder:
         self._clients[req.client].put(req, front=front)
 
     def leave(self, req: Req) -> None:
-        """It no longer waits. Its client's next request comes after those of others."""
+        """Removes a request. Its client's next one comes after those of other clients."""
         order = self._clients.pop(req.client)
         order.leave(req)
         if len(order):
             self._clients[req.client] = order
 
     def in_order(self, now: float, may_come: Callable[[str | None], bool] = lambda _: True) -> Iterator[Req]:
-        """While iterating, yielded requests may leave, none may be added. `may_come` is asked before each turn of a
-        client; after a no it gets none."""
+        """Yields requests, clients in turns. Meanwhile yielded requests may leave, but none may be added. A client is
+        passed over once `may_come` has refused it."""
         turns = deque((client, order.in_order(now)) for client, order in self._clients.items())
         while turns:
             client, order = turns.popleft()
@@ -111,7 +112,8 @@ class WaitingOrder:
 
 
 class _ClientOrder:
-    """Those that waited for the bound, oldest first; then by policy, retracted ones first."""
+    """A client's requests in order: those that have waited for the bound, oldest first; then the others by policy,
+    retracted ones first."""
 
     def __init__(self, bound: float, by_priority: bool, cached: Callable[[Req], int] | None) -> None:
         self._bound = bound
@@ -120,7 +122,7 @@ class _ClientOrder:
         self._others = Ranked()
         self._overdue = Ranked()
         self._since = Ranked()
-        """The others, by when they would have begun to wait if they had waited once."""
+        """`_others` by the time at which they would have begun to wait, had they waited only once."""
         self._count = 0
 
     def __len__(self) -> int:
@@ -149,18 +151,18 @@ class _ClientOrder:
 
 
 class TimeLimits:
-    """Two limits in seconds, None for none. All requests share them, so the oldest exceeds them first, and nothing
-    behind one within them is checked."""
+    """Two limits in seconds; None means no limit. They are the same for all requests, so the oldest exceeds them first,
+    and a check stops at the first request within them."""
 
     def __init__(self, waiting_s: float | None, total_s: float | None) -> None:
         self._waiting_s = waiting_s
         self._total_s = total_s
         self._came: OrderedDict[Req, float] = OrderedDict()
         self._waiting: OrderedDict[Req, float] = OrderedDict()
-        """Those that have not begun, and some that have: it is looked at when they would have waited too long."""
+        """Requests that have not begun, and some that have, which are removed when they would have waited too long."""
 
     def begin(self, req: Req, now: float) -> None:
-        """It has arrived, and waits for its grammar or its turn."""
+        """Starts both clocks of a request that has arrived."""
         if self._total_s is not None:
             self._came[req] = now
         if self._waiting_s is not None:
@@ -172,7 +174,7 @@ class TimeLimits:
         self._waiting.pop(req, None)
 
     def exceeded(self, now: float) -> list[tuple[Req, FinishReason]]:
-        """Those that exceeded a limit, each once."""
+        """Returns the requests that exceeded a limit, each once."""
         found = dict(self._took_too_long(now))
         for req, finish in self._waited_too_long(now):
             found.setdefault(req, finish)

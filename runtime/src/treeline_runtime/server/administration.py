@@ -42,7 +42,7 @@ from treeline_runtime.tokenizer_manager import NoReply
 NO_WEIGHTS = 2
 """A level of sleep."""
 POLL_S = 0.05
-"""Between two checks whether requests still run."""
+"""Seconds between two checks whether requests still run."""
 _NAME_CHARS = 256
 
 
@@ -84,7 +84,7 @@ class Administration:
 
     @property
     def router(self) -> APIRouter:
-        """Nothing that changes the server is a GET, so that a link cannot."""
+        """The routes. All that change the server are POSTs, so that following a link cannot change it."""
         made = APIRouter()
         for paths, endpoint in (
             (("/flush_cache", "/reset_prefix_cache"), self.flush_cache),

@@ -41,7 +41,7 @@ class Usage(Struct):
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails | Maybe = UNSET
     completion_tokens_details: CompletionTokensDetails | Maybe = UNSET
-    """If the model thinks and the end of its reasoning is a token."""
+    """Only if the model thinks and the end of its reasoning is a token."""
 
 
 class TokenLogprob(Struct):
@@ -336,4 +336,4 @@ class Version(Struct):
 class Status(Struct):
     status: str
     heartbeats: int | Maybe = UNSET
-    """Of `/live`: increases while the server makes progress."""
+    """In answers of `/live`: increases while the server makes progress."""

@@ -129,7 +129,8 @@ class Observed:
             if "asked" not in state or not state["asked"].left or task is None or task.uncancel():
                 raise
         except Exception:
-            # Starlette raises what it has answered with a 500 once more; the server would close the connection for it.
+            # Starlette raises an error again that it has answered with a 500; the server would close the connection for
+            # it.
             if not ended:
                 raise
             logger.exception("%s %s failed", scope["method"], _path_of(scope))

@@ -37,7 +37,7 @@ _NOTHING_SPECIAL: Final = SpecialTokens(())
 
 
 class Choice:
-    """What a choice has said so far. `take` its outputs in order."""
+    """One choice of an answer, parsed so far. `take` its outputs in order."""
 
     def __init__(
         self, parser: OutputParser | None, shown: Shown, special: SpecialTokens, end_of_thinking: int | None = None
@@ -49,7 +49,7 @@ class Choice:
         self._said = Unmarked(special)
         self._thought = Unmarked(special)
         self._held = list[str]()
-        """Of the reasoning, where it is to be sent in one piece."""
+        """Reasoning so far, if it is to be sent in one piece."""
         self._end_of_thinking = end_of_thinking
         self._thinking_tokens = 0
         self._thinks = False
@@ -119,7 +119,7 @@ class Choice:
 
     @property
     def reasoning_tokens(self) -> int | None:
-        """How many tokens so far were reasoning, markers included; None = unknown."""
+        """The number of reasoning tokens so far, markers included; None if unknown."""
         if self._end_of_thinking is None:
             return None
         return self._thinking_tokens if self._thinks else 0

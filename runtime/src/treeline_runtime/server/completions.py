@@ -54,7 +54,7 @@ class _Choice:
         )
 
     async def take(self, out: TextOut, pacer: Pacer) -> list[bytes]:
-        """What an output adds, as pieces of JSON; [] if nothing. An echoed prompt comes first."""
+        """Returns the chunks that an output adds, as pieces of JSON; [] if none. An echoed prompt comes first."""
         task = self._task
         text, self._echo = self._echo + out.text, ""
         logprobs = await self._logprobs.take(out, pacer)

@@ -113,7 +113,7 @@ class _Reading(Guarded):
 
 
 Controlling = Annotated[ApiRequest, Depends(_Reading(MAX_CONTROL_BYTES))]
-"""Of endpoints without a prompt."""
+"""The request of endpoints without a prompt."""
 Checking = Annotated[ApiRequest, Depends(_Reading(MAX_CONTROL_BYTES, generates=True))]
 
 

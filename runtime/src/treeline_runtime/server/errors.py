@@ -20,7 +20,7 @@ ELSEWHERE: tuple[Header, ...] = (*RETRY, (wire_headers.ELSEWHERE.encode(), b"tru
 OVERLOADED: tuple[Header, ...] = (*RETRY, (wire_headers.OVERLOADED.encode(), b"true"))
 _SHORT = 100
 NO_THREADS: Final = "thread_unsupported_request"
-"""With this code Anthropic's client repeats the request without `thread`, with its whole conversation."""
+"""The code that makes Anthropic's client repeat a request without `thread`, with its whole conversation."""
 
 
 class ApiError(Exception):

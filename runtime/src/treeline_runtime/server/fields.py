@@ -124,7 +124,7 @@ class Body(msgspec.Struct, frozen=True):
         """Raises ApiError 400, also for fields that are neither supported nor harmless. `where`: prefix of their
         names."""
         check_unknown(raw, cls.__struct_fields__, harmless=cls.harmless, where=where)
-        given = {name: value for name, value in raw.items() if value is not None}  # null is "not said"
+        given = {name: value for name, value in raw.items() if value is not None}  # null means "not given"
         return convert(given, cls, where)
 
 
@@ -142,7 +142,7 @@ def json_object(body: bytes | bytearray) -> dict[str, Any]:
 
 
 def why_not_json(text: bytes | bytearray, error: Exception) -> str:
-    """What is wrong, in words where `error` has none for common mistakes."""
+    """Says why a text is not JSON, with words of our own for two common mistakes that `error` does not name."""
     if _SURROGATE.search(_PAIR.sub(b"", text)):
         return "it contains half of a surrogate pair (as \\ud800), which is not text"
     if _NOT_A_NUMBER.search(text):
@@ -340,4 +340,4 @@ REASONS: Final[Mapping[str, str]] = {
     "watermarking": _WATERMARK,
     "web_search_options": "built-in tools are not served here",
 }
-"""By name, whatever the path."""
+"""Reasons by name, for any path."""

@@ -60,7 +60,7 @@ NO_FORMATS: Final = Formats()
 
 
 class Parsing(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How to parse an output; see `parsers.new`."""
+    """The formats for parsing an output; see `parsers.new`."""
 
     reasoning: str | None = None
     tools: str | None = None

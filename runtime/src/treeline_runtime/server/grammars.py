@@ -55,7 +55,7 @@ StructuredOutputs = Annotated[Any, _meta("vLLM's format.", "object")]
 
 
 class Constraint(NamedTuple):
-    """What an output must be, and the field that says so."""
+    """The grammar of an output, and the field that it comes from."""
 
     param: str
     grammar: Grammar
@@ -95,7 +95,7 @@ def note_words(schema: Any, param: str, *, strict: bool = False) -> None:
 
 
 def as_format(grammar: Grammar) -> dict[str, Any]:
-    """As a format of xgrammar's structural tags, to combine with others."""
+    """Converts a grammar into a format of xgrammar's structural tags, to be combined with others."""
     match grammar.kind:
         case "json":
             return {"type": "json_schema", "json_schema": _decode(grammar.source)}
@@ -282,9 +282,9 @@ _FIELDS: Final[Mapping[str, Callable[[Any, str], Constraint | None]]] = {
     "structured_outputs": _structured_outputs,
 }
 FIELDS: Final = frozenset(_FIELDS)
-"""Of chats and completions."""
+"""Constraint fields of chats and completions."""
 SAMPLING_FIELDS: Final = frozenset({"json_schema", "regex", "ebnf", "structural_tag", "choice"})
-"""Of the `sampling_params` of `/generate`."""
+"""Constraint fields in the `sampling_params` of `/generate`."""
 
 
 def _text(value: Any, param: str) -> str:

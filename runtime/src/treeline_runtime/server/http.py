@@ -81,17 +81,17 @@ class ApiRequest(Request):
         self.parts: list[bytes] = []
         """The body, in pieces as it came: a large one is never put together here."""
         self.size = 0
-        """Of the body in bytes."""
+        """Bytes of the body."""
         self.reservation: Reservation | None = None
-        """The body's share of the server's budget; who takes the body takes this too."""
+        """The body's share of the server's budget; code that takes over the body takes over this too."""
         self.inflight: InflightRequest | None = None
-        """Its generations, once they have been started."""
+        """The request's generations, once they have been started."""
         self.left = False
-        """Its client has gone."""
+        """The client has disconnected."""
         self.streaming = False
-        """The first event of a stream is there."""
+        """The first event of a stream has been made."""
         self.span: RequestSpan | None = None
-        """What is recorded of it; None: nothing."""
+        """The trace span that records it; None: it is not traced."""
         self.ignored: tuple[str, ...] = ()
         """Fields without effect: a header of the answer names them."""
         self.on_end: Callable[[], object] | None = None
@@ -105,7 +105,7 @@ class ApiRequest(Request):
 
     @property
     def client(self) -> str | None:  # type: ignore[override]
-        """The client, for taking turns; None if the edge has not said.
+        """The client, for taking turns; None if the edge did not name it.
 
         The edge sets this header and that of isolation, and removes callers'. Anyone who reaches this port past the
         edge (which the NetworkPolicy prevents) can name any client: the header separates clients, it does not
@@ -187,7 +187,8 @@ class ApiRequest(Request):
         self._watcher = asyncio.create_task(watching())
 
     def end(self) -> None:
-        """Its answer has been sent, or there is none: ends its generations and frees what it holds.
+        """Called when the answer has been sent, or none will be. Ends the generations and frees the request's
+        resources.
 
         The server may keep the request until its connection's next one.
         """

@@ -1,6 +1,6 @@
-"""What a request asks for: prompts as token ids, and how to answer.
+"""The tasks that bodies become: prompts as token ids, and how to answer.
 
-Sent as msgpack from the process that read a large body to the one that answers.
+The process that read a large body sends its task as msgpack to the one that answers.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ Kind = Literal[
 
 
 class Caller(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What the edge says of the client; see `http.ApiRequest`."""
+    """The client, as the edge reports it; see `http.ApiRequest`."""
 
     tenant: str | None = None
-    """The client whose cache the request uses; None is the common one."""
+    """The client whose cache the request uses; None means the shared cache."""
     shares_cache: bool = False
     """Cached counts are not reported."""
 
@@ -57,7 +57,7 @@ class Generations(_Read, frozen=True, kw_only=True):
     """Generations of a request, of any API: every prompt is answered `n` times."""
 
     rid: str
-    """Its name, for `/abort_request`."""
+    """The request's name, for `/abort_request`."""
     prompts: list[GenerateReq]
     """The request for each, without `rid` and `client`."""
     n: int = 1
@@ -77,13 +77,13 @@ class Generations(_Read, frozen=True, kw_only=True):
 
     @property
     def names(self) -> list[str]:
-        """Of the generations."""
+        """The ids of the generations."""
         if self.generations == 1:
             return self.rids or [self.rid]
         return self.rids or [f"{self.rid}:{index}" for index in range(self.generations)]
 
     def check_copies(self) -> None:
-        """Raises ApiError 400 if what its generations carry besides prompts is too much: every process copies it for
+        """Raises ApiError 400 if its generations carry too many bytes besides prompts: every process copies them for
         each."""
         size = 0
         for prompt in self.prompts:
@@ -91,8 +91,8 @@ class Generations(_Read, frozen=True, kw_only=True):
             if size > MAX_COPIED_BYTES:
                 raise ApiError(
                     400,
-                    f"What is said of the output (grammar, stop strings, biases) is too large for {self.generations} "
-                    f"generations at once: together they may carry {MAX_COPIED_BYTES} bytes of it",
+                    f"The output's settings (grammar, stop strings, biases) are too large for {self.generations} "
+                    f"generations at once: together they may have {MAX_COPIED_BYTES} bytes of settings",
                     param=prompt.sampling.grammar_param,
                 )
 
@@ -125,13 +125,13 @@ def _for_choice(sampling: SamplingParams, choice: int) -> SamplingParams:
 
 
 class Shown(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Which parts of a chat's output are sent, and in what form."""
+    """The parts of a chat's output that are sent, and their form."""
 
     reasoning: bool = True
     reasoning_at_once: bool = False
-    """In one piece, at its end."""
+    """Send the reasoning in one piece, at its end."""
     several_calls: bool = True
-    """Otherwise only the first."""
+    """Otherwise only the first call is sent."""
     special_tokens: bool = False
     """Keep the output's special tokens."""
 
@@ -141,17 +141,17 @@ ID_CHARS = 8
 
 
 class TextTask(Generations, frozen=True, kw_only=True):
-    """What OpenAI's answers have besides text."""
+    """A task whose answer has OpenAI's form; the fields say what the answer has besides text."""
 
     usage: bool = False
     """A stream ends with a usage chunk."""
     continuous_usage: bool = False
     """Every chunk has the usage so far."""
     logprobs: int | None = None
-    """Of the output: the chosen tokens' and this many most likely ones; None = none."""
+    """Log probabilities of the output: of the chosen tokens and of this many most likely ones; None = none."""
     prompt_logprobs: int | None = None
     token_ids: bool = False
-    """Of prompt and output."""
+    """The answer has the token ids of prompt and output."""
 
     @property
     def ids_bytes(self) -> int:
@@ -163,14 +163,14 @@ class ChatTask(TextTask, tag="chat", frozen=True, kw_only=True):
     """A chat in any of the three APIs."""
 
     parsing: Parsing | None = None
-    """How to find thoughts and calls in the output; None: it is all text."""
+    """How to find thoughts and calls in the output; None: all of it is text."""
     shown: Shown = Shown()
     echo: str = ""
     """The beginning of each choice's content."""
     repeated: bytes = b""
-    """What an answer of `/v1/responses` repeats of the request, as a JSON object."""
+    """The fields that an answer of `/v1/responses` repeats of the request, as a JSON object."""
     fills_context: bool = False
-    """Of `/v1/messages`: the context ends before the requested tokens."""
+    """For `/v1/messages`: the context ends before the requested tokens."""
 
 
 class CompletionTask(TextTask, tag="completion", frozen=True, kw_only=True):
@@ -195,7 +195,7 @@ class PoolingTask(Generations, tag="pooling", frozen=True, kw_only=True):
     top_n: int | None = None
     """Only the most relevant documents; None = all."""
     documents: list[str] | None = None
-    """To be shown in the answer; None = not shown."""
+    """Documents to repeat in the answer; None = do not repeat them."""
 
 
 class Refused(msgspec.Struct, tag="refused", frozen=True):
@@ -204,7 +204,7 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
     status: int
     message: str
     kind: str
-    """Its type in the API."""
+    """The error's type in the API."""
     param: str | None = None
     code: str | None = None
     unknown_model: tuple[str, str] | None = None

@@ -26,9 +26,9 @@ MAX_GENERATIONS = 1024
 MAX_INPUTS = 2048
 """Texts of a vector request: OpenAI's limit."""
 MAX_COPIED_BYTES = 16 << 20
-"""What a request's generations carry besides prompts."""
+"""The most bytes that a request's generations carry besides prompts."""
 GENERATION_BYTES = 4 << 10
-"""What a generation takes in all processes, whatever it carries."""
+"""Bytes that every generation takes in all processes, besides its message."""
 BYTES_PER_TOKEN = 16
 """Bytes counted per prompt token in flight: list entries here and in the scheduler."""
 
@@ -51,7 +51,7 @@ class ByteBudget:
         self._held: Counter[str] = Counter()
 
     def most(self, client: str | None) -> int:
-        """What the client may hold if nobody else holds anything."""
+        """Bytes that a client may hold while no other client holds any."""
         return self.limit if client is None else self.limit // 2
 
     def reserve(self, size: int, client: str | None) -> None:
@@ -112,7 +112,7 @@ class Limits:
     context_length: int
     """Prompt + output."""
     max_request_tokens: int
-    """What the KV pool can hold of one request; at most `context_length`."""
+    """The most tokens of one request that the KV pool can hold; at most `context_length`."""
 
     def max_new_tokens(self, prompt_len: int, asked: int | None, default: int | None, param: str) -> int:
         """Output tokens for a prompt: the requested number, `default`, or the rest of the context (None).

@@ -60,7 +60,7 @@ class GenerateBody(Body, frozen=True):
     rid: openai.Rid | list[openai.Rid] | None = None
     stream: bool | None = None
     priority: Priority | None = None
-    """Of the whole batch."""
+    """The priority of the whole batch."""
     return_logprob: bool | list[bool] | None = None
     logprob_start_len: StartLen | list[StartLen] | None = None
     top_logprobs_num: TopCount | list[TopCount] | None = None
@@ -68,7 +68,7 @@ class GenerateBody(Body, frozen=True):
     return_hidden_states: bool | None = None
     custom_logit_processor: str | list[str | None] | None = None
     custom_params: dict[str, Any] | list[dict[str, Any] | None] | None = None
-    """As in `sampling_params`: SGLang's clients send the first here and the second there."""
+    """May also stand in `sampling_params`: SGLang's clients send `custom_logit_processor` here and this there."""
 
 
 class TokenizeBody(Body, frozen=True):

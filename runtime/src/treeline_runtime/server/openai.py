@@ -1,4 +1,4 @@
-"""What chat completions and completions share: typed bodies, and pieces of their answers."""
+"""Code that chat completions and completions share: typed bodies, and pieces of their answers."""
 
 from __future__ import annotations
 
@@ -46,15 +46,15 @@ from treeline_runtime.server.sampling import (
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What readers of bodies know of the model."""
+    """The facts about the model that readers of bodies need."""
 
     name: str
     prompts: Prompts
     defaults: SamplingDefaults
     pooling: Pooling | None = None
-    """How the model makes vectors; None: it makes text."""
+    """How the model makes vectors; None if it makes text."""
     formats: Formats = NO_FORMATS
-    """Of reasoning and tool calls."""
+    """Formats of reasoning and tool calls."""
 
     def check_model(self, name: object) -> None:
         """Raises UnknownModel for another model than the served one; no name means this one."""
@@ -68,7 +68,7 @@ Rid = Annotated[str, Meta(min_length=1, max_length=128)]
 ChatTemplateText = Annotated[str, Meta(max_length=32 << 10)]
 """Known ones have up to 20 thousand characters."""
 MAX_SALT_CHARS = 1024
-"""It is stored with every page and sent to every router."""
+"""Bounded because a salt is stored with every page and sent to every router."""
 Salt = Annotated[
     Annotated[str, Meta(max_length=MAX_SALT_CHARS)] | None,
     Meta(description="Requests with different values share no cached prefix."),
@@ -442,7 +442,7 @@ class TextLogprobs:
         return [*pieces, b"}"]
 
     def _next_offset(self, logprob: TextLogprob, skip_special_tokens: bool) -> int:
-        """Where this token begins in the text, in characters."""
+        """Returns the character at which this token begins in the text."""
         _, id, text = logprob
         offset = self._offset
         self._offset += self._prompts.chars_of(id, text or "", skip_special_tokens=skip_special_tokens)

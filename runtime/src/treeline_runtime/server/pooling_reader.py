@@ -1,4 +1,4 @@
-"""Bodies of vector requests → what they ask for, as `reader` does for text."""
+"""Bodies of vector requests → tasks, as `reader` does for text."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class ClassifyBody(TextsOrChat, frozen=True, kw_only=True):
 
 
 class PairFields(PoolingFields, frozen=True, kw_only=True):
-    """What is compared, and how."""
+    """The fields of requests that compare pairs of texts."""
 
     instruct: Annotated[str | None, Meta(description="Used if the chat template has a place for it.")] = None
     use_activation: bool | None = None

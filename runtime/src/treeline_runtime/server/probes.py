@@ -38,9 +38,9 @@ logger = logging.getLogger(__name__)
 FAILURES = 3
 """Consecutive failed requests before the engine is checked."""
 RETRY_S = 5.0
-"""Between two checks of a failing engine."""
+"""Seconds between two checks of a failing engine."""
 TIMEOUT_S = 30.0
-"""For the answer to a check, which waits its turn."""
+"""Seconds for the answer to a check, which waits for its turn."""
 TOKENS = 4
 """More than one: the first comes from the prompt alone, the others read the cache back."""
 
@@ -123,7 +123,7 @@ class EngineHealth:
 
 @dataclass(frozen=True)
 class ServerInfo:
-    """What does not change while the server runs."""
+    """The facts that do not change while the server runs."""
 
     args: ServerArgs
     version: str
@@ -151,9 +151,9 @@ class Probes:
         self._info = info
         self.health = EngineHealth(service)
         self.scheduler_info: Mapping[str, Any] = {}
-        """What the scheduler said about itself when it was ready."""
+        """The facts that the scheduler reported about itself when it was ready."""
         self.kv_events: Mapping[str, Any] | None = None
-        """Where events are published, once that is known; None: nowhere."""
+        """Where events are published, once that is known; None: they are not."""
 
     @property
     def router(self) -> APIRouter:
@@ -332,7 +332,7 @@ class Probes:
         return Answer(metrics.render(), content_type=CONTENT_TYPE.encode())
 
     async def debug_radix(self) -> Response:
-        """The cache's content (the scheduler's tree), and what was announced to routers (the publisher)."""
+        """The cached blocks, from the scheduler's tree, and whether the publisher announced them to routers."""
         if not self._info.args.enable_debug_endpoints:
             raise ApiError(404, "Start the server with --enable-debug-endpoints to see the cache", code="disabled")
         manager = self._service.manager
@@ -347,7 +347,7 @@ class Probes:
 
 
 def _pooling(pooling: Pooling) -> dict[str, Any]:
-    """How vectors are made; `dimensions`: those that clients may ask for besides all, None = any."""
+    """The vectors' method, size and form; `dimensions`: shorter sizes that clients may ask for, None = any."""
     return {
         "method": pooling.method,
         "normalize": pooling.normalize,

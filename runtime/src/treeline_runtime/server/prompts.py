@@ -131,8 +131,8 @@ class Prompts:
         return known
 
     def variables(self, given: str | None = None) -> Set[str]:
-        """The variables read by the model's chat templates, or the `given` one, as `chat_template_kwargs` set them.
-        Those of a given one are analysed each time."""
+        """The variables that the model's chat templates read, or the `given` one, as `chat_template_kwargs` set them. A
+        given template is analysed each time."""
         return self._variables if given is None else _variables_of(given)
 
     @functools.cached_property
@@ -281,7 +281,7 @@ class Prompts:
         return text
 
     def ids_of(self, text: str) -> list[int]:
-        """Of a text inside another."""
+        """Tokenizes a text that stands inside another, so without special tokens around it."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
         return ids
 
@@ -291,7 +291,7 @@ class Prompts:
 
     @functools.cached_property
     def special_tokens(self) -> SpecialTokens:
-        """Those that `skip_special_tokens` removes."""
+        """The tokens that `skip_special_tokens` removes."""
         added = self._tokenizer.get_added_tokens_decoder()
         return SpecialTokens(token.content for token in added.values() if token.special)
 
@@ -306,7 +306,7 @@ class Prompts:
         return list(text.encode() if raw is None else raw)
 
     def chars_of(self, id: int, text: str, *, skip_special_tokens: bool) -> int:
-        """How many characters of a text begin in a token whose own text is `text`."""
+        """Counts the characters that begin in a token; `text` is the token's own text."""
         raw = self._raw(id)
         if raw is not None:
             return sum(byte & 0xC0 != 0x80 for byte in raw)

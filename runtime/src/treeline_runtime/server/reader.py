@@ -1,6 +1,6 @@
-"""Bodies → what they ask for: parsed, checked, rendered, tokenized. A pure function of bytes, for any process.
+"""Bodies → tasks: parsed, checked, rendered, tokenized. A pure function of bytes, for any process.
 
-All work that grows with the body is here, so that a large one can be read where it delays nobody.
+All work that grows with the body is here, so that another process can read a large one without delaying others.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ from treeline_runtime.server.tools import Calls, read_calls
 
 _ENGINE: Final = "treeline"
 MAX_SHOWN_BYTES: Final = 2 << 20
-"""What a response may repeat of its request: a stream has it three times."""
+"""The most bytes that a response repeats of its request: a stream repeats them three times."""
 DEFAULT_MAX_TOKENS = 16
 DEFAULT_MAX_NEW_TOKENS = 128
-"""Of `/generate`."""
+"""The default of `/generate`."""
 
 
 @dataclass(frozen=True)
@@ -358,7 +358,7 @@ def _check_tools(model: openai.ModelFacts, template: str | None) -> None:
 
 
 def _parsing(body: openai.ChatBody, model: openai.ModelFacts, calls: Calls | None, end: str) -> Parsing | None:
-    """How to parse the output; None: it is all text. Raises ApiError 400."""
+    """Chooses the formats for parsing the output; None if all of it is text. Raises ApiError 400."""
     if body.separate_reasoning is False and model.formats.harmonic:
         raise ApiError(
             400,

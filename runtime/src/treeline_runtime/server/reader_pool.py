@@ -1,9 +1,9 @@
 """Reads large bodies in other processes, so that no request waits for another's parsing and tokenizing.
 
 A reader process has no secrets in its environment, a memory limit and a deadline per body; beyond these it is replaced
-and the body refused. Clients take turns. One of two lanes takes only bodies of ordinary length, which so never queue
-behind giants. A slow one starts over in the other lane, where its client's bodies then stay for a while. CPU seconds of
-slow bodies are counted, and a client that used too many is refused until some have come back.
+and the body refused. Clients take turns. One of two lanes takes only bodies of ordinary length, so that these never
+queue behind giants. A slow one starts over in the other lane, where its client's bodies then stay for a while. CPU
+seconds of slow bodies are counted, and a client that used too many is refused until some have come back.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ CLIENT_S_BACK = 0.25
 BUSY_SHARE = 0.1
 """Share of the deadline that a process computes, if the body itself is the reason for being late."""
 START_S = 120.0
-"""For a process to start and load the tokenizer."""
+"""Seconds for a process to start and load the tokenizer."""
 PAUSE_S = 0.5
-"""After a process that could not start, doubled each time,"""
+"""Seconds to wait after a process that could not start, doubled each time,"""
 MAX_PAUSE_S = 30.0
 """up to this."""
 ORDER_HEADER = struct.Struct(">I")
-"""Before an `Order`: its length in bytes."""
+"""Precedes an `Order`: the order's length in bytes."""
 
 logger = logging.getLogger(__name__)
 _STOPPING = "The server is shutting down"
@@ -62,7 +62,7 @@ _decode = msgspec.msgpack.Decoder(Task | Refused).decode
 
 
 class ReaderSpec(msgspec.Struct, frozen=True):
-    """What a reader process gets at start."""
+    """The arguments of a reader process."""
 
     model_dir: str
     model_name: str
@@ -74,11 +74,11 @@ class ReaderSpec(msgspec.Struct, frozen=True):
 
 
 class Order(msgspec.Struct, frozen=True):
-    """Precedes a body."""
+    """A job for a reader process; the body follows it."""
 
     kind: Kind
     size: int
-    """Of the body in bytes."""
+    """Bytes of the body."""
     limits: Limits | None
     caller: Caller
 
@@ -129,7 +129,7 @@ class ReaderPool:
         reservation: Reservation,
         client: str | None = None,
     ) -> Task:
-        """What a body asks for. Takes over `reservation`, also if it raises ApiError."""
+        """Reads a body in another process. Takes over `reservation`, also if it raises ApiError."""
         body = _PendingBody(kind, parts, size, limits, caller, reservation, client)
         dropped: _PendingBody | None = body
         if wait_s := self._queue.wait_s(client):
@@ -143,7 +143,7 @@ class ReaderPool:
 
     @property
     def pids(self) -> list[int]:
-        """Of the processes that are ready."""
+        """The process ids of the processes that are ready."""
         return [lane.process.pid for lane in self._lanes if lane.process is not None]
 
 
@@ -216,7 +216,7 @@ class _Lane:
         self._queue = queue
         self._most = most
         self.process: _Process | None = None
-        """Once it is ready."""
+        """The process, once it is ready."""
 
     async def run(self) -> None:
         """Runs until the pool is closed. If no process can start, it retries ever more slowly."""

@@ -40,7 +40,7 @@ ProcessorName = Annotated[
     ),
 ]
 MAX_PARAMS_BYTES: Final = 64 << 10
-"""As JSON."""
+"""Bytes of the parameters as JSON."""
 MAX_DEPTH: Final = 32
 
 
@@ -259,7 +259,7 @@ def _patterns(given: str | list[str] | None, param: str) -> tuple[str, ...]:
 
 
 def _bad_words(words: list[str] | None, prompts: Prompts, param: str) -> tuple[tuple[int, ...], ...]:
-    """As in vLLM: each word as it is, and after a space if that changes only its first token."""
+    """Tokenizes bad words as vLLM does: each as it is, and after a space if that changes only its first token."""
     found = dict[tuple[int, ...], None]()
     for word in words or ():
         plain, spaced = (tuple(prompts.ids_of(space + word.lstrip())) for space in ("", " "))

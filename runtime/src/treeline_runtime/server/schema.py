@@ -75,7 +75,7 @@ def _bodies(kind: type[Body]) -> Iterator[type[Body]]:
 
 
 def _taken(body: type[Body], acted_on: Schema) -> Schema:
-    """What `Body.read` accepts. `acted_on`: the struct's schema."""
+    """The schema of what `Body.read` accepts, from the struct's own schema `acted_on`."""
     harmless = {name: {"description": f"Changes nothing: {why}."} for name, why in body.harmless.items()}
     neutral = {name: {"enum": [*NOTHING, *values]} for name, values in NEUTRAL.items()}
     on = {name: {"enum": [value for value in NOTHING if value is not False]} for name in ON_BY_DEFAULT}

@@ -1,4 +1,4 @@
-"""What all generating endpoints do: admit the request, start it, turn outputs into an answer or error."""
+"""The work of all generating endpoints: admit the request, start it, turn outputs into an answer or error."""
 
 from __future__ import annotations
 
@@ -74,13 +74,13 @@ class State:
     failure: str | None = None
     """Why the server is about to exit."""
     heartbeat_at: dict[str, float] = field(default_factory=dict)
-    """When each child last sent a heartbeat, monotonic seconds. Empty until all are ready."""
+    """Child → time of its last heartbeat, in monotonic seconds. Empty until all are ready."""
     heartbeats: int = 0
     load: LoadUpdate = field(default_factory=LoadUpdate)
     problem: str | None = None
     """Why requests do not work (`health`); None if they do, as far as known."""
     failing_since: float = 0.0
-    """When a problem was first found, monotonic seconds."""
+    """Time at which a problem was first found, in monotonic seconds."""
     asleep: int = 0
     """Sleep level; 0 = awake."""
     operation: str | None = None
@@ -94,7 +94,7 @@ class State:
     unheard: bool = False
     """The scheduler is busy; missing heartbeats are no failure."""
     model_path: str | None = None
-    """The served weights, if not those of the start."""
+    """The directory of the served weights, if they have changed since the start."""
     weight_version: str = "default"
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -131,7 +131,7 @@ class AnswerMaker(ABC):
         """The events of one generation's output; raises ApiError."""
 
     def opening(self) -> bytes:
-        """What precedes the first frames."""
+        """The bytes before the first frames."""
         return b""
 
     def closing(self) -> bytes:
@@ -155,9 +155,9 @@ class Service:
     budget: ByteBudget
     """Bytes of bodies and prompts in flight."""
     pooling: Pooling | None = None
-    """How the model makes vectors; None: it makes text."""
+    """How the model makes vectors; None if it makes text."""
     formats: Formats = NO_FORMATS
-    """In which the model thinks, and calls tools."""
+    """The model's formats of reasoning and tool calls."""
     pool: ReaderPool | None = None
     """Reads large bodies; None: they are read in the event loop."""
     tracing: Tracing | None = None
@@ -167,7 +167,7 @@ class Service:
     uses_priority: bool = False
     """Whether a request's priority has an effect."""
     hidden_size: int | None = None
-    """Of hidden states that requests may ask for; None: not allowed."""
+    """Size of the hidden states that requests may ask for; None if they may not."""
     active: int = 0
     """HTTP requests that generate, from admission to their last byte."""
     idle: asyncio.Event = field(default_factory=asyncio.Event)
@@ -182,7 +182,7 @@ class Service:
         return "generate" if self.pooling is None else self.pooling.task
 
     def pools(self) -> Pooling:
-        """How the model makes vectors, for paths that need it."""
+        """The model's pooling, for endpoints that exist only if it has one."""
         assert self.pooling is not None
         return self.pooling
 
@@ -225,7 +225,7 @@ class Service:
         return errors.overloaded(message)
 
     async def read(self, asked: ApiRequest, kind: Kind, inline_bytes: int = INLINE_BYTES) -> Read:
-        """What the body asks for: read here if small, else in another process. Raises ApiError."""
+        """Reads the body into a task: here if it is small, else in another process. Raises ApiError."""
         caller = Caller(asked.tenant, asked.shares_cache)
         task: Read | None = None
         small = asked.size <= inline_bytes and slow_numbers(asked.content) <= MAX_SLOW
@@ -373,10 +373,8 @@ class Service:
 
 def usage(job: Generations, outs: Mapping[int, TextOut], reasoning_tokens: int | None = None) -> answers.Usage:
     """OpenAI's usage object, from outputs so far by generation. `reasoning_tokens`: of completion tokens; None =
-    unknown.
-
-    A prompt counts once, whatever its number of choices, and so do cached tokens (the first choice's: the others always
-    find what it computed). Hidden counts are left out.
+    unknown. A prompt counts once for all its choices. So do its cached tokens: the first choice's, since the others
+    always find the pages that it computed. Hidden counts are left out.
     """
     completion_tokens = sum(out.completion_tokens for out in outs.values())
     prompt_tokens = job.prompt_tokens

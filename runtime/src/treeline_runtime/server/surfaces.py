@@ -1,4 +1,4 @@
-"""What each listener serves: inference and information, metrics, administration. Each path belongs to one."""
+"""The applications of the listeners: inference and information, metrics, administration. Each path is in one only."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def inference(
     admin_at: str | None,
     allowed_origins: Sequence[str] = (),
 ) -> ASGIApp:
-    """The API, probes, what pickers and routers read, and the OpenAPI document. `metrics_at` and `admin_at`: URLs of
-    the other listeners, None if off; 404s for their paths name them. `allowed_origins`: of web pages.
+    """The API, probes, endpoints for pickers and routers, and the OpenAPI document. `metrics_at` and `admin_at`: URLs
+    of the other listeners, None if off; 404s for their paths name them. `allowed_origins`: of web pages.
     """
     hints = {path: _served_by_other(path, "administration", "--admin-port", admin_at) for path in ADMIN_PATHS}
     hints |= SAID_OTHERWISE
@@ -81,8 +81,8 @@ def metrics(service: Service, probes: Probes) -> ASGIApp:
 def administration(
     service: Service, probes: Probes, engine: Administration, *, key: str | None, loopback: bool
 ) -> ASGIApp:
-    """What changes the server for everybody or shows others' requests. Some paths have a second name, vLLM's or
-    SGLang's."""
+    """Endpoints that change the server for everybody or show others' requests. Some paths have a second name, vLLM's
+    or SGLang's."""
     guard = AdminKey(key, loopback=loopback)
     debugging = APIRouter(dependencies=[Security(Guarded())])
     debugging.add_api_route("/debug/radix", probes.debug_radix)

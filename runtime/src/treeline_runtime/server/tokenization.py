@@ -92,7 +92,7 @@ class CachedTokenizer:
                 self._bytes -= _size(oldest, ids_of_it)
 
     def _frame_of(self) -> tuple[list[int], list[int]] | None:
-        """What the tokenizer adds before and after every text; None if unknown."""
+        """Finds the tokens that the tokenizer adds before and after every text; None if that is not clear."""
         frames = []
         for probe in ("a", "b c"):
             (plain,), (whole,) = self._encode([probe], False), self._encode([probe], True)

@@ -62,15 +62,15 @@ class Tool(msgspec.Struct, frozen=True, omit_defaults=True):
     parameters: dict[str, Any] = {}
     """The JSON Schema of its arguments; {} if the client gave none."""
     strict: bool = False
-    """Its arguments must match the schema."""
+    """The call's arguments must match the schema."""
 
 
 class Calls(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What an answer may call."""
+    """The tools that an answer may or must call."""
 
     tools: list[Tool]
     required: bool = False
-    """At least one call, and no text."""
+    """The answer has at least one call, and no text."""
     several: bool = True
     """Several calls are allowed."""
     narrowed: bool = False
@@ -83,7 +83,7 @@ class Calls(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 def read_calls(body: Mapping[str, Any]) -> Calls | None:
-    """What the body's `tools` and `tool_choice` ask for; None = no calls. Raises ApiError 400."""
+    """Reads the body's `tools` and `tool_choice`; None if no calls are allowed. Raises ApiError 400."""
     tools = _tools(body.get("tools"))
     several = _flag(body, "parallel_tool_calls", True)
     choice = body.get("tool_choice")

@@ -212,7 +212,7 @@ def _of_job(job: Generations, model: str) -> dict[str, AttributeValue]:
 
 
 def _of_sampling(sampling: SamplingParams) -> dict[str, AttributeValue | None]:
-    """Those of the first prompt: in `/generate` each may differ."""
+    """The span's attributes from the first prompt's sampling; in `/generate` other prompts may differ."""
     return {
         "gen_ai.request.max_tokens": sampling.max_new_tokens,
         "gen_ai.request.temperature": sampling.temperature,

@@ -27,7 +27,7 @@ class Request(msgspec.Struct, array_like=True):
 
 
 class Answer(enum.IntEnum):
-    """What a worker's text is."""
+    """The kind of a worker's answer, which says what its text is."""
 
     RENDERED = 1
     RAISED = 2

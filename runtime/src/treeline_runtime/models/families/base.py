@@ -24,8 +24,8 @@ class Family:
     architecture: str
     model_type: str
     describe: Callable[[ModelConfig, Config], ModelConfig]
-    """From what is read of every config.json (a Llama without biases) to this model. Raises ModelError, or an error of
-    a value's conversion."""
+    """Completes the config that every family starts from (a Llama without biases). Raises ModelError, or an error of a
+    value's conversion."""
     reads: frozenset[str] = frozenset()
     """Keys used by `describe` and `rope`, besides those read for all."""
     defaults: Config = field(default_factory=dict)
@@ -35,7 +35,7 @@ class Family:
     activation: tuple[str, tuple[str, ...]] = ("hidden_act", ("silu", "swish"))
     """The key of the activation, and the supported values."""
     quant_method: str | None = None
-    """Of supported quantised checkpoints; None: none."""
+    """The quantisation of supported checkpoints; None: only unquantised ones."""
     partial_rotary: bool = False
     """Whether transformers rotates part of a head if config.json says so."""
     rope: Callable[[Config, int], RopeConfig] = read_rope

@@ -1,7 +1,7 @@
 """Families whose layers are all dense and alike.
 
 - Llama 2 and 3, and the many that are published as Llama.
-- Mistral 7B, Nemo, Small, and what else has their layout: Llama, with a window on every layer or on none.
+- Mistral 7B, Nemo, Small, and others with their layout: Llama, with a window on every layer or on none.
 - Qwen2 and 2.5 (biases on queries, keys and values), Qwen3 (norms of queries and keys instead). With
   `use_sliding_window` the layers from `max_window_layers` on have a window, if `layer_types` does not say which.
 - Phi-3, 3.5 and 4: packed projections, longrope, and in Phi-4-mini heads that are rotated in part.

@@ -67,7 +67,7 @@ class Fp8Matrix:
     group: int
     """Inputs that share a scale, in matrix and activations."""
     input_scale: float | None
-    """Of all activations; None: each token has its own."""
+    """One scale for all activations; None: each token has its own."""
 
 
 class Emulated:

@@ -68,7 +68,7 @@ class Scheme:
     """fp8 projections: weight ≈ value x scale, and inputs become fp8 before the product."""
 
     weights: Literal["rows", "blocks"] = "rows"
-    """What shares a scale: an output (or a whole tensor), or BLOCK x BLOCK weights."""
+    """The weights that share a scale: one output's (or a whole tensor's), or BLOCK x BLOCK."""
     inputs: Literal["dynamic", "static"] = "dynamic"
     """dynamic: a scale per token from its largest element (with blocks, per BLOCK elements), even in schemes with one
     scale for all tokens, so that an answer does not depend on its batch. static: the checkpoint's scale."""

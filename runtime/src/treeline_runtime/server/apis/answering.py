@@ -24,7 +24,7 @@ from treeline_runtime.server.prompts import Prompts
 from treeline_runtime.server.service import AnswerMaker, token_headers
 
 Event = ResponseEvent | MessageEvent
-"""It must be written before the next is requested, since parts of it may change."""
+"""Write an event before requesting the next one: parts of it may change."""
 Kind = Literal["text", "thought", "call"]
 
 
@@ -62,7 +62,7 @@ class EventMaker(AnswerMaker):
         self._count = 0
         self._open: Block | None = None
         self._blanks: tuple[Kind, str] = ("text", "")
-        """Those that came last while nothing of their kind was open."""
+        """White space that came last, with its kind, while no block of this kind was open."""
         self.called = False
         """A tool is called."""
 
@@ -70,11 +70,11 @@ class EventMaker(AnswerMaker):
 
     @abstractmethod
     def begin(self, out: TextOut) -> Iterator[Event]:
-        """The first output has come."""
+        """Returns the events of the first output."""
 
     @abstractmethod
     def end(self, out: TextOut, reasoning_tokens: int | None) -> Iterator[Event]:
-        """The last output has come. `reasoning_tokens`: of all tokens; None = unknown. Raises ApiError for an end that
+        """Returns the events of the last output. `reasoning_tokens`: None = unknown. Raises ApiError for an end that
         the API cannot express."""
 
     @abstractmethod

@@ -132,7 +132,7 @@ class MessageUsage(Struct):
     cache_read_input_tokens: int | Maybe = UNSET
     cache_creation_input_tokens: int | Maybe = UNSET
     output_tokens_details: ThinkingTokens | Maybe = UNSET
-    """If known."""
+    """Set if the number is known."""
 
 
 class MessageBlock(Struct):

@@ -88,13 +88,13 @@ _BLOCKS: Final[Mapping[str, frozenset[str]]] = {
     "tool_use": frozenset({"type", "id", "name", "input", "cache_control", "caller"}),
     "tool_result": frozenset({"type", "tool_use_id", "content", "is_error", "cache_control"}),
 }
-"""Members of content blocks. Those of a returned answer, and cache hints, mean nothing to a model."""
+"""Members of content blocks. Members that a returned answer has, and cache hints, mean nothing to a model."""
 _TOOL: Final = frozenset({"type", "name", "description", "input_schema", "strict"})
 _TOOL_HINTS: Final = frozenset({"cache_control", "eager_input_streaming"})
 _CHOICES: Final = ("auto", "any", "tool", "none")
 _THINKING: Final = ("enabled", "disabled", "adaptive")
 _KEPT: Final = {"type": "clear_thinking_20251015", "keep": "all"}
-"""From Claude Code: thoughts of earlier turns stay in the prompt, as they do here."""
+"""Sent by Claude Code: thoughts of earlier turns stay in the prompt, as they always do here."""
 _THINKING_HINTS: Final = frozenset({"budget_tokens"})
 """Only a target in Anthropic's words; nothing here enforces it."""
 

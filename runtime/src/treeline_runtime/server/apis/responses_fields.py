@@ -1,4 +1,4 @@
-"""The body of `/v1/responses` → a chat's, and what the answer repeats of it."""
+"""The body of `/v1/responses` → a chat's, and the fields that the answer repeats."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class ResponsesBody(SamplingFields, frozen=True, kw_only=True):
     truncation: Literal["auto", "disabled"] | None = None
     """With "auto" a long conversation would lose its beginning; it is refused anyway."""
     top_logprobs: TopCount | None = None
-    """Of log probabilities, which must be requested by `include`."""
+    """Number of log probabilities, which must be requested by `include`."""
     include_reasoning: bool | None = None
     previous_response_id: str | None = None
     seed: Seed | None = None
@@ -92,7 +92,7 @@ _INCLUDABLE: Final[Mapping[str, str]] = {
     ),
     "message.input_image.image_url": "messages cannot have pictures",
 }
-"""What `include` may contain because nothing is left out anyway, and why."""
+"""Values of `include` without effect, since their parts are always in the answer, and why."""
 _ROLES: Final = ("user", "assistant", "system", "developer")
 _ITEMS: Final[Mapping[str, frozenset[str]]] = {
     "message": frozenset({"type", "role", "content", "id", "status", "phase"}),
@@ -100,7 +100,7 @@ _ITEMS: Final[Mapping[str, frozenset[str]]] = {
     "function_call_output": frozenset({"type", "id", "call_id", "output", "status"}),
     "reasoning": frozenset({"type", "id", "summary", "content", "encrypted_content", "status"}),
 }
-"""Members of input items; those of a returned answer mean nothing to a model."""
+"""Members of input items; members that a returned answer has mean nothing to a model."""
 _PART: Final = frozenset({"type", "text", "annotations", "logprobs", "parsed"})
 _TOOL: Final = frozenset({"type", "name", "description", "parameters", "strict"})
 
@@ -155,7 +155,7 @@ def uncut(body: ResponsesBody) -> Iterator[None]:
 
 
 def shown(body: ResponsesBody, temperature: float, top_p: float) -> dict[str, Any]:
-    """What the answer repeats; `temperature` and `top_p` are the effective ones."""
+    """The fields of the request that the answer repeats; `temperature` and `top_p` are the effective ones."""
     return {
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
