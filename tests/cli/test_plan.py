@@ -4,7 +4,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from treeline.up.command import PROBE, _options, _sweep, _workplace, envoy_config
+from treeline.up.command import PROBE, _how_to_try, _options, _sweep, _workplace, envoy_config
 from treeline.up.plan import UpOptions, busy_ports, gateway_url, plan
 from treeline_operator.envoy import Tracing
 
@@ -130,6 +130,19 @@ def test_the_picker_serves_the_console_with_prompts_only_if_asked_and_envoy_lead
         assert "--console" in picker.argv
         assert ("--show-prompts" in picker.argv) == show
         assert envoy_config(options).console_port == picker.ports["admin-port"][1]
+
+
+def test_without_the_console_neither_picker_nor_envoy_nor_the_greeting_has_it(capsys):
+    options, _ = _options(["model", "--no-console"])
+    (picker,) = [child for child in plan(options, Path("envoy"), Path("envoy.json")) if child.name == "picker"]
+    assert "--console" not in picker.argv
+    assert envoy_config(options).console_port is None
+    assert "browser" not in _how_to_try(options)
+    assert "curl" in _how_to_try(options)
+    assert "/console/" in _how_to_try(_options(["model"])[0])
+    with pytest.raises(SystemExit):
+        _options(["model", "--no-console", "--show-prompts"])
+    assert "--show-prompts: with --no-console no page could show them" in capsys.readouterr().err
 
 
 def test_asking_whether_it_is_ready_counts_for_no_client():

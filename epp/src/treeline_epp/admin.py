@@ -1,5 +1,5 @@
 """The picker's pages, on two ports: one shows metrics, the other probes, endpoints and the debug pages. Nothing of
-the picker can be changed over HTTP: GET only, but for questions with a body.
+the picker can be changed over HTTP: GET and HEAD only, but for questions with a body.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ _http_log.setLevel(logging.CRITICAL)  # it would write a traceback for whatever 
 
 _EDGE = names.EDGE.encode()
 _SAME_ORIGIN = (b"sec-fetch-site", b"same-origin")
+_READ = ("GET", "HEAD")
 
 PROBES = frozenset({"/live", "/ready"})
 """What the kubelet asks, and a mesh's proxy in its name: by the pod's address, and from within the pod."""
@@ -63,9 +64,10 @@ class PageServer:
 
     `private` are the paths of pages that only a client on this machine (in this pod) may see, and no web page that its
     browser shows: that is, anybody who may start a process there or forward a port to it. `own` are the paths of a web
-    page of this server and of what that page loads: scripts of the same origin may ask for them too. A gateway may lead
-    its clients to `own` paths that are not private; our Envoy marks what it passes on, and nothing private is shown to
-    that. `questions` are pages that are asked by POST, with at most `question_bytes`.
+    page of this server and of what that page loads. Those that are not private hold nothing, so everybody may see them;
+    for the private ones scripts of the same origin may ask, too. A gateway may lead its clients to `own` paths: our
+    Envoy marks what it passes on, and nothing private is shown to that. `questions` are pages that are asked by POST,
+    with at most `question_bytes`.
     """
 
     def __init__(
@@ -116,7 +118,7 @@ class PageServer:
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         why = self._why_not(request)
-        stream = self._streams.get(request.path) if request.method == "GET" and why is None else None
+        stream = self._streams.get(request.path) if request.method in _READ and why is None else None
         if stream is not None and len(self._streaming) < _MOST_STREAMS:
             return await self._send(request, stream)
         page = await self._answer(request) if why is None else Page({"error": why}, 403)
@@ -137,6 +139,8 @@ class PageServer:
         response.force_close()
         try:
             await response.prepare(request)
+            if request.method == "HEAD":
+                return response
             async with contextlib.aclosing(stream.pieces()) as pieces:
                 async for piece in pieces:
                     async with asyncio.timeout(_TIMEOUT_S):
@@ -151,15 +155,18 @@ class PageServer:
         return response
 
     async def _answer(self, request: web.Request) -> Page:
-        if request.path in self._streams and request.method == "GET":
+        if request.path in self._streams and request.method in _READ:
             return Page({"error": f"{_MOST_STREAMS} clients follow it already"}, 503)
         question = self._questions.get(request.path)
-        if request.method != ("GET" if question is None else "POST"):
-            return Page({"error": f"only {'GET' if question is None else 'POST'}"}, 405)
+        methods = _READ if question is None else ("POST",)
+        if request.method not in methods:
+            return Page({"error": f"only {' and '.join(methods)}"}, 405, headers={"Allow": ", ".join(methods)})
         handler = self._pages.get(request.path)
         if handler is None and question is None:
-            pages = sorted([*self._pages, *self._streams, *self._questions])
-            return Page({"error": "no such page", "pages": pages}, 404)
+            # Those beside it: a gateway leads to one folder, whose clients need not learn of the others.
+            folder = request.path[: request.path.rfind("/") + 1]
+            pages = [page for page in (*self._pages, *self._streams, *self._questions) if page.startswith(folder)]
+            return Page({"error": "no such page", "pages": sorted(pages)}, 404)
         try:
             if question is not None:
                 page = question(await request.read())
@@ -174,19 +181,20 @@ class PageServer:
             return Page({"error": "internal error"}, 500)
 
     def _why_not(self, request: web.Request) -> str | None:
-        """Why it gets no answer. What comes to loopback must be meant for it; only there are private pages shown."""
+        """Why it gets no answer. What comes to loopback must be meant for it; only there are private pages shown. Files
+        of a page of our own hold nothing, and are shown by whatever name it is asked for."""
         transport, headers, path = request.transport, request.raw_headers, request.path
         own_address = "" if transport is None else str(transport.get_extra_info("sockname")[0])
         private = path in self._private
-        if path in PROBES or not (private or is_loopback(own_address)):
+        if path in PROBES or not (private or (is_loopback(own_address) and path not in self._own)):
             return None
-        if any(name.lower() == _EDGE for name, _ in headers) and (private or path in self._own):
-            return f"{_LOCAL}: the request came through a gateway" if private else None
+        if private and any(name.lower() == _EDGE for name, _ in headers):
+            return f"{_LOCAL}: the request came through a gateway"
         if path in self._own:
             # That of modules is told besides; who names it as its Host came by it, too.
             same = {_SAME_ORIGIN, (b"origin", f"http://{request.host}".encode("latin-1"))}
             headers = tuple(each for each in headers if (each[0].lower(), each[1]) not in same)
-        why = why_not_local(headers, own_address)
+        why = why_not_local(headers, own_address) or (_passed_on(headers) if private else None)
         return f"{_LOCAL}: {why}" if why else None
 
 
@@ -199,3 +207,15 @@ def why_not_local(headers: Iterable[tuple[bytes, bytes]], own_address: str) -> s
         return f"the request came to {own_address}"
     found = [(name.strip().lower(), value.strip()) for name, value in headers]
     return page_request(found) or foreign_host(found)
+
+
+_OF_PROXIES = frozenset({b"forwarded", b"via", b"x-forwarded-host", b"x-forwarded-server", b"x-real-ip"})
+
+
+def _passed_on(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
+    """Why a proxy in front must have passed a request on; None if it does not say so. (Our Envoy names one client in
+    `X-Forwarded-For`, and none of these; a proxy before it makes that two.)"""
+    for name, value in headers:
+        if name.lower() in _OF_PROXIES or (name.lower() == b"x-forwarded-for" and b"," in value):
+            return f"a proxy passed it on ({name.decode('latin-1')}: {value.decode('latin-1')[:100]})"
+    return None

@@ -9,6 +9,7 @@ import pytest
 from support.epp_io import running_picker
 from support.http import client
 from treeline_epp.admin import PROBES, Page, PageServer, why_not_local
+from treeline_epp.console.pages import files
 
 
 def broken(_query: Mapping[str, str]) -> Page:
@@ -90,21 +91,34 @@ async def test_a_connection_without_a_request_is_closed_after_a_while(
     writer.close()
 
 
-async def test_only_get_is_served_and_a_connection_is_for_one_request(port: int) -> None:
+async def test_only_get_and_head_are_served_and_a_connection_is_for_one_request(port: int) -> None:
     async with client(base_url=f"http://127.0.0.1:{port}") as http:
-        assert (await http.head("/text")).status_code == 405
+        refused = await http.put("/text")
+        assert (refused.status_code, refused.headers["allow"]) == (405, "GET, HEAD")
+        got, head = await http.get("/text"), await http.head("/text")
+        assert (head.status_code, head.content) == (200, b"")
+        for name in ("content-type", "content-length", "connection"):
+            assert head.headers[name] == got.headers[name]
         assert (await http.get("/text")).headers["connection"] == "close"
         assert (await http.get("/nothing")).json()["pages"] == ["/broken", "/echo", "/ready", "/text"]
+        assert (await http.get("/beside/nothing")).json()["pages"] == [], "those of its own folder"
 
 
 @pytest.mark.parametrize("debug", [True, False])
 async def test_no_page_of_the_picker_answers_a_web_page_by_a_name_rebound_to_loopback(debug: bool) -> None:
-    """All routes that a picker has, on both of its ports: a new one is in here without a line."""
+    """All routes that a picker has, on both of its ports: a new one is in here without a line. Of the console's files,
+    which hold nothing, it gets what is in the package."""
     async with running_picker("--endpoint", "a=127.0.0.1:1", debug=debug, ready=False) as picker:
         listed = (await picker.get("/no-such-page")).json()["pages"]
         assert {"/live", "/ready", "/endpoints"} < {*listed}
         assert ("/debug/tree" in listed) is debug
-        places = [(picker.options.admin_port, path) for path in {*listed} - PROBES] + [
+        public = {*files(), "/", "/console"} & {*listed}
+        assert bool(public) is debug
+        for path in public:
+            shown = await picker.get(path)
+            async with client(base_url=f"http://127.0.0.1:{picker.options.admin_port}") as http:
+                assert (await http.get(path, headers={"Host": "evil.example"})).content == shown.content
+        places = [(picker.options.admin_port, path) for path in {*listed} - PROBES - public] + [
             (picker.options.metrics_port, "/metrics")
         ]
         for port, path in places:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import functools
 import re
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from importlib import resources
 from pathlib import Path
@@ -18,6 +21,7 @@ from support.http import client
 from support.ports import free_ports
 from treeline_epp.admin import Page, PageServer
 from treeline_epp.console.series import KEPT_S, MOST_CELLS, MOST_ENDPOINTS, MOST_TTFTS, Series
+from treeline_epp.console.turns import MOST_WAITING, PAUSE, Turns
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.picking.picker import Picker
 from treeline_epp.picking.request import Request
@@ -150,9 +154,83 @@ async def test_a_gateway_may_lead_anybody_to_the_files_and_to_nothing_else() -> 
         at = f"http://127.0.0.1:{running.options.admin_port}"
         for path in ("/console/", "/console/main.js", "/console/console.css"):
             assert (await http.get(at + path, headers=through)).status_code == 200
-            assert (await http.get(at + path, headers={"Host": "models.example"})).status_code == 403, "rebinding"
+            for headers in ({"Host": "models.example"}, {"Origin": "https://models.example"}):
+                assert (await http.get(at + path, headers=headers)).status_code == 200, "by a proxy, or a link"
         for path in ("/console/data", "/debug/tree", "/debug/decisions", "/endpoints"):
             assert (await http.get(at + path, headers=through)).status_code == 403
+
+
+async def test_private_pages_are_not_shown_to_what_a_proxy_says_that_it_passed_on() -> None:
+    async with picker() as (running, _), client(timeout=60) as http:
+        at = f"http://127.0.0.1:{running.options.admin_port}"
+        passed_on = {"X-Forwarded-For": "203.0.113.9, 127.0.0.1"}, {"x-real-ip": "203.0.113.9"}, {"VIA": "1.1 proxy"}
+        for headers in passed_on:
+            for path in ("/console/data", "/debug/tree"):
+                refused = await http.get(at + path, headers=headers)
+                assert refused.status_code == 403, (path, headers)
+                assert "a proxy passed it on" in refused.json()["error"]
+            assert (await http.get(f"{at}/console/", headers=headers)).status_code == 200
+            assert (await http.get(f"{at}/endpoints", headers=headers)).status_code == 200, "it is not private"
+        envoys = {"X-Forwarded-For": "10.0.0.7", "X-Forwarded-Proto": "http"}
+        assert (await http.get(f"{at}/console/data", headers=envoys)).status_code == 200, "our own Envoy sets them"
+
+
+async def test_the_addresses_above_the_page_lead_to_it() -> None:
+    async with picker() as (running, _):
+        for path in ("/", "/console"):
+            led = await running.get(path)
+            assert (led.status_code, led.headers["location"]) == (302, "/console/")
+
+
+class Work:
+    """Takes `seconds` of a clock that nothing else moves but the pauses between."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.now = 0.0
+        self.done: list[int] = []
+
+    def make(self, number: int) -> int:
+        self.now += self.seconds
+        self.done.append(number)
+        return number
+
+
+async def test_answers_take_a_tenth_of_the_pickers_time_however_many_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = Work(0.04)
+    turns = Turns(clock=lambda: work.now)
+    real_sleep = asyncio.sleep
+
+    async def sleep(delay: float) -> None:
+        work.now += delay
+        await real_sleep(0)
+
+    monkeypatch.setattr("treeline_epp.console.turns.asyncio.sleep", sleep)
+    asked = [turns.take(functools.partial(work.make, number)) for number in range(MOST_WAITING + 3)]
+    answers = await asyncio.gather(*asked)
+    assert answers == [*range(MOST_WAITING), None, None, None], "others are told at once to ask again"
+    assert work.done == [*range(MOST_WAITING)]
+    held = MOST_WAITING * work.seconds
+    assert work.now == pytest.approx(held + (MOST_WAITING - 1) * PAUSE * work.seconds)
+    with pytest.raises(ZeroDivisionError):
+        await turns.take(lambda: 1 // 0)
+    assert await turns.take(lambda: 7) == 7, "one that fails keeps nobody from their turn"
+
+
+async def test_many_who_ask_at_once_are_answered_or_asked_to_come_again_and_probes_are_answered() -> None:
+    async with picker() as (running, _):
+        for turn in range(20):
+            await asked(running, "tiny", prompt=f"{BEGINNING}{turn}", answered=True)
+        answers = await asyncio.gather(
+            *(fetch(running, "prefixes=1") for _ in range(4 * MOST_WAITING)), running.get("/ready")
+        )
+        statuses = Counter(answer.status_code for answer in answers[:-1])
+        assert {*statuses} == {200, 503}
+        assert statuses[200] >= MOST_WAITING
+        assert answers[-1].status_code == 200
+        (refused, *_) = [answer for answer in answers if answer.status_code == 503]
+        assert "ask again" in refused.json()["error"]
+        assert refused.headers["retry-after"] == "1"
 
 
 async def test_without_the_debug_pages_there_is_the_console_alone() -> None:

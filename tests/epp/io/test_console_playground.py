@@ -38,6 +38,10 @@ class Gateway:
     left: asyncio.Event = field(default_factory=asyncio.Event)
     cut: asyncio.Event = field(default_factory=asyncio.Event)
     hold: bool = False
+    finish: str | None = "stop"
+    done: bool = True
+    private: bool = True
+    data_asked: int = 0
     status: int = 200
     url: str = ""
 
@@ -68,10 +72,20 @@ class Gateway:
             except asyncio.CancelledError:
                 self.left.set()
                 raise
-        await self._say(response, {"choices": [{"delta": {}, "finish_reason": "stop"}]})
+        if self.finish is not None:
+            await self._say(response, {"choices": [{"delta": {}, "finish_reason": self.finish}]})
         await self._say(response, {"choices": [], "usage": USAGE})
-        await response.write(b"data: [DONE]\r\n\r\n")
+        if self.done:
+            await response.write(b"data: [DONE]\r\n\r\n")
         return response
+
+    async def data(self, _request: web.Request) -> web.Response:
+        self.data_asked += 1
+        if self.private:
+            return web.json_response({"error": "only for clients on this machine: a proxy passed it on"}, status=403)
+        shown: dict[str, Any] = {"run": "r", "now": 1000.0, "texts_allowed": False, "series": [], "prefixes": []}
+        shown |= {"decisions": {"count": 0, "shown": []}, "endpoints": {"count": 0, "shown": []}}
+        return web.json_response(shown)
 
     async def _say(self, response: web.StreamResponse, event: dict[str, Any]) -> None:
         # In two pieces, cut within a character where there is a long one.
@@ -90,7 +104,7 @@ async def playground(folder: Path, gateway: Gateway) -> AsyncIterator[Tab]:
     app = web.Application(handler_args={"handler_cancellation": True})
     app.router.add_get("/v1/models", gateway.list_models)
     app.router.add_post("/v1/chat/completions", gateway.chat)
-    app.router.add_get("/console/data", lambda _request: web.json_response({"error": "private"}, status=403))
+    app.router.add_get("/console/data", gateway.data)
     app.router.add_get("/console/{file:.*}", gateway.console)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
@@ -319,13 +333,70 @@ async def test_a_gateway_that_has_gone_is_named_and_the_question_can_be_asked_ag
         await tab.until("document.querySelector('#turns').textContent.includes('Half')")
         gateway.cut.set()
         await tab.until("document.querySelector('#turns .trouble') !== null")
-        assert "does not answer" in await tab.text("#turns .trouble")
+        assert "broke off" in await tab.text("#turns .trouble")
         assert "Half" in await tab.text("#turns"), "what had come stays"
         gateway.hold, gateway.answers = False, [[{"content": "Whole"}]]
         await tab.run("document.querySelector('#retry').click()")
         await tab.until("document.querySelectorAll('#turns .figures a').length === 1")
         assert "Whole" in await tab.text("#turns")
         assert "Half" not in await tab.text("#turns")
+
+
+@pytest.mark.parametrize(("finish", "done"), [("stop", False), (None, True), (None, False)])
+async def test_a_stream_that_ends_without_saying_so_is_shown_as_broken(
+    tmp_path: Path, finish: str | None, done: bool
+) -> None:
+    gateway = Gateway(answers=[[{"content": "Half"}], [{"content": "Whole"}]], finish=finish, done=done)
+    async with playground(tmp_path, gateway) as tab:
+        await listed(tab)
+        if finish or done:
+            await send(tab, "Hello", 1)
+            assert await tab.run("document.querySelector('#turns .trouble')") is None
+            return
+        await fill(tab, "message", "Hello")
+        await tab.run("document.querySelector('#send').click()")
+        await tab.until("document.querySelector('#turns .trouble') !== null")
+        assert "broke off" in await tab.text("#turns .trouble")
+        await tab.until("document.querySelector('#turns').textContent.includes('Half')")
+        gateway.done = True
+        await tab.run("document.querySelector('#retry').click()")
+        await tab.until("document.querySelectorAll('#turns .figures a').length === 1")
+        assert [one["messages"] for one in gateway.asked] == [[{"role": "user", "content": "Hello"}]] * 2
+
+
+@pytest.mark.parametrize("index", [-1, 128, 1_000_000_000, 0.5, "__proto__"])
+async def test_a_number_of_a_call_that_no_engine_should_send_ends_the_answer_with_its_reason(
+    tmp_path: Path, index: object
+) -> None:
+    call = {"index": index, "id": "c1", "function": {"name": "weather", "arguments": "{}"}}
+    async with playground(tmp_path, Gateway(answers=[[{"tool_calls": [call]}]])) as tab:
+        await listed(tab)
+        await fill(tab, "message", "Hello")
+        await tab.run("document.querySelector('#send').click()")
+        await tab.until("document.querySelector('#turns .trouble') !== null")
+        assert f"numbers a call of a tool {index}, which is not 0 to 127" in await tab.text("#turns .trouble")
+
+
+async def test_a_page_that_is_refused_asks_no_more_says_why_and_tries_again_when_told(tmp_path: Path) -> None:
+    gateway = Gateway()
+    async with playground(tmp_path, gateway) as tab:
+        await tab.run("location.hash = 'load'")
+        await tab.until("document.querySelector('#private-why').textContent !== ''")
+        assert "a proxy passed it on" in await tab.text("#private")
+        asked = gateway.data_asked
+        # A page that is looked at again asks at once, and the question after it is answered later.
+        for _ in range(3):
+            await tab.run("document.dispatchEvent(new Event('visibilitychange')); fetch('/v1/models').then(() => 0)")
+        assert gateway.data_asked == asked == 1
+        await tab.run("document.querySelector('#try-again').click()")
+        await tab.until(
+            "performance.getEntriesByType('resource').filter(one => one.name.includes('data?')).length === 2"
+        )
+        assert gateway.data_asked == 2
+        gateway.private = False
+        await tab.run("document.querySelector('#try-again').click()")
+        await tab.until("document.querySelector('#private').hidden && !document.querySelector('#load').hidden")
+        await tab.until("performance.getEntriesByType('resource').filter(one => one.name.includes('data?')).length > 4")
 
 
 async def test_charts_add_up_what_the_picker_tells_by_replica_and_all_together(tmp_path: Path) -> None:

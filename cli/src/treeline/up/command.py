@@ -140,6 +140,13 @@ def _add_insights(up: argparse.ArgumentParser, defaults: UpOptions) -> None:
         help="serve /debug/radix and /debug/tree on the admin ports (they show prompts)",
     )
     up.add_argument(
+        "--no-console",
+        dest="console",
+        action="store_false",
+        help="no page for browsers: use it where a proxy in front of the gateway serves other people "
+        "(docs/console.md#behind-a-proxy)",
+    )
+    up.add_argument(
         "--show-prompts",
         action="store_true",
         help="let the console show beginnings of prompts to browsers on this machine",
@@ -218,6 +225,8 @@ def _options(argv: Sequence[str]) -> tuple[UpOptions, Path | None]:
         if not args["api_keys"]:
             up.error("--isolation: without keys there are no clients to keep apart: add --api-keys, or leave it out")
         args["isolation"] = isolation
+    if args["show_prompts"] and not args["console"]:
+        up.error("--show-prompts: with --no-console no page could show them: leave out one of the two")
     if log_dir is not None:
         try:
             log_dir.mkdir(parents=True, exist_ok=True)
@@ -288,7 +297,7 @@ def envoy_config(options: UpOptions) -> EnvoyConfig:
         listen_port=options.port,
         ext_proc_port=options.ext_proc_port,
         eds_port=options.eds_port,
-        console_port=options.picker_admin_port,
+        console_port=options.picker_admin_port if options.console else None,
         api_keys={**options.api_keys, PROBE: options.probe_key} if options.api_keys else None,
         isolation=options.isolation,
         expose_cached_tokens=options.expose_routing,
@@ -314,11 +323,9 @@ def _how_to_try(options: UpOptions) -> str:
     url = gateway_url(options)
     model = json.dumps(_model(options)).replace("'", r"\u0027")
     key = " -H 'authorization: Bearer …'" if options.api_keys else ""
+    browser = f"\nin a browser: {url}/console/ (chat, load, decisions)\n\nor:" if options.console else "\ntry:"
     return f"""ready: {url}
-
-in a browser: {url}/console/ (chat, load, decisions)
-
-or:
+{browser}
   curl -i {url}/v1/chat/completions -H 'content-type: application/json'{key} \\
     -d '{{"model": {model}, "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
 

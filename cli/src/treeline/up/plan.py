@@ -44,6 +44,7 @@ class UpOptions:
     runtime_args: tuple[str, ...] = ()
     picker_args: tuple[str, ...] = ()
     debug_endpoints: bool = False
+    console: bool = True
     show_prompts: bool = False
     log_level: str = "info"
     api_keys: Mapping[str, str] = field(default_factory=dict)
@@ -136,7 +137,7 @@ def _picker(options: UpOptions, runtimes: Iterable[ChildSpec]) -> ChildSpec:
     }
     settings = {"--host": LOOPBACK, "--policy": options.policy, "--log-level": options.log_level}
     settings["--log-format"] = "text"
-    argv = [sys.executable, "-m", "treeline_epp", "--console", *_flags({**settings, **own_ports})]
+    argv = [sys.executable, "-m", "treeline_epp", *_flags({**settings, **own_ports})]
     for runtime in runtimes:
         host, port = runtime.ports["port"]
         argv += ["--endpoint", f"{runtime.name}={host}:{port}"]
@@ -144,6 +145,8 @@ def _picker(options: UpOptions, runtimes: Iterable[ChildSpec]) -> ChildSpec:
         argv += ["--endpoint", f"{engine.name}={engine.address}"]
     if options.debug_endpoints:
         argv += ["--enable-debug-endpoints"]
+    if options.console:
+        argv += ["--console"]
     if options.show_prompts:
         argv += ["--show-prompts"]
     if options.api_keys:

@@ -50,10 +50,14 @@ function changed(fresh) {
   show(fresh);
 }
 
-function failed(status, message) {
+function failed(message, refused) {
   const was = hidden;
-  hidden = status === 403 || status === 404;
+  // A picker that was restarted without --show-prompts shows the rest.
+  const withoutTexts = refused && by("texts").checked;
+  hidden = refused && !withoutTexts;
   by("trouble").textContent = hidden ? "" : message;
+  by("private-why").textContent = hidden ? message : "";
+  if (withoutTexts) { by("texts").checked = false; watch.again(); }
   if (was !== hidden) navigate();
 }
 
@@ -70,6 +74,7 @@ function press(event) {
 }
 
 const ask = watch.start(() => ({live: by("live").checked, texts: by("texts").checked}), changed, failed);
+by("try-again").addEventListener("click", () => { watch.again(); ask(); });
 addEventListener("hashchange", navigate);
 addEventListener("keydown", press);
 for (const id of ["range", "each"]) by(id).addEventListener("change", () => show());

@@ -1,5 +1,8 @@
 // The gateway's OpenAI API, as far as the playground asks it.
 
+const MOST_CALLS = 128;
+const BROKEN = "The answer broke off before its end. Retry asks again.";
+
 export class Refused extends Error {
   constructor(status, message) {
     super(message);
@@ -30,23 +33,27 @@ function requestId() {
   return "console-" + Array.from(drawn, byte => byte.toString(16).padStart(2, "0")).join("");
 }
 
+// What `fetch` and its readers throw when the gateway is away, or goes away; a stop by the user is passed on.
+const lost = message => error => { throw error.name === "AbortError" ? error : new Refused(0, message); };
+
+// The data of a stream's events, "[DONE]" included.
 async function* events(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
-    const {value, done} = await reader.read();
-    if (done) return;
+    const {value = "\n", done} = await reader.read().catch(lost(BROKEN));
     const lines = (rest + value).split("\n");
     rest = lines.pop();
     for (const line of lines) {
       const data = line.startsWith("data:") ? line.slice(5).trim() : "";
-      if (data === "[DONE]") return;
-      if (data) yield JSON.parse(data);
+      if (data) yield data;
     }
+    if (done) return;
   }
 }
 
-// Streams a chat. `show(answer)` is called as the answer grows; returns it when it is complete, or was stopped.
+// Streams a chat. `show(answer)` is called as the answer grows; returns it when it is complete, or was stopped. A stream
+// that ends without saying so has lost its end: it throws Refused.
 export async function chat(body, key, signal, show) {
   const began = performance.now();
   const answer = {id: requestId(), content: "", reasoning: "", calls: [], usage: null, replica: null,
@@ -56,11 +63,15 @@ export async function chat(body, key, signal, show) {
     const response = await checked(await fetch("/v1/chat/completions", {
       method: "POST", signal, body: JSON.stringify(body),
       headers: {"content-type": "application/json", "x-request-id": answer.id, ...headersOf(key)},
-    }));
+    }).catch(lost("The gateway does not answer.")));
     answer.replica = response.headers.get("x-treeline-endpoint");
     answer.cached = response.headers.get("x-treeline-cached-tokens");
-    for await (const event of events(response.body)) {
-      if (event.error) throw new Refused(500, event.error.message || "the answer broke off");
+    let done = false;
+    for await (const data of events(response.body)) {
+      done = data === "[DONE]";
+      if (done) break;
+      const event = JSON.parse(data);
+      if (event.error) throw new Refused(500, event.error.message || BROKEN);
       if (event.usage) answer.usage = event.usage;
       const choice = event.choices?.[0];
       if (!choice) continue;
@@ -71,6 +82,7 @@ export async function chat(body, key, signal, show) {
       answer.finish = choice.finish_reason || answer.finish;
       show(answer);
     }
+    if (!done && !answer.finish) throw new Refused(0, BROKEN);
   } catch (error) {
     if (error.name !== "AbortError") throw error;
     answer.stopped = true;
@@ -83,7 +95,9 @@ function take(answer, delta) {
   answer.content += delta.content || "";
   answer.reasoning += thought;
   for (const piece of delta.tool_calls || []) {
-    const call = answer.calls[piece.index ?? 0] ??= {id: "", type: "function", function: {name: "", arguments: ""}};
+    const at = piece.index ?? 0;
+    if (!(Number.isInteger(at) && at >= 0 && at < MOST_CALLS)) throw new Refused(500, `The engine numbers a call of a tool ${at}, which is not 0 to ${MOST_CALLS - 1}.`);
+    const call = answer.calls[at] ??= {id: "", type: "function", function: {name: "", arguments: ""}};
     call.id = piece.id || call.id;
     call.function.name += piece.function?.name || "";
     call.function.arguments += piece.function?.arguments || "";

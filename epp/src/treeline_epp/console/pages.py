@@ -11,9 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+import msgspec
+
 from treeline_epp.admin import Handler, Page
 from treeline_epp.console import view
 from treeline_epp.console.series import Series
+from treeline_epp.console.turns import Turns
 from treeline_epp.fleet import Fleet
 from treeline_epp.requests.decision_log import DecisionLog
 
@@ -46,10 +49,10 @@ _HEADERS: Final = {
 
 
 def console_pages(fleet: Fleet, log: DecisionLog, series: Series, *, texts: bool) -> dict[str, Handler]:
-    """The pages by their paths. `texts`: prompts are shown to clients that ask for them."""
-    run = secrets.token_hex(8)
+    """The pages by their paths, and what leads to them. `texts`: prompts are shown to clients that ask for them."""
+    run, turns = secrets.token_hex(8), Turns()
 
-    def data(query: Mapping[str, str]) -> Page:
+    async def data(query: Mapping[str, str]) -> Page:
         asked = query.get("texts") == "1"
         if asked and not texts:
             return Page({"error": "prompts are shown only by a picker that runs with --show-prompts"}, 403)
@@ -57,22 +60,39 @@ def console_pages(fleet: Fleet, log: DecisionLog, series: Series, *, texts: bool
         for name, value in (("after", after), ("since", since)):
             if not (value.isascii() and value.isdecimal() and len(value) < 16):
                 return Page({"error": f"`{name}` is a number: of a decision, or of seconds"}, 400)
+
+        def answer() -> bytes:
+            return msgspec.json.encode(shown(int(after), int(since), query.get("prefixes") == "1", asked))
+
+        body = await turns.take(answer)
+        if body is None:
+            return Page(
+                {"error": "many ask for this at once: ask again in a second"}, 503, headers={"Retry-After": "1"}
+            )
+        return Page(body, headers=_HEADERS)
+
+    def shown(after: int, since: int, prefixes: bool, asked: bool) -> dict[str, object]:
         now = time.monotonic()
-        shown: dict[str, object] = {
+        found: dict[str, object] = {
             # Decisions are numbered anew by a picker that was restarted.
             "run": run,
             "now": time.time(),
             "ready": fleet.discovered.is_set(),
             "texts_allowed": texts,
-            "decisions": {"count": log.count, "shown": view.decisions(log, int(after), texts=asked)},
+            "decisions": {"count": log.count, "shown": view.decisions(log, after, texts=asked)},
             "endpoints": view.endpoints(fleet, now),
-            "series": series.since(int(since)),
+            "series": series.since(since),
         }
-        if query.get("prefixes") == "1":
-            shown["prefixes"] = view.prefixes(log, fleet, now, texts=asked)
-        return Page(shown, headers=_HEADERS)
+        if prefixes:
+            found["prefixes"] = view.prefixes(log, fleet, now, texts=asked)
+        return found
 
-    return {**files(), DATA: data}
+    return {**dict.fromkeys(("/", ROOT.rstrip("/")), _lead), **files(), DATA: data}
+
+
+def _lead(_query: Mapping[str, str]) -> Page:
+    """To the page, by the scheme and the name that the client used, which a proxy in front may have changed."""
+    return Page(f"The console is at {ROOT}\n".encode(), 302, "text/plain", _HEADERS | {"Location": ROOT})
 
 
 def files() -> dict[str, Handler]:

@@ -134,8 +134,7 @@ async function ask(said, accepted) {
     if (answer.content || calls.length) messages = [...said, made];
     if (calls.length) turn.offerCalls(calls);
   } catch (error) {
-    turn.fail(error instanceof Refused ? error.message :
-      error instanceof TypeError ? "The gateway does not answer." : `The answer cannot be read: ${error.message}`);
+    turn.fail(error instanceof Refused ? error.message : `The answer cannot be read: ${error.message}`);
   } finally {
     if (stopper === own) stopper = null;
     ready();

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from ipaddress import ip_address
 from typing import Final
 
@@ -64,6 +65,7 @@ _LOG_LINE: Final = {
     "api_client": f"%REQ({headers.CLIENT.upper()})%",
 }
 _TRACED_AS: Final = "treeline-edge"
+EDGE_HEADERS_FILTER: Final = "envoy.filters.http.header_mutation"
 EXT_PROC_FILTER: Final = "envoy.filters.http.ext_proc"
 PICKED_FILTER: Final = "envoy.filters.http.rbac"
 _PICKED: Final[Message] = {
@@ -100,14 +102,14 @@ def _manager(config: EnvoyConfig) -> Message:
             http_filter("header_mutation", "header_mutation.v3.HeaderMutation", _edge_headers(config)),
             http_filter("header_to_metadata", "header_to_metadata.v3.Config", _noted_tokens()),
             *_api_keys(config),
-            *overload.client_rate(config),
+            *overload.rates(config),
             # The routes of the allow-list switch these on.
             http_filter("ext_proc", "ext_proc.v3.ExternalProcessor", _ext_proc(config), disabled=True),
             http_filter("rbac", "rbac.v3.RBAC", disabled=True),
             router({"suppress_envoy_headers": True}),
         ],
         "access_log": _access_log(config),
-        "local_reply_config": {"mappers": [*_redirects(config), *_local_replies()]},
+        "local_reply_config": {"mappers": _local_replies()},
         "use_remote_address": True,
         "normalize_path": True,
         "merge_slashes": True,
@@ -236,27 +238,30 @@ def _console(config: EnvoyConfig) -> list[Message]:
     """The routes of the picker's console, which a browser asks for without a key.
 
     The picker shows no private data to requests with the edge's header. The header is removed if only clients on this
-    machine reach the listener; the picker then checks the browser's headers, as on its own port.
+    machine reach the listener; the picker then checks the browser's headers, as on its own port. The picker also
+    redirects `/` to the page: Envoy's own redirects name `http` and the Host, which are not those of the client behind
+    a proxy that speaks TLS or changes the Host.
     """
     if config.console_port is None:
         return []
-    open_to_all: Message = {}
+    no_endpoint = {"mutations": {"response_mutations": [{"remove": headers.ENDPOINT}]}}
+    filters = {
+        EDGE_HEADERS_FILTER: typed("extensions.filters.http.header_mutation.v3.HeaderMutationPerRoute", no_endpoint),
+        overload.RATE_FILTER: overload.console_rate(),
+    }
     if config.knows_clients:
-        without = typed("config.route.v3.FilterConfig", {"disabled": True})
-        open_to_all["typed_per_filter_config"] = {keys.FILTER: without}
+        filters[keys.FILTER] = typed("config.route.v3.FilterConfig", {"disabled": True})
     local = ip_address(config.listen_host).is_loopback
     page = {
-        "match": _match(PathRule(_CONSOLE, READ), prefix=True),
+        "match": {"safe_regex": {"regex": _CONSOLE}, **_methods(READ)},
         "route": {"cluster": CONSOLE_CLUSTER, "timeout": "10s"},
         **({"request_headers_to_remove": [headers.EDGE]} if local else {}),
-        **open_to_all,
+        "typed_per_filter_config": filters,
     }
-    redirect = {"path_redirect": _CONSOLE, "response_code": "FOUND"}
-    leads = ({"match": _match(PathRule(path, READ)), "redirect": redirect, **open_to_all} for path in ("/", "/console"))
-    return [page, *leads]
+    return [page]
 
 
-_CONSOLE: Final = "/console/"
+_CONSOLE: Final = "/(console(/.*)?)?"
 _NO_PAGE: Final = {"content-security-policy": "sandbox; default-src 'none'", "x-content-type-options": "nosniff"}
 """An engine's answer that a browser takes for a page runs no script: it would have the console's origin."""
 
@@ -293,17 +298,13 @@ def _not_found() -> list[Message]:
     )
 
 
-def _match(rule: PathRule, *, prefix: bool = False) -> Message:
-    methods = {"name": ":method", "string_match": {"safe_regex": {"regex": "|".join(rule.methods)}}}
-    if prefix:
-        return {"prefix": rule.path, "headers": [methods]}
+def _match(rule: PathRule) -> Message:
     path = {"safe_regex": {"regex": re.escape(rule.path) + BELOW}} if rule.below else {"path": rule.path}
-    return {**path, "headers": [methods]}
+    return {**path, **_methods(rule.methods)}
 
 
-def _redirects(config: EnvoyConfig) -> list[Message]:
-    """Leave redirects to the console unchanged, since they are not errors."""
-    return [] if config.console_port is None else [{"filter": status(302)}]
+def _methods(methods: Iterable[str]) -> Message:
+    return {"headers": [{"name": ":method", "string_match": {"safe_regex": {"regex": "|".join(methods)}}}]}
 
 
 def _local_replies() -> list[Message]:

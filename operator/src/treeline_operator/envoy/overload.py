@@ -34,6 +34,11 @@ _REDUCED: Final = typed(
 """Limits of a connection without a request, and of a silent request, while memory is short."""
 _CLIENTS: Final = 10_000
 """The most clients whose rates are remembered."""
+RATE_FILTER: Final = "envoy.filters.http.local_ratelimit"
+_ALWAYS: Final[Message] = {"default_value": {"numerator": 100, "denominator": "HUNDRED"}}
+_RATE: Final = "local_ratelimit.v3.LocalRateLimit"
+_CONSOLE_PER_S: Final = 100
+"""Requests of all clients together. A page has a dozen files, and a picker needs half a millisecond for each."""
 
 
 def overload_manager(config: EnvoyConfig) -> Message:
@@ -92,32 +97,46 @@ def connection_options(config: EnvoyConfig) -> Message:
     }
 
 
-def client_rate(config: EnvoyConfig) -> list[Message]:
-    """A token bucket for every client: by name with API keys, else by address. None without a limit.
+def rates(config: EnvoyConfig) -> list[Message]:
+    """A token bucket for every client: by name with API keys, else by address. Without such a limit the filter is there
+    for the console's route alone, which has a bucket of its own, and switches it on.
 
     (The filter of the keys sets the name; a client's own header was removed before.)
     """
     rate = config.limits.client_requests_per_s
     if rate is None:
-        return []
+        alone = http_filter("local_ratelimit", _RATE, {"stat_prefix": "console"}, disabled=True)
+        return [] if config.console_port is None else [alone]
     entry = "remote_address"
     action: Message = {"remote_address": {}}
     if config.knows_clients:
         entry = "client"
         action = {"request_headers": {"header_name": keys.CLIENT_HEADER, "descriptor_key": entry}}
-    always = {"default_value": {"numerator": 100, "denominator": "HUNDRED"}}
     settings = {
         "stat_prefix": "clients",
         # Every request belongs to some client, so this bucket limits none: descriptors only require one.
         "token_bucket": _bucket(1 << 30),
         "always_consume_default_token_bucket": False,
-        "filter_enabled": always,
-        "filter_enforced": always,
+        "filter_enabled": _ALWAYS,
+        "filter_enforced": _ALWAYS,
         "descriptors": [{"entries": [{"key": entry}], "token_bucket": _bucket(rate)}],
         "rate_limits": [{"actions": [action]}],
         "max_dynamic_descriptors": _CLIENTS,
     }
-    return [http_filter("local_ratelimit", "local_ratelimit.v3.LocalRateLimit", settings)]
+    return [http_filter("local_ratelimit", _RATE, settings)]
+
+
+def console_rate() -> Message:
+    """The settings of the filter for the console's route: its clients have no key, and the picker has one thread."""
+    return typed(
+        f"extensions.filters.http.{_RATE}",
+        {
+            "stat_prefix": "console",
+            "token_bucket": _bucket(_CONSOLE_PER_S),
+            "filter_enabled": _ALWAYS,
+            "filter_enforced": _ALWAYS,
+        },
+    )
 
 
 def mappers() -> list[Message]:
@@ -125,7 +144,7 @@ def mappers() -> list[Message]:
     return [
         *reply(
             expression('response.code_details == "local_rate_limited"'),
-            "Too many requests from this client.",
+            "Too many requests: ask again in a second.",
             "rate_limit_error",
             "rate_limit_exceeded",
             retry_after="1",
