@@ -75,7 +75,9 @@ WORDS = {
         "treeline.up.command",
         ("runtime", "picker"),
     ),
-    "serve": Word("run one runtime: an OpenAI-compatible server for one model", "treeline_runtime.serve", ("runtime",)),
+    "serve": Word(
+        "run one runtime: an OpenAI-compatible server for one model", "treeline_runtime.command", ("runtime",)
+    ),
     "chat": Word(
         "chat in the terminal with a server, or with a model for which one is started", "treeline.chat.command"
     ),
@@ -86,7 +88,7 @@ WORDS = {
     ),
     "pick": Word(
         "run the endpoint picker that Envoy asks where each request goes, or ask it why: pick explain",
-        "treeline_epp.main",
+        "treeline_epp.command",
         ("picker",),
     ),
     "operate": Word(
