@@ -39,7 +39,7 @@ class Parser(argparse.ArgumentParser):
             self.formatter_class = _coloured(self.formatter_class)
         super().print_help(file)
 
-    def _print_message(self, message: str, file: IO[str] | None = None) -> None:
+    def _print_message(self, message: str, file: Any = None) -> None:
         """As argparse does it, but an output that takes nothing is an error."""
         if message and (file := file or sys.stderr) is not None:
             file.write(message)
