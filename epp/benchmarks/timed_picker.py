@@ -14,8 +14,8 @@ import sys
 import time
 from pathlib import Path
 
+from treeline_epp.command import main
 from treeline_epp.kvevents.subscription import KvSubscription
-from treeline_epp.main import main
 from treeline_wire.events import EventBatch
 from treeline_wire.frames import Request
 

@@ -4,8 +4,9 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from treeline.up.command import PROBE, _how_to_try, _options, _sweep, _workplace, envoy_config
+from treeline.up.command import _options
 from treeline.up.plan import UpOptions, busy_ports, gateway_url, plan
+from treeline.up.run import PROBE, _how_to_try, _sweep, _workplace, envoy_config
 from treeline_operator.envoy import Tracing
 
 
@@ -52,13 +53,14 @@ def test_engines_that_run_already_stand_behind_picker_and_envoy_and_no_runtime_i
     flags = ["--engine", "a=127.0.0.1:8001", "--engine", "b=[fd00::2]:8001"]
     options, _ = _options([*flags, "--", "--tokenizer", "hf://org/name"])
     a, b, picker, envoy = plan(options, Path("/bin/envoy"), Path("/tmp/envoy.json"))
-    assert [(one.name, one.argv, one.ready_url) for one in (a, b)] == [
-        ("engine a", (), "http://127.0.0.1:8001/health"),
-        ("engine b", (), "http://[fd00::2]:8001/health"),
+    assert [(one.name, one.argv, one.engine.address, one.after) for one in (a, b)] == [
+        ("engine a", (), "127.0.0.1:8001", ("picker",)),
+        ("engine b", (), "[fd00::2]:8001", ("picker",)),
     ]
+    assert {a.ready_url, b.ready_url} == {"http://127.0.0.1:9004/endpoints"}, "the picker says which it can use"
+    assert envoy.after == ("picker", "engine a", "engine b")
     assert {"a=127.0.0.1:8001", "b=[fd00::2]:8001"} <= set(picker.argv)
     assert picker.argv[-2:] == ("--tokenizer", "hf://org/name")
-    assert envoy.after == ("picker",)
 
 
 @pytest.mark.parametrize(
@@ -259,3 +261,17 @@ def test_what_killed_processes_left_goes_at_the_next_start_and_what_others_use_s
             _sweep()
             assert {path.name for path in tmp_path.iterdir()} == {"treeline-up-live", "treeline-up-new", folder.name}
     assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("host", "said"),
+    [
+        ("127.0.0.1", "(chat, load, decisions)"),
+        ("::1", "(chat, load, decisions)"),
+        ("0.0.0.0", "(chat; load and decisions on this machine alone: http://127.0.0.1:9004/console/)"),
+    ],
+)
+def test_what_is_printed_names_what_the_console_shows_there(host, said):
+    printed = _how_to_try(UpOptions(model="/no/such/m", host=host))
+    assert f"/console/ {said}" in printed
+    assert printed.splitlines()[-1] == "stop: Ctrl-C"

@@ -1,6 +1,8 @@
 """Small real processes stand in for runtimes: the promises about start, watch and stop hold for any child."""
 
 import asyncio
+import io
+import json
 import os
 import signal
 import sys
@@ -9,10 +11,35 @@ from pathlib import Path
 
 import psutil
 import pytest
+from rich.console import Console
 from support.ports import free_port
 from treeline.up.plan import ChildSpec
-from treeline.up.supervisor import ChildFailed, Phase, Supervisor
+from treeline.up.progress import _row, show
+from treeline.up.supervisor import Child, ChildFailed, Phase, Supervisor
+from treeline_epp.endpoints.spec import EndpointSpec
 
+ENDLESS = """
+import http.server, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+        while True:
+            self.wfile.write(bytes(1 << 16))
+    def log_message(self, *a): pass
+http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+PICKER = """
+import http.server, json, sys
+answers = json.loads(sys.argv[2])
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        answer = answers.pop(0) if len(answers) > 1 else answers[0]
+        page = json.dumps({"pools": {"default": {"models": [], "endpoints": [{"name": "a", **answer}]}}}).encode()
+        self.send_response(200); self.send_header("content-length", len(page)); self.end_headers()
+        self.wfile.write(page)
+    def log_message(self, *a): pass
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
 SERVER = """
 import http.server, signal, sys, threading
 port, mode = int(sys.argv[1]), sys.argv[2]
@@ -47,6 +74,15 @@ def spec(name, mode="good", after=()):
         ports={},
         after=after,
     )
+
+
+def behind(*answers):
+    """A picker that says one after the other of engine a, and the engine."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}/endpoints"
+    picker = ChildSpec("picker", (sys.executable, "-c", PICKER, str(port), json.dumps(answers)), url, {})
+    engine = ChildSpec("engine a", (), url, {}, ("picker",), engine=EndpointSpec("a", "127.0.0.1:1"))
+    return picker, engine
 
 
 def interrupt():
@@ -127,3 +163,43 @@ async def test_interrupting_while_things_load_is_a_clean_stop(tmp_path: Path):
     asyncio.get_running_loop().call_later(0.3, interrupt)
     await supervisor.run(on_ready=lambda: pytest.fail("it was never ready"))
     assert nothing_left(supervisor)
+
+
+REFUSED = {"ready": False, "problem": "http://127.0.0.1:1: Connection refused", "lasting": False}
+USELESS = {"ready": False, "problem": "http://127.0.0.1:1 has no /v1/models", "lasting": True}
+READY = {"ready": True, "problem": None, "lasting": False}
+
+
+async def test_an_engine_is_ready_when_the_picker_says_so_and_its_problem_is_shown_until_then(tmp_path: Path):
+    supervisor, said = Supervisor(behind(REFUSED, REFUSED, USELESS, READY), tmp_path), io.StringIO()
+    showing = asyncio.create_task(show(supervisor.children, Console(file=said)))
+    await supervisor.run(on_ready=interrupt)
+    showing.cancel()
+    assert "engine a: not ready: http://127.0.0.1:1: Connection refused" in said.getvalue()
+    assert nothing_left(supervisor)
+
+
+async def test_an_engine_for_which_waiting_is_in_vain_ends_the_run_with_the_reason(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("treeline.up.supervisor.LASTING_S", 0.3)
+    supervisor = Supervisor(behind(REFUSED, USELESS), tmp_path)
+    with pytest.raises(ChildFailed, match=r"no request can go to engine a: .* has no /v1/models\. Give"):
+        await supervisor.run(on_ready=lambda: pytest.fail("it was never ready"))
+    assert nothing_left(supervisor)
+
+
+async def test_a_ready_page_without_an_end_is_not_read_to_its_end(tmp_path: Path):
+    port = free_port()
+    endless = ChildSpec("e", (sys.executable, "-c", ENDLESS, str(port)), f"http://127.0.0.1:{port}/", {})
+    supervisor = Supervisor([endless], tmp_path)
+    await supervisor.run(on_ready=interrupt)
+    assert supervisor.children[0].ready.is_set()
+
+
+def test_names_and_problems_are_not_taken_for_markup_and_move_no_cursor(tmp_path: Path):
+    engine = EndpointSpec("[red]x\x1b[2J", "127.0.0.1:1")
+    child = Child(ChildSpec("engine [red]x\x1b[2J", (), "http://p/endpoints", {}, engine=engine), tmp_path / "log")
+    child.enter(Phase.STARTING)
+    child.problem = "[/nothing] is [bold]here"
+    _, name, state = _row(child, None)
+    assert name.plain == "engine [red]x\N{REPLACEMENT CHARACTER}[2J"
+    assert state.plain.endswith("[/nothing] is [bold]here")

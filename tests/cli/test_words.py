@@ -188,3 +188,33 @@ def test_a_wrong_flag_is_answered_in_three_lines(word, capsys):
     assert hint.startswith(f"usage: treeline {word}")
     assert error.startswith(f"treeline {word}: error: ")
     assert help == f"Try 'treeline {word} --help'."
+
+
+@pytest.mark.parametrize("words", ["version", "--help", "serve --help", "version --help"])
+@pytest.mark.parametrize(
+    ("to", "said"),
+    [
+        (">&-", "treeline: standard output is closed: send it to a file, or to /dev/null\n"),
+        (">/dev/full", "treeline: cannot write to standard output: No space left on device\n"),
+    ],
+)
+def test_an_output_that_takes_nothing_is_one_line_and_status_1(words, to, said):
+    line = f'exec "{sys.executable}" -m treeline {words} {to}'
+    done = subprocess.run(["sh", "-c", line], capture_output=True, text=True, timeout=240, check=False)
+    assert (done.returncode, done.stderr) == (1, said)
+
+
+@pytest.mark.parametrize(
+    "words", ["up", "serve", "size", "pick", "pick explain", "operate", "operate plan", "doctor", "version"]
+)
+def test_help_loads_no_server_and_no_framework(words):
+    heavy = {"torch", "fastapi", "httpx", "kubernetes", "grpc", "transformers"}
+    program = (
+        "import contextlib, sys; from treeline.main import main\n"
+        "with contextlib.suppress(SystemExit): main([*sys.argv[1:], '--help'])\n"
+        f"print(sorted({heavy} & set(sys.modules)), file=sys.stderr)"
+    )
+    command = [sys.executable, "-c", program, *words.split()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=True)
+    assert f"treeline {words}" in done.stdout
+    assert done.stderr == "[]\n"

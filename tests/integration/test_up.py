@@ -111,7 +111,8 @@ def test_engines_that_run_already_are_served_and_left_running(up, tmp_path: Path
         engines = [engine(base)]
         running = up("--engine", f"a=127.0.0.1:{base}", "--engine", f"b=127.0.0.1:{base + 1}")
         until(lambda: "picker: ready" in running.err, "the picker is ready", 240, lambda: running.err)
-        assert f"engine b: waiting for http://127.0.0.1:{base + 1}/health" in running.err
+        waits = f"engine b: not ready: http://127.0.0.1:{base + 1}: Connection refused"
+        until(lambda: waits in running.err, "what the picker says of b is shown", 60, lambda: running.err)
         assert running.out == ""
         engines.append(engine(base + 1))
         url = running.ready()
@@ -126,6 +127,18 @@ def test_engines_that_run_already_are_served_and_left_running(up, tmp_path: Path
         running.popen.send_signal(signal.SIGINT)
         assert running.popen.wait(30) == 0
         assert [process.poll() for process in engines] == [None, None]
+
+
+def test_a_server_without_openais_api_ends_it_with_the_pickers_reason(up):
+    base = free_base(1)
+    with subprocess.Popen([sys.executable, "-m", "http.server", "--bind", "127.0.0.1", str(base)]) as other:
+        running = up("--engine", f"a=127.0.0.1:{base}")
+        try:
+            assert running.popen.wait(240) == 1
+        finally:
+            other.terminate()
+    assert f"no request can go to engine a: http://127.0.0.1:{base} has no /v1/models" in running.err
+    assert running.out == ""
 
 
 @pytest.mark.deep

@@ -4,11 +4,11 @@ than the cache can hold, so that some are retracted: `python -m support.chaos_se
 import dataclasses
 import sys
 
-from treeline_runtime import serve
+from treeline_runtime import command
 
 if __name__ == "__main__":
-    parse_args = serve.parse_args
-    serve.parse_args = lambda argv=None: dataclasses.replace(
+    parse_args = command.parse_args
+    command.parse_args = lambda argv=None: dataclasses.replace(
         parse_args(argv), overlap_depth=1, schedule_conservativeness=0.1
     )
-    sys.exit(serve.main())
+    sys.exit(command.main())

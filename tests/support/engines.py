@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
-from treeline.up.command import envoy_config
 from treeline.up.plan import ChildSpec
+from treeline.up.run import envoy_config
 from treeline_bench.context import ROOT
 from treeline_operator.envoy import bootstrap_json
 from treeline_wire.tiny_model import tiny_model

@@ -9,7 +9,7 @@ import os
 import sys
 from pathlib import Path
 
-from treeline_runtime import processes, serve
+from treeline_runtime import command, processes, serve
 
 from support.loop_watch import watch
 
@@ -28,4 +28,4 @@ if __name__ == "__main__":
     processes.STOP_S = float(os.environ.get("STOP_S", processes.STOP_S))
     if "LOOP_WATCH" in os.environ:
         serve.Server = WatchedServer  # type: ignore[misc]
-    sys.exit(serve.main())
+    sys.exit(command.main())

@@ -19,8 +19,8 @@ from typing import Any
 
 import httpx
 import psutil
-from treeline.up.command import envoy_config
 from treeline.up.plan import ChildSpec, UpOptions, gateway_url, plan
+from treeline.up.run import envoy_config
 from treeline_operator.envoy import bootstrap_json
 from treeline_operator.envoy.binary import envoy_binary
 from treeline_wire.tiny_model import tiny_model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import os
 import signal
@@ -73,9 +74,11 @@ WORDS = {
     "up": Word(
         "serve a model on this machine: Envoy, the endpoint picker and some runtimes",
         "treeline.up.command",
-        ("runtime", "picker"),
+        ("picker",),
     ),
-    "serve": Word("run one runtime: an OpenAI-compatible server for one model", "treeline_runtime.serve", ("runtime",)),
+    "serve": Word(
+        "run one runtime: an OpenAI-compatible server for one model", "treeline_runtime.command", ("runtime",)
+    ),
     "chat": Word(
         "chat in the terminal with a server, or with a model for which one is started", "treeline.chat.command"
     ),
@@ -86,7 +89,7 @@ WORDS = {
     ),
     "pick": Word(
         "run the endpoint picker that Envoy asks where each request goes, or ask it why: pick explain",
-        "treeline_epp.main",
+        "treeline_epp.command",
         ("picker",),
     ),
     "operate": Word(
@@ -133,6 +136,30 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one word; returns its exit status. A wrong command line exits with 2, as argparse does."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    if sys.stderr is None:  # closed (2>&-): what would be said there is lost
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115  for as long as the process lives
+    if sys.stdout is None:
+        print("treeline: standard output is closed: send it to a file, or to /dev/null", file=sys.stderr)
+        return 1
+    try:
+        try:
+            return _run(argv)
+        finally:  # also after --help, which ends in SystemExit
+            sys.stdout.flush()
+    except BrokenPipeError:  # the reader of the output, `head` for one, has enough of it
+        _discard_output()
+        return 128 + signal.SIGPIPE
+    except OSError as error:
+        if error.errno != errno.ENOSPC or error.filename is not None:
+            raise
+        _discard_output()
+        print(f"treeline: cannot write to standard output: {error.strerror}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:  # before the word has handlers of its own: once it runs, each ends in its own way
+        return 128 + signal.SIGINT
+
+
+def _run(argv: list[str]) -> int:
     top = parser()
     if not argv:
         top.print_help(sys.stderr)
@@ -140,15 +167,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if argv == ["--version"]:
         argv = ["version"]
     word = top.parse_args(argv[:1]).word
-    try:
-        status = WORDS[word].run(word, argv[1:])
-        sys.stdout.flush()
-        return status
-    except BrokenPipeError:  # the reader of the output, `head` for one, has enough of it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
-    except KeyboardInterrupt:  # before the word has handlers of its own: once it runs, each ends in its own way
-        return 128 + signal.SIGINT
+    return WORDS[word].run(word, argv[1:])
+
+
+def _discard_output() -> None:
+    """What is still in the buffer would fail again when Python ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

@@ -2,6 +2,6 @@
 
 import sys
 
-from treeline_epp.main import main
+from treeline_epp.command import main
 
 sys.exit(main())

@@ -14,8 +14,7 @@ import msgspec
 from treeline_wire import ports
 from treeline_wire.command_line import Parser
 
-from treeline_epp.pages import DECISIONS, EXPLAIN, Asked
-from treeline_epp.picking.explanation import Verdict
+from treeline_epp.explain_api import DECISIONS, EXPLAIN, Asked, Verdict
 
 T = TypeVar("T")
 

@@ -118,20 +118,23 @@ def listing(fleet: Fleet) -> dict[str, object]:
     """Pools with their models and endpoints, as the operator reads them: what could be picked now.
 
     `in_flight` is null where it is not known; `cached_tokens` is what the tree knows of. `routing` is null until an
-    engine has been asked. `policy` is the pool's, with its parameters.
+    engine has been asked. `policy` is the pool's, with its parameters. `problem` is why an endpoint is not ready, null
+    where that is not known; it is `lasting` where waiting is in vain.
     """
     now = time.monotonic()
     endpoints: dict[str, list[dict[str, object]]] = {}
     for name, member in sorted(fleet.members.items()):
-        known = fleet.picker.endpoints.get(name)
+        known, problem = fleet.picker.endpoints.get(name), member.watcher.problem
         endpoints.setdefault(member.spec.pool, []).append(
             {
                 "name": name,
                 "address": member.spec.address,
-                "ready": known is not None and known.eligible,
+                "ready": (ready := known is not None and known.eligible),
                 "draining": member.state is EngineState.DRAINING or member.draining,
                 "in_flight": known.load.in_flight(now) if known is not None else None,
                 "cached_tokens": known.held_tokens if known is not None else 0,
+                "problem": None if ready or problem is None else problem.text,
+                "lasting": not ready and problem is not None and problem.lasting,
             }
         )
     models, ways = fleet.registry.models_by_pool(), fleet.ways.pools()

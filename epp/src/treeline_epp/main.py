@@ -10,18 +10,15 @@ import logging
 import resource
 import signal
 import socket
-import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc
 import uvloop
-from treeline_wire.logs import set_up
 from treeline_wire.security import CurveKeys, KeyFileError
 
-from treeline_epp import explain_command, fleet_report, pages, signals
+from treeline_epp import fleet_report, pages, signals
 from treeline_epp.admin import PageServer
 from treeline_epp.endpoints.discovery import DiscoveryError, discover, read_endpoints
 from treeline_epp.extproc.clients import Clients
@@ -35,7 +32,7 @@ from treeline_epp.flow.quotas import QuotaFile, QuotaFileError
 from treeline_epp.health import CHECK, Check, Health
 from treeline_epp.metrics import Metrics
 from treeline_epp.observing import Observing, ObservingError
-from treeline_epp.options import Options, options_of
+from treeline_epp.options import Options
 from treeline_epp.peers import driver as peers
 from treeline_epp.peers.gossip import Gossip
 from treeline_epp.peers.seal import peer_key
@@ -68,20 +65,10 @@ class StartError(Exception):
     """The picker cannot start; the message says why and what to do."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the picker until SIGTERM or SIGINT; returns the exit status."""
-    argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] == ["explain"]:
-        return explain_command.main(argv[1:])
-    options = options_of(argv)
-    set_up(options.log_level, "treeline_epp", "treeline_kube", form=options.log_format)
-    try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_until_signal(options))
-    except StartError as error:
-        log.error("%s", error)
-        return 1
-    return 0
+def run(options: Options) -> None:
+    """Run the picker until SIGTERM or SIGINT. Raises `StartError`."""
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_until_signal(options))
 
 
 async def _until_signal(options: Options) -> None:

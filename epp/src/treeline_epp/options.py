@@ -20,7 +20,7 @@ from treeline_epp.compat.flags import add_foreign, flag_bool, ignored, seconds
 from treeline_epp.endpoints.discovery import DiscoveryError, parse_flag, unique
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.flow.settings import FlowSettings, flow_flag, flow_help
-from treeline_epp.peers.driver import peer_names
+from treeline_epp.peers.names import peer_names
 from treeline_epp.picking.policies import policy_flag, policy_help
 from treeline_epp.tokenizers.sources import ForModel, specs_of
 

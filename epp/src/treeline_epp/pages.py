@@ -13,6 +13,7 @@ from treeline_epp import fleet_report, signals
 from treeline_epp.admin import Handler, Page, PageServer, Question, Stream
 from treeline_epp.console.pages import DATA, console_pages
 from treeline_epp.console.series import Series
+from treeline_epp.explain_api import DECISIONS, EXPLAIN, Asked
 from treeline_epp.fleet import Fleet
 from treeline_epp.health import Health
 from treeline_epp.observing import Observing
@@ -29,19 +30,9 @@ if TYPE_CHECKING:
     from treeline_epp.kube.source import KubernetesSource
 
 
-DECISIONS, EXPLAIN = "/debug/decisions", "/debug/explain"
 LAST = "20"
 """So many decisions are shown, if the query does not say how many."""
 _MOST_BODY_BYTES = 4 << 20
-
-
-class Asked(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A request to be explained: its path, further headers (lower-case names), and its body. The body of a POST to
-    `EXPLAIN`, as JSON."""
-
-    path: str
-    body: bytes
-    headers: dict[str, str] = {}
 
 
 def debug_pages(fleet: Fleet, log: DecisionLog) -> dict[str, Handler]:

@@ -2,6 +2,6 @@
 
 import sys
 
-from treeline_runtime.serve import main
+from treeline_runtime.command import main
 
 sys.exit(main())

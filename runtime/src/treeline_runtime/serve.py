@@ -13,7 +13,6 @@ import dataclasses
 import gc
 import importlib.metadata
 import logging
-import os
 import secrets
 import signal
 import time
@@ -25,35 +24,16 @@ import uvloop
 import zmq
 from treeline_wire.load import LOAD_TOPIC
 
-from treeline_runtime.args import ServerArgs, parse_args
+from treeline_runtime.args import ServerArgs
 from treeline_runtime.config import ConfigError
-from treeline_runtime.download import ModelNotFound, resolve_model
-from treeline_runtime.frontend import (
-    FAREWELL_S,
-    STOPPED,
-    HttpServer,
-    ServedModel,
-    ServeError,
-    give_back_large_blocks,
-    new_service,
-    stop_all,
-)
+from treeline_runtime.download import resolve_model
+from treeline_runtime.frontend import FAREWELL_S, STOPPED, HttpServer, ServedModel, ServeError, new_service, stop_all
 from treeline_runtime.ipc import Addresses, AsyncInbox, Failed, Heartbeat, Outbox, Ready, ToHttp, decode_to_http
-from treeline_runtime.listeners import (
-    EventsError,
-    ListenError,
-    Listeners,
-    address,
-    check_event_ports,
-    listening,
-    open_keys,
-    url,
-    url_of,
-)
+from treeline_runtime.listeners import Listeners, address, check_event_ports, listening, open_keys, url, url_of
 from treeline_runtime.messages import BatchTextOut, DrainReq, FinishReason, Reply
 from treeline_runtime.models.config import ModelError
 from treeline_runtime.models.preflight import check_before_loading
-from treeline_runtime.processes import ChildSpec, Ended, ProcessGroup, SocketFolder, setup_logging
+from treeline_runtime.processes import ChildSpec, Ended, ProcessGroup, SocketFolder
 from treeline_runtime.server import surfaces
 from treeline_runtime.server.administration import Administration
 from treeline_runtime.server.limits import Limits
@@ -374,26 +354,3 @@ async def _run(args: ServerArgs, listeners: Listeners, model: ServedModel) -> in
             return await Server(args, listeners, model, Addresses(str(folder)), context, signals).run()
         finally:
             context.destroy(linger=0)
-
-
-def _quit(number: int, _frame: object) -> None:
-    """A signal before there is a server to drain: there is nothing to clean up, and an exception would wait for the
-    threads of a download. (Process 1 of a container ignores SIGTERM by default.)"""
-    os._exit(128 + number)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """`treeline serve` with `argv` (default: the command line's); returns the exit status."""
-    try:
-        args = parse_args(argv)
-    except SystemExit as stop:  # --help, or a wrong argument, which has been printed
-        return stop.code if isinstance(stop.code, int) else 1
-    setup_logging("http", args.log_level, args.log_format)
-    signal.signal(signal.SIGTERM, _quit)
-    signal.signal(signal.SIGINT, _quit)
-    give_back_large_blocks()
-    try:
-        return serve(args)
-    except (ListenError, ServeError, EventsError, ModelNotFound) as error:
-        logger.error("treeline serve: error: %s", error)
-        return 1

@@ -12,8 +12,9 @@ from support.http import client
 from treeline_epp import explain_command
 from treeline_epp.admin import Handler, Page, PageServer, Question
 from treeline_epp.endpoints.spec import EndpointSpec
+from treeline_epp.explain_api import DECISIONS, EXPLAIN
 from treeline_epp.metrics import Metrics
-from treeline_epp.pages import DECISIONS, EXPLAIN, decisions_page, explain_page
+from treeline_epp.pages import decisions_page, explain_page
 from treeline_epp.picking.decision import Lease
 from treeline_epp.picking.picker import Picker, PickerConfig
 from treeline_epp.requests.body import RouteRequest

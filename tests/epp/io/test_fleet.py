@@ -171,6 +171,26 @@ async def test_the_list_of_endpoints_tells_what_they_have_to_do_and_what_they_ke
         await until(told, "its requests and its cache are told")
 
 
+async def test_the_list_of_endpoints_tells_why_one_is_not_ready_and_whether_waiting_helps() -> None:
+    engine = FakeEngine("e0")
+    await engine.start()
+    engine.missing = {"/v1/models"}
+    async with running_picker("--endpoint", f"e0={engine.address}") as picker:
+
+        async def told(ready: bool, problem: str | None, lasting: bool) -> bool:
+            (it,) = (await picker.get("/endpoints")).json()["pools"]["default"]["endpoints"]
+            return (it["ready"], it["problem"], it["lasting"]) == (ready, problem, lasting)
+
+        url = f"http://{engine.address}"
+        await until(lambda: told(False, f"{url} has no /v1/models", True), "another kind of server is told")
+        engine.missing = set()
+        await until(lambda: told(True, None, False), "it is ready after all")
+        engine.ready = False
+        await until(lambda: told(False, "its health is not answered 200", False), "it drains")
+        await engine.stop()
+        await until(lambda: told(False, f"{url}: Connection refused", False), "it is gone")
+
+
 async def test_engines_that_do_not_answer_do_not_keep_it_from_being_ready() -> None:
     silent = await asyncio.start_server(lambda _r, _w: None, "127.0.0.1", 0)
     port = silent.sockets[0].getsockname()[1]

@@ -14,7 +14,8 @@ import pytest
 from support.epp_io import running_picker
 from support.http import client
 from support.ports import free_ports
-from treeline_epp.main import StartError, main
+from treeline_epp.command import main
+from treeline_epp.main import StartError
 
 
 def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,9 +12,9 @@ import msgspec
 import pytest
 import yaml
 from support.epp_io import engines, running_picker
+from treeline_epp.command import main
 from treeline_epp.kube.pools import own_pool
 from treeline_epp.kvevents.states import SubscriptionState
-from treeline_epp.main import main
 from treeline_epp.options import options_of
 from treeline_epp.picking.filters import FILTERS
 from treeline_epp.picking.policies import POLICIES, choice_of

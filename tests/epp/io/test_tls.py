@@ -13,9 +13,9 @@ from cryptography.hazmat.primitives import serialization
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from support.epp_io import engines, running_picker, until
 from support.epp_kube import asked
+from treeline_epp.command import main
 from treeline_epp.extproc.session import SERVICE
 from treeline_epp.extproc.tls import Certificate, TlsError, self_signed
-from treeline_epp.main import main
 
 
 def write(folder: Path, pair: tuple[bytes, bytes], stamp: int) -> None:

@@ -10,7 +10,7 @@ import pytest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from support.proxy import NONE, Proxy
-from treeline_epp.main import main
+from treeline_epp.command import main
 from treeline_epp.requests.exchange import Exchange, Observers
 from treeline_epp.tracing import CHOICE, REQUEST, SERVICE, Tracing
 from treeline_wire import headers as names

@@ -246,7 +246,7 @@ async def test_why_an_engine_is_not_ready_is_logged(
     assert "endpoint e is starting: its health is not answered 200" in caplog.messages
     await engine.stop()
     assert await state_of(http, engine.address, trust_ready=False) is EngineState.DOWN
-    assert any(f"endpoint e is down: http://{engine.address}: HttpError" in text for text in caplog.messages)
+    assert any(f"endpoint e is down: http://{engine.address}: Connection refused" in text for text in caplog.messages)
 
 
 Answer = Callable[[asyncio.StreamWriter], Awaitable[None]]

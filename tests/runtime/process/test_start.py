@@ -16,11 +16,12 @@ import zmq
 from support.runtime_server import ServerProcess, running
 from treeline_runtime import scheduler_process
 from treeline_runtime.args import ServerArgs, build_parser, parse_args
+from treeline_runtime.command import main
 from treeline_runtime.download import ModelNotFound, resolve_model
 from treeline_runtime.ipc import Addresses
 from treeline_runtime.listeners import EventsError, ListenError, open_keys
 from treeline_runtime.processes import ChildSpec, StartError
-from treeline_runtime.serve import main, serve
+from treeline_runtime.serve import serve
 from treeline_wire.security import CurveKeys
 
 pytestmark = pytest.mark.integration

@@ -39,6 +39,11 @@ class Parser(argparse.ArgumentParser):
             self.formatter_class = _coloured(self.formatter_class)
         super().print_help(file)
 
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """As argparse does it, but an output that takes nothing is an error."""
+        if message and (file := file or sys.stderr) is not None:
+            file.write(message)
+
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             known = [str(choice) for choice in action.choices]

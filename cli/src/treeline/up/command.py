@@ -3,40 +3,26 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
-import fcntl
 import ipaddress
-import json
 import os
 import re
-import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-import httpx
-from rich.console import Console
 from treeline_epp.endpoints.discovery import DiscoveryError, parse_flag, unique
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.picking.policies import policy_flag, policy_help
-from treeline_operator.envoy import EnvoyConfig, Tracing, bootstrap_json
-from treeline_operator.envoy.binary import EnvoyNotFound, envoy_binary
+from treeline_operator.envoy import Tracing
 from treeline_operator.envoy.keys import KEY_FORM, read_secret
-from treeline_runtime.args import parse_args
-from treeline_runtime.download import ModelNotFound, repository
-from treeline_runtime.frontend import ServeError
-from treeline_runtime.serve import checked_model
 from treeline_wire import tracing_env
 from treeline_wire.command_line import Parser, ended_at_once, one_of_two
 from treeline_wire.tiny_model import tiny_model
 from treeline_wire.tracing_env import TracingError
 
-from treeline.printable import printable
-from treeline.up.plan import UpOptions, busy_ports, gateway_url, plan, ports_from
-from treeline.up.progress import show
-from treeline.up.supervisor import ChildFailed, Supervisor
+from treeline.up.plan import UpOptions, ports_from
 
 MOST_REPLICAS = 100
 """Then the ports of one kind would meet those of the next."""
@@ -267,8 +253,6 @@ def _tracing() -> Tracing | None:
     return Tracing(host, port, tracing_env.ratio())
 
 
-PROBE = "~treeline-up"
-"""Who asks whether everything is ready: a name that no client can have."""
 _CLIENT = re.compile(r"[-._A-Za-z0-9]{1,253}")
 
 
@@ -291,137 +275,13 @@ def _api_keys(folder: Path | None) -> dict[str, str]:
     return {client: keys[0] for client, keys in found.items()}
 
 
-def envoy_config(options: UpOptions) -> EnvoyConfig:
-    return EnvoyConfig(
-        listen_host=options.host,
-        listen_port=options.port,
-        ext_proc_port=options.ext_proc_port,
-        eds_port=options.eds_port,
-        console_port=options.picker_admin_port if options.console else None,
-        api_keys={**options.api_keys, PROBE: options.probe_key} if options.api_keys else None,
-        isolation=options.isolation,
-        expose_cached_tokens=options.expose_routing,
-        add_endpoint_header=options.expose_routing,
-        tracing=options.tracing,
-    )
-
-
-def _model(options: UpOptions) -> str:
-    """A name that clients can ask for: of engines that run already, the first that the picker knows."""
-    if not options.engines:
-        return options.served_model_name or (
-            Path(options.model).name if Path(options.model).exists() else repository(options.model)
-        )
-    headers = {"x-api-key": options.probe_key} if options.api_keys else {}
-    with contextlib.suppress(httpx.HTTPError, ValueError, LookupError):
-        answer = httpx.get(f"{gateway_url(options)}/v1/models", headers=headers, timeout=2.0, trust_env=False)
-        return printable(str(answer.json()["data"][0]["id"]))
-    return "NAME"
-
-
-def _how_to_try(options: UpOptions) -> str:
-    url = gateway_url(options)
-    model = json.dumps(_model(options)).replace("'", r"\u0027")
-    key = " -H 'authorization: Bearer …'" if options.api_keys else ""
-    browser = f"\nin a browser: {url}/console/ (chat, load, decisions)\n\nor:" if options.console else "\ntry:"
-    return f"""ready: {url}
-{browser}
-  curl -i {url}/v1/chat/completions -H 'content-type: application/json'{key} \\
-    -d '{{"model": {model}, "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
-
-{_pages(options)}    stop: Ctrl-C"""
-
-
-def _pages(options: UpOptions) -> str:
-    picker = f"metrics: http://127.0.0.1:{options.metrics_port}/metrics (picker)"
-    if options.engines:
-        names = ", ".join(engine.name for engine in options.engines)
-        return f"{picker}\nhow requests are routed to {names}: http://127.0.0.1:{options.picker_admin_port}/endpoints"
-    return f"""{picker}, http://127.0.0.1:{options.runtime_metrics_port}/metrics (runtime-0)
-administration: http://127.0.0.1:{options.runtime_admin_port} (runtime-0)"""
-
-
-class _Busy(Exception):
-    """Ports cannot be had; the message names them."""
-
-
-MOST_LINES = 10
-"""Of ports that cannot be had: a busy one is said."""
-
-
-def _check(options: UpOptions) -> None:
-    """What can be known before anything is started: ports, then the model, which is downloaded here if need be.
-
-    Raises _Busy, EnvoyNotFound, ModelNotFound, ServeError; exits with status 2 for arguments that `treeline serve` does
-    not take.
-    """
-    children = plan(options, envoy_binary(), Path())
-    if busy := busy_ports(children):
-        fix = "Stop what holds a port, or take others: --port-base 9100 moves all of them, --port the gateway's."
-        more = [f"and {len(busy) - MOST_LINES} more"] if len(busy) > MOST_LINES else []
-        raise _Busy("\n".join((*busy[:MOST_LINES], *more, fix)))
-    if not options.engines:
-        _, _, _, *arguments = children[0].argv  # python -m treeline_runtime
-        checked_model(parse_args(arguments), copies=options.replicas)
-
-
-async def _run(options: UpOptions, folder: Path, log_dir: Path, console: Console) -> int:
-    bootstrap = folder / "envoy.json"
-    children = plan(options, envoy_binary(), bootstrap)
-    bootstrap.touch(mode=0o600)  # keys are in it
-    bootstrap.write_text(bootstrap_json(envoy_config(options)))
-    supervisor = Supervisor(children, log_dir)
-    progress = asyncio.create_task(show(supervisor.children, console))
-    try:
-        status = await supervisor.run(on_ready=lambda: print(_how_to_try(options), flush=True))
-    except ChildFailed as failure:
-        progress.cancel()
-        await asyncio.gather(progress, return_exceptions=True)
-        console.print(f"treeline up: {failure}", style="red", markup=False, highlight=False, soft_wrap=True)
-        return 1
-    finally:
-        progress.cancel()
-        await asyncio.gather(progress, return_exceptions=True)
-    console.print("stopped", highlight=False)
-    return status
-
-
-def _sweep() -> None:
-    """Remove the folders that killed processes have left: keys are in them, and none holds their locks."""
-    for old in Path(tempfile.gettempdir()).glob(f"{_WORKPLACE}*"):
-        with contextlib.suppress(OSError):
-            if old.lstat().st_uid == os.getuid():
-                with (old / _LOCK).open() as lock:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(old)
-
-
-@contextlib.contextmanager
-def _workplace() -> Iterator[Path]:
-    """A folder of our own, gone at the end."""
-    with tempfile.TemporaryDirectory(prefix=_WORKPLACE) as made, (Path(made) / _LOCK).open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield Path(made)
-
-
-_WORKPLACE = "treeline-up-"
-_LOCK = "lock"
-
-
 def main(argv: Sequence[str]) -> int:
     """Serve until Ctrl-C or SIGTERM (status 0; 128 + signal before it was ready); status 1 when a child dies, a port is
     busy or Envoy is missing."""
     options, log_dir = _options(argv)
-    console = Console(stderr=True)
-    try:
-        _sweep()
-        with ended_at_once():
-            _check(options)
-        with _workplace() as folder:
-            return asyncio.run(_run(options, folder, log_dir or folder, console))
-    except (EnvoyNotFound, ModelNotFound, ServeError, _Busy) as error:
-        console.print(f"treeline up: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
-        return 1
+    with ended_at_once():
+        from treeline.up import run  # with the runtime's own code: a second
+    return run.up(options, log_dir)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,9 @@ from typing import Final
 
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_operator import envoy
-from treeline_operator.api.gateway import ClientLimits
 from treeline_wire import ports
+
+from treeline.up import picker_page
 
 
 @dataclass(frozen=True)
@@ -59,9 +60,10 @@ class UpOptions:
 
 @dataclass(frozen=True)
 class ChildSpec:
-    """One process to start; without `argv`, a server that runs already and is only waited for.
+    """One process to start; with `engine`, a server that runs already and is only waited for.
 
-    `ready_url` answers 200 to `ready_headers` when it is ready; `after` names the children that must be ready before
+    `ready_url` answers 200 to `ready_headers` when it is ready; of an engine it is the picker's list, which says so.
+    `after` names the children that must be ready before
     this one is started; `ports` maps what a port is for to (host, port), all of which must be free beforehand.
     """
 
@@ -72,6 +74,7 @@ class ChildSpec:
     after: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
     ready_headers: Mapping[str, str] = field(default_factory=dict)
+    engine: EndpointSpec | None = None
 
 
 LOOPBACK = "127.0.0.1"
@@ -124,8 +127,16 @@ def _runtime(options: UpOptions, index: int) -> ChildSpec:
     )
 
 
-def _engine(engine: EndpointSpec) -> ChildSpec:
-    return ChildSpec(name=f"engine {engine.name}", argv=(), ready_url=f"http://{engine.address}/health", ports={})
+def _engine(options: UpOptions, engine: EndpointSpec) -> ChildSpec:
+    """The picker asks it, so the picker is started first."""
+    return ChildSpec(
+        name=f"engine {engine.name}",
+        argv=(),
+        ready_url=picker_page.url(options.picker_admin_port),
+        ports={},
+        after=("picker",),
+        engine=engine,
+    )
 
 
 def _picker(options: UpOptions, runtimes: Iterable[ChildSpec]) -> ChildSpec:
@@ -150,6 +161,8 @@ def _picker(options: UpOptions, runtimes: Iterable[ChildSpec]) -> ChildSpec:
     if options.show_prompts:
         argv += ["--show-prompts"]
     if options.api_keys:
+        from treeline_operator.api.gateway import ClientLimits  # with pydantic, which --help does without
+
         argv += ["--trust-edge", f"--max-client-requests={ClientLimits().unanswered_requests}"]
     if options.tracing is not None:
         argv += ["--tracing"]
@@ -161,14 +174,14 @@ def _picker(options: UpOptions, runtimes: Iterable[ChildSpec]) -> ChildSpec:
     )
 
 
-def _envoy(options: UpOptions, binary: Path, bootstrap: Path) -> ChildSpec:
+def _envoy(options: UpOptions, binary: Path, bootstrap: Path, engines: Iterable[ChildSpec]) -> ChildSpec:
     return ChildSpec(
         name="envoy",
         argv=tuple(envoy.command(str(binary), str(bootstrap), concurrency=1, drain_s=5)),
         # Through everything: Envoy asks the picker, the picker names a runtime, the runtime answers.
         ready_url=f"{gateway_url(options)}/health",
         ports={"gateway": (options.host, options.port)},
-        after=("picker",),
+        after=("picker", *(engine.name for engine in engines)),
         ready_headers={"x-api-key": options.probe_key} if options.api_keys else {},
     )
 
@@ -176,8 +189,8 @@ def _envoy(options: UpOptions, binary: Path, bootstrap: Path) -> ChildSpec:
 def plan(options: UpOptions, envoy_binary: Path, bootstrap: Path) -> list[ChildSpec]:
     """The children, in the order in which they are shown; Envoy's configuration will be written to `bootstrap`."""
     runtimes = [] if options.engines else [_runtime(options, index) for index in range(options.replicas)]
-    engines = [_engine(engine) for engine in options.engines]
-    return [*runtimes, *engines, _picker(options, runtimes), _envoy(options, envoy_binary, bootstrap)]
+    engines = [_engine(options, engine) for engine in options.engines]
+    return [*runtimes, *engines, _picker(options, runtimes), _envoy(options, envoy_binary, bootstrap, engines)]
 
 
 def busy_ports(children: Iterable[ChildSpec]) -> list[str]:

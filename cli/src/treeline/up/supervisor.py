@@ -21,11 +21,18 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
+from treeline.printable import printable
+from treeline.up import picker_page
+
 if TYPE_CHECKING:
+    from treeline_epp.endpoints.spec import EndpointSpec
+
     from treeline.up.plan import ChildSpec
 
 READY_POLL_S = 0.1
 READY_TIMEOUT_S = 600.0
+LASTING_S = 5.0
+"""The picker asks an engine several times in this time: one that keeps giving an answer of no use is given up."""
 STOP_TIMEOUT_S = 8.0  # with the kill after it, well inside the ten seconds that are promised
 
 
@@ -50,9 +57,15 @@ class Child:
     since: float = field(default_factory=time.monotonic)
     process: asyncio.subprocess.Process | None = None
     ready: asyncio.Event = field(default_factory=asyncio.Event)
+    problem: str = ""
+    """Why the picker does not use it yet: of an engine."""
 
     def enter(self, phase: Phase) -> None:
         self.phase, self.since = phase, time.monotonic()
+
+    def become_ready(self) -> None:
+        self.enter(Phase.READY)
+        self.ready.set()
 
     def last_lines(self, count: int = 15) -> str:
         with contextlib.suppress(OSError):
@@ -128,13 +141,8 @@ class Supervisor:
         for name in child.spec.after:
             await self._by_name[name].ready.wait()
         child.enter(Phase.STARTING)
-        if not child.spec.argv:
-            await self._becomes_ready(child)
-            if not child.ready.is_set():
-                raise ChildFailed(
-                    f"nothing answers at {child.spec.ready_url} ({child.spec.name}): start that server, or leave out "
-                    f"its --engine"
-                )
+        if child.spec.engine is not None:
+            await self._is_accepted(child, child.spec.engine)
             await asyncio.Event().wait()  # from now on the picker watches it
         with child.log_path.open("wb") as log:
             child.process = await asyncio.create_subprocess_exec(
@@ -158,16 +166,44 @@ class Supervisor:
     async def _becomes_ready(self, child: Child) -> None:
         async with httpx.AsyncClient(timeout=1.0, trust_env=False) as client:
             while True:
+                headers = dict(child.spec.ready_headers)
                 with contextlib.suppress(httpx.HTTPError):
-                    answer = await client.get(child.spec.ready_url, headers=dict(child.spec.ready_headers))
-                    if answer.status_code == 200:
-                        child.enter(Phase.READY)
-                        child.ready.set()
-                        return
+                    # Its body stays unread: behind the gateway it is an engine's, and may have no end.
+                    async with client.stream("GET", child.spec.ready_url, headers=headers) as answer:
+                        if answer.status_code == 200:
+                            child.become_ready()
+                            return
                 if time.monotonic() - child.since > READY_TIMEOUT_S:
                     if child.process is not None:
                         self._signal(child, signal.SIGKILL)
                     return
+                await asyncio.sleep(READY_POLL_S)
+
+    async def _is_accepted(self, child: Child, engine: EndpointSpec) -> None:
+        """Wait until the picker sends requests to an engine. Raises ChildFailed where waiting is in vain."""
+        useless_since: float | None = None
+        async with httpx.AsyncClient(timeout=1.0, trust_env=False) as client:
+            while True:
+                found = None
+                with contextlib.suppress(httpx.HTTPError):
+                    found = picker_page.read((await client.get(child.spec.ready_url)).content).endpoint(engine.name)
+                now = time.monotonic()
+                if found is not None:
+                    if found.ready:
+                        child.become_ready()
+                        return
+                    child.problem = printable(found.problem or "")
+                    useless_since = (useless_since or now) if found.lasting else None
+                if useless_since is not None and now - useless_since > LASTING_S:
+                    raise ChildFailed(
+                        f"no request can go to {child.spec.name}: {child.problem}. Give the address of a server with "
+                        f"OpenAI's API by --engine {printable(engine.name)}=HOST:PORT, or leave it out"
+                    )
+                if now - child.since > READY_TIMEOUT_S:
+                    raise ChildFailed(
+                        f"{child.spec.name} is not ready after {READY_TIMEOUT_S:.0f} s: {child.problem}. Start that "
+                        f"server, or leave out its --engine"
+                    )
                 await asyncio.sleep(READY_POLL_S)
 
     def _running(self) -> Iterator[Child]:

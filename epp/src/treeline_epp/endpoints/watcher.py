@@ -6,16 +6,18 @@ import asyncio
 import contextlib
 import enum
 import logging
+import os
 import random
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from treeline_wire.tokenizer import TokenizerBundle
 
 from treeline_epp.endpoints.adapters.base import EngineAdapter, EngineInfo
 from treeline_epp.endpoints.adapters.registry import ANYTHING, PROBES, adapter_of, recognise
-from treeline_epp.endpoints.engine_http import EngineError, EngineHttp
+from treeline_epp.endpoints.engine_http import EngineError, EngineHttp, UnusableError
 from treeline_epp.endpoints.http_answer import HttpError, HttpTimeout, NotHttp
 from treeline_epp.endpoints.http_client import HttpClient
 from treeline_epp.endpoints.spec import EndpointSpec, KvPorts
@@ -29,6 +31,8 @@ _TURN_S = 0.5
 """An engine that takes longer to answer leaves its place to the next one: it costs nothing while it is waited for."""
 _FEW = 100
 """Engines that are asked at the full rate; more of them are asked less often each."""
+_LONGEST_PROBLEM = 300
+"""Characters: an answer may be quoted in it."""
 FAILURE_THRESHOLD = 3
 """Timeouts in a row after which an engine counts as down; a refused connection counts at once."""
 
@@ -44,6 +48,15 @@ class EngineState(enum.StrEnum):
     DRAINING = "draining"
     """It was ready and now answers 503: it finishes what it has and takes nothing new (see `EngineAdapter.drains`)."""
     DOWN = "down"
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Why an engine gets no requests."""
+
+    text: str
+    lasting: bool = False
+    """It answers, and will answer the same again: something else is there, or it is set up otherwise."""
 
 
 class EngineClient:
@@ -163,7 +176,9 @@ class EngineWatcher:
         self._pace = pace
         self._probe_asked = asyncio.Event()
         self._failures = 0
-        self._why = self._logged = ""
+        self.problem: Problem | None = None
+        """What is wrong with it now, None while it is ready."""
+        self._logged = ""
 
     def probe_now(self) -> None:
         """Something suggests that the engine changed: look now."""
@@ -206,8 +221,9 @@ class EngineWatcher:
         if state is self.state and info == self.info:
             return
         if state is not self.state:
-            why = f": {self._why}" if self._why and state is not EngineState.READY else ""
-            log.info("endpoint %s is %s%s", self.spec.name, state.value, why)
+            why = "" if state is EngineState.READY or self.problem is None else self.problem.text
+            told = why in ("", self._logged)  # an answer that cannot be used has been logged already
+            log.info("endpoint %s is %s%s", self.spec.name, state.value, "" if told else f": {why}")
         self._pace.watch(self._is_ready, -1)
         self.state = state
         self._pace.watch(self._is_ready)
@@ -243,33 +259,39 @@ class EngineWatcher:
         try:
             ready = await self._client.ready()
             self._failures = 0
-            self._why = "its health is not answered 200"
+            self.problem = Problem("its health is not answered 200")
             if ready is not False:  # without a probe a list of models says that it serves
                 info = await self._client.info()
-                self._logged = ""
+                self.problem, self._logged = None, ""
                 return EngineState.READY, info
         except HttpTimeout as error:
-            self._why = repr(error)
+            self.problem = Problem(f"http://{self.spec.address}: {error}")
             self._failures += 1
             busy = self.state is EngineState.READY and self._failures < FAILURE_THRESHOLD
             return (self.state if busy else EngineState.DOWN), self.info
         except HttpError as error:
             # Something answers, in a protocol that is not ours.
-            self._why = f"http://{self.spec.address}: {error!r:.200}"
             strange = isinstance(error, NotHttp)
+            self.problem = Problem(f"http://{self.spec.address}: {_words_of(error):.200}", strange)
             return trusted if self.spec.trust_ready and strange else (EngineState.DOWN, self.info)
         except EngineError as error:
             if self.spec.trust_ready:
                 return trusted
-            self._why = "what it serves is not known"
-            if str(error) != self._logged:  # once, though it is asked again several times a second
-                self._logged = str(error)
-                log.warning("endpoint %s: %s", self.spec.name, error)
+            self.problem = Problem(f"{error!s:.{_LONGEST_PROBLEM}}", isinstance(error, UnusableError))
+            if self.problem.text != self._logged:  # once, though it is asked again several times a second
+                self._logged = self.problem.text
+                log.warning("endpoint %s: %s", self.spec.name, self.problem.text)
             return (self.state if self.state is EngineState.READY else EngineState.STARTING), self.info
         if not drains:
             return EngineState.DOWN, self.info
         was_serving = self.state in (EngineState.READY, EngineState.DRAINING)
         return (EngineState.DRAINING if was_serving else EngineState.STARTING), self.info
+
+
+def _words_of(error: HttpError) -> str:
+    """What an operating system says, in its words and without addresses."""
+    number = getattr(error.__cause__, "errno", None) or 0
+    return os.strerror(number) if number > 0 else str(error)  # those of names are negative, and have words already
 
 
 SWEEP_INTERVAL_S: Final = 1.0

@@ -6,7 +6,6 @@ noticed by its number and asked for again (`gossip.py`).
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import logging
@@ -25,7 +24,6 @@ RESOLVE_S = 5.0
 """How soon a new address of a peer's name is noticed; the new one itself is heard by others as soon as it sends."""
 _TICK_S = 0.05
 _MOST_ADDRESSES = 256
-_MOST_NAMES = 64
 _BUFFER_BYTES = 4 << 20
 _AT_ONCE, _PAUSE_S = 64, 0.002
 """A long snapshot goes out in pieces, so that it finds room at the other end."""
@@ -152,22 +150,3 @@ def samples(gossip: Gossip) -> Iterator[Sample]:
     yield "counter", "peer_bytes", text, {}, gossip.told_bytes
     text = "Times that another picker's whole state was fetched, because it was new or a message was lost."
     yield "counter", "peer_snapshots", text, {}, gossip.counts["snapshots"]
-
-
-def peer_names(text: str) -> tuple[Address, ...]:
-    """Other pickers by the flag `--peers`: `HOST:PORT,HOST:PORT,…`, IPv6 in brackets. Raises argparse's complaint."""
-    words = [word.strip() for word in text.split(",") if word.strip()]
-    if not 0 < len(words) <= _MOST_NAMES:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of 1 to {_MOST_NAMES} of HOST:PORT")
-    return tuple(_name(word) for word in words)
-
-
-def _name(word: str) -> Address:
-    host, _, port = word.rpartition(":")
-    host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    bracketed = word.startswith("[")
-    if not host or (":" in host and not bracketed) or not (port.isascii() and port.isdecimal()):
-        raise argparse.ArgumentTypeError(f"{word!r} is not HOST:PORT")
-    if len(port) > 5 or not 0 < int(port) < 1 << 16:
-        raise argparse.ArgumentTypeError(f"{word!r}: a port is a number from 1 to 65535")
-    return host, int(port)

@@ -8,24 +8,12 @@ import numpy as np
 from msgspec import Struct
 
 from treeline_epp.endpoints.load import STALE_AFTER_S
+from treeline_epp.explain_api import Verdict
 from treeline_epp.picking.endpoint import Endpoint
 from treeline_epp.picking.filters import FILTERS
 from treeline_epp.picking.request import Request
 from treeline_epp.picking.score import Scored
 from treeline_epp.picking.table import Mask, Table
-
-
-class Verdict(Struct, frozen=True, omit_defaults=True):
-    """One endpoint's part in a decision. `rank` is its place (1: chosen), None where it is no candidate or its policy
-    does not rank it; `filter` and `why` say what left it out. `terms` are those of its score."""
-
-    endpoint: str
-    address: str
-    pool: str
-    rank: int | None = None
-    filter: str = ""
-    why: str = ""
-    terms: Mapping[str, float | None] = {}
 
 
 class Explanation(Struct, frozen=True, omit_defaults=True):

@@ -32,7 +32,7 @@ The costs of many candidates are computed in arrays (`waits_and_costs`); those t
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 from msgspec import Struct
@@ -41,7 +41,6 @@ from msgspec.structs import replace
 from treeline_epp.endpoints.load import EndpointLoad, Report
 from treeline_epp.endpoints.reservations import ARRIVALS_S, arrivals_per_s
 from treeline_epp.endpoints.spec import EndpointSpec
-from treeline_epp.index.index import Index
 from treeline_epp.index.pods import NO_HIT, Hit, Match, level_hit
 from treeline_epp.picking.request import Request
 from treeline_epp.picking.table import (
@@ -59,6 +58,9 @@ from treeline_epp.picking.table import (
     Rows,
     Table,
 )
+
+if TYPE_CHECKING:  # the index brings the chat templates, and help needs neither
+    from treeline_epp.index.index import Index
 
 DELAYED_REQUESTS = 1.0
 """How many later requests the work of this one is assumed to delay, beside those that the arrival rate tells of."""

@@ -84,7 +84,7 @@ class OpenAIAdapter:
         except RefusedError:  # clients have the key; health, metrics and events are answered without it
             return EngineInfo(engine=self.name, wants_key=True)
         if served is None:
-            raise EngineError(f"{http.base} has no /v1/models")
+            raise UnusableError(f"{http.base} has no /v1/models")
         bases = {one.id for one in served.data if not one.base} or {one.id for one in served.data}
         adapters = {self.adapter_name(one.base, one.id): one.id for one in served.data if one.id not in bases}
         names = (one.id if one.id in bases else self.adapter_name(one.base, one.id) for one in served.data)
