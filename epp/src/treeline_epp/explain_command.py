@@ -1,4 +1,4 @@
-"""`treeline pick explain`: what a running picker would decide of a request, and why; or what it has decided."""
+"""`treeline pick explain`: how a running picker would route a request, and why; or how it routed earlier ones."""
 
 from __future__ import annotations
 
@@ -25,11 +25,13 @@ _TERMS = ("cost_s", "queue_s", "prefill_s", "slots_s", "full_s", "decode_s", "ot
 
 
 class CannotAsk(Exception):
-    """The picker gives no answer; the message says why and what to do."""
+    """The picker cannot be asked; the message says why and what to do."""
 
 
 class Shown(msgspec.Struct, frozen=True):
-    """An explanation, or a decision of the log: `terms` by endpoint, the best first, where not all were looked at."""
+    """An explanation, or a decision of the log: `terms` by endpoint, the best first, where not all endpoints were
+    scored.
+    """
 
     policy: str = ""
     refusal: str = ""
@@ -44,7 +46,7 @@ class _Decisions(msgspec.Struct, frozen=True):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; returns its exit status: 1 where the request would be refused or no picker can be asked."""
+    """Run the command; return its exit status: 1 where the request would be refused or no picker can be asked."""
     given = _parser().parse_args(argv)
     try:
         if given.last is not None:
@@ -65,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def table(shown: Shown) -> str:
-    """As lines of text."""
+    """Return the decision as lines of text."""
     head = f"policy {shown.policy or '-'}"
     if shown.endpoint:
         head = f"{shown.request_id or '(no id)'}: {shown.endpoint}, {head}"
@@ -106,7 +108,7 @@ def _read(data: bytes, kind: type[T], url: str) -> T:
 
 
 def _ask(url: str, method: str, path: str, body: bytes | None = None) -> bytes:
-    """The picker's answer, JSON. Raises `CannotAsk`."""
+    """Return the picker's answer, JSON. Raises `CannotAsk`."""
     parts = urlsplit(url)
     if parts.scheme != "http" or not parts.hostname:
         raise CannotAsk(f"--url {url} is no address of the form http://127.0.0.1:{ports.PICKER_ADMIN}")
