@@ -29,10 +29,10 @@ _NAMED = re.compile(r"([\w(][\w.,()+-]*(?: [\w(][\w.,()+-]*)*)=(.*)", re.DOTALL)
 """A name of words that are no flags, and the rest: a command may have a = further on."""
 RESULTS = ROOT / "bench" / "results"
 _STYLES = {Verdict.PASS: "green", Verdict.FAIL: "red", Verdict.NOT_APPLICABLE: "dim"}
-DESCRIPTION = """Ask an endpoint picker everything that its protocol and its users expect of one, and say what it does.
+DESCRIPTION = """Ask an endpoint picker everything that its protocol and its users expect, and report the results.
 
-The suite plays the proxy (ext_proc), three pods that speak as vLLM does, and a Kubernetes API with an InferencePool. A
-picker is started by the suite, or runs already and was told of the pods or of the kubeconfig."""
+The suite plays the proxy (ext_proc), three pods that speak like vLLM, and a Kubernetes API with an InferencePool. The
+suite starts a picker, or tests a running one that knows the pods or the kubeconfig."""
 EPILOG = """examples:
   treeline conformance --start "ours=treeline pick --pool-name {pool} --pool-namespace {namespace} --kubeconfig
       {kubeconfig} --secure-serving false --grpc-port {port} --grpc-health-port {health_port}
@@ -64,7 +64,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="[NAME=]COMMAND",
-        help="start another picker to compare with, which has a column and no say in the exit status; repeatable",
+        help="start another picker for comparison: a column of its own, without effect on the exit status; repeatable",
     )
     add(
         "--kubeconfig",
@@ -92,7 +92,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
         metavar="FILE",
         help="write the counts of --out between the markers in FILE; runs nothing",
     )
-    add("--verbose", action="store_true", help="name each case as it is done, not only those that fail")
+    add("--verbose", action="store_true", help="name each finished case, not only failed ones")
     return top
 
 

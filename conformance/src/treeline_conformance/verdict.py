@@ -28,8 +28,8 @@ class Need(enum.Enum):
 
     KUBERNETES = "the picker does not follow the suite's Kubernetes API"
     STARTED = "the picker was not started by the suite (--start)"
-    METRICS = "nothing is said of where its metrics are (--metrics-port, or {metrics_port} in --start)"
-    HEALTH = "nothing is said of where its gRPC health is (--health-port, or {health_port} in --start)"
+    METRICS = "the address of its metrics is unknown (--metrics-port, or {metrics_port} in --start)"
+    HEALTH = "the address of its gRPC health is unknown (--health-port, or {health_port} in --start)"
 
 
 class When(enum.IntEnum):

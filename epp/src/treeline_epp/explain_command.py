@@ -111,7 +111,7 @@ def _ask(url: str, method: str, path: str, body: bytes | None = None) -> bytes:
     """Return the picker's answer, JSON. Raises `CannotAsk`."""
     parts = urlsplit(url)
     if parts.scheme != "http" or not parts.hostname:
-        raise CannotAsk(f"--url {url} is no address of the form http://127.0.0.1:{ports.PICKER_ADMIN}")
+        raise CannotAsk(f"--url {url} is not an address of the form http://127.0.0.1:{ports.PICKER_ADMIN}")
     try:
         connection = http.client.HTTPConnection(parts.hostname, parts.port or ports.PICKER_ADMIN, timeout=_TIMEOUT_S)
         connection.request(method, path, body)
@@ -144,7 +144,7 @@ def _header(text: str) -> tuple[str, str]:
 
 def _count(text: str) -> int:
     if not (text.isascii() and text.isdecimal() and 0 < int(text[:6]) < 100_000):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of decisions")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of decisions")
     return int(text)
 
 
@@ -158,7 +158,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="treeline pick explain",
         description="Asks a running picker (with --enable-debug-endpoints) where a request would go, and prints for "
-        "each endpoint its place and its cost, or what leaves it out. Nothing is sent to an engine.",
+        "each endpoint its rank and its cost, or the filter that drops it. Nothing is sent to an engine.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

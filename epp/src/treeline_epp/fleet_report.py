@@ -47,7 +47,7 @@ def samples(fleet: Fleet) -> Iterator[Sample]:
     events = Counter(fleet.past)
     for subscription in subscriptions:
         events.update(subscription.counts)
-    text = "What happened on subscriptions to KV events (applied, lost, disconnects and so on), by event."
+    text = "Events of subscriptions to KV events (applied, lost, disconnects and so on), by event."
     for event, count in events.items():
         yield "counter", "kv_subscription_events", text, {"event": event}, count
     text = "Endpoints by pool, by the way their cached prefixes are known, and by the reason why no better way is used."

@@ -61,7 +61,7 @@ def _header_name(text: str) -> str:
         raise argparse.ArgumentTypeError(f"{text!r} is no name of a header")
     if text.lower() in CREDENTIALS:
         raise argparse.ArgumentTypeError(
-            f"{text!r} carries a secret, and a client's name is told in messages and traces: choose another header"
+            f"{text!r} carries a secret, and a client's name appears in messages and traces: choose another header"
         )
     return text.lower()
 
@@ -93,9 +93,9 @@ class Options:
         (),
         metavar="HOST:PORT,…",
         parse=peer_names,
-        help="the other pickers of this pool: addresses, or names each of whose addresses is one (a headless Service; "
-        "its own among them does no harm). They tell each other over UDP what they have in flight, sealed with a key "
-        "made from --curve-dir, so that they choose as one would",
+        help="the other pickers of this pool: addresses, or names of which each address is a picker (a headless "
+        "Service; this picker may be among them). They exchange their requests in flight over UDP, sealed with a key "
+        "made from --curve-dir, so that they choose like one picker",
     )
     peer_port: int = port_setting(ports.PEERS, help="UDP, for other pickers, with --peers (default %(default)s)")
     endpoint: tuple[EndpointSpec, ...] = setting(
@@ -105,13 +105,13 @@ class Options:
         None,
         metavar="FILE",
         help="YAML or JSON: `endpoints: [{name, address, pool?, engine?, kv_events?, api_key_file?}]`, where kv_events "
-        "is {port, replay_port?, topic?, ranks?} of an engine that does not say it; watched, replace it by renaming",
+        "is {port, replay_port?, topic?, ranks?} for engines that do not name them; watched, replace it by renaming",
     )
     engine_key_file: Path | None = setting(
         None,
         metavar="FILE",
-        help="the API key that the engines want (--api-key of vLLM and SGLang), to be told their models; read again "
-        "when it is replaced. An endpoint's own `api_key_file` goes before it",
+        help="the API key that engines require (--api-key of vLLM and SGLang) to list their models; read again when "
+        "it is replaced. An endpoint's own `api_key_file` is preferred",
     )
     gateway: str = setting(
         "",
@@ -143,9 +143,9 @@ class Options:
     )
     conformance_headers: bool = setting(
         False,
-        help="for the conformance tests of Gateways alone: whoever sends the request header "
-        "test-epp-endpoint-selection (a list of IP or IP:port) chooses the endpoint, past what the proxy allows and "
-        "past load, and every response has the endpoint's address in x-conformance-test-served-endpoint",
+        help="only for the conformance tests of Gateways: a client that sends the request header "
+        "test-epp-endpoint-selection (a list of IP or IP:port) chooses the endpoint, against the proxy and "
+        "load, and every response has the endpoint's address in x-conformance-test-served-endpoint",
     )
     rules_group: str = setting(
         None,
@@ -160,8 +160,8 @@ class Options:
         metavar="BOOL",
         parse=flag_bool,
         help="believe the request headers x-gateway-inference-objective and x-gateway-model-name-rewrite, and llm-d's "
-        "spellings: whoever can send them chooses a request's priority, and its model over the body's (default: only "
-        "with --pool-name of an upstream group, as other endpoint pickers do)",
+        "spellings: any client that can send them chooses a request's priority, and its model over the body's "
+        "(default: only with --pool-name of an upstream group, as other endpoint pickers do)",
     )
     endpoint_target_ports: tuple[int, ...] = setting(
         (), group=_KUBERNETES, metavar="PORT,…", parse=_ports, help="ports of the pods of --endpoint-selector"
@@ -185,7 +185,7 @@ class Options:
         repeated=True,
         metavar="[MODEL=]URI",
         parse=_for_model,
-        help="whose tokenizer and chat template make the keys of requests for MODEL, as its engines call it, or for "
+        help="the tokenizer and chat template for keys of requests for MODEL, by its name in the engines, or for "
         "all models: hf://org/name[@revision] (with HF_TOKEN and HF_ENDPOINT) or a model directory; may be repeated. "
         "By default each engine is asked for its own; vLLM and SGLang serve none",
     )
@@ -194,13 +194,13 @@ class Options:
         repeated=True,
         metavar="[MODEL=]FILE",
         parse=_for_model,
-        help="the chat template that the engines of MODEL were started with, instead of the one beside its "
+        help="the chat template with which the engines of MODEL run, instead of the one of its "
         "--tokenizer; may be repeated",
     )
     tokenizer_cache: Path = setting(
         None,
         metavar="DIR",
-        help="where tokenizers of the Hub are kept, so that a picker starts without it (default: treeline/tokenizers "
+        help="cache of tokenizers of the Hub, so that a picker starts without it (default: treeline/tokenizers "
         "in $XDG_CACHE_HOME or ~/.cache)",
     )
     max_body_bytes: int = setting(
@@ -227,13 +227,13 @@ class Options:
     )
     console: bool = setting(
         False,
-        help="serve the page /console/ on the admin port: a playground for a gateway that leads to it, and for clients "
-        "on this machine (in this pod) alone load, decisions and prefixes",
+        help="serve the page /console/ on the admin port: a playground for a gateway that leads to it; load, "
+        "decisions and prefixes only for clients on this machine (in this pod)",
     )
     enable_debug_endpoints: bool = setting(
         False,
         help="serve /debug/endpoints, /debug/tree, /debug/decisions, /debug/explain and the page /console/ on the "
-        "admin port, to clients on this machine (in this pod) alone",
+        "admin port, only to clients on this machine (in this pod)",
     )
     show_prompts: bool = setting(
         False,
@@ -256,28 +256,28 @@ class Options:
     )
     trust_edge: bool = setting(
         False,
-        help="the proxy is Treeline's own Envoy with API keys: believe its headers x-treeline-client and "
-        "x-treeline-isolation, which it removes from what callers send. Engines that do not read them get a salt for "
+        help="the proxy is Treeline's own Envoy with API keys: trust its headers x-treeline-client and "
+        "x-treeline-isolation, which it removes from callers' requests. Engines that do not read them get a salt for "
         "each client, written into the body (needs a proxy that shows bodies and refuses requests without a picker)",
     )
     cert_path: Path | None = setting(None, metavar="DIR", help="tls.crt and tls.key; read again when they are replaced")
     require_client_certificates: bool = setting(
         False,
-        help="mutual TLS on the ext_proc port and on the EDS port: who connects must show a certificate signed by "
+        help="mutual TLS on the ext_proc port and on the EDS port: clients must show a certificate signed by "
         "ca.crt in --cert-path; the file is read again when it is replaced",
     )
     metrics_families: tuple[str, ...] = setting(
         ("treeline",),
         metavar="NAME,…",
         parse=_families,
-        help="whose names /metrics has: treeline and gie (inference_objective_…, as GIE 1.5; docs/migrating.md has "
-        "them); default treeline",
+        help="the names of metrics on /metrics: treeline and gie (inference_objective_…, as GIE 1.5; "
+        "docs/migrating.md has them); default treeline",
     )
     tracing: bool = setting(
         False,
         metavar="BOOL",
         parse=flag_bool,
-        help="OpenTelemetry traces, sent over OTLP/gRPC as the variables OTEL_… say (docs/operations.md)",
+        help="OpenTelemetry traces, sent over OTLP/gRPC and set by the variables OTEL_… (docs/operations.md)",
     )
     flow_control: FlowSettings = setting(
         FlowSettings(), group=_FLOW, metavar="MODE[:KEY=VALUE,…]", parse=flow_flag, help=flow_help()
@@ -287,18 +287,18 @@ class Options:
         group=_FLOW,
         metavar="NAME",
         parse=_header_name,
-        help="request header that says whose a request is, believed as it is: whoever can send it chooses. It takes "
-        "the place of those of --trust-request-headers; API keys (--trust-edge) go before it",
+        help="request header with the name of a request's flow, trusted as it is: any client that can send it "
+        "chooses. It replaces those of --trust-request-headers; API keys (--trust-edge) count before it",
     )
     quotas_file: Path | None = setting(
         None,
         group=_FLOW,
         metavar="FILE",
         help="YAML or JSON: `clients: {NAME: {tokens_per_minute?, tokens_per_day?, requests_per_minute?, "
-        "requests_per_day?}}`, and `default:` with the same for each client that is not named; what comes beyond is "
-        "answered 429, with Retry-After and OpenAI's x-ratelimit-* headers. A client is an API key's name "
-        "(--trust-edge), or else what --fairness-header says, or the fairness id of --trust-request-headers; those of "
-        "whom nothing is known are one, default-flow. Read again when it has changed",
+        "requests_per_day?}}`, and `default:` with the same for each client that is not named; requests beyond it get "
+        "429, with Retry-After and OpenAI's x-ratelimit-* headers. A client is an API key's name "
+        "(--trust-edge), or else the value of --fairness-header, or the fairness id of --trust-request-headers; all "
+        "unknown clients are one, default-flow. Read again when it has changed",
     )
     ignored: tuple[str, ...] = ()
     """A sentence for each flag of other pickers that has no effect."""
@@ -328,8 +328,8 @@ def parser() -> argparse.ArgumentParser:
     p = Parser(
         prog="treeline pick",
         description="Treeline's endpoint picker. A proxy asks it over ext_proc where each request goes; it answers "
-        "from what every endpoint has cached and how busy it is. Endpoints are engines with an OpenAI-compatible "
-        "server; those of Treeline push all they know, others are asked for their load or routed by history.",
+        "by the cached prefixes and the load of every endpoint. Endpoints are engines with an OpenAI-compatible "
+        "server; those of Treeline push events and load, others are asked for their load or routed by history.",
         epilog="Example: treeline pick --endpoint a=127.0.0.1:8000 --endpoint b=127.0.0.1:8001; on Kubernetes: "
         "treeline pick --gateway treeline --pool-namespace team",
         allow_abbrev=False,

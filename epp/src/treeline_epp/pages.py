@@ -58,7 +58,7 @@ def decisions_page(log: DecisionLog, query: Mapping[str, str]) -> Page:
     """Return the last decisions."""
     last = query.get("last", LAST)
     if not (last.isascii() and last.isdecimal() and len(last) < 6):
-        return Page({"error": f"last={last[:20]!r} is no number of decisions (at most {KEPT} are kept)"}, 400)
+        return Page({"error": f"last={last[:20]!r} is not a number of decisions (at most {KEPT} are kept)"}, 400)
     return Page({"decisions": log.listing(int(last))})
 
 

@@ -111,7 +111,7 @@ class WayJudge:
             places = _places(source for source, _ in _followed(member, info))
             topics = ", ".join(sorted({repr(source.topic[:100]) for source in info.sources if source.topic}))
             asked = f"its prefix cache on, and its topic {topics}" if topics else "its prefix cache on"
-            message = f"connected to {places}, but nothing was heard while prompts were served: is {asked}?"
+            message = f"connected to {places}, but no events came while prompts were served: is {asked}?"
             return Unheard(WayReason.NOTHING_HEARD, message)
         return None
 

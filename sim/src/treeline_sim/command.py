@@ -52,7 +52,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
     top = Parser(
         prog=prog,
         description="Simulate engines and let the picker's own code route to them: hours of load in a minute.",
-        epilog=f"examples:\n  {_RUN}\n  {_SERVE}\n\n`treeline sim WORD --help` tells more.",
+        epilog=f"examples:\n  {_RUN}\n  {_SERVE}\n\n`treeline sim WORD --help` has more.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     words = top.add_subparsers(dest="word", required=True, metavar="WORD")
@@ -63,7 +63,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
         help="policies side by side on one trace",
         description="Run a trace through a simulated fleet, once for each policy, and compare.",
         epilog=f"traces:\n{traces}\n\nengines:\n{presets}\n\npolicies:\n  {', '.join(known_policies())}\n"
-        f"  (the oracles know every cache and queue as they are)\n\nexample:\n  {_RUN}",
+        f"  (the oracles see the real caches and queues)\n\nexample:\n  {_RUN}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = run.add_argument
@@ -73,15 +73,27 @@ def parser(prog: str) -> argparse.ArgumentParser:
     add("--policy", default=COMPARED, metavar="P[,P2…]", help="policies to compare (default: %(default)s)")
     add("--endpoints", type=int, default=8, metavar="N", help="simulated engines (default: %(default)s)")
     add("--pickers", type=int, default=1, metavar="N", help="pickers that take requests in turn (default: %(default)s)")
-    add("--seed", type=int, default=1, metavar="S", help="of all that is random (default: %(default)s)")
-    add("--requests", type=int, default=0, metavar="N", help="how many (default: as many as the trace has by itself)")
+    add("--seed", type=int, default=1, metavar="S", help="seed of all random numbers (default: %(default)s)")
+    add("--requests", type=int, default=0, metavar="N", help="number of requests (default: that of the trace)")
     add("--rate", type=float, default=0.0, metavar="R", help="requests a second (default: the trace's, by endpoints)")
-    add("--speedup", type=float, default=1.0, metavar="X", help="play a trace file so many times as fast")
+    add("--speedup", type=float, default=1.0, metavar="X", help="factor by which a trace file is played faster")
     add("--engine", default=DEFAULT, choices=PRESETS, metavar="NAME", help="see below (default: %(default)s)")
     add("--kv-tokens", type=int, default=0, metavar="N", help="memory of an engine (default: the trace's or engine's)")
     add("--block-size", type=int, default=0, metavar="N", help="tokens of a block (default: the engine's)")
-    add("--news-ms", type=float, default=2.0, metavar="MS", help="events and load to the picker (default: %(default)s)")
-    add("--event-loss", type=float, default=0.0, metavar="SHARE", help="of KV batches and pickers' words that get lost")
+    add(
+        "--news-ms",
+        type=float,
+        default=2.0,
+        metavar="MS",
+        help="delay of events and load to the picker (default: %(default)s)",
+    )
+    add(
+        "--event-loss",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="share of KV batches and pickers' messages that get lost",
+    )
     add(
         "--restart",
         action="append",
@@ -119,7 +131,7 @@ def plan_of(args: argparse.Namespace) -> Plan:
         if not 0 <= getattr(args, name) < float("inf"):
             raise ValueError(f"--{name.replace('_', '-')} must not be negative")
     if args.trace_file is None and args.speedup != 1.0:
-        raise ValueError("--speedup plays a file faster; for a trace by name say --rate")
+        raise ValueError("--speedup plays a file faster; for a trace by name give --rate")
     if args.trace_file is not None and args.rate:
         raise ValueError("--rate is for a trace by name; a file is played faster by --speedup")
     try:

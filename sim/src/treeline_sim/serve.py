@@ -28,25 +28,36 @@ AT_ONCE_TOKENS = 1 << 24
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `treeline sim serve`."""
     add = parser.add_argument
-    add("--model", type=Path, metavar="DIR", help="whose tokenizer and template (default: the tiny model's)")
+    add(
+        "--model",
+        type=Path,
+        metavar="DIR",
+        help="model whose tokenizer and template are used (default: the tiny model)",
+    )
     add("--name", default="tiny", help="the model's name for requests (default: %(default)s)")
-    add("--count", type=int, default=1, metavar="N", help="servers, each on ports one further (default: %(default)s)")
+    add(
+        "--count",
+        type=int,
+        default=1,
+        metavar="N",
+        help="servers, each on the next higher ports (default: %(default)s)",
+    )
     add("--host", default="127.0.0.1", help="address of all sockets (default: %(default)s)")
     add("--port", type=int, default=ports.RUNTIME_HTTP, help="HTTP of the first (default: %(default)s; 0 = any)")
     add("--events-port", type=int, default=ports.EVENTS, help="its KV events (default: %(default)s)")
     add("--replay-port", type=int, default=ports.REPLAY, help="its replays (default: %(default)s)")
     add("--load-port", type=int, default=ports.LOAD, help="its load reports (default: %(default)s)")
-    add("--engine", default=DEFAULT, choices=PRESETS, help="how fast it is (default: %(default)s)")
+    add("--engine", default=DEFAULT, choices=PRESETS, help="preset of speed and memory (default: %(default)s)")
     add("--kv-tokens", type=int, default=0, metavar="N", help="memory of each (default: the engine's)")
     add("--max-waiting", type=int, metavar="N", help="requests that may wait, then 503 (default: any number)")
-    add("--speedup", type=float, default=1.0, metavar="X", help="time passes so many times as fast")
+    add("--speedup", type=float, default=1.0, metavar="X", help="factor by which time passes faster")
     add(
         "--cases",
         type=Path,
         metavar="FILE",
-        help="answer at once, from a cache that stays as these requests say (msgpack, written by the benchmarks)",
+        help="answer at once, with the cache that these requests define (msgpack, written by the benchmarks)",
     )
-    add("--dialect", default=Dialect.TREELINE, choices=list(Dialect), help="whose contracts (default: %(default)s)")
+    add("--dialect", default=Dialect.TREELINE, choices=list(Dialect), help="contracts to speak (default: %(default)s)")
 
 
 def configs_of(args: argparse.Namespace) -> list[ServerConfig]:

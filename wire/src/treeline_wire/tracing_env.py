@@ -56,7 +56,7 @@ def exporter_name() -> str:
             protocol = os.environ.get(variable, "")
             if protocol not in ("", "grpc"):
                 asked = f"{variable}={protocol}"
-                raise TracingError(f"{asked}: there is grpc alone; send to a collector's port for it ({PORT})")
+                raise TracingError(f"{asked}: only grpc is supported; send to a collector's port for it ({PORT})")
     return name
 
 

@@ -24,7 +24,7 @@ import msgspec
 from treeline_epp.files import decode_yaml
 
 TABLE = "docs/migrating.md#endpointpickerconfig"
-UNFOLLOWED = f"the configuration is not followed; {TABLE} says which flags do what it asks for"
+UNFOLLOWED = f"the configuration is not followed; {TABLE} names flags with the same effect"
 _MOST_CHARACTERS, _MOST_VALUES = 1024 * 1024, 20_000
 """The values are counted with the document's aliases expanded."""
 
@@ -100,7 +100,7 @@ def ignored(given: argparse.Namespace) -> tuple[str, ...]:
             if value and value not in as_here.split():
                 raise ValueError(f"{flag} {value} is not known here: {why}")
     if found := [flag for flag in FOREIGN if getattr(given, flag)]:
-        sentences.append(f"without effect: {', '.join(found)}; {FLAGS} says what is done here")
+        sentences.append(f"flags without effect: {', '.join(found)}; {FLAGS} says what is done here")
     for flag in _CONFIGS:
         for value in getattr(given, flag) or ():
             try:
@@ -146,7 +146,7 @@ def check_config(text: str) -> None:
     twice = [name for name, count in Counter(name for name, _ in types).items() if count > 1]
     if twice:
         raise ConfigError(f"two of the plugins are called {twice[0]!r}")
-    # A profile may refer to a plugin without a name by its type.
+    # A plugin that is not listed is referred to by its type.
     used = {kind for _, kind in types} | {dict(types).get(name, name) for name in _references(document)}
     if refused := sorted(used - UNNEEDED):
         raise ConfigError(f"{', '.join(refused)}: refused; {TABLE} says why, and what to use instead")
@@ -197,5 +197,5 @@ def seconds(text: str) -> float:
             raise ValueError(f"{text!r} is no duration like 30s, 1m30s or 500ms") from None
         value = sum(float(number) * _UNITS_S[unit] for number, unit in parts)
     if not 0 <= value < float("inf"):
-        raise ValueError(f"{text!r} is no duration: it must not be negative, nor endless")
+        raise ValueError(f"{text!r} is no duration: it must be finite and not negative")
     return value

@@ -82,7 +82,7 @@ class AnswerReader:
                 raise NotHttp(f"no HTTP/1.1: {error} in {data[:60]!r}") from None
             self._keeps = False  # bytes after the answer are no answer to a request of ours
         if not self._status and self._head_bytes + len(data) > HEAD_BYTES:
-            raise HttpError(f"what comes before the body is longer than {HEAD_BYTES} bytes")
+            raise HttpError(f"the part before the body is longer than {HEAD_BYTES} bytes")
         self._head_bytes += 0 if self._status else len(data)
         return self._answer() if self._whole else None
 

@@ -186,7 +186,7 @@ class Scraper:
         if failed.reason is not self.failing:  # log it once, though the engine is asked again and again
             self.failing = failed.reason
             log.warning(
-                "endpoint %s: its load cannot be read: %s; what is routed to it is all that is known of it",
+                "endpoint %s: its load cannot be read: %s; only requests routed by this picker count",
                 self._name,
                 failed,
             )

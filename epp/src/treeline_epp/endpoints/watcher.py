@@ -225,8 +225,9 @@ class EngineWatcher:
         known = self.info or EngineInfo()
         if info is not None and info.wants_key and not known.wants_key:
             log.warning(
-                "endpoint %s (%s) tells its models to nobody without its API key: it is asked for any model, and they "
-                "are not listed here; give the right key by --engine-key-file, or api_key_file in the endpoints file",
+                "endpoint %s (%s) does not list its models without its API key: it gets requests for any model, and "
+                "its models are not listed here; give the right key by --engine-key-file, or api_key_file in the "
+                "endpoints file",
                 self.spec.name,
                 info.engine,
             )
@@ -266,7 +267,7 @@ class EngineWatcher:
         except EngineError as error:
             if self.spec.trust_ready:
                 return trusted
-            self._why = "what it serves is not known"
+            self._why = "its models are not known"
             if str(error) != self._logged:  # log it once, though the engine is asked several times a second
                 self._logged = str(error)
                 log.warning("endpoint %s: %s", self.spec.name, error)

@@ -456,7 +456,7 @@ class _Peer(asyncio.Protocol):
     def _look_after(self) -> None:
         """Ping a silent peer; one that stays silent is gone."""
         if (self._asked and not self._heard) or not self._connection.settled:
-            log.info("a connection ends: its peer says nothing")
+            log.info("a connection ends: its peer is silent")
             self.abort()
             return
         self._asked = not self._heard

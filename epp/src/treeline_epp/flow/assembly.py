@@ -31,7 +31,7 @@ def flow_control(
         return None
     waited = Histogram(
         "treeline_epp_flow_wait_seconds",
-        "Time that requests waited in the picker, of those whose turn came.",
+        "Seconds that dispatched requests waited in the picker.",
         buckets=_WAIT_BUCKETS,
         registry=metrics.registry,
     )

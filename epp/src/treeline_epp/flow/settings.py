@@ -62,7 +62,7 @@ def flow_help() -> str:
     """Return the help text, with all parameters and their defaults."""
     fields = (f"{field.name}={field.default:g}" for field in msgspec.structs.fields(FlowSettings)[1:])
     return (
-        "what makes a request wait here and not in an engine: wait (every endpoint has more than wait_seconds of work "
+        "when a request waits here and not in an engine: wait (every endpoint has more than wait_seconds of work "
         "before it), requests (every one has endpoint_requests) or off, with parameters as --policy has them "
         f"({', '.join(fields)}); docs/flow-control.md (default off)"
     )

@@ -80,7 +80,7 @@ class HistoryRenderer:
             chat = [admission.plain(message) for message in messages]
         except TooLargeError as error:
             if error.deep:
-                raise TooDeep("messages", "or what goes with them is nested too deeply") from None
+                raise TooDeep("messages", "or their tools and documents are nested too deeply") from None
             return None
         except ValueError:
             return None

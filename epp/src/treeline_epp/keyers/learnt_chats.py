@@ -129,7 +129,9 @@ class LearntTemplate(ChatTemplate):
     def _give_up(self) -> None:
         self._traced, self.differed = None, True
         self._shapes = Shares(MAX_SHAPES)
-        log.error("what was learnt of a chat template differs from what it renders: its chats are rendered from now on")
+        log.error(
+            "joining chats of a chat template gave another prompt than rendering: its chats are rendered from now on"
+        )
 
     def _join(self, shape: Shape, texts: list[str]) -> str | None:
         """Return the joined chat; None if its shape is unknown, or does not hold for these texts."""

@@ -223,7 +223,7 @@ class KubernetesSource:
             return None
         ours = in_order(pool for pool in self._pools.values() if scope.has(pool))
         if not ours and not self._none_found:
-            log.warning("%s: is --pool-namespace right? It is used as soon as it is there", self._nothing())
+            log.warning("%s: is --pool-namespace right? The pool is used as soon as it exists", self._nothing())
         self._none_found = not ours
         return None if scope.pool and not ours and self._reported is None else ours
 

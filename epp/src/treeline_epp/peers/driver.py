@@ -111,7 +111,7 @@ async def _tick(gossip: Gossip, protocol: _Socket) -> None:
         try:
             protocol.send(gossip.tick(time.monotonic()))
         except Exception:
-            log.exception("what other pickers have in flight could not be looked after; it is tried again")
+            log.exception("the exchange with other pickers failed; it is tried again")
         await asyncio.sleep(_TICK_S)
 
 
@@ -138,7 +138,7 @@ async def _resolve(protocol: _Socket, family: int, peers: Sequence[Address]) -> 
 def samples(gossip: Gossip) -> Iterator[Sample]:
     """Yield samples for the metrics page."""
     yield "gauge", "peers", "Other pickers whose requests in flight this picker knows.", {}, gossip.in_step
-    text = "Requests that other pickers have in flight, as far as they have told this one."
+    text = "Requests in flight that other pickers have reported."
     yield "gauge", "peer_requests", text, {}, gossip.elsewhere
     text = "Requests of other pickers at endpoints that this picker does not know."
     yield "counter", "peer_requests_unplaced", text, {}, gossip.unplaced

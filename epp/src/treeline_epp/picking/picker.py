@@ -451,7 +451,7 @@ class Picker:
             return None
         room = saturation.room(columns, wait_s)
         if not room.any():
-            why = "every endpoint that may serve this request has as much to do as it may"
+            why = "every endpoint that may serve this request is full"
             raise Saturated(why, float(wait_s.min()))
         return None if saturation.wait else room
 

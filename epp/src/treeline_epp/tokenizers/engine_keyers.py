@@ -99,7 +99,7 @@ class EngineKeyers:
         if source is not None:
             problem = source.problem or problem
         elif self._sources.named and not info.fingerprint:
-            served = ", ".join(spec.models[:_MOST_NAMED]) or "models that nobody knows"
+            served = ", ".join(spec.models[:_MOST_NAMED]) or "unknown models"
             named = ", ".join(self._sources.named[:_MOST_NAMED])
-            problem = f"the engine serves {served}, and --tokenizer is given for {named}: give it for what is served"
+            problem = f"the engine serves {served}, and --tokenizer is given for {named}: give it for the served models"
         return TokenizerFacts(problem=problem, awaited=source is not None or bool(info.fingerprint))

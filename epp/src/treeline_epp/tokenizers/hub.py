@@ -71,7 +71,7 @@ class TokenizerCache:
         except FileNotFoundError:
             return None
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            log.warning("the kept tokenizer %s cannot be read, and is fetched anew: %s", file, error)
+            log.warning("the cached tokenizer %s cannot be read, and is fetched again: %s", file, error)
             return None
         return (kept.commit, kept.bundle) if kept.uri == uri else None
 

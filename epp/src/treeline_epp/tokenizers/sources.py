@@ -53,7 +53,7 @@ class ForModel(NamedTuple):
         elif not before:
             raise ValueError(f"{text!r} names no model before '='")
         if not value:
-            raise ValueError(f"{text!r} says nothing behind the model")
+            raise ValueError(f"{text!r} has no value after the model")
         return cls(before, value)
 
 
@@ -102,7 +102,9 @@ def _source(uri: str) -> HubModel | Path:
             return Path(unquote(urlsplit(uri).path))
         case "pvc":
             raise ValueError(f"{uri!r}: mount the claim into the picker's pod and give the path there")
-    raise ValueError(f"{uri!r} is no place of a tokenizer: give hf://org/name[@revision], a directory or file:///DIR")
+    raise ValueError(
+        f"{uri!r} is not a source of tokenizers: give hf://org/name[@revision], a directory or file:///DIR"
+    )
 
 
 class Origin(Protocol):
@@ -180,7 +182,7 @@ class FolderOrigin:
         try:
             return read_folder(self._folder)
         except BundleError as error:
-            problem = SourceError(f"{error}; copy the model's tokenizer files there anew")
+            problem = SourceError(f"{error}; copy the model's tokenizer files there again")
             self._failed = version, problem
             raise problem from error
 
@@ -252,7 +254,7 @@ def _looks(files: Sequence[Path], most_bytes: int) -> str:
         except OSError as error:
             raise SourceError(f"cannot read {file}: {error.strerror}; let the picker's user read it") from error
         if not stat.S_ISREG(found.st_mode):
-            raise SourceError(f"{file} is no file: give one that is")
+            raise SourceError(f"{file} is not a file: give one")
         total += found.st_size
         looks.append(f"{file.name}:{found.st_ino}:{found.st_size}:{found.st_mtime_ns}:{found.st_ctime_ns}")
     if total > most_bytes:

@@ -88,7 +88,7 @@ class TokenizerSource:
         if (self.bundle, self.problem) == before:
             return
         if self.problem is not None and self.problem != before[1]:
-            what = "stays as it is" if self.bundle is not None else "is not there yet"
+            what = "stays unchanged" if self.bundle is not None else "is not there yet"
             log.warning("the tokenizer of %s %s: %s", self.spec.model or "all models", what, self.problem)
         changed(self)
 

@@ -163,7 +163,7 @@ def _entry(address: str, *, draining: bool) -> bytes:
 
 
 class Eds:
-    """The EDS service: `EdsState` plus streams. `on_ack` is called after an Envoy's acknowledgement or departure."""
+    """The EDS service: `EdsState` plus streams. `on_ack` is called after an Envoy's message or departure."""
 
     def __init__(self) -> None:
         self.state = EdsState()

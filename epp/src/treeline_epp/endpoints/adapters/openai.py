@@ -18,9 +18,7 @@ from treeline_epp.endpoints.spec import KvPorts
 T = TypeVar("T")
 
 _LONGEST_REASON = 300
-_NO_EVENTS = (
-    "this engine does not say where it publishes KV events: tell it in the pod's annotations or the endpoints file"
-)
+_NO_EVENTS = "this engine does not name its port of KV events: name it in the pod's annotations or the endpoints file"
 
 _LONGEST_NAME = 512
 _NOTHING = Raw(b"null")
@@ -111,7 +109,7 @@ class OpenAIAdapter:
         try:
             return await http.document(path, into), ""
         except UnusableError as error:
-            return None, f"what it says of its KV events cannot be used: {error}"[:_LONGEST_REASON]
+            return None, f"its answer about KV events cannot be used: {error}"[:_LONGEST_REASON]
 
     def _info(self, http: EngineHttp, served: EngineInfo, told: KvPorts | None, why: str) -> EngineInfo:
         """Complete the facts of an engine that does not name its publishers; `why` counts if discovery names none
