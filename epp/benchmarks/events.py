@@ -1,13 +1,13 @@
-"""Measure how long KV events take from an engine's publishing them until a pick would use them. Prints JSON rows.
+"""Measure the time from an engine's publishing of KV events until a pick would use them. Prints JSON rows.
 
     python epp/benchmarks/events.py [--engines 8 100] [--seconds 8]
 
 Another process plays the engines: each has a PUB socket of its own and sends a batch after a random 20 to 50 ms, of 1
 to 64 new blocks of 16 tokens, which continue the chain of the batches before them (five make a prompt), and of the
-removal of the blocks that it announced 20 batches ago. A batch carries the time at which it is given to ZMQ. Here every
-engine is followed as the picker follows one: `KvConnection` with `KvSubscription` on uvloop, one `Index`, its
+removal of the blocks that it announced 20 batches ago. A batch carries the time at which it is given to ZMQ. This
+process follows every engine as the picker does: `KvConnection` with `KvSubscription` on uvloop, one `Index`, its
 housekeeping each 100 ms. A batch counts as routable when the subscription that took it has no work left. Both processes
-share the machine; the clock is one. It fails where a batch is missing at the end.
+share the machine and its clock. The run fails if a batch is missing at the end.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from treeline_wire.keys import PrefixKeys
 
 WIDTH = 16
 PAYLOADS, KEPT, PROMPT = 40, 20, 5
-"""Batches that an engine sends again and again, those that it holds at a time, and those of one prompt."""
+"""Number of batches that an engine repeats, that it holds at a time, and that make one prompt."""
 WARM_S = 1.0
 PATIENCE_S = 30.0
 
 
 def payloads(rng: random.Random) -> list[bytes]:
-    """An engine's batches; what each removes was stored `KEPT` batches before."""
+    """Return an engine's batches; each removes the blocks stored `KEPT` batches before."""
     stored: list[BlockStored] = []
     for number in range(PAYLOADS):
         hashes = [rng.getrandbits(63) for _ in range(rng.randrange(1, 65))]
@@ -60,7 +60,7 @@ def payloads(rng: random.Random) -> list[bytes]:
 
 
 def play(count: int, seconds: float, pipe: Connection) -> None:
-    """The engines' process: send for so long, then tell how many batches each has sent."""
+    """Run the engines' process: send for this long, then report how many batches each has sent."""
     context = zmq.Context()
     context.set(zmq.MAX_SOCKETS, 4 * count + 64)
     sockets = []
@@ -89,7 +89,7 @@ def play(count: int, seconds: float, pipe: Connection) -> None:
 
 
 class Timed(KvSubscription):
-    """Tells `routable` of each batch when it was sent and how old it is when nothing of it is left to do; seconds."""
+    """Records in `routable` when each batch was sent, and its age when all its work was done; seconds."""
 
     routable: list[tuple[float, float]]
     _open: list[float]
@@ -114,7 +114,7 @@ class Timed(KvSubscription):
 
 
 async def follow(ports: list[int], pipe: Connection) -> list[float]:
-    """Seconds that each batch took; those sent in the first `WARM_S` are left out."""
+    """Return the seconds that each batch took; those sent in the first `WARM_S` are left out."""
     index, keys = Index(), cast(PrefixKeys, Vocabulary(random.Random(1)))
     context, ticker, stats = new_context(), Ticker(), KvStats()
     subscriptions, routable = [], list[tuple[float, float]]()

@@ -2,11 +2,11 @@
 
     python epp/benchmarks/follow.py [--endpoints 2000]
 
-One process plays all engines: an HTTP server on every address of 127.0.0.0/8, which is asked as each engine would be,
-and three sockets that all publishers share; each publishes under a topic of its own, with its own numbers. So the
-picker has the sockets, connections and states of that many engines, and its own process is measured alone. Steps: all
-publishers are live; then each announces a block of its own, and all have arrived; then a time in which nothing is
-asked of the picker but that it follows. It fails where an endpoint is not followed, or a block of one does not come.
+One process plays all engines: an HTTP server on every address of 127.0.0.0/8, which answers as each engine would, and
+three sockets that all publishers share; each publishes under a topic of its own, with its own numbers. So the picker
+has the sockets, connections and states of that many engines, and only its own process is measured. Steps: all
+publishers are live; then each announces a block of its own, and all have arrived; then a time in which the picker only
+follows. The run fails if an endpoint is not followed, or a block does not arrive.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PATIENCE_S = 500.0
 
 
 class NotFollowed(Exception):
-    """What was to be shown is not so."""
+    """An endpoint was not followed, or not in time."""
 
 
 def address(number: int, port: int) -> str:
@@ -69,7 +69,7 @@ class Engines:
         return sock
 
     async def serve(self, pipe: Connection) -> None:
-        """Until the pipe says so. A number on it lets each engine announce a block."""
+        """Serve until the pipe says stop. A number on it makes each engine announce a block."""
         server = await asyncio.start_server(self._http, "0.0.0.0", 0, backlog=4096)
         pipe.send(server.sockets[0].getsockname()[1])
         tasks = [asyncio.create_task(job) for job in (self._answer(), self._report())]
@@ -97,7 +97,7 @@ class Engines:
                 await self._replay.send_multipart([identity, *frames.encode_reply(reply)])
 
     async def _report(self) -> None:
-        """All engines are heard to live once a second."""
+        """Send a load report for all engines once a second."""
         report = encode(TreelineLoad(epoch=EPOCH, pages_total=100, page_size=WIDTH))
         while True:
             await self._load.send_multipart([TREELINE_LOAD_TOPIC, report])
@@ -135,7 +135,7 @@ class Engines:
 
 
 def play(count: int, model: Path, pipe: Connection) -> None:
-    """The engines' process."""
+    """Run the engines' process."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
@@ -173,8 +173,9 @@ class Picker:
         return json.loads(data) if path != "/metrics" else data.decode()
 
     def live(self) -> float:
-        """Subscriptions that have applied all that is published; they go to and fro between the two states, so both are
-        read from one page."""
+        """Return the subscriptions that have applied all published batches; they go to and fro between the two states,
+        so both are read from one page.
+        """
         names = tuple(f'treeline_epp_kv_subscriptions{{state="{state}"}} ' for state in ("live", "checking"))
         lines = self.get("/metrics").splitlines()
         return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(names))
@@ -191,7 +192,7 @@ class Picker:
         return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
     def wait(self, what: str, wanted: int, count: Any) -> float:
-        """Seconds until `count()` is `wanted`."""
+        """Return the seconds until `count()` is `wanted`."""
         began, found = time.monotonic(), -1
         while time.monotonic() - began < PATIENCE_S:
             if self.process.poll() is not None:
@@ -199,7 +200,7 @@ class Picker:
             try:
                 found = count()
             except OSError:
-                found = -1  # it does not listen yet
+                found = -1  # not listening yet
             if found == wanted:
                 return time.monotonic() - began
             time.sleep(0.5)
@@ -211,7 +212,7 @@ class Picker:
 
 
 def free_ports(count: int) -> list[int]:
-    """Below those that the system gives to outgoing connections, of which the engines make thousands."""
+    """Return ports below those of outgoing connections, of which the engines make thousands."""
     found: list[int] = []
     for port in range(20_000 + os.getpid() % 10_000, 32_000):
         with socket.socket() as probe, contextlib.suppress(OSError):

@@ -1,12 +1,12 @@
-"""What a picker costs that only watches its engines, and what picks take. Prints JSON rows {metric, value, unit}.
+"""Measure a picker that only watches its engines, and the time of picks. Prints JSON rows {metric, value, unit}.
 
     python epp/benchmarks/idle.py [--engines plain vllm treeline] [--endpoints 64 100 1000] [--seconds 20]
 
 One process plays all engines, on as many addresses of 127.0.0.0/8: `plain` has health and a list of models, `vllm` a
-metrics page of 100 KB besides, of which something differs at each look, `treeline` publishes events and pushes its
-load. The picker is a process of its own, whose CPU time the kernel counts. `picker.idle.cores` is that of a time in
-which nobody asks it anything, `picker.idle.pick_p99_ms` what one client waits for decisions, one after another, in the
-same time again: on a machine that has other work to do it says little. It fails where an engine is not ready.
+metrics page of 100 KB besides, which changes at each scrape, `treeline` publishes events and pushes its load. The
+picker is a process of its own, whose CPU time the kernel counts. `picker.idle.cores` is its CPU time without requests,
+`picker.idle.pick_p99_ms` the time that one client waits for decisions, one after another, in a second period of the
+same length: on a machine with other work it means little. The run fails if an engine is not ready.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class OtherEngines:
         self._looks = 0
 
     async def serve(self, pipe: Connection) -> None:
-        """Until the pipe says so."""
+        """Serve until the pipe says stop."""
         server = await asyncio.start_server(self._http, "0.0.0.0", 0, backlog=4096)
         pipe.send(server.sockets[0].getsockname()[1])
         await asyncio.to_thread(pipe.recv)
@@ -70,7 +70,7 @@ class OtherEngines:
 
 
 def play(kind: str, count: int, pipe: Connection) -> None:
-    """The engines' process."""
+    """Run the engines' process."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
@@ -91,7 +91,7 @@ def _asks() -> Iterator[pb.ProcessingRequest]:
 
 
 def pick_ms(port: int, seconds: float) -> list[float]:
-    """How long each of the decisions took that one client asked for. Raises `NotFollowed` if one was refused."""
+    """Return the sorted times of one client's decisions. Raises `NotFollowed` if one was refused."""
     took: list[float] = []
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         ask = channel.stream_stream(_PROCESS, pb.ProcessingRequest.SerializeToString, pb.ProcessingResponse.FromString)
@@ -107,7 +107,7 @@ def pick_ms(port: int, seconds: float) -> list[float]:
 
 
 def measure(kind: str, count: int, seconds: float) -> dict[str, tuple[float, str]]:
-    """Rows by metric. Raises `NotFollowed`."""
+    """Return the rows by metric. Raises `NotFollowed`."""
     ours, theirs = multiprocessing.Pipe()
     engines = multiprocessing.get_context("spawn").Process(target=play, args=(kind, count, theirs), daemon=True)
     engines.start()
@@ -139,7 +139,7 @@ def measure(kind: str, count: int, seconds: float) -> dict[str, tuple[float, str
 
 
 def ready(picker: Picker) -> int:
-    """How many engines the picker would choose."""
+    """Return how many engines are ready for the picker."""
     pools = picker.get("/endpoints")["pools"]
     return sum(endpoint["ready"] for pool in pools.values() for endpoint in pool["endpoints"])
 

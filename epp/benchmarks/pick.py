@@ -5,8 +5,8 @@
 The world: 1,000 and 5,000 endpoints of one model that report their load once a second, each with another queue, another
 speed and caches of different sizes. Prompts are 150 blocks of 16 tokens (about 10 KB of text): a beginning of 50 blocks
 that all endpoints hold, and a rest that every 20th holds. Picks come at 200 a second, so that the reports of 5 and 25
-endpoints lie between two of them, which the pick takes in. What is timed, in CPU time on one core, is `Picker.pick`:
-match, costs, ranking; the lease is opened and closed besides. The median is told, and the slowest of a hundred.
+endpoints lie between two of them, which the pick takes in. `Picker.pick` is timed, in CPU time on one core: match,
+costs, ranking; opening and closing the lease is not. The rows are the median, and the slowest of a hundred.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ SIZES = (1_000, 5_000)
 
 
 class Vocabulary:
-    """Token id → bytes, all that the index wants of a tokenizer."""
+    """The bytes of each token id: the index needs nothing else of a tokenizer."""
 
     def __init__(self, rng: random.Random) -> None:
         self.token_bytes = [bytes(rng.choices(b"abcdefghijklmnopqrstuvwxyz ", k=4)) for _ in range(32_000)]
 
 
 class Prompt:
-    """Tokens of a prompt, the hashes of its blocks, and its key."""
+    """The tokens of a prompt, the hashes of its blocks, and its key."""
 
     def __init__(self, rng: random.Random, words: Vocabulary, shared: Prompt | None) -> None:
         keep = SHARED if shared is not None else 0
@@ -57,7 +57,7 @@ class Prompt:
 
 
 class World:
-    """A picker with endpoints and what they hold."""
+    """A picker with endpoints and their cached blocks."""
 
     def __init__(self, count: int) -> None:
         rng = self.rng = random.Random(count)
@@ -89,7 +89,7 @@ class World:
         self.picker.on_load(name, load, now)
 
     def pick_ms(self, picks: int) -> list[float]:
-        """CPU time of each pick, sorted."""
+        """Return the sorted CPU times of picks."""
         picker, now, turn = self.picker, 0.0, 0
         times = []
         for number in range(picks):

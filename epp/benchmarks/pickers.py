@@ -3,15 +3,15 @@
     python epp/benchmarks/pickers.py [--requests 1000] [--json]
 
 One process plays the proxy and all engines: it asks real pickers over ext_proc, in turns, and answers as engines would
-that prefill one prompt after the other, 30,000 bytes a second, and keep what they have computed. Engines publish
-nothing and report no load: whatever pickers know of each other's requests they have told each other. The trace has
-system prompts that many share, and bursts of 16 siblings on prompts that nobody has seen. Compared are
+that prefill one prompt after the other, 30,000 bytes a second, and cache all of it. Engines publish nothing and report
+no load: pickers know each other's requests only from each other. The trace has system prompts that many requests
+share, and bursts of 16 requests with a new common prompt. Compared are
 
 - one picker that sees every request,
-- four that share them and tell each other (`--peers`), and four that do not,
+- four that share them and exchange their requests (`--peers`), and four that do not,
 
 by the bytes that engines computed, the busiest engine's share of them ÷ the mean, the mean time to the first token,
-what a picker told each of the others per request, and the pickers' CPU time and memory.
+the bytes a picker sent to each of the others per request, and the pickers' CPU time and memory.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Engine:
 
 
 async def probed(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """What a picker asks of an engine that is neither ours nor known to it."""
+    """Answer a picker's probes as an engine of an unknown type."""
     with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
         while True:
             head = await reader.readuntil(b"\r\n\r\n")
@@ -75,7 +75,7 @@ async def probed(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> 
 
 
 def trace_of(requests: int) -> list[tuple[float, bytes]]:
-    """When, and the prompt."""
+    """Return the time and the prompt of each request."""
     rng = random.Random(1)
 
     def text(size: int) -> bytes:
@@ -169,7 +169,7 @@ def free_ports(count: int) -> list[int]:
 
 @contextlib.asynccontextmanager
 async def pickers(count: int, addresses: Sequence[str], folder: Path, *, told: bool):  # type: ignore[no-untyped-def]
-    """`(their processes, their ports)`: ext_proc, metrics."""
+    """Start pickers; yields `(their processes, their ports)`: ext_proc, metrics."""
     ports = [free_ports(5) for _ in range(count)]
     peers = ",".join(f"127.0.0.1:{one[4]}" for one in ports)
     flags = ("--grpc-port", "--grpc-health-port", "--metrics-port", "--admin-port", "--peer-port")

@@ -4,8 +4,8 @@
 
 One other process plays all engines: an HTTP server on as many addresses of 127.0.0.0/8, each with a page of 100 KB as
 vLLM writes it (`prometheus_client` makes it once, under vLLM's names). This process has the scrapers and a picker's
-endpoints, whose reports they make, and nothing else; its CPU time is what the figure is. It fails where an engine is
-not read, or its report is not fresh.
+endpoints, whose reports they make, and nothing else; the figure is its CPU time. The run fails if an engine is not
+read, or its report is not fresh.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ SETTLE_S = 3.0
 
 
 class NotRead(Exception):
-    """What was to be measured did not happen."""
+    """An engine was not read, or not in time."""
 
 
 def page() -> bytes:
-    """A page of vLLM, filled up to size with histograms, of which its pages consist."""
+    """Return a page like vLLM's, filled up to size with histograms, which are most of its pages."""
     registry = CollectorRegistry()
     labels = {"model_name": "meta-llama/Llama-3.1-8B-Instruct", "engine": "0"}
     for name, value in (("num_requests_running", 3), ("num_requests_waiting", 2), ("kv_cache_usage_perc", 0.4)):
@@ -60,8 +60,8 @@ def page() -> bytes:
 
 
 def play(pipe: Connection) -> None:
-    """The engines' process."""
-    body = page()  # another each time: of an engine that works something has changed at each look
+    """Run the engines' process."""
+    body = page()  # another page each time: a busy engine's metrics change between scrapes
     bodies = itertools.cycle([body, body.replace(b"123456.0", b"123457.0"), body.replace(b"123456.0", b"123458.0")])
     head = b"HTTP/1.1 200 OK\r\ncontent-type: text/plain; version=0.0.4\r\ncontent-length: %d\r\n\r\n" % len(body)
 
@@ -84,7 +84,7 @@ def play(pipe: Connection) -> None:
 
 
 async def measure(count: int, port: int, seconds: float) -> dict[str, tuple[float, str]]:
-    """Rows by metric. Raises `NotRead`."""
+    """Return the rows by metric. Raises `NotRead`."""
     picker, scraping = Picker(), Scraping()
 
     def scraper(spec: EndpointSpec) -> Scraper:

@@ -1,10 +1,10 @@
-"""The picker, and how long after an engine made a batch of KV events the tree had it.
+"""The picker, with a record of the delay from an engine's batch of KV events to the tree.
 
     python epp/benchmarks/timed_picker.py FILE [flags of the picker]
 
-When it ends, FILE has a line of JSON for each live batch that was applied as it came: `pod`, `seq`, `events`, `at`
-(seconds since the epoch) and `delay_ms`, from the time that the engine wrote into the batch. That is the engine's
-clock: measure on one machine.
+At its end, it writes to FILE a line of JSON for each live batch that was applied at once: `pod`, `seq`, `events`, `at`
+(seconds since the epoch) and `delay_ms`, since the time stamp that the engine wrote into the batch. That is the
+engine's clock: measure on one machine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Measure the prefix index: matching, taking events in, memory. Prints JSON rows {metric, value, unit}.
+"""Measure the prefix index: matching, applying events, memory. Prints JSON rows {metric, value, unit}.
 
     python epp/benchmarks/tree.py [--sequences 2000] [--blocks 450] [--pods 8]
     python epp/benchmarks/tree.py --versus-dynamo           # beside it, where `ai-dynamo-runtime` is installed
@@ -38,14 +38,14 @@ GROUP = 10
 SHARED_BLOCKS = 50
 SCOPE = "model"
 BATCH = 100
-"""Sequences whose payloads are made before the clock runs: making them must not cost the index its processor caches."""
+"""Sequences whose payloads are made before the clock runs: making them must not evict the index from the CPU caches."""
 VOCABULARY = 32_000
 FREQUENCIES = list(accumulate(1 / (rank + 2.7) for rank in range(1, VOCABULARY + 1)))
 """Zipf's law with Mandelbrot's shift, as English words follow it."""
 
 
 class Vocabulary:
-    """Token id → bytes, all that the index wants of a tokenizer."""
+    """The bytes of each token id: the index needs nothing else of a tokenizer."""
 
     def __init__(self, rng: random.Random, size: int = VOCABULARY) -> None:
         letters = b"abcdefghijklmnopqrstuvwxyz      .,"
@@ -113,7 +113,7 @@ def row(metric: str, value: float, unit: str) -> None:
 
 
 def median_match_us(world: World, keys: list[bytes], rounds: int) -> float:
-    """Median time of one match; keys take turns, so that no key stays in the processor's caches."""
+    """Return the median time of one match; keys take turns, so that no key stays in the CPU caches."""
     times = []
     for _ in range(rounds):
         for key in keys:
@@ -124,7 +124,9 @@ def median_match_us(world: World, keys: list[bytes], rounds: int) -> float:
 
 
 def memory_and_match(world: World, count: int, blocks: int) -> None:
-    """Sequences are made and forgotten one by one, so that the process grows by the index alone."""
+    """Measure memory and matching. Sequences are made and dropped one by one, so that the process grows by the index
+    alone.
+    """
     rng = random.Random(2)
     prompts: list[bytes] = []
     gc.collect()
@@ -152,7 +154,9 @@ def memory_and_match(world: World, count: int, blocks: int) -> None:
 
 
 def ingest_and_remove(world: World, count: int, blocks: int) -> None:
-    """A hundred sequences are announced at a time; in the end the last ones are removed but for what they share."""
+    """Measure events: a hundred sequences are announced at a time; then the last ones are removed, without shared
+    blocks.
+    """
     announced = 0
     spent = 0.0
     last: list[tuple[Pod, list[int]]] = []
@@ -181,7 +185,7 @@ def ingest_and_remove(world: World, count: int, blocks: int) -> None:
 
 
 def versus_dynamo(world: World, count: int, blocks: int) -> None:
-    """Lookups of sequences that both know, ours and Dynamo's in turns."""
+    """Measure lookups of sequences that both know, ours and Dynamo's in turns."""
     from dynamo._core import RadixTree  # type: ignore[import-not-found]
 
     theirs = RadixTree()
@@ -197,7 +201,7 @@ def versus_dynamo(world: World, count: int, blocks: int) -> None:
             wanted.append((world.key(each.tokens), each.hashes))
     for key, hashes in wanted:
         assert max(theirs.find_matches(hashes).scores.values()) == blocks
-        # A prompt's last block counts only where something follows: an engine computes one token at least.
+        # A prompt's last block counts only if text follows: an engine computes at least one token.
         assert world.index.match(SCOPE, None, key, 0.0).longest.tokens == (blocks - 1) * WIDTH
     found = {"ours": [0.0, 0.0], "theirs": [0.0, 0.0]}
     for _ in range(10):
@@ -218,8 +222,10 @@ def versus_dynamo(world: World, count: int, blocks: int) -> None:
 
 
 def full_fleet(endpoints: int = 100, blocks: int = 30_000, length: int = 450) -> None:
-    """The memory of a picker's process whose endpoints have full caches; beginnings are shared as in all of this."""
-    importlib.import_module("treeline_epp.main")  # all that a picker has loaded counts
+    """Measure the memory of a picker's process whose endpoints have full caches; sequences share beginnings as
+    above.
+    """
+    importlib.import_module("treeline_epp.main")  # a picker's modules count, too
     world = World(endpoints)
     stream = sequences(random.Random(5), endpoints * blocks, length)
     for number in range(endpoints * blocks // length):

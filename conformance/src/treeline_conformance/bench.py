@@ -1,6 +1,6 @@
-"""What a case works with: the proxy's side of the picker, the pods, the Kubernetes API, and ways to change that world.
+"""The environment of a case: the proxy's side of the picker, the pods, the Kubernetes API, and ways to change them.
 
-Whatever a case changes is changed back when it ends, and the next one begins when the picker has seen it.
+Every change is undone at the end of its case, and the next case begins when the picker has seen that.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from treeline_conformance.verdict import Failed, Need
 POOL: Final = "pool"
 LABELS: Final = {"app": "conformance"}
 SETTLE_S: Final = 10.0
-"""How long a picker may take to follow a change of its world."""
+"""Longest time for a picker to follow a change of pods or pools."""
 
 
 class Bench:
@@ -36,10 +36,10 @@ class Bench:
         self.api = api
         self.patience_s = patience_s
         self.served: set[Mode] = set()
-        """The body modes in which the picker answers at all."""
+        """The body modes in which the picker answers."""
         self.said: list[tuple[str, Any]] = []
         self.deviates: bool | None = None
-        """Whether the case has seen what GIE 1.5 does, where that is not what is expected; None: it did not look."""
+        """Whether the case has seen GIE 1.5's deviating behaviour; None: it did not look."""
         self._channel: grpc.aio.Channel | None = None
         self._proxy: Proxy | None = None
 
@@ -53,7 +53,7 @@ class Bench:
         return [endpoint for pod in self.pods for endpoint in pod.endpoints]
 
     async def begin(self) -> None:
-        """A connection and a transcript of its own for each case."""
+        """Begin a case with a connection and a transcript of its own."""
         self.said, self.deviates = [], None
         self._channel = open_channel(self.picker.address)
         self._proxy = Proxy(self._channel, self.patience_s, self.said)
@@ -66,7 +66,7 @@ class Bench:
 
     @contextlib.asynccontextmanager
     async def another_connection(self) -> AsyncIterator[Proxy]:
-        """A second proxy beside the case's own."""
+        """Open a second proxy besides the case's own."""
         async with open_channel(self.picker.address) as channel:
             proxy = Proxy(channel, self.patience_s, self.said)
             try:
@@ -75,16 +75,16 @@ class Bench:
                 proxy.close()
 
     async def ask(self, mode: Mode = Mode.DUPLEX, **asking: Any) -> Answer:
-        """One request, up to the picker's last word on it; the fields are those of `Asking`."""
+        """Send one request, and return all of the picker's answers; the fields are those of `Asking`."""
         return await self.proxy.ask(Asking(mode, **asking))
 
     def judge(self, seen: object, *, spec: object, gie15: object, what: str) -> None:
-        """Raises Failed where this is not what is expected; where GIE 1.5 differs, what it does is known too."""
+        """Raise Failed if the behaviour is not the expected one, and note whether it is GIE 1.5's."""
         self.deviates = seen == gie15
         if seen != spec:
             raise Failed(f"{what}: {seen} instead of {spec}" + (", as GIE 1.5" if self.deviates else ""))
 
-    # --- the world --------------------------------------------------------------------------------------------------
+    # --- pods and pools ---------------------------------------------------------------------------------------------
 
     def has(self, need: Need) -> bool:
         match need:
@@ -107,7 +107,7 @@ class Bench:
         self.api.put(POOLS, POOL, spec=spec, status={})
 
     def put_pod(self, pod: Pod, *, ready: bool | None = None, **metadata: Any) -> None:
-        """What Kubernetes says of a pod: by default what the pod itself says."""
+        """Set a pod's object in Kubernetes: by default by the pod's own state."""
         ready = pod.ready if ready is None else ready
         container = {"name": "vllm", "image": "vllm", "ports": [{"containerPort": port} for port in pod.ports]}
         conditions = [{"type": kind, "status": str(ready)} for kind in ("Ready", "ContainersReady")]
@@ -123,7 +123,7 @@ class Bench:
         self.api.put(PODS, pod.name, **{"labels": LABELS, "spec": spec, "status": status} | metadata)
 
     async def until(self, true: Callable[[], Awaitable[bool]], what: str, seconds: float = SETTLE_S) -> None:
-        """Ask until something is true. Raises Failed, which says what was waited for."""
+        """Ask until a condition is true. Raises Failed with the condition."""
         deadline = time.monotonic() + seconds
         while True:
             kept = len(self.said)
@@ -131,12 +131,13 @@ class Bench:
                 return
             if time.monotonic() > deadline:
                 raise Failed(f"not within {seconds:g} s: {what}")
-            del self.said[kept:]  # only the last try is worth showing
+            del self.said[kept:]  # only the last try is shown
             await asyncio.sleep(0.1)
 
     async def until_gone(self, pod: Pod, mode: Mode) -> None:
-        """A pod is not chosen, not even if it alone is allowed; how that is answered is for others to judge. A list
-        without it would prove nothing: a list need not have every endpoint."""
+        """Wait until a pod is not chosen, even if it alone is allowed; other cases judge the answer to that. A list
+        without it would prove nothing: a list need not have every endpoint.
+        """
 
         async def gone() -> bool:
             return await self.chosen(mode=mode, hint=[pod.endpoint]) not in self.endpoints
@@ -144,7 +145,9 @@ class Bench:
         await self.until(gone, f"{pod.endpoint} is not chosen")
 
     async def chosen(self, **asking: Any) -> str:
-        """Where a request goes: an endpoint, or the status by which it is refused, or what went wrong, in words."""
+        """Return the destination of a request: an endpoint, or the status by which it is refused, or the failure in
+        words.
+        """
         try:
             answer = await self.ask(**asking)
         except Failed as error:
@@ -154,7 +157,7 @@ class Bench:
         return answer.destinations[0] if answer.destinations else "no destination"
 
     async def settled(self) -> None:
-        """Each pod can be chosen again. A picker that knows no subsets has at least to answer. Raises Failed."""
+        """Wait until each pod can be chosen again. A picker without subsets must at least answer. Raises Failed."""
         await self.until(self._routes, "a request is routed to a pod", 3 * SETTLE_S)
         for endpoint in self.endpoints:
             with contextlib.suppress(Failed):
@@ -168,7 +171,7 @@ class Bench:
 
     @contextlib.asynccontextmanager
     async def unready(self, *pods: Pod) -> AsyncIterator[None]:
-        """These pods are not Ready: Kubernetes says so, and so do their own health checks."""
+        """Make these pods unready, in Kubernetes and in their own health checks."""
         try:
             for pod in pods:
                 pod.ready = False
@@ -182,7 +185,7 @@ class Bench:
 
     @contextlib.asynccontextmanager
     async def without(self, *pods: Pod) -> AsyncIterator[None]:
-        """These pods are not there."""
+        """Remove these pods for a while."""
         try:
             for pod in pods:
                 self.api.delete(PODS, pod.name)
@@ -194,7 +197,7 @@ class Bench:
 
     @contextlib.asynccontextmanager
     async def besides(self, pod: Pod, **metadata: Any) -> AsyncIterator[None]:
-        """One more pod is there."""
+        """Add one more pod for a while."""
         try:
             self.put_pod(pod, **metadata)
             yield
@@ -203,7 +206,7 @@ class Bench:
 
     @contextlib.asynccontextmanager
     async def loaded(self, *pods: Pod, waiting: int, kv_usage: float, running: int = 0) -> AsyncIterator[None]:
-        """These pods report so much work."""
+        """Let these pods report this load."""
         try:
             for pod in pods:
                 pod.waiting, pod.kv_usage, pod.running = waiting, kv_usage, running
@@ -214,7 +217,7 @@ class Bench:
             await self.settled()
 
     async def stays(self, what: str, true: Callable[[], Awaitable[bool]], times: int = 6) -> None:
-        """Something is true so many times in a row. Raises Failed."""
+        """Check that a condition is true several times in a row. Raises Failed."""
         for _ in range(times):
             if not await true():
                 raise Failed(what)

@@ -1,4 +1,4 @@
-"""What a case is, and all cases by name."""
+"""The definition of a case, and all cases by name."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ Run = Callable[[Bench, Mode], Awaitable[None]]
 
 @dataclass(frozen=True)
 class Case:
-    """`says`: what is expected, in one sentence. `gie15`: what the inference extension's picker 1.5 is known to do
-    instead, empty where it is the same. `mode`: the request body mode of the exchange."""
+    """One expectation and its check. `says`: the expectation, in one sentence. `gie15`: the known behaviour of the
+    inference extension's picker 1.5, empty if it is the same. `mode`: the request body mode of the exchange.
+    """
 
     name: str
     level: Level
@@ -31,7 +32,7 @@ class Case:
 CASES: Final[list[Case]] = []
 ALL_MODES: Final = (Mode.DUPLEX, Mode.BUFFERED, Mode.STREAMED, Mode.NONE)
 WITH_BODY: Final = (Mode.DUPLEX, Mode.BUFFERED)
-"""The modes in which a picker sees the whole body before it decides."""
+"""The modes in which a picker sees the whole body before its decision."""
 
 
 def case(
@@ -44,8 +45,9 @@ def case(
     needs: Iterable[Need] = (),
     when: When = When.RUNNING,
 ) -> Callable[[Run], Run]:
-    """Registers a case, or one for each of `modes`: `NAME@duplex` and so on. The protocol asks for full duplex alone:
-    in other modes a MUST is a SHOULD."""
+    """Register a case, or one for each of `modes`: `NAME@duplex` and so on. The protocol requires only full duplex: in
+    other modes a MUST is a SHOULD.
+    """
 
     def register(run: Run) -> Run:
         for mode in tuple(modes) or (None,):
@@ -68,7 +70,9 @@ def case(
 
 
 def select(names: Iterable[str]) -> list[Case]:
-    """The cases of these names, or of groups of them: `P4`, `P4.list`, `@buffered`. Raises KeyError, with words."""
+    """Return the cases with these names, or in these groups: `P4`, `P4.list`, `@buffered`. Raises KeyError with a
+    message.
+    """
     wanted = list(names)
     for name in wanted:
         if not any(_matches(one.name, name) for one in CASES):
@@ -79,7 +83,7 @@ def select(names: Iterable[str]) -> list[Case]:
 
 
 def _place(one: Case) -> int:
-    """The points of the protocol come first, in their order."""
+    """Return a sort key: the points of the protocol come first, in their order."""
     group = one.name.partition(".")[0]
     return int(group[1:]) if group[:1] == "P" and group[1:].isdecimal() else len(CASES)
 

@@ -1,4 +1,4 @@
-"""`treeline conformance`: its arguments, and from them to a matrix."""
+"""The command `treeline conformance`: its arguments, and the run that makes a matrix."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from treeline_conformance.run import run
 from treeline_conformance.verdict import Outcome, Verdict
 
 _NAMED = re.compile(r"([\w(][\w.,()+-]*(?: [\w(][\w.,()+-]*)*)=(.*)", re.DOTALL)
-"""A name of words that are no flags, and what follows: a command may have a = further on."""
+"""A name of words that are no flags, and the rest: a command may have a = further on."""
 RESULTS = ROOT / "bench" / "results"
 _STYLES = {Verdict.PASS: "green", Verdict.FAIL: "red", Verdict.NOT_APPLICABLE: "dim"}
-DESCRIPTION = """Ask an endpoint picker everything that its protocol and its users expect of one, and say what it does.
+DESCRIPTION = """Ask an endpoint picker everything that its protocol and its users expect, and report the results.
 
-The suite plays the proxy (ext_proc), three pods that speak as vLLM does, and a Kubernetes API with an InferencePool. A
-picker is started by the suite, or runs already and was told of the pods or of the kubeconfig."""
+The suite plays the proxy (ext_proc), three pods that speak like vLLM, and a Kubernetes API with an InferencePool. The
+suite starts a picker, or tests a running one that knows the pods or the kubeconfig."""
 EPILOG = """examples:
   treeline conformance --start "ours=treeline pick --pool-name {pool} --pool-namespace {namespace} --kubeconfig
       {kubeconfig} --secure-serving false --grpc-port {port} --grpc-health-port {health_port}
@@ -114,7 +114,7 @@ def _seconds(text: str) -> float:
 
 
 def targets_of(args: argparse.Namespace) -> list[Target]:
-    """Raises ValueError."""
+    """Return the pickers of a command line. Raises ValueError."""
     found = []
     if args.target is not None:
         name, address = _named(args.target)
@@ -143,7 +143,7 @@ def _named(text: str) -> tuple[str, str]:
 
 
 def main(argv: Sequence[str] | None = None, prog: str = "treeline conformance") -> int:
-    """Returns the exit status; a wrong command line exits with 2."""
+    """Run the command; return the exit status. A wrong command line exits with 2."""
     argv = list(sys.argv[1:] if argv is None else argv)
     top = parser(prog)
     args = top.parse_args(argv)
@@ -189,7 +189,7 @@ def _quote(args: argparse.Namespace, console: Console) -> int:
 
 
 def _column(target: Target, cases: Sequence[Case], folder: Path, args: argparse.Namespace, console: Console) -> Column:
-    """Raises PickerError, with the picker's name."""
+    """Test one picker. Raises PickerError, with the picker's name."""
 
     def told(one: Case, outcome: Outcome) -> None:
         if args.verbose or outcome.verdict is Verdict.FAIL:

@@ -1,4 +1,4 @@
-"""Messages of ext_proc as Envoy sends them, and any message as JSON for a report."""
+"""Messages of ext_proc in Envoy's form, and any message as JSON for a report."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SHOWN_MESSAGES = 4
 
 
 class Mode(enum.Enum):
-    """How a proxy sends a request's body; the values are those of `ProcessingMode.BodySendMode`."""
+    """The way in which a proxy sends a request's body; the values are those of `ProcessingMode.BodySendMode`."""
 
     NONE = 0
     STREAMED = 1
@@ -34,7 +34,7 @@ class Mode(enum.Enum):
 
 
 class NoHint(enum.Enum):
-    """There is no subset hint, which is not the same as one of null."""
+    """The absence of a subset hint, which differs from a hint of null."""
 
     NO_HINT = 0
 
@@ -43,7 +43,7 @@ NO_HINT = NoHint.NO_HINT
 
 
 def config(request: Mode, response: Mode) -> pb.ProtocolConfiguration:
-    """What a stream's first message tells of the proxy's body modes."""
+    """Return the proxy's body modes, for a stream's first message."""
     modes = pb.ProcessingMode
     return pb.ProtocolConfiguration(
         request_body_mode=modes.BodySendMode.Name(request.value),
@@ -52,7 +52,7 @@ def config(request: Mode, response: Mode) -> pb.ProtocolConfiguration:
 
 
 def headers(fields: Mapping[str, str], *, end: bool) -> pb.HttpHeaders:
-    """Envoy gives values as bytes."""
+    """Return headers with values as bytes, as Envoy sends them."""
     entries = [pb.HeaderValue(key=key, raw_value=value.encode()) for key, value in fields.items()]
     return pb.HttpHeaders(headers=pb.HeaderMap(headers=entries), end_of_stream=end)
 
@@ -75,7 +75,7 @@ def body(data: bytes, *, end: bool) -> pb.HttpBody:
 
 
 def hinted(message: pb.ProcessingRequest, hint: Any) -> pb.ProcessingRequest:
-    """The message with a subset hint in its metadata; `hint` as JSON has it."""
+    """Return the message with a subset hint in its metadata; `hint` as decoded from JSON."""
     if hint is not NO_HINT:
         with_metadata(message, LB_SUBSET, SUBSET, hint)
     return message
@@ -88,7 +88,7 @@ def with_metadata(message: pb.ProcessingRequest, namespace: str, key: str, value
 
 
 def in_chunks(data: bytes, size: int) -> list[bytes]:
-    """At least one, which is empty for an empty body."""
+    """Split a body; an empty one gives one empty chunk."""
     return [data[at : at + size] for at in range(0, len(data), size)] or [b""]
 
 
@@ -96,12 +96,12 @@ def in_chunks(data: bytes, size: int) -> list[bytes]:
 
 
 def shown(message: pb.ProcessingRequest | pb.ProcessingResponse) -> dict[str, Any]:
-    """A message as JSON: values of headers as text, long bodies by length, digest and beginning."""
+    """Return a message as JSON: values of headers as text, long bodies by length, digest and beginning."""
     short = copy.deepcopy(message)
     long = _shorten(short)
     try:
         found: dict[str, Any] = _plain(json_format.MessageToDict(short, preserving_proto_field_name=True))
-    except json_format.SerializeToJsonError as error:  # numbers that JSON has not, in metadata
+    except json_format.SerializeToJsonError as error:  # numbers in metadata that JSON lacks
         return {"no_json": str(error)}
     return found | {"long_body": long} if long else found
 
@@ -116,7 +116,7 @@ def _shorten(message: pb.ProcessingRequest | pb.ProcessingResponse) -> dict[str,
 
 
 def _body_holder(message: pb.ProcessingRequest | pb.ProcessingResponse) -> Any:
-    """The part of a message that has the field `body`, if there is one."""
+    """Return the part of a message that has the field `body`, if there is one."""
     kind = message.WhichOneof("request" if isinstance(message, pb.ProcessingRequest) else "response")
     if kind is None:
         return None
@@ -131,7 +131,7 @@ def _body_holder(message: pb.ProcessingRequest | pb.ProcessingResponse) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Base64 back to text: names of fields say which strings are bytes."""
+    """Decode base64 to text: names of fields say which strings are bytes."""
     if isinstance(value, list):
         return [_plain(item) for item in value]
     if not isinstance(value, dict):
@@ -146,7 +146,7 @@ def _text(value: Any) -> Any:
 
 
 def transcript(entries: Sequence[tuple[str, Any]]) -> list[dict[str, Any]]:
-    """Who said what; of long exchanges the beginning and the end."""
+    """Return the speakers and their messages; of long exchanges the beginning and the end."""
     left_out = len(entries) - 2 * _SHOWN_MESSAGES
     if left_out <= 0:
         return [_entry(*entry) for entry in entries]

@@ -1,4 +1,4 @@
-"""The picker under test: where it is, and its process where the suite has started it."""
+"""The picker under test: its addresses, and its process if the suite has started it."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ class PickerError(RuntimeError):
 
 @dataclass(frozen=True)
 class Target:
-    """A picker that is to be tested. `command` starts it, if the suite is to; `address` is HOST:PORT otherwise.
-    Ports are 0 where they are unknown."""
+    """A picker to test. `command` starts it, if the suite should; `address` is HOST:PORT otherwise. Ports are 0 where
+    they are unknown.
+    """
 
     name: str
     address: str = ""
@@ -41,7 +42,9 @@ class Target:
 
 
 def filled_in(command: str, values: Mapping[str, str]) -> tuple[list[str], set[str]]:
-    """The command's words with what stands in braces replaced, and which names those were. Raises PickerError."""
+    """Return the command's words with the names in braces replaced, and the names that were used. Raises
+    PickerError.
+    """
     used: set[str] = set()
 
     def value(found: re.Match[str]) -> str:
@@ -62,7 +65,7 @@ def filled_in(command: str, values: Mapping[str, str]) -> tuple[list[str], set[s
 
 
 class Picker:
-    """`health` asks the gRPC health service; `started` says whether the process is the suite's."""
+    """A picker under test. `health` asks the gRPC health service; `started` says whether the process is the suite's."""
 
     def __init__(self, target: Target, address: str, health: str, metrics: str) -> None:
         self.target = target
@@ -82,7 +85,7 @@ class Picker:
         return None if self._process is None else self._process.returncode
 
     async def start(self, words: list[str], kubeconfig: Path, log: Path) -> None:
-        """Raises PickerError."""
+        """Start the process. Raises PickerError."""
         self.log = log
         try:
             with log.open("wb") as output:
@@ -98,7 +101,7 @@ class Picker:
             raise PickerError(f"{words[0]} cannot be started: {error}") from None
 
     async def listening(self, seconds: float) -> bool:
-        """Whether its port takes connections in time; not when the process has ended."""
+        """Return whether its port takes connections in time; False if the process has ended."""
         host, _, port = self.address.rpartition(":")
         deadline = asyncio.get_running_loop().time() + seconds
         while self.status is None and asyncio.get_running_loop().time() < deadline:
@@ -110,12 +113,12 @@ class Picker:
         return False
 
     def terminate(self) -> None:
-        """SIGTERM, as Kubernetes ends a pod."""
+        """Send SIGTERM, as Kubernetes ends a pod."""
         if self._process is not None and self._process.returncode is None:
             self._process.terminate()
 
     async def ended(self, seconds: float) -> bool:
-        """Whether it ends in time."""
+        """Return whether it ends in time."""
         assert self._process is not None
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
@@ -123,7 +126,7 @@ class Picker:
         return self._process.returncode is not None
 
     async def stop(self) -> None:
-        """End it, whatever that takes; its children too, which are in its process group."""
+        """End it, by force if needed; its children too, which are in its process group."""
         if self._process is None:
             return
         self.terminate()
@@ -133,14 +136,15 @@ class Picker:
         await self._process.wait()
 
     def last_words(self) -> str:
-        """The end of what it has written."""
+        """Return the end of its output."""
         if self.log is None or not self.log.exists():
             return ""
         return self.log.read_bytes()[-2000:].decode(errors="replace")
 
     async def health(self, name: str, patience_s: float = 2.0, at: str = "") -> str:
-        """What the health service, or the one `at` another address, says of a name: its own word, or a gRPC status, or
-        UNREACHABLE."""
+        """Return the health of a name by the health service, or by the one `at` another address: its status, a gRPC
+        status, or UNREACHABLE.
+        """
         async with open_channel(at or self.health_address) as channel:
             check = channel.unary_unary(
                 _CHECK,
@@ -155,7 +159,7 @@ class Picker:
             return str(health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status))
 
     async def watched_health(self, name: str, patience_s: float = 2.0) -> str:
-        """The first word of `Watch`."""
+        """Return the first answer of `Watch`."""
         async with open_channel(self.health_address) as channel:
             watch = channel.unary_stream(
                 _WATCH,

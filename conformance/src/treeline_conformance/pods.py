@@ -1,6 +1,6 @@
 """The pods that a picker chooses from: HTTP servers that speak as vLLM does, each on a loopback address of its own.
 
-They answer what a picker asks (health, models, metrics). No request is ever routed to them: the suite plays the proxy.
+They answer a picker's probes (health, models, metrics). They get no requests: the suite plays the proxy.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from treeline_bench.processes import free_ports
 
 MODEL: Final = "conformance"
 TARGET: Final = "conformance-v2"
-"""Another model, to which names are rewritten."""
+"""Another model, the target of rewrites."""
 MODELS: Final = (MODEL, TARGET)
 ADDRESSES: Final = ("127.0.0.2", "127.0.0.3", "127.0.0.4")
 _OTHERS: Final = "127.0.0.9"
@@ -35,7 +35,7 @@ class Pod:
 
     @property
     def endpoint(self) -> str:
-        """Its first port's."""
+        """The endpoint at its first port."""
         return self.endpoints[0]
 
     @property
@@ -88,6 +88,6 @@ def _model(name: str) -> dict[str, Any]:
 
 
 def pods(port: int = 0) -> list[Pod]:
-    """Pods with one port each, the same for all, as those of an InferencePool have; 0 is a free one."""
+    """Return pods with one port each, the same for all, as in an InferencePool; 0 means a free one."""
     ports = (port or free_ports(1, addresses=(*ADDRESSES, _OTHERS))[0],)
     return [Pod(f"pod-{at}", address, ports) for at, address in enumerate(ADDRESSES)]

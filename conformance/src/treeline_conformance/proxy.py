@@ -1,6 +1,6 @@
 """Envoy, as a picker sees it: an ext_proc client that sends a request in one of the body modes and reads the answers.
 
-A `Stream` is one HTTP request. Everything that is said on it is kept, to be shown where a case fails.
+A `Stream` is one HTTP request. All its messages are kept, and shown if a case fails.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from treeline_conformance.verdict import Failed
 
 PROCESS: Final = "/envoy.service.ext_proc.v3.ExternalProcessor/Process"
 PIECE: Final = 64 * 1024
-"""As long as the chunks are in which Envoy hands on a body that has come at once."""
+"""The size of chunks in which Envoy passes on a body that came at once."""
 PROMPT: Final = b'{"model": "%s", "prompt": "What is the capital of France?", "max_tokens": 8}' % MODEL.encode()
 _BYTES_S: Final = 1 << 20
-"""Long bodies take their time on a machine that is busy: so many bytes a second are patience enough."""
+"""Bytes a second by which the patience grows for long bodies, for busy machines."""
 _MORE_BYTES: Final = 1 << 20
 _MORE_ANSWERS: Final = 1_000
-"""More than was sent may come back where a body is rewritten; not without end."""
+"""Bounds on bytes and answers beyond those sent, since a rewritten body may be longer."""
 _CHANNEL: Final = [
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.max_send_message_length", -1),
@@ -47,14 +47,15 @@ class GrpcEnded(Failed):
 
 
 class Stalled(Failed):
-    """Nothing came in time."""
+    """No answer came in time."""
 
 
 @dataclass(frozen=True)
 class Asking:
-    """A request, and how the proxy sends it. `body` None: headers end it. `hint` goes with all messages, as Envoy's
-    metadata does, or with those of `hint_on`. `trailers`: the request has some. `config`: the first message tells of
-    the modes."""
+    """A request, and the way in which the proxy sends it. `body` None: headers end it. `hint` is in all messages, like
+    Envoy's metadata, or in those of `hint_on`. `trailers`: the request has some. `config`: the first message has the
+    modes.
+    """
 
     mode: Mode = Mode.DUPLEX
     response_mode: Mode = Mode.DUPLEX
@@ -71,7 +72,7 @@ class Asking:
 
     def headers_message(self) -> pb.ProcessingRequest:
         more = dict(self.headers)
-        if self.body is not None and self.mode is not Mode.DUPLEX:  # which takes it away
+        if self.body is not None and self.mode is not Mode.DUPLEX:  # full duplex removes it
             more.setdefault("content-length", str(len(self.body)))
         end = self.body is None and not self.trailers
         message = messages.request_headers(self.method, self.path, more, end=end)
@@ -80,7 +81,7 @@ class Asking:
         return self._hinted(message, "headers")
 
     def body_messages(self) -> list[pb.ProcessingRequest]:
-        """In full duplex the end comes by itself, as Envoy sends it."""
+        """Return the messages of the body. In full duplex the end is a message of its own, as Envoy sends it."""
         if self.body is None or self.mode is Mode.NONE:
             return []
         parts = [self.body] if self.mode is Mode.BUFFERED else messages.in_chunks(self.body, self.piece)
@@ -104,7 +105,7 @@ class Asking:
 
 
 class Stream:
-    """One ext_proc stream. Times out where nothing comes for `patience_s`."""
+    """One ext_proc stream. It times out after `patience_s` without an answer."""
 
     def __init__(self, call: Any, said: list[tuple[str, Any]], patience_s: float) -> None:
         self._call = call
@@ -113,10 +114,12 @@ class Stream:
         self.patience_s = patience_s
 
     async def send(self, message: pb.ProcessingRequest) -> None:
-        """Raises Stalled where the picker reads nothing, GrpcEnded where it has ended the stream by an error."""
+        """Send a message. Raises Stalled if the picker reads nothing, GrpcEnded if it has ended the stream with an
+        error.
+        """
         self.said.append(("proxy", message))
         writing = asyncio.ensure_future(self._call.write(message))
-        writing.add_done_callback(_seen)  # its stream may have ended
+        writing.add_done_callback(_seen)  # the stream may have ended
         done, _ = await asyncio.wait({writing}, timeout=self.patience_s)
         if not done:
             writing.cancel()
@@ -127,7 +130,7 @@ class Stream:
             await self._raise_error()
 
     async def receive(self, waiting_for: str = "an answer") -> pb.ProcessingResponse | None:
-        """The next answer; None where the stream has ended well. Raises Stalled, GrpcEnded."""
+        """Return the next answer; None if the stream has ended well. Raises Stalled, GrpcEnded."""
         try:
             return await self._read(self.patience_s)
         except TimeoutError:
@@ -135,13 +138,15 @@ class Stream:
             raise Stalled(f"waited {self.patience_s:.3g} s for {waiting_for}") from None
 
     async def silence(self, seconds: float) -> pb.ProcessingResponse | None:
-        """What is said within some seconds; None for nothing, or the end of the stream."""
+        """Return an answer within some seconds; None for no answer, or the end of the stream."""
         with contextlib.suppress(TimeoutError):
             return await self._read(seconds)
         return None
 
     async def _read(self, seconds: float) -> pb.ProcessingResponse | None:
-        """A read that is given up would cancel the call, so it goes on for the next read. Raises TimeoutError."""
+        """Read an answer. A cancelled read would cancel the call, so it goes on for the next read. Raises
+        TimeoutError.
+        """
         if self._reading is None:
             self._reading = asyncio.ensure_future(self._call.read())
             self._reading.add_done_callback(_seen)
@@ -157,7 +162,7 @@ class Stream:
             await self._raise_error()
             self.said.append(("picker", "ended the stream"))
             return None
-        if answer is None:  # what gRPC makes of bytes that cannot be read
+        if answer is None:  # gRPC's result for undecodable bytes
             self.said.append(("picker", "said what is no ProcessingResponse"))
             raise Failed("what it says is no ProcessingResponse")
         self.said.append(("picker", answer))
@@ -165,7 +170,7 @@ class Stream:
         return found
 
     async def expect(self, kind: str) -> pb.ProcessingResponse:
-        """The next answer, which has to be of this kind."""
+        """Return the next answer, which must be of this kind."""
         answer = await self.receive(f"the answer to {kind}")
         found = "nothing more" if answer is None else answer.WhichOneof("response") or "an empty message"
         if found != kind:
@@ -179,7 +184,7 @@ class Stream:
             await self._call.done_writing()
 
     async def end(self) -> None:
-        """Close our side, and see the stream end. Raises GrpcEnded for an error, Stalled."""
+        """Close our side, and wait until the stream ends. Raises GrpcEnded for an error, Stalled."""
         await self.half_close()
         while await self.receive("the end of the stream") is not None:
             pass
@@ -189,7 +194,7 @@ class Stream:
         self._call.cancel()
 
     async def _raise_error(self) -> None:
-        """Unless it has ended well."""
+        """Raise GrpcEnded, unless the stream has ended well."""
         code, details = await self._call.code(), await self._call.details()
         if code is not grpc.StatusCode.OK:
             self._raise(code, details)
@@ -206,7 +211,7 @@ def _seen(done: asyncio.Future[Any]) -> None:
 
 @dataclass
 class Answer:
-    """What the picker has said about a request. `destinations`: the list that it chose, in order."""
+    """The picker's answers to a request. `destinations`: the list that it chose, in order."""
 
     asking: Asking
     reading: RequestReading
@@ -226,7 +231,7 @@ class Answer:
         return self.reading.body(self.asking.body or b"")
 
     def routed(self) -> str:
-        """The first choice. Raises Failed where there is none."""
+        """Return the first choice. Raises Failed without one."""
         if self.refusal is not None:
             raise Failed(f"refused with {self.refusal.status}: {self.refusal.body[:200].decode(errors='replace')}")
         if not self.destinations:
@@ -234,14 +239,16 @@ class Answer:
         return self.destinations[0]
 
     def refused(self) -> Refusal:
-        """Raises Failed where it was routed."""
+        """Return the refusal. Raises Failed if the request was routed."""
         if self.refusal is None:
             raise Failed(f"routed to {','.join(self.destinations) or 'no endpoint'} instead of refused")
         return self.refusal
 
 
 class Proxy:
-    """A connection to the picker. `open_stream` for one request; `ask` sends one and reads the answer."""
+    """A connection to the picker. `open_stream` opens one request's stream; `ask` sends a request and reads the
+    answers.
+    """
 
     def __init__(self, channel: grpc.aio.Channel, patience_s: float, said: list[tuple[str, Any]]) -> None:
         self._process: Any = channel.stream_stream(
@@ -259,7 +266,7 @@ class Proxy:
         return Stream(call, self._said, self._patience_s)
 
     async def ask(self, asking: Asking | None = None) -> Answer:
-        """Send a request as its mode has it, up to the picker's last word on it. Raises Stalled, GrpcEnded, Failed."""
+        """Send a request in its mode, and read all of the picker's answers. Raises Stalled, GrpcEnded, Failed."""
         asking = asking or Asking()
         stream = self.open_stream()
         stream.patience_s += len(asking.body or b"") / _BYTES_S
@@ -274,14 +281,14 @@ class Proxy:
         return answer
 
     async def _duplex(self, answer: Answer, bodies: list[pb.ProcessingRequest]) -> None:
-        """Nothing is waited for: sending and reading go on beside each other."""
+        """Send and read at the same time, without waiting for answers in between."""
         sending = asyncio.create_task(self._send_all(answer, bodies))
         try:
             while not answer.reading.complete():
                 try:
                     await self._take(answer, "the picker's answer")
                 except Stalled:
-                    if sending.done():  # else the wait has not begun: sending has a limit of its own
+                    if sending.done():  # otherwise the wait has not begun: sending has a limit of its own
                         raise
             if answer.refusal is None:
                 await sending
@@ -321,12 +328,12 @@ class Proxy:
             )
 
     def close(self) -> None:
-        """Reset whatever is open."""
+        """Reset all open streams."""
         for call in self._calls:
             call.cancel()
         self._calls.clear()
 
 
 def open_channel(target: str) -> grpc.aio.Channel:
-    """A connection to the picker, without TLS."""
+    """Open a connection to the picker, without TLS."""
     return grpc.aio.insecure_channel(target, options=_CHANNEL)

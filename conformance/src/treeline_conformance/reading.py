@@ -1,7 +1,8 @@
-"""What a picker's answers to the request half of a stream mean to Envoy: messages in, facts and faults out, no I/O.
+"""Interprets a picker's answers to the request half of a stream as Envoy does: messages in, facts and faults out, no
+I/O.
 
-A fault is kept by the name of the rule that it breaks, and reading goes on: the cases that are about that rule look for
-it, and all others see what can be understood all the same.
+A fault is kept by the name of the rule that it breaks, and reading goes on: the cases on that rule check it, and all
+others use the facts that can still be read.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ _ORDER: Final = ("request_headers", "request_body", "request_trailers")
 
 @dataclass(frozen=True)
 class Refusal:
-    """An ImmediateResponse: what the client would be answered."""
+    """An ImmediateResponse: the answer that the client would get."""
 
     status: int
     headers: dict[str, str]
@@ -34,7 +35,9 @@ class Refusal:
 
 @dataclass
 class RequestReading:
-    """Feed `take` each answer. `sent_chunks` and `ended` are what the proxy has sent of a body, for `complete`."""
+    """The facts and faults so far. Feed `take` each answer. `sent_chunks` and `ended` are the proxy's progress with the
+    body, for `complete`.
+    """
 
     mode: Mode
     has_body: bool
@@ -82,7 +85,7 @@ class RequestReading:
                 self._take_body(common)
 
     def complete(self) -> bool:
-        """Whether nothing more is to be waited for."""
+        """Return whether all expected answers have come."""
         if self.refusal is not None:
             return True
         if "request_headers" not in self.kinds or (self.trailers and "request_trailers" not in self.kinds):
@@ -96,7 +99,7 @@ class RequestReading:
         return answers >= self.sent_chunks
 
     def body(self, sent: bytes) -> bytes:
-        """What the upstream gets of the body that was sent."""
+        """Return the body that the upstream gets, for the body that was sent."""
         if self.mode is Mode.DUPLEX and self.has_body:
             return b"".join(self.chunks)
         return sent if self.replaced is None else self.replaced

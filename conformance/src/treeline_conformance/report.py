@@ -1,4 +1,4 @@
-"""The matrix: what came of each case for each picker, as Markdown and as JSON."""
+"""The matrix: the outcome of each case for each picker, as Markdown and as JSON."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MARKS: Final = {Verdict.PASS: "pass", Verdict.FAIL: "**fail**", Verdict.NOT_APP
 
 @dataclass(frozen=True)
 class Column:
-    """One picker: how it is called, how it was started, and its outcomes by case."""
+    """One picker: its name, its command, and its outcomes by case."""
 
     name: str
     command: str
@@ -32,12 +32,12 @@ class Column:
 
 
 def failed(column: Column, cases: Sequence[Case], *, gie15: bool) -> list[Case]:
-    """The cases of level MUST that it fails."""
+    """Return the cases of level MUST that it fails."""
     return [one for one in cases if one.level is Level.MUST and _verdict(column, one, gie15=gie15) is Verdict.FAIL]
 
 
 class ReportError(ValueError):
-    """A file is no matrix, or has no place for one; the message names it."""
+    """A file is no matrix, or has no markers for one; the message names it."""
 
 
 class _Named(msgspec.Struct):
@@ -53,7 +53,7 @@ class _Seen(msgspec.Struct):
 
 
 class _Recorded(msgspec.Struct):
-    """What is read again of a conformance.json."""
+    """The members of a conformance.json that are read again."""
 
     cases: list[_Named]
     pickers: list[_Named]
@@ -68,7 +68,9 @@ def _verdict(column: Column, one: Case, *, gie15: bool) -> Verdict:
 
 
 def counts(columns: Sequence[Column], levels: Mapping[str, Level]) -> str:
-    """The small table: how many of the cases that apply each picker passes, by level; `levels` by the cases' names."""
+    """Return the small table: the cases that each picker passes of those that apply, by level; `levels` by the cases'
+    names.
+    """
     lines = []
     for column in columns:
         cells = []
@@ -103,7 +105,7 @@ def quote(results: Path, target: Path) -> None:
 
 
 def matrix(columns: Sequence[Column], cases: Sequence[Case]) -> str:
-    """A line a case, a column a picker; `†`: it does what GIE 1.5 is known to do."""
+    """Return the table with a line for each case and a column for each picker; `†`: GIE 1.5's known behaviour."""
     lines = [
         [
             f"`{one.name}`",
@@ -128,7 +130,7 @@ def _cell(column: Column, one: Case) -> str:
 
 
 def page(columns: Sequence[Column], cases: Sequence[Case], command: str, versions: str) -> str:
-    """The Markdown page: counts, matrix, and why what failed has failed."""
+    """Return the Markdown page: counts, matrix, and the reasons of failures."""
     parts = [
         "# Conformance of endpoint pickers",
         "",
@@ -157,7 +159,7 @@ def _one_line(text: str) -> str:
 
 
 def as_json(columns: Sequence[Column], cases: Sequence[Case], command: str, versions: Mapping[str, str]) -> bytes:
-    """Everything, with the exchange of each failure; a line a case, a picker and an outcome."""
+    """Return everything as JSON, with the exchange of each failure; a line for each case, picker and outcome."""
     about = {"date": datetime.date.today().isoformat(), "command": command, "versions": dict(versions)}
     described = [{"name": c.name, "level": c.level.value, "says": c.says, "gie15": c.gie15} for c in cases]
     pickers = [{"name": column.name, "command": column.command} for column in columns]
@@ -191,7 +193,7 @@ def _outcome(outcome: Outcome) -> dict[str, Any]:
 
 
 def write(folder: Path, markdown: str, document: bytes) -> None:
-    """conformance.md and conformance.json. Raises OSError."""
+    """Write conformance.md and conformance.json. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / "conformance.md", markdown.encode())
     write_whole(folder / "conformance.json", document)

@@ -1,4 +1,4 @@
-"""All cases against one picker: its world is made, it is started or waited for, and each case is judged."""
+"""Runs all cases against one picker: prepares pods and API, starts or awaits the picker, and judges each case."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from treeline_conformance.pods import Pod, pods
 from treeline_conformance.verdict import Failed, NotApplicable, Outcome, Verdict, When
 
 START_S: Final = 60.0
-"""How long a picker may take until it answers its first request."""
+"""Longest time until a picker answers its first request."""
 _ASKS_S: Final = 2.0
 _CASE_S: Final = 120.0
 _MODES: Final = "modes.served"
@@ -36,9 +36,9 @@ async def run(
     pod_port: int = 0,
     told: Told = lambda *_: None,
 ) -> dict[str, Outcome]:
-    """The outcomes by the cases' names, in the order in which they were run. `folder` gets the kubeconfig and what the
-    picker writes. Raises PickerError where the picker does not start or routes nothing, OSError where the pods have no
-    port."""
+    """Return the outcomes by the cases' names, in the order of the run. `folder` gets the kubeconfig and the picker's
+    output. Raises PickerError if the picker does not start or routes nothing, OSError if the pods have no port.
+    """
     everyone, api = pods(pod_port), ApiServer()
     bench_of = _opened(target, everyone, api, folder, patience_s)
     outcomes: dict[str, Outcome] = {}
@@ -60,7 +60,7 @@ async def run(
 async def _opened(
     target: Target, everyone: list[Pod], api: ApiServer, folder: Path, patience_s: float
 ) -> AsyncIterator[Bench]:
-    """The world, and the picker in it; all of it ended afterwards."""
+    """Start pods, API and picker; end all of them afterwards."""
     async with contextlib.AsyncExitStack() as stack:
         for pod in everyone:
             await pod.start()
@@ -81,7 +81,7 @@ async def _opened(
 
 
 def _picker(target: Target, everyone: list[Pod], kubeconfig: Path) -> tuple[Picker, list[str]]:
-    """The picker, and the words by which it is started. Raises PickerError."""
+    """Return the picker, and the words of its command. Raises PickerError."""
     if not target.command:
         host = target.address.rpartition(":")[0]
         ports = (target.health_port, target.metrics_port)
@@ -106,7 +106,7 @@ def _picker(target: Target, everyone: list[Pod], kubeconfig: Path) -> tuple[Pick
 
 
 async def _asks(bench: Bench) -> None:
-    """Returns when the picker has asked the API for its world, which it waits for; or when it listens and has not."""
+    """Wait until the picker has asked the API for its objects; or until it listens without having asked."""
     if not bench.picker.started:
         return
     waits = [asyncio.create_task(wait) for wait in (bench.api.followed.wait(), bench.picker.listening(START_S))]
@@ -118,7 +118,7 @@ async def _asks(bench: Bench) -> None:
 
 
 async def _ready(bench: Bench, api: ApiServer) -> None:
-    """The picker learns of its world, and routes. Raises PickerError."""
+    """Let the picker see its pods, and wait until it routes. Raises PickerError."""
     api.held.set()
     await bench.begin()
     deadline = time.monotonic() + START_S
@@ -139,7 +139,7 @@ async def _ready(bench: Bench, api: ApiServer) -> None:
 
 
 async def _probe(bench: Bench, cases: Sequence[Case]) -> None:
-    """Which modes are served, where no case is to say so."""
+    """Find out which modes are served, if no case of the run does."""
     names = {one.name for one in cases}
     wanted = {f"{_MODES}@{one.mode.word}" for one in cases} - names
     for one in CASES:
@@ -148,7 +148,7 @@ async def _probe(bench: Bench, cases: Sequence[Case]) -> None:
 
 
 async def judged(one: Case, bench: Bench) -> Outcome:
-    """Run a case; whatever it raises is the picker's failure, unless it says that the case is not applicable."""
+    """Run a case; any error is the picker's failure, unless it says that the case is not applicable."""
     started = time.monotonic()
     missing = [need for need in one.needs if not bench.has(need)]
     if missing:
@@ -166,7 +166,7 @@ async def judged(one: Case, bench: Bench) -> Outcome:
         outcome = Outcome(Verdict.PASS, _gie15(one, bench, Verdict.PASS))
     except NotApplicable as error:
         outcome = Outcome(Verdict.NOT_APPLICABLE, Verdict.NOT_APPLICABLE, str(error))
-    except Exception as error:  # what a picker says may break a case, too: that is one failure, not the end of the run
+    except Exception as error:  # a picker's answers may break a case, too: that is one failure, not the end of the run
         why = _words(error)
         outcome = Outcome(Verdict.FAIL, _gie15(one, bench, Verdict.FAIL), why, transcript(bench.said))
     finally:
@@ -184,7 +184,7 @@ def _words(error: Exception) -> str:
 
 
 def _gie15(one: Case, bench: Bench, verdict: Verdict) -> Verdict:
-    """Against what GIE 1.5 does: the same verdict, unless the case has looked for that."""
+    """Return the verdict against GIE 1.5's behaviour: the same one, unless the case has checked that."""
     if bench.deviates is None or not one.gie15:
         return verdict
     return Verdict.PASS if bench.deviates else Verdict.FAIL

@@ -1,4 +1,4 @@
-"""What can come of a case, how much it matters, and what it may need."""
+"""The verdicts, levels and needs of cases."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 
 
 class Level(enum.Enum):
-    """How much it matters. MUST: the protocol says so, or no proxy would work without it. SHOULD: users of proxies and
-    other pickers count on it. MAY: worth knowing."""
+    """The importance of a case. MUST: the protocol requires it, or no proxy would work without it. SHOULD: users of
+    proxies and other pickers count on it. MAY: worth knowing.
+    """
 
     MUST = "MUST"
     SHOULD = "SHOULD"
@@ -23,16 +24,16 @@ class Verdict(enum.Enum):
 
 
 class Need(enum.Enum):
-    """What a case needs of the run, in words that say why it is not applicable."""
+    """A condition that a case needs; the value says why the case is not applicable without it."""
 
     KUBERNETES = "the picker does not follow the suite's Kubernetes API"
     STARTED = "the picker was not started by the suite (--start)"
-    METRICS = "nothing is said of where its metrics are (--metrics-port, or {metrics_port} in --start)"
-    HEALTH = "nothing is said of where its gRPC health is (--health-port, or {health_port} in --start)"
+    METRICS = "the address of its metrics is unknown (--metrics-port, or {metrics_port} in --start)"
+    HEALTH = "the address of its gRPC health is unknown (--health-port, or {health_port} in --start)"
 
 
 class When(enum.IntEnum):
-    """Cases are run in this order: those before the picker has seen any pod, most, those that end it."""
+    """The order of cases: those before the picker has seen any pod, most, those that end it."""
 
     BEFORE = 0
     RUNNING = 1
@@ -40,16 +41,16 @@ class When(enum.IntEnum):
 
 
 class Failed(Exception):
-    """The picker does not do what the case expects; the message says what it does instead."""
+    """The picker does not behave as the case expects; the message says how it behaves."""
 
 
 class NotApplicable(Exception):
-    """The case says nothing about this picker; the message says why."""
+    """The case does not apply to this picker; the message says why."""
 
 
 @dataclass
 class Outcome:
-    """What came of a case. `gie15` is the verdict against what GIE 1.5 does, where that is something else."""
+    """The outcome of a case. `gie15` is the verdict against GIE 1.5's behaviour, if that differs."""
 
     verdict: Verdict
     gie15: Verdict

@@ -1,5 +1,5 @@
-"""The picker's pages, on two ports: one shows metrics, the other probes, endpoints and the debug pages. Nothing of
-the picker can be changed over HTTP: GET and HEAD only, but for questions with a body.
+"""The HTTP servers of the picker's two ports: one shows metrics, the other probes, endpoints and the debug pages. They
+only read: nothing of the picker can be changed over HTTP. Requests are GET or HEAD, except for pages that need a body.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from treeline_wire.security import is_loopback
 
 log = logging.getLogger(__name__)
 _http_log = logging.getLogger(f"{__name__}.http")
-_http_log.setLevel(logging.CRITICAL)  # it would write a traceback for whatever is not HTTP
+_http_log.setLevel(logging.CRITICAL)  # it would log a traceback for input that is not HTTP
 
 _EDGE = names.EDGE.encode()
 _SAME_ORIGIN = (b"sec-fetch-site", b"same-origin")
 _READ = ("GET", "HEAD")
 
 PROBES = frozenset({"/live", "/ready"})
-"""What the kubelet asks, and a mesh's proxy in its name: by the pod's address, and from within the pod."""
+"""Paths that the kubelet asks, or a mesh's proxy for it: by the pod's address, and from within the pod."""
 _TIMEOUT_S = 10.0
-"""A connection is for one request, and lasts no longer than this."""
+"""Longest life of a connection, which serves one request."""
 _MOST_STREAMS = 16
-"""Clients that follow streams at once: an operator and its successor, and people who look."""
+"""Most clients of streams at once: an operator and its successor, and people's browsers."""
 
 
 class Page(msgspec.Struct, frozen=True):
@@ -42,14 +42,14 @@ class Page(msgspec.Struct, frozen=True):
 
 
 Handler = Callable[[Mapping[str, str]], Page | Awaitable[Page]]
-"""From the query's parameters to a page."""
+"""Makes a page from the query's parameters."""
 Question = Callable[[bytes], Page | Awaitable[Page]]
-"""From the body of a POST to a page, which changes nothing."""
+"""Makes a page from the body of a POST, and changes nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """A page that has no end: pieces of it for one client, until that goes away."""
+    """An endless page. `pieces` yields its parts to one client until that client disconnects."""
 
     pieces: Callable[[], AsyncGenerator[bytes]]
     content_type: str
@@ -59,15 +59,15 @@ class PageServer:
     """The server of one port. `pages` maps paths to handlers; a handler that raises gives 500. `streams` are open to
     `_MOST_STREAMS` clients at once, each of which must take a piece within the time that a page may last.
 
-    What comes to an address of loopback must name it as its Host, and must not come from a web page: the pages of
-    others in a browser on this machine reach it, too. `PROBES` alone are for all.
+    A request to a loopback address must name that address as its Host and must not come from a web page: other sites'
+    pages in a browser on this machine can reach it, too. `PROBES` alone are open to all.
 
-    `private` are the paths of pages that only a client on this machine (in this pod) may see, and no web page that its
-    browser shows: that is, anybody who may start a process there or forward a port to it. `own` are the paths of a web
-    page of this server and of what that page loads. Those that are not private hold nothing, so everybody may see them;
-    for the private ones scripts of the same origin may ask, too. A gateway may lead its clients to `own` paths: our
-    Envoy marks what it passes on, and nothing private is shown to that. `questions` are pages that are asked by POST,
-    with at most `question_bytes`.
+    `private` are the paths of pages for clients on this machine (in this pod) only, not for web pages in their
+    browsers: the reader may start a process there or forward a port to it. `own` are the paths of a web page of this
+    server and of what that page loads. Those that are not private hold no data, so everybody may see them; scripts of
+    the same origin may ask for the private ones. A gateway may lead its clients to `own` paths: our Envoy marks the
+    requests that it passes on, and they get nothing private. `questions` are pages that are asked by POST, with at most
+    `question_bytes`.
     """
 
     def __init__(
@@ -181,8 +181,9 @@ class PageServer:
             return Page({"error": "internal error"}, 500)
 
     def _why_not(self, request: web.Request) -> str | None:
-        """Why it gets no answer. What comes to loopback must be meant for it; only there are private pages shown. Files
-        of a page of our own hold nothing, and are shown by whatever name it is asked for."""
+        """Return why the request is refused, or None. Requests to loopback must name it; private pages are shown only
+        there. Files of `own` that are not private hold no data, so any Host will do.
+        """
         transport, headers, path = request.transport, request.raw_headers, request.path
         own_address = "" if transport is None else str(transport.get_extra_info("sockname")[0])
         private = path in self._private
@@ -191,7 +192,7 @@ class PageServer:
         if private and any(name.lower() == _EDGE for name, _ in headers):
             return f"{_LOCAL}: the request came through a gateway"
         if path in self._own:
-            # That of modules is told besides; who names it as its Host came by it, too.
+            # Requests for modules also carry an Origin; where it equals the Host, the page is our own.
             same = {_SAME_ORIGIN, (b"origin", f"http://{request.host}".encode("latin-1"))}
             headers = tuple(each for each in headers if (each[0].lower(), each[1]) not in same)
         why = why_not_local(headers, own_address) or (_passed_on(headers) if private else None)
@@ -202,7 +203,7 @@ _LOCAL = "only for clients on this machine"
 
 
 def why_not_local(headers: Iterable[tuple[bytes, bytes]], own_address: str) -> str | None:
-    """Why a request did not come from a client on this machine, or None. `own_address` is where it arrived."""
+    """Return why a request did not come from a client on this machine, or None. `own_address` is where it arrived."""
     if not is_loopback(own_address):
         return f"the request came to {own_address}"
     found = [(name.strip().lower(), value.strip()) for name, value in headers]

@@ -1,4 +1,4 @@
-"""`treeline pick explain`: what a running picker would decide of a request, and why; or what it has decided."""
+"""`treeline pick explain`: how a running picker would route a request, and why; or how it routed earlier ones."""
 
 from __future__ import annotations
 
@@ -24,11 +24,13 @@ _TERMS = ("cost_s", "queue_s", "prefill_s", "slots_s", "full_s", "decode_s", "ot
 
 
 class CannotAsk(Exception):
-    """The picker gives no answer; the message says why and what to do."""
+    """The picker cannot be asked; the message says why and what to do."""
 
 
 class Shown(msgspec.Struct, frozen=True):
-    """An explanation, or a decision of the log: `terms` by endpoint, the best first, where not all were looked at."""
+    """An explanation, or a decision of the log: `terms` by endpoint, the best first, where not all endpoints were
+    scored.
+    """
 
     policy: str = ""
     refusal: str = ""
@@ -43,7 +45,7 @@ class _Decisions(msgspec.Struct, frozen=True):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; returns its exit status: 1 where the request would be refused or no picker can be asked."""
+    """Run the command; return its exit status: 1 where the request would be refused or no picker can be asked."""
     given = _parser().parse_args(argv)
     try:
         if given.last is not None:
@@ -64,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def table(shown: Shown) -> str:
-    """As lines of text."""
+    """Return the decision as lines of text."""
     head = f"policy {shown.policy or '-'}"
     if shown.endpoint:
         head = f"{shown.request_id or '(no id)'}: {shown.endpoint}, {head}"
@@ -105,10 +107,10 @@ def _read(data: bytes, kind: type[T], url: str) -> T:
 
 
 def _ask(url: str, method: str, path: str, body: bytes | None = None) -> bytes:
-    """The picker's answer, JSON. Raises `CannotAsk`."""
+    """Return the picker's answer, JSON. Raises `CannotAsk`."""
     parts = urlsplit(url)
     if parts.scheme != "http" or not parts.hostname:
-        raise CannotAsk(f"--url {url} is no address of the form http://127.0.0.1:{ports.PICKER_ADMIN}")
+        raise CannotAsk(f"--url {url} is not an address of the form http://127.0.0.1:{ports.PICKER_ADMIN}")
     try:
         connection = http.client.HTTPConnection(parts.hostname, parts.port or ports.PICKER_ADMIN, timeout=_TIMEOUT_S)
         connection.request(method, path, body)
@@ -141,7 +143,7 @@ def _header(text: str) -> tuple[str, str]:
 
 def _count(text: str) -> int:
     if not (text.isascii() and text.isdecimal() and 0 < int(text[:6]) < 100_000):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of decisions")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of decisions")
     return int(text)
 
 
@@ -155,7 +157,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="treeline pick explain",
         description="Asks a running picker (with --enable-debug-endpoints) where a request would go, and prints for "
-        "each endpoint its place and its cost, or what leaves it out. Nothing is sent to an engine.",
+        "each endpoint its rank and its cost, or the filter that drops it. Nothing is sent to an engine.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -1,8 +1,8 @@
-"""Files that operators write: read again and again while the picker runs, and may be replaced by anything meanwhile.
+"""Safe reading of files that operators write and may replace while the picker runs.
 
 YAML's parser fails in ways of its own: on a day that no calendar has, on `0x_`, on a number of thousands of digits. It
 takes the last of two members with one name, a few lines of aliases stand for gigabytes, and its C part recurses as deep
-as the text says: none of these is let through.
+as the text says. All of these become one clear error here.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from treeline_kube.yaml_depth import check_depth
 T = TypeVar("T")
 
 MOST_VALUES: Final = 1_000_000
-"""Of a document with its aliases written out."""
+"""Most values of a document with its aliases expanded."""
 
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _OF_VALUES = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError, yaml.YAMLError)
-"""What PyYAML lets through of values that it cannot make, and what it raises."""
+"""Errors that PyYAML raises itself, or lets through from values that it cannot make."""
 
 
 def decode_yaml(text: str | bytes, kind: type[T], most_values: int = MOST_VALUES) -> T:
-    """What a text (YAML or JSON) says. Raises msgspec.DecodeError and its ValidationError, whatever is wrong."""
+    """Decode a text (YAML or JSON). Raises msgspec.DecodeError or its ValidationError for every kind of bad text."""
     try:
         check_depth(text)
         loader = _Loader(text)
@@ -51,9 +51,8 @@ def decode_yaml(text: str | bytes, kind: type[T], most_values: int = MOST_VALUES
 
 
 def _values(node: yaml.Node, path: str, known: dict[int, int], most: int) -> int:
-    """How many values there are from here on; `known` has those of each node, and what is still open as too many.
-
-    Raises msgspec.ValidationError where a name occurs twice, or is none.
+    """Count the values of a node and below it; `known` has the counts so far, and "too many" for nodes that are still
+    open. Raises msgspec.ValidationError where a name occurs twice, or is not a text.
     """
     if (count := known.get(id(node))) is not None:
         return count
@@ -76,8 +75,9 @@ def _values(node: yaml.Node, path: str, known: dict[int, int], most: int) -> int
 
 
 def read_file(file: Path, most_bytes: int) -> bytes:
-    """What a file holds. Raises OSError, also for one with more than `most_bytes` and for what is no regular file: a
-    pipe would be waited for, a device read without end."""
+    """Return a file's content. Raises OSError, also for one with more than `most_bytes` and for anything but a regular
+    file: a pipe would block, a device would never end.
+    """
     descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as opened:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -89,7 +89,7 @@ def read_file(file: Path, most_bytes: int) -> bytes:
 
 
 class WatchedFile(Generic[T]):
-    """A file that is looked at again and again, and parsed only where its bytes are others than at the last look."""
+    """A file that is polled, and parsed only when its bytes have changed."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class WatchedFile(Generic[T]):
         self._seen: tuple[bytes, T | Exception] | None = None
 
     def look(self) -> T:
-        """What it says. Blocks. Raises OSError, and the ValueError or MsgspecError of `parse`."""
+        """Return the parsed file. Blocks. Raises OSError, and the ValueError or MsgspecError of `parse`."""
         data = self._read(self._file, self._most_bytes)
         if self._seen is None or self._seen[0] != data:
             try:

@@ -1,8 +1,8 @@
-"""The endpoints of this picker, from discovery to the picker: the one owner of who is known, ready, draining or gone.
+"""The endpoints of this picker. The fleet alone decides which of them are known, ready, draining or gone.
 
-Each discovered endpoint has a *member* with two tasks: a watcher that asks the engine how it is, and a follower that
-gets its tokenizer and listens to its publisher. Everything is level-triggered: a task reports what is, and the fleet
-makes picker, registry and EDS agree with it.
+Each discovered endpoint has a *member* with two tasks: a watcher that asks the engine for its state, and a follower
+that gets its tokenizer and listens to its publisher. Everything is level-triggered: a task reports the present state,
+and the fleet makes picker, registry and EDS agree with it.
 """
 
 from __future__ import annotations
@@ -45,20 +45,21 @@ from treeline_epp.xds.eds import Eds
 log = logging.getLogger(__name__)
 
 READY_WAIT_S = 2.0
-"""Readiness waits at most this long for engines that do not answer and for publishers that do not catch up."""
+"""Longest that readiness waits for engines that do not answer and for publishers that do not catch up."""
 _BEAT_S = 0.05
 _AT_ONCE = 16
-"""Endpoints that come or go before other tasks get a turn: each takes half a millisecond."""
+"""Endpoints that are added or removed before other tasks get a turn: each takes half a millisecond."""
 _SLICE = 128
-"""Endpoints that are looked at before other tasks get a turn: a millisecond."""
+"""Endpoints that are checked before other tasks get a turn: a millisecond."""
 _CHECKED_EACH_SECOND = 250
-"""Subscriptions that may each ask every second whether something got lost; of more, each asks less often."""
+"""Most subscriptions that check for lost events every second; with more, each checks less often."""
 
 
 class Fleet:
-    """See the module. `tokenizers` are those given by hand, which go before the engines' own, `key_file`
-    has the API key of engines that have none of their own. `on_gone` hears the name
-    of every endpoint that discovery has dropped."""
+    """The endpoints and their tasks; see the module. `tokenizers` are configured ones, which are preferred to the
+    engines' own; `key_file` has the API key of engines that have none of their own. `on_gone` is called with the name
+    of every endpoint that discovery has dropped.
+    """
 
     def __init__(
         self,
@@ -87,17 +88,17 @@ class Fleet:
         self._sweep = Sweep()
         self.scraping = Scraping()
         self.members: dict[str, Member] = {}
-        self.past: Counter[str] = Counter()  # of subscriptions that are no more: counters must not fall
+        self.past: Counter[str] = Counter()  # counts of ended subscriptions: counters must not fall
         self.discovered = asyncio.Event()
         self._beat = asyncio.Event()
         self._waiting: set[str] = set()  # ready, but not yet known to Envoy
-        self._changed = asyncio.Event()  # since the last list for Envoy, or what Envoys know
+        self._changed = asyncio.Event()  # endpoints, or Envoys' acknowledgements, since the last list
         eds.on_ack = self._on_ack
 
     # --- running ------------------------------------------------------------------------------------------------------
 
     async def run(self, source: AsyncIterator[tuple[EndpointSpec, ...]]) -> None:
-        """Follow discovery until cancelled. Raises what discovery raises."""
+        """Follow discovery until cancelled. Raises the errors of discovery."""
         ticking = asyncio.create_task(self._tick())
         publishers = asyncio.create_task(self._ticker.run())
         tokenizers = self._spawn(lambda: self._keyers.run(self._on_tokenizer), "tokenizers")
@@ -117,7 +118,8 @@ class Fleet:
             self._zmq.destroy(linger=0)
 
     async def wait_until_ready(self) -> None:
-        """Return when requests can be decided well: discovery has spoken, engines were asked, publishers caught up.
+        """Return when requests can be decided well: discovery has given a list, engines were asked, publishers caught
+        up.
 
         The last two are waited for no longer than `READY_WAIT_S`. EDS answers start in between.
         """
@@ -133,13 +135,14 @@ class Fleet:
             await self._beat.wait()
 
     def probe_now(self, name: str) -> None:
-        """A request suggests that this endpoint is in trouble: ask it now."""
+        """Probe an endpoint now: a request suggests that it is in trouble."""
         if (member := self.members.get(name)) is not None:
             member.watcher.probe_now()
 
     def ask_for_models(self) -> None:
-        """A request named a model that no engine is known to have: engines are asked in the background, so that the
-        next request finds it."""
+        """Ask engines for their models in the background: a request named an unknown one, and the next request may find
+        it.
+        """
         if self._sweep.due(now := time.monotonic()):
             self._sweep.begin(list(self.members), now)
 
@@ -160,7 +163,7 @@ class Fleet:
             self._beat = asyncio.Event()
 
     def _look_for_adapters(self) -> None:
-        """Events name an adapter for the first time: it has been loaded since its engine was asked what it serves."""
+        """Probe engines whose events name a new adapter: it was loaded after they were last asked for their models."""
         news = self.picker.index.new_adapters
         if news:
             for name, endpoint in self.picker.endpoints.items():
@@ -169,7 +172,7 @@ class Fleet:
             news.clear()
 
     async def _slices(self) -> AsyncIterator[list[Member]]:
-        """All members that are there at their turn; between two slices others have theirs."""
+        """Yield the members in slices, without those removed meanwhile; between two slices other tasks get a turn."""
         members = list(self.members.values())
         for at in range(0, len(members), _SLICE):
             yield [one for one in members[at : at + _SLICE] if self.members.get(one.spec.name) is one]
@@ -188,7 +191,7 @@ class Fleet:
     # --- membership ---------------------------------------------------------------------------------------------------
 
     async def _apply(self, specs: Sequence[EndpointSpec]) -> None:
-        """Make the members equal the list."""
+        """Make the members equal to the list."""
         wanted = {spec.name: spec for spec in specs}
         gone = []
         async for members in self._slices():
@@ -212,7 +215,7 @@ class Fleet:
         self._changed.set()
 
     def _announce_soon(self, name: str) -> None:
-        """An endpoint's state has changed. A list for Envoy costs by the endpoints, so one is made for many changes."""
+        """Announce a changed endpoint to Envoy soon. A list costs time for each endpoint, so many changes share one."""
         self._select((name,))
         self._changed.set()
 
@@ -247,7 +250,7 @@ class Fleet:
         await member.client.close()
 
     def _spawn(self, run: Callable[[], Coroutine[Any, Any, None]], what: str) -> asyncio.Task[None]:
-        """A task that a defect restarts instead of ending: one endpoint must not take the picker with it."""
+        """Start a task that begins again after a defect: one endpoint must not take the picker with it."""
 
         async def forever() -> None:
             while True:
@@ -259,7 +262,7 @@ class Fleet:
 
         return asyncio.create_task(forever(), name=what)
 
-    # --- what engines say ---------------------------------------------------------------------------------------------
+    # --- reports of engines -------------------------------------------------------------------------------------------
 
     def _on_report(self, member: Member, state: EngineState, info: EngineInfo | None) -> None:
         if state is EngineState.READY and info is not None:
@@ -268,7 +271,7 @@ class Fleet:
         self._announce_soon(member.spec.name)
 
     def _register(self, member: Member, info: EngineInfo) -> None:
-        """Make the picker know a ready engine; a new process behind the name starts from nothing."""
+        """Register a ready engine with the picker; a new process behind the name begins without history."""
         known = member.registered
         spec = dataclasses.replace(member.spec, models=info.models, uid=_process(member.spec, info))
         if spec == known:
@@ -295,7 +298,9 @@ class Fleet:
         member.follower = self._spawn(lambda: self._follow(member, info), f"follow {member.spec.name}")
 
     def _follow_anew(self, member: Member, info: EngineInfo) -> None:
-        """It has another tokenizer: what is known of it was keyed by the old one, or by none."""
+        """Follow an engine again from the beginning: its tokenizer changed, and its entries were keyed by the old one,
+        or none.
+        """
         self._unsubscribe(member)
         if (endpoint := self.picker.endpoints.get(member.spec.name)) is not None:
             for pod in endpoint.pods:
@@ -303,7 +308,7 @@ class Fleet:
         self._start_following(member, info)
 
     def _on_tokenizer(self, source: TokenizerSource) -> None:
-        """A source has another tokenizer, or something else is wrong with it."""
+        """Handle a change of a tokenizer source: a new tokenizer, or a new problem."""
         concerned, respelled = set(), set()
         for name, member in self.members.items():
             spec, info, used = member.registered, member.watcher.info, member.keyer
@@ -353,7 +358,7 @@ class Fleet:
         keyer = member.keyer = await self._keyers.keyer(
             spec, info, member.client, lambda problem: self._on_problem(member, info, problem)
         )
-        # What it serves may have changed meanwhile.
+        # Its models may have changed meanwhile.
         self._set_served(member.registered or spec, member.watcher.info or info, keyer)
         self._judge.judge(member, info)
         if info.encrypted and self._curve is None:
@@ -369,7 +374,7 @@ class Fleet:
     ) -> None:
         """Follow one rank's publisher until cancelled."""
         endpoint = self.picker.endpoints[member.spec.name]
-        # There is one already where a defect has started this task again: it goes on with that.
+        # After a defect this task begins again, with the old subscription.
         subscription = member.subscriptions.get(source.rank)
         if subscription is None:
             subscription = member.subscriptions[source.rank] = KvSubscription(
@@ -391,7 +396,7 @@ class Fleet:
         await KvConnection(self._zmq, self._ticker, source, callbacks, self._curve if source.curve else None).run()
 
     def _on_load(self, member: Member, rank: int, reporting: Sequence[int], load: Load) -> Sequence[Request]:
-        """A load report has come from one of the ranks that send any: what is to be asked of its publisher."""
+        """Take a load report of one of the ranks that send any; return the requests to send to its publisher."""
         now = time.monotonic()
         if isinstance(load, TreelineLoad) and load.adapters != member.reports_adapters:
             member.reports_adapters = load.adapters
@@ -409,11 +414,12 @@ class Fleet:
             return ()
         return subscription.on_heartbeat(load.epoch, None, now)
 
-    # --- what Envoy and the picker know -------------------------------------------------------------------------------
+    # --- the lists of Envoy and of the picker -------------------------------------------------------------------------
 
     async def _announce(self) -> None:
-        """Whenever something has changed, tell Envoy which endpoints there are, and let the picker choose among those
-        that Envoy knows."""
+        """After each change, send Envoy the list of endpoints, and let the picker choose among those that Envoy
+        knows.
+        """
         while True:
             await self._changed.wait()
             self._changed.clear()
@@ -428,12 +434,12 @@ class Fleet:
             await asyncio.sleep(_BEAT_S)
 
     def _on_ack(self) -> None:
-        """An Envoy's knowledge has changed: what waits for it is looked at now, the others in their turn."""
+        """Handle an acknowledgement of an Envoy: check endpoints that wait for it now, the others at their turn."""
         self._select(islice(self._waiting, _SLICE))
         self._changed.set()
 
     def _select(self, names: Iterable[str]) -> None:
-        """Let the picker choose among these where they are ready and Envoy knows them, or else at a later beat."""
+        """Let the picker choose each of these that is ready and known to Envoy; others wait for a later beat."""
         for name in list(names):
             member = self.members.get(name)
             if member is None or member.registered is None:
@@ -450,13 +456,15 @@ class Fleet:
 
 
 def _process(spec: EndpointSpec, info: EngineInfo) -> str:
-    """What tells one process behind an endpoint from the next: its epoch, where it has one, and its sockets."""
+    """Return a text that identifies the process behind an endpoint: its epoch, where it has one, and its sockets."""
     sockets = [f"{s.rank}:{s.events_port}:{s.replay_port}:{s.load_port}:{s.topic}" for s in info.sources]
     return "/".join((spec.uid, info.epoch, *sockets))
 
 
 def _scraped(client: EngineClient, state: EngineState, info: EngineInfo | None) -> tuple[MetricNames, ...]:
-    """What to look for in an engine's metrics; nothing where it pushes its load, or is in no state to be asked."""
+    """Return the names to look for in an engine's metrics; none if it pushes its load, or is in no state to be
+    asked.
+    """
     if state not in (EngineState.READY, EngineState.DRAINING) or info is None:
         return ()
     pushes = client.adapter.load is LoadReports.BEATS or any(source.load_port is not None for source in info.sources)

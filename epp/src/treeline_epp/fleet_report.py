@@ -1,4 +1,4 @@
-"""What the fleet says of its endpoints: to Prometheus, to the operator, and to people who look for a fault."""
+"""Reports on the fleet's endpoints: for Prometheus, for the operator, and for people who look for a fault."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from treeline_epp.xds.eds import EdsState
 
 
 def samples(fleet: Fleet) -> Iterator[Sample]:
-    """Gauges and counters for the metrics page."""
+    """Yield gauges and counters for the metrics page."""
     states = Counter(member.state for member in fleet.members.values())
     for state in EngineState:
         yield "gauge", "endpoints", "Endpoints by state.", {"state": state.value}, states[state]
@@ -66,7 +66,7 @@ def samples(fleet: Fleet) -> Iterator[Sample]:
 
 
 def _index(fleet: Fleet) -> Iterator[Sample]:
-    """What the prefix index holds, and what it left out."""
+    """Yield the size of the prefix index, and the blocks that it left out."""
     skipped = Counter(fleet.picker.index.skipped)
     for endpoint in fleet.picker.endpoints.values():
         for pod in endpoint.pods:
@@ -87,7 +87,7 @@ def _index(fleet: Fleet) -> Iterator[Sample]:
 
 
 def _scraping(fleet: Fleet) -> Iterator[Sample]:
-    """Of engines that push no load."""
+    """Yield figures of engines whose load is scraped."""
     now, scraping = time.monotonic(), fleet.scraping
     looked_at = [member.scraper for member in fleet.members.values() if member.scraper.following]
     failing = Counter(scraper.failing for scraper in looked_at if scraper.failing is not None)
@@ -106,7 +106,7 @@ def _scraping(fleet: Fleet) -> Iterator[Sample]:
 
 
 def eds_samples(eds: EdsState) -> Iterator[Sample]:
-    """What Envoys know of the endpoints."""
+    """Yield figures of the Envoys that subscribe to the list of endpoints."""
     yield "gauge", "eds_connected", "Envoys that subscribe to the list of endpoints.", {}, eds.connected()
     text = "Envoys that have not yet acknowledged the newest list of endpoints."
     yield "gauge", "eds_pending", text, {}, eds.pending()
@@ -115,7 +115,7 @@ def eds_samples(eds: EdsState) -> Iterator[Sample]:
 
 
 def listing(fleet: Fleet) -> dict[str, object]:
-    """Pools with their models and endpoints, as the operator reads them: what could be picked now.
+    """Return the pools with their models and present endpoints, as the operator reads them.
 
     `in_flight` is null where it is not known; `cached_tokens` is what the tree knows of. `routing` is null until an
     engine has been asked. `policy` is the pool's, with its parameters. `problem` is why an endpoint is not ready, null
@@ -151,7 +151,7 @@ def listing(fleet: Fleet) -> dict[str, object]:
 
 
 def describe(fleet: Fleet, most: int | None = None) -> list[dict[str, object]]:
-    """The members by name, for the debug pages; no more than `most` of them."""
+    """Return the members by name, for the debug pages; at most `most` of them."""
     return [_describe(fleet, name, member) for name, member in sorted(fleet.members.items())[:most]]
 
 
@@ -168,7 +168,7 @@ def _describe(fleet: Fleet, name: str, member: Member) -> dict[str, object]:
         "models": member.registered.models if member.registered is not None else (),
         "engine": info.engine if info is not None else None,
         "no_events": (info.no_events or None) if info is not None else None,
-        # Of several, one that is behind, if any.
+        # With several publishers, one that is behind, if any.
         "subscription": (behind or publishers)[0]["state"] if publishers else None,
         "unfollowed": any(one["unfollowed"] for one in publishers),
         "publishers": publishers,
@@ -202,7 +202,7 @@ def _publisher(fleet: Fleet, rank: int, subscription: KvSubscription) -> dict[st
 
 
 def _engines(fleet: Fleet) -> Iterator[Sample]:
-    """Which engines there are, and whether what their caches hold is known."""
+    """Yield the endpoints by engine, and by whether their cached prefixes are known."""
     found: Counter[tuple[str, str]] = Counter()
     for member in fleet.members.values():
         info = member.watcher.info

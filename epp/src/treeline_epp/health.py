@@ -1,4 +1,4 @@
-"""The standard gRPC health service, by the name of what is asked.
+"""The standard gRPC health service.
 
 `liveness` is served as long as the process lives; all other names when the picker is ready. The control port serves all
 of it by grpcio's own implementation, the ext_proc port its `Check`.
@@ -24,11 +24,11 @@ CHECK: Final = "/grpc.health.v1.Health/Check"
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 _TELL_S = 1.0
-"""Telling watchers may take so long: one that does not read holds up those of its name."""
+"""Longest time to notify watchers: one that does not read delays the others of the same name."""
 
 
 class Health:
-    """What probes are answered; `starting` makes one, `set_ready` changes it."""
+    """The picker's health; `starting` makes one, `set_ready` changes it."""
 
     def __init__(self, servicer: health.aio.HealthServicer) -> None:
         self.ready = False
@@ -36,14 +36,14 @@ class Health:
 
     @classmethod
     async def starting(cls) -> Self:
-        """Alive, and not ready yet."""
+        """Return a health that is alive, and not ready yet."""
         made = cls(health.aio.HealthServicer())
         await made._servicer.set(ALIVE_NAME, _SERVING)
         await made.set_ready(False)
         return made
 
     async def set_ready(self, ready: bool) -> None:
-        """Ready means: discovery has synced and requests can be decided."""
+        """Set readiness: discovery has synced and requests can be decided."""
         self.ready = ready
         status = _SERVING if ready else _NOT_SERVING
         with contextlib.suppress(TimeoutError):
@@ -51,12 +51,12 @@ class Health:
                 await asyncio.gather(*(self._servicer.set(name, status) for name in READY_NAMES))
 
     def add_to(self, server: grpc.aio.Server) -> None:
-        """Serve it there."""
+        """Add the service to a server."""
         health_pb2_grpc.add_HealthServicer_to_server(self._servicer, server)
 
 
 class Check:
-    """Implements `Call` of the ext_proc port: one request, one answer."""
+    """The health check as a `Call` of the ext_proc port: one request, one answer."""
 
     lingers = False
 

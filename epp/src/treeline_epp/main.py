@@ -1,4 +1,4 @@
-"""The picker's process: its servers, its beginning and its end."""
+"""The picker's process: its servers, its start and its end."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ log = logging.getLogger("treeline_epp")
 
 _ENOUGH_FILES = 20_000
 _CONTROL = [
-    # One busy port should be an error, not a second picker that takes half of the streams.
+    # A busy port should be an error, not a second picker that takes half of the streams.
     ("grpc.so_reuseport", 0),
     ("grpc.max_concurrent_streams", 1 << 20),
 ]
@@ -80,7 +80,7 @@ async def _until_signal(options: Options) -> None:
 
 
 async def serve(options: Options, stopping: asyncio.Event) -> None:
-    """The picker's whole life, until `stopping` is set. Raises `StartError`."""
+    """Run the picker until `stopping` is set. Raises `StartError`."""
     for sentence in options.ignored:
         log.warning("of other endpoint pickers: %s", sentence)
     curve, tokenizers = _read_secrets(options), _tokenizers(options)
@@ -117,7 +117,7 @@ async def serve(options: Options, stopping: asyncio.Event) -> None:
             for ended in filter(asyncio.Task.done, (*needed, opening)):
                 ended.result()
         finally:
-            # In order: say that we leave, finish what is open, stop following, stop listening.
+            # In order: announce the end, finish open streams, stop following, stop listening.
             if tasks:
                 log.info("stopping")
             await health.set_ready(False)
@@ -155,7 +155,7 @@ async def _talk(
     curve: CurveKeys | None,
     stack: contextlib.AsyncExitStack,
 ) -> None:
-    """Exchange what is in flight with other pickers, until the stack ends. Raises `StartError`."""
+    """Exchange requests in flight with other pickers, until the stack ends. Raises `StartError`."""
     if not options.peers or curve is None:
         return
     gossip = Gossip(picker, peer_key(curve.secret))
@@ -166,16 +166,16 @@ async def _talk(
 
 
 def _peer_socket(host: str, port: int) -> socket.socket:
-    """Raises `StartError`."""
+    """Bind the UDP socket for peers. Raises `StartError`."""
     try:
         return peers.bound(host, port)
-    except (OSError, UnicodeError) as error:  # the latter for what cannot be a name
+    except (OSError, UnicodeError) as error:  # the latter for an impossible host name
         where = f"{host}:{port} (UDP)"
         raise StartError(f"cannot listen on {where}: {_words_of(error)}; choose another with --peer-port") from error
 
 
 def _raise_file_limit() -> None:
-    """Each endpoint takes about nine file descriptors; the usual soft limit is 1,024."""
+    """Raise the soft limit of open files: each endpoint takes about nine, and the usual limit is 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -189,7 +189,7 @@ def _raise_file_limit() -> None:
 
 
 def _observing(options: Options, picker: Picker, metrics: Metrics) -> Observing:
-    """Raises `StartError`."""
+    """Make the observers that the flags ask for. Raises `StartError`."""
     try:
         return Observing(options, picker, metrics)
     except ObservingError as error:
@@ -233,7 +233,7 @@ async def _kubernetes(
     policies: PoolPolicies,
     stack: contextlib.AsyncExitStack,
 ) -> KubernetesSource | None:
-    """The source that follows Kubernetes, if that is asked for. Raises `StartError`."""
+    """Start the source that follows Kubernetes, if the flags ask for it. Raises `StartError`."""
     if not options.kubernetes:
         return None
     from treeline_kube.client import Client
@@ -267,15 +267,15 @@ async def _open(fleet: Fleet, health: Health, metrics: Metrics) -> None:
     await health.set_ready(True)
     metrics.ready.set(1)
     log.info("ready after %.2f s, %d endpoints known", time.monotonic() - started, len(fleet.picker.endpoints))
-    # Everything imported so far lives for ever: the collector need not look at it again. What the tree allocates later
-    # has no cycles, so the collector may also come seldom; its pauses would be the slowest picks.
+    # All objects made so far live for ever: the collector need not visit them again. The tree's later objects have no
+    # cycles, so the collector may also run seldom; its pauses would be the slowest picks.
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 50, 50)
 
 
 def _servers(options: Options, router: Router, health: Health, eds: Eds) -> tuple[Http2Server, grpc.aio.Server]:
-    """`(ext_proc, EDS and health)`, not yet listening."""
+    """Make the servers `(ext_proc, EDS and health)`, not yet listening."""
     limits = SessionLimits(
         options.max_body_bytes,
         strip_response_headers=not options.own_proxy,
@@ -326,7 +326,7 @@ async def _listen(
         await admin.start(options.host, port)
     except TlsError as error:
         raise StartError(str(error)) from error
-    except (RuntimeError, OSError, UnicodeError) as error:  # the last for what cannot be a name
+    except (RuntimeError, OSError, UnicodeError) as error:  # the last for an impossible host name
         why = _words_of(error)
         wrong_host = isinstance(error, UnicodeError) or (isinstance(error, OSError) and error.errno in _WRONG_HOST)
         fix = "correct --host" if wrong_host else f"choose another port with {flag}"
@@ -335,7 +335,9 @@ async def _listen(
 
 
 def _can_listen(host: str, port: int) -> None:
-    """Raises `OSError`. gRPC would only say that it failed, and write a line of its own to stderr."""
+    """Check that a port is free. Raises `OSError`; gRPC would only say that it failed, and write its own line to
+    stderr.
+    """
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -343,10 +345,10 @@ def _can_listen(host: str, port: int) -> None:
 
 
 def _read_secrets(options: Options) -> CurveKeys | None:
-    """The key pair, after a look at what else is read from files. Raises `StartError`."""
+    """Read the key pair, and check the other files. Raises `StartError`."""
     try:
         curve = None if options.curve_dir is None else CurveKeys.load(options.curve_dir)
-        if options.endpoints_file is not None:  # wrong at start is an error; wrong later is only said
+        if options.endpoints_file is not None:  # a wrong file is an error at start, and only logged later
             read_endpoints(options.endpoints_file)
     except KeyFileError as error:
         raise StartError(f"--curve-dir: {error}") from error
@@ -356,7 +358,7 @@ def _read_secrets(options: Options) -> CurveKeys | None:
 
 
 def _quotas(options: Options, metrics: Metrics) -> QuotaFile | None:
-    """Their file, if there is one. Raises `StartError`."""
+    """Open the quota file, if there is one. Raises `StartError`."""
     try:
         return quotas_of(options.quotas_file, metrics)
     except QuotaFileError as error:
@@ -368,8 +370,9 @@ def _words_of(error: Exception) -> str:
 
 
 def _tokenizers(options: Options) -> TokenizerSources:
-    """What the flags ask for. A directory for all models must be there at the start; those of single models, which an
-    operator mounts, may come later. Raises `StartError`."""
+    """Return the tokenizer sources that the flags name. A directory for all models must exist at the start; directories
+    of single models, which an operator mounts, may come later. Raises `StartError`.
+    """
     specs = specs_of(options.tokenizer, options.chat_template)
     try:
         for spec in specs:

@@ -1,4 +1,4 @@
-"""One endpoint of the fleet: what is known of it, and its tasks."""
+"""One endpoint of the fleet: its state, and its tasks."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from treeline_epp.kvevents.subscription import KvSubscription
 
 
 class Member:
-    """See the module. The fleet writes it."""
+    """One endpoint of the fleet. Only the fleet changes it."""
 
     def __init__(self, spec: EndpointSpec, client: EngineClient, watcher: EngineWatcher, scraper: Scraper) -> None:
         self.spec = spec
         self.client = client
         self.watcher = watcher
         self.scraper = scraper
-        # As the picker has it: with models, and the process's epoch.
+        # The spec that the picker has: with models, and the process's epoch.
         self.registered: EndpointSpec | None = None
-        self.follows = False  # publishes events, and so counts for readiness only when they have been applied
+        self.follows = False  # whether it publishes events, which readiness then waits for
         self.subscriptions: dict[int, KvSubscription] = {}  # by rank
         self.hearing = Hearing()
         self.rank_loads = RankLoads()
-        self.keyer: PromptKeyer | None = None  # as its events are read and its requests are keyed
-        self.keyer_problem: str | None = None  # why its own tokenizer cannot be had
+        self.keyer: PromptKeyer | None = None  # reads its events and makes the keys of its requests
+        self.keyer_problem: str | None = None  # why its own tokenizer cannot be used
         self.reports_draining = False
-        self.reports_adapters: list[str] = []  # that it has loaded, as its last report names them
-        self.ready, self.draining = spec.ready, spec.draining  # as discovery says; may change while it lives
+        self.reports_adapters: list[str] = []  # loaded adapters, by its last report
+        self.ready, self.draining = spec.ready, spec.draining  # from discovery; may change while it lives
         self.tasks: list[asyncio.Task[None]] = []
         self.follower: asyncio.Task[None] | None = None
 
     @property
     def caught_up(self) -> bool:
-        """Is all applied that its publishers are known to have published?"""
+        """Whether all batches that its publishers are known to have published are applied."""
         return not self.follows or (
             bool(self.subscriptions) and all(one.live and not one.busy for one in self.subscriptions.values())
         )
@@ -56,13 +56,13 @@ class Member:
 
 
 class RankLoads:
-    """The last report of each rank, put together: counts add up, as the ranks work at the same time."""
+    """The last report of each rank, and their sum: ranks work at the same time, so counts add up."""
 
     def __init__(self) -> None:
         self._last: dict[int, LoadStat] = {}
 
     def take(self, rank: int, load: LoadStat, ranks: Collection[int]) -> LoadStat | None:
-        """The load of all ranks, `load` being the newest of `rank`; None until each of `ranks` has reported."""
+        """Return the load of all ranks, `load` being the newest of `rank`; None until each of `ranks` has reported."""
         if len(ranks) <= 1:
             return load
         self._last[rank] = load
@@ -80,6 +80,6 @@ def _together(loads: list[LoadStat]) -> LoadStat:
         num_total_tokens=sum(load.num_total_tokens for load in loads),
         max_running_requests=sum(load.max_running_requests for load in loads),
         total_prefill_uncached_tokens=sum(load.total_prefill_uncached_tokens for load in loads),
-        # Their busy times overlap: tokens of all by the time of one is the speed of the engine.
+        # Their busy times overlap: the engine's speed is all ranks' tokens by one rank's time.
         total_prefill_busy_us=sum(load.total_prefill_busy_us for load in loads) // len(loads),
     )

@@ -1,9 +1,8 @@
-"""What the picker counts, in Prometheus' form. One object, one registry, nothing global.
+"""The picker's metrics, in Prometheus' form. One object, one registry, no globals.
 
-Counters and histograms that cost next to nothing to count, on prometheus_client's pages.
-
-The library's own take a lock and check for exemplars each time, a tenth of what a small request costs above its
-transport. These are counted by one thread, the event loop's, which also renders the page.
+Counters and histograms are our own, on prometheus_client's pages: the library's take a lock and check for exemplars
+each time, a tenth of a small request's cost above its transport. Ours cost next to nothing: one thread, the event
+loop's, counts them and also renders the page.
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ class Count:
         self.value = 0.0
 
     def inc(self, amount: float = 1.0) -> None:
-        """`amount` is not negative."""
+        """Add `amount`, which is not negative."""
         self.value += amount
 
 
 class Counter(Collector):
-    """A counter as prometheus_client's: by labels, or one number where it has none."""
+    """A counter on prometheus_client's pages: by labels, or one number without them."""
 
     def __init__(self, name: str, text: str, labels: tuple[str, ...], registry: CollectorRegistry) -> None:
         self._name = name
@@ -47,7 +46,7 @@ class Counter(Collector):
         registry.register(self)
 
     def labels(self, *values: str) -> Count:
-        """The count with these values of its labels."""
+        """Return the count with these values of its labels."""
         count = self._counts.get(values)
         if count is None:
             if len(values) != len(self._labels):
@@ -56,7 +55,7 @@ class Counter(Collector):
         return count
 
     def remove(self, *values: str) -> None:
-        """It is no longer on the page, if it was."""
+        """Remove a series from the page, if it is there."""
         self._counts.pop(values, None)
 
     def collect(self) -> Iterator[Metric]:
@@ -70,7 +69,7 @@ class Counter(Collector):
 
 
 class Histogram(Collector):
-    """A histogram as prometheus_client's, without labels. `bounds` ascend; one without end comes behind them."""
+    """A histogram on prometheus_client's pages, without labels. `bounds` ascend; an infinite one is added."""
 
     def __init__(self, name: str, text: str, bounds: Sequence[float], registry: CollectorRegistry) -> None:
         self._name = name
@@ -81,7 +80,7 @@ class Histogram(Collector):
         registry.register(self)
 
     def observe(self, value: float) -> None:
-        """O(log bounds)."""
+        """Count a value. O(log bounds)."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
@@ -100,14 +99,14 @@ def _needs_labels(_amount: float = 1.0) -> None:
     raise ValueError("a counter with labels is counted by `labels(...)`")
 
 
-# Every counter would have a twin that says when it was made.
+# Otherwise every counter would have a twin with its time of creation.
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
 _PICK_BUCKETS = (50e-6, 100e-6, 200e-6, 500e-6, 1e-3, 2e-3, 5e-3, 10e-3, 20e-3, 50e-3, 0.1, 0.5)
 _TTFT_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0)
 
 MOST_CLIENTS = 100
-"""Clients with a label of their own: the first that ask. Keys are few; a page must stay readable when they are not."""
+"""Most clients with a label of their own: the first that ask. The page must stay readable even with many keys."""
 OTHER_CLIENTS, NO_CLIENT = "other", ""
 
 Sample = tuple[str, str, str, dict[str, str], float]
@@ -117,7 +116,7 @@ Sample = tuple[str, str, str, dict[str, str], float]
 class Metrics:
     """The picker's metrics. Each attribute is documented by its help text.
 
-    State that has an owner elsewhere (tree, publishers, EDS) is read when somebody looks: see `observe`.
+    State that has an owner elsewhere (tree, publishers, EDS) is read at each scrape: see `observe`.
     """
 
     def __init__(self) -> None:
@@ -179,15 +178,15 @@ class Metrics:
         self.ready = Gauge("treeline_epp_extproc_ready", "1 while the ext_proc port serves, else 0.", registry=registry)
 
     def decided(self, endpoint: str) -> None:
-        """A request was given this endpoint."""
+        """Count a request that was given this endpoint."""
         self.decisions.labels(endpoint).inc()
 
     def asked(self, client: str | None) -> None:
-        """A client sent a request."""
+        """Count a client's request."""
         self.client_requests.labels(self._client(client)).inc()
 
     def computed(self, client: str | None, prompt_tokens: int) -> None:
-        """A runtime reported a prompt of this client."""
+        """Count a prompt of this client that a runtime reported."""
         self.client_prompt_tokens.labels(self._client(client)).inc(prompt_tokens)
 
     def _client(self, client: str | None) -> str:
@@ -200,11 +199,13 @@ class Metrics:
         return client
 
     def forget(self, endpoint: str) -> None:
-        """The endpoint has gone for good; pods come and go under new names, and labels must not pile up."""
+        """Drop the labels of an endpoint that has gone for good; pods come and go under new names, and labels must not
+        pile up.
+        """
         self.decisions.remove(endpoint)
 
     def ended(self, outcome: str) -> None:
-        """A routed request ended so."""
+        """Count a routed request by its outcome."""
         self.outcomes.labels(outcome).inc()
 
     def observe(self, read: Callable[[], Iterable[Sample]]) -> None:
@@ -212,7 +213,7 @@ class Metrics:
         self.registry.register(_Observed(read))
 
     def render(self) -> bytes:
-        """The text that a scrape gets."""
+        """Return the page that a scrape gets."""
         return generate_latest(self.registry)
 
 

@@ -1,4 +1,4 @@
-"""What keeps accounts of requests, as the flags ask for it: other pickers' metrics, and traces."""
+"""The observers of requests that the flags ask for: other pickers' metrics, and traces."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ class ObservingError(Exception):
 
 
 class Observing:
-    """All of them, from the flags; without any a request costs nothing more. To be used as a context, on the event
-    loop. Raises ObservingError."""
+    """All observers that the flags ask for; without any, a request costs nothing more. Use it as a context, on the
+    event loop. Raises ObservingError.
+    """
 
     def __init__(self, options: Options, picker: Picker, metrics: Metrics) -> None:
         self._metrics, self._shows_ours = metrics, OURS in options.metrics_families
@@ -41,13 +42,13 @@ class Observing:
             await self._tracing.stop()
 
     def forget(self, endpoint: str) -> None:
-        """It has gone for good."""
+        """Drop the series of an endpoint that has gone for good."""
         self._metrics.forget(endpoint)
         if self._gie is not None:
             self._gie.forget(endpoint)
 
     def page(self) -> bytes:
-        """What a scrape gets: each family in turn."""
+        """Return the page that a scrape gets, with each family in turn."""
         ours = self._metrics.render() if self._shows_ours else b""
         return ours if self._gie is None else ours + self._gie.render()
 

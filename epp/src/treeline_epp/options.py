@@ -1,4 +1,4 @@
-"""The picker's settings: its own flags and other endpoint pickers', which are understood or reported as ignored."""
+"""The picker's settings: its own flags, and those of other endpoint pickers, which it understands or reports."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ def _ports(text: str) -> tuple[int, ...]:
 
 
 def _header_name(text: str) -> str:
-    """The name of a header that may be told in messages and traces, in lower case."""
+    """Parse the name of a header that messages and traces may contain, in lower case."""
     if not re.fullmatch(r"[a-z0-9][a-z0-9_-]{0,63}", text.lower()):
         raise argparse.ArgumentTypeError(f"{text!r} is no name of a header")
     if text.lower() in CREDENTIALS:
         raise argparse.ArgumentTypeError(
-            f"{text!r} carries a secret, and a client's name is told in messages and traces: choose another header"
+            f"{text!r} carries a secret, and a client's name appears in messages and traces: choose another header"
         )
     return text.lower()
 
@@ -299,34 +299,35 @@ class Options:
         "--trust-request-headers, else default-flow. Reloaded when changed",
     )
     ignored: tuple[str, ...] = ()
-    """A sentence for each flag of other pickers that has no effect: what is done here instead."""
+    """A sentence for each flag of other pickers that has no effect."""
 
     @property
     def max_waiting_body_bytes(self) -> int:
-        """Request bodies that are kept at one time until they are decided, the first 64 KiB of each not counted."""
+        """The most bytes of request bodies that are kept until they are decided, without the first 64 KiB of each."""
         return max(_WAITING_BODY_BYTES, self.max_body_bytes)
 
     @property
     def kubernetes(self) -> bool:
-        """Are endpoints those of a Kubernetes namespace?"""
+        """Whether endpoints come from a Kubernetes namespace."""
         return bool(self.gateway or self.pool_name or self.endpoint_selector)
 
     @property
     def own_proxy(self) -> bool:
-        """Is the proxy ours, which tries destinations in order and keeps our response headers from clients? Gateways
-        take the destination for one address, and are strangers, spoken to by TLS. Over TLS the proxy is ours if it
-        shows a certificate and other settings already believe what it says of clients."""
+        """Whether the proxy is ours, which tries destinations in order and hides our response headers from clients.
+        Gateways take the destination for one address, and are strangers, reached by TLS. Over TLS the proxy is ours if
+        it shows a certificate and other settings already trust its headers about clients.
+        """
         says_clients = self.trust_edge or self.max_client_requests is not None
         return not self.secure_serving or (self.require_client_certificates and bool(self.gateway) and says_clients)
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     p = Parser(
         prog="treeline pick",
         description="Treeline's endpoint picker. A proxy asks it over ext_proc where each request goes; it answers "
-        "from what every endpoint has cached and how busy it is. Endpoints are engines with an OpenAI-compatible "
-        "server; those of Treeline push all they know, others are asked for their load or routed by history.",
+        "by the cached prefixes and the load of every endpoint. Endpoints are engines with an OpenAI-compatible "
+        "server; those of Treeline push events and load, others are asked for their load or routed by history.",
         epilog="Example: treeline pick --endpoint a=127.0.0.1:8000 --endpoint b=127.0.0.1:8001; on Kubernetes: "
         "treeline pick --gateway treeline --pool-namespace team",
         allow_abbrev=False,
@@ -344,7 +345,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def options_of(argv: Sequence[str]) -> Options:
-    """Parse a command line; exits with status 2 and a message where it is wrong."""
+    """Parse a command line; exit with status 2 and a message if it is wrong."""
     p = parser()
     given = p.parse_args(argv)
     found = values(Options, given)
@@ -367,7 +368,7 @@ def options_of(argv: Sequence[str]) -> Options:
 
 
 def _fill(found: dict[str, Any]) -> None:
-    """What follows from other settings where it was not said."""
+    """Fill in settings that follow from others."""
     if found["tokenizer_cache"] is None:
         caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
         found["tokenizer_cache"] = Path(caches, "treeline", "tokenizers")
@@ -384,7 +385,7 @@ def _fill(found: dict[str, Any]) -> None:
 
 
 def _check_together(p: argparse.ArgumentParser, found: dict[str, Any]) -> None:
-    """Settings that need one another, or exclude it."""
+    """Check settings that need or exclude one another."""
     if found["show_prompts"] and not (found["console"] or found["enable_debug_endpoints"]):
         p.error("--show-prompts needs --console (or --enable-debug-endpoints), which serves the page that shows them")
     if found["rules_group"] and not (found["gateway"] or found["pool_name"]):
@@ -398,7 +399,7 @@ def _check_together(p: argparse.ArgumentParser, found: dict[str, Any]) -> None:
 
 
 def _check_source(p: argparse.ArgumentParser, found: dict[str, object]) -> None:
-    """Exactly one source of endpoints; from Kubernetes, exactly one way to say which."""
+    """Check that there is one source of endpoints; for Kubernetes, one way to select them."""
     scopes = {f"--{name.replace('_', '-')}" for name in ("gateway", "pool_name", "endpoint_selector") if found[name]}
     fixed = bool(found["endpoint"]) or found["endpoints_file"] is not None
     if len(scopes) > 1:

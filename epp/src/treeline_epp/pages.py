@@ -1,4 +1,4 @@
-"""What the metrics port and the admin port of a picker serve."""
+"""The pages of the picker's metrics port and admin port."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 
 LAST = "20"
-"""So many decisions are shown, if the query does not say how many."""
+"""Number of decisions that are shown, if the query names none."""
 _MOST_BODY_BYTES = 4 << 20
 
 
 def debug_pages(fleet: Fleet, log: DecisionLog) -> dict[str, Handler]:
-    """For people who look for a fault; no prompt is on them. The console is beside them."""
+    """Return the pages for people who look for a fault; no prompt is on them. The console is separate."""
     return {
         "/debug/endpoints": lambda _query: Page({"endpoints": fleet_report.describe(fleet)}),
         "/debug/tree": lambda query: _tree(fleet.picker, query.get("pod")),
@@ -45,20 +45,20 @@ def debug_pages(fleet: Fleet, log: DecisionLog) -> dict[str, Handler]:
 
 
 def decisions_page(log: DecisionLog, query: Mapping[str, str]) -> Page:
-    """The last decisions."""
+    """Return the last decisions."""
     last = query.get("last", LAST)
     if not (last.isascii() and last.isdecimal() and len(last) < 6):
-        return Page({"error": f"last={last[:20]!r} is no number of decisions (at most {KEPT} are kept)"}, 400)
+        return Page({"error": f"last={last[:20]!r} is not a number of decisions (at most {KEPT} are kept)"}, 400)
     return Page({"decisions": log.listing(int(last))})
 
 
 def question_bytes(options: Options) -> int:
-    """The longest question: a body in base64, and what is around it. Others wait while it is read."""
+    """Return the size of the largest question: a body in base64, and its frame. Other tasks wait while it is parsed."""
     return min(options.max_body_bytes, _MOST_BODY_BYTES) * 4 // 3 + (1 << 16)
 
 
 def explain_page(router: Router, data: bytes) -> Page:
-    """The answer to a POST."""
+    """Answer a POST."""
     try:
         asked = msgspec.json.decode(data, type=Asked)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -77,13 +77,13 @@ def explain_page(router: Router, data: bytes) -> Page:
 
 
 def metrics_pages(observing: Observing) -> PageServer:
-    """What Prometheus reads."""
+    """Return the server of Prometheus' page."""
     page = "text/plain; version=0.0.4; charset=utf-8"
     return PageServer({"/metrics": lambda _query: Page(observing.page(), content_type=page)})
 
 
 def demand_of(router: Router, fleet: Fleet) -> Callable[[], Signals]:
-    """What the demand for each pool is now."""
+    """Return a function that reads the present demand for each pool."""
 
     def look() -> Signals:
         pools, endpoints = fleet.registry.models_by_pool(), fleet.picker.endpoints.values()
@@ -100,7 +100,7 @@ def admin_pages(
     kube: KubernetesSource | None,
     look: Callable[[], Signals],
 ) -> PageServer:
-    """What the kubelet, the operator and people who look for a fault read."""
+    """Return the server for the kubelet, the operator and people who look for a fault."""
 
     def detail() -> dict[str, object]:
         return {} if kube is None else {"kubernetes": kube.describe()}

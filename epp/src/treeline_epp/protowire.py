@@ -1,4 +1,4 @@
-"""Fields of serialized protobuf messages, put around bytes that the library then need not copy for each level.
+"""Encoding of single protobuf fields around given bytes, without the library's copy for each level.
 
 The format: https://protobuf.dev/programming-guides/encoding/
 """
@@ -11,7 +11,7 @@ _LENGTH_DELIMITED = 2
 
 
 def field_numbers(descriptor: Any, *names: str) -> tuple[int, ...]:
-    """The numbers of a path of fields, each in the message of the one before."""
+    """Return the numbers of a path of fields, each in the message of the one before."""
     numbers = []
     for name in names:
         found = descriptor.fields_by_name[name]
@@ -21,7 +21,7 @@ def field_numbers(descriptor: Any, *names: str) -> tuple[int, ...]:
 
 
 def field(number: int, value: bytes) -> bytes:
-    """A field of bytes, text or a message.
+    """Return a field of bytes, text or a message.
 
     >>> field(1, b"ab")
     b'\\n\\x02ab'
@@ -30,7 +30,7 @@ def field(number: int, value: bytes) -> bytes:
 
 
 def field_head(number: int, size: int) -> bytes:
-    """What comes before the `size` bytes of such a field."""
+    """Return the bytes before the `size` bytes of such a field."""
     return _packed(number << 3 | _LENGTH_DELIMITED) + _packed(size)
 
 

@@ -1,7 +1,7 @@
-"""The demand for pools: what is counted of requests, the picture of it, and the stream of pictures.
+"""The demand for pools: counts of requests, the picture of them, and the stream of pictures.
 
-`Demand` is called for each pick, and for each request whose pool has no ready endpoint. All else is read from its
-owners when somebody looks.
+`Demand` is called for each pick, and for each request whose pool has no ready endpoint. All other data are read from
+their owners when a picture is made.
 """
 
 from __future__ import annotations
@@ -36,40 +36,41 @@ NOW: Final = "/signals/now"
 _MOST_PICKS: Final = 512
 _MOST_MODELS: Final = 100
 _MOST_LETTERS: Final = 256
-"""Of a name or an id that a client chose."""
+"""Longest name or id from a client."""
 _OTHER_MODELS: Final = ""
-"""All that are asked for beyond the first so many: engines that take any name may be asked for many."""
+"""Stands for all models beyond the first `_MOST_MODELS`: engines that take any name may be asked for many."""
 
 
 class Held(Protocol):
-    """What a queue holds for a pool."""
+    """The waiting requests of a pool."""
 
     @property
     def requests(self) -> int:
-        """How many requests."""
+        """The number of requests."""
 
     @property
     def uncached_tokens(self) -> int:
-        """Tokens of their prompts that would have to be computed."""
+        """The tokens of their prompts that must be computed."""
 
 
 @dataclass(slots=True)
 class _Recent:
-    """Of one model in a pool: its picks (when, predicted seconds to the first token), and the requests that found no
-    endpoint ready (id → when, tokens), oldest first. One that comes again, or is tried again, counts once."""
+    """The recent demand for one model in a pool: its picks (when, predicted seconds to the first token), and the
+    requests that found no ready endpoint (id → when, tokens), oldest first. A repeated or retried request counts once.
+    """
 
     picks: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=_MOST_PICKS))
     missed: dict[str, tuple[float, int]] = field(default_factory=dict)
 
     def miss(self, id: str, tokens: int, now: float) -> None:
-        """A request found none. O(1)."""
+        """Count a request that found no ready endpoint. O(1)."""
         before = self.missed.pop(id, (now, 0))
         if len(self.missed) >= _MOST_PICKS:
             del self.missed[next(iter(self.missed))]
         self.missed[id] = now, max(before[1], tokens)
 
     def forget(self, before: float) -> bool:
-        """Drop what is older; whether nothing is left."""
+        """Drop older entries; return whether none are left."""
         while self.picks and self.picks[0][0] < before:
             self.picks.popleft()
         for id, (at, _) in list(self.missed.items()):
@@ -80,8 +81,9 @@ class _Recent:
 
 
 class Demand:
-    """What requests for each pool came to, lately. O(1) and a fraction of a microsecond for each. `held` says what is
-    held for each pool; the owner of the waiting requests sets it."""
+    """The recent demand for each pool. O(1) and a fraction of a microsecond for each request. `held` returns the
+    waiting requests of each pool; their owner sets it.
+    """
 
     def __init__(self) -> None:
         self.held: Callable[[], Mapping[str, Held]] = dict
@@ -89,18 +91,18 @@ class Demand:
         self._unnamed = 0
 
     def picked(self, model: str | None, pool: str, ttft_s: float, now: float) -> None:
-        """A request was given an endpoint of this pool, with this prediction."""
+        """Count a request that was given an endpoint of this pool, with this prediction."""
         self._of(pool, model).picks.append((now, ttft_s))
 
     def missed(self, id: str, pool: str, model: str | None, tokens: int, now: float) -> None:
-        """A request found no endpoint of the pool ready: it is turned away, waits, or goes to another pool."""
+        """Count a request that found no ready endpoint of the pool: it is refused, waits, or goes to another pool."""
         if not id:
             self._unnamed += 1
             id = f"#{self._unnamed}"
         self._of(pool, model).miss(id[:_MOST_LETTERS], tokens, now)
 
     def asked(self, now: float) -> dict[str, tuple[Asked, dict[str, Asked]]]:
-        """Pool → what is asked of it, and of each of its models; of the pools of which anything is known. O(picks)."""
+        """Return the demand by pool, for all of it and by model; only pools with any demand. O(picks)."""
         self._forget(now - RECENT_S)
         waiting = {
             pool: Waiting(min(held.requests, MOST_COUNT), min(held.uncached_tokens, MOST_COUNT))
@@ -120,7 +122,7 @@ class Demand:
         name = (model or _OTHER_MODELS)[:_MOST_LETTERS]
         if (known := models.get(name)) is not None:
             return known
-        # A client may write anything; half a character cannot be sent on.
+        # A client may send half a surrogate pair, which cannot be encoded.
         name = _OTHER_MODELS if len(models) >= _MOST_MODELS else name.encode(errors="replace").decode()
         return models.setdefault(name, _Recent())
 
@@ -142,14 +144,14 @@ def _asked(found: Iterable[_Recent], held: Waiting = NOTHING_WAITS) -> Asked:
 
 
 def _quantile(ordered: list[float], share: float) -> float:
-    """The smallest of them that is no less than this share of all."""
+    """Return the smallest value that is at least this share of all."""
     return min(max(0.0, ordered[math.ceil(share * len(ordered)) - 1]), MOST_SECONDS)
 
 
 def picture(
     demand: Demand, endpoints: Iterable[Endpoint], pools: Iterable[str], now: float, *, synced: bool
 ) -> Signals:
-    """What is so now, of these pools and of all that have endpoints. O(endpoints)."""
+    """Return the present picture of these pools and of all that have endpoints. O(endpoints)."""
     asked = demand.asked(now)
     by_pool: dict[str, list[Endpoint]] = {pool: [] for pool in chain(pools, asked)}
     for endpoint in endpoints:
@@ -175,12 +177,14 @@ def _pool(asked: Asked, models: dict[str, Asked], endpoints: list[Endpoint], now
 
 
 def _total(counts: Iterable[int]) -> int:
-    """Within what listeners take, whatever engines report."""
+    """Return the sum within the bounds of listeners, whatever engines report."""
     return min(sum(max(0, count) for count in counts), MOST_COUNT)
 
 
 async def stream(look: Callable[[], Signals | Awaitable[Signals]]) -> AsyncGenerator[bytes]:
-    """Lines for one listener, for ever: what `look` sees, when it has changed, and at times where it has not."""
+    """Yield lines for one listener, for ever: the picture of `look` when it has changed, and a heartbeat when it has
+    not.
+    """
     said: Signals | None = None
     quiet = 0
     while True:
@@ -194,7 +198,7 @@ async def stream(look: Callable[[], Signals | Awaitable[Signals]]) -> AsyncGener
 
 
 def samples(signals: Signals) -> Iterator[Sample]:
-    """The same for Prometheus, and for autoscalers that ask it."""
+    """Yield the picture as samples for Prometheus, and for autoscalers that query it."""
     for name, pool in signals.pools.items():
         labels, asked = {"pool": name}, pool.asked
         text = "Requests that wait in this picker for an endpoint, by pool."

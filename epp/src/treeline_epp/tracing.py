@@ -1,12 +1,11 @@
-"""OpenTelemetry traces: a request's way through the picker, between the client's span and the engine's.
+"""OpenTelemetry traces: the spans of a request in the picker, between the client's span and the engine's.
 
 The client's context comes in `traceparent` (W3C), and that of a proxy which traces itself with the call
-(`extproc.session`). Its child `gateway.request` lasts as long as the picker sees the request, and goes on to the engine
-in the same header; `gateway.request_orchestration` within it is the choice: names of
-GIE's picker. Attributes are those of OpenTelemetry's GenAI conventions where they have one; no prompt and no answer is
-among them. What is sampled is the client's say; without one a tenth is, as in GIE (`OTEL_TRACES_SAMPLER`).
-
-Imported only with `--tracing`: the SDK costs some 15 MB.
+(`extproc.session`). Its child `gateway.request` lasts as long as the picker sees the request, and the engine gets it in
+the same header; `gateway.request_orchestration` within it is the choice. The names are those of GIE's picker.
+Attributes follow OpenTelemetry's GenAI conventions where those exist; no prompt and no answer is among them. The client
+decides about sampling; without its word a tenth is sampled, as in GIE (`OTEL_TRACES_SAMPLER`). Imported only with
+`--tracing`: the SDK costs some 15 MB.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from treeline_epp.endpoints.spec import split_address
 from treeline_epp.requests.exchange import Exchange, Observer
 
 SERVICE: Final = "treeline-epp"
-"""`service.name`, unless the variables have another."""
+"""The `service.name`, unless the variables set another."""
 REQUEST, CHOICE = "gateway.request", "gateway.request_orchestration"
 _STOP_S = 5.0
 _LONGEST = 256
 
 
 class Tracing(Observer):
-    """Makes the spans of exchanges. Spans are kept by exchange while their request is open."""
+    """Makes the spans of exchanges, and keeps them by exchange while their request is open."""
 
     def __init__(self, provider: TracerProvider) -> None:
         self._provider = provider
@@ -42,16 +41,16 @@ class Tracing(Observer):
         self._open: dict[Exchange, Span] = {}
 
     async def stop(self) -> None:
-        """Send what there is, for a few seconds at most."""
+        """Send the remaining spans, for a few seconds at most."""
         await tracing.stop(self._provider, _STOP_S)
 
     def asked(self, exchange: Exchange, headers: Mapping[str, str]) -> None:
-        """The request's span begins; where it is recorded, the engine gets its context."""
+        """Begin the request's span; if it is recorded, the engine gets its context."""
         parent = self._propagator.extract(headers)
         span = self._tracer.start_span(REQUEST, parent, kind=SpanKind.SERVER, start_time=int(exchange.wall_time * 1e9))
         if not span.is_recording():
             if not trace.get_current_span(parent).get_span_context().is_valid:
-                self._tell(exchange, span)  # the engine is not to sample it either
+                self._tell(exchange, span)  # the engine should not sample it either
             return
         self._open[exchange] = span
         self._tell(exchange, span)
@@ -62,7 +61,7 @@ class Tracing(Observer):
         exchange.added.extend(carrier.items())
 
     def decided(self, exchange: Exchange) -> None:
-        """The choice is a span of its own."""
+        """Add a span for the choice."""
         span = self._open.get(exchange)
         if span is None:
             return
@@ -76,11 +75,11 @@ class Tracing(Observer):
             choice.set_attribute("error.type", exchange.refusal.code)
             choice.set_status(Status(StatusCode.ERROR))
         choice.end(ended)
-        if exchange.decision is None and exchange.refusal is None:  # answered here, as a list of models is
+        if exchange.decision is None and exchange.refusal is None:  # answered here, like a list of models
             self._open.pop(exchange).end(ended)
 
     def ended(self, exchange: Exchange) -> None:
-        """The request's span ends, with what the response said."""
+        """End the request's span, with the data of the response."""
         span = self._open.pop(exchange, None)
         if span is None:
             return

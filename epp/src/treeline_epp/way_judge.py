@@ -1,7 +1,7 @@
-"""By which way each endpoint's requests find what is cached, judged by what it says of itself and what is heard of it.
+"""Judges how each endpoint's cached prefixes are found, by its own facts and by the events that arrive.
 
-That it says where it publishes is not enough: `kvevents.hearing` tells whether any of it arrives. Until that is known,
-nothing is said of an endpoint for which nothing else is in the way.
+The address that an engine names for its events is not enough: `kvevents.hearing` shows whether they arrive. Until that
+is known, an endpoint without other obstacles gets no verdict.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from treeline_epp.requests.routing_ways import RoutingWays, Unheard, Way, WayRea
 from treeline_epp.tokenizers.engine_keyers import EngineKeyers
 
 _EVERY_S = 1.0
-"""Between two looks at those whose state is known."""
+"""Seconds between two looks at endpoints whose state is known."""
 
 
 class WayJudge:
-    """See the module. `has_curve`: the picker has keys for publishers that encrypt."""
+    """Judges all endpoints; see the module. `has_curve`: the picker has keys for publishers that encrypt."""
 
     def __init__(self, picker: Picker, keyers: EngineKeyers, stats: KvStats, *, has_curve: bool) -> None:
         self.ways = RoutingWays()
@@ -37,7 +37,7 @@ class WayJudge:
         self._due_at = float("-inf")
 
     def judge(self, member: Member, info: EngineInfo) -> None:
-        """Something about the endpoint has changed: say by which way it is routed now."""
+        """Judge an endpoint again after a change."""
         spec = member.registered
         assert spec is not None
         routing = way_of(
@@ -51,14 +51,14 @@ class WayJudge:
             self.ways.set(spec.name, spec.pool, routing)
 
     def due(self, now: float) -> bool:
-        """Whether it is time to look at those that are known, too; about every second."""
+        """Return whether it is time to look at endpoints with a known state, too; about every second."""
         due = now >= self._due_at
         if due:
             self._due_at = now + _EVERY_S
         return due
 
     def look(self, members: Iterable[Member], now: float, *, due: bool) -> None:
-        """Look at what is heard where that is not known, or where it is `due`. O(publishers)."""
+        """Look at endpoints whose state is unknown, or at all if `due`. O(publishers)."""
         for member in members:
             if not due and member.hearing.state is not HearingState.UNKNOWN:
                 continue
@@ -91,12 +91,14 @@ class WayJudge:
         )
 
     def _rely_on_history(self, member: Member) -> None:
-        """Predictions are to last: no event will confirm them. The next one that comes changes that by itself."""
+        """Give an endpoint's predictions a long life: no event will confirm them. The next event to come undoes
+        that.
+        """
         for pod in self._picker.endpoints[member.spec.name].pods:
             pod.precise = False
 
     def _unheard(self, member: Member, info: EngineInfo) -> Unheard | None:
-        """Why nothing is heard of it, and what to do; None if something is, or if that is not known yet."""
+        """Return why no events arrive, and what to do; None if they do, or before that is known."""
         if member.hearing.state is HearingState.UNREACHED:
             return Unheard(WayReason.EVENTS_UNREACHABLE, self._why_unreached(member, info))
         if member.hearing.state is HearingState.UNREADABLE:
@@ -109,7 +111,7 @@ class WayJudge:
             places = _places(source for source, _ in _followed(member, info))
             topics = ", ".join(sorted({repr(source.topic[:100]) for source in info.sources if source.topic}))
             asked = f"its prefix cache on, and its topic {topics}" if topics else "its prefix cache on"
-            message = f"connected to {places}, but nothing was heard while prompts were served: is {asked}?"
+            message = f"connected to {places}, but no events came while prompts were served: is {asked}?"
             return Unheard(WayReason.NOTHING_HEARD, message)
         return None
 
@@ -129,13 +131,13 @@ class WayJudge:
 
 
 def _followed(member: Member, info: EngineInfo) -> list[tuple[KvSource, KvSubscription]]:
-    """Its publishers of events; some ranks may send their load alone."""
+    """Return its publishers of events; some ranks may send only their load."""
     found = ((source, member.subscriptions.get(source.rank)) for source in info.sources)
     return [(source, one) for source, one in found if one is not None and source.events_port is not None]
 
 
 def _places(sources: Iterable[KvSource]) -> str:
-    """The first of the places, with how many there are besides."""
+    """Return the first of the places, with the number of the others."""
     places = []
     for source in sources:
         host = f"[{source.host}]" if ":" in source.host else source.host

@@ -1,1 +1,1 @@
-"""Simulated engines, and a fleet of them in simulated time that the picker's own core routes to: `treeline sim`."""
+"""Simulated engines, and a simulated fleet to which the picker's own code routes: `treeline sim`."""

@@ -1,4 +1,4 @@
-"""`treeline sim`: routing on simulated engines, from a laptop."""
+"""The command `treeline sim`: routing on simulated engines, on a laptop."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from treeline_sim.traces.mooncake import TraceError
 
 _RESTART = re.compile(r"(engine|picker):(\d+)@(\d+(?:\.\d+)?)")
 _POLICY_COMMA = re.compile(r",(?![^,:=]*=)")
-"""Between policies, and not between the parameters of one (`NAME:key=value,key=value`)."""
+"""A comma between policies, not between the parameters of one (`NAME:key=value,key=value`)."""
 COMPARED = f"{DEFAULT_POLICY},round_robin,random,oracle,hit_oracle"
 
 
 class Report(msgspec.Struct, frozen=True):
-    """What `--json` prints."""
+    """The output of `--json`."""
 
     trace: str
     endpoints: int
@@ -48,11 +48,11 @@ _SERVE = "treeline sim serve --port 8000"
 
 
 def parser(prog: str) -> argparse.ArgumentParser:
-    """Of all of `treeline sim`."""
+    """Return the parser of all of `treeline sim`."""
     top = Parser(
         prog=prog,
         description="Simulate engines and let the picker's own code route to them: hours of load in a minute.",
-        epilog=f"examples:\n  {_RUN}\n  {_SERVE}\n\n`treeline sim WORD --help` tells more.",
+        epilog=f"examples:\n  {_RUN}\n  {_SERVE}\n\n`treeline sim WORD --help` has more.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     words = top.add_subparsers(dest="word", required=True, metavar="WORD")
@@ -63,7 +63,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
         help="policies side by side on one trace",
         description="Run a trace through a simulated fleet, once for each policy, and compare.",
         epilog=f"traces:\n{traces}\n\nengines:\n{presets}\n\npolicies:\n  {', '.join(known_policies())}\n"
-        f"  (the oracles know every cache and queue as they are)\n\nexample:\n  {_RUN}",
+        f"  (the oracles see the real caches and queues)\n\nexample:\n  {_RUN}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = run.add_argument
@@ -103,7 +103,7 @@ def parser(prog: str) -> argparse.ArgumentParser:
 
 
 def plan_of(args: argparse.Namespace) -> Plan:
-    """Raises ValueError, which says what to do."""
+    """Return the plan of a command line. Raises ValueError, which says what to do."""
     restarts: dict[str, list[tuple[int, float]]] = {"engine": [], "picker": []}
     for text in args.restart:
         found = _RESTART.fullmatch(text)
@@ -119,7 +119,7 @@ def plan_of(args: argparse.Namespace) -> Plan:
         if not 0 <= getattr(args, name) < float("inf"):
             raise ValueError(f"--{name.replace('_', '-')} must not be negative")
     if args.trace_file is None and args.speedup != 1.0:
-        raise ValueError("--speedup plays a file faster; for a trace by name say --rate")
+        raise ValueError("--speedup plays a file faster; for a trace by name give --rate")
     if args.trace_file is not None and args.rate:
         raise ValueError("--rate is for a trace by name; a file is played faster by --speedup")
     try:
@@ -141,12 +141,12 @@ def plan_of(args: argparse.Namespace) -> Plan:
         args.news_ms / 1000,
         faults,
     )
-    assert plan.fleet  # raises for what cannot be
+    assert plan.fleet  # raises for impossible settings
     return plan
 
 
 def policies_of(text: str) -> list[str]:
-    """Raises ValueError that lists the valid names."""
+    """Parse the names of policies. Raises ValueError, which lists the valid ones."""
     names = list(dict.fromkeys(name.strip() for name in _POLICY_COMMA.split(text) if name.strip()))
     if not names:
         raise ValueError(f"--policy names none; there are: {', '.join(known_policies())}")
@@ -157,7 +157,7 @@ def policies_of(text: str) -> list[str]:
 
 
 def run(args: argparse.Namespace, console: Console) -> int:
-    """Simulate and print. Ctrl-C leaves the policies that were done."""
+    """Simulate and print. After Ctrl-C, the finished policies are printed."""
     plan, names = plan_of(args), policies_of(args.policy)
     found: list[Figures] = []
     status = 0
@@ -204,7 +204,9 @@ WORDS = {"run": run, "serve": serve.serve}
 
 
 def main(argv: Sequence[str], prog: str = "treeline sim") -> int:
-    """Returns 0, 1 for a trace that cannot be read, 130 after Ctrl-C; a wrong command line exits with 2."""
+    """Run the command. Returns 0, 1 for a trace that cannot be read, 130 after Ctrl-C; a wrong command line exits with
+    2.
+    """
     top = parser(prog)
     args = top.parse_args(argv)
     console = Console(stderr=True)

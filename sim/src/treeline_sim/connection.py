@@ -9,16 +9,17 @@ from typing import cast
 import httptools
 
 CASE_HEADER = "x-bench-case"
-"""Names the prompt of a request, so that an engine need not tokenize 220 KB to answer at once."""
+"""Header with the name of a request's prompt, so that an engine answers without tokenizing 220 KB."""
 _CASE = CASE_HEADER.encode()
 MAX_BODY_BYTES = 32 << 20
 MAX_URL_BYTES = 8192
 
 
 class Connection(asyncio.Protocol):
-    """Reads whole requests, one at a time, and hands them to `serve(connection, method, path, body)`, which answers
+    """Reads whole requests, one at a time, and passes them to `serve(connection, method, path, body)`, which answers
     with `send`, or with `start`, `chunk`, …, `end`, or with `write` of a whole answer. `on_gone` is called when the
-    client goes before its answer has ended. A body over the limit is a 413; what is no HTTP closes the connection."""
+    client disconnects before its answer has ended. A body over the limit gets 413; invalid HTTP closes the connection.
+    """
 
     def __init__(self, serve: Callable[[Connection, str, str, bytes], None]) -> None:
         self.case = ""
@@ -90,24 +91,24 @@ class Connection(asyncio.Protocol):
         headers: Mapping[str, str] | None = None,
         content_type: str = "application/json",
     ) -> None:
-        """A whole answer."""
+        """Send a whole answer."""
         self.write(response(status, content, headers, content_type))
 
     def write(self, answer: bytes) -> None:
-        """A whole answer that is encoded already."""
+        """Send a whole answer that is encoded already."""
         self._write(answer)
         self._done()
 
     def start(self, headers: Mapping[str, str]) -> None:
-        """The head of a stream of events."""
+        """Send the head of a stream of events."""
         self._write(_head(200, {"transfer-encoding": "chunked", **headers}, "text/event-stream"))
 
     def chunk(self, content: bytes) -> None:
-        """A part of it."""
+        """Send a part of the stream."""
         self._write(b"%x\r\n%b\r\n" % (len(content), content))
 
     def end(self) -> None:
-        """It is complete."""
+        """End the stream."""
         self._write(b"0\r\n\r\n")
         self._done()
 
@@ -122,7 +123,7 @@ class Connection(asyncio.Protocol):
             self._transport.write(data)
 
     def cut(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         if self._transport is not None:
             self._transport.close()
 
@@ -130,7 +131,7 @@ class Connection(asyncio.Protocol):
 def response(
     status: int, content: bytes, headers: Mapping[str, str] | None = None, content_type: str = "application/json"
 ) -> bytes:
-    """The bytes of a whole answer."""
+    """Return the bytes of a whole answer."""
     return _head(status, {"content-length": str(len(content)), **(headers or {})}, content_type) + content
 
 

@@ -1,4 +1,4 @@
-"""Progress on stderr: a live line on a terminal, a line a step elsewhere."""
+"""Progress on stderr: a live line on a terminal, a line for each step elsewhere."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class RichDisplay:
 
     def __init__(self, name: str, console: Console) -> None:
         self._name, self._console = name, console
-        # Twice a second: drawing takes time on the cores that are being measured.
+        # Twice a second: drawing takes time on the measured cores.
         self._progress = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}"),
@@ -48,7 +48,7 @@ class RichDisplay:
         self._progress.stop()
 
     def phase(self, text: str, total: int | None = None) -> None:
-        """A new step begins, of `total` parts if that is known."""
+        """Begin a new step, of `total` parts if that is known."""
         self._noted_at = time.monotonic()
         if not self._console.is_terminal:
             self._console.print(f"  {text}", highlight=False, markup=False)
@@ -58,7 +58,9 @@ class RichDisplay:
         self._task = self._progress.add_task(text, total=total, note="")
 
     def done(self, parts: int, note: str = "") -> None:
-        """So many parts of the step are done; the note is beside the bar, or a line now and then without a terminal."""
+        """Show that `parts` of the step are done; the note is beside the bar, or a line now and then without a
+        terminal.
+        """
         if self._task is not None:
             self._progress.update(self._task, completed=parts, note=note)
         elif note and time.monotonic() - self._noted_at > NOTE_EVERY_S:

@@ -1,4 +1,4 @@
-"""What came of a run, in figures, and the table of several policies side by side."""
+"""The figures of a run, and the table of several policies side by side."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from treeline_sim.routers import ORACLES, TraceRequest
 from treeline_sim.simulation import Outcome
 
 HIT_REFERENCES = tuple(ORACLES)
-"""Routers that see caches as they are: the better hit rate of theirs is what others are compared with."""
+"""Routers that see the real caches: other policies are compared with the better of their hit rates."""
 
 
 class Figures(msgspec.Struct, frozen=True):
-    """One policy on one trace. `hit_rate` is the share of prompt tokens that came from a cache, over all requests with
-    a first token. `load_cov`: standard deviation ÷ mean of the requests that endpoints have, sampled every second,
-    the mean of those samples in which there is one at least for each two endpoints."""
+    """The figures of one policy on one trace. `hit_rate` is the share of prompt tokens that came from a cache, over all
+    requests with a first token. `load_cov`: standard deviation ÷ mean of the endpoints' requests, sampled every second,
+    averaged over samples with at least one request for each two endpoints.
+    """
 
     policy: str
     requests: int
@@ -33,7 +34,7 @@ class Figures(msgspec.Struct, frozen=True):
 
 
 def figures_of(policy: str, outcome: Outcome) -> Figures:
-    """Of a run's outcome; times are 0 where no request had a first token."""
+    """Return the figures of a run's outcome; times are 0 if no request had a first token."""
     answered = [served for served in outcome.served if served.ttft_s is not None]
     ttft_ms = [1000 * served.ttft_s for served in answered if served.ttft_s is not None] or [0.0]
     p50, p90, p99 = _percentiles(ttft_ms)
@@ -54,7 +55,7 @@ def figures_of(policy: str, outcome: Outcome) -> Figures:
 
 
 def _percentiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """The 50th, 90th and 99th, interpolated linearly between neighbours."""
+    """Return the 50th, 90th and 99th percentiles, interpolated linearly between neighbours."""
     cuts = statistics.quantiles(values if len(values) > 1 else [*values, *values], n=100, method="inclusive")
     return cuts[49], cuts[89], cuts[98]
 
@@ -65,8 +66,9 @@ def _cov(samples: Sequence[Sequence[int]]) -> float:
 
 
 def endless_hit_rate(trace: Iterable[TraceRequest], block_size: int) -> float:
-    """The hit rate of one endless cache of all endpoints that knows a prompt as soon as it has come: no router can do
-    better, and with less memory than the trace wants none can do as well."""
+    """Return the hit rate of one unlimited cache for all endpoints that knows a prompt as soon as it arrives: an upper
+    bound for every router, and out of reach with less memory than the trace needs.
+    """
     seen: set[int] = set()
     cached = total = 0
     for request in trace:
@@ -82,8 +84,9 @@ def endless_hit_rate(trace: Iterable[TraceRequest], block_size: int) -> float:
 
 
 class Compared(msgspec.Struct, frozen=True):
-    """A policy's figures by those beside it; None where there is nothing to compare with. `hit_vs_oracle`: by the
-    better of the oracles. `ttft_p90_vs_best` and `hit_vs_best`: by the best other policy, oracles left out."""
+    """A policy's figures relative to others'; None without a reference. `hit_vs_oracle`: to the better of the oracles.
+    `ttft_p90_vs_best` and `hit_vs_best`: to the best other policy, without oracles.
+    """
 
     figures: Figures
     hit_vs_oracle: float | None
@@ -92,7 +95,7 @@ class Compared(msgspec.Struct, frozen=True):
 
 
 def compare(found: Sequence[Figures]) -> list[Compared]:
-    """All policies of one trace, side by side."""
+    """Compare all policies of one trace."""
     oracle = max((one.hit_rate for one in found if one.policy in HIT_REFERENCES), default=0.0)
     compared = []
     for one in found:
@@ -126,7 +129,7 @@ HEADER = (
 
 
 def lines_of(found: Sequence[Figures]) -> list[list[str]]:
-    """A line a policy, in the order of `HEADER`."""
+    """Return a line for each policy, in the order of `HEADER`."""
     return [
         [
             one.figures.policy,

@@ -1,4 +1,4 @@
-"""What clients ask of a simulated engine, and the shapes of its answers: OpenAI's two completion APIs. Pure."""
+"""Requests to a simulated engine, and the format of its answers: OpenAI's two completion APIs. Pure."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from treeline_sim.tokens import TokenPrompt
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 DEFAULT_OUTPUT = {COMPLETIONS: 16, CHAT: 128}
-"""Output tokens of a request that does not say how many: nothing here ever ends by itself."""
+"""Output tokens of a request without a limit: a simulated output never ends by itself."""
 
 
 _WORDS = (" the", " and", " a", "the", "a")
-"""What an output consists of: the first that is one token."""
+"""Candidates for the repeated word of an output: the first that is one token."""
 
 
 class SimCase(msgspec.Struct, frozen=True):
-    """A request that will come. `held`: its prompt is in the cache from the start, on this engine."""
+    """A known request. `held`: its prompt is in the cache from the start, on this engine."""
 
     path: str
     body: bytes
@@ -59,7 +59,7 @@ class Reader:
         self.text: str = self._tokenizer.decode(self._filler)
 
     def read(self, path: str, body: bytes) -> Asked:
-        """Raises BadRequest."""
+        """Parse a request. Raises BadRequest."""
         try:
             asked = msgspec.json.decode(body)
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
@@ -108,7 +108,7 @@ def _count(asked: dict[str, Any], name: str, default: int) -> int:
 
 
 class Shapes:
-    """Answers to one request, by a server that calls its model `model`."""
+    """The answers to one request, by a server that calls its model `model`."""
 
     def __init__(self, asked: Asked, model: str, number: int, text: str) -> None:
         self._asked, self._text = asked, text
@@ -121,7 +121,7 @@ class Shapes:
         }
 
     def part(self, tokens: int, *, first: bool) -> bytes:
-        """An event of a stream: so many more tokens."""
+        """Return an event of a stream, with `tokens` more tokens."""
         text = self._text * tokens
         if self._asked.chat:
             delta = {"role": "assistant", "content": text} if first else {"content": text}
@@ -129,7 +129,7 @@ class Shapes:
         return self._event([_choice(None, text=text)])
 
     def last(self, cached_tokens: int) -> bytes:
-        """The events that end a stream."""
+        """Return the events that end a stream."""
         nothing: dict[str, Any] = {"delta": {}} if self._asked.chat else {"text": ""}
         ending = self._event([_choice("length", **nothing)])
         if self._asked.include_usage:
@@ -137,7 +137,7 @@ class Shapes:
         return ending + b"data: [DONE]\n\n"
 
     def whole(self, cached_tokens: int) -> bytes:
-        """An answer that is not streamed."""
+        """Return an answer that is not streamed."""
         text = self._text * self._asked.output_tokens
         said = {"message": {"role": "assistant", "content": text}} if self._asked.chat else {"text": text}
         usage = self._usage(cached_tokens)

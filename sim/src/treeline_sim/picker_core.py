@@ -1,7 +1,7 @@
 """The endpoint picker's own core as a router: `Picker`, its index and its subscriptions, in simulated time.
 
-The one module of the benchmarks that imports another room: nothing here is a copy of what the picker does. A driver as
-`treeline_epp.fleet`, `kvevents/connection.py` and `peers/driver.py` are, without their sockets.
+This is the only module of the benchmarks that imports another room, so that the simulation runs the picker's own code.
+It is a driver like `treeline_epp.fleet`, `kvevents/connection.py` and `peers/driver.py`, without their sockets.
 """
 
 from __future__ import annotations
@@ -31,34 +31,34 @@ from treeline_sim.routers import Answer, Asks, NoRoute, Others, Router, TraceReq
 MODEL = "sim"
 _KEY = peer_key(b"of simulated pickers")
 _GOSSIP_S = 0.05
-"""As `peers/driver.py` ticks."""
+"""The tick of `peers/driver.py`."""
 DEFAULT_POLICY = PickerConfig().policy
 
 
 def policies() -> list[str]:
-    """The names of the picker's policies, its default first."""
+    """Return the names of the picker's policies, its default first."""
     return sorted(POLICIES, key=lambda name: (name != DEFAULT_POLICY, name))
 
 
 def check_policy(text: str) -> None:
-    """Raises ValueError for what the picker's `--policy` would not take."""
+    """Check a policy. Raises ValueError where the picker's `--policy` would refuse it."""
     create_policy(text, random.Random(0))
 
 
 class _Keys:
-    """What the index wants of `PrefixKeys`: the bytes of each token."""
+    """The part of `PrefixKeys` that the index needs: the bytes of each token."""
 
     def __init__(self) -> None:
         self.token_bytes = token_bytes()
 
 
 class PickerCore(Router):
-    """A picker with so many endpoints."""
+    """A picker with a fixed number of endpoints."""
 
     deaf = False
 
     def __init__(self, policy: str, endpoints: int, seed: int) -> None:
-        """Raises ValueError for a policy that there is not; the message lists those that there are."""
+        """Make a picker. Raises ValueError for an unknown policy; the message lists the known ones."""
         self.picker = Picker(PickerConfig(policy=policy, seed=seed))
         keys = cast(PrefixKeys, _Keys())
         self._names = [f"e{number:04}" for number in range(endpoints)]
@@ -73,7 +73,7 @@ class PickerCore(Router):
             self.subscriptions.append(KvSubscription(self.picker.index, endpoint.pod, keys))
 
     def route(self, request: TraceRequest, now: float) -> tuple[int, object]:
-        """Pick and reserve."""
+        """Pick and reserve an endpoint."""
         asked = PickRequest(
             str(next(self._ids)),
             model=MODEL,
@@ -88,7 +88,7 @@ class PickerCore(Router):
         return self._numbers[lease.endpoint.spec.name], lease
 
     def on_answer(self, ticket: object, answer: Answer, now: float) -> None:
-        """The response headers of a stream of ours: they come with the first token."""
+        """Close the lease with the response headers, which come with the first token."""
         lease = cast(Lease, ticket)
         self.picker.close(
             lease,
@@ -101,11 +101,11 @@ class PickerCore(Router):
         )
 
     def on_failure(self, ticket: object, overloaded: bool, now: float) -> None:
-        """The lease ends; the endpoint's breaker hears of it."""
+        """Close the lease with a failure, which the endpoint's breaker counts."""
         self.picker.close(cast(Lease, ticket), now, Outcome.OVERLOADED if overloaded else Outcome.ERROR)
 
     def on_connected(self, endpoint: int, connected: bool, now: float) -> Asks:
-        """As the connection and the watcher of an engine would tell."""
+        """Report a connection or its loss, as the connection and the watcher of an engine do."""
         self.picker.set_ready(self._names[endpoint], connected)
         subscription = self.subscriptions[endpoint]
         if not connected:
@@ -114,12 +114,12 @@ class PickerCore(Router):
         return self._settled(subscription, subscription.on_connected(now), now)
 
     def on_batch(self, endpoint: int, seq: int, batch: EventBatch, now: float) -> Asks:
-        """To the subscription."""
+        """Pass a batch to the subscription."""
         subscription = self.subscriptions[endpoint]
         return self._settled(subscription, subscription.on_live(seq, batch, now), now)
 
     def on_replies(self, endpoint: int, replies: Sequence[Reply], now: float) -> Asks:
-        """To the subscription."""
+        """Pass replies to the subscription."""
         subscription = self.subscriptions[endpoint]
         asks: list[Request] = []
         for reply in replies:
@@ -127,13 +127,13 @@ class PickerCore(Router):
         return asks
 
     def on_load(self, endpoint: int, load: TreelineLoad, now: float) -> Asks:
-        """To the picker, and as a heartbeat to the subscription."""
+        """Pass a report to the picker, and as a heartbeat to the subscription."""
         self.picker.on_load(self._names[endpoint], load, now)
         subscription = self.subscriptions[endpoint]
         return self._settled(subscription, subscription.on_heartbeat(load.epoch, None, now), now)
 
     def on_tick(self, now: float) -> Mapping[int, Asks]:
-        """Housekeeping of both."""
+        """Tick the picker and the subscriptions."""
         self.picker.on_tick(now)
         asked: dict[int, Asks] = {}
         for number, subscription in enumerate(self.subscriptions):
@@ -143,11 +143,11 @@ class PickerCore(Router):
         return asked
 
     def join(self, others: Others) -> None:
-        """From now on it tells the others what it has in flight, and hears it of them."""
+        """Exchange requests in flight with the others from now on."""
         gossip = self.gossip = Gossip(self.picker, _KEY)
         self._others = others
         self.picker.elsewhere = gossip.own
-        due: list[object] = []  # the newest wake-up call alone counts, as with a timer that is reset
+        due: list[object] = []  # only the newest wake-up counts, as with a timer that is reset
 
         def wake(urgent: bool) -> None:
             due[:] = [token := object()]
@@ -165,7 +165,7 @@ class PickerCore(Router):
         others.after(0.0, tick)
 
     def on_told(self, datagram: bytes, source: int) -> None:
-        """To the gossip, which may want to answer."""
+        """Pass a datagram to the gossip, which may answer."""
         if self.gossip is not None and self._others is not None:
             self._tell(self.gossip.on_datagram(datagram, _address(source), self._others.now()))
 

@@ -18,9 +18,8 @@ HEARTBEAT_S = 1.0
 
 class Publisher:
     """Binds its sockets to `host` when made; `run` serves them until it is cancelled. Port 0 binds any free port.
-
-    `reply` says what the ROUTER socket answers, `load` is a report with the next number. `ours`: as our runtime does;
-    else as vLLM, which knows replays alone and reports no load here.
+    `reply` makes the answers of the ROUTER socket, `load` a report with the next number. `ours`: as our runtime; else
+    as vLLM, which answers only replays and pushes no load.
     """
 
     def __init__(
@@ -36,7 +35,7 @@ class Publisher:
     ) -> None:
         self._reply, self._report_of = reply, load
         self._ours = ours
-        # A PUB socket never waits for anybody, so it needs no event loop.
+        # A PUB socket never blocks, so it needs no event loop.
         self._pub_context, self._context = zmq.Context(), zmq.asyncio.Context()
         self._events = self._pub_context.socket(zmq.PUB)
         self._load = self._pub_context.socket(zmq.PUB)
@@ -63,7 +62,7 @@ class Publisher:
     async def _serve_requests(self) -> None:
         while True:
             identity, *message = await self._router.recv_multipart()
-            with contextlib.suppress(zmq.ZMQError):  # the asker has gone
+            with contextlib.suppress(zmq.ZMQError):  # the client has gone
                 request = frames.parse_request(message)
                 if request is not None and (self._ours or isinstance(request, ReplayRequest)):
                     for reply in self._reply(request, TOPIC):
@@ -82,7 +81,7 @@ class Publisher:
 
 
 def load_stat(load: TreelineLoad) -> LoadStat:
-    """The same report in SGLang's form."""
+    """Convert a report to SGLang's form."""
     used = (load.pages_used + load.pages_cached) * load.page_size
     return LoadStat(
         num_running=load.running,
@@ -97,6 +96,6 @@ def load_stat(load: TreelineLoad) -> LoadStat:
 
 def _bind(sock: zmq.Socket[bytes] | zmq.asyncio.Socket, host: str, port: int) -> int:
     sock.setsockopt(zmq.LINGER, 0)
-    sock.setsockopt(zmq.SNDHWM, 0)  # a simulated engine must not lose what it is asked to say
+    sock.setsockopt(zmq.SNDHWM, 0)  # a simulated engine must not lose messages
     sock.bind(f"tcp://{host}:{port or '*'}")
     return int(sock.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2])

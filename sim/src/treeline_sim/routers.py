@@ -1,4 +1,4 @@
-"""Who is asked where a request should go: the interface, those that need no news, and the oracles."""
+"""The interface of routers, and the oracles."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from treeline_sim.model.text import Text
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """A request of a trace: it comes `at` seconds after the start, whatever became of those before it. `whole` is the
-    prompt with the output after it."""
+    """A request of a trace: it comes `at` seconds after the start, whether or not earlier ones have ended. `whole` is
+    the prompt with the output after it.
+    """
 
     at: float
     prompt: Text
@@ -29,7 +30,7 @@ class TraceRequest:
 
 @dataclass(slots=True)
 class Answer:
-    """What is reported of a request once its first token is there: seconds since it came, and tokens."""
+    """The report on a request at its first token: seconds since it came, and tokens."""
 
     ttft_s: float
     cached_tokens: int
@@ -37,97 +38,101 @@ class Answer:
 
 
 class NoRoute(Exception):
-    """The router sends the request nowhere: the client is answered 429 or 503."""
+    """The router refuses the request: the client gets 429 or 503."""
 
 
 Asks = Sequence[Question]
-"""What a router asks of an endpoint's publisher."""
+"""A router's questions to an endpoint's publisher."""
 
 
 class Others(Protocol):
-    """The way from one router to the others, and a clock: what sockets and an event loop are to a real one. Routers
-    are numbered; one that has restarted has the number of the one before it, which is not called any more."""
+    """A router's connection to the others, and a clock: simulated sockets and event loop. Routers are numbered; a
+    restarted one has its predecessor's number, and the predecessor gets no more calls.
+    """
 
     def now(self) -> float:
-        """Simulated time."""
+        """Return the simulated time."""
         ...
 
     def after(self, seconds: float, call: Callable[[], None]) -> None:
-        """Call so much later."""
+        """Call a function `seconds` later."""
         ...
 
     def tell(self, datagram: bytes, to: int | None) -> None:
-        """Send it to one router, or to all others."""
+        """Send a datagram to one router, or to all others."""
         ...
 
 
 class Router:
     """One process that routes. `now` is simulated time; endpoints are numbers.
 
-    This one hears nothing of engines (`deaf`), learns nothing and asks nothing; `route` is a subclass's.
+    This base class gets no news of engines (`deaf`), learns nothing and asks nothing; subclasses define `route`.
     """
 
     deaf = True
 
     def route(self, request: TraceRequest, now: float) -> tuple[int, object]:
-        """The endpoint, and a ticket that is given back once. Raises NoRoute."""
+        """Return the endpoint, and a ticket that is given back once. Raises NoRoute."""
         raise NotImplementedError
 
     def on_answer(self, ticket: object, answer: Answer, now: float) -> None:
-        """The first token has come."""
+        """Handle the first token of a request."""
 
     def on_failure(self, ticket: object, overloaded: bool, now: float) -> None:
-        """The endpoint refused it, or died."""
+        """Handle a refusal by the endpoint, or its death."""
 
     def on_connected(self, endpoint: int, connected: bool, now: float) -> Asks:
-        """The way to an endpoint's publisher is there (again), or is lost."""
+        """Handle a connection to an endpoint's publisher, or its loss."""
         return ()
 
     def on_batch(self, endpoint: int, seq: int, batch: EventBatch, now: float) -> Asks:
-        """KV events."""
+        """Handle KV events."""
         return ()
 
     def on_replies(self, endpoint: int, replies: Sequence[Reply], now: float) -> Asks:
-        """The publisher's answer to a question."""
+        """Handle the publisher's answer to a question."""
         return ()
 
     def on_load(self, endpoint: int, load: TreelineLoad, now: float) -> Asks:
-        """A load report."""
+        """Handle a load report."""
         return ()
 
     def on_tick(self, now: float) -> Mapping[int, Asks]:
-        """A tenth of a second has passed."""
+        """Handle the passing of a tenth of a second."""
         return {}
 
     def join(self, others: Others) -> None:
-        """It is one of several; called before anything else."""
+        """Join several routers; called before anything else."""
 
     def on_told(self, datagram: bytes, source: int) -> None:
-        """Another router has sent this."""
+        """Handle a datagram of another router."""
 
 
 class Oracle(Router):
-    """Knows every cache and queue as they are, and sends a request to where its first token comes soonest; of equals to
-    the one with most of it cached. Greedy: it does not think of those who come later."""
+    """Sees the real caches and queues, and sends each request to the earliest first token; among equals to the one with
+    most of it cached. Greedy: it ignores later requests.
+    """
 
     def __init__(self, engines: Sequence[Engine | None], rng: random.Random) -> None:
         self._engines, self._rng = engines, rng
 
     def route(self, request: TraceRequest, now: float) -> tuple[int, object]:
-        """O(endpoints × blocks)."""
+        """Return the endpoint of the earliest first token. O(endpoints × blocks)."""
         best = [(e.ttft_s(request.prompt, now), self._rng.random(), i) for i, e in _up(self._engines)]
         return min(best)[2], None
 
 
 class HitOracle(Router):
-    """Knows every cache and queue, too, and sends a request to where most of its prompt is cached or about to be; of
-    equals to the shortest queue. It minds no queue, so its hit rate is a goal and its latency is none."""
+    """Sees the real caches and queues, too, and sends each request to where most of its prompt is cached or about to
+    be; among equals to the shortest queue. It ignores the cost of queues, so its hit rate is a goal and its latency is
+    not.
+    """
 
     def __init__(self, engines: Sequence[Engine | None], rng: random.Random) -> None:
         self._engines, self._rng = engines, rng
 
     def route(self, request: TraceRequest, now: float) -> tuple[int, object]:
-        """O(endpoints × blocks)."""
+        """Return the endpoint of the longest hit. O(endpoints × blocks)."""
         best = []
         for i, engine in _up(self._engines):
             work = engine.waiting + engine.running

@@ -1,4 +1,4 @@
-"""One run or several: a trace, a fleet, policies by name."""
+"""Runs of a trace on a fleet, with policies by name."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ from treeline_sim.traces.base import Draw, Trace
 from treeline_sim.traces.mooncake import read_mooncake
 
 FLEET = 8
-"""Endpoints for which traces name their rates."""
+"""Number of endpoints for which traces define their rates."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What is simulated. Zeros: as the trace and the preset have it. `trace` may be a file in Mooncake's format."""
+    """The settings of a simulation. Zeros: the values of the trace and the preset. `trace` may be a file in Mooncake's
+    format.
+    """
 
     trace: Trace | Path
     endpoints: int = FLEET
@@ -40,7 +42,7 @@ class Plan:
 
     @property
     def engine(self) -> EngineConfig:
-        """Of each endpoint."""
+        """The engine of each endpoint."""
         engine = PRESETS[self.preset].engine
         kv_tokens = self.kv_tokens or engine.kv_tokens
         if not self.kv_tokens and isinstance(self.trace, Trace) and self.trace.pressure:
@@ -49,7 +51,7 @@ class Plan:
 
     @property
     def fleet(self) -> FleetConfig:
-        """Raises ValueError for one that cannot be."""
+        """The fleet. Raises ValueError for impossible settings."""
         slower = self.trace.slower if isinstance(self.trace, Trace) else (1.0,)
         return FleetConfig(
             self.engine, self.endpoints, self.pickers, self.seed, news_s=self.news_s, faults=self.faults, slower=slower
@@ -57,13 +59,13 @@ class Plan:
 
     @property
     def total(self) -> int | None:
-        """How many requests come; None where only the file knows."""
+        """The number of requests; None if only the file knows."""
         if isinstance(self.trace, Trace):
             return self.requests or self.trace.requests
         return self.requests or None
 
     def generate(self) -> Iterator[TraceRequest]:
-        """The requests: the same ones each time. Raises TraceError and OSError where they are read from a file."""
+        """Yield the requests, the same each time. Raises TraceError and OSError when reading a file."""
         size = self.engine.block_size
         if isinstance(self.trace, Trace):
             rate = self.rate or self.trace.rate * PRESETS[self.preset].scale * self.endpoints / FLEET
@@ -72,12 +74,12 @@ class Plan:
 
 
 def known_policies() -> list[str]:
-    """The picker's, its default first, and the oracles."""
+    """Return the names of the picker's policies, its default first, and of the oracles."""
     return [*policies(), *ORACLES]
 
 
 def simulate(plan: Plan, policy: str, progress: Callable[[int], None] = lambda done: None) -> Figures:
-    """Run the trace with one policy. Raises ValueError for a fleet that cannot be, and as `Plan.generate`."""
+    """Run the trace with one policy. Raises ValueError for an impossible fleet, and the errors of `Plan.generate`."""
 
     def make(engines: Sequence[Engine | None], number: int) -> Router:
         if policy in ORACLES:

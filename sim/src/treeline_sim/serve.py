@@ -22,11 +22,11 @@ from treeline_sim.server import Dialect, ServerConfig, SimServer
 
 CONTEXT = 131_072
 AT_ONCE_TOKENS = 1 << 24
-"""Memory of one that answers at once, and its longest prompt: nothing is evicted, nothing refused."""
+"""Memory and longest prompt of an engine that answers at once: nothing is evicted or refused."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Those of `treeline sim serve`."""
+    """Add the arguments of `treeline sim serve`."""
     add = parser.add_argument
     add("--model", type=Path, metavar="DIR", help="source of tokenizer and template (default: the tiny model)")
     add("--name", default="tiny", help="the model's name for requests (default: %(default)s)")
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def configs_of(args: argparse.Namespace) -> list[ServerConfig]:
-    """Raises ValueError, which says what to do."""
+    """Return the servers of a command line. Raises ValueError, which says what to do."""
     if not 1 <= args.count <= 200:
         raise ValueError("--count must be from 1 to 200")
     engine = PRESETS[args.engine].engine
@@ -90,7 +90,7 @@ def configs_of(args: argparse.Namespace) -> list[ServerConfig]:
 
 
 def serve(args: argparse.Namespace, console: Console) -> int:
-    """Until Ctrl-C or SIGTERM. Raises ValueError, BundleError, ZMQError and OSError."""
+    """Serve until Ctrl-C or SIGTERM. Raises ValueError, BundleError, ZMQError and OSError."""
     configs = configs_of(args)
     model = args.model or tiny_model()
     if model is None:

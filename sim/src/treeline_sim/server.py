@@ -1,10 +1,10 @@
 """The engine model behind sockets: an OpenAI server with KV events and load, in real or accelerated time.
 
-Pickers and routers that run as processes meet the same model as those in a simulation. Its clock runs `speedup` times
-as fast as the wall's. In the dialect `treeline` it speaks every contract of our runtime; in `vllm` it names its
-publisher under `/kv_event_sources`, answers replays alone, and reports load on `/metrics` alone.
+So real pickers and routers can be tested with the model of the simulation. Its clock runs `speedup` times as fast as
+the wall clock. In the dialect `treeline` it speaks every contract of our runtime; in `vllm` it names its publisher
+under `/kv_event_sources`, answers only replays, and reports load only on `/metrics`.
 
-With `cases` it models nothing: it answers at once, from a table, for what is measured before it.
+With `cases` it models nothing: it answers at once, from a table, so that a benchmark measures only the router.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from treeline_sim.tokens import TokenPrompt
 
 REPORT_EVERY_S = 0.05
 SMALLEST_SLEEP_S = 0.005
-"""Steps that are shorter are taken together: an event loop wakes up no more precisely."""
+"""Shorter steps are taken together: an event loop wakes up no more precisely."""
 
 
 class Dialect(StrEnum):
-    """Whose contracts a server speaks."""
+    """The contracts that a server speaks."""
 
     TREELINE = "treeline"
     VLLM = "vllm"
@@ -57,7 +57,7 @@ class ServerConfig:
     dialect: Dialect = Dialect.TREELINE
     context: int = 131_072
     cases: tuple[SimCase, ...] | None = None
-    """Requests to know beforehand: all are answered at once, and the cache stays as these say. None: the model."""
+    """Known requests: all are answered at once, and the cache stays as they define it. None: the model."""
 
     def __post_init__(self) -> None:
         if not 0 < self.speedup <= 1000:
@@ -66,7 +66,7 @@ class ServerConfig:
 
 @dataclass(eq=False, slots=True)
 class _Stream:
-    """A request that is being served. `sent` tokens of its output are with the client."""
+    """A request that is being served. `sent` tokens of its output have reached the client."""
 
     connection: Connection
     asked: Asked
@@ -120,7 +120,7 @@ class SimServer:
         }
 
     async def close(self) -> None:
-        """Stop; streams are cut."""
+        """Stop; open streams are cut."""
         self._closed = True
         if self._server is not None:
             self._server.close()
@@ -153,10 +153,10 @@ class SimServer:
         shapes = Shapes(asked, self.config.name, 0, self._reader.text)
         return response(200, shapes.whole(cached), counts)
 
-    # What is published
+    # Load reports
 
     def load(self) -> TreelineLoad:
-        """The engine's report, in seconds of the wall's clock."""
+        """Return the engine's report, in seconds of the wall clock."""
         load, speedup = self.engine.load(), self.config.speedup
         return msgspec.structs.replace(
             load,
@@ -171,13 +171,13 @@ class SimServer:
         return (self._loop.time() - self._began) * self.config.speedup
 
     def _wake(self) -> None:
-        """The current step has ended; late wake-ups do not slow the engine down."""
+        """Take the step that has ended; late wake-ups do not slow the engine down."""
         self._timer = None
         self._catch_up()
         self._sleep()
 
     def _catch_up(self) -> float:
-        """Take the steps that have ended by now; returns what time it is."""
+        """Take the steps that have ended by now; return the time."""
         now = self._now()
         while self.engine.ends_at <= now:
             self._take(self.engine.advance(self.engine.ends_at))
@@ -258,7 +258,7 @@ class SimServer:
         self._sleep()
 
     def _tell(self, stream: _Stream, work: Work) -> None:
-        """Send what is new of an output."""
+        """Send the new tokens of an output."""
         written = min(self.engine.written(work), work.output_tokens)
         if written <= stream.sent or not stream.asked.stream:
             return

@@ -1,10 +1,10 @@
-"""A fleet in simulated time: a trace comes in, routers choose, engines compute, news of them travel. Pure.
+"""A fleet in simulated time: requests of a trace arrive, routers choose, engines compute and report. Pure.
 
-One queue of events, in order of time, is all there is; nothing waits for a clock. A request takes `hop_s` from client
+It consists of one queue of events, in order of time, and never waits for a clock. A request takes `hop_s` from client
 to engine and its first token as long back. KV events and load reports reach each router `news_s` after they were made,
 in order, unless one is lost (`event_loss`; then the router's own recovery asks for it). Requests go to the routers in
-turn; what one tells the others takes `hop_s`, and gets lost as often. What breaks is in `Faults`: an engine that
-restarts loses its cache and the requests that it has; a router that restarts loses what it knows.
+turn; their datagrams to each other take `hop_s`, and get lost as often. `Faults` has the failures: an engine that
+restarts loses its cache and its requests; a router that restarts loses its state.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ from treeline_sim.routers import Answer, Asks, NoRoute, Router, TraceRequest
 
 TICK_S = 0.1
 REPORT_EVERY_S, HEARTBEAT_S = 0.05, 1.0
-"""Our runtime's: on change at most 20 times a second, else once a second."""
+"""The intervals of our runtime: on change at most 20 times a second, else once a second."""
 NOTICED_S = 0.05
-"""A lost connection, or a new one, is seen so much later."""
+"""Delay after which a lost connection, or a new one, is noticed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Faults:
-    """`event_loss`: the share of KV batches, and of words between routers, that get lost on the way. `engines` and
-    `routers`: (who, when) restarts; an engine is away for `down_s`."""
+    """The failures of a run. `event_loss`: the share of KV batches, and of datagrams between routers, that get lost.
+    `engines` and `routers`: (number, time) of restarts; an engine is away for `down_s`.
+    """
 
     event_loss: float = 0.0
     engines: tuple[tuple[int, float], ...] = ()
@@ -45,7 +46,7 @@ NO_FAULTS = Faults()
 
 @dataclass(frozen=True, slots=True)
 class FleetConfig:
-    """Engines, and the ways between them and the routers. Times in seconds. `slower`: see `Trace`."""
+    """The engines, and their delays to the routers. Times in seconds. `slower`: see `Trace`."""
 
     engine: EngineConfig
     endpoints: int = 8
@@ -70,8 +71,9 @@ class FleetConfig:
 
 @dataclass(slots=True)
 class Served:
-    """One request's fate. `ttft_s` is the client's, None if there was no first token; `cached_tokens` what the engine
-    found."""
+    """The record of one request. `ttft_s` is the client's, None without a first token; `cached_tokens` is the hit in
+    the engine.
+    """
 
     at: float
     prompt_tokens: int
@@ -84,7 +86,7 @@ class Served:
 
 @dataclass(eq=False, slots=True)
 class _Flight:
-    """A request on its way. `router` may be another object by now than the one that holds `ticket`."""
+    """A request in flight. `router` may have been replaced by another object than the holder of `ticket`."""
 
     request: TraceRequest
     served: Served
@@ -95,7 +97,7 @@ class _Flight:
 
 @dataclass(slots=True)
 class Outcome:
-    """What came of a run. `queued` are samples of each endpoint's load, every second: requests that it has."""
+    """The outcome of a run. `queued` are samples of each endpoint's requests, every second."""
 
     served: list[Served] = field(default_factory=list)
     queued: list[list[int]] = field(default_factory=list)
@@ -106,8 +108,9 @@ class Outcome:
 
 
 class Simulation:
-    """One run. `make_router` is given the engines (None while one is down) and a number; it is called again when a
-    router restarts."""
+    """One run. `make_router` gets the engines (None while one is down) and a number; it is called again when a router
+    restarts.
+    """
 
     def __init__(self, config: FleetConfig, make_router: Callable[[Sequence[Engine | None], int], Router]) -> None:
         self.config = config
@@ -130,7 +133,9 @@ class Simulation:
             self._introduce(number)
 
     def run(self, trace: Iterable[TraceRequest], progress: Callable[[int], None] = lambda done: None) -> Outcome:
-        """Until every request of the trace has ended. `progress` hears how many have come, now and then."""
+        """Run until every request of the trace has ended. `progress` gets the number of requests so far, now and
+        then.
+        """
         faults = self.config.faults
         for endpoint in range(self.config.endpoints):
             for number in range(self.config.routers):
@@ -156,7 +161,7 @@ class Simulation:
         return outcome
 
     def at(self, time: float, call: Callable[..., None], *args: Any) -> None:
-        """Call then."""
+        """Call a function at this time."""
         heapq.heappush(self._queue, (time, next(self._count), call, args))
 
     # Requests
@@ -190,7 +195,7 @@ class Simulation:
     def _deliver(self, flight: _Flight) -> None:
         endpoint, request = flight.served.endpoint, flight.request
         if flight.served.error:
-            return  # it died meanwhile
+            return  # its endpoint died meanwhile
         engine = self.engines[endpoint]
         work = Work(request.prompt, request.whole, request.output_tokens, flight)
         if engine is None:
@@ -205,7 +210,7 @@ class Simulation:
 
     def _step(self, endpoint: int, engine: Engine) -> None:
         if engine is not self.engines[endpoint] or engine.ends_at != self.now:
-            return  # another process, or the step ended sooner
+            return  # another process, or the step ended earlier
         self._take(endpoint, engine, engine.advance(self.now))
         if engine.ends_at < FOREVER:
             self.at(engine.ends_at, self._step, endpoint, engine)
@@ -246,7 +251,7 @@ class Simulation:
             flight.router.on_failure(flight.ticket, overloaded, self.now)
         self._end(flight)
 
-    # News
+    # Events and reports
 
     def _publish(self, endpoint: int, engine: Engine, seq: int, batch: EventBatch) -> None:
         for number, router in enumerate(self.routers):
@@ -317,7 +322,7 @@ class Simulation:
             router.join(_Others(self, number, router))
 
     def tell(self, number: int, datagram: bytes, to: int | None) -> None:
-        """Router `number` sends this."""
+        """Send a datagram of router `number`."""
         for other in (to,) if to is not None else range(self.config.routers):
             if other != number and self._rng.random() >= self.config.faults.event_loss:
                 self.at(self.now + self.config.hop_s, self._told, other, datagram, number)
@@ -325,7 +330,7 @@ class Simulation:
     def _told(self, number: int, datagram: bytes, source: int) -> None:
         self.routers[number].on_told(datagram, source)
 
-    # What breaks
+    # Failures
 
     def _new_engine(self, endpoint: int) -> Engine:
         self._epoch += 1
@@ -374,7 +379,7 @@ class Simulation:
 
 @dataclass(frozen=True, slots=True)
 class _Others:
-    """What a router may do until it restarts."""
+    """The connection of a router to the others, until it restarts."""
 
     simulation: Simulation
     number: int

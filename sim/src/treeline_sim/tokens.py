@@ -1,4 +1,4 @@
-"""A prompt of real token ids, with the hashes that our runtime gives to its blocks."""
+"""A prompt of real token ids, with our runtime's hashes of its blocks."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from treeline_wire.events import block_hash, hash_of, root_digest
 
 
 class TokenPrompt:
-    """Token ids in blocks, chained by SHA-256. `extended` shares the hashes of what is before."""
+    """Token ids in blocks, chained by SHA-256. `extended` shares the hashes of its beginning."""
 
     __slots__ = ("_digest", "_ids", "block_size", "blocks")
 
     def __init__(self, ids: Sequence[int], block_size: int, before: TokenPrompt | None = None) -> None:
-        """`before` is a prompt with which these ids begin."""
+        """Make a prompt; `before` is a prompt with which these ids begin."""
         self._ids = list(ids)
         self.block_size = block_size
         blocks = list(before.blocks) if before is not None else []
@@ -26,13 +26,13 @@ class TokenPrompt:
 
     @property
     def tokens(self) -> int:
-        """How many there are."""
+        """The number of tokens."""
         return len(self._ids)
 
     def extended(self, ids: Sequence[int]) -> TokenPrompt:
-        """This prompt and these tokens after it."""
+        """Return this prompt with these tokens after it."""
         return TokenPrompt([*self._ids, *ids], self.block_size, self)
 
     def ids(self, first: int, last: int, block_size: int) -> list[int]:
-        """The token ids of some of its blocks."""
+        """Return the token ids of some of its blocks."""
         return self._ids[first * block_size : last * block_size]

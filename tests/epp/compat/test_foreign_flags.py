@@ -40,7 +40,7 @@ def _outside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def told(options: Options) -> list[str]:
     (sentence,) = options.ignored
-    return sentence.removeprefix("without effect: ").partition(";")[0].split(", ")
+    return sentence.removeprefix("flags without effect: ").partition(";")[0].split(", ")
 
 
 def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:

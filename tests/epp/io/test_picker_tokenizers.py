@@ -180,7 +180,7 @@ async def test_the_only_tokenizer_is_that_of_an_engine_whose_models_nobody_knows
             await routed_by(picker, "events")
         async with running_picker(*flags, f"qwen={TINY}", "--tokenizer", f"b={TINY}") as picker:
             found = await routed_by(picker, "history", "NoTokenizer")
-            assert "serves models that nobody knows, and --tokenizer is given for qwen, b" in found["message"]
+            assert "serves unknown models, and --tokenizer is given for qwen, b" in found["message"]
 
 
 async def test_a_folder_that_comes_later_and_then_changes_is_taken_up(

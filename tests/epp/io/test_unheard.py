@@ -100,7 +100,7 @@ async def test_where_prompts_leave_no_event_the_way_is_history_until_one_comes(
         vllm.says_as_vllm()
         async with running_picker(*vllm.flags, *tokenizer_flags(tmp_path)) as picker:
             message = await routed(picker, "history", "NothingHeard")
-            assert f"connected to tcp://127.0.0.1:{vllm.events_base}, but nothing was heard" in message
+            assert f"connected to tcp://127.0.0.1:{vllm.events_base}, but no events came" in message
             assert "kv@x" in message
             await vllm.ranks[0].subscribed()
             await vllm.ranks[0].store(stored(range(32)))

@@ -84,23 +84,25 @@ class AddedTokens:
         return segments
 
     def boundaries(self, text: str) -> list[int]:
-        """Positions where added tokens begin that are found before normalization. The text before such a position and
-        the text from it on are tokenized independently.
+        """Returns the positions where added tokens begin that are found before normalization. The text before such a
+        position and the text from it on are tokenized independently.
 
-        None if a token requires word boundaries, which depend on both sides.
+        Empty if a token requires word boundaries, which depend on both sides.
         """
         if self._demanding:
             return []
         places, done = [], 0
         for token, start, stop in self._raw.find(text):
-            if token is not None and start >= done:  # else white space that the token before it has swallowed
+            if token is not None and start >= done:  # else it is white space that the previous token has swallowed
                 places.append(start)
             done = stop
         return places
 
 
 class PlainScan:
-    """Finds added tokens without flags in UTF-8 and replaces them by their keys: all that most tokenizers need."""
+    """Finds added tokens without flags in UTF-8 and replaces them by their keys, which is enough for most
+    tokenizers.
+    """
 
     def __init__(self, keys: dict[bytes, bytes]) -> None:
         words = [token.decode("latin-1") for token in keys]
@@ -109,7 +111,7 @@ class PlainScan:
         self._all = _byte_pattern(words)
 
     def replace(self, text: bytes) -> bytes:
-        """The text with each token replaced by its key. O(len(text))."""
+        """Returns the text with each token replaced by its key. O(len(text))."""
         present = [group for group in self._groups if group.search(text) is not None]
         if not present:
             return text
@@ -149,7 +151,7 @@ class _Finder:
         return [group for group in self._groups if group.search(text) is not None]
 
     def find(self, text: str) -> Iterator[tuple[AddedToken | None, int, int]]:
-        """(token or None, start, stop) for all of `text`, in order. Empty stretches are left out."""
+        """Yields (token or None, start, stop) for all of `text`, in order, without empty stretches."""
         done = 0
         present = self._present(text)
         search = present[0] if len(present) == 1 else self._all
@@ -185,7 +187,7 @@ def _is_word(char: str) -> bool:
 
 
 def any_of(words: list[str]) -> str:
-    """A pattern for the longest of the words that begins at a position.
+    """Returns a pattern for the longest of the words that begins at a position.
 
     It is a trie: matching costs the length of the match, not the number of words, and a common first character lets the
     regex engine skip to it with memchr.
@@ -202,8 +204,9 @@ def any_of(words: list[str]) -> str:
 
 
 def _trie_pattern(trie: dict[str, Any]) -> str:
-    """Iterative, since a token may be longer than Python's stack is deep. Chains of single children become plain
-    text."""
+    """Returns the pattern of a trie; iterative, since a token may be longer than Python's stack is deep. Chains of
+    single children become plain text.
+    """
     branches = []
     for char, child in trie.items():
         if char == "":

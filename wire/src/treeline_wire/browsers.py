@@ -15,7 +15,8 @@ _PAGE = "it comes from a web page ({}: {})"
 
 
 def page_request(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
-    """Why a request counts as a page's; None if it does not. `headers` are (lower-case name, value).
+    """Returns why a request counts as a page's; None if it does not. `headers` are (lower-case name, value). `headers`
+    are (lower-case name, value).
 
     A typed address (`Sec-Fetch-Site: none`) does not count.
     """
@@ -29,7 +30,9 @@ def page_request(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
 
 
 def foreign_host(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
-    """Why a request to a loopback port was not meant for it, or None: exactly one `Host` must name this machine."""
+    """Returns why a request to a loopback port was not meant for it, or None: exactly one `Host` must name this
+    machine.
+    """
     hosts = [value.decode("latin-1").strip() for name, value in headers if name == b"host"]
     if len(hosts) != 1:
         return f"it has {len(hosts)} Host headers"
@@ -39,7 +42,7 @@ def foreign_host(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
 
 
 def _name(host: str) -> str:
-    """The host of `name[:port]`, without the brackets of IPv6. Empty if malformed."""
+    """Returns the host of `name[:port]`, without the brackets of IPv6. Empty if malformed."""
     if host.startswith("["):
         name, bracket, port = host[1:].partition("]")
         return name if bracket and (not port or _is_port(port)) else ""

@@ -182,7 +182,7 @@ class _Source:
             self.not_inline = str(reason)
             _check_syntax(text)
         except (Exception, RecursionError, MemoryError) as error:
-            # What the inline language lacks (a filter, say), the worker's may have.
+            # The worker's language may have what the inline one lacks (a filter, say).
             self.not_inline = f"{type(error).__name__}: {error}"
             _check_syntax(text)
 
@@ -225,7 +225,7 @@ def failed(where: str) -> TemplateError:
 
 
 def _check_syntax(text: str) -> None:
-    """A cheap check that refuses what the worker would not compile."""
+    """Refuses, cheaply, most templates that the worker would not compile."""
     if len(text) > MAX_INLINE_SOURCE_CHARS:
         return  # parsing it would take long; the worker does it, at the first request
     try:
@@ -248,11 +248,13 @@ class Admission:
 
     @property
     def small(self) -> bool:
-        """Whether it is small enough to be rendered inline."""
+        """Whether the request is small enough to be rendered inline."""
         return self._items <= MAX_INPUT_ITEMS and self.chars <= MAX_INPUT_CHARS
 
     def plain(self, value: Any, depth: int = 0) -> Any:
-        """A copy made of dict, list, str, int, float, bool and None. Raises `TemplateError` beyond the limits."""
+        """Returns a copy made of dict, list, str, int, float, bool and None. Raises `TemplateError` beyond the
+        limits.
+        """
         kind = type(value)
         if kind is str:
             self.chars += len(value)
@@ -288,7 +290,7 @@ class Admission:
 
 
 def _present(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Without null members, which many templates cannot handle."""
+    """Returns the message without null members, which many templates cannot handle."""
     return {name: value for name, value in message.items() if value is not None}
 
 
@@ -330,4 +332,4 @@ def _cut_at_tag(rendered: str, final: str) -> str:
         raise TemplateError("the chat template leaves out the message to be continued", user_error=True)
     if rendered.startswith(_TAG, at):
         return rendered[:at]
-    return rendered[:at].rstrip()  # the template trims messages, so the tag lost its blank
+    return rendered[:at].rstrip()  # the template trims messages, so the tag has lost its blank

@@ -1,5 +1,6 @@
-"""The command lines of all rooms: errors in three lines, however many flags there are, with the word that was perhaps
-meant; help in colours on a terminal."""
+"""The command lines of all rooms: errors of three lines, with a suggestion for a mistyped word; help in colours on a
+terminal.
+"""
 
 from __future__ import annotations
 
@@ -25,16 +26,16 @@ class Parser(argparse.ArgumentParser):
     _given: Sequence[str] = ()
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As argparse does it; remembers the words, so that an error can say which of them is mistyped."""
+        """Parses as argparse does, and remembers the words, so that an error can name the mistyped one."""
         self._given = sys.argv[1:] if args is None else list(args)
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        """Exits with status 2."""
+        """Prints the error and exits with status 2."""
         self.exit(2, f"{self._hint()}{self.prog}: error: {message}{self._meant()}\nTry '{self.prog} --help'.\n")
 
     def print_help(self, file: Any = None) -> None:
-        """With colours where the help goes to a terminal and `NO_COLOR` is not set."""
+        """Prints the help, with colours if it goes to a terminal and `NO_COLOR` is not set."""
         if _shows_colours(file or sys.stdout):
             self.formatter_class = _coloured(self.formatter_class)
         super().print_help(file)
@@ -52,7 +53,7 @@ class Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, message)
 
     def _hint(self) -> str:
-        """The first line of our own usage, else the positional arguments after `[OPTIONS]`."""
+        """Returns the first line of our own usage, else the positional arguments after `[OPTIONS]`."""
         if self.usage is not None:
             first, *_ = (self.usage % {"prog": self.prog}).splitlines()
             return f"usage: {first}\n"
@@ -61,7 +62,7 @@ class Parser(argparse.ArgumentParser):
         return f"{formatter.format_help().strip()}\n"
 
     def _meant(self) -> str:
-        """The flag that was perhaps meant by the first one that is unknown; empty if there is none."""
+        """Returns a suggestion for the first unknown flag; empty if there is none."""
         known = self._flags(self._given)
         for word in self._given:
             flag = word.partition("=")[0]
@@ -72,7 +73,7 @@ class Parser(argparse.ArgumentParser):
         return ""
 
     def _flags(self, words: Sequence[str]) -> list[str]:
-        """Its own and those of its words that are among `words`."""
+        """Returns its own flags and those of its subcommands among `words`."""
         flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
@@ -81,14 +82,14 @@ class Parser(argparse.ArgumentParser):
 
 
 def one_of_two(parser: argparse.ArgumentParser, word: str | None, flag: str | None, name: str) -> str | None:
-    """What was given as the word `NAME` or as the flag `--name`; exits with status 2 where both were."""
+    """Returns the value given as the word `NAME` or as the flag `--name`; exits with status 2 if both are given."""
     if word is not None and flag is not None:
         parser.error(f"{name.upper()} is given twice, as {word!r} and as --{name} {flag!r}: leave one out")
     return flag if word is None else word
 
 
 def perhaps(word: str, known: Iterable[str]) -> str:
-    """For the end of an error: the known word that was perhaps meant; empty where none is near."""
+    """Returns the end of an error that suggests the nearest known word; empty if none is near."""
     return "".join(f"; did you mean {match}?" for match in get_close_matches(word, known, 1, cutoff=0.7))
 
 
@@ -97,7 +98,7 @@ def _shows_colours(file: IO[str]) -> bool:
 
 
 def _coloured(formatter: Any) -> Any:
-    """The same formatter with colours, if their library is installed: the images have no terminal and do without it."""
+    """Returns the same formatter with colours, if their library is installed; the images do without it."""
     try:
         from rich_argparse import RawDescriptionRichHelpFormatter, RichHelpFormatter
     except ImportError:
@@ -112,8 +113,8 @@ def _coloured(formatter: Any) -> Any:
 def ended_at_once() -> Iterator[None]:
     """Inside, Ctrl-C and SIGTERM end the process at once, silently, with status 128 + signal.
 
-    For a time in which there is nothing to clean up, and in which an exception would come too late or not through:
-    while libraries load, or download with threads of their own.
+    It is for times without anything to clean up, in which an exception would come too late or get lost: while
+    libraries load, or download with threads of their own.
     """
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = {number: signal.getsignal(number) for number in numbers}
@@ -132,7 +133,7 @@ def _end(number: int, _frame: FrameType | None) -> NoReturn:
 
 
 def take_interrupts() -> None:
-    """Ctrl-C and SIGTERM raise KeyboardInterrupt from now on, so that a run ends with what there is, and through every
+    """Makes Ctrl-C and SIGTERM raise KeyboardInterrupt, so that a run ends with its results so far, and through every
     `finally`.
 
     Works however the process was started: it inherits ignored signals, as a shell script's background commands do

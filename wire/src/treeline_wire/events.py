@@ -1,4 +1,4 @@
-"""KV events: which blocks of tokens an engine's cache holds, as vLLM and SGLang publish them.
+"""KV events, in the formats of vLLM and SGLang: the blocks of tokens in an engine's cache.
 
 We write SGLang's form: msgpack `[ts, [maps tagged "type"], dp_rank]`, hashes as signed 64-bit integers, and `lora_name`
 even if nil, since vLLM's typed decoders require it. We read every form that either engine has sent: batches as array or
@@ -49,7 +49,7 @@ Hashes: TypeAlias = Annotated[list[int], Meta(max_length=_MOST)]
 
 
 class DecodeReason(StrEnum):
-    """Why a payload or an event was refused. The values are metric labels."""
+    """The reason why a payload or an event was refused. The values are metric labels."""
 
     TOO_LARGE = "too_large"
     NOT_MSGPACK = "not_msgpack"
@@ -137,7 +137,7 @@ class _MapBatch(Struct, array_like=True):
 
 
 class _RawBatch(Struct, array_like=True):
-    """The same with undecoded events."""
+    """A batch with undecoded events."""
 
     ts: float
     events: Annotated[list[msgspec.Raw], Meta(max_length=_MOST_EVENTS)]
@@ -151,7 +151,7 @@ class _Extras(Struct):
 
 
 class _RawMapBatch(Struct):
-    """The same as a map."""
+    """A batch as a map, with undecoded events."""
 
     ts: float
     events: Annotated[list[msgspec.Raw], Meta(max_length=_MOST_EVENTS)]
@@ -242,7 +242,7 @@ def hash_of(digest: bytes) -> int:
 
 
 def _outgoing(event: Event) -> dict[str, Any]:
-    """The map to write: SGLang's fields in SGLang's order, then all others that are set."""
+    """Returns the map to write: SGLang's fields in SGLang's order, then all others that are set."""
     if isinstance(event, AllBlocksCleared):
         return {"type": "AllBlocksCleared"}
     out: dict[str, Any] = {
@@ -287,7 +287,7 @@ def _settle(event: Event) -> None:
 
 
 def _check_extra(extra_keys: list[Any], blocks: int) -> None:
-    """Extra keys of a block: nil, or a few strings, digests, numbers, and pairs of an item and its offset."""
+    """Checks the extra keys of blocks: nil, or a few strings, digests, numbers, and pairs of an item and its offset."""
     if len(extra_keys) > blocks:
         raise ValueError("more extra keys than blocks")
     for keys in filter(None, extra_keys):
@@ -337,7 +337,7 @@ def _decode_each(payload: bytes) -> EventBatch:
 
 
 def _outline(payload: bytes) -> tuple[float, list[msgspec.Raw], int | None]:
-    """The batch (an array of two or three, or a map) with undecoded events."""
+    """Decodes the batch (an array of two or three, or a map) with undecoded events."""
     try:
         if payload[:1] in _MAPS:
             as_map = _raw_map_decoder.decode(payload)
@@ -352,7 +352,7 @@ def _outline(payload: bytes) -> tuple[float, list[msgspec.Raw], int | None]:
 
 
 def _extra_bytes(raw: msgspec.Raw) -> int:
-    """The size of an event's extra keys; 0 for an event in an older form, which is small."""
+    """Returns the size of an event's extra keys; 0 for an event in an older form, which is small."""
     try:
         return len(_extras_decoder.decode(raw).extra_keys)
     except (msgspec.MsgspecError, ValueError, RecursionError, MemoryError):
@@ -383,7 +383,7 @@ def _loose_event(raw: Any) -> Event:
             metadata = fields.pop("lora_name")
             fields |= {name: metadata[name] for name in _METADATA if name in metadata}
         if fields.get("parent_block_hash") == 0:
-            fields["parent_block_hash"] = None  # so llm-d-inference-sim writes the beginning of a prompt
+            fields["parent_block_hash"] = None  # llm-d-inference-sim writes a prompt's beginning like this
     elif isinstance(raw, dict):
         kind = raw.get("type")
         fields = raw
@@ -411,8 +411,9 @@ def _loose_event(raw: Any) -> Event:
 
 
 def _hash(value: Any) -> int:
-    """A u64 from a signed or unsigned number, or from raw bytes: vLLM uses the last 8 (of 32 of SHA-256, or 16 of
-    xxhash)."""
+    """Returns a u64 from a signed or unsigned number, or from raw bytes: vLLM uses the last 8 (of 32 of SHA-256, or 16
+    of xxhash).
+    """
     if isinstance(value, int) and not isinstance(value, bool):
         return value & _U64
     if isinstance(value, bytes) and len(value) >= 8:
@@ -421,7 +422,7 @@ def _hash(value: Any) -> int:
 
 
 def _tokens(value: Any) -> list[int]:
-    """Token ids. An item may be a pair (EAGLE: token and next token); the first is the block's own."""
+    """Returns token ids. An item may be a pair (EAGLE: token and next token); the first is the block's own."""
     if not isinstance(value, list):
         raise _RejectedError(DecodeReason.BAD_TOKENS)
     tokens: list[int] = []

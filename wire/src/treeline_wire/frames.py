@@ -2,7 +2,7 @@
 
 Live and replay are the peers' formats. Hello and snapshot are ours, on the same ROUTER: requests have four frames
 `b"", b"treeline", verb, version` (foreign servers drop those), replies five (the fifth is a msgpack payload). All
-functions take and return what a DEALER sees: an empty delimiter first, no identity.
+functions take and return frames as a DEALER sees them: an empty delimiter first, no identity.
 """
 
 from __future__ import annotations
@@ -98,34 +98,34 @@ _header_decoder = msgspec.msgpack.Decoder(SnapshotHeader)
 
 
 def live(topic: bytes, seq: int, payload: bytes) -> list[bytes]:
-    """The frames of one live message."""
+    """Returns the frames of one live message."""
     return [topic, _seq_bytes(seq), payload]
 
 
 def parse_live(frames: Sequence[bytes]) -> tuple[bytes, int, bytes]:
-    """`(topic, seq, payload)` of a live message. Raises `FrameError`."""
+    """Returns `(topic, seq, payload)` of a live message. Raises `FrameError`."""
     if len(frames) != 3:
         raise FrameError(f"a live message has 3 frames, not {len(frames)}")
     return bytes(frames[0]), _seq(frames[1]), bytes(frames[2])
 
 
 def replay_request(start_seq: int) -> list[bytes]:
-    """Asks for all batches from `start_seq` on."""
+    """Returns a request for all batches from `start_seq` on."""
     return [b"", _seq_bytes(start_seq)]
 
 
 def hello_request() -> list[bytes]:
-    """Asks for `Hello`. Foreign publishers do not answer."""
+    """Returns a request for `Hello`. Foreign publishers do not answer."""
     return [b"", _MAGIC, _HELLO, b"%d" % VERSION]
 
 
 def snapshot_request() -> list[bytes]:
-    """Asks for `SnapshotHeader`, `SnapshotChunk` …, `SnapshotEnd`. Foreign publishers do not answer."""
+    """Returns a request for `SnapshotHeader`, `SnapshotChunk` …, `SnapshotEnd`. Foreign publishers do not answer."""
     return [b"", _MAGIC, _SNAPSHOT, b"%d" % VERSION]
 
 
 def parse_request(frames: Sequence[bytes]) -> Request | None:
-    """A client's request; `frames` without the identity. None for an unknown one, which servers drop."""
+    """Parses a client's request; `frames` without the identity. None for an unknown one, which servers drop."""
     if len(frames) == 2 and frames[0] == b"" and len(frames[1]) == 8:
         return ReplayRequest(int.from_bytes(frames[1], "big"))
     if len(frames) == 4 and frames[0] == b"" and frames[1] == _MAGIC:
@@ -140,7 +140,7 @@ def parse_request(frames: Sequence[bytes]) -> Request | None:
 
 
 def encode_reply(reply: Reply) -> list[bytes]:
-    """The frames of any reply; a replay's in the newest foreign form."""
+    """Returns the frames of any reply; a replay's in the newest foreign form."""
     match reply:
         case ReplayItem():
             return [b"", reply.topic, _seq_bytes(reply.seq), reply.payload]
@@ -157,7 +157,7 @@ def encode_reply(reply: Reply) -> list[bytes]:
 
 
 def parse_reply(frames: Sequence[bytes]) -> Reply:
-    """A publisher's answer, in any known form. Raises `FrameError`."""
+    """Parses a publisher's answer, in any known form. Raises `FrameError`."""
     if len(frames) == 5 and frames[0] == b"" and frames[1] == _MAGIC:
         return _parse_ours(bytes(frames[2]), frames[3], bytes(frames[4]))
     if len(frames) not in (3, 4) or frames[0] != b"":

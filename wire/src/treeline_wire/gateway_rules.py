@@ -21,7 +21,7 @@ class RewriteRule(msgspec.Struct, frozen=True):
     models: frozenset[str] = frozenset()
 
     def draw(self, random: float) -> tuple[str, float]:
-        """The target at `random` in [0, 1), and a new number in [0, 1) for another draw."""
+        """Returns the target at `random` in [0, 1), and a new number in [0, 1) for another draw."""
         total = sum(weight for _, weight in self.targets)
         point = random * (total or len(self.targets))
         for name, weight in self.targets:

@@ -19,7 +19,7 @@ CONFORMANCE_SERVED = "x-conformance-test-served-endpoint"
 CREDENTIALS = ("api-key", "authorization", "cookie", "proxy-authorization", "x-api-key")
 """Credentials: never used to name a client in pages, traces and messages."""
 
-# From the client to the picker: what it cannot see in one request.
+# From the client to the picker: facts that one request does not show.
 SESSION_ID = "x-session-id"
 """A session id: requests with the same one belong together. The name is from vLLM's router."""
 FORK = "x-treeline-fork"

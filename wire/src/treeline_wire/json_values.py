@@ -16,24 +16,24 @@ _SHAPES: Final = bytes.maketrans(b"123456789E", b"000000000e")
 
 
 def mask_escapes(data: bytes) -> bytes:
-    """Same length, with escaped quotes and backslashes in strings made harmless. O(bytes) at memory speed."""
+    """Makes escaped quotes and backslashes in strings harmless, at the same length. O(bytes) at memory speed."""
     if b"\\" not in data:
         return data
     return data.replace(b"\\\\", b"__").replace(b'\\"', b"__")
 
 
 def count_values(data: bytes) -> int:
-    """The number of values, or slightly more; slow ones count several times. O(bytes) at memory speed."""
+    """Counts the values, or slightly more; slow ones count several times. O(bytes) at memory speed."""
     bare = outside_strings(data)
     return 1 + bare.count(b",") + bare.count(b"[") + bare.count(b"{") + SLOW * slow_numbers(bare)
 
 
 def outside_strings(data: bytes) -> bytes:
-    """The document without its strings. O(bytes) at memory speed."""
+    """Returns the document without its strings. O(bytes) at memory speed."""
     return b"".join(mask_escapes(data).split(b'"')[::2])
 
 
 def slow_numbers(data: bytes) -> int:
-    """The number of slow numbers, or slightly more, including those in strings. O(bytes) at memory speed."""
+    """Counts the slow numbers, or slightly more, including those in strings. O(bytes) at memory speed."""
     shapes = data.translate(_SHAPES)
     return shapes.count(b"0e") + shapes.count(20 * b"0")

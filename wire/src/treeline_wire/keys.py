@@ -38,7 +38,7 @@ _ESCAPE: Final = struct.Struct(">BI")
 
 
 def escape(token_id: int) -> bytes:
-    """The 5 bytes of a special or added token (or an id without text): 0xFF and the id."""
+    """Returns the 5 bytes of a special or added token (or an id without text): 0xFF and the id."""
     return _ESCAPE.pack(0xFF, token_id)
 
 
@@ -60,17 +60,17 @@ class PrefixKeys:
     - Keys: `prompt_key`, `prompt_key_of` (from requests), `block_key` (from token ids).
     - `token_bytes`: id → bytes, for callers that build keys of blocks themselves.
     - `self_test`: whether the tokenizer holds the property at all. Run it once after construction.
-    - `table`, `from_table`: to another process, where the tested keys are what they are here.
+    - `table`, `from_table`: copy tested keys to another process.
     """
 
     def __init__(self, tokenizer_json: str) -> None:
-        """Raises `tokenizer.BundleError`."""
+        """Builds the keys of a tokenizer.json. Raises `tokenizer.BundleError`."""
         try:
             with library_errors():
                 tokenizer = tokenizers.Tokenizer.from_str(tokenizer_json)
                 spec: dict[str, Any] = json.loads(tokenizer_json)
                 check_growth(spec.get("normalizer"))
-                # Older files (RoBERTa's) leave the model's type to guessing.
+                # Older files (RoBERTa's) do not name the model's type.
                 spec["model"].setdefault("type", type(tokenizer.model).__name__)
                 tokenizer.no_truncation()
                 tokenizer.no_padding()
@@ -81,13 +81,14 @@ class PrefixKeys:
 
     @classmethod
     def from_bundle(cls, bundle: TokenizerBundle) -> PrefixKeys:
-        """The keys of a bundle's tokenizer. Raises `tokenizer.BundleError`."""
+        """Builds the keys of a bundle's tokenizer. Raises `tokenizer.BundleError`."""
         return cls(bundle.tokenizer_json)
 
     @classmethod
     def from_table(cls, table: KeyTable) -> PrefixKeys:
-        """The same keys as those that made the table; run `self_test` where that was. O(vocabulary), without long
-        library calls."""
+        """Rebuilds the keys that made the table; run `self_test` in the process that made it. O(vocabulary), without
+        long library calls.
+        """
         keys = cls.__new__(cls)
         spec = json.loads(table.skeleton)
         with library_errors():
@@ -97,11 +98,11 @@ class PrefixKeys:
         return keys
 
     def table(self) -> KeyTable:
-        """The input of `from_table`."""
+        """Returns the input of `from_table`."""
         return KeyTable(self._skeleton, self.token_bytes, self._literal_bytes)
 
     def prompt_key(self, text: str, add_special_tokens: bool) -> bytes:
-        """The key of a text. O(len(text)); about a millisecond for 500 KB.
+        """Returns the key of a text. O(len(text)); about a millisecond for 500 KB.
 
         `add_special_tokens`: as in tokenizing the request. Raises UnicodeEncodeError for lone surrogates, which
         `prompt` refuses before.
@@ -112,13 +113,13 @@ class PrefixKeys:
         return self._head + key + self._tail if add_special_tokens else key
 
     def prompt_key_of(self, prompt: Prompt) -> bytes:
-        """The key of a request's prompt, given as text or ids."""
+        """Returns the key of a request's prompt, given as text or ids."""
         if prompt.ids is not None:
             return self.block_key(prompt.ids)
         return self.prompt_key(prompt.text or "", prompt.add_special_tokens)
 
     def block_key(self, ids: Sequence[int]) -> bytes:
-        """The key of non-negative token ids; keys of consecutive blocks concatenate. O(len(ids))."""
+        """Returns the key of non-negative token ids; keys of consecutive blocks concatenate. O(len(ids))."""
         table = self.token_bytes
         try:
             return b"".join([table[i] for i in ids])
@@ -137,7 +138,7 @@ class PrefixKeys:
             raise KeySelfTestError(str(error)) from error
 
     def _build(self, spec: dict[str, Any], tokenizer: tokenizers.Tokenizer, made: KeyTable | None) -> None:
-        """`made`: what an earlier run made of the vocabulary; otherwise read from `spec` and `tokenizer`."""
+        """Builds the keys. `made`: the vocabulary of an earlier run; None: read from `spec` and `tokenizer`."""
         model = spec["model"]
         self._skeleton = json.dumps({**spec, "model": {k: v for k, v in model.items() if k not in ("vocab", "merges")}})
         pre = flatten(spec.get("pre_tokenizer"), "pretokenizers")
@@ -170,7 +171,7 @@ class PrefixKeys:
             known = added.get(i)
             if known is not None and known.special and not known.single_word:
                 continue
-            # An added token that is also the model's own may come out of either, so it is text.
+            # An added token that the model has, too, may come from either, so it is text.
             if not self._byte_level:
                 table[i] = self._text_bytes(token)
                 continue
@@ -195,7 +196,7 @@ class PrefixKeys:
         return PlainScan(keys)
 
     def _plain_key(self, text: str) -> bytes | None:
-        """The key of an already normal text, without token flags: one scan. None: use the general way."""
+        """Returns the key of an already normal text, without token flags: one scan. None: use the general way."""
         if self._plain is None or self._normalizer.normalize(text) != text:
             return None
         key = self._plain.replace(text.encode())
@@ -214,7 +215,9 @@ class PrefixKeys:
         return self._with_literals(text, self._literal)
 
     def _with_literals(self, text: str, literal: re.Pattern[str]) -> bytes:
-        """A Unigram model also matches byte pieces and special pieces that a text spells out."""
+        """Returns the key of a text with pieces of a Unigram model, which also matches byte and special pieces that a
+        text spells out.
+        """
         parts: list[bytes] = []
         done = 0
         for match in literal.finditer(text):
@@ -237,7 +240,7 @@ class PrefixKeys:
 
 
 def _prefix_rule(byte_levels: list[dict[str, Any]], metaspaces: list[dict[str, Any]]) -> tuple[bool, bool]:
-    """Whether a space is put before every stretch of text, and before the first."""
+    """Returns whether a space is put before every stretch of text, and before the first."""
     if metaspaces:
         scheme = metaspaces[0].get("prepend_scheme")
         if scheme is None:  # written by older versions of the library
@@ -247,7 +250,7 @@ def _prefix_rule(byte_levels: list[dict[str, Any]], metaspaces: list[dict[str, A
 
 
 def _refusal(model: dict[str, Any], pre: list[dict[str, Any]], byte_level: bool, byte_fallback: bool) -> str | None:
-    """Why this kind of tokenizer cannot keep the property; None if it may."""
+    """Returns why this kind of tokenizer cannot keep the property; None if it may."""
     if model["type"] not in ("BPE", "Unigram"):
         return f"a {model['type']} model replaces unknown text"
     if model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
@@ -263,13 +266,14 @@ def _refusal(model: dict[str, Any], pre: list[dict[str, Any]], byte_level: bool,
 
 
 def _keeps_matches(step: dict[str, Any]) -> bool:
-    """A split that drops what does *not* match, as in the files of GPT-3.5 and GPT-4o. It loses nothing if the pattern
-    matches every text; the self-test checks that."""
+    """Returns whether a split drops the text that does *not* match, as in the files of GPT-3.5 and GPT-4o. It loses
+    nothing if the pattern matches every text; the self-test checks that.
+    """
     return step.get("behavior") == "Removed" and bool(step.get("invert"))
 
 
 def _template(spec: dict[str, Any] | None) -> tuple[list[int], list[int]]:
-    """The ids that the post-processor adds before and after a text."""
+    """Returns the ids that the post-processor adds before and after a text."""
     before: list[int] = []
     after: list[int] = []
     for step in flatten(spec, "processors"):
@@ -287,7 +291,7 @@ def _template(spec: dict[str, Any] | None) -> tuple[list[int], list[int]]:
 
 
 def _byte_chars() -> dict[str, int]:
-    """GPT-2's alphabet: a printable character for each byte."""
+    """Returns GPT-2's alphabet: a printable character for each byte."""
     plain = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     table = {chr(byte): byte for byte in sorted(plain)}
     table.update((chr(256 + i), byte) for i, byte in enumerate(b for b in range(256) if b not in plain))

@@ -87,7 +87,7 @@ def _with_added(added: Sequence[str]) -> Iterable[str]:
 
 @functools.cache
 def _of_every_category() -> tuple[str, ...]:
-    """A text for each general category."""
+    """Makes a text for each general category."""
     found: dict[str, list[str]] = {}
     for code in range(0x20000):
         category = unicodedata.category(chr(code))

@@ -68,7 +68,7 @@ _treeline_decoder = msgspec.msgpack.Decoder(TreelineLoad)
 
 
 def encode(report: LoadStat | TreelineLoad) -> bytes:
-    """The payload of a report."""
+    """Returns the payload of a report."""
     return _encoder.encode(report)
 
 

@@ -44,7 +44,7 @@ class JsonFormatter(logging.Formatter):
         text = json.dumps(line, default=str)
         if len(text) <= MOST_CHARS:
             return text
-        # Values that are no texts, and too long, become some.
+        # Values other than texts become shortened texts if they are too long.
         return json.dumps({name: _bounded(value) for name, value in line.items()})
 
 
@@ -86,7 +86,7 @@ def set_up(level: str, *packages: str, form: str | None = None, process: str = "
 
 
 def _one_line(text: str) -> str:
-    """Without line ends and control characters, by which a peer's text would write lines of its own."""
+    """Escapes line ends and control characters, with which a peer's text could forge log lines."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
@@ -95,7 +95,7 @@ def _utc(record: logging.LogRecord) -> str:
 
 
 def _short(text: str) -> str:
-    """The beginning and the end; a traceback's end names the error."""
+    """Shortens a text to its beginning and end; a traceback's end names the error."""
     left = len(text) - MOST_CHARS
     half = MOST_CHARS // 2
     return text if left <= 0 else f"{text[:half]} … {left} characters … {text[-half:]}"

@@ -1,4 +1,4 @@
-"""Which object owns a model name. Picker and operator share this pure function."""
+"""The rules that decide which object owns a model name. Picker and operator share them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class HubModel(NamedTuple):
 
     @classmethod
     def parse(cls, uri: str) -> HubModel:
-        """From `hf://org/name[@revision]`. Raises ValueError."""
+        """Parses `hf://org/name[@revision]`. Raises ValueError."""
         repo, at, revision = uri.removeprefix(_HUB_SCHEME).partition("@")
         good = uri.startswith(_HUB_SCHEME) and HUB_NAME.fullmatch(repo) is not None and ".." not in uri
         if not good or (at and not _REVISION.fullmatch(revision)):
@@ -43,19 +43,20 @@ class HubModel(NamedTuple):
 
 
 def commits_of(text: str) -> dict[str, str]:
-    """`hf://` URI → commit, from lines `URI COMMIT` as downloads write them. Other lines are skipped."""
+    """Returns the commit of each `hf://` URI, from lines `URI COMMIT` as downloads write them. Other lines are
+    skipped.
+    """
     return {found[1]: found[2] for line in text.splitlines() if (found := _COMMIT_LINE.fullmatch(line))}
 
 
 def commits_text(commits: Mapping[str, str]) -> str:
-    """The lines of `commits_of`."""
+    """Returns the lines of `commits_of`."""
     return "\n".join(f"{uri} {commit}" for uri, commit in commits.items())
 
 
 def served_name(name: str | None, uri: str) -> str:
-    """The name under which a pool's engines serve their model: the given one, else the last part of the URI.
-
-    Without a repository's revision or an image's tag.
+    """Returns the name under which a pool's engines serve their model: the given one, else the last part of the URI,
+    without a repository's revision or an image's tag.
     """
     if name:
         return name
@@ -127,7 +128,7 @@ class Names(NamedTuple):
 
 
 def decide_names(rules: Iterable[ModelRule], pools: Mapping[str, PoolClaim]) -> Names:
-    """Who owns which name behind each gateway of a namespace. The order of rules and pools does not matter.
+    """Decides the owner of each name behind each gateway of a namespace. The order of rules and pools does not matter.
 
     Pools claim the names of their model and adapters, rules their `model_name`. The oldest claim wins, and of equally
     old ones the pool's. When it goes or becomes invalid, the next oldest takes over. A rule for a name of its own pool
@@ -160,7 +161,7 @@ def decide_names(rules: Iterable[ModelRule], pools: Mapping[str, PoolClaim]) -> 
 
 
 def _leads_away(rule: ModelRule, pools: Mapping[str, PoolClaim]) -> bool:
-    """Whether a target of the rule is a name of another pool."""
+    """Returns whether a target of the rule is a name of another pool."""
     home = pools[rule.pool]
     others = {name for pool in pools.values() if pool.gateway == home.gateway for name in pool.names}
     return any(target in others and target not in home.names for target, _ in rule.targets)

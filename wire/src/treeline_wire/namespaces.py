@@ -15,7 +15,7 @@ _MARK = "\0"
 
 
 def join_namespace(lora: str | None, salt: str | None, client: str | None = None) -> str | None:
-    """The namespace of adapter, salt and client; None without any of them. Empty strings count as None.
+    """Returns the namespace of adapter, salt and client; None without any of them. Empty strings count as None.
 
     Injective: no two triples share a namespace.
     """
@@ -28,7 +28,7 @@ def join_namespace(lora: str | None, salt: str | None, client: str | None = None
 
 
 def adapter_of(namespace: str | None) -> str | None:
-    """The adapter in a namespace from `join_namespace`."""
+    """Returns the adapter in a namespace from `join_namespace`."""
     if namespace is None or not namespace.startswith(_MARK):
         return None
     adapter: str | None = json.loads(namespace[1:])["lora"]
@@ -36,14 +36,14 @@ def adapter_of(namespace: str | None) -> str | None:
 
 
 def join_salt(cache_salt: str | None, extra_key: str | None) -> str | None:
-    """One salt from the two that a request may have. Injective."""
+    """Joins the two salts that a request may have. Injective."""
     if extra_key or (cache_salt and cache_salt.startswith(_MARK)):
         return _MARK + json.dumps([cache_salt or None, extra_key or None], ensure_ascii=False)
     return cache_salt or None
 
 
 def client_salt(key: bytes, client: str, salt: str | None) -> str:
-    """The salt for a client and its own salt, for engines that know only salts: 64 hexadecimal digits.
+    """Returns the salt for a client and its own salt, for engines that know only salts: 64 hexadecimal digits.
 
     Without the secret `key` nobody can compute another client's salt, or the client of a salt.
     """
@@ -52,7 +52,7 @@ def client_salt(key: bytes, client: str, salt: str | None) -> str:
 
 
 def event_namespace(lora_name: str | None, cache_salt: str | None) -> str | None:
-    """The namespace of a stored block's event (`lora_name` and `cache_salt`)."""
+    """Returns the namespace of a stored block's event (`lora_name` and `cache_salt`)."""
     if cache_salt and cache_salt.startswith(_MARK):
         return cache_salt
     return join_namespace(lora_name, cache_salt)

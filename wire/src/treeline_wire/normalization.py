@@ -54,13 +54,14 @@ MOST_GROWTH: Final = 64
 
 
 def identity(text: str) -> str:
-    """No normalization."""
+    """Returns the text unchanged."""
     return text
 
 
 def flatten(spec: dict[str, Any] | None, members: str) -> list[dict[str, Any]]:
-    """The steps of a tokenizer.json component, with nested sequences flattened. `members`: the name of a sequence's
-    list."""
+    """Returns the steps of a tokenizer.json component, with nested sequences flattened. `members`: the name of a
+    sequence's list.
+    """
     if spec is None:
         return []
     if spec.get("type") == "Sequence":
@@ -75,7 +76,7 @@ def check_growth(spec: dict[str, Any] | None) -> None:
     for step in flatten(spec, "normalizers"):
         if step.get("type") == "Replace":
             old, new = step["pattern"].get("String"), len(step["content"])
-            # A regular expression may match nothing, and that everywhere.
+            # A regular expression may match the empty text, at every position.
             growth *= max(1.0, new / len(old)) if old else 1.0 + new
         elif step.get("type") == "Prepend":
             growth *= 1.0 + len(step["prepend"])
@@ -84,7 +85,7 @@ def check_growth(spec: dict[str, Any] | None) -> None:
 
 
 def space_mark(spec: dict[str, Any] | None) -> str | None:
-    """The character that a normalizer writes for a space, or None."""
+    """Returns the character that a normalizer writes for a space, or None."""
     for step in flatten(spec, "normalizers"):
         blanks = step.get("type") == "Replace" and step.get("pattern") == {"String": " "}
         if blanks and len(step["content"]) == 1:
@@ -93,7 +94,7 @@ def space_mark(spec: dict[str, Any] | None) -> str | None:
 
 
 def compile_normalizer(spec: dict[str, Any] | None, rust: Any, mark: str | None) -> Normalizer:
-    """The function for `spec` (the `normalizer` of tokenizer.json).
+    """Returns the function for `spec` (the `normalizer` of tokenizer.json).
 
     `rust`: the same normalizer in the library; `mark`: the character to read as a space.
     """
@@ -160,7 +161,7 @@ def _unicode(text: str, form: Form) -> str:
 
 
 def long_run(text: str) -> int | None:
-    """Start of the first long run of combining marks, with its base character; None if there is none.
+    """Returns the start of the first long run of combining marks, with its base character; None if there is none.
 
     Python sorts a run by insertion, in quadratic time: 64 KB of marks take seconds. Normal texts have a few in a row,
     Unicode's stream-safe format allows 30; runs of 64 or more are found here, by samples, so that other texts cost next
@@ -184,7 +185,9 @@ def long_run(text: str) -> int | None:
 
 @functools.cache
 def _marks() -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """Patterns for a few combining marks in a row, and for a whole run: all characters that some form reorders."""
+    """Returns patterns for a few combining marks in a row, and for a whole run: all characters that some form
+    reorders.
+    """
     codes = [
         code for code in chain(*_COMBINING_RANGES) if unicodedata.combining(unicodedata.normalize("NFKD", chr(code))[0])
     ]
@@ -204,8 +207,8 @@ def _is_disputed(text: str, form: Form) -> bool:
 
 @functools.cache
 def _disputed(form: Form) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """Characters, up to U+FFFF and above, that Python and the library may treat differently because of their Unicode
-    versions.
+    """Returns the characters, up to U+FFFF and above, that Python and the library may treat differently because of
+    their Unicode versions.
 
     These are characters unknown to Python's version (in planes with combining characters), and those whose
     decomposition or combining class differs in the library.

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 MOST_MODELS: Final = 10
-"""That an error names."""
+"""Most models that an error names."""
 _MOST_CHARS: Final = 256
-"""Of a model's name, in an error."""
+"""Most characters of a model's name in an error."""
 
 
 def error_body(
@@ -19,7 +19,9 @@ def error_body(
 
 
 def no_such_model(name: str, served: Sequence[str]) -> str:
-    """The message of a 404 for a model: it lists those that the client can ask for, at most `MOST_MODELS`."""
+    """Returns the message of a 404 for a model: it lists the models that the client can ask for, at most
+    `MOST_MODELS`.
+    """
     said = f"The model `{_short(name)}` does not exist or you do not have access to it."
     if not served:
         return said

@@ -29,13 +29,13 @@ class PathRule:
 
 
 BELOW: Final = r"/(?:[A-Za-z0-9._~:@+=,/-]|%(?:20|2[BbCc]|3[AaDd]|40))+"
-"""What may follow a path with `below`: model names. No escaped slash, dot or percent sign, and no `;`, which edge and
-engine could read differently. Valid in RE2 and `re`."""
+"""The pattern of paths after one with `below`: model names. No escaped slash, dot or percent sign, and no `;`, which
+edge and engine could read differently. Valid in RE2 and `re`."""
 
 _MODELS: Final = (
     PathRule("/v1/models", READ),
     PathRule("/v1/models", READ, below=True),
-    # Clients and load balancers ask it. It only shows whether the engine serves.
+    # For clients and load balancers. It only shows whether the engine serves.
     PathRule("/health", READ),
 )
 _OPENAI: Final = ("/v1/chat/completions", "/v1/completions")
@@ -126,7 +126,7 @@ _BELOW: Final[Mapping[str, tuple[tuple[re.Pattern[str], tuple[str, ...]], ...]]]
 
 
 def inference_paths(engines: Iterable[str]) -> tuple[PathRule, ...]:
-    """The union of these engines' paths, in a fixed order. Raises `KeyError` for an unknown engine."""
+    """Returns the union of these engines' paths, in a fixed order. Raises `KeyError` for an unknown engine."""
     return tuple(dict.fromkeys(rule for engine in sorted(set(engines)) for rule in INFERENCE[engine]))
 
 

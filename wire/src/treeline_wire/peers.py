@@ -1,4 +1,4 @@
-"""Messages between the pickers of a pool: which requests they sent where, and how these went on.
+"""Messages between the pickers of a pool: their requests, and how these went on.
 
 A message is the content of a datagram before sealing: a msgpack array that begins with its kind. It has at most
 `MOST_BYTES`, so that no network splits the datagram.
@@ -42,12 +42,12 @@ class PeerMessageError(WireError):
 
 
 class How(IntEnum):
-    """How another picker's request went on."""
+    """The way in which another picker's request went on."""
 
     PREFILLED = 0
     """Its answer began with its first token."""
     ANSWERED = 1
-    """Its answer began, but without telling when its prefill was done."""
+    """Its answer began, but the end of its prefill is unknown."""
     FAILED = 2
     """The endpoint will not hold its prompt: an error, another endpoint, or the client disconnected."""
     OVERLOADED = 3
@@ -71,7 +71,7 @@ class Opened(Struct, frozen=True, gc=False, array_like=True, tag=1):
 
 
 class Closed(Struct, frozen=True, gc=False, array_like=True, tag=0):
-    """A request no longer needs what was reserved for it."""
+    """The end of a request's reservation."""
 
     id: Id
     how: How
@@ -81,7 +81,7 @@ Record: TypeAlias = Opened | Closed
 
 
 class Delta(Struct, frozen=True, array_like=True, tag=1):
-    """What happened since the previous delta; `seq` counts from 1. Without records it is a heartbeat."""
+    """The changes since the previous delta; `seq` counts from 1. Without records it is a heartbeat."""
 
     seq: Number
     records: tuple[Record, ...] = ()
@@ -115,12 +115,12 @@ _decode = msgspec.msgpack.Decoder(Message).decode
 
 
 def endpoint_ref(name: str, address: str) -> bytes:
-    """An endpoint's name on the wire, the same at all pickers without agreement on numbers."""
+    """Returns an endpoint's name on the wire, the same at all pickers without agreement on numbers."""
     return hashlib.blake2b(f"{name}\0{address}".encode(), digest_size=REF_BYTES).digest()
 
 
 def encode(message: Message) -> bytes:
-    """Raises ValueError for a message that is too large: see `packed`."""
+    """Encodes a message. Raises ValueError for one that is too large: see `packed`."""
     out = _encode(message)
     if len(out) > MOST_BYTES:
         raise ValueError(f"a message of {len(out)} bytes: at most {MOST_BYTES}")
@@ -128,7 +128,7 @@ def encode(message: Message) -> bytes:
 
 
 def packed(records: Sequence[Record]) -> list[int]:
-    """How many of the records, in order, go into each of the fewest messages. O(records)."""
+    """Splits records, in order, into the fewest messages; returns the number of records in each. O(records)."""
     counts, room = [], 0
     for record in records:
         size = len(_encode(record))
@@ -141,7 +141,7 @@ def packed(records: Sequence[Record]) -> list[int]:
 
 
 def decode(data: bytes) -> Message:
-    """Raises `PeerMessageError`. O(bytes)."""
+    """Decodes a message. Raises `PeerMessageError`. O(bytes)."""
     if len(data) > MOST_BYTES:
         raise PeerMessageError(f"a message of {len(data)} bytes: at most {MOST_BYTES}")
     try:

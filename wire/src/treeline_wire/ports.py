@@ -10,7 +10,7 @@ EXT_PROC = 9002
 EDS = 9003
 PICKER_ADMIN = 9004
 PEERS = 9005
-"""Between pickers of a pool, UDP."""
+"""Messages between pickers of a pool, over UDP."""
 METRICS = 9090
-"""Of the picker."""
+"""The picker's metrics."""
 GATEWAY = 8080

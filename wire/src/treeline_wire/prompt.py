@@ -1,4 +1,4 @@
-"""From an OpenAI request body to its prompt and cache namespace.
+"""Converts an OpenAI request body to its prompt and cache namespace.
 
 Runtime and picker share these functions.
 """
@@ -52,11 +52,11 @@ def prompt_of_chat(body: Mapping[str, Any], template: ChatTemplate, dialect: Cha
     """Renders the `messages` of a chat request as the engine of this dialect would.
 
     Reads `messages`, `tools`, `tool_choice`, `documents`, `add_generation_prompt`, `continue_final_message`,
-    `chat_template_kwargs`, `reasoning_effort`, and what else the dialect uses. Parses arguments of tool calls, since
-    templates expect objects.
+    `chat_template_kwargs`, `reasoning_effort`, and further members that the dialect uses. Parses arguments of tool
+    calls, since templates expect objects.
 
-    Raises `PromptError` for a wrong request, `chat.TemplateError` for a faulty template, and what else
-    `ChatTemplate.render` raises.
+    Raises `PromptError` for a wrong request, `chat.TemplateError` for a faulty template, and the other errors of
+    `ChatTemplate.render`.
     """
     return _rendered(body, template, dialect, dialect.turn)
 
@@ -116,7 +116,7 @@ def _rendered(
 
 
 def prompt_of_completion(body: Mapping[str, Any]) -> list[Prompt]:
-    """The prompts of a completion request. `prompt` is a text, a list of texts, ids, or a list of lists of ids.
+    """Returns the prompts of a completion request. `prompt` is a text, a list of texts, ids, or a list of lists of ids.
 
     Raises `PromptError`.
     """
@@ -136,8 +136,8 @@ def prompt_of_completion(body: Mapping[str, Any]) -> list[Prompt]:
 
 
 def namespace_of(body: Mapping[str, Any], client: str | None = None) -> str | None:
-    """The cache namespace of a request: from `lora_path`, `cache_salt`, `extra_key`, and the client if caches are
-    isolated.
+    """Returns the cache namespace of a request: from `lora_path`, `cache_salt`, `extra_key`, and the client if caches
+    are isolated.
 
     None without any of them. Raises `PromptError`.
     """
@@ -145,7 +145,7 @@ def namespace_of(body: Mapping[str, Any], client: str | None = None) -> str | No
 
 
 def salt_of(body: Mapping[str, Any]) -> str | None:
-    """The caller's salt: `cache_salt` and `extra_key` joined. Raises `PromptError`."""
+    """Returns the caller's salt: `cache_salt` and `extra_key` joined. Raises `PromptError`."""
     return join_salt(_optional_text(body, "cache_salt"), _optional_text(body, "extra_key"))
 
 
@@ -180,7 +180,7 @@ def _optional_text(body: Mapping[str, Any], name: str) -> str | None:
 
 
 def _ids(value: list[Any]) -> list[int]:
-    """Token ids. JSON has one kind of number: 5.0 is 5."""
+    """Checks token ids. JSON has one kind of number: 5.0 is 5."""
     if not value:
         raise PromptError("prompt", "must not be empty")
     if any(isinstance(item, float) for item in value):

@@ -74,7 +74,7 @@ class CurveKeys:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` is reachable from this machine only. Unknown names count as reachable from elsewhere."""
+    """Returns whether `host` is reachable from this machine only. Unknown names count as reachable from elsewhere."""
     if host == "localhost":
         return True
     try:
@@ -85,7 +85,7 @@ def is_loopback(host: str) -> bool:
 
 
 def read_secret(path: str | os.PathLike[str]) -> bytes:
-    """A file's content without surrounding space. Raises `KeyFileError`, also if everyone may read the file."""
+    """Returns a file's content without surrounding space. Raises `KeyFileError`, also if everyone may read the file."""
     try:
         mode = Path(path).stat().st_mode
         value = Path(path).read_bytes().strip()

@@ -1,7 +1,7 @@
 """Settings, each defined once as a dataclass field with bounds, help, and further sources.
 
-Command-line flags (`add_flags`), parsed values (`values`), checks of values from Python (`check`), and what may be
-shown (`shown`) follow from them.
+Command-line flags (`add_flags`), parsed values (`values`), checks of values from Python (`check`), and a listing
+without secrets (`shown`) follow from them.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ _SECONDS = ("S", "SECONDS")
 
 
 class ConfigError(ValueError):
-    """A setting with an unusable value; names the setting and what to do."""
+    """A setting with an unusable value; the message names the setting and says what to do."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What a field says besides name, type and default."""
+    """The properties of a setting besides name, type and default."""
 
     help: str
     group: str | None = ""
     """Its group in `--help`. None: no flag, for Python only."""
     flag: str | None = None
-    """Its name if that is not the field's."""
+    """The flag's name if that differs from the field's."""
     metavar: str | None = None
     at_least: float | None = None
     above: float | None = None
     at_most: float | None = None
     choices: Iterable[Any] | None = None
-    """None: those of a `Literal`, or any value."""
+    """The allowed values. None: those of a `Literal`, or any."""
     parse: Callable[[str], Any] | None = None
     """Text → value; None: by the field's type. A bool with a parser may be given with or without a value."""
     repeated: bool = False
@@ -57,12 +57,12 @@ class Setting:
 
 
 def setting(default: Any = dataclasses.MISSING, /, **words: Any) -> Any:
-    """A dataclass field; `words` are the members of `Setting`."""
+    """Returns a dataclass field; `words` are the members of `Setting`."""
     return dataclasses.field(default=default, metadata={"setting": Setting(**words)})
 
 
 def port_setting(default: Any, /, least: int = 0, **words: Any) -> Any:
-    """A setting that is one or more ports; 0, if allowed, is any free port."""
+    """Returns a setting of one or more ports; 0, if allowed, is any free port."""
     return setting(default, at_least=least, at_most=65535, **words)
 
 
@@ -74,7 +74,7 @@ def namespace(text: str) -> str:
 
 
 def settings_of(kind: type) -> dict[str, tuple[dataclasses.Field[Any], Setting]]:
-    """The settings of a dataclass by name."""
+    """Returns the settings of a dataclass by name."""
     fields = [field for field in dataclasses.fields(kind) if "setting" in field.metadata]
     return {field.name: (field, field.metadata["setting"]) for field in fields}
 
@@ -91,7 +91,7 @@ def check(value: Any) -> None:
 
 
 def shown(value: Any) -> dict[str, Any]:
-    """All settings of a dataclass except secrets."""
+    """Returns all settings of a dataclass, with secrets hidden."""
     found = {name: (words, getattr(value, name)) for name, (_, words) in settings_of(type(value)).items()}
     return {n: "(set)" if words.secret and one is not None else one for n, (words, one) in found.items()}
 
@@ -115,7 +115,7 @@ def add_flags(
 
 
 def values(kind: type, given: argparse.Namespace) -> dict[str, Any]:
-    """Field → value for the settings whose flags were added."""
+    """Returns the value of each field whose flag was added."""
     found = {}
     for name, (field, words) in settings_of(kind).items():
         dest = _flag(name, words).removeprefix("--").replace("-", "_")
@@ -130,7 +130,9 @@ def _flag(name: str, words: Setting) -> str:
 
 
 def _argument(words: Setting, hint: Any, default: Any) -> dict[str, Any]:
-    """The arguments of `add_argument`. A text default, as from the environment, is parsed like a flag's value."""
+    """Returns the arguments of `add_argument`. A text default, as from the environment, is parsed like a flag's
+    value.
+    """
     found = {"required": not words.word} if default is dataclasses.MISSING else {"default": default}
     if hint is bool and words.parse is None:
         return found | {"action": argparse.BooleanOptionalAction if words.either else "store_true"}
@@ -148,7 +150,7 @@ def _choices(words: Setting, hint: Any) -> Iterable[Any] | None:
 @functools.cache
 def _choices_of(kind: type) -> dict[str, Iterable[Any] | None]:
     hints = typing.get_type_hints(kind)
-    # Also of a bool, which a call can give any value: "off" counts as true.
+    # Also of a bool: a call from Python can pass any value, and "off" would count as true.
     either = {name: (False, True) for name, hint in hints.items() if hint is bool}
     return {name: either.get(name) or _choices(words, hints[name]) for name, (_, words) in settings_of(kind).items()}
 

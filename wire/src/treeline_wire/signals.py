@@ -20,7 +20,7 @@ MOST_PER_S: Final = 4
 HEARTBEAT_S: Final = 2.0
 SILENT_S: Final = 6.0
 RECENT_S: Final = 10.0
-"""How long "recently" is."""
+"""The length of "recently"."""
 MOST_LINE_BYTES: Final = 4 << 20
 
 MOST_COUNT: Final = 1 << 53
@@ -44,7 +44,7 @@ NOTHING_WAITS: Final = Waiting()
 
 
 class Asked(msgspec.Struct, frozen=True):
-    """What this picker alone knows of the requests for a pool or one of its models.
+    """The demand that only this picker knows, for a pool or one of its models.
 
     `held`: waiting here for an endpoint, counted per pool only. `missed`: arrived recently while none was ready, and
     were refused or sent to another pool. `picks`: got an endpoint recently; `ttft_p50_s` and `ttft_p90_s`: quantiles of
@@ -100,8 +100,9 @@ _decode = msgspec.json.Decoder(Signals).decode
 
 
 def merged(told: Iterable[PoolSignals]) -> PoolSignals:
-    """Combines several pickers of a pool. What each knows alone adds up; of what all see, and of quantiles, the largest
-    counts."""
+    """Combines several pickers' signals of a pool. Demand that only one knows adds up; of common facts, and of
+    quantiles, the largest counts.
+    """
     found = list(told)
     models = dict.fromkeys(name for one in found for name in one.models)
     return PoolSignals(
@@ -111,7 +112,7 @@ def merged(told: Iterable[PoolSignals]) -> PoolSignals:
         queued_tokens=max((one.queued_tokens for one in found), default=0),
         in_flight_requests=max((one.in_flight_requests for one in found), default=0),
         in_flight_tokens=max((one.in_flight_tokens for one in found), default=0),
-        silent=min((one.silent for one in found), default=0),  # one that hears an endpoint is enough
+        silent=min((one.silent for one in found), default=0),  # one picker with its reports is enough
     )
 
 

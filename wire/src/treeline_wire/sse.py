@@ -14,15 +14,15 @@ class EventStream:
     """Takes bytes in pieces of any size. Only the data of an event is read."""
 
     def __init__(self, max_bytes: int) -> None:
-        """max_bytes: the largest event; a server might never end one."""
+        """Makes a reader; `max_bytes` bounds an event, since a server might never end one."""
         self._max_bytes = max_bytes
         self._line = bytearray()
-        """What there is of the line that has not ended."""
+        """The beginning of the line that has not ended."""
         self._data: list[bytes] = []
         self._held = 0
-        """Bytes of the data."""
+        """Bytes of the data so far."""
         self._after_return = False
-        """A line has ended with what may be the half of its end."""
+        """Whether a line has ended with a carriage return, whose line feed may follow."""
         self._begun = False
 
     def take(self, chunk: bytes) -> list[str]:
@@ -43,7 +43,7 @@ class EventStream:
         return found
 
     def end(self) -> list[str]:
-        """The last event, if the server did not end it with an empty line."""
+        """Returns the last event, if the server did not end it with an empty line."""
         return [*self._end_of(bytes(self._line)), *self._end_of(b"")]
 
     def _end_of(self, line: bytes) -> list[str]:

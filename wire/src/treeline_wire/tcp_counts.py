@@ -20,19 +20,19 @@ _RECEIVED_AT: Final = 128  # tcpi_bytes_received in `struct tcp_info`
 
 
 def identity(fd: int) -> int:
-    """An identity that differs between connections even if they reuse a file number."""
+    """Returns an identity that differs between connections even if they reuse a file number."""
     return os.fstat(fd).st_ino
 
 
 def received(fd: int) -> int:
-    """Bytes received since the connection was opened."""
+    """Returns the bytes received since the connection was opened."""
     with _borrowed(fd) as sock:
         info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
     return int(struct.unpack_from("Q", info, _RECEIVED_AT)[0])
 
 
 def unread(fd: int) -> int:
-    """Received bytes that the process has not read yet."""
+    """Returns the received bytes that the process has not read yet."""
     return int(struct.unpack("i", fcntl.ioctl(fd, termios.FIONREAD, bytes(4)))[0])
 
 

@@ -1,7 +1,7 @@
 """The language of chat templates: Jinja as set up by `transformers`, in a closed sandbox.
 
 Templates come with checkpoints and are not trusted. They see JSON values and a few of Jinja's own types, and of each
-only the members listed here; nothing else exists, so no list of dangers has to be complete. There is no `Markup` (its
+only the members listed here. All others are closed, so no list of dangers must be complete. There is no `Markup` (its
 `format` is no builtin method), no `str.format`, no underscored name.
 
 The *cost* of a template is limited elsewhere: `template_inline`, and the runtime's `templates.worker`.
@@ -30,7 +30,7 @@ _MAX_DATE_FORMAT: Final = 256
 
 
 def words(text: str) -> frozenset[str]:
-    """A set of names from one text."""
+    """Returns a set of names from one text."""
     return frozenset(text.split())
 
 
@@ -120,9 +120,10 @@ class _CodeGenerator(CodeGenerator):
 
 
 class TemplateEnvironment(ImmutableSandboxedEnvironment):
-    """Compiles chat templates. Rendering raises `RaisedError` for `raise_exception`, and anything for other faults.
+    """Compiles chat templates. Rendering raises `RaisedError` for `raise_exception`, and any exception for other
+    faults.
 
-    `clock` is what `strftime_now` writes, in UTC, so that prompts do not depend on the place.
+    `clock` gives the time of `strftime_now`, in UTC, so that prompts do not depend on the place.
     """
 
     code_generator_class = _CodeGenerator
@@ -162,7 +163,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return tree
 
     def getattr(self, obj: Any, attribute: str) -> Any:
-        """`obj.attribute`: a member, or the item of that name."""
+        """Returns `obj.attribute`: a member, or the item of that name."""
         kind = type(obj)
         if kind is dict:
             if attribute not in _DICT_NAMES:
@@ -171,11 +172,11 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
                 except KeyError:
                     return self.undefined(obj=obj, name=attribute)
         elif isinstance(obj, Undefined) and not attribute.startswith("_"):
-            return getattr(obj, attribute)  # raises, saying what is undefined
+            return getattr(obj, attribute)  # raises an error that names it
         return self._member(obj, attribute)
 
     def getitem(self, obj: Any, argument: Any) -> Any:
-        """`obj[argument]`: an item, or the member of that name."""
+        """Returns `obj[argument]`: an item, or the member of that name."""
         if type(obj) in _SUBSCRIPTABLE or isinstance(obj, Undefined):
             try:
                 return obj[argument]
@@ -201,7 +202,7 @@ class TemplateEnvironment(ImmutableSandboxedEnvironment):
         return self.undefined(obj=obj, name=name)
 
     def _attr(self, obj: Any, name: str) -> Any:
-        """The filter: members only."""
+        """Applies the filter `attr`: members only."""
         return self._member(obj, str(name))
 
     def _strftime_now(self, format: str) -> str:
@@ -230,7 +231,7 @@ class _Generation(Extension):
 
 
 def raised_texts(tree: nodes.Template) -> frozenset[str]:
-    """The template's own constant messages for `raise_exception`."""
+    """Returns the template's own constant messages for `raise_exception`."""
     texts = set()
     for call in tree.find_all(nodes.Call):
         if isinstance(call.node, nodes.Name) and call.node.name == "raise_exception" and len(call.args) == 1:
@@ -241,7 +242,7 @@ def raised_texts(tree: nodes.Template) -> frozenset[str]:
 
 
 def line_of(error: BaseException) -> int | None:
-    """The template's line of an error."""
+    """Returns the template's line of an error."""
     line, traceback = None, error.__traceback__
     while traceback is not None:
         if traceback.tb_frame.f_code.co_filename == "<template>":
@@ -257,12 +258,12 @@ def tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """`transformers`' filter: JSON as Python writes it, without HTML escapes."""
+    """Writes JSON like `transformers`' filter: as Python does, without HTML escapes."""
     return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def utc_now() -> datetime:
-    """The current time."""
+    """Returns the current time."""
     return datetime.now(UTC)
 
 
@@ -280,6 +281,6 @@ def _check_name(name: Any) -> None:
 
 
 def compile_template(environment: jinja2.Environment, source: str) -> tuple[jinja2.Template, frozenset[str]]:
-    """The template and its `raised_texts`. Raises whatever Jinja and Python's compiler raise."""
+    """Compiles a template; returns also its `raised_texts`. Raises any error of Jinja and of Python's compiler."""
     texts = raised_texts(environment.parse(source))
     return environment.from_string(source), texts

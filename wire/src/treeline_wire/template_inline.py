@@ -75,7 +75,7 @@ _CHEAP_OPERATORS: Final = frozenset({"eq", "ne", "lt", "gt", "lteq", "gteq"})
 _READING: Final = words("== != < <= > >= eq equalto ge greaterthan gt in le lessthan lower lt ne sameas upper")
 """Tests that read a whole value; the others look at a type or a number."""
 _UNLIMITED: Final = words("d default replace")
-"""Filters that take long arguments: they pass them on, or check them themselves."""
+"""Filters with long arguments, which they pass on, or check themselves."""
 
 
 class NotInlineError(Exception):
@@ -83,7 +83,7 @@ class NotInlineError(Exception):
 
 
 class _RenderBudget:
-    """What remains for one rendering."""
+    """The remaining budget of one rendering."""
 
     __slots__ = ("_began", "_seconds", "deadline", "output_chars")
 
@@ -102,7 +102,7 @@ class _RenderBudget:
             self.check_time()
 
     def check_time(self) -> None:
-        """The deadline has passed: checks whether this rendering used the time, or others on this machine."""
+        """Checks after the deadline whether this rendering used the time, or others on this machine."""
         left = self._seconds - (time.thread_time() - self._began)
         if left <= 0:
             raise NotInlineError("it takes too long")
@@ -113,7 +113,7 @@ _budget: ContextVar[_RenderBudget] = ContextVar("treeline_inline_budget")
 
 
 class InlineTemplate:
-    """A template that may be rendered in this process. Raises `NotInlineError` otherwise, and what Jinja raises."""
+    """A template that may be rendered in this process. Raises `NotInlineError` otherwise, and Jinja's errors."""
 
     def __init__(self, source: str, environment: InlineEnvironment | None = None) -> None:
         if len(source) > MAX_SOURCE_CHARS:
@@ -121,8 +121,9 @@ class InlineTemplate:
         self._template, self.raised_texts = compile_template(environment or _environment(), source)
 
     def render(self, variables: dict[str, Any], seconds: float = MAX_SECONDS) -> str:
-        """The text, within `seconds` of CPU time. Raises `NotInlineError`, `RaisedError`, and any fault of the template
-        or its values."""
+        """Returns the text, within `seconds` of CPU time. Raises `NotInlineError`, `RaisedError`, and any fault of the
+        template or its values.
+        """
         token = _budget.set(_RenderBudget(seconds))
         try:
             return self._template.render(variables)
@@ -207,7 +208,7 @@ class _Inline(NodeTransformer):
         return node
 
     def visit_Output(self, node: nodes.Output) -> nodes.Node:
-        """`_finalize` measures what is printed."""
+        """Leaves the output unguarded: `_finalize` measures it."""
         node.nodes = [self._visit_unguarded(child) for child in node.nodes]
         return node
 
@@ -295,13 +296,13 @@ def _filtered(node: nodes.Node, name: str) -> nodes.Filter:
 
 
 def _tick_of(node: nodes.Node) -> nodes.Node:
-    """The statement at the start of a repeated body; it counts the body's literal text."""
+    """Returns the statement at the start of a repeated body; it counts the body's literal text."""
     chars = sum(len(data.data) for data in node.find_all(nodes.TemplateData))
     tick = _filtered(nodes.Const(chars, lineno=node.lineno), _TICK)
     return nodes.ExprStmt(tick, lineno=node.lineno)
 
 
-# ---- what runs while a template renders -----------------------------------------------------------------------------
+# ---- functions that run while a template renders --------------------------------------------------------------------
 
 
 def _guard(value: Any) -> Any:
@@ -328,7 +329,7 @@ def _look_at_clock() -> None:
 
 
 def _measured(items: Iterable[Any]) -> Iterator[Any]:
-    """The items of a filter: measured as they come, until the time is over."""
+    """Yields the items of a filter: measured as they come, until the time is over."""
     left = MAX_CHARS
     for item in items:
         left = _measure((item,), left)
@@ -337,14 +338,14 @@ def _measured(items: Iterable[Any]) -> Iterator[Any]:
 
 
 def _keep(value: Any) -> Any:
-    """A value that outlives a round of a loop. Nested generators would grow with each round."""
+    """Checks a value that outlives a round of a loop. Nested generators would grow with each round."""
     if type(value) is GeneratorType:
         raise NotInlineError("it keeps a generator")
     return value
 
 
 def _measure(value: Any, left: int) -> int:
-    """What remains of `left` after all members and characters of a value, counted as often as they occur."""
+    """Returns the rest of `left` after all members and characters of a value, counted as often as they occur."""
     if len(value) > _MAX_PIECES:
         raise NotInlineError("a value is too large")
     children: Iterable[Any] = value
@@ -435,7 +436,7 @@ def _check_join(items: Any, d: Any = "", attribute: Any = None) -> None:
 
 
 def _check_pieces(value: Any) -> None:
-    """A text may not split into too many characters or words."""
+    """Refuses a text that would split into too many characters or words."""
     if type(value) is str and len(value) > _MAX_PIECES:
         raise NotInlineError("it makes too many pieces")
 

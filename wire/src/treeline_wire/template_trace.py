@@ -2,15 +2,15 @@
 
 Each text is replaced by a *watched* one: a mark (a character of a private plane) in a string that may be written and
 passed on, and that notices inspection (comparing, searching, slicing, measuring, JSON …). Without inspection the
-rendering is the same for all texts, and what stands between the marks is what the template writes between the texts.
+rendering is the same for all texts: the template writes the same constants between the texts as between the marks.
 Some inspections have an answer that holds for most texts:
 
     stripped     whitespace at the ends, or whether there is text: holds for texts that are neither empty nor padded
     compared     with a constant, or searched for one: holds for texts that do not have the constant in them
-    dated        `strftime_now`: holds for as long as it says the same
+    dated        `strftime_now`: holds for as long as its output stays the same
 
 All others raise `DependsOnTextError`. The language is the inline one (`template_inline`), within its bounds. Python's
-own functions read a string without asking it, so only those named here receive watched texts.
+own functions read a string without calling its methods, so only those named here receive watched texts.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _NEEDLE: Final = "needle!"
 _TYPE_TESTS: Final = words("defined undefined none string mapping iterable sequence number boolean true false integer")
 _EQUAL_TESTS: Final = words("== != eq equalto ne")
 _TEXT_FILTERS: Final = words("d default safe string trim")
-"""Filters that may receive a watched text; it notices what they ask."""
+"""Filters that may receive a watched text; they inspect it by its methods only."""
 _TEXT_METHODS: Final = words("strip lstrip rstrip startswith endswith")
 
 
@@ -52,7 +52,7 @@ class Trace(Struct, frozen=True):
     """One rendering: `constants[0] text constants[1] text … constants[-1]`, with the texts at `order`.
 
     Valid for texts where those at `stripped` are neither empty nor padded, those at `without[c]` do not contain c, and
-    each of `dates`, a format, still gives the same.
+    each of `dates`, a format, still has the same output.
     """
 
     constants: tuple[str, ...]
@@ -63,7 +63,7 @@ class Trace(Struct, frozen=True):
 
 
 class _Watch:
-    """What one rendering inspected. `failed`: an inspection whose answer depends on the text."""
+    """The inspections of one rendering. `failed`: one of them has an answer that depends on the text."""
 
     def __init__(self) -> None:
         self.failed = False
@@ -76,17 +76,17 @@ _watch: ContextVar[_Watch] = ContextVar("treeline_template_watch")
 
 
 def mark(number: int) -> str:
-    """The mark of this text number, below `MAX_TEXTS`."""
+    """Returns the mark of this text number, below `MAX_TEXTS`."""
     return chr(_FIRST_MARK + number)
 
 
 def has_mark(text: str) -> bool:
-    """Whether a text contains a character that looks like a mark."""
+    """Returns whether a text contains a character that looks like a mark."""
     return _MARK.search(text) is not None
 
 
 def watched(number: int) -> str:
-    """The watched text of this number, for `TracedTemplate.trace`."""
+    """Returns the watched text of this number, for `TracedTemplate.trace`."""
     return _Text(mark(number))
 
 
@@ -136,7 +136,7 @@ class _Text(str):
         return self._stripped(str.rstrip, chars)
 
     def _has(self, constant: Any, *more: Any) -> bool:
-        """Compared with a constant, or searched for one, which might begin in the text's surroundings."""
+        """Records a comparison with a constant, or a search for one, which might begin in the text's surroundings."""
         if more or type(constant) is not str or _MARK.fullmatch(self) is None:
             _fail()
         if constant:
@@ -156,7 +156,7 @@ for _name in {*dir(str), "__hash__", "__repr__"} - (_KNOWN - {"__hash__", "__rep
 
 
 def _tracked(value: Any) -> Any:
-    """A new value, watched if it contains a watched text."""
+    """Returns a new value, watched if it contains a watched text."""
     return _Text(value) if type(value) is str and has_mark(value) else value
 
 
@@ -188,7 +188,7 @@ class TracedTemplate(InlineTemplate):
         return Trace(tuple(_MARK.split(text)), order, frozenset(watch.stripped), without, watch.dates)
 
     def date(self, format: str) -> str:
-        """The current output of `strftime_now`."""
+        """Returns the current output of `strftime_now`."""
         return self._tracing.today(format)
 
 
@@ -204,7 +204,7 @@ class _TracingEnvironment(InlineEnvironment):
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
         for compare in list(tree.find_all(nodes.Compare)):
-            # A string is searched for another without asking that.
+            # A search in a string does not call methods of the other string.
             if any(operand.op in ("in", "notin") for operand in compare.ops):
                 compare.expr = _around(compare.expr, _NEEDLE)
                 for operand in compare.ops[:-1]:

@@ -1,4 +1,4 @@
-"""Where the tiny model is. It comes as the package `treeline-tiny`, which in a checkout is models/tiny."""
+"""The place of the tiny model, which is in the package `treeline-tiny`; in a checkout that is models/tiny."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from pathlib import Path
 
 
 def tiny_model() -> Path | None:
-    """The folder of its checkpoint; None where the package is not installed."""
+    """Returns the folder of its checkpoint; None if the package is not installed."""
     spec = find_spec("treeline_tiny")
     return Path(spec.submodule_search_locations[0]) if spec and spec.submodule_search_locations else None
 
 
 def model_folder(name: str) -> Path:
-    """The folder with this name, which need not exist; for `tiny` without one, the tiny model's."""
+    """Returns the folder with this name, which need not exist; for `tiny` without one, the tiny model's."""
     folder = Path(name).expanduser()
     if name == "tiny" and not folder.exists():
         return tiny_model() or folder

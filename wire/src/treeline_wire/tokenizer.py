@@ -22,7 +22,7 @@ class BundleError(ValueError):
 
 
 class TokenizerBundle(Struct, frozen=True, kw_only=True):
-    """What both sides need to turn a request into a prompt.
+    """The data with which both sides turn a request into a prompt.
 
     `tokenizer_json`: the `tokenizers` library's file. `special_tokens`: names in chat templates (`bos_token`,
     `eos_token`, …) → contents. `add_bos`: the configuration's `add_bos_token`, None if absent; for information, since
@@ -82,7 +82,7 @@ class TokenizerBundle(Struct, frozen=True, kw_only=True):
         )
 
     def to_json(self) -> bytes:
-        """The document that a runtime serves."""
+        """Returns the document that a runtime serves."""
         return msgspec.json.encode(self)
 
     @classmethod
@@ -110,8 +110,9 @@ class TokenizerBundle(Struct, frozen=True, kw_only=True):
 
 
 def _fingerprint(tokenizer_json: str, rest: list[Any]) -> str:
-    """The digest of the JSON list of all parts. The first part is written in pieces: one call on a large one would
-    block all threads for half a second."""
+    """Returns the digest of the JSON list of all parts. The first part is written in pieces: one call on a large one
+    would block all threads for half a second.
+    """
     made = hashlib.sha256(b'["')
     for at in range(0, len(tokenizer_json), _PIECE_CHARS):
         made.update(json.dumps(tokenizer_json[at : at + _PIECE_CHARS])[1:-1].encode())
@@ -143,7 +144,7 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """Named tokens: members `*_token`, as text or as an object with `content`, and model-specific ones."""
+    """Returns named tokens: members `*_token`, as text or as an object with `content`, and model-specific ones."""
     tokens: dict[str, str] = {}
     for extra in ("model_specific_special_tokens", "extra_special_tokens"):
         if isinstance(config.get(extra), dict):
@@ -156,7 +157,7 @@ def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
 
 
 def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Templates by name. Separate files win over the configuration, as in `transformers`."""
+    """Returns templates by name. Separate files win over the configuration, as in `transformers`."""
     found: dict[str, str] = {}
     value = config.get("chat_template") or _object(folder / "chat_template.json").get("chat_template")
     if isinstance(value, str):

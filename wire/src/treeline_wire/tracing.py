@@ -20,11 +20,11 @@ from opentelemetry.sdk.trace.sampling import ParentBased, Sampler, TraceIdRatioB
 from treeline_wire.tracing_env import SAMPLER, exporter_name, ratio
 
 for _name in ("opentelemetry.trace.propagation.tracecontext", "opentelemetry.trace.span"):
-    logging.getLogger(_name).setLevel(logging.ERROR)  # they warn of what clients send, in clients' words
+    logging.getLogger(_name).setLevel(logging.ERROR)  # their warnings quote clients
 
 
 def exporter() -> SpanExporter | None:
-    """The span exporter by `OTEL_TRACES_EXPORTER`; None for none. Raises TracingError."""
+    """Makes the span exporter that `OTEL_TRACES_EXPORTER` names; None for none. Raises TracingError."""
     name = exporter_name()
     if name == "none":
         return None
@@ -32,8 +32,9 @@ def exporter() -> SpanExporter | None:
 
 
 def provider(spans: SpanExporter, service: str) -> TracerProvider:
-    """A provider with resource and sampler from the variables. `service`: its name if they give none. Raises
-    TracingError."""
+    """Makes a provider with resource and sampler from the variables. `service`: its name if they give none. Raises
+    TracingError.
+    """
     sampler: Sampler | None = None  # the SDK reads it from the environment
     if not os.environ.get(SAMPLER):
         sampler = ParentBased(TraceIdRatioBased(ratio()))
@@ -45,8 +46,8 @@ def provider(spans: SpanExporter, service: str) -> TracerProvider:
 
 
 async def stop(provider: TracerProvider, limit_s: float) -> None:
-    """Sends remaining spans, for at most so many seconds."""
-    # Not by the loop's own threads: the process would wait for them while a collector hangs.
+    """Sends remaining spans, for at most `limit_s`."""
+    # In a daemon thread: the process would wait for the loop's own threads while a collector hangs.
     stopping = threading.Thread(target=provider.shutdown, daemon=True)
     stopping.start()
     await asyncio.to_thread(stopping.join, limit_s)

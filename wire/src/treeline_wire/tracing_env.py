@@ -1,4 +1,4 @@
-"""OpenTelemetry's variables, as far as picker, runtime and Envoy must agree; Envoy reads no variables and is configured
+"""OpenTelemetry's variables on which picker, runtime and Envoy must agree; Envoy reads no variables and is configured
 from these. The SDK reads the others itself and is not needed here.
 """
 
@@ -9,11 +9,11 @@ from typing import Final
 from urllib.parse import urlsplit
 
 PORT: Final = 4317
-"""OTLP over gRPC."""
+"""The port of OTLP over gRPC."""
 RATIO: Final = 0.1
 """The share of requests without a trace that start one."""
 ENDPOINT: Final = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-"""The first that is set wins."""
+"""Variables with the collector's URL; the first that is set wins."""
 EXPORTER: Final = "OTEL_TRACES_EXPORTER"
 PROTOCOL: Final = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 SAMPLER: Final = "OTEL_TRACES_SAMPLER"
@@ -35,17 +35,19 @@ _OPERATIONS: Final = (
 
 
 class TracingError(Exception):
-    """The variables ask for something unsupported; the message says what to do."""
+    """The variables have an unsupported value; the message says what to do."""
 
 
 def operation_of(path: str) -> str:
-    """`gen_ai.operation.name` of a request; empty for a path that generates nothing."""
+    """Returns `gen_ai.operation.name` of a request; empty for a path that generates nothing."""
     path = path.rstrip("/")
     return next((name for suffix, name in _OPERATIONS if path.endswith(suffix)), "")
 
 
 def exporter_name() -> str:
-    """`otlp`, `console` or `none`. Raises TracingError for others, and for OTLP by a protocol other than gRPC."""
+    """Returns `otlp`, `console` or `none`. Raises TracingError for others, and for OTLP by a protocol other than
+    gRPC.
+    """
     name = os.environ.get(EXPORTER, "") or "otlp"
     if name not in ("otlp", "console", "none"):
         raise TracingError(f"{EXPORTER}={name}: there are otlp, console and none")
@@ -54,17 +56,17 @@ def exporter_name() -> str:
             protocol = os.environ.get(variable, "")
             if protocol not in ("", "grpc"):
                 asked = f"{variable}={protocol}"
-                raise TracingError(f"{asked}: there is grpc alone; send to a collector's port for it ({PORT})")
+                raise TracingError(f"{asked}: only grpc is supported; send to a collector's port for it ({PORT})")
     return name
 
 
 def endpoint() -> str:
-    """The collector's URL."""
+    """Returns the collector's URL."""
     return next((found for name in ENDPOINT if (found := os.environ.get(name))), f"http://localhost:{PORT}")
 
 
 def collector(url: str) -> tuple[str, int]:
-    """Host and port of a collector in plain text. Raises TracingError for other URLs."""
+    """Returns host and port of a collector in plain text. Raises TracingError for other URLs."""
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
@@ -76,7 +78,7 @@ def collector(url: str) -> tuple[str, int]:
 
 
 def ratio() -> float:
-    """The share of requests without a trace that start one: 0 to 1. Raises TracingError."""
+    """Returns the share of requests without a trace that start one: 0 to 1. Raises TracingError."""
     name = os.environ.get(SAMPLER, "")
     if name in ("always_on", "parentbased_always_on"):
         return 1.0

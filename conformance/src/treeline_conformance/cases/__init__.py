@@ -1,11 +1,11 @@
-"""What is expected of a picker, case by case; importing this package registers them (`case.CASES`).
+"""The cases: expectations of a picker; importing this package registers them (`case.CASES`).
 
 | module | cases |
 |---|---|
-| `choice` | P1 to P10, P12: how the choice is made and reported |
-| `flow` | which messages are answered, in which order, in each body mode |
+| `choice` | P1 to P10, P12: the choice and its report |
+| `flow` | the answers to messages and their order, in each body mode |
 | `errors` | requests that get no endpoint |
-| `bodies` | what becomes of a request's body and headers |
+| `bodies` | the body and headers of a request that reach the pod |
 | `responses` | P13 and the response half |
 | `streams` | streams and connections: resets, half-closes, many at once, slow readers |
 | `rules` | P11, objectives, rewrites, routing by load |

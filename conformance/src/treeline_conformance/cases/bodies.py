@@ -1,4 +1,4 @@
-"""What becomes of a request's body and headers on the way through the picker."""
+"""Cases on a request's body and headers on the way through the picker."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ANEW: Final = "write it anew"
 
 
 def _body(size: int) -> bytes:
-    """Keys that are in no order, white space, escapes: what does not survive being decoded and encoded again."""
+    """Return a body with unordered keys, white space and escapes, which decoding and encoding would change."""
     head = (
         b'{ "stream":false,\t"prompt":"caf\\u00e9 \\/ caf\xc3\xa9 ", "model" : "%s" ,"b":1.0,\n"a":[1e2], "pad":"'
         % MODEL.encode()
@@ -27,7 +27,7 @@ def _body(size: int) -> bytes:
 
 
 def as_json(data: bytes) -> object:
-    """None for what is none, which no body here is."""
+    """Decode JSON; None for invalid JSON, which no body here is."""
     try:
         return json.loads(data)
     except ValueError:

@@ -1,4 +1,4 @@
-"""P1 to P10 and P12 of the endpoint picker protocol: how the choice is made and reported."""
+"""P1 to P10 and P12 of the endpoint picker protocol: the choice and its report."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from treeline_conformance.verdict import Failed, Level, Need, NotApplicable
 
 MUST, SHOULD, MAY = Level.MUST, Level.SHOULD, Level.MAY
 _ASKED: Final = 6
-"""So often is asked where one answer could be luck."""
+"""Number of requests where a single answer could be luck."""
 
 
 @case("P1.process", MUST, "The service envoy.service.ext_proc.v3.ExternalProcessor answers Process.")
@@ -32,7 +32,7 @@ async def full_duplex(bench: Bench, mode: Mode) -> None:
         if rule in answer.reading.faults:
             raise Failed(answer.reading.faults[rule])
     sent, got = answer.asking.body or b"", answer.upstream_body
-    if got != sent and as_json(got) != as_json(sent):  # whether bytes may be rewritten is another case's question
+    if got != sent and as_json(got) != as_json(sent):  # another case judges whether bytes may be rewritten
         raise Failed(f"{len(sent)} bytes came back as {len(got)} others")
 
 
@@ -40,7 +40,7 @@ async def full_duplex(bench: Bench, mode: Mode) -> None:
 
 
 async def _within(bench: Bench, mode: Mode, hint: Any, allowed: Iterable[str], **asking: Any) -> None:
-    """Every endpoint of the list is one of these, however often is asked."""
+    """Check that every endpoint of the list is one of these, in each of several answers."""
     expected = set(allowed)
     for _ in range(_ASKED):
         answer = await bench.ask(mode, hint=hint, **asking)
@@ -114,7 +114,7 @@ async def subset_with_junk(bench: Bench, mode: Mode) -> None:
 
 
 async def _seen_or_gie(bench: Bench, mode: Mode, hint: Any, allowed: set[str], **asking: Any) -> None:
-    """Within these; GIE 1.5 goes outside or refuses."""
+    """Check that the choice is within these; GIE 1.5 goes outside or refuses."""
     inside = True
     for _ in range(2 * _ASKED):
         answer = await bench.ask(mode, hint=hint, **asking)
@@ -186,7 +186,7 @@ async def not_selected(bench: Bench, mode: Mode) -> None:
         await stranger.stop()
 
 
-# --- P7 to P9: how it is reported -------------------------------------------------------------------------------------
+# --- P7 to P9: the report of the choice -------------------------------------------------------------------------------
 
 
 @case("P7.header-and-metadata", MUST, "The choice is in the header and in dynamic metadata.", modes=ALL_MODES)

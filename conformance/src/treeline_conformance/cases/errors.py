@@ -68,7 +68,7 @@ async def deep(bench: Bench, mode: Mode) -> None:
 @case("errors.large", SHOULD, "A body of 11 MB is routed or answered 413.")
 async def large(bench: Bench, mode: Mode) -> None:
     body = json.dumps({"model": MODEL, "prompt": "large " * (11 * _MEBI // 6)}).encode()
-    for _ in range(_ASKED):  # windows grow on the way, never at the same place
+    for _ in range(_ASKED):  # flow control windows grow meanwhile, at another place each time
         async with bench.another_connection() as proxy:
             _routed_or(await proxy.ask(Asking(mode, body=body)), {413})
 

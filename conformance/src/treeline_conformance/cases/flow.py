@@ -1,4 +1,4 @@
-"""Which messages are answered, in which order, in each body mode."""
+"""Cases on the answers to messages, and their order, in each body mode."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from treeline_conformance.verdict import Failed, Level
 
 MUST, SHOULD, MAY = Level.MUST, Level.SHOULD, Level.MAY
 _QUIET_S = 0.3
-"""So long nothing may be said where nothing is due."""
+"""Seconds of silence that prove that no answer comes."""
 
 
 def _faultless(answer: Answer, *rules: str) -> None:
@@ -27,7 +27,7 @@ def _faultless(answer: Answer, *rules: str) -> None:
     "modes.served", MUST, "Requests are decided in this body mode, each message answered in its turn.", modes=ALL_MODES
 )
 async def served(bench: Bench, mode: Mode) -> None:
-    """The other cases of a mode say nothing where this one fails."""
+    """Check that this mode is served; if it is not, the other cases of the mode do not apply."""
     answer = await bench.ask(mode)
     answer.routed()
     bench.served.add(mode)
@@ -229,5 +229,5 @@ async def observability(bench: Bench, _mode: Mode) -> None:
 
 
 def _large(size: int) -> bytes:
-    """A completion of about so many bytes."""
+    """Return a completion of about `size` bytes."""
     return b'{"model": "%s", "prompt": "%s"}' % (MODEL.encode(), b"lorem ipsum " * (size // 12))

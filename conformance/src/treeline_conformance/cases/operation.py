@@ -31,7 +31,7 @@ _FAMILIES: Final = {
     "pool": ("inference_pool_ready_pods", "llm_d_epp_ready_endpoints"),
     "scheduler": ("inference_extension_scheduler_e2e_duration_seconds", "llm_d_epp_scheduler_e2e_duration_seconds"),
 }
-"""What a dashboard looks for: the inference extension's name and llm-d's."""
+"""Metrics that dashboards need: the inference extension's name and llm-d's."""
 
 # --- P14 --------------------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""P13 and the response half: whatever the pod answers reaches the client, at once and unchanged."""
+"""P13 and the response half: every answer of the pod reaches the client, at once and unchanged."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _chunk(data: bytes, *, end: bool = False) -> pb.ProcessingRequest:
 
 
 async def _begun(bench: Bench, fields: Mapping[str, str], mode: Mode = Mode.DUPLEX) -> Answer:
-    """A routed request whose response's headers have been answered."""
+    """Return a routed request whose response headers have been answered."""
     answer = await bench.ask(mode)
     endpoint = answer.routed()
     await answer.stream.send(_response_headers(fields, served=endpoint))
@@ -42,7 +42,7 @@ async def _begun(bench: Bench, fields: Mapping[str, str], mode: Mode = Mode.DUPL
 
 
 async def _returned(stream: Stream, wanted: int) -> tuple[bytes, bool]:
-    """The body that comes back, up to so many bytes or its end."""
+    """Return the body that comes back, up to `wanted` bytes or its end."""
     got, ended = b"", False
     while len(got) < wanted and not ended:
         part = (await stream.expect("response_body")).response_body.response.body_mutation
@@ -56,7 +56,7 @@ async def _returned(stream: Stream, wanted: int) -> tuple[bytes, bool]:
 
 
 async def _whole(bench: Bench, fields: Mapping[str, str], pieces: Sequence[bytes]) -> None:
-    """All sent, then read: the same bytes come back, with one end."""
+    """Send all pieces, then read: the same bytes must come back, with one end."""
     answer = await _begun(bench, fields)
     for at, piece in enumerate(pieces):
         await answer.stream.send(_chunk(piece, end=at == len(pieces) - 1))

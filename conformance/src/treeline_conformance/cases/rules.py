@@ -1,4 +1,4 @@
-"""P11, objectives, rewrites, and whether load counts at all: what the objects and headers of the extension do."""
+"""Cases on P11, objectives, rewrites and load: the objects and headers of the extension."""
 
 from __future__ import annotations
 
@@ -131,17 +131,17 @@ async def load(bench: Bench, mode: Mode) -> None:
 
 
 def _distinct(at: int) -> bytes:
-    """Prompts that share no prefix, so that only load can count."""
+    """Return a prompt that shares no prefix with others, so that only load can count."""
     return json.dumps({"model": MODEL, "prompt": f"{at} sheep and no more"}).encode()
 
 
 @case("rules.prefix", SHOULD, "A prompt goes where the one went with which it shares a long beginning.")
 async def prefix(bench: Bench, mode: Mode) -> None:
-    """Three beginnings of 14 KB; by chance all others follow the first once in 20,000 runs."""
+    """Ask for three beginnings of 14 KB; by chance all others follow the first once in 20,000 runs."""
     went: dict[int, str] = {}
     for turn in range(4):
         for place in range(_BEGINNINGS):
-            number = (place + turn) % _BEGINNINGS  # in another order, or taking turns among pods would do
+            number = (place + turn) % _BEGINNINGS  # in changing order, so that a round robin over pods does not pass
             text = f"{number} of {_BEGINNINGS} beginnings. " * 700 + f"And then, in turn {turn}?"
             body = json.dumps({"model": MODEL, "prompt": text, "max_tokens": 8}).encode()
             answer = await bench.ask(mode, body=body)

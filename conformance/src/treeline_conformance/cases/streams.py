@@ -1,4 +1,4 @@
-"""Streams and connections: how they end, how many there may be, and readers that are slow."""
+"""Cases on streams and connections: their ends, their number, and slow readers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MUST, SHOULD, MAY = Level.MUST, Level.SHOULD, Level.MAY
 _MANY: Final = 200
 _HELD: Final = 1_000
 _ASKED: Final = 20
-"""Where two pods are alike, neither is passed over so often by chance."""
+"""Requests after which, by chance, neither of two equal pods is left out."""
 _EVENTS: Final = {":status": "200", "content-type": "text/event-stream"}
 
 
@@ -91,11 +91,11 @@ async def reset(bench: Bench, mode: Mode) -> None:
 
 @case("streams.cancelled-load", SHOULD, "Requests whose clients went away before an answer are no load any more.")
 async def cancelled_load(bench: Bench, mode: Mode) -> None:
-    """Who counts them still sends nothing there while others are idle."""
+    """Ask whether cancelled requests still count: then their pod gets nothing while others are idle."""
     pod, other = bench.pods[0].endpoint, bench.pods[1].endpoint
 
     async def takes(times: int) -> bool:
-        """Does the pod get one of so many requests that both may have, each of a prompt of its own?"""
+        """Return whether the pod gets one of `times` requests that both may have, each with a prompt of its own."""
         for _ in range(times):
             answer = await bench.ask(mode, body=_prompt(next(_numbers)), hint=[pod, other])
             where = answer.routed()
@@ -123,7 +123,7 @@ def _prompt(number: int) -> bytes:
 
 
 async def answered(answer: Answer) -> None:
-    """The engine has answered this request, and its stream ends."""
+    """Let the engine answer this request, and end its stream."""
     stream = answer.stream
     await stream.send(pb.ProcessingRequest(response_headers=messages.headers(_EVENTS, end=True)))
     await stream.expect("response_headers")
@@ -135,7 +135,7 @@ async def unfinished(bench: Bench, mode: Mode) -> None:
     stream = bench.proxy.open_stream()
     await stream.send(Asking(mode).headers_message())
     await stream.half_close()
-    with contextlib.suppress(Failed):  # however it ends: the client has gone
+    with contextlib.suppress(Failed):  # any end will do: the client has gone
         while await stream.receive("the end of the stream") is not None:
             pass
     (await bench.ask(mode)).routed()

@@ -1,1 +1,1 @@
-"""What users of other endpoint pickers bring along: their flags, their configuration file, their names of metrics."""
+"""Compatibility with other endpoint pickers: their flags, their configuration file, their metric names."""

@@ -1,7 +1,7 @@
-"""What a command line of another endpoint picker has that is none of our settings: taken, and mostly without effect.
+"""Flags of other endpoint pickers that are none of our settings: accepted, and mostly without effect.
 
 The flags are those of the reference picker (lwepp 1.6), of GIE 1.5 and of llm-d's router (August 2026). Those of
-`FOREIGN` have no effect, which a line of the log tells; with those of `REFUSED`, which would matter, the picker does
+`FOREIGN` have no effect, and a log line says so; with those of `REFUSED`, which would matter, the picker does
 not start. Flags that have a meaning here are settings of `options.Options`; `-v` and the log level of zap become
 `--log-level`.
 
@@ -24,9 +24,9 @@ import msgspec
 from treeline_epp.files import decode_yaml
 
 TABLE = "docs/migrating.md#endpointpickerconfig"
-UNFOLLOWED = f"the configuration is not followed; {TABLE} says which flags do what it asks for"
+UNFOLLOWED = f"the configuration is not followed; {TABLE} names flags with the same effect"
 _MOST_CHARACTERS, _MOST_VALUES = 1024 * 1024, 20_000
-"""The latter of the document with its aliases written out."""
+"""The values are counted with the document's aliases expanded."""
 
 _UNNEEDED = """
 max-score-picker random-picker weighted-random-picker queue-scorer kv-cache-utilization-scorer
@@ -45,8 +45,8 @@ soft-reflective-ceiling-policy eviction-sheddable-filter eviction-priority-then-
 sheddable-eviction-filter priority-then-time-eviction-order-policy
 """
 UNNEEDED = frozenset(_UNNEEDED.split())
-"""Types of plugins that may be left out: what they do is done here anyway, or only makes a choice better. All others
-are refused, those that are not known, too: each could leave out endpoints that must not get requests."""
+"""Types of plugins that may be left out: the picker does the same anyway, or they only improve a choice. All others
+are refused, unknown ones too: each could exclude endpoints that must not get requests."""
 
 
 FLAGS = "docs/migrating.md#flags"
@@ -62,7 +62,7 @@ _FOREIGN = """
 FOREIGN = tuple(_FOREIGN.split())
 """Flags without effect."""
 _AS_HERE = ("--health-checking", "--kubernetes")
-"""The same of what is done anyway: nothing is said."""
+"""Flags that ask for what the picker does anyway: no log line."""
 _PLAIN = "/metrics is plain HTTP; leave the flag out, and let a NetworkPolicy say who may reach port 9090"
 _HTTP = "engines are asked over plain HTTP only"
 REFUSED: dict[str, tuple[str, str]] = {
@@ -75,17 +75,17 @@ REFUSED: dict[str, tuple[str, str]] = {
         "TLS 1.2 and 1.3 are spoken; have proxies refuse 1.2",
     ),
 }
-"""Flags with which the picker does not start, but for the values that ask for what is done here; and why."""
+"""Flags with which the picker does not start, the values that it accepts all the same, and the reason."""
 _CONFIGS = ("--config-file", "--config-text")
 _BOOLEANS = {"1": "true", "t": "true", "true": "true", "0": "false", "f": "false", "false": "false"}
-"""As Go's `strconv.ParseBool` reads them, but for their case."""
+"""Values that Go's `strconv.ParseBool` accepts, in lower case."""
 _LEVELS = {"debug": "debug", "info": "info", "error": "error", "panic": "error"}
 _VERBOSITY_OF_DEBUG = 4
-"""From here on GIE and llm-d log each decision."""
+"""From this verbosity on GIE and llm-d log each decision."""
 
 
 def add_foreign(parser: argparse._ActionsContainer) -> None:
-    """Let a command line have the flags of others; `ignored` then reads them."""
+    """Add the foreign flags to a parser; `ignored` then reads them."""
     for flag in (*FOREIGN, *_AS_HERE, *REFUSED, *_CONFIGS):
         parser.add_argument(flag, dest=flag, nargs="?", const="true", action="append", help=argparse.SUPPRESS)
     for flag in ("--zap-log-level", "-v", "--v"):
@@ -93,14 +93,14 @@ def add_foreign(parser: argparse._ActionsContainer) -> None:
 
 
 def ignored(given: argparse.Namespace) -> tuple[str, ...]:
-    """Sentences on the flags of others that have no effect. Raises ValueError where the picker must not start."""
+    """Return sentences on the foreign flags that have no effect. Raises ValueError where the picker must not start."""
     sentences = []
     for flag, (as_here, why) in REFUSED.items():
         for value in getattr(given, flag) or ():
             if value and value not in as_here.split():
                 raise ValueError(f"{flag} {value} is not known here: {why}")
     if found := [flag for flag in FOREIGN if getattr(given, flag)]:
-        sentences.append(f"without effect: {', '.join(found)}; {FLAGS} says what is done here")
+        sentences.append(f"flags without effect: {', '.join(found)}; {FLAGS} says what is done here")
     for flag in _CONFIGS:
         for value in getattr(given, flag) or ():
             try:
@@ -126,11 +126,11 @@ class _Config(msgspec.Struct):
 
 
 class ConfigError(ValueError):
-    """With this configuration the picker must not start. The message says why and what to do."""
+    """A configuration with which the picker must not start. The message says why and what to do."""
 
 
 def check_config(text: str) -> None:
-    """Look through a configuration in YAML or JSON. Raises ConfigError."""
+    """Check a configuration in YAML or JSON. Raises ConfigError."""
     if len(text) > _MOST_CHARACTERS:
         raise ConfigError(f"the configuration has more than {_MOST_CHARACTERS} characters")
     try:
@@ -146,7 +146,7 @@ def check_config(text: str) -> None:
     twice = [name for name, count in Counter(name for name, _ in types).items() if count > 1]
     if twice:
         raise ConfigError(f"two of the plugins are called {twice[0]!r}")
-    # One that is not listed is referred to by its type.
+    # A plugin that is not listed is referred to by its type.
     used = {kind for _, kind in types} | {dict(types).get(name, name) for name in _references(document)}
     if refused := sorted(used - UNNEEDED):
         raise ConfigError(f"{', '.join(refused)}: refused; {TABLE} says why, and what to use instead")
@@ -155,7 +155,7 @@ def check_config(text: str) -> None:
 
 
 def _references(value: object) -> Iterator[str]:
-    """The names of plugins that are referred to."""
+    """Yield the names of plugins that the configuration refers to."""
     if isinstance(value, dict):
         for key, inner in value.items():
             if isinstance(inner, str) and inner and str(key).lower().endswith(("pluginref", "policyref")):
@@ -168,7 +168,7 @@ def _references(value: object) -> Iterator[str]:
 
 
 def _level(text: str) -> str:
-    """The log level that a level of zap, or a number, comes to."""
+    """Map a level of zap, or a number, to a log level."""
     if text.isascii() and text.isdecimal():
         return "debug" if int(text) >= _VERBOSITY_OF_DEBUG else "info"
     if text not in _LEVELS:
@@ -177,7 +177,7 @@ def _level(text: str) -> str:
 
 
 def flag_bool(text: str) -> bool:
-    """A boolean as Go's flags spell it, as a type of argparse."""
+    """Parse a boolean as Go's flags spell it, as a type of argparse."""
     if text.lower() not in _BOOLEANS:
         raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
     return _BOOLEANS[text.lower()] == "true"
@@ -188,7 +188,7 @@ _UNITS_S = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1
 
 
 def seconds(text: str) -> float:
-    """A number of seconds, or a duration as Go writes it: `30s`, `1m30s`, `500ms`. Raises ValueError."""
+    """Parse a number of seconds, or a duration as Go writes it: `30s`, `1m30s`, `500ms`. Raises ValueError."""
     try:
         value = float(text)
     except ValueError:
@@ -197,5 +197,5 @@ def seconds(text: str) -> float:
             raise ValueError(f"{text!r} is no duration like 30s, 1m30s or 500ms") from None
         value = sum(float(number) * _UNITS_S[unit] for number, unit in parts)
     if not 0 <= value < float("inf"):
-        raise ValueError(f"{text!r} is no duration: it must not be negative, nor endless")
+        raise ValueError(f"{text!r} is no duration: it must be finite and not negative")
     return value

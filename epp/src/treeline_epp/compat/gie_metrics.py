@@ -1,10 +1,9 @@
 """Metrics under GIE 1.5's names, for dashboards, alerts and autoscalers made for them.
 
-Counted is what the picker knows; what it does not has no series, and never a zero. Labels that clients or pods choose
-have bounded sets of values. Bounds of buckets are theirs, spelling mistakes included, so that quantiles of dashboards
-stay comparable.
+A figure that the picker does not know has no series, never a zero. Labels that clients or pods choose have bounded sets
+of values. The bounds of buckets are GIE's, spelling mistakes included, so that quantiles of dashboards stay comparable.
 
-All is counted by one thread, the event loop's, which also renders the page, in Prometheus' text format 0.0.4:
+One thread, the event loop's, counts everything and also renders the page, in Prometheus' text format 0.0.4:
 prometheus_client takes some twenty times as long for a histogram, and the loop waits.
 """
 
@@ -27,11 +26,11 @@ from treeline_epp.requests.exchange import Exchange, Observer
 
 OTHER = "other"
 MOST_SETS = 100
-"""Sets of labels. Each has some 300 lines, and the loop waits while they are written."""
+"""Most sets of labels. Each has some 300 lines, and the loop waits while they are written."""
 _MOST_ATTEMPTS = 10_000
-"""Pairs of a model and an endpoint; what comes later is `OTHER`."""
+"""Most pairs of a model and an endpoint; later ones count as `OTHER`."""
 _LONGEST = 256
-"""Letters of a label; a longer one is `OTHER`."""
+"""Most characters of a label; a longer one is `OTHER`."""
 
 _HOUR: tuple[float, ...] = (0.005, 0.025, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 5.0)
 _HOUR += (6.0, 8.0, 10.0, 15.0, 20.0, 30.0, 45.0, 60.0, 120.0, 180.0, 240.0, 300.0, 360.0, 480.0, 600.0, 900.0)
@@ -50,25 +49,25 @@ _RATIO = tuple(tenth / 10 for tenth in range(11))
 
 
 def _looked_up(exchange: Exchange) -> Candidate | None:
-    """The chosen endpoint, if the prompt was looked up."""
+    """Return the chosen endpoint's candidate, or None if the prompt was not looked up."""
     decision = exchange.decision
     return None if decision is None or decision.request.key is None else decision.best.candidate
 
 
 def _hit_ratio(exchange: Exchange) -> float | None:
-    """The share of the prompt that the chosen endpoint is believed to hold."""
+    """Return the share of the prompt that the chosen endpoint is believed to hold."""
     best = _looked_up(exchange)
     return None if best is None else min(1.0, best.cached_tokens / max(1, best.cached_tokens + best.uncached_tokens))
 
 
 def _hit_bytes(exchange: Exchange) -> float | None:
-    """The same in bytes of text."""
+    """Return the bytes of prompt text that the chosen endpoint is believed to hold."""
     best = _looked_up(exchange)
     return None if best is None else best.hit.reach
 
 
 def _tpot(exchange: Exchange) -> float | None:
-    """Between the tokens of a stream after its first one."""
+    """Return the seconds per output token after the first of a stream."""
     duration, ttft, output = exchange.duration_s, exchange.ttft_s, exchange.usage.output
     if duration is None or ttft is None or output is None or output < 2:
         return None
@@ -81,7 +80,9 @@ def _ntpot(exchange: Exchange) -> float | None:
 
 
 class Row(NamedTuple):
-    """A histogram over requests: what is read of one (None: not counted), and the upper bounds of its buckets."""
+    """A histogram over requests: `read` returns a request's value (None: not counted), `bounds` are its buckets' upper
+    bounds.
+    """
 
     name: str
     help: str
@@ -138,9 +139,9 @@ CHOICES = (
         _HIT_BYTES,
     ),
 )
-"""Over all requests that were decided. Without labels."""
+"""Histograms over all requests that were decided. Without labels."""
 ERRORS = {404: "NotFound", 429: "ResourceExhausted", 503: "ServiceUnavailable"}
-"""Codes of what the picker refuses, by status; other 4xx are `BadRequest`, the rest `Internal`."""
+"""Codes of the picker's refusals, by status; other 4xx are `BadRequest`, the rest `Internal`."""
 
 Labels = tuple[str, ...]
 _MODEL = ("model_name", "target_model_name")
@@ -156,12 +157,12 @@ class Histogram:
         self.sum = 0.0
 
     def observe(self, value: float) -> None:
-        """O(log bounds)."""
+        """Count a value. O(log bounds)."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self.sum += value
 
     def lines(self, name: str, labels: str) -> str:
-        """Its samples. `labels` are as `label_text` has them."""
+        """Return the samples as lines. `labels` is a result of `label_text`."""
         total, whole = 0, sum(self._counts)
         begin, rest = f'{name}_bucket{{{labels}{"," if labels else ""}le="', f"{{{labels}}}" if labels else ""
         found = []
@@ -173,23 +174,23 @@ class Histogram:
 
 
 def label_text(names: Sequence[str], values: Sequence[str]) -> str:
-    """Between the braces."""
+    """Return the labels as text, without the braces."""
     return ",".join(f'{name}="{value.translate(_ESCAPED)}"' for name, value in zip(names, values, strict=True))
 
 
 def head(name: str, kind: str, text: str) -> str:
-    """What goes before the samples of a metric; the words are ours."""
+    """Return the HELP and TYPE lines of a metric; the help texts are ours."""
     return f"# HELP {name} [ALPHA] {text}\n# TYPE {name} {kind}\n"
 
 
 def shown(name: str, kind: str, text: str, labels: Sequence[str], values: Mapping[Labels, float]) -> str:
-    """A counter or gauge."""
+    """Return a counter or gauge as text."""
     found = ((f"{{{label_text(labels, had)}}}" if labels else "", value) for had, value in values.items())
     return head(name, kind, text) + "".join(f"{name}{had} {value!r}\n" for had, value in found)
 
 
 class GieMetrics(Observer):
-    """Keeps them. `namespace` is that of the pods, as a label."""
+    """The metrics under GIE's names. `namespace` is that of the pods, as a label."""
 
     def __init__(self, picker: Picker, namespace: str = "") -> None:
         self._picker = picker
@@ -203,19 +204,19 @@ class GieMetrics(Observer):
         self._of_choices: list[Histogram | None] = [None] * len(CHOICES)
         self._running: dict[Exchange, Labels] = {}
         self._shown: set[Labels] = set()
-        """Of requests whose response is shown: those that run can be counted, and none is a count, too."""
+        """Labels of requests whose response the proxy shows: only they have running requests to count, 0 included."""
 
     def render(self) -> bytes:
-        """The text that a scrape gets."""
+        """Return the page that a scrape gets."""
         return "".join((*self._counters(), *self._histograms(), *self._of_pools())).encode()
 
     def forget(self, endpoint: str) -> None:
-        """The endpoint has gone for good."""
+        """Drop the series of an endpoint that has gone for good."""
         for key in [key for key in self._attempts if key[2] == endpoint]:
             del self._attempts[key]
 
     def decided(self, exchange: Exchange) -> None:
-        """Counts the choice, and what is known of it by then."""
+        """Count the choice, and what is known of the request by then."""
         decision = exchange.decision
         if decision is None:
             if exchange.refusal is not None:
@@ -233,7 +234,7 @@ class GieMetrics(Observer):
             self._shown.add(labels)
 
     def ended(self, exchange: Exchange) -> None:
-        """Counts what the response brought."""
+        """Count what the response tells."""
         labels = self._running.pop(exchange, None) or self._labels(exchange)
         if exchange.observed:
             return
@@ -245,7 +246,7 @@ class GieMetrics(Observer):
         _observe(REQUESTS, self._of_requests.setdefault(model, [None] * len(REQUESTS)), exchange)
 
     def _labels(self, exchange: Exchange) -> Labels:
-        """Model, target, priority; where there are many others, those that are counted in their place."""
+        """Return model, target and priority, or `OTHER` for all three when there are `MOST_SETS` sets already."""
         found = exchange.model, exchange.target, str(exchange.priority)
         labels = tuple(value if len(value) <= _LONGEST else OTHER for value in found)
         if labels not in self._sets and len(self._sets) >= MOST_SETS:
@@ -304,7 +305,9 @@ class GieMetrics(Observer):
 
 
 def _kv_usage(endpoint: Endpoint) -> float | None:
-    """Of running requests alone. Runtimes of Treeline tell what running and cached pages take together."""
+    """Return the share that running requests alone hold; None for Treeline's runtimes, whose report adds cached pages
+    to it.
+    """
     report = endpoint.load.report
     if report is None or not report.tokens_total or endpoint.load.beats:
         return None
@@ -327,13 +330,13 @@ _LOADS: tuple[tuple[str, str, Callable[[Endpoint], float | None]], ...] = (
 
 
 def _known(endpoints: Sequence[Endpoint], now: float, read: Callable[[Endpoint], float | None]) -> dict[str, float]:
-    """Values of the endpoints that have reported lately."""
+    """Return the values of endpoints that have reported lately, by name."""
     found = {one.spec.name: read(one) for one in endpoints if one.load.fresh(now)}
     return {name: value for name, value in found.items() if value is not None}
 
 
 def _error(exchange: Exchange) -> str:
-    """The code that it counts under; empty where it was answered well, or where its status is unknown."""
+    """Return the error code to count; empty for a good answer or an unknown status."""
     status = exchange.status
     if status is None or status < 400:
         return ""

@@ -1,1 +1,1 @@
-"""What is known of each endpoint: where it is, how it is, how busy it is."""
+"""The state of each endpoint: its address, its health and its load."""

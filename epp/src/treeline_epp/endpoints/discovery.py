@@ -1,11 +1,11 @@
-"""Where endpoints come from: flags, and a file that is watched. Each source yields the complete list, again and again.
+"""Endpoints from flags and from a watched file. Each source yields its complete list after every change.
 
 The file (YAML or JSON) has one member, `endpoints`: a list of `{name, address, pool?, uid?, engine?, kv_events?,
-api_key_file?}`. `engine` is one of the adapters; without it the engine is asked what it is. `kv_events` says where an
-engine publishes that does not say so itself: `{port, replay_port?, topic?, ranks?}`, ports of rank 0. `api_key_file`
-has the key that it requires to list its models. The file is replaced by renaming a new one over it, or by the symlink
-swap of a mounted ConfigMap. A file that cannot be used changes nothing: the last good list stays, and the log says what
-is wrong.
+api_key_file?}`. `engine` is one of the adapters; without it the picker finds out the type. `kv_events` names the
+publisher of an engine that does not name it itself: `{port, replay_port?, topic?, ranks?}`, ports of rank 0.
+`api_key_file` has the key that the engine requires to list its models. The file is replaced by renaming a new one over
+it, or by the symlink swap of a mounted ConfigMap. A file that cannot be used changes nothing: the last good list stays,
+and the log says what is wrong.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from treeline_epp.files import WatchedFile, decode_yaml, read_file
 log = logging.getLogger(__name__)
 
 MOST_BYTES = 8 * 1024 * 1024
-"""Of the file: tens of thousands of endpoints."""
+"""Largest file: tens of thousands of endpoints."""
 _POLL_S = 0.5
-"""The file is read again so often: that needs no watch, which some file systems do not have."""
+"""Seconds between two looks at the file: polling works on file systems that cannot be watched, too."""
 
 
 class DiscoveryError(ValueError):
@@ -62,7 +62,7 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def parse_flag(text: str) -> EndpointSpec:
-    """`NAME=HOST:PORT`. Raises `DiscoveryError`."""
+    """Parse `NAME=HOST:PORT`. Raises `DiscoveryError`."""
     name, equals, address = text.partition("=")
     if not (equals and name):
         raise DiscoveryError(f"endpoint {text!r} is not of the form NAME=HOST:PORT")
@@ -70,8 +70,9 @@ def parse_flag(text: str) -> EndpointSpec:
 
 
 def normal_address(text: str) -> str:
-    """`ip:port` in canonical spelling. `localhost` is 127.0.0.1; other names are refused, since a destination and
-    a proxy's host list must be equal as text. Raises `DiscoveryError`."""
+    """Return `ip:port` in canonical spelling. `localhost` is 127.0.0.1; other names are refused, since a destination
+    and a proxy's host list must be equal as text. Raises `DiscoveryError`.
+    """
     host, port = split_address(text)
     if host == "localhost":
         host = "127.0.0.1"
@@ -83,12 +84,12 @@ def normal_address(text: str) -> str:
 
 
 def read_endpoints(file: Path) -> tuple[EndpointSpec, ...]:
-    """The endpoints in a file. Raises `DiscoveryError` and OSError. Takes a second for each MB."""
+    """Return the endpoints in a file. Raises `DiscoveryError` and OSError. Takes a second for each MB."""
     return parse_file(read_file(file, MOST_BYTES))
 
 
 def parse_file(text: str | bytes) -> tuple[EndpointSpec, ...]:
-    """The endpoints in a file's text. Raises `DiscoveryError`."""
+    """Return the endpoints in a file's text. Raises `DiscoveryError`."""
     try:
         entries = decode_yaml(text, _File).endpoints
     except msgspec.MsgspecError as error:
@@ -112,7 +113,7 @@ def _spec(entry: _Entry) -> EndpointSpec:
 
 
 def unique(specs: Iterable[EndpointSpec]) -> tuple[EndpointSpec, ...]:
-    """The same, checked: no name and no address twice. Raises `DiscoveryError`."""
+    """Return the endpoints after a check: no name and no address twice. Raises `DiscoveryError`."""
     found = tuple(specs)
     for what, values in (("name", [s.name for s in found]), ("address", [s.address for s in found])):
         if twice := [value for value, count in Counter(values).items() if count > 1]:
@@ -121,7 +122,7 @@ def unique(specs: Iterable[EndpointSpec]) -> tuple[EndpointSpec, ...]:
 
 
 async def discover(fixed: Sequence[EndpointSpec], file: Path | None) -> AsyncIterator[tuple[EndpointSpec, ...]]:
-    """The endpoints of the flags, and of the file where there is one: at once, then after every change."""
+    """Yield the endpoints of the flags and of the file, if one is given: at once, then after every change."""
     if file is None:
         yield unique(fixed)
         return
@@ -145,7 +146,7 @@ async def discover(fixed: Sequence[EndpointSpec], file: Path | None) -> AsyncIte
 
 
 async def _looks() -> AsyncIterator[None]:
-    """Now, and every `_POLL_S`."""
+    """Yield now, and every `_POLL_S`."""
     while True:
         yield
         await asyncio.sleep(_POLL_S)

@@ -1,4 +1,4 @@
-"""Asking an engine over HTTP: bounded in time and size, whatever it answers."""
+"""Requests to an engine over HTTP, bounded in time and size."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ _MOST_BYTES: Final = 4096
 
 
 class EngineKey:
-    """The key in a file, to be shown as a bearer token. Read again when it may have been replaced; a file that cannot
-    be used is logged once, and the engine is asked without a key."""
+    """The API key in a file, to be sent as a bearer token. The file is read again every `_REREAD_S`; a file that cannot
+    be used is logged once, and the engine is asked without a key.
+    """
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -31,7 +32,7 @@ class EngineKey:
         self._problem = ""
 
     def __call__(self) -> str:
-        """The key as it is now; empty where there is none that can be used."""
+        """Return the current key; empty where there is none that can be used."""
         now = time.monotonic()
         if now >= self._due:
             self._due = now + _REREAD_S
@@ -54,10 +55,10 @@ T = TypeVar("T")
 
 _DOCUMENT_TIMEOUT_S = 5.0
 _PROBE_BYTES, _DOCUMENT_BYTES = 64 << 10, 4 << 20
-"""Longest answers of engines."""
+"""Largest answers of engines."""
 _DOCUMENT_VALUES = 1 << 17
-"""Values in a document, by its brackets and commas: 4096 models of vLLM have some 80 thousand. Reading costs by the
-value, and the loop waits for it."""
+"""Most values in a document, counted by its brackets and commas: 4096 models of vLLM have some 80 thousand. Decoding
+time grows with them, and the event loop waits for it."""
 _PASSING = frozenset({408, 425, 429})
 _REFUSED = frozenset({401, 403})
 
@@ -67,11 +68,11 @@ class EngineError(Exception):
 
 
 class UnusableError(EngineError):
-    """It answers, and would answer the same again: in a shape that is not known, or that we may not ask."""
+    """A permanent failure: the engine would answer the same again, in an unknown shape or with a refusal."""
 
 
 class RefusedError(UnusableError):
-    """It answers those alone who show a key, which the picker has not."""
+    """The engine requires a key that the picker does not have."""
 
 
 class EngineHttp:
@@ -88,12 +89,14 @@ class EngineHttp:
         await self._http.close()
 
     async def probe(self, path: str, timeout_s: float) -> int:
-        """The status of a probe. Raises `HttpError` if the engine is out of reach."""
+        """Return the status of a probe. Raises `HttpError` if the engine cannot be reached."""
         status, _ = await self.fetch(path, timeout_s, _PROBE_BYTES)
         return status
 
     async def document(self, path: str, into: type[T]) -> T | None:
-        """A decoded document; `None` for 404. Raises `EngineError`: `UnusableError` where asking again is in vain."""
+        """Return a decoded document; `None` for 404. Raises `EngineError`: `UnusableError` where asking again is in
+        vain.
+        """
         try:
             status, content = await self.fetch(path, _DOCUMENT_TIMEOUT_S, _DOCUMENT_BYTES)
             if status == 404:
@@ -109,8 +112,9 @@ class EngineHttp:
             raise EngineError(f"{self.base}{path}: {error!r}") from error
 
     async def fetch(self, path: str, total_s: float, most: int) -> tuple[int, bytes]:
-        """Status and body of a GET that may take so long and be so large, all in all. Raises `HttpError` and, where
-        its body cannot be had within the bounds, `EngineError`."""
+        """Return status and body of a GET that takes at most `total_s` and `most` bytes. Raises `HttpError` and, where
+        its body exceeds the bounds, `EngineError`.
+        """
         try:
             answer = await self._http.get(self._address, path, within_s=total_s, most=most)
         except BadAnswer as error:

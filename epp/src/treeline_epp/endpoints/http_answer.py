@@ -1,9 +1,9 @@
-"""The answer to one GET, read as it comes (HTTP/1.1, RFC 9112), without I/O: bounded in bytes, in pieces and in what is
-around its body, from any server.
+"""A reader of the answer to one GET (HTTP/1.1, RFC 9112), without I/O. It bounds bytes, pieces and headers, for any
+server.
 
-Nothing of an answer is used before it is whole. Interim responses (1xx) are passed over; a few, since each costs as
-much as an answer. A body has a length, comes in chunks, or lasts until the connection ends. The grammar is llhttp's,
-strict.
+Nothing of an answer is used before it is whole. A few interim responses (1xx) are skipped; more are an error, since
+each costs as much as an answer. A body has a length, comes in chunks, or lasts until the connection ends. The grammar
+is llhttp's, strict.
 """
 
 from __future__ import annotations
@@ -15,33 +15,35 @@ import httptools
 from msgspec import Struct
 
 HEAD_BYTES: Final = 64 << 10
-"""What comes before a body, interim responses and all."""
+"""Most bytes before a body, interim responses included."""
 MOST_INTERIM: Final = 8
 _FEW_PIECES, _PIECE_BYTES = 256, 256
-"""An answer may be read in so many pieces, or have so many chunks, and more where they have this size on average: each
-costs as much as a hundred kilobytes."""
+"""An answer may have this many pieces or chunks, and more if they have this size on average: each costs as much as a
+hundred kilobytes."""
 
 
 class HttpError(Exception):
-    """A server could not be asked, or its answer is none."""
+    """The server could not be reached, or its answer is invalid."""
 
 
 class HttpTimeout(HttpError):
-    """There was no whole answer in time."""
+    """No whole answer arrived in time."""
 
 
 class NotHttp(HttpError):
-    """Something answers, in a protocol that is not ours, or breaks off."""
+    """The server speaks another protocol, or its answer broke off."""
 
 
 class BadAnswer(HttpError):
-    """An answer whose body cannot be had within the bounds: it is too long, or compressed, which was not asked for: a
-    few kilobytes may unpack to gigabytes."""
+    """An answer whose body exceeds the bounds: it is too long, or compressed although we did not ask for that: a few
+    kilobytes may unpack to gigabytes.
+    """
 
 
 class Answer(Struct, frozen=True):
-    """A whole answer. Names of headers are in lower case; of one that comes several times the values are joined by
-    commas. `keeps`: another request may follow on its connection."""
+    """A whole answer. Names of headers are in lower case; the values of a repeated header are joined by commas.
+    `keeps`: the connection can take another request.
+    """
 
     status: int
     headers: Mapping[str, str]
@@ -50,7 +52,7 @@ class Answer(Struct, frozen=True):
 
 
 class AnswerReader:
-    """Reads one answer whose body may have `most` bytes. After an error it is of no use any more."""
+    """Reads one answer whose body may have `most` bytes. After an error it cannot be used again."""
 
     def __init__(self, most: int) -> None:
         self.heard = 0  # bytes
@@ -64,10 +66,10 @@ class AnswerReader:
         self._parser = httptools.HttpResponseParser(self)
 
     def feed(self, data: bytes) -> Answer | None:
-        """More of it has come; the answer once it is whole. Raises `HttpError`."""
+        """Take more bytes; return the answer once it is whole. Raises `HttpError`."""
         self.heard += len(data)
         self._count_piece()
-        if self.heard > HEAD_BYTES + 2 * self._most:  # chunks' own lines and trailers are less than the body
+        if self.heard > HEAD_BYTES + 2 * self._most:  # chunk lines and trailers are shorter than the body
             raise BadAnswer(f"the answer is longer than {self._most} bytes")
         try:
             self._parser.feed_data(data)
@@ -78,14 +80,14 @@ class AnswerReader:
         except httptools.HttpParserError as error:
             if not self._whole:
                 raise NotHttp(f"no HTTP/1.1: {error} in {data[:60]!r}") from None
-            self._keeps = False  # what follows the answer is nothing that was asked for
+            self._keeps = False  # bytes after the answer are no answer to a request of ours
         if not self._status and self._head_bytes + len(data) > HEAD_BYTES:
-            raise HttpError(f"what comes before the body is longer than {HEAD_BYTES} bytes")
+            raise HttpError(f"the part before the body is longer than {HEAD_BYTES} bytes")
         self._head_bytes += 0 if self._status else len(data)
         return self._answer() if self._whole else None
 
     def end(self) -> Answer:
-        """The connection has ended. Raises `NotHttp` if that leaves no answer."""
+        """Take the end of the connection. Raises `NotHttp` if that leaves no answer."""
         sized = "content-length" in self._headers or "transfer-encoding" in self._headers
         if not self._status or sized:
             raise NotHttp("the answer broke off" if self.heard else "the connection was closed without an answer")
@@ -99,14 +101,14 @@ class AnswerReader:
         if self._pieces > _FEW_PIECES + self.heard // _PIECE_BYTES:
             raise (BadAnswer if self._status else HttpError)("the answer comes in crumbs")
 
-    # --- what the parser tells ----------------------------------------------------------------------------------------
+    # --- callbacks of the parser --------------------------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
         if self._whole:
             self._keeps = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._status:  # a trailer, or of what follows
+        if self._status:  # a trailer, or a header of bytes after the answer
             return
         self._fields.setdefault(name.decode("latin-1").lower(), []).append(value.decode("latin-1").strip(" \t"))
 

@@ -1,9 +1,9 @@
-"""GETs to engines: one kept connection for each server, without TLS. A client of a thousand engines costs what a
-thousand requests cost, and nothing by how many connections there are.
+"""An HTTP client for GETs to engines: one kept connection for each server, without TLS. A thousand engines cost a
+thousand requests; the number of open connections costs nothing.
 
-What answers is read by `AnswerReader`, which says what it bounds. Redirects are answers like any other: no engine
-chooses with whom the picker talks. Nothing is taken from the environment; only loopback and cluster addresses are
-asked, and a proxy would be in the way.
+`AnswerReader` reads the answers and documents their bounds. Redirects are answers like any other: no engine chooses
+with whom the picker talks. Proxy settings of the environment are ignored: the client asks only loopback and cluster
+addresses, and a proxy would be in the way.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from treeline_epp.endpoints.http_answer import Answer, AnswerReader, HttpError, 
 from treeline_epp.endpoints.spec import split_address
 
 IDLE_S: Final = 60.0
-"""A connection on which nothing was asked for so long is not kept: its server may have gone without a word."""
+"""Longest that a connection is kept without a request: its server may have gone without closing it."""
 _TARGET_SAFE: Final = "/?#[]@!$&'()*+,;=:%~"
 
 
 class HttpClient:
-    """See the module. `bearer` gives the API key to show, "" for none.
+    """A pool of connections for GETs; see the module. `bearer` gives the API key to send, "" for none.
 
     Two requests to one server at the same time have a connection each, of which one is kept.
     """
@@ -30,14 +30,14 @@ class HttpClient:
     def __init__(self, bearer: Callable[[], str] = lambda: "") -> None:
         self._bearer = bearer
         self._kept: dict[str, _Connection] = {}
-        """Those that were used last are at the end."""
+        """By address, in the order of last use."""
         self._closed = False
 
     async def get(self, address: str, path: str, *, within_s: float, most: int, accept: str = "*/*") -> Answer:
-        """The whole answer, whose body may have `most` bytes; `address` as in `EndpointSpec`.
+        """Return the whole answer, whose body may have `most` bytes; `address` as in `EndpointSpec`.
 
-        A kept connection that is closed before anything of an answer has come says nothing: servers close those that
-        were idle. Then the request is made again, once, on a new one. Raises `HttpError`.
+        If a kept connection closes before any byte of an answer, the request is sent again, once, on a new one: servers
+        close idle connections. Raises `HttpError`.
         """
         request = self._request(address, path, accept)
         try:
@@ -76,7 +76,7 @@ class HttpClient:
         return answer
 
     def _keep(self, address: str, connection: _Connection) -> None:
-        """Keep it, and close those unused for `IDLE_S`: engines come and go under new addresses."""
+        """Keep a connection, and close those unused for `IDLE_S`: engines come and go under new addresses."""
         connection.used_at = asyncio.get_running_loop().time()
         self._kept[address] = connection
         while (oldest := next(iter(self._kept.items())))[1].used_at < connection.used_at - IDLE_S:
@@ -93,7 +93,7 @@ class HttpClient:
 
 
 class _Unanswered(Exception):
-    """The connection ended before anything of an answer came; `why` is what that means of one that was new."""
+    """The connection ended before any byte of an answer; `why` is the error if the connection was new."""
 
     def __init__(self, why: HttpError) -> None:
         super().__init__(str(why))
@@ -107,7 +107,7 @@ async def _connect(address: str) -> _Connection:
 
 
 class _Connection(asyncio.Protocol):
-    """A connection on which one request at a time is made."""
+    """A connection that takes one request at a time."""
 
     def __init__(self) -> None:
         self.used_at = 0.0
@@ -117,23 +117,23 @@ class _Connection(asyncio.Protocol):
 
     @property
     def open(self) -> bool:
-        """Whether a request may be tried on it."""
+        """Whether it can take a request."""
         return self._transport is not None and not self._transport.is_closing()
 
     def ask(self, request: bytes, reader: AnswerReader) -> asyncio.Future[Answer]:
-        """The answer to the request. Raises `HttpError` and `_Unanswered`."""
+        """Send a request; the future is its answer. Raises `HttpError` and `_Unanswered`."""
         assert self._transport is not None
         assert self._reader is None, "one request at a time"
         answered: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._reader, self._answered = reader, answered
-        if self._transport.is_closing():  # nothing will ever be heard of it
+        if self._transport.is_closing():  # no callback will come
             self._settle(_Unanswered(NotHttp("it ended the connection, or spoke, before it was asked")))
         else:
             self._transport.write(request)
         return answered
 
     def close(self) -> None:
-        """Drop it, whatever is on its way."""
+        """Close the connection at once; what is still in flight is lost."""
         if self._transport is not None:
             self._transport.abort()
 
@@ -167,7 +167,7 @@ class _Connection(asyncio.Protocol):
 
     def _settle(self, what: Answer | Exception) -> None:
         answered, self._answered, self._reader = self._answered, None, None
-        if answered is None or answered.done():  # who asked has gone
+        if answered is None or answered.done():  # the caller has gone
             return
         if isinstance(what, Answer):
             answered.set_result(what)

@@ -1,7 +1,7 @@
-"""`--kv-events-config` of vLLM and SGLang: where an engine that was started with it publishes its KV events, and at
-which of its ZMQ endpoints it listens.
+"""Reads `--kv-events-config` of vLLM and SGLang: where the engine publishes its KV events, and at which of its ZMQ
+endpoints it listens.
 
-By their own rules (`_socket_setup` in vLLM's `distributed/kv_events.py`, 0.9 to 0.33, and in SGLang's
+The rules are theirs (`_socket_setup` in vLLM's `distributed/kv_events.py`, 0.9 to 0.33, and in SGLang's
 `srt/disaggregation/kv_events.py`): a publisher binds an endpoint that has a `*` or `::` in it, and connects to any
 other, a host name, an IP address, and `0.0.0.0` too, which SGLang alone binds, from 0.5.19 on. The replay socket is
 always bound. vLLM 0.33 makes of `tcp://*:0` the node's address with a free port, and tells that: so an IP address may
@@ -25,8 +25,9 @@ Topic = Annotated[str, Meta(max_length=1024)]
 
 
 class _Config(msgspec.Struct):
-    """What is read of its JSON. vLLM publishes if `enable_kv_cache_events`, SGLang, which has no such member, if
-    `publisher` is "zmq"."""
+    """The members of the JSON that the picker reads. vLLM publishes if `enable_kv_cache_events`, SGLang, which has no
+    such member, if `publisher` is "zmq".
+    """
 
     enable_kv_cache_events: bool | None = None
     publisher: str | None = None
@@ -37,7 +38,9 @@ class _Config(msgspec.Struct):
 
 
 def ports_of(config: object, ranks: int) -> KvPorts | None:
-    """Where an engine with this configuration (a JSON text) publishes; None where it does not, or cannot be read."""
+    """Return the ports at which an engine with this configuration (JSON text) publishes; None if it does not, or if the
+    text is invalid.
+    """
     try:
         read = msgspec.json.decode(config, type=_Config) if isinstance(config, str) else _Config()
     except (msgspec.MsgspecError, RecursionError):
@@ -51,7 +54,9 @@ def ports_of(config: object, ranks: int) -> KvPorts | None:
 
 
 def place_of(endpoint: str | None) -> tuple[str, int | None]:
-    """Host and port of a ZMQ endpoint over TCP; no port where it is none, or one that cannot be."""
+    """Return host and port of a ZMQ endpoint over TCP; no port if it is no such endpoint or the port is out of
+    range.
+    """
     found = _TCP.fullmatch(endpoint or "")
     if found is None:
         return "", None
@@ -60,14 +65,14 @@ def place_of(endpoint: str | None) -> tuple[str, int | None]:
 
 
 def listens(endpoint: str, *, sglang: bool = False, bind: bool | None = None) -> bool:
-    """Does the engine listen at this endpoint of its configuration? `bind` is SGLang's own word on it."""
+    """Return whether the engine listens at this endpoint of its configuration. `bind` is SGLang's own member for it."""
     if sglang and bind is not None:
         return bind
     return "*" in endpoint or "::" in endpoint or (sglang and _ANY_V4 in endpoint)
 
 
 def why_not_listening(endpoint: str) -> str:
-    """What is wrong with an endpoint that the engine connects to, and what to do."""
+    """Return what is wrong with an endpoint that the engine connects to, and what to do."""
     return (
         f"its --kv-events-config names {endpoint[:100]!r}, to which engines connect instead of listening there: "
         "write tcp://*:PORT"

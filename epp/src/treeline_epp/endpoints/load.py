@@ -1,27 +1,26 @@
-"""What the picker believes about an endpoint's load: its last report, what was routed since, and how fast it prefills.
+"""The load of an endpoint as the picker estimates it: its last report, requests routed since, and its prefill rate.
 
 Theory of operation. A report made at time t knows everything that reached the engine before t, so
 
     queued tokens now = uncached tokens waiting at t + reservations opened after t.
 
-When a pick reaches its engine is known to `TRANSIT_S` only, so that the sum has some twice: the first of a burst of
-siblings, which has all of their prefix to compute, would count for two, and they would leave it. Where no more requests
-wait than there are reservations, those who wait were picked here, and the reservations bound the sum: as far as they do
-not explain the report, others pick, too, and it stays.
+When a pick reaches its engine is known to `TRANSIT_S` only, so the sum may count a request twice. That would hurt
+bursts of siblings: the first one computes their whole prefix, would count double, and the others would go elsewhere.
+So where no more requests wait than there are reservations, the waiting ones were picked here, and the reservations
+bound the sum. What they do not explain of the report came from other pickers, and stays in it.
 
-Without a fresh report (an engine that tells nothing, or one that fell silent) the queue is the open reservations alone.
-An engine that pushes no reports is looked at (`scraper.py`), and what its metrics page says is a report like any other,
-made when the page was asked for. Three things are different. It names waiting requests and not their tokens: each is
-taken for as long as those that were picked lately, since most that wait were picked here, or else as those that the
-engine has answered. The engine counts a step late, so that reservations of the last `SCRAPE_LAG_S` count besides. And
-its response headers come before the prefill, so that they do not end a reservation: the next report does, or the time
-at which the prefill should be done.
+Without a fresh report (an engine that reports nothing, or has stopped) the queue is the open reservations alone.
+The metrics page of an engine that pushes no reports is scraped (`scraper.py`). It is a report like any other, made when
+the page was asked for, with three differences. It counts waiting requests and not their tokens: each is assumed to be
+as long as those picked lately, since most of them were picked here, or else as those that the engine has answered. The
+engine counts a step late, so reservations of the last `SCRAPE_LAG_S` are added. And its response headers come before
+the prefill, so they do not end a reservation: the next report does, or the time at which the prefill should be done.
 
 Prefill speed comes, in order of trust, from the engine (our own report, the deltas of SGLang's two running totals, or
-what `scraped.py` makes of a page's totals), or from times to first token of our streaming responses. Measurements of an
-endpoint that does little are few and old, and one stall of its machine is in all of them: planned is with the fastest
-of the peers as far as they are not to be trusted (`trust`, `prefill_rate`). So an endpoint that looked slow is asked
-again, and measured again, while one that is slow under load is known as such.
+what `scraped.py` makes of a page's totals), or from times to first token of our streaming responses. An endpoint with
+little work has few and old measurements, and one stall of its machine is in all of them. The less they can be trusted,
+the more the plan uses the rate of the fastest peer (`trust`, `prefill_rate`). So an endpoint that looked slow gets
+requests and is measured again, while one that is slow under load stays known as slow.
 """
 
 from __future__ import annotations
@@ -47,18 +46,18 @@ STALE_AFTER_S = 3.0
 TRANSIT_S = 0.05
 """A pick reaches its engine this much later: a report of time t may lack reservations opened up to t minus this."""
 UNKNOWN_FACTOR = 2
-"""Reported work that no reservation explains counts so often in the bound of a queue."""
+"""Weight, in the bound of a queue, of reported work that no reservation explains."""
 SCRAPE_LAG_S = 0.5
-"""The same for a report that was scraped: an engine's metrics are those of the end of its last step, and a step that
-prefills is long: what begins on an idle vLLM is not in its metrics until then. Some is counted twice for that."""
+"""The same for a scraped report: an engine's metrics are those of the end of its last step, and a step that prefills
+is long: a request that begins on an idle vLLM is not in them until then. So some requests count twice."""
 DEFAULT_PREFILL_RATE = 4000.0
-"""Used while nothing was measured anywhere, in tokens per second."""
+"""Tokens per second that are assumed while no endpoint was measured."""
 _ALPHA = 0.2
 """Weight of a new sample in moving averages …"""
 _ALPHA_UP = 0.5
 """… and of one that is faster than the rate so far."""
 TRUSTED_SAMPLES = 4.0
-"""As many new measurements weigh as much as what the peers say."""
+"""This many new measurements weigh as much as the peers' rate."""
 MOST_SAMPLES = 32.0
 """More measurements than these add nothing."""
 TRUST_HALVES_S = 10.0
@@ -71,7 +70,8 @@ OVERLOADED_FOR_S = 1.0
 @dataclass(frozen=True, slots=True)
 class Report:
     """A load report in the picker's own terms. Zeros mean "unknown". `tokens_held` of `tokens_total` are in memory,
-    running or cached (SGLang's report names the running ones only). `in_flight` are all requests that it has."""
+    running or cached (SGLang's report counts the running ones only). `in_flight` are all requests that the engine has.
+    """
 
     at: float
     running: int = 0
@@ -87,16 +87,18 @@ class Report:
 
     @property
     def knows_until(self) -> float:
-        """Reservations opened after this may be missing in it."""
+        """The time from which reservations may be missing in this report."""
         return self.at - self.lag_s
 
     @property
     def fresh_until(self) -> float:
-        """Until when it is recent enough to be believed."""
+        """The time until which the report counts as recent."""
         return self.at + STALE_AFTER_S
 
     def queue(self, reserved: Reservations) -> tuple[int, int]:
-        """`(uncached tokens, requests)` before a new pick: the report's, and those of reservations that it may lack."""
+        """Return `(uncached tokens, requests)` before a new pick: the report's, and those of reservations that it may
+        lack.
+        """
         newer, requests = reserved.newer_than(self.knows_until)
         tokens = self.queued_tokens + newer
         if self.waiting <= len(reserved):
@@ -151,12 +153,12 @@ class EndpointLoad:
     """The shortest decode step ever reported: that of a small batch."""
     overloaded_until: float = float("-inf")
     beats: bool = False
-    """Whether its reports come as long as it lives, so that their end says something. Others may just be idle."""
+    """Whether the engine reports for as long as it lives, so that silence means trouble. Others may just be idle."""
     _prefills: Growth = field(default_factory=Growth)
     _scraped: ScrapedTotals | None = None
 
     def on_load(self, load: EngineLoad, now: float) -> None:
-        """Take a report that arrived at `now`, or was asked for then."""
+        """Take a report that arrived at `now`, or was requested then."""
         if now >= self.overloaded_until - OVERLOADED_FOR_S:
             self.overloaded_until = float("-inf")
         if isinstance(load, ScrapedLoad):
@@ -198,14 +200,14 @@ class EndpointLoad:
         self.reservations.close_answered(self.report.knows_until)
 
     def on_answered(self, reservation: Reservation, now: float, *, began: bool) -> None:
-        """Response headers have come for this pick; `began`: with the first token, so that its prefill is done."""
+        """Take the response headers of this pick; `began`: they came with the first token, so the prefill is done."""
         if began or self._scraped is None or not self.fresh(now):
             self.reservations.close(reservation)
         else:
             self.reservations.let_run(reservation, now)
 
     def on_overloaded(self, now: float) -> None:
-        """It refused a request for want of room: it is full until its next report says otherwise."""
+        """Take a refusal for want of room: the endpoint is full until its next report says otherwise."""
         self.overloaded_until = now + OVERLOADED_FOR_S
 
     def train(self, uncached_tokens: int, queued_tokens: float, ttft_s: float, now: float) -> None:
@@ -223,24 +225,25 @@ class EndpointLoad:
             self.hit_share += _ALPHA * (share - self.hit_share)
 
     def fresh(self, now: float) -> bool:
-        """Is the last report recent enough to be believed?"""
+        """Return whether the last report is recent enough to be believed."""
         return self.report is not None and now <= self.report.fresh_until
 
     def silent(self, now: float) -> bool:
-        """Has an engine that always reports stopped doing so? It hangs, or the way to it is cut."""
+        """Return whether an engine that always reports has stopped doing so: it hangs, or the network to it is cut."""
         return self.beats and not self.fresh(now)
 
     def queue(self, now: float) -> tuple[int, int]:
-        """`(uncached tokens, requests)` that a request picked now would find before it."""
+        """Return `(uncached tokens, requests)` that a request picked now would find before it."""
         report = self.report
         if report is None or now > report.fresh_until:
             return self.reservations.tokens, len(self.reservations)
         return report.queue(self.reservations)
 
     def in_flight(self, now: float) -> int | None:
-        """Requests that the endpoint has or is about to get; None where it does not report or has fallen silent.
+        """Return the requests that the endpoint has or is about to get; None where it does not report or has fallen
+        silent.
 
-        Those that a report may lack count by their reservations, so that 0 is never said of one that was just picked.
+        Requests that a report may lack count by their reservations, so an endpoint that was just picked never has 0.
         """
         if self.report is None or not self.fresh(now):
             return None
@@ -248,8 +251,9 @@ class EndpointLoad:
         return max(self.report.in_flight + newer, len(self.reservations))
 
     def slower_s(self, report: Report) -> float:
-        """By how much a decode step is longer than that of a small batch. Not where at most one request runs: how long
-        its steps are depends on the machine alone, and an idle engine reports an old step."""
+        """Return by how much a decode step is longer than that of a small batch. 0 where at most one request runs: the
+        length of its steps depends on the machine alone, and an idle engine reports an old step.
+        """
         return max(0.0, report.decode_step_s - self.fastest_step_s) if report.running > 1 else 0.0
 
     def _on_measured(self, now: float) -> None:
@@ -257,23 +261,22 @@ class EndpointLoad:
         self.rate_samples, self.measured_at = min(MOST_SAMPLES, old + 1.0), now
 
     def own_rate(self) -> float:
-        """Measured prefill tokens per second, 0 while nothing was measured."""
+        """Return the measured prefill tokens per second, 0 while nothing was measured."""
         return self.reported_rate or self.learned_rate
 
     def rate(self, fastest: float, now: float) -> float:
-        """The rate to plan with: see `prefill_rate`."""
+        """Return the rate to plan with: see `prefill_rate`."""
         return prefill_rate(self.own_rate(), trust(self.rate_samples, self.measured_at, now), fastest)
 
 
 def trust(samples: Number, measured_at: Number, now: float) -> Number:
-    """How far a rate of so many measurements is believed: 0 (there are none) to nearly 1. Elementwise for arrays."""
+    """Return how far a rate of this many measurements is believed: 0 (none) to nearly 1. Elementwise for arrays."""
     faded = _faded(samples, measured_at, now)
     return faded / (faded + TRUSTED_SAMPLES)
 
 
 def prefill_rate(own: Number, trust: Number, fastest: float) -> Number:
-    """The prefill rate for planning: the endpoint's own, weighted by trust, and for the rest its fastest peer's.
-
+    """Return the prefill rate for planning: the endpoint's own, weighted by trust, and for the rest its fastest peer's.
     `fastest` is 0 where nothing was measured. Elementwise for arrays.
     """
     expected = fastest or DEFAULT_PREFILL_RATE
@@ -281,13 +284,14 @@ def prefill_rate(own: Number, trust: Number, fastest: float) -> Number:
 
 
 def _faded(samples: Number, measured_at: Number, now: float) -> Number:
-    """What measurements that counted so much at `measured_at` count now."""
+    """Return the present weight of measurements that weighed `samples` at `measured_at`."""
     return samples / (1.0 + (now - measured_at) / TRUST_HALVES_S)
 
 
 def _average(old: float, sample: float) -> float:
-    """A rate after one more measurement. It rises faster than it falls: what an engine has once done it can do, while a
-    slow measurement may have been a start, a stall, or work that the picker did not know of."""
+    """Return a rate after one more measurement. It rises faster than it falls: a speed once reached can be reached
+    again, while a slow measurement may have been a start, a stall, or work that the picker did not know of.
+    """
     if old <= 0:
         return sample
     return old + (_ALPHA if sample < old else _ALPHA_UP) * (sample - old)

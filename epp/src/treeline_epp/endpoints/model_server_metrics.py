@@ -1,12 +1,12 @@
-"""What an engine's metrics page says of its load: which names mean what, engine by engine.
+"""The load that an engine's metrics page reports: the names of its metrics, by engine.
 
 Names and meanings are those of vLLM 0.8.5 to 0.33 (`vllm/v1/metrics/loggers.py`), SGLang 0.4.6 to 0.5.23
 (`srt/observability/metrics_collector.py`), and of the Gateway API inference extension's model server protocol
 (TotalQueuedRequests, TotalRunningRequests, KVCacheUtilization), which also names those of TensorRT-LLM. Where an engine
-has had several names for one thing, the first that is there counts, the newest first.
+has had several names for one thing, they are listed newest first, and the first that is present counts.
 
 One server may have many series of one name: a data parallel rank each (vLLM's label `engine`, SGLang's `dp_rank`),
-whose counts are added. The shards of one rank (`tp_rank` and the like) all tell the same, so that one of them counts.
+whose counts are added. The shards of one rank (`tp_rank` and the like) all report the same, so one of them counts.
 """
 
 from __future__ import annotations
@@ -19,25 +19,26 @@ from treeline_epp.endpoints.prometheus_text import series
 from treeline_epp.endpoints.scraped import ScrapedLoad, Totals
 
 MOST = 1e15
-"""Larger values are not believed, and neither are negative ones or those that are no numbers."""
+"""Largest value that is believed. Negative values and NaN are not, either."""
 _MOST_REQUESTS = 10**9
 _SHARDS = frozenset({"tp_rank", "pp_rank", "moe_ep_rank", "moe_dp_rank", "attn_cp_rank"})
 _BLOCKS_AND_SIZES = (("num_gpu_blocks", "block_size"), ("num_pages", "page_size"))
 """Labels of an info series, as vLLM and SGLang name them."""
 _TOKENS = "kv_cache_size_tokens"
-"""The same of a vLLM that says what it comes to, which blocks × size is not where layers differ in what they keep."""
+"""Label of newer vLLMs with the cache's tokens, which differ from blocks × size where layers keep different tokens."""
 
 
 class Metric(Struct, frozen=True):
-    """The series of a name whose labels have these values; a label that is not there counts as empty."""
+    """The series of one name whose labels have these values; a missing label counts as empty."""
 
     name: str
     labels: Mapping[str, str] = {}
 
 
 class Capacity(Struct, frozen=True):
-    """Ways in which an engine tells how many tokens its KV cache has room for: a gauge of tokens; an info series whose
-    labels are blocks and their size; or a gauge for each of these two."""
+    """The metrics that give the tokens that an engine's KV cache has room for: a gauge of tokens; an info series whose
+    labels are blocks and their size; or a gauge for each of these two.
+    """
 
     tokens: tuple[Metric, ...] = ()
     infos: tuple[str, ...] = ()
@@ -46,10 +47,10 @@ class Capacity(Struct, frozen=True):
 
 
 class MetricNames(Struct, frozen=True):
-    """The names of one type of engine. `prefix` is what tells a page of it; `path` is where the page is. `computed` is
-    the running total of prompt tokens that were computed and not found in the cache. Pairs are totals that grow
-    together: `prompts` requests and their tokens, `prefills` computed tokens and seconds, `steps` tokens and the
-    seconds between them.
+    """The names of one type of engine. `prefix` identifies its page; `path` is where the page is. `computed` is the
+    running total of prompt tokens that were computed and not found in the cache. Pairs are totals that grow together:
+    `prompts` requests and their tokens, `prefills` computed tokens and seconds, `steps` tokens and the seconds between
+    them.
     """
 
     prefix: str = ""
@@ -76,7 +77,7 @@ VLLM = MetricNames(
     kv_usage=(Metric("vllm:kv_cache_usage_perc"), Metric("vllm:gpu_cache_usage_perc")),
     capacity=Capacity(infos=("vllm:cache_config_info",)),
     computed=(Metric("vllm:prompt_tokens_by_source_total", {"source": "local_compute"}), _VLLM_COMPUTED[1]),
-    # The older one counts what was cached, too: the most that a prompt can take.
+    # The older one counts cached tokens, too: the most that a prompt can take.
     prompts=(_VLLM_COMPUTED, _sum_and_count("vllm:request_prompt_tokens")),
     prefills=((_VLLM_COMPUTED[1], Metric("vllm:request_prefill_time_seconds_sum")),),
     steps=(_sum_and_count("vllm:inter_token_latency_seconds"), _sum_and_count("vllm:time_per_output_token_seconds")),
@@ -85,7 +86,7 @@ VLLM = MetricNames(
 _SGLANG_COMPUTED = Metric("sglang:realtime_tokens_total", {"mode": "prefill_compute"})
 SGLANG = MetricNames(
     prefix="sglang:",
-    # With priorities there is a series for each besides the one of all, whose priority is empty.
+    # With priorities there is a series for each, and one for all, whose priority is empty.
     waiting=(Metric("sglang:num_queue_reqs", {"priority": ""}),),
     running=(Metric("sglang:num_running_reqs", {"priority": ""}),),
     kv_usage=(Metric("sglang:token_usage"),),
@@ -117,18 +118,18 @@ _OTHERS = (
     ("tgi_", Metric("tgi_queue_size"), Metric("tgi_batch_current_size")),
     ("nv_trt_llm_", Metric(_TRITON, {"request_type": "waiting"}), Metric(_TRITON, {"request_type": "scheduled"})),
 )
-"""Engines that tell no more than what waits and what runs."""
+"""Engines that report only waiting and running requests."""
 KNOWN = (
     *(VLLM, SGLANG, TENSORRT_LLM),
     *(MetricNames(prefix, waiting=(waiting,), running=(running,)) for prefix, waiting, running in _OTHERS),
 )
-"""For servers whose type is not known."""
+"""Names to look for where the type of the server is not known."""
 
 
 class PageReader:
-    """Reads the pages of one engine, by the first of these names whose prefix is on them. Of a page on which nothing of
-    that prefix has changed since the last one, which is what an idle engine has, nothing is read again; that takes a
-    tenth of the time. It counts as unchanged by its length and its 64-bit hash, which no engine can foresee.
+    """Reads the pages of one engine, by the first of these names whose prefix is on them. A page on which nothing with
+    that prefix has changed, as on an idle engine, is not parsed again, which takes a tenth of the time. Its length and
+    its 64-bit hash decide that, and no engine can foresee the hash.
     """
 
     def __init__(self, candidates: Iterable[MetricNames]) -> None:
@@ -137,8 +138,9 @@ class PageReader:
         self._said: ScrapedLoad | None = None
 
     def read(self, page: bytes) -> ScrapedLoad | None:
-        """What the page says; `None` if it says neither how many requests run nor how many wait. O(page) at memory
-        speed for each name."""
+        """Return the load on the page; `None` if it has neither running nor waiting requests. O(page) at memory speed
+        for each name.
+        """
         for names in self._candidates:
             part = _part(page, names)
             if part is None:
@@ -151,7 +153,7 @@ class PageReader:
 
 
 def _part(page: bytes, names: MetricNames) -> bytes | None:
-    """The page from the first to the last line that these names can be on; None where there is none."""
+    """Return the page from the first to the last line with the prefix; None if there is no such line."""
     prefix = names.prefix.encode()
     first = 0 if page.startswith(prefix) else page.find(b"\n" + prefix) + 1
     if first == 0 and not page.startswith(prefix):
@@ -179,7 +181,7 @@ def _read(page: bytes, names: MetricNames) -> ScrapedLoad | None:
 
 
 def _values(page: bytes, metric: Metric) -> list[float]:
-    """The value of each rank."""
+    """Return the value of each rank."""
     found: dict[tuple[tuple[str, str], ...], float] = {}
     for one in series(page, metric.name.encode()):
         if not 0.0 <= one.value <= MOST or any(one.labels.get(k, "") != v for k, v in metric.labels.items()):
@@ -190,12 +192,14 @@ def _values(page: bytes, metric: Metric) -> list[float]:
 
 
 def _first(page: bytes, metrics: Iterable[Metric]) -> float | None:
-    """The sum over all ranks of the first that is there."""
+    """Return the sum over all ranks of the first metric that is present."""
     return next((sum(found) for metric in metrics if (found := _values(page, metric))), None)
 
 
 def _one_rank(seconds: list[float]) -> float:
-    """Ranks work at the same time: the tokens of all by the time of one is the speed of the engine."""
+    """Return the mean over ranks. They work at the same time: all ranks' tokens by one rank's time is the engine's
+    speed.
+    """
     return sum(seconds) / len(seconds)
 
 
@@ -215,7 +219,7 @@ def _requests(value: float | None) -> int:
 
 
 def _capacity(page: bytes, capacity: Capacity) -> int:
-    """Tokens that the cache has room for; 0 where the page does not say."""
+    """Return the tokens that the cache has room for; 0 where the page does not say."""
     told = _first(page, capacity.tokens)
     if told is None and capacity.blocks is not None and capacity.block_size is not None:
         blocks, sizes = _first(page, (capacity.blocks,)), _values(page, capacity.block_size)
@@ -226,7 +230,9 @@ def _capacity(page: bytes, capacity: Capacity) -> int:
 
 
 def _from_labels(infos: Sequence[Mapping[str, str]]) -> float:
-    """vLLM names the tokens of one rank, but the blocks of all its ranks, with each of them."""
+    """Return the tokens from info labels. Each series of vLLM has the tokens of its own rank, but the blocks of all
+    ranks.
+    """
     by_rank = sum(_count(labels, _TOKENS) for labels in infos)
     counts = [(_count(labels, blocks), _count(labels, size)) for labels in infos for blocks, size in _BLOCKS_AND_SIZES]
     return by_rank or max((blocks * size for blocks, size in counts), default=0.0)

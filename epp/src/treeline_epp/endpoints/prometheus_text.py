@@ -1,8 +1,8 @@
-"""Prometheus' text format, read for a few names only: an engine's page has thousands of lines, and a picker needs ten.
+"""A parser of Prometheus' text format for a few names: an engine's page has thousands of lines, and a picker needs ten.
 
-The format is https://prometheus.io/docs/instrumenting/exposition_formats/ (version 0.0.4); lines as OpenMetrics writes
-them (exemplars behind the value) are read, too. Nothing is decoded but the lines of the name that is asked for, which
-are found by searching the page's bytes: 100 KB take some 15 µs for each name, a parser of all lines milliseconds.
+The format is https://prometheus.io/docs/instrumenting/exposition_formats/ (version 0.0.4); OpenMetrics lines (exemplars
+behind the value) are read, too. Only lines of the wanted name are decoded; a search of the page's bytes finds them: 100
+KB take some 15 µs for each name, a parser of all lines milliseconds.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import re
 from msgspec import Struct
 
 MOST_LINE_BYTES = 16 << 10
-"""Longer lines are passed over. vLLM's longest, the one that names its cache's settings, has about 2 KB."""
+"""Longest line that is read. vLLM's longest, the one with its cache's settings, has about 2 KB."""
 MOST_SERIES, MOST_SERIES_BYTES = 1024, 128 << 10
-"""What is read of one name. A server of 64 ranks with eight priorities each has 512 series of some 200 bytes."""
+"""Most that is read of one name. A server of 64 ranks with eight priorities each has 512 series of some 200 bytes."""
 _MOST_LABELS = 128
 
 _LABEL = re.compile(rb'[ \t]*([a-zA-Z_][a-zA-Z0-9_]*)[ \t]*=[ \t]*"([^"\\]*(?:\\.[^"\\]*)*)"[ \t]*(,?)')
@@ -23,15 +23,16 @@ _NUMBER = re.compile(rb"[ \t]*([+-]?(?:[0-9][0-9.eE+-]*|\.[0-9][0-9eE+-]*|[A-Za-
 
 
 class Series(Struct, frozen=True, gc=False):
-    """One line: what its labels say, and its value, which may be infinite or no number."""
+    """The labels and the value of one line; the value may be infinite or NaN."""
 
     labels: dict[str, str]
     value: float
 
 
 def series(page: bytes, name: bytes) -> list[Series]:
-    """All series of that name, in the page's order. Lines that cannot be read are passed over: what a page is worth is
-    judged by who knows what must be there. O(page) at memory speed, whatever is in it."""
+    """Return all series of that name, in the page's order. Lines that cannot be parsed are skipped: the caller knows
+    which metrics must be there. O(page) at memory speed, whatever the page contains.
+    """
     found: list[Series] = []
     needle = b"\n" + name
     at = 0 if page.startswith(name) else page.find(needle) + 1
@@ -53,7 +54,7 @@ def series(page: bytes, name: bytes) -> list[Series]:
 
 
 def _series(rest: bytes) -> Series | None:
-    """A line without its name."""
+    """Parse a line without its name."""
     labels: dict[str, str] = {}
     at = len(rest) - len(rest.lstrip(b" \t"))
     if rest[at : at + 1] == b"{":
@@ -73,7 +74,7 @@ def _series(rest: bytes) -> Series | None:
 
 
 def _read_labels(rest: bytes, at: int, into: dict[str, str]) -> int | None:
-    """Read `name="value", …}`; returns where the rest of the line begins, `None` if this is something else."""
+    """Read `name="value", …}`; return where the rest of the line begins, `None` if the text has another form."""
     for _ in range(_MOST_LABELS):
         label = _LABEL.match(rest, at)
         if label is None:

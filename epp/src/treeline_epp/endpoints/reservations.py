@@ -2,7 +2,7 @@
 
 A reservation opens at the pick and closes once: at the response headers, at an error, when the client goes away, or
 when it expires at three times the predicted prefill, so that a lost stream cannot leave phantom load behind. Where
-headers come before the prefill, it may run on until that should be done (`let_run`).
+headers come before the prefill, it may stay until the prefill should be done (`let_run`).
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ import numpy as np
 import numpy.typing as npt
 
 Number = TypeVar("Number", float, npt.NDArray[np.float64])
-"""Of one endpoint, or of many in an array."""
+"""A value of one endpoint, or of many in an array."""
 
 EXPIRY_FACTOR = 3.0
 """A reservation lives this many times the predicted prefill …"""
 MIN_LIFETIME_S = 2.0
 """… but never less than this, in seconds: predictions for short prompts are noise."""
 ARRIVALS_S = 3.0
-"""How often picks come is measured over about so long: what few requests share comes and goes in seconds."""
+"""Seconds over which the rate of picks is measured: short, since a prefix of few requests comes and goes in seconds."""
 _ALPHA = 0.2
 """Weight of a new pick in the moving average."""
 
 
 @dataclass(eq=False, slots=True)
 class Reservation:
-    """Prefill work of one pick. Owned by the `Reservations` that opened it."""
+    """The prefill work of one pick. The `Reservations` that opened it own it."""
 
     tokens: int
     opened_at: float
@@ -58,9 +58,9 @@ class Reservations:
 
     tokens: int = 0
     typical_tokens: float = 0.0
-    """Of the picks so far, a moving average; 0 before the first."""
+    """A moving average over the picks so far; 0 before the first."""
     arrivals: float = 0.0
-    """The picks so far, as they counted at the last one, `arrived_at`."""
+    """The faded count of picks at the last one, `arrived_at`."""
     arrived_at: float = float("-inf")
     _open: OrderedDict[int, Reservation] = field(default_factory=OrderedDict)
 
@@ -80,7 +80,7 @@ class Reservations:
         return reservation
 
     def close(self, reservation: Reservation) -> bool:
-        """Take the work away; True the first time, False ever after. O(1)."""
+        """Remove the work; True the first time, False afterwards. O(1)."""
         if not reservation.open:
             return False
         reservation.open = False
@@ -89,7 +89,7 @@ class Reservations:
         return True
 
     def let_run(self, reservation: Reservation, now: float) -> None:
-        """Its answer has begun, which says nothing of its prefill: it stays until that should be done. O(1)."""
+        """Keep a reservation whose answer began before its prefill until the prefill should be done. O(1)."""
         if reservation.done_at <= now:
             self.close(reservation)
         else:
@@ -97,20 +97,20 @@ class Reservations:
             reservation.expires_at = min(reservation.expires_at, reservation.done_at)
 
     def close_answered(self, time: float) -> None:
-        """A report has come that knows of those opened until `time`: none of them needs to run on. O(open)."""
+        """Close answered reservations opened until `time`: a report has come that includes them. O(open)."""
         known = takewhile(lambda held: held.opened_at <= time, self._open.values())
         for held in [held for held in known if held.answered]:
             self.close(held)
 
     def expire(self, now: float) -> int:
-        """Close what has outlived its prediction; returns how many. O(open reservations)."""
+        """Close reservations that are past their time; return how many. O(open reservations)."""
         late = [held for held in self._open.values() if held.expires_at <= now]
         for held in late:
             self.close(held)
         return len(late)
 
     def newer_than(self, time: float) -> tuple[int, int]:
-        """`(tokens, requests)` opened after `time`: what a report of that time cannot know. O(result)."""
+        """Return `(tokens, requests)` opened after `time`: a report of that time lacks them. O(result)."""
         tokens = requests = 0
         for held in reversed(self._open.values()):
             if held.opened_at <= time:
@@ -120,7 +120,7 @@ class Reservations:
         return tokens, requests
 
     def check(self) -> None:
-        """Assert what always holds."""
+        """Assert the invariants."""
         assert self.tokens == sum(held.tokens for held in self._open.values())
         assert all(held.open for held in self._open.values())
         opened = [held.opened_at for held in self._open.values()]
@@ -128,6 +128,7 @@ class Reservations:
 
 
 def arrivals_per_s(arrivals: Number, arrived_at: Number, now: float) -> Number:
-    """How often picks come, that counted so much at `arrived_at`: of age `ARRIVALS_S` they count half. Elementwise for
-    arrays."""
+    """Return picks per second, from their faded count at `arrived_at`: picks of age `ARRIVALS_S` count half.
+    Elementwise for arrays.
+    """
     return arrivals / (ARRIVALS_S + (now - arrived_at))

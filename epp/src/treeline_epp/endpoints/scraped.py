@@ -1,14 +1,14 @@
-"""What a picker learns from one look after another at an engine's metrics.
+"""Rates and sizes that the picker derives from repeated scrapes of an engine's metrics.
 
-Gauges are the load itself. Of totals, which only grow, the growth since an earlier look counts; one that has become
-less belongs to another process, and is counted from there. From two kinds of them the prefill rate is measured:
+Gauges are the load itself. Totals only grow, and their growth since an earlier scrape counts; a total that has become
+smaller belongs to a new process, and counts from there. The prefill rate is measured from two kinds of totals:
 
-- While requests waited at both ends of the time between two looks, the engine had work all the time: its rate is what
-  it computed in that time. Decodes that shared its steps are in it, as they will be for the next request.
-- Else by the computed tokens of answered requests and the seconds that their prefills took. Prefills that overlap make
-  it look slower than it is, which is why this is not used while requests wait.
+- While requests waited at both of two scrapes, the engine was busy all the time between them: its rate is the tokens
+  computed in that time. Decodes that shared its steps are in it, as they will be for the next request.
+- Otherwise from the computed tokens of answered requests and the seconds that their prefills took. Prefills that
+  overlap make it look slower than it is, which is why this is not used while requests wait.
 
-Neither is taken from little work: overhead dominates it.
+Neither is measured from little work: overhead dominates it.
 """
 
 from __future__ import annotations
@@ -19,22 +19,24 @@ from typing import TypeAlias
 from msgspec import Struct
 
 MIN_TRAINING_TOKENS = 128
-"""Less uncached work than this teaches nothing of rates: overhead dominates."""
+"""Least uncached work that is measured: with less, overhead dominates."""
 MIN_BUSY_S = 2.0
-"""Tokens are counted when a prompt is done: in less time a long one, begun before, would look like great speed."""
+"""Least time between measured scrapes: an engine counts tokens when a prompt is done, so a long prompt that began
+earlier would look like great speed."""
 MIN_STEPS = 64
-"""Fewer than these say little of how long a step takes, and the shortest ever seen is remembered."""
+"""Least steps that are measured: fewer say little of a step's length, and the shortest ever seen is remembered."""
 ASSUMED_PROMPT_TOKENS = 512.0
-"""Of a waiting request, where neither picks nor the engine say how long prompts are."""
+"""Length of a waiting request's prompt where neither picks nor the engine say how long prompts are."""
 MOST_RATE = 1e7
-"""Tokens per second. More than this is a mistake, and would be taken for the speed of all engines that are new."""
+"""Tokens per second. A higher rate is a mistake, and would be assumed for all new engines."""
 
 Totals: TypeAlias = tuple[float, float]
 
 
 class ScrapedLoad(Struct, frozen=True):
-    """What one page said. Zeros and `None` mean "not reported". `kv_usage` is the share of `tokens_total` that running
-    requests hold. For the totals see `model_server_metrics.MetricNames`."""
+    """The values of one page. Zeros and `None` mean "not reported". `kv_usage` is the share of `tokens_total` that
+    running requests hold. For the totals see `model_server_metrics.MetricNames`.
+    """
 
     running: int = 0
     waiting: int = 0
@@ -48,7 +50,7 @@ class ScrapedLoad(Struct, frozen=True):
 
 @dataclass(slots=True)
 class Growth:
-    """By how much two totals have grown since they were last asked for; small steps add up.
+    """The growth of two totals since the last result; small steps add up.
 
     >>> growth = Growth()
     >>> [growth.step(totals, least=10) for totals in ((100, 1), (105, 2), (112, 3), (3, 0), (20, 5))]
@@ -58,7 +60,7 @@ class Growth:
     base: Totals | None = None
 
     def step(self, totals: Totals | None, least: float, least_second: float = 0.0) -> Totals | None:
-        """`None` until each has grown, and by these at least; and where one has become less."""
+        """Return the growth; `None` until both totals have grown by at least these, and if one has become smaller."""
         if totals is None or self.base is None:
             self.base = totals
             return None
@@ -74,12 +76,12 @@ class Growth:
 
 @dataclass(slots=True)
 class ScrapedTotals:
-    """What the totals of one engine have said so far."""
+    """The state derived from the totals of one engine."""
 
     step_s: float = 0.0
-    """Seconds between two tokens of a request, when it was last seen to generate."""
+    """Seconds between two tokens of a request, as last measured."""
     prompt_tokens: float = 0.0
-    """Computed for an answered request, lately."""
+    """Tokens computed for each recently answered request."""
     _waited: bool = False
     _busy: Growth = field(default_factory=Growth)
     _prompts: Growth = field(default_factory=Growth)
@@ -87,7 +89,7 @@ class ScrapedTotals:
     _steps: Growth = field(default_factory=Growth)
 
     def on_scrape(self, load: ScrapedLoad, at: float) -> float | None:
-        """Take a look made at `at`; returns prefill tokens per second, if they could be measured."""
+        """Take a scrape made at `at`; return prefill tokens per second, if they could be measured."""
         if (prompts := self._prompts.step(load.prompts, least=1)) is not None:
             self.prompt_tokens = prompts[1] / prompts[0]
         if (steps := self._steps.step(load.steps, least=MIN_STEPS)) is not None:

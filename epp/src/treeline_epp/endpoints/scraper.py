@@ -1,8 +1,8 @@
-"""Looks at the metrics of engines that push no load, each of them seldom, and of many each more seldom.
+"""Scrapes the metrics of engines that push no load: each one seldom, and less often the more there are.
 
-A look is one GET on a connection that stays open, uncompressed, bounded in time and size. The next one waits for the
-end of the one before: an engine whose metrics stall is not asked twice. What comes of a look is a load report and
-nothing else: an engine without metrics, or with strange ones, is as ready as before, and its last report grows old.
+A scrape is one GET on a connection that stays open, uncompressed, bounded in time and size. The next one waits for the
+end of the one before: an engine whose metrics stall is not asked twice. A scrape only makes a load report: an engine
+without metrics, or with strange ones, is as ready as before, and its last report grows old.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from treeline_epp.endpoints.spec import split_address
 log = logging.getLogger(__name__)
 
 INTERVAL_S = 0.5
-"""Between the end of a look and the next one, at least."""
+"""Least seconds between the end of a scrape and the next one."""
 MOST_EACH_SECOND = 120.0
-"""Looks at all engines together: more engines are looked at less often each."""
+"""Scrapes of all engines together: with more engines, each is scraped less often."""
 TIMEOUT_S = 10.0
-"""Of a look. After three seconds its report would be stale; but who asks again adds to what an engine has to do."""
+"""Longest scrape. Its report is stale after three seconds, but another request would add to the engine's load."""
 MOST_BYTES = 4 << 20
-"""Of a page. vLLM's has 50 to 200 KB for each rank."""
+"""Largest page. vLLM's has 50 to 200 KB for each rank."""
 MOST_SHARE = 0.02
-"""Of a core, for reading one engine's page: one that takes long to read is looked at less often."""
+"""Largest share of a core for parsing one engine's page: a slow page is scraped less often."""
 _HERE_BYTES = 256 << 10
-"""A page that is longer is read in a thread: one with many labels takes milliseconds for each ten kilobytes."""
+"""Largest page that is parsed in the event loop: with many labels, ten kilobytes take milliseconds."""
 _FIRST_RETRY_S, _LAST_RETRY_S = 1.0, 15.0
 _NO_METRICS_RETRY_S = 60.0
-"""An engine that has no metrics may be another one later, behind the same address."""
+"""Pause for an engine without metrics: another one may appear behind its address."""
 _UNKNOWN = (
     "running nor waiting requests by a name that is known "
     "(give it: --total-running-requests-metric, --total-queued-requests-metric)"
@@ -48,17 +48,17 @@ _TEXT = "text/plain;version=0.0.4"
 
 
 class Failure(enum.StrEnum):
-    """Why a look gave no report. Values are metric labels."""
+    """The reason why a scrape gave no report. Values are metric labels."""
 
     UNREACHABLE = "unreachable"
     TIMEOUT = "timeout"
     NO_METRICS = "no_metrics"
-    """It has no such page, or does not let us see it."""
+    """The page does not exist, or is forbidden."""
     STATUS = "status"
     BAD_ANSWER = "bad_answer"
-    """A page that is longer than `MOST_BYTES`, or compressed."""
+    """The page is longer than `MOST_BYTES`, or compressed."""
     NO_LOAD = "no_load"
-    """A page that names neither running nor waiting requests, under any name that is known."""
+    """The page has neither running nor waiting requests, under any known name."""
 
 
 class _Failed(Exception):
@@ -68,7 +68,7 @@ class _Failed(Exception):
 
 
 class Scraping:
-    """What the scrapers of a fleet share: the connections, the pace, and what they count."""
+    """The state that all scrapers of a fleet share: connections, pace and counters."""
 
     def __init__(self) -> None:
         self.scrapes = 0
@@ -77,16 +77,16 @@ class Scraping:
         self._http = HttpClient()
 
     def count(self, more: int) -> None:
-        """So many engines more (less: negative) are looked at."""
+        """Change the number of scraped engines by `more`, which may be negative."""
         self._active += more
 
     def pause(self) -> float:
-        """From the end of a look to the next one, for an engine that answers."""
+        """Return the seconds from the end of a scrape to the next one, for an engine that answers."""
         stretched = max(INTERVAL_S, self._active / MOST_EACH_SECOND)
-        return stretched * random.uniform(1.0, 1.3)  # so that a hundred engines are not looked at in one moment
+        return stretched * random.uniform(1.0, 1.3)  # so that a hundred engines are not scraped in one moment
 
     async def get(self, address: str, path: str) -> Answer:
-        """A page. Raises `HttpError`."""
+        """Fetch a page. Raises `HttpError`."""
         return await self._http.get(address, path, within_s=TIMEOUT_S, most=MOST_BYTES, accept=_TEXT)
 
     async def close(self) -> None:
@@ -95,14 +95,14 @@ class Scraping:
 
 
 def urls(address: str, names: Sequence[MetricNames]) -> list[str]:
-    """Where the page may be, the likeliest first."""
+    """Return the URLs where the page may be, the likeliest first."""
     host, port = split_address(address)
     host = f"[{host}]" if ":" in host else host
     return [f"http://{host}:{port}{path}" for path in dict.fromkeys(each.path for each in names)]
 
 
 class Scraper:
-    """Looks at one engine for as long as it is to be followed. `on_load` hears what it said, and when it was asked."""
+    """The scraper of one engine. `on_load` gets its reports, each with the time of the request."""
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class Scraper:
         self._scraping = scraping
         self._on_load = on_load
         self._known: tuple[MetricNames, ...] = ()
-        self._followed = 0  # how often `follow` has changed the names
+        self._followed = 0  # number of changes by `follow`
         self._reader = PageReader(())
         self._urls: list[str] = []
         self._changed = asyncio.Event()
@@ -127,11 +127,11 @@ class Scraper:
 
     @property
     def following(self) -> bool:
-        """Whether the engine is looked at."""
+        """Whether the engine is scraped."""
         return bool(self._known)
 
     def follow(self, known: tuple[MetricNames, ...]) -> None:
-        """Look at it from now on, for these names; for none, no more."""
+        """Scrape the engine for these names from now on; with none, stop."""
         if known == self._known:
             return
         self._known = known
@@ -143,7 +143,7 @@ class Scraper:
         self._changed.set()
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Scrape until cancelled."""
         while True:
             if not self._known:
                 await self._changed.wait()
@@ -151,7 +151,7 @@ class Scraper:
                 continue
             self._scraping.count(+1)
             try:
-                # Not all at once, when a picker starts and knows a hundred engines in one moment.
+                # A starting picker learns of a hundred engines in one moment: spread their first scrapes.
                 await self._sleep(random.uniform(0.0, self._scraping.pause()))
                 while self._known:
                     await self._sleep(await self._look())
@@ -159,14 +159,14 @@ class Scraper:
                 self._scraping.count(-1)
 
     async def _sleep(self, seconds: float) -> None:
-        """So long, or until it is to be followed in another way."""
+        """Wait this long, or until `follow` changes the names."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._changed.wait()
                 self._changed.clear()
 
     async def _look(self) -> float:
-        """Once; returns the pause after it."""
+        """Scrape once; return the pause after it."""
         asked_at, since = time.monotonic(), self._followed
         self._scraping.scrapes += 1
         try:
@@ -174,7 +174,7 @@ class Scraper:
         except _Failed as failed:
             return self._failed(failed) if self._followed == since else 0.0
         if self._followed != since:
-            return 0.0  # it went away while it was asked, or is another now
+            return 0.0  # the engine went away meanwhile, or another one took its place
         if self.failing is not None:
             log.info("endpoint %s: its metrics can be read again", self._name)
         self.failing, self._retry_s, self.scraped_at = None, _FIRST_RETRY_S, asked_at
@@ -183,10 +183,10 @@ class Scraper:
 
     def _failed(self, failed: _Failed) -> float:
         self._scraping.failures[failed.reason] += 1
-        if failed.reason is not self.failing:  # once, though it is asked again and again
+        if failed.reason is not self.failing:  # log it once, though the engine is asked again and again
             self.failing = failed.reason
             log.warning(
-                "endpoint %s: its load cannot be read: %s; what is routed to it is all that is known of it",
+                "endpoint %s: its load cannot be read: %s; only requests routed by this picker count",
                 self._name,
                 failed,
             )
@@ -196,7 +196,7 @@ class Scraper:
         return max(pause, self._scraping.pause(), self._read_s / MOST_SHARE) * random.uniform(1.0, 1.3)
 
     async def _load(self) -> ScrapedLoad:
-        """What the first of its pages says that says anything. Raises `_Failed`."""
+        """Return the load on the first of its pages that has one. Raises `_Failed`."""
         reader, since = self._reader, self._followed
         said: list[_Failed] = []
         for url in self._urls:
@@ -225,7 +225,7 @@ class Scraper:
         return load
 
     async def _page(self, url: str) -> bytes:
-        """The page. Raises `_Failed`."""
+        """Fetch the page. Raises `_Failed`."""
         address, slash, path = url.removeprefix("http://").partition("/")
         try:
             answer = await self._scraping.get(address, slash + path)

@@ -9,10 +9,10 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class KvPorts:
-    """Where an engine publishes its KV events, from discovery, for engines that do not say it themselves.
+    """The ports where an engine publishes its KV events, from discovery, for engines that do not name them.
 
-    Ports are those of rank 0; rank r has them r further. `ranks` ranks are at this endpoint, from `first_rank` on.
-    `dials`: what the engine was configured with is an endpoint to which it connects: that port may be closed.
+    Ports are those of rank 0; those of rank r are r higher. `ranks` ranks are at this endpoint, from `first_rank` on.
+    `dials`: the configured endpoint of an engine that connects to it instead of listening: its port may be closed.
     """
 
     events_port: int
@@ -28,10 +28,10 @@ class EndpointSpec:
     """One endpoint as discovery knows it.
 
     `address` is `ip:port` of its HTTP server, IPv6 in brackets. `models` are the names that it serves, empty for any.
-    `uid` changes when the process behind the name does (pod UID and restart count). `ready` and `draining` are what
-    discovery says besides the engine itself. `trust_ready`: discovery's word is enough where the engine has no probes.
-    `engine` is its type, empty where discovery does not tell: then every path may be asked of it.
-    `kv`: where it publishes, should it not say so itself. `key_file` has the API key that it wants.
+    `uid` changes when the process behind the name does (pod UID and restart count). `ready` and `draining` come from
+    discovery, not from the engine. `trust_ready`: `ready` is enough where the engine has no probes.
+    `engine` is its type, empty where discovery does not say: then it may be asked for every path.
+    `kv`: its publisher, if it does not name one itself. `key_file` has the API key that it requires.
     """
 
     name: str
@@ -48,12 +48,14 @@ class EndpointSpec:
 
     @property
     def identity(self) -> tuple[object, ...]:
-        """What makes it this endpoint and no other; the rest may change while it lives."""
+        """The fields that identify this endpoint; the others may change while it lives."""
         return (self.name, self.address, self.pool, self.uid, self.trust_ready, self.engine, self.kv, self.key_file)
 
 
 def normal_ip(text: str) -> str | None:
-    """The canonical spelling of an IP address, brackets removed; None if it is none (a host name, for example)."""
+    """Return the canonical spelling of an IP address, brackets removed; None for other text (a host name, for
+    example).
+    """
     if text.startswith("[") and text.endswith("]"):
         text = text[1:-1]
     try:

@@ -1,4 +1,6 @@
-"""The watcher of one engine: how it is and what it serves, asked often while it is not ready, seldom while it is."""
+"""The watcher of one engine: it asks for its state and models, often while the engine is not ready, seldom while it
+is.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,12 @@ from treeline_epp.endpoints.spec import EndpointSpec, KvPorts
 log = logging.getLogger(__name__)
 
 MIN_PROBE_INTERVAL_S = 0.05
-"""Between two looks, whatever the hints: a thousand failing requests are one reason to look."""
+"""Least seconds between two probes, whatever the hints: a thousand failing requests are one reason to probe."""
 _AT_ONCE = 128
 _TURN_S = 0.5
-"""An engine that takes longer to answer leaves its place to the next one: it costs nothing while it is waited for."""
+"""Seconds after which an engine that has not answered gives its place to the next one: waiting costs nothing."""
 _FEW = 100
-"""Engines that are asked at the full rate; more of them are asked less often each."""
+"""Most engines that are asked at the full rate; with more, each is asked less often."""
 _LONGEST_PROBLEM = 300
 """Characters: an answer may be quoted in it."""
 FAILURE_THRESHOLD = 3
@@ -38,15 +40,15 @@ FAILURE_THRESHOLD = 3
 
 
 class EngineState(enum.StrEnum):
-    """What the watcher believes. Values are metric labels."""
+    """The state of an engine as the watcher sees it. Values are metric labels."""
 
     UNKNOWN = "unknown"
     STARTING = "starting"
     READY = "ready"
     UNREADY = "unready"
-    """It answers, but discovery does not call it ready."""
+    """The engine answers, but discovery does not call it ready."""
     DRAINING = "draining"
-    """It was ready and now answers 503: it finishes what it has and takes nothing new (see `EngineAdapter.drains`)."""
+    """The engine was ready and now answers 503: it finishes its requests and takes no new ones."""
     DOWN = "down"
 
 
@@ -60,9 +62,10 @@ class Problem:
 
 
 class EngineClient:
-    """One engine, asked by the adapter of its type (`engine`; where that says nothing the engine is asked what it is,
-    as often as it was away, since another may have come back). Which of the adapter's probes it has is found out once.
-    `told`: where it publishes, according to discovery."""
+    """The client of one engine. It uses the adapter of `engine`; if that names no type, it finds out the type, again
+    after each absence, since another engine may have come back. It finds out once which of the adapter's probes exist.
+    `told`: the publisher that discovery names.
+    """
 
     def __init__(self, http: HttpClient, address: str, engine: str = "", told: KvPorts | None = None) -> None:
         self._http = EngineHttp(http, address)
@@ -73,7 +76,7 @@ class EngineClient:
 
     @property
     def adapter(self) -> EngineAdapter:
-        """How it is asked."""
+        """The adapter with which the engine is asked."""
         return self._known or ANYTHING
 
     async def close(self) -> None:
@@ -81,16 +84,18 @@ class EngineClient:
         await self._http.close()
 
     async def ready(self) -> bool | None:
-        """Whether it takes requests; `None` if it has no probe. Raises `HttpError` if out of reach."""
+        """Return whether the engine takes requests; `None` if it has no probe. Raises `HttpError` if it cannot be
+        reached.
+        """
         try:
             ready = await self._probe()
         except HttpTimeout:
-            raise  # it is busy, and still the same
+            raise  # a busy engine is still the same engine
         except HttpError:
             self._forget()
             raise
         if ready and not self._served:
-            self._known = self._fixed  # it was not ready: it may be another by now
+            self._known = self._fixed  # it was not ready, and another engine may have taken its place
         self._served = bool(ready)
         return ready
 
@@ -108,14 +113,14 @@ class EngineClient:
         return None
 
     async def info(self) -> EngineInfo:
-        """What it says of itself. Raises `EngineError`."""
+        """Return the engine's facts. Raises `EngineError`."""
         adapter = self._known
-        if adapter is None or (adapter is ANYTHING and self._fixed is None):  # its first answers may have been partial
+        if adapter is None or (adapter is ANYTHING and self._fixed is None):  # the first answers may have been partial
             adapter = self._known = await recognise(self._http)
         return await adapter.info(self._http, self._told)
 
     async def tokenizer(self) -> TokenizerBundle:
-        """Its tokenizer. Raises `EngineError`."""
+        """Fetch the engine's tokenizer. Raises `EngineError`."""
         return await self.adapter.tokenizer(self._http)
 
 
@@ -124,7 +129,7 @@ Report = Callable[[EngineState, EngineInfo | None], None]
 
 
 class ProbePace:
-    """How often engines are asked, so that thousands of them cost no more than a hundred, and how many at a time.
+    """The pace of probes, so that thousands of engines cost no more than a hundred, and how many are asked at a time.
 
     Without a bound, answers that are late because so many were asked at once would count as no answers. Engines that
     hang do not count for it (`_TURN_S`): a few hundred of them would keep the others from being asked.
@@ -135,12 +140,12 @@ class ProbePace:
         self._watched: Counter[bool] = Counter()
 
     def watch(self, ready: bool, count: int = 1) -> None:
-        """So many engines more (less: negative) are watched that are ready, or not."""
+        """Change the number of ready, or of other, watched engines by `count`, which may be negative."""
         self._watched[ready] += count
 
     @contextlib.asynccontextmanager
     async def asking(self) -> AsyncIterator[None]:
-        """While an engine is asked; waits until few enough are."""
+        """Hold a place while an engine is asked; wait for a free one."""
         await self._asking.acquire()
         held = True
 
@@ -158,7 +163,7 @@ class ProbePace:
             leave()
 
     def pause(self, ready: bool, often_s: float) -> float:
-        """Between two looks at an engine that a small fleet asks every `often_s`."""
+        """Return the pause between two probes of an engine that a small fleet asks every `often_s`."""
         stretched = often_s * max(1.0, self._watched[ready] / _FEW)
         return stretched * random.uniform(0.8, 1.2)  # so that a hundred engines are not asked in one moment
 
@@ -181,7 +186,7 @@ class EngineWatcher:
         self._logged = ""
 
     def probe_now(self) -> None:
-        """Something suggests that the engine changed: look now."""
+        """Probe now: something suggests that the engine changed."""
         self._probe_asked.set()
 
     async def run(self) -> None:
@@ -209,7 +214,7 @@ class EngineWatcher:
     def _pause(self) -> float:
         if not self._is_ready:
             often = 0.25
-        else:  # one that pushes its load is known to be alive; others can only be asked
+        else:  # an engine that pushes its load is known to be alive; others must be asked
             sources = self.info.sources if self.info is not None else ()
             pushes = any(source.load_port is not None for source in sources)
             often = 5.0 if pushes else self._client.adapter.probe_interval_s
@@ -232,12 +237,13 @@ class EngineWatcher:
         self._report(state, self.info)
 
     def _tell(self, info: EngineInfo | None) -> None:
-        """Log what is new about what it tells of itself."""
+        """Log new facts about the engine."""
         known = self.info or EngineInfo()
         if info is not None and info.wants_key and not known.wants_key:
             log.warning(
-                "endpoint %s (%s) tells its models to nobody without its API key: it is asked for any model, and they "
-                "are not listed here; give the right key by --engine-key-file, or api_key_file in the endpoints file",
+                "endpoint %s (%s) does not list its models without its API key: it gets requests for any model, and "
+                "its models are not listed here; give the right key by --engine-key-file, or api_key_file in the "
+                "endpoints file",
                 self.spec.name,
                 info.engine,
             )
@@ -253,9 +259,9 @@ class EngineWatcher:
             log.info("endpoint %s (%s) is not followed: %s", self.spec.name, info.engine, info.no_events)
 
     async def _ask(self) -> tuple[EngineState, EngineInfo | None]:
-        """`(state, information)`; what is known stays known while the engine cannot be asked."""
+        """Return `(state, facts)`; known facts are kept while the engine cannot be asked."""
         trusted = EngineState.READY, self.info or EngineInfo()
-        drains = self._client.adapter.drains  # as it was while it served
+        drains = self._client.adapter.drains  # of the engine as it was while it served
         try:
             ready = await self._client.ready()
             self._failures = 0
@@ -296,18 +302,18 @@ def _words_of(error: HttpError) -> str:
 
 SWEEP_INTERVAL_S: Final = 1.0
 SWEPT_EACH_SECOND: Final = 50.0
-"""Engines asked on average, however often something is missed. Asking one takes a third of a millisecond."""
+"""Most engines asked per second on average, whatever the requests. Asking one takes a third of a millisecond."""
 SWEPT_AT_ONCE: Final = 16
 """Engines asked at each beat of the fleet."""
 
 
 class Sweep:
-    """Asking all engines once more what they serve, because a request named a model that none is known to have. Names
-    are those of endpoints.
+    """A sweep asks all engines again for their models, because a request named a model that no engine is known to have.
+    Names are those of endpoints.
 
-    An engine that pushes its load is asked seldom, and may have got a model since. A client that asks for a name that
-    no engine has could keep a picker busy with sweeps. So there is one at a time, spread over time, and the next one
-    comes no sooner than the engines would be asked anyway.
+    An engine that pushes its load is asked seldom, and may have loaded a model since. A client that asks for a name
+    that no engine has could keep a picker busy with sweeps. So there is one at a time, spread over time, and the next
+    one comes no sooner than the engines would be asked anyway.
     """
 
     def __init__(self) -> None:
@@ -315,15 +321,15 @@ class Sweep:
         self._again_at = float("-inf")
 
     def due(self, now: float) -> bool:
-        """None is under way, nor was lately."""
+        """Return whether a sweep may begin: none is under way, and none was lately."""
         return not self._due and now >= self._again_at
 
     def begin(self, names: Sequence[str], now: float) -> None:
-        """Something was missed: ask these, unless a sweep is under way or was lately."""
+        """Ask these engines after an unknown model, unless a sweep is under way or was lately."""
         if self.due(now):
             self._due.extend(names)
             self._again_at = now + max(SWEEP_INTERVAL_S, len(names) / SWEPT_EACH_SECOND)
 
     def take(self) -> list[str]:
-        """Those to be asked at this beat; each once, some may have gone meanwhile."""
+        """Return the engines to ask at this beat; each once, and some may have gone meanwhile."""
         return [self._due.popleft() for _ in range(min(SWEPT_AT_ONCE, len(self._due)))]

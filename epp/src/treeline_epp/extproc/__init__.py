@@ -1,1 +1,1 @@
-"""The ext_proc protocol: what Envoy says about a request, and what it is answered."""
+"""The ext_proc protocol: Envoy's messages about a request, and the answers to them."""

@@ -1,4 +1,4 @@
-"""How many requests, and how many bytes of bodies, each client has at the picker at one time, and no more.
+"""Bounds on the requests, and on the bytes of bodies, that each client has at the picker at one time.
 
 A client is an API key or, without one, an address. A request with a key counts until its answer has ended. A request
 without a key counts until its answer begins, since many users may share an address. The proxy must say who the client
@@ -15,22 +15,23 @@ from typing import Final
 from treeline_wire import headers as names
 
 BODIES: Final = 8
-"""Largest bodies that one client may be sending. The proxy holds them until they are whole, in a memory that all
-clients share: with the defaults of our own Envoy, a third of it."""
+"""Most bodies of the largest size that one client may be sending. The proxy holds them until they are whole, in a
+memory that all clients share: with the defaults of our own Envoy, a third of it."""
 
 LOST_S: Final = 60.0
-"""A request with a key whose connection is lost counts for so long: its answer may go on, unseen."""
+"""Seconds that a request with a key counts after its connection is lost: its answer may go on, unseen."""
 _FORGOTTEN: Final = 1024
-"""Of these at a time: a millisecond."""
+"""Most lost requests that are dropped at a time: a millisecond."""
 
 
 class TooMuch(Exception):
-    """A client has its share already; the message says of what."""
+    """A client has reached a bound; the message says which."""
 
 
 class Clients:
-    """Counts by client. `requests` is the most that one may have, `body_bytes` the largest body; `BODIES` times as many
-    bytes may be on their way from a client with an API key."""
+    """Counts by client. `requests` is the most that one client may have, `body_bytes` the largest body; a client with
+    an API key may be sending `BODIES` times as many bytes.
+    """
 
     def __init__(self, requests: int, body_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._requests = requests
@@ -41,7 +42,8 @@ class Clients:
         self._coming: Counter[str] = Counter()
 
     def enter(self, headers: Mapping[str, str], *, has_body: bool = True) -> Present:
-        """Count a request that comes. The caller closes what this returns when the request goes. Raises TooMuch.
+        """Count a new request. The caller closes the result when the request goes. Raises TooMuch. The caller closes
+        what this returns when the request goes. Raises TooMuch.
 
         A body counts with its `content-length`. A body that does not tell its length counts as the largest one, since
         the picker does not see it before it is whole.
@@ -61,23 +63,23 @@ class Clients:
         return Present(self, client, keyed, size)
 
     def lost(self, present: Present) -> None:
-        """Count this for a while."""
+        """Count a lost request for `LOST_S` more."""
         self._lost.append((self._clock() + LOST_S, present))
 
     def left(self, client: str, requests: int, coming: int) -> None:
-        """So much less. Clients without anything are forgotten."""
+        """Subtract from a client's counts. Clients without any request are forgotten."""
         for counter, less in ((self._present, requests), (self._coming, coming)):
             counter[client] -= less
             if not counter[client]:
                 del counter[client]
 
     def __len__(self) -> int:
-        """Clients that have a request here."""
+        """Return the number of clients that have a request here."""
         return len(self._present)
 
 
 class Present:
-    """A request that is here. `keyed`: its client has an API key."""
+    """A request at the picker. `keyed`: its client has an API key."""
 
     __slots__ = ("_client", "_clients", "_coming", "_here", "keyed")
 
@@ -89,25 +91,28 @@ class Present:
         self.keyed = keyed
 
     def arrived(self) -> None:
-        """Its body is whole. May be called again."""
+        """Count the body no longer: it is whole. May be called again."""
         self._clients.left(self._client, 0, self._coming)
         self._coming = 0
 
     def lose(self) -> None:
-        """We will not learn when it has gone: with a key it counts for `LOST_S`, whatever closes it before."""
+        """Handle a lost connection, which hides the request's end: with a key the request counts for `LOST_S`, even if
+        closed.
+        """
         if self.keyed and self._here:
             self._clients.lost(Present(self._clients, self._client, keyed=True, coming=0))
             self._here = 0
 
     def close(self) -> None:
-        """It has gone. May be called again."""
+        """Count the request no longer. May be called again."""
         self._clients.left(self._client, self._here, self._coming)
         self._here = self._coming = 0
 
 
 def client_of(headers: Mapping[str, str]) -> str:
-    """The client's name where the proxy knows it by its key, else the address that the proxy saw, which it appends to
-    the list in `x-forwarded-for`."""
+    """Return the client's name where the proxy knows it by its key, else the address that the proxy saw, which it
+    appends to the list in `x-forwarded-for`.
+    """
     named = headers.get(names.CLIENT)
     return named if named is not None else headers.get(names.FORWARDED_FOR, "").rpartition(",")[2].strip()
 

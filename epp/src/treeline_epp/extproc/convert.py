@@ -1,8 +1,8 @@
-"""Between the proxy's serialized messages and the session's own.
+"""Conversion between the proxy's serialized messages and the session's own.
 
-Messages are read by `wire_reader` where they are as Envoy writes them, by protobuf otherwise. Answers that are always
-the same are serialized once, those with a destination once per destination list, and a body is put between bytes that
-protobuf would have written around it: it is never decoded and copied once.
+`wire_reader` reads messages in the form that Envoy writes, protobuf reads all others. Answers that are always the same
+are serialized once, those with a destination once per destination list. A body is copied once, between the bytes that
+protobuf would have written around it, and never decoded.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _KINDS = {kind.value: kind for kind in Kind}
 
 
 class UnknownMessage(ValueError):
-    """The proxy sent a message of a kind that this picker does not know; `observed` as of a `Message`."""
+    """The proxy sent a message of a kind that this picker does not know; `observed` as in `Message`."""
 
     def __init__(self, text: str, observed: bool) -> None:
         super().__init__(text)
@@ -34,18 +34,20 @@ class UnknownMessage(ValueError):
 
 
 class Reader:
-    """Reads the proxy's messages; `wanted` are headers (lower-case names) beside those that every picker looks at."""
+    """Reads the proxy's messages; `wanted` are headers (lower-case names) to read besides those that every picker
+    needs.
+    """
 
     def __init__(self, wanted: Iterable[str] = ()) -> None:
         self._wire = WireReader(wanted)
 
     def read(self, data: bytes) -> Message:
-        """What the proxy says; a large body is a view of `data`. Raises protobuf's `DecodeError`, `UnknownMessage`."""
+        """Parse a message; a large body is a view of `data`. Raises protobuf's `DecodeError`, `UnknownMessage`."""
         message = self._wire.read(data)
         return self.read_by_protobuf(data) if message is None else message
 
     def read_by_protobuf(self, data: bytes) -> Message:
-        """As `read`, for any message: what `read` must agree with."""
+        """Parse any message, by protobuf; `read` must agree with it."""
         request = pb.ProcessingRequest.FromString(data)
         name = request.WhichOneof("request")
         kind = _KINDS.get(name or "")
@@ -68,9 +70,9 @@ class Reader:
 
 
 def to_response(reply: Reply | Immediate, *, strip_response_headers: bool = False) -> bytes:
-    """A serialized `ProcessingResponse`, with the very bytes that protobuf writes.
+    """Serialize a `ProcessingResponse`, with exactly the bytes that protobuf writes.
 
-    `strip_response_headers`: clients are not to see the headers that runtimes send us.
+    `strip_response_headers`: hide from clients the headers that runtimes send us.
     """
     if isinstance(reply, Immediate):
         return _immediate(reply)
@@ -100,8 +102,9 @@ def _immediate(reply: Immediate) -> bytes:
 
 @functools.lru_cache(maxsize=16)
 def override_timeout(seconds: float) -> bytes:
-    """That the decision takes up to so long, and a second more. Envoy believes it once for each of its messages, and
-    up to its `max_message_timeout`; beyond that it waits as long as it would have."""
+    """Ask for more time: the decision may take this long, plus a second. Envoy accepts it once for each of its
+    messages, and up to its `max_message_timeout`; longer values change nothing.
+    """
     response = pb.ProcessingResponse()
     response.override_message_timeout.FromTimedelta(timedelta(seconds=min(seconds + 1.0, LONGEST_WAIT_S)))
     return _serialize(response)
@@ -113,7 +116,7 @@ def _serialize(message: pb.ProcessingResponse | pb.HeaderValueOption) -> bytes:
 
 
 def _telling(reply: Reply, *, strip_response_headers: bool) -> bytes:
-    """To response headers: they tell the client who answered, or what is left of its quota."""
+    """Serialize a reply to response headers that tells the client who answered, or what is left of its quota."""
     response = pb.ProcessingResponse()
     mutation = response.response_headers.response.header_mutation
     if reply.served is not None:
@@ -147,12 +150,14 @@ _TRAILERS = frozenset({Kind.REQUEST_TRAILERS, Kind.RESPONSE_TRAILERS})
 
 
 def _decided(reply: Reply) -> bytes:
-    """An answer with a destination, a length or a whole body; a chunk has a destination where no headers came."""
+    """Serialize an answer with a destination, a length or a whole body; a chunk has a destination where no headers
+    came.
+    """
     metadata = b""
     options = b""
     if reply.destination is not None:
         options, metadata = _chosen(reply.destination)
-    if reply.kind in _TRAILERS:  # trailers cannot change headers; metadata must do
+    if reply.kind in _TRAILERS:  # trailers cannot change headers; metadata must carry it
         return _PLAIN[reply.kind] + metadata
     if reply.content_length is not None:
         options += _length_option(reply.content_length)
@@ -187,7 +192,7 @@ def _length_option(length: int) -> bytes:
 
 @functools.lru_cache(maxsize=4096)
 def _chosen(destination: str) -> tuple[bytes, bytes]:
-    """The destination as an entry of `set_headers`, and as dynamic metadata of the response."""
+    """Return the destination as an entry of `set_headers`, and as dynamic metadata of the response."""
     option = field(_SET_HEADERS, _serialize(_header(names.DESTINATION, destination.encode())))
     response = pb.ProcessingResponse()
     response.dynamic_metadata.fields[names.LB].struct_value.fields[names.DESTINATION].string_value = destination
@@ -196,7 +201,7 @@ def _chosen(destination: str) -> tuple[bytes, bytes]:
 
 @functools.lru_cache(maxsize=4096)
 def _around_chunk(kind: Kind, size: int, end_of_stream: bool) -> tuple[bytes, bytes]:
-    """What is before and behind a chunk of so many bytes."""
+    """Return the bytes before and after a chunk of this size."""
     head, tail = _streamed(size, end_of_stream)
     for number in (_RESPONSE, _NUMBERS[kind]):
         head = field_head(number, len(head) + size + len(tail)) + head
@@ -204,7 +209,7 @@ def _around_chunk(kind: Kind, size: int, end_of_stream: bool) -> tuple[bytes, by
 
 
 def _streamed(size: int, end_of_stream: bool) -> tuple[bytes, bytes]:
-    """The same within a `CommonResponse`."""
+    """Return the bytes before and after the chunk within a `CommonResponse`."""
     head = field_head(_STREAMED_BODY, size) if size else b""
     tail = _END_OF_STREAM if end_of_stream else b""
     for number in (_STREAMED, _BODY_MUTATION):

@@ -1,8 +1,8 @@
-"""The ext_proc port on HTTP/2 of our own: connections, calls, and who works when.
+"""The ext_proc port, on our own HTTP/2: connections, calls, and their turns.
 
-A connection reads what comes, lets each call answer its messages, and writes all that this gave at once. One read may
-bring a hundred requests: after `_TURN_S` what it has is written, and the rest goes on in the loop's next round. So does
-a call that gives others a turn; one whose peer does not read waits until it does.
+A connection reads its input, lets each call answer its messages, and writes all the answers at once. One read may bring
+a hundred requests: after `_TURN_S` the answers so far are written, and the rest goes on in the loop's next round. So
+does a call that gives others a turn; a call whose peer does not read waits until it does.
 """
 
 from __future__ import annotations
@@ -28,57 +28,58 @@ from treeline_epp.http2.grpc import CallError, MessageReader, Status
 log = logging.getLogger(__name__)
 
 KEEPALIVE_S = 20.0
-"""A peer that has said nothing for so long is pinged; one that says nothing to that, either, is gone."""
+"""Seconds of silence after which a peer is pinged; after as many more without an answer it is gone."""
 _FORGIVEN = 1000
-"""Frames that bring nothing, in that time."""
+"""Most frames without content in that time."""
 _CERTIFICATE_S = 1.0
 _ABORT_S = 1.0
-"""Until the loop has reported that a connection is closed: a round of it."""
+"""Time for the loop to report a closed connection, which takes one round."""
 _TURN_S = 0.004
-"""Of work on one connection before others have theirs; nothing more of it is read meanwhile."""
+"""Seconds of work on one connection before others get a turn; it is not read meanwhile."""
 _FRAMES = 256
-"""Looked at in one go."""
+"""Frames handled at a time."""
 _UNREAD_BYTES = 4 << 20
-"""A peer that leaves more of what we wrote unread is not read, either."""
+"""Most bytes of ours that a peer may leave unread; beyond that we do not read from it."""
 _WAITING_BYTES = 256 * 1024
-"""Of an answer: more is not made before the peer has room."""
+"""Most bytes of an answer that wait for room at the peer before more is made."""
 
 
 class Awaited(Protocol):
-    """Something that an answer waits for."""
+    """A result that an answer waits for."""
 
     def when_done(self, callback: Callable[[], object]) -> None:
-        """Call this when there is an answer. A later callback takes the place of an earlier one."""
+        """Call this when the result is there. A later callback replaces an earlier one."""
         ...
 
 
 class Call(Protocol):
-    """What serves one call. It is closed once, however the call ends."""
+    """The server side of one call. It is closed once, however the call ends."""
 
     @property
     def ended(self) -> bool:
-        """There is nothing more to say, and nothing to wait for."""
+        """Whether the call has no more answers and waits for nothing."""
 
     @property
     def lingers(self) -> bool:
-        """There is nothing more to say, but it stays open until the peer closes it, or the server stops."""
+        """Whether the call has no more answers, but stays open until the peer closes it or the server stops."""
 
     def answers(self, data: bytes | None) -> Iterator[bytes | Awaited | None]:
-        """To one message, or to the last, which is larger than the server takes; None where others should have a turn,
-        and what there is to wait for, which comes again when it is asked too soon. Raises CallError, ValueError: no
-        such message."""
+        """Answer one message; `data` is None for the last one, if it is larger than the server takes. Yields answers,
+        None where others should have a turn, or a result to wait for, which is yielded again if the caller goes on too
+        early. Raises CallError, and ValueError for an invalid message.
+        """
         ...
 
     def close(self, *, lost: bool) -> None:
-        """The call is over. `lost`: its connection has broken, and the peer may go on without us or not."""
+        """End the call. `lost`: its connection has broken, and the peer may or may not go on without us."""
 
 
 Methods = dict[str, Callable[[Fields], Call]]
-"""`/package.Service/Method` → what serves a new call, which came with these header fields."""
+"""By `/package.Service/Method`, the function that makes a new call from its header fields."""
 
 
 class _Running:
-    """A call and what of it is under way."""
+    """The state of an open call."""
 
     __slots__ = ("answering", "call", "closed", "held", "inbox", "owed", "peer_ended", "reader", "timer")
 
@@ -88,17 +89,18 @@ class _Running:
         self.inbox: deque[bytes | None] = deque()
         self.answering: Iterator[bytes | Awaited | None] | None = None
         self.owed = 0
-        """Bytes that are credited to the peer when the inbox is empty."""
+        """Bytes to credit to the peer when the inbox is empty."""
         self.held = 0
-        """Bytes of messages that are not whole, or wait."""
+        """Bytes of messages that are incomplete or wait."""
         self.peer_ended = False
         self.closed = False
         self.timer: asyncio.TimerHandle | None = None
 
 
 class Http2Server:
-    """Listens, and drains. `methods`: what is served. `most_bytes`: of a message. `most_held_bytes`: of all messages
-    together that are not whole, or wait for what their peers do not read."""
+    """A server that listens, and drains. `methods` are its calls. `most_bytes` bounds a message. `most_held_bytes`
+    bounds all messages together that are incomplete, or wait for peers that do not read.
+    """
 
     def __init__(
         self, methods: Methods, most_bytes: int, limits: Limits | None = None, *, most_held_bytes: int = sys.maxsize
@@ -117,7 +119,7 @@ class Http2Server:
         self._following: asyncio.Task[None] | None = None
 
     async def start(self, host: str, port: int, tls: Certificate | None = None) -> None:
-        """Raises OSError, and what `tls` raises."""
+        """Listen. Raises OSError, and the errors of `tls`."""
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         self._socket = socket.socket(family, kind, protocol)
         try:
@@ -131,7 +133,7 @@ class Http2Server:
             self._following = asyncio.create_task(self._follow(tls))
 
     async def _follow(self, tls: Certificate) -> None:
-        """New connections have the certificate that is there now; those that are open keep theirs."""
+        """Give new connections the present certificate, as it changes; open ones keep theirs."""
         while True:
             await asyncio.sleep(_CERTIFICATE_S)
             changed = tls.changed()
@@ -149,12 +151,12 @@ class Http2Server:
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """The port on which it listens."""
         assert self._socket is not None
         return cast(int, self._socket.getsockname()[1])
 
     async def stop(self, grace_s: float | None) -> None:
-        """Take no more calls, wait so long for those that are open, and end the rest."""
+        """Take no more calls, wait `grace_s` for open ones, and end the rest."""
         self.draining = True
         if self._following is not None:
             self._following.cancel()
@@ -177,7 +179,7 @@ class Http2Server:
                     await self._idle.wait()
 
     def gone(self, peer: _Peer) -> None:
-        """Its connection is closed."""
+        """Forget a closed connection."""
         self.peers.discard(peer)
         self._idle.set()
 
@@ -190,21 +192,21 @@ class _Peer(asyncio.Protocol):
         self._loop = asyncio.get_running_loop()
         self._connection = Connection(server.limits, server.known)
         self._counted = 0
-        """Of the server's streams those that are open here."""
+        """This connection's share of the server's open streams."""
         self._transport: asyncio.Transport | None = None
         self._running: dict[int, _Running] = {}
         self._events: deque[Event] = deque()
-        """What came and has not had its turn."""
+        """Events that wait for their turn."""
         self._going_on: asyncio.Handle | None = None
         self._reading = True
         self._full = False
-        """The socket takes nothing for now."""
+        """Whether the socket's buffer is full."""
         self._heard = True
         self._asked = False
         self.leaving = False
         self._timer: asyncio.TimerHandle | None = None
 
-    # ---- of asyncio ---------------------------------------------------------------------------------------------
+    # ---- callbacks of asyncio -----------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -246,7 +248,9 @@ class _Peer(asyncio.Protocol):
         self._count_streams(len(self._connection))
 
     def _take_turn(self, data: bytes = b"") -> None:
-        """Deal with what came until there is no more, or others should have a turn: the loop reads on in this one."""
+        """Handle the input until there is no more, or others should have a turn; then the loop goes on in its next
+        round.
+        """
         self._going_on = None
         events, until = self._events, self._loop.time() + _TURN_S
         self._receive(data)
@@ -322,7 +326,7 @@ class _Peer(asyncio.Protocol):
             self._finish(stream, Status.RESOURCE_EXHAUSTED, "too many messages are under way")
 
     def _count(self, run: _Running) -> None:
-        """What is kept of its messages."""
+        """Count the bytes that its messages keep."""
         held = run.reader.partial_bytes + (run.owed if run.inbox else 0)
         if not run.closed:
             self._server.held_bytes += held - run.held
@@ -367,7 +371,7 @@ class _Peer(asyncio.Protocol):
                 self._finish(stream, Status.OK)
 
     def _answer(self, stream: int, run: _Running) -> bool:
-        """→ whether the message at hand is answered."""
+        """Answer the current message; return whether it is answered."""
         assert run.answering is not None
         if self._full or self._connection.waiting(stream) > _WAITING_BYTES:
             return False
@@ -386,7 +390,7 @@ class _Peer(asyncio.Protocol):
     def _send(self, stream: int, message: bytes) -> None:
         if len(message) < _WAITING_BYTES:
             self._connection.send(stream, grpc.BEGINNING, grpc.prefix(len(message)) + message)
-        else:  # without a copy
+        else:  # avoids a copy
             self._connection.send(stream, grpc.BEGINNING, grpc.prefix(len(message)))
             self._connection.send(stream, grpc.BEGINNING, message)
 
@@ -437,7 +441,7 @@ class _Peer(asyncio.Protocol):
         self._counted = count
 
     def leave(self) -> None:
-        """No more calls; those that are open go on, if they have anything to say or the server stays."""
+        """Take no more calls; open ones go on if they still have answers or the server stays."""
         self.leaving = True
         for stream in [stream for stream, run in self._running.items() if self._server.draining and run.call.lingers]:
             self._finish(stream, Status.OK)
@@ -445,14 +449,14 @@ class _Peer(asyncio.Protocol):
         self._flush()
 
     def abort(self) -> None:
-        """At once."""
+        """Close the connection at once."""
         if self._transport is not None:
             self._transport.abort()
 
     def _look_after(self) -> None:
         """Ping a silent peer; one that stays silent is gone."""
         if (self._asked and not self._heard) or not self._connection.settled:
-            log.info("a connection ends: its peer says nothing")
+            log.info("a connection ends: its peer is silent")
             self.abort()
             return
         self._asked = not self._heard

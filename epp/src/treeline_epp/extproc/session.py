@@ -1,4 +1,4 @@
-"""One ext_proc stream: its state machine, the routed request, and what it holds of everybody's bounds."""
+"""One ext_proc stream: its state machine, the routed request, and its share of the limits."""
 
 from __future__ import annotations
 
@@ -39,27 +39,27 @@ log = logging.getLogger(__name__)
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 _OVERHEAD_BYTES = 4 * 1024 * 1024
-"""Room in a message beyond the body: headers, metadata, and bodies a little over the limit, which get a proper 413."""
+"""Room in a message besides the body: headers, metadata, and bodies a little over the limit, which get a proper 413."""
 
 _FULL_DUPLEX = (BodyMode.FULL_DUPLEX_STREAMED, BodyMode.FULL_DUPLEX_STREAMED)
 _UNDECIDED = frozenset({RequestPhase.IDLE, RequestPhase.COLLECTING, RequestPhase.DECIDING})
 _NOT_TOLD = "fail: missing destination endpoint served metadata"
-"""As the reference picker words it for the conformance tests."""
+"""The reference picker's text for the conformance tests."""
 _NO_METADATA: Mapping[str, str] = {}
 _TRACE = (names.TRACEPARENT, names.TRACESTATE)
 _SLICE_PIECES = 4
-"""Pieces of a large body that are looked at before others get a turn: a few milliseconds."""
+"""Pieces of a large body that are parsed before others get a turn: a few milliseconds."""
 
 
 class BadMessage(ValueError):
-    """What the proxy sent is no `ProcessingRequest`."""
+    """The proxy's message is no `ProcessingRequest`."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionLimits:
-    """What all streams of a port share. `body_bytes` bounds one request's body, `waiting` all of them together,
-    `clients` what each client has here. `strip_response_headers` keeps from clients what runtimes tell us in headers,
-    `tell_served` gives them the endpoint that answered (for conformance tests).
+    """The limits and the reader that all streams of a port share. `body_bytes` bounds one request's body, `waiting` all
+    of them together, `clients` the requests of each client. `strip_response_headers` hides from clients the headers
+    that runtimes send us, `tell_served` tells them which endpoint answered (for conformance tests).
     """
 
     body_bytes: int
@@ -68,10 +68,10 @@ class SessionLimits:
     clients: Clients | None = None
     waiting: BodyBudget = field(default_factory=lambda: BodyBudget(sys.maxsize))
     reader: Reader = field(default_factory=Reader)
-    """Of their messages."""
+    """The reader of their messages."""
 
     def samples(self) -> Iterator[Sample]:
-        """For the metrics page."""
+        """Yield samples for the metrics page."""
         text = "Bytes of request bodies in memory until their endpoint is chosen, without the first 64 KiB of each."
         yield "gauge", "waiting_body_bytes", text, {}, self.waiting.bytes
 
@@ -81,32 +81,33 @@ class ExtProcSession:
     ends a stream by half-closing it, by a reset, or by dying."""
 
     def __init__(self, router: Router, limits: SessionLimits, metadata: Mapping[str, str] = _NO_METADATA) -> None:
-        """metadata: of the call."""
+        """Begin a stream; `metadata` is that of the call."""
         self._router = router
         self._limits = limits
         self._metadata = metadata
         self._present: Present | None = None
         self._state: ExtProcState | None = None
         self._held: Lease | Ticket[Routed] | None = None
-        """What the router gave for the request."""
+        """The router's result for the request."""
         self._share = limits.waiting.open()
         self._observed = False
         router.metrics.open_streams += 1
 
     @property
     def ended(self) -> bool:
-        """There is nothing more to say, and nothing to wait for."""
+        """Whether the stream has no more answers and waits for nothing."""
         return self._said and not self._counts
 
     @property
     def lingers(self) -> bool:
-        """There is nothing more to say, but the client's request counts until its answer has ended."""
+        """Whether the stream has no more answers, but the client's request counts until its answer has ended."""
         return self._said and self._counts
 
     @property
     def _said(self) -> bool:
-        """The response's headers or an immediate response were the last word. Of what the proxy only shows, nothing
-        more is looked at once the request is decided."""
+        """Whether the last answer is given: to the response's headers, or an immediate response. A request that the
+        proxy only shows needs no more once it is decided.
+        """
         state = self._state
         if state is None:
             return False
@@ -117,9 +118,9 @@ class ExtProcSession:
         return self._present is not None and self._present.keyed and not (self._state is None or self._state.closed)
 
     def answers(self, data: bytes | None) -> Iterator[bytes | Ticket[Routed] | None]:
-        """The serialized answers to one message of the proxy; None where others should have a turn before it goes on, a
-        ticket where it goes on when that is done (asked sooner, it gives the ticket again). None: the message is too
-        large to be read, and the last.
+        """Yield the serialized answers to one message of the proxy; None where others should have a turn before it goes
+        on, or a ticket to wait for (if the caller goes on earlier, it yields the ticket again). `data` is None if the
+        message is too large to be read, and then it is the last.
 
         Raises BadMessage, at the first step; nothing else.
         """
@@ -163,8 +164,9 @@ class ExtProcSession:
                 self._present.arrived()
 
     def _begun(self, modes: tuple[BodyMode, BodyMode] | None) -> ExtProcState:
-        """The state for the first message. A proxy that tells no body modes follows the endpoint picker protocol, which
-        is full duplex both ways; one that only shows a body waits for no answer before its end."""
+        """Make the state for the first message. A proxy that names no body modes follows the endpoint picker protocol,
+        which is full duplex both ways; one that only shows a body waits for no answer before its end.
+        """
         request, response = modes or _FULL_DUPLEX
         if self._observed and request is BodyMode.STREAMED:
             request = BodyMode.FULL_DUPLEX_STREAMED
@@ -181,14 +183,15 @@ class ExtProcSession:
             return
         strip = self._limits.strip_response_headers
         outputs.reverse()
-        while outputs:  # each is dropped when it is on its way
+        while outputs:  # each is dropped once it is sent
             output = outputs.pop()
             assert not isinstance(output, RouteRequest)
             yield to_response(output, strip_response_headers=strip)
 
     def close(self, *, lost: bool = False) -> None:
-        """The stream has ended, in whatever way; `lost`: with its connection, so the proxy may go on with a request
-        that was decided, and it counts on for a while."""
+        """Take the end of the stream, however it ended; `lost`: its connection broke, so the proxy may go on with a
+        request that was decided, and it counts for a while.
+        """
         self._router.metrics.open_streams -= 1
         self._share.close()
         if self._held is not None:
@@ -199,10 +202,12 @@ class ExtProcSession:
             self._present.close()
 
     def _receive(self, state: ExtProcState, message: Message) -> list[Output]:
-        """What the state machine says, unless a bound is reached. Raises `ExtProcError`."""
+        """Take a message; return the state machine's answers, or a refusal if a bound is reached. Raises
+        `ExtProcError`.
+        """
         clients, waiting = self._limits.clients, self._limits.waiting
         if message.kind is Kind.REQUEST_HEADERS and names.TRACEPARENT in self._metadata:
-            # A proxy that traces says with the call what its own span is: later than what its client sent.
+            # A proxy that traces sends its own span with the call: it is later than the client's.
             told = {name: self._metadata[name] for name in _TRACE if name in self._metadata}
             message = msgspec.structs.replace(message, headers={**message.headers, **told})
         if message.kind is Kind.REQUEST_BODY and not self._share.take(len(message.data)):
@@ -232,7 +237,7 @@ class ExtProcSession:
             outline.finish(body)
             yield None
         result = self._router.route(request, outline)
-        if isinstance(result, Ticket):  # its body counts among those that wait for their decision
+        if isinstance(result, Ticket):  # its body counts as waiting until the decision
             self._held = ticket = result
             if state.timed and not ticket.done:
                 yield override_timeout(ticket.limit_s)
@@ -254,7 +259,7 @@ class ExtProcSession:
 
 
 def _with(outputs: list[Output], **more: object) -> list[Output]:
-    """The same, and more on the reply to response headers."""
+    """Return the outputs with more fields on the reply to response headers."""
     return [
         msgspec.structs.replace(output, **more)
         if isinstance(output, Reply) and output.kind is Kind.RESPONSE_HEADERS
@@ -264,5 +269,5 @@ def _with(outputs: list[Output], **more: object) -> list[Output]:
 
 
 def most_message_bytes(body_limit: int) -> int:
-    """Of one message of a proxy whose bodies have at most `body_limit` bytes."""
+    """Return the largest message of a proxy whose bodies have at most `body_limit` bytes."""
     return body_limit + _OVERHEAD_BYTES

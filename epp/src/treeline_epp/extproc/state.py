@@ -35,11 +35,11 @@ from treeline_epp.requests.refusals import Refusal, body_too_large
 from treeline_epp.requests.subset import narrowed
 
 WHOLE_BYTES = 256 * 1024
-"""Bodies up to this size are handed out as they are, larger ones as a `Body`, which is never read as a whole."""
+"""Bodies up to this size are handed out as bytes, larger ones as a `Body`, which is never joined."""
 
 
 class BodyMode(enum.IntEnum):
-    """How a proxy sends a body; the values are those of Envoy's `ProcessingMode.BodySendMode`."""
+    """The way in which a proxy sends a body; the values are those of Envoy's `ProcessingMode.BodySendMode`."""
 
     NONE = 0
     STREAMED = 1
@@ -50,7 +50,7 @@ class BodyMode(enum.IntEnum):
 
 
 class Kind(enum.Enum):
-    """What a message is about. Values are the field names of `ProcessingRequest` and `ProcessingResponse`."""
+    """The kind of a message. Values are the field names of `ProcessingRequest` and `ProcessingResponse`."""
 
     REQUEST_HEADERS = "request_headers"
     REQUEST_BODY = "request_body"
@@ -64,7 +64,7 @@ class Kind(enum.Enum):
 
 
 class RequestPhase(enum.Enum):
-    """How far the request half of a stream is."""
+    """The phase of a stream's request half."""
 
     IDLE = "idle"
     COLLECTING = "collecting"
@@ -74,13 +74,13 @@ class RequestPhase(enum.Enum):
     ABANDONED = "abandoned"
     """The response came before a decision was possible."""
     CLOSED = "closed"
-    """An immediate response was sent, or an error was raised: nothing more is expected, everything is ignored."""
+    """An immediate response was sent, or an error was raised: later messages are ignored."""
 
     __hash__ = object.__hash__
 
 
 class ResponsePhase(enum.Enum):
-    """How far the response half of a stream is."""
+    """The phase of a stream's response half."""
 
     WAITING = "waiting"
     STREAMING = "streaming"
@@ -120,7 +120,7 @@ REQUEST_TRANSITIONS: dict[RequestPhase, dict[Kind, RequestPhase]] = {
     },
     _ABANDONED: {Kind.REQUEST_BODY: _ABANDONED, Kind.REQUEST_TRAILERS: _DONE, Kind.RESPONSE_HEADERS: _ABANDONED},
 }
-"""Which messages of the proxy are legal in which phase of the request, and where they lead. An end of stream leads on
+"""The messages that are legal in each phase of the request, and the next phase. An end of stream leads on
 further: from COLLECTING to DECIDING, from FORWARDING to DONE. The first message of the response, whatever its kind,
 counts as RESPONSE_HEADERS here."""
 
@@ -150,27 +150,27 @@ _DECIDED_AT_HEADERS = frozenset({BodyMode.NONE, BodyMode.STREAMED, BodyMode.GRPC
 
 
 class ExtProcError(Exception):
-    """The proxy broke the protocol; `status` is the HTTP status of the answer that the stream deserves.
+    """The proxy broke the protocol; `status` is the HTTP status of the answer.
 
-    The stream is closed when this is raised. Anything else that escapes from this module is a bug in it.
+    The stream is closed when this is raised. Any other exception from this module is a bug in it.
     """
 
     status = 500
 
 
 class OutOfOrder(ExtProcError):
-    """A message came that is not legal in this phase."""
+    """A message is not legal in this phase."""
 
 
 class Message(msgspec.Struct, frozen=True, gc=False):
     """A message of the proxy.
 
     `headers` (lower-case names) on the two headers kinds, `data` on the two body kinds. `subset` is the set of
-    endpoints (`ip:port` or `ip`) to which the proxy limits the choice; `None` when it does not. The choice is within
-    those of all messages. `pool` is the one that the proxy has chosen, if it has. `served`, on response headers, is
-    the `ip:port` that answered; `None` when the proxy does not tell. `modes` are the body modes of request and
-    response, where this message tells them (a stream's first does). `observed`: the proxy only shows it, goes on by
-    itself, and may not be answered.
+    endpoints (`ip:port` or `ip`) to which the proxy limits the choice; `None` when it does not. The subsets of all
+    messages limit it together. `pool` is the pool that the proxy has chosen, if any. `served`, on response headers, is
+    the `ip:port` that answered; `None` when the proxy does not say. `modes` are the body modes of request and
+    response, where this message has them (a stream's first does). `observed`: the proxy only shows the message, goes
+    on by itself, and takes no answer.
     """
 
     kind: Kind
@@ -188,10 +188,10 @@ class Reply(msgspec.Struct, frozen=True, gc=False):
     """An answer to a message of the same kind: "go on", plus what is set here.
 
     `destination` is the value for the destination header and for dynamic metadata. `chunk` is a body chunk in full
-    duplex (`None`: the body is left as it is), `end_of_stream` belongs to it. `body` replaces a buffered body.
-    `content_length` is set where the proxy dropped the header, or it has changed, and the length is known. `served`
+    duplex (`None`: the body stays unchanged), `end_of_stream` belongs to it. `body` replaces a buffered body.
+    `content_length` is set if the proxy dropped the header, or the length has changed, and it is known. `served`
     goes to the client in a response header of conformance tests; `headers` are further response headers. `added` are
-    request headers that go on beside the destination.
+    request headers that are sent besides the destination.
     """
 
     kind: Kind
@@ -214,7 +214,7 @@ class ExtProcState:
     Feed each message to `receive` and send the replies in order. When a `RouteRequest` is among the outputs (it
     is then the last), call `answer`, `refuse` or `respond` before the next message.
 
-    `body_limit` bounds, in bytes, what is collected of a request body; beyond it the client is answered 413.
+    `body_limit` is the largest request body in bytes; for a larger one the client gets 413.
     """
 
     def __init__(
@@ -242,12 +242,12 @@ class ExtProcState:
 
     @property
     def closed(self) -> bool:
-        """An immediate response was sent, or the protocol was broken."""
+        """Whether an immediate response was sent, or the protocol was broken."""
         return self.request_phase is RequestPhase.CLOSED
 
     @property
     def finished(self) -> bool:
-        """Nothing is left to be said: the stream may end, and the response goes on without us.
+        """Whether all answers are given: the stream may end, and the response goes on without us.
 
         A generation takes minutes after its headers. A picker without open streams breaks none when it exits.
         """
@@ -256,11 +256,11 @@ class ExtProcState:
 
     @property
     def timed(self) -> bool:
-        """Does the proxy wait for the decision no longer than it is configured to? It does so but in full duplex."""
+        """Whether the proxy's wait for the decision is limited by its configuration. It is, except in full duplex."""
         return self._request_mode is not BodyMode.FULL_DUPLEX_STREAMED
 
     def receive(self, message: Message) -> list[Output]:
-        """What to do about the next message of the proxy. Raises `OutOfOrder`."""
+        """Take the next message of the proxy; return the answers, or a request to route. Raises `OutOfOrder`."""
         if self.request_phase is RequestPhase.CLOSED:
             return []
         request, response = self.request_phase, self.response_phase
@@ -285,21 +285,21 @@ class ExtProcState:
     def answer(
         self, destination: str, body: bytes | Body | None = None, added: tuple[tuple[str, str], ...] = ()
     ) -> list[Output]:
-        """The endpoint list (`ip:port,ip:port`) was chosen: the replies that the proxy has been waiting for.
+        """Return the replies that the proxy waits for, with the chosen endpoint list (`ip:port,ip:port`).
 
-        `body` replaces the request's, which the `RouteRequest` must have shown; `added` are request headers that go on
+        `body` replaces the request's, which the `RouteRequest` must have shown; `added` are request headers to send
         with it.
         """
         if self.request_phase is not _DECIDING:
             raise RuntimeError(f"answer() without a RouteRequest: the stream is {self.request_phase.value}")
         self.request_phase = _DONE if self._ended or self._trailers_pending else _FORWARDING
         self._destination = destination
-        collected, self._body = self._body, Body()  # an answer may take minutes; the body is not kept for it
+        collected, self._body = self._body, Body()  # a response may take minutes; the body is not kept that long
         if self._request_mode is BodyMode.FULL_DUPLEX_STREAMED and self._has_body:
             replies = self._duplex_answer(destination, collected if body is None else body)
         elif self._waiting is Kind.REQUEST_BODY:
             if self._request_mode in _DECIDED_AT_HEADERS:
-                body = None  # headers that were not shown have gone on, with the length of this one
+                body = None  # headers that we did not see have been sent, with the length of the old body
             length = len(body) if body is not None and "content-length" in self._headers else None
             replies = [Reply(Kind.REQUEST_BODY, destination=destination, body=body, content_length=length)]
         else:
@@ -315,7 +315,9 @@ class ExtProcState:
         ]
 
     def _duplex_answer(self, destination: str, body: bytes | Body) -> list[Output]:
-        """The headers with the destination, then the body; without headers the first chunk has it."""
+        """Return the headers with the destination, then the body; without headers the first chunk has the
+        destination.
+        """
         pieces = (Body([body]) if isinstance(body, bytes) else body).pieces()
         chunks = _in_chunks(Kind.REQUEST_BODY, pieces, end_of_stream=not self._trailers_pending)
         if self._waiting is not Kind.REQUEST_HEADERS:
@@ -324,19 +326,19 @@ class ExtProcState:
         return [Reply(Kind.REQUEST_HEADERS, destination=destination, content_length=length), *chunks]
 
     def refuse(self, refusal: Refusal) -> list[Output]:
-        """No endpoint: the proxy is to tell the client why."""
+        """Return the refusal: the proxy tells the client why there is no endpoint."""
         body = refusal.body(path_of(self._headers))
         return self.respond(Immediate(refusal.status, body, refusal.headers(), f"treeline_{refusal.code}"))
 
     def respond(self, response: Immediate) -> list[Output]:
-        """The proxy is to answer the client. Legal in any phase; afterwards the stream is closed."""
+        """Return a response for the client. Legal in any phase; afterwards the stream is closed."""
         self._close()
         return [response]
 
     # --- transitions --------------------------------------------------------------------------------------------------
 
     def _advance(self, kind: Kind) -> None:
-        """Move both halves as the tables say."""
+        """Move both halves along the tables."""
         request: RequestPhase | None = self.request_phase
         response: ResponsePhase | None = self.response_phase
         if kind in _OF_REQUEST:
@@ -397,14 +399,14 @@ class ExtProcState:
         return self._decide(self._first_waiting(), self._collected()) if message.end_of_stream else []
 
     def _on_later_request_body(self, before: RequestPhase, message: Message) -> list[Output]:
-        """After the decision or the end, or after the response."""
+        """Handle a body after the decision, the end, or the response."""
         ended, self._ended = self._ended, self._ended or message.end_of_stream
         if message.end_of_stream and before is _FORWARDING:
             self.request_phase = _DONE
         if self._request_mode is not BodyMode.FULL_DUPLEX_STREAMED:
             return [Reply(Kind.REQUEST_BODY)]
         if before is _ABANDONED and Kind.REQUEST_HEADERS not in self._seen and not ended:
-            return _echoed(message)  # the headers went on without us, and the server that answered waits for the rest
+            return _echoed(message)  # the headers were sent without us, and the server that answered waits for the rest
         return []  # in full duplex a proxy expects nothing
 
     def _on_request_trailers(self, before: RequestPhase) -> list[Output]:
@@ -413,16 +415,16 @@ class ExtProcState:
         if self._request_mode is BodyMode.FULL_DUPLEX_STREAMED and before is _COLLECTING:
             self._trailers_pending = True
             return self._decide(self._first_waiting(), self._collected())
-        # The headers have gone on long ago, so only dynamic metadata can carry the destination now.
+        # The headers were sent long ago, so only dynamic metadata can carry the destination now.
         self._ended = True
         return self._decide(Kind.REQUEST_TRAILERS, b"" if before is _COLLECTING else None)
 
     def _first_waiting(self) -> Kind:
-        """In full duplex: what the proxy has been waiting for the longest."""
+        """Return the kind that the proxy has waited for the longest, in full duplex."""
         return Kind.REQUEST_HEADERS if Kind.REQUEST_HEADERS in self._seen else Kind.REQUEST_BODY
 
     def _give_back(self) -> list[Output]:
-        """The response has come before the end of the body: what was kept of one whose headers had gone on."""
+        """Return the kept part of a body whose headers were sent already: the response came before the body's end."""
         collected, self._body = self._body, Body()
         if self._request_mode is not BodyMode.FULL_DUPLEX_STREAMED or Kind.REQUEST_HEADERS in self._seen:
             return []
@@ -437,7 +439,7 @@ class ExtProcState:
 
 
 def _at_once(data: Buffer) -> bytes | Body:
-    """A body that came in one message."""
+    """Return a body that came in one message."""
     return Body([data]) if len(data) > WHOLE_BYTES else bytes(data)
 
 
@@ -454,7 +456,7 @@ def _echoed(message: Message) -> list[Output]:
 
 
 def _in_chunks(kind: Kind, pieces: Sequence[Buffer], *, end_of_stream: bool) -> Iterator[Reply]:
-    """A body unchanged, in chunks that a proxy accepts; at least one, the last one with the end of stream."""
+    """Yield an unchanged body in chunks that a proxy accepts; at least one, the last one with the end of stream."""
     if not pieces:
         yield Reply(kind, chunk=b"", end_of_stream=end_of_stream)
     for at, piece in enumerate(pieces, 1):

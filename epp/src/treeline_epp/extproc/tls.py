@@ -1,4 +1,4 @@
-"""TLS of the ports for proxies: a certificate from files, read again when they change, or one made at start."""
+"""TLS of the ports for proxies: a certificate from files, read again when they change, or a new one made at start."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from treeline_epp.files import read_file
 log = logging.getLogger(__name__)
 
 _MOST_BYTES = 1024 * 1024
-"""Of a file: as much as a Secret holds."""
+"""Largest file: as much as a Secret holds."""
 _LIFETIME = datetime.timedelta(days=3650)
 
 
@@ -29,9 +29,8 @@ class TlsError(Exception):
 
 
 def client_checking(folder: Path) -> grpc.ServerCredentials:
-    """Server credentials of grpcio, for mutual TLS: a client must show a certificate of the folder's `ca.crt`.
-
-    Raises `TlsError`.
+    """Return grpcio server credentials for mutual TLS: clients must show a certificate of the folder's `ca.crt`. Raises
+    `TlsError`.
     """
     files = _Files(folder, clients=True)
     try:
@@ -52,7 +51,9 @@ def _told(folder: Path | None, error: Exception) -> TlsError:
 
 
 def self_signed() -> tuple[bytes, bytes]:
-    """`(key, certificate)`, both PEM. A proxy cannot verify it; it keeps prompts from being read on the way."""
+    """Return a new `(key, certificate)`, both PEM. A proxy cannot verify it; it hides prompts from others on the
+    network.
+    """
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.ORGANIZATION_NAME, "Treeline endpoint picker")])
     now = datetime.datetime.now(datetime.UTC)
@@ -73,14 +74,14 @@ def self_signed() -> tuple[bytes, bytes]:
 
 
 class Certificate:
-    """The same for a server that speaks TLS by Python's `ssl`, with ALPN `h2`."""
+    """A certificate for a server that speaks TLS by Python's `ssl`, with ALPN `h2`."""
 
     def __init__(self, folder: Path | None, *, clients: bool = False) -> None:
         self._folder = folder
         self._files = None if folder is None else _Files(folder, clients=clients)
 
     def context(self) -> ssl.SSLContext:
-        """Raises `TlsError`."""
+        """Return the first context. Raises `TlsError`."""
         if self._files is None:
             with tempfile.TemporaryDirectory() as name:
                 folder = Path(name)
@@ -94,7 +95,7 @@ class Certificate:
             raise _told(self._folder, error) from error
 
     def changed(self) -> ssl.SSLContext | None:
-        """Asked now and then: what the files hold, where that has changed and can be used."""
+        """Return a new context if the files have changed and can be used; the caller polls."""
         if self._files is None or self._files.changed() is None:
             return None
         try:
@@ -105,7 +106,9 @@ class Certificate:
 
 
 class _Files:
-    """`tls.key` and `tls.crt` of a folder, as a mounted Secret has them, and `ca.crt` where clients need one."""
+    """The files `tls.key` and `tls.crt` of a folder, as in a mounted Secret, and `ca.crt` where clients need a
+    certificate.
+    """
 
     def __init__(self, folder: Path, *, clients: bool) -> None:
         names = ("tls.key", "tls.crt", "ca.crt") if clients else ("tls.key", "tls.crt")
@@ -114,22 +117,24 @@ class _Files:
         self._said = ""
 
     def read(self) -> grpc.ServerCertificateConfiguration:
-        """Raises OSError, or ValueError where a file is no certificate or key, or the two do not belong together."""
+        """Read the files. Raises OSError, or ValueError where a file is no certificate or key, or the two do not
+        match.
+        """
         state = self._state()
         key, chain, *authorities = (read_file(path, _MOST_BYTES) for path in self._paths)
-        self._seen = state  # what could not be read at the moment is read again
+        self._seen = state  # a file that could not be read is tried again
         try:
             certificate = x509.load_pem_x509_certificate(chain)
             if serialization.load_pem_private_key(key, None).public_key() != certificate.public_key():
                 raise ValueError("tls.key is not the key of tls.crt")
             for authority in authorities:
                 x509.load_pem_x509_certificates(authority)
-        except (TypeError, UnsupportedAlgorithm) as error:  # a key with a password, or of a kind that is not known
+        except (TypeError, UnsupportedAlgorithm) as error:  # a key with a password, or of an unknown kind
             raise ValueError(str(error)) from error
         return grpc.ssl_server_certificate_configuration([(key, chain)], *authorities)
 
     def context(self) -> ssl.SSLContext:
-        """Raises OSError (`ssl.SSLError` is one)."""
+        """Make a context. Raises OSError (`ssl.SSLError` is one)."""
         key, chain, *authorities = self._paths
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -141,13 +146,13 @@ class _Files:
         return context
 
     def changed(self) -> grpc.ServerCertificateConfiguration | None:
-        """Asked at every handshake: the new pair where the files have changed and can be used."""
+        """Return the new pair if the files have changed and can be used; grpcio asks at every handshake."""
         try:
             if self._state() == self._seen:
                 return None
             found = self.read()
         except (OSError, ValueError) as error:
-            if str(error) != self._said:  # it is asked for every second, and at every handshake
+            if str(error) != self._said:  # log it once: this runs every second, and at every handshake
                 self._said = str(error)
                 log.error("the new certificate cannot be used, the old one stays: %s", error)
             return None
@@ -156,6 +161,6 @@ class _Files:
         return found
 
     def _state(self) -> tuple[tuple[int, ...], ...]:
-        """By which a change is noticed; what copies files may keep their times."""
+        """Return the files' state, whose change means a new version; copied files may keep their times."""
         found = [path.stat() for path in self._paths]
         return tuple((file.st_mtime_ns, file.st_ctime_ns, file.st_ino, file.st_size) for file in found)

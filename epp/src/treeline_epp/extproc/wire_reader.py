@@ -1,9 +1,8 @@
-"""A `ProcessingRequest` read from its bytes: a shortcut past protobuf's objects for messages as Envoy writes them.
+"""A fast parser of `ProcessingRequest`: it avoids protobuf's objects for messages in the form that Envoy writes.
 
-It knows the fields that are used here, each at most once and in its shortest form. At anything else (a field that it
-does not know, or twice, text that must be checked, bytes that end too soon) it gives up, and protobuf reads the message
-instead (`convert.read`), so there is one opinion of what a message means and one list of its errors. That both read the
-same is what the tests hold.
+It knows the fields that are used here, each at most once and in its shortest form. At anything else (an unknown or
+repeated field, text that must be checked, bytes that end too soon) it gives up, and protobuf reads the message instead
+(`convert.read`). So a message has one meaning and one list of errors; tests check that both parsers agree.
 
 Tags below are `field number << 3 | wire type`, in one byte: https://protobuf.dev/programming-guides/encoding/
 """
@@ -55,7 +54,7 @@ USED_HEADERS: Final = frozenset(
         ROUTING_KEY,
     }
 )
-"""The headers that every picker looks at; the others of a message are not converted."""
+"""The headers that every picker reads; other headers are not converted."""
 
 _KINDS = {
     field.number << 3 | 2: Kind(field.name)
@@ -86,7 +85,7 @@ _NOT_REMEMBERED: Final = {
     b"traceparent",
     b"tracestate",
 }
-"""Headers that differ from request to request, and secrets, which are not to lie about."""
+"""Headers that differ from request to request, and secrets, which must not stay in memory."""
 
 Metadata = tuple[frozenset[str] | None, str | None, str | None]
 NO_METADATA: Metadata = (None, None, None)
@@ -94,11 +93,11 @@ Modes = tuple[BodyMode, BodyMode]
 
 
 class _Unexpected(Exception):
-    """Not what Envoy writes: protobuf is to read it."""
+    """A message in another form than Envoy writes: protobuf must read it."""
 
 
 class WireReader:
-    """Reads messages from their bytes; of header lists `USED_HEADERS` and `wanted` (lower-case names)."""
+    """Parses messages from their bytes. It reads the headers of `USED_HEADERS` and `wanted` (lower-case names)."""
 
     def __init__(self, wanted: Iterable[str] = ()) -> None:
         more = {name.encode(): name for name in wanted if name not in USED_HEADERS}
@@ -108,11 +107,13 @@ class WireReader:
         """Entries of header lists by their bytes, with tag and length: a proxy sends nearly the same list each time."""
 
     def uses(self, name: str) -> bool:
-        """Is this a header that is converted?"""
+        """Return whether this header is converted."""
         return name.encode("utf-8", "surrogatepass") in self._used
 
     def read(self, data: bytes) -> Message | None:
-        """The message, or `None` where protobuf must read it. A large body is a view of `data`. O(bytes of headers)."""
+        """Return the message, or `None` where protobuf must read it. A large body is a view of `data`. O(bytes of
+        headers).
+        """
         try:
             return self._read(data)
         except (_Unexpected, IndexError, DecodeError):
@@ -162,7 +163,7 @@ class WireReader:
         return Message(kind, subset=subset, pool=pool, modes=modes, observed=observed or False)
 
     def _header_list(self, data: bytes, at: int, end: int) -> tuple[dict[str, str], bool]:
-        """`HttpHeaders` or `HttpTrailers` between `at` and `end`."""
+        """Parse `HttpHeaders` or `HttpTrailers` between `at` and `end`."""
         headers: dict[str, str] | None = None
         ends: bool | None = None
         while at < end:
@@ -185,12 +186,12 @@ class WireReader:
         return headers or {}, ends or False
 
     def _headers(self, data: bytes, at: int, end: int) -> dict[str, str]:
-        """`HeaderMap` between `at` and `end`, a list of `HeaderValue`s. Of those with one name the last counts."""
+        """Parse a `HeaderMap` between `at` and `end`, a list of `HeaderValue`s. The last one of a name counts."""
         found: dict[str, str] = {}
         known = self._known
         while at < end:
             length = data[at + 1]
-            # What is known was a whole entry, with its tag and length: an entry of the same bytes is one, too.
+            # A remembered entry was whole, with its tag and length: the same bytes are one, too.
             stop = at + 2 + length
             entry = known.get(data[at:stop])
             if entry is None:
@@ -203,7 +204,9 @@ class WireReader:
         return found
 
     def _entry(self, data: bytes, at: int, end: int) -> tuple[tuple[str, str], int]:
-        """One entry (a `HeaderValue` of a key and a raw value, with tag and length) at `at`, and where it ends."""
+        """Parse one entry (a `HeaderValue` of a key and a raw value, with tag and length) at `at`; return also its
+        end.
+        """
         if data[at] != _FIRST:
             raise _Unexpected
         length, key_at = data[at + 1], at + 2
@@ -237,7 +240,7 @@ class WireReader:
 
 
 def _body(data: bytes, at: int, end: int) -> tuple[Buffer, bool]:
-    """`HttpBody` between `at` and `end`."""
+    """Parse an `HttpBody` between `at` and `end`."""
     body: Buffer | None = None
     ends: bool | None = None
     while at < end:
@@ -269,7 +272,7 @@ def _flag(data: bytes, at: int) -> bool:
 
 
 def _long(data: bytes, at: int) -> tuple[int, int]:
-    """A length of up to four bytes at `at`, and where it ends."""
+    """Parse a length of up to four bytes at `at`; return also its end."""
     byte = data[at]
     value = byte & 0x7F
     shift = 7
@@ -284,7 +287,7 @@ def _long(data: bytes, at: int) -> tuple[int, int]:
 
 
 def metadata_of(serialized: bytes) -> Metadata:
-    """`(subset hint, pool, served endpoint)` as far as a `Metadata` has them. Raises `DecodeError`."""
+    """Return `(subset hint, pool, served endpoint)`, None for each that `Metadata` lacks. Raises `DecodeError`."""
     metadata = pb.Metadata.FromString(serialized).filter_metadata
     subset: frozenset[str] | None = None
     pool: str | None = None
@@ -303,7 +306,7 @@ def metadata_of(serialized: bytes) -> Metadata:
 
 
 def _subset(hint: struct_pb2.Value) -> frozenset[str]:
-    """What a hint allows; nothing where it has no JSON (it holds a number that is none)."""
+    """Return the endpoints that a hint allows; none for a hint without JSON form (NaN or infinity)."""
     try:
         return parse_subset(json_format.MessageToDict(hint))
     except (json_format.Error, ValueError, RecursionError):
@@ -311,7 +314,7 @@ def _subset(hint: struct_pb2.Value) -> frozenset[str]:
 
 
 def modes_of(serialized: bytes) -> Modes:
-    """`(request, response)` body modes of a `ProtocolConfiguration`. Raises `DecodeError`."""
+    """Return the `(request, response)` body modes of a `ProtocolConfiguration`. Raises `DecodeError`."""
     config = pb.ProtocolConfiguration.FromString(serialized)
     return _mode(config.request_body_mode), _mode(config.response_body_mode)
 

@@ -1,1 +1,1 @@
-"""Flow control: which requests wait in the picker, in which order they go on, and how long they may wait."""
+"""Flow control: the requests that wait in the picker, their order, and the longest wait."""

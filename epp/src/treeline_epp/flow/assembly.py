@@ -1,4 +1,4 @@
-"""Flow control as a picker's process has it: made by the flags, pumped by the event loop, shown on the metrics page."""
+"""Flow control in the picker's process: made from the flags, pumped by the event loop, shown on the metrics page."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from treeline_epp.metrics import Metrics, Sample
 from treeline_epp.picking.picker import Picker
 
 PUMP_S = 0.005
-"""As late may a request go on that has room."""
+"""Longest delay of a request that has room."""
 _SHARE = 10
-"""Looking for room takes at most one part in this many of the time, however much waits."""
+"""At most one part in this many of the time is spent on looking for room, however many requests wait."""
 _WAIT_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 3600.0)
 
 
 def flow_control(
     settings: FlowSettings, picker: Picker, metrics: Metrics, clock: Callable[[], float], cost: Callable[[R], float]
 ) -> FlowControl[R] | None:
-    """As the flags ask for it, pumped by the running loop; None where nothing may wait."""
+    """Make the flow control that the flags describe, pumped by the running loop; None if no request may wait."""
     if not settings.may_hold:
         return None
     waited = Histogram(
         "treeline_epp_flow_wait_seconds",
-        "Time that requests waited in the picker, of those whose turn came.",
+        "Seconds that dispatched requests waited in the picker.",
         buckets=_WAIT_BUCKETS,
         registry=metrics.registry,
     )
@@ -42,7 +42,7 @@ def flow_control(
 
 
 def quotas_of(path: Path | None, metrics: Metrics) -> QuotaFile | None:
-    """The file, to be followed; None where there is none. Raises QuotaFileError."""
+    """Open the quota file, to be followed; None where there is none. Raises QuotaFileError."""
     if path is None:
         return None
     file = QuotaFile(path)
@@ -51,7 +51,7 @@ def quotas_of(path: Path | None, metrics: Metrics) -> QuotaFile | None:
 
 
 class Pump:
-    """Pumps a flow control while something waits in it; costs nothing otherwise. Make it inside the event loop."""
+    """Pumps a flow control while requests wait in it; costs nothing otherwise. Make it inside the event loop."""
 
     def __init__(self, control: FlowControl[Any]) -> None:
         self._control = control
@@ -69,14 +69,14 @@ class Pump:
         more = False
         try:
             more = self._control.pump()
-        finally:  # whatever failed, the others still wait
+        finally:  # after any failure, other requests still wait
             if self._control.waiting and self._timer is None:
                 took = self._loop.time() - began
                 self._timer = self._loop.call_later(0.0 if more else max(PUMP_S, _SHARE * took), self._pump)
 
 
 def samples(control: FlowControl[Any]) -> Iterator[Sample]:
-    """Gauges and counters for the metrics page."""
+    """Yield gauges and counters for the metrics page."""
     for pool, held in control.held().items():
         labels = {"pool": pool}
         yield "gauge", "flow_held_requests", "Requests that wait in the picker, by pool.", labels, held.requests
@@ -97,7 +97,7 @@ def samples(control: FlowControl[Any]) -> Iterator[Sample]:
 
 
 def quota_samples(file: QuotaFile) -> Iterator[Sample]:
-    """The same of quotas."""
+    """Yield gauges and counters of quotas for the metrics page."""
     text = "Requests refused because their client had used up its quota."
     yield "counter", "flow_quota_exceeded", text, {}, file.quotas.exceeded
     yield "gauge", "flow_quota_clients", "Clients that have used some of their quota.", {}, len(file.quotas)

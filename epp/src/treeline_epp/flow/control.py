@@ -1,9 +1,9 @@
 """Flow control: requests that find no room wait here, and go on in their order.
 
-Sans-IO: the clock is given, and a driver calls `pump` every few milliseconds while something waits (`pump.py`). A
-request comes to `admit`. Where nothing waits before it, it is decided at once, at no cost; only where that finds no
-room (`Saturated`), or no endpoint at all (`NoEndpoints`), does it become a `Ticket`. Each ticket is finished exactly
-once: by its turn, the end of its time, the end of the picker, or because its caller no longer wants it.
+Sans-IO: the clock is given, and a driver calls `pump` every few milliseconds while requests wait (`assembly.py`). A
+request comes to `admit`. If no request waits before it, it is decided at once, at no cost; only if there is no room
+(`Saturated`), or no endpoint at all (`NoEndpoints`), does it become a `Ticket`. Each ticket is finished exactly once:
+by its turn, the end of its time, the end of the picker, or because its caller no longer wants it.
 """
 
 from __future__ import annotations
@@ -25,19 +25,21 @@ from treeline_epp.picking.request import Request
 log = logging.getLogger(__name__)
 
 OUTCOMES = ("dispatched", "refused", "expired", "cancelled", "shutting_down", "failed", "displaced", "queue_full")
-"""How a ticket ends; `displaced`: by a flow that had less waiting; `queue_full`: there was none, for want of room."""
+"""The ways in which a ticket ends; `displaced`: by a flow that had less waiting; `queue_full`: no room for a ticket."""
 
 MOST_AT_ONCE = 16
-"""Decisions between two turns of others: some milliseconds."""
+"""Most decisions before others get a turn: some milliseconds."""
 MOST_ENDED = 64
-"""Requests that have waited too long, or that a picker that stops refuses, between two turns of others."""
+"""Most requests refused, for a long wait or because the picker stops, before others get a turn."""
 MOST_LOOKS = 64
-"""For room, between two turns of others, where requests wait for many models: some milliseconds with many endpoints."""
+"""Most looks for room before others get a turn, if requests wait for many models: milliseconds with many endpoints."""
 _MOST_POOLS = 1000
 
 
 class Held(NamedTuple):
-    """What waits for one pool; `uncached_tokens` are of their prompts, `oldest_s` is how long the first has waited."""
+    """The requests that wait for one pool; `uncached_tokens` are of their prompts, `oldest_s` is the longest wait so
+    far.
+    """
 
     requests: int
     bytes: int
@@ -46,31 +48,32 @@ class Held(NamedTuple):
 
 
 class Queue(FairQueue):
-    """What waits for one pool, and for each target why: what the last look said."""
+    """The requests that wait for one pool, and for each target the reason, from the last look."""
 
     def __init__(self) -> None:
         super().__init__()
         self.why: dict[Target, PickError] = {}
         self.blocked: dict[Target, PickError] = {}
-        """What this round of looks has found so far."""
+        """The reasons found by this round of looks so far."""
 
     def note(self, *, whole: bool) -> None:
-        """What was found; `whole`: of all that wait, for the next round to begin."""
+        """Keep this round's reasons; `whole`: it has looked at all targets, so older reasons are dropped."""
         self.why = self.blocked if whole else self.why | self.blocked
 
     def begin(self) -> None:
-        """A round of looks."""
+        """Begin a round of looks."""
         self.blocked = {}
         self.rewind()
 
     def saturated(self) -> bool:
-        """Does somebody wait for room, and not for an endpoint?"""
+        """Return whether a request waits for room, and not for an endpoint."""
         return any(isinstance(self.why.get(target), Saturated) for _, target in self.targets())
 
 
 class FlowControl(Generic[R]):
-    """The requests that wait, of all pools. `cost` says what a decision takes, in tokens of prompt and output;
-    `dispatched` is called with the seconds that a request waited, when its turn has come."""
+    """The waiting requests of all pools. `cost` is a decision's size in tokens of prompt and output; `dispatched` is
+    called with the seconds that a request waited, when its turn has come.
+    """
 
     def __init__(
         self,
@@ -82,30 +85,30 @@ class FlowControl(Generic[R]):
     ) -> None:
         self.settings = settings
         self.woken: Callable[[], None] = lambda: None
-        """Called when something waits."""
+        """Called when a request begins to wait."""
         self.outcomes: Counter[str] = Counter()
-        """How tickets ended."""
+        """Counts of tickets by outcome."""
         self._picker = picker
         self._clock = clock
         self._cost = cost
         self._dispatched = dispatched
         self._queues: dict[str | None, Queue] = {}
         self._by_limit: dict[float, OrderedDict[Ticket[R], None]] = {}
-        """All that wait, by how long they may, the oldest first: times of one limit end in the order they began in."""
+        """All waiting tickets by time limit, the oldest first: tickets with one limit expire in this order."""
         self._pools: set[str] = set()
-        """Those for which something has waited: their metrics go back to 0, and do not end."""
+        """Pools for which a request has ever waited: their metrics return to 0 and stay."""
         self._closed = False
 
     @property
     def waiting(self) -> bool:
-        """Does anything wait?"""
+        """Whether any request waits."""
         return bool(self._queues)
 
     def admit(self, asked: Request, flow: str, size: int, decide: Callable[[], R]) -> R | Ticket[R]:
-        """What `decide` says if the request may go on at once, else its ticket; `decide` is then called at its turn,
-        which may have come when this returns.
+        """Return the result of `decide` if the request may go on at once, else its ticket; `decide` is then called at
+        its turn, which may have come when this returns.
 
-        `flow` is whose request it is, `size` its body in bytes. Raises what `decide` raises, and `FlowRefused`.
+        `flow` is the request's flow, `size` its body in bytes. Raises the errors of `decide`, and `FlowRefused`.
         """
         queue = self._queues.get(asked.pool)
         if queue is not None and asked.sheddable and queue.saturated():
@@ -122,21 +125,22 @@ class FlowControl(Generic[R]):
         if self._closed:
             raise shutting_down()
         ticket = self._hold(asked, flow, size, decide, why)
-        if why is None:  # there is room: for it, if those who wait before it wait for other endpoints
+        if why is None:  # there is room: for this one, if those before it wait for other endpoints
             try:
                 self.pump()
             except Exception:
-                if not ticket.done:  # its caller gets the error, and no ticket to cancel
+                if not ticket.done:  # the caller gets the error, and no ticket to cancel
                     self.cancel(ticket)
                     raise
                 log.exception("flow control failed on another request")
         return ticket
 
     def pump(self) -> bool:
-        """Let go on whom there is room for, and end what has waited too long; whether there is more to do at once.
+        """Release requests that have room, and end those that have waited too long; return whether to call again at
+        once.
 
-        At most MOST_AT_ONCE go on, MOST_LOOKS are looked after and MOST_ENDED end, so that others get a turn; where
-        more targets than that have no room, the next call goes on with those behind.
+        At most MOST_AT_ONCE go on, MOST_LOOKS are tried and MOST_ENDED end, so that others get a turn; if more targets
+        than that have no room, the next call goes on with the targets behind them.
         """
         now, left, looks = self._clock(), MOST_AT_ONCE, MOST_LOOKS
         for pool, queue in [] if self._closed else list(self._queues.items()):
@@ -147,7 +151,7 @@ class FlowControl(Generic[R]):
             if looks or not left:
                 queue.begin()
             del self._queues[pool]
-            if len(queue):  # behind the other pools, whose turn it is if this one has taken it all
+            if len(queue):  # behind the other pools, which are next if this one has taken all the room
                 self._queues[pool] = queue
             if not left or not looks:
                 break
@@ -155,18 +159,20 @@ class FlowControl(Generic[R]):
         return self.waiting and (more or not left)
 
     def cancel(self, ticket: Ticket[R]) -> None:
-        """Its caller no longer wants it. Does nothing where it is done."""
+        """Drop a ticket that its caller no longer wants. Does nothing if it is done."""
         if not ticket.done:
             self._leave(ticket)
             self._end(ticket, "cancelled")
 
     def close(self) -> None:
-        """The picker stops: what waits is refused, by this and the next calls of `pump`, and so is what comes."""
+        """Stop: this and the next calls of `pump` refuse the waiting requests, and new ones are refused at once."""
         self._closed = True
         self._expire(self._clock())
 
     def held(self) -> dict[str, Held]:
-        """What waits, by pool ("" where requests name none); zeros where it has gone. O(requests that wait)."""
+        """Return the waiting requests by pool ("" if a request names none); zeros if they have gone. O(waiting
+        requests).
+        """
         now, found = self._clock(), dict.fromkeys(sorted(self._pools), Held(0, 0, 0, 0.0))
         oldest: dict[str | None, float] = {}
         for tickets in self._by_limit.values():
@@ -181,7 +187,7 @@ class FlowControl(Generic[R]):
         return found
 
     def bands(self) -> Iterator[tuple[str, int, int, int]]:
-        """`(pool, priority, requests, flows that wait)` of each that has some."""
+        """Yield `(pool, priority, requests, flows that wait)` for each non-empty band."""
         for pool, queue in self._queues.items():
             for priority, band in queue.bands.items():
                 yield pool or "", priority, band.requests, sum(bool(flow.tickets) for flow in band.flows.values())
@@ -208,12 +214,12 @@ class FlowControl(Generic[R]):
         return ticket
 
     def _may_not_wait(self, asked: Request, why: PickError) -> bool:
-        if isinstance(why, NoEndpoints):  # a proxy that names a subset wants to hear at once that there is none
+        if isinstance(why, NoEndpoints):  # a proxy that names a subset needs an answer at once
             return not self.settings.hold_empty_pool_seconds or asked.subset is not None
         return asked.sheddable or self.settings.saturation is None
 
     def _make_room(self, asked: Request, flow: str, size: int, *, empty: bool) -> None:
-        """For one more of this flow, if need be in the place of others. Raises FlowRefused."""
+        """Make room for one more request of this flow, displacing another if needed. Raises FlowRefused."""
         settings = self.settings
         while True:
             queue = self._queues.get(asked.pool)
@@ -236,7 +242,7 @@ class FlowControl(Generic[R]):
             self._end(other, "displaced", error=full)
 
     def _try(self, queue: Queue, ticket: Ticket[R], blocked: dict[Target, PickError], now: float) -> bool:
-        """Whether it is done."""
+        """Try to let a ticket go on; return whether it is done."""
         try:
             self._check_room(ticket, now)
             result = ticket.decide()
@@ -258,7 +264,9 @@ class FlowControl(Generic[R]):
         return True
 
     def _check_room(self, ticket: Ticket[R], now: float) -> None:
-        """In its pool, or in one that may take its place. Raises what the picker's does of the last that was asked."""
+        """Check for room in its pool, or in one that may stand in for it. Raises the picker's error for the last
+        one.
+        """
         *others, last = ticket.room_for
         for asked in others:
             with contextlib.suppress(NoEndpoints):
@@ -267,7 +275,7 @@ class FlowControl(Generic[R]):
         self._picker.check_room(last, now)
 
     def _expire(self, now: float) -> bool:
-        """Whether there may be more."""
+        """End late tickets; return whether there may be more."""
         left = MOST_ENDED
         for limit_s, tickets in list(self._by_limit.items()):
             late = takewhile(lambda ticket: self._closed or now - ticket.since >= ticket.limit_s, tickets)
@@ -283,7 +291,7 @@ class FlowControl(Generic[R]):
         return not left
 
     def _leave(self, ticket: Ticket[R]) -> None:
-        """Out of its queue, which goes with the last."""
+        """Take a ticket out of its queue; an empty queue is dropped."""
         queue = self._queues[ticket.asked.pool]
         queue.remove(ticket)
         if not len(queue):
@@ -299,19 +307,19 @@ class FlowControl(Generic[R]):
 
 
 def queue_full(why: str, *, empty: bool) -> FlowRefused:
-    """429: as many requests wait as may; 503 where they wait for a pool without an endpoint."""
+    """Make the refusal for a full queue: 429; 503 for a pool without an endpoint."""
     status, reason = (503, "rejected-no-endpoints") if empty else (429, "rejected-saturated")
     return FlowRefused(f"Too many requests: {why}.", status, reason, "queue_full")
 
 
 def waited_too_long(waited_s: float, *, empty: bool) -> FlowRefused:
-    """429: its time is over; 503 where there still is no endpoint."""
+    """Make the refusal for an expired ticket: 429; 503 if there still is no endpoint."""
     why = "no endpoint of its pool was ready" if empty else "every endpoint had enough to do"
     message = f"The request waited {waited_s:.3g} s, and {why}."
     return FlowRefused(message, 503 if empty else 429, "rejected-ttl-expired", "waited_too_long")
 
 
 def shutting_down() -> FlowRefused:
-    """503: the picker stops. Another one may take the request."""
+    """Make the refusal of a picker that stops: 503. Another one may take the request."""
     message = "The endpoint picker that held the request is shutting down."
     return FlowRefused(message, 503, "rejected-shutting-down", "shutting_down")

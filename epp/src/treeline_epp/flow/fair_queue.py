@@ -1,13 +1,13 @@
-"""Who is next: strict priority between bands, fairness between the flows of a band, first come first served in a flow.
+"""The order of waiting requests: strict priority between bands, fairness between the flows of a band, first come first
+served in a flow.
 
 Fairness is that of virtual token counters (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024): each
-flow counts the tokens that it was served, the one with the fewest is next, and one that had nothing to ask for
-meanwhile begins where the least served of the others is, so that idleness saves nothing up. What a request takes is an
-estimate when its turn comes; what it really took is put right later (`Ticket.served`). When a band is empty, all are
-equal again.
+flow counts the tokens that it was served, and the flow with the fewest is next. A flow that was idle begins at the
+lowest count of the others, so that idleness saves nothing up. A request's tokens are an estimate at its turn;
+`Ticket.served` corrects it later. When a band is empty, all flows are equal again.
 
-Requests that different endpoints serve (`Target`) do not wait for each other: `head` is asked with the targets that
-have no room. From one `rewind` to the next these only become more, and what was passed over is not looked at again.
+Requests that different endpoints serve (`Target`) do not wait for each other: `head` takes the targets that have no
+room. From one `rewind` to the next these only become more, and targets that were skipped are not tried again.
 """
 
 from __future__ import annotations
@@ -22,29 +22,31 @@ from typing import Any
 from treeline_epp.flow.ticket import Target, Ticket
 
 MOST_IDLE = 1024
-"""Flows of a band that wait for nothing and are remembered for what they were served."""
+"""Most idle flows of a band whose served tokens are remembered."""
 
 
 class Flow:
-    """The requests of one flow in one band, and the tokens that it was served. Written by its band."""
+    """The requests of one flow in one band, and the tokens that it was served. Only its band changes it."""
 
     __slots__ = ("bytes", "lines", "served", "tickets", "tops")
 
     def __init__(self, served: float) -> None:
         self.served = served
         self.tickets: OrderedDict[Ticket[Any], None] = OrderedDict()
-        """All that wait, of all lines, in the order in which they came."""
+        """All waiting tickets, of all lines, in the order in which they came."""
         self.lines: dict[Target, OrderedDict[Ticket[Any], None]] = {}
         self.bytes = 0
         self.tops = [0, 0]
-        """What its entries among the largest say that it has: requests and bytes."""
+        """The requests and bytes in its present entries of the band's heaps of largest flows."""
 
 
 class Band:
     """The flows of one priority."""
 
     def __init__(self, sooner: Callable[[Target], object]) -> None:
-        """`sooner` is called with a target for which somebody may be next sooner than was known."""
+        """Make an empty band. `sooner` is called with a target whose next request may now be an earlier one than was
+        known.
+        """
         self._sooner = sooner
         self.flows: dict[str, Flow] = {}
         self.requests = 0
@@ -54,15 +56,15 @@ class Band:
         """For each target a heap of the flows that wait for it, by what they were served. An entry that says too little
         is put right when it comes up; for one that says too much there is another."""
         self._floor = 0.0
-        """A flow that comes now counts as served no less than this: the count of the flow that was served last."""
+        """Least served tokens of a flow that comes now: the count of the flow that was served last."""
         self._entries = count()
         self._largest: tuple[list[tuple[int, int, Flow]], ...] = ([], [])
-        """Heaps of the flows that have most requests, and most bytes. An entry counts that says what its flow's `tops`
-        do; one that says too much is put right when it comes up."""
+        """Heaps of the flows with most requests, and with most bytes. An entry is valid if it equals its flow's
+        `tops`; one that is too high is corrected when it comes up."""
         self._forget_at = 2 * MOST_IDLE
 
     def push(self, ticket: Ticket[Any]) -> None:
-        """It waits behind the others of its flow. O(log flows)."""
+        """Add a ticket behind the others of its flow. O(log flows)."""
         flow = self.flows.get(ticket.flow)
         if flow is None:
             self._forget_some()
@@ -78,13 +80,13 @@ class Band:
         self._count(ticket, 1)
         for at, heap in enumerate(self._largest):
             flow.tops[at] = _much(flow, at)
-            if len(heap) > 64 + 4 * len(self.flows):  # mostly of the past
+            if len(heap) > 64 + 4 * len(self.flows):  # mostly outdated
                 heap[:] = {id(entry[2]): entry for entry in heap if -entry[0] == entry[2].tops[at]}.values()
                 heapq.heapify(heap)
             heapq.heappush(heap, (-flow.tops[at], next(self._entries), flow))
 
     def head(self, target: Target) -> tuple[float, Ticket[Any]] | None:
-        """Who is next of this target, with what its flow was served. O(log flows), amortized."""
+        """Return the next ticket for this target, with its flow's served tokens. O(log flows), amortized."""
         order = self.orders.get(target, [])
         while order:
             served, _, flow = order[0]
@@ -99,7 +101,7 @@ class Band:
         return None
 
     def remove(self, ticket: Ticket[Any]) -> None:
-        """It waits no more. O(1)."""
+        """Remove a ticket. O(1)."""
         flow = self.flows[ticket.flow]
         line = flow.lines[ticket.target]
         del line[ticket], flow.tickets[ticket]
@@ -111,9 +113,9 @@ class Band:
         self._count(ticket, -1)
 
     def to_displace(self, name: str, bytes: int, *, by_bytes: bool) -> Ticket[Any] | None:
-        """Who gives way to one more request of this flow: the last of the flow that has most, if it still has as much
-        afterwards as this one. None: no ticket does. Without this a full queue would be shared in proportion to what is
-        asked for. O(log flows), amortized.
+        """Return the ticket that gives way to one more request of this flow: the last of the largest flow, if that
+        still has as much afterwards as this one. None: no ticket does. Without this a full queue would be shared in
+        proportion to demand. O(log flows), amortized.
         """
         at, heap = int(by_bytes), self._largest[by_bytes]
         mine = self.flows.get(name) or Flow(0.0)
@@ -132,7 +134,9 @@ class Band:
         return None
 
     def serve(self, ticket: Ticket[Any], tokens: float) -> None:
-        """Its turn has come, and it takes so many tokens, as is believed; `ticket.served` corrects it. O(log flows)."""
+        """Remove a ticket whose turn has come, and charge its flow the estimated tokens; `ticket.served` corrects them.
+        O(log flows).
+        """
         flow, counted = self.flows[ticket.flow], tokens
         self._floor = max(self._floor, flow.served)
         self.remove(ticket)
@@ -153,7 +157,7 @@ class Band:
 
     def _place(self, flow: Flow, target: Target) -> None:
         order = self.orders.setdefault(target, [])
-        if len(order) > 64 + 4 * len(self.flows):  # mostly of the past
+        if len(order) > 64 + 4 * len(self.flows):  # mostly outdated
             known = {id(entry[2]): entry[2] for entry in order if target in entry[2].lines}
             order[:] = [(one.served, next(self._entries), one) for one in known.values()]
             heapq.heapify(order)
@@ -166,7 +170,7 @@ class Band:
         self.uncached_tokens += sign * ticket.uncached_tokens
 
     def _forget_some(self) -> None:
-        """Of the flows that wait for nothing those that were served least: what is forgotten of them counts least."""
+        """Forget the idle flows that were served least: their counts matter least."""
         if len(self.flows) < self._forget_at:
             return
         idle = sorted((flow.served, name) for name, flow in self.flows.items() if not flow.tickets)
@@ -180,27 +184,27 @@ def _much(flow: Flow, at: int) -> int:
 
 
 _Head = tuple[int, float, int, int, Target]
-"""Less urgent, tokens that were served, the ticket's number (0 = nobody has looked who it is), and a number of the
-entry's own before the target, since not all targets can be compared."""
+"""Negative priority, served tokens, the ticket's number (0 = not looked up yet), and a number of the entry before the
+target, since not all targets can be compared."""
 
 
 class FairQueue:
-    """The requests that wait for one pool: its bands, the most urgent first."""
+    """The waiting requests of one pool: its bands, the most urgent first."""
 
     def __init__(self) -> None:
         self.bands: dict[int, Band] = {}
         self._numbers = count(1)
         self._entries = count()
         self._heads: list[_Head] | None = None
-        """A heap of who may be next of each band and target; one that says too little is put right when it comes up."""
+        """A heap of the next ticket of each band and target; an entry that is too low is corrected when it comes up."""
         self._newest: dict[tuple[int, Target], _Head] = {}
-        """Of each band and target; what else the heap has of them is of the past."""
+        """The valid entry of each band and target; their other entries in the heap are outdated."""
 
     def __len__(self) -> int:
         return sum(band.requests for band in self.bands.values())
 
     def push(self, ticket: Ticket[Any]) -> None:
-        """It waits."""
+        """Add a ticket."""
         ticket.number = next(self._numbers)
         priority = ticket.asked.priority
         band = self.bands.get(priority)
@@ -210,7 +214,9 @@ class FairQueue:
         band.push(ticket)
 
     def head(self, blocked: Container[Target]) -> Ticket[Any] | None:
-        """Who is next of those whose target is not blocked. O(log targets), and O(targets) once after a rewind."""
+        """Return the next ticket among targets that are not blocked. O(log targets), and O(targets) once after a
+        rewind.
+        """
         if self._heads is None:
             self._heads = []
             for priority, target in self.targets():
@@ -235,26 +241,28 @@ class FairQueue:
         return None
 
     def rewind(self) -> None:
-        """Any target may have room again."""
+        """Begin a new round: any target may have room again."""
         self._heads = None
         self._newest = {}
 
     def remove(self, ticket: Ticket[Any]) -> None:
-        """It waits no more, and was served nothing."""
+        """Remove a ticket that was not served."""
         self.bands[ticket.asked.priority].remove(ticket)
         self._close(ticket.asked.priority)
 
     def serve(self, ticket: Ticket[Any], tokens: float) -> None:
-        """Its turn has come, and it takes so many tokens, as is believed; `ticket.served` corrects it."""
+        """Remove a ticket whose turn has come, and charge its flow the estimated tokens; `ticket.served` corrects
+        them.
+        """
         self.bands[ticket.asked.priority].serve(ticket, tokens)
         self._close(ticket.asked.priority)
 
     def waits(self, least: int) -> bool:
-        """Does anybody wait whose priority is at least this?"""
+        """Return whether a request of at least this priority waits."""
         return any(priority >= least for priority in self.bands)
 
     def targets(self) -> Iterator[tuple[int, Target]]:
-        """Priorities and the targets for which somebody waits there, or did lately."""
+        """Yield each priority with the targets for which requests wait there, or waited lately."""
         for priority, band in self.bands.items():
             yield from ((priority, target) for target in band.orders)
 

@@ -1,12 +1,11 @@
-"""Quotas: how many tokens and requests each client may have in a minute and in a day.
+"""Quotas: the tokens and requests that each client may have in a minute and in a day.
 
 Sans-IO: the time is an argument. Each bound is a bucket that holds as much as the bound and fills evenly, so that over
-any time t a client gets at most bound × (1 + t / window). What a request takes is estimated when it comes, as prompt
-and allowed output, and put right when it is known, which may leave a bucket with a debt. One that asks for more than a
-bucket holds goes on when that is full.
+any time t a client gets at most bound × (1 + t / window). A new request's tokens are estimated, as prompt and allowed
+output, and corrected when they are known, which may leave a bucket in debt. A request for more than a bucket holds goes
+on when that is full.
 
-What clients learn is in the headers that OpenAI's API has for it:
-https://platform.openai.com/docs/guides/rate-limits
+Clients see their quota in the headers that OpenAI's API has for it: https://platform.openai.com/docs/guides/rate-limits
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ log = logging.getLogger(__name__)
 
 REREAD_S = 2.0
 MOST_BYTES = 1024 * 1024
-"""As much as a ConfigMap or a Secret holds."""
+"""Largest file: as much as a ConfigMap or a Secret holds."""
 
 
 class QuotaFileError(ValueError):
@@ -36,27 +35,29 @@ class QuotaFileError(ValueError):
 
 
 class QuotaFile:
-    """Keeps quotas as their file has them. One that cannot be used changes nothing, and is reported: in a line of the
-    log when that is new, and by `error` until it can be used again."""
+    """The quotas in a file. A file that cannot be used changes nothing, and is reported: by a log line for each new
+    error, and by `error` until it can be used again.
+    """
 
     def __init__(self, file: Path, read: Callable[[Path, int], bytes] = read_file) -> None:
-        """Raises QuotaFileError."""
+        """Read the file. Raises QuotaFileError."""
         self.file = file
         self.error = ""
-        """Why the file as it is now is not what holds; empty while it is."""
+        """The reason why the present file is not in force; empty while it is."""
         self._watched = WatchedFile(file, MOST_BYTES, lambda data: decode_yaml(data, QuotaTable), read)
         self.table = self._look()
         self.quotas = Quotas(self.table)
 
     async def follow(self) -> NoReturn:
-        """Look at the file for ever."""
+        """Poll the file for ever."""
         while True:
             await asyncio.sleep(REREAD_S)
             await self.refresh()
 
     async def refresh(self) -> None:
-        """Look once. The file is read and, if it has changed, parsed in a thread: a megabyte of YAML takes more than a
-        second."""
+        """Check the file once. It is read and, if it has changed, parsed in a thread: a megabyte of YAML takes over a
+        second.
+        """
         try:
             table = await asyncio.to_thread(self._look)
         except QuotaFileError as error:
@@ -78,14 +79,14 @@ class QuotaFile:
 
 
 MOST_CLIENTS = 10_000
-"""Clients without limits of their own that are remembered; beyond them those are forgotten that have not asked for the
-longest time. Those that the table names are all remembered."""
+"""Most clients without limits of their own that are remembered; beyond that the least recent ones are forgotten.
+Clients that the table names are all remembered."""
 
 Bound = Annotated[int, msgspec.Meta(ge=1, le=10**15)]
 
 
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Of one client. None: any number."""
+    """The limits of one client. None: any number."""
 
     tokens_per_minute: Bound | None = None
     tokens_per_day: Bound | None = None
@@ -94,18 +95,18 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class QuotaTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Limits by the client's name; `default` is for each client that has none of its own."""
+    """Limits by the client's name; `default` is for every client that is not listed."""
 
     clients: dict[str, Limits] = {}
     default: Limits | None = None
 
     def of(self, client: str) -> Limits | None:
-        """The limits of a client, if it has any."""
+        """Return the limits of a client, or None."""
         return self.clients.get(client, self.default)
 
 
 class Bucket:
-    """What a client may still take. `level` was that at the time `at`, and may be below 0."""
+    """The amount that a client may still take: `_level` at the time `_at`, which may be negative."""
 
     __slots__ = ("_at", "_level", "bound", "window_s")
 
@@ -116,19 +117,19 @@ class Bucket:
         self._at = now
 
     def level(self, now: float) -> float:
-        """What is left."""
+        """Return the amount that is left."""
         return min(float(self.bound), self._level + max(0.0, now - self._at) * self.bound / self.window_s)
 
     def take(self, amount: float, now: float) -> None:
-        """Or give back, where it is below 0."""
+        """Take an amount; a negative one is given back."""
         self._level, self._at = min(float(self.bound), self.level(now) - amount), max(now, self._at)
 
     def ready_in(self, amount: float, now: float) -> float:
-        """Seconds until so much is left, or all that it holds; 0 where it is."""
+        """Return the seconds until `amount` is left, or until the bucket is full if it holds less."""
         return max(0.0, min(amount, self.bound) - self.level(now)) * self.window_s / self.bound
 
     def full_in(self, now: float) -> float:
-        """Seconds until it is as if nothing had been taken."""
+        """Return the seconds until the bucket is full."""
         return (self.bound - self.level(now)) * self.window_s / self.bound
 
 
@@ -143,7 +144,7 @@ class Account:
         self.requests = _buckets(limits.requests_per_minute, limits.requests_per_day, now)
 
     def headers(self, now: float) -> tuple[tuple[str, bytes], ...]:
-        """Response headers: of tokens and requests the bound of which the smallest share is left."""
+        """Return the response headers: for requests and for tokens, the bound with the smallest share left."""
         return tuple(self._told(now))
 
     def _told(self, now: float) -> Iterator[tuple[str, bytes]]:
@@ -156,7 +157,7 @@ class Account:
 
 
 class Spend:
-    """What a request was counted as, until it is known what it took."""
+    """A request's estimated cost, until its real one is known."""
 
     __slots__ = ("account", "tokens")
 
@@ -165,20 +166,20 @@ class Spend:
         self.tokens = tokens
 
     def took(self, tokens: float, now: float) -> None:
-        """So many tokens, all in all."""
+        """Set the request's tokens, all in all."""
         for bucket in self.account.tokens:
             bucket.take(tokens - self.tokens, now)
         self.tokens = tokens
 
     def give_back(self, now: float) -> None:
-        """It never went to an endpoint, and counts as no request."""
+        """Give everything back: the request never reached an endpoint."""
         self.took(0.0, now)
         for bucket in self.account.requests:
             bucket.take(-1.0, now)
 
 
 class Quotas:
-    """The accounts of all clients. They begin full, and again whenever a picker starts."""
+    """The accounts of all clients. They are full at each start of a picker."""
 
     def __init__(self, table: QuotaTable) -> None:
         self.exceeded = 0
@@ -190,7 +191,7 @@ class Quotas:
         return len(self._named) + len(self._others)
 
     def set(self, table: QuotaTable) -> None:
-        """Other limits. Accounts whose limits stay as they were keep what was taken of them."""
+        """Set other limits. Accounts whose limits stay the same keep their state."""
         self._table = table
         before = [*self._others.items(), *self._named.items()]
         self._named.clear()
@@ -200,7 +201,7 @@ class Quotas:
                 self._keep(client, account)
 
     def spend(self, client: str, tokens: float, now: float) -> Spend | None:
-        """Count a request that takes so many tokens; None where nothing bounds the client. O(1).
+        """Count a request of this many tokens; None if the client has no limits. O(1).
 
         Raises FlowRefused; then nothing is counted.
         """
@@ -257,7 +258,7 @@ def _words(client: str, full: Bucket, of_tokens: bool) -> str:
 
 
 def spelled(seconds: float) -> str:
-    """A duration as OpenAI's headers have it, rounded up.
+    """Return a duration in the form of OpenAI's headers, rounded up.
 
     >>> spelled(0), spelled(0.0201), spelled(1.2), spelled(360), spelled(4000)
     ('0s', '21ms', '2s', '6m0s', '1h6m40s')

@@ -1,4 +1,4 @@
-"""What operators decide of requests that wait."""
+"""The settings of flow control."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from treeline_epp.picking.filters import Saturation
 from treeline_epp.picking.policies.base import Choice, Count, PolicyError
 
 LONGEST_WAIT_S = 3600.0
-"""As long as the proxies of our gateways let a request wait."""
+"""Longest that the proxies of our gateways let a request wait."""
 
 Seconds = Annotated[float, Meta(gt=0, le=LONGEST_WAIT_S)]
 
 
 class FlowSettings(Struct, frozen=True, forbid_unknown_fields=True):
-    """`mode` says what makes a request wait here and not in an engine. `wait`: every endpoint that may serve it has
-    more work before it than `wait_seconds`, as predicted; `requests`: every one has `endpoint_requests`, by its report,
-    at least those whose answer has not begun; `off`: nothing but an empty pool.
+    """The settings of `--flow-control`. `mode` is the condition for a request to wait here and not in an engine.
+    `wait`: every endpoint that may serve it has more than `wait_seconds` of predicted work before it; `requests`: each
+    has `endpoint_requests`, by its report, counting at least those whose answer has not begun; `off`: only an empty
+    pool.
 
     `max_requests` and `max_bytes` of bodies may wait for one pool at one priority, for `ttl_seconds` each, or for
-    `hold_empty_pool_seconds` where the pool has no ready endpoint (0: they are answered 503 at once).
+    `hold_empty_pool_seconds` where the pool has no ready endpoint (0: they get 503 at once).
     """
 
     mode: Literal["off", "wait", "requests"] = "off"
@@ -36,7 +37,7 @@ class FlowSettings(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def saturation(self) -> Saturation | None:
-        """When an endpoint has no room; None where one always has."""
+        """The condition under which an endpoint has no room; None if endpoints always have room."""
         if self.mode == "off":
             return None
         wait = self.mode == "wait"
@@ -44,12 +45,12 @@ class FlowSettings(Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def may_hold(self) -> bool:
-        """Is there anything that a request may wait for?"""
+        """Whether any condition can make a request wait."""
         return self.mode != "off" or self.hold_empty_pool_seconds > 0
 
 
 def flow_flag(text: str) -> FlowSettings:
-    """The value of `--flow-control`, in the form of `--policy`: `MODE[:KEY=VALUE,…]`."""
+    """Parse the value of `--flow-control`, in the form of `--policy`: `MODE[:KEY=VALUE,…]`."""
     try:
         choice = Choice.parse(text)
         return msgspec.convert({"mode": choice.name, **choice.parameters}, FlowSettings, strict=False)
@@ -58,7 +59,7 @@ def flow_flag(text: str) -> FlowSettings:
 
 
 def flow_help() -> str:
-    """All parameters with their defaults."""
+    """Return the help text, with all parameters and their defaults."""
     fields = (f"{field.name}={field.default:g}" for field in msgspec.structs.fields(FlowSettings)[1:])
     return (
         "when requests wait in the picker: wait (every endpoint has more than wait_seconds of work), requests (every "

@@ -1,4 +1,4 @@
-"""A request that waits: what decides its turn, and what comes of it."""
+"""A request that waits: the data that decide its turn, and its result."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from treeline_epp.picking.request import Request
 
 R = TypeVar("R")
 ANY_NAME = ""
-"""All models that are not listed: the same endpoints may serve them, and each request may invent another name."""
+"""Stands for all unlisted models: the same endpoints may serve them, and each request may invent a new name."""
 Served = Callable[[float], None]
-"""Puts right what a request was believed to take when its turn came: is told its tokens, of prompt and output."""
+"""Corrects the estimate of a request's size: takes its real tokens, of prompt and output."""
 
 
 class Target(NamedTuple):
-    """What requests have in common that the same endpoints may serve."""
+    """The fields that decide which endpoints may serve a request; requests with the same target share a line."""
 
     pool: str | None
     model: str | None
@@ -27,7 +27,7 @@ class Target(NamedTuple):
 
     @classmethod
     def of(cls, asked: Request) -> Target:
-        """The target of this request."""
+        """Return the target of this request."""
         return cls(asked.pool, asked.model if asked.listed else ANY_NAME, asked.subset, asked.fallback_pools)
 
 
@@ -35,8 +35,8 @@ class Target(NamedTuple):
 class Ticket(Generic[R]):
     """A request that waits for its turn. Owner: `FlowControl`, which finishes it once; then its holder is called, once.
 
-    `flow` is whose it is, `size` its body in bytes, `uncached_tokens` what an endpoint would compute of its prompt.
-    Times are seconds of the clock. The queue writes `number`, its place among all that ever waited, and `served`.
+    `flow` is the name of its flow, `size` its body in bytes, `uncached_tokens` the prompt tokens that an endpoint would
+    compute. Times are seconds of the clock. The queue writes `number`, its place among all tickets ever, and `served`.
     """
 
     asked: Request
@@ -59,21 +59,22 @@ class Ticket(Generic[R]):
 
     @property
     def room_for(self) -> list[Request]:
-        """What an endpoint must have room for before it is decided: one of its pool, or while that has no endpoint, of
-        one that may take its place. The endpoint tells whether a model that is not listed is one of its own."""
+        """The requests for which an endpoint must have room before the decision: one of its own pool, or while that has
+        no endpoint, one of a fallback pool. The endpoint knows whether an unlisted model is one of its own.
+        """
         asked = self.asked
         own = asked if asked.listed else replace(asked, model=None)
         return [own, *(replace(asked, model=None, pool=pool) for pool in asked.fallback_pools)]
 
     def when_done(self, callback: Callable[[], object]) -> None:
-        """Call this once, when it is done; at once where it is. A later callback takes the place of an earlier one."""
+        """Call this once, when the ticket is done, or at once if it is. A later callback replaces an earlier one."""
         if self.done:
             callback()
         else:
             self._callback = callback
 
     def finish(self, result: R | None, error: Exception | None = None) -> None:
-        """Its turn has come, or it is refused."""
+        """Finish the ticket: its turn has come, or it is refused."""
         assert not self.done, "a request is answered once"
         self.done = True
         self._result, self._error = result, error
@@ -82,7 +83,7 @@ class Ticket(Generic[R]):
             callback()
 
     def result(self) -> R | None:
-        """The result; None if its caller no longer wanted it. Raises the refusal."""
+        """Return the result; None if the caller no longer wanted it. Raises the refusal."""
         assert self.done
         if self._error is not None:
             raise self._error

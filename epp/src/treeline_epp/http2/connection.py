@@ -1,16 +1,16 @@
-"""One connection of a client, as RFC 9113 has it: bytes in, events out; what is to be sent is taken with `take`.
+"""One connection of a client, by RFC 9113: bytes in, events out; `take` gives the bytes to send.
 
 Theory of operation. `receive` reads whole frames and keeps the rest. A stream is open from its HEADERS until both sides
-have ended it; closed ones are remembered for a while (`_Closed`), since frames that were on their way are no fault.
+have ended it; closed ones are remembered for a while (`_closed`), since frames that were in flight are no fault.
 
-Flow control. What a peer sends on a stream is credited again when the caller has read it (`read`), so a stream whose
+Flow control. Bytes of a stream are credited to the peer when the caller has read them (`read`), so a stream whose
 messages wait does not fill our memory; the connection's own window is credited at once, so no stream waits for others.
-What we send waits in its stream until the peer's windows have room (`sending.py`); `waiting` tells how much.
+Our own data wait in their stream until the peer's windows have room (`sending.py`); `waiting` counts them.
 
-A fault of a stream ends the stream, a fault of the connection says GOAWAY and makes `finished` true.
+A fault of a stream ends the stream, a fault of the connection sends GOAWAY and makes `finished` true.
 
-Clients of a proxy share its connection: what one of them can cause (streams that are reset at once, fields that are too
-long, data that comes too late) does not count against it. It is work, done in slices (`most_frames`).
+Clients of a proxy share its connection: faults that one of them can cause (streams that are reset at once, fields that
+are too long, data that come too late) do not count against it. They are work, done in slices (`most_frames`).
 """
 
 from __future__ import annotations
@@ -26,43 +26,43 @@ from treeline_epp.http2.frames import FIRST_WINDOW, HEAD_BYTES, MOST_WINDOW, NUM
 from treeline_epp.http2.sending import Sending, Stream, WindowTooLarge
 
 _REMEMBERED = 256
-"""Closed streams."""
+"""Closed streams that are remembered."""
 _STREAMS_A_FRAME = 64
-"""Streams whose window changes are as much work as a frame."""
+"""Streams whose window changes cost as much as one frame."""
 _FRAMES_A_BLOCK = 31
-"""That are as much work as to decode a block of fields."""
+"""Frames that cost as much as decoding one block of fields."""
 _BLOCK_PARTS = 16
-"""Times the bytes that fields may have, of the frames of one block: what is too long is read over, up to this."""
-_HEARD = b"goodbye!"  # a ping: the peer has read what we sent before it
+"""Largest block, in multiples of the allowed bytes of fields: a longer one than allowed is skipped, up to this."""
+_HEARD = b"goodbye!"  # a ping: its answer shows that the peer has read all before it
 
 
 class Connection:
     """The server's end of a connection."""
 
     def __init__(self, limits: Limits, known: OrderedDict[bytes, Fields]) -> None:
-        """known: blocks of header fields, shared by all connections."""
+        """Begin a connection; `known` are blocks of header fields, shared by all connections."""
         self.limits = limits
         self.finished = False
-        """Nothing more is read or can be sent: close when what is there has gone."""
+        """Whether nothing more is read or sent: close it when the remaining bytes are written."""
         self.fault: ConnectionFault | None = None
         self.more = False
-        """There may be frames that were not looked at: call `receive` again, be it with nothing."""
+        """Whether there may be unread frames: call `receive` again, even without new bytes."""
         self.room = limits.all_streams
-        """Streams that may be open here, as far as other connections leave room for them."""
+        """Most streams that may be open here, by the room that other connections leave."""
         self.settled = False
-        """The peer has acknowledged our settings."""
+        """Whether the peer has acknowledged our settings."""
         self._streams: dict[int, Stream] = {}
         self._closed: OrderedDict[int, bool] = OrderedDict()
-        """The last ones: whether it was we who broke them off."""
+        """The last closed streams, and whether we broke them off."""
         self._last = 0
         self._parting = self.left = False
-        """`left`: we have said goodbye, and the peer has heard it. No more streams come."""
+        """`left`: the peer has read our GOAWAY, so no more streams come."""
         self._fields = FieldReader(limits.header_bytes, known)
         self._rest = b""
         self._greeted = False
         self._first_frame = True
         self._block: tuple[int, int, bytearray] | None = None
-        """Stream, flags and beginning of a block that goes on in the next frame."""
+        """Stream, flags and beginning of a block that continues in the next frame."""
         self._sending = Sending()
         self._window = limits.connection_window
         self._credit = self._idle = self._spent_bytes = 0
@@ -81,14 +81,15 @@ class Connection:
         self._sending.control(frames.window_update(0, limits.connection_window - FIRST_WINDOW))
 
     def __len__(self) -> int:
-        """Open streams."""
+        """Return the number of open streams."""
         return len(self._streams)
 
-    # ---- what the peer sends ------------------------------------------------------------------------------------
+    # ---- input --------------------------------------------------------------------------------------------------
 
     def receive(self, data: bytes, most_frames: int = sys.maxsize) -> list[Event]:
-        """What these bytes say, as far as the first so many frames; see `more`. Raises nothing: a fault is in `fault`,
-        and the streams that were open are `Ended`."""
+        """Parse bytes and return their events, up to `most_frames` frames; see `more`. Raises nothing: a fault is in
+        `fault`, and the open streams get `Ended`.
+        """
         events: list[Event] = []
         self.more = False
         if self.finished:
@@ -269,7 +270,7 @@ class Connection:
             events.append(Ended(stream))
         else:
             self._nothing()
-            if stream in self._closed:  # by us, before; behind its own reset, nothing of it can be on its way
+            if stream in self._closed:  # closed by us before; after its own reset none of its frames can be in flight
                 self._closed[stream] = False
 
     def _on_settings(self, flags: int, stream: int, payload: memoryview, events: list[Event]) -> None:
@@ -288,11 +289,11 @@ class Connection:
         said = frames.settings_of(bytes(payload))
         for name, value in said:
             self._on_setting(name, value)
-        window = dict(said).get(Setting.INITIAL_WINDOW_SIZE)  # the last, however many there are
+        window = dict(said).get(Setting.INITIAL_WINDOW_SIZE)  # the last of them counts
         if window is not None:
             self._on_stream_window(window)
         self._sending.control(frames.SETTINGS_ACK)
-        if window is not None:  # behind it: until then the peer may hold what uses its new window for too much
+        if window is not None:  # after the acknowledgement: only then may we use the new window
             for open_stream, known in list(self._streams.items()):
                 self._send_more(open_stream, known, events)
 
@@ -307,7 +308,7 @@ class Connection:
             raise ConnectionFault(Code.FLOW_CONTROL_ERROR, "no such window")
 
     def _on_stream_window(self, window: int) -> None:
-        """Of all streams. O(streams), so it counts for more where they are many."""
+        """Apply the initial window of all streams. O(streams), so many streams count as more work."""
         self._nothing(len(self._streams) // _STREAMS_A_FRAME)
         more, self._sending.stream_window = window - self._sending.stream_window, window
         for known in self._streams.values():
@@ -321,7 +322,7 @@ class Connection:
             raise ConnectionFault(Code.PROTOCOL_ERROR, "a ping of a stream")
         if len(payload) != 8:
             raise ConnectionFault(Code.FRAME_SIZE_ERROR, "a ping of other than eight bytes")
-        if flags & frames.ACK:  # that anything came is all that is asked, else
+        if flags & frames.ACK:  # otherwise any frame is answer enough
             if self._parting and payload == _HEARD and not self.left:
                 self.left = True
                 self._sending.control(frames.goaway(self._last, Code.NO_ERROR))
@@ -332,7 +333,7 @@ class Connection:
     def _on_goaway(self, _flags: int, stream: int, payload: memoryview, _events: list[Event]) -> None:
         if stream or len(payload) < 8:
             raise ConnectionFault(Code.PROTOCOL_ERROR if stream else Code.FRAME_SIZE_ERROR, "a wrong goodbye")
-        self._nothing()  # it is of streams that we would open; the peer's own go on, and more may come
+        self._nothing()  # it concerns streams that we would open; the peer's own go on, and more may come
 
     def _on_window_update(self, _flags: int, stream: int, payload: memoryview, events: list[Event]) -> None:
         if len(payload) != 4:
@@ -363,7 +364,7 @@ class Connection:
         self._send_more(stream, known, events)
 
     def _late(self, stream: int, known: Stream | None, size: int) -> None:
-        """Data of a stream that takes none. What a peer sent before it heard that we had ended it is no fault."""
+        """Handle data for a stream that takes none; no fault if the peer did not know yet that we had ended it."""
         if known is None and stream not in self._closed and stream > self._last and not self.left:
             raise ConnectionFault(Code.PROTOCOL_ERROR, "data of a stream that was never opened")
         if known is not None:
@@ -375,7 +376,7 @@ class Connection:
             self._sending.control(frames.rst_stream(stream, Code.STREAM_CLOSED))
 
     def _nothing(self, count: int = 1) -> None:
-        """A frame (or the work of `count`) that brought nothing, but that what we sent has caused it, as data does."""
+        """Count frames (or as much work) without content, except those that our own data caused."""
         if self._sending.sent_bytes > self._spent_bytes:
             self._spent_bytes += count * self.limits.bytes_a_frame
             return
@@ -403,14 +404,14 @@ class Connection:
         for stream in list(self._streams):
             self._forget(stream, broken=True)
 
-    # ---- what we send -------------------------------------------------------------------------------------------
+    # ---- output -------------------------------------------------------------------------------------------------
 
     def take(self) -> list[bytes | memoryview]:
-        """What is to be written now."""
+        """Return the bytes to write now."""
         return self._sending.take()
 
     def read(self, stream: int, size: int) -> None:
-        """So many bytes that came on the stream are dealt with: as many more may come."""
+        """Credit bytes of a stream that the caller has handled: as many more may come."""
         known = self._streams.get(stream)
         if known is None or known.peer_ended:
             return
@@ -421,23 +422,23 @@ class Connection:
             known.unread = 0
 
     def waiting(self, stream: int) -> int:
-        """Bytes that wait until the peer has room for them."""
+        """Return the bytes that wait until the peer has room for them."""
         known = self._streams.get(stream)
         return 0 if known is None else sum(map(len, known.answer.queue))
 
     def begun(self, stream: int) -> bool:
-        """Whether the beginning of an answer is sent."""
+        """Return whether the beginning of an answer is sent."""
         known = self._streams.get(stream)
         return known is not None and known.answer.begun
 
     def send(self, stream: int, fields: bytes, data: bytes) -> None:
-        """Bytes of an answer's body; before the first ones go its fields, an encoded block."""
+        """Send bytes of an answer's body; its fields, an encoded block, go before the first ones."""
         known = self._streams.get(stream)
         if known is not None:
             self._sending.data(stream, known.answer, fields, data)
 
     def end(self, stream: int, trailers: bytes) -> None:
-        """End an answer, behind what waits. trailers: an encoded block; the whole answer's, where nothing was sent."""
+        """End an answer after its waiting bytes. `trailers`: an encoded block; all of the answer if none was sent."""
         known = self._streams.get(stream)
         if known is not None:
             known.answer.ending = trailers
@@ -450,27 +451,28 @@ class Connection:
             self._sending.control(frames.rst_stream(stream, code))
 
     def leave(self) -> None:
-        """Say that no more streams are taken. Those that are open go on, and so do those that are on their way: the
-        last is named when the peer has heard it."""
+        """Announce that no more streams are taken. Open ones, and those in flight, go on: a second GOAWAY names the
+        last one.
+        """
         if not self._parting:
             self._parting = True
             self._sending.control(frames.goaway(frames.MOST_STREAM, Code.NO_ERROR) + frames.ping(_HEARD, ack=False))
 
     def forgive(self, count: int) -> None:
-        """Time has passed, or a stream: so many frames that brought nothing do not count any more."""
+        """Let frames without content count no longer: time has passed, or a stream."""
         self._idle = max(0, self._idle - count)
 
     def ping(self, data: bytes) -> None:
-        """Ask for a sign of life: eight bytes, which come back."""
+        """Ask for a sign of life with eight bytes, which the peer returns."""
         self._sending.control(frames.ping(data, ack=False))
 
     def _send_more(self, stream: int, known: Stream, events: list[Event]) -> None:
-        """Of one whose window may have grown."""
+        """Send waiting data of a stream whose window may have grown."""
         if known.answer.queue and known.answer.room > 0 and self._sending.drain(stream, known.answer):
             self._sent(stream, known, events)
 
     def _sent(self, stream: int, known: Stream, events: list[Event]) -> None:
-        """Nothing waits in it any more."""
+        """Handle a stream without waiting data: end it, or report its room."""
         if known.answer.ending is not None:
             self._end(stream, known)
         else:
@@ -483,7 +485,7 @@ class Connection:
         self._forget(stream, broken=not known.peer_ended)
 
     def _forget(self, stream: int, *, broken: bool) -> bool:
-        """→ whether it was open."""
+        """Drop a stream; return whether it was open."""
         if self._streams.pop(stream, None) is None:
             return False
         self._sending.forget(stream)

@@ -1,4 +1,4 @@
-"""What a connection reports to the server of its streams."""
+"""The events that a connection reports, and its limits."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from treeline_epp.http2.frames import LEAST_FRAME_BYTES, Code
 
 
 class Limits(msgspec.Struct, frozen=True):
-    """Bytes, streams, and frames that bring nothing."""
+    """Bounds of a connection: bytes, streams, and frames without content."""
 
     streams: int = 32_768
-    """Open at once; more are refused, and may be tried again."""
+    """Most open streams; more are refused, and may be tried again."""
     all_streams: int = 65_536
-    """Open at once on all connections of a server: each keeps about two kilobytes."""
+    """Most open streams on all connections of a server: each keeps about two kilobytes."""
     header_bytes: int = 16_384
-    """Of the fields of one request, as gRPC's own servers take. Decoding costs by the square of a block's bytes."""
+    """Most bytes of one request's fields, as in gRPC's own servers. Decoding time is quadratic in a block's bytes."""
     stream_window: int = 1 << 20
-    """Bytes of a stream that may come before somebody has read them."""
+    """Most unread bytes of a stream."""
     connection_window: int = 16 << 20
-    """Bytes on their way for all streams together."""
+    """Most bytes in flight for all streams together."""
     frame_bytes: int = LEAST_FRAME_BYTES
     idle_frames: int = 10_000
-    """That bring nothing (PING, SETTINGS, PRIORITY, WINDOW_UPDATE, empty DATA, RST_STREAM of what is not open), beyond
-    those that requests and answers pay for. What one of a proxy's clients can cause is not among them."""
+    """Most frames without content (PING, SETTINGS, PRIORITY, WINDOW_UPDATE, empty DATA, RST_STREAM of a closed stream),
+    beyond those that requests and answers pay for. Frames that a single client of a proxy can cause do not count."""
     paid_frames: int = 16
-    """Of that kind that a stream pays for, when it was answered or the peer took it back."""
+    """Such frames that a stream pays for, when it is answered or the peer resets it."""
     bytes_a_frame: int = 256
-    """Of a body, sent, that pay for one."""
+    """Sent bytes of a body that pay for one such frame."""
 
 
 class ConnectionFault(Exception):
@@ -40,14 +40,14 @@ class ConnectionFault(Exception):
 
 
 def unpadded(payload: memoryview) -> memoryview:
-    """The payload of a padded frame. Raises ConnectionFault."""
+    """Return the payload of a padded frame. Raises ConnectionFault."""
     if not payload or payload[0] >= len(payload):
         raise ConnectionFault(Code.PROTOCOL_ERROR, "more padding than frame")
     return payload[1 : len(payload) - payload[0]]
 
 
 class Requested(msgspec.Struct, frozen=True, gc=False):
-    """A new stream. `ended`: nothing follows."""
+    """A new stream. `ended`: it has no body."""
 
     stream: int
     fields: Fields
@@ -55,7 +55,7 @@ class Requested(msgspec.Struct, frozen=True, gc=False):
 
 
 class Came(msgspec.Struct, frozen=True, gc=False):
-    """Bytes of a request's body; tell `Connection.read` when they are dealt with. `ended`: nothing follows."""
+    """Bytes of a request's body; call `Connection.read` when they are handled. `ended`: they are the last."""
 
     stream: int
     data: bytes
@@ -63,13 +63,13 @@ class Came(msgspec.Struct, frozen=True, gc=False):
 
 
 class Ended(msgspec.Struct, frozen=True, gc=False):
-    """The peer took the stream back, or it was closed for a fault: nothing can be sent on it."""
+    """The peer reset the stream, or a fault closed it: no more can be sent on it."""
 
     stream: int
 
 
 class Roomy(msgspec.Struct, frozen=True, gc=False):
-    """All that waited to be sent on a stream has gone."""
+    """All waiting data of a stream are sent."""
 
     stream: int
 

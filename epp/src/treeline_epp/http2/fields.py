@@ -1,7 +1,7 @@
-"""Header blocks of requests: decoded, checked (RFC 9113, section 8), and remembered where they always mean the same.
+"""Header blocks of requests: decoded, checked (RFC 9113, section 8), and remembered if their meaning cannot change.
 
 A proxy sends the same block with nearly every request. We ask it to keep no table of header fields
-(`SETTINGS_HEADER_TABLE_SIZE` 0), so once it does, a block's meaning depends on nothing but its bytes.
+(`SETTINGS_HEADER_TABLE_SIZE` 0); from then on a block's meaning depends on its bytes alone.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ from typing import Final
 from hpack import Decoder, HPACKError, OversizedHeaderListError
 
 REMEMBERED: Final = 1024
-"""Blocks."""
+"""Most remembered blocks."""
 LONGEST: Final = 1024
-"""Bytes of a block that is remembered."""
+"""Largest block that is remembered, in bytes."""
 
 _PSEUDO: Final = frozenset({":method", ":scheme", ":path", ":authority"})
 _REQUIRED: Final = frozenset({":method", ":scheme", ":path"})
 _OF_CONNECTIONS: Final = frozenset({"connection", "proxy-connection", "keep-alive", "transfer-encoding", "upgrade"})
 
 _MOST_QUOTED: Final = 200
-"""Characters of an error, which may quote the whole block."""
+"""Most characters of an error, which may quote the whole block."""
 _FIRST_TABLE: Final = 4096
-"""Bytes: before our settings are known."""
+"""Bytes of the table before our settings are known."""
 _MOST_RESIZED: Final = 2
-"""Times that a block may change the table's size, at its beginning (RFC 7541, section 4.2)."""
+"""Most changes of the table's size at the beginning of a block (RFC 7541, section 4.2)."""
 
 Fields = Mapping[str, str]
 
@@ -36,33 +36,36 @@ class BadBlock(Exception):
 
 
 class TooLong(Exception):
-    """More bytes of fields than we said that we take, of a peer that keeps no table: its stream ends."""
+    """A peer without a table sent more bytes of fields than we announced that we take: its stream ends."""
 
 
 class Malformed(Exception):
-    """A block that was decoded is no request, or no trailers: its stream ends."""
+    """A decoded block is no valid request, or no valid trailers: its stream ends."""
 
 
 class FieldReader:
     """Reads the blocks of one connection, in their order."""
 
     def __init__(self, most_bytes: int, known: OrderedDict[bytes, Fields]) -> None:
-        """most_bytes: of a list of fields, counted as RFC 7541 does, and of a block. known: shared by connections."""
+        """Make a reader. `most_bytes` bounds a list of fields, counted as in RFC 7541, and a block. `known` is shared
+        by connections.
+        """
         self._most_bytes = most_bytes
         self._decoder = Decoder(max_header_list_size=most_bytes)
         self._known = known
         self.decoded = 0
-        """Blocks that were not known: each may take a millisecond or two."""
+        """Count of new blocks: each may take a millisecond or two."""
         self._keeps_nothing = False
         self._acknowledged = False
 
     def settings_acknowledged(self) -> None:
-        """From the next block on the peer may not make its table larger than ours, which is empty. Some clients go on
-        with the table that they had, without a word: that is understood."""
+        """Apply our settings from the next block on: the peer may not make its table larger than ours, which is empty.
+        Some clients keep their old table, without announcing it: that is understood.
+        """
         self._acknowledged = True
 
     def request(self, block: bytes) -> Fields:
-        """Fields by name, those that come more than once joined by commas. Raises BadBlock, TooLong, Malformed."""
+        """Return the fields by name, repeated ones joined by commas. Raises BadBlock, TooLong, Malformed."""
         if self._keeps_nothing:
             known = self._known.get(block)
             if known is not None:
@@ -76,7 +79,7 @@ class FieldReader:
         return fields
 
     def trailers(self, block: bytes) -> Fields:
-        """As `request`."""
+        """Return the trailers, as `request` does. Raises the same errors."""
         return _checked(self._read(block), is_request=False)
 
     def skip(self, block: bytes) -> None:
@@ -95,14 +98,14 @@ class FieldReader:
             return list(self._decoder.decode(block, raw=True))
         except OversizedHeaderListError as error:
             if self._acknowledged and self._decoder.header_table.maxsize == 0:
-                raise TooLong from None  # there is no table that the rest of the block could change
+                raise TooLong from None  # without a table, the rest of the block changes nothing
             raise BadBlock(str(error)) from None
         except HPACKError as error:
             raise BadBlock(str(error)[:_MOST_QUOTED] or type(error).__name__) from None
 
 
 def _resized(block: bytes) -> int:
-    """How often a block changes the size of the table, as far as it may and once more."""
+    """Count the changes of the table's size in a block, up to one more than allowed."""
     at = count = 0
     while count <= _MOST_RESIZED and at < len(block) and block[at] & 0xE0 == 0x20:
         count += 1
@@ -138,7 +141,7 @@ def _checked(fields: list[tuple[bytes, bytes]], *, is_request: bool) -> Fields:
 
 
 def length_of(text: str | None) -> int | None:
-    """A `content-length`, if there is one. Raises Malformed."""
+    """Return a `content-length`, or None without one. Raises Malformed."""
     if text is None:
         return None
     if not (text.isascii() and text.isdigit() and len(text) < 20):

@@ -1,4 +1,4 @@
-"""Frames of HTTP/2 (RFC 9113, sections 4, 6 and 7): their numbers, and the bytes of those that a server sends."""
+"""Frames of HTTP/2 (RFC 9113, sections 4, 6 and 7): their numbers, and the bytes of frames that a server sends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Final
 PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 HEAD_BYTES: Final = 9
 LEAST_FRAME_BYTES: Final = 16_384
-"""What every peer takes, and the most that we take: `SETTINGS_MAX_FRAME_SIZE` is at least this."""
+"""Largest frame that every peer takes, and that we take: `SETTINGS_MAX_FRAME_SIZE` is at least this."""
 MOST_FRAME_BYTES: Final = (1 << 24) - 1
 MOST_WINDOW: Final = (1 << 31) - 1
 MOST_STREAM: Final = (1 << 31) - 1
@@ -37,7 +37,7 @@ class Setting(enum.IntEnum):
 
 
 class Code(enum.IntEnum):
-    """Why a stream or a connection ends (RFC 9113, section 7): those that a server of ours says."""
+    """The reasons for which our server ends a stream or a connection (RFC 9113, section 7)."""
 
     NO_ERROR = 0
     PROTOCOL_ERROR = 1
@@ -56,17 +56,17 @@ _PAIR = struct.Struct(">II")
 
 
 def head(kind: int, flags: int, stream: int, length: int) -> bytes:
-    """The nine bytes before a payload of `length` bytes."""
+    """Return the nine bytes before a payload of `length` bytes."""
     return _HEAD.pack(length << 8 | kind, flags, stream)
 
 
 def settings(values: Mapping[Setting, int]) -> bytes:
-    """A SETTINGS frame."""
+    """Return a SETTINGS frame."""
     return head(SETTINGS, 0, 0, 6 * len(values)) + b"".join(_SETTING.pack(*item) for item in values.items())
 
 
 def settings_of(payload: bytes) -> list[tuple[int, int]]:
-    """The settings that a peer sends, in their order. Its length must be a multiple of six."""
+    """Return a peer's settings, in their order. The payload's length must be a multiple of six."""
     return list(_SETTING.iter_unpack(payload))
 
 
@@ -74,27 +74,29 @@ SETTINGS_ACK: Final = head(SETTINGS, ACK, 0, 0)
 
 
 def ping(data: bytes, *, ack: bool) -> bytes:
-    """A PING frame; `data` are eight bytes."""
+    """Return a PING frame; `data` are eight bytes."""
     return head(PING, ACK if ack else 0, 0, 8) + data
 
 
 def window_update(stream: int, size: int) -> bytes:
-    """`size` more bytes may be sent to us; stream 0 is the connection."""
+    """Return a WINDOW_UPDATE: the peer may send `size` more bytes; stream 0 is the connection."""
     return head(WINDOW_UPDATE, 0, stream, 4) + NUMBER.pack(size)
 
 
 def rst_stream(stream: int, code: int) -> bytes:
-    """A stream ends at once."""
+    """Return an RST_STREAM: the stream ends at once."""
     return head(RST_STREAM, 0, stream, 4) + NUMBER.pack(code)
 
 
 def goaway(last: int, code: int, why: bytes = b"") -> bytes:
-    """Streams above `last` were not looked at."""
+    """Return a GOAWAY: streams above `last` were not processed."""
     return head(GOAWAY, 0, 0, 8 + len(why)) + _PAIR.pack(last, code) + why
 
 
 def header_block(fields: Sequence[tuple[bytes, bytes]]) -> bytes:
-    """Header fields as literals that no table keeps (RFC 7541, section 6.2.2), so that they mean the same always."""
+    """Encode header fields as literals that enter no table (RFC 7541, section 6.2.2), so their bytes always mean the
+    same.
+    """
     return b"".join(b"\x00" + _text(name) + _text(value) for name, value in fields)
 
 

@@ -25,7 +25,7 @@ _UNSAFE_IN_MESSAGES: Final = "".join(map(chr, range(0x20, 0x7F))).replace("%", "
 
 
 class Status(enum.IntEnum):
-    """How a call ends."""
+    """The status with which a call ends."""
 
     OK = 0
     CANCELLED = 1
@@ -40,7 +40,7 @@ class Status(enum.IntEnum):
 
 
 class CallError(Exception):
-    """A call that ends otherwise than well."""
+    """A call fails with this status."""
 
     def __init__(self, status: Status, why: str) -> None:
         super().__init__(why)
@@ -59,7 +59,7 @@ BEGINNING: Final = header_block([(b":status", b"200"), _KIND])
 
 
 def ending(status: Status, why: str = "") -> bytes:
-    """Trailers."""
+    """Return an answer's trailers."""
     return header_block(_status(status, why))
 
 
@@ -67,7 +67,7 @@ WELL: Final = ending(Status.OK)
 
 
 def only(status: Status, why: str) -> bytes:
-    """The fields of an answer without a message."""
+    """Return the fields of an answer without a message."""
     return header_block([(b":status", b"200"), _KIND, *_status(status, why)])
 
 
@@ -76,14 +76,14 @@ NOT_GRPC_BODY: Final = b"this port speaks gRPC\n"
 
 
 def method_of(fields: Fields) -> str | None:
-    """`/package.Service/Method` of a request. None: it is not of gRPC."""
+    """Return a request's `/package.Service/Method`; None if it is no gRPC request."""
     if fields[":method"] != "POST" or not _KINDS.fullmatch(fields.get("content-type", "")):
         return None
     return fields[":path"]
 
 
 def timeout_of(fields: Fields) -> float | None:
-    """Seconds that the client waits. Raises CallError."""
+    """Return the seconds that the client waits. Raises CallError."""
     text = fields.get("grpc-timeout")
     if text is None:
         return None
@@ -94,31 +94,32 @@ def timeout_of(fields: Fields) -> float | None:
 
 
 def prefix(size: int) -> bytes:
-    """What goes before a message of so many bytes."""
+    """Return the bytes before a message of this size."""
     return _PREFIX.pack(0, size)
 
 
 class MessageReader:
-    """Messages from the pieces of a body."""
+    """Makes messages from the pieces of a body."""
 
     def __init__(self, most_bytes: int) -> None:
-        """most_bytes: of one message."""
+        """Make a reader; `most_bytes` bounds one message."""
         self._most = most_bytes
         self._pieces: list[bytes] = []
         self._size = 0
         self._crumbs = 0
-        """Of the last pieces: each takes more memory than it has bytes."""
+        """Number of small pieces at the end: each takes more memory than it has bytes."""
         self.over = False
-        """A message came that is too large: neither it nor what follows is kept."""
+        """Whether a message was too large: neither it nor later ones are kept."""
 
     @property
     def partial_bytes(self) -> int:
-        """Of a message that is not whole yet."""
+        """Bytes of the message that is not whole yet."""
         return self._size
 
     def feed(self, data: bytes) -> list[bytes | None]:
-        """The messages that are whole now, and None for one that is too large, which is the last. Raises CallError;
-        then the call is over."""
+        """Take a piece; return the messages that are whole now, and None for one that is too large, which is the last.
+        Raises CallError; then the call is over.
+        """
         if self.over:
             return []
         if not self._pieces:
@@ -143,7 +144,7 @@ class MessageReader:
             self._crumbs = 0
 
     def _needed(self) -> int | None:
-        """Bytes with its prefix, if that is there."""
+        """Return the bytes of the next message and its prefix, or None without a whole prefix."""
         first = self._pieces[0]
         return PREFIX_BYTES + self._length(first) if len(first) >= PREFIX_BYTES else None
 

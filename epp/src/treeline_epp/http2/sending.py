@@ -1,4 +1,4 @@
-"""What is sent, as far as the peer's windows allow (RFC 9113, section 5.2), in the order in which it is written."""
+"""The output of a connection, in order, within the peer's windows (RFC 9113, section 5.2)."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from treeline_epp.http2.frames import FIRST_WINDOW, LEAST_FRAME_BYTES, MOST_WIND
 
 
 class WindowTooLarge(Exception):
-    """The peer gave more room than numbers have."""
+    """The peer raised a window beyond its largest value."""
 
 
 class Answer:
-    """What is sent of one stream."""
+    """The output of one stream."""
 
     __slots__ = ("begun", "ending", "queue", "room")
 
     def __init__(self, room: int) -> None:
         self.room = room
-        """Bytes that the peer takes of this stream."""
+        """Bytes that the peer takes on this stream."""
         self.begun = False
-        """Its fields are sent."""
+        """Whether its fields are sent."""
         self.queue: deque[bytes | memoryview] = deque()
-        """Waits for room."""
+        """Data that wait for room."""
         self.ending: bytes | None = None
-        """A block of trailers, to be sent behind the queue."""
+        """A block of trailers, to be sent after the queue."""
 
     def grow(self, more: int) -> None:
-        """Raises WindowTooLarge. `more` is below zero where the peer has made all windows smaller."""
+        """Change the window. `more` is negative if the peer has made all windows smaller. Raises WindowTooLarge."""
         self.room += more
         if self.room > MOST_WINDOW:
             raise WindowTooLarge
@@ -40,28 +40,28 @@ class Sending:
 
     def __init__(self) -> None:
         self.stream_window = FIRST_WINDOW
-        """That new streams begin with."""
+        """The window of new streams."""
         self.frame_bytes = LEAST_FRAME_BYTES
-        """The largest that the peer takes."""
+        """The largest frame that the peer takes."""
         self.sent_bytes = 0
-        """Of data, since the beginning."""
+        """Bytes of data since the beginning."""
         self._room = FIRST_WINDOW
         self._out: list[bytes | memoryview] = []
         self._blocked: OrderedDict[int, Answer] = OrderedDict()
-        """Streams that wait for the connection's room alone, in the order in which they began to. Those whose own
-        windows are full are looked at when these grow."""
+        """Streams that wait for the connection's window alone, in order. Streams whose own windows are full wait
+        until these grow."""
 
     def take(self) -> list[bytes | memoryview]:
-        """What is to be written now."""
+        """Return the bytes to write now."""
         out, self._out = self._out, []
         return out
 
     def control(self, frame: bytes) -> None:
-        """A frame that no window holds back."""
+        """Add a frame that no window holds back."""
         self._out.append(frame)
 
     def data(self, stream: int, answer: Answer, fields: bytes, data: bytes) -> None:
-        """Bytes of a body, behind `fields` if these are not sent yet."""
+        """Send bytes of a body, after `fields` if these are not sent yet."""
         if not answer.begun:
             answer.begun = True
             self._out.append(frames.head(frames.HEADERS, frames.END_HEADERS, stream, len(fields)) + fields)
@@ -75,9 +75,10 @@ class Sending:
         self._out.append(data)
 
     def trailers(self, stream: int, block: bytes, *, whole: bool) -> None:
-        """The end of an answer; an empty block is none.
+        """End an answer; an empty block means no trailers.
 
-        whole: the request has ended, too; else no more of it is needed (RFC 9113, section 8.1)."""
+        `whole`: the request has ended, too; otherwise its rest is not needed (RFC 9113, section 8.1).
+        """
         if block:
             flags = frames.END_HEADERS | frames.END_STREAM
             self._out.append(frames.head(frames.HEADERS, flags, stream, len(block)) + block)
@@ -87,28 +88,28 @@ class Sending:
             self._out.append(frames.rst_stream(stream, Code.NO_ERROR))
 
     def forget(self, stream: int) -> None:
-        """It is closed: nothing more is sent of it."""
+        """Send nothing more of a closed stream."""
         self._blocked.pop(stream, None)
 
     def grow(self, more: int) -> None:
-        """The connection has more room. Raises WindowTooLarge."""
+        """Raise the connection's window. Raises WindowTooLarge."""
         self._room += more
         if self._room > MOST_WINDOW:
             raise WindowTooLarge
 
     def resume(self) -> Iterator[int]:
-        """Send what has room now; yields the streams of which nothing waits any more. O(what is sent)."""
+        """Send the data that have room now; yield the streams that have no more. O(bytes sent)."""
         while self._room > 0 and self._blocked:
             stream, answer = next(iter(self._blocked.items()))
             if self.drain(stream, answer):
                 yield stream
 
     def drain(self, stream: int, answer: Answer) -> bool:
-        """Send of this stream what has room now; whether nothing waits in it any more."""
+        """Send the data of this stream that have room now; return whether none is left."""
         queue = answer.queue
         self._blocked.pop(stream, None)
         while queue:
-            # A peer may have made a window smaller than what it holds already: there is less than no room then.
+            # A peer may make a window smaller than the data in flight: then its room is negative.
             size = max(0, min(len(queue[0]), answer.room, self._room, self.frame_bytes))
             if not size and len(queue[0]):
                 if answer.room > 0:
@@ -130,7 +131,7 @@ class Sending:
 
 
 class Stream:
-    """What is known of an open one."""
+    """The state of an open stream."""
 
     __slots__ = ("announced", "answer", "came", "peer_ended", "unread", "window")
 
@@ -139,7 +140,7 @@ class Stream:
         self.window = window
         """Bytes that the peer may send."""
         self.unread = 0
-        """Bytes that were read, and not credited again."""
+        """Bytes that were read, and not credited yet."""
         self.peer_ended = False
         self.announced = announced
         """`content-length`."""

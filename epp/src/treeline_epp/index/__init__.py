@@ -1,1 +1,1 @@
-"""Which endpoint holds which prefix."""
+"""The index: which endpoint holds which prefix."""

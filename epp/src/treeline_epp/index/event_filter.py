@@ -1,4 +1,4 @@
-"""Which blocks of an engine's event count: whether it decides a prefix, in which namespace, with which texts."""
+"""The rules for blocks of engines' events: whether they decide a prefix, in which namespace, with which texts."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from treeline_wire.namespaces import join_namespace
 
 
 class Skip(StrEnum):
-    """Why blocks of an event are not in the tree. The values are metric labels."""
+    """The reason why blocks of an event are not in the tree. The values are metric labels."""
 
-    TIER = "tier"  # a tier below the device: not yet credited
-    GROUP = "group"  # a KV group that does not decide the prefix (sliding window, Mamba), or a second one
+    TIER = "tier"  # a tier below the device: not counted yet
+    GROUP = "group"  # a KV group that does not decide the prefix (sliding window, Mamba), or a second group
     NO_TEXT = "no_text"  # no tokenizer, no tokens, or tokens that do not fit the blocks (masked blocks)
-    EXTRA_KEYS = "extra_keys"  # multimodal items or embeddings: the text is not all of the key
+    EXTRA_KEYS = "extra_keys"  # multimodal items or embeddings: the text is only a part of the key
     HASHES = "hashes"  # a hash twice in one event, or its own parent
-    NAMESPACE = "namespace"  # a first block that another namespace has
-    ADAPTER = "adapter"  # an adapter that has a number and no name (vLLM up to 0.11): no request can be matched to it
-    CROWDED = "crowded"  # the same text under other hashes, again and again
+    NAMESPACE = "namespace"  # a first block of another namespace
+    ADAPTER = "adapter"  # an adapter with a number and no name (vLLM up to 0.11): no request can match it
+    CROWDED = "crowded"  # the same text under too many hashes
     FULL = "full"  # the index is at its limit
     UNKNOWN_REMOVAL = "unknown_removal"  # removed, but never seen
 
@@ -33,7 +33,7 @@ _PREFIX_KINDS = frozenset({None, "full_attention", "mla_attention", "sink_full_a
 
 
 def skip_reason(event: BlockStored | BlockRemoved) -> Skip | None:
-    """Why an event decides no prefix, as far as it tells by itself; None if it may."""
+    """Return why an event decides no prefix, as far as the event alone shows it; None if it may."""
     if event.medium is not None and event.medium.upper() not in _DEVICE_TIERS:
         return Skip.TIER
     if type(event) is BlockStored:
@@ -45,7 +45,7 @@ def skip_reason(event: BlockStored | BlockRemoved) -> Skip | None:
 
 
 def namespace_of(event: BlockStored) -> tuple[str | None, bool]:
-    """The namespace of an event, and whether its tokens alone make its text.
+    """Return the namespace of an event, and whether its tokens alone make its text.
 
     vLLM lists in `extra_keys`, untagged and for each block in this order: the LoRA's name, multimodal items, the salt
     (prompt's first block only), a digest of prompt embeddings (`generate_block_hash_extra_keys` and
@@ -69,10 +69,10 @@ def namespace_of(event: BlockStored) -> tuple[str | None, bool]:
 
 
 def block_texts(table: Sequence[bytes], tokens: Sequence[int], width: int) -> list[bytes]:
-    """The texts of blocks of `width` tokens; ids beyond the table as in `PrefixKeys.block_key`. O(tokens).
+    """Return the texts of blocks of `width` tokens; ids beyond the table as in `PrefixKeys.block_key`. O(tokens).
 
-    This is where most of the time of an event goes, nearly all of it cache misses: no pass over the parts more than
-    these two, and no function call for each.
+    Most of an event's time is spent here, nearly all of it in cache misses: so there are only these two passes over the
+    parts, and no function call for each.
     """
     try:
         parts = itemgetter(*tokens)(table) if len(tokens) > 1 else (table[tokens[0]],)

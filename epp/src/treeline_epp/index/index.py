@@ -1,17 +1,16 @@
-"""The index: which pod holds which prefix. Events of engines and routed requests go in, matches come out.
+"""The index: which pod holds which prefix. Its input are events of engines and routed requests, its output matches.
 
 Theory of operation. Endpoints that serve the same model share a *scope*; a scope is one `RadixTree`, a namespace (LoRA,
-salt) a root in it. A pod is known to the trees as a bit. Bits are cheap, so what a pod holds can change as a whole:
+salt) a root in it. Trees know a pod as a bit. Bits are cheap, so all entries of a pod can change at once:
 
 - an epoch change retires the pod's bit (matches forget it at once) and gives it a new one; retired bits are swept out
-  of the trees in small steps by `tick`, and then used again;
-- a snapshot fills a second bit while the first goes on to answer, and takes its place when it is complete;
+  of the trees in small steps by `tick`, and then reused;
+- a snapshot fills a second bit while the first still counts, and replaces it when it is complete;
 - after a gap that could not be covered, the old bit *ages*: it still counts and still takes removals, but ends after a
-  while, and only what is announced again survives.
+  while, and only blocks that are announced again survive.
 
-Which events count (see `event_filter.Skip` for the reasons why others do not): the first full-attention group of the
-device tier, blocks whose text is known. Engines may announce a hash twice and remove each copy on its own:
-`Pod.copies` counts.
+Only events of the first full-attention group of the device tier count, and blocks whose text is known (for the reasons
+see `event_filter.Skip`). Engines may announce a hash twice and remove each copy on its own: `Pod.copies` counts them.
 """
 
 from __future__ import annotations
@@ -38,8 +37,10 @@ from treeline_epp.index.radix_tree import RadixTree
 
 @dataclass(eq=False, slots=True)
 class _Scope:
-    """`live` are the bits of its pods that count in matches; `aged` its pods that have more than one. `gone` were
-    removed while they were orphans, and leave the tree when no descendant needs them to find its place."""
+    """The pods that share a tree. `live` are the bits of its pods that count in matches; `aged` its pods that have more
+    than one. `gone` are orphans that were removed already, and leave the tree when no descendant needs them to find its
+    place.
+    """
 
     tree: RadixTree
     predictions: Predictions
@@ -57,9 +58,8 @@ class Index:
     - routing: `match`, `holders`, `predict`, `withdraw`, `cap_hit`, `request_rebuild`
     - upkeep: `tick`, `blocks_of`, `totals`, `check`
 
-    `changed` are pods whose `blocks` may have changed, `new_adapters` those whose events have named an adapter for the
-    first time: for a caller that keeps them elsewhere, too, and clears this. `skipped` is what pods that are no more
-    had skipped.
+    `changed` are pods whose `blocks` may have changed, `new_adapters` pods whose events have named an adapter for the
+    first time; the caller reads and clears both. `skipped` counts the skipped blocks of removed pods.
     """
 
     def __init__(self, limits: IndexLimits | None = None) -> None:
@@ -75,7 +75,7 @@ class Index:
     # Pods
 
     def add_pod(self, name: str, scope: str, row: int = -1) -> Pod:
-        """A new pod, holding nothing. Pods of one scope share blocks: same model, same tokenizer."""
+        """Add a pod that holds nothing. Pods of one scope share blocks: same model, same tokenizer."""
         pod = Pod(name, scope, row)
         pod.bit = self._take_live_bit(pod)
         return pod
@@ -90,7 +90,7 @@ class Index:
         self.new_adapters.discard(pod)
 
     def clear(self, pod: Pod) -> None:
-        """The pod holds nothing: its cache was cleared, or a new process is behind it. O(copies); swept later."""
+        """Drop all entries of a pod: its cache was cleared, or a new process is behind it. O(copies); swept later."""
         self.drop_snapshot(pod)
         for bit, _ in pod.aged:
             self._retire(bit)
@@ -106,9 +106,10 @@ class Index:
         pod.group = None
 
     def respell(self, name: str) -> None:
-        """The events of a scope's pods are read by other keys from now on, or by none. What is known of their blocks is
-        spelled by the old ones and would be found again by its hashes, so all of it goes at once; the pods'
-        subscriptions have to start again. O(pods), and the tree's memory is freed."""
+        """Drop all entries of a scope, because its pods' events will be read with other keys, or none. The known blocks
+        are spelled by the old keys and would be found again by their hashes, so all of them go at once; the pods'
+        subscriptions must start again. O(pods), and the tree's memory is freed.
+        """
         for pod in {pod for pod in self._bits.owners.values() if pod.scope == name}:
             self.clear(pod)
             pod.precise = False
@@ -117,9 +118,10 @@ class Index:
             new.live, new.aged = old.live, old.aged
 
     def age(self, pod: Pod, now: float) -> None:
-        """Removals were lost: what the pod holds now counts for `aged_life_s` more, unless it is announced again. How
-        many copies there are of a block is not known any more: counting starts again with what is announced from now
-        on, and the next removal is believed to take the last."""
+        """Handle lost removals: the pod's present blocks count for `aged_life_s` more, unless they are announced again.
+        The number of copies of a block is unknown from now on: counting starts again with new announcements, and the
+        next removal is taken for the last one.
+        """
         pod.copies.clear()
         pod.aged.append((pod.bit, now + self.limits.aged_life_s))
         self._scope(pod.scope).aged[pod] = None
@@ -128,7 +130,7 @@ class Index:
     # Events
 
     def apply(self, pod: Pod, event: Event, keys: PrefixKeys | None) -> None:
-        """Apply one event of a pod. Never raises: what cannot be used is counted in `pod.skipped`.
+        """Apply one event of a pod. Never raises: unusable blocks are counted in `pod.skipped`.
 
         Complexity: see `RadixTree.store` and `RadixTree.remove`; texts are made for new blocks only.
         """
@@ -140,19 +142,19 @@ class Index:
             self.clear(pod)
 
     def begin_snapshot(self, pod: Pod) -> None:
-        """What follows in `stage` will replace all that the pod holds."""
+        """Begin a snapshot: the events of `stage` will replace all entries of the pod."""
         self.drop_snapshot(pod)
         pod.staging = self._bits.take(pod)
         pod.staged = 0
 
     def stage(self, pod: Pod, event: Event, keys: PrefixKeys | None) -> None:
-        """A part of the snapshot, parents first."""
+        """Add a part of the snapshot, parents first."""
         assert pod.staging
         if type(event) is BlockStored:
             self._store(pod, pod.staging, event, keys)
 
     def end_snapshot(self, pod: Pod) -> None:
-        """The snapshot is complete: from now on it is what the pod holds."""
+        """Complete the snapshot: from now on it is the pod's content."""
         staged, pod.staging = pod.staging, 0
         assert staged
         group = pod.group
@@ -164,19 +166,22 @@ class Index:
         pod.blocks = pod.staged
 
     def drop_snapshot(self, pod: Pod) -> None:
-        """Give up a snapshot that did not come to its end."""
+        """Give up an incomplete snapshot."""
         if pod.staging:
             self._retire(pod.staging)
             pod.staging = 0
 
     def grafts(self, pod: Pod) -> bool:
-        """Have parents come of orphans in the pod's scope? `graft` puts them into the tree; a few with each store."""
+        """Return whether `graft` has work: parents of orphans in the pod's scope have come. Each store grafts a few,
+        too.
+        """
         scope = self._scopes.get(pod.scope)
         return scope is not None and (scope.orphans.ready or bool(scope.gone))
 
     def graft(self, name: str, budget: int) -> None:
-        """Place orphans of a scope whose parents have come, those that waited for these, and so on, until the budget is
-        used up: each costs its `weight`."""
+        """Place orphans of a scope whose parents have come, then the orphans that waited for these, and so on, until
+        the budget is used up: each costs its `weight`.
+        """
         scope = self._scope(name)
         while budget > 0 and (orphan := scope.orphans.take()) is not None:
             budget -= weight(orphan.event)
@@ -188,7 +193,7 @@ class Index:
             scope.orphans.place(orphan.event.block_hashes[:stored])
             if orphan.gone:
                 scope.gone.append(orphan)
-        while budget > 0 and scope.gone:  # only now, so that their descendants found their place
+        while budget > 0 and scope.gone:  # only after their descendants have found their place
             orphan = scope.gone.popleft()
             budget -= weight(orphan.event)
             pod = self._bits.owners.get(orphan.owner)
@@ -200,7 +205,7 @@ class Index:
     # Routing
 
     def match(self, scope: str, namespace: str | None, key: bytes, now: float) -> Match:
-        """What the pods of a scope hold of `key`. O(bytes matched) at memory speed."""
+        """Return how much of `key` each pod of a scope holds. O(bytes matched) at memory speed."""
         known = self._scopes.get(scope)
         root = known.tree.roots.get(namespace) if known is not None else None
         if known is None or root is None:
@@ -213,13 +218,13 @@ class Index:
         return Match(levels, self._capped(path, levels, now) if self._capped_pods else {}, path.matched)
 
     def holders(self, pods: int) -> npt.NDArray[np.int32]:
-        """The rows of the pods with these live bits. O(bits) at memory speed."""
+        """Return the rows of the pods with these live bits. O(bits) at memory speed."""
         return self._bits.rows(pods)
 
     def predict(self, pod: Pod, namespace: str | None, key: bytes, hit: Hit, now: float) -> float:
-        """A request with `key` goes to `pod`: it will hold all of the key.
+        """Predict that `pod` will hold all of `key`, since a request with it goes there.
 
-        `hit` is what the match said; only what lies beyond its confirmed part is predicted. Returns the time at which
+        `hit` is the match's result; only the part beyond its confirmed blocks is predicted. Returns the time at which
         the prediction ends, which names it for `withdraw`.
         """
         limits = self.limits
@@ -232,19 +237,20 @@ class Index:
         return now + life
 
     def withdraw(self, pod: Pod, namespace: str | None, key: bytes, ends_at: float) -> None:
-        """The request that led to a prediction failed before its prefill."""
+        """Drop a prediction whose request failed before its prefill."""
         known = self._scopes.get(pod.scope)
         root = known.tree.roots.get(namespace) if known is not None else None
         if known is not None and root is not None:
             known.predictions.withdraw(known.tree, root, key, pod.bit, ends_at)
 
     def request_rebuild(self, pod: Pod) -> None:
-        """What is known of this pod was found wrong: its subscriptions are to build it again."""
+        """Ask for a rebuild: entries of this pod were wrong, and its subscriptions must build them again."""
         pod.rebuild_wanted = True
 
     def cap_hit(self, pod: Pod, namespace: str | None, key: bytes, tokens: int, now: float) -> None:
-        """The pod was found to hold only `tokens` of a key that should have matched further: for a while no path
-        through the first block beyond that gives it more. O(bytes matched) at memory speed."""
+        """Cap the hits of a pod that held only `tokens` of a key that should have matched further: for a while no path
+        through the first block beyond that gives it more. O(bytes matched) at memory speed.
+        """
         known = self._scopes.get(pod.scope)
         root = known.tree.roots.get(namespace) if known is not None else None
         if root is None:
@@ -277,7 +283,7 @@ class Index:
         self._sweep(budget)
 
     def blocks_of(self, pod: Pod) -> set[int]:
-        """All blocks that a pod is known to hold, orphans included. O(tree): for tests and the debug page."""
+        """Return all blocks that a pod is known to hold, orphans included. O(tree): for tests and the debug page."""
         scope = self._scopes.get(pod.scope)
         if scope is None:
             return set()
@@ -286,7 +292,7 @@ class Index:
         return set(chain.from_iterable(held))
 
     def totals(self) -> dict[str, int]:
-        """Sizes, for metrics. O(scopes)."""
+        """Return sizes, for metrics. O(scopes)."""
         scopes = self._scopes.values()
         return {
             "blocks": sum(len(scope.tree.blocks) for scope in scopes),
@@ -311,7 +317,7 @@ class Index:
     # Inside
 
     def _capped(self, path: Walk, levels: list[Level], now: float) -> dict[Pod, Hit]:
-        """The hits of pods of which audits have found less on this path."""
+        """Return the reduced hits of pods in which audits have found less on this path."""
         plain = Match(levels)
         held = {pod: plain.hit(pod) for pod in self._capped_pods}
         found = {pod: pod.capped(hit, path, now) for pod, hit in held.items()}
@@ -336,7 +342,7 @@ class Index:
                 pod.skipped[Skip.NAMESPACE] += len(hashes)
                 return
         else:
-            root = tree.root(None)  # not used: the parent's place is known
+            root = tree.root(None)  # not used: the parent has a place already
         if tree.text_bytes > self.limits.max_text_bytes or len(tree.blocks) > self.limits.max_blocks:
             pod.skipped[Skip.FULL] += len(hashes)
             return
@@ -346,7 +352,7 @@ class Index:
             self.graft(pod.scope, SLICE)
 
     def _place(self, pod: Pod, bit: int, event: BlockStored, keys: PrefixKeys | None, scope: _Scope, root: Node) -> int:
-        """Store an event in the tree, or keep it as an orphan. Returns how many of its blocks are in the tree."""
+        """Store an event in the tree, or keep it as an orphan. Return how many of its blocks are in the tree."""
         hashes, tokens, width = event.block_hashes, event.token_ids, event.block_size
         tree = scope.tree
 
@@ -412,7 +418,7 @@ class Index:
             pod.skipped[Skip.UNKNOWN_REMOVAL] += unknown
 
     def _counts(self, pod: Pod, event: BlockStored | BlockRemoved) -> bool:
-        """Is this an event of the device tier and of the group that decides the prefix? Counts it if not."""
+        """Return whether an event is of the device tier and of the group that decides the prefix. Count it if not."""
         reason = skip_reason(event)
         if reason is None and event.group_idx is not None:
             if pod.group is None and type(event) is BlockStored:
@@ -432,7 +438,7 @@ class Index:
         return scope
 
     def _take_live_bit(self, pod: Pod) -> int:
-        """A bit that counts in matches."""
+        """Return a new bit that counts in matches."""
         bit = self._bits.take(pod)
         self._scope(pod.scope).live |= bit
         return bit
@@ -445,7 +451,7 @@ class Index:
             scope.predictions.forget(bit)
 
     def _sweep(self, budget: int) -> None:
-        """The next step of the sweep that goes on, or the beginning of one. Bits are free after a whole round."""
+        """Do the next step of the present sweep, or begin one. Bits are free after a whole round."""
         bits = self._bits
         if not bits.sweeping:
             if not bits.begin_round():

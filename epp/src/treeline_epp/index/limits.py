@@ -10,7 +10,7 @@ from treeline_wire.events import BlockRemoved, BlockStored, Event
 from treeline_epp.index.radix_tree import MAX_EDGE
 
 SLICE: Final = 128
-"""Weight that is worked off in one go: half a millisecond, on a busy machine two."""
+"""Weight that is handled in one go: half a millisecond, on a busy machine two."""
 _EACH: Final = 8
 _CLEARED: Final = 64
 _REMOVED: Final = 4
@@ -19,8 +19,9 @@ _TOKENS: Final = 32
 
 
 def weight(event: Event) -> int:
-    """Its cost in stored blocks of 16 tokens, of which each takes 3 to 4 µs: one that is removed in no order costs 20
-    µs, an event of one block 25. O(1)."""
+    """Return an event's cost in stored blocks of 16 tokens, each of 3 to 4 µs: a block removed out of order costs 20
+    µs, an event of one block 25. O(1).
+    """
     if isinstance(event, BlockStored):
         return _EACH + max(len(event.block_hashes), len(event.token_ids) // _TOKENS)
     if isinstance(event, BlockRemoved):
@@ -33,7 +34,7 @@ class IndexLimits:
     """Bounds of memory. Text is stored once, however many pods hold it; a block costs about 100 bytes beyond it.
 
     A prediction lives `prediction_life_s`, for pods without events `eventless_life_s`; `*_bytes` bound a pod's
-    predictions. `aged_life_s` is how long blocks count after a gap that could not be covered.
+    predictions. Blocks count for `aged_life_s` after a gap that could not be covered.
     """
 
     max_text_bytes: int = 4 << 30

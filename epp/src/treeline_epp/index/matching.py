@@ -1,12 +1,12 @@
 """Matching a key against a tree: how much of it each pod holds.
 
 A pod's hit is the longest run of blocks from the beginning of the prompt, each the parent of the next, all held by the
-pod, whose text the key begins with. Its tokens are a guess, though: the tree knows texts, and the engine will cut the
-key's text in its own way. A block only counts if its chain *proves* the cut at its end: blocks after it in the same
-hash chain (whichever pods hold them), or a prediction that they came from, go on to match for GUARD_BYTES more. That
-the tree knows so many bytes more proves nothing: `yours fairness x` in one pod's cache does not make another pod's
-`your` a part of it, since the one chain never was cut there. An engine always computes a prompt's last token, so a key
-that ends with a block loses nothing by this that the engine would have used.
+pod, whose text the key begins with. Its tokens are a guess, though: the tree knows texts, and the engine will split the
+key's text in its own way. A block only counts if its chain *proves* that the engine splits there: blocks after it in
+the same hash chain (whichever pods hold them), or the prediction that led to them, match for GUARD_BYTES more. Any
+other text that matches as far proves nothing: `yours fairness x` in one pod's cache does not make another pod's `your`
+a part of it, since the one chain was never split there. An engine always computes a prompt's last token, so a key that
+ends with a block loses no tokens by this rule that the engine would have used.
 
 The walk compares whole edges at memory speed; only then are blocks looked at, one run per edge in the common case.
 """
@@ -23,19 +23,18 @@ from treeline_epp.index.radix_tree import RadixTree
 from treeline_epp.index.ranges import PredictedRange
 
 GUARD_BYTES = 8
-"""Bytes beyond a block's end that must match, too."""
+"""Bytes after a block's end that must match, too."""
 _NODES_BESIDE = 8
-"""Nodes that leave a path in one place and are asked whether a chain goes on there. Where a prompt forks into
-thousands, nearly all of them do; an answer missed costs a hit its last block."""
+"""Most nodes that leave a path in one place and are searched for a chain's next block. Where a prompt forks into
+thousands, nearly all of them have one; a miss costs a hit its last block."""
 _RUNS_BESIDE = 256
 """The same for runs, in the general case: in an edge there may be one for each pod."""
 
 
 class Level(Struct, frozen=True, gc=False):
-    """These pods (bits) hold `tokens` tokens of the key, `end` bytes of its text, and no more that is proved.
-
-    `held` bytes of the matched text are theirs with what is not; 0 where that is no more than `end`. `reach`: bytes
-    that they hold if predictions come true; 0 where there are none beyond `end`.
+    """The pods (bits) that hold exactly `tokens` proved tokens of the key, which are `end` bytes of its text. `held`
+    are the matched bytes that they hold, unproved ones included; 0 if no more than `end`. `reach` are the bytes that
+    they will hold if predictions come true; 0 without predictions beyond `end`.
     """
 
     pods: int
@@ -71,7 +70,7 @@ def walk(root: Node, key: bytes) -> Walk:
 
 
 def match(tree: RadixTree, path: Walk, pods: int, unions: Sequence[int] = ()) -> list[Level]:
-    """What each of `pods` holds of a walked key; pods that hold nothing are in a level of 0 tokens.
+    """Return how much of a walked key each of `pods` holds; pods that hold nothing are in a level of 0 tokens.
 
     `unions` are sets of bits that stand for one pod each: holding a block with any of them is holding it with all.
     Levels are disjoint, longest first. O(nodes + segments), plus O(runs × segments) in edges with several runs.
@@ -114,7 +113,7 @@ def match(tree: RadixTree, path: Walk, pods: int, unions: Sequence[int] = ()) ->
         tail = run.chain[-8:]
     levels.append(Level(alive, tokens, end))
     if end and end > path.nodes[last][1] + path.nodes[last][0].runs[0].last_end() - GUARD_BYTES:
-        proved = _extent(path, last) - GUARD_BYTES  # the blocks themselves do not prove their last end
+        proved = _extent(path, last) - GUARD_BYTES  # the blocks themselves do not prove their last edge
         if end > proved:
             levels = _proved(levels, path, last, proved)
     levels.reverse()
@@ -122,7 +121,7 @@ def match(tree: RadixTree, path: Walk, pods: int, unions: Sequence[int] = ()) ->
 
 
 def _extent(path: Walk, step: int) -> int:
-    """How many bytes of the key the chain that has the one run of node `step` is known to match."""
+    """Return how many bytes of the key the chain with the one run of node `step` is known to match."""
     node, start = path.nodes[step]
     run = node.runs[0]
     end = start + run.last_end()
@@ -144,8 +143,9 @@ def _extent(path: Walk, step: int) -> int:
 
 
 def _runs_beside(path: Walk, step: int, least: int) -> Iterator[tuple[BlockRun, int]]:
-    """Runs of the first nodes that leave the path at node `step` or after it, and how many bytes of the key their texts
-    match: most first, and no fewer than `least`."""
+    """Yield runs of the first nodes that leave the path at node `step` or after it, each with the bytes of the key that
+    their texts match: most first, and no fewer than `least`.
+    """
     below: Node | None = None
     for at in range(len(path.nodes) - 1, step - 1, -1):
         node, start = path.nodes[at]
@@ -167,10 +167,10 @@ def _runs_beside(path: Walk, step: int, least: int) -> Iterator[tuple[BlockRun, 
 
 
 def _predicted_from(path: Walk, begin: int) -> int:
-    """The byte of the key up to which a predicted range matches that begins with byte `begin`; 0 if none does.
+    """Return the byte of the key up to which a predicted range from byte `begin` on matches; 0 if none does.
 
-    A range begins where a cut is known: where the pod's proved blocks ended when it was sent that text, or where blocks
-    ended that came after that, and so from that very text (`Predictions.confirm`).
+    A range begins at a known token edge: the end of the pod's proved blocks when it was sent that text, or the end of
+    blocks that came later, and so from that very text (`Predictions.confirm`).
     """
     before: Mapping[int, PredictedRange] = {}
     size = 0
@@ -186,7 +186,9 @@ def _predicted_from(path: Walk, begin: int) -> int:
 
 
 def _proved(levels: Sequence[Level], path: Walk, step: int, proved: int) -> list[Level]:
-    """The levels of a chain that has one run in each edge up to node `step`, its blocks' ends proved up to a byte."""
+    """Return the levels of a chain that has one run in each edge up to node `step`, its block ends proved up to a
+    byte.
+    """
     tokens = end = 0
     for node, start in reversed(path.nodes[: step + 1]):
         count = node.runs[0].count_until(proved - start) if node.runs else 0
@@ -206,7 +208,7 @@ def _match_chains(
     step: int,
     prefix: _Prefix,
 ) -> list[Level]:
-    """Go on from node `step` of the path in the general way; `prefix` and `levels` are what was found until there."""
+    """Match the general case from node `step` of the path on; `prefix` and `levels` are the results so far."""
     chains = _Chains(tree, path, pods, unions, prefix, step)
     if chains.follow():
         chains.prove()
@@ -232,10 +234,9 @@ class _Prefix(Struct):
 
 
 class _Seen(Struct):
-    """A run on the path: where its edge begins in the key, which pods hold everything before it, and what it hangs on:
-    a slot of the run `above`, or nothing that is seen (the beginning, the prefix, a block that no pod holds).
-
-    `proved` is how many of its slots are, `extent` how many bytes of the key its chain matches from there on.
+    """A run on the path: where its edge begins in the key, the pods that hold everything before it, and its parent: a
+    slot of the run `above`, or None (the beginning, the prefix, a block that no pod holds). `proved` is the number of
+    its proved slots, `extent` the bytes of the key that its chain matches from there on.
     """
 
     start: int
@@ -249,9 +250,9 @@ class _Seen(Struct):
 class _Chains:
     """The general case: several runs in an edge, segments, chains that fork in the middle of an edge.
 
-    Every run on the path takes the pods that hold its parent block, and all before it, further (`follow`). What runs
-    prove is found from their ends (`prove`): each for itself, and all for those they hang on. `levels` says how far
-    pods get: they occur in several, the longest counts. `prefix` is what the caller has already followed.
+    Every run on the path continues for the pods that hold its parent block, and all before it (`follow`). Proofs go
+    backwards from the runs' ends (`prove`): each run proves its own blocks and its ancestors'. `levels` are the results
+    for pods: a pod may be in several, and the longest counts. `prefix` is the part that the caller has followed.
     """
 
     def __init__(
@@ -270,7 +271,9 @@ class _Chains:
         self._on_prefix: set[BlockRun] = set()
 
     def follow(self) -> bool:
-        """Follow all runs from node `step` on. False: one forks from a node before it, begin at the first node."""
+        """Follow all runs from node `step` on. Return False if one forks from an earlier node: begin at the first node
+        then.
+        """
         for node, start in self._path.nodes[self._step :]:
             runs = node.runs
             for run in runs if len(runs) == 1 else sorted(runs, key=_base):
@@ -283,7 +286,7 @@ class _Chains:
         return True
 
     def _see(self, run: BlockRun, start: int) -> _Seen | None:
-        """Who holds everything before a run; None if the nodes followed do not show it."""
+        """Return a run with the pods that hold everything before it; None if the nodes followed do not show it."""
         if not run.base:
             return _Seen(start, self._pods)
         parent = run.chain[:8]
@@ -316,7 +319,7 @@ class _Chains:
             self._claims.append((run, min(after, count), alive))
 
     def prove(self) -> None:
-        """Find which slots are proved: where the chain goes on, on the path or below it, for GUARD_BYTES more."""
+        """Find the proved slots: their chain continues, on the path or below it, for GUARD_BYTES more."""
         matched = self._path.matched
         for run, extent in islice(_runs_beside(self._path, self._step, 0), _RUNS_BESIDE):
             parent = run.chain[:8]
@@ -338,7 +341,7 @@ class _Chains:
         self.prefix_extent = max(self.prefix_extent, _predicted_from(self._path, self.prefix.end))
 
     def levels(self, prefix: Level) -> list[Level]:
-        """How far pods get beyond `prefix`, which is as much of the prefix as is proved."""
+        """Return the pods' levels beyond `prefix`, which is the proved part of the prefix."""
         levels: list[Level] = []
         for run, count, pods in self._claims:
             held = self._seen[run].start + run.end(count - 1)
@@ -358,7 +361,7 @@ class _Chains:
 
 
 def _prove_until(run: BlockRun, seen: _Seen, slot: int, extent: int) -> None:
-    """The chain goes on after `slot`, and matches the key to byte `extent`."""
+    """Record that the chain continues after `slot`, and matches the key to byte `extent`."""
     seen.extent = max(seen.extent, extent)
     seen.proved = max(seen.proved, min(slot + 1, run.count_until(extent - GUARD_BYTES - seen.start)))
 
@@ -376,7 +379,7 @@ def unite(members: int, unions: Sequence[int]) -> int:
 
 
 def _longest(levels: list[Level]) -> list[Level]:
-    """Each pod in its longest level only; longest first."""
+    """Return each pod in its longest level only; longest first."""
     out: list[Level] = []
     taken = 0
     for level in sorted(levels, key=lambda level: (-level.tokens, level.end, -level.held)):

@@ -1,14 +1,14 @@
-"""A node of the radix tree: an edge of text, the block runs and predicted ranges on it, and what hangs below.
+"""A node of the radix tree: an edge of text, the block runs and predicted ranges on it, and its children.
 
-A node changes itself alone: `RadixTree` keeps what is known of all nodes (hashes, sizes) in step.
+A node changes only itself: `RadixTree` keeps the data on all nodes (hashes, sizes) in step.
 
 A block run is consecutive blocks of one hash chain inside one edge, packed. A block costs ten bytes here: eight of
-hash, two of the byte offset in the edge at which it ends. Which pods hold it is kept once per segment: slots that the
-same pods hold. Nearly every edge has exactly one run with one segment; further runs appear where chains fork without
-their text forking (another tokenization, a publisher with its own hash seed, another block size).
+hash, two of the byte offset in the edge at which it ends. The pods that hold it are kept once per segment, which is a
+range of slots with the same pods. Nearly every edge has exactly one run with one segment; further runs appear where
+chains fork without their text forking (another tokenization, a publisher with its own hash seed, another block size).
 
-A slot that no pod holds any more, with held ones before and after it, is a hole: it keeps its hash and its end, since
-an engine may drop an ancestor and keep its descendants.
+A slot that no pod holds any more, between slots that are held, is a hole: it keeps its hash and its end, since an
+engine may drop an ancestor and keep its descendants.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ KEY_MASK = (1 << 60) - 1
 NO_CHILDREN: dict[int, Node] = {}
 """The children of every leaf: one dict, never written."""
 MAX_POD_RUNS, MAX_RUNS = 64, 1024
-"""Runs that begin on one edge: of one pod, and of all. An engine that never announces the same blocks under the same
-hashes, by mistake or on purpose, would have any number, and each one slows whatever passes that edge. Pods that draw
-the seed of their hashes have one each (vLLM without PYTHONHASHSEED); salts that events do not name make more
-(`extra_key` of SGLang)."""
+"""Most runs that begin on one edge: of one pod, and of all. An engine that announces the same blocks under ever new
+hashes, by mistake or on purpose, would have any number, and each one slows every walk over that edge. Pods with a
+random hash seed have one each (vLLM without PYTHONHASHSEED); salts that events do not name make more (`extra_key` of
+SGLang)."""
 
 
 def pack_hashes(hashes: Sequence[int]) -> bytes:
-    """u64 hashes as bytes, eight each. Raises struct.error if one is out of range. O(n)."""
+    """Pack u64 hashes as bytes, eight each. Raises struct.error if one is out of range. O(n)."""
     return struct.pack(f"<{len(hashes)}Q", *hashes)
 
 
 def pack_ends(ends: Sequence[int], delta: int) -> bytes:
-    """Offsets, moved by `delta`, as bytes, two each. O(n)."""
+    """Pack offsets, moved by `delta`, as bytes, two each. O(n)."""
     return struct.pack(f"<{len(ends)}H", *[end + delta for end in ends])
 
 
 def common_prefix(text: bytes, offset: int, data: bytes, at: int) -> int:
-    """How many bytes `text` from `offset` and `data` from `at` have in common. O(bytes), in O(log) steps."""
+    """Return how many bytes `text` from `offset` and `data` from `at` have in common. O(bytes), in O(log) steps."""
     low, high = 0, min(len(text) - offset, len(data) - at)
     while low < high:
         middle = (low + high + 1) >> 1
@@ -59,14 +59,14 @@ def common_prefix(text: bytes, offset: int, data: bytes, at: int) -> int:
 
 
 def end_of_unknown(keys: Sequence[int], start: int, known: Set[int]) -> int:
-    """The first place behind `start`, whose key is not known, with a key that is; len(keys) if there is none."""
+    """Return the first index after `start`, whose key is unknown, with a known key; len(keys) if there is none."""
     if known.isdisjoint(keys[start:] if start else keys):
         return len(keys)
     return next(i for i in range(start + 1, len(keys)) if keys[i] in known)
 
 
 def same_hashes(chain: bytes, offset: int, packed: bytes, at: int) -> int:
-    """Bytes of whole hashes that `chain` from `offset` and `packed` from `at` have in common. O(bytes)."""
+    """Return the bytes of whole hashes that `chain` from `offset` and `packed` from `at` have in common. O(bytes)."""
     size = min(len(chain) - offset, len(packed) - at)
     if chain[offset : offset + size] == packed[at : at + size]:
         return size
@@ -95,43 +95,45 @@ class BlockRun:
         return len(self.ends) >> 1
 
     def end(self, slot: int) -> int:
-        """Where the block ends in the edge's text, in bytes."""
+        """Return the block's end in the edge's text, in bytes."""
         return self.ends[2 * slot] | self.ends[2 * slot + 1] << 8
 
     def last_end(self) -> int:
-        """Where the last block ends."""
+        """Return the last block's end."""
         return self.ends[-2] | self.ends[-1] << 8
 
     def hashes(self) -> tuple[int, ...]:
-        """All hashes, holes included. O(n)."""
+        """Return all hashes, holes included. O(n)."""
         return struct.unpack(f"<{len(self)}Q", self.chain[8:])
 
     def find(self, packed: bytes) -> int:
-        """The slot of a hash (packed), -1 if it is not here. One scan at memory speed."""
+        """Return the slot of a packed hash, -1 if it is not here. One scan at memory speed."""
         at = self.chain.find(packed, 8)
         while at > 0 and at & 7:  # straddles two hashes: not a hit
             at = self.chain.find(packed, at + 1)
         return (at >> 3) - 1 if at > 0 else -1
 
     def slot(self, block: int) -> int:
-        """The slot of a hash, -1 if it is not here. One scan at memory speed."""
+        """Return the slot of a hash, -1 if it is not here. One scan at memory speed."""
         return self.find(block.to_bytes(8, "little"))
 
     def has_holes(self) -> bool:
-        """Is there a slot that no pod holds? O(segments)."""
+        """Return whether a slot is held by no pod. O(segments)."""
         return isinstance(self.sets, list) and not all(self.sets[1::2])
 
     def after(self) -> int:
-        """The tokens before whatever block comes behind the last."""
+        """Return the tokens before a block that would follow the last one."""
         return self.base + len(self) * self.width
 
     def is_of(self, bit: int) -> bool:
-        """Does the pod with `bit` hold any of it? O(segments)."""
+        """Return whether the pod with `bit` holds any block of it. O(segments)."""
         sets = self.sets
         return bool(sets & bit) if isinstance(sets, int) else any(members & bit for members in sets[1::2])
 
     def is_continued_by(self, back: BlockRun) -> bool:
-        """Whether `back`, which is on the same edge, could be the end of this run. O(1) for runs without holes."""
+        """Return whether `back`, which is on the same edge, could be the end of this run. O(1) for runs without
+        holes.
+        """
         return (
             bool(back.ends)
             and back is not self
@@ -143,17 +145,17 @@ class BlockRun:
         )
 
     def count_until(self, limit: int) -> int:
-        """How many blocks end at or before byte `limit` of the edge. O(log n)."""
+        """Return how many blocks end at or before byte `limit` of the edge. O(log n)."""
         return bisect_right(memoryview(self.ends).cast("H"), limit)
 
     def segments(self) -> list[tuple[int, int, int]]:
-        """`(first slot, slot after the last, set)` of each segment."""
+        """Return `(first slot, slot after the last, set)` of each segment."""
         sets = _flat(self.sets, len(self.ends) >> 1)
         starts = [0, *sets[:-2:2]]
         return list(zip(starts, sets[::2], sets[1::2], strict=True))
 
     def paint(self, start: int, stop: int, add: int, remove: int) -> list[tuple[int, int, int, int]]:
-        """In slots start … stop−1 add and remove pods. Returns the parts that existed: (start, stop, old, new set).
+        """Add and remove pods in slots start … stop−1. Returns the parts that existed: (start, stop, old, new set).
 
         O(1) for a whole run of one segment, else O(segments).
         """
@@ -231,7 +233,7 @@ class BlockRun:
         self.ends = pack_ends(struct.unpack(f"<{len(self)}H", self.ends), delta)
 
     def check(self) -> None:
-        """Assert what always holds of a run in a tree."""
+        """Assert the invariants of a run in a tree."""
         count = len(self)
         assert count > 0
         assert len(self.chain) == 8 + 8 * count
@@ -254,7 +256,7 @@ class BlockRun:
         assert all(members >= 0 for _, _, members in self.segments())
 
     def check_known(self, blocks: Mapping[int, BlockRun]) -> int:
-        """Assert that `blocks` leads from each held hash to this run; returns how many there are."""
+        """Assert that `blocks` leads from each held hash to this run; return how many there are."""
         held = 0
         hashes = self.hashes()
         assert len(set(hashes)) == len(hashes), "a hash twice in one run"
@@ -266,9 +268,9 @@ class BlockRun:
 
 
 def disjoint(run: BlockRun, packed: bytes, other: BlockRun | None = None) -> bool:
-    """Is none of these hashes in the run already? They are held nowhere, or they are those of `other`.
+    """Return whether no slot of the run has one of these hashes, which no pod holds, or which belong to `other`.
 
-    Only holes can make it so, where publishers contradict each other. O(1) for runs without holes.
+    They can only be in holes, where publishers contradict each other. O(1) for runs without holes.
     """
     if not run.has_holes() and (other is None or not other.has_holes()):
         return True
@@ -276,7 +278,7 @@ def disjoint(run: BlockRun, packed: bytes, other: BlockRun | None = None) -> boo
 
 
 def _flat(sets: int | list[int], count: int) -> list[int]:
-    """Segments as a list, also where all `count` blocks have the same set. The list may be the run's own."""
+    """Return the segments as a list, also where all `count` blocks have the same set. The list may be the run's own."""
     return [count, sets] if isinstance(sets, int) else sets
 
 
@@ -290,7 +292,7 @@ def _emit(out: list[int], after: int, members: int) -> None:
 
 
 class Node:
-    """An edge and what hangs below it. `predicted` is None while there is none."""
+    """An edge and its children. `predicted` is None while there are no predictions."""
 
     __slots__ = ("children", "parent", "predicted", "runs", "text")
 
@@ -310,7 +312,7 @@ class Node:
         return node
 
     def adopt(self, child: Node) -> None:
-        """Put `child` below this node, in place of whichever child begins with the same byte. O(1)."""
+        """Put `child` below this node, in place of the child that begins with the same byte. O(1)."""
         if self.children is NO_CHILDREN:
             self.children = {}
         self.children[child.text[0]] = child
@@ -324,14 +326,14 @@ class Node:
         child.parent = None
 
     def trim(self) -> None:
-        """Forget holes at the ends of runs, and runs that are nothing but holes. O(runs)."""
+        """Drop holes at the ends of runs, and runs that have only holes. O(runs)."""
         for run in self.runs:
             run.trim()
         if any(not run.ends for run in self.runs):
             self.runs = tuple(run for run in self.runs if run.ends)
 
     def held_bytes(self) -> int:
-        """How much of the text a block or a prediction needs. O(runs + ranges)."""
+        """Return how many bytes of the text blocks and predictions need. O(runs + ranges)."""
         held = max((run.last_end() for run in self.runs), default=0)
         if self.predicted:
             held = max(held, max(end for _, end, _ in self.predicted.values()))
@@ -340,7 +342,7 @@ class Node:
     def cut(self, at: int) -> tuple[Node, list[BlockRun]]:
         """Put a new node with the first `at` bytes between this one and its parent; this one keeps the rest.
 
-        Returns the new node, and those of its runs whose blocks were in a run of this node before. O(edge).
+        Returns the new node, and its runs whose blocks were in a run of this node before. O(edge).
         """
         assert self.parent is not None
         upper = Node(self.text[:at], None)
@@ -375,7 +377,7 @@ class Node:
         return upper, heads
 
     def merge_into(self, child: Node) -> None:
-        """Let `child`, the only one, swallow this node, which is then out of the tree. O(both edges)."""
+        """Merge this node into `child`, its only one; afterwards this node is out of the tree. O(both edges)."""
         assert self.parent is not None
         size = len(self.text)
         child.text = self.text + child.text
@@ -396,14 +398,14 @@ class Node:
             self.predicted = None
 
     def has_room(self, bit: int) -> bool:
-        """Whether another run of the pod with `bit` may begin here. O(segments)."""
+        """Return whether another run of the pod with `bit` may begin here. O(segments)."""
         runs = self.runs
         if len(runs) < MAX_POD_RUNS:
             return True
         return len(runs) < MAX_RUNS and sum(run.is_of(bit) for run in runs) < MAX_POD_RUNS
 
     def join_run(self, run: BlockRun) -> list[BlockRun]:
-        """Join a run that has changed to those that it continues or that continue it; as `join_runs`. O(runs)."""
+        """Join a changed run with runs that it continues or that continue it; as `join_runs`. O(runs)."""
         begin, first, end, last = run.base, run.chain[:8], run.after(), run.chain[-8:]
         near = [
             each
@@ -413,8 +415,9 @@ class Node:
         return self.join_runs((run, *near)) if near else []
 
     def join_runs(self, among: Sequence[BlockRun] | None = None) -> list[BlockRun]:
-        """Join runs that continue each other, of the node or `among` these of it. Returns those that have got longer.
-        O(runs), where nearly all nodes have one."""
+        """Join runs that continue each other, all of the node's or those in `among`. Return the runs that became
+        longer. O(runs); nearly all nodes have one.
+        """
         among = self.runs if among is None else among
         longer: list[BlockRun] = []
         follow: dict[tuple[bytes, int], list[BlockRun]] = {}
@@ -433,7 +436,7 @@ class Node:
         return [run for run in dict.fromkeys(longer) if run.ends]
 
     def check(self, max_edge: int) -> None:
-        """Assert what always holds of one node and its children."""
+        """Assert the invariants of one node and its children."""
         for key, child in self.children.items():
             assert child.parent is self
             assert child.text[0] == key

@@ -1,8 +1,8 @@
-"""Blocks whose parent no pod is known to hold: kept until the parent comes, so that order of arrival does not matter.
+"""Blocks whose parent no pod is known to hold: kept until the parent comes, so the order of arrival does not matter.
 
 An event gives the text of its own blocks only, so it can be placed in the tree only below a placed parent. Late
-joins, gaps and engines that drop ancestors first make orphans; when the parent is stored by any pod they are grafted,
-one after the other: a parent may have tens of thousands of them, and each may be another's.
+joins, gaps and engines that drop ancestors first make orphans. When any pod stores the parent they are grafted, one
+after the other: a parent may have tens of thousands of them, and each may be the parent of others.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from treeline_wire.events import BlockStored
 from treeline_wire.keys import PrefixKeys
 
 _MOST_COPIES = 64
-"""Of one block of one pod. An engine may announce it as often as it likes, and each removal looks at them all."""
+"""Most copies of one block of one pod. An engine may announce any number, and each removal searches them all."""
 
 
 @dataclass(eq=False, slots=True)
 class Orphan:
-    """A stored event that waits. `owner` is the pod's bit at the time; `gone` are blocks removed since."""
+    """A stored event that waits. `owner` is the pod's bit at that time; `gone` are blocks removed since."""
 
     owner: int
     event: BlockStored
@@ -29,7 +29,7 @@ class Orphan:
 
 
 class Orphans:
-    """The orphans of one tree, at most `max_blocks` blocks of them; the oldest are given up first."""
+    """The orphans of one tree, at most `max_blocks` blocks of them; the oldest are dropped first."""
 
     def __init__(self, max_blocks: int) -> None:
         self.max_blocks = max_blocks
@@ -39,7 +39,7 @@ class Orphans:
         self._waiting: dict[int, dict[Orphan, None]] = {}
         self._by_block: dict[tuple[int, int], list[Orphan]] = {}
         self._of: dict[int, dict[Orphan, None]] = {}
-        self._ready: dict[int, dict[Orphan, None]] = {}  # their parent has come
+        self._ready: dict[int, dict[Orphan, None]] = {}  # orphans whose parent has come
 
     def __len__(self) -> int:
         return len(self._orphans)
@@ -64,18 +64,18 @@ class Orphans:
             self._forget(oldest)
 
     def place(self, blocks: Iterable[int]) -> None:
-        """These blocks have been placed: the orphans that wait for them are ready. O(blocks)."""
+        """Make the orphans ready that wait for these blocks, which have been placed. O(blocks)."""
         for block in blocks:
             orphans = self._waiting.pop(block, None)
             if orphans is None:
                 continue
-            if block in self._ready:  # it has come before, and gone
+            if block in self._ready:  # the block came before, and went
                 orphans |= self._ready[block]
             self._ready[block] = orphans
 
     @property
     def ready(self) -> bool:
-        """Are there any whose parent has been placed?"""
+        """Whether there are orphans whose parent has been placed."""
         return bool(self._ready)
 
     def take(self) -> Orphan | None:
@@ -90,8 +90,9 @@ class Orphans:
         return orphan
 
     def remove(self, owners: Iterable[int], block: int) -> bool:
-        """The pod (its bits) no longer holds one copy of an orphan block, of as many as it has announced. False if it
-        is not known to have held it. O(1)."""
+        """Remove one copy of an orphan block from the pod (its bits), which may have announced several. Return False if
+        it is not known to have held it. O(1).
+        """
         for orphan in [orphan for owner in owners for orphan in self._by_block.get((owner, block), ())]:
             if block not in orphan.gone:
                 orphan.gone.add(block)
@@ -101,7 +102,7 @@ class Orphans:
         return False
 
     def held_by(self, owner: int) -> set[int]:
-        """All orphan blocks of a pod. O(orphans)."""
+        """Return all orphan blocks of a pod. O(orphans)."""
         return {
             block
             for orphan in self._of.get(owner, ())
@@ -110,8 +111,9 @@ class Orphans:
         }
 
     def sweep(self, owners: int, budget: int) -> int:
-        """Drop the next orphans of retired bits. Returns what is left of the budget, of which a block takes one: above
-        zero when there are none any more."""
+        """Drop the next orphans of retired bits. Return the rest of the budget, of which a block takes one: above zero
+        when no orphans are left.
+        """
         for owner in [owner for owner in self._of if owner & owners]:
             orphans = self._of[owner]
             while orphans and budget > 0:
@@ -138,7 +140,7 @@ class Orphans:
         self.blocks -= len(orphan.event.block_hashes)
 
     def check(self) -> None:
-        """Assert what always holds."""
+        """Assert the invariants."""
         assert self.blocks == sum(len(orphan.event.block_hashes) for orphan in self._orphans)
         assert self.blocks <= self.max_blocks
         waiting = [*self._waiting.values(), *self._ready.values()]

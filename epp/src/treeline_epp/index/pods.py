@@ -1,4 +1,4 @@
-"""What the index knows of each pod, and what it answers: hits."""
+"""The index's record of each pod, and its results: hits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from treeline_epp.index.matching import Level, Walk
 from treeline_epp.index.node import Node
 
 _MOST_ADAPTERS, _LONGEST_NAME = 1024, 512
-"""Names of adapters that are kept for a pod: an engine may name any number, of any length."""
+"""Most adapter names that are kept for a pod, and the longest: an engine may name any number, of any length."""
 
 
 @dataclass(eq=False, slots=True)
@@ -24,8 +24,8 @@ class Pod:
 
     `row` is the owner's number for it, -1 without one: see `Index.holders`. `precise`: its events are in the tree, so
     predictions only bridge the time until events arrive. `blocks` counts held blocks, `staged` those of the snapshot
-    that is being taken in. `block_size` is that of its newest event, 0 before the first. `rebuild_wanted`: it was found
-    to hold other blocks than the index says; its subscriptions build it again.
+    that is arriving. `block_size` is that of its newest event, 0 before the first. `rebuild_wanted`: it holds other
+    blocks than the index says, so its subscriptions must build its entries again.
     """
 
     name: str
@@ -50,21 +50,21 @@ class Pod:
 
     @property
     def bits(self) -> int:
-        """Everything that it is known to hold."""
+        """The bits of all blocks that it is known to hold."""
         bits = self.bit
         for aged, _ in self.aged:
             bits |= aged
         return bits
 
     def saw_adapter(self, name: str) -> bool:
-        """An event names this LoRA adapter. True for the first time; beyond the first `_MOST_ADAPTERS`, never."""
+        """Record an adapter that an event names. True for a new one; beyond the first `_MOST_ADAPTERS`, never."""
         if name in self.adapters or len(self.adapters) >= _MOST_ADAPTERS or len(name) > _LONGEST_NAME:
             return False
         self.adapters.add(name)
         return True
 
     def take_copy(self, block: int) -> bool:
-        """One copy of the block beyond the first is gone; False if there is none."""
+        """Remove one copy of the block beyond the first; False if there is none."""
         left = self.copies.get(block, 0)
         if left > 1:
             self.copies[block] = left - 1
@@ -73,7 +73,7 @@ class Pod:
         return left > 0
 
     def capped(self, hit: Hit, path: Walk, now: float) -> Hit:
-        """The hit, or as much of it as audits on its path have left."""
+        """Return the hit, reduced by audits on its path."""
         for node, start in path.nodes:
             cap = self.hit_caps.get(node)
             if cap is not None and cap[1] > now and hit.tokens > cap[0]:
@@ -83,7 +83,9 @@ class Pod:
 
 
 class Hit(Struct, frozen=True, gc=False):
-    """What a pod holds of a key: `tokens` confirmed by events, that is `end` bytes; predictions go to `reach` ≥ end."""
+    """The part of a key that a pod holds: `tokens` confirmed by events, which are `end` bytes; predictions go to
+    `reach` ≥ end.
+    """
 
     tokens: int = 0
     end: int = 0
@@ -94,15 +96,16 @@ NO_HIT = Hit()
 
 
 def level_hit(level: Level) -> Hit:
-    """What the pods of a level hold."""
+    """Return the hit of the pods of a level."""
     if not level.tokens and not level.reach:
         return NO_HIT
     return Hit(level.tokens, level.end, max(level.end, level.reach))
 
 
 class Match(Struct, frozen=True):
-    """The result of `Index.match`: `levels` say what pods (bits) hold, disjoint; `special` are the hits of pods
-    of which more is known: by audits, or by other pickers. `matched` bytes of the key are in the tree."""
+    """The result of `Index.match`: `levels` are the hits of pods (bits), disjoint; `special` are the hits of pods with
+    better data: from audits, or from other pickers. `matched` bytes of the key are in the tree.
+    """
 
     levels: Sequence[Level] = ()
     special: dict[Pod, Hit] = {}
@@ -110,7 +113,7 @@ class Match(Struct, frozen=True):
 
     @property
     def longest(self) -> Hit:
-        """What is confirmed of any pod; zeros if nothing. O(levels)."""
+        """The longest confirmed hit of any pod; zeros without one. O(levels)."""
         tokens = end = 0
         for level in self.levels:
             if level.tokens > tokens:
@@ -118,7 +121,7 @@ class Match(Struct, frozen=True):
         return Hit(tokens, end, end) if tokens else NO_HIT
 
     def hit(self, pod: Pod) -> Hit:
-        """What `pod` holds; zeros if nothing. O(levels)."""
+        """Return the hit of `pod`; zeros without one. O(levels)."""
         special = self.special.get(pod)
         if special is not None:
             return special
@@ -129,10 +132,10 @@ class Match(Struct, frozen=True):
 
 
 class PodBits:
-    """Which pod has which bit. `owners` are the pods of all bits in use.
+    """The assignment of bits to pods. `owners` are the pods of all bits in use.
 
-    A bit that is given back is *retired*: no match asks for it, but marks in the trees still have it. A round of
-    sweeping takes those out (`begin_round` … `end_round`), then its bits are free.
+    A returned bit is *retired*: no match asks for it, but marks in the trees still have it. A round of sweeping removes
+    these marks (`begin_round` … `end_round`), then the bit is free.
     """
 
     def __init__(self) -> None:
@@ -144,7 +147,7 @@ class PodBits:
         self._slots = 0
 
     def take(self, pod: Pod) -> int:
-        """A bit for a pod; it may have several. O(log free)."""
+        """Give a pod a bit; it may have several. O(log free)."""
         if self._free:
             slot = heapq.heappop(self._free)
         else:
@@ -157,12 +160,12 @@ class PodBits:
         return 1 << slot
 
     def retire(self, bit: int) -> Pod:
-        """The bit stands for nothing any more; returns the pod that had it. O(1)."""
+        """Retire a bit; return the pod that had it. O(1)."""
         self._retired |= bit
         return self.owners.pop(bit)
 
     def rows(self, bits: int) -> npt.NDArray[np.int32]:
-        """The rows of the pods with these bits. O(bits) at memory speed."""
+        """Return the rows of the pods with these bits. O(bits) at memory speed."""
         if (pod := self.owners.get(bits)) is not None:
             return np.array((pod.row,), np.int32)
         data = np.frombuffer(bits.to_bytes((bits.bit_length() + 7) // 8, "little"), np.uint8)
@@ -170,12 +173,12 @@ class PodBits:
         return self._rows[slots]
 
     def begin_round(self) -> bool:
-        """From now on `sweeping` are the bits that have been retired so far. False if there are none."""
+        """Begin a round: `sweeping` becomes the bits retired so far. Return False if there are none."""
         self.sweeping, self._retired = self._retired, 0
         return self.sweeping != 0
 
     def end_round(self) -> None:
-        """No mark has the bits of this round any more: they are free. O(bits)."""
+        """Free the bits of this round: no mark has them any more. O(bits)."""
         for slot in range(self.sweeping.bit_length()):
             if self.sweeping >> slot & 1:
                 heapq.heappush(self._free, slot)

@@ -1,9 +1,9 @@
-"""Predictions in the tree: what a routed request will have put into a pod's cache, before any event says so.
+"""Predictions in the tree: the prefixes that routed requests will put into pods' caches, before events confirm them.
 
 A *predicted range* is a part of an edge, predicted for a pod until a time. It begins where the pod's confirmed blocks
-end, so a prefix that events confirm costs nothing here. Events that confirm it shorten it (`confirm`), a request that
-failed takes it back (`withdraw`), time ends it (`expire`), and a pod has a budget of bytes, the oldest going first. For
-an engine without events the same ranges, with a long life, are all there is.
+end, so a prefix that events confirm costs nothing here. Events that confirm it shorten it (`confirm`), a failed request
+drops it (`withdraw`), time ends it (`expire`), and a pod has a budget of bytes, in which the oldest go first. For an
+engine without events the tree has only these ranges, with a long life.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Predictions:
         self._queues: dict[int, _Queue] = {}
 
     def moved(self, old: Node, new: Node) -> None:
-        """`RadixTree` calls this when ranges went from one node to another."""
+        """Follow ranges that went from one node to another; `RadixTree` calls this."""
         for bit, (_, _, ends_at) in (new.predicted or {}).items():
             queue = self._queues.get(bit)
             if queue is not None:
@@ -53,9 +53,8 @@ class Predictions:
         life: float,
         budget: int,
     ) -> None:
-        """The pod with `bit` will soon hold bytes `begin` … of `key`, for `life` seconds; keep to `budget` bytes.
-
-        O(bytes of the key) at memory speed.
+        """Predict that the pod with `bit` will hold bytes `begin` … of `key`, for `life` seconds; keep to `budget`
+        bytes. O(bytes of the key) at memory speed.
         """
         if begin >= len(key):
             return
@@ -66,7 +65,7 @@ class Predictions:
         queue = self._queues.setdefault(bit, _Queue())
         ends_at = now + life
         shortened: list[Node] = []
-        for node, start in reversed(path.nodes):  # leaves first, so that they are the first to go
+        for node, start in reversed(path.nodes):  # leaves first, so that they end first
             low, high = max(begin - start, 0), min(len(node.text), len(key) - start)
             if low >= high:
                 break
@@ -82,16 +81,16 @@ class Predictions:
                 shortened.append(node)
             queue.size += joined[1] - joined[0] - (old[1] - old[0] if old is not None else 0)
             queue.entries.append((ends_at, node))
-        for node in shortened:  # only now, since it moves what the walk has found
+        for node in shortened:  # only after the walk, since it moves nodes
             tree.compact(node)
         while queue.size > budget and queue.entries:
             self._pop(tree, bit, queue)
 
     def confirm(self, tree: RadixTree, run: BlockRun, bit: int) -> None:
-        """Events say that the pod holds all blocks of `run`: what is predicted up to there is known now. O(depth).
+        """Shorten predictions that events confirm: the pod holds all blocks of `run`. O(depth).
 
-        Of an edge above, only what the chain's last block there ends with is known: the bytes after it are the
-        beginning of a block that goes on below, in each branch another one.
+        On an edge above, only the bytes up to the end of the chain's last block there are confirmed: the bytes after it
+        begin a block that goes on below, another one in each branch.
         """
         queue = self._queues.get(bit)
         if queue is None:
@@ -108,7 +107,7 @@ class Predictions:
                 node.predicted[bit] = (limit, high, ends_at)
 
     def withdraw(self, tree: RadixTree, root: Node, key: bytes, bit: int, ends_at: float) -> None:
-        """The prediction that ends at `ends_at` will not come true. O(bytes of the key) at memory speed."""
+        """Drop the prediction that ends at `ends_at`: it will not come true. O(bytes of the key) at memory speed."""
         queue = self._queues.get(bit)
         if queue is None:
             return
@@ -120,11 +119,11 @@ class Predictions:
                 tree.compact(node)
 
     def forget(self, bit: int) -> None:
-        """The pod is gone; a sweep takes its ranges out of the tree."""
+        """Forget a removed pod; a sweep takes its ranges out of the tree."""
         self._queues.pop(bit, None)
 
     def expire(self, tree: RadixTree, now: float) -> None:
-        """End ranges whose time has come. O(ended ranges)."""
+        """End ranges that have expired. O(ended ranges)."""
         for bit in list(self._queues):
             queue = self._queues[bit]
             while queue.entries and queue.entries[0][0] <= now:
@@ -133,12 +132,12 @@ class Predictions:
                 del self._queues[bit]
 
     def size(self, bit: int) -> int:
-        """Predicted bytes of a pod; never too low."""
+        """Return the predicted bytes of a pod; never too low."""
         queue = self._queues.get(bit)
         return queue.size if queue is not None else 0
 
     def _pop(self, tree: RadixTree, bit: int, queue: _Queue) -> None:
-        """Handle the oldest entry: end its range, unless it was renewed, which a later entry stands for."""
+        """Handle the oldest entry: end its range, unless it was renewed and has a later entry."""
         ends_at, node = queue.entries.popleft()
         known = None if node.predicted is None else node.predicted.get(bit)
         if known is not None and known[2] <= ends_at:
@@ -148,8 +147,9 @@ class Predictions:
 
 
 def _ends(tree: RadixTree, run: BlockRun) -> Iterator[tuple[Node, int]]:
-    """The node of a run and all above it, and in each the byte where the last block of the run's chain ends; 0 where
-    none does."""
+    """Yield the node of a run and all above it, each with the byte where the last block of the run's chain ends there;
+    0 where none does.
+    """
     node: Node | None = run.node
     above: BlockRun | None = run
     end = run.last_end()
@@ -159,17 +159,17 @@ def _ends(tree: RadixTree, run: BlockRun) -> Iterator[tuple[Node, int]]:
             parent, base = above.chain[:8], above.base
             above = tree.run_of(int.from_bytes(parent, "little")) if base else None
             if above is not None and above.base >= base:
-                above = None  # the parent went, and its hash came again elsewhere
+                above = None  # the parent was removed, and its hash was stored again elsewhere
             if above is not None:
                 end = above.end(above.find(parent))
         node = node.parent
 
 
 def foreseen(levels: list[Level], path: Walk, unions: Sequence[int], now: float) -> list[Level]:
-    """The levels of a match (see `matching.match`), those that predictions take further split by how far.
+    """Return the levels of a match (see `matching.match`), split by how far predictions extend them.
 
-    A range counts where it goes on from what its pod holds, proved or not, or from another range. O(groups of ranges ×
-    levels), however many pods there are.
+    A range counts if it continues its pod's blocks, proved or not, or another range. O(groups of ranges × levels),
+    however many pods there are.
     """
     predicted = [(node.predicted, start) for node, start in path.nodes if node.predicted is not None]
     if not predicted:

@@ -1,6 +1,6 @@
-"""A radix tree over bytes: whose edges carry blocks of engines' caches and predictions, and which pods hold them.
+"""A radix tree over bytes. Its edges carry blocks of engines' caches, predictions, and the pods that hold them.
 
-`epp/RADIX_TREE.md` is its theory of operation: an example, why it is so, what it costs. In short: an edge is a
+`epp/RADIX_TREE.md` is its theory of operation: an example, the reasons, the costs. In short: an edge is a
 non-empty byte string of at most `max_edge` bytes, kept in the node below it. A block of tokens is known by its hash and
 lies where its text ends; blocks of one hash chain inside one edge are packed in a `BlockRun`. A pod is one bit; sets of
 pods are ints. The tree knows nothing of time, pods' names or events: see `index`.
@@ -9,7 +9,7 @@ Invariants, all asserted by `check`:
 
 - siblings differ in their first byte, which is their key in the parent's `children`;
 - a node with one child could not swallow it: together they would exceed `max_edge`;
-- a leaf's text ends with its last block or prediction: nothing is kept that no pod holds;
+- a leaf's text ends with its last block or prediction: text that no pod holds is dropped;
 - `blocks[h & KEY_MASK]` is run R ⇔ R has a slot with hash h that some pod holds; of two hashes that differ in the
   high bits only, the second one is not stored;
 - runs neither begin nor end with a hole.
@@ -50,9 +50,8 @@ class RadixTree:
     - looking: `roots`, `nodes`, `run_of`, `held_by`, `check`; matching a key is in `matching`
 
     `nodes` are all but the roots, in no order. `blocks` leads from a held hash to its run; namespaces share it, since
-    hashes are seeded with them. Hashes are trusted: equal hashes mean equal blocks, whichever pod sent them. `crowded`
-    counts blocks for which an edge had no room. `moved(old, new)` is called when predictions have moved to another
-    node.
+    hashes are seeded with them. Hashes are trusted: equal hashes of any pods mean equal blocks. `crowded` counts blocks
+    for which an edge had no room. `moved(old, new)` is called when predictions have moved to another node.
     """
 
     def __init__(self, max_edge: int = MAX_EDGE, moved: Callable[[Node, Node], None] = lambda _old, _new: None) -> None:
@@ -65,27 +64,27 @@ class RadixTree:
         self._moved = moved
         self.nodes = AllNodes()
 
-    # What is there
+    # Lookups
 
     def root(self, namespace: str | None) -> Node:
-        """The root of a namespace, made on first use. O(1)."""
+        """Return the root of a namespace, made on first use. O(1)."""
         root = self.roots.get(namespace)
         if root is None:
             root = self.roots[namespace] = Node(b"", None)
         return root
 
     def prune_roots(self) -> None:
-        """Forget empty namespaces. O(namespaces)."""
+        """Drop empty namespaces. O(namespaces)."""
         for namespace in [name for name, root in self.roots.items() if not root.children]:
             del self.roots[namespace]
 
     def run_of(self, block: int) -> BlockRun | None:
-        """The run of a block that some pod holds. O(run)."""
+        """Return the run of a block that some pod holds. O(run)."""
         run = self.blocks.get(block & KEY_MASK)
         return run if run is not None and run.slot(block) >= 0 else None
 
     def held_by(self, bit: int) -> set[int]:
-        """All blocks that the pod with `bit` holds. O(tree)."""
+        """Return all blocks that the pod with `bit` holds. O(tree)."""
         held: set[int] = set()
         for node in self.nodes:
             for run in node.runs:
@@ -106,7 +105,7 @@ class RadixTree:
         width: int,
         bit: int,
     ) -> tuple[int, list[int]]:
-        """The pod with `bit` now holds blocks `hashes`, a chain that begins below `parent` (None: at `root`).
+        """Store that the pod with `bit` holds blocks `hashes`, a chain that begins below `parent` (None: at `root`).
 
         `texts(i, j)` gives the texts of blocks i … j−1, which no pod holds. `width` is tokens per block. Returns how
         many blocks were stored, from the first on, and which of them the pod held already. It stops short where a text
@@ -159,7 +158,8 @@ class RadixTree:
         return done, held_before
 
     def remove(self, hashes: Sequence[int], bits: int) -> int:
-        """The pod with `bits` no longer holds `hashes`. Returns how many of them it did not hold in the first place.
+        """Store that the pod with `bits` no longer holds `hashes`. Returns how many of them it did not hold in the
+        first place.
 
         Descendants stay (an engine may drop ancestors first). Runs in the order of their chain, or in the opposite one,
         cost one comparison per run; others O(log) a block. Each touched edge costs O(edge).
@@ -187,14 +187,14 @@ class RadixTree:
         return unknown
 
     def begin_sweep(self) -> None:
-        """Visit all nodes with `sweep` from now on, also what other changes make of them meanwhile. O(1)."""
+        """Begin a round in which `sweep` visits all nodes, also as other changes alter them meanwhile. O(1)."""
         self.nodes.begin_round()
 
     def sweep(self, bits: int, budget: int) -> int:
         """Take pods out of the next nodes' blocks and predictions; nothing may be stored for these pods until the end.
 
-        Returns the nodes left to visit. `budget` bounds what is done: a node counts one, and so do `_SWEPT_AS_ONE`
-        blocks that no pod holds afterwards; the last run that is begun is done.
+        Returns the nodes left to visit. `budget` bounds the work: a node counts one, and so do `_SWEPT_AS_ONE` blocks
+        that no pod holds afterwards; a run that is begun is completed.
         """
         blocks, nodes = self.blocks, self.nodes
         while nodes.ahead and budget > 0:
@@ -202,7 +202,7 @@ class RadixTree:
             budget -= 1
             touched: dict[Node, None] = {node: None}
             for run in node.runs:
-                if budget < 0:  # what is done of this node is soon found to be
+                if budget < 0:  # the next visit soon finds which runs are done
                     nodes.visit_again(node)
                     break
                 before = len(blocks)
@@ -223,7 +223,7 @@ class RadixTree:
                 self._fill_holes(run, first, after, bit, held_before)
 
     def _unmark(self, run: BlockRun, start: int, stop: int, bits: int, touched: dict[Node, None]) -> int:
-        """Take a pod out of slots of a run; returns how many of these blocks it did not hold.
+        """Remove a pod from slots of a run; return how many of these blocks it did not hold.
 
         Nodes that must be compacted afterwards are added to `touched`.
         """
@@ -243,8 +243,9 @@ class RadixTree:
         return unknown
 
     def _fill_holes(self, run: BlockRun, start: int, stop: int, bit: int, held_before: list[int]) -> None:
-        """Holes were painted: enter them into `blocks`. A hash that lives elsewhere (a publisher contradicted another
-        about its parent) stays a hole here and is marked there."""
+        """Enter painted holes into `blocks`. A hash that is held elsewhere (two publishers name different parents)
+        stays a hole here and is marked there.
+        """
         hashes = run.hashes()
         for slot in range(start, stop):
             block = hashes[slot]
@@ -256,7 +257,7 @@ class RadixTree:
                     self._mark(other, there, there + 1, bit, held_before)
 
     def _insert(self, root: Node, run: BlockRun | None, slot: int, pieces: list[bytes], new: _NewBlocks) -> int:
-        """Put blocks with these texts, held by no pod yet, below slot `slot` of `run` (None: below `root`).
+        """Insert blocks with these texts, held by no pod yet, below slot `slot` of `run` (None: below `root`).
 
         Returns how many there was room for; `new.base` and `new.ends` are found here.
         """
@@ -271,7 +272,7 @@ class RadixTree:
         placed, room, last = 0, True, node
 
         def place(node: Node, start: int, stop: int, offset: int) -> None:
-            """Data bytes start … stop−1 lie in `node` from `offset` on: put the blocks that end there."""
+            """Place the blocks that end in data bytes start … stop−1, which lie in `node` from `offset` on."""
             nonlocal placed, room, last
             last = node
             after = bisect_right(ends, stop, placed) if room else placed
@@ -282,11 +283,11 @@ class RadixTree:
 
         self._walk(node, offset, data, place)
         if not room:
-            self.compact(last)  # its text was laid for blocks that are not there
+            self.compact(last)  # its text was laid for blocks that found no room
         return placed
 
     def _extend(self, run: BlockRun, offset: int, data: bytes, new: _NewBlocks) -> bool:
-        """Spare the walk where a run only makes a leaf with one run longer, as the blocks of a decode do."""
+        """Insert without a walk where a run only lengthens a leaf with one run, as the blocks of a decode do."""
         node = run.node
         size = len(node.text)
         if (
@@ -306,10 +307,9 @@ class RadixTree:
         return True
 
     def _place(self, node: Node, new: _NewBlocks, first: int, stop: int, delta: int) -> int:
-        """Put blocks first … stop−1 of new blocks into a run of `node`: fill its holes, lengthen it, or begin another.
-        Returns for how many of them there was room.
+        """Place blocks first … stop−1 of new blocks in a run of `node`: fill its holes, lengthen it, or begin another.
 
-        In the node's text they end `delta` bytes beyond where `new.ends` says.
+        Returns for how many of them there was room. In the node's text they end `delta` bytes after `new.ends`.
         """
         begin = first
         ends = pack_ends(new.ends[first:stop], delta)
@@ -347,10 +347,10 @@ class RadixTree:
             self._point(longer)
         return stop - begin
 
-    # The shape: edges are walked, cut, merged and given up, and what lies on them moves along
+    # The shape: edges are walked, cut, merged and dropped, and their blocks and ranges move along
 
     def lay(self, root: Node, key: bytes) -> None:
-        """Make the path that spells `key`. The last edge may go on beyond it.
+        """Make the path that spells `key`. The last edge may be longer.
 
         The caller must put a prediction at the end of the path before anything else happens to the tree, or call
         `compact` on the last node. O(bytes).
@@ -388,7 +388,7 @@ class RadixTree:
             self.compact(node)
 
     def _walk(self, node: Node, offset: int, data: bytes, visit: Callable[[Node, int, int, int], None]) -> None:
-        """Follow `data` down from byte `offset` of `node`, making what is missing, splitting where it diverges.
+        """Follow `data` down from byte `offset` of `node`, adding missing nodes, splitting where it diverges.
 
         `visit(node, start, stop, offset)` is called for every node, in order: bytes start … stop−1 of `data` lie in it
         from `offset` on. A later split may still merge the node into the next.
@@ -424,9 +424,9 @@ class RadixTree:
             node, offset = child, 0
 
     def _split(self, node: Node, at: int, offset: int) -> tuple[Node, int]:
-        """Cut the edge after `at` bytes and restore the invariants, the missing second child of the upper part apart.
+        """Cut the edge after `at` bytes and restore the invariants, except that the upper part lacks its second child.
 
-        Returns the upper part and where byte `offset` of `node` is in it. O(edge).
+        Returns the upper part and the position of byte `offset` of `node` in it. O(edge).
         """
         upper, heads = node.cut(at)
         self.nodes.add_part(upper, node)
@@ -444,7 +444,7 @@ class RadixTree:
         return upper, offset
 
     def _merge_down(self, node: Node) -> None:
-        """Let the only child swallow `node`, if both fit into one edge."""
+        """Merge `node` into its only child, if both fit into one edge."""
         (child,) = node.children.values()
         if node.parent is None or len(node.text) + len(child.text) > self.max_edge:
             return
@@ -485,10 +485,10 @@ class RadixTree:
 
 
 class _NewBlocks(Struct):
-    """A chain of blocks that no pod holds yet, on its way into the tree.
+    """A chain of new blocks, held by no pod yet.
 
-    `chain` is the parent's hash and then each block's, `keys` what `blocks` knows them by; `base` counts the tokens
-    before the first; `ends` are offsets in the text of the new.
+    `chain` is the parent's hash and then each block's, `keys` are their keys in `blocks`; `base` counts the tokens
+    before the first; `ends` are offsets in the text of the new blocks.
     """
 
     chain: bytes

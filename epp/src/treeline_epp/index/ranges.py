@@ -1,4 +1,4 @@
-"""The predicted ranges of one edge: which part of it which pod is predicted to hold, and until when."""
+"""The predicted ranges of one edge: the part that each pod is predicted to hold, and until when."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ PredictedRange = tuple[int, int, float]
 """A part of an edge: first byte, byte after the last, time at which the prediction ends."""
 
 _MOST_GROUPS = 64
-"""Of an edge that a match looks at. Ranges of one prompt on many pods are one group; a client that sends a prompt
-longer and longer, to another pod each time, makes one each time."""
+"""Most groups of an edge that a match reads. Ranges of one prompt on many pods are one group; a client that sends an
+ever longer prompt, to another pod each time, makes one each time."""
 _NEVER = float("-inf")
 
 
 class Ranges(dict[int, PredictedRange]):
-    """Pod's bit → range. `groups` is kept until something changes, since a hot prefix is predicted for every pod."""
+    """Ranges by the pod's bit. `groups` is cached until a change, since a hot prefix is predicted for every pod."""
 
     __slots__ = ("_groups", "_until")
 
@@ -33,8 +33,9 @@ class Ranges(dict[int, PredictedRange]):
         self._until = _NEVER
 
     def groups(self, now: float) -> Sequence[tuple[int, int, int]]:
-        """`(first byte, byte after the last, bits of pods)` of the ranges that have not ended. O(1), after a change and
-        where one has ended O(ranges)."""
+        """Return `(first byte, byte after the last, bits of pods)` of the ranges that have not ended. O(1); O(ranges)
+        after a change or the end of a range.
+        """
         if now >= self._until:
             found: dict[tuple[int, int], int] = {}
             self._until = float("inf")
@@ -47,7 +48,7 @@ class Ranges(dict[int, PredictedRange]):
 
 
 def join_ranges(old: PredictedRange | None, new: PredictedRange) -> PredictedRange:
-    """One range for two of the same pod: their union if they touch, else the one that ends later in time."""
+    """Return one range for two of the same pod: their union if they touch, else the one that ends later in time."""
     if old is None:
         return new
     if old[0] <= new[1] and new[0] <= old[1]:

@@ -1,1 +1,1 @@
-"""From prompts to keys of the index: by a tokenizer's text, by its tokens, or without one."""
+"""Keys of the index for prompts: by a tokenizer's text, by its tokens, or without one."""

@@ -1,4 +1,6 @@
-"""Prompts without a tokenizer, in a form of our own: for pools that are routed by what went to them before."""
+"""Keys for pools without a tokenizer, in a form of our own: they are routed by the requests that went to them
+before.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +17,20 @@ from treeline_epp.keyers.base import Owner, TokenLengths
 from treeline_epp.keyers.prompt_keyer import MAX_MESSAGES
 
 _BEFORE_MESSAGES: Final = ("tools", "documents", "chat_template_kwargs", "reasoning_effort")
-"""What templates write at the beginning, if they write it at all."""
+"""Members that templates write at the beginning, if at all."""
 _NOT_PROMPT: Final = frozenset(
     {"role", "content", "reasoning_content", "reasoning", "thinking", "refusal", "annotations"}
 )
-"""Members of a message that have a place of their own, or that the next turn's prompt has not: most templates leave out
-what the model thought before."""
+"""Members of a message that have their own place in the key, or that the next turn's prompt lacks: most templates leave
+out earlier reasoning."""
 
 
 class HistoryKeyer(TokenLengths):
-    """Keys without a tokenizer, for pools that are routed by what went to them before.
+    """Keys without a tokenizer, for pools that are routed by the requests that went to them before.
 
-    Any form will do in which requests begin alike when their prompts do: the key of a conversation's turn begins with
-    the key of the turn before it, since no turn ends with what only the last one has. Events know nothing of this form.
+    The form is free, as long as requests begin alike when their prompts do: the key of a conversation's turn begins
+    with the key of the turn before it, since no key ends with text that only the last turn has. Events do not know this
+    form.
     """
 
     def __init__(self) -> None:
@@ -35,33 +38,33 @@ class HistoryKeyer(TokenLengths):
         self.renderer = HistoryRenderer()
 
     def key(self, prompt: Prompt) -> bytes:
-        """The text itself; an id is an escape."""
+        """Return the text itself; an id is an escape."""
         if prompt.ids is not None:
             return b"".join(map(escape, prompt.ids))
         return (prompt.text or "").encode()
 
 
 class HistoryRenderer:
-    """Tools and the like, then roles and contents in order."""
+    """Writes tools and the like, then roles and contents in order."""
 
     def most(self, _messages: Sequence[Any], _client: Owner = None) -> int:
-        """How many messages a rendering is given."""
+        """Return how many messages a rendering takes."""
         return MAX_MESSAGES
 
     def whole(self, body: Mapping[str, Any], _dialect: ChatDialect, _client: Owner = None) -> Prompt | None:
-        """The prompt of a chat. Raises `PromptError`."""
+        """Return the prompt of a chat. Raises `PromptError`."""
         return self._rendered(body, open_end=body.get("continue_final_message") is True)
 
     def beginning(self, body: Mapping[str, Any], _dialect: ChatDialect, _client: Owner = None) -> Prompt | None:
-        """The prompt as far as the text of the last message that is given. Raises `PromptError`."""
+        """Return the prompt up to the text of the last given message. Raises `PromptError`."""
         return self._rendered(body, open_end=True)
 
     def takes_lists(self, _body: Mapping[str, Any], _dialect: ChatDialect) -> bool:
-        """They are written as they are listed."""
+        """Return True: parts are written in their order."""
         return True
 
     def inline_system(self, *, must_show: bool) -> bool:
-        """A system message is one like others."""
+        """Return True: a system message is written like others."""
         return True
 
     def _rendered(self, body: Mapping[str, Any], *, open_end: bool) -> Prompt | None:
@@ -70,14 +73,14 @@ class HistoryRenderer:
             return None
         admission = Admission()
         try:
-            # Copies of plain values, so deep at most; the others are as good as not there.
+            # Copies of plain values, down to this depth; other values are left out.
             first = {name: admission.plain(body[name]) for name in _BEFORE_MESSAGES if body.get(name)}
             if body.get("tool_choice") == "none":
                 first.pop("tools", None)
             chat = [admission.plain(message) for message in messages]
         except TooLargeError as error:
             if error.deep:
-                raise TooDeep("messages", "or what goes with them is nested too deeply") from None
+                raise TooDeep("messages", "or their tools and documents are nested too deeply") from None
             return None
         except ValueError:
             return None
@@ -92,7 +95,7 @@ class HistoryRenderer:
 
 
 def _messages(chat: Iterable[Any], *, open_end: bool) -> list[str]:
-    """The texts of messages, each in a few parts. `open_end`: the last one is to be continued."""
+    """Return the texts of messages, each in a few parts. `open_end`: the last one is to be continued."""
     parts: list[str] = []
     for message in chat:
         if not isinstance(message, dict):

@@ -1,9 +1,9 @@
 """Chat templates whose plain chats are joined instead of rendered, which takes a tenth of the time.
 
-A plain chat has nothing but roles and texts. What a template writes around the texts is learnt when a sequence of roles
-comes for the second time (`treeline_wire.template_trace`), and compared with a rendering there and then; it is used
-where the texts are such that it holds. Of the chats that are joined one in `CHECK_EVERY` is rendered, too, and where
-that differs the template is rendered ever after.
+A plain chat has only roles and texts. When a sequence of roles comes for the second time, the text that the template
+writes around the chat's texts is learnt (`treeline_wire.template_trace`) and compared with a rendering at once; it is
+used for texts that meet its conditions. One in `CHECK_EVERY` joined chats is rendered, too; after the first difference
+the template is always rendered.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from treeline_epp.keyers.base import Owner, Shares
 
 CHECK_EVERY: Final = 512
 MAX_SHAPES: Final = 1024
-"""Sequences of roles that are remembered, of all clients. What one has sent makes nothing faster for another."""
+"""Most sequences of roles that are remembered, of all clients. One client's chats make no other's faster."""
 _MAX_NAME: Final = 32
 _MAX_KWARGS: Final = 8
 _BARE: Final = ("role", "content")
@@ -31,11 +31,11 @@ _PART: Final = ("type", "text")
 log = logging.getLogger(__name__)
 
 Shape = tuple[bool, tuple[tuple[str, Any], ...], tuple[str, ...], tuple[bool, ...]]
-"""Whether it asks for an answer, the template's switches, the roles, and which texts are in a list of one part."""
+"""Whether the chat asks for an answer, the template's switches, the roles, and which texts are a list of one part."""
 
 
 class _Joint(Struct, frozen=True):
-    """A trace, ready for use: `stripped` and those of `without` in order."""
+    """A trace, ready for use: `stripped` and the entries of `without` in order."""
 
     trace: Trace
     in_order: bool
@@ -44,10 +44,9 @@ class _Joint(Struct, frozen=True):
 
 
 class LearntTemplate(ChatTemplate):
-    """A chat template that is rendered where it must be, and joined where it may be. For one thread.
+    """A chat template that joins chats if possible, and renders the others. For one thread.
 
-    `joined` counts the chats that were, `differed` is whether a check ever found a difference. Raises as
-    `ChatTemplate`.
+    `joined` counts the joined chats, `differed` is whether a check ever found a difference. Raises as `ChatTemplate`.
     """
 
     def __init__(
@@ -66,14 +65,14 @@ class LearntTemplate(ChatTemplate):
         self.differed = False
         self._seconds = inline_seconds
         self.client: Owner = None
-        """Whose chats are rendered from now on."""
+        """The client whose chats are rendered from now on."""
         self._shapes: Shares[Shape, _Joint | None] = Shares(MAX_SHAPES)
         self._seen: Shares[int, None] = Shares(MAX_SHAPES)
         self._traced: TracedTemplate | None = None
         if self.not_inline is None and not any(map(has_mark, special_tokens.values())):
             try:
                 self._traced = TracedTemplate(source)
-            except Exception as error:  # whatever Jinja raises: what is rendered does not depend on it
+            except Exception as error:  # any error of Jinja: the rendering does not depend on the trace
                 log.debug("a chat template is not traced: %s", type(error).__name__)
 
     def render(
@@ -86,7 +85,7 @@ class LearntTemplate(ChatTemplate):
         documents: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """As `ChatTemplate.render`."""
+        """Render as `ChatTemplate.render` does."""
 
         def rendered() -> str:
             return ChatTemplate.render(
@@ -113,7 +112,9 @@ class LearntTemplate(ChatTemplate):
         return text
 
     def _checked(self, text: str, render: Callable[[], str]) -> str:
-        """The rendering, if there is one in time; whatever else it raises is a difference, too."""
+        """Return the rendering, or the joined text if it cannot be rendered in time; any other error counts as a
+        difference.
+        """
         try:
             rendered = render()
         except NeedsWorkerError:
@@ -128,10 +129,12 @@ class LearntTemplate(ChatTemplate):
     def _give_up(self) -> None:
         self._traced, self.differed = None, True
         self._shapes = Shares(MAX_SHAPES)
-        log.error("what was learnt of a chat template differs from what it renders: its chats are rendered from now on")
+        log.error(
+            "joining chats of a chat template gave another prompt than rendering: its chats are rendered from now on"
+        )
 
     def _join(self, shape: Shape, texts: list[str]) -> str | None:
-        """The chat as its shape was learnt; None where it was not, or does not hold for these texts."""
+        """Return the joined chat; None if its shape is unknown, or does not hold for these texts."""
         joint = self._shapes.of(self.client).get(shape)
         if joint is None or not self._holds(joint, texts):
             return None
@@ -151,7 +154,7 @@ class LearntTemplate(ChatTemplate):
         return traced is not None and all(traced.date(each) == said for each, said in joint.trace.dates.items())
 
     def _learn(self, shape: Shape, texts: list[str], rendered: str) -> None:
-        """Trace a shape that was seen before; keep what comes of it, which may be nothing."""
+        """Trace a shape that was seen before; keep the result, which may be None."""
         own = self._shapes.of(self.client)
         known = own.get(shape)
         if known is not None and not self._is_dated(known):
@@ -187,7 +190,7 @@ class LearntTemplate(ChatTemplate):
             trace = self._traced.trace(variables, self._seconds)
         except DependsOnTextError:
             return None
-        except Exception as error:  # of the template; a rendering says what is wrong
+        except Exception as error:  # an error of the template; a rendering reports it
             log.debug("a chat template was not traced: %s", type(error).__name__)
             return None
         without = tuple((needle, tuple(sorted(places))) for needle, places in trace.without.items())
@@ -207,7 +210,9 @@ def _joined(joint: _Joint, texts: list[str]) -> str:
 def _plain(
     messages: Sequence[Mapping[str, Any]], asks: bool, kwargs: Mapping[str, Any]
 ) -> tuple[Shape, list[str]] | None:
-    """The shape of a plain chat, and its texts; None for any other, and one too large to be rendered here."""
+    """Return the shape of a plain chat, and its texts; None for any other chat, and for one too large to be rendered
+    here.
+    """
     if len(messages) > MAX_TEXTS or len(kwargs) > _MAX_KWARGS:
         return None
     for name, value in kwargs.items():

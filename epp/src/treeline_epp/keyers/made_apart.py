@@ -1,8 +1,8 @@
-"""Reading a large tokenizer in a process of its own, which ends with it.
+"""Parses a large tokenizer in a child process, which ends with it.
 
-The `tokenizers` library reads a document of two hundred thousand tokens in half a second and Python the same again, in
-calls during which no other thread of the process runs: the event loop would wait for two seconds. So a child reads it
-and tests its keys; what comes back is read within milliseconds. `python -m treeline_epp.keyers.made_apart` is the
+The `tokenizers` library parses a document of two hundred thousand tokens in half a second and Python takes as long
+again, in calls during which no other thread of the process runs: the event loop would wait for two seconds. So a child
+parses it and tests its keys; its result is read within milliseconds. `python -m treeline_epp.keyers.made_apart` is the
 child: the document on its standard input, a `Made` on its standard output.
 """
 
@@ -18,7 +18,7 @@ from treeline_wire.keys import KeySelfTestError, KeyTable, PrefixKeys
 from treeline_wire.tokenizer import BundleError
 
 LARGE_CHARS: Final = 2 << 20
-"""Smaller documents are read here and now: within 100 ms, in calls of at most 40 ms."""
+"""Smaller documents are parsed in this process: within 100 ms, in calls of at most 40 ms."""
 TIMEOUT_S: Final = 300.0
 _PIECE: Final = 1 << 20
 
@@ -31,7 +31,7 @@ class Made(msgspec.Struct, frozen=True):
 
 
 def proven_keys(tokenizer_json: str) -> PrefixKeys:
-    """The keys of a tokenizer that hold what they promise. Blocks; a large one is read elsewhere. Raises ValueError."""
+    """Return a tokenizer's keys after their self-test. Blocks; a large one is parsed in a child. Raises ValueError."""
     if len(tokenizer_json) < LARGE_CHARS:
         return _tested(tokenizer_json)
     made = _made_by_child(tokenizer_json)
@@ -47,7 +47,7 @@ def _tested(tokenizer_json: str) -> PrefixKeys:
 
 
 def _made_by_child(tokenizer_json: str) -> Made:
-    # Nothing of our arguments, and of the environment only what Python needs: a stranger's document is read there.
+    # The document may be hostile: the child gets none of our arguments, and only Python's part of the environment.
     command = [sys.executable, "-m", __spec__.name if __spec__ is not None else __name__]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdin is not None
@@ -70,7 +70,7 @@ def _made_by_child(tokenizer_json: str) -> Made:
 
 
 def main() -> None:
-    """The child."""
+    """Run the child."""
     try:
         made = Made(_tested(sys.stdin.buffer.read().decode()).table())
     except ValueError as error:

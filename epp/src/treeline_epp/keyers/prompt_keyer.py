@@ -3,10 +3,10 @@
 Chats are rendered in the event loop, where no request may wait for long.
 
 A template may take time that grows with the square of the messages (one that looks ahead for the results of each tool
-call does). So a rendering has 3 ms of the processor. One that takes longer is given up, and the chat's beginning is
-rendered instead, a quarter of its messages; how many fit is remembered for the next chats that begin alike, and grows
-again while they take a small part of their time: what takes long in one client's chats says nothing of another's. The
-key of a beginning is the beginning of the key.
+call does). So a rendering has 3 ms of CPU time. One that takes longer is given up, and the chat's beginning is rendered
+instead, a quarter of its messages. The number that fits is remembered for the next chats that begin alike, and grows
+again while they take a small part of their time: slow chats of one client do not limit another's. The key of a
+beginning is the beginning of the key.
 """
 
 from __future__ import annotations
@@ -28,30 +28,32 @@ from treeline_epp.keyers.learnt_chats import LearntTemplate
 from treeline_epp.keyers.made_apart import proven_keys
 
 MAX_MESSAGES: Final = 256
-"""Messages that a template is given; rendering costs by each."""
+"""Most messages that a template gets; each costs time."""
 RENDER_SECONDS: Final = 0.003
 _MIN_MESSAGES: Final = 16
-"""So few are always tried; where they take too long, it is not for their number."""
+"""This many are always tried: if they take too long, their number is not the reason."""
 _SMALL_PART: Final = 0.4
-"""Half as many messages more take at most 2.25 times as long, where time grows with their square."""
+"""Part of its time that a rendering may use for its bound to grow: 1.5 times the messages take at most 2.25 times as
+long, if time grows with their square."""
 _REMEMBERED: Final = 1024
-"""Chats of which more than `MAX_MESSAGES` says is remembered, of all clients; of others only a rendering tells."""
+"""Most chats with a bound below `MAX_MESSAGES` that are remembered, of all clients."""
 
 
 class Bounds:
-    """How many messages of a chat fit: of one that continues another whatever was learnt of that. A chat is known by
-    its client and the texts of its first two messages, the system's and the first question."""
+    """The number of messages that fit, by chat; a chat that continues another has the same bound. A chat is identified
+    by its client and the texts of its first two messages, the system's and the first question.
+    """
 
     def __init__(self) -> None:
         self._most: Shares[int, int] = Shares(_REMEMBERED)
 
     def of(self, messages: Sequence[Any], client: Owner = None) -> int:
-        """Messages that a rendering of this chat is given. O(characters of the first two)."""
+        """Return the messages that a rendering of this chat takes. O(characters of the first two)."""
         own = self._most.of(client)
         return own.get(_beginning(messages), MAX_MESSAGES) if own else MAX_MESSAGES
 
     def keep(self, messages: Sequence[Any], most: int, client: Owner = None) -> None:
-        """So many from now on, at most `MAX_MESSAGES`."""
+        """Set this chat's bound, at most `MAX_MESSAGES`."""
         chat = _beginning(messages)
         if most < MAX_MESSAGES:
             self._most.put(client, chat, most)
@@ -72,20 +74,20 @@ def _text(message: Any) -> str | None:
 
 
 class BoundedRenderer:
-    """Renders the chats of one template. `clock` is the processor's time, in seconds."""
+    """Renders the chats of one template. `clock` is CPU time, in seconds."""
 
     def __init__(self, template: ChatTemplate, clock: Callable[[], float] = time.thread_time) -> None:
         self.bounds = Bounds()
         self._clock = clock
         self._template = template
-        for with_tools in (False, True):  # which takes longer than a request may
+        for with_tools in (False, True):  # takes longer than a request may
             for engine in ("vllm", "sglang"):
                 dialect_of(engine).takes_lists(template.source(with_tools))
         self._inline_system: dict[bool, bool] = {}
 
     @property
     def joined(self) -> int:
-        """How many chats were joined instead of rendered, ever."""
+        """The number of chats that were joined instead of rendered, ever."""
         return self._template.joined if isinstance(self._template, LearntTemplate) else 0
 
     @property
@@ -94,24 +96,25 @@ class BoundedRenderer:
         return isinstance(self._template, LearntTemplate) and self._template.differed
 
     def most(self, messages: Sequence[Any], client: Owner = None) -> int:
-        """How many messages of this chat a rendering is given."""
+        """Return how many messages of this chat a rendering takes."""
         return self.bounds.of(messages, client)
 
     def whole(self, body: Mapping[str, Any], dialect: ChatDialect, client: Owner = None) -> Prompt | None:
-        """The prompt of a chat; None if it takes too long or must not be rendered here. Raises `PromptError`,
-        `TemplateError`."""
+        """Return the prompt of a chat; None if it takes too long or must not be rendered here. Raises `PromptError`,
+        `TemplateError`.
+        """
         return self._timed(prompt_of_chat, body, dialect, client)
 
     def beginning(self, body: Mapping[str, Any], dialect: ChatDialect, client: Owner = None) -> Prompt | None:
-        """The prompt as far as the text of the last message that is given. None and raises as `whole`."""
+        """Return the prompt up to the text of the last given message. None and errors as in `whole`."""
         return self._timed(beginning_of_chat, body, dialect, client)
 
     def takes_lists(self, body: Mapping[str, Any], dialect: ChatDialect) -> bool:
-        """Whether the template of this request takes the parts of a message as a list."""
+        """Return whether the template of this request takes the parts of a message as a list."""
         return dialect.takes_lists(self._template.source(dialect.tools(body) is not None))
 
     def inline_system(self, *, must_show: bool) -> bool:
-        """Whether the template takes a system message in the midst of a chat; `must_show`: and prints it."""
+        """Return whether the template takes a system message in the middle of a chat; `must_show`: and prints it."""
         known = self._inline_system.get(must_show)
         if known is None:
             known = self._inline_system[must_show] = self._try_inline_system(must_show)
@@ -131,7 +134,7 @@ class BoundedRenderer:
         if isinstance(self._template, LearntTemplate):
             self._template.client = client
         may_grow = most < min(MAX_MESSAGES, 2 * count)
-        began = self._clock() if may_grow else 0.0  # the processor's time is a system call
+        began = self._clock() if may_grow else 0.0  # reading the CPU time is a system call
         try:
             prompt = render(body, self._template, dialect)
         except NeedsWorkerError:
@@ -146,9 +149,8 @@ class BoundedRenderer:
 class PromptKeyer(TokenLengths):
     """Turns requests into prefix keys for one tokenizer and its chat template.
 
-    `keys` is `None` where the tokenizer loses text (`problem` says how): requests are then routed by history.
-    `renderer` is `None` then, or where there is no chat template. Making one blocks: for seconds, where the tokenizer
-    is large.
+    `keys` is `None` if the tokenizer loses text (`problem` says how): requests are then routed by history. `renderer`
+    is `None` then, or without a chat template. Making a keyer blocks: for seconds, if the tokenizer is large.
     """
 
     def __init__(self, bundle: TokenizerBundle) -> None:
@@ -162,7 +164,7 @@ class PromptKeyer(TokenLengths):
         except ValueError as error:
             self.problem = f"no prefix keys for tokenizer {bundle.fingerprint}: {error}"
             return
-        long_run("é")  # makes its tables, which no request should wait for
+        long_run("é")  # makes its tables now, so that no request waits for them
         try:
             template = LearntTemplate.from_bundle(bundle, inline_seconds=RENDER_SECONDS)
         except TemplateError as error:
@@ -178,5 +180,5 @@ class PromptKeyer(TokenLengths):
         self.renderer = BoundedRenderer(template)
 
     def key(self, prompt: Prompt) -> bytes | None:
-        """The key of a prompt; `None` without keys."""
+        """Return the key of a prompt; `None` without keys."""
         return None if self.keys is None else self.keys.prompt_key_of(prompt)

@@ -1,1 +1,1 @@
-"""Endpoints and models from Kubernetes. Imported only when it is asked for: the client costs 30 MB."""
+"""Endpoints and models from Kubernetes. Imported only on demand: the client costs 30 MB."""

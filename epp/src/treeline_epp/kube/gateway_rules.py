@@ -1,4 +1,4 @@
-"""From InferenceObjectives and InferenceModelRewrites (v1alpha2) to what the picker does about them. Pure."""
+"""Conversion of InferenceObjectives and InferenceModelRewrites (v1alpha2) to the picker's rules. Pure."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class _RewriteSpec(msgspec.Struct, rename="camel"):
 
 
 def read_objective(data: msgspec.Raw) -> tuple[PoolRef, Objective] | None:
-    """`None` when it is being deleted. Raises `msgspec.MsgspecError`."""
+    """Parse an objective; `None` while it is being deleted. Raises `msgspec.MsgspecError`."""
     found = _objective(data)
     if found.metadata.deletion_timestamp is not None:
         return None
@@ -57,8 +57,9 @@ def read_objective(data: msgspec.Raw) -> tuple[PoolRef, Objective] | None:
 
 
 def read_rewrite(data: msgspec.Raw) -> tuple[PoolRef, ModelRewrite] | None:
-    """`None` when it is being deleted. A rule whose matches are of kinds that a later version adds is left out: it
-    must not become one for all models. Raises `msgspec.MsgspecError`."""
+    """Parse a rewrite; `None` while it is being deleted. A rule whose matches are of kinds that a later version adds is
+    left out: it must not become one for all models. Raises `msgspec.MsgspecError`.
+    """
     found = _rewrite(data)
     meta, spec = found.metadata, found.spec
     if meta.deletion_timestamp is not None:

@@ -1,8 +1,8 @@
-"""Where a pod's engine publishes its KV events, as far as the pod's object tells. Pure.
+"""The ports of a pod's KV events, from the pod's object. Pure.
 
-Annotations come first; without them, the engine's own arguments: `--kv-events-config` of vLLM and SGLang, and how many
-data-parallel ranks it has. Needed for engines that do not say it themselves (vLLM before 0.32). Arguments are guessed
-from: what cannot be read, because a shell or a `$(VARIABLE)` makes it, counts as nothing said.
+Annotations come first; without them, the engine's own arguments: `--kv-events-config` of vLLM and SGLang, and the
+number of data-parallel ranks. This is for engines that do not name their ports themselves (vLLM before 0.32). The
+arguments are only a hint: one that cannot be read, because a shell or a `$(VARIABLE)` makes it, is ignored.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _CONFIG = frozenset({"--kv-events-config", "--kv_events_config"})
 _SIZE = frozenset({"--data-parallel-size", "--data_parallel_size", "-dp", "--dp-size", "--dp"})
 _NAMES = _CONFIG | _SIZE
 _MOST_LINES = 16384
-"""Characters of a pod's lines for shells that are split into words, all in all: each thousand takes a millisecond of
-the event loop, at every change of the pod. Lines that start an engine have some hundreds."""
+"""Most characters of a pod's shell lines that are split into words: each thousand takes a millisecond of the event
+loop, at every change of the pod. Lines that start an engine have some hundreds."""
 _MOST_RANKS = 4096
 
 
 def kv_ports(annotations: Mapping[str, str], containers: Iterable[objects.Container]) -> KvPorts | None:
-    """Where the pod's engine publishes; None if nothing says so."""
+    """Return the ports where the pod's engine publishes; None if the object does not name them."""
     options = _options(containers)
     ranks = _number(annotations.get(RANKS) or options.get("size"), _MOST_RANKS) or 1
     if (port := _number(annotations.get(EVENTS_PORT), 65535)) is not None:
@@ -39,7 +39,7 @@ def kv_ports(annotations: Mapping[str, str], containers: Iterable[objects.Contai
 
 
 def _options(containers: Iterable[objects.Container]) -> dict[str, str]:
-    """The values of the options that matter, by "config" and "size"; the first of each."""
+    """Return the values of the two options, by "config" and "size"; the first of each."""
     found: dict[str, str] = {}
     room = _MOST_LINES
     for container in containers:
@@ -62,7 +62,7 @@ def _is_line(argument: str) -> bool:
 
 
 def _words(arguments: Iterable[str]) -> Iterator[str]:
-    """The arguments; what is a line for a shell (`sh -c "vllm serve … --kv-events-config '{…}'"`) in its words."""
+    """Yield the arguments; a shell line (`sh -c "vllm serve … --kv-events-config '{…}'"`) is split into its words."""
     for argument in arguments:
         if _is_line(argument):
             try:
@@ -74,7 +74,7 @@ def _words(arguments: Iterable[str]) -> Iterator[str]:
 
 
 def _number(text: str | None, most: int) -> int | None:
-    """A positive number that is not too large; None for anything else."""
+    """Parse a positive number that is not too large; None for any other text."""
     text = (text or "").strip()
     if not (text.isascii() and text.isdecimal() and len(text) <= 6):
         return None

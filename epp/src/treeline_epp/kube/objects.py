@@ -1,4 +1,4 @@
-"""What the picker reads of Kubernetes objects: typed fragments, everything else is skipped while decoding."""
+"""The parts of Kubernetes objects that the picker reads: typed fragments; other fields are skipped while decoding."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ S = TypeVar("S")
 
 
 class Metadata(msgspec.Struct, rename="camel"):
-    """The part of `metadata` that matters here."""
+    """The part of `metadata` that the picker reads."""
 
     name: str
     uid: str = ""
@@ -36,7 +36,7 @@ class ContainerStatus(msgspec.Struct, rename="camel"):
 
 
 class PodStatus(msgspec.Struct, rename="camel"):
-    """The part of a pod's status that matters here."""
+    """The part of a pod's status that the picker reads."""
 
     phase: str = ""
     pod_ip: str | None = msgspec.field(default=None, name="podIP")
@@ -45,14 +45,14 @@ class PodStatus(msgspec.Struct, rename="camel"):
 
 
 class Container(msgspec.Struct):
-    """How a container's program is called."""
+    """The command line of a container's program."""
 
     command: list[str] | None = None
     args: list[str] | None = None
 
 
 class PodSpec(msgspec.Struct):
-    """The part of a pod's spec that matters here."""
+    """The part of a pod's spec that the picker reads."""
 
     containers: list[Container] = []
 
@@ -66,7 +66,7 @@ class Pod(msgspec.Struct):
 
 
 class Specified(msgspec.Struct, Generic[S]):
-    """An object of which the spec is read."""
+    """An object with its spec."""
 
     metadata: Metadata
     spec: S
@@ -119,7 +119,7 @@ class _OwnPoolStatus(msgspec.Struct):
 
 
 class OwnPool(Specified[OwnPoolSpec]):
-    """An InferencePool of treeline.dev/v1alpha1. The operator says in its status what it is over its preset."""
+    """An InferencePool of treeline.dev/v1alpha1. Its status has the values that the operator takes from its preset."""
 
     status: _OwnPoolStatus = msgspec.field(default_factory=_OwnPoolStatus)
 
@@ -160,9 +160,9 @@ class ModelSpec(msgspec.Struct, rename="camel"):
 
 
 def read_model(data: msgspec.Raw) -> ModelRule | None:
-    """An InferenceModel from its JSON; `None` when it is being deleted. Raises `msgspec.MsgspecError`.
+    """Parse an InferenceModel; `None` while it is being deleted. Raises `msgspec.MsgspecError`.
 
-    Deleting one takes its name away at once, even while a finalizer keeps the object: as the operator sees it.
+    Deleting one takes its name away at once, even while a finalizer keeps the object: the operator does the same.
     """
     found = _decode_model(data)
     meta, spec = found.metadata, found.spec

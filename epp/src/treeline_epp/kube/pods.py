@@ -1,7 +1,7 @@
-"""From pods to endpoints. Pure.
+"""Conversion of pods to endpoints. Pure.
 
-A pod is an endpoint when it belongs to a pool, has an address and has not ended; its Ready condition, its deletion
-and its labels say how far it may be used. A container that restarts is another process, so its count is in the uid.
+A pod is an endpoint when it belongs to a pool, has an address and has not ended; its Ready condition, its deletion and
+its labels say how far it may be used. A container that restarts is another process, so its count is in the uid.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from treeline_epp.kube.pools import Pool
 
 RUNTIME_CONTAINER = "runtime"
 ACTIVE_PORTS = ("inference.networking.k8s.io/active-ports", "llm-d.ai/active-ports")
-"""Annotations that restrict a pod's ports to those that are in use; the first that is there counts."""
+"""Annotations that restrict a pod's ports to those that are in use; the first that is present counts."""
 _OTHER_ROLES = frozenset({"prefill", "decode"})
 _ENDED = frozenset({"Succeeded", "Failed"})
 
 
 class Pod(msgspec.Struct, frozen=True):
-    """A pod, reduced to what decides about its endpoints. `active_ports` is `None` where all are active. `kv`: where
-    its engine publishes KV events, as far as the object tells."""
+    """A pod, reduced to the facts that decide its endpoints. `active_ports` is `None` if all are active. `kv`: the
+    ports of its KV events, if the object names them.
+    """
 
     name: str
     uid: str
@@ -42,12 +43,12 @@ class Pod(msgspec.Struct, frozen=True):
 
     @property
     def draining(self) -> bool:
-        """It finishes what it has: it is being deleted, or its label says that it serves no more."""
+        """Whether it only finishes its requests: it is being deleted, or its label says that it serves no more."""
         return self.terminating or self.labels.get(labels.SERVING) == "false"
 
 
 def read_pod(data: msgspec.Raw) -> Pod:
-    """A pod from its JSON. Raises `msgspec.MsgspecError`."""
+    """Parse a pod. Raises `msgspec.MsgspecError`."""
     found = _pod(data)
     meta, status = found.metadata, found.status
     return Pod(
@@ -66,9 +67,9 @@ def read_pod(data: msgspec.Raw) -> Pod:
 
 
 def endpoints(pools: Iterable[Pool], pods: Iterable[Pod]) -> tuple[EndpointSpec, ...]:
-    """Every endpoint of every pool, by name. No name and no address occurs twice.
+    """Return every endpoint of every pool, by name. No name and no address occurs twice.
 
-    Of two pods with one address the newer has it: the older one has ended, and its object is not gone yet.
+    If two pods have one address, the newer one has it: the older one has ended, and its object is not gone yet.
     """
     known = list(pools)
     by_label = {pool.selector[labels.POOL]: pool for pool in known if _is_own(pool)}
@@ -107,15 +108,16 @@ def _of_pod(pool: Pool, pod: Pod) -> Iterable[EndpointSpec]:
 
 
 def _of_rank(kv: KvPorts | None, rank: int, endpoints: int) -> KvPorts | None:
-    """What the engine at one of a pod's ports publishes. With several ports each is a server of its own for one
-    data-parallel rank, as upstream pools have it; with one port all ranks are behind it."""
+    """Return the publishers of the engine at one of a pod's ports. With several ports each is a server for one
+    data-parallel rank, as in upstream pools; with one port all ranks are behind it.
+    """
     if kv is None or endpoints == 1:
         return kv
     return dataclasses.replace(kv, ranks=1, first_rank=rank)
 
 
 def _restarts(statuses: Iterable[objects.ContainerStatus]) -> int:
-    """Of the container that serves, where it has our name; of all together otherwise."""
+    """Return the restarts of the container with our name, or of all together without one."""
     counts = {status.name: status.restart_count for status in statuses}
     return counts.get(RUNTIME_CONTAINER, sum(counts.values()))
 

@@ -1,4 +1,4 @@
-"""From InferencePools, of two API groups, to what the picker needs to know of a pool. Pure."""
+"""Conversion of InferencePools, of two API groups, to the picker's pools. Pure."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from treeline_epp.kube.objects import OwnPool, Specified, UpstreamPoolSpec
 OWN_GROUP = "treeline.dev"
 UPSTREAM_GROUP = "inference.networking.k8s.io"
 VERSIONS = {OWN_GROUP: "v1alpha1", UPSTREAM_GROUP: "v1"}
-"""The version that is read of each group's InferencePool."""
+"""The version of each group's InferencePool that the picker reads."""
 
 
 class Pool(msgspec.Struct, frozen=True):
-    """A pool: which pods are its own, and on which ports they serve.
+    """A pool: the labels of its pods, and the ports on which they serve.
 
     `ranks`: every port is an endpoint of its own, named `<pod>-rank-<i>`, as other endpoint pickers name them.
     `models` are the names that it is configured to serve, `adapters` those of its adapters; empty where the object does
-    not say. `trust_ready`: that a pod is Ready is enough, its engine may be one that answers none of our questions.
-    `engine` is the type of its engines, empty where the object does not say; `policy` is the one that it chooses, as
-    `--policy` takes it.
+    not say. `trust_ready`: a pod that is Ready gets requests, even if its engine answers none of our probes.
+    `engine` is the type of its engines, empty where the object does not say; `policy` is its policy, in the form of
+    `--policy`.
     """
 
     name: str
@@ -46,13 +46,13 @@ class Pool(msgspec.Struct, frozen=True):
         return PoolClaim(self.gateway, self.models, self.adapters, self.created)
 
     def matches(self, pod_labels: Mapping[str, str]) -> bool:
-        """Are these the labels of one of its pods? An empty selector has none."""
+        """Return whether these are the labels of one of its pods. An empty selector has none."""
         wanted = self.selector.items()
         return bool(wanted) and all(pod_labels.get(key) == value for key, value in wanted)
 
 
 def own_pool(data: msgspec.Raw) -> Pool:
-    """An InferencePool of treeline.dev. Raises `msgspec.MsgspecError`."""
+    """Parse an InferencePool of treeline.dev. Raises `msgspec.MsgspecError`."""
     found = _own(data)
     spec, meta = found.spec, found.metadata
     pool = Pool(
@@ -74,24 +74,24 @@ def own_pool(data: msgspec.Raw) -> Pool:
 
 
 def upstream_pool(data: msgspec.Raw) -> Pool:
-    """An InferencePool of inference.networking.k8s.io. Raises `msgspec.MsgspecError`."""
+    """Parse an InferencePool of inference.networking.k8s.io. Raises `msgspec.MsgspecError`."""
     found = _upstream(data)
     ports = tuple(dict.fromkeys(port.number for port in found.spec.target_ports))
     return _foreign(found.metadata.name, found.spec.selector.match_labels or {}, ports)
 
 
 def selected_pods(selector: Mapping[str, str], ports: Iterable[int]) -> Pool:
-    """The pool of `--endpoint-selector`, which has no InferencePool object."""
+    """Return the pool of `--endpoint-selector`, which has no InferencePool object."""
     return _foreign("default", dict(selector), tuple(dict.fromkeys(ports)))
 
 
 def in_order(pools: Iterable[Pool]) -> list[Pool]:
-    """The oldest first, since a name that two pools serve is the older one's."""
+    """Sort pools, the oldest first, since a name that two pools serve is the older one's."""
     return sorted(pools, key=lambda pool: (pool.created, pool.name))
 
 
 def _policy(name: str, parameters: Mapping[str, object]) -> str:
-    """Our API has a policy's parameters in camelCase."""
+    """Return a policy in the form of `--policy`; our API has its parameters in camelCase."""
     names = {key: re.sub("[A-Z]", lambda found: "_" + found[0].lower(), key) for key in parameters}
     given = ",".join(f"{names[key]}={value}" for key, value in parameters.items())
     return f"{name}:{given}" if name and given else name

@@ -1,7 +1,7 @@
-"""The Kubernetes source: which kinds are followed for a scope, and the lists of endpoints that come of it.
+"""The Kubernetes source: it follows the kinds of a scope, and makes the list of endpoints from their objects.
 
-Everything here is level-triggered: when an object has changed, the whole view is computed again from all of them, so
-seldom that it takes a tenth of the time. What cannot be followed stays as it was last seen; `describe` says so.
+Everything here is level-triggered: after each change the whole view is computed again from all objects, with pauses, so
+that it takes a tenth of the time. Objects that cannot be followed stay as last seen; `describe` says so.
 """
 
 from __future__ import annotations
@@ -53,20 +53,21 @@ _READERS: Mapping[str, Callable[[msgspec.Raw], Pool]] = {OWN_GROUP: own_pool, UP
 
 @dataclass(frozen=True)
 class Followed(Generic[T]):
-    """The objects of a kind, kept as the API server has them while this is driven."""
+    """The objects of a kind, in step with the API server while `driver` runs."""
 
     reflector: Reflector
     objects: Objects[T]
     driver: Driver
 
     def values(self) -> ValuesView[T]:
-        """All of them."""
+        """Return all objects."""
         return self.objects.objects.values()
 
 
 class Scope(msgspec.Struct, frozen=True):
-    """What a picker is for: all our pools of a gateway, one pool of any group, or pods of a selector (with ports).
-    `rules_group` is the API group of objectives and rewrites; empty: they are not looked for."""
+    """The pools that a picker serves: all our pools of a gateway, one pool of any group, or the pods of a selector
+    (with ports). `rules_group` is the API group of objectives and rewrites; empty: they are not followed.
+    """
 
     namespace: str
     gateway: str = ""
@@ -77,7 +78,7 @@ class Scope(msgspec.Struct, frozen=True):
     rules_group: str = ""
 
     def has(self, pool: Pool) -> bool:
-        """Is it one of our pools?"""
+        """Return whether the pool is in this scope."""
         return pool.name == self.pool if self.pool else pool.gateway == self.gateway
 
 
@@ -88,11 +89,11 @@ OnPolicies = Callable[[Mapping[str, str]], None]
 """Called with the policies that pools choose, by the pools' names, whenever the pools have changed."""
 
 OnRules = Callable[[Sequence[Objective], Sequence[ModelRewrite]], None]
-"""Called with those of our pools, whenever one of them or the pools have changed."""
+"""Called with the rules of our pools, whenever one of them or the pools have changed."""
 
 
 class KubernetesSource:
-    """Use it as a context; then iterate over `specs`."""
+    """A source of endpoints. Use it as a context; then iterate over `specs`."""
 
     def __init__(
         self,
@@ -147,7 +148,7 @@ class KubernetesSource:
         await self._client.close()
 
     async def specs(self) -> AsyncIterator[tuple[EndpointSpec, ...]]:
-        """The endpoints: first when everything that is needed has been seen, then after every change."""
+        """Yield the endpoints: first when every needed kind has been listed, then after every change."""
         current: tuple[EndpointSpec, ...] | None = None
         self._changed.set()
         while True:
@@ -171,7 +172,7 @@ class KubernetesSource:
     # --- one pass -----------------------------------------------------------------------------------------------------
 
     async def _pass(self) -> tuple[EndpointSpec, ...] | None:
-        """The endpoints as they are now; `None` while something that is needed has never been seen."""
+        """Return the present endpoints; `None` until every needed kind has been listed."""
         pools = self._current_pools()
         if pools is None:
             return None
@@ -197,7 +198,7 @@ class KubernetesSource:
         return self._specs
 
     def _set_rules(self, pools: Sequence[Pool]) -> bool:
-        """Objectives and rewrites of our pools; False while they have not been looked for."""
+        """Report objectives and rewrites of our pools; return False until they have been listed."""
         objectives, rewrites = self._objectives, self._rewrites
         if objectives is None or rewrites is None:
             return True
@@ -207,13 +208,13 @@ class KubernetesSource:
         if self._rules_of != of:
             self._rules_of = of
             ours = {(self.scope.group, pool.name): pool.name for pool in pools}
-            if self.scope.group == OWN_GROUP:  # who asks through a Gateway may know a pool by its mirror alone
+            if self.scope.group == OWN_GROUP:  # clients of a Gateway may know only the pool's mirror
                 ours |= {(UPSTREAM_GROUP, pool.name + labels.MIRROR_SUFFIX): pool.name for pool in pools}
             self._on_rules(list(_of(ours, objectives.values())), list(_of(ours, rewrites.values())))
         return True
 
     def _current_pools(self) -> list[Pool] | None:
-        """Our pools, oldest first. `None` before they were listed, or before the one that was named exists."""
+        """Return our pools, oldest first. `None` before they were listed, or before the named one exists."""
         scope = self.scope
         if scope.selector:
             return [selected_pods(scope.selector, scope.ports)]
@@ -222,19 +223,19 @@ class KubernetesSource:
             return None
         ours = in_order(pool for pool in self._pools.values() if scope.has(pool))
         if not ours and not self._none_found:
-            log.warning("%s: is --pool-namespace right? It is used as soon as it is there", self._nothing())
+            log.warning("%s: is --pool-namespace right? The pool is used as soon as it exists", self._nothing())
         self._none_found = not ours
         return None if scope.pool and not ours and self._reported is None else ours
 
     def _nothing(self) -> str:
-        """There is no pool of ours. (A namespace that does not exist looks like an empty one.)"""
+        """Return the sentence for a scope without pools. (A namespace that does not exist looks like an empty one.)"""
         scope = self.scope
         if scope.pool:
             return f"there is no InferencePool {scope.pool} of {scope.group} in namespace {scope.namespace}"
         return f"no InferencePool of {scope.group} in namespace {scope.namespace} names gateway {scope.gateway}"
 
     async def _follow_pods(self, pools: Sequence[Pool]) -> None:
-        """Follow the pods of these pools. Until those of a new selector are known, the old ones stay in use."""
+        """Follow the pods of these pools. Until the pods of a new selector are known, the old ones stay in use."""
         selector = labels.POOL
         if self.scope.group != OWN_GROUP or self.scope.selector:
             if not pools or not pools[0].selector:
@@ -267,12 +268,11 @@ class KubernetesSource:
         driver.start()
         return Followed(reflector, objects, driver)
 
-    # --- looking ------------------------------------------------------------------------------------------------------
+    # --- reports ------------------------------------------------------------------------------------------------------
 
     def describe(self) -> dict[str, object]:
-        """How fresh each kind is, for the readiness page; `stale` names those that are not followed at the moment.
-
-        `missing` says, where there is no pool to pick for, which one is meant.
+        """Return the state of each kind, for the readiness page; `stale` names the kinds without an open watch.
+        `missing` says which pool is missing, if there is none to serve.
         """
         now = time.monotonic()
         kinds = {one.reflector.label: one.reflector.health(now) for one in self._followed()}
@@ -317,14 +317,14 @@ R = TypeVar("R", Objective, ModelRewrite)
 
 
 def _of(pools: Mapping[tuple[str, str], str], found: Iterable[tuple[PoolRef, R] | None]) -> Iterator[R]:
-    """Those that name one of these pools, by its group and name, each with the name that we know it by."""
+    """Yield the objects that name one of these pools, by its group and name, each with our name of the pool."""
     for one in found:
         if one is not None and (pool := pools.get((one[0].group, one[0].name))) is not None:
             yield msgspec.structs.replace(one[1], pool=pool)
 
 
 def _advice(collection: Collection) -> dict[str, str]:
-    """What a person who has just started the picker can do about an error."""
+    """Return advice by kind of error, for a person who has just started the picker."""
     label, namespace = collection.resource.label, collection.namespace
     flag = "--rules-group" if collection.resource.plural in _RULES else "--pool-group"
     return {

@@ -1,6 +1,6 @@
-"""Batches of one publisher, applied to the index in order: which have been, and whether one comes a second time.
+"""Batches of one publisher, applied to the index in order, and without repeats.
 
-What is taken is not in the index at once: it waits in line, and `work` does a bounded part of it.
+A batch is not in the index at once: it waits in line, and `work` does a bounded part of it.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from treeline_epp.index.limits import SLICE, weight
 from treeline_epp.index.pods import Pod
 
 _REMEMBERED = 256
-"""Remembered time stamps, to tell a batch that came twice from one of a new process."""
+"""Remembered time stamps: they tell a repeated batch from one of a new process."""
 AGE_EVERY_S = 15.0
-"""What is known begins to age no more often: each time takes a bit of the index for as long as it lasts, and some
+"""Least seconds between two times that entries begin to age: each takes a bit of the index while it lasts, and some
 publishers have gaps all the time."""
 _AGEING = 64
-"""What it weighs that a pod's blocks age, beside events (`weight`)."""
+"""The `weight` of ageing a pod's blocks, in the scale of events."""
 
 
 class _Events(NamedTuple):
-    """What is left of a batch, and the way into the index that it takes: `Index.apply`, or `Index.stage`."""
+    """The rest of a batch, and the method of the index that takes it: `Index.apply`, or `Index.stage`."""
 
     left: deque[Event]
     enter: Callable[[Pod, Event, PrefixKeys | None], None]
@@ -36,30 +36,31 @@ class _Events(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class AppliedBatches:
-    """What has been applied of a process's batches. `next_seq` is the next one wanted, None before the first;
-    `partial`: something is known to be missing. What happens is counted in `counts`."""
+    """The applied batches of one process. `next_seq` is the next one wanted, None before the first; `partial`: some
+    entries are known to be missing. `counts` has the number of each kind of occurrence.
+    """
 
     index: Index
     pod: Pod
     keys: PrefixKeys | None
     counts: Counter[str]
     unread: Counter[str] = field(default_factory=Counter)
-    """Events that were not understood by the reason; a batch of which nothing was is one."""
+    """Events that could not be decoded, by reason; a batch that could not be decoded counts as one."""
     next_seq: int | None = None
     partial: bool = False
     _times: dict[int, float] = field(default_factory=dict)
     _aged_at: float = float("-inf")
     _age_due: float = float("inf")
     _fresh: bool = False
-    _line: deque[_Events | float] = field(default_factory=deque)  # and times at which what was before them ages
+    _line: deque[_Events | float] = field(default_factory=deque)  # and times to age entries
 
     @property
     def busy(self) -> bool:
-        """Is something taken that is not in the index yet?"""
+        """Whether some taken batches are not in the index yet."""
         return bool(self._line) or self.index.grafts(self.pod)
 
     def work(self) -> None:
-        """Do a `SLICE` of what waits, or an event more."""
+        """Do a `SLICE` of the waiting work, or up to one event more."""
         line, pod, keys, budget = self._line, self.pod, self.keys, SLICE
         while line and budget > 0:
             first = line[0]
@@ -79,7 +80,7 @@ class AppliedBatches:
             self.index.graft(pod.scope, budget)
 
     def apply(self, seq: int, batch: EventBatch | None) -> None:
-        """The next batch; None if it could not be decoded. `work` puts it into the index."""
+        """Take the next batch; None if it could not be decoded. `work` puts it into the index."""
         self.next_seq = seq + 1
         self._times.pop(seq - _REMEMBERED, None)
         if batch is None:
@@ -98,31 +99,32 @@ class AppliedBatches:
         self._line.append(_Events(deque(batch.events), self.index.apply))
 
     def stage(self, events: Iterable[Event]) -> None:
-        """A part of a snapshot."""
+        """Take a part of a snapshot."""
         self._line.append(_Events(deque(events), self.index.stage))
 
     def has(self, seq: int, batch: EventBatch | None) -> bool:
-        """Is this a second copy of a batch that was applied?"""
+        """Return whether this is a second copy of an applied batch."""
         return batch is not None and self._times.get(seq) == batch.ts
 
     def contradicts(self, seq: int, batch: EventBatch | None) -> bool:
-        """Is this another batch than the one that was applied under this number?"""
+        """Return whether this batch differs from the one applied under this number."""
         return batch is None or self._times.get(seq) not in (None, batch.ts)
 
     def accept_gap(self, seq: int, now: float) -> None:
-        """Batches before `seq` are lost for good: go on from there, and let what is known grow old."""
+        """Handle batches before `seq` that are lost for good: go on from there, and let the entries age."""
         self.counts["lost"] += 1
         self.next_seq = seq
         self._doubt(now)
 
     def accept_unverified(self, now: float) -> None:
-        """Whether this is still the same process cannot be known, unless its next batch has a number that was there
-        before: let what is known grow old."""
+        """Handle a reconnect after which the process may be another one, unless its next batch repeats a known number:
+        let the entries age.
+        """
         self.counts["unverified"] += 1
         self._doubt(now)
 
     def tick(self, now: float) -> None:
-        """Time passed."""
+        """Handle the passing of time."""
         if now >= self._age_due:
             self._age(now)
 
@@ -130,10 +132,10 @@ class AppliedBatches:
         self.partial = True
         due = self._aged_at + AGE_EVERY_S
         if not self._fresh:
-            return  # nothing is known that does not age already
+            return  # all entries age already
         if now >= due:
             self._age(now)
-        else:  # then all that is known by then ages, this too
+        else:  # at that time all entries age, these too
             self._age_due = due
 
     def _age(self, now: float) -> None:
@@ -141,7 +143,7 @@ class AppliedBatches:
         self._line.append(float(now))
 
     def begin_after(self, seq: int) -> None:
-        """A snapshot has brought all up to `seq`, and takes the place of what the pod holds. Nothing waits."""
+        """Complete a snapshot that has all batches up to `seq`, and replaces the pod's entries. No work may wait."""
         assert not self._line
         self.index.end_snapshot(self.pod)
         self._age_due, self._fresh = float("inf"), True
@@ -150,7 +152,7 @@ class AppliedBatches:
         self._times.clear()
 
     def forget(self) -> None:
-        """Another process, another cache: nothing has been applied, and nothing is held."""
+        """Begin again after a change of process: no batch is applied, and the pod holds nothing."""
         self.counts["epochs"] += 1
         self._aged_at, self._age_due, self._fresh = float("-inf"), float("inf"), False
         self._line.clear()
@@ -161,7 +163,7 @@ class AppliedBatches:
 
 
 class WaitingBatches:
-    """Live batches that wait for an answer, in their order: at most so many, and so many bytes in all of them."""
+    """Live batches that wait for an answer, in order: bounded in number and in bytes."""
 
     def __init__(self, most: int, most_bytes: int) -> None:
         self._most = most
@@ -178,7 +180,7 @@ class WaitingBatches:
         return self._kept[0][0]
 
     def append(self, came: tuple[int, EventBatch | None]) -> int:
-        """How many of the oldest had to go: that leaves a gap, which will be seen."""
+        """Add a batch; return how many of the oldest were dropped, which leaves a gap that will be noticed."""
         size = 0 if came[1] is None else len(encode(came[1].events))
         self._kept.append((*came, size))
         self._bytes += size
@@ -188,12 +190,12 @@ class WaitingBatches:
         return before - len(self._kept)
 
     def popleft(self) -> tuple[int, EventBatch | None]:
-        """The first of them, which waits no more."""
+        """Remove and return the first batch."""
         seq, batch, size = self._kept.popleft()
         self._bytes -= size
         return seq, batch
 
     def clear(self) -> None:
-        """Forget them."""
+        """Drop all."""
         self._kept.clear()
         self._bytes = 0

@@ -1,12 +1,12 @@
 """A connection to one publisher over ZMQ: its live events, its replay socket, its load reports.
 
 One *session* is one set of sockets. A session begins by connecting and ends when a socket loses its peer; the next one
-starts with fresh sockets, so that no answer to an old question can arrive in it. All decisions are the
-subscription's; here bytes are decoded, fed to it, and what it asks is sent.
+starts with fresh sockets, so that no answer to an old question can arrive in it. The subscription makes all decisions;
+here bytes are decoded and fed to it, and its requests are sent.
 
 Thousands of publishers are followed, so a session keeps little: three sockets, and a monitor of the one for events; the
-other two are monitored until they are connected. What each has taken without a whole message is looked at by `intake`,
-which also notices that one of these two has lost its peer. A session takes up to 13 file descriptors for a moment,
+other two are monitored until they are connected. `intake` checks how much each has received without a whole message,
+and also notices that one of these two has lost its peer. A session takes up to 13 file descriptors for a moment,
 then 8.
 """
 
@@ -45,23 +45,23 @@ log = logging.getLogger(__name__)
 
 TICK_S = 0.1
 _RETRY_S = 5.0
-"""Between attempts to open sockets while there are no file descriptors left."""
+"""Seconds between attempts to open sockets while no file descriptors are left."""
 _NO_ROOM = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
 _TICKS = 200
 """Publishers that are ticked before other tasks get a turn."""
 LOOKED_AT = 100
-"""Publishers whose connections are looked at in one tick: that takes 10 µs each."""
+"""Publishers whose connections are checked in one tick: that takes 10 µs each."""
 MOST_BYTES = {"events": 8 << 20, "replay": 8 << 20, "load": 64 << 10}
-"""Of one message. A step in which an engine drops a hundred thousand blocks, one event for each, takes as much; a
+"""Largest message. A step in which an engine drops a hundred thousand blocks, one event for each, takes as much; a
 publisher that sends more loses its connection before it is read."""
 _SOCKET_OPTIONS = {
     zmq.LINGER: 0,
-    zmq.RCVHWM: 1,  # more wait at the publisher, which keeps thousands; `intake` relies on it
+    zmq.RCVHWM: 1,  # others wait at the publisher, which keeps thousands; `intake` relies on it
     zmq.SNDHWM: 1000,
     zmq.RECONNECT_IVL: 50,
     zmq.RECONNECT_IVL_MAX: 500,
-    # A peer whose machine has vanished closes nothing; the kernel notices. ZMQ's own heartbeats end a connection whose
-    # messages wait here for longer, too, and then its assertion ends the whole process (libzmq issue 3937).
+    # A peer whose machine has vanished closes nothing; the kernel's keepalive notices. ZMQ's own heartbeats would also
+    # end a connection whose messages wait here for long, and then its assertion ends the process (libzmq issue 3937).
     zmq.TCP_KEEPALIVE: 1,
     zmq.TCP_KEEPALIVE_IDLE: 1,
     zmq.TCP_KEEPALIVE_INTVL: 1,
@@ -70,10 +70,10 @@ _SOCKET_OPTIONS = {
     zmq.IPV6: 1,
 }
 _PAUSE_S = 0.05
-"""After a session: a peer that accepts and drops must not make a busy loop. Doubled while sessions are short."""
+"""Pause after a session: a peer that accepts and drops must not make a busy loop. Doubled while sessions are short."""
 _SHORT_S = 10.0
 _PATIENCE_S = 1.0
-"""How long the events socket waits for the others before a session begins without them."""
+"""Seconds that the events socket waits for the others before a session begins without them."""
 _UP = zmq.Event.HANDSHAKE_SUCCEEDED
 _LOST = zmq.Event.DISCONNECTED | zmq.Event.HANDSHAKE_FAILED_NO_DETAIL | zmq.Event.HANDSHAKE_FAILED_AUTH
 _LOST |= zmq.Event.HANDSHAKE_FAILED_PROTOCOL
@@ -82,22 +82,23 @@ Load = LoadStat | TreelineLoad
 
 
 def new_context() -> zmq.asyncio.Context:
-    """A context for the sockets of thousands of publishers: ZMQ's default is 1,023 sockets in all."""
+    """Make a context for the sockets of thousands of publishers: ZMQ's default is 1,023 sockets in all."""
     context = zmq.asyncio.Context(io_threads=2)
     context.set(zmq.MAX_SOCKETS, context.get(zmq.SOCKET_LIMIT))
     return context
 
 
 class Ticker:
-    """Calls everybody every TICK_S, some of them with True: they are to look at their connections. One task for all
-    publishers. `turns` are theirs, too."""
+    """Calls registered functions every TICK_S, some of them with True: these check their connections. One task for all
+    publishers, which also share `turns`.
+    """
 
     def __init__(self) -> None:
         self.turns = Turns()
         self._calls: dict[Callable[[bool], None], None] = {}
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Run until cancelled."""
         for tick in itertools.count():
             await asyncio.sleep(TICK_S)
             every = 1 + len(self._calls) // LOOKED_AT
@@ -109,7 +110,7 @@ class Ticker:
 
     @contextlib.contextmanager
     def calling(self, call: Callable[[bool], None]) -> Iterator[None]:
-        """Call this, too, while the block lasts."""
+        """Call this function, too, while the block lasts."""
         self._calls[call] = None
         try:
             yield
@@ -119,8 +120,9 @@ class Ticker:
 
 @dataclass(slots=True)
 class KvStats:
-    """What arrived, over all publishers; read by the metrics. `unfollowed` names those for which there are no sockets
-    left, `refused` those that do not take our keys."""
+    """Counts over all publishers, for the metrics. `unfollowed` names publishers for which no sockets are left,
+    `refused` those that refuse our keys.
+    """
 
     unfollowed: set[str] = field(default_factory=set)
     refused: set[str] = field(default_factory=set)
@@ -132,10 +134,10 @@ class KvStats:
 
 
 class KvCallbacks(msgspec.Struct, frozen=True):
-    """What a connection drives and calls inside the picker.
+    """The parts of the picker that a connection calls.
 
-    `on_load` takes a report and returns what is to be sent to the publisher; `on_trouble` hears that a peer was lost;
-    `in_flight` tells how many requests are known to run there.
+    `on_load` takes a report and returns requests for the publisher; `on_trouble` is called when a peer is lost;
+    `in_flight` returns how many requests are known to run there.
     """
 
     subscription: KvSubscription
@@ -156,7 +158,7 @@ class KvConnection:
     curve: CurveKeys | None
 
     async def run(self) -> None:
-        """Session after session."""
+        """Run session after session."""
         pause = _PAUSE_S
         try:
             while True:
@@ -196,7 +198,7 @@ class KvConnection:
 
 
 class _Sockets:
-    """One set of sockets. `open` it, `run` it, `close` it whatever happened."""
+    """One set of sockets: `open` it, `run` it, and `close` it in any case."""
 
     def __init__(self, ticker: Ticker, callbacks: KvCallbacks, curve: CurveKeys | None) -> None:
         self._ticker = ticker
@@ -212,7 +214,7 @@ class _Sockets:
         self._doing: set[asyncio.Task[None]] = set()
 
     def open(self, context: zmq.asyncio.Context, source: KvSource) -> None:
-        """Make the sockets and connect them. Raises `zmq.ZMQError` where there is no room for them."""
+        """Make the sockets and connect them. Raises `zmq.ZMQError` if the process has too many."""
         host = f"[{source.host}]" if ":" in source.host else source.host
         for what, kind, port, topic in (
             ("events", zmq.SUB, source.events_port, source.topic),
@@ -235,7 +237,7 @@ class _Sockets:
             sock.connect(f"tcp://{host}:{port}")
 
     def close(self) -> None:
-        """Close every socket, unsent messages and all."""
+        """Close every socket and drop unsent messages."""
         for what in list(self._monitors):
             self._unmonitor(what)
         while self._sockets:
@@ -259,7 +261,7 @@ class _Sockets:
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
-                task.result()  # raises what ended it
+                task.result()  # raises its error
         finally:
             tasks += [*monitors, *self._doing]
             for task in tasks:
@@ -283,11 +285,11 @@ class _Sockets:
             await asyncio.Event().wait()
 
     async def settle(self) -> None:
-        """Wait until all that has arrived is in the index."""
+        """Wait until all received batches are in the index."""
         await self._do(lambda: ())
 
     async def _do(self, job: Callable[[], Iterable[Request]]) -> None:
-        """Do this when nothing waits any more, and what it leaves; send what is to be sent."""
+        """Run a job when no work waits any more, then the work that it leaves; send the requests of both."""
         subscription, done = self._callbacks.subscription, False
         while not done or subscription.busy:
             async with self._ticker.turns:
@@ -317,10 +319,10 @@ class _Sockets:
             doing.add_done_callback(self._doing.discard)
 
     async def _monitor(self, what: str) -> None:
-        """See to it that a socket is connected, and that of the events stays so."""
+        """Wait until a socket is connected; for the events socket, end the session when its connection is lost."""
         monitor, up, most, fd = self._monitors[what], self._up[what], MOST_BYTES[what], -1
-        # ZMQ says that a connection is gone before it closes its file. So if nothing more is said after `begin`, the
-        # file that was looked at is the connection's, and not another's that has its number since.
+        # ZMQ reports a lost connection before it closes its file. So if no report follows `begin`, the file is the
+        # connection's, and not another one that got the same number.
         while what == "events" or not up.is_set() or await monitor.poll(0):
             event = parse_monitor_message(await monitor.recv_multipart())
             stats, name = self._callbacks.stats, str(self._callbacks.subscription.pod)
@@ -346,9 +348,9 @@ class _Sockets:
         read: Callable[[list[bytes]], Any],
         take: Callable[[Any], Iterable[Request]],
     ) -> None:
-        """Read every message and let it be taken."""
+        """Receive every message, read it, and pass it on."""
         sock = self._sockets[what]
-        # The plain view of the same socket: taking what is there costs no future per message.
+        # The plain view of the same socket: it takes waiting messages without a future for each.
         plain: zmq.Socket[bytes] = zmq.Socket.shadow(sock.underlying)
 
         def read_frames(parts: Sequence[zmq.Frame]) -> Any:
@@ -409,10 +411,10 @@ class _Sockets:
         if isinstance(load, TreelineLoad):
             self._treeline_load = True
         elif self._treeline_load:
-            return ()  # the same state in the older form, which says less
+            return ()  # the same state in the older form, with fewer fields
         return self._callbacks.on_load(load)
 
 
 def _read_load(message: Sequence[bytes]) -> Load:
-    """Raises `DecodeError`."""
+    """Decode a load report. Raises `DecodeError`."""
     return decode_load(message[0], message[-1])

@@ -1,16 +1,16 @@
-"""Does what an engine publishes arrive here? Judged by its connections, and by the prompts that it serves. Pure.
+"""Judges whether an engine's events arrive here, by its connections and by the prompts that it serves. Pure.
 
-That an engine says where it publishes is no proof: the port may be closed by a NetworkPolicy, the engine may connect to
-that address instead of listening there, the topic may be another, its prefix cache may be off. Its requests are routed
-by history then, and the administrator has to learn why.
+The address that an engine names proves nothing: a NetworkPolicy may close the port, the engine may connect to that
+address instead of listening there, the topic may be another, its prefix cache may be off. Its requests are routed by
+history then, and the administrator must learn why.
 
     UNKNOWN      followed, but neither connected nor given up yet
     HEARD        connected
     UNREACHED    a connection has been missing for `UNREACHED_S`; HEARD again when all have held for `STEADY_S`
-    UNREADABLE   connected, and most of the last events that came were not understood
-    NOTHING      connected, and not one batch has come while it served prompts that were new to it
+    UNREADABLE   connected, and most of the last events could not be decoded
+    NOTHING      connected, and no batch has come while it served prompts that were new to it
 
-An engine that is not ready is not judged: one that restarts is no news.
+An engine that is not ready is not judged: a restart is normal.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from typing import Final, NamedTuple
 UNREACHED_S: Final = 5.0
 """Reconnecting takes half a second; a publisher thread may be busy with a replay for some seconds."""
 STEADY_S: Final = 5.0
-"""One that accepts connections and drops them must not make the way change with each."""
+"""A publisher that accepts connections and drops them must not change the routing each time."""
 SILENT_PROMPTS: Final = 8
 SILENT_TOKENS: Final = 4096
-"""So many prompts, with so many new tokens in all, fill blocks of any engine (a hybrid model's have some hundreds of
-tokens), and events about them."""
+"""Prompts, and their new tokens in all, that fill blocks of any engine (a hybrid model's have some hundreds of tokens),
+and so must cause events."""
 UNREAD_EVENTS: Final = 16
-"""Of so many events, at least, most decide whether they can be read."""
+"""Least events by whose majority the state is judged."""
 _SILENT_LOOKS: Final = 3
-"""Events come after the step that computed the prompt: they get so many looks to arrive."""
+"""Looks without events before NOTHING: events come only after the step that computed the prompt."""
 
 
 class HearingState(Enum):
-    """See the module."""
+    """The state of an endpoint's events; see the module."""
 
     UNKNOWN = "unknown"
     HEARD = "heard"
@@ -44,14 +44,14 @@ class HearingState(Enum):
 
 
 class Prefills(NamedTuple):
-    """The prompts whose prefixes are known here that an endpoint has answered, and their tokens that were new to it."""
+    """The prompts with a known prefix that an endpoint has answered, and their tokens that were new to it."""
 
     prompts: int = 0
     tokens: int = 0
 
 
 class Readings(NamedTuple):
-    """The events of an endpoint that were understood, and those that were not."""
+    """The events of an endpoint that could be decoded, and those that could not."""
 
     understood: int = 0
     unread: int = 0
@@ -59,7 +59,7 @@ class Readings(NamedTuple):
 
 @dataclass(slots=True)
 class Hearing:
-    """Whether one endpoint is heard. Its process's connections are looked at about every second."""
+    """The judgement on one endpoint. Its process's connections are looked at about every second."""
 
     state: HearingState = HearingState.UNKNOWN
     _broken_since: float | None = None
@@ -80,9 +80,10 @@ class Hearing:
         served: Prefills,
         readings: Readings = Readings(),  # noqa: B008
     ) -> bool:
-        """What is seen at `now`; True if that changes the state. `connected`: to all publishers; `breaks`: connections
-        that were lost, `batches`: those that came, `readings` of them, all since the process is followed."""
-        held = connected and self._breaks in (None, breaks)  # it may have been lost and back since the last look
+        """Take a look's facts at `now`; return True if they change the state. `connected`: to all publishers; `breaks`:
+        lost connections, `batches`: received ones, `readings` of their events, all since the process is followed.
+        """
+        held = connected and self._breaks in (None, breaks)  # it may have been lost and restored since the last look
         self._breaks = breaks
         if not held:
             self._whole_since = None
@@ -97,7 +98,7 @@ class Hearing:
         return self.state is not before
 
     def rest(self) -> None:
-        """The engine is not ready: the time until it is again counts for nothing."""
+        """Pause while the engine is not ready: this time does not count."""
         self._broken_since = self._whole_since = None
 
     def _judge(self, now: float, batches: int, served: Prefills) -> HearingState:

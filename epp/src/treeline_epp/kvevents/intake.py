@@ -1,16 +1,15 @@
-"""What a socket has taken from its peer since its last whole message, counted by the kernel.
+"""A bound on the bytes that a socket receives without a whole message, counted by the kernel; and the loop time that
+publishers share.
 
-ZMQ bounds each frame of a message, but not how many there are, and hands nothing over before the last one has come. So
-a message that does not end grows inside of it, and every frame costs 64 bytes there, even an empty one that has two on
-the wire. With one message in a socket's queue, no more than one can have been taken since the last one was read: a peer
-that has sent more is sending what will never be read.
+ZMQ bounds each frame of a message, but not their number, and hands nothing over before the last one has come. So an
+endless message grows inside of ZMQ, and every frame costs 64 bytes there, even an empty one of two bytes on the wire.
+With one message in a socket's queue, at most one more can have been received since the last one was read: a peer that
+has sent more is sending a message that will never end.
 
-The time on the loop that all publishers share.
-
-A loop runs all that is ready before it looks for more: a hundred publishers with something to do would each have their
-time, one after the other, and a request that comes meanwhile waits for all of them. So each piece of work needs the
-*turn*, which one has at a time. Work that finds that the publishers have had `SLICE_S` in this round of the loop waits
-for the next one, while everything else that is ready is run.
+A loop runs all ready tasks before it looks for more: a hundred publishers with work would each have their time, one
+after the other, and a request that comes meanwhile waits for all of them. So each piece of work needs the *turn*, which
+only one has at a time. When the publishers have had `SLICE_S` in this round of the loop, the next piece waits for the
+next round, while all other ready tasks run.
 """
 
 from __future__ import annotations
@@ -27,13 +26,14 @@ SLICE_S: Final = 0.001
 
 
 class Turns:
-    """`async with` it around each piece of work, which must not wait for anything. Turns are given in the order in
-    which they are asked for."""
+    """The lock around each piece of work (`async with`), which must not await anything. Turns are given in the order of
+    requests.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._lock = asyncio.Lock()
         self._clock = clock
-        self._began: float | None = None  # the first piece of this round of the loop
+        self._began: float | None = None  # start of the first piece in this round of the loop
 
     async def __aenter__(self) -> None:
         await self._lock.acquire()
@@ -55,18 +55,19 @@ class Turns:
 
 
 MOST_FRAMES: Final = 5
-"""Of a message: no form has more."""
+"""Most frames of a message: no form has more."""
 _SPARE_BYTES: Final = 1 << 20
-"""Headers, what ZMQ reads in one go (8 KiB), and heartbeats of the peer while it says nothing."""
+"""Room for headers, one read of ZMQ (8 KiB), and heartbeats of an otherwise silent peer."""
 
 
 class IntakeError(Exception):
-    """The connection is to be ended; says why."""
+    """The connection must be closed; the message says why."""
 
 
 def receive(sock: zmq.Socket[bytes], most_bytes: int) -> list[zmq.Frame]:
-    """A message, if there is one. Raises `zmq.Again`, and `IntakeError` for one that is too large, of which it reads
-    no more than fits."""
+    """Return a message, if one waits. Raises `zmq.Again`, and `IntakeError` for one that is too large, without reading
+    more of it than allowed.
+    """
     parts: list[zmq.Frame] = []
     size = 0
     while not parts or parts[-1].more:
@@ -80,8 +81,7 @@ def receive(sock: zmq.Socket[bytes], most_bytes: int) -> list[zmq.Frame]:
 
 
 class Intake:
-    """What one socket has taken; nothing is known before its connection begins. `read` is to be set with each message,
-    also with those that are read before that."""
+    """The count of one socket; it begins with the connection. Set `read` with each message, also before that."""
 
     def __init__(self, most_bytes: int) -> None:
         self._most = most_bytes
@@ -89,11 +89,12 @@ class Intake:
         self._file = 0
         self._before = 0
         self.read = False
-        """A message was read since the last look."""
+        """Whether a message was read since the last look."""
 
     def begin(self, fd: int) -> None:
-        """The connection is there, by the number of its file, which is ZMQ's. What came until now counts: a peer may
-        have sent much before its handshake is noticed here. Raises `IntakeError` if the file is none of TCP."""
+        """Begin with a connection, by its file descriptor, which is ZMQ's. Bytes received so far count: a peer may send
+        much before its handshake is noticed here. Raises `IntakeError` if the file is no TCP socket.
+        """
         try:
             self._file = identity(fd)
             received(fd)
@@ -102,14 +103,16 @@ class Intake:
         self._fd = fd
 
     def look(self) -> None:
-        """Raises `IntakeError` if it has taken more than a message since the last one was read, or is gone."""
+        """Check the count. Raises `IntakeError` if more than a message came since the last one was read, or the socket
+        is gone.
+        """
         if self._fd is None:
             return
         try:
             if identity(self._fd) != self._file:
                 raise self._gone()
             if self.read:
-                # In this order it is no less than was taken at the first call, and below no more than at the second.
+                # In this order it is at least the count at the first call, and below at most that at the second.
                 self.read, waiting = False, unread(self._fd)
                 self._before = received(self._fd) - waiting
                 return
@@ -120,5 +123,7 @@ class Intake:
             raise self._gone() from None
 
     def _gone(self) -> IntakeError:
-        """ZMQ itself closes a connection for one frame that is too large; its monitor may say so later."""
+        """Return the error for a lost connection. ZMQ closes one itself for a frame that is too large; its monitor may
+        report it later.
+        """
         return IntakeError(f"it is gone, or sent a message of over {self._most} bytes")

@@ -1,6 +1,6 @@
-"""Messages of a publisher, read: batches decoded, and cut so that no piece to be applied is large.
+"""Decodes a publisher's messages, and splits batches into small pieces.
 
-Pure. A large message is read in another thread, which takes the time of its cutting and of its freeing, too.
+Pure. A large message is read in another thread, which also does the splitting and the freeing.
 """
 
 from __future__ import annotations
@@ -24,24 +24,25 @@ from treeline_wire.frames import Hello, ReplayEnd, ReplayItem, Reply, SnapshotCh
 
 STORED: Final = 128
 REMOVED: Final = 32
-"""Blocks of a piece."""
+"""Most blocks of a piece."""
 _TOKENS: Final = 4096
-"""Of a piece, unless one block has more."""
+"""Most tokens of a piece, unless one block has more."""
 _MOST_TOKENS: Final = 16_384
-"""Of a block; hybrid models have some thousand. The text of one with more is not made."""
+"""Most tokens of a block; hybrid models have some thousand. A larger block gets no text."""
 
 
 def in_pieces(events: Sequence[Event]) -> list[Event]:
-    """Events that do together what these do, each of a bounded size. O(blocks).
+    """Split events into pieces of a bounded size with the same effect. O(blocks).
 
-    What a clear makes pointless is left out: an engine may send any number of them at once, and each takes a bit.
+    Events that a later clear undoes are left out: an engine may send any number of clears at once, and each takes a
+    bit.
     """
     cleared = max((at for at, event in enumerate(events) if type(event) is AllBlocksCleared), default=0)
     return [piece for event in events[cleared:] for piece in pieces(event)]
 
 
 def pieces(event: Event) -> Iterable[Event]:
-    """Events of a bounded size that do together what this one does; itself if it is small. O(blocks)."""
+    """Split one event into pieces of a bounded size with the same effect; a small one stays. O(blocks)."""
     if isinstance(event, AllBlocksCleared):
         return (event,)
     if isinstance(event, BlockRemoved):
@@ -54,8 +55,8 @@ def pieces(event: Event) -> Iterable[Event]:
 def _removed(event: BlockRemoved) -> Iterator[Event]:
     hashes, copies = event.block_hashes, event.remaining_copy_counts
     if copies is not None and len(copies) != len(hashes):
-        copies = None  # as the index has it
-    # What is removed in the order of its chain or in the opposite one is so in each piece, too.
+        copies = None  # the index does the same
+    # Each piece keeps the order of the chain, or the opposite one.
     for at in range(0, len(hashes), REMOVED):
         some = copies[at : at + REMOVED] if copies is not None else None
         yield replace(event, block_hashes=hashes[at : at + REMOVED], remaining_copy_counts=some)
@@ -65,7 +66,7 @@ def _stored(event: BlockStored) -> Iterator[Event]:
     hashes, tokens, width, extra = event.block_hashes, event.token_ids, event.block_size, event.extra_keys
     told = 0 < width <= _MOST_TOKENS and len(tokens) == len(hashes) * width
     if not told or (extra is not None and len(extra) != len(hashes)):
-        # It does not say what belongs to which block: only blocks that are known already are found by their hashes.
+        # Its tokens cannot be assigned to blocks: only blocks that are known already are found by their hashes.
         tokens, extra = [], None
     count = min(STORED, max(1, _TOKENS // width)) if tokens else STORED
     parent = event.parent_block_hash
@@ -85,8 +86,9 @@ LARGE: Final = 32 << 10
 
 
 class Numbered(NamedTuple):
-    """A live batch and its number. `events` counts those that were sent, which may be in pieces now. `batch` is None
-    where the payload was refused for `refusal`."""
+    """A live batch and its number. `events` counts the events that were sent, before the split. `batch` is None if the
+    payload was refused for `refusal`.
+    """
 
     seq: int
     batch: EventBatch | None
@@ -95,23 +97,23 @@ class Numbered(NamedTuple):
 
 
 class Replayed(NamedTuple):
-    """A batch of a replay; `batch` is None where its payload was refused."""
+    """A batch of a replay; `batch` is None if its payload was refused."""
 
     seq: int
     batch: EventBatch | None
 
 
 Answer: TypeAlias = Hello | Replayed | ReplayEnd | SnapshotHeader | SnapshotChunk | SnapshotEnd
-"""What a publisher may answer, read."""
+"""A publisher's decoded answer."""
 
 
 def is_large(message: Iterable[Sized]) -> bool:
-    """Is it to be read in another thread?"""
+    """Return whether a message must be read in another thread."""
     return sum(map(len, message)) > LARGE
 
 
 def read_live(message: Sequence[bytes]) -> Numbered:
-    """Raises `FrameError`."""
+    """Decode a live batch. Raises `FrameError`."""
     _, seq, payload = frames.parse_live(message)
     try:
         batch = decode_batch(payload)
@@ -121,12 +123,12 @@ def read_live(message: Sequence[bytes]) -> Numbered:
 
 
 def read_reply(message: Sequence[bytes]) -> Answer:
-    """Raises `FrameError`."""
+    """Decode an answer. Raises `FrameError`."""
     return answer_of(frames.parse_reply(message))
 
 
 def answer_of(reply: Reply) -> Answer:
-    """What a subscription takes of a reply."""
+    """Convert a reply to the form that a subscription takes."""
     if isinstance(reply, ReplayItem):
         try:
             return Replayed(reply.seq, _in_pieces(decode_batch(reply.payload)))

@@ -1,26 +1,26 @@
-"""The states of a subscription, all that can happen to it, what it may ask, and its settings.
+"""The states of a subscription, its events, the kinds of publishers, and its settings.
 
 Theory of operation. Live batches are numbered. While all arrive in order the state is LIVE and each is applied at once.
 Whenever something may be missing (a reconnect, a gap, silence, a heartbeat that names more, an audit that failed) the
 subscription *recovers*: it leaves LIVE, buffers live batches, asks, applies the answer, then what it buffered, and is
 LIVE again. `table` says for each state and event which method handles it and to which states it may lead.
 
-    DISCONNECTED  a socket is missing; what is known stays until the peer is known to be another process
-    HELLO         asked which epoch this is and which batches can be replayed. Another epoch: everything known is
+    DISCONNECTED  a socket is missing; entries stay until the peer is known to be another process
+    HELLO         asked for the epoch and for the batches that can be replayed. Another epoch: all entries are
                   dropped at once. Nothing missing: LIVE. Missing and covered: REPLAY. Else: SNAPSHOT. No answer from a
                   publisher that never answered: it is not one of ours ("foreign")
-    REPLAY        fills a gap. A foreign publisher has no epoch, so after a reconnect the last batch that we know is
-                  replayed first: if its time stamp is another, or it is not there, this is another process. An answer
-                  that breaks off (their queues drop what has no room, the end too) is asked for from where it broke off
+    REPLAY        fills a gap. A foreign publisher has no epoch, so after a reconnect the last known batch is replayed
+                  first: if its time stamp differs, or it is missing, this is another process. An answer that breaks
+                  off (full queues there drop messages, also the last) is requested again from that point on
     SNAPSHOT      asked for everything (only ours)
-    CHUNKS        the snapshot arrives; it takes the place of what is known when it is complete
+    CHUNKS        the snapshot arrives; it replaces all entries when it is complete
     BACKOFF       no answer, or too many questions: it is asked again later
-    LIVE          all that was published has been applied
-    CHECKING      LIVE, and asked by hello whether the last batch of a burst was lost without a trace: every second
+    LIVE          all published batches have been applied
+    CHECKING      LIVE, with an open hello that shows whether the last batch of a burst was lost: every second
 
-Foreign publishers cannot always be made whole. A gap that their replay does not cover, and a reconnect after which no
-replay tells whether this is still the same process, leave what they hold in doubt: it ages (`Index.age`), `partial` is
-set, and the audit of routed requests has the last word (`Pod.rebuild_wanted`).
+Foreign publishers cannot always be completed. A gap that their replay does not cover, and a reconnect after which no
+replay shows whether this is still the same process, leave their entries in doubt: they age (`Index.age`), `partial` is
+set, and the audit of routed requests decides (`Pod.rebuild_wanted`).
 
 Load reports of ours name the epoch, too (`on_heartbeat`), and may name the newest batch; while they do, no hello is
 sent to ask for it.
@@ -38,7 +38,7 @@ from treeline_epp.kvevents.reading import Replayed
 
 
 class SubscriptionState(StrEnum):
-    """See the module. The values are metric labels."""
+    """The state of a subscription; see the module. The values are metric labels."""
 
     DISCONNECTED = "disconnected"
     HELLO = "hello"
@@ -51,14 +51,14 @@ class SubscriptionState(StrEnum):
 
 
 class SubscriptionEvent(StrEnum):
-    """All that can happen to a subscription."""
+    """An event of a subscription."""
 
     CONNECTED = "connected"
     DISCONNECTED = "disconnected"
     BATCH = "batch"
     HEARTBEAT = "heartbeat"
     TURN = "turn"
-    """There is time for a part of the work that waits."""
+    """A turn to do a part of the waiting work."""
     TICK = "tick"
     TIMEOUT = "timeout"
     """A tick at or after the time until which the state lasts: an answer's deadline, the end of a pause."""
@@ -71,23 +71,24 @@ class SubscriptionEvent(StrEnum):
 
 
 class Peer(Enum):
-    """What kind of publisher it is."""
+    """The kind of a publisher."""
 
     UNKNOWN = "unknown"
     OURS = "ours"
-    """It answers hello: a Treeline runtime."""
+    """A Treeline runtime: it answers hello."""
     FOREIGN = "foreign"
-    """It does not, or is known to be another and never asked: vLLM, SGLang."""
+    """Another engine (vLLM, SGLang): it does not answer hello, or its type is known and it is never asked."""
 
 
 @dataclass(frozen=True, slots=True)
 class SubscriptionConfig:
-    """Times in seconds. `reply_s`: no answer for so long means none will come. `check_s`: between hellos while LIVE.
-    `grace_s`: a batch that an answer names may still be on its way so long. `silence_s`: so long without a word while
-    requests run there is suspicious. `replay_retry_s`: a replay that was not answered is asked for again no sooner,
-    unless the publisher has just come (back): then after `come_back_s`, since an engine that starts is slow to answer.
-    Retries wait `backoff_s`, doubled each time up to `max_backoff_s`. `buffer` bounds buffered batches,
-    `buffer_bytes` what is in them."""
+    """The settings of a subscription; times in seconds. `reply_s`: after this long no answer is expected any more.
+    `check_s`: between hellos while LIVE. `grace_s`: longest time for a batch that an answer names to arrive.
+    `silence_s`: silence of this length while requests run there is suspicious. `replay_retry_s`: least time before an
+    unanswered replay is requested again, unless the publisher has just come (back): then `come_back_s`, since a
+    starting engine is slow to answer. Retries wait `backoff_s`, doubled each time up to `max_backoff_s`. `buffer`
+    bounds buffered batches, `buffer_bytes` their bytes.
+    """
 
     reply_s: float = 1.0
     check_s: float = 1.0
@@ -103,7 +104,9 @@ class SubscriptionConfig:
 
 @dataclass(slots=True)
 class Checks:
-    """While LIVE: when to ask next, how often that was in vain, and the batch that is missing (since when), if any."""
+    """The checks while LIVE: when the next is due, how many were missed in a row, and the missing batch (since when),
+    if any.
+    """
 
     due_at: float = 0.0
     missed: int = 0
@@ -112,9 +115,10 @@ class Checks:
 
 @dataclass(slots=True)
 class Replay:
-    """The replay that is asked for. `start` is the first batch of it. `overlap`: it must begin with this batch, which
-    we know. `beyond`: the first batch that waits for it to be complete, where there is a gap before that. `uncovered`:
-    it does not give what is missing."""
+    """The requested replay. `start` is its first batch. `overlap`: the known batch with which it must begin. `beyond`:
+    the first batch that waits for its end, if there is a gap before that. `uncovered`: it does not have the missing
+    batches.
+    """
 
     start: int | None = None
     overlap: int | None = None

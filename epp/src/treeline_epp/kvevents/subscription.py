@@ -1,10 +1,10 @@
-"""A subscription to one engine's KV events: what to ask of its publisher so that the index equals its cache. Sans-IO.
+"""A subscription to one engine's KV events: it asks the publisher until the index equals the engine's cache. Sans-IO.
 
-Two rules. All questions to a publisher come from here, at most one is open at a time, and only this applies its events.
+Two rules. All questions to a publisher come from here, at most one at a time, and only this code applies its events.
 The driver (`connection`) owns the sockets: it feeds what arrives, sends the requests that are returned on the
 publisher's replay socket (a DEALER; a fresh one after each reconnect, so that no answer to an old question can arrive),
-and ticks. What is fed may leave work: while this is `busy`, the driver gives it turns of a millisecond each, and feeds
-nothing. `TABLE` (see `table`) says which method handles an event in a state; `states` explains them.
+and ticks. Input may leave work: while this is `busy`, the driver gives it turns of a millisecond each, and feeds
+nothing. `TABLE` (see `table`) has the method for each event in each state; `states` explains them.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from treeline_epp.kvevents.states import (
 )
 from treeline_epp.kvevents.table import table_of
 
-_DRAINED = 64  # batches that waited, of which nothing is in the index yet, in one turn
-_MAX_ROUNDS = 4  # questions in one recovery before it waits
-_MAX_ASKS = 12  # replays that a publisher without an epoch is asked for after it has come (back), until it answers one
-_MAX_MISSED_CHECKS = 3  # in a row, after which a LIVE subscription recovers; one may be late because of a snapshot
+_DRAINED = 64  # most waiting batches that are taken in one turn
+_MAX_ROUNDS = 4  # most questions in one recovery before it waits
+_MAX_ASKS = 12  # most replays asked of a publisher without an epoch after it has come (back), until it answers
+_MAX_MISSED_CHECKS = 3  # in a row, until a LIVE subscription recovers; one may be late because of a snapshot
 
 
 class KvSubscription:
-    """One (pod UID, rank). Methods return what is to be sent now, in order. `ours`: the publisher may be one of ours;
-    to others, which call it an invalid request, no hello is ever sent. `replays`: there is a socket to ask at all.
-    `stretch` (≥ 1), where there are many: it is checked so much more seldom than configured while LIVE, and may take so
-    much longer to answer.
+    """The subscription of one (pod UID, rank). Methods return the requests to send now, in order. `ours`: the publisher
+    may be one of ours; others, to which a hello is an invalid request, never get one. `replays`: there is a socket for
+    questions. `stretch` (≥ 1), for many publishers: checks while LIVE are this much rarer than configured, and answers
+    may take this much longer.
 
-    Readable: `state`, `epoch`, `peer`, `applied`, `counts` (by what happened: "applied", "gaps", "snapshot" …).
+    Readable: `state`, `epoch`, `peer`, `applied`, `counts` (by event: "applied", "gaps", "snapshot" …).
     """
 
     def __init__(
@@ -69,16 +69,16 @@ class KvSubscription:
         self._keys = keys
         self._config = config or SubscriptionConfig()
         self._stretch = stretch
-        self._until = float("inf")  # the state lasts no longer
+        self._until = float("inf")  # when the state times out
         self._rounds = 0
         self._backoff_s = self._config.backoff_s
         self._buffer = self._new_buffer()
-        self._drained: int | None = None  # while LIVE and batches wait: the newest that does not any more
+        self._drained: int | None = None  # while LIVE with waiting batches: the newest that has been taken
         self.applied = AppliedBatches(index, pod, keys, self.counts)
         self._replay = Replay()
         self._no_replay_until = float("-inf") if replays else float("inf")
-        self._verified = True  # that the process is the one whose batches were applied
-        self._asks_left = 0  # replays until one is answered
+        self._verified = True  # whether the process is the one whose batches were applied
+        self._asks_left = 0  # replays to ask for until one is answered
         self._snapshot_seq = 0
         self._checks = Checks()
         self._last_heard = 0.0
@@ -86,12 +86,12 @@ class KvSubscription:
 
     @property
     def live(self) -> bool:
-        """Has all arrived that is known to be published?"""
+        """Whether all batches known to be published have arrived."""
         return self.state is _LIVE or self.state is _CHECKING
 
     @property
     def busy(self) -> bool:
-        """Does work wait for a turn?"""
+        """Whether work waits for a turn."""
         return self.applied.busy or self._drained is not None
 
     @property
@@ -99,39 +99,39 @@ class KvSubscription:
         """The next batch wanted."""
         return self.applied.next_seq
 
-    # What the driver feeds
+    # Input from the driver
 
     def on_connected(self, now: float) -> list[Request]:
-        """Both sockets are connected (again)."""
+        """Handle a (re)connect of both sockets."""
         self._last_heard = now
         return self._handle(SubscriptionEvent.CONNECTED, None, now)
 
     def on_disconnected(self, now: float) -> None:
-        """A socket lost its peer."""
+        """Handle the loss of a socket's peer."""
         self.counts["disconnects"] += 1
         self._handle(SubscriptionEvent.DISCONNECTED, None, now)
 
     def on_live(self, seq: int, batch: EventBatch | None, now: float) -> list[Request]:
-        """A live batch; None if its payload could not be decoded."""
+        """Take a live batch; None if its payload could not be decoded."""
         self._last_heard = now
         return self._handle(SubscriptionEvent.BATCH, (seq, batch), now)
 
     def on_reply(self, reply: Answer, now: float) -> list[Request]:
-        """Anything that arrived on the replay socket. Answers to no open question are ignored."""
+        """Take a message of the replay socket. Answers to no open question are ignored."""
         self._last_heard = now
         return self._handle(EVENT_OF[type(reply)], reply, now)
 
     def on_turn(self, now: float) -> list[Request]:
-        """There is time for a part of the work that waits."""
+        """Do a part of the waiting work."""
         return self._handle(SubscriptionEvent.TURN, None, now)
 
     def on_heartbeat(self, epoch: int, newest: int | None, now: float) -> list[Request]:
-        """A load report named the publisher's epoch and (unless None) its newest batch, -1 for none."""
+        """Take a load report's epoch and newest batch: -1 for none, None if not named."""
         self._last_heard = now
         return self._handle(SubscriptionEvent.HEARTBEAT, (epoch, newest), now)
 
     def on_tick(self, now: float, in_flight: int = 0) -> list[Request]:
-        """Time passed; call at least every 100 ms. `in_flight`: requests that we know to be running there."""
+        """Handle the passing of time; call at least every 100 ms. `in_flight`: requests known to be running there."""
         self._in_flight = in_flight
         self.applied.tick(now)
         event = SubscriptionEvent.TIMEOUT if now >= self._until else SubscriptionEvent.TICK
@@ -162,14 +162,14 @@ class KvSubscription:
         return []
 
     def _connected(self, what: Any, now: float) -> list[Request]:
-        self._verified = self.next_seq is None or self.peer is Peer.OURS  # those say hello
+        self._verified = self.next_seq is None or self.peer is Peer.OURS  # ours are asked by hello
         self._asks_left = 0 if self.peer is Peer.OURS else _MAX_ASKS
         if self._no_replay_until < float("inf"):
             self._no_replay_until = now
         return self._recover(what, now)
 
     def _recover(self, _what: Any, now: float) -> list[Request]:
-        """Find out what is missing."""
+        """Find out which batches are missing."""
         self._checks.behind = None
         if self.peer is Peer.FOREIGN:
             return self._ask_foreign(now)
@@ -177,7 +177,7 @@ class KvSubscription:
 
     def _enter(self, state: SubscriptionState, until: float = float("inf")) -> None:
         if self.state is _CHUNKS and state is not _CHUNKS:
-            self._index.drop_snapshot(self.pod)  # no effect on one that is complete
+            self._index.drop_snapshot(self.pod)  # no effect on a complete one
         self.state = state
         self._until = until
         self._drained = None
@@ -198,7 +198,7 @@ class KvSubscription:
         return self._ask(_REPLAY, frames.ReplayRequest(start), now)
 
     def _ask_foreign(self, now: float) -> list[Request]:
-        """Replay all, or from the last batch that is known."""
+        """Ask for a replay of all, or from the last known batch on."""
         if now < self._no_replay_until:
             return self._without_replay(now)
         if self.next_seq is None:
@@ -207,7 +207,7 @@ class KvSubscription:
         return self._ask_replay(max(0, known), known, now)
 
     def _without_replay(self, now: float) -> list[Request]:
-        """Go on with what comes."""
+        """Go on with live batches, without a replay."""
         self.applied.partial = True
         if not self._verified:
             self._verified = True
@@ -215,7 +215,7 @@ class KvSubscription:
         return self._finish(now)
 
     def _fill(self, oldest: int | None, now: float) -> list[Request]:
-        """Batches from `next_seq` on are missing; `oldest` is the first that can be replayed, None if unknown."""
+        """Ask for the batches from `next_seq` on; `oldest` is the first that can be replayed, None if unknown."""
         assert self.next_seq is not None
         if self.peer is Peer.OURS and oldest is not None and oldest > self.next_seq:
             return self._ask(_SNAPSHOT, frames.SnapshotRequest(), now)
@@ -229,7 +229,9 @@ class KvSubscription:
         return []
 
     def _reply_s(self) -> float:
-        """When thousands are asked at once, answers wait for their turn: too little patience would ask them again."""
+        """Return the longest wait for an answer. When thousands are asked at once, answers queue up: less patience
+        would ask them all again.
+        """
         return self._config.reply_s * self._stretch()
 
     def _check_s(self) -> float:
@@ -248,7 +250,7 @@ class KvSubscription:
         self.counts["timeouts"] += 1
         if self.peer is Peer.OURS:
             return self._wait(now)
-        if self._replay.uncovered:  # it answers, as another process
+        if self._replay.uncovered:  # it answered, as another process
             return self._recover(what, now)
         start, next_seq = self._replay.start, self.next_seq
         if start is not None and next_seq is not None and next_seq > start and self._replay.overlap is None:
@@ -275,7 +277,7 @@ class KvSubscription:
             self.epoch = hello.epoch
         newest, applied = -1 if hello.newest is None else hello.newest, self.applied
         if applied.next_seq is not None and newest < applied.next_seq - 1:
-            self._drop()  # it does not know batches that we have: not the same process, whatever it says
+            self._drop()  # it does not have batches that we know: another process, whatever epoch it names
             self.epoch = hello.epoch
         if self.pod.rebuild_wanted:
             return self._ask(_SNAPSHOT, frames.SnapshotRequest(), now)
@@ -295,7 +297,7 @@ class KvSubscription:
         return sends
 
     def _late_hello(self, hello: frames.Hello, now: float) -> list[Request]:
-        """No question waits for it any more; but it says that the publisher is one of ours."""
+        """Take an answer that came too late; it still shows that the publisher is one of ours."""
         if self.peer is Peer.OURS or not self._ours:
             return self._unasked(hello, now)
         self.peer = Peer.OURS
@@ -324,28 +326,28 @@ class KvSubscription:
         return []
 
     def _compare(self, seq: int, batch: EventBatch | None, known: int, now: float) -> None:
-        """The first batch of a replay that should begin with `known`: is it the same process?"""
+        """Compare the first batch of a replay that should begin with `known`: is it the same process?"""
         if seq <= known and (seq != known or self.applied.contradicts(seq, batch)):
             self._drop()
             self._replay.uncovered = True  # ask again, from 0, when this replay is over
         elif not self._verified and not self.applied.has(seq, batch):
-            self.applied.accept_gap(max(seq, known + 1), now)  # it no longer has that batch: no way to know
+            self.applied.accept_gap(max(seq, known + 1), now)  # it no longer has that batch, so this stays unknown
         self._verified = True
 
     def _replay_end(self, end: frames.ReplayEnd, now: float) -> list[Request]:
         replay = self._replay
         self._asks_left = 0
         if replay.overlap is not None and replay.overlap >= 0:
-            self._drop()  # it has never published what we know: another process
+            self._drop()  # it has never published the batches that we know: another process
             return self._recover(end, now)
         if replay.uncovered and self.peer is Peer.OURS:
             return self._ask(_SNAPSHOT, frames.SnapshotRequest(), now)
         if replay.uncovered or (self.peer is Peer.OURS and self.next_seq is None):
             return self._recover(end, now)
         if self.next_seq is None:
-            self.applied.next_seq = 0  # it has all from 0 on, and that is nothing yet
+            self.applied.next_seq = 0  # it has published nothing yet: 0 is the next batch
         elif self.peer is Peer.FOREIGN and replay.beyond is not None and replay.start == self.next_seq:
-            self.applied.accept_gap(replay.beyond, now)  # it has nothing to fill the gap with
+            self.applied.accept_gap(replay.beyond, now)  # it cannot fill the gap
         return self._finish(now)
 
     def _snapshot_header(self, header: frames.SnapshotHeader, now: float) -> list[Request]:
@@ -375,7 +377,7 @@ class KvSubscription:
         if not self._ours:
             return []
         if self.peer is Peer.FOREIGN:
-            self.peer = Peer.UNKNOWN  # these send no such report: it must have been slow to answer
+            self.peer = Peer.UNKNOWN  # foreign publishers send no such report: it was only slow to answer
             return self._recover(named, now)
         if epoch != self.epoch:
             self._drop()
@@ -415,13 +417,13 @@ class KvSubscription:
         return []
 
     def _finish(self, now: float) -> list[Request]:
-        """The answer is applied: apply what came meanwhile; LIVE, unless that has a gap, too."""
+        """End a recovery: apply the batches that came meanwhile; LIVE, unless they have a gap, too."""
         self._enter(_LIVE)
         self._drained = -1
         return self._drain(None, now)
 
     def _drain(self, _what: Any, now: float) -> list[Request]:
-        """Apply some of what came meanwhile."""
+        """Apply some of the batches that came meanwhile."""
         newest = self._drained
         if newest is None:
             return []
@@ -430,7 +432,7 @@ class KvSubscription:
             seq, batch = buffered.popleft()
             later, newest = seq >= newest, max(newest, seq)
             if later and self.next_seq is not None and seq < self.next_seq:
-                continue  # the answer covered it
+                continue  # the answer had it
             sends = self._take((seq, batch), now)
             if not self.live:
                 while buffered:
@@ -448,16 +450,16 @@ class KvSubscription:
     # Batches
 
     def _keep(self, came: tuple[int, EventBatch | None], _now: float) -> list[Request]:
-        """A live batch that must wait."""
+        """Keep a live batch that must wait."""
         self.counts["overflows"] += self._buffer.append(came)
         return []
 
     def _take(self, came: tuple[int, EventBatch | None], now: float) -> list[Request]:
-        """A live batch while LIVE."""
+        """Take a live batch while LIVE."""
         seq, batch = came
         applied = self.applied
         if applied.next_seq is None:
-            applied.next_seq = seq  # a foreign publisher without replay: begin where it is
+            applied.next_seq = seq  # a foreign publisher without replay: begin with this batch
         if seq < applied.next_seq:
             if self.applied.has(seq, batch):
                 self.counts["duplicates"] += 1
@@ -475,7 +477,7 @@ class KvSubscription:
         return []
 
     def _apply(self, seq: int, batch: EventBatch | None) -> None:
-        """The next batch."""
+        """Apply the next batch."""
         self.applied.apply(seq, batch)
         behind = self._checks.behind
         if behind is not None and seq >= behind[0]:
@@ -485,7 +487,7 @@ class KvSubscription:
         return WaitingBatches(self._config.buffer, self._config.buffer_bytes)
 
     def _drop(self) -> None:
-        """Another process: forget everything at once."""
+        """Drop everything at once: it is another process."""
         self.applied.forget()
         self._verified = True
         self.epoch = None

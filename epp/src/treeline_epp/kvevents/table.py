@@ -1,4 +1,4 @@
-"""What a subscription does: a method and the states that it may lead to, for every state and every event."""
+"""The transitions of a subscription: a method and its possible next states, for every state and every event."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from treeline_epp.kvevents.states import EVENT_OF, SubscriptionEvent, Subscripti
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """What an event does in a state: the method that handles it, and the states that it may lead to."""
+    """The transition for an event in a state: the method that handles it, and the possible next states."""
 
     handle: Callable[[Any, Any, float], list[Request]]
     leads_to: frozenset[SubscriptionState]
 
 
 Row = dict[SubscriptionEvent, tuple[Any, set[SubscriptionState]]]
-"""By event: the method, and the states that it may lead to; none means that it stays."""
+"""By event: the method, and the possible next states; an empty set means that the state stays."""
 
 
 def table_of(k: Any) -> dict[SubscriptionState, dict[SubscriptionEvent, Cell]]:
-    """The table of the class `k`, which has the methods: every state with every event."""
+    """Return the table of class `k`, which has the methods: every state with every event."""
     s, e = SubscriptionState, SubscriptionEvent
-    asking = {s.HELLO, s.REPLAY, s.BACKOFF, s.LIVE}  # by recovering; foreign ones may be LIVE at once
+    asking = {s.HELLO, s.REPLAY, s.BACKOFF, s.LIVE}  # by recovering; foreign publishers may be LIVE at once
     answered = {*asking, s.SNAPSHOT}
     live = {*asking, s.CHECKING}
     rows: dict[SubscriptionState, Row] = {
@@ -75,7 +75,7 @@ def table_of(k: Any) -> dict[SubscriptionState, dict[SubscriptionEvent, Cell]]:
 
 
 def _everywhere(k: Any, asking: set[SubscriptionState]) -> Row:
-    """What an event does in all states that do not say otherwise."""
+    """Return the transitions that hold in all states without their own."""
     e = SubscriptionEvent
     return {
         e.CONNECTED: (k._connected, asking),

@@ -1,1 +1,1 @@
-"""Several pickers of one pool: each tells the others of its requests in flight, so that their scores agree."""
+"""Several pickers of one pool: each sends its requests in flight to the others, so that their scores agree."""

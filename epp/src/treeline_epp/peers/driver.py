@@ -1,7 +1,7 @@
-"""The socket by which pickers tell each other what they have in flight: UDP, to every address of every peer's name.
+"""The UDP socket by which pickers exchange their requests in flight, with every address of every peer's name.
 
-Datagrams, because no connection has to be kept open, or opened again, with others that come and go: what is lost is
-noticed by its number and asked for again (`gossip.py`).
+It uses datagrams, because then no connection to changing peers must be kept or opened again: a lost one is noticed by
+its number, and its content requested again (`gossip.py`).
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from treeline_epp.peers.gossip import Address, Gossip, Outgoing
 log = logging.getLogger(__name__)
 
 RESOLVE_S = 5.0
-"""How soon a new address of a peer's name is noticed; the new one itself is heard by others as soon as it sends."""
+"""Seconds until a new address of a peer's name is noticed; the new peer itself is noticed as soon as it sends."""
 _TICK_S = 0.05
 _MOST_ADDRESSES = 256
 _BUFFER_BYTES = 4 << 20
 _AT_ONCE, _PAUSE_S = 64, 0.002
-"""A long snapshot goes out in pieces, so that it finds room at the other end."""
+"""Datagrams of a long snapshot that are sent at once, and the pause between: the receiver needs room for them."""
 
 
 class _Socket(asyncio.DatagramProtocol):
@@ -58,12 +58,12 @@ class _Socket(asyncio.DatagramProtocol):
             self._loop.call_later(_PAUSE_S, self.send, rest)
 
     def close(self) -> None:
-        """After what is in the socket's buffer."""
+        """Close the socket after the data in its buffer."""
         if self._transport is not None:
             self._transport.close()
 
     def _wake(self, urgent: bool) -> None:
-        """At the earliest, after what the loop has at hand now has been answered."""
+        """Flush soon, at the earliest after the loop has handled its ready tasks."""
         if self._flushing is not None:
             self._flushing.cancel()
         self._flushing = self._loop.call_later(self._gossip.due_in(time.monotonic(), urgent=urgent), self._flush)
@@ -74,7 +74,7 @@ class _Socket(asyncio.DatagramProtocol):
 
 
 def bound(host: str, port: int) -> socket.socket:
-    """A socket for `talking`. Raises OSError where the port cannot be had."""
+    """Bind a socket for `talking`. Raises OSError if the port cannot be used."""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     sock = socket.socket(family, socket.SOCK_DGRAM)
     try:
@@ -88,7 +88,7 @@ def bound(host: str, port: int) -> socket.socket:
 
 @contextlib.asynccontextmanager
 async def talking(gossip: Gossip, sock: socket.socket, peers: Sequence[Address]) -> AsyncIterator[None]:
-    """Speak with the pickers at all addresses of these names by this socket, and say goodbye at the end."""
+    """Exchange messages with the pickers at all addresses of these names, and send a goodbye at the end."""
     sock.setblocking(False)
     family = sock.family
     _, protocol = await asyncio.get_running_loop().create_datagram_endpoint(lambda: _Socket(gossip), sock=sock)
@@ -109,12 +109,12 @@ async def _tick(gossip: Gossip, protocol: _Socket) -> None:
         try:
             protocol.send(gossip.tick(time.monotonic()))
         except Exception:
-            log.exception("what other pickers have in flight could not be looked after; it is tried again")
+            log.exception("the exchange with other pickers failed; it is tried again")
         await asyncio.sleep(_TICK_S)
 
 
 async def _resolve(protocol: _Socket, family: int, peers: Sequence[Address]) -> None:
-    """Keep the addresses up to date. A name that does not resolve (yet) adds none; what was known of it stays."""
+    """Keep the addresses up to date. A name that does not resolve (yet) adds none; its old addresses stay."""
     loop = asyncio.get_running_loop()
     known: dict[Address, frozenset[Address]] = {}
     failing: set[Address] = set()
@@ -122,7 +122,7 @@ async def _resolve(protocol: _Socket, family: int, peers: Sequence[Address]) -> 
         for host, port in peers:
             try:
                 found = await loop.getaddrinfo(host, port, family=family, type=socket.SOCK_DGRAM)
-            except (OSError, UnicodeError) as error:  # the latter for what cannot be a name
+            except (OSError, UnicodeError) as error:  # the latter for an impossible host name
                 if (host, port) not in failing:
                     failing.add((host, port))
                     log.warning("peers %s:%d: %s; it is looked up again every %g s", host, port, error, RESOLVE_S)
@@ -134,7 +134,7 @@ async def _resolve(protocol: _Socket, family: int, peers: Sequence[Address]) -> 
 
 
 def samples(gossip: Gossip) -> Iterator[Sample]:
-    """For the metrics page."""
+    """Yield samples for the metrics page."""
     yield "gauge", "peers", "Other pickers whose requests in flight this picker knows.", {}, gossip.in_step
     text = "Requests in flight of other pickers, as far as this picker knows."
     yield "gauge", "peer_requests", text, {}, gossip.elsewhere

@@ -1,12 +1,11 @@
-"""What one picker says to the others and makes of what they say: datagrams and the time in, datagrams out.
+"""The protocol between pickers, without I/O: datagrams and the time in, datagrams out.
 
-Each picker sends what happens to its requests to all others, some milliseconds of it in one datagram, numbered; and at
-least every `BEAT_S` that it is still there. A picker that is heard for the first time, or has left a gap, is asked for
-all that it has in flight. A picker that falls silent for `DEAD_S` is forgotten with its requests, and so is one in
-whose place (its address) another has begun.
+Each picker sends the changes of its requests to all others, some milliseconds of them in one numbered datagram; and at
+least every `BEAT_S` a sign of life. A new picker, or one with a gap, is asked for all its requests in flight. A picker
+that is silent for `DEAD_S` is forgotten with its requests, and so is one at whose address another has started.
 
-Everybody holds one key (`seal.py`); what is not sealed with it is dropped unread. Nothing that a peer sends makes this
-grow beyond `MOST_PEERS` × (`ledger.MOST_OPEN` requests, `sequence.MOST_WAITING` deltas, one snapshot) and
+All hold one key (`seal.py`); datagrams that are not sealed with it are dropped unread. No peer can make this grow
+beyond `MOST_PEERS` × (`ledger.MOST_OPEN` requests, `sequence.MOST_WAITING` deltas, one snapshot) and
 `landmarks.MOST_KEPT` marks.
 """
 
@@ -39,22 +38,22 @@ from treeline_epp.peers.sequence import Sequence as DeltaSequence
 from treeline_epp.picking.picker import Picker
 
 FLUSH_S = 0.002
-"""What happens within this time after something was sent goes out together; before that, at once: of siblings that come
-in a burst each should be chosen in the knowledge of the one before."""
+"""Changes within this time after a datagram go out together; otherwise at once: each request of a burst should be
+chosen in the knowledge of the one before."""
 CLOSED_S = 0.01
-"""What has ended may wait for something to go with: load reports tell of it, too."""
+"""Longest that the end of a request waits for other changes: load reports show it, too."""
 BEAT_S = 0.5
 DEAD_S = 3.0
 MOST_PEERS = 64
 _SWEEP_S = 1.0
 _ANSWER_S = 0.05
-"""Somebody who asks more often than this is not answered again: a snapshot is large, and a question small."""
+"""Least seconds between answers to one address: a snapshot is large, and a question small."""
 _MOST_ANSWERED = 1024
-"""Questions that are remembered: one that is sent again, by whomever, from wherever, is not answered again."""
+"""Most answered questions that are remembered: a repeated one, from any sender, is not answered again."""
 
 Address = tuple[str, int]
 Outgoing = tuple[bytes, Address | None]
-"""A datagram and whom it is for; None: for all."""
+"""A datagram and its receiver; None: all."""
 
 
 @dataclass(eq=False, slots=True)
@@ -65,7 +64,9 @@ class _Peer:
 
 
 class Gossip:
-    """See the module. `own` is to be the picker's `elsewhere`. All times are the caller's monotonic clock."""
+    """The state of the exchange; see the module. `own` is to be the picker's `elsewhere`. All times are the caller's
+    monotonic clock.
+    """
 
     def __init__(self, picker: Picker, key: bytes, seal: Seal | None = None) -> None:
         self.landmarks = Landmarks(int.from_bytes(key[:8], "big"))
@@ -85,28 +86,28 @@ class Gossip:
 
     @property
     def addresses(self) -> Collection[Address]:
-        """Where others are that have answered us."""
+        """The addresses of pickers that have answered us."""
         return {peer.address for peer in self._peers.values() if peer.sequence.in_step}
 
     @property
     def in_step(self) -> int:
-        """How many others there are whose requests are known."""
+        """The number of other pickers whose requests are known."""
         return sum(peer.sequence.in_step for peer in self._peers.values())
 
     @property
     def elsewhere(self) -> int:
-        """Requests in flight by others."""
+        """The number of other pickers' requests in flight."""
         return sum(len(peer.others) for peer in self._peers.values())
 
     @property
     def unplaced(self) -> int:
-        """Requests of others that went to endpoints which are not known here, so far."""
+        """The number of other pickers' requests so far at endpoints that are unknown here."""
         return self._unplaced + sum(peer.others.unplaced for peer in self._peers.values())
 
-    # What comes
+    # Input
 
     def on_datagram(self, datagram: bytes, address: Address, now: float) -> Sequence[Outgoing]:
-        """Take a datagram from any sender; returns what is to be sent for it. Never raises."""
+        """Take a datagram from any sender; return the datagrams to send. Never raises."""
         self.counts["received"] += 1
         opened = self._seal.open(datagram)
         if opened is None:
@@ -114,7 +115,7 @@ class Gossip:
             return ()
         sender, content = opened
         if sender == self._seal.sender:
-            return ()  # our own name stands for us, too
+            return ()  # the peers' name may resolve to us, too
         try:
             message = decode(content)
         except WireError:
@@ -128,20 +129,20 @@ class Gossip:
         elif isinstance(message, Snapshot):
             if peer is not None:
                 news = peer.sequence.on_part(message, now)
-                if news.snapshot is not None:  # this is new, and so is where it came from
+                if news.snapshot is not None:  # the answer is fresh, and so is its address
                     self._succeed(sender, peer, address, now)
                 self._take(peer, news, now)
         else:
             peer = peer or self._meet(sender, address, now)
             if peer is not None:
                 if not peer.sequence.in_step:
-                    peer.address = address  # nothing says where it is, before it has answered from there
+                    peer.address = address  # its address is not known for sure until it has answered from there
                 self._take(peer, peer.sequence.on_delta(message, now), now)
                 return self._question(sender, peer, now)
         return ()
 
     def _meet(self, sender: bytes, address: Address, now: float) -> _Peer | None:
-        """Somebody new. Where there are too many, those go who have answered nothing yet."""
+        """Add a new picker; if there are too many, drop one that has never answered."""
         if len(self._peers) >= MOST_PEERS:
             strange = next((one for one, peer in self._peers.items() if not peer.sequence.in_step), None)
             if strange is None:
@@ -153,7 +154,7 @@ class Gossip:
         return peer
 
     def _succeed(self, sender: bytes, peer: _Peer, address: Address, now: float) -> None:
-        """It has answered from this address: who was there before is no more."""
+        """Record the address from which a picker has answered: any other picker at it is gone."""
         peer.address = address
         for one in [one for one, other in self._peers.items() if other.address == address and one != sender]:
             self._forget(one, now)
@@ -181,7 +182,7 @@ class Gossip:
             return ()
         self._asked[address] = now
         self._answered.append(ask.nonce)
-        out = [*self.flush(now)]  # so that the snapshot is the state after the newest delta
+        out = [*self.flush(now)]  # the snapshot must be the state after the newest delta
         records = self.own.snapshot(now)
         counts = packed(records)[:MOST_PARTS] or [0]
         start = 0
@@ -191,17 +192,17 @@ class Gossip:
             start += count
         return out
 
-    # What goes
+    # Output
 
     def due_in(self, now: float, *, urgent: bool) -> float:
-        """How long to wait with a flush, when `own.wake` was called."""
+        """Return how long to wait with a flush after a call of `own.wake`."""
         return max(0.0, self._flushed_at + FLUSH_S - now) if urgent else CLOSED_S
 
     def flush(self, now: float) -> Sequence[Outgoing]:
-        """What has happened since the last time, for all. Call it `due_in` after `own.wake`."""
+        """Return the changes since the last flush, for all peers. Call it `due_in` after `own.wake`."""
         records = self.own.take()
         if len(records) > MOST_PENDING:
-            self._seq += 1  # no picker gets this one, so that each of them asks
+            self._seq += 1  # no picker gets this number, so each of them asks
             records = []
         out, start = [], 0
         for count in packed(records):
@@ -228,7 +229,7 @@ class Gossip:
         return out
 
     def leave(self) -> Sequence[Outgoing]:
-        """The last words."""
+        """Return the goodbye."""
         return [self._sealed(Leave(), None)]
 
     def _delta(self, records: tuple[Record, ...]) -> Outgoing:
@@ -242,7 +243,7 @@ class Gossip:
         return datagram, to
 
     def check(self) -> None:
-        """Assert what always holds."""
+        """Assert the invariants."""
         self.landmarks.check()
         assert len(self._peers) <= MOST_PEERS
         for endpoint in self._picker.endpoints.values():

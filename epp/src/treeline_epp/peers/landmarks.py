@@ -1,12 +1,12 @@
-"""What requests of other pickers will have put into a pod's cache, before any event says so.
+"""Predictions from other pickers: the prefixes that their requests will put into pods' caches.
 
 Another picker cannot send the text of each prompt. It sends *marks*: hashes of a few of the prompt's beginnings, which
-end at places that all pickers know (`GRID`: each an eighth further than the one before). A picker computes the marks
-of a prompt that it is asked for, and finds by them how far a pod is predicted to hold it: rounded down to the grid, by
-a ninth of its length at most.
+end at lengths that all pickers know (`GRID`: each an eighth longer than the one before). A picker computes the marks of
+a prompt, and finds by them how far a pod is predicted to hold it: rounded down to the grid, by a ninth of its length at
+most.
 
-Marks are made of CRC-32 and multiplications, at some gigabytes a second: who makes two prompts with the same mark
-misleads the choice for his own requests alone. They are sent sealed, and begin with a secret.
+Marks are made of CRC-32 and multiplications, at some gigabytes a second: a client that makes two prompts with the same
+mark misleads the choice only for its own requests. They are sent sealed, and begin with a secret.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from treeline_epp.index.pods import Hit, Match, Pod
 
 _FIRST, _LAST = 512, 1 << 20
 MOST_KEPT = 200_000
-"""Marks of all other pickers together, each once for a pod: some 70 MB. Of more, the oldest go first."""
+"""Most marks of all other pickers together, each once for a pod: some 70 MB. The oldest go first."""
 MOST_PODS = 32
-"""Pods that one mark is kept for: the newest. What all hold is no reason to choose one of them."""
+"""Most pods of one mark: the newest ones. A prefix that all pods hold decides nothing."""
 _SWEPT = 512
 _MASK: Final = (1 << 64) - 1
 _CRC_MASK: Final = (1 << 32) - 1
@@ -52,8 +52,8 @@ def _mixed(state: int, value: int) -> int:
 
 
 def marks_of(key: bytes, secret: int, scope: str, namespace: str | None) -> list[int]:
-    """The marks of a prompt at the places of the grid, as far as it reaches. O(bytes) at memory speed."""
-    # A namespace may be the empty text, which is not the same as none.
+    """Return the marks of a prompt at the lengths of the grid, up to its own. O(bytes) at memory speed."""
+    # A namespace may be the empty text, which differs from none.
     text = f"{scope}\0{'' if namespace is None else '=' + namespace}".encode()
     state, view, size = _mixed(_mixed(secret, zlib.crc32(text)), zlib.adler32(text)), memoryview(key), len(key)
     marks, crc32 = [], zlib.crc32
@@ -69,10 +69,10 @@ def marks_of(key: bytes, secret: int, scope: str, namespace: str | None) -> list
 
 
 def told(marks: Sequence[int], confirmed: int) -> tuple[int, ...]:
-    """The marks to tell of a prompt of which a pod has `confirmed` bytes by its events.
+    """Return the marks to send for a prompt of which a pod has `confirmed` bytes by its events.
 
-    Prompts usually diverge late, and what they share counts by its length: so most marks are the last ones, and the
-    others halve what is left.
+    Prompts usually diverge late, and a shared prefix counts by its length: so most marks are the last ones, and the
+    others halve the rest.
     """
     first = bisect_right(GRID, confirmed)
     places: list[int] = []
@@ -87,14 +87,14 @@ def told(marks: Sequence[int], confirmed: int) -> tuple[int, ...]:
 
 @dataclass(eq=False, slots=True)
 class Foresight:
-    """One prediction: that `pod`, while its events are those of `bit`, will hold something until `ends_at`."""
+    """One prediction: `pod`, while its events are those of `bit`, will hold a prefix until `ends_at`."""
 
     pod: Pod
     bit: int
     ends_at: float
 
     def holds(self, now: float) -> bool:
-        """Does it still count?"""
+        """Return whether it still counts."""
         return self.ends_at > now and self.bit == self.pod.bit
 
 
@@ -113,14 +113,14 @@ class Landmarks:
         return self._size
 
     def marks(self, scope: str, namespace: str | None, key: bytes) -> list[int]:
-        """Of a prompt; those of the newest are kept, since who picks also reserves."""
+        """Return the marks of a prompt; the newest ones are cached, since a pick is followed by a reservation."""
         known = self._newest
         if known is None or known[0] is not key or known[1:3] != (scope, namespace):
             known = self._newest = (key, scope, namespace, marks_of(key, self._secret, scope, namespace))
         return known[3]
 
     def add(self, opened: Opened, pod: Pod, ends_at: float) -> Foresight | None:
-        """Another picker has sent this request to `pod`. O(marks)."""
+        """Add a request that another picker has sent to `pod`. O(marks)."""
         if not opened.marks:
             return None
         foresight = Foresight(pod, pod.bit, ends_at)
@@ -131,14 +131,14 @@ class Landmarks:
         return foresight
 
     def withdraw(self, opened: Opened, foresight: Foresight) -> None:
-        """It will not come true. O(marks)."""
+        """Drop a prediction that will not come true. O(marks)."""
         for mark in opened.marks:
             held = self._marks.get(mark)
             if held is not None and held.get(foresight.pod) is foresight:
                 self._forget(held, foresight.pod)
 
     def reach(self, marks: Sequence[int], now: float) -> dict[Pod, int]:
-        """How many bytes of the prompt with these marks each pod is foreseen to hold. O(marks)."""
+        """Return how many bytes of the prompt with these marks each pod is predicted to hold. O(marks)."""
         found: dict[Pod, int] = {}
         known = self._marks
         for place in [place for place, mark in enumerate(marks) if mark in known]:
@@ -148,16 +148,16 @@ class Landmarks:
         return found
 
     def foreseen(self, match: Match, marks: Sequence[int], now: float) -> Match:
-        """The match, with what is foreseen beyond it."""
+        """Return the match, extended by the predictions."""
         special: dict[Pod, Hit] = {}
         for pod, end in self.reach(marks, now).items():
             hit = match.hit(pod)
-            if end > hit.reach and not pod.hit_caps:  # what audits have found counts more than what is foreseen
+            if end > hit.reach and not pod.hit_caps:  # audits count more than predictions
                 special[pod] = Hit(hit.tokens, hit.end, end)
         return replace(match, special={**match.special, **special}) if special else match
 
     def tick(self, now: float) -> None:
-        """Let go of some of what does not count any more. Call about every 100 ms."""
+        """Drop some marks that do not count any more. Call about every 100 ms."""
         for _ in range(min(_SWEPT, len(self._queue))):
             mark = self._queue.popleft()
             held = self._marks.get(mark, {})
@@ -174,7 +174,7 @@ class Landmarks:
             held = self._marks[mark] = {}
             self._queue.append(mark)
         if foresight.pod in held:
-            self._forget(held, foresight.pod)  # and the newest again
+            self._forget(held, foresight.pod)  # it becomes the newest again
         elif len(held) >= MOST_PODS:
             self._forget(held, next(iter(held)))
         held[foresight.pod] = foresight
@@ -188,7 +188,7 @@ class Landmarks:
         self._size -= len(self._marks.pop(mark, ()))
 
     def check(self) -> None:
-        """Assert what always holds."""
+        """Assert the invariants."""
         assert self._size == sum(map(len, self._marks.values())) <= self._most >= len(self._marks)
         assert all(len(held) <= MOST_PODS for held in self._marks.values())
         assert sorted(self._queue) == sorted(self._marks), "each is looked at in its turn"

@@ -1,8 +1,8 @@
-"""The requests in flight: our own, as the others are to know them, and the others', as our picker counts them.
+"""The requests in flight: our own, in the form for other pickers, and theirs, in the form for our picker.
 
-The picker calls an `Own` where it opens and closes leases. An `Others` is what one other picker has in flight: each
-request of it is a reservation at the endpoint, which ends by itself as our own do, and what its prompt will leave in
-the cache. Both are bounded, whatever requests there are.
+The picker calls an `Own` when it opens and closes leases. An `Others` has another picker's requests in flight: each is
+a reservation at the endpoint, which ends by itself as our own do, and a prediction of its prompt in the cache. Both are
+bounded, whatever the requests.
 """
 
 from __future__ import annotations
@@ -23,18 +23,17 @@ from treeline_epp.picking.endpoint import Endpoint
 from treeline_epp.picking.picker import Picker
 
 MOST_OPEN = 16_384
-"""Requests of one picker that others count; of more, the oldest are let go of."""
+"""Most requests of one picker that others count; the oldest go first."""
 MOST_PENDING = 16_384
-"""Records that wait to be sent; beyond that others get a snapshot."""
+"""Most records that wait to be sent; beyond that others get a snapshot."""
 MOST_TOKENS = 1 << 28
 MOST_PREFILL_MS = 600_000
-"""What a picker may claim of one request: it is held until it should be done, and three times that."""
+"""Most that a picker may claim for one request: its reservation lives three times its predicted prefill."""
 _REBUILD_S = 0.1
 
 
 class Own:
-    """Our own requests. `wake` is called when there is something to send and nothing was before; with True when there
-    is something urgent, and nothing was."""
+    """Our own requests. `wake` is called at the first record to send, and with True at the first urgent one."""
 
     def __init__(self, landmarks: Landmarks) -> None:
         self.wake: Callable[[bool], None] = lambda _urgent: None
@@ -84,7 +83,7 @@ class Own:
         return landmarks.foreseen(match, landmarks.marks(scope, namespace, key), now) if len(landmarks) else match
 
     def snapshot(self, now: float) -> list[Opened]:
-        """What is in flight, with its age. O(it)."""
+        """Return the requests in flight, with their age. O(requests)."""
         return [
             replace(record, age_ms=max(0, int(1000 * (now - lease.opened_at))))
             for lease, record in self._open.items()
@@ -95,7 +94,7 @@ class Own:
         return len(self._open)
 
     def take(self) -> list[Record]:
-        """What is to be sent, once."""
+        """Return the records to send, once."""
         pending, self._pending, self._urgent = self._pending, [], False
         return pending
 
@@ -116,7 +115,7 @@ class Own:
 
 
 class Places:
-    """Endpoints of our picker by how they are named on the wire."""
+    """The endpoints of our picker by their names on the wire."""
 
     def __init__(self, picker: Picker) -> None:
         self._picker = picker
@@ -124,7 +123,7 @@ class Places:
         self._found: dict[bytes, str | None] = {}
 
     def endpoint(self, ref: bytes, now: float) -> Endpoint | None:
-        """None for one that is not known here, or that is not the only one of that name."""
+        """Return an endpoint; None if it is unknown here, or if several have this name."""
         name = self._found.get(ref)
         endpoint = None if name is None else self._picker.endpoints.get(name)
         if endpoint is not None and endpoint_ref(endpoint.spec.name, endpoint.spec.address) == ref:
@@ -150,20 +149,20 @@ class _Held:
 
 @dataclass(slots=True)
 class Others:
-    """What one other picker has in flight."""
+    """The requests that one other picker has in flight."""
 
     picker: Picker
     landmarks: Landmarks
     places: Places
     unplaced: int = 0
-    """Requests that went to endpoints which are not known here."""
+    """Number of requests at endpoints that are unknown here."""
     _held: OrderedDict[int, _Held] = field(default_factory=OrderedDict)
 
     def __len__(self) -> int:
         return len(self._held)
 
     def apply(self, record: Record, now: float) -> None:
-        """What it says of one request. Numbers that are not known change nothing. O(marks)."""
+        """Apply a record of one request. Unknown numbers change nothing. O(marks)."""
         if isinstance(record, Opened):
             self._open(record, now)
         else:
@@ -172,7 +171,7 @@ class Others:
                 self._close(held, record.how, now)
 
     def reconcile(self, records: tuple[Opened, ...], now: float) -> None:
-        """All that it has in flight: others than these are over. O(both)."""
+        """Replace all requests by those of a snapshot: others are over. O(both)."""
         there = {record.id for record in records}
         for id in [id for id in self._held if id not in there]:
             self._close(self._held.pop(id), How.PREFILLED, now)
@@ -181,12 +180,12 @@ class Others:
                 self._open(record, now)
 
     def tick(self) -> None:
-        """Let go of what has ended by itself. O(in flight); call about every second."""
+        """Drop requests whose reservation has ended. O(in flight); call about every second."""
         for id in [id for id, held in self._held.items() if not held.reservation.open]:
             del self._held[id]
 
     def clear(self, now: float) -> None:
-        """It is gone, and whatever it has sent out will never be reported."""
+        """Drop all requests of a picker that is gone: their ends will never be reported."""
         while self._held:
             self._close(self._held.popitem()[1], How.PREFILLED, now)
 

@@ -1,8 +1,8 @@
-"""Sealing datagrams: who does not hold the key can neither read nor make one.
+"""Sealed datagrams: only holders of the key can read or make one.
 
-A datagram is one byte of version, the sender, a counter that never comes again, and the message under AES-GCM with both
-as its nonce (NIST SP 800-38D: 96 bits, unique by construction). That a datagram is *new* a seal cannot say:
-`sequence.py` can.
+A datagram is one byte of version, the sender, a counter that never repeats, and the message under AES-GCM with both as
+its nonce (NIST SP 800-38D: 96 bits, unique by construction). A seal does not show that a datagram is *new*:
+`sequence.py` does.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _BEGINNING: Final = bytes((VERSION,))
 
 
 def peer_key(secret: bytes) -> bytes:
-    """The key that pickers with this secret share, for this purpose alone."""
+    """Return the key that pickers with this secret share, for this purpose alone."""
     return hashlib.blake2b(secret, digest_size=32, person=b"treeline-peers").digest()
 
 
 class Seal:
-    """Of one process: `sender` is new at each start. `key` has 32 bytes."""
+    """The seal of one process: `sender` is new at each start. `key` has 32 bytes."""
 
     def __init__(self, key: bytes, sender: bytes | None = None) -> None:
         self.sender = secrets.token_bytes(SENDER_BYTES) if sender is None else sender
@@ -36,13 +36,13 @@ class Seal:
         self._counter = 0
 
     def close(self, message: bytes) -> bytes:
-        """The datagram of a message."""
+        """Return the datagram of a message."""
         self._counter += 1
         head = _BEGINNING + self.sender + self._counter.to_bytes(_COUNTER_BYTES, "big")
         return head + self._cipher.encrypt(head[1:], message, head)
 
     def open(self, datagram: bytes) -> tuple[bytes, bytes] | None:
-        """`(sender, message)`; None for one made without the key, or in another version."""
+        """Return `(sender, message)`; None for a datagram made without the key, or in another version."""
         if not OVERHEAD_BYTES <= len(datagram) <= MOST_BYTES + OVERHEAD_BYTES or not datagram.startswith(_BEGINNING):
             return None
         head = datagram[:_HEAD_BYTES]

@@ -1,13 +1,12 @@
-"""One other picker's deltas in order, each once, from a state that is known to be new.
+"""One other picker's deltas in order, each once, from a state that is known to be fresh.
 
     asked ──snapshot──▶ in step ──a delta is missing──▶ waiting ──it comes──▶ in step
                             ▲                              │ GAP_S
                             └──────────snapshot────────────┘
 
-What has been applied is always what the other had at one moment: deltas are applied without a gap, and a snapshot
+The applied state is always the other picker's state at one moment: deltas are applied without a gap, and a snapshot
 replaces all before it. A picker is believed only once it has answered a question of ours with the nonce in it, and then
-only with higher numbers: old datagrams that somebody has kept and sends again change nothing. No clock but our own is
-read.
+only with higher numbers: recorded datagrams that are sent again change nothing. No clock but our own is read.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from dataclasses import dataclass, field
 from treeline_wire.peers import NONCE_BYTES, Delta, Opened, Record, Snapshot
 
 GAP_S = 0.03
-"""A delta that others have overtaken may come so much later."""
+"""Longest delay of a delta that later ones have overtaken."""
 ASK_AGAIN_S = 0.2
 MOST_WAITING = 256
-"""Deltas that are kept while one before them is missing."""
+"""Most deltas that are kept while one before them is missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What is to be applied: first the snapshot, if there is one, then the records."""
+    """The news to apply: first the snapshot, if there is one, then the records."""
 
     snapshot: tuple[Opened, ...] | None = None
     records: tuple[Record, ...] = ()
@@ -37,11 +36,11 @@ NOTHING = News()
 
 @dataclass(slots=True)
 class Sequence:
-    """See the module. `heard_at` is when something new last came from it."""
+    """The deltas of one picker; see the module. `heard_at` is when the last fresh message came."""
 
     heard_at: float
     in_step: bool = False
-    """It has answered us once."""
+    """Whether it has answered us."""
     _next: int = 0
     _newest: int = 0
     _waiting: dict[int, tuple[Record, ...]] = field(default_factory=dict)
@@ -51,19 +50,19 @@ class Sequence:
     _parts: dict[int, Snapshot] = field(default_factory=dict)
 
     def on_delta(self, delta: Delta, now: float) -> News:
-        """Take a delta, whatever came before it. O(what becomes applicable)."""
+        """Take a delta, in any order. O(applicable records)."""
         if delta.seq < self._next or delta.seq in self._waiting:
             return NOTHING
         if delta.seq > self._newest:
             self._newest = delta.seq
             self.heard_at = now
         if len(self._waiting) >= MOST_WAITING:
-            self._waiting.clear()  # the snapshot that is asked for will have all of it
+            self._waiting.clear()  # the requested snapshot will have all of them
         self._waiting[delta.seq] = delta.records
         return News(None, self._applicable(now)) if self.in_step else NOTHING
 
     def on_part(self, part: Snapshot, now: float) -> News:
-        """Take a part of an answer; others than to the last question do not count."""
+        """Take a part of an answer; only answers to the last question count."""
         if part.nonce != self._nonce:
             return NOTHING
         self.heard_at = now
@@ -76,7 +75,7 @@ class Sequence:
         self._nonce = None
         self._parts.clear()
         if self.in_step and part.seq < self._next - 1:
-            return NOTHING  # what was missing has come meanwhile, and more
+            return NOTHING  # the missing deltas have come meanwhile, and more
         self.in_step = True
         self._next = part.seq + 1
         self._newest = max(self._newest, part.seq)
@@ -84,7 +83,7 @@ class Sequence:
         return News(tuple(opened for one in parts for opened in one.records), self._applicable(now))
 
     def question(self, now: float) -> bytes | None:
-        """The nonce of a question that is to be asked now, if any."""
+        """Return the nonce of a question to ask now, if any."""
         late = self._gap_since is not None and now >= self._gap_since + GAP_S
         if (self.in_step and not late) or now < self._asked_at + ASK_AGAIN_S:
             return None

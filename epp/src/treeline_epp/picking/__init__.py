@@ -1,1 +1,1 @@
-"""Which endpoint serves a request."""
+"""The choice of an endpoint for a request."""

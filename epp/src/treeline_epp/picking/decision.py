@@ -1,4 +1,4 @@
-"""What the picker decides, how it ends, and the two ways to say no."""
+"""The picker's decisions, how they end, and the errors without one."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ from treeline_epp.picking.score import Scored
 class Lease:
     """A request with a destination, until its response has begun. The picker opens leases (`Picker.reserve`) and closes
     them (`Picker.close`): the endpoint's reservation, and the prediction that it will hold the prompt, last as long.
-    `added` are request headers that go on to the endpoint. `pod` is the rank of it that is to hold the prompt.
+    `added` are request headers to send to the endpoint. `pod` is its rank that is predicted to hold the prompt.
 
-    `queued_tokens` were before the request when it was picked; `predicted_until` names the prediction that its prompt
-    will be held, None without one. `prefill` is charged besides where the prompt is computed elsewhere: the endpoint,
-    and its reservation.
+    `queued_tokens` were before the request when it was picked; `predicted_until` names the prediction of its prompt,
+    None without one. `prefill` is the endpoint that computes the prompt, if another one does, and its reservation.
     """
 
     decision: Decision
@@ -40,7 +39,7 @@ class Lease:
 
     @property
     def destination(self) -> str:
-        """The destination list, best first, as header and metadata carry it."""
+        """The destination list, best first, in the form of header and metadata."""
         return ",".join(self.decision.destinations)
 
 
@@ -48,23 +47,25 @@ class Elsewhere(Protocol):
     """The other pickers of the pool and their requests: the seam that `treeline_epp.peers` fills."""
 
     def opened(self, lease: Lease, now: float) -> None:
-        """The others are to know of this lease."""
+        """Report a new lease to the others."""
         ...
 
     def closed(self, lease: Lease, outcome: Outcome, *, began: bool) -> None:
-        """They are to know how it ended. `began`: with the first token, by the endpoint that was picked; otherwise an
-        outcome of HEADERS says nothing of its prefill."""
+        """Report a lease's end to the others. `began`: it ended with the first token, from the endpoint that was
+        picked; otherwise an outcome of HEADERS says nothing of its prefill.
+        """
         ...
 
     def foreseen(self, match: Match, scope: str, namespace: str | None, key: bytes, now: float) -> Match:
-        """The match, and what the requests that others have sent are expected to leave in caches."""
+        """Return the match, extended by the prefixes that others' requests are expected to leave in caches."""
         ...
 
 
 class PickError(Exception):
-    """No destination can be given. `status` is the HTTP status for the client, `reason` the value for
+    """There is no destination. `status` is the HTTP status for the client, `reason` the value for
     `x-llm-d-request-dropped-reason` and for metrics, `code` that of the client's error; `retry_after_s` says when to
-    come back, `headers` are those of the response besides."""
+    come back, `headers` are further headers of the response.
+    """
 
     def __init__(
         self,
@@ -99,25 +100,25 @@ class Saturated(PickError):
 
 
 class FlowRefused(PickError):
-    """It waited in the picker, or would have had to; or its client has had what it may have."""
+    """Flow control refused the request: it waited too long, or could not wait; or its client's quota is used up."""
 
 
 class Outcome(StrEnum):
-    """How a lease ends. The values are metric labels."""
+    """The way in which a lease ends. The values are metric labels."""
 
     HEADERS = "headers"  # the endpoint answered: its prefill is done
-    REFUSED = "refused"  # the endpoint refused the request (a 4xx): it works, and has computed nothing
+    REFUSED = "refused"  # the endpoint refused the request (a 4xx): it works, and computed nothing
     ERROR = "error"  # the endpoint failed, or answered with an error
-    OVERLOADED = "overloaded"  # 503 with x-treeline-overloaded: it refused for want of room
+    OVERLOADED = "overloaded"  # 503 with x-treeline-overloaded: the endpoint has no room
     CANCELLED = "cancelled"  # the client went away first
 
 
 class Decision(Struct, frozen=True):
-    """Where a request goes, and why.
+    """The destination of a request, and the scores behind it.
 
-    `ranked` are the endpoints that came out best, as far as they were scored, the chosen one first. `fallbacks` come
-    after it in the destination list; no address occurs twice. `prefill` computes the prompt, and the chosen endpoint
-    the answer; None: one does both. No policy makes such a decision yet, and no prompt is predicted at `prefill`.
+    `ranked` are the best endpoints among those scored, the chosen one first. `fallbacks` follow it in the destination
+    list; no address occurs twice. `prefill` computes the prompt, and the chosen endpoint the answer; None: one does
+    both. No policy sets `prefill` yet, and no prompt is predicted there.
     """
 
     request: Request
@@ -128,7 +129,7 @@ class Decision(Struct, frozen=True):
 
     @property
     def best(self) -> Scored:
-        """The chosen endpoint, and what the request costs there."""
+        """The chosen endpoint, and the request's cost there."""
         return self.ranked[0]
 
     @property
@@ -143,7 +144,7 @@ class Decision(Struct, frozen=True):
 
     @property
     def destinations(self) -> tuple[str, ...]:
-        """Addresses in order of preference."""
+        """The addresses in order of preference."""
         return (self.endpoint.address, *(spec.address for spec in self.fallbacks))
 
     def explain(self) -> dict[str, Any]:

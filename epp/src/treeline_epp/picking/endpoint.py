@@ -1,16 +1,14 @@
-"""All that the picker knows of one endpoint.
+"""The picker's record of one endpoint.
 
-The breaker: an endpoint that answers nothing but errors is left out for a while, however ready it says it is.
+The breaker: an endpoint that answers only errors is left out for a while, even if it claims to be ready. Such an
+endpoint would otherwise draw all requests: it is idle, and quick. Errors in a row open the breaker; after a pause one
+request tries the endpoint, and its answer closes the breaker or opens it again, for longer each time.
 
-Such an endpoint would otherwise draw everybody: it is idle, and quick. Errors in a row open the breaker; when its time
-is up one request tries the endpoint, and its answer closes the breaker or opens it again, for longer each time.
-
-The audit: every answered request says how much of its prompt was cached; compare that with what the index said.
-
-One error means little: between pick and prefill a pod may have evicted the blocks. It is believed for that prefix only
+The audit: every answered request reports how much of its prompt was cached, which is compared with the index. One error
+means little: between pick and prefill a pod may have evicted the blocks. It counts for that prefix only
 (`AuditResult.CAP_HIT`: see `Index.cap_hit`). Errors across unrelated prefixes mean that the index is wrong about the
-pod as a whole, after lost removals for instance: it is built again (`AuditResult.REBUILD`), not more often than a
-back-off allows.
+pod as a whole, after lost removals for instance: its entries are built again (`AuditResult.REBUILD`), not more often
+than a back-off allows.
 """
 
 from __future__ import annotations
@@ -27,14 +25,14 @@ from treeline_epp.index.pods import NO_HIT, Hit, Match, Pod
 TOLERANCE_BLOCKS = 2
 """Blocks by which a report may differ from the prediction before it counts as an error."""
 UNRELATED_ERRORS = 3
-"""Errors on so many different prefixes within WINDOW_S, and for at least half of the requests, are one too many."""
+"""Errors on this many different prefixes within WINDOW_S, and in at least half of the requests, cause a rebuild."""
 WINDOW_S = 30.0
 BACKOFF_S = 10.0
 MAX_BACKOFF_S = 300.0
 
 
 class AuditResult(Enum):
-    """What an observation leads to."""
+    """The result of an observation."""
 
     AGREED = "agreed"
     CAP_HIT = "cap_hit"
@@ -77,7 +75,9 @@ class Audit:
         return AuditResult.CAP_HIT if over else AuditResult.AGREED
 
     def allow(self, now: float) -> bool:
-        """May a rebuild begin now? If so it is counted as begun: the next one must wait, longer each time."""
+        """Return whether a rebuild may begin now; if so, count it as begun: the next one must wait, longer each
+        time.
+        """
         if now < self._quiet_until:
             return False
         if now > self._quiet_until + MAX_BACKOFF_S:
@@ -96,7 +96,7 @@ MAX_OPEN_S = 30.0
 
 @dataclass(slots=True)
 class Breaker:
-    """The breaker of one endpoint. Readable: `errors`, those in a row."""
+    """The breaker of one endpoint. Readable: `errors`, the number in a row."""
 
     errors: int = 0
     _pause: float = OPEN_S
@@ -104,34 +104,34 @@ class Breaker:
 
     @property
     def tripped(self) -> bool:
-        """Is the endpoint known to fail? It stays so until it answers."""
+        """Whether the endpoint is known to fail, until it answers."""
         return self.errors >= ERRORS
 
     @property
     def closed_until(self) -> float:
-        """Until when no request may go there; in the past if any may."""
+        """The time until which no request may go there; in the past if any may."""
         return self._until if self.tripped else float("-inf")
 
     def on_pick(self, now: float) -> None:
-        """A request goes there. If it is the one that tries, others wait for what comes of it."""
+        """Count a request that goes there. If it is the trial, others wait for its result."""
         if self.tripped:
             self._until = now + self._pause
 
     def on_error(self, now: float) -> None:
-        """It failed a request."""
+        """Count a failed request."""
         self.errors += 1
         if self.tripped:
             self._until = now + self._pause
             self._pause = min(2 * self._pause, MAX_OPEN_S)
 
     def on_answer(self) -> None:
-        """It answered one."""
+        """Count an answered request."""
         self.errors = 0
         self._pause = OPEN_S
 
 
 def identity_of(name: str) -> float:
-    """A number below 2⁵², which a float64 holds exactly."""
+    """Return a number below 2⁵², which a float64 holds exactly."""
     digest = hashlib.blake2b(name.encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return float(int.from_bytes(digest, "little") >> 12)
 
@@ -140,14 +140,13 @@ def identity_of(name: str) -> float:
 class Endpoint:
     """An endpoint, its load, and its places in the index: `pods`, one for each data-parallel rank that publishes.
 
-    Ranks have caches of their own, so each is a pod of its own to the index: what one of them removes, clears or loses
-    by a restart says nothing of the others. They share the endpoint's row. The engine chooses the rank of a request,
-    and so the endpoint is credited with the rank that holds most of it: that is what a request may find there, and
-    between endpoints it is the right order. What it will find is known for endpoints of one rank only; others are not
-    audited.
+    Ranks have caches of their own, so each is a pod of its own to the index: if one of them removes, clears or loses
+    blocks, the others keep theirs. They share the endpoint's row. The engine chooses the rank of a request, and so the
+    endpoint is credited with the rank that holds most of it: a request may find that much there, and endpoints are
+    ordered rightly by it. The real hit can be predicted for endpoints of one rank only; others are not audited.
 
-    `keyed_prompts` counts the answered requests whose prompts had keys, `new_tokens` those of their tokens that it was
-    not known to hold. `identity` is a number below 2⁵² made of its name, the same in every picker. `unanswered` are the
+    `keyed_prompts` counts the answered requests whose prompts had keys, `new_tokens` their tokens that were not known
+    to be cached. `identity` is a number below 2⁵² made of its name, the same in every picker. `unanswered` are the
     open leases: requests whose answer has not begun.
     """
 
@@ -168,18 +167,18 @@ class Endpoint:
 
     @property
     def pod(self) -> Pod:
-        """The first rank's; the only one in most."""
+        """The first rank's pod; usually the only one."""
         return self.pods[0]
 
     @property
     def held_tokens(self) -> int:
-        """Tokens that are known to be in its caches."""
+        """The tokens that are known to be in its caches."""
         if len(self.pods) == 1:
             return self.pod.blocks * self.pod.block_size
         return sum(pod.blocks * pod.block_size for pod in self.pods)
 
     def best_hit(self, match: Match | None) -> tuple[int, Hit]:
-        """The rank (its place in `pods`) that holds most of a key, and what it holds. O(ranks × levels)."""
+        """Return the rank (its place in `pods`) that holds most of a key, and its hit. O(ranks × levels)."""
         if match is None:
             return 0, NO_HIT
         if len(self.pods) == 1:
@@ -189,14 +188,15 @@ class Endpoint:
         return rank, hits[rank]
 
     def expecting(self, rank: int) -> Pod:
-        """The pod of a rank (of the last one, where there are fewer by now) that is to be predicted to hold something.
-        Ranks are configured alike: where one's events are in the tree, predictions need not outlive them at any."""
+        """Return the pod of a rank (of the last one, if there are fewer by now) for a prediction. Ranks are configured
+        alike: if one's events are in the tree, predictions at any may have a short life.
+        """
         pod = self.pods[min(rank, len(self.pods) - 1)]
         pod.precise = pod.precise or any(other.precise for other in self.pods)
         return pod
 
     @property
     def eligible(self) -> bool:
-        """May new requests go there?"""
+        """Whether new requests may go there."""
         report = self.load.report
         return self.ready and not self.draining and not (report is not None and report.draining)

@@ -1,4 +1,4 @@
-"""Why a request goes where it goes: for each endpoint, what left it out, or what it would cost and its place."""
+"""The explanation of a decision: for each endpoint, the reason that left it out, or its cost and its place."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from treeline_epp.picking.table import Mask, Table
 
 
 class Explanation(Struct, frozen=True, omit_defaults=True):
-    """A decision with all that were considered, the best first. `refusal` is the message to the client where there is
-    none."""
+    """A decision with all considered endpoints, the best first. `refusal` is the message to the client if there is
+    none.
+    """
 
     policy: str
     refusal: str = ""
@@ -26,7 +27,7 @@ class Explanation(Struct, frozen=True, omit_defaults=True):
 
 
 def dropped_by(request: Request, table: Table, now: float) -> dict[int, tuple[str, str]]:
-    """Row → the filter that leaves it out and why, as `filters.rows_left` goes about it. Each endpoint is looked at."""
+    """Return each dropped row with the filter that drops it and the reason, as in `filters.rows_left`. O(endpoints)."""
     left: Mask = np.ones(table.size, np.bool_)
     dropped: dict[int, tuple[str, str]] = {}
     for one in FILTERS:
@@ -43,7 +44,7 @@ def dropped_by(request: Request, table: Table, now: float) -> dict[int, tuple[st
 def explanation(
     policy: str, table: Table, dropped: Mapping[int, tuple[str, str]], ranked: Sequence[Scored], refusal: str
 ) -> Explanation:
-    """All endpoints: those that are ranked, those that are not, those that were left out."""
+    """Return all endpoints: ranked, unranked, and left out."""
     places = {scored.candidate.spec.name: place for place, scored in enumerate(ranked)}
     verdicts = []
     for row, endpoint in enumerate(table.endpoints):

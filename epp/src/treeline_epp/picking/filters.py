@@ -1,12 +1,11 @@
-"""Filters: which endpoints a request may go to. They are asked in order, and see the request.
+"""Filters: the endpoints to which a request may go. They are applied in order, and see the request.
 
-A filter looks at the columns of all endpoints at once (see `table`) and answers with a mask of those it keeps. What it
-sees of a request beside its pool and model is its subset. To add one: a function here, and its row in `FILTERS`.
+A filter reads the columns of all endpoints at once (see `table`) and returns a mask of those it keeps. Of a request it
+sees pool, model and subset. To add one: a function here, and its row in `FILTERS`.
 
-When an endpoint has no room for another request, so that it had better wait in the picker.
-
-There it can still be overtaken by one that is more urgent or whose client got less, and go to the endpoint that is free
-first; in an engine's queue it can do neither.
+`Saturation` says when an endpoint has no room for another request, so that the request should wait in the picker. There
+a more urgent one, or one of a client that got less, can still overtake it, and it can go to the endpoint that is free
+first; in an engine's queue neither is possible.
 """
 
 from __future__ import annotations
@@ -23,8 +22,9 @@ from treeline_epp.picking.table import ELIGIBLE, HEALTHY, REQUESTS, UNANSWERED, 
 
 
 class Filter(NamedTuple):
-    """Leaves out endpoints. `refusal` is the message to the client where it leaves none; where that is empty, a filter
-    that would leave none is passed over. `keep` says which rows it keeps; None for all."""
+    """A filter of endpoints. `refusal` is the message to the client if it leaves none; if that is empty, a filter that
+    would leave none is skipped. `keep` returns the rows it keeps; None for all.
+    """
 
     name: str
     refusal: str
@@ -32,13 +32,15 @@ class Filter(NamedTuple):
 
 
 def _serving(request: Request, table: Table) -> Mask:
-    """In the request's pool, serving its model, ready and not draining. O(endpoints) at memory speed."""
+    """Keep endpoints of the request's pool that serve its model, are ready and not draining. O(endpoints) at memory
+    speed.
+    """
     mask: Mask = table.serving(request) & (table.columns[ELIGIBLE, : table.size] > 0.0)
     return mask
 
 
 def _in_subset(request: Request, table: Table) -> Mask | None:
-    """Among the addresses to which the proxy limits the choice. O(addresses)."""
+    """Keep the addresses to which the proxy limits the choice. O(addresses)."""
     if request.subset is None:
         return None
     mask = np.zeros(table.size, np.bool_)
@@ -47,9 +49,9 @@ def _in_subset(request: Request, table: Table) -> Mask | None:
 
 
 def _healthy(_request: Request, table: Table) -> Mask:
-    """Neither answering errors alone nor fallen silent. O(endpoints) at memory speed.
+    """Drop endpoints that answer only errors or have fallen silent. O(endpoints) at memory speed.
 
-    Where all of them seem to fail, requests may be at fault, or we ourselves; and there is nowhere better.
+    If all of them seem to fail, the fault may be in the requests, or here; and there is nowhere better.
     """
     mask: Mask = table.columns[HEALTHY, : table.size] > 0.0
     return mask
@@ -63,8 +65,9 @@ FILTERS = (
 
 
 def rows_left(request: Request, table: Table) -> Rows:
-    """The rows that pass all filters, at least one. Raises NoEndpoints. O(1) for a request like those before it;
-    O(rows) at memory speed after changes, and for a subset."""
+    """Return the rows that pass all filters, at least one. Raises NoEndpoints. O(1) for a request with pool and model
+    as before; O(rows) at memory speed after changes, and for a subset.
+    """
     asked = request.pool, request.model
     if request.subset is None and (known := table.left.get(asked)) is not None:
         return known
@@ -85,18 +88,20 @@ def rows_left(request: Request, table: Table) -> Rows:
 
 
 class Saturation(Struct, frozen=True):
-    """Says how full endpoints are. `wait`: one has no room where the work before a new request takes longer than
-    `limit` seconds, as predicted; its own length is no queue. Else: where it has `limit` requests, those that it
-    reported, running and waiting, and those that were sent there since; at least those that were sent there and whose
-    answer has not begun, whatever it reports.
+    """The condition under which endpoints are full. `wait`: the predicted work before a new request takes longer than
+    `limit` seconds; its own length is no queue. Otherwise: the endpoint has `limit` requests, counting the reported
+    ones, running and waiting, and those sent since; at least those sent whose answer has not begun, whatever it
+    reports.
 
-    A full one is never chosen where requests are counted; else it may be, while another one has room, where waiting for
-    what it has cached costs less than computing that.
+    If requests are counted, a full endpoint is never chosen. Otherwise it may be, while another one has room, if
+    waiting for its cached prefix costs less than computing that.
     """
 
     wait: bool
     limit: float
 
     def room(self, columns: Floats, wait_s: Floats) -> Mask:
-        """Which endpoints have room, by their columns (see `table`) and the time until a new request's turn there."""
+        """Return which endpoints have room, by their columns (see `table`) and the time until a new request's turn
+        there.
+        """
         return wait_s <= self.limit if self.wait else np.maximum(columns[REQUESTS], columns[UNANSWERED]) < self.limit

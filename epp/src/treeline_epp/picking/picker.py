@@ -45,18 +45,19 @@ from treeline_epp.picking.table import (
 )
 
 CAPACITY_SLACK = 1.1
-"""An engine may announce this much more than its memory holds: blocks just stored, before the evictions for them."""
+"""Factor by which an engine's blocks may exceed its memory: it announces new blocks before the evictions for them."""
 
 _FEW = 8
-"""The costs of so many endpoints take less time one by one than in arrays, which take the same for one and hundreds."""
+"""Most endpoints that are scored one by one: that is faster than arrays, which take the same for one and hundreds."""
 
 
 @dataclass(frozen=True, slots=True)
 class PickerConfig:
-    """`policy`: that of pools which choose none, `NAME[:key=value,…]`. `max_ttft_s`: an endpoint is saturated when a
-    request would wait longer than this for its turn; its own prefill, however long, is no queue. `fallbacks`:
-    destinations after the first. `seed` makes ties reproducible. `saturation`: when no request goes to an endpoint;
-    None: only sheddable ones are kept from it. `scored`: a decision has the terms of so many of the best endpoints."""
+    """The settings of a picker. `policy`: for pools without one, `NAME[:key=value,…]`. `max_ttft_s`: an endpoint is
+    saturated when a request would wait longer for its turn; its own prefill is no queue. `fallbacks`: destinations
+    after the first. `seed` makes ties reproducible. `saturation`: when an endpoint takes no request; None: when
+    saturated, it refuses only sheddable ones. `scored`: how many of the best endpoints a decision describes.
+    """
 
     policy: str = "predicted_ttft"
     max_ttft_s: float = 30.0
@@ -67,15 +68,13 @@ class PickerConfig:
 
 
 def _scope(spec: EndpointSpec) -> str:
-    """Endpoints that share blocks: those of the same model."""
+    """Return the scope of an endpoint: endpoints of the same model share blocks."""
     return spec.models[0] if spec.models else spec.pool
 
 
 class Picker:
-    """Endpoints in, decisions out.
-
-    Complexity: `pick` is O(prompt bytes) for the match and O(endpoints) for the ranking, both at memory speed: a
-    fraction of a millisecond for a thousand endpoints.
+    """Chooses endpoints. `pick` is O(prompt bytes) for the match and O(endpoints) for the ranking, both at memory
+    speed: a fraction of a millisecond for a thousand endpoints.
     """
 
     def __init__(self, config: PickerConfig | None = None, index: Index | None = None) -> None:
@@ -83,7 +82,7 @@ class Picker:
         self.index = index or Index()
         self.endpoints: dict[str, Endpoint] = {}
         self.elsewhere: Elsewhere | None = None
-        """Where there are other pickers: what is sent to them, and what is known of them."""
+        """The exchange with other pickers, if there are any."""
         self._table = Table()
         self._reserved: set[Endpoint] = set()
         self.policies = PoolPolicies(self.config.policy, self.config.seed)
@@ -92,8 +91,9 @@ class Picker:
     # Endpoints
 
     def add_endpoint(self, spec: EndpointSpec, *, ready: bool = True, ranks: int = 1) -> Endpoint:
-        """Add an endpoint whose caches are those of so many ranks, or replace the one of that name: with a new uid,
-        address or number of ranks it starts from nothing."""
+        """Add an endpoint with `ranks` caches, or replace the one of that name; a new uid, address or number starts it
+        empty.
+        """
         known = self.endpoints.get(spec.name)
         if known is not None:
             if (known.spec.uid, known.spec.address, len(known.pods)) == (spec.uid, spec.address, ranks):
@@ -111,7 +111,7 @@ class Picker:
         return endpoint
 
     def remove_endpoint(self, name: str) -> None:
-        """Forget an endpoint and all it holds. Unknown names are ignored."""
+        """Forget an endpoint and its entries. Unknown names are ignored."""
         endpoint = self.endpoints.pop(name, None)
         if endpoint is not None:
             self._table.remove(endpoint)
@@ -122,31 +122,31 @@ class Picker:
             self._reserved.discard(endpoint)
 
     def set_ready(self, name: str, ready: bool) -> None:
-        """Readiness as polled or watched. Unknown names are ignored."""
+        """Set readiness as polled or watched. Unknown names are ignored."""
         endpoint = self.endpoints.get(name)
         if endpoint is not None and endpoint.ready != ready:
             endpoint.ready = ready
             self._touch(endpoint)
 
     def set_draining(self, name: str, draining: bool) -> None:
-        """Draining as discovery tells it; the load report's own flag counts besides. Unknown names are ignored."""
+        """Set draining as discovery reports it; the load report's own flag counts, too. Unknown names are ignored."""
         endpoint = self.endpoints.get(name)
         if endpoint is not None and endpoint.draining != draining:
             endpoint.draining = draining
             self._touch(endpoint)
 
     def _touch(self, endpoint: Endpoint) -> None:
-        """Its load, breaker or state has changed. O(1)."""
+        """Mark an endpoint whose load, breaker or state has changed. O(1)."""
         if endpoint.pod.row >= 0:
             self._table.touch(endpoint.pod.row)
 
     def on_load(self, name: str, load: EngineLoad, now: float) -> None:
-        """Take a load report that came at `now`, or was asked for then. Unknown names are ignored."""
+        """Take a load report that came at `now`, or was requested then. Unknown names are ignored."""
         endpoint = self.endpoints.get(name)
         if endpoint is not None:
             endpoint.load.on_load(load, now)
             self._touch(endpoint)
-            if not isinstance(load, ScrapedLoad):  # a page's blocks × their size is no bound for a hybrid model
+            if not isinstance(load, ScrapedLoad):  # blocks × size on a page is no bound for hybrid models
                 self._check_capacity(endpoint, now)
 
     def on_tick(self, now: float) -> None:
@@ -163,17 +163,16 @@ class Picker:
     # Decisions
 
     def pick(self, request: Request, now: float) -> Decision:
-        """RouteRequest. Changes nothing but the policy's own state; call `reserve` next.
-
-        Raises NoEndpoints (503), or Saturated (429): where `config.saturation` says so, else for a sheddable request
-        alone, while others go to the best of full endpoints.
+        """Choose an endpoint for a request. Changes only the policy's own state; call `reserve` next. Raises
+        NoEndpoints (503), or Saturated (429): for any request if `config.saturation` says so, otherwise for a sheddable
+        one alone, while others go to the best of the full endpoints.
         """
         policy, config = self.policies.of(request.pool), self.config
         best, scored = self._ranked(request, policy, max(config.scored, config.fallbacks + 2), config.scored, now)
         return Decision(request, scored, self._fallbacks(best), policy.name)
 
     def explain(self, request: Request, now: float) -> Explanation:
-        """What `pick` would decide, and each endpoint's part in it. Changes nothing. O(endpoints), one by one."""
+        """Return the decision of `pick`, and each endpoint's part in it. Changes nothing. O(endpoints), one by one."""
         self._refresh(now)
         dropped = dropped_by(request, self._table, now)
         ranked: tuple[Scored, ...] = ()
@@ -187,14 +186,14 @@ class Picker:
     def _ranked(
         self, request: Request, policy: Policy, count: int, scored: int, now: float
     ) -> tuple[list[Endpoint], tuple[Scored, ...]]:
-        """The best `count`, and the scores of the first of them."""
+        """Return the best `count`, and the scores of the first of them."""
         table = self._table
         self._refresh(now)
         rows = rows_left(request, table)
         matches = self._match(request, now)
         work = Work.of(request, matches.values())
         each: list[Scored] = []
-        identity = NO_FLOATS  # a policy that asks for costs alone looks at none
+        identity = NO_FLOATS  # a policy that needs only costs reads none
         if len(rows) <= _FEW and policy.by_cost and self.config.saturation is None:
             each = self._one_by_one(rows, matches, work, now)
             known = np.array([one.known(now) for one in each], np.float64).T
@@ -229,7 +228,7 @@ class Picker:
         return best, tuple(scores)
 
     def _staying(self, session: int, rows: Rows, cost_s: Floats, order: list[int], count: int, now: float) -> list[int]:
-        """The order with the place of a session's endpoint first, unless it is no candidate or costs too much."""
+        """Return the order with a session's endpoint first, unless it is no candidate or costs too much."""
         known = self.endpoints.get(self.sessions.endpoint(session, now) or "")
         at = len(rows) if known is None else int(np.searchsorted(rows, known.pod.row))
         if known is None or at == len(rows) or rows[at] != known.pod.row:
@@ -237,22 +236,21 @@ class Picker:
         return led_by(at, order, count) if stays(float(cost_s[at]), float(cost_s[order[0]])) else order
 
     def _one_by_one(self, rows: Rows, matches: dict[str, Match], work: Work, now: float) -> list[Scored]:
-        """The scores of few endpoints."""
+        """Return the scores of few endpoints."""
         few = [self._table.at_row(row) for row in rows.tolist()]
         fastest = max(one.load.own_rate() for one in few)
         return [score(self._candidate(one, matches, work, one.load.rate(fastest, now)), now) for one in few]
 
     def _shed(self, soonest_s: float) -> None:
-        """Raises Saturated for a sheddable request whose turn would come so late."""
+        """Raise Saturated for a sheddable request whose earliest turn is too late."""
         limit = self.config.max_ttft_s
         if soonest_s > limit:
             why = f"every endpoint has more than {limit:g} s of work waiting, and requests for this model are sheddable"
             raise Saturated(why, soonest_s - limit)
 
     def check_room(self, request: Request, now: float) -> None:
-        """Raises NoEndpoints, or Saturated where `config.saturation` says so: asked often while requests wait.
-
-        O(endpoints) at memory speed; its prompt is not looked at.
+        """Check for room: raises NoEndpoints, or Saturated if `config.saturation` says so. Called often while requests
+        wait. O(endpoints) at memory speed; it does not read the prompt.
         """
         self._refresh(now)
         columns = self._table.take(rows_left(request, self._table))
@@ -260,14 +258,14 @@ class Picker:
         self._room(columns, wait_s)
 
     def uncached_tokens(self, request: Request, now: float) -> int:
-        """Of its prompt, what the endpoint that holds most of it would compute. O(prompt bytes)."""
+        """Return the prompt tokens that the endpoint with the longest hit would compute. O(prompt bytes)."""
         matches = self._match(request, now).values()
         longest = max((match.longest for match in matches), key=lambda hit: hit.tokens, default=NO_HIT)
         work = Work.of(request, matches)
         return work.prompt_tokens - work.cached(longest)
 
     def has_ready(self, pool: str, model: str | None) -> bool:
-        """Could a request for this model be served by this pool now? O(endpoints) at memory speed."""
+        """Return whether this pool could serve a request for this model now. O(endpoints) at memory speed."""
         self._refresh(self._table.now)
         serving = self._table.serving(Request("", model=model, pool=pool))
         return bool((self._table.columns[ELIGIBLE, : self._table.size] * serving).any())
@@ -275,9 +273,8 @@ class Picker:
     # Leases
 
     def reserve(self, decision: Decision, now: float) -> Lease:
-        """Open the lease of a decision; the endpoint is at once expected to hold the prompt. O(prompt bytes).
-
-        Raises NoEndpoints if an endpoint left since; then nothing is counted. Close the lease in a `finally`.
+        """Open the lease of a decision; the endpoint is at once predicted to hold the prompt. O(prompt bytes). Raises
+        NoEndpoints if an endpoint left since; then nothing is counted. Close the lease in a `finally`.
         """
         endpoint = self._present(decision.best)
         prefill = None if decision.prefill is None else self._present(decision.prefill)
@@ -316,7 +313,7 @@ class Picker:
         cached_tokens: int | None = None,
         prompt_tokens: int | None = None,
     ) -> bool:
-        """End a lease; True the first time, False (and no effect) ever after.
+        """End a lease; True the first time, False (and no effect) afterwards.
 
         `served`: the address that answered, if it is known; feedback counts only where it is the picked endpoint.
         `ttft_s`: seconds from pick to response headers, only if they came with the first token (our streaming
@@ -332,7 +329,7 @@ class Picker:
         other = served if served != endpoint.spec.address else None
         ours, began = Outcome.CANCELLED if other else outcome, ttft_s is not None
         self.discharge(endpoint, lease.reservation, ours, now, began=began)
-        if lease.prefill is not None:  # its part is over when the answer begins; what failed is not known to be its own
+        if lease.prefill is not None:  # its part ends when the answer begins; a failure may be the other endpoint's
             self.discharge(*lease.prefill, Outcome.HEADERS if answered else Outcome.CANCELLED, now, began=True)
         if self.elsewhere is not None:
             self.elsewhere.closed(lease, ours, began=began)
@@ -363,8 +360,9 @@ class Picker:
     def open_elsewhere(
         self, endpoint: Endpoint, tokens: int, prefill_s: float, age_s: float, now: float
     ) -> Reservation | None:
-        """Another picker has sent a request there: so many tokens to prefill, which should take `prefill_s` of which
-        `age_s` are over. None where it would have ended by now. O(1)."""
+        """Reserve for a request of another picker: `tokens` that should take `prefill_s`, of which `age_s` are over.
+        None if it would have ended by now. O(1).
+        """
         reservation = self.charge(endpoint, tokens, prefill_s, now)
         reservation.expires_at -= age_s
         reservation.done_at -= age_s
@@ -374,7 +372,7 @@ class Picker:
         return reservation
 
     def charge(self, endpoint: Endpoint, tokens: int, prefill_s: float, now: float) -> Reservation:
-        """So many tokens to prefill there, which should take `prefill_s`, until `discharge`. O(1)."""
+        """Reserve `tokens` of prefill, which should take `prefill_s`, until `discharge`. O(1)."""
         reservation = endpoint.load.reservations.open(tokens, now, prefill_s)
         self._reserved.add(endpoint)
         self._touch(endpoint)
@@ -383,7 +381,9 @@ class Picker:
     def discharge(
         self, endpoint: Endpoint, reservation: Reservation, outcome: Outcome, now: float, *, began: bool
     ) -> None:
-        """What became of it. Whether an endpoint answers errors each picker judges by its own requests. O(1)."""
+        """End a reservation by its outcome. Breakers do not count it: each picker judges errors by its own requests.
+        O(1).
+        """
         if outcome is Outcome.HEADERS:
             endpoint.load.on_answered(reservation, now, began=began)
         else:
@@ -393,13 +393,13 @@ class Picker:
         self._touch(endpoint)
 
     def _withdraw(self, lease: Lease) -> None:
-        """The endpoint did not do this prefill: it will not hold the prompt."""
+        """Drop the prediction: the endpoint did not do this prefill, and will not hold the prompt."""
         request, pod = lease.decision.request, lease.pod
         if lease.predicted_until is not None and request.key and pod.bit:
             self.index.withdraw(pod, request.namespace, request.key, lease.predicted_until)
 
     def _served_by_other(self, lease: Lease, address: str, now: float) -> None:
-        """Another endpoint than the picked one answered: it is the one that holds the prompt now."""
+        """Predict the prompt for the endpoint that answered in place of the picked one."""
         request = lease.decision.request
         for row in self._table.at([address]):
             endpoint = self._table.at_row(row)
@@ -412,12 +412,12 @@ class Picker:
             return
 
     def _audit(self, lease: Lease, cached_tokens: int, now: float) -> None:
-        """An endpoint reported its true hit: compare, and act on what that says of the index."""
+        """Compare an endpoint's reported hit with the index, and act on a difference."""
         endpoint, request = lease.endpoint, lease.decision.request
         pod, expected = endpoint.pod, lease.decision.best.candidate
         if request.key is None or not pod.precise or not pod.bit or len(endpoint.pods) > 1:
             return
-        if request.key_tokens_estimate is not None:  # beyond the key, nothing was predicted
+        if request.key_tokens_estimate is not None:  # nothing was predicted beyond the key
             cached_tokens = min(cached_tokens, expected.cached_tokens)
         end = expected.hit.end
         prefix = zlib.crc32(request.key[max(0, end - 64) : end] or request.key[:64])
@@ -430,7 +430,7 @@ class Picker:
             self.index.cap_hit(pod, request.namespace, request.key, cached_tokens, now)
 
     def _check_capacity(self, endpoint: Endpoint, now: float) -> None:
-        """More blocks than its memory has room for: removals were lost."""
+        """Ask for a rebuild if the index has more blocks than the endpoint's memory holds: removals were lost."""
         report = endpoint.load.report
         if report is None or not report.tokens_total:
             return
@@ -445,13 +445,13 @@ class Picker:
         return prefill_rate(columns[OWN_RATE], trust(columns[RATE_SAMPLES], columns[MEASURED_AT], now), fastest)
 
     def _room(self, columns: Floats, wait_s: Floats) -> Mask | None:
-        """The endpoints to choose from; None for all. Raises Saturated."""
+        """Return the endpoints with room; None for all. Raises Saturated."""
         saturation = self.config.saturation
         if saturation is None:
             return None
         room = saturation.room(columns, wait_s)
         if not room.any():
-            why = "every endpoint that may serve this request has as much to do as it may"
+            why = "every endpoint that may serve this request is full"
             raise Saturated(why, float(wait_s.min()))
         return None if saturation.wait else room
 
@@ -464,7 +464,7 @@ class Picker:
         self._table.refresh(now)
 
     def _match(self, request: Request, now: float) -> dict[str, Match]:
-        """Matches by scope: one, unless a request could go to several models."""
+        """Return the matches by scope: one, unless a request could go to several models."""
         if not request.key:
             return {}
         scopes = self._table.scopes(request)

@@ -1,4 +1,4 @@
-"""What a request would cost at each endpoint, in seconds.
+"""The cost of a request at each endpoint, in seconds.
 
 The cost of a candidate is a sum of named terms. The first four are its predicted time to first token:
 
@@ -7,26 +7,26 @@ The cost of a candidate is a sum of named terms. The first four are its predicte
     slots_s    if all running slots are taken: time until enough of them come free
     full_s     if the endpoint just refused a request for want of room: the wait until it may take one
 
-The others are what it costs later, itself and those who come after:
+The others are costs that come later, for itself and for later requests:
 
     decode_s   its output ÷ the endpoint's decode speed, beyond what the endpoint needs when it is nearly idle, a
                quarter of it (`DECODE_WEIGHT`). Without this term requests that share a prefix and have short prompts
                but long outputs would all run on one endpoint, whose prefill queue is always empty
-    others_s   what its prefill costs those who come before it is done: each of them waits for it, those who come while
-               it waits for all of it, those who come while it is computed for half of it, on average. How many come is
-               measured at each endpoint (`reservations.arrivals_per_s`); one more, the next, is assumed: a burst on one
-               new prefix would else compute it on every endpoint, each a little sooner than waiting for the first.
-               Where it says how many requests like it will follow (`fork`): until the last of them has a running slot,
-               too
-    evict_s    if pages are nearly full: work that must be done again for what it would evict
-    follow_s   at an endpoint that gets more than its share of requests, what this costs those who follow: each waits
-               longer there than at the best endpoint. It holds what many ask for, and a second holder would take some
-               of them. Known only beside the other candidates (`follow_s`, the function)
+    others_s   its prefill's cost to requests that come before it is done: those that come while it waits, wait for all
+               of it, those that come while it is computed, on average for half of it. Their number is measured at each
+               endpoint (`reservations.arrivals_per_s`); one more, the next, is assumed: otherwise a burst on one new
+               prefix would compute it on every endpoint, each a little sooner than waiting for the first.
+               If the request says how many like it will follow (`fork`): also the time until the last of them has a
+               running slot
+    evict_s    if pages are nearly full: work that must be done again for the blocks it would evict
+    follow_s   at an endpoint that gets more than its share of requests, the cost to those that follow: each waits
+               longer there than at the best endpoint. It holds a prefix that many share, and a second holder would take
+               some of them. It needs all candidates (`follow_s`, the function)
 
-What running requests cost a prefill needs no term: prefill rates are measured with the decodes that share their steps.
+The cost of running requests to a prefill needs no term: prefill rates are measured with decodes in the same steps.
 
-The costs of many candidates are computed in arrays (`waits_and_costs`); those that come out best are scored one by one
-(`score`), for their terms. Few candidates are all scored one by one.
+The costs of many candidates are computed in arrays (`waits_and_costs`); the best are then scored one by one (`score`),
+for their terms. Few candidates are all scored one by one.
 """
 
 from __future__ import annotations
@@ -63,28 +63,27 @@ if TYPE_CHECKING:  # the index brings the chat templates, and help needs neither
     from treeline_epp.index.index import Index
 
 DELAYED_REQUESTS = 1.0
-"""How many later requests the work of this one is assumed to delay, beside those that the arrival rate tells of."""
+"""Number of later requests that this one is assumed to delay, besides those of the arrival rate."""
 ASSUMED_OUTPUT_TOKENS = 64
-"""Output tokens that a request is assumed to have before it, for want of knowledge: a running one, and a new one that
-does not allow fewer."""
+"""Output tokens that a request is assumed to generate still: a running one, and a new one that does not allow fewer."""
 DECODE_WEIGHT = 0.25
-"""Of a second by which its output takes longer, beside one until its first token. First tokens alone would make it 3
-steps of 64: it waits for half a step and is computed in one; and those who come while its output is written are, by
-Little's law, as many as run there, so that it delays their first tokens by as much in all. The rest is for outputs. The
-more, the sooner requests leave their prefix to spread decodes, and compute it again, which delays the outputs that run
-there; the less, the longer outputs gather where they are slow."""
+"""Weight of a second more of output time, against a second until the first token. First tokens alone would give 3
+steps of 64: the request waits for half a step and is computed in one; and those that come during its output are, by
+Little's law, as many as run there, so it delays their first tokens by as much in all. The rest is for outputs. With a
+larger weight requests leave their prefix sooner to spread decodes, and compute it again, which delays the outputs that
+run there; with a smaller one outputs gather longer where they are slow."""
 FOLLOWERS = 0.1
-"""Of the requests that an endpoint gets beyond the mean, those that a second holder of what this one shares would take.
-The more, the sooner what many ask for is computed on several endpoints; the less, the longer some endpoints are busy
-and others idle."""
+"""Share of an endpoint's requests beyond the mean that a second holder of this prefix would take. With a larger share
+a popular prefix is computed sooner on several endpoints; with a smaller one some endpoints stay busy longer and others
+idle."""
 TAIL_VALUE = 0.5
-"""The oldest cached tokens are worth less than the average ones: this share."""
+"""Value of the oldest cached tokens, as a share of the average."""
 
 
 class Candidate(Struct, frozen=True):
-    """An eligible endpoint and all that its score depends on. `rate` is prefill tokens per second; `hit` what the index
-    says of the prompt, `cached_tokens` what it comes to with predictions. `output_tokens` are expected of the request.
-    `held_tokens` are known to be in its cache. `rank` is the rank that the hit is at. `fork` requests will follow it.
+    """An eligible endpoint and all inputs of its score. `rate` is prefill tokens per second; `hit` the index's hit for
+    the prompt, `cached_tokens` that hit with predictions. `output_tokens` are expected of the request. `held_tokens`
+    are known to be in its cache. `rank` is the rank with the hit. `fork` requests will follow it.
     """
 
     spec: EndpointSpec
@@ -100,7 +99,7 @@ class Candidate(Struct, frozen=True):
 
 
 class Scored(Struct, frozen=True):
-    """A candidate with its cost, term by term; see the module. `cost_s` is what is compared."""
+    """A candidate with its cost, term by term; see the module. `cost_s` is compared."""
 
     candidate: Candidate
     cost_s: float
@@ -117,16 +116,16 @@ class Scored(Struct, frozen=True):
 
     @property
     def wait_s(self) -> float:
-        """Until its own prefill begins: what others cost it, and not its own length."""
+        """The seconds until its own prefill begins, without its own length."""
         return self.queue_s + self.slots_s + self.full_s
 
     @property
     def later_s(self) -> float:
-        """By how much it is later than on an idle endpoint, but for its own prefill."""
+        """The seconds by which it is later than on an idle endpoint, without its own prefill."""
         return self.wait_s + self.decode_s
 
     def known(self, now: float) -> tuple[float, ...]:
-        """What a choice between few endpoints is made of, as `Picker._ranked` reads it."""
+        """Return the values for a choice between few endpoints, in the order of `Picker._ranked`."""
         load = self.candidate.load
         reserved, in_flight = load.reservations, load.in_flight(now)
         flying = len(reserved) if in_flight is None else in_flight
@@ -135,7 +134,7 @@ class Scored(Struct, frozen=True):
 
     @property
     def terms(self) -> dict[str, float]:
-        """All of it by name, for explanations."""
+        """All terms by name, for explanations."""
         candidate = self.candidate
         named = {name: getattr(self, name) for name in self.__struct_fields__ if name.endswith("_s")}
         return {
@@ -149,7 +148,7 @@ class Scored(Struct, frozen=True):
 
 
 def score(candidate: Candidate, now: float) -> Scored:
-    """The cost of one endpoint. O(1) but for reservations newer than the last report."""
+    """Return the cost of one endpoint. O(1) but for reservations newer than the last report."""
     load, rate = candidate.load, candidate.rate
     queued_tokens, queued_requests = load.queue(now)
     report = load.report if load.fresh(now) else None
@@ -170,7 +169,9 @@ def score(candidate: Candidate, now: float) -> Scored:
 
 
 def _slots_s(report: Report, queued_requests: int) -> float:
-    """Time until a running slot is free: with all `max_running` busy, one comes free each (output × step ÷ slots)."""
+    """Return the time until a running slot is free: with all `max_running` busy, one is freed each (output × step ÷
+    slots).
+    """
     excess = report.running + queued_requests + 1 - report.max_running
     if excess <= 0 or not report.max_running:
         return 0.0
@@ -178,12 +179,12 @@ def _slots_s(report: Report, queued_requests: int) -> float:
 
 
 def _decode_s(candidate: Candidate, report: Report) -> float:
-    """How much longer the output takes than on the same endpoint with little to do."""
+    """Return by how much the output takes longer than on the same endpoint with little to do."""
     return DECODE_WEIGHT * candidate.output_tokens * candidate.load.slower_s(report)
 
 
 def _evict_s(candidate: Candidate, report: Report, queued_tokens: int) -> float:
-    """Work that comes back: tokens evicted to make room × the chance that they would have been hit ÷ rate.
+    """Return the work to do again: tokens evicted to make room × the chance that they would have been hit ÷ rate.
 
     With hit share h, each token that was computed was hit h / (1 − h) times before it left the cache; the oldest
     tokens, which leave first, are worth TAIL_VALUE of that, and never more than one recomputation.
@@ -199,7 +200,7 @@ def _evict_s(candidate: Candidate, report: Report, queued_tokens: int) -> float:
 
 
 def follow_s(arrivals: Floats, arrived_at: Floats, later_s: Floats, now: float) -> Floats:
-    """The term of all candidates: the followers of the last `ARRIVALS_S` seconds × what each waits more than elsewhere.
+    """Return the term of all candidates: the followers of the last `ARRIVALS_S` seconds × their longer wait.
 
     `arrivals` and `arrived_at` are those of `Reservations`; `later_s` as in `Scored`. All are by endpoint.
     """
@@ -212,14 +213,14 @@ def follow_s(arrivals: Floats, arrived_at: Floats, later_s: Floats, now: float) 
 
 
 def with_followers(scored: Scored, followers_s: float) -> Scored:
-    """The score with the term that only a comparison knows."""
+    """Return the score with the term that needs a comparison."""
     return replace(scored, follow_s=followers_s, cost_s=scored.cost_s + followers_s) if followers_s else scored
 
 
 def waits_and_costs(
     columns: Floats, rates: Floats, uncached_tokens: Floats | float, output_tokens: int, now: float, fork: int = 0
 ) -> tuple[Floats, Floats, Floats]:
-    """`(wait_s, later_s, cost_s)` of many endpoints: what `score` says of each, to the last bit.
+    """Return `(wait_s, later_s, cost_s)` of many endpoints, equal to `score` of each to the last bit.
 
     `columns` are those of `table.Table`, `rates` and `uncached_tokens` are by endpoint.
     """
@@ -252,7 +253,7 @@ def waits_and_costs(
 
 
 def _waits_for_slots(columns: Floats, requests: int) -> Floats | None:
-    """As `_slots_s`, for the last of so many requests. None: no endpoint makes it wait."""
+    """Return the `_slots_s` of the last of this many requests. None: no endpoint makes it wait."""
     excess = columns[EXCESS] + float(requests)
     at = (excess > 0.0).nonzero()[0]
     if not len(at):
@@ -263,9 +264,9 @@ def _waits_for_slots(columns: Floats, requests: int) -> Floats | None:
 
 
 class Work(Struct, frozen=True, gc=False):
-    """What a request asks of an endpoint: see `Request`. `per_byte` is tokens per byte of its key.
+    """The work of a request at an endpoint: see `Request`. `per_byte` is tokens per byte of its key.
 
-    As far as any endpoint holds the key, its tokens are known; the rest is estimated by its bytes.
+    The tokens of the part of the key that an endpoint holds are known; the rest is estimated by its bytes.
     """
 
     prompt_tokens: int
@@ -275,7 +276,7 @@ class Work(Struct, frozen=True, gc=False):
 
     @classmethod
     def of(cls, request: Request, matches: Iterable[Match] = ()) -> Self:
-        """Of this request, with what the index says of its key."""
+        """Return the work of this request, with the index's matches of its key."""
         prompt_tokens = max(1, request.prompt_tokens_estimate)
         key_tokens = request.key_tokens_estimate
         key_tokens = prompt_tokens if key_tokens is None else max(1, key_tokens)
@@ -285,7 +286,7 @@ class Work(Struct, frozen=True, gc=False):
             longest = match.longest
             if longest.tokens > known.tokens:
                 known = longest
-        most = request.max_output_tokens if not request.fork else None  # it is its children's outputs that count
+        most = request.max_output_tokens if not request.fork else None  # its children's outputs count instead
         return cls(
             max(known.tokens + 1, prompt_tokens + known.tokens - int(known.end * per_byte)),
             per_byte,
@@ -294,15 +295,15 @@ class Work(Struct, frozen=True, gc=False):
         )
 
     def cached(self, hit: Hit) -> int:
-        """Tokens of the prompt that need not be computed where an endpoint has this hit."""
+        """Return the prompt tokens that an endpoint with this hit need not compute."""
         return min(hit.tokens + int((hit.reach - hit.end) * self.per_byte), self.prompt_tokens - 1)
 
     def cached_at(self, index: Index, matches: Mapping[str, Match], rows: Rows, table: Table) -> Floats:
-        """The same of each of the endpoints in these rows of the table."""
+        """Return these cached tokens for each endpoint in these rows of the table."""
         cached: Floats = np.zeros(table.size)
         for match in matches.values():
             hits = [(level_hit(level), level.pods) for level in match.levels if level.tokens or level.reach]
-            for hit, pods in sorted(hits, key=_how_far):  # the longest last: it counts where a row has several pods
+            for hit, pods in sorted(hits, key=_how_far):  # the longest last: it counts if a row has several pods
                 cached[index.holders(pods)] = self.cached(hit)
             for pod in match.special:
                 _, hit = table.at_row(pod.row).best_hit(match)

@@ -1,6 +1,6 @@
-"""What decides where requests go, of all endpoints, in columns: a pick looks at thousands of them in a few operations.
+"""The data of all endpoints that decide a pick, in columns: a pick reads thousands of them in a few operations.
 
-A row is copied from its owners (load, breaker, pod) at the next look after the picker has said that they changed
+A row is copied from its owners (load, breaker, pod) at the next look after the picker has marked it as changed
 (`touch`), and when time alone changes it (`EDGE`: a report becomes stale, a breaker may be tried again).
 """
 
@@ -42,18 +42,18 @@ Mask = npt.NDArray[np.bool_]
     HEALTHY,
     EDGE,
 ) = range(20)
-"""The columns. What a report says is in them while it is fresh, and then what is known without one. QUEUED_TOKENS:
-before a new request. REQUESTS: reported, running or not, or sent there since; IN_FLIGHT: those, and others that the
-endpoint has; UNANSWERED are ours alone. EXCESS: of REQUESTS over MAX_RUNNING, -inf where that is not known. SLOWER_S:
-of STEP_S beyond a step of a small batch. FREE_TOKENS: of its cache, once what waits is in it; inf where not known."""
+"""The columns. They have a report's values while it is fresh, then the values without one. QUEUED_TOKENS: before a new
+request. REQUESTS: reported, running or not, or sent there since; IN_FLIGHT: those, and others that the endpoint has;
+UNANSWERED are ours alone. EXCESS: REQUESTS over MAX_RUNNING, -inf if unknown. SLOWER_S: STEP_S beyond a step of a
+small batch. FREE_TOKENS: free in its cache once waiting prompts are in it; inf if unknown."""
 _COLUMNS = 20
 _NEVER, _UNKNOWN = float("-inf"), float("inf")
 _MOST_ASKED = 256
-"""Pools and models for which it is remembered who serves them: engines that take any name may be asked for many."""
+"""Most pairs of pool and model whose endpoints are cached: engines that take any name may be asked for many."""
 
 
 class _Group(Struct):
-    """Endpoints of one pool that serve the same models."""
+    """The endpoints of one pool that serve the same models."""
 
     spec: EndpointSpec
     rows: dict[int, None]
@@ -71,16 +71,16 @@ class Table:
         self._groups: dict[tuple[str, tuple[str, ...]], _Group] = {}
         self._serving: dict[tuple[str | None, str | None], tuple[Mask, set[str]]] = {}
         self.left: dict[tuple[str | None, str | None], Rows] = {}
-        """By pool and model: the rows that pass all filters of a request that names no subset. For `filters`."""
+        """By pool and model: the rows that pass all filters of a request without a subset. For `filters`."""
         self.now = _NEVER
-        """When somebody last looked."""
+        """The time of the last look."""
         self._edge = _UNKNOWN
         self._by_address: dict[tuple[str, str], dict[int, None]] = {}
 
     # Endpoints
 
     def take_row(self) -> int:
-        """A row for a new endpoint. O(1)."""
+        """Return a row for a new endpoint. O(1)."""
         if self._free:
             return self._free.pop()
         self.endpoints.append(None)
@@ -90,7 +90,7 @@ class Table:
         return len(self.endpoints) - 1
 
     def add(self, endpoint: Endpoint) -> None:
-        """An endpoint is there, in the row of its pod. O(1)."""
+        """Add an endpoint, in the row of its pod. O(1)."""
         row, spec = endpoint.pod.row, endpoint.spec
         self.endpoints[row] = endpoint
         group = self._groups.setdefault((spec.pool, spec.models), _Group(spec, {}))
@@ -101,7 +101,7 @@ class Table:
         self._touched.add(row)
 
     def remove(self, endpoint: Endpoint) -> None:
-        """It has gone, or is about to change its spec. O(1)."""
+        """Remove an endpoint that has gone, or is about to change its spec. O(1)."""
         row, spec = endpoint.pod.row, endpoint.spec
         group = self._groups[spec.pool, spec.models]
         del group.rows[row]
@@ -116,7 +116,7 @@ class Table:
         self._touched.discard(row)
 
     def give_row(self, row: int) -> None:
-        """Free a row: its endpoint is gone."""
+        """Free the row of an endpoint that is gone."""
         self.columns[ELIGIBLE, row], self.columns[EDGE, row] = 0.0, _UNKNOWN
         self._free.append(row)
 
@@ -125,12 +125,13 @@ class Table:
         self.left.clear()
 
     def touch(self, row: int) -> None:
-        """Something of the endpoint in this row has changed. O(1)."""
+        """Mark a row whose endpoint has changed. O(1)."""
         self._touched.add(row)
 
     def refresh(self, now: float) -> None:
-        """See who may be picked by now; the rest of what has changed waits for `take`. O(touched rows), and O(rows) at
-        memory speed where time has changed one."""
+        """Update which endpoints may be picked at `now`; other changes wait for `take`. O(touched rows), and O(rows) at
+        memory speed if time has changed one.
+        """
         self.now, columns, size = now, self.columns, self.size
         due = now >= self._edge
         if due:
@@ -149,19 +150,19 @@ class Table:
         if due:
             self._edge = float(columns[EDGE, :size].min()) if size else _UNKNOWN
 
-    # Looking
+    # Lookups
 
     @property
     def size(self) -> int:
-        """Rows in use, and some that were."""
+        """The number of rows, free ones included."""
         return len(self.endpoints)
 
     def serving(self, request: Request) -> Mask:
-        """Which rows are in the request's pool and serve its model. O(1), after changes O(rows)."""
+        """Return which rows are in the request's pool and serve its model. O(1); O(rows) after changes."""
         return self._asked(request)[0]
 
     def scopes(self, request: Request) -> set[str]:
-        """Those of the index that these endpoints are in: one, unless the request could go to several models. O(1)."""
+        """Return the index's scopes of these endpoints: one, unless the request could go to several models. O(1)."""
         return self._asked(request)[1]
 
     def _asked(self, request: Request) -> tuple[Mask, set[str]]:
@@ -178,13 +179,13 @@ class Table:
         return known
 
     def at_row(self, row: int) -> Endpoint:
-        """The endpoint in a row that is taken."""
+        """Return the endpoint in a used row."""
         endpoint = self.endpoints[row]
         assert endpoint is not None
         return endpoint
 
     def take(self, rows: Rows) -> Floats:
-        """The columns of some rows; without a copy if these are all. O(rows that have changed) in Python."""
+        """Return the columns of some rows; without a copy if these are all. O(changed rows) in Python."""
         for row in self._stale:
             endpoint = self.endpoints[row]
             if endpoint is not None:
@@ -193,12 +194,12 @@ class Table:
         return self.columns[:, : self.size] if len(rows) == self.size else self.columns[:, rows]
 
     def has_adapter(self, rows: Rows, lora: str) -> Mask:
-        """Which of these rows are known to have loaded an adapter. O(rows), one by one."""
+        """Return which of these rows are known to have loaded an adapter. O(rows), one by one."""
         found = (self.endpoints[row] for row in rows.tolist())
         return np.array([one is not None and any(lora in pod.adapters for pod in one.pods) for one in found], np.bool_)
 
     def at(self, addresses: Iterable[str]) -> Rows:
-        """The rows at any of these addresses (`ip:port`, or `ip` for all its ports), in order. O(addresses)."""
+        """Return the rows at any of these addresses (`ip:port`, or `ip` for all its ports), in order. O(addresses)."""
         found: dict[int, None] = {}
         for address in addresses:
             found.update(self._by_address.get(split_address(address), {}))
@@ -206,7 +207,7 @@ class Table:
 
 
 def serves(spec: EndpointSpec, request: Request) -> bool:
-    """Is it in the request's pool, and does it serve its model?"""
+    """Return whether an endpoint is in the request's pool and serves its model."""
     if request.pool is not None and spec.pool != request.pool:
         return False
     return not spec.models or request.model is None or request.model in spec.models
@@ -218,7 +219,9 @@ def _places(spec: EndpointSpec) -> set[tuple[str, str]]:
 
 
 def _state(endpoint: Endpoint, now: float) -> tuple[bool, bool, float]:
-    """Whether it is eligible, and healthy, and when time alone will change that or what its report is worth."""
+    """Return whether an endpoint is eligible, whether it is healthy, and when time alone will change that or its
+    report.
+    """
     load, closed_until = endpoint.load, endpoint.breaker.closed_until
     edge = _UNKNOWN if now >= closed_until else closed_until
     if load.report is not None and now <= load.report.fresh_until:
@@ -227,7 +230,7 @@ def _state(endpoint: Endpoint, now: float) -> tuple[bool, bool, float]:
 
 
 def _values(endpoint: Endpoint, now: float) -> tuple[float, ...]:
-    """The columns before ELIGIBLE."""
+    """Return the columns before ELIGIBLE."""
     load = endpoint.load
     report, reserved = load.report, load.reservations
     tokens, requests = reserved.tokens, 0

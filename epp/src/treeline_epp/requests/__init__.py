@@ -1,1 +1,1 @@
-"""What a request asks for: its body, its model, its prompt's key, and why it may be refused."""
+"""Parsing and routing of requests: the body, the model, the prompt's key, and refusals."""

@@ -1,5 +1,6 @@
-"""What passes between the proxy's protocol and the router: a request in, an answer out; and a large body between them,
-its bytes as they came, never joined, with how many such bytes may wait at once."""
+"""The types between the proxy's protocol and the router: a request, an immediate answer, and a large body, kept in the
+pieces in which it came, with a limit on the bytes that may wait at once.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ Buffer = bytes | memoryview
 CHUNK_BYTES = 62_000
 """Largest chunk in a streamed body reply. Envoy refuses 64 KiB and more; peers use this value too."""
 _COUNTED_FROM = 64 * 1024
-"""What a body may have before it counts against the limit of all: those who ask little are not refused for others."""
+"""Bytes of a body that do not count against the shared limit: small requests are not refused because of large ones."""
 
 
 class Edit(Struct, frozen=True, gc=False):
@@ -39,7 +40,7 @@ class Body:
     def __init__(self, pieces: Sequence[Buffer] = ()) -> None:
         self._pieces: list[Buffer] = []
         self._starts: list[int] = []
-        self._tail = bytearray()  # what is too short yet to be a piece
+        self._tail = bytearray()  # bytes that are too few to be a piece yet
         self._size = 0
         for piece in pieces:
             self._append(piece)
@@ -48,7 +49,7 @@ class Body:
         return self._size + len(self._tail)
 
     def add(self, data: Buffer) -> None:
-        """Append what has come. Small pieces are put together, a long one is kept as it is. O(bytes), or O(pieces)."""
+        """Append bytes. Small pieces are joined, a long one is kept as it is. O(bytes), or O(pieces)."""
         if len(data) < CHUNK_BYTES:
             self._tail += data
             if len(self._tail) >= CHUNK_BYTES:
@@ -58,20 +59,20 @@ class Body:
         self._append(data)
 
     def pieces(self) -> list[Buffer]:
-        """All of it, in order."""
+        """Return all pieces, in order."""
         self._flush()
         return self._pieces
 
     def joined(self) -> bytes:
-        """All of it as one. O(bytes)."""
+        """Return the whole body as one. O(bytes)."""
         return b"".join(self.pieces())
 
     def slice(self, start: int, stop: int) -> bytes:
-        """Bytes `start` … `stop` - 1. O(log pieces + bytes)."""
+        """Return bytes `start` … `stop` - 1. O(log pieces + bytes)."""
         return b"".join(self._parts(start, stop))
 
     def edited(self, edits: Sequence[Edit]) -> Body:
-        """The same with `edits`, which are in order and apart. Pieces are shared. O(pieces + edits)."""
+        """Return the body with `edits`, which are in order and do not overlap. Pieces are shared. O(pieces + edits)."""
         out: list[Buffer] = []
         at = 0
         for edit in edits:
@@ -124,12 +125,12 @@ class BodyBudget:
         self.bytes = 0
 
     def open(self) -> BodyShare:
-        """The share of a new stream."""
+        """Open the share of a new stream."""
         return BodyShare(self)
 
 
 class BodyShare:
-    """What one stream has of them. Close it in a `finally`."""
+    """One stream's share of the budget. Close it in a `finally`."""
 
     __slots__ = ("_counted", "_size", "_waiting")
 
@@ -139,7 +140,7 @@ class BodyShare:
         self._counted = 0
 
     def take(self, size: int) -> bool:
-        """So many bytes have come. False: there is no room for them, nor for what follows."""
+        """Count bytes that have come. False: there is no room for them, nor for later ones."""
         waiting = self._waiting
         self._size += size
         wanted = max(0, self._size - _COUNTED_FROM) - self._counted
@@ -151,14 +152,14 @@ class BodyShare:
         return True
 
     def close(self) -> None:
-        """They have been sent on, or dropped. May be called again."""
+        """Release the bytes, which were sent on or dropped. May be called again."""
         self._waiting.bytes -= self._counted
         self._counted = 0
         self._size = 0
 
 
 class Immediate(msgspec.Struct, frozen=True, gc=False):
-    """The proxy is to answer the client itself, at once. Last reply of a stream."""
+    """An answer that the proxy gives to the client itself, at once. Last reply of a stream."""
 
     status: int
     body: bytes
@@ -167,22 +168,23 @@ class Immediate(msgspec.Struct, frozen=True, gc=False):
 
 
 def path_of(headers: Mapping[str, str]) -> str:
-    """The path of a request, without its query."""
+    """Return the path of a request, without its query."""
     return headers.get(":path", "").partition("?")[0]
 
 
 class RouteRequest(msgspec.Struct, frozen=True, gc=False):
-    """Everything there is to decide on. `body` is `None` when the proxy will not show it, or not all of it; it is a
-    `Body` where it has more than WHOLE_BYTES."""
+    """The input of a decision. `body` is `None` when the proxy does not show it, or not all of it; it is a `Body` if it
+    has more than WHOLE_BYTES.
+    """
 
     headers: Mapping[str, str]
     body: bytes | Body | None
     subset: frozenset[str] | None
     pool: str | None = None
     shows_response: bool = False
-    """The proxy will show the response's body."""
+    """Whether the proxy will show the response's body."""
     observed: bool = False
-    """The proxy only shows the request, and goes on with it as it pleases."""
+    """Whether the proxy only shows the request, and routes it by itself."""
 
     @property
     def id(self) -> str:

@@ -1,5 +1,4 @@
-"""The last decisions, for people to look at: what was decided, what came of each endpoint in it, and the beginnings of
-the prompts that they were for."""
+"""The last decisions, for people: each with the scores of its endpoints, and the beginning of its prompt."""
 
 from __future__ import annotations
 
@@ -17,13 +16,12 @@ from treeline_epp.picking.request import Request
 
 KEPT = 500
 PROMPT_BYTES = 4096
-"""Of a prefix key that are kept: with all decisions 2 MB."""
+"""Most bytes of a prefix key that are kept: 2 MB for all decisions."""
 _LONGEST = 256
-"""Clients choose the ids of their requests, and the salts in the names of namespaces: no more of one is kept, and
-nothing of the prompt where its namespace is longer."""
+"""Most characters of a request's id and of a namespace that are kept: clients choose both. Of a prompt with a longer
+namespace nothing is kept."""
 _SHARE = 50.0
-"""Looking at all endpoints of a decision takes milliseconds where there are a thousand: so long a pause follows, as a
-multiple of what it took."""
+"""Pause after an explanation, as a multiple of its time: with a thousand endpoints it takes milliseconds."""
 
 
 class Noted(msgspec.Struct, frozen=True, gc=False):
@@ -32,16 +30,16 @@ class Noted(msgspec.Struct, frozen=True, gc=False):
     number: int
     at: float
     told: dict[str, Any]
-    """As `Decision.explain` tells it."""
+    """The record of `Decision.explain`."""
     endpoints: list[dict[str, Any]] | None
-    """All of them, where that was looked at."""
+    """All endpoints, if they were explained."""
     namespace: str | None
     key: bytes
     key_bytes: int
 
 
 class DecisionLog:
-    """The last `KEPT`. `add` takes twenty microseconds, so it is called only where somebody may look."""
+    """The last `KEPT` decisions. `add` takes twenty microseconds, so it is called only if a page shows the log."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter, wall: Callable[[], float] = time.time) -> None:
         self._clock = clock
@@ -49,10 +47,10 @@ class DecisionLog:
         self._kept: deque[Noted] = deque(maxlen=KEPT)
         self._explain_at = float("-inf")
         self.count = 0
-        """How many there have been."""
+        """The number of decisions so far."""
 
     def explained(self, picker: Picker, request: Request, now: float) -> Explanation | None:
-        """What is to be decided of a request, with all endpoints; None where the last one was a moment ago."""
+        """Return the explanation of a request with all endpoints; None shortly after the last one."""
         began = self._clock()
         if began < self._explain_at:
             return None
@@ -62,7 +60,7 @@ class DecisionLog:
         return found
 
     def add(self, decision: Decision, explained: Explanation | None = None) -> None:
-        """A request was given a destination."""
+        """Add a decision: a request was given a destination."""
         self.count += 1
         request = decision.request
         told, key, space = decision.explain(), request.key or b"", request.namespace
@@ -81,11 +79,11 @@ class DecisionLog:
         )
 
     def all(self) -> tuple[Noted, ...]:
-        """Those that are kept, the oldest first."""
+        """Return the kept decisions, the oldest first."""
         return tuple(self._kept)
 
     def since(self, number: int, most: int) -> list[Noted]:
-        """At most so many of those after `number`, the newest first."""
+        """Return at most `most` decisions after `number`, the newest first."""
         found: list[Noted] = []
         for noted in reversed(self._kept):
             if noted.number <= number or len(found) >= most:
@@ -94,8 +92,9 @@ class DecisionLog:
         return found
 
     def listing(self, last: int = 20) -> list[dict[str, Any]]:
-        """The newest first, as plain data: each with the endpoints that came out best, and all of them (`endpoints`)
-        where that was looked at."""
+        """Return the last decisions as plain data, the newest first: each with its best endpoints, and with all of them
+        (`endpoints`) if they were explained.
+        """
         found = []
         for noted in self.since(0, last):
             record: dict[str, Any] = {"at": round(noted.at, 3), **noted.told}

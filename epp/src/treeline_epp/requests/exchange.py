@@ -1,7 +1,7 @@
-"""A request and its response, kept for those who want to know what came of it: observers, quotas, the queue.
+"""The record of a request and its response, for observers, quotas and the queue.
 
-None is made where nobody does. The router owns it, beside the request's lease. Observers are called three times: when a
-request is there to be decided, when it is, and when its stream has ended.
+Without any of them, no record is made. The router owns it, beside the request's lease. Observers are called three
+times: before the decision, after it, and when the request's stream has ended.
 """
 
 from __future__ import annotations
@@ -23,18 +23,17 @@ from treeline_epp.requests.usage import NOTHING, Usage, UsageReader
 log = logging.getLogger(__name__)
 
 DEFAULT_FLOW: Final = "default-flow"
-"""Of requests that name no other, as GIE calls it."""
+"""The flow of requests that name none, as in GIE."""
 
 
 @dataclass(eq=False, slots=True)
 class Exchange:
     """One request. Times are the router's clock in seconds, but for `wall_time`.
 
-    `request` is what was read of it, with the registry's `version`; None where it could not be read. `status` is that
-    of the response, or of the refusal. `finished_at` is known where the proxy shows the response to its end,
-    `first_chunk_at` where it shows its body. `observed`: the proxy only shows the request, and the decision was not
-    used. `added` are request headers that go on to the endpoint. `spend` is what it counts for in its client's quota,
-    `turn` what it was counted as when its turn came in the queue.
+    `request` is the parsed request, with the registry's `version`; None if parsing failed. `status` is that of the
+    response, or of the refusal. `finished_at` is known if the proxy shows the response to its end, `first_chunk_at` if
+    it shows its body. `observed`: the proxy only shows the request, and the decision was not used. `added` are request
+    headers to send to the endpoint. `spend` is its cost in its client's quota, `turn` corrects its cost in the queue.
     """
 
     id: str
@@ -58,33 +57,35 @@ class Exchange:
     served: str | None = None
     streams: bool = False
     reported: Usage = NOTHING
-    """By the response's headers."""
+    """Tokens by the response's headers."""
     headers_at: float | None = None
     first_chunk_at: float | None = None
     finished_at: float | None = None
     body: UsageReader | None = None
-    """Of the response, once that has begun."""
+    """Reader of the response's body, once that has begun."""
     took: Usage = NOTHING
-    """As far as it is known yet, for quotas and the queue."""
+    """The tokens known so far, for quotas and the queue."""
     _usage: Usage | None = None
 
     @property
     def model(self) -> str:
-        """What the client asked for; empty while no pool is known that serves it, so that it is safe to count by."""
+        """The model's name in the request; empty until a pool is known that serves it, so that it is a safe metric
+        label.
+        """
         return "" if self.request is None else self.request.asked or ""
 
     @property
     def target(self) -> str:
-        """Its name at the endpoint, empty likewise."""
+        """The model's name at the endpoint; empty in the same case."""
         return "" if self.request is None or self.request.asked is None else self.request.model or ""
 
     @property
     def priority(self) -> int:
-        """Of its objective."""
+        """The priority of its objective."""
         return 0 if self.request is None else self.request.priority
 
     def answered(self, headers: Mapping[str, str], served: str | None, reported: Usage, now: float) -> None:
-        """The response's headers are there."""
+        """Take the response's headers."""
         self.headers_at = now
         self.served = served
         self.reported = reported
@@ -94,7 +95,7 @@ class Exchange:
         self.body = UsageReader(stream=self.streams)
 
     def shown(self, data: Buffer, now: float, *, ended: bool) -> None:
-        """A piece of the response's body, and whether that was its end. O(1) but for the copy of what is kept."""
+        """Take a piece of the response's body; `ended`: the last one. O(1) but for the copy of the kept bytes."""
         if data and self.first_chunk_at is None:
             self.first_chunk_at = now
         if self.body is not None:
@@ -104,12 +105,12 @@ class Exchange:
 
     @property
     def response_bytes(self) -> int:
-        """Of the response's body, as far as it was shown."""
+        """The bytes of the response's body shown so far."""
         return 0 if self.body is None else self.body.bytes
 
     @property
     def usage(self) -> Usage:
-        """Tokens by the response's own word, in its headers (ours) or its body; None where it does not say."""
+        """The tokens that the response reports, in its headers (ours) or its body; None where it does not."""
         if self._usage is None:
             read = NOTHING if self.finished_at is None or self.body is None else self.body.told()
             self._usage = self.reported.over(read)
@@ -117,8 +118,9 @@ class Exchange:
 
     @property
     def ttft_s(self) -> float | None:
-        """From request to first token, of streams alone: when their headers came where these come with the first token
-        (runtimes of Treeline), else when the first of their body did; None where the proxy does not show it."""
+        """The seconds from request to first token, for streams only: by the headers if these come with the first token
+        (runtimes of Treeline), else by the first bytes of the body; None if the proxy does not show it.
+        """
         if not self.streams:
             return None
         at = self.headers_at if self.reported.prompt is not None else self.first_chunk_at
@@ -126,38 +128,38 @@ class Exchange:
 
     @property
     def duration_s(self) -> float | None:
-        """From request to the response's end, where that is shown."""
+        """The seconds from request to the response's end, if that is shown."""
         return None if self.finished_at is None else self.finished_at - self.started_at
 
 
 class Observer:
-    """Keeps accounts of exchanges; each method may be left out."""
+    """An observer of exchanges; each method is optional."""
 
     def asked(self, exchange: Exchange, headers: Mapping[str, str]) -> None:
-        """A request is there to be decided."""
+        """Called before a request is decided."""
 
     def decided(self, exchange: Exchange) -> None:
-        """It has an endpoint (`decision`), a refusal, or neither: the picker answered it."""
+        """Called when it has an endpoint (`decision`), a refusal, or neither: the picker answered it."""
 
     def ended(self, exchange: Exchange) -> None:
-        """Nothing more will be known of it. Not called for what the picker answered without a refusal."""
+        """Called when no more data will come. Not called for requests that the picker answered without a refusal."""
 
 
 class Observers(tuple[Observer, ...]):
-    """All of them. What one fails on is logged, and holds up no request."""
+    """All observers as one. Their errors are logged, and hold up no request."""
 
     __slots__ = ()
 
     def asked(self, exchange: Exchange, headers: Mapping[str, str]) -> None:
-        """As an observer's."""
+        """Call `asked` of each observer."""
         self._each(exchange, lambda observer: observer.asked(exchange, headers))
 
     def decided(self, exchange: Exchange) -> None:
-        """As an observer's."""
+        """Call `decided` of each observer."""
         self._each(exchange, lambda observer: observer.decided(exchange))
 
     def ended(self, exchange: Exchange) -> None:
-        """As an observer's."""
+        """Call `ended` of each observer."""
         self._each(exchange, lambda observer: observer.ended(exchange))
 
     def _each(self, exchange: Exchange, tell: Callable[[Observer], None]) -> None:

@@ -1,10 +1,10 @@
-"""What the inference extension lets operators say of requests: InferenceObjectives and InferenceModelRewrites.
+"""The inference extension's rules for requests: InferenceObjectives and InferenceModelRewrites.
 
-As GIE 1.5 has them (llm-d after it): an objective, which a request names in a header, has a priority, and a negative
-one is sheddable. A rewrite gives requests for a model another one, drawn by weight: of the rules that match, one that
-names the model goes before one for all models, then the older object's, then the first of an object. A rule goes before
-the header that names a model, and that before the body. Headers count where they are trusted. A rewrite takes no other
-pool's name: it counts for names of its own pool, and for those that no pool serves.
+They follow GIE 1.5 (and llm-d): an objective, which a request names in a header, has a priority; a negative one is
+sheddable. A rewrite replaces a model by another one, drawn by weight. Of the rules that match, one that names the model
+counts before one for all models, then the older object's, then the first of an object. A rule counts before the header
+that names a model, and that before the body. Headers count if they are trusted. A rewrite cannot take another pool's
+name: it counts for names of its own pool, and for names that no pool serves.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from treeline_wire.gateway_rules import ModelRewrite, Objective, RewriteRule
 _OBJECTIVE: Final = (names.OBJECTIVE_LLMD, names.OBJECTIVE)
 _REWRITE: Final = (names.MODEL_REWRITE_LLMD, names.MODEL_REWRITE)
 _FAIRNESS: Final = (names.FAIRNESS_ID_LLMD, names.FAIRNESS_ID)
-"""llm-d's spelling goes first, as there."""
+"""llm-d's spelling counts first, as in llm-d."""
 
 
 class Asked(msgspec.Struct, frozen=True):
@@ -33,8 +33,7 @@ class Asked(msgspec.Struct, frozen=True):
 class GatewayRules:
     """The objectives and rewrites of our pools. Owner: discovery (`set`); read on every request.
 
-    `fairness_header` (lower-case) is believed, and takes the place of the headers that the inference extension has for
-    it, whether those are trusted or not.
+    `fairness_header` (lower-case) is trusted, and replaces the inference extension's headers for it, trusted or not.
     """
 
     def __init__(self, *, trust_headers: bool = False, fairness_header: str | None = None) -> None:
@@ -46,7 +45,7 @@ class GatewayRules:
         self._general: dict[str, RewriteRule] = {}
 
     def set(self, objectives: Iterable[Objective], rewrites: Iterable[ModelRewrite]) -> None:
-        """All there are now. Of each name (in a namespace there is one) and each pool the others are forgotten."""
+        """Replace all rules. For each name (unique in a namespace) and pool, one rule counts."""
         self._objectives = {(one.pool, one.name): one.priority for one in objectives}
         self._by_name = {name: priority for (_, name), priority in self._objectives.items()}
         self._exact, self._general = {}, {}
@@ -60,13 +59,13 @@ class GatewayRules:
                     self._general.setdefault(rewrite.pool, rule)
 
     def fairness_id(self, headers: Mapping[str, str]) -> str:
-        """Whose flow a request is in, by its own word; "" where it says nothing that is believed."""
+        """Return the flow that a trusted header names; "" without one."""
         if (name := self._fairness_header) is not None:
             return headers.get(name, "")
         return self._said(headers, _FAIRNESS)
 
     def priority(self, headers: Mapping[str, str], pool: str | None) -> int:
-        """The priority of a request's objective; 0 where it names none that is known (of its pool, once it has one)."""
+        """Return the priority of a request's objective; 0 if it names no known one (of its pool, once it has one)."""
         name = self._said(headers, _OBJECTIVE)
         if not name:
             return 0
@@ -80,8 +79,9 @@ class GatewayRules:
         pool: str | None,
         pool_of: Callable[[str], tuple[str | None, bool]],
     ) -> Asked:
-        """What a request for `model` is for. `pool`: the only one that it may go to; `pool_of` says to which pool a
-        model goes, and whether that is known by the name; it is called only where a rule is in question."""
+        """Return the model and pool that a request for `model` gets. `pool`: the only one allowed; `pool_of` returns
+        the pool of a model, and whether it is known by the name; it is called only if a rule may apply.
+        """
         exact = self._exact.get(model, {})
         home, named = (pool, True) if pool is not None or not (exact or self._general) else pool_of(model)
         oldest = home if named else next(iter(exact), None)
@@ -102,4 +102,4 @@ class GatewayRules:
 
 
 NO_RULES: Final = GatewayRules()
-"""Nothing is configured, and no header counts. Never set."""
+"""No rules, and no trusted headers. Never set."""

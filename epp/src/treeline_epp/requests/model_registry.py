@@ -1,12 +1,12 @@
-"""What is served: which pool has which model, and how a request for it becomes a prefix key.
+"""The models of all pools, and the keyers that turn requests for them into prefix keys.
 
 Written by the engines' watchers and by discovery, read on every request. Renderers are shared by tokenizer fingerprint,
 so that a hundred replicas of a model keep one.
 
-Names of models → where they are served.
+`ModelTable` maps names of models to pools.
 
-A model can be asked for by the name that a pool's engines serve it under, and by the `modelName` of an accepted
-InferenceModel (a `ModelRule`). `treeline_wire.models.decide_names` says who has a name.
+A request can name a model by its name in a pool's engines, or by the `modelName` of an accepted InferenceModel (a
+`ModelRule`). `treeline_wire.models.decide_names` decides conflicts between names.
 """
 
 from __future__ import annotations
@@ -28,21 +28,22 @@ from treeline_epp.requests.body import Immediate
 
 _LORA_PATH, _EXTRA_KEY = "lora_path", "extra_key"
 _UNREAD: Final[Mapping[str, frozenset[str]]] = {"vllm": frozenset({_LORA_PATH, _EXTRA_KEY})}
-"""Members that engines of a type ignore. SGLang reads all of them, but an `extra_key` is in none of its events: what
-such requests leave is in a namespace that only the picker's own history fills."""
+"""Members that engines of a type ignore. SGLang reads all of them, but its events never have an `extra_key`: only the
+picker's own history fills the namespaces of such requests."""
 
 
 class Adapters(msgspec.Struct, frozen=True):
-    """The adapters of a pool: the name that its engines are asked for → the one that their events carry. `engine` is
-    the type of its engines, empty where it is not known or they differ."""
+    """The adapters of a pool: from the name in requests to its engines, to the name in their events. `engine` is the
+    type of its engines, empty if it is unknown or they differ.
+    """
 
     engine: str = ""
     names: Mapping[str, str] = {}
 
     def read(self, body: Mapping[str, Any], model: str | None, path: str) -> Mapping[str, Any]:
-        """The body with the members that name a cache as our runtime would have them: the adapter in `lora_path`.
+        """Return the body with cache members in our runtime's form: the adapter in `lora_path`.
 
-        `model` is the name that the engine is asked for, whatever the client has called it.
+        `model` is the name in the request to the engine, not the client's name for it.
         """
         unread = _UNREAD.get(self.engine, frozenset())
         if not unread.isdisjoint(body):
@@ -56,7 +57,8 @@ NO_ADAPTERS: Final = Adapters()
 
 class Alike(NamedTuple):
     """Endpoints of one pool that serve the same: their adapters, all names of `models` (adapters and base models), and
-    how many endpoints they are."""
+    the number of endpoints.
+    """
 
     adapters: Adapters
     models: Sequence[str]
@@ -64,10 +66,10 @@ class Alike(NamedTuple):
 
 
 def union(groups: Sequence[Alike]) -> Adapters:
-    """What the endpoints of one pool have, any of which may be asked.
+    """Return the adapters of a pool, any of whose endpoints may get a request.
 
-    A name that is an adapter at some and a base model at others is what most call it, a base model where they are as
-    many: an engine that tells it wrong must not take the pool's requests away from what the others hold.
+    If a name is an adapter at some endpoints and a base model at others, the majority decides, and a tie means base
+    model: an engine that reports it wrongly must not take the pool's requests away from the others' caches.
     """
     engines = {one.adapters.engine for one in groups if one.adapters.engine}
     names: dict[str, str] = {}
@@ -86,7 +88,7 @@ def union(groups: Sequence[Alike]) -> Adapters:
 
 
 class ModelNotFound(LookupError):
-    """No pool serves the model. `name` is what the request asked for; a 404 `model_not_found`."""
+    """No pool serves the model. `name` is the request's model; the status is 404, the code `model_not_found`."""
 
     def __init__(self, name: str | None) -> None:
         self.name = name
@@ -97,10 +99,10 @@ class ModelNotFound(LookupError):
 
 
 class ModelTarget(msgspec.Struct, frozen=True):
-    """Where a request for a model goes: the pool, and the model name that the pool's engines know.
+    """The destination of requests for a model: the pool, and the model's name in the pool's engines.
 
-    `fallback_pools` may take it, in this order, when the pool has no endpoint; `ModelTable.name_at` has the name there.
-    `listed`: somebody has said that it is served; else engines of the pool take any name.
+    `fallback_pools` may take them, in this order, when the pool has no endpoint; `ModelTable.name_at` has the name
+    there. `listed`: an engine or the configuration names the model; otherwise the pool's engines take any name.
     """
 
     pool: str
@@ -111,11 +113,11 @@ class ModelTarget(msgspec.Struct, frozen=True):
 
 
 class ModelTable:
-    """Names of models → where they are served. Built again when a rule, a pool or what an engine serves has changed.
+    """The pools by names of models. Built again when a rule, a pool or an engine's list of models has changed.
 
     `served` maps a pool to the names that its engines answer to, `pools` a pool to the gateway it shares (all pools
-    behind one picker share one) and the names it is configured to serve. Of names that only engines tell, `served`'s
-    order of pools decides; nothing depends on any other order.
+    behind one picker share one) and the names it is configured to serve. For names that only engines report, the order
+    of `served` decides; no other order matters.
     """
 
     def __init__(
@@ -142,16 +144,15 @@ class ModelTable:
                 self._rules.setdefault(rule.model_name, _within_gateway(rule, gateways))
 
     def resolve(self, name: str | None, random: float = 0.0) -> ModelTarget:
-        """Where a request for `name` goes. `random` in [0, 1) chooses among weighted targets. Raises `ModelNotFound`.
-
-        A request without a model is served only where there is nothing to choose: one model in all.
+        """Return the target of a request for `name`. `random` in [0, 1) chooses among weighted targets. Raises
+        `ModelNotFound`. A request without a model is served only if there is one model in all.
         """
         if name is None:
             name = self._only_name()
         rule = self._rules.get(name)
         if rule is not None:
             target = _draw(rule.targets, random) if rule.targets else self.name_at(rule.pool, name)
-            # A rule for a name that its own pool had before leads to no other pool, whatever engines tell there.
+            # A rule for a name that its own pool had before leads to no other pool, whatever its engines report.
             holder = self._holders[self._gateways[rule.pool], name]
             leaves = bool(rule.targets) and holder.kind == "InferenceModel"
             home = self._home(rule.pool, target) if leaves else rule.pool
@@ -162,19 +163,21 @@ class ModelTable:
         return ModelTarget(pool, name)
 
     def _home(self, pool: str, target: str) -> str:
-        """The pool whose engines know `target`: the rule's own before another behind its gateway."""
+        """Return the pool whose engines know `target`: the rule's own before another behind its gateway."""
         other = self._engines.get(target)
         if other is None or target in self._served.get(pool, ()):
             return pool
         return other if self._gateways.get(other) == self._gateways.get(pool) else pool
 
     def name_at(self, pool: str, target: str) -> str:
-        """The name to ask a pool's engines for: `target`, unless they serve one model only, under another name."""
+        """Return the name to use with a pool's engines: `target`, unless they serve only one model, under another
+        name.
+        """
         models = self._served.get(pool, ())
         return models[0] if len(models) == 1 else target
 
     def names(self) -> list[str]:
-        """All models that can be asked for, each once: what engines serve in the pools' order, then the rules'."""
+        """Return all model names for requests, each once: those of engines in the pools' order, then the rules'."""
         return list(dict.fromkeys([*self._engines, *self._rules]))
 
     def _only_name(self) -> str:
@@ -189,7 +192,9 @@ class ModelTable:
 
 
 def _draw(targets: tuple[tuple[str, int | None], ...], random: float) -> str:
-    """The target at the point `random` of the targets laid end to end, each as long as its weight (1 where none)."""
+    """Return the target at the point `random` of the targets laid end to end, each as long as its weight (default
+    1).
+    """
     point = random * sum(weight or 1 for _, weight in targets)
     end = 0
     for name, weight in targets:
@@ -200,7 +205,7 @@ def _draw(targets: tuple[tuple[str, int | None], ...], random: float) -> str:
 
 
 def _within_gateway(rule: ModelRule, gateways: Mapping[str, str]) -> ModelRule:
-    """The rule without fallbacks that another picker serves: no request can get there."""
+    """Return the rule without fallbacks in other pickers' pools: no request can get there."""
     home = gateways[rule.pool]
     reachable = tuple(pool for pool in rule.fallback_pools if gateways.get(pool) == home)
     return msgspec.structs.replace(rule, fallback_pools=reachable)
@@ -209,16 +214,16 @@ def _within_gateway(rule: ModelRule, gateways: Mapping[str, str]) -> ModelRule:
 log = logging.getLogger(__name__)
 
 _SPARE_KEYERS = 4
-"""Keyers that no endpoint uses and that are kept, the newest: their engines may be starting. Each takes megabytes."""
+"""Most unused keyers that are kept, the newest: their engines may be starting. Each takes megabytes."""
 
 
 class ModelRegistry:
-    """The models of every pool, and their keyers. Owners: the fleet, and discovery for what it configures."""
+    """The models of every pool, and their keyers. Written by the fleet, and by discovery for its configuration."""
 
     def __init__(self) -> None:
         self._endpoints: dict[str, tuple[str, tuple[str, ...], str | None, bool]] = {}
         self._adapters: dict[str, Adapters] = {}
-        # One object for all endpoints that serve the same, of which a thousand may name a thousand adapters each.
+        # One object for all endpoints that serve the same: a thousand may name a thousand adapters each.
         self._lists: dict[tuple[str, ...], tuple[str, ...]] = {}
         self._maps: dict[tuple[object, ...], Adapters] = {}
         self._keyers: dict[str, PromptKeyer] = {}
@@ -234,19 +239,19 @@ class ModelRegistry:
         self._outdated = False
         self._started = int(time.time())
         self.version = 0
-        """Changes with whatever is learnt here: what was read of a request before may be wrong then."""
+        """Grows with every change here: requests that were parsed before may be outdated then."""
 
     def keyer(self, fingerprint: str) -> PromptKeyer | None:
-        """The keyer of a tokenizer that was added before."""
+        """Return the keyer of a tokenizer that was added before."""
         return self._keyers.get(fingerprint)
 
     @property
     def keyers(self) -> Collection[PromptKeyer]:
-        """All that are in use."""
+        """The keyers in use."""
         return self._keyers.values()
 
     def add_keyer(self, bundle: TokenizerBundle) -> PromptKeyer:
-        """The keyer for a bundle; made only if its fingerprint is new."""
+        """Return the keyer for a bundle; make it if its fingerprint is new."""
         known = self._keyers.get(bundle.fingerprint)
         if known is None:
             known = self._keyers[bundle.fingerprint] = PromptKeyer(bundle)
@@ -255,7 +260,7 @@ class ModelRegistry:
         return known
 
     def keep_keyer(self, keyer: PromptKeyer) -> None:
-        """An endpoint is about to use this keyer, whatever became of it since it was added."""
+        """Keep a keyer that an endpoint is about to use, even if it was dropped since it was added."""
         self._keyers.setdefault(keyer.fingerprint, keyer)
 
     def set_endpoint(
@@ -268,42 +273,45 @@ class ModelRegistry:
         isolates_clients: bool = False,
         adapters: Adapters = NO_ADAPTERS,
     ) -> None:
-        """What an endpoint serves (nothing: whatever it is asked for), and with which tokenizer (`None`: unknown).
-        `isolates_clients`: it keeps the caches of the edge's clients apart by itself. `adapters`: its type, which of
-        the models are adapters, and what its requests name them by."""
+        """Set an endpoint's models (none: it takes any name) and its tokenizer (`None`: unknown). `isolates_clients`:
+        it keeps the caches of the edge's clients apart by itself. `adapters`: its type, its adapters among the models,
+        and their names in requests.
+        """
         before = self._endpoints.get(name)
         self._endpoints[name] = (pool, self._lists.setdefault(models, models), fingerprint, isolates_clients)
         self._adapters[name] = self._maps.setdefault(_spelled(adapters), adapters)
-        if len(self._lists) + len(self._maps) > 4 * len(self._endpoints):  # where no request comes, for long
+        if len(self._lists) + len(self._maps) > 4 * len(self._endpoints):  # for long times without a request
             self._forget_unused()
         self._change()
         old = before[2] if before is not None else None
-        # A tokenizer that was replaced takes much memory.
+        # A replaced tokenizer takes much memory.
         if old not in (None, fingerprint) and all(used != old for _, _, used, _ in self._endpoints.values()):
             self._keyers.pop(old or "", None)
 
     def remove_endpoint(self, name: str) -> None:
-        """The endpoint has gone; its models go with the last endpoint that serves them."""
+        """Remove an endpoint; its models go with the last endpoint that serves them."""
         self._adapters.pop(name, None)
         if self._endpoints.pop(name, None) is not None:
             self._change()
 
     def set_pools(self, pools: Mapping[str, PoolClaim], rules: Iterable[ModelRule]) -> None:
-        """What is configured: the pools, oldest first, with the names they serve unless their engines say otherwise,
-        and the rules that give models other names."""
+        """Set the configuration: the pools, oldest first, with the names they serve unless their engines say otherwise,
+        and the rules that give models other names.
+        """
         self._configured = pools
         self._rules = tuple(rules)
         self._change()
-        self._table(None)  # in discovery's time, which is rationed, and not in that of the next request
+        self._table(None)  # now, in discovery's time, which is limited, and not in the next request's
 
     def configured(self, pool: str) -> Sequence[str]:
-        """The names that a pool is configured to serve; empty where nothing says it."""
+        """Return the names that a pool is configured to serve; empty if none are configured."""
         claim = self._configured.get(pool)
         return () if claim is None else claim.models
 
     def resolve(self, model: str | None, draw: float = 0.0, pool: str | None = None) -> ModelTarget:
-        """Where a request for a model goes. `draw` in [0, 1) chooses among weighted targets; `pool` is the only one
-        that may serve it. Raises `ModelNotFound`."""
+        """Return the target of a request for a model. `draw` in [0, 1) chooses among weighted targets; `pool` is the
+        only one allowed. Raises `ModelNotFound`.
+        """
         try:
             return self._table(pool).resolve(model, draw)
         except ModelNotFound:
@@ -313,12 +321,13 @@ class ModelRegistry:
             return ModelTarget(willing[0], model or "", listed=False)
 
     def name_at(self, pool: str, target: str) -> str:
-        """What a model is called in a pool to which a request for it falls back."""
+        """Return a model's name in a pool to which its requests fall back."""
         return self._table(None).name_at(pool, target)
 
     def keyer_of(self, pool: str) -> Keyer:
-        """The keyer for a pool; its endpoints serve one base model, so they share one. By history where there is no
-        tokenizer, or none that has keys; `routing_ways` says so of each endpoint."""
+        """Return the keyer of a pool; its endpoints serve one base model, so they share one. Without a tokenizer, or
+        without keys, it is a history keyer; `routing_ways` reports that for each endpoint.
+        """
         self._refresh()
         keyer = self._by_pool.get(pool)
         if keyer is not None and keyer.keys is not None:
@@ -326,31 +335,33 @@ class ModelRegistry:
         return self._histories.setdefault(pool, HistoryKeyer())
 
     def adapters_of(self, pool: str) -> Adapters:
-        """The adapters that can be asked for at a pool, and how."""
+        """Return the adapters of a pool, with their names."""
         self._refresh()
         return self._adapters_by_pool.get(pool, NO_ADAPTERS)
 
     def engine_of(self, pool: str) -> str:
-        """The type of the engines of a pool; empty where it is not known, or where they differ."""
+        """Return the type of a pool's engines; empty if it is unknown, or if they differ."""
         return self.adapters_of(pool).engine
 
     def isolates_clients(self, pool: str | None = None) -> bool:
-        """Whether every endpoint, of this pool or of all, keeps the caches of the edge's clients apart by itself."""
+        """Return whether every endpoint, of this pool or of all, keeps the caches of the edge's clients apart by
+        itself.
+        """
         self._refresh()
         return not self._salted_pools if pool is None else pool not in self._salted_pools
 
     @property
     def empty(self) -> bool:
-        """Neither an endpoint nor discovery has named a model yet, so no name can be called unknown."""
+        """Whether neither an endpoint nor discovery has named a model yet, so that no name can be called unknown."""
         self._refresh()
         return not self._served and not self._rules
 
     def models(self, pool: str | None = None) -> list[str]:
-        """Every model that can be asked for, at this pool or at any."""
+        """Return every model name for requests, of this pool or of any."""
         return self._table(pool).names()
 
     def models_by_pool(self) -> dict[str, list[str]]:
-        """The same, pool by pool."""
+        """Return every model name for requests, by pool."""
         self._refresh()
         found = {pool: list(models) for pool, models in self._served.items()}
         for pool in self._configured:
@@ -362,11 +373,11 @@ class ModelRegistry:
         return found
 
     def models_answer(self) -> Immediate:
-        """The answer to `GET /v1/models`: the union over all pools."""
+        """Return the answer to `GET /v1/models`: the union over all pools."""
         return _json({"object": "list", "data": [self._card(model) for model in self.models()]})
 
     def model_answer(self, model: str) -> Immediate | None:
-        """The answer to `GET /v1/models/{model}`; `None` for an unknown one."""
+        """Return the answer to `GET /v1/models/{model}`; `None` for an unknown one."""
         return _json(self._card(model)) if model in self.models() else None
 
     def _card(self, model: str) -> dict[str, object]:
@@ -377,7 +388,7 @@ class ModelRegistry:
         self.version += 1
 
     def _refresh(self) -> None:
-        """Make what is derived agree with the endpoints: when it is asked for, since they come by the thousand."""
+        """Derive the tables from the endpoints again, on demand: endpoints come by the thousand."""
         if not self._outdated:
             return
         self._outdated = False
@@ -388,7 +399,7 @@ class ModelRegistry:
         used = {fingerprint for _, _, fingerprint, _ in self._endpoints.values()}
         for spare in [fingerprint for fingerprint in list(self._keyers) if fingerprint not in used][:-_SPARE_KEYERS]:
             del self._keyers[spare]
-        found: dict[str, dict[tuple[int, int], Alike]] = {}  # each where it comes last: the last one's names count
+        found: dict[str, dict[tuple[int, int], Alike]] = {}  # by last occurrence: the last one's names count
         for name, (pool, models, *_) in self._endpoints.items():
             each, one = found.setdefault(pool, {}), self._adapters[name]
             key = id(one), id(models)
@@ -418,7 +429,7 @@ class ModelRegistry:
         self._maps = {_spelled(adapters): adapters for adapters in maps.values()}
 
     def _table(self, pool: str | None) -> ModelTable:
-        """Names to targets, of all pools or of one. Made when it is first asked for: changes come in bursts."""
+        """Return the table of all pools or of one. It is made on demand: changes come in bursts."""
         self._refresh()
         table = self._tables.get(pool)
         if table is None:

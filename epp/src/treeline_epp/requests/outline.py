@@ -1,13 +1,13 @@
-"""What a large JSON object says at its top level, found in slices and without reading the rest of it.
+"""Finds the top-level members of a large JSON object, in slices and without decoding the rest.
 
 Theory of operation. Decoding megabytes of JSON takes longer than an event loop may be held, and a hostile document
-takes ten times longer than an honest one of its size. What the picker needs is little: a few short members, and the
-beginning of the prompt. So the document is walked piece by piece by whole-array operations whose cost depends on the
-number of bytes alone: escapes are masked, quotes split the bytes into text and structure, a running sum of brackets
-gives the depth, and commas and colons at depth 1 delimit the members. A piece that lies inside of one string is
-skipped. Others may run between two pieces.
+takes ten times longer than an honest one of its size. The picker needs only a few short members, and the beginning of
+the prompt. So the document is walked piece by piece by whole-array operations whose cost depends only on the number of
+bytes: escapes are masked, quotes split the bytes into text and structure, a running sum of brackets gives the depth,
+and commas and colons at depth 1 delimit the members. A piece inside of one string is skipped. Other tasks may run
+between two pieces.
 
-It is no validator: what is wrong with the rest of the document is the runtime's to say.
+It is no validator: the runtime reports errors in the rest of the document.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from treeline_wire.json_values import MAX_SLOW, count_values, mask_escapes, outs
 from treeline_epp.requests.body import Body, Buffer
 
 MAX_MEMBERS = 1024
-"""Of the top level. Known requests have some thirty."""
+"""Most members at the top level. Known requests have some thirty."""
 MAX_DEPTH = 512
 _NAME_BYTES = 4096
 _QUOTE, _COMMA, _COLON, _OPEN, _CLOSE = (ord(char) for char in '",:{}')
@@ -38,9 +38,9 @@ Depths = npt.NDArray[np.int32]
 
 
 def structure(masked: bytes, inside: bool, depth: int) -> tuple[Bools, Depths]:
-    """For each byte: is it structure (in no string, and no opening quote), and the depth after it.
+    """Return for each byte whether it is structure (in no string, and no opening quote), and the depth after it.
 
-    `inside` and `depth` are those before the first byte. O(bytes).
+    `inside` and `depth` are the state before the first byte. O(bytes).
     """
     chars = np.frombuffer(masked, np.uint8)
     text = np.bitwise_xor.accumulate((chars == _QUOTE).view(np.uint8))
@@ -59,8 +59,8 @@ class NotReadable(ValueError):
 class Outline:
     """The members of one object. Feed it the body's pieces in order, then `finish`.
 
-    `problem` is what is wrong with the document (a sentence for the client), None while nothing is. `spans` maps each
-    member's name to the places of its values: `(first byte, byte after the last)`, several where it is repeated.
+    `problem` is the fault of the document (a sentence for the client), or None. `spans` maps each member's name to the
+    places of its values: `(first byte, byte after the last)`, several if it is repeated.
     """
 
     def __init__(self) -> None:
@@ -72,10 +72,10 @@ class Outline:
         self._begun = self._ended = False
         self._marks: list[tuple[int, bool]] = []  # place, is it a colon?
         self.first = 0
-        """The place behind the object's opening brace."""
+        """The place after the object's opening brace."""
 
     def feed(self, piece: Buffer) -> None:
-        """The next bytes. O(bytes), whatever they are."""
+        """Take the next bytes. O(bytes), whatever they are."""
         data = bytes(piece)
         start, self._at = self._at, self._at + len(data)
         if self.problem is not None or not data:
@@ -99,7 +99,7 @@ class Outline:
             self._walk(masked, start)
 
     def _masked(self, data: bytes) -> bytes:
-        """Escapes masked; one may be cut by the end of a piece."""
+        """Mask escapes; one may be split between two pieces."""
         if self._escaped:
             data = b"_" + data[1:]
             self._escaped = False
@@ -130,7 +130,7 @@ class Outline:
                 end = int(closed[0])
                 self._marks.append((start + end, False))
                 rest = masked[end + 1 :]
-            if low < 0 or rest.strip(_SPACE):  # nothing but blanks may follow the object
+            if low < 0 or rest.strip(_SPACE):  # only blanks may follow the object
                 raise NotReadable(_NOT_JSON)
         marks = np.flatnonzero(((chars == _COMMA) | (chars == _COLON)) & outside & (depths == 1))
         if len(self._marks) + len(marks) > 2 * MAX_MEMBERS:
@@ -138,7 +138,7 @@ class Outline:
         self._marks += [(start + at, masked[at] == _COLON) for at in marks.tolist()]
 
     def finish(self, body: Body) -> None:
-        """All pieces of `body` were fed: find the names. O(members)."""
+        """Find the names, when all pieces of `body` were fed. O(members)."""
         if self.problem is not None:
             return
         try:
@@ -175,14 +175,15 @@ def _name(body: Body, start: int, stop: int) -> str:
 
 
 def is_ids(raw: bytes) -> bool:
-    """Does a list of numbers begin here?"""
+    """Return whether a list of numbers begins here."""
     start = raw[:256].lstrip(_SPACE)
     return start[:1] == b"[" and start[1:].lstrip(_SPACE)[:1].isdigit()
 
 
 class Beginning(msgspec.Struct, frozen=True):
-    """As far as a value goes. `complete` are the elements of a list that are there as a whole: those of `value`
-    without the last one where that had to be closed."""
+    """The beginning of a value. `complete` are the whole elements of a list: those of `value` without the last one if
+    that had to be closed.
+    """
 
     value: Any
     cut: bool = False
@@ -190,12 +191,11 @@ class Beginning(msgspec.Struct, frozen=True):
 
 
 def beginning(raw: bytes, *, whole: bool, max_values: int) -> Beginning:
-    """The value of which `raw` is the beginning (all of it: `whole`).
+    """Decode the value of which `raw` is the beginning (all of it: `whole`).
 
-    A list loses the elements that are not there, or that are beyond `max_values` values; where the cut falls into a
-    string, that string keeps its beginning if its element can be closed behind it. None for what has no beginning (a
-    number, an object, many numbers that take long). Raises `msgspec.MsgspecError`, `UnicodeDecodeError` or
-    `RecursionError` for what is not JSON.
+    A list loses its missing elements, and those beyond `max_values` values; a string that is cut keeps its beginning if
+    its element can be closed after it. None for values without a beginning (a number, an object, many slow numbers).
+    Raises `msgspec.MsgspecError`, `UnicodeDecodeError` or `RecursionError` for invalid JSON.
     """
     raw = raw.lstrip(_SPACE)
     if whole and count_values(raw) <= max_values:
@@ -227,7 +227,7 @@ def _whole_elements(raw: bytes, stop: int, outside: Bools, depths: Depths) -> An
 
 
 def _closers(raw: bytes, outside: Bools, depths: Depths) -> bytes:
-    """What closes the brackets that are open at the end."""
+    """Return the brackets that close those open at the end."""
     steps = _STEPS[np.frombuffer(raw, np.uint8)] * outside
     opened = np.flatnonzero(steps > 0)
     out = bytearray()
@@ -238,7 +238,9 @@ def _closers(raw: bytes, outside: Bools, depths: Depths) -> bytes:
 
 
 def _closed(raw: bytes, closers: bytes) -> Any:
-    """The value when its last string ends here, or a few bytes earlier: not in an escape nor in a character."""
+    """Decode the value with its last string closed here, or a few bytes earlier: not in an escape nor in a
+    character.
+    """
     for back in range(13):
         try:
             return _decode(raw[: len(raw) - back] + b'"' + closers)
@@ -248,22 +250,22 @@ def _closed(raw: bytes, closers: bytes) -> Any:
 
 
 MAX_VALUES: Final = 4096
-"""Values (of objects and lists) that are read of one body: reading and rendering cost by the value."""
+"""Most values (of objects and lists) that are read of one body: reading and rendering take time for each."""
 PROMPT_BYTES: Final = 192 * 1024
-"""Bytes that are read of a prompt, of any other member, and of all others together."""
+"""Most bytes that are read of a prompt, of any other member, and of all others together."""
 _MEMBER_BYTES: Final = 128 * 1024
 _MEMBERS_BYTES: Final = 192 * 1024
 _IDS_BYTES: Final = 64 * 1024
-"""Bytes that are read of a prompt of token ids: more than ten thousand ids."""
+"""Most bytes that are read of a prompt of token ids: more than ten thousand ids."""
 _PROMPTS: Final = ("messages", "prompt", "text", "input_ids")
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """A request body, or what is read of it.
+    """A request body, or the part of it that is read.
 
-    `members` are decoded. `size` is the whole body's, in bytes. `cut` names the member of which only a beginning
-    is there: the first of `cut_bytes` bytes, of which `cut_read` were read; `complete` are its complete elements.
-    `left_out` names members that were too large to be read at all.
+    `members` are decoded. `size` is the whole body's, in bytes. `cut` names the member of which only the beginning is
+    present: the first `cut_read` of `cut_bytes` bytes; `complete` are its complete elements. `left_out` names members
+    that were too large to read.
     """
 
     members: dict[str, Any]
@@ -276,8 +278,9 @@ class Summary(msgspec.Struct, frozen=True):
 
 
 def summary_of(body: Body, outline: Outline, wanted: tuple[str, ...] = _PROMPTS) -> Summary:
-    """Read a body by its finished outline. `wanted` are the members that may hold the prompt, the first that is there
-    does. Raises `NotReadable`. O(the bytes that are read)."""
+    """Read a body by its finished outline. `wanted` are the members that may hold the prompt; the first present one
+    does. Raises `NotReadable`. O(bytes read).
+    """
     if outline.problem is not None:
         raise NotReadable(outline.problem)
     spans = {name: places[-1] for name, places in outline.spans.items()}

@@ -1,11 +1,10 @@
-"""From the headers and body of an HTTP request to what the picker needs to know of it.
+"""Parses the headers and body of an HTTP request into the picker's `Request`.
 
-Nothing is decided here, and little is refused: only what no runtime could answer (not JSON, a model that no pool
-serves). A prompt that we cannot render is routed without a key, and the runtime, which knows better, says what is wrong
-with it.
+Nothing is decided here, and only requests that no runtime could answer are refused (no JSON, a model that no pool
+serves). A prompt that we cannot render is routed without a key, and the runtime reports its errors.
 
 The event loop waits meanwhile, so the work is bounded: of a large body, or one of many values, only an outline is read
-(see `outline` and `summary`), and a prompt's key covers no more than its first bytes and messages (see `prompts`).
+(see `outline`), and a prompt's key covers at most its first bytes and messages (see `prompts`).
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _ANY_CACHE = Cache(None)
 
 
 Ready = Callable[[str, str], bool]
-"""From a pool and a model's name there to: could it be served now?"""
+"""Returns whether a pool could serve a model, by its name there, now."""
 
 
 def parse(
@@ -48,24 +47,24 @@ def parse(
     isolation: Isolation = NO_ISOLATION,
     rules: GatewayRules = NO_RULES,
 ) -> Request | Refusal | Immediate:
-    """Read one request. `Immediate` is an answer that needs no endpoint (the list of models).
+    """Parse one request. `Immediate` is an answer that needs no endpoint (the list of models).
 
-    `outline`, finished, is that of a body which is large (see `is_large`) and then is a `Body`.
-    `draw` in [0, 1) chooses among a model's weighted targets; `ready` is asked when it has pools to fall back on;
-    `isolation` knows whose cache the request uses; `rules` its priority, and what its model is rewritten to.
+    `outline`, finished, is that of a large body (see `is_large`), which then is a `Body`. `draw` in [0, 1) chooses
+    among a model's weighted targets; `ready` is called when it has pools to fall back on; `isolation` decides the
+    request's cache; `rules` its priority, and the rewrite of its model.
     """
     path = request.path.rstrip("/")
     method = request.headers.get(":method")
     door = door_of(path) if request.headers else _door_of(request.body, outline)
     if request.headers.get("content-type", "").startswith(_GRPC):
-        door = None  # an engine's calls may be named like one; what is in them is not JSON
+        door = None  # a gRPC call may have the same name; its content is not JSON
     if method == "GET" and (answer := _models(path, registry)) is not None:
         return answer
     if not request.body:
-        # A preflight (OPTIONS) and the like have none, and are the engine's to answer.
+        # A preflight (OPTIONS) and the like have no body, and the engine answers them.
         if request.body is not None and method == "POST" and door is not None:
             return bad_request("The request has no body.", code="invalid_json")
-        # No body (a probe, a page), or a proxy that does not show it: any ready endpoint.
+        # No body (a probe, a page), or one that the proxy does not show: any ready endpoint.
         if request.body is None and isolation.must_salt(request.headers, registry):
             return not_kept_apart("its body is not shown to the endpoint picker")
         priority = rules.priority(request.headers, request.pool)
@@ -84,7 +83,7 @@ def parse(
 
 
 class _Reading(msgspec.Struct, frozen=True, gc=False):
-    """A request with a body, and what is needed to read it: see `parse`."""
+    """A request with a body, and the context to parse it: see `parse`."""
 
     request: RouteRequest
     path: str
@@ -96,7 +95,7 @@ class _Reading(msgspec.Struct, frozen=True, gc=False):
     rules: GatewayRules
 
     def with_prompt(self, body: bytes | Body, door: Door) -> Request | Refusal:
-        """A request with a prompt, at one of the doors for those."""
+        """Parse a request with a prompt, at one of the doors for those."""
         read = _read(door, body, self.outline)
         if isinstance(read, Refusal):
             return read
@@ -104,7 +103,7 @@ class _Reading(msgspec.Struct, frozen=True, gc=False):
         if (model is not None and not isinstance(model, str)) or "model" in read.left_out:
             return bad_request("`model` must be a string.", param="model")
         target: ModelTarget | None = None
-        # While no endpoint has spoken, there is none to route to either: the picker says so.
+        # Before any endpoint has answered, there is none to route to either: the picker says so.
         if not self.registry.empty:
             try:
                 target = self._resolve(model)
@@ -122,17 +121,18 @@ class _Reading(msgspec.Struct, frozen=True, gc=False):
                 prompt = chat(read, keyer, door, engine, cache)
             else:
                 prompt = completion(read, keyer)
-        except TooDeep as error:  # an engine may fail on it, and would be thought to be at fault
+        except TooDeep as error:  # an engine may fail on it, and its breaker would count that
             return bad_request(f"`{error.param}` {error}", param=error.param)
         most, outputs = _max_output_tokens(self.path, read.members), _outputs(self.path, read.members)
         return self._parsed(model, target, prompt, most, keyer, cache, outputs)
 
     def other(self, body: bytes | Body) -> Request | Refusal:
-        """A path that has no prompt that we know: its model still picks the pool, if it names one that is served.
+        """Parse a request of a path without a known prompt: its model still picks the pool, if it names one that is
+        served.
 
-        A request for vectors must name one, or there is only one: of several pools the others could not answer it. It
-        has no key although its engine has a prefix cache: what such texts have in common, an instruction or a query,
-        is a few pages, and soon everywhere.
+        A request for vectors must name a model, unless there is only one: other pools could not answer it. It has no
+        key although its engine has a prefix cache: the shared prefix of such texts, an instruction or a query, is a few
+        pages, and soon everywhere.
         """
         vectors = self.path.endswith(_VECTORS) and not self.registry.empty
         if self.must_salt() and not self.path.endswith(_WITHOUT_CACHE):
@@ -155,7 +155,7 @@ class _Reading(msgspec.Struct, frozen=True, gc=False):
         return self.isolation.must_salt(self.request.headers, self.registry)
 
     def _resolve(self, model: str | None) -> ModelTarget:
-        """How the model becomes a pool and a name there. Raises `ModelNotFound`."""
+        """Return the pool and the name there of a model. Raises `ModelNotFound`."""
         if model is None:
             target = self.registry.resolve(model, self.draw, self.request.pool)
         else:
@@ -174,8 +174,9 @@ class _Reading(msgspec.Struct, frozen=True, gc=False):
         return model_not_found(model, self.registry.models(self.request.pool))
 
     def _home(self, model: str) -> tuple[str | None, bool]:
-        """The pool that a model belongs to, and whether it is known to be served; one that no pool serves belongs to
-        the only pool, if there is just one."""
+        """Return the pool of a model, and whether it is known to be served; a model that no pool serves belongs to the
+        only pool, if there is just one.
+        """
         try:
             target = self.registry.resolve(model)
             return target.pool, target.listed
@@ -184,7 +185,7 @@ class _Reading(msgspec.Struct, frozen=True, gc=False):
             return (next(iter(pools)) if len(pools) == 1 else None), False
 
     def _cache(self, read: Summary, target: ModelTarget | None) -> Cache | Refusal | None:
-        """Which cache the request uses; `None` where its salt cannot be read and the engine will say what it thinks."""
+        """Return the request's cache; `None` if its salt cannot be read and the engine will report that."""
         pool, model = (target.pool, target.target) if target is not None else ("", None)
         try:
             unread = sorted(read.left_out & _NAMESPACE)
@@ -236,7 +237,7 @@ class _Reading(msgspec.Struct, frozen=True, gc=False):
 
 
 def _door_of(body: bytes | Body | None, outline: Outline | None) -> Door | None:
-    """Where the proxy shows no headers: a door whose prompt the body has, if it is to be read at all."""
+    """Return a door whose prompt member the body has, for a proxy that shows no headers; None without one."""
     if isinstance(body, Body):
         names = frozenset(outline.spans) if outline is not None and outline.problem is None else frozenset[str]()
     else:
@@ -249,17 +250,17 @@ def _door_of(body: bytes | Body | None, outline: Outline | None) -> Door | None:
 
 
 def is_large(body: bytes | Body | None) -> bool:
-    """Must an outline of this body be made before it is parsed? O(bytes) at memory speed."""
+    """Return whether this body needs an outline before it is parsed. O(bytes) at memory speed."""
     if not isinstance(body, bytes):
         return body is not None
-    # Commas in texts count here, and seldom are so many: only then look closer. Each value may be a slow number.
+    # Commas in texts count here, too, but are seldom this many: only then look closer. Each value may be a slow number.
     if body.count(b",") + body.count(b"[") + body.count(b"{") < MAX_VALUES // SLOW:
         return False
     return count_values(body) > MAX_VALUES
 
 
 def _read(door: Door, body: bytes | Body, outline: Outline | None) -> Summary | Refusal:
-    """Decode a body, or what of a large one is read."""
+    """Decode a body, or the wanted part of a large one."""
     try:
         if isinstance(body, Body):
             assert outline is not None, "a large body needs an outline"
@@ -288,7 +289,7 @@ def _rewrite(model: str | None, target: ModelTarget | None) -> str | None:
 
 
 _PRIORITY: Mapping[Criticality, int] = {"Critical": 1, "Standard": 0, "Sheddable": -1}
-"""Of requests for an InferenceModel whose objective has none: what came after it has numbers only."""
+"""Priorities of an InferenceModel's criticality, for requests without an objective: newer APIs have numbers only."""
 _GENERATE = "/generate"
 _GRPC = "application/grpc"
 _LIMITS = (
@@ -296,7 +297,7 @@ _LIMITS = (
     ("/responses", ("max_output_tokens",)),
     ("", ("max_tokens",)),
 )
-"""Members that bound the output, by how a path ends; an engine heeds no other API's. The first that is there counts."""
+"""Members that bound the output, by the end of the path; engines ignore other APIs'. The first present one counts."""
 _BY_PROMPT = {"messages": "/v1/chat/completions", "prompt": "/v1/completions", "text": "/generate"}
 _VECTORS = ("/embeddings", "/pooling", "/classify", "/score", "/rerank")
 _WITHOUT_CACHE = ("/tokenize", "/detokenize", "/count_tokens", "/input_tokens")
@@ -331,7 +332,7 @@ _NAMESPACE = frozenset({"lora_path", "cache_salt", "extra_key"})
 
 
 def _max_output_tokens(path: str, body: dict[str, Any]) -> int | None:
-    """The limit of the output that a request names; anything but a count is the runtime's to refuse."""
+    """Return the output limit that a request names; the runtime refuses values that are no counts."""
     if path.endswith(_GENERATE):
         params = body.get("sampling_params")
         asked = params.get("max_new_tokens") if isinstance(params, dict) else None
@@ -342,7 +343,9 @@ def _max_output_tokens(path: str, body: dict[str, Any]) -> int | None:
 
 
 def _outputs(path: str, body: dict[str, Any]) -> int:
-    """How many outputs a request asks for: some of each of its prompts. What is no count is the runtime's to refuse."""
+    """Return how many outputs a request asks for, over all of its prompts. The runtime refuses values that are no
+    counts.
+    """
     params = body.get("sampling_params") if path.endswith(_GENERATE) else body
     counts = [params.get(name) for name in ("n", "best_of")] if isinstance(params, dict) else []
     prompt = body.get("prompt")
@@ -351,13 +354,13 @@ def _outputs(path: str, body: dict[str, Any]) -> int:
 
 
 def _fork(headers: Mapping[str, str]) -> int:
-    """How many requests will follow; what is no such number says nothing."""
+    """Return how many requests will follow; 0 for anything but a number."""
     text = headers.get(names.FORK, "")
     return min(int(text), _MOST_CHILDREN) if text.isascii() and text.isdecimal() and len(text) < 10 else 0
 
 
 def _as_completion(read: Summary) -> Summary:
-    """The native `/generate` names its prompt `text` or `input_ids`."""
+    """Rename the prompt of the native `/generate`, which is `text` or `input_ids`, to `prompt`."""
     members = read.members
     prompt = members.get("text") if members.get("text") is not None else members.get("input_ids")
     cut = None if read.cut is None else "prompt"

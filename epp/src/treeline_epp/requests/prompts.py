@@ -1,13 +1,11 @@
-"""From a chat to the prefix key of its prompt, in bounded time.
+"""The prefix key of a request's prompt, in bounded time.
 
-A chat is bounded by rendering its first messages as one that is to be continued: what the template writes up to there
-is what it writes for all of them. Its key ends, too, before what has no text: an image, or a message that only the
-engine knows.
+A long chat is bounded by rendering only its first messages, as a chat to be continued: the template writes the same
+text for them in the whole chat. A key also ends before the first part without text: an image, or a message that only
+the engine knows.
 
-The doors of an engine that take a prompt, and how what is said at each becomes a chat or a completion.
-
-An engine turns the requests of its other chat APIs into chat completions and renders those; so do we, by its own rules
-(wire's `apis`), before anything is rendered.
+`Door` lists the paths that take a prompt. An engine turns the requests of its other chat APIs into chat completions and
+renders those; so do we, by its own rules (wire's `apis`), before anything is rendered.
 """
 
 from __future__ import annotations
@@ -30,17 +28,18 @@ from treeline_epp.requests.isolation import Cache
 from treeline_epp.requests.outline import Summary
 
 CHARS_PER_TOKEN: Final = 4
-"""Rough, for requests of which nothing better is known."""
+"""A rough estimate, for requests without a better one."""
 KEY_COST: Final = 192 * 1024
-"""What is normalized and scanned of a prompt: characters, those beyond ASCII counted several times for their work."""
+"""Most characters of a prompt that are normalized and scanned; others than ASCII count several times, by their work."""
 _NOT_ASCII: Final = 7
 _LAST_BLANK: Final = re.compile(r"[ \n](?=[^ \n]*\Z)")
-"""Text behind which a beginning may end: tokens and Unicode's forms do not reach over it."""
+"""A blank before which a text may be cut: tokens and Unicode's forms do not reach over it."""
 
 
 class KeyedPrompt(msgspec.Struct, frozen=True, gc=False):
-    """`tokens` are estimated for the whole prompt. `key_tokens`: for what the key covers, where that is only the
-    beginning of it."""
+    """The key of a prompt, and its size. `tokens` are estimated for the whole prompt; `key_tokens` for the part that
+    the key covers, if that is only its beginning.
+    """
 
     key: bytes | None
     tokens: int
@@ -48,7 +47,7 @@ class KeyedPrompt(msgspec.Struct, frozen=True, gc=False):
 
 
 def completion(summary: Summary, keyer: Keyer | None) -> KeyedPrompt:
-    """The prompt of a completion (of the native API too); the key is that of the first, where there are several."""
+    """Return the prompt of a completion (of the native API too); of several prompts, the first gives the key."""
     rough = KeyedPrompt(None, summary.size // CHARS_PER_TOKEN)
     if keyer is None:
         return rough
@@ -68,7 +67,9 @@ def completion(summary: Summary, keyer: Keyer | None) -> KeyedPrompt:
 
 
 def keyed(prompt: Prompt, keyer: Keyer, tokens: int | None) -> KeyedPrompt:
-    """The key of a prompt, or of its beginning. `tokens` of the whole request, where the prompt is not all of it."""
+    """Return the key of a prompt, or of its beginning. `tokens` of the whole request, if the prompt is not all of
+    it.
+    """
     bounded = _bounded(prompt)
     key = keyer.key(bounded)
     if key is None:
@@ -80,7 +81,7 @@ def keyed(prompt: Prompt, keyer: Keyer, tokens: int | None) -> KeyedPrompt:
 
 
 def _bounded(prompt: Prompt) -> Prompt:
-    """A prompt, or its beginning where to normalize and scan all of it would take long."""
+    """Return a prompt, or its beginning if all of it would take long to normalize and scan."""
     text = prompt.text
     if text is None:
         return prompt
@@ -104,7 +105,7 @@ def _tokens(prompt: Prompt, keyer: Keyer) -> int:
 
 
 def shortened(text: str) -> str:
-    """A text up to its last blank, if there is one near its end: so no token reaches over the end of it."""
+    """Return a text up to its last blank, if there is one near its end: so no token reaches over its end."""
     found = _LAST_BLANK.search(text, max(0, len(text) - 1024))
     return text[: found.start()] if found is not None else text
 
@@ -113,10 +114,8 @@ Convert = Callable[[Mapping[str, Any], list[Any], Context], Conversation]
 
 
 class Door(msgspec.Struct, frozen=True):
-    """A kind of request with a prompt. `prompt` are the members that may hold it; the first that is there does.
-
-    `convert` makes a chat of the members and the messages; None where they are one already. `chat`: it has messages,
-    not a text.
+    """A kind of request with a prompt. `prompt` are the members that may hold it; the first present one does. `convert`
+    makes a chat of the members and the messages; None if they are one already. `chat`: it has messages, not a text.
     """
 
     suffix: str
@@ -124,16 +123,16 @@ class Door(msgspec.Struct, frozen=True):
     chat: bool = True
     convert: Convert | None = None
     salted: bool = True
-    """Every engine that has this door reads a salt in its body."""
+    """Whether every engine with this door reads a salt in its body."""
 
     @property
     def api(self) -> str:
-        """What an engine calls it."""
+        """The engine's name for it."""
         return self.suffix.rpartition("/")[2]
 
 
 def _first_of_batch(body: Mapping[str, Any], chats: list[Any], _: Context) -> Conversation:
-    """vLLM's batch: a list of conversations, of which the first gives the key, as of several texts."""
+    """Convert vLLM's batch, a list of conversations: the first one gives the key, as with several texts."""
     return Conversation(
         {**body, "messages": chats[0] if chats else []}, Unknown("messages", "there are several conversations")
     )
@@ -150,7 +149,7 @@ _DOORS: Final = (
 
 
 def door_of(path: str) -> Door | None:
-    """The door of a path (without query, without a slash at its end); None for one that has no prompt."""
+    """Return the door of a path (without query, without a slash at its end); None for a path without a prompt."""
     for door in _DOORS:
         if path.endswith(door.suffix):
             return door
@@ -158,7 +157,7 @@ def door_of(path: str) -> Door | None:
 
 
 MAX_TOOLS: Final = 256
-"""Tools and documents that a template is given; rendering costs by each."""
+"""Most tools, and most documents, that a template gets; each costs time."""
 _READ: Final = frozenset(
     {
         "tools",
@@ -178,12 +177,12 @@ _READ: Final = frozenset(
         "chat_template",
     }
 )
-"""Members that say what is rendered."""
+"""Members that decide the rendering."""
 _MEDIA: Final = ("image_url", "image", "input_image", "input_audio", "audio_url", "video_url", "video", "file")
 
 
 def chat(summary: Summary, keyer: Keyer | None, door: Door, engine: str, cache: Cache) -> KeyedPrompt:
-    """The prompt of a chat for this type of engine. Raises `TooDeep`; other faults mean no key."""
+    """Return the prompt of a chat for this type of engine. Raises `TooDeep`; other faults mean no key."""
     rough = KeyedPrompt(None, summary.size // CHARS_PER_TOKEN)
     if keyer is None or keyer.renderer is None or summary.left_out & _READ or not _few(summary.members):
         return rough
@@ -200,7 +199,7 @@ def chat(summary: Summary, keyer: Keyer | None, door: Door, engine: str, cache: 
 
 
 class _Chat:
-    """One chat on its way to a prompt."""
+    """The conversion of one chat to a prompt."""
 
     def __init__(self, summary: Summary, renderer: Renderer, door: Door, engine: str, client: str | None) -> None:
         self._client = client
@@ -214,8 +213,8 @@ class _Chat:
         self._ids: list[Any] | None = ids if isinstance(ids, list) else None
 
     def prompt(self) -> tuple[Prompt, bool] | None:
-        """The prompt, and whether it is all of it."""
-        if self._ids is not None:  # the template is not asked
+        """Return the prompt, and whether it is complete."""
+        if self._ids is not None:  # the template is not used
             return prompt_of_completion({"prompt": self._ids})[0], True
         if _brings_a_template(self._summary.members):
             return None
@@ -241,8 +240,9 @@ class _Chat:
         return self._door.convert(members, items_of(value, self._name), self._context)
 
     def _known(self, conversation: Conversation) -> tuple[list[Any], bool]:
-        """The messages up to the first that has a part without text, with that one's beginning where the template
-        writes parts in their order, or up to the one whose calls have too many values; and whether those are all."""
+        """Return the messages before the first part without text, with the beginning of its message if the template
+        writes parts in their order, or before the message whose calls have too many values; and whether those are all.
+        """
         messages = conversation.body["messages"]
         if not isinstance(messages, list):
             raise PromptError("messages", "must be a list")
@@ -261,7 +261,7 @@ class _Chat:
         return messages, True
 
     def _of_cut(self, value: Any) -> Prompt | None:
-        """Render as far as the messages are known: with the beginning of the last one, or else up to it."""
+        """Render the known messages of a cut chat: with the beginning of the last one, or else up to it."""
         complete = self._summary.complete
         if isinstance(value, str):
             candidates: list[Any] = [shortened(value)]
@@ -284,7 +284,7 @@ class _Chat:
         return None
 
     def _beginning(self, body: Mapping[str, Any], messages: list[Any], tries: int = 2) -> Prompt | None:
-        """The prompt of the first messages; of a quarter of them where those take too long."""
+        """Return the prompt of the first messages; of a quarter of them if those take too long."""
         most = self._renderer.most(messages, self._client)
         for _ in range(tries):
             some = _with_text_at_end(_first(messages, most))
@@ -298,20 +298,21 @@ class _Chat:
 
 
 def _brings_a_template(body: Mapping[str, Any]) -> bool:
-    """Whether the request brings a template: engines may be configured to render by it."""
+    """Return whether the request has its own template: engines may be configured to render with it."""
     kwargs = body.get("chat_template_kwargs")
     return body.get("chat_template") is not None or (isinstance(kwargs, dict) and "chat_template" in kwargs)
 
 
 def _few(body: Mapping[str, Any]) -> bool:
-    """Few enough tools and documents to be rendered?"""
+    """Return whether there are few enough tools and documents to render."""
     lists = (body.get("tools"), body.get("documents"))
     return all(not isinstance(value, list) or len(value) <= MAX_TOOLS for value in lists)
 
 
 def _first(messages: list[Any], most: int) -> list[Any]:
-    """At most so many messages. Where a user speaks again later, they end with a user: templates leave out what an
-    assistant thought before the last question, and which one is the last must not depend on where we end."""
+    """Return at most `most` messages. If a user speaks again later, they end with a user: templates leave out an
+    assistant's reasoning before the last question, and which question is the last must not depend on the cut.
+    """
     if len(messages) <= most:
         return messages
     some = messages[:most]
@@ -322,8 +323,9 @@ def _first(messages: list[Any], most: int) -> list[Any]:
 
 
 def _with_text_at_end(messages: list[Any]) -> list[Any]:
-    """Without the last ones that have no text, behind which a rendering could end. Behind that of a tool call it could
-    not: templates write calls and texts in either order."""
+    """Return the messages without the last ones that have no text after which a rendering could end. The text of a tool
+    call is no such end: templates write calls and texts in either order.
+    """
     end = len(messages)
     while end:
         last = messages[end - 1]
@@ -334,7 +336,7 @@ def _with_text_at_end(messages: list[Any]) -> list[Any]:
 
 
 def _call_values(message: Any) -> int:
-    """The values in the arguments of a message's calls, as far as those are texts."""
+    """Return the number of values in the arguments of a message's calls, where those are texts."""
     calls = message.get("tool_calls") if isinstance(message, dict) else None
     functions = [call.get("function") for call in calls if isinstance(call, dict)] if isinstance(calls, list) else ()
     texts = (function.get("arguments") for function in functions if isinstance(function, dict))
@@ -346,7 +348,7 @@ def _role(message: Any) -> Any:
 
 
 def _shorten_last(messages: list[Any]) -> list[Any]:
-    """The text of the last message ends where nothing that follows can change it."""
+    """Cut the text of the last message where later text cannot change it."""
     last = messages[-1] if messages else None
     if not isinstance(last, dict) or not last:
         return messages

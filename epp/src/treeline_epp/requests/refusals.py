@@ -1,4 +1,4 @@
-"""Why a request gets no endpoint: an answer to the client, never a failure of the picker.
+"""The refusals of requests: an answer to the client, never a failure of the picker.
 
 Every expected condition is one of these, so that a proxy never sees a gRPC error for it (which would hand the request
 to fail-open). The table of statuses and reasons is the one that other endpoint pickers publish.
@@ -25,7 +25,7 @@ class Refusal(msgspec.Struct, frozen=True, gc=False):
     """An HTTP answer instead of a destination, in the error shape of the API that was asked.
 
     `status` is an HTTP status, `code` OpenAI's error code (also the label of the refusals metric), `reason` the
-    machine-readable dropped reason, `retry_after_s` whole seconds, `extra_headers` those of the response besides.
+    machine-readable dropped reason, `retry_after_s` whole seconds, `extra_headers` further response headers.
     """
 
     status: int
@@ -37,7 +37,7 @@ class Refusal(msgspec.Struct, frozen=True, gc=False):
     extra_headers: tuple[tuple[str, bytes], ...] = ()
 
     def headers(self) -> list[tuple[str, bytes]]:
-        """Response headers beside the body's own."""
+        """Return the response headers, without those of the body."""
         out = [("content-type", b"application/json")]
         if self.reason is not None:
             out.append((DROPPED_REASON, self.reason.encode()))
@@ -46,7 +46,7 @@ class Refusal(msgspec.Struct, frozen=True, gc=False):
         return [*out, *self.extra_headers]
 
     def body(self, path: str = "") -> bytes:
-        """The JSON body. `path`: what was asked, without its query; "" = not known."""
+        """Return the JSON body. `path`: the request's, without its query; "" if unknown."""
         if is_anthropics(path):
             return msgspec.json.encode(anthropic_error_body(self.status, self.message))
         kind = _TYPES.get(self.status, "invalid_request_error")
@@ -64,7 +64,7 @@ def model_not_found(model: str, served: Sequence[str]) -> Refusal:
 
 
 def not_kept_apart(why: str) -> Refusal:
-    """400: the client has a cache of its own, an engine here knows salts alone, and none can be written."""
+    """400: the client has a cache of its own, but an engine here needs a salt, and none can be written."""
     message = f"This request cannot be kept apart from other clients' (gateway.isolation is PerKey): {why}."
     return Refusal(400, message, "not_kept_apart")
 
@@ -76,7 +76,7 @@ def path_not_served() -> Refusal:
 
 
 def too_many_requests(why: str) -> Refusal:
-    """429: the client has as much here as it may; `why` says what of."""
+    """429: the client has reached a limit; `why` says which."""
     return Refusal(429, f"{why}, which is as much as it may have.", "too_many_requests", retry_after_s=1)
 
 
@@ -86,18 +86,18 @@ def body_too_large(limit: int) -> Refusal:
 
 
 def no_room(limit: int) -> Refusal:
-    """503: bodies of other requests have taken the `limit` bytes that the picker keeps for them."""
+    """503: the bodies of other requests use up the `limit` bytes that the picker keeps for them."""
     message = f"The endpoint picker holds request bodies of {limit} bytes already, which is its limit; try again later."
     return Refusal(503, message, "too_many_bodies", reason="rejected-too-many-bodies", retry_after_s=1)
 
 
 def client_gone() -> Refusal:
-    """503, which no client gets: the one that waited for a decision has left."""
+    """503, which no client gets: the client that waited for a decision has left."""
     return Refusal(503, "The client has gone.", "client_gone", reason="rejected-context-cancelled")
 
 
 def of_pick(error: PickError) -> Refusal:
-    """The picker's own way to say no: 429 with a hint when to come back, 503 when nothing is ready, else 500."""
+    """Convert the picker's error: 429 with a hint when to come back, 503 when no endpoint is ready, else 500."""
     if error.status == 500:
         return internal_error()
     wait = max(1, math.ceil(error.retry_after_s))

@@ -1,4 +1,4 @@
-"""Other members in a request's body (the model's name, a salt): only those values change, every other byte stays."""
+"""Sets members of a request's body (the model's name, a salt); all other bytes stay the same."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from treeline_epp.picking.request import Request
 from treeline_epp.requests.body import Body, Edit
 from treeline_epp.requests.outline import Outline
 
-# A string, or a bracket. The possessive repeats keep the matcher from ever going back over a long string.
+# A string, or a bracket. The possessive repeats keep the matcher from backtracking over a long string.
 _TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"|[{}\[\]]', re.DOTALL)
 _COLON = re.compile(rb"[ \t\r\n]*:[ \t\r\n]*")
 _SCALAR = re.compile(rb"[^,}\s]*")
@@ -21,8 +21,9 @@ _NAME_BYTES = 4096
 
 
 def to_send(body: bytes | Body | None, outline: Outline | None, request: Request) -> bytes | Body | None:
-    """The body to send instead of the client's, of which the request changes something; None where none is shown.
-    `outline` is that of a `Body`."""
+    """Return the body to send instead of the client's, with the request's changes; None if the proxy shows none.
+    `outline` is that of a `Body`.
+    """
     if not body:
         return None
     members = request.members or {}
@@ -33,10 +34,10 @@ def to_send(body: bytes | Body | None, outline: Outline | None, request: Request
 
 
 def edited(body: Body, outline: Outline, model: str | None, members: Mapping[str, str | None]) -> Body:
-    """`body` with another model (unless None), and with the values of `members` and no others under their names.
+    """Return `body` with another model (unless None), and with exactly the values of `members` under their names.
 
-    Every occurrence is replaced, since decoders differ in which one counts. A member that does not occur is added,
-    unless its value is None; a model is not. O(pieces).
+    Every occurrence is replaced, since decoders differ in which one counts. A missing member is added, unless its value
+    is None; a missing model is not. O(pieces).
     """
     edits = [] if model is None else _model_edits(body, outline, msgspec.json.encode(model))
     added = b""
@@ -63,7 +64,7 @@ def _model_edits(body: Body, outline: Outline, name: bytes) -> list[Edit]:
 
 
 def _outline(body: bytes) -> Outline:
-    """The outermost object's members, the places of their values without the blanks around them."""
+    """Find the outermost object's members, and the places of their values without the blanks around them."""
     begin = _BEGIN.match(body)
     if begin is None:
         raise ValueError("the body is no JSON object")
@@ -101,5 +102,5 @@ def _end_of_value(body: bytes, start: int, tokens: Iterator[re.Match[bytes]]) ->
 
 
 def _name(key: bytes) -> str:
-    """A member's name, in whatever spelling: JSON lets any character be escaped."""
+    """Return a member's name in any spelling: JSON lets any character be escaped."""
     return msgspec.json.decode(key, type=str) if _BACKSLASH in key else str(key[1:-1], "utf-8", "replace")

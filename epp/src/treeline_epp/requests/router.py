@@ -1,4 +1,4 @@
-"""One request's way through the picker: parsed, decided, reserved, and completed when its response begins."""
+"""The life of one request in the picker: parsed, decided, reserved, and completed when its response begins."""
 
 from __future__ import annotations
 
@@ -47,15 +47,14 @@ Routed = Lease | Refusal | Immediate
 
 @dataclass(eq=False)
 class Router:
-    """Takes requests to the picker, and its feedback. `on_trouble(name)` is called when an endpoint seems to have
-    failed one, `on_unknown_model()` when one names a model that no pool serves; `draw()` in [0, 1) chooses among
-    weighted targets. `clients_select`: a header of conformance tests names the endpoints that a request may go to,
-    whatever the proxy allows. `decisions` notes them, where they are looked at. `flow` lets requests wait; `quotas` are
-    those of clients.
+    """Passes requests to the picker, and reports their results. `on_trouble(name)` is called when an endpoint seems to
+    have failed one, `on_unknown_model()` when one names a model that no pool serves; `draw()` in [0, 1) chooses among
+    weighted targets. `clients_select`: a header of conformance tests names the endpoints that a request may go to, even
+    against the proxy. `decisions` logs them, if a page shows them. `flow` lets requests wait; `quotas` are those of
+    clients.
 
     A proxy may ask more than once for one request: Envoy AI Gateway 1.0 puts a filter of ours into the chain for each
-    match of a pool's routes. Who asks again with the destination that it was just given gets that one again, and the
-    request counts once.
+    match of a pool's routes. A repeated request that carries its destination gets the same one, and counts once.
     """
 
     picker: Picker
@@ -77,13 +76,14 @@ class Router:
     _leases: dict[str, Lease] = field(default_factory=dict)
     """Requests whose response has not begun, by their id."""
     _exchanges: dict[Lease | Ticket[Routed], Exchange] = field(default_factory=dict)
-    """What is kept of open requests besides, where somebody wants to know."""
+    """The records of open requests, if observers, quotas or the queue need them."""
 
     def route(self, asked: RouteRequest, outline: Outline | None = None) -> Routed | Ticket[Routed]:
-        """Where the request goes, or the answer that the client gets instead; a ticket where it has to wait, which is
-        to be given to `resume` when it is done. A lease or a ticket is given to `release` in the end. Never raises.
+        """Route a request: return its lease, or the answer that the client gets instead; a ticket if it must wait,
+        which the caller passes to `resume` when it is done. In the end the caller passes a lease or a ticket to
+        `release`. Never raises.
 
-        `outline` as for `request.parse`.
+        `outline` as in `parse`.
         """
         known = self._leases.get(asked.id)
         if known is not None and asked.headers.get(names.DESTINATION) == known.destination:
@@ -104,11 +104,11 @@ class Router:
             return result
         result = self._decided(exchange, result)
         if asked.observed and isinstance(result, Lease):
-            self.release(result)  # it goes where the proxy pleases: nothing is reserved or predicted for our choice
+            self.release(result)  # the proxy routes it by itself: nothing is reserved or predicted for our choice
         return result
 
     def resume(self, ticket: Ticket[Routed]) -> Routed:
-        """As `route`, of a ticket that is done."""
+        """Return the result of `route` for a ticket that is done."""
         exchange = self._exchanges.pop(ticket)
         exchange.turn = ticket.served
         try:
@@ -127,9 +127,10 @@ class Router:
         *,
         ended: bool = False,
     ) -> tuple[tuple[str, bytes], ...]:
-        """The proxy shows something of the response: its `headers` (lower-case names) when it begins, and if it tells,
-        who served it; a piece of the body; its end. Returns response headers that tell its client what is left of its
-        quota."""
+        """Take what the proxy shows of the response: its `headers` (lower-case names) when it begins, with the address
+        that answered if it says so; a piece of the body; its end. Returns response headers that tell the client what is
+        left of its quota.
+        """
         exchange = self._exchanges.get(lease)
         if headers is not None:
             self._begun(lease, exchange, headers, served)
@@ -140,8 +141,9 @@ class Router:
         return () if headers is None or exchange.spend is None else exchange.spend.account.headers(self.clock())
 
     def release(self, held: Lease | Ticket[Routed]) -> None:
-        """The stream has ended. Without a response before it the client went away, or the proxy gave up. May be called
-        again."""
+        """Take the end of the stream. Without a response before it, the client went away, or the proxy gave up. May be
+        called again.
+        """
         if isinstance(held, Ticket):
             if held not in self._exchanges:
                 return
@@ -165,7 +167,7 @@ class Router:
             self.observers.ended(exchange)
 
     def explain(self, asked: RouteRequest, outline: Outline | None = None) -> Explanation:
-        """What `route` would decide of a request, without its consequences."""
+        """Return the decision of `route` for a request, without its effects."""
         parsed = self._parsed(asked, outline, self.picker.has_ready)
         if isinstance(parsed, Refusal):
             return Explanation("", parsed.message)
@@ -197,16 +199,14 @@ class Router:
         flow = client or exchange.flow[:_LONGEST_NAME]
         if self.quotas is not None:
             exchange.spend = self.quotas.spend(flow, _allowed(request), self.clock())
-        if self.flow is None or asked.observed:  # what is only shown has gone on long ago
+        if self.flow is None or asked.observed:  # a request that is only shown was sent on long ago
             return self._decide(asked, request)
         turn = partial(self._turn, asked, outline, exchange)
         return self.flow.admit(request, flow, len(asked.body or b""), turn)
 
     def _turn(self, asked: RouteRequest, outline: Outline | None, exchange: Exchange) -> Routed:
-        """Decide a request under flow control, at once or when its turn comes. What is served, by which keys and whose
-        caches it keeps apart may have changed meanwhile (they are unknown without an endpoint): then it is read again.
-
-        Raises PickError.
+        """Decide a request under flow control, at once or at its turn. If models, keyers or isolation have changed
+        meanwhile (they are unknown without an endpoint), it is parsed again. Raises PickError.
         """
         request, version = exchange.request, self.registry.version
         if request is None or version != exchange.version:
@@ -217,7 +217,7 @@ class Router:
             exchange.version = version
         try:
             return self._decide(asked, request)
-        except NoEndpoints:  # another pool may serve in its place when its turn comes
+        except NoEndpoints:  # another pool may stand in when its turn comes
             exchange.version = -1
             raise
 
@@ -237,7 +237,7 @@ class Router:
         )
 
     def _decide(self, asked: RouteRequest, request: Request) -> Routed:
-        """Raises PickError."""
+        """Pick and reserve an endpoint. Raises PickError."""
         now, metrics = self.clock(), self.metrics
         explained = None if self.decisions is None else self.decisions.explained(self.picker, request, now)
         decision = self._picked(request, now)
@@ -260,11 +260,11 @@ class Router:
         return lease
 
     def _picked(self, request: Request, now: float) -> Decision:
-        """The decision; raises PickError. Either way it is demand for its pool."""
+        """Return the decision, and count the request as demand for its pool. Raises PickError."""
         try:
             decision = self.picker.pick(request, now)
         except NoEndpoints:
-            # Where one is ready, it is the proxy that allows none of those.
+            # If one is ready, the proxy's subset excludes it.
             if request.pool is not None and not self.picker.has_ready(request.pool, request.model):
                 self.demand.missed(request.request_id, request.pool, request.model, request.prompt_tokens_estimate, now)
             raise
@@ -272,7 +272,9 @@ class Router:
         return decision
 
     def _ready(self, asked: RouteRequest, pool: str, model: str) -> bool:
-        """Could a pool serve this request now? If not, it counts as missed, even where another pool serves it."""
+        """Return whether a pool could serve this request now. If not, it counts as missed, even if another pool serves
+        it.
+        """
         ready = self.picker.has_ready(pool, model)
         if not ready:
             self.demand.missed(asked.id, pool, model, 0, self.clock())
@@ -286,7 +288,7 @@ class Router:
         return refusals.internal_error()
 
     def _decided(self, exchange: Exchange | None, result: Routed) -> Routed:
-        """Report the result to metrics and observers, and keep what is wanted of it."""
+        """Report the result to metrics and observers, and keep the record if it is needed later."""
         if isinstance(result, Refusal):
             self.metrics.refusals.labels(result.code).inc()
             if result.code == "model_not_found":
@@ -319,7 +321,7 @@ class Router:
         if exchange is not None:
             exchange.answered(headers, served, Usage(prompt, cached), now)
         if outcome is not Outcome.HEADERS:
-            cached = prompt = None  # what was not computed teaches nothing
+            cached = prompt = None  # a prompt that was not computed teaches nothing
         # Headers of a stream come with its first token; those of a whole answer with its last.
         streams = headers.get("content-type", "").startswith("text/event-stream")
         ttft = now - lease.opened_at if streams and prompt is not None else None
@@ -352,13 +354,13 @@ class Router:
             if prompt is not None and request.key is not None and request.key_tokens_estimate is None:
                 request.learn(len(request.key), prompt)
             elif outcome is Outcome.HEADERS and hit.tokens:
-                # Engines that tell nothing in headers tell by their events.
+                # Engines without such headers report their hits by events.
                 request.learn(hit.end, hit.tokens)
         if by_other or outcome is Outcome.ERROR:
             self.on_trouble(decision.endpoint.name)
 
     def _used(self, exchange: Exchange, usage: Usage) -> None:
-        """What a request took, as far as it is known: what was counted for its flow and its client is put right."""
+        """Correct the costs of a request for its flow and its client, by the usage known so far."""
         usage = exchange.took = usage.counted().over(exchange.took)
         decision = exchange.decision
         assert decision is not None
@@ -374,7 +376,7 @@ class Router:
             exchange.spend.took(prompt + output, self.clock())
 
     def _give_back(self, exchange: Exchange) -> None:
-        """It went to no endpoint."""
+        """Give back the costs of a request that reached no endpoint."""
         if exchange.spend is not None:
             exchange.spend.give_back(self.clock())
             exchange.spend = None
@@ -388,7 +390,7 @@ class Router:
 
 
 def cost(result: Routed) -> float:
-    """Tokens of prompt and output that a decision is expected to take."""
+    """Return the tokens of prompt and output that a decision is expected to take."""
     if not isinstance(result, Lease):
         return 0.0
     best = result.decision.best.candidate
@@ -396,7 +398,9 @@ def cost(result: Routed) -> float:
 
 
 def _allowed(request: Request) -> int:
-    """Tokens that a request is counted as until it is known what it took: its prompt, and all the output it allows."""
+    """Return the tokens that a request counts before its real usage is known: its prompt, and all the output it
+    allows.
+    """
     if not request.prompt_tokens_estimate:
         return 0
     most = ASSUMED_OUTPUT_TOKENS if request.max_output_tokens is None else request.max_output_tokens
@@ -404,9 +408,10 @@ def _allowed(request: Request) -> int:
 
 
 def _may_be_asked(asked: RouteRequest, engine: str) -> bool:
-    """Whether this method and path is inference for an engine of this type; anything is where discovery does not tell
-    it, or the proxy shows no headers. Where pools with different engines share a gateway, its edge can only know the
-    union of what they serve."""
+    """Return whether this method and path is inference for an engine of this type; any path is if discovery does not
+    name the type, or the proxy shows no headers. If pools with different engines share a gateway, its edge can only
+    check the union of their paths.
+    """
     if not engine or not asked.headers:
         return True
     paths = (adapter_of(engine) or ANYTHING).paths

@@ -1,9 +1,9 @@
-"""By which way each pool's requests find what is cached, and why not by a better one: the one place that decides it.
+"""Decides how each pool's cached prefixes are found, and says why not in a better way.
 
-    events    the engines publish what they hold, and a tokenizer that passed its self-test makes keys of it
-    history   what was sent where before; with the tokenizer's keys, or with keys of our own form (`keyers`)
+    events    the engines publish their blocks, and a tokenizer that passed its self-test makes keys of them
+    history   earlier requests and their endpoints; with the tokenizer's keys, or with keys of our own form (`keyers`)
 
-Endpoints are judged one by one (`way_of`); a pool goes by events if all of its endpoints do.
+Endpoints are judged one by one (`way_of`); a pool uses events if all of its endpoints do.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class Way(StrEnum):
-    """How prefixes are found. The values are metric labels, and words of `/endpoints`."""
+    """The way to find cached prefixes. The values are metric labels, and words of `/endpoints`."""
 
     EVENTS = "events"
     HISTORY = "history"
@@ -27,7 +27,7 @@ _BETTER_FIRST = (Way.EVENTS, Way.HISTORY)
 
 
 class WayReason(StrEnum):
-    """Why an endpoint is not routed by events. The values are metric labels, and words of `/endpoints`."""
+    """The reason why an endpoint is not routed by events. The values are metric labels, and words of `/endpoints`."""
 
     NO_EVENTS = "NoEvents"
     EVENTS_UNREACHABLE = "EventsUnreachable"
@@ -40,8 +40,9 @@ class WayReason(StrEnum):
 
 
 class Routing(NamedTuple):
-    """The way of an endpoint or a pool. `reason` is empty where there is no better way; `message` says what to do, or
-    which requests have no keys."""
+    """The way of an endpoint or a pool. `reason` is empty if there is no better way; `message` says what to do, or
+    which requests have no keys.
+    """
 
     way: Way
     reason: str = ""
@@ -49,19 +50,21 @@ class Routing(NamedTuple):
 
 
 class TokenizerFacts(NamedTuple):
-    """What became of an endpoint's tokenizer: it has one, it passed, or what is wrong with it or with getting
-    it."""
+    """The state of an endpoint's tokenizer: known or not, with or without keys, and the problem with it or with
+    fetching it.
+    """
 
     known: bool = False
     has_keys: bool = False
     problem: str | None = None
     awaited: bool = False
-    """A flag names it, or the engine says that it serves it."""
+    """Whether a flag names it, or the engine says that it serves it."""
 
 
 class Unheard(NamedTuple):
-    """Why the events of an endpoint do not arrive, or are not understood, although it is known where they come from,
-    and what to do."""
+    """The reason why an endpoint's events do not arrive, or cannot be decoded, although their source is known, and what
+    to do.
+    """
 
     reason: WayReason
     message: str
@@ -75,8 +78,9 @@ def way_of(
     no_events: str = "",
     unheard: Unheard | None = None,
 ) -> Routing:
-    """The way of one endpoint. `publishes`: it is known where its events come from, and if not, `no_events` says why;
-    `keys_missing`: they are encrypted, for keys that this picker has not. `unheard`: none of them arrives."""
+    """Return the way of one endpoint. `publishes`: the source of its events is known; if not, `no_events` says why;
+    `keys_missing`: they are encrypted with keys that this picker lacks. `unheard`: none of them arrives.
+    """
     if keys_missing:
         return Routing(Way.HISTORY, WayReason.NO_KEY_PAIR, "the engine publishes with keys: give --curve-dir")
     if not publishes:
@@ -85,7 +89,7 @@ def way_of(
         return Routing(Way.HISTORY, WayReason.NO_EVENTS, message)
     if unheard is not None:
         return Routing(Way.HISTORY, unheard.reason, f"{unheard.message} (docs/engines.md)")
-    if tokenizer.has_keys:  # a problem then is that of its chat template
+    if tokenizer.has_keys:  # then only its chat template has a problem
         return Routing(Way.EVENTS, message=tokenizer.problem or "")
     if tokenizer.known:
         message = tokenizer.problem or "the tokenizer gives no keys"
@@ -98,7 +102,7 @@ def way_of(
 
 
 class RoutingWays:
-    """The ways of all endpoints and of their pools. A change of a pool's is logged once, by `tell`."""
+    """The ways of all endpoints and of their pools. `tell` logs each change of a pool's way once."""
 
     def __init__(self) -> None:
         self._endpoints: dict[str, tuple[str, Routing]] = {}
@@ -106,28 +110,30 @@ class RoutingWays:
         self._changed = False
 
     def set(self, endpoint: str, pool: str, routing: Routing) -> None:
-        """An endpoint of this pool is routed so from now on."""
+        """Set the way of an endpoint of this pool."""
         if self._endpoints.get(endpoint) != (pool, routing):
             self._endpoints[endpoint] = pool, routing
             self._changed = True
 
     def remove(self, endpoint: str) -> None:
-        """The endpoint has gone. Unknown names are ignored."""
+        """Remove an endpoint. Unknown names are ignored."""
         self._changed |= self._endpoints.pop(endpoint, None) is not None
 
     def pools(self) -> dict[str, Routing]:
-        """Of each pool with endpoints the worst of their ways, with a word on how many have it. O(endpoints)."""
+        """Return for each pool with endpoints the worst of their ways, with the number of endpoints in the message.
+        O(endpoints).
+        """
         pools: dict[str, Counter[Routing]] = {}
         for pool, routing in self._endpoints.values():
             pools.setdefault(pool, Counter())[routing] += 1
         return {pool: _worst(found) for pool, found in sorted(pools.items())}
 
     def counts(self) -> Counter[tuple[str, str, str]]:
-        """Endpoints by pool, way and reason."""
+        """Count endpoints by pool, way and reason."""
         return Counter((pool, routing.way.value, routing.reason) for pool, routing in self._endpoints.values())
 
     def tell(self) -> None:
-        """Log what has changed since the last time. O(1) when nothing has."""
+        """Log the changes since the last call. O(1) without changes."""
         if not self._changed:
             return
         self._changed = False
@@ -141,7 +147,7 @@ class RoutingWays:
 
 
 def _worst(found: Counter[Routing]) -> Routing:
-    """The worst way; of those that have it the reason that most have, with one of their messages."""
+    """Return the worst way, with the most frequent of its reasons and one of their messages."""
     kinds: Counter[tuple[Way, str]] = Counter()
     for routing, count in found.items():
         kinds[routing[:2]] += count

@@ -1,7 +1,7 @@
 """The endpoints to which a proxy limits the choice (P3 to P6 of the endpoint picker protocol).
 
-A hint narrows, whatever is in it: what cannot be read allows nothing, and a hint of which nothing can be read leaves no
-endpoint, so that the request is refused (503). Nothing that a proxy says makes the choice wider than it meant.
+A hint only narrows the choice: an unreadable item allows no endpoint, and an unreadable hint allows none at all, so
+that the request is refused (503). No hint can make the choice wider than the proxy meant.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _MAX_PORT: Final = 65535
 
 
 def parse_subset(value: object) -> frozenset[str]:
-    """The addresses (`ip:port`, or a bare IP for all its ports) that a hint allows, in canonical spelling.
+    """Return the addresses (`ip:port`, or a bare IP for all its ports) that a hint allows, in canonical spelling.
 
-    `value` is the hint as JSON has it: a list, a comma list in one string, comma lists inside a list; IPv6 with and
+    `value` is the hint decoded from JSON: a list, a comma list in one string, comma lists inside a list; IPv6 with and
     without brackets; an item may also be an object of an address and a port, the port a number or a string. Anything
     else (a bare number, a name, a port out of range, a list in a list) allows nothing. Never raises.
     """
@@ -29,7 +29,9 @@ def parse_subset(value: object) -> frozenset[str]:
 
 
 def narrowed(one: frozenset[str] | None, other: frozenset[str] | None) -> frozenset[str] | None:
-    """What both hints of a stream allow; None is no hint. A proxy may send one with every message: mostly the same."""
+    """Return the addresses that both hints of a stream allow; None is no hint. A proxy may send one with every message:
+    mostly the same.
+    """
     if one is None or other is None or one == other:
         return other if one is None else one
     return frozenset({address for address in one if _within(address, other)} | {a for a in other if _within(a, one)})
@@ -40,7 +42,7 @@ def _within(address: str, hint: frozenset[str]) -> bool:
 
 
 def _addresses(item: object) -> Iterator[str]:
-    """The addresses that one item of a hint names."""
+    """Yield the addresses that one item of a hint names."""
     if isinstance(item, str):
         found = [_address(part.strip()) for part in item.split(",")]
     elif isinstance(item, Mapping):
@@ -53,13 +55,13 @@ def _addresses(item: object) -> Iterator[str]:
 
 
 def _address(text: str) -> str | None:
-    """`::1:80`, which could be read in two ways, is an address. A colon without a port is none for all ports."""
+    """Parse an address. `::1:80`, which could be read in two ways, is an IP. A colon without a port is invalid."""
     ip = normal_ip(text)
     return ip if ip is not None else _with_port(*split_address(text))
 
 
 def _with_port(host: str, port: object) -> str | None:
-    """None where one of them is none. JSON of protobuf has no whole numbers: 8000 comes as 8000.0."""
+    """Join an IP and a port; None if either is invalid. Protobuf's JSON has no integers: 8000 comes as 8000.0."""
     if isinstance(port, float) and port.is_integer():
         port = int(port)
     ip, number = normal_ip(host.strip()), str(port)

@@ -1,8 +1,8 @@
-"""How many tokens a response says that it took, from what was kept of its body: the last bytes, and the first.
+"""Reads a response's token counts from the kept parts of its body: the last bytes, and the first.
 
-Every API tells it at its end: in a JSON object, or in one of the last events of a stream. Anthropic's streams tell the
-prompt's at their beginning. Read are `usage` (OpenAI's and Anthropic's members), also within `response` or `message`,
-and SGLang's `meta_info`. What is cut off, compressed or no count is not known; nothing is guessed.
+Every API reports them at its end: in a JSON object, or in one of the last events of a stream. Anthropic's streams
+report the prompt's at their beginning. Read are `usage` (OpenAI's and Anthropic's members), also within `response` or
+`message`, and SGLang's `meta_info`. Truncated, compressed or invalid values are unknown; nothing is guessed.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import msgspec
 from treeline_epp.requests.body import Buffer
 
 KEPT_OF_STREAM: Final = 16 * 1024
-"""Bytes of a stream's end, at least, where it has so many. There may be thousands of streams."""
+"""Least bytes of a stream's end that are kept. There may be thousands of streams."""
 KEPT_OF_OBJECT: Final = 128 * 1024
-"""The same of an answer that comes at once; a larger one is not read."""
+"""Most bytes of an answer that is no stream; a larger one is not read."""
 _FIRST_BYTES = 4096
 _MOST_PIECES = 64
 _LAST_EVENTS = 8
 _MOST_TOKENS = 10**9
 MOST_COUNTED: Final = 1 << 22
-"""Tokens of one request: more is a mistake of the engine's, for which no client should pay."""
+"""Most tokens of one request that count: more is the engine's mistake, for which no client should pay."""
 
 
 class _Document(msgspec.Struct, gc=False):
@@ -38,14 +38,14 @@ _decode = msgspec.json.Decoder(_Document).decode
 
 
 class Usage(msgspec.Struct, frozen=True, gc=False):
-    """Tokens of a response; None where it does not say. `cached` are a part of `prompt`."""
+    """The token counts of a response; None where it does not report one. `cached` are a part of `prompt`."""
 
     prompt: int | None = None
     cached: int | None = None
     output: int | None = None
 
     def over(self, other: Usage) -> Usage:
-        """What this one says, and for the rest the other."""
+        """Return these counts, completed by the other's."""
         return Usage(
             other.prompt if self.prompt is None else self.prompt,
             other.cached if self.cached is None else self.cached,
@@ -53,7 +53,7 @@ class Usage(msgspec.Struct, frozen=True, gc=False):
         )
 
     def counted(self) -> Usage:
-        """The same, no more than MOST_COUNTED of each."""
+        """Return these counts, each at most MOST_COUNTED."""
         return Usage(*(None if each is None else min(each, MOST_COUNTED) for each in msgspec.structs.astuple(self)))
 
 
@@ -61,7 +61,9 @@ NOTHING: Final = Usage()
 
 
 class UsageReader:
-    """Is fed the pieces of a body as they pass by, and keeps of them what may tell; `stream`: it is one of events."""
+    """Takes the pieces of a response's body and keeps those that may have its usage; `stream`: the body is a stream of
+    events.
+    """
 
     __slots__ = ("_first", "_kept", "_last", "bytes", "events", "stream")
 
@@ -69,19 +71,19 @@ class UsageReader:
         self.stream = stream
         self.bytes = 0
         self.events = 0
-        """Of a stream: each is about a token."""
+        """Number of a stream's events: each is about a token."""
         self._first = b""
         self._last: deque[bytes] = deque()
         self._kept = 0
 
     def feed(self, data: Buffer) -> None:
-        """The next piece. O(bytes) at memory speed; one in many small ones copies what is kept."""
+        """Take the next piece. O(bytes) at memory speed; among many small ones, one copies the kept bytes."""
         if not data:
             return
         if not self.bytes:
             self._first = bytes(data[:_FIRST_BYTES])
         self.bytes += len(data)
-        if not self.stream and self.bytes > KEPT_OF_OBJECT:  # a part of an object says nothing
+        if not self.stream and self.bytes > KEPT_OF_OBJECT:  # a part of an object cannot be read
             self._last.clear()
             self._kept = 0
             return
@@ -94,7 +96,7 @@ class UsageReader:
         last.append(piece)
         while kept - len(last[0]) >= most:
             kept -= len(last.popleft())
-        if len(last) > _MOST_PIECES:  # small ones: as one they are as large as they look
+        if len(last) > _MOST_PIECES:  # small pieces: joined, they take no more memory than their bytes
             joined = b"".join(last)[-most:]
             last.clear()
             last.append(joined)
@@ -102,21 +104,20 @@ class UsageReader:
         self._kept = kept
 
     def told(self) -> Usage:
-        """What the body says, as far as it has come."""
+        """Return the usage in the body so far."""
         if not self._last:
             return NOTHING
         last = b"".join(self._last)
         return usage_of(self._first, last, stream=self.stream, whole=len(last) == self.bytes)
 
     def estimate(self) -> Usage:
-        """The same; of a stream that does not say it, the events are the output."""
+        """Return the usage; if a stream does not report its output, its events count as tokens."""
         return self.told().over(Usage(output=self.events or None))
 
 
 def usage_of(first: bytes, last: bytes, *, stream: bool, whole: bool) -> Usage:
-    """Of a response that begins with `first` and ends with `last`; `whole`: with all of it. `stream`: of events.
-
-    O(bytes). Nothing in a body is an error.
+    """Return the usage of a response that begins with `first` and ends with `last`; `whole`: `last` is all of it.
+    `stream`: it is a stream of events. O(bytes). Never raises.
     """
     if not stream:
         return _within(_object(last)) if whole else NOTHING
@@ -134,7 +135,7 @@ def usage_of(first: bytes, last: bytes, *, stream: bool, whole: bool) -> Usage:
 
 
 def _events(lines: Iterator[bytes]) -> Iterator[_Document]:
-    """The first few events that are objects."""
+    """Yield the first few events that are objects."""
     count = 0
     for line in lines:
         if line.startswith(b"data:") and not line.endswith(b"[DONE]"):
@@ -162,7 +163,7 @@ def _within(document: _Document) -> Usage:
 
 
 def _usage(said: dict[str, Any]) -> Usage:
-    if "cache_read_input_tokens" in said or "cache_creation_input_tokens" in said:  # Anthropic counts them apart
+    if "cache_read_input_tokens" in said or "cache_creation_input_tokens" in said:  # Anthropic counts them separately
         parts = [said.get("input_tokens"), said.get("cache_read_input_tokens"), said.get("cache_creation_input_tokens")]
         counts = [_count(part) or 0 for part in parts]
         prompt = None if _count(parts[0]) is None else sum(counts)

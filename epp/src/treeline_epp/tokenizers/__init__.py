@@ -1,1 +1,1 @@
-"""Where the models' tokenizers come from."""
+"""The sources of the models' tokenizers."""

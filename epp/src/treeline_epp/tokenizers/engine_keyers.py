@@ -1,4 +1,4 @@
-"""Which keyer an engine's events are read with: of the tokenizer that a flag gives, or else of its own."""
+"""The keyer for an engine's events: with the tokenizer that a flag names, or else with the engine's own."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ log = logging.getLogger(__name__)
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 5.0
 _MOST_NAMED = 8
-"""Models in a message."""
+"""Most models named in a message."""
 
 
 class EngineKeyers:
-    """See the module. Tokenizers are made into keyers once for all engines that have them."""
+    """The keyers of all engines; see the module. Each tokenizer is made into one keyer, for all engines that have
+    it.
+    """
 
     def __init__(self, registry: ModelRegistry, sources: TokenizerSources) -> None:
         self._registry = registry
@@ -35,11 +37,11 @@ class EngineKeyers:
         await self._sources.run(changed)
 
     def source(self, spec: EndpointSpec) -> TokenizerSource | None:
-        """The tokenizer that a flag gives to an endpoint."""
+        """Return the tokenizer that a flag names for an endpoint."""
         return self._sources.of_models(spec.models or self._registry.configured(spec.pool))
 
     def known(self, spec: EndpointSpec, info: EngineInfo) -> PromptKeyer | None:
-        """The keyer for an engine, if it is there already."""
+        """Return the keyer for an engine, if it exists already."""
         source = self.source(spec)
         bundle = source.bundle if source is not None else None
         return self._registry.keyer(info.fingerprint if bundle is None else bundle.fingerprint)
@@ -47,8 +49,9 @@ class EngineKeyers:
     async def keyer(
         self, spec: EndpointSpec, info: EngineInfo, client: EngineClient, on_problem: Callable[[str], None]
     ) -> PromptKeyer | None:
-        """The keyer for an engine; None where there is no tokenizer, or not yet: `run` tells when a flag's has come.
-        `on_problem` hears why the engine's own cannot be had, which is asked for again."""
+        """Return the keyer for an engine; None without a tokenizer, or before it has come: `run` reports when a flag's
+        has. `on_problem` is called with the reason why the engine's own cannot be fetched, which is retried.
+        """
         source = self.source(spec)
         while source is not None and (bundle := await source.first()) is not None:
             async with self._making.setdefault(bundle.fingerprint, asyncio.Lock()):
@@ -58,16 +61,16 @@ class EngineKeyers:
         if not info.fingerprint:
             return None
         if (known := self._registry.keyer(info.fingerprint)) is not None:
-            return known  # without the lock, for which a thousand engines would wait in turn
+            return known  # without the lock: a thousand engines would wait for it one by one
         return await self._own(spec, info, client, on_problem)
 
     async def _own(
         self, spec: EndpointSpec, info: EngineInfo, client: EngineClient, on_problem: Callable[[str], None]
     ) -> PromptKeyer | None:
-        """The keyer of the tokenizer that the engine serves, asked for until it comes."""
+        """Fetch the tokenizer that the engine serves, until it comes, and return its keyer."""
         pause = _FIRST_PAUSE_S
         while True:
-            # For one try alone: an engine that hangs must not keep those that have the same one from being asked.
+            # Held for one try only: an engine that hangs must not block others with the same tokenizer.
             async with self._making.setdefault(info.fingerprint, asyncio.Lock()):
                 if (known := self._registry.keyer(info.fingerprint)) is not None:
                     return known
@@ -89,14 +92,14 @@ class EngineKeyers:
     def facts(
         self, spec: EndpointSpec, info: EngineInfo, keyer: PromptKeyer | None, problem: str | None
     ) -> TokenizerFacts:
-        """What became of an endpoint's tokenizer. `problem`: that of its engine's own."""
+        """Return the state of an endpoint's tokenizer. `problem`: that of its engine's own."""
         source = self.source(spec)
         if keyer is not None:
             return TokenizerFacts(known=True, has_keys=keyer.keys is not None, problem=keyer.problem)
         if source is not None:
             problem = source.problem or problem
         elif self._sources.named and not info.fingerprint:
-            served = ", ".join(spec.models[:_MOST_NAMED]) or "models that nobody knows"
+            served = ", ".join(spec.models[:_MOST_NAMED]) or "unknown models"
             named = ", ".join(self._sources.named[:_MOST_NAMED])
-            problem = f"the engine serves {served}, and --tokenizer is given for {named}: give it for what is served"
+            problem = f"the engine serves {served}, and --tokenizer is given for {named}: give it for the served models"
         return TokenizerFacts(problem=problem, awaited=source is not None or bool(info.fingerprint))

@@ -1,8 +1,8 @@
-"""Tokenizers of the Hugging Face Hub: fetched with its library, kept on disk, looked for again from time to time.
+"""Tokenizers of the Hugging Face Hub: fetched with its library, cached on disk, checked for changes from time to time.
 
-The library takes the token from `HF_TOKEN` (or its file) and the mirror from `HF_ENDPOINT`. What is kept is the
-finished bundle, one file a repository and revision, so that a picker starts without the Hub; which commit it is of is
-in it. Everything here blocks.
+The library takes the token from `HF_TOKEN` (or its file) and the mirror from `HF_ENDPOINT`. The cache has the finished
+bundle and its commit, one file for each repository and revision, so that a picker starts without the Hub. Everything
+here blocks.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 RECHECK_S: Final = 600.0
-"""The Hub is asked so often whether a branch has moved."""
+"""Seconds between checks whether a branch has moved."""
 MAX_CACHE_BYTES: Final = 1 << 30
 _MAX_FILES: Final = 64
 _SPARE_BYTES: Final = 16 << 20
 _TIMEOUT_S: Final = 20.0
 _COMMIT: Final = re.compile("[0-9a-f]{40}")
 _MIRRORS_COMMIT: Final = re.compile(r"\w[\w.-]{0,127}", re.ASCII)
-"""What a mirror may name a commit: it becomes a part of URLs."""
+"""The form of a mirror's commit, which becomes a part of URLs."""
 _PARTIAL: Final = ".fetch-"
 _FORGOTTEN_S: Final = 3600.0
-"""After so long a folder of a download is a dead process's."""
+"""Age after which a download's folder belongs to a dead process."""
 _HUB: Final = "https://huggingface.co"
 
 
@@ -62,7 +62,7 @@ class TokenizerCache:
         self._most_bytes = most_bytes
 
     def get(self, uri: str) -> tuple[str, TokenizerBundle] | None:
-        """Commit and tokenizer; None where there is none that can be used."""
+        """Return commit and tokenizer; None without a usable file."""
         file = self._file(uri)
         try:
             if file.stat().st_size > 2 * MAX_BUNDLE_BYTES:
@@ -71,12 +71,12 @@ class TokenizerCache:
         except FileNotFoundError:
             return None
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            log.warning("the kept tokenizer %s cannot be read, and is fetched anew: %s", file, error)
+            log.warning("the cached tokenizer %s cannot be read, and is fetched again: %s", file, error)
             return None
         return (kept.commit, kept.bundle) if kept.uri == uri else None
 
     def put(self, uri: str, commit: str, bundle: TokenizerBundle) -> None:
-        """Keep it, in one move. Raises OSError."""
+        """Write a tokenizer to the cache, atomically. Raises OSError."""
         with tempfile.NamedTemporaryFile(dir=self.folder, prefix=_PARTIAL, delete=False) as file:
             try:
                 file.write(msgspec.json.encode(_Kept(uri, commit, bundle)))
@@ -90,7 +90,7 @@ class TokenizerCache:
 
     @contextlib.contextmanager
     def workplace(self) -> Iterator[Path]:
-        """A folder for a download, gone afterwards. Raises OSError."""
+        """Make a folder for a download, which is removed afterwards. Raises OSError."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for old in self.folder.glob(f"{_PARTIAL}*"):
             with contextlib.suppress(OSError):
@@ -104,10 +104,10 @@ class TokenizerCache:
         return self.folder / f"{plain}.{hashlib.sha256(uri.encode()).hexdigest()[:16]}.json"
 
     def _prune(self, newest: Path) -> None:
-        """Remove the oldest but for the newest one, until the others fit."""
+        """Remove the oldest files, except the newest one, until the others fit."""
         found = []
         for file in self.folder.glob("*.json"):
-            with contextlib.suppress(OSError):  # another picker has removed it
+            with contextlib.suppress(OSError):  # another picker may have removed it
                 look = file.stat()
                 found.append((look.st_mtime, look.st_size, file))
         total = sum(size for _, size, _ in found)
@@ -119,8 +119,9 @@ class TokenizerCache:
 
 
 class HubOrigin:
-    """A repository of the Hub; see `tokenizer_sources.Origin`. `endpoint` is another address of the Hub than the
-    library's own."""
+    """A repository of the Hub; see `sources.Origin`. `endpoint` is another address of the Hub than the library's
+    own.
+    """
 
     recheck_s = RECHECK_S
 
@@ -131,11 +132,11 @@ class HubOrigin:
         self._endpoint = endpoint or os.environ.get("HF_ENDPOINT") or None
 
     def kept(self) -> tuple[str, TokenizerBundle] | None:
-        """What is in the cache."""
+        """Return the cached version and tokenizer."""
         return self._cache.get(self._uri)
 
     def version(self) -> str:
-        """The commit that the revision means. A revision that is a commit needs no asking. Raises `SourceError`."""
+        """Return the commit of the revision. A revision that is a commit needs no request. Raises `SourceError`."""
         repo, revision = self._model
         if revision is not None and _COMMIT.fullmatch(revision):
             return revision
@@ -146,7 +147,7 @@ class HubOrigin:
         return commit
 
     def read(self, version: str) -> TokenizerBundle:
-        """Download the files of this commit, and keep what they make. Raises `SourceError`."""
+        """Download the files of this commit, and cache the bundle. Raises `SourceError`."""
         with self._told(), self._cache.workplace() as folder:
             self._download(version, folder)
             bundle = read_folder(folder)
@@ -178,8 +179,9 @@ class HubOrigin:
             api.hf_hub_download(repo, name, revision=commit, local_dir=folder, etag_timeout=_TIMEOUT_S)
 
     def _sent_size(self, name: str, commit: str) -> int:
-        """How large a file is by the answer that would send it: the library takes whatever comes, and a mirror may list
-        other sizes, or none."""
+        """Return a file's size by the answer that would send it: the library takes any amount, and a mirror may list
+        other sizes, or none.
+        """
         from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
         url = hf_hub_url(self._model.repo, name, revision=commit, endpoint=self._endpoint)
@@ -199,14 +201,14 @@ class HubOrigin:
 
     @contextlib.contextmanager
     def _told(self) -> Iterator[None]:
-        """Whatever goes wrong becomes a `SourceError`."""
+        """Turn every error into a `SourceError`."""
         try:
             yield
         except SourceError:
             raise
         except BundleError as error:
             raise SourceError(f"the tokenizer of {self._uri} cannot be used: {error}") from error
-        except Exception as error:  # the library lets errors of several HTTP clients through
+        except Exception as error:  # the library passes on errors of several HTTP clients
             raise SourceError(self._problem(error)) from error
 
     def _problem(self, error: Exception) -> str:

@@ -1,6 +1,6 @@
-"""Where tokenizers come from besides the engines: `--tokenizer [MODEL=]URI` and `--chat-template [MODEL=]FILE`.
+"""Tokenizers from flags: `--tokenizer [MODEL=]URI` and `--chat-template [MODEL=]FILE`.
 
-Everything here blocks, and is called in threads: `tokenizer_watch` says when.
+Everything here blocks, and runs in threads: see `watch`.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ FILES: Final = (
     "chat_template.json",
     "chat_template.jinja",
 )
-"""What `TokenizerBundle.from_dir` reads, with `MORE_TEMPLATES`."""
+"""The files that `TokenizerBundle.from_dir` reads, besides `MORE_TEMPLATES`."""
 MORE_TEMPLATES: Final = "additional_chat_templates"
 MAX_TEMPLATE_BYTES: Final = 1 << 20
 LOOK_S: Final = 2.0
-"""Folders are looked at so often. By `stat`, since network file systems (a claim that several pods mount) do not report
-their changes."""
+"""Seconds between checks of a folder, by `stat`: network file systems (a claim that several pods mount) report no
+changes."""
 _HUB_NAME: Final = re.compile(r"[\w.-]+/[\w.-]+", re.ASCII)
 
 
 class SourceError(Exception):
-    """A tokenizer cannot be had; the message says why and what to do."""
+    """A tokenizer cannot be loaded; the message says why and what to do."""
 
 
 class ForModel(NamedTuple):
@@ -46,21 +46,22 @@ class ForModel(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """`MODEL=VALUE`, or `VALUE` alone, in which `=` may only be behind a scheme. Raises ValueError."""
+        """Parse `MODEL=VALUE`, or `VALUE` alone, in which `=` may only follow a scheme. Raises ValueError."""
         before, equals, value = text.partition("=")
         if not equals or "://" in before:
             before, value = "", text
         elif not before:
             raise ValueError(f"{text!r} names no model before '='")
         if not value:
-            raise ValueError(f"{text!r} says nothing behind the model")
+            raise ValueError(f"{text!r} has no value after the model")
         return cls(before, value)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizerSpec:
-    """A tokenizer that is asked for: for a model as its engines call it, or for all; from the Hub or a folder, with
-    the chat template in a file instead of its own."""
+    """A configured tokenizer: for a model as its engines call it, or for all; from the Hub or a folder, with the chat
+    template in a file instead of its own.
+    """
 
     model: str
     source: HubModel | Path
@@ -74,7 +75,7 @@ class TokenizerSpec:
 
 
 def specs_of(tokenizers: Sequence[ForModel], templates: Sequence[ForModel]) -> tuple[TokenizerSpec, ...]:
-    """What the flags ask for. Raises ValueError for what cannot be meant."""
+    """Parse the values of the flags. Raises ValueError for impossible ones."""
     for flag, given in (("--tokenizer", tokenizers), ("--chat-template", templates)):
         models = [one.model for one in given]
         twice = next((model for model in models if models.count(model) > 1), None)
@@ -101,36 +102,39 @@ def _source(uri: str) -> HubModel | Path:
             return Path(unquote(urlsplit(uri).path))
         case "pvc":
             raise ValueError(f"{uri!r}: mount the claim into the picker's pod and give the path there")
-    raise ValueError(f"{uri!r} is no place of a tokenizer: give hf://org/name[@revision], a directory or file:///DIR")
+    raise ValueError(
+        f"{uri!r} is not a source of tokenizers: give hf://org/name[@revision], a directory or file:///DIR"
+    )
 
 
 class Origin(Protocol):
-    """A place that a tokenizer is read from. All of it blocks."""
+    """A place from which a tokenizer is read. All methods block."""
 
     recheck_s: float
 
     def kept(self) -> tuple[str, TokenizerBundle] | None:
-        """The version and tokenizer that an earlier process got and kept here, if there is one."""
+        """Return the version and tokenizer that an earlier process cached here, if there is one."""
         ...
 
     def version(self) -> str:
-        """What is there now, in a word that changes when it does. Raises `SourceError`."""
+        """Return the present version, a text that changes with it. Raises `SourceError`."""
         ...
 
     def read(self, version: str) -> TokenizerBundle:
-        """The tokenizer of this version. Raises `SourceError`."""
+        """Return the tokenizer of this version. Raises `SourceError`."""
         ...
 
 
 class _Document(msgspec.Struct):
-    """What every tokenizer.json has."""
+    """The member that every tokenizer.json has."""
 
     model: msgspec.Raw
 
 
 def read_folder(folder: Path) -> TokenizerBundle:
-    """The bundle of a model directory, whose tokenizer.json is a whole document: one that is being written is none.
-    Raises `BundleError`."""
+    """Return the bundle of a model directory with a complete tokenizer.json: one that is still being written is an
+    error. Raises `BundleError`.
+    """
     bundle = TokenizerBundle.from_dir(folder)
     try:
         msgspec.json.decode(bundle.tokenizer_json, type=_Document)
@@ -140,7 +144,7 @@ def read_folder(folder: Path) -> TokenizerBundle:
 
 
 class FolderOrigin:
-    """A model directory in Hugging Face's layout, which may come, change and go."""
+    """A model directory in Hugging Face's layout, which may appear, change and disappear."""
 
     recheck_s = LOOK_S
 
@@ -149,10 +153,10 @@ class FolderOrigin:
         self._failed: tuple[str, SourceError] | None = None
 
     def kept(self) -> None:
-        """Nothing: the folder itself is here."""
+        """Return None: a folder needs no cache."""
 
     def version(self) -> str:
-        """Sizes and times of its files. Raises `SourceError`."""
+        """Return sizes and times of its files. Raises `SourceError`."""
         folder = self._folder
         try:
             if not stat.S_ISDIR(folder.stat().st_mode):
@@ -170,21 +174,23 @@ class FolderOrigin:
         return _looks([*(folder / name for name in FILES), *templates], MAX_BUNDLE_BYTES)
 
     def read(self, version: str) -> TokenizerBundle:
-        """What is in it now, whatever `version` says: files that were no tokenizer are not read twice. Raises
-        `SourceError`."""
+        """Read the present files, whatever `version` is; files that were no tokenizer are not read twice. Raises
+        `SourceError`.
+        """
         if self._failed is not None and self._failed[0] == version:
             raise self._failed[1]
         try:
             return read_folder(self._folder)
         except BundleError as error:
-            problem = SourceError(f"{error}; copy the model's tokenizer files there anew")
+            problem = SourceError(f"{error}; copy the model's tokenizer files there again")
             self._failed = version, problem
             raise problem from error
 
 
 class TokenizerLoader:
-    """The tokenizer of one spec, as it is now: read again when what it is made of has changed. The origin is asked for
-    changes at most every `recheck_s`, its template's file each time."""
+    """The present tokenizer of one spec: read again when its parts have changed. The origin is checked for changes at
+    most every `recheck_s`, its template's file each time.
+    """
 
     def __init__(self, spec: TokenizerSpec, origin: Origin, clock: Callable[[], float] = time.monotonic) -> None:
         self._template = spec.template
@@ -196,22 +202,22 @@ class TokenizerLoader:
         self.recheck_s = origin.recheck_s
 
     def kept(self) -> TokenizerBundle | None:
-        """What was kept from before, at once. Raises `SourceError` where its template cannot be read."""
+        """Return the cached tokenizer, at once. Raises `SourceError` if its template cannot be read."""
         self._read = self._origin.kept()
         return None if self._read is None else self._whole(*self._read)
 
     def load(self) -> TokenizerBundle:
-        """What there is now; the same object if nothing has changed. Raises `SourceError`."""
+        """Return the present tokenizer; the same object if nothing has changed. Raises `SourceError`."""
         now = self._clock()
         if self._read is None or now >= self._due:
             version = self._origin.version()
             if self._read is None or self._read[0] != version:
                 self._read = version, self._origin.read(version)
-            self._due = now + self.recheck_s / 2  # looks are not that regular
+            self._due = now + self.recheck_s / 2  # calls are not that regular
         return self._whole(*self._read)
 
     def _whole(self, version: str, bundle: TokenizerBundle) -> TokenizerBundle:
-        """With the template of the file in place of its own."""
+        """Return the bundle, with the template in the file instead of its own."""
         file = self._template
         parts = version, "" if file is None else _looks([file], MAX_TEMPLATE_BYTES)
         if self._made is None or self._made[0] != parts:
@@ -234,7 +240,9 @@ def _template(file: Path) -> str:
 
 
 def _looks(files: Sequence[Path], most_bytes: int) -> str:
-    """Sizes and times of those files that are there. Raises `SourceError` for what is no file, or too large."""
+    """Return sizes and times of the files that exist. Raises `SourceError` for other things than files, and for too
+    many bytes.
+    """
     looks = []
     total = 0
     for file in files:
@@ -246,7 +254,7 @@ def _looks(files: Sequence[Path], most_bytes: int) -> str:
         except OSError as error:
             raise SourceError(f"cannot read {file}: {error.strerror}; let the picker's user read it") from error
         if not stat.S_ISREG(found.st_mode):
-            raise SourceError(f"{file} is no file: give one that is")
+            raise SourceError(f"{file} is not a file: give one")
         total += found.st_size
         looks.append(f"{file.name}:{found.st_ino}:{found.st_size}:{found.st_mtime_ns}:{found.st_ctime_ns}")
     if total > most_bytes:

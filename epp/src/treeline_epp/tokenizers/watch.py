@@ -1,6 +1,6 @@
-"""Keeps the tokenizers that the flags ask for: got in the background, kept up to date, handed out by model.
+"""Keeps the tokenizers that the flags name: loaded in the background, kept up to date, found by model.
 
-Requests never wait for one: they are routed by history until it is there.
+Requests never wait for one: they are routed by history until it is loaded.
 """
 
 from __future__ import annotations
@@ -32,14 +32,15 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 FIRST_WAIT_S: Final = 2.0
-"""For so long the events of an engine wait for its source's first tokenizer; a later one makes them start again."""
+"""Longest that an engine's events wait for its source's first tokenizer; a later one makes them start again."""
 _FIRST_PAUSE_S: Final = 1.0
 _LONGEST_PAUSE_S: Final = 300.0
 
 
 class TokenizerSource:
-    """The tokenizer of one spec. `bundle` is the newest that could be had, None before the first; `problem` says why
-    there is none, or no newer one."""
+    """The tokenizer of one spec. `bundle` is the newest that could be loaded, None before the first; `problem` says why
+    there is none, or no newer one.
+    """
 
     def __init__(self, spec: TokenizerSpec, origin: Origin) -> None:
         self.spec = spec
@@ -51,14 +52,14 @@ class TokenizerSource:
         self._pause_s = LOOK_S if local else self._loader.recheck_s
 
     async def first(self) -> TokenizerBundle | None:
-        """What there is once it has been looked for, or when that has taken `FIRST_WAIT_S`."""
+        """Return the bundle after the first attempt, or after `FIRST_WAIT_S`."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FIRST_WAIT_S):
                 await self._tried.wait()
         return self.bundle
 
     async def run(self, changed: Callable[[TokenizerSource], None]) -> None:
-        """Look for it until cancelled. `changed` is called after each change of what it has, or of what is wrong."""
+        """Load it again and again until cancelled. `changed` is called after each change of `bundle` or `problem`."""
         await self._look(self._loader.kept, changed)
         if self.bundle is not None:
             self._tried.set()
@@ -80,33 +81,34 @@ class TokenizerSource:
             self.problem = None
         except SourceError as error:
             self.problem = str(error)
-        except Exception as error:  # a defect of ours or of a library: this one tokenizer is without, others go on
+        except Exception as error:  # a defect of ours or of a library: only this tokenizer is missing
             self.problem = f"{self.spec} could not be read: {type(error).__name__}; the picker's log has more"
             if self.problem != before[1]:
                 log.exception("tokenizer %s", self.spec)
         if (self.bundle, self.problem) == before:
             return
         if self.problem is not None and self.problem != before[1]:
-            what = "stays as it is" if self.bundle is not None else "is not there yet"
+            what = "stays unchanged" if self.bundle is not None else "is not there yet"
             log.warning("the tokenizer of %s %s: %s", self.spec.model or "all models", what, self.problem)
         changed(self)
 
 
 class TokenizerSources:
-    """All of them; see the module."""
+    """The sources of all specs; see the module."""
 
     def __init__(self, sources: Sequence[TokenizerSource] = ()) -> None:
         self._by_model = {source.spec.model: source for source in sources}
 
     @classmethod
     def of(cls, specs: Iterable[TokenizerSpec], cache: Path) -> TokenizerSources:
-        """Sources for these specs; those of the Hub are kept in the folder `cache`."""
+        """Make sources for these specs; those of the Hub are cached in the folder `cache`."""
         kept = TokenizerCache(cache)
         return cls([TokenizerSource(spec, _origin(spec, spec.source, kept)) for spec in specs])
 
     def of_models(self, models: Iterable[str]) -> TokenizerSource | None:
-        """The source for an engine that serves these models: of the first that a flag names, or the one for all. For an
-        engine whose models are not known, the only one there is."""
+        """Return the source for an engine that serves these models: of the first that a flag names, or the one for all.
+        For an engine whose models are unknown, the only one there is.
+        """
         served = [model for model in models if model]
         named = (source for model in served if (source := self._by_model.get(model)) is not None)
         only = next(iter(self._by_model.values())) if not served and len(self._by_model) == 1 else None
@@ -129,8 +131,9 @@ def _origin(spec: TokenizerSpec, source: HubModel | Path, cache: TokenizerCache)
 
 
 async def _in_thread(call: Callable[[], T], what: str) -> T:
-    """The result of what may take long. Its thread is a daemon's: a download that hangs must not keep the process, as
-    the loop's own threads would."""
+    """Return the result of a slow call. Its thread is a daemon: a download that hangs must not keep the process alive,
+    as the loop's own threads would.
+    """
     done: concurrent.futures.Future[T] = concurrent.futures.Future()
 
     def run() -> None:

@@ -1,1 +1,1 @@
-"""What Envoy learns of endpoints."""
+"""The lists of endpoints for Envoy."""

@@ -1,9 +1,9 @@
-"""Which endpoints Envoy may use: the state of the EDS server (sans-IO) and its gRPC driver.
+"""The endpoints that Envoy may use: the state of the EDS server (sans-IO) and its gRPC driver.
 
-The picker and its Envoys must agree on the endpoints: a destination that Envoy does not know is not followed, the
-fallback policy picks another. So an endpoint becomes *selectable* only when every connected Envoy has acknowledged it,
-or a second after it was announced. No answer is given before discovery has synced: an Envoy that
-outlived the last picker then keeps the endpoints it knows.
+The picker and its Envoys must agree on the endpoints: for a destination that Envoy does not know, its fallback policy
+picks another. So an endpoint becomes *selectable* only when every connected Envoy has acknowledged it, or a second
+after it was announced. No answer is given before discovery has synced: an Envoy that outlived the last picker then
+keeps the endpoints it knows.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ log = logging.getLogger(__name__)
 CLUSTER = "pods"
 TYPE_URL = "type.googleapis.com/envoy.config.endpoint.v3.ClusterLoadAssignment"
 ACK_PATIENCE_S = 1.0
-"""An endpoint is selectable this long after its announcement, even if an Envoy has not acknowledged it."""
+"""Seconds after its announcement that an endpoint is selectable, even if an Envoy has not acknowledged it."""
 _SLICE = 128
-"""Endpoints that are written for Envoy before other tasks get a turn: a millisecond."""
+"""Endpoints that are serialized for Envoy before other tasks get a turn: a millisecond."""
 _GROUPS, _ENTRIES = field_numbers(pb.ClusterLoadAssignment.DESCRIPTOR, "endpoints", "lb_endpoints")
 
 
 @dataclass(slots=True)
 class _Announced:
     draining: bool
-    version: int  # in which it became what it is
+    version: int  # of its last change
     at: float
-    confirmed: bool = False  # it was selectable once; an Envoy that comes later does not change that
-    entry: bytes = b""  # as Envoy gets it
+    confirmed: bool = False  # whether it was ever selectable; an Envoy that comes later does not change that
+    entry: bytes = b""  # serialized for Envoy
 
 
 @dataclass(slots=True)
@@ -52,7 +52,9 @@ class _Envoy:
 
 
 class EdsState:
-    """The announced endpoints and who has acknowledged what. `now` is seconds of a monotonic clock."""
+    """The announced endpoints, and the version that each Envoy has acknowledged. `now` is seconds of a monotonic
+    clock.
+    """
 
     def __init__(self) -> None:
         self.version = 0
@@ -65,7 +67,7 @@ class EdsState:
         self._ids = itertools.count(1)
 
     def announce(self, endpoints: Mapping[str, bool], now: float) -> bool:
-        """Set the whole list: address → draining. True if that changed it."""
+        """Set the whole list: address → draining. Return whether that changed it."""
         if endpoints == self._listed:
             return False
         self.version += 1
@@ -78,7 +80,9 @@ class EdsState:
         return True
 
     def selectable(self, address: str, now: float) -> bool:
-        """May a decision name this endpoint? It must be announced, not draining, and known to every Envoy by now."""
+        """Return whether a decision may name this endpoint: it is announced, not draining, and known to every Envoy by
+        now.
+        """
         known = self._endpoints.get(address)
         if known is None or known.draining:
             return False
@@ -88,33 +92,33 @@ class EdsState:
         return known.confirmed
 
     def pending(self) -> int:
-        """How many connected Envoys have not acknowledged the newest list."""
+        """Return how many connected Envoys have not acknowledged the newest list."""
         return sum(envoy.subscribed and envoy.acked < self.version for envoy in self._envoys.values())
 
     def connected(self) -> int:
-        """How many Envoys are subscribed."""
+        """Return how many Envoys are subscribed."""
         return sum(envoy.subscribed for envoy in self._envoys.values())
 
     # --- one Envoy ----------------------------------------------------------------------------------------------------
 
     def connect(self) -> int:
-        """A stream was opened; returns its id."""
+        """Add a new stream; return its id."""
         stream = next(self._ids)
         self._envoys[stream] = _Envoy()
         return stream
 
     def disconnect(self, stream: int) -> None:
-        """The stream has ended: endpoints no longer wait for its confirmation."""
+        """Drop an ended stream: endpoints no longer wait for its acknowledgement."""
         self._envoys.pop(stream, None)
 
     def on_request(self, stream: int, request: pb.DiscoveryRequest) -> None:
-        """A subscription, an acknowledgement or a rejection."""
+        """Take a subscription, an acknowledgement or a rejection."""
         envoy = self._envoys[stream]
         if request.HasField("node"):
             envoy.node = request.node.id
         envoy.subscribed = CLUSTER in request.resource_names
         if not request.response_nonce:
-            return  # a new subscription; whatever version it names is of another picker's life
+            return  # a new subscription; a version that it names is of an earlier picker
         if request.HasField("error_detail"):
             self.rejections += 1
             log.error("envoy %s rejects the endpoints: %s", envoy.node, request.error_detail.message)
@@ -123,8 +127,7 @@ class EdsState:
             envoy.acked = envoy.sent
 
     def write(self) -> Iterator[None]:
-        """Write what is to be sent to Envoys of endpoints that are new, so that `due` takes no time; others should have
-        a turn whenever this yields."""
+        """Serialize new endpoints, so that `due` takes no time; others should have a turn whenever this yields."""
         new = [(address, known) for address, known in self._endpoints.items() if not known.entry]
         for at, (address, known) in enumerate(new, 1):
             known.entry = _entry(address, draining=known.draining)
@@ -132,7 +135,7 @@ class EdsState:
                 yield
 
     def due(self, stream: int) -> pb.DiscoveryResponse | None:
-        """The answer that this Envoy should get now, if any; it then counts as sent."""
+        """Return the answer that this Envoy should get now, if any; it then counts as sent."""
         envoy = self._envoys[stream]
         # Version 0 is the empty list before the first announcement; an Envoy waits for it at start, so it gets it.
         if not (self.synced and envoy.subscribed) or (envoy.sent == self.version and self.version):
@@ -150,7 +153,7 @@ class EdsState:
 
 
 def _entry(address: str, *, draining: bool) -> bytes:
-    """An endpoint in the list of all, serialized."""
+    """Serialize an endpoint as an entry of the list."""
     host, port = split_address(address)
     health = pb.DRAINING if draining else pb.HEALTHY
     entry = pb.LbEndpoint(health_status=health)
@@ -160,7 +163,7 @@ def _entry(address: str, *, draining: bool) -> bytes:
 
 
 class Eds:
-    """The EDS service: `EdsState` plus streams. `on_ack` is called when an Envoy's knowledge has changed."""
+    """The EDS service: `EdsState` plus streams. `on_ack` is called after an Envoy's message or departure."""
 
     def __init__(self) -> None:
         self.state = EdsState()
@@ -168,12 +171,12 @@ class Eds:
         self._changed = asyncio.Event()
 
     def announce(self, endpoints: Mapping[str, bool]) -> None:
-        """Set the whole list: address → draining; all Envoys get it."""
+        """Set the whole list, address → draining, and send it to all Envoys."""
         if self.state.announce(endpoints, time.monotonic()):
             self._wake()
 
     def set_synced(self) -> None:
-        """Discovery is complete: from now on Envoys are answered."""
+        """Answer Envoys from now on: discovery is complete."""
         self.state.synced = True
         self._wake()
 
@@ -182,7 +185,7 @@ class Eds:
         return self.state.selectable(address, time.monotonic())
 
     def handler(self) -> grpc.GenericRpcHandler:
-        """What to add to a server."""
+        """Return the handler to add to a server."""
         stream = grpc.stream_stream_rpc_method_handler(
             self._stream,
             request_deserializer=pb.DiscoveryRequest.FromString,

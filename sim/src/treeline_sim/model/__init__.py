@@ -1,5 +1,5 @@
-"""The engine model: a paged cache, a scheduler and a clock of its own. Pure: no sockets, no threads.
+"""The engine model: a paged cache, a scheduler and a simulated clock. Pure: no sockets, no threads.
 
-`Engine` is driven from outside: `submit` a request, look at `ends_at`, call `advance` then. A simulation does that from
-its event queue, the engine behind sockets from asyncio's.
+`Engine` is driven from outside: `submit` a request, read `ends_at`, call `advance` at that time. A simulation does that
+from its event queue, the engine behind sockets from asyncio's.
 """

@@ -1,11 +1,11 @@
-"""A paged KV cache: blocks by hash, counted references, and the least recently used evicted. Pure.
+"""A paged KV cache: blocks by hash, reference counts, eviction of the least recently used. Pure.
 
 As in vLLM (`vllm/v1/core/block_pool.py`) a block without references stays until its room is needed, and a request's
-blocks are given back last one first, so that a prefix outlives what came after it.
+blocks are released last one first, so that a prefix outlives its continuation.
 
     capacity = free + private + cached,    cached = referenced + evictable
 
-`private` blocks are in use and have no name yet: they are being computed, or are not full.
+`private` blocks are in use and have no hash yet: they are being computed, or are not full.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from itertools import islice
 
 
 class PagedCache:
-    """Blocks of `block_size` tokens, `capacity` of them. All methods are O(blocks that they are given)."""
+    """A cache of `capacity` blocks of `block_size` tokens. All methods are O(given blocks)."""
 
     def __init__(self, block_size: int, capacity: int) -> None:
         if block_size < 1 or capacity < 1:
@@ -25,30 +25,30 @@ class PagedCache:
         self.capacity = capacity
         self.private = 0
         self.evicted = 0
-        """Blocks that were, ever."""
+        """Number of evictions so far."""
         self._references: dict[int, int] = {}
         self._evictable: OrderedDict[int, None] = OrderedDict()
 
     @property
     def cached(self) -> int:
-        """Blocks that have a name."""
+        """The number of blocks with a hash."""
         return len(self._references)
 
     @property
     def evictable(self) -> int:
-        """Cached blocks without a reference."""
+        """The number of cached blocks without a reference."""
         return len(self._evictable)
 
     @property
     def room(self) -> int:
-        """Blocks that `take` could give: free ones and evictable ones."""
+        """The number of blocks that `take` could give: free ones and evictable ones."""
         return self.capacity - self.private - len(self._references) + len(self._evictable)
 
     def __contains__(self, block: int) -> bool:
         return block in self._references
 
     def matched(self, blocks: Sequence[int]) -> int:
-        """How many of the first blocks are held."""
+        """Return how many of the first blocks are cached."""
         references = self._references
         for at, block in enumerate(blocks):
             if block not in references:
@@ -56,11 +56,11 @@ class PagedCache:
         return len(blocks)
 
     def unused(self, blocks: Iterable[int]) -> int:
-        """How many of these held blocks are evictable: they take room from others once they are used."""
+        """Return how many of these cached blocks are evictable: they take room from others once they are used."""
         return sum(1 for block in blocks if block in self._evictable)
 
     def use(self, blocks: Iterable[int]) -> None:
-        """Count a reference to each of these held blocks."""
+        """Count a reference to each of these cached blocks."""
         references, evictable = self._references, self._evictable
         for block in blocks:
             if not references[block]:
@@ -68,7 +68,7 @@ class PagedCache:
             references[block] += 1
 
     def take(self, count: int) -> list[int]:
-        """Make so many blocks private; returns those that were evicted for it. Needs `room`."""
+        """Make `count` blocks private; return the blocks evicted for them. Needs `room`."""
         assert count <= self.room, (count, self.room)
         over = count - (self.capacity - self.private - len(self._references))
         gone = list(islice(self._evictable, over)) if over > 0 else []
@@ -79,8 +79,9 @@ class PagedCache:
         return gone
 
     def name(self, blocks: Sequence[int]) -> list[int]:
-        """Private blocks are computed and have these names now, with a reference each. Returns those that are new: a
-        name that another request has brought meanwhile is used, and the block of that is free again."""
+        """Give computed private blocks these hashes, with a reference each. Return the new ones: if another request has
+        brought a hash meanwhile, that block is used, and this one is free again.
+        """
         references, evictable = self._references, self._evictable
         new: list[int] = []
         self.private -= len(blocks)
@@ -96,7 +97,7 @@ class PagedCache:
         return new
 
     def give(self, blocks: Sequence[int], private: int = 0) -> None:
-        """A request has done with these: references, the last block first, and private blocks."""
+        """Release a request's blocks: references, the last block first, and private blocks."""
         references, evictable = self._references, self._evictable
         for block in reversed(blocks):
             left = references[block] - 1
@@ -106,7 +107,7 @@ class PagedCache:
         self.private -= private
 
     def check(self) -> None:
-        """Assert what always holds."""
+        """Assert the invariants."""
         unused = {block for block, count in self._references.items() if not count}
         assert unused == set(self._evictable), (unused, self._evictable)
         assert all(count >= 0 for count in self._references.values())

@@ -1,17 +1,17 @@
 """A discrete-event model of one engine: queue, chunked prefill, decode in one batch, retraction, events, load. Pure.
 
 Theory of operation. Time passes in *steps*. A step computes chunks of waiting prompts, at most `chunk_tokens` in all,
-and one token of each running request. It begins with what is known then and ends at `ends_at`; what came meanwhile
-waits for the next. While no request waits, as many steps as change nothing but lengths are taken at once (a *jump*):
-until a request is done, or memory ends. A request that comes shortens a jump to the step it falls into, so that jumps
-are never seen from outside. Memory is counted in blocks, also of running requests: which step takes a block for which
-request is known from where its prompt ends, so a jump's need is a sum over remainders and not a walk over requests.
+and one token of each running request. It ends at `ends_at`; requests that come meanwhile wait for the next. While no
+request waits, all steps that only change lengths are taken at once (a *jump*): until a request is done, or memory ends.
+A new request shortens a jump to the step it falls into, so jumps are never visible from outside. Memory is counted in
+blocks, also of running requests: the length of a prompt decides which steps take a block for it, so a jump's need is a
+sum over remainders and not a walk over requests.
 
 Scheduling is that of our runtime, SGLang's and vLLM's with chunked prefill: first come, first served; a prompt whose
-next block is being computed for another waits for it (our `kvcache/radix.py`, SGLang's in-batch prefix caching);
-admitted is what fits beside a share of the output that running requests may still write (`reserve`); where memory ends
-all the same, the last admitted request goes back to the front of the queue (*retraction*), and what it has computed
-stays cached until it is evicted. The blocks of a prompt are cached when computed, those of an output when it is done.
+next block is being computed for another waits for it (our `kvcache/radix.py`, SGLang's in-batch prefix caching); a
+prompt is admitted if it fits besides a share of the output that running requests may still write (`reserve`); if memory
+ends all the same, the last admitted request goes back to the front of the queue (*retraction*), and its computed blocks
+stay cached until evicted. The blocks of a prompt are cached when computed, those of an output when it is done.
 """
 
 from __future__ import annotations
@@ -34,15 +34,16 @@ FOREVER = float("inf")
 _ALPHA = 0.2
 """Weight of a new measurement in the reported duration of a decode step."""
 _ESTIMATED = 64
-"""Waiting requests that a load report looks up again, as our runtime does: what several of them begin with is computed
-once, and counts once."""
+"""Waiting requests that a load report looks up again, as our runtime does: their shared prefixes are computed once, and
+count once."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """`kv_tokens` of memory in blocks of `block_size`; `max_running` requests at once; `max_waiting` more are taken
-    (None: any number). `mixed`: steps with prompts decode, too. `reserve`: the share of running requests' remaining
-    output that admission keeps free. `max_steps` bounds a jump."""
+    """The size of an engine: `kv_tokens` of memory in blocks of `block_size`; `max_running` requests at once;
+    `max_waiting` more are queued (None: any number). `mixed`: steps with prompts decode, too. `reserve`: the share of
+    running requests' remaining output that admission keeps free. `max_steps` bounds a jump.
+    """
 
     speed: Speed = LLAMA_8B_H200
     kv_tokens: int = 900_000
@@ -62,24 +63,26 @@ class EngineConfig:
 
 
 class Engine:
-    """See the module. Complexity: a step is O(prompts in it + requests that end); a request O(its blocks)."""
+    """The model of one engine; see the module. Complexity: a step is O(prompts in it + requests that end); a request
+    O(its blocks).
+    """
 
     def __init__(self, config: EngineConfig, epoch: int = 1) -> None:
         self.config = config
         self.cache = PagedCache(config.block_size, config.kv_tokens // config.block_size)
         self.journal = Journal(config.block_size, epoch)
         self.ends_at = FOREVER
-        """When the current step ends; never, while there is nothing to do."""
+        """The end of the current step; `FOREVER` while idle."""
         self.retractions = 0
         self.computed_tokens = 0
         self.computed_prompts = 0
         self.output_tokens = 0
         self._waiting: deque[Work] = deque()
         self._waiting_uncached = 0
-        self._chunks: list[tuple[Work, int]] = []  # of the current step: who computes how many tokens
-        self._prefilling: Work | None = None  # whose prompt is longer than the step
-        self._refused: list[Work] = []  # since the last step
-        self._full = False  # the first of those who wait did not fit, and no memory has come free since
+        self._chunks: list[tuple[Work, int]] = []  # of the current step: requests and their tokens
+        self._prefilling: Work | None = None  # the request whose prompt is longer than the step
+        self._refused: list[Work] = []  # refused since the last step
+        self._full = False  # the first waiting request did not fit, and no memory has been freed since
         self._running: dict[Work, None] = {}
         self._ends: list[tuple[int, int, Work]] = []
         self._pages_at = [0] * config.block_size  # by step modulo block size: requests that take a block then
@@ -87,26 +90,26 @@ class Engine:
         self._steps = 0  # in the current jump; 0: the step does not decode
         self._began = 0.0
         self._context = 0
-        self._remaining = 0  # steps until all running ones are done, in sum; as of step 0
+        self._remaining = 0  # sum of the steps until each running request is done, counted from step 0
         self._count = 0
         self._seq = 0
         self._prefill_rate = PrefillRate()
         self._decode_s = 0.0
 
-    # From outside
+    # Calls from outside
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for their prompt's turn."""
+        """The number of requests that wait for their prefill."""
         return len(self._waiting)
 
     @property
     def running(self) -> int:
-        """Requests that are being computed."""
+        """The number of requests that are being computed."""
         return len(self._running) + len(self._chunks)
 
     def submit(self, work: Work, now: float) -> bool:
-        """A request comes; False if the queue is full."""
+        """Take a request; return False if the queue is full."""
         config = self.config
         if config.max_waiting is not None and len(self._waiting) >= config.max_waiting:
             return False
@@ -123,7 +126,7 @@ class Engine:
         return True
 
     def advance(self, now: float) -> Happened:
-        """The current step ends, at `ends_at`: what it brought. Plans the next."""
+        """End the current step, at `ends_at`, and plan the next; return its results."""
         assert now >= self.ends_at, (now, self.ends_at)
         happened = Happened()
         duration = self.ends_at - self._began
@@ -137,11 +140,11 @@ class Engine:
         return happened
 
     def written(self, work: Work) -> int:
-        """How many tokens of its output are there."""
+        """Return how many tokens of its output are written."""
         return work.written + (self._step - work.began_step if work.phase is Phase.RUNNING else 0)
 
     def abort(self, work: Work) -> None:
-        """Cancel it. Legal in every phase; one whose prompt is being computed ends with that."""
+        """Cancel a request, in any phase; if its prompt is being computed, it ends after that."""
         if work.phase is Phase.WAITING:
             self._waiting.remove(work)
             self._waiting_uncached -= work.uncached
@@ -153,7 +156,7 @@ class Engine:
             self._finish(work)
 
     def hold(self, prompt: Prompt) -> None:
-        """Have a prompt's blocks in the cache, as if it had been served. The journal has not flushed it."""
+        """Put a prompt's blocks into the cache, as if it had been served. The journal does not flush them."""
         cache, blocks = self.cache, prompt.blocks
         held = cache.matched(blocks)
         cache.use(blocks[:held])
@@ -162,7 +165,7 @@ class Engine:
         cache.give(blocks)
 
     def load(self) -> TreelineLoad:
-        """Its load report."""
+        """Return its load report."""
         cache, seq = self.cache, self._seq
         self._seq += 1
         before: dict[int, Prompt] = {}
@@ -188,14 +191,15 @@ class Engine:
 
     @property
     def queued_tokens(self) -> int:
-        """Prompt tokens to compute before a new request, those of the current step not counted."""
+        """The prompt tokens to compute before a new request, without those of the current step."""
         chunked = self._prefilling
         left = chunked.target - chunked.computed if chunked is not None else 0
         return self._waiting_uncached + left
 
     def ttft_s(self, prompt: Prompt, now: float) -> float:
-        """When a request that came now would have its first token, as this engine knows itself: exact but for what
-        requests that come later do to decoding. O(blocks of the prompt and of those who wait)."""
+        """Return when a new request would have its first token, by the engine's own state: exact except for the decodes
+        of later requests. O(blocks of the prompt and of waiting requests).
+        """
         speed, batch = self.config.speed, len(self._running)
         begin = 0.0 if self.ends_at == FOREVER else max(0.0, self.ends_at - now)
         if self._steps > 1:
@@ -221,14 +225,14 @@ class Engine:
         return begin + full + steps * decoding + speed.token_s * (queued + own) + attention
 
     def missing_tokens(self, prompt: Prompt) -> int:
-        """Tokens of a prompt that it has neither cached nor is about to compute for others."""
+        """Return the tokens of a prompt that are neither cached nor about to be computed for others."""
         coming: set[int] = set()
         for work in (*(work for work, _ in self._chunks), *self._waiting):
             coming.update(work.prompt.blocks)
         return self._missing(prompt, coming)
 
     def _missing(self, prompt: Prompt, others: set[int]) -> int:
-        """Tokens of a prompt that neither the cache nor these blocks have; at least one."""
+        """Return the tokens of a prompt that neither the cache nor these blocks have; at least one."""
         held, found = self.cache, 0
         for block in prompt.blocks:
             if block not in held and block not in others:
@@ -286,7 +290,7 @@ class Engine:
     # Running requests
 
     def _run(self, work: Work) -> None:
-        """Its prompt is computed: each step from now on computes its last token and writes one more."""
+        """Begin to decode, since the prompt is computed: each step computes the last token and writes one more."""
         size = self.config.block_size
         work.phase, work.began_step = Phase.RUNNING, self._step
         work.ends_step = self._step + work.output_tokens - work.written
@@ -298,7 +302,7 @@ class Engine:
         self._remaining += work.ends_step
 
     def _leave(self, work: Work) -> int:
-        """It runs no more; returns the tokens that it has computed."""
+        """Stop running; return its computed tokens."""
         size = self.config.block_size
         steps = self._step - work.began_step
         del self._running[work]
@@ -310,7 +314,7 @@ class Engine:
         return work.computed + steps
 
     def _pages(self, steps: int) -> int:
-        """Blocks that the running requests take in the next so many steps. O(block size)."""
+        """Return the blocks that the running requests take in the next steps. O(block size)."""
         size, at = self.config.block_size, self._pages_at
         rounds, rest = divmod(steps, size)
         step = self._step + 1
@@ -324,7 +328,7 @@ class Engine:
         self.cache.give(work.whole.blocks[: work.named], blocks - work.named)
 
     def _retract(self) -> None:
-        """The request that was admitted last gives its memory back."""
+        """Retract the request that was admitted last: it releases its memory."""
         work = next(reversed(self._running))
         tokens = self._leave(work)
         self._name(work, work.whole, tokens)
@@ -357,12 +361,12 @@ class Engine:
             self._steps = self._jump()
             self.ends_at = now + self.config.speed.decode_s(batch, self._context, self._steps)
         else:
-            self._steps, self.ends_at = 0, now if self._refused else FOREVER  # the caller must get an answer
+            self._steps, self.ends_at = 0, now if self._refused else FOREVER  # the caller must get its answer
 
     def _jump(self) -> int:
-        """Steps until a request is done, or as many as there is memory for."""
+        """Return the steps until a request is done, or until memory ends."""
         while self._ends[0][2].phase is not Phase.RUNNING or self._ends[0][2].ends_step != self._ends[0][0]:
-            heapq.heappop(self._ends)  # retracted since
+            heapq.heappop(self._ends)  # was retracted meanwhile
         most = min(self._ends[0][0] - self._step, self.config.max_steps)
         room = self.cache.room
         if self._pages(most) <= room:
@@ -374,7 +378,7 @@ class Engine:
         return low
 
     def _admit(self) -> int:
-        """Choose the prompts of the next step; returns their pairs of tokens."""
+        """Choose the prompts of the next step; return their pairs of tokens."""
         config = self.config
         left, pairs = config.chunk_tokens, 0
         if config.mixed:
@@ -401,7 +405,7 @@ class Engine:
                 continue
             if not self._fits(work, text, matched, kept):
                 if not self._running and not self._chunks and self._prefilling is None:
-                    self._next()  # alone, and yet too long
+                    self._next()  # too long even alone
                     work.phase = Phase.DONE
                     self._refused.append(work)
                     continue
@@ -424,7 +428,7 @@ class Engine:
         return work
 
     def _kept(self) -> int:
-        """Blocks that admission leaves for what running requests are still to write."""
+        """Return the blocks that admission keeps free for the rest of running requests' outputs."""
         left = self._remaining - self._step * len(self._running)
         return int(self.config.reserve * left) // self.config.block_size + self._pages(1)
 
@@ -451,7 +455,9 @@ class Engine:
         return 2 * count * work.computed + count * count
 
     def _estimate(self, work: Work, before: dict[int, Prompt] | None = None) -> None:
-        """`before`: by their first blocks, the last prompts that will be computed before this one."""
+        """Estimate the uncached tokens of a waiting request. `before`: by their first blocks, the last prompts that
+        will be computed before it.
+        """
         text = work.whole if work.written else work.prompt
         known, size = work.uncached, self.config.block_size
         last = (work.target - 1) // size
@@ -465,7 +471,7 @@ class Engine:
         self._waiting_uncached += work.uncached - known
 
     def check(self) -> None:
-        """Assert what always holds."""
+        """Assert the invariants."""
         self.cache.check()
         assert self._context == sum(w.computed + 1 + self._step - w.began_step for w in self._running)
         assert sum(self._pages_at) == len(self._running)

@@ -1,4 +1,6 @@
-"""What an engine publishes: batches of KV events in order, kept for replays, and a snapshot of what it holds. Pure."""
+"""The publisher's side of an engine: batches of KV events in order, kept for replays, and a snapshot of the cache.
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -30,19 +32,21 @@ RING = 1000
 
 
 class Journal:
-    """Of the process that `epoch` names. What is stored and removed is collected until `flush` makes a batch of it."""
+    """The journal of the process that `epoch` names. Stored and removed blocks are collected until `flush` makes a
+    batch of them.
+    """
 
     def __init__(self, block_size: int, epoch: int, ring: int = RING) -> None:
         self.block_size = block_size
         self.epoch = epoch
         self.seq = -1
-        """Of the newest batch."""
+        """The number of the newest batch."""
         self._ring: deque[EventBatch] = deque(maxlen=ring)
         self._pending: list[Event] = []
         self._held: dict[int, tuple[Prompt, int]] = {}
 
     def stored(self, prompt: Prompt, first: int, last: int, new: Iterable[int]) -> None:
-        """These `new` ones of a prompt's blocks from `first` to before `last` are cached now."""
+        """Record that the `new` ones of a prompt's blocks from `first` to before `last` are cached now."""
         fresh, blocks, held = set(new), prompt.blocks, self._held
         at = first
         while at < last:
@@ -56,19 +60,19 @@ class Journal:
             self._pending.append(_stored(prompt, start, at, self.block_size))
 
     def removed(self, blocks: list[int]) -> None:
-        """These blocks were evicted."""
+        """Record evicted blocks."""
         if blocks:
             for block in blocks:
                 del self._held[block]
             self._pending.append(BlockRemoved(blocks, medium=MEDIUM))
 
     def cleared(self) -> None:
-        """All blocks were."""
+        """Record that the cache was cleared."""
         self._held.clear()
         self._pending.append(AllBlocksCleared())
 
     def flush(self, now: float) -> tuple[int, EventBatch] | None:
-        """The batch of what happened since the last, and its number; None if nothing did."""
+        """Return the batch of changes since the last one, and its number; None without changes."""
         if not self._pending:
             return None
         batch = EventBatch(now, self._pending)
@@ -78,7 +82,7 @@ class Journal:
         return self.seq, batch
 
     def reply(self, request: Request, topic: bytes = b"") -> Iterator[Reply]:
-        """What the publisher answers, message by message."""
+        """Yield the publisher's answer, message by message."""
         oldest = self.seq - len(self._ring) + 1
         match request:
             case HelloRequest():

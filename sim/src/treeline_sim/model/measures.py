@@ -1,4 +1,4 @@
-"""What an engine measures of itself for its load reports, as our runtime does."""
+"""The measurements in an engine's load reports, as our runtime makes them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from bisect import bisect_left
 from treeline_sim.model.text import Prompt
 
 _FORGET = 0.9
-"""Weight of the past when a step as long as the mean has been measured."""
+"""Weight of the past after a step of mean length."""
 
 
 class PrefillRate:
@@ -18,11 +18,11 @@ class PrefillRate:
 
     @property
     def tokens_per_s(self) -> float:
-        """0 before the first step."""
+        """The mean; 0 before the first step."""
         return self._squares / self._busy if self._busy else 0.0
 
     def add(self, tokens: int, seconds: float) -> None:
-        """A step."""
+        """Add a step."""
         mean = self._squares / self._tokens if self._tokens else 0.0
         keep = 1.0 - (1.0 - _FORGET) * min(1.0, tokens / mean if mean else 1.0)
         self._tokens = keep * self._tokens + tokens
@@ -31,6 +31,6 @@ class PrefillRate:
 
 
 def shared_blocks(one: Prompt, other: Prompt) -> int:
-    """How many blocks two prompts begin with. Names of blocks are chained: O(log blocks)."""
+    """Return how many blocks two prompts share at their beginnings. Hashes of blocks are chained: O(log blocks)."""
     first, second = one.blocks, other.blocks
     return bisect_left(range(min(len(first), len(second))), True, key=lambda at: first[at] != second[at])

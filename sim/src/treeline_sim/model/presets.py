@@ -1,4 +1,4 @@
-"""Engines by name: how fast they are, and how much memory they have."""
+"""Engines by name: their speed and their memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from treeline_sim.model.speed import LLAMA_8B_H200, TINY_CPU
 
 @dataclass(frozen=True)
 class Preset:
-    """`scale`: the load that it bears, by that of the one for which traces name their rates."""
+    """An engine by name. `scale`: the load that it bears, relative to the engine for which traces define their
+    rates.
+    """
 
     summary: str
     engine: EngineConfig

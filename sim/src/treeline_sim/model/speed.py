@@ -1,4 +1,4 @@
-"""How long a step takes: a roofline with a handful of constants, and the engines that they were fitted to.
+"""The duration of a step: a roofline with a handful of constants, fitted to engines.
 
     step = fixed + sequence × batch + max(weights, token × prefill tokens) + attention × Σ pairs + context × Σ context
 
@@ -15,7 +15,7 @@ from dataclasses import astuple, dataclass
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Seconds for each: a step, a running request, the weights, a token, a pair of tokens, a token of context."""
+    """The seconds for each: a step, a running request, the weights, a token, a pair of tokens, a token of context."""
 
     fixed_s: float = 0.0
     sequence_s: float = 0.0
@@ -31,25 +31,27 @@ class Speed:
             raise ValueError("a step without work must take time, or simulated time would stand still")
 
     def slower(self, factor: float) -> Speed:
-        """All of it takes so many times as long."""
+        """Return a speed with all times multiplied by `factor`."""
         return Speed(*(factor * seconds for seconds in astuple(self)))
 
     def prefill_s(self, tokens: int, before: int = 0) -> float:
-        """A step that computes `tokens` of one prompt after `before` others, alone."""
+        """Return the seconds of a step that computes only `tokens` of one prompt after `before` others."""
         return self.step_s(0, 0, tokens, 2 * tokens * before + tokens * tokens)
 
     def step_s(self, batch: int, context: int, prefill: int = 0, pairs: int = 0) -> float:
-        """One step: `batch` running requests with `context` tokens in all, and prompts."""
+        """Return the seconds of one step: `batch` running requests with `context` tokens in all, and prompts."""
         work = max(self.weights_s, self.token_s * prefill)
         return self.fixed_s + self.sequence_s * batch + work + self.attention_s * pairs + self.context_s * context
 
     def decode_s(self, batch: int, context: int, steps: int) -> float:
-        """So many steps of the same batch, whose first has `context` tokens: each has `batch` more than the last."""
+        """Return the seconds of several steps of the same batch, the first with `context` tokens: each has `batch`
+        more.
+        """
         grown = context * steps + batch * steps * (steps - 1) / 2
         return steps * self.step_s(batch, 0) + self.context_s * grown
 
     def steps_in(self, batch: int, context: int, seconds: float) -> int:
-        """The fewest steps (1 at least) that take so long or longer. O(1)."""
+        """Return the fewest steps (at least 1) that take this long or longer. O(1)."""
         slope = self.context_s * batch / 2
         each = self.step_s(batch, context) - slope
         if slope * max(1.0, seconds) < 1e-15:
@@ -77,4 +79,4 @@ TINY_CPU = Speed(
     context_s=6.77e-7,
 )
 """Our runtime with the tiny model on one core of a CPU: fitted to eleven measured steps, of which ten are met within
-7 %; a prompt of 512 tokens takes 24 % longer than this says."""
+7 %; a prompt of 512 tokens takes 24 % longer than in the model."""

@@ -1,4 +1,4 @@
-"""What prompts are made of: blocks with chained hashes, and the tokens that they stand for."""
+"""The prompts of simulated requests: blocks with chained hashes, and their tokens."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ class Prompt(Protocol):
 
     @property
     def tokens(self) -> int:
-        """How many there are."""
+        """The number of tokens."""
         ...
 
     @property
     def blocks(self) -> Sequence[int]:
-        """The hashes of its whole blocks, each of which names all that is before it, too."""
+        """The hashes of its whole blocks, each of which covers all tokens before it, too."""
         ...
 
     def ids(self, first: int, last: int, block_size: int) -> list[int]:
-        """The token ids of the blocks from `first` to before `last`."""
+        """Return the token ids of the blocks from `first` to before `last`."""
         ...
 
 
 class Text:
     """Made-up text: token i of 4,096 is written as the four hexadecimal digits of its two bytes, so that a text, its
-    tokens and the key by which a picker finds it are three views of the same bytes, and four bytes of text make a
-    token as they do in English. Immutable; `extended` shares the hashes of what is before.
+    tokens and its prefix key are three views of the same bytes, and a token has four bytes of text as in English.
+    Immutable; `extended` shares the hashes of its beginning.
     """
 
     __slots__ = ("_raw", "block_size", "blocks")
 
     def __init__(self, block_size: int, raw: bytes = b"", before: tuple[int, ...] = ()) -> None:
-        """`before` are the hashes of the first blocks of `raw`, where they are known."""
+        """Make a text; `before` are the hashes of the first blocks of `raw`, if they are known."""
         self.block_size = block_size
         self._raw = raw
         width = 2 * block_size
@@ -55,36 +55,39 @@ class Text:
 
     @property
     def tokens(self) -> int:
-        """How many tokens it has."""
+        """The number of tokens."""
         return len(self._raw) // 2
 
     @property
     def key(self) -> bytes:
-        """Its prefix key: four bytes a token."""
+        """The prefix key: four bytes for each token."""
         return self._raw.hex().encode()
 
     def extended(self, tokens: int, rng: random.Random) -> Text:
-        """This text and so many random tokens after it. O(bytes) at memory speed, and a hash for each new block."""
+        """Return this text with random tokens after it. O(bytes) at memory speed, and a hash for each new block."""
         return Text(self.block_size, self._raw + random_tokens(tokens, rng), self.blocks)
 
     def joined(self, other: Text) -> Text:
-        """This text and another after it."""
+        """Return this text with another after it."""
         return Text(self.block_size, self._raw + other._raw, self.blocks)
 
     def ids(self, first: int, last: int, block_size: int) -> list[int]:
-        """The token ids of some of its blocks."""
+        """Return the token ids of some of its blocks."""
         width = 2 * block_size
         return memoryview(self._raw[first * width : last * width]).cast("H").tolist()
 
 
 def random_tokens(count: int, rng: random.Random) -> bytes:
-    """So many tokens, as `Text` has them. They are of the first 4,096 only: the index looks each up in a table, which
-    stays in a processor's cache then."""
+    """Return random tokens in `Text`'s form. They are among the first 4,096: the index looks each up in a table, which
+    then stays in the CPU caches.
+    """
     tokens = np.frombuffer(rng.randbytes(2 * count), np.uint16) & np.uint16(_VOCABULARY - 1)
     return tokens.tobytes()
 
 
 @cache
 def token_bytes() -> list[bytes]:
-    """The bytes of each token of `Text`, as a tokenizer's table (`treeline_wire.keys.PrefixKeys.token_bytes`)."""
+    """Return the bytes of each token of `Text`, as a tokenizer's table
+    (`treeline_wire.keys.PrefixKeys.token_bytes`).
+    """
     return [token.to_bytes(2, sys.byteorder).hex().encode() for token in range(_VOCABULARY)]

@@ -1,4 +1,4 @@
-"""A request in an engine, and what becomes of requests."""
+"""A request in an engine, and the results of a step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from treeline_sim.model.text import Prompt
 
 
 class Phase(Enum):
-    """Where a request is."""
+    """The phase of a request."""
 
     WAITING = "waiting"
     PREFILL = "prefill"
@@ -21,10 +21,10 @@ class Phase(Enum):
 
 @dataclass(eq=False, slots=True)
 class Work:
-    """A request in an engine. `whole` is its prompt with its output after it; `tag` is the owner's.
-
-    `computed` tokens have keys and values; `named` of its blocks have their names in the cache. `cached_tokens` is
-    what it found there first, None until it was admitted."""
+    """A request in an engine. `whole` is its prompt with its output after it; `tag` is the owner's. `computed` tokens
+    have keys and values; `named` of its blocks are in the cache under their hashes. `cached_tokens` were cached at its
+    admission, None before.
+    """
 
     prompt: Prompt
     whole: Prompt
@@ -43,7 +43,7 @@ class Work:
 
 @dataclass(slots=True)
 class Happened:
-    """What a step has brought: first tokens, ends, prompts too long for the memory; and the KV events of it."""
+    """The results of a step: first tokens, ended requests, prompts too long for the memory; and its KV events."""
 
     first: list[Work] = field(default_factory=list)
     done: list[Work] = field(default_factory=list)

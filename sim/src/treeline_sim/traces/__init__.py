@@ -9,7 +9,7 @@ TRACES: dict[str, Trace] = {trace.name: trace for trace in (*prefixes.TRACES, *s
 
 
 def trace_named(name: str) -> Trace:
-    """Raises KeyError that lists the valid names."""
+    """Return a trace. Raises KeyError, which lists the valid names."""
     if name not in TRACES:
         raise KeyError(f"unknown trace {name!r}; there are: {', '.join(TRACES)}")
     return TRACES[name]

@@ -1,5 +1,6 @@
-"""Reader of Mooncake's published traces (github.com/kvcache-ai/Mooncake, FAST25-release/traces): JSON lines of
-`{"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [ids of blocks of 512 tokens]}`."""
+"""A reader of Mooncake's published traces (github.com/kvcache-ai/Mooncake, FAST25-release/traces): JSON lines of
+`{"timestamp": ms, "input_length": tokens, "output_length": tokens, "hash_ids": [ids of blocks of 512 tokens]}`.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ MOST_TOKENS = 4_000_000
 
 
 class TraceError(ValueError):
-    """A trace file is not what it should be; the message names the line."""
+    """A trace file is invalid; the message names the line."""
 
 
 class _Line(msgspec.Struct):
@@ -29,7 +30,7 @@ class _Line(msgspec.Struct):
 
 
 def read_mooncake(path: Path, block_size: int, seed: int, speedup: float = 1.0) -> Iterator[TraceRequest]:
-    """The requests of a file, `speedup` times as fast. Raises TraceError for a line that is none, and OSError."""
+    """Yield the requests of a file, `speedup` times as fast. Raises TraceError for an invalid line, and OSError."""
     rng = random.Random(f"outputs {seed}")
     decoder = msgspec.json.Decoder(_Line)
     before = 0.0

@@ -13,7 +13,7 @@ from treeline_sim.traces.base import Draw, Trace, merged
 def generated_shared_prefix(draw: Draw) -> Iterator[TraceRequest]:
     """SGLang's benchmark of that name (`bench_serving --dataset-name generated-shared-prefix`) with its defaults: 64
     system prompts of 2,048 tokens, 16 questions of 128 for each, 256 tokens of output, in random order. After 1,024
-    requests the next 1,024 come, with new system prompts: its list is run through once here as there."""
+    requests the next 1,024 come, with new system prompts, so each list is used once, as in the benchmark."""
     times = draw.arrivals()
     while True:
         systems = [draw.text(2048) for _ in range(64)]
@@ -34,8 +34,9 @@ def _groups(draw: Draw, groups: int, each: int, shared: int, own: int, output: i
 
 def groups_150x5(draw: Draw) -> Iterator[TraceRequest]:
     """llm-d's comparison of precise and approximate prefix routing on eight pods of two H100: 150 groups of 5 prompts,
-    6,000 tokens shared in a group and 1,200 of its own, 1,000 out, each prompt again and again; the memory of all pods
-    holds what comes back with 73 % of it in use. There the rate climbs from 3 to 60 requests a second."""
+    6,000 tokens shared in a group and 1,200 of its own, 1,000 out, each prompt repeated; the repeated tokens fill 73 %
+    of the memory of all pods. There the rate climbs from 3 to 60 requests a second.
+    """
     return _groups(draw, 150, 5, 6000, 1200, 1000)
 
 
@@ -46,9 +47,10 @@ def groups_83x8k(draw: Draw) -> Iterator[TraceRequest]:
 
 
 def bursts(draw: Draw) -> Iterator[TraceRequest]:
-    """Bursts of 16 siblings, as agents that fan out send them, best-of-n and batches of one document: a new prefix of
-    2k to 16k tokens, 100 to 300 tokens of its own for each, all within 50 ms; 64 to 256 out. Our own: no trace of it
-    is published that we know."""
+    """Bursts of 16 requests with a common prefix, as from agents that fan out, best-of-n and batches of one document: a
+    new prefix of 2k to 16k tokens, 100 to 300 tokens of its own for each, all within 50 ms; 64 to 256 out. Our own: we
+    know of no published trace.
+    """
 
     def burst(begin: float) -> Iterator[TraceRequest]:
         prefix = draw.text(draw.log_between(2048, 16_384))
@@ -71,10 +73,11 @@ def zipf_systems(draw: Draw) -> Iterator[TraceRequest]:
 
 
 def mooncake_like(draw: Draw) -> Iterator[TraceRequest]:
-    """In the shape of Mooncake's published traces (Qin et al., FAST 2025): prompts of some 12k tokens and 340 out, in
-    blocks of 512; a third of them go on from an earlier prompt (its blocks and more), the others share only a system
+    """The shape of Mooncake's published traces (Qin et al., FAST 2025): prompts of some 12k tokens and 340 out, in
+    blocks of 512; a third of them continue an earlier prompt (its blocks and more), the others share only a system
     prompt of one to four blocks. Arrivals come in waves: the rate is half to one and a half of the mean, for ten
-    seconds each. For the files themselves: `--trace-file`."""
+    seconds each. For the files themselves: `--trace-file`.
+    """
     systems = [draw.text(512 * n) for n in (1, 2, 4)]
     earlier: list[Text] = []
     now, rate = 0.0, draw.rate
@@ -110,8 +113,9 @@ def shuffled_documents(draw: Draw) -> Iterator[TraceRequest]:
 
 
 def jumping_popularity(draw: Draw) -> Iterator[TraceRequest]:
-    """What everybody asks about changes at once: of 200 texts of 1,000 to 12,000 tokens one has a third of all requests
-    for 5 to 30 s, then another; the others come evenly. 50 to 400 tokens of the user's, 100 to 300 out. Our own."""
+    """A topic that changes at once: of 200 texts of 1,000 to 12,000 tokens one has a third of all requests for 5 to 30
+    s, then another; the others come evenly. 50 to 400 tokens of the user's, 100 to 300 out. Our own.
+    """
     texts = [draw.text(draw.log_between(1000, 12_000)) for _ in range(200)]
     popular, until = texts[0], 0.0
     for at in draw.arrivals():

@@ -1,5 +1,6 @@
-"""Traces of conversations: each request goes on from the one before it. Open loop: when a turn comes does not depend on
-when the answer before it came, only on how long it takes to be written and read."""
+"""Traces of conversations: each request continues the one before it. Open loop: the time of a turn depends on how long
+the answer before it takes to write and read, not on when it arrived.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +10,9 @@ from treeline_sim.routers import TraceRequest
 from treeline_sim.traces.base import Draw, Trace, merged
 
 TOKEN_S = 0.02
-"""What a token of an answer takes before the next turn's thinking begins."""
+"""Seconds for each token of an answer, before the next turn's thinking begins."""
 CONTEXT = 100_000
-"""Where a code agent's conversation ends, in tokens."""
+"""Most tokens of a code agent's conversation."""
 
 
 def multi_turn(draw: Draw) -> Iterator[TraceRequest]:

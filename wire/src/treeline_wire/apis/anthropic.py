@@ -22,7 +22,7 @@ _BILLING: Final = "x-anthropic-billing-header"
 
 
 def to_chat(body: Mapping[str, Any], messages: list[Any], context: Context) -> Conversation:
-    """The chat of a request with these messages. Raises `PromptError`."""
+    """Converts a request with these messages to a chat. Raises `PromptError`."""
     sglang = context.engine == "sglang"
     made: dict[str, Any] = {name: body[name] for name in PASSED if body.get(name) is not None}
     if sglang:
@@ -72,7 +72,7 @@ def _system(value: Any, sglang: bool) -> list[str]:
 
 
 def _inline_text(message: Message, sglang: bool) -> str:
-    """The text of a system message in the middle of a chat."""
+    """Returns the text of a system message in the middle of a chat."""
     content = message.get("content")
     if isinstance(content, str):
         texts: list[str | None] = [content]
@@ -160,7 +160,7 @@ def _content(parts: list[dict[str, Any]]) -> Any:
 
 
 def _result(block: dict[str, Any], where: str, sglang: bool) -> Message:
-    """A tool result becomes a message of its own. Of a result with images only the text is known."""
+    """Converts a tool result to a message of its own. Of a result with images only the text is known."""
     content = block.get("content")
     made: Message = {"role": "tool", "tool_call_id": block.get("tool_use_id") or "", "content": content or ""}
     if isinstance(content, list):
@@ -201,8 +201,9 @@ def _all_blocks(messages: list[Any]) -> list[dict[str, Any]]:
 
 
 def _choice(value: Any, ours: bool) -> Any:
-    """`tool_choice`, which affects what a template sees: no tools, or one; and in our runtime, what the model must
-    do."""
+    """Converts `tool_choice`, which affects what a template sees: no tools, or one; and in our runtime, what the model
+    must do.
+    """
     kind = value.get("type") if isinstance(value, dict) else None
     if kind == "tool":
         return {"type": "function", "function": {"name": value.get("name")}}
@@ -219,7 +220,7 @@ def _thinking(body: Mapping[str, Any], engine: str, given: Any) -> dict[str, Any
         found["reasoning_effort"] = "max" if engine == "sglang" and effort == "xhigh" else effort
     kind = thinking.get("type") if isinstance(thinking, dict) else None
     if kind is not None and engine in ("sglang", "treeline"):
-        # Which of the two a model's template reads is known to SGLang by the parser that it was started with.
+        # SGLang knows from its parser flag which of the two the model's template reads.
         said = {"thinking": kind != "disabled", "enable_thinking": kind != "disabled"}
         if engine == "sglang" or given is None:
             found["chat_template_kwargs"] = said

@@ -1,4 +1,4 @@
-"""What the conversions of chat APIs have in common."""
+"""The parts that conversions of chat APIs share."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ class Context(msgspec.Struct, frozen=True):
 
 
 class Unknown(Exception):
-    """What the engine makes of this is unknown here, so a key ends before it. `param` names it, `why` gives the
-    reason."""
+    """A member whose effect in the engine is unknown here, so a key ends before it. `param` names it, `why` gives the
+    reason.
+    """
 
     def __init__(self, param: str, why: str) -> None:
         super().__init__(f"{param}: {why}")
@@ -66,7 +67,7 @@ def takes_inline_system(template: ChatTemplate, *, must_show: bool) -> bool:
 
 
 def items_of(value: Any, name: str) -> list[Any]:
-    """Input as a list of items; a text becomes a user message. Raises `PromptError`."""
+    """Returns input as a list of items; a text becomes a user message. Raises `PromptError`."""
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     if not isinstance(value, list):
@@ -75,8 +76,9 @@ def items_of(value: Any, name: str) -> list[Any]:
 
 
 def many_values(text: str) -> int:
-    """Number of values in a tool call's arguments, which are JSON inside a text and were not counted with the body. 0
-    if there are few. O(characters) at memory speed."""
+    """Counts the values in a tool call's arguments, which are JSON inside a text and were not counted with the body. 0
+    if there are few. O(characters) at memory speed.
+    """
     data = text.encode("utf-8", "replace")
     if data.count(b",") + data.count(b"[") + data.count(b"{") < _FEW and not slow_numbers(data):
         return 0
@@ -84,7 +86,7 @@ def many_values(text: str) -> int:
 
 
 def text_member(value: dict[str, Any], name: str, where: str, default: str | None = "") -> str | None:
-    """A member that is a text; `default` if it is null or absent. Raises `PromptError`."""
+    """Returns a member that is a text; `default` if it is null or absent. Raises `PromptError`."""
     text = value.get(name)
     if text is None:
         return default
@@ -94,7 +96,7 @@ def text_member(value: dict[str, Any], name: str, where: str, default: str | Non
 
 
 def blocks_of(value: Any, where: str) -> list[dict[str, Any]]:
-    """A list of objects with a type. Raises `PromptError`."""
+    """Checks a list of objects with a type, and returns it. Raises `PromptError`."""
     if not isinstance(value, list):
         raise PromptError(where, "must be a string or a list")
     for i, block in enumerate(value):
@@ -104,7 +106,7 @@ def blocks_of(value: Any, where: str) -> list[dict[str, Any]]:
 
 
 def tools_of(body: Any) -> list[dict[str, Any]]:
-    """The tools of a request, or []. Raises `PromptError`."""
+    """Returns the tools of a request, or []. Raises `PromptError`."""
     tools = body.get("tools")
     if not tools:
         return []
@@ -114,5 +116,5 @@ def tools_of(body: Any) -> list[dict[str, Any]]:
 
 
 def function(**members: Any) -> dict[str, Any]:
-    """A tool in the format of chat completions, without null members."""
+    """Returns a tool in the format of chat completions, without null members."""
     return {"type": "function", "function": {name: value for name, value in members.items() if value is not None}}

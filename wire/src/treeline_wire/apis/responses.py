@@ -36,7 +36,7 @@ _ENCRYPTED: Final = "it is encrypted"
 
 
 def to_chat(body: Mapping[str, Any], items: list[Any], context: Context) -> Conversation:
-    """The chat of a request with these input items. Raises `PromptError`."""
+    """Converts a request with these input items to a chat. Raises `PromptError`."""
     engine = context.engine
     add = _ADD.get(engine, _add_as_vllm)
     made: dict[str, Any] = {name: body[name] for name in PASSED if body.get(name) is not None}
@@ -83,7 +83,7 @@ def _call(item: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _add_as_ours(item: dict[str, Any], where: str, chat: list[Message]) -> None:
-    """The assistant's reasoning, text and calls in one turn become one message."""
+    """Adds an item; the assistant's reasoning, text and calls in one turn become one message."""
     last = chat[-1] if chat and chat[-1]["role"] == "assistant" else {}
     kind = item.get("type", "message")
     if kind == "function_call":
@@ -125,7 +125,7 @@ def _texts(content: Any, where: str) -> Any:
 
 
 def _add_as_vllm(item: dict[str, Any], where: str, chat: list[Message]) -> None:
-    """An assistant's turn comes as several items, which are merged while each adds something new."""
+    """Adds an item; those of an assistant's turn are merged while each adds something new."""
     last = chat[-1] if chat and chat[-1]["role"] == "assistant" else None
     kind = item.get("type", "message")
     if kind == "function_call":
@@ -249,7 +249,7 @@ def _reasoning(item: dict[str, Any], members: tuple[str, str], where: str, *, fi
 
 
 def _merged(chat: list[Message]) -> list[Message]:
-    """SGLang merges consecutive messages of the assistant."""
+    """Merges consecutive messages of the assistant, as SGLang does."""
     out: list[Message] = []
     for message in chat:
         if message["role"] != "assistant" or not out or out[-1]["role"] != "assistant":
@@ -278,7 +278,7 @@ def _as_parts(content: Any) -> list[Any]:
 
 
 def _system_first(chat: list[Message]) -> list[Message]:
-    """SGLang, for templates that accept a system message only at the beginning, merges all system messages there."""
+    """Merges all system messages at the beginning, as SGLang does for templates that accept one only there."""
     texts: list[str] = []
     for message in chat:
         if message["role"] == "system":

@@ -1,7 +1,6 @@
-"""How each engine turns a chat request into its chat template's input.
+"""The dialects: one module per engine that turns a chat request into the input of its chat template.
 
-The picker must compute the engine's prompt exactly. The differences are here, one module per engine, written from its
-source.
+The picker must compute the engine's prompt exactly, so each dialect is written from the engine's source.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ _DIALECTS: Final[dict[str, ChatDialect]] = {
 
 
 def dialect_of(engine: str, api: str = "") -> ChatDialect:
-    """The dialect of an engine type (`spec.engine.type`), ours if it has none. `api`: what the chat was converted from,
-    if the engine treats that differently."""
+    """Returns the dialect of an engine type (`spec.engine.type`), ours if it has none. `api`: the API that the chat was
+    converted from, if the engine treats that differently.
+    """
     return _DIALECTS.get(f"{engine}/{api}") or _DIALECTS.get(engine, TREELINE)

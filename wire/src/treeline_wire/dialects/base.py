@@ -1,4 +1,4 @@
-"""What all dialects share: reading messages, parts and tool calls from clients."""
+"""The base of all dialects: reading messages, parts and tool calls from clients."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Turn(Struct, frozen=True):
 class ChatDialect(ABC):
     """One engine's way from a chat request's body to its template's arguments.
 
-    Stateless. Methods raise `PromptError` for what the engine would refuse, and do not change the body.
+    Stateless. Methods raise `PromptError` where the engine would refuse the request, and do not change the body.
     """
 
     separator: str
@@ -201,7 +201,7 @@ def flag(body: Mapping[str, Any], name: str, default: bool) -> bool:
 
 
 def check_size(value: Any, param: str, max_depth: int = MAX_DEPTH, max_values: float = math.inf) -> int:
-    """Its characters. Raises `TooDeep` and `PromptError` beyond the limits."""
+    """Returns the number of its characters. Raises `TooDeep` and `PromptError` beyond the limits."""
     admission = Admission(max_depth, max_values)
     try:
         admission.plain(value, 1)
@@ -209,6 +209,6 @@ def check_size(value: Any, param: str, max_depth: int = MAX_DEPTH, max_values: f
         if error.deep:
             raise TooDeep(param, f"is nested more than {max_depth} levels deep") from None
         raise PromptError(param, f"must not have more than {max_values} values") from None
-    except TemplateError as error:  # a number that is none
+    except TemplateError as error:  # NaN or infinity
         raise PromptError(param, str(error)) from None
     return admission.chars

@@ -45,7 +45,7 @@ def _verdicts(source: str) -> tuple[bool, bool]:
         return False, worded
     try:
         tree = TemplateEnvironment().parse(source)
-    except (Exception, RecursionError):  # what does not compile is refused where the template is compiled
+    except (Exception, RecursionError):  # `ChatTemplate` refuses templates that do not compile
         return False, worded
     try:
         lists = _loops_over_content(tree)
@@ -77,7 +77,7 @@ def _loops_over_content(tree: nodes.Template) -> bool:
 def _items(tree: nodes.Template) -> list[str]:
     """The variables of loops over the messages."""
     lists = ["messages"]
-    for known in lists:  # which grows meanwhile
+    for known in lists:  # grows in the loop
         for assigned in tree.find_all(nodes.Assign):
             if _reads(assigned.node, known) and (name := _name(assigned.target)) not in lists:
                 lists.append(name)

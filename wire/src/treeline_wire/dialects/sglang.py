@@ -20,7 +20,7 @@ _MEMBERS: Final = ("tool_call_id", "name", "phase", "reasoning_content", "tool_c
 
 
 class SglangDialect(ChatDialect):
-    """See the module."""
+    """SGLang's dialect; see the module."""
 
     separator = " "
     flat_tools = True
@@ -29,8 +29,9 @@ class SglangDialect(ChatDialect):
         return takes_lists_in_sglang(source)
 
     def turn(self, body: Mapping[str, Any], source: str) -> Turn:
-        """The conversation always ends with the user: an assistant's last text is appended to the rendered prompt or
-        becomes a user message."""
+        """Returns the conversation, which always ends with the user: an assistant's last text is appended to the
+        rendered prompt or becomes a user message.
+        """
         messages = self.messages(body.get("messages"), source)
         suffix = ""
         last = messages[-1]
@@ -54,7 +55,7 @@ class SglangDialect(ChatDialect):
 
     def members(self, message: Message, content: Any, where: str) -> Message:
         role = message["role"].lower() if message["role"] != "user" else "user"
-        # A list is put back behind the other members.
+        # A list goes after the other members.
         behind = isinstance(content, list)
         made: Message = {"role": role} if behind else {"role": role, "content": content}
         if role != "user":
@@ -96,13 +97,13 @@ class SglangDialect(ChatDialect):
         return {**found, **given}
 
     def documents(self, body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-        """SGLang's chat completions have no documents."""
+        """Returns None: SGLang's chat completions have no documents."""
         del body
         return None
 
 
 def _call(call: dict[str, Any], where: str, role: str) -> dict[str, Any]:
-    """All members of SGLang's type, null if absent; an assistant's arguments become an object."""
+    """Returns all members of SGLang's type, null if absent; an assistant's arguments become an object."""
     function = call.get("function")
     if not isinstance(function, dict):
         raise PromptError(f"{where}.function", "must be an object")
@@ -127,7 +128,7 @@ def _function(tool: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
-    """The function's members in the client's order, then absent ones as null."""
+    """Returns the function's members in the client's order, then absent ones as null."""
     function = _function(tool, where)
     deferred = function.get("defer_loading")
     values: dict[str, Any] = {name: function.get(name) for name in ("description", "name", "parameters")}

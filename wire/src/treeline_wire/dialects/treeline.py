@@ -1,4 +1,4 @@
-"""Our runtime's dialect: what `transformers` would receive, with vLLM's rules where needed.
+"""Our runtime's dialect: the input that `transformers` would get, with vLLM's rules where needed.
 
 Texts stay texts. Parts are a list for templates that take lists (by vLLM's rule), else joined by a newline. Null
 content is an empty text. An unknown `developer` becomes system.
@@ -26,7 +26,7 @@ _KINDS: Final = {"text": "text", "refusal": "refusal"}
 
 
 class TreelineDialect(ChatDialect):
-    """See the module."""
+    """Our runtime's dialect; see the module."""
 
     separator = "\n"
 
@@ -60,8 +60,9 @@ class TreelineDialect(ChatDialect):
         return tools or None
 
     def variables(self, body: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-        """An effort switches thinking under both names that templates use, as in SGLang; `chat_template_kwargs`
-        override it."""
+        """Returns the template's variables. An effort switches thinking under both names that templates use, as in
+        SGLang; `chat_template_kwargs` override it.
+        """
         effort = body.get("reasoning_effort")
         if effort is None:
             return dict(given)

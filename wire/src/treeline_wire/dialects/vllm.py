@@ -87,7 +87,7 @@ class VllmDialect(ChatDialect):
         return {name: members[name] for name in ("id", "function", "type") if name in members}
 
     def tools(self, body: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-        """All tools, whatever `tool_choice` is: `--exclude-tools-when-tool-choice-none` is off by default."""
+        """Returns all tools, for every `tool_choice`: `--exclude-tools-when-tool-choice-none` is off by default."""
         tools = objects(body.get("tools"), "tools")
         if tools is None:
             return None
@@ -96,7 +96,7 @@ class VllmDialect(ChatDialect):
         return [_tool(tool, f"tools[{i}]") for i, tool in enumerate(tools)]
 
     def variables(self, body: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-        """The request's own effort wins, and switches thinking."""
+        """Returns the template's variables. The request's own effort wins, and switches thinking."""
         effort = body.get("reasoning_effort")
         if effort is None:
             return dict(given)
@@ -108,7 +108,9 @@ class VllmDialect(ChatDialect):
 
 
 def _reasoning(message: Message, where: str) -> dict[str, str]:
-    """Under both names. A message with null content is validated as OpenAI's type, which has no reasoning."""
+    """Returns the reasoning under both names. A message with null content is validated as OpenAI's type, which has
+    none.
+    """
     text = message.get("reasoning")
     text = message.get("reasoning_content") if text is None else text
     if text is None or ("content" in message and message["content"] is None):
@@ -126,7 +128,7 @@ def _unbilled(content: Any) -> Any:
 
 
 def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
-    """The members of vLLM's type, in its order, null if absent."""
+    """Returns the members of vLLM's type, in its order, null if absent."""
     function = tool.get("function")
     if not isinstance(function, dict):
         raise PromptError(f"{where}.function", "must be an object")

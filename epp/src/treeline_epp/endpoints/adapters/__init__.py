@@ -1,1 +1,1 @@
-"""One adapter for each type of engine: whom to ask what."""
+"""One adapter for each type of engine: which of its pages to ask, and how to read them."""

@@ -1,5 +1,6 @@
-"""Any engine with an OpenAI-compatible server: its models are known. It is routed by history and load, and by its
-events where discovery tells where it publishes them."""
+"""Any engine with an OpenAI-compatible server: it lists its models. The picker routes to it by history and load, and by
+its events where discovery names their publishers.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +18,14 @@ from treeline_epp.endpoints.spec import KvPorts
 T = TypeVar("T")
 
 _LONGEST_REASON = 300
-_NO_EVENTS = (
-    "this engine does not say where it publishes KV events: tell it in the pod's annotations or the endpoints file"
-)
+_NO_EVENTS = "this engine does not name its port of KV events: name it in the pod's annotations or the endpoints file"
 
 _LONGEST_NAME = 512
 _NOTHING = Raw(b"null")
 
 
 class Model(msgspec.Struct):
-    """One entry of `/v1/models`. `owned_by` and `parent` are strings in most: nothing else of them is read."""
+    """One entry of `/v1/models`. `owned_by` and `parent` are usually strings: other values are ignored."""
 
     id: Annotated[str, Meta(min_length=1, max_length=_LONGEST_NAME)]
     owned_by: Raw = _NOTHING
@@ -34,18 +33,18 @@ class Model(msgspec.Struct):
 
     @property
     def owner(self) -> str:
-        """Who made it; empty where the engine does not say."""
+        """The model's owner; empty where the engine does not say."""
         return _name(self.owned_by)
 
     @property
     def base(self) -> str:
-        """The model that it is an adapter of; empty where it is none."""
+        """The base model of an adapter; empty for a base model."""
         parent = _name(self.parent)
         return parent if parent != self.id else ""
 
 
 def _name(value: Raw) -> str:
-    """A name; empty where it is something else. No value that is not a string is ever built, however large."""
+    """Return the string; empty for any other value, which is never built, however large."""
     if bytes(value)[:1] != b'"':
         return ""
     try:
@@ -62,7 +61,7 @@ class Models(msgspec.Struct):
 
 
 class OpenAIAdapter:
-    """See the module."""
+    """The adapter of any OpenAI-compatible engine; see the module."""
 
     name = "openai"
     probes: tuple[str, ...] = ("/health",)
@@ -76,9 +75,10 @@ class OpenAIAdapter:
     signs: frozenset[str] = frozenset()
 
     async def models(self, http: EngineHttp) -> EngineInfo:
-        """What it serves, and nothing else of it. A model with a parent is an adapter; vLLM and SGLang both list them
-        so. No engine is without a base model: where all have parents, these mean something else. Raises
-        `EngineError`."""
+        """Return the models that it serves, and nothing else of it. A model with a parent is an adapter; vLLM and
+        SGLang both list them so. Every engine has a base model: where all models have parents, these mean something
+        else. Raises `EngineError`.
+        """
         try:
             served = await http.document("/v1/models", Models)
         except RefusedError:  # clients have the key; health, metrics and events are answered without it
@@ -91,28 +91,30 @@ class OpenAIAdapter:
         return EngineInfo(tuple(dict.fromkeys(names)), engine=self.name, adapters=adapters)
 
     def adapter_name(self, base: str, adapter: str) -> str:
-        """The model that one asks for to get an adapter of `base`."""
+        """Return the model name that requests use for an adapter of `base`."""
         return adapter
 
     async def info(self, http: EngineHttp, told: KvPorts | None) -> EngineInfo:
-        """Its models. Raises `EngineError`."""
+        """Return its models. Raises `EngineError`."""
         return self._info(http, await self.models(http), told, _NO_EVENTS)
 
     async def tokenizer(self, http: EngineHttp) -> TokenizerBundle:
-        """It has none to give. Raises `EngineError`."""
+        """Raise `EngineError`: such an engine serves no tokenizer."""
         raise EngineError(f"{http.base} serves no tokenizer")
 
     async def _told_of_events(self, http: EngineHttp, path: str, into: type[T]) -> tuple[T | None, str]:
-        """A document about where it publishes, None where there is none; and why it cannot be used, "" if it can. What
-        an engine says of its events does not decide whether it serves. Raises `EngineError` if asking again may help.
+        """Return a document about its publishers, or None, and why it cannot be used ("" if it can). A bad answer about
+        events does not decide whether the engine serves. Raises `EngineError` if asking again may help.
         """
         try:
             return await http.document(path, into), ""
         except UnusableError as error:
-            return None, f"what it says of its KV events cannot be used: {error}"[:_LONGEST_REASON]
+            return None, f"its answer about KV events cannot be used: {error}"[:_LONGEST_REASON]
 
     def _info(self, http: EngineHttp, served: EngineInfo, told: KvPorts | None, why: str) -> EngineInfo:
-        """Of an engine that does not say where it publishes; `why`, should discovery not say it either."""
+        """Complete the facts of an engine that does not name its publishers; `why` counts if discovery names none
+        either.
+        """
         sources = told_sources(http.host, told)
         dials = told.dials if sources and told is not None else ""
         return msgspec.structs.replace(served, sources=sources, dials=dials, no_events="" if sources else why)

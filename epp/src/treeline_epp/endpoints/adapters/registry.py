@@ -22,7 +22,7 @@ ADAPTERS: dict[str, EngineAdapter] = {
 
 ANYTHING = ADAPTERS["openai"]
 PROBES = tuple(dict.fromkeys(path for adapter in ADAPTERS.values() for path in adapter.probes))
-"""Of an engine of which nothing is known yet."""
+"""Probes of an engine whose type is not known yet."""
 
 _SIGNS = msgspec.defstruct(
     "Signs",
@@ -31,17 +31,18 @@ _SIGNS = msgspec.defstruct(
         for sign in sorted(frozenset().union(*(adapter.signs for adapter in ADAPTERS.values())))
     ],
 )
-"""What is looked for in `/server_info`; nothing else of it is read, and of these only whether they are there."""
+"""The members of `/server_info` that identify an engine; only their presence is read, and nothing else."""
 
 
 def adapter_of(engine: str) -> EngineAdapter | None:
-    """The adapter of an engine type as discovery names it. None for one that says nothing ("custom"), and where
-    discovery does not tell: `recognise` it."""
+    """Return the adapter of an engine type as discovery names it. None for an unknown type ("custom"), and where
+    discovery names none: `recognise` it.
+    """
     return ADAPTERS.get(engine)
 
 
 async def recognise(http: EngineHttp) -> EngineAdapter:
-    """Chooses the adapter by `owned_by` in `/v1/models`, else by `/server_info`. A vLLM that asks for an API key is
+    """Choose the adapter by `owned_by` in `/v1/models`, else by `/server_info`. A vLLM that asks for an API key is
     recognised by its version.
 
     Raises `EngineError` if it has no usable list of models: then it serves nothing yet.
@@ -64,7 +65,7 @@ class _Version(msgspec.Struct):
 
 
 async def _tells(http: EngineHttp, path: str, into: type[T]) -> T | None:
-    """The document, if there is one; something else may answer there."""
+    """Return the document, or None if there is none of this shape: another server may answer there."""
     try:
         return await http.document(path, into)
     except EngineError:

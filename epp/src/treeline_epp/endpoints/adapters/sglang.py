@@ -1,8 +1,8 @@
-"""SGLang: `/server_info` says where it publishes its KV events and its load: base ports, and how many ranks. Older ones
-show there what they were started with, and nothing more: `--kv-events-config` as text.
+"""SGLang: `/server_info` says where it publishes its KV events and its load: base ports, and how many ranks. Older
+versions show only their start arguments there: `--kv-events-config` as text.
 
-Its `/health` generates a token where the engine has nothing else to do, and takes a second for that: it is asked
-seldom, and gets its time. It answers 503 while the engine starts, while it does not get on, and while it drains.
+Its `/health` generates a token when the engine is idle, which takes a second: it is asked seldom, with a longer
+timeout. It answers 503 while the engine starts, while it is stuck, and while it drains.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _WRONG_CONFIG = "its --kv-events-config makes no publisher to connect to: publis
 
 
 class KvEvents(msgspec.Struct):
-    """The sockets of an engine, as it names them; those of rank r are r ports further."""
+    """The sockets of an engine, as it names them; ports of rank r are r higher."""
 
     publisher: str | None = None
     endpoint_host: str = "*"
@@ -40,7 +40,7 @@ class KvEvents(msgspec.Struct):
 
 
 class ServerInfo(msgspec.Struct):
-    """What is read of `/server_info`."""
+    """The members of `/server_info` that the picker reads."""
 
     kv_events: KvEvents | msgspec.UnsetType | None = msgspec.UNSET
     kv_events_config: Any = None
@@ -51,7 +51,9 @@ Info = TypeVar("Info", bound=ServerInfo)
 
 
 class SGLangAdapter(OpenAIAdapter):
-    """See the module. An engine without `/server_info` is taken for one that publishes nothing."""
+    """The adapter of SGLang; see the module. An engine without `/server_info` is taken for one that publishes
+    nothing.
+    """
 
     name = "sglang"
     probe_timeout_s = 5.0
@@ -63,12 +65,12 @@ class SGLangAdapter(OpenAIAdapter):
     signs = frozenset({"kv_events"})
 
     async def info(self, http: EngineHttp, told: KvPorts | None) -> EngineInfo:
-        """Its models and sockets. Raises `EngineError`."""
+        """Return its models and sockets. Raises `EngineError`."""
         known, _ = await self.known(http, told, ServerInfo)
         return known
 
     async def known(self, http: EngineHttp, told: KvPorts | None, into: type[Info]) -> tuple[EngineInfo, Info | None]:
-        """The same, and `/server_info` itself. Raises `EngineError`."""
+        """Return its models and sockets, and `/server_info` itself. Raises `EngineError`."""
         served = await self.models(http)  # one after the other, on one connection
         about, unusable = await self._told_of_events(http, "/server_info", into)
         configured = about is not None and about.kv_events_config is not None
@@ -89,12 +91,14 @@ class SGLangAdapter(OpenAIAdapter):
         return known, about
 
     def adapter_name(self, base: str, adapter: str) -> str:
-        """`base:adapter`; the adapter's name alone gets the base model."""
+        """Return `base:adapter`; the adapter's name alone gets the base model."""
         return f"{base}:{adapter}"
 
 
 def _sources(http: EngineHttp, events: KvEvents) -> tuple[KvSource, ...]:
-    """Always at the endpoint's own address: an engine does not choose with whom the picker talks."""
+    """Return the publishers, always at the endpoint's own address: an engine does not choose with whom the picker
+    talks.
+    """
     if events.publisher != "zmq":
         return ()
     bases = events.endpoint_port_base, events.replay_endpoint_port_base, events.load_endpoint_port_base
@@ -103,6 +107,6 @@ def _sources(http: EngineHttp, events: KvEvents) -> tuple[KvSource, ...]:
 
 
 def foreign_host(http: EngineHttp, named: str) -> str | None:
-    """The host that the engine names, if it is neither its own nor a way to say "here"."""
+    """Return the host that the engine names, if it is neither its own nor a way to say "here"."""
     host = normal_ip(named) or named
     return None if host in ("", "*", "0.0.0.0", "::", http.host) or is_loopback(host) else host

@@ -1,5 +1,6 @@
-"""Our own runtime: it has a probe of its own, an epoch, a tokenizer to give, answers hello, and reads the edge's
-headers. Its load report beats, and says when it drains; `/ready` is 503 then, too."""
+"""Our own runtime: it has a probe of its own, an epoch and a tokenizer to serve, answers hello, and reads the edge's
+headers. Its load report beats, and says when it drains; `/ready` is 503 then, too.
+"""
 
 from __future__ import annotations
 
@@ -24,24 +25,24 @@ class _OurServerInfo(ServerInfo):
 
 
 class TreelineAdapter(SGLangAdapter):
-    """See the module."""
+    """The adapter of our own runtime; see the module."""
 
     name = "treeline"
     probes: tuple[str, ...] = ("/ready", "/health")
     probe_timeout_s = 2.0
     probe_interval_s = 1.0
     load = LoadReports.BEATS
-    metrics = ()  # they are on a port of their own, and say no more than its load report
+    metrics = ()  # they have a port of their own, and add nothing to its load report
     paths = "treeline"
     owner = "treeline"
     signs = frozenset({"tokenizer_fingerprint", "isolates_clients"})
 
     def adapter_name(self, base: str, adapter: str) -> str:
-        """As it is listed: ours lists none."""
+        """Return the adapter's own name: our runtime lists none."""
         return adapter
 
     async def info(self, http: EngineHttp, told: KvPorts | None) -> EngineInfo:
-        """Its models, epoch, tokenizer and sockets. Raises `EngineError`."""
+        """Return its models, epoch, tokenizer and sockets. Raises `EngineError`."""
         known, about = await self.known(http, told, _OurServerInfo)
         if about is None:
             return known
@@ -54,7 +55,7 @@ class TreelineAdapter(SGLangAdapter):
         )
 
     async def tokenizer(self, http: EngineHttp) -> TokenizerBundle:
-        """Its tokenizer. Raises `EngineError`."""
+        """Fetch its tokenizer. Raises `EngineError`."""
         path = "/treeline/tokenizer"
         try:
             status, content = await http.fetch(path, _TOKENIZER_TIMEOUT_S, _TOKENIZER_BYTES)

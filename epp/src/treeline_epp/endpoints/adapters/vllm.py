@@ -1,6 +1,6 @@
-"""vLLM: `GET /kv_event_sources` (0.32 and later) says where each data-parallel rank publishes; of older ones discovery
-must know. Its `/health` is 503 when the engine behind the server is dead, and so it never drains: on SIGTERM the server
-stops listening.
+"""vLLM: `GET /kv_event_sources` (0.32 and later) says where each data-parallel rank publishes; for older versions
+discovery must say it. Its `/health` is 503 when the engine behind the server is dead, so 503 never means draining: on
+SIGTERM the server stops listening.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _Sources = Annotated[dict[_Rank, _Publisher], Meta(max_length=4096)]
 
 
 class VllmAdapter(OpenAIAdapter):
-    """See the module."""
+    """The adapter of vLLM; see the module."""
 
     name = "vllm"
     drains = False
@@ -51,7 +51,7 @@ class VllmAdapter(OpenAIAdapter):
     signs = frozenset({"vllm_config"})
 
     async def info(self, http: EngineHttp, told: KvPorts | None) -> EngineInfo:
-        """Its models and publishers. Raises `EngineError`."""
+        """Return its models and publishers. Raises `EngineError`."""
         served = await self.models(http)  # one after the other, on one connection
         ranks, unusable = await self._told_of_events(http, "/kv_event_sources", _Sources)
         known = self._info(http, served, told, unusable or (_OLD if ranks is None else _SILENT))
@@ -71,7 +71,9 @@ class VllmAdapter(OpenAIAdapter):
 
 
 def _source(http: EngineHttp, rank: int, publisher: _Publisher) -> KvSource | None:
-    """Always at the endpoint's own address: an engine does not choose with whom the picker talks."""
+    """Return the publisher, always at the endpoint's own address: an engine does not choose with whom the picker
+    talks.
+    """
     events = place_of(publisher.endpoint)[1]
     if not publisher.enable_kv_cache_events or publisher.publisher != "zmq" or events is None:
         return None

@@ -1,7 +1,8 @@
-"""Policies: from candidates to a ranking. `predicted_ttft` takes the cheapest (see `score`) and is the default.
+"""Policies rank candidates. `predicted_ttft` takes the cheapest (see `score`) and is the default.
 
-Every policy sees the request and ranks the same candidates: who may be picked at all is the filters' business. To add
-one: a module with a `Policy`, and its place in `POLICIES`; `--policy` then lists it. docs/routing.md says when which.
+Every policy sees the request and ranks the same candidates: filters decide which endpoints may be picked at all. To add
+one: a module with a `Policy`, and its place in `POLICIES`; `--policy` then lists it. docs/routing.md says which to use
+when.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ ALIASES = {"treeline": PredictedTtft.name, "consistent_hashing": PrefixHash.name
 
 
 def choice_of(text: str) -> Choice:
-    """Read `NAME[:key=value,…]`, by the policy's own name. Raises `PolicyError` that says what there is."""
+    """Parse `NAME[:key=value,…]`, and resolve aliases. Raises `PolicyError`, which lists the choices."""
     choice = Choice.parse(text)
     choice = Choice(ALIASES.get(choice.name, choice.name), choice.parameters)
     read_parameters(_policy(choice.name), choice.parameters)
@@ -68,7 +69,7 @@ def choice_of(text: str) -> Choice:
 
 
 def create_policy(text: str, rng: Random) -> Policy:
-    """The policy that a text chooses. Raises `PolicyError`."""
+    """Make the policy that a text chooses. Raises `PolicyError`."""
     choice = choice_of(text)
     policy = _policy(choice.name)
     return policy(read_parameters(policy, choice.parameters), rng)
@@ -82,7 +83,7 @@ def _policy(name: str) -> type[Policy]:
 
 
 def policy_flag(text: str) -> str:
-    """The value of `--policy`, by the policy's own name. Raises argparse's complaint, which lists what there is."""
+    """Parse the value of `--policy`, and resolve aliases. Raises argparse's error, which lists the choices."""
     try:
         return str(choice_of(text))
     except PolicyError as error:
@@ -90,7 +91,7 @@ def policy_flag(text: str) -> str:
 
 
 def policy_help() -> str:
-    """All policies with their parameters and defaults."""
+    """Return the help text: all policies with their parameters and defaults."""
     return (
         "how endpoints are chosen, for example cache_aware:cache_threshold=0.5 (default %(default)s): "
         f"{', '.join(map(_described, sorted(POLICIES)))}; see docs/routing.md"
@@ -104,11 +105,12 @@ def _described(name: str) -> str:
 
 
 class PoolPolicies:
-    """Which policy chooses for which pool: one for all, and those that pools have chosen themselves, each with state of
-    its own; `set` changes what pools choose while the picker runs."""
+    """The policy of each pool: one for all, and those that pools have chosen themselves, each with state of its own;
+    `set` changes the pools' choices while the picker runs.
+    """
 
     def __init__(self, default: str, seed: int) -> None:
-        """Raises `PolicyError` for a default that there is not."""
+        """Set the default policy. Raises `PolicyError` if it does not exist."""
         self.default = choice_of(default)
         self._seed = seed
         self._told: dict[str, str] = {}
@@ -116,16 +118,17 @@ class PoolPolicies:
         self._policies: dict[str | None, Policy] = {None: create_policy(str(self.default), Random(seed))}
 
     def of(self, pool: str | None) -> Policy:
-        """The policy for requests of a pool; None: of no pool. O(1)."""
+        """Return the policy for requests of a pool; None: for requests without a pool. O(1)."""
         return self._policies.get(pool, self._policies[None])
 
     def name_of(self, pool: str | None) -> str:
-        """The policy of a pool with its parameters, as `--policy` takes it."""
+        """Return the policy of a pool with its parameters, in the form of `--policy`."""
         return str(self._chosen.get(pool or "", self.default))
 
     def set(self, chosen: Mapping[str, str]) -> None:
-        """What pools have chosen; all others have the default. One that stays as it was keeps its state. A pool whose
-        choice there is not gets the default, too, and a log line says so once."""
+        """Set the pools' choices; all other pools have the default. An unchanged choice keeps its state. A pool whose
+        choice does not exist gets the default, too, and a log line says so once.
+        """
         wanted: dict[str, Choice] = {}
         kept: dict[str | None, Policy] = {None: self._policies[None]}
         for pool, text in chosen.items():

@@ -1,4 +1,4 @@
-"""What a policy is, how one is named (`NAME`, or `NAME:key=value,key=value`), and what rankings are made of."""
+"""The interface of policies, the form of their names (`NAME`, or `NAME:key=value,key=value`), and parts of rankings."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Key = TypeVar("Key")
 Value = TypeVar("Value")
 NO_FLOATS: Floats = np.zeros(0)
 BYTES_PER_TOKEN = 4
-"""Of text, where a policy counts a prompt's tokens."""
+"""Assumed bytes of text per token, for policies that count a prompt's tokens."""
 
 
 def _no_adapter(_name: str) -> Mask:
@@ -31,10 +31,10 @@ def _no_adapter(_name: str) -> Mask:
 class Candidates(Struct, frozen=True):
     """The candidates of one pick, at `now`.
 
-    `cost_s`, `cached_tokens` and `uncached_tokens` (of the prompt) are those of each; `identity` is a number below 2⁵²
-    that is the endpoint's own, whichever picker asks (see `Endpoint.identity`); `in_flight` are its requests, by its
-    last report and the reservations since, or the reservations alone where it does not report.
-    `has_adapter(lora)` are those that are known to have loaded an adapter.
+    `cost_s`, `cached_tokens` and `uncached_tokens` (of the prompt) are by candidate; `identity` is a number below 2⁵²
+    that identifies the endpoint, the same in every picker (see `Endpoint.identity`); `in_flight` are its requests, by
+    its last report and the reservations since, or the reservations alone without a report.
+    `has_adapter(lora)` marks the candidates that are known to have loaded an adapter.
     """
 
     cost_s: Floats
@@ -53,32 +53,33 @@ Count = Annotated[int, Meta(ge=1)]
 
 
 class NoParameters(Struct, frozen=True, forbid_unknown_fields=True):
-    """For policies that have nothing to set."""
+    """No parameters: for policies without settings."""
 
 
 class Policy(ABC):
-    """Ranks candidates, best first: filters have said who may be picked at all. Its state is its own; with the same
-    seed and the same calls it gives the same answers."""
+    """Ranks candidates, best first; filters have decided which may be picked at all. Its state is its own; with the
+    same seed and the same calls it gives the same answers.
+    """
 
     name: ClassVar[str]
     parameters: ClassVar[type[Struct]] = NoParameters
-    """What can be set: names, types and bounds."""
+    """The settings: names, types and bounds."""
     by_cost: ClassVar[bool] = False
-    """Looks at nothing but costs and what is cached. Then a session's next request goes where its last one went, while
+    """Whether it reads only costs and cached tokens. Then a session's next request goes where its last one went, while
     that costs little more (`sessions`)."""
 
     def __init__(self, parameters: Any, rng: Random) -> None:
-        """`parameters` are of the class's own type."""
+        """Make a policy; `parameters` are of the class's own type."""
         self._set = parameters
         self._rng = rng
 
     @abstractmethod
     def rank(self, request: Request, candidates: Candidates, count: int) -> list[int]:
-        """The places of the best `count` (≥ 1; fewer if there are not so many), by preference, none of them twice."""
+        """Return the places of the best `count` (≥ 1; fewer if there are fewer), by preference, none of them twice."""
 
 
 class PolicyError(ValueError):
-    """There is no such policy, or its parameters are wrong; the message says what there is."""
+    """There is no such policy, or its parameters are wrong; the message lists the choices."""
 
 
 class Choice(Struct, frozen=True):
@@ -93,8 +94,9 @@ class Choice(Struct, frozen=True):
 
     @classmethod
     def parse(cls, text: str) -> Choice:
-        """Read `NAME[:key=value,…]`. Raises `PolicyError` for what has another form; whether there is such a policy
-        with such parameters is not looked at."""
+        """Parse `NAME[:key=value,…]`. Raises `PolicyError` for another form; it does not check that the policy and its
+        parameters exist.
+        """
         name, colon, rest = text.strip().partition(":")
         found: dict[str, str] = {}
         for word in rest.split(",") if colon else ():
@@ -108,7 +110,7 @@ class Choice(Struct, frozen=True):
 
 
 def read_parameters(policy: type[Policy], given: Mapping[str, str]) -> Struct:
-    """Parameters with their types. Raises `PolicyError` that says what there is."""
+    """Convert parameters to their types. Raises `PolicyError`, which lists the choices."""
     fields = msgspec.structs.fields(policy.parameters)
     names = [field.name for field in fields]
     if unknown := [name for name in given if name not in names]:
@@ -126,7 +128,7 @@ def read_parameters(policy: type[Policy], given: Mapping[str, str]) -> Struct:
 
 
 class Recent(Generic[Key, Value]):
-    """At most `room` values by their keys, without those that were used least recently: for what clients name.
+    """At most `room` values by their keys, the most recently used: for keys that clients choose.
 
     >>> last = Recent(2)
     >>> for key in "aabc":
@@ -140,7 +142,7 @@ class Recent(Generic[Key, Value]):
         self._values: OrderedDict[Key, Value] = OrderedDict()
 
     def get(self, key: Key) -> Value | None:
-        """The value, which counts as used now; None without one. O(1)."""
+        """Return the value, which counts as used now; None without one. O(1)."""
         value = self._values.get(key)
         if value is not None:
             self._values.move_to_end(key)
@@ -155,7 +157,7 @@ class Recent(Generic[Key, Value]):
 
 
 def lowest(values: Floats | npt.NDArray[np.uint64], count: int) -> list[int]:
-    """The places of the lowest values, in order; of equal ones always the same. O(n + count log count)."""
+    """Return the places of the lowest values, in order; the order of equal ones is fixed. O(n + count log count)."""
     if count >= len(values):
         order: list[int] = np.argsort(values, kind="stable").tolist()
         return order
@@ -164,20 +166,20 @@ def lowest(values: Floats | npt.NDArray[np.uint64], count: int) -> list[int]:
 
 
 def one_of(places: npt.NDArray[np.int64], rng: Random) -> int:
-    """One of them at random; nothing is drawn where there is but one."""
+    """Return one of them at random; a single one needs no random number."""
     return int(places[0] if len(places) == 1 else places[rng.randrange(len(places))])
 
 
 def lightest(load: Floats, rng: Random) -> int:
-    """The place of the lowest value, one of equals at random. O(n)."""
+    """Return the place of the lowest value, one of equals at random. O(n)."""
     return one_of(np.flatnonzero(load == load.min()), rng)
 
 
 def least_loaded(load: Floats, count: int, rng: Random) -> list[int]:
-    """The lightest `count`, the first one of equals at random. O(n)."""
+    """Return the lightest `count`, the first one of equals at random. O(n)."""
     return led_by(lightest(load, rng), lowest(load, count), count)
 
 
 def led_by(first: int, order: list[int], count: int) -> list[int]:
-    """`order` with `first` before all others."""
+    """Return `order` with `first` moved to the front."""
     return [first, *(at for at in order if at != first)][:count]

@@ -1,9 +1,9 @@
 """`bucket`: endpoints by the length of prompts, so that short requests do not wait behind long ones.
 
 As sgl-model-gateway's policy of this name (src/policies/bucket.rs): each endpoint has a range of lengths, in
-characters, so that of what came in the last `bucket_adjust_interval_secs` each has the same share of all characters.
-Where the characters sent to each in that time are uneven (by more than `balance_abs_threshold`, and the most more than
-`balance_rel_threshold` times the least), the one that got the fewest is next.
+characters, so that each has the same share of all characters of the last `bucket_adjust_interval_secs`. If the
+characters sent to each in that time are uneven (by more than `balance_abs_threshold`, and the most more than
+`balance_rel_threshold` times the least), the endpoint that got the fewest is next.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MOST_REQUESTS = 512
 
 
 class BucketParameters(Struct, frozen=True, forbid_unknown_fields=True):
-    """See the module. No more than MOST_REQUESTS of the last ones count."""
+    """The thresholds; see the module. At most the last MOST_REQUESTS requests count."""
 
     balance_abs_threshold: Amount = 32.0
     balance_rel_threshold: Factor = 1.0001
@@ -29,7 +29,9 @@ class BucketParameters(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Bucket(Policy):
-    """Models have buckets of their own; endpoints are in the order of their identities."""
+    """Sends each length to its endpoint. Models have buckets of their own; endpoints are in the order of their
+    identities.
+    """
 
     name = "bucket"
     parameters = BucketParameters
@@ -39,7 +41,7 @@ class Bucket(Policy):
         self._lately: Recent[tuple[str | None, str | None], deque[tuple[float, int, float]]] = Recent(64)
 
     def rank(self, request: Request, candidates: Candidates, count: int) -> list[int]:
-        """O(n + requests of the interval)."""
+        """Return the endpoint of the prompt's length, then its neighbours. O(n + requests of the interval)."""
         chars = len(request.key) if request.key else request.prompt_tokens_estimate * BYTES_PER_TOKEN
         whose, now, order = (request.pool, request.model), candidates.now, candidates.identity.argsort().tolist()
         lately = self._lately.get(whose) or deque(maxlen=MOST_REQUESTS)
@@ -56,5 +58,5 @@ class Bucket(Policy):
         if uneven and most > self._set.balance_rel_threshold * sent[least]:
             first = owners.index(least)
         lately.append((now, chars, owners[first]))
-        # Neighbours take lengths that are nearly its own.
+        # Neighbours have nearly the same lengths.
         return [order[at] for at in sorted(range(len(order)), key=lambda at: abs(at - first))[:count]]

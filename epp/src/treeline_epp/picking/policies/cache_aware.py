@@ -3,8 +3,8 @@
 As sgl-model-gateway documents its policy of this name (src/policies/cache_aware.rs there): loads, requests in flight,
 are uneven if the highest and the lowest differ by more than `balance_abs_threshold` *and* the highest is more than
 `balance_rel_threshold` times the lowest. While they are even, the endpoint with the largest share of the prompt cached
-gets the request if that share is above `cache_threshold`, and otherwise the lightest. Its tree is what it has sent to
-each worker; ours is what engines say they hold. The defaults are those of its command line.
+gets the request if that share is above `cache_threshold`, and otherwise the lightest. Its tree has the prompts it has
+sent to each worker; ours has the blocks that engines report. The defaults are those of its command line.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from treeline_epp.picking.request import Request
 
 
 class CacheAwareParameters(Struct, frozen=True, forbid_unknown_fields=True):
-    """Thresholds; see the module."""
+    """The thresholds; see the module."""
 
     cache_threshold: Share = 0.3
     balance_abs_threshold: Amount = 64.0
@@ -35,13 +35,13 @@ class CacheAwareParameters(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CacheAware(Policy):
-    """Of those with the longest prefix the lightest."""
+    """Takes the lightest of the endpoints with the longest prefix."""
 
     name = "cache_aware"
     parameters = CacheAwareParameters
 
     def rank(self, request: Request, candidates: Candidates, count: int) -> list[int]:
-        """O(n) at memory speed."""
+        """Rank by prefix, or by load while loads are uneven. O(n) at memory speed."""
         load, cached = candidates.in_flight, candidates.cached_tokens
         share = cached / (cached + candidates.uncached_tokens)
         longest = float(share.max())

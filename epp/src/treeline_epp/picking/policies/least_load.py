@@ -7,10 +7,10 @@ from treeline_epp.picking.request import Request
 
 
 class LeastLoad(Policy):
-    """Whatever they hold; equals are drawn."""
+    """Takes the endpoint with the fewest requests; equals are drawn."""
 
     name = "least_load"
 
     def rank(self, request: Request, candidates: Candidates, count: int) -> list[int]:
-        """O(n) at memory speed."""
+        """Rank by load. O(n) at memory speed."""
         return least_loaded(candidates.in_flight, count, self._rng)

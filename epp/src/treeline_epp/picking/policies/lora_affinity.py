@@ -1,8 +1,8 @@
 """`lora_affinity`: least predicted cost, where an endpoint without the request's adapter must load it first.
 
-An adapter is taken to be loaded where the engine's events have named it, and where this picker has lately sent a
-request for it. `load_s` is what loading takes: an endpoint that has the adapter keeps its requests until waiting there
-costs more than that, and then the adapter spreads.
+An adapter counts as loaded at an engine whose events have named it, and where this picker has lately sent a request
+for it. `load_s` is the time to load it: an endpoint that has the adapter keeps its requests until waiting there costs
+more than that, and then the adapter spreads.
 """
 
 from __future__ import annotations
@@ -19,19 +19,20 @@ from treeline_epp.picking.request import Request
 
 _ADAPTERS = 1024
 _ENDPOINTS = 64
-"""Of each adapter, those that are remembered."""
+"""Most endpoints that are remembered for an adapter."""
 
 
 class LoraAffinityParameters(Struct, frozen=True, forbid_unknown_fields=True):
-    """`load_s`: seconds that loading an adapter costs. `remember_s`: how long an endpoint to which a request was sent
-    is taken to have its adapter, should no event say so."""
+    """`load_s`: seconds that loading an adapter costs. `remember_s`: how long an endpoint counts as having the adapter
+    of a request sent there, if no event confirms it.
+    """
 
     load_s: Amount = 1.0
     remember_s: Amount = 60.0
 
 
 class LoraAffinity(Policy):
-    """Requests without an adapter go where `predicted_ttft` sends them."""
+    """Adds the cost of loading. Requests without an adapter go where `predicted_ttft` sends them."""
 
     name = "lora_affinity"
     parameters = LoraAffinityParameters
@@ -41,7 +42,7 @@ class LoraAffinity(Policy):
         self._sent: Recent[str, dict[float, float]] = Recent(_ADAPTERS)
 
     def rank(self, request: Request, candidates: Candidates, count: int) -> list[int]:
-        """O(n) at memory speed without an adapter; with one, a look at each endpoint's adapters."""
+        """Rank by cost. O(n) at memory speed without an adapter; with one, a look at each endpoint's adapters."""
         cost_s, adapter = candidates.cost_s, adapter_of(request.namespace)
         if adapter is None:
             return cheapest_first(cost_s, candidates, count, self._rng)

@@ -7,13 +7,14 @@ from treeline_epp.picking.request import Request
 
 
 class PowerOfTwo(Policy):
-    """Mitzenmacher, The Power of Two Choices in Randomized Load Balancing (2001): nearly as even as asking all, without
-    sending every request to the endpoint that was the lightest in the last report."""
+    """Takes the lighter of two (Mitzenmacher, The Power of Two Choices in Randomized Load Balancing, 2001): nearly as
+    even as comparing all, without sending every request to the endpoint that was the lightest in the last report.
+    """
 
     name = "power_of_two"
 
     def rank(self, request: Request, candidates: Candidates, count: int) -> list[int]:
-        """O(n) for the loads, O(count) besides."""
+        """Rank a random sample. O(n) for the loads, O(count) besides."""
         size = len(candidates.cost_s)
         order = self._rng.sample(range(size), min(max(count, 2), size))
         load = candidates.in_flight

@@ -9,26 +9,27 @@ from treeline_epp.picking.request import Request
 from treeline_epp.picking.table import Floats
 
 STICKY_S = 0.005
-"""A worse endpoint with more of the prompt cached is kept while it is worse by no more than this (sticky until
-saturated): a few milliseconds are below what predictions can tell, a moved prefix costs memory for minutes."""
+"""Seconds by which an endpoint with more of the prompt cached may cost more (sticky until saturated): predictions are
+no more precise than a few milliseconds, and a moved prefix costs memory for minutes."""
 STICKY_SHARE = 0.10
 
 
 class PredictedTtft(Policy):
-    """The cost is `score`'s: seconds to the first token, and what the request costs those who come after it."""
+    """Takes the least cost by `score`: seconds to the first token, and the request's cost to later ones."""
 
     name = "predicted_ttft"
     by_cost = True
 
     def rank(self, request: Request, candidates: Candidates, count: int) -> list[int]:
-        """O(n) at memory speed."""
+        """Rank by cost. O(n) at memory speed."""
         return cheapest_first(candidates.cost_s, candidates, count, self._rng)
 
 
 def cheapest_first(cost_s: Floats, candidates: Candidates, count: int, rng: Random) -> list[int]:
-    """The cheapest; or, of those that are hardly worse, one with more of the prompt cached, and of these the one with
-    the fewest requests, at random among equals: what is cached nowhere thus begins where least is to do. O(n) at
-    memory speed."""
+    """Return the cheapest; or, of those that cost hardly more, one with more of the prompt cached, and of these the one
+    with the fewest requests, at random among equals: so a prefix that is cached nowhere begins at the idlest. O(n) at
+    memory speed.
+    """
     order = lowest(cost_s, count)
     near = (cost_s <= _hardly_worse(float(cost_s[order[0]]))).nonzero()[0]
     if len(near) == 1:

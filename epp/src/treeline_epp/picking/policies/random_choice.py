@@ -7,10 +7,10 @@ from treeline_epp.picking.request import Request
 
 
 class RandomChoice(Policy):
-    """Blind, to compare with."""
+    """Takes any endpoint: a baseline for comparisons."""
 
     name = "random"
 
     def rank(self, request: Request, candidates: Candidates, count: int) -> list[int]:
-        """O(count)."""
+        """Rank at random. O(count)."""
         return self._rng.sample(range(len(candidates.cost_s)), min(count, len(candidates.cost_s)))

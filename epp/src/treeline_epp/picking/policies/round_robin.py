@@ -1,4 +1,4 @@
-"""`round_robin`: one after the other, whatever they hold or do."""
+"""`round_robin`: one after the other, regardless of caches and loads."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from treeline_epp.picking.request import Request
 
 
 class RoundRobin(Policy):
-    """Turns are taken by identity: whichever endpoints come or go, the next is the one behind the last. The models of a
-    pool take turns of their own, or they would share the endpoints between them unevenly."""
+    """Takes turns by identity: when endpoints come or go, the next is the one after the last. Each model of a pool has
+    turns of its own; otherwise the models would share the endpoints unevenly.
+    """
 
     name = "round_robin"
 
@@ -21,11 +22,11 @@ class RoundRobin(Policy):
         self._last: Recent[tuple[str | None, str | None], float] = Recent(256)
 
     def rank(self, request: Request, candidates: Candidates, count: int) -> list[int]:
-        """O(n) at memory speed."""
+        """Rank by turn. O(n) at memory speed."""
         turns = request.pool, request.model
         last = self._last.get(turns)
         identity = candidates.identity
-        if last is None:  # several pickers do not all begin with the same one
+        if last is None:  # so that several pickers do not all begin with the same endpoint
             last = float(identity[self._rng.randrange(len(identity))])
         behind = identity - last
         order = lowest(np.where(behind > 0, behind, behind + 2.0**52), count)
