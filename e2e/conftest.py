@@ -84,7 +84,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @pytest.fixture(scope="session")
 def figures(request: pytest.FixtureRequest) -> Iterator[Figures]:
-    """What the journeys measure, written at the end. How long they take is told of a run of all of them."""
+    """The journeys' measurements, written at the end. Their duration is recorded only when all of them ran."""
     found = Figures()
     yield found
     files = {item.path.name for item in request.session.items}
@@ -97,7 +97,7 @@ def figures(request: pytest.FixtureRequest) -> Iterator[Figures]:
 def pytest_runtest_makereport(
     item: pytest.Function, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Of a journey that failed, all that its pods have said is kept: they are gone with their namespace."""
+    """Keep the pods' logs of a journey that failed: the pods disappear with their namespace."""
     report = yield
     treeline = item.funcargs.get("treeline")
     if report.when == "call" and report.failed and isinstance(treeline, Installed):
@@ -123,7 +123,7 @@ def treeline(installed: Kube, request: pytest.FixtureRequest) -> Iterator[Instal
 
 @pytest.fixture(scope="module")
 def of_this_file(installed: Kube, request: pytest.FixtureRequest) -> Iterator[Installed]:
-    """The same for all tests of a file, where starting pods anew for each would take longer than its story."""
+    """One installation for all tests of a file, where new pods for each would take longer than the tests."""
     with _namespace(installed, request.path.stem) as found:
         yield found
 
@@ -147,7 +147,8 @@ def _kept(test: str, kind: str) -> Path:
 
 @pytest.fixture
 def kept(request: pytest.FixtureRequest, figures: Figures) -> Iterator[Path]:
-    """Where the streams of a journey are kept. They count in the figures, unless it kills what serves them (chaos)."""
+    """The file that records a journey's streams. They count in the figures, unless the journey kills servers
+    (chaos)."""
     path = _kept(request.node.name, "jsonl")
     path.unlink(missing_ok=True)
     yield path

@@ -11,7 +11,7 @@ from e2e.kit.traffic import Mix, traffic
 
 
 def answered_by(url: str, name: str, count: int) -> Counter[str]:
-    """Which models answer so many requests for a name."""
+    """Count the models that answer ``count`` requests for a name."""
     found: Counter[str] = Counter()
     for number in range(count):
         answer = ask(url, f"Spell the word {number}.", name)

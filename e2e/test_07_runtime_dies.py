@@ -30,7 +30,7 @@ def restarts(pod: dict[str, Any]) -> int:
 
 
 def ended(treeline: Installed, before: dict[str, Any]) -> dict[str, Any]:
-    """How a pod's container has ended since; empty if it has not."""
+    """Return how a pod's container ended since ``before``; empty if it has not."""
     for pod in treeline.pods("runtime"):
         if pod["metadata"]["uid"] == before["metadata"]["uid"] and restarts(pod) > restarts(before):
             found: dict[str, Any] = pod["status"]["containerStatuses"][0]["lastState"]["terminated"]

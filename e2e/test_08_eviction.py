@@ -69,7 +69,8 @@ def draining(treeline: Installed, node: str) -> Iterator[threading.Thread]:
 
 
 def test_a_drained_node_drops_nothing(treeline: Installed, kept: Path) -> None:
-    """Where it is the only node nothing can start until it is open again: until then the budgets keep one of each."""
+    """If it is the only node, nothing can start until it is uncordoned; until then the budgets keep one pod of each
+    component."""
     treeline.apply(pool("tiny", gateway={"standalone": {"replicas": 2}}))
     treeline.await_ready("tiny")
     node = treeline.ready_pods("runtime")[0]["spec"]["nodeName"]

@@ -105,7 +105,7 @@ def test_a_namespace_that_goes_takes_all_with_it(treeline: Installed) -> None:
 
 
 def left_in_the_cluster(kube: Kube) -> list[str]:
-    """What has our name and is not a pool's. (The namespace is the administrator's.)"""
+    """List objects that have our name and belong to no pool. (The namespace is the administrator's.)"""
     in_namespace = "deploy,pods,svc,cm,secret,sa,role,rolebinding,pdb,networkpolicy,lease"
     in_cluster = "clusterrole,clusterrolebinding,crd,validatingadmissionpolicy,validatingadmissionpolicybinding"
     found = kube.kubectl("-n", SYSTEM, "get", in_namespace, "-o", "name").split()

@@ -64,7 +64,7 @@ def behind_a_gateway(name: str, **spec: Any) -> dict[str, Any]:
 
 
 def url_of(treeline: Installed, name: str) -> str:
-    """Where the Gateway is reached, once its implementation has said so."""
+    """Return the Gateway's URL, once its implementation has published an address."""
 
     def address() -> str:
         found = treeline.kube.get("gateway", name, treeline.namespace) or {}
@@ -75,7 +75,7 @@ def url_of(treeline: Installed, name: str) -> str:
 
 
 def cached(url: str, number: int) -> int:
-    """How many tokens of the prompt were in the cache of the pod that was chosen for it."""
+    """Return how many prompt tokens the chosen pod had cached."""
     usage = ask(url, messages=in_room(number)).json()["usage"]
     return int(usage["prompt_tokens_details"]["cached_tokens"])
 
@@ -141,7 +141,7 @@ def test_the_gateway_sends_requests_where_the_picker_says(treeline: Installed, c
 
 
 def test_one_of_two_pickers_is_deleted_under_traffic(treeline: Installed, class_name: str, kept: Path) -> None:
-    """This gateway fails closed, whatever the upstream pool says; two pickers make up for it."""
+    """This gateway fails closed whatever the upstream pool sets; a second picker makes up for it."""
     treeline.apply(gateway("inference", class_name), behind_a_gateway("tiny", endpointPicker={"replicas": 2}))
     treeline.await_ready("tiny")
     url = url_of(treeline, "inference")

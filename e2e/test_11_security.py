@@ -1,4 +1,4 @@
-"""What a pod may, what it carries, who gets in, and what logs say of prompts."""
+"""The rights and tokens of pods, access by keys, and logs that contain no prompts."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ print(answers)
 
 
 def test_kv_sockets_refuse_who_has_no_keys(treeline: Installed) -> None:
-    """They carry prompts."""
+    """The sockets carry prompts."""
     treeline.apply(pool("tiny", replicas=1))
     treeline.await_ready("tiny")
     (runtime,) = treeline.ready_pods("runtime")

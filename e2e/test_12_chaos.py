@@ -41,7 +41,7 @@ class Death:
 
 
 class Chaos:
-    """The faults, and what was done."""
+    """The faults, and a log of those that were made."""
 
     def __init__(self, treeline: Installed, seed: int) -> None:
         self.treeline = treeline

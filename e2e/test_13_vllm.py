@@ -50,7 +50,7 @@ def treeline(of_this_file: Installed) -> Iterator[Installed]:
 
 @dataclass(frozen=True)
 class Turn:
-    """What an answer said of itself. `prompt` and `cached` are tokens, by vLLM's own count."""
+    """The answer's host, prompt tokens and cached tokens, by vLLM's own count."""
 
     host: str
     prompt: int
@@ -95,7 +95,7 @@ def metrics(treeline: Installed) -> dict[str, float]:
 
 
 def followed(treeline: Installed) -> float:
-    """How many publishers the picker follows, with nothing missing."""
+    """Return how many publishers the picker follows without a gap."""
     return metrics(treeline).get('treeline_epp_kv_subscriptions{state="live"}', 0.0)
 
 
@@ -113,7 +113,7 @@ def believed(treeline: Installed, pod: dict[str, Any]) -> int:
 
 
 def tell(text: str) -> None:
-    """What a run is worth remembering for; `pytest -rP` shows it."""
+    """Print a measurement of the run; `pytest -rP` shows it."""
     sys.stdout.write(f"{text}\n")
 
 

@@ -1,4 +1,4 @@
-"""What the programs of a cluster are told: command lines and configuration files. Pure.
+"""Command lines and configuration files of a cluster's programs. Pure.
 
 Paths are those inside a node: its own folder is INSIDE, the certificates are in PKI.
 """

@@ -34,7 +34,7 @@ class Existing:
         return None
 
     def prepare(self) -> None:
-        """Nothing: its images are there."""
+        """Do nothing: the images are in the cluster."""
 
     def up(self) -> Path:
         """Look whether it answers; its kubeconfig."""
@@ -49,10 +49,10 @@ class Existing:
         return path
 
     def down(self) -> None:
-        """Nothing: it is not ours."""
+        """Do nothing: the cluster is not ours."""
 
     def status(self) -> dict[str, Any]:
-        """What there is of it."""
+        """Return provider, state, kubeconfig and nodes of the cluster."""
         state: dict[str, Any] = {"provider": self.name, "kubeconfig": None}
         try:
             state["kubeconfig"] = str(self.up())

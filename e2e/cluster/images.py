@@ -76,8 +76,8 @@ class Image:
 
 
 def wanted(root: Path = ROOT) -> list[Image]:
-    """The project's images as the working tree has them, and those of engines that are asked for. Raises ClusterError
-    for an engine that there is not."""
+    """List the project's images, built from the working tree, and the requested engines' images. Raises ClusterError
+    for an unknown engine."""
     chart = (root / "charts/treeline/Chart.yaml").read_text().splitlines()
     tag = next(line.split(":")[1].strip().strip('"') for line in chart if line.startswith("appVersion:"))
     arguments = json.dumps(BUILD_ARGS, sort_keys=True)
@@ -112,7 +112,7 @@ class Store:
         self._layout = self._cache / "layout"
 
     def has(self) -> dict[str, str]:
-        """Name in a cluster → what it is made of."""
+        """Return the fingerprint of each image that the store holds, by its name in a cluster."""
         with contextlib.suppress(FileNotFoundError, ValueError):
             return dict(json.loads(self._contents.read_text()))
         return {}
@@ -133,7 +133,7 @@ class Store:
                 self._import({n: p.parent.name for n, p in missing.items()})
 
     def bring_project(self) -> None:
-        """Build and import those of the project's images that are missing."""
+        """Build and import the project's missing or outdated images."""
         with self._locked():
             has = self.has()
             for image in wanted():
@@ -156,7 +156,8 @@ class Store:
             shutil.rmtree(self._layout, ignore_errors=True)
 
     def send(self, has: Mapping[str, str], nodes: list[Path]) -> dict[str, str]:
-        """Import into running nodes (their folders) what they lack of the project's images; what they have then."""
+        """Import the project's missing or outdated images into running nodes (their folders). Return what the nodes
+        hold then."""
         now = dict(has)
         for image in wanted():
             if now.get(image.in_cluster) != image.made_of:

@@ -77,7 +77,7 @@ class Kind:
         self.home.remove()
 
     def status(self) -> dict[str, Any]:
-        """What there is of it."""
+        """Return provider, state, kubeconfig and nodes of the cluster."""
         up = self.unfit() is None and self._exists()
         kubeconfig = str(self.home.kubeconfig) if up and self.home.kubeconfig.exists() else None
         nodes = self._run("kind", "get", "nodes", "--name", CLUSTER).split() if up else []

@@ -1,4 +1,4 @@
-"""What a cluster may leave on a machine, seen before and after: `python -m e2e.cluster.leftovers save|compare FILE`."""
+"""Finds what a cluster left on a machine: `python -m e2e.cluster.leftovers save|compare FILE`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Snapshot = dict[str, list[str]]
 
 
 def snapshot() -> Snapshot:
-    """What there is now, by kind."""
+    """List the machine's processes, mounts, network and files, by kind."""
     return {
         "processes": _processes(),
         "mounts": sorted(line.split(" ", 4)[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()),
@@ -50,7 +50,8 @@ def snapshot() -> Snapshot:
 
 
 def compare(before: Mapping[str, list[str]], after: Mapping[str, list[str]]) -> list[str]:
-    """What is there now and was not before, or the other way round but for processes: a line each. Pure."""
+    """Return a line for each item that appeared or disappeared (processes, namespaces and files: appeared only).
+    Pure."""
     found = []
     for kind, was in before.items():
         now = after[kind]
@@ -61,7 +62,7 @@ def compare(before: Mapping[str, list[str]], after: Mapping[str, list[str]]) -> 
 
 
 def _processes() -> list[str]:
-    """Processes by what they run, and every process in another namespace of processes than ours."""
+    """List the processes of a cluster's programs, and every process in another PID namespace than ours."""
     found = []
     for line in _lines("ps", "-eo", "pid=,stat=,args="):
         pid, state, args = line.split(None, 2)
@@ -103,7 +104,7 @@ def _lines(*command: str) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Save what there is, or say what differs from what was saved; 1 when something does."""
+    """Save a snapshot, or print the differences from a saved one. Return 1 if there are any."""
     parser = argparse.ArgumentParser(prog="python -m e2e.cluster.leftovers", description=__doc__)
     parser.add_argument("word", choices=["save", "compare"])
     parser.add_argument("file", type=Path)

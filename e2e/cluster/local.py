@@ -70,7 +70,7 @@ class Local:
             self.home.remove()
 
     def up(self) -> Path:
-        """Bring the cluster up, or what is missing of it; its kubeconfig."""
+        """Start the cluster, or its missing parts. Return the path of its kubeconfig."""
         if reason := self.unfit():
             raise ClusterError(f"the local provider: {reason}")
         with self._alone():
@@ -86,7 +86,7 @@ class Local:
             self.home.remove()
 
     def status(self) -> dict[str, Any]:
-        """What there is of it."""
+        """Return provider, state, kubeconfig, nodes, ended processes and images of the cluster."""
         state = self._state()
         processes = {name: self._registry.alive(name) for name in self._registry.names()}
         return {
@@ -104,7 +104,7 @@ class Local:
         return "up" if state.get("complete") and processes and all(processes.values()) else "incomplete"
 
     def kubectl(self, *args: str, stdin: str | None = None, check: bool = True) -> str:
-        """What kubectl printed, as the administrator."""
+        """Run kubectl as the administrator and return its output."""
         program = self._programs["kubernetes"] / "kubectl"
         done = subprocess.run(
             [

@@ -52,7 +52,7 @@ class Process:
 
 @dataclass(frozen=True)
 class Stat:
-    """What the kernel says about a process."""
+    """A process's state, parent and start time, as the kernel reports them."""
 
     state: str
     parent: int

@@ -60,7 +60,8 @@ def unfit() -> str | None:
 
 
 def require(progress: Progress, *, build: bool, install: bool) -> None:
-    """Install what is missing, or say how to. Never removes a package (another containerd stays)."""
+    """Install the missing packages, or raise ClusterError with the command that does. Never removes a package (another
+    containerd stays)."""
     if not (packages := missing(build=build)):
         return
     command = ["apt-get", "install", "--yes", "--no-install-recommends", "--no-remove", *packages]

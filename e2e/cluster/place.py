@@ -1,4 +1,4 @@
-"""Where everything of a cluster is: the work folder, which `down` removes, and the cache, which it leaves."""
+"""The folders of a cluster: the work folder, which `down` removes, and the cache, which it leaves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ClusterError(RuntimeError):
 
 
 def cache_folder() -> Path:
-    """Where programs and images are kept between clusters (as scripts/control_plane.sh has it)."""
+    """Return the folder that keeps programs and images between clusters (as scripts/control_plane.sh does)."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return Path(os.environ.get("TREELINE_CACHE") or base / "treeline")
 
@@ -49,7 +49,7 @@ class Home:
         return self.path / "state.json"
 
     def node(self, name: str) -> Path:
-        """What one node keeps."""
+        """Return the folder of one node."""
         return self.path / "nodes" / name
 
     def make(self) -> None:

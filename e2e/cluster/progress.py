@@ -1,4 +1,4 @@
-"""What `up` and `down` say while they work: a live line on a terminal, a line a step elsewhere."""
+"""Progress of `up` and `down`: a live line on a terminal, elsewhere a line for each step."""
 
 from __future__ import annotations
 

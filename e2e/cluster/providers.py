@@ -1,4 +1,4 @@
-"""Which provider a cluster comes from."""
+"""Chooses the provider of the cluster."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Provider(Protocol):
         """Why it cannot be had here; None if it can."""
 
     def prepare(self) -> None:
-        """Build what is built only once: the cluster's programs and the project's images."""
+        """Build the cluster's programs and the project's images, which are built only once."""
 
     def up(self) -> Path:
         """Have the cluster, with the project's images; the kubeconfig."""

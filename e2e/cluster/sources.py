@@ -1,4 +1,4 @@
-"""What an image is made of, told by its Dockerfile: the files whose change makes another image."""
+"""The files that an image is built from, read from its Dockerfile. A change of one makes another image."""
 
 from __future__ import annotations
 

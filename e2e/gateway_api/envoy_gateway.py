@@ -50,7 +50,7 @@ class EnvoyGateway:
         self._apply_files(UPSTREAM_CRDS.glob("*/*.yaml"))
 
     def install(self) -> None:
-        """Everything, and a GatewayClass; returns when both controllers are ready."""
+        """Install everything, and a GatewayClass. Returns when both controllers are ready."""
         self.install_crds()
         self._install_extension()
         self._install_gateway(self._gateway_values(extended=True))
@@ -85,7 +85,7 @@ class EnvoyGateway:
         kube.apply("default", gateway_class())
 
     def remove(self) -> None:
-        """All that ``install`` brought, definitions and their objects included."""
+        """Remove everything that ``install`` brought, definitions and their objects included."""
         kube = self._kube
         if CLASS in kube.kubectl("get", "gatewayclass", "-o", "name", check=False):
             kube.kubectl("delete", "gateway", "--all", "-A", _PATIENCE, timeout_s=130)

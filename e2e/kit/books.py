@@ -39,7 +39,7 @@ class Book:
 
 
 def books(treeline: Installed) -> dict[str, Book]:
-    """Of each runtime pod of the namespace's one pool, by name."""
+    """Return the counts of each runtime pod of the namespace's one pool, by name."""
     (picker,) = treeline.ready_pods("epp")
     (pool,) = treeline.page(picker, f"{_PICKER}/endpoints")["pools"].values()
     believed = {endpoint["name"]: endpoint for endpoint in pool["endpoints"]}

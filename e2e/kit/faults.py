@@ -1,4 +1,4 @@
-"""What can befall a container, done from within it: killed without a word, out of memory, hanging."""
+"""Faults of a container, made from within it: killed without warning, out of memory, hanging."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What journeys measure, kept as the benchmarks keep theirs."""
+"""Figures that journeys measure, kept in the benchmarks' format."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ RECORD = "E2E_RECORD"
 
 
 def figure(name: str, found: Sequence[float]) -> float:
-    """What is told of all that was found: streams add up; of times the worst, or the percentile of the name."""
+    """Reduce the measurements of a figure to one: the sum of streams, else the name's percentile or the largest
+    time."""
     if metric(name).unit == "streams":
         return sum(found)
     if name.endswith(".p95"):

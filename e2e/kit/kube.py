@@ -1,4 +1,4 @@
-"""kubectl and helm, as a journey says them, and looking at a cluster until it shows what is awaited."""
+"""Runs kubectl and helm for a journey, and polls a cluster until it shows what the journey waits for."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class KubeFailed(AssertionError):
 
 
 class Seen(NamedTuple):
-    """What a command said, and when (``time.monotonic``)."""
+    """A line of a command's output, and when it came (``time.monotonic``)."""
 
     at: float
     text: str
@@ -47,7 +47,7 @@ class Kube:
         return os.environ | {"KUBECONFIG": str(self.kubeconfig), "PATH": path}
 
     def run(self, *command: str, stdin: str | None = None, timeout_s: float = 300.0, check: bool = True) -> str:
-        """What a command says on stdout. Raises KubeFailed with its stderr."""
+        """Run a command and return its stdout. Raises KubeFailed with its stderr."""
         done = subprocess.run(
             command, input=stdin, capture_output=True, text=True, timeout=timeout_s, env=self._environment(),
             cwd=ROOT, check=False,
@@ -69,7 +69,7 @@ class Kube:
         return new_client_from_config(str(self.kubeconfig))  # type: ignore[no-untyped-call,no-any-return]
 
     def look(self, path: str, **query: str) -> dict[str, Any] | None:
-        """What the API server has at a path; None if it has nothing there. Raises KubeFailed.
+        """Return the API server's object at a path, or None if there is none. Raises KubeFailed.
 
         For what is looked at again and again: a kubectl for each look takes a tenth of a second of a core, which the
         pods that are waited for would miss.
@@ -141,13 +141,13 @@ class Kube:
 
     @contextmanager
     def watched(self, kind: str, namespace: str, path: str, selector: str = "") -> Iterator[list[Seen]]:
-        """What a jsonpath shows of the objects of a kind: a line for each change."""
+        """Watch a jsonpath of the objects of a kind; yields a list that gets a line for each change."""
         shown = f"jsonpath={path}{{'\\n'}}"
         with self.started("kubectl", "-n", namespace, "get", kind, "-l", selector, "--watch", "-o", shown) as seen:
             yield seen
 
     def picture(self, namespace: str) -> str:
-        """What somebody would look at who wonders."""
+        """Return pools, models, pods and events of a namespace, for the report of a failed wait."""
         where = ("-n", namespace) if namespace else ("-A",)
         looks = (
             ("get", "tlpool,tlmodel,pods", "-o", "wide"),

@@ -94,7 +94,7 @@ class Installed:
         return [pod for pod in self.pods(component, pool_name) if is_ready(pod)]
 
     def url(self, gateway: str = "treeline") -> str:
-        """Where the gateway is reached from here: a port of a node, once the node's kube-proxy has opened it.
+        """Return the gateway's URL: a port of a node, once the node's kube-proxy has opened it.
 
         (It does that within a second of the endpoint's being ready, and nobody can see when.)
         """
@@ -107,13 +107,13 @@ class Installed:
         return f"http://{address}:{port}"
 
     def delete_pod(self, pod: dict[str, Any], *, now: bool = False) -> None:
-        """As `kubectl delete pod` does; ``now`` gives it no time to end."""
+        """Delete a pod as `kubectl delete pod` does. ``now`` leaves it no time to shut down."""
         how = ("--grace-period=0", "--force") if now else ()
         meta = pod["metadata"]
         self.kube.kubectl("-n", meta["namespace"], "delete", "pod", meta["name"], "--wait=false", *how)
 
     def logs(self, *, check: bool = True) -> str:
-        """All that the pods of the namespace and the operator's have said, with times."""
+        """Return the logs of the namespace's pods and of the operator's, with times."""
         told = ("--all-containers", "--prefix", "--timestamps", "--tail=-1")
         return "".join(
             self.kube.kubectl("-n", namespace, "logs", "-l", selector, *told, check=check)
@@ -121,7 +121,7 @@ class Installed:
         )
 
     def inside(self, pod: dict[str, Any], *command: str, check: bool = False) -> str:
-        """What a command says that is run in a pod's first container, which may die of it."""
+        """Run a command in a pod's first container and return its output. The container may die of it."""
         return self.kube.kubectl("-n", self.namespace, "exec", pod["metadata"]["name"], "--", *command, check=check)
 
     def page(self, pod: dict[str, Any], url: str) -> Any:
@@ -135,7 +135,7 @@ class Installed:
         self.until(lambda: not self.leftovers(), "everything of the pools to be gone", 120.0)
 
     def leftovers(self) -> list[str]:
-        """What the operator made and is still there."""
+        """List the objects that the operator made and that still exist."""
         kinds = ",".join(("replicasets.apps", "secrets", *(watched.resource.label for watched in CHILDREN)))
         selector = "app.kubernetes.io/managed-by=treeline"
         return self.kube.kubectl("-n", self.namespace, "get", kinds, "-l", selector, "-o", "name").split()

@@ -54,7 +54,7 @@ class Stream:
 
 @dataclass(frozen=True)
 class Mix:
-    """What is asked: models by name, and how long the long ones are."""
+    """The mix of requests: models by name, shares of long and new ones, and the tokens of a long answer."""
 
     models: tuple[str, ...] = ("tiny",)
     workers: int = 4
@@ -120,7 +120,7 @@ class Traffic:
         self._thread.start()
 
     def begin_no_more(self) -> None:
-        """Those under way go on."""
+        """Send no more requests. Streams that have begun go on."""
         self._stopping.set()
 
     def stop(self) -> Report:
@@ -133,11 +133,11 @@ class Traffic:
         return Report(self._streams)
 
     def report(self) -> Report:
-        """What has ended so far."""
+        """Report the streams that have ended."""
         return Report([stream for stream in self._streams if stream.ended is not None])
 
     def under_way(self, seconds: float) -> list[Stream]:
-        """Those whose answer has begun, no longer ago than that, and has not ended."""
+        """List unfinished streams whose first token came at most ``seconds`` ago."""
         late = time.monotonic() - seconds
         return [s for s in self._streams if s.ended is None and s.first is not None and s.first > late]
 

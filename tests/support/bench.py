@@ -47,7 +47,7 @@ def model_folder(folder: Path) -> Path:
 
 
 class Remembered:
-    """A display that keeps what it is told."""
+    """A display that records its phases."""
 
     def __init__(self) -> None:
         self.phases: list[str] = []

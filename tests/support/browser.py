@@ -67,7 +67,7 @@ class Tab:
         return dict(answer["result"])
 
     async def go(self, url: str) -> None:
-        """As a person who types the address."""
+        """Open a URL, as if typed into the address bar."""
         assert "errorText" not in await self._send("Page.navigate", url=url)
         await self.until(f"location.href === {url!r} && document.readyState === 'complete'")
 
@@ -91,7 +91,7 @@ class Tab:
         await self._send("Input.dispatchKeyEvent", type="keyUp", key=key, windowsVirtualKeyCode=code)
 
     async def type(self, text: str) -> None:
-        """As if pasted, wherever the focus is."""
+        """Insert a text where the focus is, as if pasted."""
         await self._send("Input.insertText", text=text)
 
     async def look(self, width: int = 1280, height: int = 900, scheme: str = "light") -> None:
@@ -102,12 +102,12 @@ class Tab:
         await self._send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 
     async def screenshot(self) -> bytes:
-        """What is in the window, as PNG."""
+        """Return a picture of the window as PNG."""
         found = await self._send("Page.captureScreenshot", format="png")
         return base64.b64decode(found["data"])
 
     async def text(self, selector: str) -> str:
-        """What can be read there."""
+        """Return an element's visible text."""
         return str(await self.run(f"document.querySelector({selector!r}).innerText"))
 
 

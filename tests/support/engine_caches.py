@@ -122,7 +122,7 @@ class SglangCache:
 
     @staticmethod
     def _hashes(node: Any) -> list[str]:
-        """Of the pages of a node, as events name them where there is no adapter."""
+        """Return the hashes of a node's pages, as events name them without an adapter."""
         if getattr(node.key, "cache_salt", None) is not None:
             return cast(list[str], node.event_hash_value)
         return cast(list[str], node.hash_value)
@@ -286,7 +286,7 @@ class Traffic:
         return whole
 
     def step(self, cache: EngineCache) -> None:
-        """What happens between two batches."""
+        """Make one change of the cache between two batches: empty it, evict, or serve prompts."""
         what = self.rng.random()
         if what < 0.02:
             cache.drop_all()

@@ -36,7 +36,7 @@ class Asked:
 
 @dataclass
 class Answered:
-    """What became of a request."""
+    """A request with its endpoint, its TTFT and its computed tokens."""
 
     asked: Asked
     endpoint: str
@@ -94,7 +94,7 @@ class Fleet:
         self.picker.on_tick(self.clock.now)
 
     def take(self, prompt: Prompt, now: float) -> Lease:
-        """Where the picker sends a prompt; nothing computes it yet."""
+        """Pick an endpoint for a prompt and reserve it. Nothing computes the prompt yet."""
         request = Request(
             "id",
             model="m",

@@ -109,7 +109,7 @@ def _load(package: str, folder: Path, modules: Sequence[str]) -> dict[str, Modul
 
 @contextlib.contextmanager
 def _importing(package: str, folder: Path) -> Iterator[None]:
-    """While it lasts, imports from `package` find what is in `folder`, and stand-ins for all else."""
+    """Make imports of `package` load from `folder`, and imports of other packages give stand-ins."""
     roots = (package, *_STAND_INS)
 
     def taken() -> list[str]:
@@ -146,7 +146,7 @@ class _Finder(MetaPathFinder, Loader):
 
 
 class _StandIn(ModuleType):
-    """A module that has whatever it is asked for."""
+    """A module that has every attribute."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

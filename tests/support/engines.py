@@ -75,7 +75,7 @@ class EngineStack(Stack):
                 self.servers[name].forget()
 
     def announced(self, name: str) -> set[int]:
-        """What the engine has said that it holds."""
+        """Return the blocks that the engine has announced as held."""
         assert self.witnesses[name].missed == 0, "the witness did not hear everything"
         return self.witnesses[name].blocks
 
@@ -90,7 +90,7 @@ class EngineStack(Stack):
         return sum(self.metrics().get(name, 0.0) for name in live) == len(self.names)
 
     def subscriptions(self) -> dict[str, float]:
-        """What the picker's subscriptions went through."""
+        """Return the metrics of the picker's subscriptions."""
         return {name: value for name, value in self.metrics().items() if "kv_subscription" in name}
 
     def ask(self, name: str, prompt: str, **fields: Any) -> dict[str, Any]:
@@ -101,8 +101,8 @@ class EngineStack(Stack):
 
 
 def _with_adapter(kind: str, folder: Path) -> tuple[str, ...]:
-    """What a server of the kind has to be told to serve an adapter of random numbers. SGLang is told nothing: its
-    adapters want pinned memory, which there is none of without a GPU."""
+    """Return the flags that serve an adapter of random numbers. SGLang gets none: its adapters need pinned memory,
+    which needs a GPU."""
     if kind == "sglang":
         return ()
     return ("--enable-lora", "--max-lora-rank", str(RANK), "--lora-modules", f"{ADAPTER}={_adapter(folder)}")

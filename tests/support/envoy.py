@@ -25,7 +25,7 @@ ENVOY = Path(sys.executable).parent / "envoy"
 
 
 def validate(config: EnvoyConfig, folder: Path) -> str:
-    """What Envoy says about a configuration: empty when it accepts it."""
+    """Let Envoy check a configuration. Return its errors; empty if it accepts."""
     path = folder / "validate.json"
     path.write_text(json.dumps(bootstrap(config)))
     done = subprocess.run(

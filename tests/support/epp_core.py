@@ -53,8 +53,8 @@ class Block:
 
 @dataclass
 class NaiveTree:
-    """What the tree should know, written to be obvious: each block with its whole text, each pod with its hashes.
-    `ever` has the blocks that nobody holds any more, too."""
+    """A plain model of the tree: each block with its whole text, each pod with its hashes. `ever` also has blocks that
+    no pod holds any more."""
 
     blocks: dict[int, Block] = field(default_factory=dict)
     held: dict[int, set[int]] = field(default_factory=dict)
@@ -398,12 +398,12 @@ def make_index(pods: int = 2, **limits: object) -> tuple[Index, list[Pod]]:
 
 
 def hit(index: Index, pod: Pod, prompt: Prompt, now: float = 0.0) -> Hit:
-    """What the pod has of the prompt."""
+    """Return the pod's hit for the prompt."""
     return index.match(SCOPE, prompt.namespace, prompt.key, now).hit(pod)
 
 
 def blocks(index: Index, pod: Pod, prompt: Prompt, now: float = 0.0) -> int:
-    """How many blocks of the prompt the pod has."""
+    """Return how many blocks of the prompt the pod holds."""
     tokens = hit(index, pod, prompt, now).tokens
     assert tokens % WIDTH == 0
     return tokens // WIDTH

@@ -108,7 +108,7 @@ class FakeEngine:
 
     @property
     def served(self) -> list[Seen]:
-        """What clients sent, without the picker's own questions."""
+        """Return the clients' requests, without the picker's own."""
         return [s for s in self.seen if s.path not in PROBED]
 
     async def start(self) -> None:
@@ -287,7 +287,7 @@ class Plane:
         return await self.http.post("/v1/completions", json=body, headers=headers)
 
     async def status(self, **request: Any) -> int:
-        """That of one completion."""
+        """Send one completion and return its status."""
         return (await self.complete(**request)).status_code
 
 
@@ -295,7 +295,7 @@ class Plane:
 async def data_plane(
     folder: Path, fakes: list[FakeEngine], *flags: str, patch: Patch = lambda _: None, **settings: Any
 ) -> AsyncIterator[Plane]:
-    """Everything: Envoy in front of a picker in front of these engines. `settings` are those of Envoy."""
+    """Run Envoy and a picker in front of these engines. `settings` are Envoy's."""
     listen, admin = free_ports(2)
     endpoints = [word for fake in fakes for word in ("--endpoint", f"{fake.name}={fake.address}")]
     async with running_picker(*endpoints, *flags) as picker:

@@ -62,7 +62,7 @@ class Cluster:
         await self.set_status(name, ip=ip)
 
     async def set_status(self, name: str, *, ip: str = "127.0.0.1", ready: bool = True, restarts: int = 0) -> None:
-        """What a kubelet would say."""
+        """Report a pod's status, as a kubelet does."""
         container = {
             "name": "runtime",
             "image": "none",

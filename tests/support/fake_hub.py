@@ -80,7 +80,7 @@ class FakeHub:
 
 
 def hub_server(hub: FakeHub, host: str, port: int) -> ThreadingHTTPServer:
-    """What answers for a hub at an address, to be told when to serve; port 0 is any that is free."""
+    """Return a server for a hub at an address. The caller starts it; port 0 takes any free port."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

@@ -1,4 +1,4 @@
-"""An OpenAI server that answers as it is told, in a thread: for clients that measure servers."""
+"""An OpenAI server in a thread, with answers that the test chooses: for clients that measure servers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def usage(prompt: int, output: int, cached: int | None = None) -> bytes:
 
 
 def prompt_tokens(body: dict[str, Any]) -> int:
-    """Of ids as many as there are, of text its words."""
+    """Count a prompt's tokens: its ids, or the words of its text."""
     if "messages" in body:
         return sum(len(message["content"].split()) for message in body["messages"])
     prompt = body["prompt"]
@@ -53,7 +53,7 @@ Answer = Callable[[dict[str, Any]], Iterator[bytes | None] | bytes]
 
 
 class FakeOpenAI:
-    """What it answers can be changed while it runs; `bodies` is what it was sent."""
+    """The server. `answer` may be changed while it runs; `bodies` are the requests that it got."""
 
     def __init__(self, answer: Answer = whole) -> None:
         self.answer = answer

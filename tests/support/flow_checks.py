@@ -1,4 +1,4 @@
-"""What always holds of the requests that wait."""
+"""Invariants of the queue of waiting requests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def check_control(control: FlowControl[Any]) -> None:
 
 
 def check_queue(queue: FairQueue) -> None:
-    """Sums are those of what waits, and each flow that waits can be found."""
+    """Check that sums match the waiting requests, and that each waiting flow can be found."""
     assert list(queue.bands) == sorted(queue.bands, reverse=True)
     for band in queue.bands.values():
         assert band.requests

@@ -73,7 +73,7 @@ class Caller:
 
     @property
     def headers(self) -> dict[str, str]:
-        """Those of the immediate response."""
+        """Return the headers of the immediate response."""
         found = self.replies[-1].immediate_response.headers.set_headers
         return {h.header.key: h.header.raw_value.decode() for h in found}
 
@@ -172,7 +172,7 @@ class FlowWorld:
             self.callers.remove(caller)
 
     def step(self, *, report: bool = True) -> None:
-        """Ten milliseconds pass, for engines and for those who wait."""
+        """Advance engines and waiting callers by ten milliseconds."""
         self.now += STEP_S
         for engine in self.engines.values():
             for caller in engine.step():

@@ -82,7 +82,7 @@ class Cluster:
         self._uids = itertools.count(1)
 
     def do(self, actions: tuple[Action, ...]) -> None:
-        """What the API server would make of a plan's actions."""
+        """Apply a plan's actions, as the API server does."""
         for action in actions:
             match action:
                 case Apply(object=desired, ref=ref):
@@ -146,7 +146,7 @@ class Cluster:
         self.objects[Ref("v1", "Pod", "ns", name)] = body
 
     def world(self, *pools: InferencePool, platform: Platform | None = None, name: str = "treeline") -> GatewayWorld:
-        """What an operator would see."""
+        """Return the gateway's world, as an operator observes it."""
         ours = [
             Observed.of(obj)
             for obj in self.objects.values()

@@ -224,7 +224,7 @@ def _multiple_of(_validator: Any, unit: float, value: Any, _schema: Any) -> Iter
 
 
 def parse(text: str) -> Any:
-    """As strict as JSON."""
+    """Parse JSON strictly: NaN and infinities are refused."""
 
     def refuse(constant: str) -> None:
         raise ValueError(f"{constant} is not JSON")

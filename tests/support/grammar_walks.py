@@ -17,7 +17,7 @@ TINY = Path(__file__).parents[2] / "models/tiny"
 
 
 def tiny_vocabulary() -> Vocabulary:
-    """Of the model that comes with the repository: byte-level BPE, a few thousand tokens."""
+    """Return the vocabulary of the repository's own model: byte-level BPE, a few thousand tokens."""
     bundle = TokenizerBundle.build((TINY / "tokenizer.json").read_text(), chat_template=None)
     ids = Vocabulary.of(bundle, 1 << 20, ())
     size = max(i for i, text in enumerate(ids.texts) if text) + 2
@@ -122,7 +122,7 @@ class Walker:
 
 
 def _closing(text: bytes) -> int:
-    """How much a token helps an output to its end. What closes a string is as good as what closes an object."""
+    """Rank a token by how far it brings an output to its end. Closing a string ranks as high as closing an object."""
     if not text:
         return 9
     if text in (b"}", b"]", b'"', b'"}', b'"]'):

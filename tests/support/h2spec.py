@@ -51,7 +51,7 @@ class Outcome:
 
 
 def outcomes(report: str) -> list[Outcome]:
-    """Of h2spec's report (JUnit's XML)."""
+    """Read the outcomes from h2spec's report (JUnit's XML)."""
     found = []
     for case in ET.fromstring(report).iter("testcase"):
         fault = next(iter(case), None)
@@ -61,7 +61,7 @@ def outcomes(report: str) -> list[Outcome]:
 
 
 def unexplained(cases: Sequence[Outcome]) -> list[Outcome]:
-    """Those that fail and should not."""
+    """List the failures that no entry of EXPLAINED covers."""
     return [one for one in cases if one.seen and (one.section, one.case) not in EXPLAINED]
 
 

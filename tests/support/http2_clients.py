@@ -84,7 +84,7 @@ class PickerProcess:
         await self.start()
 
     def stop(self) -> None:
-        """Whatever it does."""
+        """End the picker, whatever its state."""
         if self._child is not None:
             self._child.stop()
 

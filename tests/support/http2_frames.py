@@ -84,7 +84,7 @@ def mutated(rng: random.Random) -> bytes:
 
 
 def plausible(rng: random.Random, newest: int) -> tuple[bytes, int]:
-    """What a client may send whose newest stream is this one; → it, and its newest stream now."""
+    """Return a plausible frame of a client whose newest stream is ``newest``, and its newest stream after it."""
     stream = max(1, newest - 2 * rng.randrange(4))
     match rng.randrange(6):
         case 0:

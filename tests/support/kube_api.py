@@ -278,7 +278,7 @@ MODELS = "/apis/treeline.dev/v1alpha1/namespaces/{}/inferencemodels"
 
 
 def crd(group: str, version: str, kind: str, plural: str) -> dict[str, Any]:
-    """A CustomResourceDefinition that takes whatever it is given."""
+    """Return a CustomResourceDefinition that accepts any spec and status."""
     anything = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
     schema = {"type": "object", "properties": {"spec": anything, "status": anything}}
     metadata = {

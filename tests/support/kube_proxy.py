@@ -135,7 +135,7 @@ class KubeProxy:
 
 
 def is_watch(request: web.Request) -> bool:
-    """Whether it is a watch, by what it asks for."""
+    """Return whether the request asks for a watch."""
     return request.query.get("watch") == "true"
 
 

@@ -40,7 +40,7 @@ def logprobs(prompt: str, choice: str) -> list[float]:
 
 @dataclass(frozen=True)
 class Request:
-    """What the backend was asked."""
+    """A request that the backend got."""
 
     kind: Kind
     prompt: Prompt
@@ -133,7 +133,7 @@ class FakeBackend(Backend):
             self.release()
 
     def release(self) -> None:
-        """All that wait go on (and may wait again, if they are streams)."""
+        """Let all waiting requests go on (streams may wait again)."""
 
         def wake() -> None:
             held, self._held = self._held, []
@@ -189,7 +189,7 @@ class FakeBackend(Backend):
             self._changed.notify_all()
 
     def _text(self, prompt: Prompt, sampling: Sampling, number: int) -> str:
-        """Without a stop and what is behind it."""
+        """Return the text up to the first stop."""
         text = self.answer(prompt, sampling, number)
         found = [match.start() for pattern in sampling.stop_regex if (match := re.search(pattern, text))]
         cuts = [at for stop in sampling.stop if (at := text.find(stop)) >= 0] + found

@@ -166,7 +166,7 @@ def logprobs(s: Any, country: Any) -> None:
 
 
 def react(s: Any, question: Any) -> None:
-    """The model acts until it has what it needs: `tool` is a table."""
+    """An agent that acts up to three times: `tools` gives the next question for a word of an answer."""
     s += system("You are a helpful assistant.")
     tools = {"France": "What is 4 plus 5?", "4 + 5": "What is the capital of Italy?"}
     asked = question

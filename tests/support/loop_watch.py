@@ -1,4 +1,4 @@
-"""How long an event loop was held at a time, measured from within: processor time of its thread between two turns.
+"""Measures how long a step holds an event loop: the processor time of its thread between two turns.
 
 Processor time and not the clock, so that other processes of a busy machine are not counted.
 """

@@ -16,8 +16,8 @@ def shown(page: str) -> dict[str, Metric]:
 
 
 def compare(page: str, listed: Iterable[Family]) -> set[str]:
-    """Fails where the page has what is not listed, or otherwise than listed. What is listed and not there (it may have
-    nothing to tell yet) is returned."""
+    """Fail if the page has an unlisted metric, or one that differs from its entry. Return the listed metrics that are
+    absent (they may have no value yet)."""
     known = {family.name: family for family in listed}
     there = shown(page)
     assert set(there) <= set(known), f"not listed: {sorted(set(there) - set(known))}"

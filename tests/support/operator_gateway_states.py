@@ -1,4 +1,4 @@
-"""States of what is in front of a pool, its picker, gateway and routes, and what each is called in the status."""
+"""States of a pool's picker, gateway and routes, and the status that each leads to."""
 
 from __future__ import annotations
 

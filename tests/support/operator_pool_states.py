@@ -14,7 +14,7 @@ PICKER = {"type": "Picker", "minReplicas": 0, "maxReplicas": 4}
 
 
 def pods_of(mine, count, **last):
-    """So many ready pods, and one more in the given state."""
+    """Return ``count`` ready pods, and one more in the given state."""
     there = [pod(mine, f"tiny-{n}", **ready(n)) for n in range(2, count + 2)]
     return (*there, pod(mine, POD, **last))
 

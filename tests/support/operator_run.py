@@ -1,4 +1,4 @@
-"""Operators in the test's own event loop, and waiting for what they do."""
+"""Runs operators in the test's own event loop, and waits for their effects."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def condition(obj: Any, kind: str) -> dict[str, Any]:
 
 
 async def ready(room: Room, pod: Any) -> None:
-    """What the kubelet would say of a pod that runs well."""
+    """Report a healthy pod's status, as a kubelet does."""
     name = pod["metadata"]["name"]
     running = {"state": {"running": {"startedAt": "2026-11-01T00:00:00Z"}}, "ready": True, "started": True}
     status_ = {

@@ -207,7 +207,7 @@ def conditions(status: Any) -> dict[str, Any]:
 
 
 def check_whole(seen: PoolWorld, progress: Any = None) -> None:
-    """What holds of every status whatever the world is like."""
+    """Check the invariants of every status."""
     kinds = ConditionType
     status = pool_status(seen, progress)
     generation = seen.pool.metadata.generation

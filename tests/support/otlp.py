@@ -90,7 +90,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
 
     @property
     def traces(self) -> set[str]:
-        """Those of which there are spans."""
+        """Return the ids of traces that have spans."""
         with self._changed:
             return {span.trace for span in self._spans}
 

@@ -52,7 +52,7 @@ def told(parts: Sequence[Part]) -> Found:
 
 
 def read(parser: OutputParser, text: str) -> Found:
-    """What a parser finds in a whole output; arguments that are JSON as what they say."""
+    """Parse a whole output; arguments that are JSON are decoded."""
     found = told(fed(parser, [text]))
     return [(kind, (value[0], _said(value[1])) if kind == "call" else value) for kind, value in found]
 
@@ -65,7 +65,7 @@ def _said(arguments: str) -> Any:
 
 
 def same_however_cut(new: Callable[[], OutputParser], text: str, cuts: Iterable[int]) -> Found:
-    """What is found in `text`, which is the same as a whole, character by character, and cut at `cuts`."""
+    """Check that a parser finds the same in `text` whole, by characters and cut at `cuts`. Return it."""
     whole = told(fed(new(), [text]))
     assert told(fed(new(), text)) == whole
     assert told(fed(new(), pieces(text, cuts))) == whole

@@ -133,7 +133,7 @@ class Asked:
 
 @dataclass
 class Engine:
-    """Prefills one prompt after the other, with what it has by then; tells all pickers what it has and what waits."""
+    """An engine that prefills one prompt after another from its cache, and reports cache and queue to all pickers."""
 
     pool: Pool
     name: str

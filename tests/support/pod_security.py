@@ -1,4 +1,4 @@
-"""Where a pod's template goes beyond the restricted Pod Security Standard, in words."""
+"""Lists, in words, how a pod's template exceeds the restricted Pod Security Standard."""
 
 from __future__ import annotations
 

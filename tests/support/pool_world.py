@@ -63,7 +63,7 @@ def a_pool(
 
 
 class SimCluster:
-    """What is there. ``capacity`` is the number of pods that find a node."""
+    """The cluster's objects. ``capacity`` is the number of pods that find a node."""
 
     def __init__(self, platform: Platform | None = None, capacity: int = 1000) -> None:
         self.platform = platform or Platform()
@@ -101,7 +101,7 @@ class SimCluster:
         )
 
     def look(self, pool: str = "tiny") -> None:
-        """The picker says what is, with the requests in flight of :attr:`streams`."""
+        """Take the picker's view of the pods, with the requests in flight of :attr:`streams`."""
         listed = tuple(
             PickerEndpoint(
                 name,
@@ -179,7 +179,7 @@ class SimCluster:
     # ---- the cluster's side ---------------------------------------------------------------------------------
 
     def controllers(self) -> None:
-        """What the deployment controller and the scheduler do next."""
+        """Take the next step of the deployment controller and the scheduler."""
         for name, obj in self.deployments().items():
             labels = obj["spec"]["template"]["metadata"]["labels"]
             mine = [p for p in self.pods.values() if p["metadata"]["labels"][names.REVISION] == labels[names.REVISION]]
@@ -271,7 +271,7 @@ class SimCluster:
 
 
 def _anchor(pool: InferencePool) -> Observed:
-    """What all of the gateway belongs to."""
+    """Return the ConfigMap that owns the gateway's objects."""
     meta = {"name": names.anchor(pool.spec.gateway.name), "namespace": pool.namespace, "uid": "uid-anchor"}
     return Observed.of({"apiVersion": "v1", "kind": "ConfigMap", "metadata": meta})
 
@@ -283,7 +283,7 @@ def _picker(pool: InferencePool) -> Observed:
 
 
 def defaulted(obj: dict[str, Any]) -> dict[str, Any]:
-    """What the API server makes of an object: defaults, other spellings of quantities, empty things left out."""
+    """Return an object as the API server stores it: with defaults, respelled quantities and no empty fields."""
     obj = _respelled(obj)
     spec = obj.get("spec", {})
     if obj["kind"] == "Deployment":
@@ -349,7 +349,7 @@ def runtime(**spec: Any) -> dict[str, Any]:
 
 
 def kinds(plan: Plan) -> list[str]:
-    """What a plan does: of each action its type, and the kind and the name of its object."""
+    """List a plan's actions: type, kind and name of each."""
     return [f"{type(action).__name__} {action.ref.kind} {action.ref.name}" for action in plan.actions]
 
 

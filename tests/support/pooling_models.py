@@ -13,7 +13,7 @@ TRANSFORMER = {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers
 
 
 def add_modules(path: Path, pooling: dict[str, Any], *, normalize: bool = True) -> Path:
-    """What sentence-transformers adds to a decoder: modules.json, and the configuration of its pooling."""
+    """Add sentence-transformers' files to a decoder: modules.json, and the configuration of its pooling."""
     listed = [TRANSFORMER, {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}]
     if normalize:
         listed.append({"idx": 2, "name": "2", "path": "2_Normalize", "type": "sentence_transformers.models.Normalize"})
@@ -24,7 +24,7 @@ def add_modules(path: Path, pooling: dict[str, Any], *, normalize: bool = True) 
 
 
 def add_logit_score(path: Path, yes: int, no: int | None) -> Path:
-    """What makes a reranker of a language model."""
+    """Add the files that make a language model a reranker."""
     kind = "sentence_transformers.cross_encoder.modules.logit_score.LogitScore"
     listed = [TRANSFORMER, {"idx": 1, "name": "1", "path": "1_LogitScore", "type": kind}]
     (path / "modules.json").write_text(json.dumps(listed))

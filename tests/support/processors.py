@@ -49,7 +49,7 @@ class Favours:
 
 
 class Fails:
-    """Does what it is told when the output has `after` tokens."""
+    """A processor that fails as `how` says once the output has `after` tokens."""
 
     def __init__(self, params: dict[str, Any], vocab_size: int) -> None:
         self._how, self._after = params["how"], params["after"]

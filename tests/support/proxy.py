@@ -60,7 +60,7 @@ def begun(status: str = "200", *, end: bool = False, **fields: str) -> pb.Proces
 
 
 def replies(stream: ExtProcSession, message: pb.ProcessingRequest) -> list[pb.ProcessingResponse]:
-    """What a stream says at once."""
+    """Return the stream's immediate replies to a message."""
     said = stream.answers(message.SerializeToString())
     return [pb.ProcessingResponse.FromString(data) for data in said if isinstance(data, bytes)]
 

@@ -138,7 +138,7 @@ class PublisherProcess:
         return self
 
     def heard(self) -> Any:
-        """What it says next, besides that it is alive."""
+        """Return the next message, heartbeats left out."""
         while True:
             assert self.inbox.wait(60_000), "the publisher says nothing"
             (message,) = self.inbox.take(1)

@@ -15,7 +15,7 @@ import h11
 
 @dataclass
 class Answer:
-    """What came back; ``status`` is 0 where the connection was closed, or the stream ``reset``, without an answer."""
+    """An answer; ``status`` is 0 if the connection was closed, or the stream ``reset``, without one."""
 
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What an identity asked of an API server, by its audit log, against what the declared features let it ask."""
+"""Compares an identity's requests to an API server, from its audit log, with the rights of the declared features."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _kind(event: dict[str, Any]) -> tuple[str, str]:
 
 
 def asked_for(features: Iterable[rbac.Feature]) -> set[Right]:
-    """What these features use by requests of their own."""
+    """Return the rights that these features use by requests of their own."""
     own = [rbac.Feature(f.name, tuple(need for need in f.needs if need.asked)) for f in features]
     return rbac.granted(own)
 
@@ -78,7 +78,7 @@ class Witness:
     features: tuple[rbac.Feature, ...]
 
     def events(self) -> list[dict[str, Any]]:
-        """Everything that it asked so far."""
+        """Return the audit events of the identity so far."""
         return self.plane.audit_events(self.user)
 
     def feature(self, name: str) -> rbac.Feature:
@@ -95,13 +95,13 @@ class Witness:
             await asyncio.sleep(0.25)
 
     async def has_only_read(self, *names: str) -> None:
-        """Nothing but lists and watches was asked of what these features alone are about."""
+        """Check that rights of these features alone were used only to list and watch."""
         now = used(await asyncio.to_thread(self.events))
         theirs = {r for name in names for r in now if name in rbac.feature_of(*r) and r[2] not in READS}
         assert theirs == set(), f"used before anybody asked for {names}: {theirs}"
 
     def conclude(self, exceptions: Iterable[Right] = ()) -> None:
-        """Nothing was refused, nothing else was asked for, and nothing else was granted."""
+        """Check that no request was refused, that each was granted, and that each grant was used."""
         events = self.events()
         assert not (said_no := refused(events)), f"refused: {said_no}"
         granted, asked = rbac.granted(self.features), used(events)

@@ -1,4 +1,4 @@
-"""What tests start ends with the run of pytest that started it, however that run ends.
+"""Kills the processes that tests started when their run of pytest ends, however it ends.
 
 Each run adds a mark of its own to the environment, which its processes inherit, also in sessions of their own, and
 theirs in turn. At its end, and by another process when it was killed, whatever has the mark is killed.
@@ -39,7 +39,7 @@ def marked(mark: str) -> list[int]:
 
 
 def reap(mark: str) -> None:
-    """Kills what has the mark, and what these start meanwhile."""
+    """Kill all processes with the mark, and those that they start meanwhile."""
     while left := [pid for pid in marked(mark) if not _watches(pid)]:
         for pid in left:
             with contextlib.suppress(ProcessLookupError):

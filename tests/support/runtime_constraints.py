@@ -1,4 +1,4 @@
-"""Constraints that a test can foresee, and a scheduler that gives them to requests and checks what they are told."""
+"""Constraints that a test can predict, and a scheduler that adds them to requests and checks the tokens they get."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def alternating(output: list[int]) -> Collection[int]:
 
 
 def follows(output: list[int]) -> Collection[int]:
-    """Whatever the last token decides: what is a token late, or early, breaks it."""
+    """Allow tokens by the last one alone, so that a token too late or too early breaks the rule."""
     last = output[-1] if output else 0
     return {(last * 5 + k) % VOCAB for k in (1, 7, 32, 33, 64)}
 
 
 def only(*tokens: int) -> Rule:
-    """These, one after another."""
+    """Allow these tokens, one after another."""
     return lambda output: tokens[len(output) : len(output) + 1]
 
 

@@ -81,7 +81,7 @@ def dummy_model(config: SchedulerConfig) -> Decoder:
 
 
 class Memory:
-    """A transport in memory, which checks what it is sent."""
+    """A transport in memory that checks the messages it sends."""
 
     def __init__(self) -> None:
         self.inbox: deque[ToScheduler] = deque()
@@ -184,7 +184,7 @@ class Harness(Scheduler):
         self.inbox.append(AbortReq(rid))
 
     def retract_one(self, rng: random.Random) -> None:
-        """One of those who run goes back to the queue, as if memory had run out, when nothing is in flight."""
+        """Move a running request back to the queue when nothing is in flight, as if memory had run out."""
         self._process_all_but(0)
         if self.decode.running:
             self._retract(rng.choice(list(self.decode.running.values())))
@@ -236,7 +236,7 @@ class Harness(Scheduler):
         monkeypatch.setattr(self.executor._model, "logits", broken)
 
     def _woken_by_a_grammar(self) -> bool:
-        """Wait for what is being compiled. → whether anything is."""
+        """Wait for grammars that are being compiled. Return whether there were any."""
         if not self.grammars.waiting:
             return False
         assert self.woken.wait(60.0), f"nothing came of {self.grammars.reqs()}"
@@ -270,7 +270,7 @@ class Harness(Scheduler):
         return np.frombuffer(vector, "<f4")
 
     def tokens(self, rid: str) -> list[int]:
-        """That messages told, without those that they took back."""
+        """Return the tokens that messages delivered, without the withdrawn ones."""
         found = list[int]()
         for out in self.outs[rid]:
             assert out.withdrawn <= len(found)
@@ -282,7 +282,7 @@ class Harness(Scheduler):
         return self.outs[rid][-1]
 
     def finish(self, rid: str) -> FinishReason:
-        """Of one that has ended."""
+        """Return the finish reason of a request that has ended."""
         found = self.last(rid).finish
         assert found is not None, f"{rid} has not ended"
         return found

@@ -100,7 +100,7 @@ def edit(path: Path, **changes: Any) -> Path:
 
 
 def config_of(path: Path, family: str, **changes: Any) -> Path:
-    """What transformers writes for a default configuration, with keys changed; ... removes one."""
+    """Write the default configuration of a family, as transformers does, with keys changed; ... removes one."""
     import transformers
 
     path.mkdir(exist_ok=True)

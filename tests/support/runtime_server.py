@@ -205,7 +205,7 @@ class ServerProcess:
         return found
 
     def idle(self) -> bool:
-        """Nothing runs or waits, and nobody holds pages."""
+        """Return whether no request runs or waits, and no pages are used."""
         with self.client() as http:
             load = http.get("/v1/loads").json()["loads"][0]
         return bool(load["num_total_reqs"] == 0 and load["pages_used"] == 0)
@@ -228,7 +228,7 @@ class ServerProcess:
 
 @contextlib.contextmanager
 def running(model: Path | str, *flags: str, **kwargs: Any) -> Iterator[ServerProcess]:
-    """A ready server, ended at the end of the block whatever happened."""
+    """Run a server: ready in the block, stopped after it."""
     server = ServerProcess(model, *flags, **kwargs)
     try:
         yield server.ready()
@@ -237,7 +237,7 @@ def running(model: Path | str, *flags: str, **kwargs: Any) -> Iterator[ServerPro
 
 
 def eventually(condition: Callable[[], Any], timeout_s: float = 60.0, what: str = "") -> Any:
-    """Polls until `condition` holds, and returns what it gave."""
+    """Poll until `condition` holds, and return its value."""
     deadline = time.monotonic() + timeout_s
     while True:
         value = condition()

@@ -77,12 +77,12 @@ def candidates(picker: Picker, request: Request, now: float) -> list[Candidate]:
 
 
 def scores(picker: Picker, request: Request, now: float) -> list[Scored]:
-    """All that could be picked, scored."""
+    """Score all candidates."""
     return [score(candidate, now) for candidate in candidates(picker, request, now)]
 
 
 def roomy(picker: Picker, scored: list[Scored], limit_s: float | None, limit: int | None, now: float) -> list[Scored]:
-    """Those that have room: their wait is no longer, their requests are fewer."""
+    """Return the candidates with room: shorter waits and fewer requests than the limits."""
     found = []
     for one in scored:
         endpoint = picker.endpoints[one.candidate.spec.name]
@@ -95,7 +95,7 @@ def roomy(picker: Picker, scored: list[Scored], limit_s: float | None, limit: in
 
 
 def with_all_followers(scored: list[Scored], now: float) -> list[Scored]:
-    """What staying with the many costs those who follow, added to each."""
+    """Add to each candidate the cost of its followers, the requests that would come after it."""
     held = [one.candidate.load.reservations for one in scored]
     per_s = [arrivals_per_s(one.arrivals, one.arrived_at, now) for one in held]
     soonest = min(one.later_s for one in scored)

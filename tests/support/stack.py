@@ -171,7 +171,7 @@ class Stack:
         return {name: float(value) for name, value in lines}
 
     def radix(self, name: str) -> dict[str, Any]:
-        """What a runtime's cache holds, by its own word."""
+        """Return what a runtime says its cache holds."""
         host, port = self.processes[name].spec.ports["admin-port"]
         return dict(self.http.get(f"http://{host}:{port}/debug/radix").json())
 
@@ -179,7 +179,7 @@ class Stack:
         return {int(block["hash"]) for block in self.radix(name)["blocks"] if block["announced"]}
 
     def described(self, name: str) -> dict[str, Any]:
-        """What the picker says of an endpoint."""
+        """Return the picker's description of an endpoint."""
         page = self.http.get(f"http://127.0.0.1:{self.options.picker_admin_port}/debug/endpoints").json()
         return next(dict(endpoint) for endpoint in page["endpoints"] if endpoint["name"] == name)
 

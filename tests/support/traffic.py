@@ -28,7 +28,7 @@ class Fate:
 
 @dataclass
 class Traffic:
-    """Clients that ask one request after the other until they are told to stop."""
+    """Clients that send one request after another until they are stopped."""
 
     client: AsyncOpenAI
     prefixes: list[str]

@@ -167,7 +167,7 @@ def with_prefix_space_everywhere() -> Tokenizer:
 
 
 def with_dropped_text() -> Tokenizer:
-    """A pre-tokenizer that removes what it splits at."""
+    """Return a tokenizer that drops the spaces it splits at."""
     tokenizer = byte_level()
     steps = [pre_tokenizers.Split(" ", "removed"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)

@@ -1,4 +1,5 @@
-"""How many prompt tokens engines had cached, by their own counts, beside what the best of all caches would have had."""
+"""Compares the prompt tokens that engines had cached, by their own counts, with those that an ideal cache would
+have."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What no router could beat: how much of each prompt is in one cache of all engines that never forgets."""
+"""The upper bound of any router's hits: one cache for all engines that never evicts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Oracle:
         self._known: set[int] = set()
 
     def cached_tokens(self, prompt: Sequence[int]) -> int:
-        """Of a prompt that is sent now, in tokens."""
+        """Return how many tokens of a prompt would be cached if it were sent now."""
         found = 0
         for chain in self._chains(prompt[:-1]):
             if chain not in self._known:

@@ -16,7 +16,7 @@ from treeline_bench.context import ROOT, BenchmarkError
 
 @dataclass(frozen=True)
 class Installation:
-    """What a word of the Makefile installs into an environment of its own. `variable` may name another folder."""
+    """An engine that a make target installs into an environment of its own. `variable` may name another folder."""
 
     engine: str
     word: str
@@ -61,7 +61,8 @@ class Server:
         return f"http://{self.address}"
 
     def command(self, max_tokens: int = 4096) -> list[str]:
-        """What starts it; `max_tokens` is the longest prompt with its answer. Raises BenchmarkError."""
+        """Return the command that starts the server; `max_tokens` is the longest prompt with its answer. Raises
+        BenchmarkError."""
         raise NotImplementedError
 
     def environment(self) -> Mapping[str, str]:

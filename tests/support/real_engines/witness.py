@@ -1,4 +1,4 @@
-"""What an engine says it holds, by a subscriber that shares no code with the picker.
+"""Follows an engine's cache events by a subscriber that shares no code with the picker.
 
 The formats are those of vLLM's `vllm/distributed/kv_events.py` (0.32), and SGLang's (0.5.23) are the same: live
 messages of topic, sequence number (8 bytes, big-endian) and a msgpack batch `[ts, events, rank]`, each event a map with
