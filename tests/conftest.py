@@ -106,7 +106,7 @@ def no_handlers_left() -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_terminal_summary(terminalreporter: Any) -> Iterator[None]:
-    """Tests that nobody ran are told where one looks: beside the count of those that passed."""
+    """Report tests skipped for want of an API server next to the count of those that passed."""
     yield
     skipped = terminalreporter.stats.get("skipped", [])
     wanting = [report for report in skipped if "or: make control-plane" in str(report.longrepr)]

@@ -1,4 +1,4 @@
-"""What the benchmarks build and what they make of reports; nothing is started here."""
+"""The benchmarks' inputs and what they compute from reports. Nothing is started here."""
 
 import json
 import random
@@ -34,7 +34,7 @@ def test_requests_share_prefixes_and_come_in_a_fixed_order(maker: PromptMaker) -
 
 
 def summary(cached: int = 64, prompt: int = 80, output: int = 2, ms: float = 10, error: str = "") -> Summary:
-    """Of two requests, one of which may have failed."""
+    """Return a summary of two requests; the second fails if `error` is given."""
     whole = Record(0, 0, 80, 2, 0, done_ns=20_000_000, tokens_ns=[int(ms * 1e6)])
     whole.prompt_tokens, whole.output_tokens, whole.cached_tokens = prompt, output, cached
     other = Record(1, 0, 80, 2, 0, done_ns=20_000_000, error="HTTP 503") if error else whole

@@ -45,7 +45,7 @@ def test_every_change_is_of_another_pool_and_kinds_take_turns(settings: benchmar
 
 
 def apply(calls: list[Call], there: dict[str, Object]) -> None:
-    """What an API server makes of calls, if each is of another object."""
+    """Apply calls to objects as an API server does, each object at most once."""
     for call in calls:
         name = call.path.rpartition("/")[2]
         match call.method:

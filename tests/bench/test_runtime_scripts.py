@@ -233,7 +233,7 @@ def test_rows_beside_vllm(printing: Callable[..., None], monkeypatch: pytest.Mon
 @pytest.mark.integration
 @pytest.mark.deep
 def test_both_engines_of_the_comparison_compute_the_same_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Of vLLM what stands in for it: a package that answers as long as it is asked to."""
+    """A package that answers after the given time stands in for vLLM."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     found, folder = script("versus_vllm"), tmp_path / "site"
     (folder / "vllm").mkdir(parents=True)

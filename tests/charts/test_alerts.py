@@ -134,7 +134,7 @@ MINUTES = 90
 
 
 def promtool(*arguments: str) -> str:
-    """What promtool says; skips where it is not built."""
+    """Return promtool's output. Skips if it is not built."""
     program = programs_or_skip("promtool")["promtool"] / "promtool"
     done = subprocess.run([str(program), *arguments], capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

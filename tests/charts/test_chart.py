@@ -1,4 +1,4 @@
-"""The chart renders what it is meant to, and refuses what it does not know."""
+"""The chart's objects equal reviewed files, and unknown values are refused."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def of_kind(items: list[dict[str, Any]], *kinds: str) -> list[dict[str, Any]]:
 
 
 def parts(case: str) -> dict[str, str]:
-    """What is rendered, by kind, namespace and name."""
+    """Return the rendered objects as YAML, by kind, namespace and name."""
     items = helm.render(*RENDERS[case])
     found = {
         f"{item['kind']} {item['metadata'].get('namespace', '')}/{item['metadata']['name']}": yaml.dump(
@@ -141,7 +141,7 @@ def test_the_lease_that_is_held_is_the_lease_that_is_granted():
 
 
 def arguments_of(items: list[dict[str, Any]]) -> argparse.Namespace:
-    """What the operator makes of the arguments that the chart gives it."""
+    """Parse the arguments that the chart gives the operator."""
     (deployment,) = of_kind(items, "Deployment")
     word, *flags = deployment["spec"]["template"]["spec"]["containers"][0]["args"]
     assert word == "operate"

@@ -29,7 +29,7 @@ _COUNTS = ("rate", "increase")
 
 
 class WrongQuery(Exception):
-    """The expression names what is not there, or does with it what makes no sense."""
+    """A query names an unknown metric or label, or combines them wrongly."""
 
 
 Judge = Callable[[Family, str, str, str], None]
@@ -156,7 +156,7 @@ def judge(family: metrics.Family, label: str, op: str, value: str) -> None:
 
 
 def filled(expr: str, board: dict[str, Any]) -> str:
-    """As Grafana sends it: the variables of the board have values."""
+    """Replace the dashboard's variables by values, as Grafana does."""
     expr = expr.replace("$__rate_interval", "5m")
     for variable in board["templating"]["list"]:
         expr = re.sub(rf"\${variable['name']}\b", CHOSEN, expr)

@@ -87,7 +87,7 @@ def crds(plane: ControlPlane) -> list[str]:
 
 
 def left(plane: ControlPlane) -> list[tuple[str, str]]:
-    """Everything of the chart that is still there, CRDs apart."""
+    """List the chart's objects that still exist, without CRDs."""
     return [
         (path, item["metadata"]["name"])
         for path in COLLECTIONS

@@ -1,4 +1,4 @@
-"""What the images are made of: small, pinned, not root; and the packages that their code imports are in them."""
+"""Images are small, pinned and not root, and contain the packages that their code imports."""
 
 from __future__ import annotations
 
@@ -277,7 +277,7 @@ def test_what_is_pushed_is_signed_with_its_sbom_by_digest_where_cosign_is_instal
     environment = {**os.environ, "PATH": f"{tmp_path}:/usr/bin:/bin", "CALLS": str(calls)}
 
     def push(*words: str, tool: str = "docker", told: str = "", **more: str) -> tuple[int, list[str], str]:
-        """The exit status, the calls of cosign, and what was said."""
+        """Run scripts/images.sh with --push. Return its exit status, the calls of cosign, and its output."""
         calls.write_text("")
         script = [
             ROOT / "scripts" / "images.sh",

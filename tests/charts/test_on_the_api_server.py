@@ -40,7 +40,7 @@ def restricted(control_plane: ControlPlane) -> Iterator[str]:
 
 
 def try_out(plane: ControlPlane, items: list[dict[str, Any]], *options: str) -> str:
-    """What kubectl says of a server-side dry run of these objects; it fails where one of them is refused."""
+    """Return kubectl's output for a server-side dry run of these objects. Fails if one is refused."""
     text = "---\n".join(json.dumps(item) + "\n" for item in items)
     apply = (
         "apply",

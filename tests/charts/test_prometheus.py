@@ -58,7 +58,7 @@ NOTHING_TO_TELL = {
 
 
 def monitors() -> dict[str, dict[str, Any]]:
-    """What the operator and the chart make: the monitor of each program."""
+    """Return each program's PodMonitor, as operator and chart make it."""
     cluster = Cluster()
     cluster.converge(a_pool("tiny"), platform=PLATFORM)
     children = settled(a_pool("tiny"), platform=PLATFORM).objects
@@ -112,7 +112,7 @@ def prometheus(folder: Path, jobs: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def operator_metrics() -> Metrics:
-    """Those of an operator with a pool that crashes, one that sleeps and one that is well."""
+    """Return the metrics of an operator with one crashing, one sleeping and one healthy pool."""
     shown = Metrics()
     shown.leads(True)
     shown.finished(Key("pool", "team", "a"), Outcome(retry=True), 0.1, 0.2)
@@ -192,7 +192,7 @@ async def test_every_series_that_a_query_names_is_on_a_real_page(tmp_path: Path)
 
 
 async def check_queries(ask: Callable[..., Any]) -> None:
-    """Every query of a panel or an alert can be asked, and what it asks for is there with the labels that it has."""
+    """Check that every query of panels and alerts runs, and that its metrics exist with their labels."""
     missing = set()
     for name in set().union(*map(selected, QUERIES)):
         series = await ask("series", **{"match[]": name})

@@ -1,4 +1,4 @@
-"""What the operator asks for is declared once, covers what its code uses, and never reads a Secret."""
+"""The operator's rights are declared once, cover what its code uses, and never include reading a Secret."""
 
 from __future__ import annotations
 

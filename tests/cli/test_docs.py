@@ -1,4 +1,4 @@
-"""docs/chat.md and docs/capacity.md say what is true: their commands print what stands under them."""
+"""The commands of docs/chat.md and docs/capacity.md print what the pages show."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def hub_of_the_pages() -> Iterator[dict[str, str]]:
 
 
 def run(command: str, variables: dict[str, str], home: Path) -> str:
-    """What the shell prints, with this environment's `treeline`, without spaces at the ends of lines."""
+    """Run a command with this environment's `treeline`. Return its output without trailing spaces."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     env = {name: value for name, value in os.environ.items() if not name.endswith("_API_KEY")}
     env |= {"PATH": path, "HF_HOME": str(home), "COLUMNS": "80", **variables}

@@ -58,7 +58,7 @@ def test_a_mistyped_word_is_answered_with_the_one_that_was_meant(capsys):
 
 
 def test_the_help_of_the_command_loads_no_room():
-    """It is there at once, however large the rooms are."""
+    """The help appears at once, however large the rooms are."""
     program = (
         "import sys; from treeline.main import parser; parser().format_help();"
         "print(sorted(name for name in sys.modules if name.startswith(('treeline_', 'rich', 'httpx', 'asyncio'))))"
@@ -119,7 +119,7 @@ def test_without_the_tiny_model_it_asks_for_another_or_for_its_package(words, mo
 
 
 def test_what_needs_no_part_runs_without_any():
-    """As after `pip install treeline-llm` alone."""
+    """The environment after `pip install treeline-llm` without extras."""
     absent = ("runtime", "epp", "operator", "kube", "lang", "bench", "sim", "conformance", "tiny")
     packages = [f"treeline_{name}" for name in absent]
     program = (

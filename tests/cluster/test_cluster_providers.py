@@ -1,4 +1,4 @@
-"""Which cluster is taken, what it is told, and what may be left of it."""
+"""The choice of a cluster, its command lines, and the leftovers that count as an error."""
 
 import json
 from pathlib import Path

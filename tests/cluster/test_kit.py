@@ -1,4 +1,4 @@
-"""What the journeys count, and what they take from the docs."""
+"""The figures of the journeys, and the commands that they take from the docs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a picker's answers mean to Envoy, without sockets."""
+"""The effect of a picker's answers in Envoy, without sockets."""
 
 from __future__ import annotations
 

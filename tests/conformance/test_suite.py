@@ -22,7 +22,7 @@ WORLD = ("pods", "P10", "P12", "end")  # what changes the world or ends the pick
 
 
 async def outcomes(*names: str, flaws: tuple[str, ...] = (), patience_s: float = 60.0) -> dict[str, Outcome]:
-    """What comes of some cases. The pods do not listen: this picker never asks them."""
+    """Run some cases and return their outcomes. The pods do not listen: this picker never asks them."""
     everyone = pods()
     async with serving(FlawedPicker([pod.endpoint for pod in everyone], *flaws)) as port:
         target = Target("flawed", address=f"127.0.0.1:{port}")

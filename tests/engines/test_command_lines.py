@@ -52,7 +52,7 @@ EVENTS = {
 
 
 def lines(engine: str) -> list[list[str]]:
-    """Of no flags at all, of a pool that says nothing, and of one that says everything."""
+    """Return three lists of flags: none, those of a minimal pool, and those of a pool with every field."""
     plain = runtime(model=SOURCE, accelerator={"type": "nvidia"}, engine={"type": engine})
     full = runtime(**EVERYTHING, engine={"type": engine, **ENGINE, **MORE[engine]})
     return [[], list(plain["args"]), list(full["args"])]

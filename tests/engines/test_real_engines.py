@@ -1,4 +1,4 @@
-"""What the tests of real engines are made of, without an engine: oracle, witness, traffic, hits, command lines."""
+"""The helpers of the tests of real engines, tested without an engine: oracle, witness, traffic, hits, command lines."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_conversations_of_a_group_share_a_system_prompt_and_grow_by_the_answers(
 
 
 class Tokens(Vllm):
-    """A server whose tokens are the letters of what was said."""
+    """A server whose tokens are the letters of the messages."""
 
     block_tokens: ClassVar[int] = 4
 

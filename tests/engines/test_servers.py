@@ -149,7 +149,7 @@ DOORS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def reported(answer: dict[str, Any]) -> int:
-    """What the engine had of the prompt, as each door says it."""
+    """Return the cached prompt tokens that an engine reports, in the form of any API."""
     usage = answer.get("usage") or answer["meta_info"]
     details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or usage
     return int(details.get("cached_tokens") or usage.get("cache_read_input_tokens") or 0)

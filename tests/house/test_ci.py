@@ -19,7 +19,7 @@ def steps(path: Path) -> list[dict]:
 
 
 def unknown(command: str) -> list[str]:
-    """Of each line of a step: a word of make, or a script, that there is not."""
+    """Return the lines of a step that name an unknown make target or script."""
     found = []
     for line in command.splitlines():
         words = re.sub(r"^sudo \S+ env (\S+=\S+ )*", "", line).split()

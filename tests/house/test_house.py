@@ -64,7 +64,7 @@ def test_the_rooms_ask_for_what_the_lock_file_gives():
 
 
 def test_no_two_packages_here_own_one_file():
-    """Of two that do, the one that is installed last overwrites the other's."""
+    """If two packages own a file, the one installed last overwrites the other's."""
     owners: dict[str, set[str]] = {}
     for package in distributions():
         name = package.name

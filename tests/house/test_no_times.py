@@ -17,7 +17,7 @@ WAITS = {"timeout": 0, "wait_for": 1, "eventually": 1, "until": 2}
 
 
 def called(node: ast.AST | None) -> str:
-    """The last part of the name of what is called, as in `time.monotonic()`."""
+    """Return the last part of a called function's name: `monotonic` for `time.monotonic()`."""
     match node:
         case ast.Call(func=ast.Attribute(attr=name) | ast.Name(id=name)):
             return name
@@ -29,7 +29,7 @@ def names(node: ast.AST) -> set[str]:
 
 
 class Times(ast.NodeVisitor):
-    """What in a function holds how long something took by these clocks."""
+    """Finds a function's variables that hold durations by these clocks."""
 
     def __init__(self, clocks: set[str], times: set[str], function: ast.AST) -> None:
         self.clocks, self.stamps, self.times = clocks, set[str](), set(times)
@@ -98,7 +98,7 @@ def bounds(module: ast.Module) -> Iterator[ast.expr]:
 
 
 def hasty(module: ast.Module) -> Iterator[ast.expr]:
-    """Waits that fail soon, unless that is what is expected of them."""
+    """Yield the time limits that are too short, except in waits that are expected to fail."""
     fails = set[ast.AST]()
     for node in ast.walk(module):
         if isinstance(node, ast.Try) or (

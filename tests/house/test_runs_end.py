@@ -1,4 +1,4 @@
-"""Nothing that tests start outlives the run of pytest, however that ends."""
+"""Processes that tests start end with the run of pytest, however it ends."""
 
 import os
 import signal

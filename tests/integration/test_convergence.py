@@ -1,4 +1,4 @@
-"""Whatever is lost on the way, the picker's tree becomes what the runtime's cache holds.
+"""The picker's tree converges to the runtimes' caches, even if event batches are lost.
 
 A hundred seeds run below HTTP (`tests/epp/core`); here a few go through everything: real runtimes, whose caches are so
 small that they evict all the time, real sockets, a real picker, and one in fifty event batches lost.

@@ -1,4 +1,4 @@
-"""What those who send requests notice when a part of the system dies, restarts or leaves: as little as possible."""
+"""Clients notice little when a part of the system dies, restarts or leaves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A prefix is sent ahead, and what is asked about it follows: through Envoy and picker to the runtime that holds it."""
+"""A prefix is sent ahead, and requests that extend it reach the runtime that holds it, through Envoy and picker."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def load(http: httpx.AsyncClient) -> AsyncIterator[None]:
 
 
 async def test_children_of_a_prefix_arrive_where_it_was_computed(stack: Stack) -> None:
-    """They are asked in the moment in which the parent is answered, while other requests come and go."""
+    """The children are sent as soon as the parent is answered, while other requests come and go."""
     async with clients(stack) as http, load(http):
         for seed in range(2):
             prefix = text(1_000, seed=600 + seed)

@@ -161,7 +161,7 @@ def follow(reader: Reader, page: Path) -> None:
 
 
 def shows(printed: str, promised: str) -> None:
-    """Where a page asks twice, the second answer comes from the cache."""
+    """Check output against the page. If a page asks twice, the second answer must come from the cache."""
     hits = [int(count) for count in re.findall(r"cached.tokens\W+(\d+)", printed)]
     assert not hits or hits[0] == 0 < hits[-1], printed
     lines, promises = printed.splitlines(), promised.splitlines()

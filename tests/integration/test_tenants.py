@@ -25,7 +25,7 @@ KEYS = {"ada": "sk-ada", "bob": "sk-bob"}
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """One runtime, so that nobody's hit is missed by chance."""
+    """A stack of one runtime, so that every prompt meets the same cache."""
     with running_stack(tmp_path_factory.mktemp("tenants"), replicas=1, api_keys=KEYS) as running:
         yield running
 
@@ -48,7 +48,7 @@ def ask(stack: Stack, client: str, prompt: str, told: dict[str, str] | None = No
 
 
 def cached(*args: Any, **body: Any) -> int:
-    """What the client is told of the cache: the header and the body say the same."""
+    """Return the cached tokens of an answer, the same in header and body."""
     answer = ask(*args, **body)
     counted = int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
     assert int(answer.headers[headers.CACHED_TOKENS]) == counted

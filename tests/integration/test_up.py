@@ -27,7 +27,7 @@ def command(*more: str) -> list[str]:
 
 
 class Up:
-    """A running `treeline up` and what it printed."""
+    """A running `treeline up` and its output."""
 
     def __init__(self, folder: Path, *more: str) -> None:
         self.temporary = folder / "tmp"

@@ -1,4 +1,4 @@
-"""What may be a program, and what is one where functions are: in classes, in other processes, within itself."""
+"""The functions that may be programs, and programs in classes, in other processes and within themselves."""
 
 from __future__ import annotations
 

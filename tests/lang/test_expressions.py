@@ -1,4 +1,4 @@
-"""What programs append and how text is generated: arguments are checked where they are written."""
+"""Expressions that programs append; arguments are checked where they are written."""
 
 from __future__ import annotations
 

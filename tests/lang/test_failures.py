@@ -1,4 +1,4 @@
-"""What programs do when servers die, hang, are busy or talk nonsense, and when somebody presses Ctrl-C."""
+"""Programs report errors when servers die, hang, are busy or send nonsense, and at Ctrl-C."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def one(s: Any, word: str, tokens: int = 2) -> None:
 
 
 def requests_running(server: ServerProcess) -> int:
-    """Of the server, by its metrics."""
+    """Return the server's running requests, by its metrics."""
     with server.metrics() as client:
         found = re.search(r"^\S*num_running_reqs\{?[^\n]* (\d+)", client.get("/metrics").text, re.MULTILINE)
     assert found is not None

@@ -18,7 +18,7 @@ PIECES = st.lists(st.tuples(st.booleans(), st.text(max_size=5)), max_size=12)
 
 @given(PIECES, st.lists(st.integers(0, 12), max_size=12))
 def test_followers_see_every_character_once(pieces: list[tuple[bool, str]], looks: list[int]) -> None:
-    """A piece is settled, or is coming behind what is: then more of it comes, or it is settled too."""
+    """A piece is settled, or it follows the settled text and may still grow or settle."""
     growing, settled, coming = Growing(), "", ""
     follower, seen, whole = growing.follow(), "", ""
     for number, (settles, piece) in enumerate(pieces):

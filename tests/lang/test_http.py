@@ -124,7 +124,7 @@ async def test_a_server_waits_for_a_client_that_does_not_read() -> None:
 
 
 def terms(folder: Path) -> ssl.SSLContext:
-    """Of a server named localhost, whose certificate is in the folder."""
+    """Return the TLS context of a server named localhost; its certificate is in the folder."""
     for name, data in zip(("key", "certificate"), self_signed(), strict=True):
         (folder / name).write_bytes(data)
     made = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -183,7 +183,7 @@ async def test_a_server_whose_certificate_is_not_trusted_cannot_be_reached(tmp_p
 async def test_a_request_is_sent_again_only_where_a_connection_was_closed_meanwhile(
     replies: tuple[bytes, ...], seen: int
 ) -> None:
-    """Of three requests the second and the third find theirs closed."""
+    """The second and the third request find their connection closed."""
     requests: list[bytes] = []
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

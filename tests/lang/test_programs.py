@@ -62,7 +62,7 @@ class Reference:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def logprobs(self, ids: list[int], begin: int) -> list[float]:
-        """Of the tokens from number `begin` on; the very first token has none and counts 0."""
+        """Return the log-probabilities of the tokens from number `begin` on; the first token has none and counts 0."""
         with torch.inference_mode():
             table = torch.log_softmax(self._model(torch.tensor([ids])).logits[0].double(), -1)
         return [float(table[at - 1, ids[at]]) if at else 0.0 for at in range(begin, len(ids))]

@@ -295,7 +295,7 @@ def test_streams_and_constraints_are_not_speculated() -> None:
 
 
 class _Untold(ScriptedModel):
-    """Its tokens do not make up its texts, as those of half a character do."""
+    """A model whose tokens do not add up to its text, as with half a character."""
 
     def _complete(self, text: str, sampling: Sampling) -> Completion:
         made = super()._complete(text, sampling)

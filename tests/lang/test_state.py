@@ -1,4 +1,4 @@
-"""What a body does with its state: turns, variables, scopes, branches and their joins."""
+"""The parts of a state: turns, variables, scopes, branches and their joins."""
 
 from __future__ import annotations
 

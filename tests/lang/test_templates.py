@@ -39,7 +39,7 @@ def messages(chat: list[tuple[Any, str]]) -> list[dict[str, str]]:
 
 
 def written(template: ChatTemplate, chat: list[tuple[Any, str]], lead: str | None = "") -> str:
-    """As a program does it. lead: what the model writes before its answer."""
+    """Write a chat as a program does. lead: the model's text before its answer."""
     assert lead is not None
     transcript = Transcript()
     for role, content in chat:
@@ -51,8 +51,8 @@ def written(template: ChatTemplate, chat: list[tuple[Any, str]], lead: str | Non
 
 
 def lead_of(source: str, template: ChatTemplate) -> str | None:
-    """What a template writes before an answer that is known, beyond how it asks for one: the model's to write. None: it
-    asks in other words than those that it has for a turn."""
+    """Return the text that a template writes before a known answer, after the prompt for one: the model writes it. None
+    if the template prompts in other words than it uses for a turn."""
     turns = render(source, messages([("user", "ASKED"), ("assistant", "SAID"), ("user", "LATER")]), False)
     between = turns.partition("ASKED")[2].partition("SAID")[0]
     asked = template.end("user") + template.begin("assistant", first=False)

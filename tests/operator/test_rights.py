@@ -96,7 +96,7 @@ def change(room: Room, pool: str, **spec: Any) -> Any:
 
 
 async def said(room: Room, pool: str) -> Any:
-    """The pool, once its status is about what is asked for now."""
+    """Return the pool, once its status is about its current generation."""
 
     async def look() -> Any:
         found = await room.pool(pool)

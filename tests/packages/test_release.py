@@ -134,7 +134,7 @@ def test_a_tag_becomes_packages_chart_images_notes_sboms_and_checksums(checkout,
 
 @contextmanager
 def registry(layout: Path) -> Iterator[str]:
-    """What a registry answers that has the contents of an OCI layout, in a tar, as `treeline`."""
+    """Run a registry that serves the contents of an OCI layout, in a tar, as `treeline`."""
     with tarfile.open(layout) as tar:
         files = {member.name: tar.extractfile(member).read() for member in tar}
     (entry,) = json.loads(files["index.json"])["manifests"]

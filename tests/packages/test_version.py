@@ -1,4 +1,4 @@
-"""Which version a checkout has, and what a release is written into."""
+"""The version of a checkout, and the files that a release writes it into."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def load(seed: int, block_size: int, count: int) -> list[tuple[float, Work]]:
 
 
 def play(engine: Engine, requests: list[tuple[float, Work]]) -> Iterator[tuple[float, str, int]]:
-    """What happens, in order: (when, what, to which request)."""
+    """Yield the events in order: (time, event, request)."""
     now, at, coming = 0.0, 0.0, list(enumerate(requests))
     places = {work: number for number, (_, work) in coming}
     while coming or engine.ends_at < FOREVER:

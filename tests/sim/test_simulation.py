@@ -40,7 +40,7 @@ def fleet(faults: Faults, *, pickers: int = 1) -> Simulation:
 
 
 def assert_known(simulation: Simulation) -> None:
-    """Each picker knows of each engine what it holds, and nothing else."""
+    """Check that each picker knows exactly the blocks that each engine holds."""
     for router in simulation.routers:
         assert isinstance(router, PickerCore)
         for engine, subscription in zip(simulation.engines, router.subscriptions, strict=True):

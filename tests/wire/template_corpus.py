@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Frame(NamedTuple):
-    """How a turn looks. `open` and `close` may use `role`; `names` rename roles; `ask` opens the model's turn."""
+    """The format of turns. `open` and `close` may use `role`; `names` rename roles; `ask` opens the model's turn."""
 
     name: str
     start: str
@@ -85,7 +85,7 @@ _PARTS += "{% endfor %}{% endif %}"
 
 
 class Content(NamedTuple):
-    """How the text of a message `m` is read: by an expression, or by statements that write it."""
+    """The text of a message `m`: an expression reads it, or statements write it."""
 
     read: str
     macro: str = ""

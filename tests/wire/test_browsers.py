@@ -1,4 +1,4 @@
-"""Which requests a browser may have sent on behalf of a page."""
+"""Requests that a browser may have sent on behalf of a page are recognised."""
 
 from __future__ import annotations
 

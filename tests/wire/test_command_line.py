@@ -1,4 +1,4 @@
-"""What whoever mistypes a command reads: three lines, however many flags there are."""
+"""Errors for a mistyped command: three lines, however many flags there are."""
 
 from __future__ import annotations
 

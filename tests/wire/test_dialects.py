@@ -1,4 +1,4 @@
-"""What each engine gives its chat template for one and the same request.
+"""The variables that each engine gives its chat template for the same request.
 
 The tables are what the engines' sources say, function by function as the dialects' modules name them. vLLM 0.32's and
 SGLang 0.5.23's own functions gave the same for the messages here and for those of `test_template_corpus`.

@@ -1,4 +1,4 @@
-"""How many values a document has, and which numbers take long."""
+"""Counts a document's values, and finds the numbers that are slow to parse."""
 
 from __future__ import annotations
 

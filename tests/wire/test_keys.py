@@ -76,7 +76,7 @@ def test_a_tokenizer_that_loses_text_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["roberta", "gpt35", "unigram"])
 def test_a_model_without_a_type_is_what_the_library_takes_it_for(name: str) -> None:
-    """As in RoBERTa's tokenizer.json."""
+    """RoBERTa's tokenizer.json has no type, for example."""
     typed = support.tokenizer(name).to_str()
     document = json.loads(typed)
     del document["model"]["type"]

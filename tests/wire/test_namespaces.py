@@ -1,4 +1,4 @@
-"""Who shares a cache with whom: no two of (client, salt, adapter) have one namespace, whatever the strings are."""
+"""Clients share a cache only by namespace: no two of (client, salt, adapter) have the same, for any strings."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def keys(tmp_path: Path) -> CurveKeys:
 
 @pytest.fixture
 def context() -> Iterator[Context]:
-    """A context whose sockets forget what they could not send."""
+    """A context whose sockets drop unsent messages."""
     context: Context = zmq.Context()
     context.setsockopt(zmq.LINGER, 0)
     yield context

@@ -1,4 +1,4 @@
-"""What pickers say of demand: one line each, and what several say together."""
+"""The pickers' reports of demand: one line each, and the sum of several."""
 
 from __future__ import annotations
 

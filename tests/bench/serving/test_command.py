@@ -1,4 +1,4 @@
-"""`treeline bench serving` as users run it, against servers that do as they are told, and one that is ours."""
+"""`treeline bench serving` as users run it, against scripted servers and one of ours."""
 
 import json
 import signal

@@ -1,4 +1,4 @@
-"""Streams as servers send them, in whatever pieces they arrive."""
+"""Streams of servers, cut into pieces anywhere."""
 
 import itertools
 

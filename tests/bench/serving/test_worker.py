@@ -188,7 +188,7 @@ async def test_after_its_time_nothing_is_sent_and_what_runs_may_end() -> None:
 
 
 async def stopped_when(under_way: threading.Event, given: Order) -> LoadReport:
-    """What a worker tells that is stopped at that moment."""
+    """Return the report of a worker that is stopped when `under_way` is set."""
     worker = Worker(given, [].append)
     running = asyncio.create_task(worker.run(time.monotonic_ns()))
     assert await asyncio.to_thread(under_way.wait, 10)

@@ -1,4 +1,4 @@
-"""From the bytes of a stream to the pieces of an answer, whoever sends them and however they are cut."""
+"""Answers are read from the bytes of a stream, from any server and cut anywhere."""
 
 import contextlib
 import itertools

@@ -1,4 +1,4 @@
-"""What a chat says of servers that are not as they should be: a sentence, whatever comes."""
+"""A chat explains each failure of a server in one sentence."""
 
 import socket
 import threading

@@ -1,4 +1,4 @@
-"""What a conversation remembers."""
+"""A conversation's history."""
 
 import json
 

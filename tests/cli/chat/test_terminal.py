@@ -96,7 +96,7 @@ class Terminal:
 
 
 def _owns_terminal() -> None:
-    """As a shell's foreground command has it: Ctrl-C is a signal for it."""
+    """Make the terminal the process's own, so that Ctrl-C sends it a signal, as to a shell's foreground command."""
     os.setsid()
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 

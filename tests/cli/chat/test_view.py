@@ -57,7 +57,7 @@ def drawn(*pieces: Piece, width: int = 60, height: int = 20) -> str:
 
 
 def left_on_screen(text: str) -> str:
-    """Without colours and what was erased again."""
+    """Return the text that remains on the screen, without colours and erased lines."""
     lines: list[str] = [""]
     at = 0
     for part in re.split(r"(\x1b\[[0-9?;]*[A-Za-z]|\n|\r)", text):

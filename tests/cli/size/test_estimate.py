@@ -1,4 +1,4 @@
-"""What `treeline size` says fits is what the runtime allocates; its speeds are near those that were measured."""
+"""`treeline size` computes the memory that the runtime allocates; its speeds are near the measured ones."""
 
 from __future__ import annotations
 

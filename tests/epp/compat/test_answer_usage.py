@@ -1,4 +1,4 @@
-"""Tokens by a response's own word, in each API's form, and from whatever was kept of it."""
+"""Token counts are read from an answer of any API, whole or truncated."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def send(picker: Picker, now: float) -> Lease:
 
 
 def names(picker: Picker, now: float, count: int = 20) -> set[str]:
-    """Where requests go that are answered at once."""
+    """Return the endpoints that get `count` requests, each answered at once."""
     found = set()
     for _ in range(count):
         lease = send(picker, now)

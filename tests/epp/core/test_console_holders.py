@@ -1,4 +1,4 @@
-"""Who holds a prefix is what asking every endpoint for itself says."""
+"""The console's list of a prefix's holders agrees with asking each endpoint."""
 
 from __future__ import annotations
 

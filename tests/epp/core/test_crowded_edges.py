@@ -16,7 +16,7 @@ from treeline_wire.events import AllBlocksCleared, BlockRemoved, BlockStored
 
 
 def chain(prompt: Prompt, draw: random.Random) -> list[int]:
-    """Hashes of an engine that draws the seed of its hashes anew."""
+    """Return block hashes of an engine that draws a new hash seed each time."""
     return [draw.getrandbits(60) for _ in prompt.hashes]
 
 

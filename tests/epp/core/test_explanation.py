@@ -1,4 +1,4 @@
-"""What is told of a decision: the same choice as the pick's, and why each of the others is not it."""
+"""The explanation of a decision makes the pick's own choice, and gives a reason against each other endpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What comes of choices over time, on a small model of engines: bursts, hot prefixes, cold starts, failures."""
+"""Choices over time, on a small model of engines: bursts, hot prefixes, cold starts, failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers of servers, read in whatever pieces they come: as h11 reads them, and no more of them than is allowed."""
+"""Answers of servers, cut anywhere, are read as h11 reads them, and no further than the bounds allow."""
 
 from __future__ import annotations
 

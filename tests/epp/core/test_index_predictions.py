@@ -1,4 +1,4 @@
-"""What the index predicts of routed prompts, and what caps a hit."""
+"""The index predicts the blocks of routed prompts, and limits hits."""
 
 import random
 

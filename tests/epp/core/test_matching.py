@@ -147,7 +147,7 @@ def test_no_more_is_credited_than_an_engine_would_find(
 
 
 def words_of(rng: random.Random, count: int) -> list[str]:
-    """Words that share beginnings, as those of a language do: the longer ones go on where shorter ones end."""
+    """Return words of which many share a beginning, as in natural language: longer ones extend shorter ones."""
     words: list[str] = []
     for _ in range(count):
         stem = rng.choice(words)[:9] if words and rng.random() < 0.5 else ""

@@ -1,4 +1,4 @@
-"""Which name means what: pages as engines write them."""
+"""The load is read from engines' own metric names, on pages as they write them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from treeline_epp.endpoints.scraped import ScrapedLoad
 
 
 def read(page: bytes, names: Sequence[MetricNames]) -> ScrapedLoad | None:
-    """What one page says."""
+    """Read the load from one page."""
     return PageReader(names).read(page)
 
 

@@ -1,4 +1,4 @@
-"""Where a request for a model goes, by what engines serve and by InferenceModels; it depends on nothing else."""
+"""Requests are routed by model, from the models that engines serve and from InferenceModels alone."""
 
 import random as random_module
 from collections import Counter

@@ -1,4 +1,4 @@
-"""The picker's choice is that of the slow one, whatever has happened before."""
+"""The picker chooses as the slow reference picker does, after any history."""
 
 from __future__ import annotations
 

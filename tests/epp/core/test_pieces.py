@@ -1,4 +1,4 @@
-"""Large events in pieces do what they do whole."""
+"""Large events, applied in pieces, have the effect of the whole."""
 
 from __future__ import annotations
 

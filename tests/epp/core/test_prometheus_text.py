@@ -24,7 +24,7 @@ def same(one: float, other: float) -> bool:
 
 
 def judged(page: bytes, name: str) -> list[Series]:
-    """What the library reads."""
+    """Parse a page with the prometheus_client library and return the series of one name."""
     return [
         Series(dict(sample.labels), sample.value)
         for family in text_string_to_metric_families(page.decode())

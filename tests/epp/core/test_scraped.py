@@ -1,4 +1,4 @@
-"""What one look after another at an engine's metrics teaches, and what becomes of reservations in between."""
+"""Successive scrapes of an engine's metrics update its load, and reservations cover the time between them."""
 
 from __future__ import annotations
 

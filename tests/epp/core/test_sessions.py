@@ -176,7 +176,7 @@ STEPS = st.lists(
 
 @given(STEPS)
 def test_a_session_is_where_its_last_request_went_and_who_has_few_loses_none(steps: list[tuple[str, int, str]]) -> None:
-    """Of two clients there is room for four sessions, so that two are safe, whatever the other client does."""
+    """With room for four sessions and two clients, two sessions of each client are safe from the other."""
     sessions, now = Sessions(most=4), 0.0
     latest: dict[int, tuple[str, float]] = {}
     for what, session, name in steps:

@@ -1,4 +1,4 @@
-"""Whatever an engine sends, and however much of it, is put into the index in slices: what each holds is counted."""
+"""Everything that an engine sends enters the index in bounded slices; the tests count the blocks of each."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MOST = 3 * SLICE
 
 
 class Slices:
-    """What trees do, counted in slices: in one call of a subscription, or one tick of an index."""
+    """Counts the trees' work in slices: one call of a subscription, or one tick of an index."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.done = 0
@@ -66,7 +66,7 @@ def settle(subscription: KvSubscription, slices: Slices) -> None:
 
 
 def live(*events: Event, seq: int = 0) -> Any:
-    """As it comes from the wire."""
+    """Encode events and read them back, as if from the wire."""
     return read_live(frames.live(b"", seq, encode_batch(1.0, events)))
 
 

@@ -1,4 +1,4 @@
-"""How much of a prompt is left to compute: what the tree has of it is counted, only the rest is estimated."""
+"""The tokens of a prompt left to compute: its cached part is counted, only the rest is estimated."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is next: bands, flows by the tokens that they got, first come first served in a flow."""
+"""The order of the queue: by band, then flows by the tokens that they got, first come first served within a flow."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ ops = st.lists(
 def assert_it_gives_way(
     one: Ticket[Any] | None, flow: str, size: int, waiting: list[Ticket[Any]], by_bytes: bool
 ) -> None:
-    """`one` is the last of whoever has most, or nobody has more than `flow` would have with one more request."""
+    """Check that `one` is the last request of the largest flow, or that no flow is larger than `flow` with one more."""
     amounts = Counter[str]()
     for each in waiting:
         amounts[each.flow] += each.size if by_bytes else 1
@@ -223,7 +223,7 @@ def assert_it_gives_way(
 
 
 def calls_in(act: Callable[[], object]) -> int:
-    """How many functions, Python's own included, are called meanwhile."""
+    """Count the function calls during `act`, Python's own included."""
     calls = 0
 
     def note(_frame: object, event: str, _arg: object) -> None:
@@ -310,7 +310,7 @@ def test_the_next_is_of_the_highest_band_and_of_the_flow_that_was_served_least(s
 
 @pytest.mark.parametrize("seed", range(4))
 def test_nobody_starves(seed: int) -> None:
-    """While the head of a flow waits, no other flow gets more than what it was behind, and one request."""
+    """While the head of a flow waits, another flow gets at most the tokens that it was behind, and one request."""
     queue = filled(ticket("keeps the band"), ticket("keeps the band"))
     (band,) = queue.bands.values()
     since: dict[str, tuple[float, dict[str, float], dict[str, float]]] = {}

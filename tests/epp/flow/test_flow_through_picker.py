@@ -24,7 +24,8 @@ ON = FlowSettings(mode="wait", wait_seconds=0.5)
 
 
 def share_of_b(world: FlowWorld, seconds: float, a: tuple[float, int], b: tuple[float, int]) -> float:
-    """Of the tokens that were computed in the later three quarters. `a` and `b`: requests a second, tokens of each."""
+    """Return b's share of the tokens computed in the later three quarters. `a` and `b`: requests a second, tokens of
+    each."""
     due = {"a": 0.0, "b": 0.0}
     before = world.served.copy()
     for step in range(int(seconds * 100)):

@@ -1,4 +1,4 @@
-"""When endpoints have no room, as the picker sees it."""
+"""The picker's rule for endpoints that have no room."""
 
 from __future__ import annotations
 

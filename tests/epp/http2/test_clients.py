@@ -1,4 +1,4 @@
-"""Clients of other libraries (grpc-go, tonic) against `treeline pick`, and what is made of h2spec's report."""
+"""Clients of other libraries (grpc-go, tonic) against `treeline pick`, and the reading of h2spec's report."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def opened(stream: int) -> bytes:
 
 
 async def seen(reader: asyncio.StreamReader, last: bytes) -> bytes:
-    """What comes, until this."""
+    """Read until `last` has come; return all bytes."""
     came = b""
     while last not in came:
         more = await asyncio.wait_for(reader.read(65536), 30)
@@ -245,7 +245,7 @@ async def test_a_message_that_is_too_large_is_the_last_of_its_call() -> None:
 
 
 async def test_a_peer_that_reads_nothing_is_read_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each call that nobody serves is answered at once, whatever the peer's windows."""
+    """Each call to an unknown method is answered at once, whatever the peer's windows are."""
     monkeypatch.setattr(http2_server, "_UNREAD_BYTES", 100_000)
     async with serving() as server:
         sock = socket.create_connection(("127.0.0.1", server.port))

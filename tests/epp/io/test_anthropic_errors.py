@@ -1,5 +1,4 @@
-"""What picker and Envoy tell clients of `/v1/messages` who get no endpoint: in Anthropic's words, as its client reads
-it."""
+"""Clients of `/v1/messages` that get no endpoint receive Anthropic's error format from picker and Envoy."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ PIECES = st.sampled_from(
 @settings(max_examples=400)
 @given(st.lists(PIECES, max_size=14))
 def test_whoever_can_read_an_edited_body_reads_what_it_was_made_to_say(pieces: list[bytes]) -> None:
-    """Whatever the body was, and whichever of two members a decoder takes: it is ours."""
+    """Any decoder reads our value from any edited body, whichever of two equal members it takes."""
     plain = b"".join(pieces)
     for text in (plain, b"{" + plain + b"}", b"{," + plain + b"}"):
         body, outline = Body([text]), Outline()

@@ -233,7 +233,7 @@ def exchange(
     prompt: int | None = None,
     cached: int | None = None,
 ) -> Exchange:
-    """One that has ended."""
+    """Return an exchange that has ended."""
     made = Exchange("r", "/v1/completions", None, "", 0, False, False, started_at=1.0)
     if endpoint is not None:
         picker = Picker()

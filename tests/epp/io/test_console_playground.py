@@ -27,9 +27,9 @@ USAGE = {"prompt_tokens": 100, "completion_tokens": 3, "prompt_tokens_details": 
 
 @dataclass
 class Gateway:
-    """What it was asked, and the answers that it will give, each a list of `choices[0].delta` and of the last event's
-    members. `hold` keeps an answer back after its first event, until it is
-    `cut` off; `left` tells that its client went away."""
+    """A scripted gateway. `asked` are its requests; each of `answers` is a list of `choices[0].delta` and of the last
+    event's members. `hold` delays an answer after its first event until `cut` is set; `left` is set when the client
+    goes away."""
 
     models: tuple[str, ...] = ("tiny",)
     key: str = ""

@@ -45,7 +45,7 @@ WIRE = READER._wire
 
 
 def as_read(data: bytes) -> Message | str:
-    """Read twice, since what was read once may be remembered."""
+    """Read a message twice, since the reader may remember the first reading."""
     try:
         first, again = comparable(READER.read(data)), comparable(READER.read(data))
         assert again == first
@@ -227,7 +227,7 @@ BODY = field(4, field(1, b"{}"))
     ids=["no-utf8", "cut", "endless-number", "field-0", "open-group", "deep", "very-deep"],
 )
 def test_what_is_no_message_is_refused(data: bytes) -> None:
-    """That both readers agree says nothing where both are lenient."""
+    """Agreement of the two readers proves nothing where both are lenient."""
     with pytest.raises(DecodeError):
         READER.read(data)
 
@@ -237,7 +237,7 @@ def test_a_field_of_another_type_is_one_that_is_not_known() -> None:
 
 
 def test_every_header_that_the_picker_asks_for_is_converted() -> None:
-    """Whoever looks at a header that is not in the list would never see it."""
+    """Code that looks at a header outside the list would never see it."""
     asked: set[str] = set()
     for folder in ("extproc", "requests"):
         for path in Path(f"epp/src/treeline_epp/{folder}").glob("*.py"):

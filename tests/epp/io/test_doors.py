@@ -336,7 +336,7 @@ TURN = st.tuples(TEXT, TEXT, st.booleans())
 @settings(max_examples=40, deadline=None)
 @given(st.lists(TURN, min_size=1, max_size=5), st.sampled_from(ENGINES))
 def test_a_growing_conversation_extends_its_key_at_every_door(turns: list[tuple[str, str, bool]], engine: str) -> None:
-    """What was asked and answered before is the beginning of what is asked next, whichever door it comes in by."""
+    """The key of a conversation begins with the key of its earlier turns, in every API."""
     keys: list[list[str]] = []
     for count in range(len(turns)):
         chat: list[Any] = []

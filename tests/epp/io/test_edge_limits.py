@@ -1,4 +1,4 @@
-"""What the edge bounds: how long a request may take to arrive, the memory of all, connections, and each client."""
+"""Bounds at the edge: the time for a request to arrive, memory, connections, and each client's share."""
 
 from __future__ import annotations
 

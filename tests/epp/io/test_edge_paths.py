@@ -1,4 +1,4 @@
-"""What clients reach through the edge: inference paths and nothing else, however a path is written."""
+"""Clients reach inference paths through the edge and nothing else, however a path is written."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def in_openai_shape(answer: Answer) -> bool:
 
 
 async def untouched(plane: Plane, asked: float) -> None:
-    """Neither the picker nor an engine has heard of what was sent since."""
+    """Check that neither the picker nor an engine got a request since the count `asked`."""
     assert (await plane.picker.metrics())["treeline_epp_pick_seconds_count"] == asked
     assert [seen.path for fake in plane.engines for seen in fake.served] == []
 

@@ -1,5 +1,5 @@
-"""Whole exchanges under every configuration of `ProcessingMode`, whatever is left out or comes late: one reply to each
-message for which a proxy waits, bodies unchanged, and never an answer of ours in place of the engine's."""
+"""Exchanges under every `ProcessingMode`, with parts missing or late: one reply to each message that a proxy waits for,
+bodies unchanged, and never an answer of ours in place of the engine's."""
 
 from __future__ import annotations
 
@@ -61,7 +61,8 @@ class Half:
     made_up: bool
 
     def messages(self, kinds: tuple[Kind, Kind, Kind]) -> list[Message]:
-        """As Envoy sends them: an end of stream where nothing follows, and trailers that it makes up after a body."""
+        """Return the messages as Envoy sends them: the last one ends the stream, and trailers may be added after a
+        body."""
         head, body, tail = kinds
         data, out = b"".join(self.chunks), []
         if self.headers:
@@ -101,7 +102,7 @@ def replies_to(state: ExtProcState, messages: list[Message]) -> list[tuple[Messa
 
 
 def check(half: Half, kinds: tuple[Kind, Kind, Kind], sent: list[Message], said: list[Reply]) -> None:
-    """What the proxy has sent of this half, and what it was told about it."""
+    """Check the replies against the messages that the proxy sent for one half."""
     head, body, tail = kinds
     told, asked = Counter(reply.kind for reply in said), Counter(message.kind for message in sent)
     assert told[head] == asked[head]
@@ -146,7 +147,7 @@ def test_every_configuration_gives_one_reply_to_each_message_that_waits_for_one(
 def test_an_upstream_that_answers_early_changes_nothing_of_that(
     request: Half, response: Half, data: st.DataObject
 ) -> None:
-    """As soon as the upstream has the request's headers it may answer: before the body has ended."""
+    """The upstream may answer once it has the request's headers, before the body has ended."""
     first, then = request.messages(REQUEST), response.messages(RESPONSE)
     free = request.mode in (BodyMode.NONE, BodyMode.STREAMED, BodyMode.GRPC) or not request.headers
     assume(free and first and then)

@@ -221,7 +221,7 @@ REQUEST_KINDS = {Kind.REQUEST_HEADERS, Kind.REQUEST_BODY, Kind.REQUEST_TRAILERS}
 
 
 def complain(outputs: list[Output], message: Message, x: ExtProcState) -> None:
-    """What holds for the outputs after any message."""
+    """Check the outputs' invariants after a message."""
     decides = [a for a in outputs if isinstance(a, RouteRequest)]
     assert len(decides) <= 1
     assert not decides or outputs[-1] is decides[0]

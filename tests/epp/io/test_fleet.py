@@ -35,7 +35,7 @@ class Runtime:
         return "--endpoint", f"{self.engine.name}={self.engine.address}"
 
     def describe(self) -> None:
-        """Let the engine's pages say what is."""
+        """Update the engine's pages to the current epoch and tokenizer."""
         self.engine.documents |= {
             "/server_info": {
                 "kv_events": self.publisher.kv_events(),

@@ -1,4 +1,4 @@
-"""What a publisher may send before it is disconnected: frames, bytes, and messages that do not end."""
+"""Publishers are disconnected for too many frames, too many bytes, or a message that does not end."""
 
 from __future__ import annotations
 

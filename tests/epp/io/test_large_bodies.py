@@ -53,7 +53,7 @@ def new_router() -> Router:
 
 
 def messages_of(path: str, body: bytes, mode: int, piece: int = 48_000) -> Iterator[bytes]:
-    """What a proxy sends."""
+    """Yield a proxy's messages for a request."""
     yield head({":path": path, ":method": "POST"}, mode).SerializeToString()
     size = len(body) if mode == BUFFERED else piece
     for start in range(0, len(body), size):

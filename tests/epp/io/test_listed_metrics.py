@@ -1,4 +1,4 @@
-"""What pickers show at /metrics is what docs/metrics.md lists."""
+"""The metrics that pickers show at /metrics are those listed in docs/metrics.md."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def page_of(picker: RunningPicker) -> str:
 
 
 def check_envoy(page: str) -> None:
-    """What dashboards and alerts use of Envoy's metrics is there, for our listener and clusters."""
+    """Check that Envoy's page has the metrics that dashboards and alerts use, for our listener and clusters."""
     kinds = dict(re.findall(r"^# TYPE (\S+) (\w+)$", page, re.MULTILINE))
     for family in envoy_metrics.FAMILIES:
         assert kinds.get(family.name) == family.kind, family.name

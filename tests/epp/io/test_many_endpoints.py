@@ -82,7 +82,7 @@ async def test_an_endpoint_for_which_no_sockets_are_left_is_told_and_followed_wh
 
 
 async def test_endpoints_that_come_and_go_at_once_do_so_in_slices() -> None:
-    """Nobody answers there. Counted is how many come or go between two turns of another task."""
+    """No engine answers there. The test counts endpoints that appear or disappear between two turns of another task."""
     fleet = Fleet(Picker(), ModelRegistry(), Eds())
     step = 0
 
@@ -112,7 +112,7 @@ async def test_endpoints_that_come_and_go_at_once_do_so_in_slices() -> None:
 
 
 class Counted:
-    """How often something was done between two turns of another task, at most."""
+    """Counts the most calls between two turns of another task."""
 
     def __init__(self) -> None:
         self.most = self._now = 0

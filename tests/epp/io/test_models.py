@@ -88,7 +88,7 @@ class Bench:
 
 
 class Routed:
-    """What a proxy makes of the replies."""
+    """The request after a proxy applied the replies."""
 
     def __init__(self, replies: list[pb.ProcessingResponse], body: bytes, length: str | None) -> None:
         self.body, self.length = body, length

@@ -1,4 +1,4 @@
-"""Pickers that tell each other over UDP what they have in flight."""
+"""Pickers report their requests in flight to each other over UDP."""
 
 from __future__ import annotations
 

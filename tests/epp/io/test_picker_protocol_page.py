@@ -1,4 +1,4 @@
-"""docs/picker-protocol.md says what is so: its diagrams are replayed, its samples are read and, where we can, run."""
+"""docs/picker-protocol.md is correct: its diagrams are replayed, its samples are read and, where possible, run."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def spoken(output: Output) -> str:
 
 
 def lines(diagram: str) -> Iterator[tuple[str, str]]:
-    """Who speaks, and what is said. A note over the picker alone is the picker's thought."""
+    """Yield the speaker and the text of each line. A note over the picker alone is a remark."""
     first, *rest = diagram.splitlines()
     assert first == "sequenceDiagram"
     for line in (one.strip() for one in rest):
@@ -195,7 +195,7 @@ def schemas(*folders: Path) -> dict[tuple[str, str], dict[str, Any]]:
 
 
 def closed(schema: Any) -> Any:
-    """As the server has it: fields that are not known are errors, not ignored (`--validate=strict`)."""
+    """Return the schema with unknown fields as errors, as a server does under `--validate=strict`."""
     if isinstance(schema, list):
         return [closed(item) for item in schema]
     if not isinstance(schema, dict):

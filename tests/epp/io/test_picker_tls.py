@@ -99,7 +99,8 @@ def impatient(bootstrap: dict[str, Any]) -> None:
 async def plane_with(
     folder: Path, fakes: list[FakeEngine], picker: Path, envoy: Path | None, *, name: str = NAME
 ) -> AsyncIterator[Plane]:
-    """A picker with the files of one folder and an Envoy with those of another; None for an Envoy without TLS."""
+    """Run a picker with the TLS files of one folder and an Envoy with those of another; None for an Envoy without
+    TLS."""
     tls = None if envoy is None else discovered(PickerTls(str(envoy), name, str(folder)))
     flags = ["--secure-serving", "--cert-path", str(picker), "--require-client-certificates"]
     async with data_plane(folder, fakes, *flags, picker_tls=tls, fail_open=False, patch=impatient) as plane:

@@ -1,4 +1,4 @@
-"""What clients notice of a picker that is killed: nothing, behind a real Envoy that has another one."""
+"""Clients notice nothing of a killed picker if a real Envoy has another one."""
 
 from __future__ import annotations
 

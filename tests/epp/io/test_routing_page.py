@@ -1,4 +1,4 @@
-"""docs/routing.md says what is true: its commands run, its tables are the code's, its pool is one."""
+"""docs/routing.md is correct: its commands run, its tables match the code, its pool is valid."""
 
 from __future__ import annotations
 

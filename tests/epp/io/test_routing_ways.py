@@ -1,4 +1,4 @@
-"""By which way pools are routed, and that it is told once."""
+"""The routing mode of pools, and its log lines: one for each change."""
 
 from __future__ import annotations
 

@@ -423,7 +423,7 @@ def test_an_endpoint_that_has_gone_leaves_no_label_behind() -> None:
 
 
 def shown(request: pb.ProcessingRequest) -> pb.ProcessingRequest:
-    """As a proxy sends it that wants no answer."""
+    """Mark a message as observed only: the proxy waits for no answer."""
     request.observability_mode = True
     return request
 

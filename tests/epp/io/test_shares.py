@@ -1,4 +1,4 @@
-"""What clients share of a bound in the keyers: what was learnt of their chats."""
+"""Clients share the keyers' memory of chats."""
 
 from __future__ import annotations
 

@@ -176,7 +176,7 @@ async def test_without_a_picker_a_name_that_one_endpoint_does_not_know_is_tried_
 
 
 def refuse_name(engine: FakeEngine) -> None:
-    """What our runtime answers then to a name that is not its own."""
+    """Let an engine answer as our runtime does to an unknown model name that no picker has checked."""
     engine.reply_status = 503
     engine.reply_headers = {names.ELSEWHERE: "true", "Retry-After": "1"}
     engine.reply_body = b'{"error": {"code": "picker_unavailable"}}'

@@ -19,7 +19,7 @@ from treeline_epp.main import main
 
 
 def write(folder: Path, pair: tuple[bytes, bytes], stamp: int) -> None:
-    """As a mounted Secret, with a time of its own."""
+    """Write a certificate and its key, with the given modification time."""
     for name, data in zip(("tls.key", "tls.crt"), pair, strict=True):
         (folder / name).write_bytes(data)
         os.utime(folder / name, (stamp, stamp))
@@ -50,7 +50,8 @@ async def test_a_certificate_from_files_is_used_and_replaced_while_it_serves(tmp
 
 
 def mounted(folder: Path, pair: tuple[bytes, bytes], name: str) -> None:
-    """As the kubelet mounts a Secret, authority included: files are links into a folder that is replaced at once."""
+    """Write certificate, key and authority as the kubelet mounts a Secret: links into a folder that is replaced at
+    once."""
     (folder / name).mkdir()
     for file, data in (("tls.key", pair[0]), ("tls.crt", pair[1]), ("ca.crt", pair[1])):
         (folder / name / file).write_bytes(data)
@@ -62,7 +63,7 @@ def mounted(folder: Path, pair: tuple[bytes, bytes], name: str) -> None:
 
 
 async def health(port: int, pair: tuple[bytes, bytes]) -> int | None:
-    """What the port says to a client that trusts, and shows, this certificate; None where they do not agree on one."""
+    """Return the port's health for a client with this certificate; None if the handshake fails."""
     options = (("grpc.ssl_target_name_override", "localhost"), ("grpc.use_local_subchannel_pool", 1))
     keys = grpc.ssl_channel_credentials(pair[1], *pair)
     async with grpc.aio.secure_channel(f"127.0.0.1:{port}", keys, options) as channel:

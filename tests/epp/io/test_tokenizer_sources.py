@@ -1,4 +1,4 @@
-"""What `--tokenizer` and `--chat-template` may say, and tokenizers in folders."""
+"""The values of `--tokenizer` and `--chat-template`, and tokenizers in folders."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_folder_is_read_again_when_it_changes_and_only_then(tmp_path: Path) ->
 
 
 def test_a_folder_that_is_swapped_by_a_link_is_read_again(tmp_path: Path) -> None:
-    """As Kubernetes replaces what is in a mounted volume."""
+    """Kubernetes replaces a mounted volume's contents in this way."""
     folder_at(tmp_path / "a")
     (folder_at(tmp_path / "b") / "chat_template.jinja").write_text("two")
     (tmp_path / "now").symlink_to("a")

@@ -59,7 +59,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Told:
-    """A running source, and what it told."""
+    """A running source, and its notifications."""
 
     def __init__(self, one: TokenizerSource) -> None:
         self.seen: list[tuple[str | None, str | None]] = []

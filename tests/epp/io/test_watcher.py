@@ -1,4 +1,4 @@
-"""What engines say about themselves, and the watcher that keeps asking."""
+"""Engines' descriptions of themselves, and the watcher that polls them."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ async def test_an_engine_without_models_is_not_ready_which_is_logged_once(
 
 
 async def state_of(http: HttpClient, address: str, *, trust_ready: bool) -> EngineState:
-    """What a watcher believes after its first look."""
+    """Return a watcher's state of the engine after its first probe."""
 
     async def report(_state: EngineState, _info: EngineInfo | None) -> None:
         pass

@@ -76,7 +76,8 @@ async def listed_without_load(picker: RunningPicker) -> dict[str, dict[str, obje
 
 @contextlib.asynccontextmanager
 async def restarting(control_plane: ControlPlane) -> AsyncIterator[asyncio.Task[None]]:
-    """The API server is restarted beside the block, and is back after it, whatever happens there: others share it."""
+    """Restart the API server during the block. It is back after the block, even after a failure: other tests share
+    it."""
     restarted = asyncio.create_task(asyncio.to_thread(control_plane.restart_apiserver))
     try:
         yield restarted

@@ -104,7 +104,7 @@ Told = tuple[list[Objective], list[ModelRewrite]]
 
 
 class Listener:
-    """What a source tells of rules, and whoever waits for it."""
+    """Records the rules that a source reports, and waits for given ones."""
 
     def __init__(self) -> None:
         self.told: Told = ([], [])
@@ -146,7 +146,7 @@ async def following(rules: Rules) -> AsyncIterator[tuple[KubernetesSource, Liste
 async def test_what_is_told_is_what_is_there_through_changes_and_a_restart(
     rules: Rules, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also what was changed while the API server was away, and what upstream's definitions fill in."""
+    """It includes changes made while the API server was away, and defaults of upstream's definitions."""
     monkeypatch.setattr(reflector, "Timing", partial(reflector.Timing, backoff_s=(0.2, 1.0)))
     monkeypatch.setattr(reflector, "LONGEST_RETRY_AFTER_S", 0.5)
     await rules.create_pool("p", 8000)

@@ -1,4 +1,4 @@
-"""Pickers tell each other what they have in flight: whatever happens on the way, they agree, and nothing is left."""
+"""Pickers exchange their requests in flight: they agree in the end under any faults, and no record is left over."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ class Liar:
         self.said: list[bytes] = []
 
     def say(self, message: Delta | Ask | Snapshot | Leave, now: float, address: tuple[str, int] = HOME) -> list[object]:
-        """What is answered."""
+        """Send a message and return the answers."""
         reader = Seal(KEY)
         self.said.append(self.seal.close(encode(message)))
         out = self.gossip.on_datagram(self.said[-1], address, now)

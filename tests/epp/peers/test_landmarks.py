@@ -1,4 +1,4 @@
-"""How far a prompt is foreseen to be held, told by a few hashes of it."""
+"""Peers' prefixes are predicted from a few hashes of a prompt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of another picker is applied is always what it had at one moment, whatever arrives, in whatever order."""
+"""A peer's state, as applied here, always equals its state at one moment, in any order of arrival."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is sent over one connection, as bytes: no socket here. `http1` and `http2` make one attack from a generator."""
+"""Makes the bytes of an attack over one connection, without sockets. `http1` and `http2` make one from a generator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attacks a running stack for a while, with a well-behaved client beside it, and says what did not hold.
+"""Attacks a running stack for a while, beside a well-behaved client, and reports each broken promise.
 
 What must hold: no 5xx of our own making, to anybody; the other client is always served, at most twice as slowly at the
 99th percentile; and no process is larger, or keeps more files open, when it is over.
@@ -38,7 +38,7 @@ GROWTH, GROWTH_BYTES, GROWTH_FILES = 0.25, 64 << 20, 24
 
 @dataclass
 class Attacked:
-    """What the attackers saw. `defects` name the attack by its number, which makes it again: see `of_number`."""
+    """The attackers' results. `defects` name an attack by its number, which makes it again: see `of_number`."""
 
     attacks: int = 0
     kinds: Counter[str] = field(default_factory=Counter)
@@ -56,7 +56,7 @@ class Footprint:
 
 @dataclass
 class Report:
-    """Everything that a run found."""
+    """The results of a run."""
 
     attacked: Attacked
     quiet_s: list[float]
@@ -184,7 +184,7 @@ class Assault:
         return self
 
     def result(self) -> Attacked:
-        """What they saw, when they are done."""
+        """Return the attackers' results when they have ended."""
         if not self._pipe.poll(self._seconds + 90):
             raise TimeoutError("the attackers do not end")
         try:

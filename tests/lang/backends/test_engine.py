@@ -128,7 +128,7 @@ def test_forks_find_the_prefix_that_was_sent_ahead(engine: Engine) -> None:
 
 
 async def test_within_a_running_loop(engine: Engine) -> None:
-    """As in a notebook: the body waits in its own thread, the loop goes on."""
+    """In a notebook, too, the body waits in its own thread while the loop goes on."""
     state = await asyncio.to_thread(capital.run, backend=EngineBackend(engine), temperature=0)
     pieces = [piece async for piece in state.text_async_iter("answer")]
     assert "".join(pieces) == "The capital of France is Paris."

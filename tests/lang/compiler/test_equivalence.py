@@ -114,7 +114,7 @@ def _set(s: ProgramState, arguments: dict[str, Any], name: str, kind: str) -> No
 
 
 def _sibling(s: ProgramState, arguments: dict[str, Any], kept: bool) -> None:
-    """What an earlier branch of the same fork has written."""
+    """Read a variable of an earlier branch of the same fork, and keep or append it."""
     for sibling in arguments["siblings"][:1]:
         value = _value(sibling, "a")
         if value is not None and kept:
@@ -195,7 +195,7 @@ ALIKE = [{"parallel": False}, {"hints": False}]
 
 
 def observed(state: ProgramState):
-    """All that a state shows, and the states that it returns."""
+    """Return everything observable of a state and of the states that it returns."""
     returned = dict(state.ret_value) if isinstance(state.ret_value, dict) else {}
     loose = [observed(one) for one in returned.pop("states", [])]
     names = list(state._stream.variables)

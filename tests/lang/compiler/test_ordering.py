@@ -1,4 +1,4 @@
-"""The order of a batch, and what is cached ahead of it."""
+"""The order of a batch, and the prefixes that are cached before it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a trace records, and what it refuses, with the line and what to write instead."""
+"""A trace records a program; it refuses what it cannot know, with the line and the way to write it."""
 
 from __future__ import annotations
 

@@ -366,7 +366,7 @@ ACCEPTED_MODELS = [
 
 @pytest.fixture(scope="module")
 def refusal(control_plane: ControlPlane) -> Iterator[Callable[[dict[str, Any]], str]]:
-    """What the API server says of an object, by a dry run with strict validation; empty if it takes it."""
+    """A function that returns the API server's refusal of an object, by a strict dry run; empty if it accepts."""
     with control_plane.http() as http:
 
         def said(obj: dict[str, Any]) -> str:

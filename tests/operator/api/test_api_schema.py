@@ -96,7 +96,7 @@ def test_an_engine_type_is_known_to_all_who_ask_for_it():
 
 
 def as_json_schema(node: Any) -> Any:
-    """A structural schema in the words of JSON Schema, refusing what it does not know."""
+    """Convert a structural schema to JSON Schema that refuses unknown fields."""
     if isinstance(node, list):
         return [as_json_schema(inner) for inner in node]
     if not isinstance(node, dict):

@@ -189,7 +189,8 @@ def attempt(plane: ControlPlane, namespace: str, obj: dict[str, Any], *, dry: bo
 
 
 def until_said(plane: ControlPlane, namespace: str, obj: dict[str, Any], words: str) -> str:
-    """What the API server answers once the words are in it: it notices policies and parameters after a moment."""
+    """Wait until the API server's answer has the words, and return it: policies and parameters take effect with a
+    delay."""
 
     def said() -> str:
         reply = attempt(plane, namespace, obj)

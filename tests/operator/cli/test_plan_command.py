@@ -141,7 +141,7 @@ SECURED = """
     ],
 )
 def test_fields_removed_from_a_pool_are_removed_from_its_objects(off: str, tmp_path: Path) -> None:
-    """The plan from one spec to another ends where the other's alone ends, whatever the first one had."""
+    """A plan over an earlier spec's objects ends in the same objects as a plan of the new spec alone."""
     whole = AFTER + SECURED
     less = whole.replace(f"{off}\n", "\n") if off else AFTER
     assert less != whole

@@ -1,4 +1,4 @@
-"""Pod templates that an API server refuses are refused by the plan, and what it takes is taken."""
+"""The plan refuses exactly the pod templates that an API server refuses."""
 
 from __future__ import annotations
 

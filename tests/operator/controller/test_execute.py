@@ -34,7 +34,7 @@ def obj(name: str, kind: str = "Service", **meta: Any) -> dict[str, Any]:
 
 
 class Server:
-    """Remembers what it is asked; ``faults`` are raised instead, by verb and name."""
+    """An API server that records its calls; ``faults`` are raised instead, by verb and name."""
 
     def __init__(self, *there: dict[str, Any], **faults: KubeError) -> None:
         self.there = {(o["kind"], o["metadata"]["name"]): o for o in there}

@@ -54,7 +54,7 @@ async def listening(room: Room, heard: Heard) -> AsyncIterator[asyncio.Task[None
 
 
 def kopf_threads() -> set[threading.Thread]:
-    """Those that live."""
+    """Return kopf's live threads."""
     return {thread for thread in threading.enumerate() if thread.name == "kopf"}
 
 

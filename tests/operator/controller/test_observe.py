@@ -1,4 +1,4 @@
-"""What is seen of pools and models: shared gateways stay as they were decided, what does not fit is named."""
+"""The observed pools and models: statuses do not disturb shared gateways, and a misfit is named."""
 
 from __future__ import annotations
 

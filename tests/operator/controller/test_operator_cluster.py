@@ -288,7 +288,7 @@ async def test_a_template_of_pickers_that_is_refused_is_reported_and_keeps_nothi
 
 
 async def test_watches_that_are_cut_and_a_place_that_is_lost_are_recovered_from(room: Room, tmp_path: Path) -> None:
-    """What is made or deleted while no watch is open is noticed: by resuming, and after 410 by listing anew."""
+    """Objects made or deleted while no watch is open are noticed: by resuming, and after 410 by a new list."""
     sent_away: Counter[str] = Counter()
 
     def away(request: web.Request) -> web.Response | None:

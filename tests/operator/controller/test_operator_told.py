@@ -1,4 +1,4 @@
-"""What the operator tells on a real API server of what it does not watch, and of what is on its way out."""
+"""Statuses on a real API server about objects that the operator does not watch, and about objects being deleted."""
 
 from __future__ import annotations
 

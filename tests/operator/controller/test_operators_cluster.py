@@ -94,7 +94,7 @@ async def room_replicas(room: Room, count: int) -> bool:
 
 
 async def test_the_process_says_how_it_is_and_ends_in_order(room: Room) -> None:
-    """As a process of its own: its pages, its memory, a standby beside it, SIGTERM, the lease handed over."""
+    """The operator as a process: its pages, its memory, a standby, SIGTERM, the handover of the lease."""
     command = [sys.executable, "-m", "treeline_operator", "--kubeconfig", str(room.plane.admin)]
     command += ["--namespace", room.namespace, "--lease-namespace", room.namespace, "--host", "127.0.0.1"]
     ports = free_ports(4)

@@ -62,7 +62,7 @@ def test_one_picker_does_not_vouch_for_anothers_requests(told: Any, agreed: int 
 
 
 class Picker:
-    """Answers what it is told to, and notes when it was asked."""
+    """A picker with a settable answer, which records the times of requests."""
 
     def __init__(self) -> None:
         self.answer: dict[str, Any] | None = {"synced": True, "pools": {}}

@@ -1,4 +1,4 @@
-"""What one reconciliation says, with everything around it made up."""
+"""The results of one reconciliation, in a simulated environment."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ async def test_events_are_not_listed_for_a_pool_that_is_no_longer_understood(mon
 
 
 async def test_in_one_turn_of_the_loop_there_is_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So probes and answers of the API server wait for one plan, however many pools there are."""
+    """Probes and answers of the API server then wait for at most one plan, however many pools there are."""
     store = Store()
     for number in range(20):
         store.put(pool(f"p{number}"))

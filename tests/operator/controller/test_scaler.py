@@ -29,8 +29,8 @@ IDLE = PoolSignals(ready=1)
 
 
 class World:
-    """A pool `p`, an API server that takes its scale and tells of it when `tells`, and pickers that say what they are
-    told to, a line every 2 s."""
+    """A pool `p`, an API server that takes its scale and reports it if `tells`, and pickers with settable reports, one
+    every 2 s."""
 
     def __init__(self, **auto: Any) -> None:
         self.store = Store()

@@ -1,4 +1,4 @@
-"""What the operator may see of a real API server shrinks and grows while it works."""
+"""The operator works on while its view of a real API server shrinks and grows."""
 
 from __future__ import annotations
 

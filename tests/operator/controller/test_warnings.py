@@ -49,7 +49,7 @@ class Lists:
 
 
 class Followed:
-    """Warnings that run on a virtual loop, and the pools that they told of."""
+    """Warnings on a virtual loop, and the pools that they reported."""
 
     def __init__(self, lists: Lists) -> None:
         self.changed: list[Key] = []

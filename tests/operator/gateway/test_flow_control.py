@@ -69,7 +69,7 @@ def test_every_bound_reaches_the_picker() -> None:
 
 
 def shown(**picker: Any) -> str:
-    """What our own Envoy shows the picker of responses."""
+    """Return our Envoy's configuration for a pool with these picker settings."""
     cluster = converged(pool("a", endpointPicker=picker))
     (name,) = [name for name in cluster.names("ConfigMap") if name.startswith("treeline-edge")]
     return cluster.get("ConfigMap", name)["data"]["envoy.json"]

@@ -37,7 +37,7 @@ async def cluster(control_plane: ControlPlane) -> AsyncIterator[Client]:
 
 
 async def observed(cluster: Client, namespace: str, *pools: InferencePool) -> GatewayWorld:
-    """What an operator sees of the gateway `treeline`."""
+    """Return the world of the gateway `treeline`, as an operator observes it."""
 
     async def everything(api_version: str, kind: str) -> tuple[Observed, ...]:
         found = cluster.list(api_version, kind, namespace, "treeline.dev/gateway=treeline")

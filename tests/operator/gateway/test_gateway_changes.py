@@ -99,8 +99,8 @@ def test_a_deleted_anchor_is_awaited_and_created_again() -> None:
 
 
 def test_children_of_a_former_gateway_are_awaited_not_adopted() -> None:
-    """A pool that is deleted and made anew at once meets the children of its former gateway before they are collected.
-    Its picker has keys that go too, and that nobody sees."""
+    """A pool that is deleted and created again meets the children of its former gateway before they are collected. The
+    former picker's keys disappear too, and the operator cannot see them."""
     cluster, p = converged(pool("a")), pool("a")
     cluster.get("ConfigMap", "treeline-gateway")["metadata"]["uid"] = "uid-of-the-next"
     plan = plan_gateway(cluster.world(p))

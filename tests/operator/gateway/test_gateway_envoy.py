@@ -1,4 +1,4 @@
-"""What the gateway's plan says to Envoy: a configuration that it accepts, who is let in with which key, how much."""
+"""Envoy's configuration by the gateway's plan: Envoy accepts it, and it sets keys, access and limits."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def envoys_listener(cluster: Cluster) -> dict[str, Any]:
 
 
 def told_by_the_edge(cluster: Cluster) -> str | None:
-    """What Envoy says of isolation; None where it says nothing."""
+    """Return the isolation header that Envoy adds; None if it adds none."""
     manager = envoys_listener(cluster)
     changes = manager["http_filters"][0]["typed_config"]["mutations"]["request_mutations"]
     appended = [change["append"]["header"] for change in changes if "append" in change]

@@ -1,4 +1,4 @@
-"""Who may reach whom around a gateway: its NetworkPolicies, and that both ends of a path agree."""
+"""A gateway's NetworkPolicies, which agree at both ends of each path."""
 
 from __future__ import annotations
 

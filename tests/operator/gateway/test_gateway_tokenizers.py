@@ -1,4 +1,4 @@
-"""Where the picker gets the tokenizers of engines that serve none: flags, volumes, network, and what a status says."""
+"""The picker's tokenizers for engines that serve none: flags, volumes, network and status."""
 
 from __future__ import annotations
 

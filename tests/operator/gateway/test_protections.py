@@ -1,4 +1,4 @@
-"""What protects a gateway: the strictest statement holds, and is not lost with the pool that made it."""
+"""A gateway's protections: the strictest setting applies, and outlives the pool that made it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def seen(cluster: Cluster, *pools: InferencePool) -> SharedGateway:
 
 
 def envoy(cluster: Cluster) -> dict[str, Any]:
-    """What Envoy's pods mount, and its configuration."""
+    """Return the Secrets of Envoy's pods, their arguments and configuration."""
     deployment = cluster.get("Deployment", "treeline-edge")
     volumes = deployment["spec"]["template"]["spec"]["volumes"]
     secrets = {one["name"]: one["secret"]["secretName"] for one in volumes if "secret" in one}

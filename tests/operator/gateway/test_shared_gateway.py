@@ -1,4 +1,4 @@
-"""Which pool's settings hold for a gateway: the oldest's, whatever the order in which they are seen."""
+"""A gateway uses the settings of its oldest pool, in whatever order pools are seen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engines' adapters, and the page and manifests that name what is in them."""
+"""The engines' adapters agree with the page and the manifests that name their releases, annotations and ports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who reaches which port, by the NetworkPolicies that are planned, as Kubernetes reads them."""
+"""The planned NetworkPolicies open the right ports to the right peers, as Kubernetes reads them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a pool downloads and where it is kept: the claims of a pool, and the way out."""
+"""A pool's volume claims for downloads, and its way to the internet."""
 
 from __future__ import annotations
 

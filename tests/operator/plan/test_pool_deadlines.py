@@ -1,4 +1,4 @@
-"""How long the pods of a pool may take: to start, to be killed, to end."""
+"""The deadlines of a pool's pods: to start, to be killed, to end."""
 
 from __future__ import annotations
 

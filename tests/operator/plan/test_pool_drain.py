@@ -204,7 +204,7 @@ def test_pods_that_never_served_go_at_once_and_first() -> None:
 
 
 def test_a_pod_is_not_released_while_one_that_goes_before_it_is_waited_for() -> None:
-    """A ReplicaSet gives up the one that is not ready, whatever costs say; and that one has a stream."""
+    """A ReplicaSet removes the pod that is not ready first, whatever the deletion costs; that pod has a stream."""
     cluster = cluster_of(3, p2=1)
     status = cluster.pods["p2"]["status"]
     status["conditions"] = [c for c in status["conditions"] if c["type"] != "Ready"]
@@ -346,8 +346,8 @@ def test_a_cost_of_another_owner_is_left_alone() -> None:
 
 
 class DrainStory(RuleBasedStateMachine):
-    """A pool that is scaled and rolled back and forth while streams come and go, pickers too, and operators are killed
-    in the middle of what they do."""
+    """A pool is scaled and rolled back and forth while streams and pickers come and go, and operators are killed
+    midway."""
 
     @initialize(replicas=st.integers(1, 4), missing=st.sampled_from([0, 0, 1]), timeout=st.sampled_from([5, 60]))
     def begin(self, replicas: int, missing: int, timeout: int) -> None:
@@ -383,7 +383,7 @@ class DrainStory(RuleBasedStateMachine):
             self.cluster.streams[name] = self.cluster.streams.get(name, 0) + 1
 
     def reachable(self, pod: dict[str, Any]) -> bool:
-        """It serves, or did a moment ago: what was picked then arrives now."""
+        """Return whether requests may reach the pod: it serves, or did a moment ago and picks of then arrive now."""
         since = pod["metadata"].get("annotations", {}).get(names.DRAINING_SINCE)
         return since is None or stamp(self.cluster.now - timedelta(seconds=0.9)) < since
 

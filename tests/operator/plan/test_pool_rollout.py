@@ -1,4 +1,4 @@
-"""How replicas move between revisions: exact steps, and what holds at every step of any story."""
+"""Replicas move between revisions: exact steps, and the invariants of every step."""
 
 from __future__ import annotations
 

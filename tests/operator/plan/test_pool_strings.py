@@ -1,4 +1,4 @@
-"""What users write stays one word of a command line, one path, one value: for every string that the API takes."""
+"""Every string that the API accepts stays one word of a command line, one path, one value."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ HOSTILE = st.text(min_size=1, max_size=40) | st.sampled_from(
 
 
 def strings(text: str) -> Iterator[str]:
-    """What of our models takes the text as it is."""
+    """Yield the fields that accept the text unchanged."""
     for where, model in {
         "model.name": lambda: ModelSource.model_validate({"uri": "hf://o/n", "name": text}),
         "adapter.name": lambda: Adapter.model_validate({"name": text, "uri": "hf://o/n"}),

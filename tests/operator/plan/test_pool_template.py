@@ -219,7 +219,7 @@ def test_our_runtime_takes_the_command_line(engine: dict[str, Any]) -> None:
 
 
 def test_the_words_that_a_pool_may_use_are_those_that_our_runtime_takes() -> None:
-    """Those of policies: tests/runtime/scheduler/test_policies.py."""
+    """tests/runtime/scheduler/test_policies.py compares the policies."""
     fields = get_type_hints(EngineConfig)
     closed = {setting: get_args(fields[to_snake(setting)]) for setting in WORDS if not setting.endswith("Policy")}
     assert closed == {setting: WORDS[setting] for setting in ("dtype", "quantization", "kvCacheDtype")}
@@ -239,7 +239,7 @@ def test_settings_that_an_engine_lacks_are_refused_not_dropped(engine: str, aske
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_every_rank_of_an_engine_has_its_ports_and_the_picker_learns_where_they_begin(ranks: int) -> None:
-    """As SGLang and vLLM count: the port of rank r is the first one + r."""
+    """SGLang and vLLM count alike: the port of rank r is the first one + r."""
     devices = {"accelerator": {"type": "nvidia", "count": ranks}}
     for engine, sockets in (("vllm", (5557, 5657)), ("sglang", (5557, 5657, 5757))):
         made = template(**devices, engine={"type": engine, "dataParallel": ranks})

@@ -1,4 +1,4 @@
-"""What an upgrade of the operator does to pools that are there: it rolls nothing by itself."""
+"""An upgrade of the operator restarts no pods of existing pools."""
 
 from __future__ import annotations
 

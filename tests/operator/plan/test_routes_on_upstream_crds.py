@@ -1,4 +1,5 @@
-"""What a pool asks of Gateway API, on an API server with the real definitions: taken as is, defaults are no drift."""
+"""An API server with the real Gateway API definitions accepts a pool's objects as they are; its defaults are no
+drift."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def test_every_reason_that_may_be_a_cause_has_its_place_among_them():
 
 
 def test_a_cause_is_reported_with_the_pods_that_have_it_and_what_to_do():
-    """An evicted pod is nobody's any more to a pool's status, which tells of all the other troubles."""
+    """A pool's status ignores evicted pods; it reports every other trouble."""
     status, reason, text = TROUBLES["evicted"]
     pods = [pod(POOL, "tiny-0", **ready()).object, pod(POOL, POD, **status).object]
     (cause,) = diagnose(pods)
@@ -72,7 +72,7 @@ def test_the_same_trouble_in_other_words_is_reported_in_those_of_most_pods():
 
 
 def test_messages_of_our_runtime_about_missing_models_are_recognised(tmp_path):
-    """Of no folder, of an empty one, of a file, and of one without weights."""
+    """The messages for a missing folder, an empty one, a file, and a folder without weights."""
     (file := tmp_path / "file").touch()
     (empty := tmp_path / "empty").mkdir()
     (half := tmp_path / "half").mkdir()
@@ -119,7 +119,7 @@ def test_pods_that_cannot_be_made(reason, message):
     ids=["mounted since", "mounted since, downloads", "started since"],
 )
 def test_old_news_is_no_cause(status, why, text):
-    """Events stay for an hour after what they tell of was mended."""
+    """Events stay for an hour after their problem is solved."""
     (cause,) = diagnose([pod(POOL, POD, **status).object], (), [event(POD, why, text)])
     assert cause.reason in (Reason.MODEL_LOADING, Reason.WEIGHTS_DOWNLOADING, Reason.PODS_STARTING)
     assert text not in cause.detail

@@ -1,4 +1,4 @@
-"""The status of what is in front of a pool: picker, gateway and routes."""
+"""The status of a pool's picker, gateway and routes."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def envoy_pod(name, revision, ending=False, **status):
 
 
 def test_envoys_with_former_settings_are_not_what_was_asked_for():
-    """With TLS or API keys switched on, status.url or the keys would not be those of who answers."""
+    """After TLS or API keys are switched on, status.url and the keys would not match the old pods that still answer."""
     old = envoy_pod("treeline-edge-old", "before", **ready())
     new = envoy_pod(
         "treeline-edge-new", "now", phase="Pending", conditions=[{"type": "PodScheduled", "status": "True"}]

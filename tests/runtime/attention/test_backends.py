@@ -231,7 +231,7 @@ def test_what_lies_in_slots_that_nobody_sees_changes_no_bit(
 
 
 def test_steps_that_are_planned_into_buffers_find_their_pages(backend: str) -> None:
-    """As a captured graph does: the plan of each step lies where that of the first did."""
+    """A captured graph does the same: the plan of each step lies where the first one did."""
     world = World(backend, (4, 2, 8), 4, scoring=Scoring(windows=(None, 6)))
     if not world.capture(sequences=2):
         pytest.skip("steps of this backend cannot be captured")

@@ -1,4 +1,4 @@
-"""Which prefixes are read together, and the segments that come of them."""
+"""The choice of prefixes that are read together, and their segments."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class Broken(Exception):
 
 
 class World:
-    """A pool, what it has started, and who has borrowed; a process serves three times."""
+    """A pool, its processes, and those that are lent out; a process serves three times."""
 
     def __init__(self) -> None:
         self.started = list[Fake]()

@@ -1,4 +1,4 @@
-"""Hidden states equal those of transformers, whatever was cached, chunked or retracted."""
+"""Hidden states equal those of transformers, for any caching, chunking and retraction."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def path(theirs: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def expected(theirs: Any, ids: list[int]) -> npt.NDArray[np.float32]:
-    """Of all positions but the last token's."""
+    """Return transformers' hidden states of all positions but the last."""
     with torch.no_grad():
         states = theirs(torch.tensor([ids[:-1]]), output_hidden_states=True).hidden_states[-1][0]
     found: npt.NDArray[np.float32] = states.numpy()

@@ -1,4 +1,4 @@
-"""Every message survives the wire, and each process refuses what is not meant for it."""
+"""Every message survives the wire, and each process refuses messages of other processes."""
 
 from __future__ import annotations
 

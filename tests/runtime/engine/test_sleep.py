@@ -158,7 +158,7 @@ def test_a_sleep_that_cannot_end_for_want_of_memory_goes_on(
 def test_a_models_tensors_go_to_the_host_and_come_back_as_they_were(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a GPU does at level 1, on a CPU."""
+    """Level 1 as on a GPU, here on a CPU."""
     monkeypatch.setattr(onednn, "can_pack", lambda _: False)
     model = dummy_model(SchedulerConfig(model=str(write_config(tmp_path, num_hidden_layers=1)), load_format="dummy"))
     tensors = tensors_of(model)

@@ -1,4 +1,4 @@
-"""Joined deltas are the full text up to the stop, whatever the ids are split into."""
+"""Joined deltas equal the full text up to the stop, however the ids are split."""
 
 from __future__ import annotations
 

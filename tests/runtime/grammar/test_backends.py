@@ -1,4 +1,5 @@
-"""What both libraries keep: masks and `accept` agree, rolling back leaves nothing, each kind of grammar means it."""
+"""Promises of both libraries: masks and `accept` agree, a rollback leaves no trace, each kind of grammar is
+enforced."""
 
 from __future__ import annotations
 
@@ -75,7 +76,7 @@ def test_after_a_roll_back_a_matcher_is_as_a_fresh_one(
 
 @pytest.mark.parametrize("grammar", GRAMMARS, ids=lambda grammar: f"{grammar.kind}{len(grammar.source)}")
 def test_what_is_forced_is_what_follows(backend: GrammarBackend, walker: Walker, grammar: Grammar) -> None:
-    """Of each whole output, from each place in it on."""
+    """Check it at each place of each whole output."""
     compiled = backend.load(backend.compile(grammar))
     for seed in range(4):
         walk = walker.walk(compiled, seed, 10, 300)
@@ -332,7 +333,7 @@ def test_what_is_no_schema_is_refused_by_name(backend: GrammarBackend, schema: A
     ids=lambda grammar: grammar.kind,
 )
 def test_reported_grammar_memory_is_not_far_too_low(grammar: Grammar) -> None:
-    """Of the heap: 60 bytes for a character of llguidance's text, xgrammar's as many as it has serialised."""
+    """Compare with the heap: 60 bytes for a character of llguidance's text, for xgrammar its serialised bytes."""
     backend = Backends(synthetic_vocabulary(2000))
     compiled = backend.compile(grammar)
     least = 60 * (len(compiled) - 1) if grammar.kind == "choice" else len(compiled) - 1

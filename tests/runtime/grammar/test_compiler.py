@@ -86,7 +86,7 @@ class Held:
             assert self._changed.wait_for(lambda: len(self.begun) == count, 60), self.begun
 
     def go_on(self, count: int) -> None:
-        """So many more are answered, whichever they are."""
+        """Let `count` more compilations finish, in any order."""
         with self._changed:
             self._free += count
             self._changed.notify_all()

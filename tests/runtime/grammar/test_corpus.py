@@ -1,4 +1,4 @@
-"""Whatever a grammar lets an output be is what was asked for: JSON Schemas by the thousand, judged by `jsonschema`."""
+"""Every finished output satisfies its grammar: thousands of JSON Schemas, judged by `jsonschema`."""
 
 from __future__ import annotations
 

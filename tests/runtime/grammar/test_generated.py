@@ -1,5 +1,5 @@
-"""What the tiny model says at a high temperature under generated schemas, patterns and grammars, is right by the
-judgement of libraries that nobody here wrote. `TREELINE_SCHEMAS` is how many schemas."""
+"""Outputs of the tiny model at a high temperature, under generated schemas, patterns and grammars, are correct by
+independent libraries. `TREELINE_SCHEMAS` is the number of schemas."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def said(grammars: list[Grammar], most: int) -> list[str | None]:
 
 
 def taken(schemas: list[Any]) -> list[Any]:
-    """Those that are not refused."""
+    """Return the schemas that are accepted."""
     backend, found = Backends(tiny_vocabulary()), []
     for schema in schemas:
         with contextlib.suppress(GrammarError):

@@ -1,4 +1,4 @@
-"""Grammars made to exhaust whoever compiles them: refused, or quick at every step afterwards."""
+"""Grammars made to exhaust the compiler are refused, or quick at every later step."""
 
 from __future__ import annotations
 

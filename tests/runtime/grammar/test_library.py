@@ -1,4 +1,4 @@
-"""xgrammar is imported without what it would import besides."""
+"""xgrammar is imported without its optional heavy imports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What grammars take of a process, as the kernel sees it: when they are forgotten, it is as small as before."""
+"""The memory of grammars, as the kernel sees it: once they are forgotten, the process is as small as before."""
 
 from __future__ import annotations
 

@@ -287,7 +287,8 @@ class Dog(BaseModel):
 
 
 class Everything(BaseModel):
-    """Of each type that has a schema, but for sets of what is no short list: no grammar tells their items apart."""
+    """A field of each type that has a schema, except sets of items that no short list names: a grammar cannot keep
+    their items distinct."""
 
     a: str
     b: int

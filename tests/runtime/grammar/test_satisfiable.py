@@ -1,4 +1,4 @@
-"""What derives no finite text, or only long ones, is refused; what is forced after it ends."""
+"""Grammars with no finite text, or only long ones, are refused; forced text comes to an end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def backend() -> GrammarBackend:
 
 
 def _shortest(kind: str, source: str) -> float:
-    """Of the root; inf: none."""
+    """Return the length of the root's shortest text; inf if there is none."""
     parse = {
         "ebnf": "from_ebnf",
         "regex": "from_regex",

@@ -74,7 +74,7 @@ def test_what_one_of_two_has_filled_is_on_the_device_and_kept_for_the_other() ->
 
 
 def test_who_does_not_want_what_the_cache_has_fills_nothing() -> None:
-    """What it computes again is there, and may leave meanwhile."""
+    """The pages that it computes again are cached, and may be evicted meanwhile."""
     tree = a_tree()
     insert(tree, LONG)
     assert tree.begin_filling(None, key_of([*LONG, 1])) is None
@@ -134,7 +134,7 @@ class Machine(RuleBasedStateMachine):
         self.waiting.append(req)
 
     def fillers(self) -> list[list[int]]:
-        """What is being filled, by what each filler is known to do, in whole pages."""
+        """Return the tokens that each filler is known to fill, in whole pages."""
         alive = [filler for filler in (*self.computing(), *self.outside) if self.fills[filler]]
         return [filler.tokens[: len(filler.tokens) // PAGE_SIZE * PAGE_SIZE] for filler in alive]
 
@@ -269,7 +269,7 @@ class Machine(RuleBasedStateMachine):
             assert any(filler.startswith(key) for filler in fillers)
 
     def teardown(self) -> None:
-        """Whatever becomes of the fillers: when they have ended, the pages are free or cached, and no request waits."""
+        """When all fillers have ended in any way, pages are free or cached, and no request waits."""
         while self.launched:
             self.take_the_oldest_result(succeeds=len(self.launched) % 2 == 0)
         while self.outside:

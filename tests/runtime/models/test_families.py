@@ -1,4 +1,5 @@
-"""What one family has and others have not: config.json as it is published, what is missing in it, what is refused."""
+"""Families differ in their config.json: published ones are read, missing keys get defaults, unsupported ones are
+refused."""
 
 from __future__ import annotations
 

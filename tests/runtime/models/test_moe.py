@@ -174,7 +174,7 @@ def test_a_router_that_is_not_finite_still_names_experts() -> None:
 
 
 class Asked:
-    """Adapters that change nothing and remember what they were asked for."""
+    """Adapters that change nothing and record the projections they were asked for."""
 
     def __init__(self) -> None:
         self.names: list[str] = []

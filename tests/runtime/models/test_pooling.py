@@ -1,4 +1,4 @@
-"""What a checkpoint is served for, by what its files say, and what is refused by name."""
+"""A checkpoint's files decide its task; unsupported ones are refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What config.json and the sizes of files say is refused before torch, or a process, is there."""
+"""Models are refused by config.json and file sizes before torch is imported or a process starts."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ BLOCKS = WEIGHTS | {"strategy": "block", "block_structure": [128, 128]}
 
 
 def compressed(weights: dict[str, Any] | None = None, inputs: Any = INPUTS, **more: Any) -> dict[str, Any]:
-    """As llm-compressor writes it, keys without effect included."""
+    """Return a configuration as llm-compressor writes it, including keys without effect."""
     group = {"targets": ["Linear"], "weights": (weights or WEIGHTS) | {"observer": "minmax", "observer_kwargs": {}}}
     group |= {"input_activations": inputs, "output_activations": None}
     return {

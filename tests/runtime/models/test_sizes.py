@@ -56,7 +56,7 @@ def test_published_counts(name: str) -> None:
 
 
 class Counted(RandomWeights):
-    """Counts what is taken."""
+    """Counts the elements of the tensors taken."""
 
     taken = 0
 

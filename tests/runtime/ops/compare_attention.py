@@ -199,7 +199,7 @@ def _decode_shared(world: Attended, backend: Decode, padding: int | None, dtype:
 
 
 def _blocks(plan: Any) -> int:
-    """That are read in layers without a window."""
+    """Return the number of blocks read in layers without a window."""
     return int(plan.buffers.segments[0, 4 * plan.buffers.shape.most])
 
 

@@ -43,14 +43,16 @@ def noise(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def near(found: torch.Tensor, expected: torch.Tensor, *, rtol: float, atol: float, equal_nan: bool = False) -> None:
-    """As torch.testing.assert_close, which imports torch.distributed for it: longer than most comparisons here take."""
+    """Compare as torch.testing.assert_close does, without its import of torch.distributed, which takes longer than most
+    comparisons here."""
     assert (found.shape, found.dtype, found.device) == (expected.shape, expected.dtype, expected.device)
     off = ~torch.isclose(found, expected, rtol=rtol, atol=atol, equal_nan=equal_nan)
     assert not off.any(), (f"{off.sum()} of {off.numel()} differ", found[off][:10], expected[off][:10])
 
 
 def close(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
-    """As a whole to 1 %, with 16 bits: where numbers cancel, a rounding of one of them is much of what is left."""
+    """Compare 16-bit results as a whole to 1 %: where numbers cancel, one rounding error is a large part of the
+    result."""
     if dtype == torch.float32:
         near(found, expected, rtol=2e-5, atol=2e-5)
         return
@@ -175,7 +177,7 @@ def a_context(
 
 
 def cells(dtype: torch.dtype) -> None:
-    """What a step reads of the tables, and where its tokens go."""
+    """Check the cells that a step reads from the tables, and those that it writes."""
     tokens, pages = torch.randint(0, 999, (5, 61), generator=GENERATOR), torch.randperm(5 * 15).view(5, 15)
     cos, sin = noise(2, 60, 24, dtype=dtype), noise(2, 60, 24, dtype=dtype)
     tables = Tables(tokens.to(DEVICE), pages.to(DEVICE), 4, cos, sin)
@@ -230,7 +232,7 @@ def rotate_and_store(dtype: torch.dtype) -> None:
 
 
 def rotate_and_store_fp8(dtype: torch.dtype) -> None:
-    """What is stored is the reference's to the bit, but where the unrounded numbers differ in their last bits."""
+    """Stored values equal the reference's bits, except where the unrounded numbers differ in their last bits."""
     if not CONVERTS_FP8:
         return
     heads, tokens = Heads(8, 2, 64, None, 1e-6), 6

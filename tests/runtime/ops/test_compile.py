@@ -50,7 +50,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a model: its heads, and the sizes between which its projections go."""
+    """A model's shape: its heads, and the sizes of its projections."""
 
     query: int
     kv: int
@@ -92,7 +92,7 @@ class Launch:
 
     @property
     def variant(self) -> tuple[Any, ...]:
-        """What Triton takes for granted of the arguments that may vary: whether they are 1, or multiples of 16."""
+        """Return what Triton specialises on in variable arguments: whether they are 1, or multiples of 16."""
         found: list[Any] = []
         for parameter in self.kernel.params:
             value = self.args[parameter.name]
@@ -130,7 +130,7 @@ class Launch:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
-    """What is launched in the test, instead of being run."""
+    """Record launches instead of running them."""
     found: list[Launch] = []
 
     def record(kernel: Any, *args: Any, grid: Any, **options: Any) -> None:
@@ -151,7 +151,7 @@ def noise(*shape: int) -> torch.Tensor:
 
 
 def operations(shape: Shape) -> None:
-    """Whatever a step launches but attention."""
+    """Launch every operation of a step except attention."""
     from treeline_runtime.ops.triton_ops import TritonOps
 
     ops = TritonOps()
@@ -173,7 +173,7 @@ def operations(shape: Shape) -> None:
 
 
 def storing(shape: Shape, pool: KVPool) -> None:
-    """Of keys and values."""
+    """Launch the storing of keys and values."""
     from treeline_runtime.ops.triton_ops import TritonOps
 
     norm = noise(shape.query + shape.kv, shape.dim).to(shape.norms) if shape.normed else None
@@ -191,7 +191,7 @@ def storing(shape: Shape, pool: KVPool) -> None:
 
 
 def products_of_fp8(shape: Shape) -> None:
-    """Of few tokens and many, with a scale for a row and for each block of it."""
+    """Launch products of few tokens and of many, with a scale for each row and for each block of a row."""
     from treeline_runtime.ops.fp8 import scaled_linear
 
     outputs, inputs = 2 * shape.inner, shape.hidden
@@ -226,7 +226,7 @@ def attention(shape: Shape, pool: KVPool | None = None, steps: tuple[tuple[int, 
 
 
 def prompts_of_float32(shape: Shape) -> None:
-    """Which no tensor core multiplies: what is held in registers is all that limits it."""
+    """Launch prompts in float32, which no tensor core multiplies: only registers limit them."""
     from treeline_runtime.attention.extend import Extend
 
     for dim in (128, 256):
@@ -239,7 +239,7 @@ def prompts_of_float32(shape: Shape) -> None:
 
 
 def experts(shape: Shape) -> None:
-    """Of gpt-oss-20b, which has all that others have and more: every tile, tokens sorted and not."""
+    """Launch the experts of gpt-oss-20b, a superset of other models': every tile, tokens sorted and not."""
     from treeline_runtime.ops.triton_ops import TritonOps
 
     ops, count, hidden, inner = TritonOps(), 32, 2880, 2880

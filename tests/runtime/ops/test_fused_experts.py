@@ -1,4 +1,4 @@
-"""How large the launches of a mixture of experts are: what the host says before it knows where tokens go."""
+"""The launch sizes of a mixture of experts, chosen by the host before it knows the routing."""
 
 from __future__ import annotations
 

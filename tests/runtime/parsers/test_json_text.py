@@ -20,7 +20,7 @@ TEXTS = st.builds(json.dumps, OBJECTS, indent=st.sampled_from([None, 1]), ensure
 
 
 def scanned(parts: list[str]) -> tuple[str, str]:
-    """What the scanner wrote of a text in parts, and what it left; "" for the first if it never was done."""
+    """Scan a text in parts. Return what the scanner wrote ("" if it never finished) and what it left."""
     scanner, written, left = JsonScanner(), "", ""
     for part in parts:
         end = 0

@@ -1,4 +1,5 @@
-"""What a structure lets through, its parser understands: outputs are drawn at random from xgrammar's own masks."""
+"""A parser understands every output that its structure allows: outputs are drawn at random from xgrammar's own
+masks."""
 
 from __future__ import annotations
 
@@ -90,7 +91,7 @@ def drawn(structure: dict[str, Any], seed: int, longest: int = 250) -> str | Non
 
 
 def calls_in(found: Found, functions: tuple[Function, ...]) -> list[str]:
-    """The names of what is called, whose arguments are valid."""
+    """Return the names of the called functions, after validating their arguments."""
     schemas = {function.name: function.schema for function in functions}
     for kind, value in found:
         if kind == "call":
@@ -189,7 +190,8 @@ def test_what_it_is_compiled_to_grows_less_than_that(tools: str) -> None:
 
 @pytest.mark.parametrize("count", [2, 200])
 def test_calls_of_many_functions_in_python_lists(count: int) -> None:
-    """Of few, several fit into a list in free text, of many one; where calls are required it is one list always."""
+    """With few functions, free text may hold a list of several calls, with many only lists of one; required calls are
+    always one list."""
     functions = [Function(f"f{i}") for i in range(count)]
     both, apart = "[f0(), f1()]", "[f0()] and [f1()]"
     required = parsers.structure("pythonic", functions, required=True, parallel=True)

@@ -1,4 +1,4 @@
-"""A child that is told to stop while it starts: it goes at once, and says nothing on a terminal."""
+"""A child that is stopped while it starts ends at once, and prints nothing on a terminal."""
 
 from __future__ import annotations
 

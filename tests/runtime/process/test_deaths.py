@@ -1,4 +1,4 @@
-"""How a server ends by the death of a process or of its parent, by one that stands still, by one that never was."""
+"""A server ends when a process or its parent dies, hangs, or never starts."""
 
 from __future__ import annotations
 

@@ -133,7 +133,7 @@ def test_an_error_is_one_line_and_status_1() -> None:
 
 
 def test_elsewhere_than_on_a_terminal_each_line_of_the_log_is_a_json_object(model: Path) -> None:
-    """Of all processes of a server, from its first line to its last."""
+    """It holds for all processes of a server, from its first line to its last."""
     with (
         running(model, "--log-format=json", "--log-level=debug", environment={"PYTHONWARNINGS": "always"}) as server,
         server.client() as http,

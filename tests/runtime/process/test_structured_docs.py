@@ -1,4 +1,4 @@
-"""docs/structured-output.md says what is true: its blocks are run, in order, against a real server."""
+"""The blocks of docs/structured-output.md run, in order, against a real server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the peers of a publisher's sockets may send, and how many there may be."""
+"""Bounds for the peers of a publisher's sockets: their bytes, and their number."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def bound(kind: int) -> Iterator[tuple[zmq.Socket[bytes], int, Peers]]:
 
 
 def told(members: Peers, count: int) -> None:
-    """So many are known, and nobody is ended."""
+    """Wait until `count` peers are known; none may be disconnected."""
 
     def known() -> bool:
         assert not members.look(0.0)

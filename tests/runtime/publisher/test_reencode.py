@@ -1,4 +1,4 @@
-"""How far re-encoding gives a sequence back, with a real byte-level BPE tokenizer."""
+"""Re-encoding restores most of a sequence, with a real byte-level BPE tokenizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Masks as constraints fill them, and what they leave of logits."""
+"""Masks that constraints fill, and the logits that remain."""
 
 from __future__ import annotations
 

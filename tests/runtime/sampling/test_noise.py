@@ -56,7 +56,7 @@ def test_every_token_wins_as_often_as_the_others(what: str) -> None:
 
 
 def test_very_small_variates_are_as_frequent_as_they_should_be() -> None:
-    """They are what makes unlikely tokens win."""
+    """Small variates make unlikely tokens win."""
     found = torch.cat([times([(seed, 0)], 100_000)[0] for seed in range(100)])
     for limit in (1e-3, 1e-4, 1e-5):
         expected = limit * len(found)

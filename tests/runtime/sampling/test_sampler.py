@@ -33,7 +33,7 @@ def draw(logits: torch.Tensor = LOGITS, **fields: Any) -> int:
 
 
 def frequencies(count: int = 4000, **params: Any) -> dict[int, float]:
-    """Of `count` draws in one batch, each with its own seed."""
+    """Return each token's frequency in `count` draws of one batch, each with its own seed."""
     rows = [row(seed=i, **params) for i in range(count)]
     counts = Counter(sample(LOGITS.repeat(count, 1), rows).tolist())
     return {token: n / count for token, n in sorted(counts.items())}
@@ -98,7 +98,7 @@ def test_equal_logits_are_kept_by_token_id_whatever_else_is_in_the_batch() -> No
 @pytest.mark.deep
 @pytest.mark.parametrize("params", [{}, {"top_p": 0.9}, {"top_k": 20, "top_p": 0.95}, {"min_p": 0.02}], ids=str)
 def test_the_last_bits_of_the_logits_hardly_ever_decide(params: dict[str, Any]) -> None:
-    """What the kernels' order of summation changes: here every logit moves by up to 1e-6 of its size."""
+    """Kernels sum in different orders; to imitate that, every logit moves by up to 1e-6 of its size."""
     generator = torch.Generator().manual_seed(3)
     rows, vocab = 2000, 4096
     logits = torch.randn(rows, vocab, generator=generator) * 3

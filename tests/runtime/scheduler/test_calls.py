@@ -1,4 +1,4 @@
-"""What a chat costs the scheduler's process in Python calls: the same on every machine, however busy."""
+"""The Python calls of the scheduler's process for a chat: the same on every machine, however busy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everything at once: mixed chunks, priorities, time limits, hidden states, an fp8 cache, aborts."""
+"""All features together: mixed chunks, priorities, time limits, hidden states, an fp8 cache, aborts."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.deep
     ],
 )
 def test_random_traffic(tiny: Path, settings: dict[str, Any]) -> None:
-    """Survivors say what they say alone, whoever comes, is retracted, fails and leaves beside them."""
+    """Surviving requests get the tokens that they get alone, although others come, fail, leave and are retracted."""
     rng = random.Random(1)
     engine, calm = Constrained(tiny, **settings), Constrained(tiny)
     families = [prompt(seed, 12) for seed in range(3)]

@@ -44,7 +44,7 @@ def ask_everybody(engine: Constrained, **options: Any) -> Constrained:
 
 @pytest.fixture(scope="module")
 def alone(tiny: Path) -> dict[str, list[int]]:
-    """What each request says with nobody beside it, and nothing in flight."""
+    """The tokens of each request when it runs alone, without overlap."""
     found = {}
     for rid, (ids, rule, options) in ASKED.items():
         engine = Constrained(tiny, overlap_depth=0)
@@ -110,7 +110,7 @@ def test_who_may_say_anything_says_what_it_says_free(tiny: Path, depth: int) -> 
 
 
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the scheduler has the executor do, in order; batches are numbered as they are launched."""
+    """The executor's calls, in order; batches are numbered as they are launched."""
     calls: list[str] = []
     numbers: dict[Launched, int] = {}
     launch, sample, result = Executor.launch, Executor.sample_delayed, Launched.result
@@ -182,7 +182,7 @@ def test_a_batch_without_constrained_rows_is_sampled_at_once(tiny: Path, monkeyp
 def test_what_the_next_launch_overwrites_is_read_before(
     tiny: Path, alone: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As with graphs, whose logits and tokens are where those of the next replay will be."""
+    """Graphs overwrite logits and tokens in this way at the next replay."""
     engine = ask_everybody(Constrained(tiny, overlap_depth=1))
     choose = engine.executor._forward.choose
     logits, ids = torch.zeros(16, VOCAB), torch.zeros(16, dtype=torch.int64)
@@ -354,7 +354,7 @@ def test_requests_that_end_during_a_repeated_launch_are_skipped(tiny: Path, monk
     ],
 )
 def test_ending_a_request_at_every_point(tiny: Path, alone: dict[str, list[int]], victim: str, how: str) -> None:
-    """The harness asserts after every step that constraints are told what their requests took, and nothing else."""
+    """After every step the harness asserts that constraints got exactly their requests' tokens."""
     for point in range(1, 30, 2):
         engine = ask_everybody(Constrained(tiny, overlap_depth=1, chunked_prefill_size=16, max_running_requests=5))
         for _ in range(point):

@@ -1,4 +1,4 @@
-"""What goes to the device in one piece: the tables' news, and the inputs of a decode step."""
+"""Transfers to the device in one piece: changes of the tables, and the inputs of a decode step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from treeline_runtime.scheduler.table import TableManager
 
 
 def tables_of_a_device() -> tuple[TableManager, DeviceTables]:
-    """As on CUDA: what the device has is a copy."""
+    """Return tables whose device side is a copy, as on CUDA."""
     there = DeviceTables(4, 64, 4, torch.device("cpu"), scratch_page=99)
     there.page_table = there.page_table.clone()
     there._mirrored = True

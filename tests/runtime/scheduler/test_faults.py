@@ -49,7 +49,7 @@ def not_finite(engine: Harness) -> int:
 
 @pytest.fixture(scope="module")
 def forty_answers(tiny: Path) -> list[list[int]]:
-    """Of healthy requests, one after the other; how the memory is divided and what runs when changes none."""
+    """Forty answers of healthy requests, one after another; the split of memory and the batches do not change them."""
     fresh = Harness(tiny)
     return [fresh.generate(str(i), healthy(i, 20 + i), **HEALTHY) for i in range(40)]
 
@@ -111,7 +111,7 @@ def test_a_request_that_overflows_while_it_decodes_leaves_its_neighbours_alone(
 def test_keys_that_overflow_fail_the_request_even_where_its_logits_are_finite(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such keys may hide behind a weight of zero; whoever continues that prefix would meet them."""
+    """Such keys may hide behind a weight of zero; a request that continues the prefix would meet them."""
     engine = Harness(tiny)
     store = engine.executor.pool.store
 
@@ -174,8 +174,8 @@ CONFIGS: list[dict[str, Any]] = [
 
 
 def fill_free_pages(engine: Harness, garbage: torch.Tensor) -> None:
-    """Before every batch, whatever is not owned by a request or the tree is overwritten; as are the ends of pages
-    that a request has not written yet, which it got with whatever was in them."""
+    """Before every batch, overwrite each page that neither a request nor the tree owns, and the part of each request's
+    last page that it has not written yet."""
     launch = engine._compute
 
     def launch_on_garbage(batch: Batch) -> Launched:
@@ -195,7 +195,7 @@ def fill_free_pages(engine: Harness, garbage: torch.Tensor) -> None:
 
 
 def traffic(tiny: Path, settings: dict[str, Any], garbage: list[float], seed: int) -> dict[str, list[TokenOut]]:
-    """Everything that the engine sends while prompts with common beginnings come, decode, leave and are retracted."""
+    """Return the engine's messages while prompts with common beginnings arrive, decode, leave and are retracted."""
     engine = Harness(tiny, max_total_tokens=384, max_running_requests=8, **settings)
     engine.ratio.initial = engine.ratio.minimum = engine.ratio.value = 0.1  # optimistic: retractions happen
     fill_free_pages(engine, torch.tensor(garbage))

@@ -26,7 +26,7 @@ class Line(deque[Any]):
 
 
 class World:
-    """As between processes: so many messages a step, and answers when it is over."""
+    """An engine and a manager as in two processes: a limited number of messages each step, and answers after it."""
 
     def __init__(self, model: Path) -> None:
         self.engine = Harness(model, max_running_requests=8)
@@ -46,7 +46,7 @@ class World:
         self.engine.replies.clear()
 
     def steps_until_told(self, inflight: InflightRequest) -> int:
-        """Of its first token."""
+        """Count the steps until the request's first token."""
         (id,) = inflight.ids
         for steps in range(1, 200):
             self.step()

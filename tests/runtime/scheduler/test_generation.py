@@ -127,7 +127,7 @@ def test_penalties_and_bias_reach_the_sampler(tiny: Path) -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"chunked_prefill_size": 8}, {"overlap_depth": 1}])
 def test_logprobs_agree_between_prefill_and_decode(tiny: Path, settings: dict[str, Any]) -> None:
-    """What was sampled with a probability has the same one as a prompt."""
+    """A sampled token has the same probability as part of a prompt."""
     engine = Harness(tiny, **settings)
     ids = prompt(9, 19)
     out = engine.generate("gen", ids, max_new_tokens=N, return_logprob=True, top_logprobs_num=3)

@@ -82,7 +82,8 @@ def engine_of(depth: int, **settings: Any) -> WithGrammars:
 
 @pytest.fixture(scope="module")
 def alone() -> dict[int, dict[str, list[int]]]:
-    """What each says with nobody beside it, by the overlap: one saved step is worth a jump, or is not."""
+    """The tokens of each request when it runs alone, by overlap depth: a jump is worth it for one saved step, or
+    not."""
     found: dict[int, dict[str, list[int]]] = {0: {}, 1: {}}
     for depth, said in found.items():
         engine = engine_of(depth)
@@ -241,7 +242,7 @@ def test_greedy_tokens_are_the_most_likely_after_this_sequence(
 
 @pytest.mark.parametrize(("depth", "page_size"), [(0, 4), (1, 1)])
 def test_the_cache_holds_what_was_computed(depth: int, page_size: int) -> None:
-    """Who goes on from an answer that jumped finds in the cache what it would have computed."""
+    """A request that continues an answer with jumps finds in the cache the tokens that it would have computed."""
     engine, fresh = engine_of(depth, page_size=page_size), engine_of(0)
     everybody(engine).run()
     for rid in ("person", "flags", "long", "flags again"):
@@ -258,7 +259,7 @@ def test_the_cache_holds_what_was_computed(depth: int, page_size: int) -> None:
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_the_tokens_are_those_of_the_tokenizer(depth: int) -> None:
-    """Where nothing but one token is left to the model."""
+    """The grammar leaves one choice at every token."""
     engine = engine_of(depth)
     grammar = Grammar("regex", '\\{"the_full_name": true, "the_age_in_years": 7, "is_registered": false\\} and so on')
     engine.submit("a", prompt(1, 6), grammar=grammar, max_new_tokens=100)
@@ -303,7 +304,7 @@ def test_an_answer_that_is_forced_to_its_end_is_computed_in_no_time() -> None:
 
 
 def test_a_stop_token_is_not_jumped_over() -> None:
-    """It is sampled, or something else is."""
+    """The model samples the stop token or another one."""
     engine = engine_of(0)
     ask(engine, "flags")
     engine.run()
@@ -343,7 +344,7 @@ def test_who_asks_what_was_sampled_does_not_jump(option: str) -> None:
 
 
 def test_the_grammar_may_begin_later() -> None:
-    """Nothing that was said before its marker is replaced."""
+    """Text before the grammar's marker is not replaced."""
     engine = engine_of(1)
     marked = msgspec.structs.replace(FLAGS, after="e")
     engine.submit("a", prompt(3, 9), grammar=marked, max_new_tokens=200, temperature=1.0, seed=3, ignore_eos=True)

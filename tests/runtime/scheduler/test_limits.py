@@ -1,4 +1,4 @@
-"""What a request may take, in tokens, places and seconds: what exceeds it is told so, what does not is served."""
+"""Limits of a request in tokens, places and seconds: a request beyond one is refused, others are served."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_a_request_ends_when_its_time_is_over_wherever_it_is(tiny: Path, depth: 
 
 
 def test_a_retracted_request_has_begun(tiny: Path) -> None:
-    """It may be streaming: only the time of the whole request ends it."""
+    """A retracted request may be streaming, so only the time limit of the whole request ends it."""
     clock = Clock()
     engine = Harness(tiny, clock=clock, max_total_tokens=88, waiting_timeout=5.0)
     engine.ratio.value = engine.ratio.initial = engine.ratio.minimum = 0.0

@@ -1,4 +1,4 @@
-"""What a step and an arrival look at, where thousands wait: not all of them."""
+"""A step and an arrival look at few of thousands of waiting requests."""
 
 from __future__ import annotations
 

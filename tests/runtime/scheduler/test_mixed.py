@@ -44,7 +44,7 @@ def start(tiny: Path, kind: type[Harness] = Harness, **changes: Any) -> Harness:
 
 
 def said(engine: Harness, rid: str) -> tuple[list[int], list[int], list[int | None]]:
-    """Tokens, the tokens of their logprobs, those of the prompt's."""
+    """Return the tokens, the tokens of their logprobs, and the tokens of the prompt's logprobs."""
     scored = [pair for out in engine.outs[rid] for pair in out.input_token_logprobs or ()]
     return engine.tokens(rid), [t for _, t in engine.logprobs(rid)], [t for _, t in scored]
 

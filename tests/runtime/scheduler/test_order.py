@@ -1,4 +1,4 @@
-"""Who is prefilled when: policies, shared prefixes, chunks, decode protection."""
+"""The order of prefills: policies, shared prefixes, chunks, decode protection."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_request_does_not_wait_for_less_than_a_page(tiny: Path, page_size: int
 @pytest.mark.parametrize("how", ["aborted", "failed"])
 @pytest.mark.parametrize("depth", [0, 1])
 def test_who_waits_for_one_that_dies_computes_it_itself(tiny: Path, depth: int, how: str) -> None:
-    """As soon as it is known; and what was known of it before is found."""
+    """It begins as soon as the death is known, and finds the prefix that was cached before."""
     beginning = prompt(1, 48)
     engine = Harness(tiny, overlap_depth=depth, chunked_prefill_size=16)
     engine.submit("dies", beginning + prompt(2, 4))

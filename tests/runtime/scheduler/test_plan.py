@@ -76,7 +76,7 @@ def test_plans_made_by_hand_give_the_tokens_and_logprobs_of_transformers(executo
 
 
 def test_a_prompt_may_be_given_as_embeddings(executor: Executor, model: Decoder, theirs: Any) -> None:
-    """Those of other ids than the tokens that stand in the table."""
+    """The embeddings are of other ids than the tokens in the table."""
     ids = prompt(8, 5)
     whole = prompt_plan().tokens.values
     with torch.inference_mode():

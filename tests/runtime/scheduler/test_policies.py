@@ -98,7 +98,7 @@ def test_pools_may_name_the_policies_that_there_are() -> None:
 def by_definition(
     waiting: list[Req], policy: str, match: Callable[[Req], Match], now: float, bound: float
 ) -> list[Req]:
-    """All that wait, sorted anew; `waiting`: who was put at the front, then the others as they came."""
+    """Sort all waiting requests from scratch. `waiting`: requests put at the front, then the others by arrival."""
     overdue = [req for req in waiting if now - (req.waiting_since - req.waited_s) >= bound]
     others = [req for req in waiting if req not in overdue]
     if policy == "priority":
@@ -204,7 +204,7 @@ def test_a_client_with_a_long_queue_delays_another_by_one_of_its_requests(tiny: 
 @pytest.mark.deep
 @pytest.mark.parametrize("rows", [True, False], ids=["rows", "pages"])
 def test_long_answers_of_one_client_keep_no_other_out(tiny: Path, rows: bool) -> None:
-    """They take all rows, or all pages, but what is kept for clients of which nothing runs."""
+    """The long answers take all rows, or all pages, except those reserved for clients without a running request."""
     engine = Timed(tiny, max_running_requests=16, max_total_tokens=16384 if rows else 4096)
     for i in range(40):
         engine.submit(f"long-{i}", prompt(i, 30), max_new_tokens=400, ignore_eos=True, client="ada")
@@ -225,7 +225,8 @@ def test_long_answers_of_one_client_keep_no_other_out(tiny: Path, rows: bool) ->
 
 @pytest.mark.parametrize("fits", [True, False])
 def test_a_large_prompt_beside_its_clients_long_answer_is_not_passed_for_ever(tiny: Path, fits: bool) -> None:
-    """Of another client small ones come without end. One that would not fit without them either holds up nobody."""
+    """Small prompts of another client come without end. A prompt that would not fit without them either holds up no
+    other."""
     engine = Timed(tiny, max_total_tokens=512, starvation_bound=5.0, max_running_requests=16)
     engine.submit("long", prompt(1, 30), max_new_tokens=150, ignore_eos=True, client="ada")
     small = 0

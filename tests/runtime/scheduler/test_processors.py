@@ -60,7 +60,7 @@ def calls() -> dict[str, list[list[int]]]:
 
 @pytest.fixture(scope="module")
 def alone(tiny: Path) -> dict[str, list[int]]:
-    """What each request says with nobody beside it, and nothing in flight."""
+    """The tokens of each request when it runs alone, without overlap."""
     found = {}
     for rid, (ids, rule, options) in ASKED.items():
         engine = Engines(tiny, overlap_depth=0)
@@ -222,7 +222,7 @@ def test_what_cannot_begin_is_refused_before_anything_is_computed(tiny: Path, mo
 
 
 def test_who_is_refused_takes_no_place_in_the_queue(tiny: Path) -> None:
-    """Of a full queue the least urgent gives way, but not to who would be refused anyway."""
+    """A full queue evicts its least urgent request, but not for one that would be refused anyway."""
     engine = Engines(tiny, max_running_requests=1, max_queued_requests=1, schedule_policy="priority")
     engine.submit("runs", prompt(1, 5))
     engine.step()

@@ -1,4 +1,4 @@
-"""Which steps of prompts are captured. That they compute what others do needs a CUDA device."""
+"""The choice of captured prompt steps. Comparing their results with uncaptured ones needs a CUDA device."""
 
 import dataclasses
 from pathlib import Path

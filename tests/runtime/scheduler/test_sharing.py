@@ -1,4 +1,4 @@
-"""What decode attention is told that sequences share is what they share, whatever happened to their rows."""
+"""Decode attention shares exactly the pages that sequences have in common, whatever happened to their rows."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def told(answer: httpx.Response, status: int) -> str:
 
 
 def loads(server: ServerProcess, http: httpx.Client) -> Iterator[TreelineLoad]:
-    """What a picker is told."""
+    """Yield the load reports that a picker receives."""
     with zmq.Context() as context, context.socket(zmq.SUB) as reports:
         port = http.get("/server_info").json()["kv_events"]["load_endpoint_port_base"]
         reports.connect(f"tcp://127.0.0.1:{port}")

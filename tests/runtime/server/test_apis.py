@@ -19,7 +19,7 @@ RESPONSES_PATH, MESSAGES_PATH = "/v1/responses", "/v1/messages"
 
 
 def ids(http: httpx.Client, messages: list[Any] = MESSAGES, **more: Any) -> list[int]:
-    """Of the prompt of a chat."""
+    """Return the token ids of a chat's prompt."""
     tokens: list[int] = http.post("/tokenize", json={"messages": messages, **more}).json()["tokens"]
     return tokens
 
@@ -200,7 +200,7 @@ PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 @pytest.fixture(scope="module")
 def scripted(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[ServerProcess]:
-    """A server whose prompts are what is said and nothing else: the first token of it is an order to the scheduler."""
+    """A server with a template that adds nothing: the first token of a prompt is an order to the scheduler."""
     folder = tmp_path_factory.mktemp("models") / "random"
     folder.mkdir()
     for file in model.iterdir():

@@ -82,7 +82,7 @@ def told(events: EventMaker, parts: list[Part], finish: FinishReason = STOP) -> 
 
 
 def answer(events: EventMaker) -> dict[str, Any]:
-    """As it leaves."""
+    """Return the answer as it is sent."""
     made: dict[str, Any] = json.loads(encode_json(events.answer))
     return made
 

@@ -48,7 +48,7 @@ def prompts() -> list[str]:
 
 @dataclass(frozen=True)
 class Quiet:
-    """What a server without other requests answers."""
+    """The answer of a server without other requests."""
 
     prompt: str
     ids: list[int]

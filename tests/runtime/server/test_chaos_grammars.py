@@ -55,13 +55,13 @@ def test_the_first_grammar_finds_everything_ready(tmp_path: Path) -> None:
 
 
 def processes(server: ServerProcess) -> dict[int, str]:
-    """Those of the server that live, by id."""
+    """Return the server's live processes: id and command line."""
     found = psutil.Process(server.process.pid).children(recursive=True)
     return {one.pid: " ".join(one.cmdline()) for one in found if one.status() != psutil.STATUS_ZOMBIE}
 
 
 async def free_ones(http: httpx.AsyncClient, others: asyncio.Future[Any]) -> int:
-    """How many were answered until the others were."""
+    """Count the requests answered until the others are."""
     count = 0
     while not others.done():
         answer = await http.post("/generate", json=body(4, ignore_eos=True))

@@ -37,7 +37,7 @@ def choice(shown: Shown = TOLD, reasoning: str | None = "qwen3", tools: str | No
 
 
 def takes(made: Choice, texts: list[str], finish: FinishReason) -> list[list[Part]]:
-    """What each output adds."""
+    """Return the parts that each output adds."""
 
     async def feed() -> list[list[Part]]:
         pacer = Pacer()
@@ -48,12 +48,12 @@ def takes(made: Choice, texts: list[str], finish: FinishReason) -> list[list[Par
 
 
 def told(made: Choice, texts: list[str]) -> list[dict[str, Any]]:
-    """As deltas."""
+    """Return the answer as deltas."""
     return [msgspec.to_builtins(delta) for parts in takes(made, texts, STOP) for delta in deltas(parts)]
 
 
 def whole(made: Choice, texts: list[str], finish: FinishReason = STOP, *, reasons: bool = False) -> dict[str, Any]:
-    """As a message."""
+    """Return the answer as a message."""
     parts = [part for some in takes(made, texts, finish) for part in some]
     found: dict[str, Any] = msgspec.to_builtins(message(parts, reasons=reasons))
     return found

@@ -1,4 +1,4 @@
-"""What requests ask the engine for: grammars, special tokens, and how their outputs are read."""
+"""Requests are translated for the engine: grammars, special tokens, and the parsing of their outputs."""
 
 from __future__ import annotations
 

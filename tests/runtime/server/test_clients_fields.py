@@ -1,4 +1,4 @@
-"""What the field's own clients send: copied from their sources, one request each, all answered."""
+"""Requests of popular clients, copied from their sources, one each, are all answered."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class Conversation:
         self.writer.close()
 
     async def until_closed(self) -> bytes:
-        """What came, also where the end is a reset: of a connection into which was still written."""
+        """Return everything read until the end or a reset, which a client gets that still writes."""
         said = b""
         async with asyncio.timeout(60):
             with contextlib.suppress(ConnectionResetError):

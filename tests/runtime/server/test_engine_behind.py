@@ -446,7 +446,7 @@ def test_an_idle_server_takes_no_cpu(server: ServerProcess) -> None:
     assert len(processes) >= 4
 
     def took_ms(seconds: float) -> dict[str, float]:
-        """Of CPU time in each second."""
+        """Return each process's CPU milliseconds a second."""
         before = [sum(process.cpu_times()[:2]) for process in processes]
         time.sleep(seconds)  # which is what is measured
         after = [sum(process.cpu_times()[:2]) for process in processes]

@@ -240,7 +240,7 @@ def reader() -> Iterator[Reader]:
 
 
 def read(reader: Reader, kind: Kind, **fields: Any) -> Any:
-    """What is made of a request with these besides what it needs."""
+    """Read a request with these fields besides the required ones."""
     return reader.read(kind, json.dumps(NEEDED[kind] | fields).encode(), Limits(4096, 4096), Caller())
 
 

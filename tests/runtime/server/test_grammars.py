@@ -1,4 +1,4 @@
-"""Constraints in every spelling of OpenAI's API, SGLang and vLLM, and what is wrong with those that are refused."""
+"""Constraints in every spelling of OpenAI's API, SGLang and vLLM, and the errors of the refused ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one client may hold of the memory of all requests in flight."""
+"""Each client's share of the memory of requests in flight."""
 
 from contextlib import nullcontext, suppress
 from types import SimpleNamespace
@@ -81,7 +81,7 @@ class Sent(list[Any]):
 
 
 def service(budget: int) -> tuple[Service, Sent]:
-    """One that sends to nobody."""
+    """Return a service whose messages are only recorded."""
     sent, metrics, nothing = Sent(), Metrics("m"), cast(Any, None)
     manager = TokenizerManager(metrics, sent, Sent())
     state = State(ready=True)
@@ -194,7 +194,7 @@ async def test_a_connection_keeps_nothing_of_ended_requests(answered: bool) -> N
 
 
 async def test_a_500_leaves_the_connection_open() -> None:
-    """What is raised out of the application closes it."""
+    """An exception that leaves the application closes the connection."""
     sent: list[Any] = []
 
     async def fails(_scope: Any, _receive: Any, send: Any) -> None:

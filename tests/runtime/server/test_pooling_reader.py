@@ -1,4 +1,4 @@
-"""What requests for vectors ask for, read without a server: pairs as transformers renders them, bodies at random."""
+"""Requests for vectors, read without a server: pairs as transformers renders them, and random bodies."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def prompts(tokenizer: str, template: str | None, **more: Any) -> Prompts:
 
 
 async def text_of(made: Prompts, **body: Any) -> str:
-    """As a server reads a chat: in the loop where that is certain to be short, else where it may take long."""
+    """Render a chat as a server does: in the loop if that is certain to be quick, else in a thread."""
     asked = {"messages": HI} | body
     try:
         ids = made.of_chat(asked)
@@ -108,7 +108,8 @@ async def test_without_a_worker_the_client_may_try_again(tokenizer: str) -> None
 
 
 async def test_the_event_loop_runs_while_hostile_templates_are_rendered(tokenizer: str) -> None:
-    """What the loop's thread itself spends on them, measured in its own time: others use this machine, too."""
+    """The loop's own processor time for them stays small; it is measured so because other processes use this machine
+    too."""
     with contextlib.closing(prompts(tokenizer, ENDLESS)) as made:
         renderings = [asyncio.create_task(text_of(made)) for _ in range(4)]
         turns, longest_s = 0, 0.0

@@ -283,7 +283,7 @@ def test_merging_joins_lists_and_keeps_the_last_counts() -> None:
 
 
 class Unwalked(dict[str, Any]):
-    """Whoever goes through all of it fails."""
+    """A dict that must not be iterated."""
 
     def __iter__(self) -> Any:
         raise AssertionError("it may have a hundred thousand entries")
@@ -305,7 +305,7 @@ async def test_an_abort_does_not_go_through_the_names_of_all_requests() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.lists(st.integers(0, 9), max_size=4)), min_size=1, max_size=8))
 def test_merging_keeps_what_was_withdrawn(changes: list[tuple[int, list[int]]]) -> None:
-    """Whatever is merged first, a reader ends with the same ids."""
+    """A reader ends with the same ids, whichever outputs are merged."""
     outs, ids = list[TextOut](), [100, 101, 102]
     for back, new in changes:
         back = min(back, len(ids))

@@ -1,4 +1,4 @@
-"""Which tools a chat may call, and must: what is read of `tools`, `tool_choice` and `parallel_tool_calls`."""
+"""The tools that a chat may or must call, read from `tools`, `tool_choice` and `parallel_tool_calls`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is refused, and how: always 400 (or 404), always OpenAI's shape, always naming the field."""
+"""Refusals are 400 (or 404), have OpenAI's shape and name the field."""
 
 from __future__ import annotations
 
@@ -304,7 +304,7 @@ def test_a_models_name_in_a_path_may_be_percent_encoded(http: httpx.Client) -> N
 
 
 def test_an_unknown_model_is_503_where_our_edge_could_ask_no_picker(http: httpx.Client) -> None:
-    """It may be the name of an InferenceModel, which only the picker knows, or of another pool's model."""
+    """The name may be an InferenceModel's, which only the picker knows, or another pool's model."""
     edge = {headers.EDGE: "true"}
     picked = {**edge, headers.DESTINATION: "10.0.0.1:8000"}
     body = {"model": "alias", "prompt": "hello", "max_tokens": 1}

@@ -210,8 +210,8 @@ _MESSAGES = [{"role": "user", "content": "hello"}, {"role": "user", "content": "
 
 
 def outcome(source: str, pool: TemplatePool | None) -> dict[str, object]:
-    """What became of one bomb, and the least that rendering it has taken of the processor: seconds, and `reference_s`
-    of this moment where that is not next to nothing."""
+    """Render one bomb. Return the outcome and the least processor time: seconds, and units of `reference_s` now unless
+    it is next to nothing."""
     render_cpu_s = 0.0
     try:
         template = ChatTemplate(source, special_tokens={}, pool=pool)
@@ -228,7 +228,8 @@ def outcome(source: str, pool: TemplatePool | None) -> dict[str, object]:
 def thread_seconds(
     template: ChatTemplate, messages: list[dict[str, Any]], arguments: dict[str, Any] | None = None
 ) -> tuple[str, float]:
-    """What became of one rendering, and the seconds of the processor that this thread spent on it.
+    """Render once. Return the outcome, and the processor seconds that this thread spent on it. Other processes raise
+    them, too (by cold caches): a test with a bound takes the least of a few.
 
     What else runs on the machine makes these more, too (by cold caches): whoever sets a bound takes the least of a few.
     """

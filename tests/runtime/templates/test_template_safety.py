@@ -68,7 +68,7 @@ def test_the_corpora_are_large() -> None:
 
 
 def said_by(source: str, pool: TemplatePool | None, messages: list[dict[str, Any]], arguments: Any) -> str:
-    """What a client learns: the text, or the error's."""
+    """Return the text that a client sees: the rendered one, or the error's."""
     try:
         return ChatTemplate(source, special_tokens={}, pool=pool).render(messages, **arguments)
     except TemplateError as error:
@@ -88,7 +88,7 @@ def test_an_escape_reaches_nothing(name: str, pool: TemplatePool, monkeypatch: p
 
 
 def test_an_unguarded_jinja_leaks_to_most_of_the_corpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So the corpus attacks, and the check above would see it."""
+    """It proves that the corpus attacks, and that the check above would see it."""
     monkeypatch.setenv("TREELINE_CANARY", CANARY)
 
     def raise_exception(message: Any) -> None:
@@ -111,7 +111,7 @@ def test_an_unguarded_jinja_leaks_to_most_of_the_corpus(monkeypatch: pytest.Monk
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[tuple[str, str], dict[str, Any]]:
-    """What happened to each bomb in a process of its own, by name and place."""
+    """Render each bomb in a process of its own. Return the outcomes, by name and place."""
     script = str(Path(__file__).parent / "template_bombs.py")
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     run = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=600, check=False, env=env)
@@ -409,7 +409,7 @@ def test_a_request_that_is_deep_or_wide_is_refused_by_name(
 
 @pytest.mark.parametrize("name", ["self", "source", "variables", "loop", "range", "namespace", "context", "a-b", ""])
 def test_any_name_may_be_a_template_argument(name: str, pool: TemplatePool) -> None:
-    """Those of Python's and Jinja's own arguments made a request fail with a TypeError."""
+    """Names of Python's and Jinja's own arguments once failed a request with a TypeError."""
     template = ChatTemplate("{{ messages[0].content }}", special_tokens={}, pool=pool)
     body = {"messages": HELLO, "chat_template_kwargs": {name: 1}}
     assert prompt_of_chat(body, template).text == "hello"

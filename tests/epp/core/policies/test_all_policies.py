@@ -1,4 +1,4 @@
-"""What is true of every policy, and how one is named."""
+"""Properties of every policy, and how policies are named."""
 
 from __future__ import annotations
 
