@@ -1,4 +1,4 @@
-"""A cluster for the journeys, with Treeline in it; taken down at the end unless CLUSTER_KEEP=1."""
+"""A cluster for the journeys, with Treeline in it; removed at the end unless CLUSTER_KEEP=1."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from e2e.kit.traffic import Report, Stream
 
 JOURNEY_S = 1800
 NODES = 2
-"""Of a cluster that is made for the journeys: one of them is drained."""
+"""Nodes of a cluster that is made for the journeys: one of them is drained."""
 _BEGUN = pytest.StashKey[float]()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A journey may take longer than a test."""
+    """Give journeys a longer time limit than tests."""
     for item in items:
         if item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(JOURNEY_S))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Build programs and images before the first test, where their minutes count against no test and are seen."""
+    """Build programs and images before the first test: their minutes count against no test and are visible."""
     asked = any("kube" in item.fixturenames for item in session.items if isinstance(item, pytest.Function))
     if asked and not session.config.option.collectonly:
         with suppress(ClusterError):  # the fixture says why there is no cluster
@@ -45,7 +45,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.fixture(scope="session")
 def kube(tmp_path_factory: pytest.TempPathFactory, figures: Figures) -> Iterator[Kube]:
-    """The cluster of PROVIDER (auto), brought up if it is not; skipped with the reason where none can be had."""
+    """The cluster of PROVIDER (auto), started if it is not running; skipped with the reason if none is available."""
     try:
         provider = _provider()
         was_up = provider.status()["state"] == "up"
@@ -68,7 +68,7 @@ def _provider(nodes: int | None = None) -> Provider:
 
 
 def _commands(folder: Path) -> Path | None:
-    """kubectl and helm as the control plane's build has them; where it is not built, those of PATH."""
+    """Return the folders of kubectl and helm that the control plane's build has; without it, those of PATH."""
     try:
         found = programs("kubernetes", "helm")
     except Missing:
@@ -109,14 +109,14 @@ def pytest_runtest_makereport(
 
 @pytest.fixture(scope="session")
 def installed(kube: Kube) -> Kube:
-    """The cluster with Treeline's chart installed; its pods run."""
+    """The cluster with Treeline's chart installed and its pods running."""
     installed_and_running(kube)
     return kube
 
 
 @pytest.fixture
 def treeline(installed: Kube, request: pytest.FixtureRequest) -> Iterator[Installed]:
-    """A namespace of the test's own, with restricted Pod Security; all that was made in it is gone at the end."""
+    """A namespace of the test's own, with restricted Pod Security; its contents are removed at the end."""
     with _namespace(installed, request.node.name) as found:
         yield found
 

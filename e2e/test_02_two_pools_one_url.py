@@ -1,4 +1,4 @@
-"""Two pools behind one URL: names, weights that change under traffic, a conflict, a name that nobody has."""
+"""Two pools behind one URL: names, weights that change under traffic, a conflict, an unknown name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""2 → 4 → 1 → none under traffic: nothing is dropped, new pods are used at once, pods that go are emptied first."""
+"""2 → 4 → 1 → none under traffic: no stream is dropped, new pods are used at once, leaving pods are drained first."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ def test_two_four_one(treeline: Installed, figures: Figures, kept: Path) -> None
 
 
 def grow(treeline: Installed, replicas: int, *drivers: Traffic) -> list[float]:
-    """Scale up; per new pod the seconds from its Ready to the first request that it is sent by any driver."""
+    """Scale up. Return for each new pod the seconds from Ready to the first request that any driver sends it."""
     known = {pod["status"]["podIP"] for pod in treeline.ready_pods("runtime")}
     runtimes = "treeline.dev/component=runtime"
     with treeline.kube.watched("pods", treeline.namespace, READY, runtimes) as seen:
         treeline.change("tiny", replicas=replicas)
 
         def ready() -> dict[str, float]:
-            """Address → since when, of the new pods."""
+            """Return for each new pod's address the time since which it is Ready."""
             found: dict[str, float] = {}
             for at, text in list(seen):
                 address, _, status = text.partition(" ")
@@ -62,7 +62,7 @@ def grow(treeline: Installed, replicas: int, *drivers: Traffic) -> list[float]:
 
 
 def first(drivers: Iterable[Traffic]) -> dict[str, float]:
-    """Address → when the first of its streams that have ended began."""
+    """Return for each address the time at which the first of its ended streams began."""
     streams = [stream for driver in drivers for stream in driver.report().streams]
     return {stream.host: stream.begun for stream in sorted(streams, key=lambda s: s.begun, reverse=True)}
 

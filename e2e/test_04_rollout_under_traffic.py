@@ -18,7 +18,7 @@ def treeline(of_this_file: Installed) -> Installed:
 
 
 def revisions(treeline: Installed) -> dict[str, int]:
-    """Revision → ready pods."""
+    """Return the ready pods of each revision."""
     found: dict[str, int] = {}
     for pod in treeline.ready_pods("runtime"):
         revision = pod["metadata"]["labels"]["treeline.dev/revision"]
@@ -27,12 +27,12 @@ def revisions(treeline: Installed) -> dict[str, int]:
 
 
 def annotated(value: str | None) -> dict[str, Any]:
-    """A template with that annotation; None takes it away."""
+    """Return a template with the annotation; None removes it."""
     return {"metadata": {"annotations": {"example.com/build": value}}}
 
 
 def build(treeline: Installed) -> str | None:
-    """The annotation as it is."""
+    """Return the annotation's current value."""
     template = treeline.pool("tiny")["spec"].get("template") or {}
     found: str | None = template.get("metadata", {}).get("annotations", {}).get("example.com/build")
     return found

@@ -1,4 +1,4 @@
-"""kill -9 of the operator while a pool scales and rolls; its leader with a second replica beside it."""
+"""kill -9 of the operator while a pool scales and rolls; kill -9 of the leader of two replicas."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ def treeline(of_this_file: Installed) -> Installed:
 
 
 def operators(treeline: Installed) -> list[dict[str, Any]]:
-    """The operator's pods whose container runs."""
+    """Return the operator's pods whose container runs."""
     pods = treeline.kube.pods(SYSTEM, OPERATORS)
     return [pod for pod in pods if pod["status"].get("phase") == "Running"]
 
 
 def kill_operators(treeline: Installed, name: str = "") -> None:
-    """kill -9 of all replicas, or of one."""
+    """kill -9 all replicas, or one."""
     for pod in operators(treeline):
         if name in ("", pod["metadata"]["name"]):
             kill_first_process(treeline.kube, pod)
 
 
 def leader(treeline: Installed) -> str:
-    """The pod that holds the lease; its identity begins with the pod's name."""
+    """Return the pod that holds the lease; its identity begins with the pod's name."""
     lease = treeline.kube.get("lease", "treeline-operator", SYSTEM)
     holder = str(((lease or {}).get("spec") or {}).get("holderIdentity") or "")
     return holder.partition("_")[0]

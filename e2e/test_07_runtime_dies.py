@@ -1,4 +1,4 @@
-"""A runtime is killed, runs out of memory, hangs, answers 500: only its own streams end, and the rest goes on."""
+"""A runtime is killed, runs out of memory, hangs, answers 500: only its own streams end, and the others go on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from e2e.kit.traffic import Mix, traffic
 pytestmark = pytest.mark.chaos
 
 PICKER_NOTICES_S: Final = 5.0
-"""Three seconds of silence, and what a busy machine adds."""
+"""Three seconds of silence, and an allowance for a busy machine."""
 
 
 @pytest.fixture(scope="module")
@@ -41,10 +41,8 @@ def ended(treeline: Installed, before: dict[str, Any]) -> dict[str, Any]:
 def only_its_own_streams_end(
     treeline: Installed, kept: Path, fault: Callable[[dict[str, Any]], object], notice_s: float = 0.5
 ) -> dict[str, Any]:
-    """A fault happens to one of two runtimes under traffic. How its container ended.
-
-    What was cut off or never answered was there when it happened; whatever begins ``notice_s`` later is served.
-    """
+    """Check that a fault of one of two runtimes under traffic ends only its own streams, and return how its container
+    ended. Streams that broke were on it at the time of the fault; those that begin ``notice_s`` later are served."""
     treeline.await_ready("tiny")
     # A container that ends again and again is started later and later.
     victim, other = sorted(treeline.ready_pods("runtime"), key=restarts)
@@ -86,7 +84,7 @@ def test_hanging_until_its_liveness_probe_fails(treeline: Installed, kept: Path)
 
 
 def test_one_that_answers_500_is_left_out_until_it_works_again(treeline: Installed, kept: Path) -> None:
-    """Its probes say that it is well, and it is quicker than all others."""
+    """Its probes say that it is healthy, and it answers faster than all others."""
     treeline.apply(SCRIPT, pool("scripted", **SCRIPTED))
     treeline.await_ready("scripted")
     victim, other = treeline.ready_pods("runtime", "scripted")

@@ -1,4 +1,4 @@
-"""Upgraded from the chart before, uninstalled, installed again under traffic; what is left at the end is nothing."""
+"""The previous chart is upgraded, uninstalled and installed again under traffic; in the end nothing is left."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from e2e.kit.traffic import traffic
 
 CRDS = ("inferencepools.treeline.dev", "inferencemodels.treeline.dev")
 NEW_FIELD = "paused"
-"""Of a pool's ``rollout``: the chart before does not know it."""
+"""A field of a pool's ``rollout`` that the previous chart does not know."""
 
 
 @pytest.fixture(scope="module")
 def former(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The chart before this one: a lower version, whose definition of a pool lacks a field."""
+    """Return the previous chart: a lower version, whose definition of a pool lacks a field."""
     chart = tmp_path_factory.mktemp("former") / "treeline"
     shutil.copytree(ROOT / CHART, chart)
     about = chart / "Chart.yaml"
@@ -44,7 +44,7 @@ def uids(treeline: Installed) -> set[str]:
 
 
 def is_paused(treeline: Installed) -> bool:
-    """Ask for the field that is new; whether the API server keeps it."""
+    """Set the new field. Return whether the API server keeps it."""
     treeline.change("tiny", rollout={NEW_FIELD: True})
     return bool((treeline.pool("tiny")["spec"].get("rollout") or {}).get(NEW_FIELD))
 
@@ -79,7 +79,7 @@ def test_pods_do_not_notice(treeline: Installed, former: Path, kept: Path) -> No
 
 
 def test_uninstalled_with_everything(treeline: Installed) -> None:
-    """crds.keep=false: the definitions go with the release, and every pool with them."""
+    """With crds.keep=false the definitions go with the release, and every pool with them."""
     kube = treeline.kube
     treeline.apply(pool("tiny"))
     treeline.await_ready("tiny")

@@ -30,7 +30,7 @@ UPSTREAM = "inferencepools.inference.networking.k8s.io"
 
 @pytest.fixture(scope="module")
 def ours(kube: Kube) -> Iterator[EnvoyGateway | None]:
-    """A gateway implementation to install; None where the cluster has one. It is removed at the end."""
+    """A gateway implementation to install; None if the cluster has one. It is removed at the end."""
     if os.environ.get(CLASS):
         yield None
         return
@@ -57,7 +57,7 @@ def class_name(ours: EnvoyGateway | None) -> str:
 
 
 def behind_a_gateway(name: str, **spec: Any) -> dict[str, Any]:
-    """A pool that a Gateway `inference` of its namespace serves."""
+    """Return a pool that a Gateway `inference` of its namespace serves."""
     found = pool(name, **spec)
     found["spec"]["gateway"] = {"parentRefs": [{"name": "inference"}]}
     return found

@@ -20,7 +20,7 @@ def treeline(of_this_file: Installed) -> Installed:
 
 
 def test_restricted_pods_without_tokens_that_log_no_prompt(treeline: Installed) -> None:
-    """The namespace enforces Pod Security level restricted: that the pods run shows that they keep to it."""
+    """The namespace enforces Pod Security level restricted: running pods prove that they comply."""
     treeline.apply(pool("tiny", replicas=1))
     treeline.await_ready("tiny")
     url = treeline.url()
@@ -63,7 +63,8 @@ for who, keys in (("none", none), ("other", other), ("ours", CurveKeys.load(sys.
         answers.setdefault(who, []).append(monitor.poll(2000) > 0)
 print(answers)
 """
-"""Whether a runtime's sockets (events, replay, load) let somebody in: without keys, with other keys, with ours."""
+"""Print whether a runtime's sockets (events, replay, load) accept a client: without keys, with other keys, with
+ours."""
 
 
 def test_kv_sockets_refuse_who_has_no_keys(treeline: Installed) -> None:

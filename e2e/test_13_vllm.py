@@ -1,6 +1,6 @@
-"""A pool of `engine.type: vllm`, with a vLLM that nobody here changed in its pods: it comes up by the probes that the
-operator gave it, its events lead the second turn of a conversation to the pod of the first, and it goes and dies as
-pods do. `make e2e-vllm` runs it: the image of vLLM is no other journey's."""
+"""A pool of `engine.type: vllm` with an unmodified vLLM in its pods: the operator's probes start it, its events lead
+the second turn of a conversation to the pod of the first, and its pods leave and die cleanly. `make e2e-vllm` runs it:
+no other journey has vLLM's image."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ pytestmark = [
 ]
 
 START_S = 900.0
-"""Two of them load at once, on whatever cores there are."""
+"""Two servers load at once, on a few cores."""
 ANSWER_S = 120.0
 BLOCK = 32
 LONG = 1200
@@ -59,7 +59,7 @@ class Turn:
 
 @dataclass
 class Talk:
-    """A conversation of its own: no other one begins as it does."""
+    """A conversation whose beginning no other one shares."""
 
     number: int
     messages: list[dict[str, str]] = field(default_factory=list)
@@ -70,7 +70,7 @@ class Talk:
         self.messages.append({"role": "system", "content": rules})
 
     def say(self, url: str, text: str) -> Turn:
-        """One turn, which is answered."""
+        """Send one turn and return its answer."""
         self.messages.append({"role": "user", "content": text})
         body = {"model": "tiny", "messages": self.messages, "max_tokens": 16, "temperature": 0}
         answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=ANSWER_S)
@@ -85,7 +85,7 @@ class Talk:
 
 
 def metrics(treeline: Installed) -> dict[str, float]:
-    """The picker's, by name and labels."""
+    """Return the picker's metrics, by name and labels."""
     (picker,) = treeline.ready_pods("epp")
     url = f"http://127.0.0.1:{ports.METRICS}/metrics"
     script = f"import urllib.request as r; print(r.urlopen({url!r}, timeout=30).read().decode())"
@@ -100,12 +100,12 @@ def followed(treeline: Installed) -> float:
 
 
 def held(treeline: Installed) -> float:
-    """Tokens of prompts that the chosen pods had, by their events."""
+    """Return how many prompt tokens the chosen pods held, by their events."""
     return metrics(treeline)["treeline_epp_routed_held_tokens_total"]
 
 
 def believed(treeline: Installed, pod: dict[str, Any]) -> int:
-    """Tokens that the picker takes a pod's cache to hold."""
+    """Return how many tokens the picker believes a pod's cache holds."""
     (picker,) = treeline.ready_pods("epp")
     (pool,) = treeline.page(picker, f"http://127.0.0.1:{ports.PICKER_ADMIN}/endpoints")["pools"].values()
     name = pod["metadata"]["name"]
@@ -135,7 +135,7 @@ def pod_at(treeline: Installed, host: str) -> dict[str, Any]:
 
 
 def hits_again(treeline: Installed, host: str, first: int) -> Turn:
-    """The second turn of some new conversation at a pod, which has the first one's blocks."""
+    """Return the second turn of a new conversation that meets its first turn's blocks at the pod."""
     numbers = iter(range(first, first + 100))
 
     def found() -> Turn | None:

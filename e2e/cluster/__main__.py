@@ -55,7 +55,7 @@ def _status(provider: Provider, progress: Progress, args: argparse.Namespace) ->
 
 
 def _fit(provider: Provider, progress: Progress, args: argparse.Namespace) -> int:
-    """Say on stdout what keeps it from being had here; nothing if it can be."""
+    """Print why this machine cannot have the cluster; nothing if it can."""
     reason = provider.unfit()
     if reason:
         sys.stdout.write(f"{reason}\n")

@@ -19,7 +19,8 @@ from e2e.cluster.place import Home
 PROGRAMS = re.compile(
     r"treeline-e2e|containerd|runc|kubelet|kube-proxy|coredns|buildah|debootstrap|/pause$|^(unshare|nsenter)\b"
 )
-"""What runs only for a cluster. Control planes of other work may come and go meanwhile; ours names its folder."""
+"""Programs that run only for a cluster. Control planes of other work may come and go meanwhile; ours names its
+folder."""
 FOLDERS = (
     "/var/lib",
     "/var/run",
@@ -78,7 +79,7 @@ def _elsewhere(pid: str) -> bool:
 
 
 def _namespaces() -> list[str]:
-    """Namespaces of mounts, networks and processes, with the command of the first process in each."""
+    """List the namespaces of mounts, networks and processes, with the command of the first process in each."""
     lines = _lines("lsns", "--noheadings", "--output=NS,TYPE,COMMAND", "--type=mnt", "--type=net", "--type=pid")
     return [re.sub(r"\s+", " ", line.strip()) for line in lines]
 

@@ -54,13 +54,13 @@ class Local:
     # What people say
 
     def unfit(self) -> str | None:
-        """Why it cannot be had here."""
+        """Return why this machine cannot run the cluster."""
         # One that is there, or half there, may always be looked at and taken down.
         builds = self._images and not self.home.path.exists()
         return packages.unfit() or (self._store.lacks_room() if builds else None)
 
     def prepare(self) -> None:
-        """Build the programs and the images, and leave nothing but the cache."""
+        """Build the programs and the images; only the cache keeps anything."""
         if self.home.path.exists():
             return  # a cluster is up, or half up: `up` finds out what it lacks
         if reason := self.unfit():
@@ -78,7 +78,7 @@ class Local:
         return self.home.kubeconfig
 
     def down(self) -> None:
-        """Remove the cluster: every process, mount, namespace, interface and file. Also one that came up half-way."""
+        """Remove the cluster: every process, mount, namespace, interface and file. Also removes an incomplete one."""
         if not self.home.path.exists():
             return
         with self._alone():
@@ -124,18 +124,18 @@ class Local:
         return done.stdout if not done.returncode else ""
 
     def send_programs(self, programs: dict[str, Path]) -> None:
-        """Give the nodes images of single static programs, by name."""
+        """Import images of single static programs into the nodes, by name."""
         self._store.send_programs(programs, [self.home.node(name) for name in self._state()["nodes"]])
 
     def commands(self) -> list[Path]:
-        """The folders of kubectl and helm; empty before :meth:`up`."""
+        """Return the folders of kubectl and helm; empty before :meth:`up`."""
         return [self._programs[name] for name in ("kubernetes", "helm") if self._programs]
 
     # Steps
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """One `up` or `down` at a time. The lock is on the folder itself, so that it leaves no file."""
+        """Allow one `up` or `down` at a time. The lock is on the folder itself, so that it leaves no file."""
         self.home.make()
         handle = os.open(self.home.path, os.O_RDONLY)
         try:
@@ -307,7 +307,7 @@ class Local:
         self.kubectl("-n", "kube-system", "rollout", "status", "deployment/coredns", "--timeout=60s")
 
     def _until(self, condition: Any, what: str, space: NodeSpace, program: str) -> None:
-        """Wait; say at once when the program ends meanwhile, with the end of its log."""
+        """Wait for a condition. If the program ends meanwhile, fail at once with the end of its log."""
         name = f"{space.node.name}.{program}"
 
         def reached() -> bool:

@@ -17,7 +17,7 @@ class Progress:
 
     @contextlib.contextmanager
     def step(self, text: str) -> Iterator[None]:
-        """A step; its time is said when it is done."""
+        """Show a step while the block runs, and its time afterwards."""
         start = time.monotonic()
         if self._console.is_terminal:
             with self._console.status(text):

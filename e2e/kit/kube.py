@@ -20,12 +20,12 @@ from kubernetes.config import new_client_from_config
 from e2e.cluster.place import ROOT
 
 PATIENCE_S: Final = 300.0
-"""On a busy machine, too, this ends only what hangs."""
+"""Even on a busy machine this ends only waits that hang."""
 T = TypeVar("T")
 
 
 class KubeFailed(AssertionError):
-    """A command failed; the message is what it said."""
+    """A command failed; the message is its output."""
 
 
 class Seen(NamedTuple):
@@ -57,11 +57,11 @@ class Kube:
         return done.stdout
 
     def kubectl(self, *words: str, stdin: str | None = None, check: bool = True, timeout_s: float = 300.0) -> str:
-        """``kubectl WORDS``."""
+        """Run ``kubectl WORDS``."""
         return self.run("kubectl", *words, stdin=stdin, check=check, timeout_s=timeout_s)
 
     def helm(self, *words: str, stdin: str | None = None, timeout_s: float = 300.0) -> str:
-        """``helm WORDS``."""
+        """Run ``helm WORDS``."""
         return self.run("helm", *words, stdin=stdin, timeout_s=timeout_s)
 
     @cached_property
@@ -86,18 +86,18 @@ class Kube:
         return found
 
     def pods(self, namespace: str, selector: str = "") -> list[dict[str, Any]]:
-        """The pods of a namespace, the ones that go included."""
+        """Return the pods of a namespace, including those being deleted."""
         found = self.look(f"/api/v1/namespaces/{namespace}/pods", labelSelector=selector)
         return list(found["items"]) if found else []
 
     def get(self, kind: str, name: str, namespace: str) -> dict[str, Any] | None:
-        """An object, or None."""
+        """Return an object, or None."""
         text = self.kubectl("-n", namespace, "get", kind, name, "-o", "json", "--ignore-not-found")
         found: dict[str, Any] | None = json.loads(text) if text else None
         return found
 
     def items(self, kind: str, namespace: str, selector: str = "") -> list[dict[str, Any]]:
-        """The objects of a kind; of all namespaces if none is named."""
+        """Return the objects of a kind; of all namespaces if none is named."""
         where = ("-n", namespace) if namespace else ("-A",)
         chosen = ("-l", selector) if selector else ()
         found: list[dict[str, Any]] = json.loads(self.kubectl("get", kind, *where, "-o", "json", *chosen))["items"]
@@ -109,11 +109,11 @@ class Kube:
         self.kubectl("-n", namespace, "apply", "-f", "-", stdin=text)
 
     def patch(self, kind: str, name: str, namespace: str, change: dict[str, Any]) -> None:
-        """A merge patch."""
+        """Apply a merge patch."""
         self.kubectl("-n", namespace, "patch", kind, name, "--type=merge", "-p", json.dumps(change))
 
     def until(self, look: Callable[[], T], what: str, seconds: float = PATIENCE_S, namespace: str = "") -> T:
-        """The first true answer. Raises KubeFailed that says what the namespace looked like."""
+        """Wait for the first true answer and return it. Raises KubeFailed with the state of the namespace."""
         deadline = time.monotonic() + seconds
         while not (found := look()):
             if time.monotonic() > deadline:
@@ -123,7 +123,7 @@ class Kube:
 
     @contextmanager
     def started(self, *command: str) -> Iterator[list[Seen]]:
-        """A command that does not end by itself, for the length of a block: the lines that it says, as they come."""
+        """Run a command that does not end by itself during a block. Yields its lines, as they come."""
         seen: list[Seen] = []
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=self._environment(), cwd=ROOT) as process:
 
@@ -157,11 +157,11 @@ class Kube:
 
 
 def condition(obj: dict[str, Any] | None, kind: str) -> dict[str, Any]:
-    """A condition of an object; empty if it has none of that type."""
+    """Return a condition of an object; empty if it has none of that type."""
     conditions = ((obj or {}).get("status") or {}).get("conditions") or []
     return next((dict(one) for one in conditions if one["type"] == kind), {})
 
 
 def is_ready(pod: dict[str, Any]) -> bool:
-    """Whether a pod is Ready and not being deleted."""
+    """Return whether a pod is Ready and not being deleted."""
     return condition(pod, "Ready").get("status") == "True" and "deletionTimestamp" not in pod["metadata"]

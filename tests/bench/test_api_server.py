@@ -1,4 +1,4 @@
-"""The suite's Kubernetes API, asked by the official Python client, and as client-go asks."""
+"""The suite's Kubernetes API, used by the official Python client, and by requests as client-go sends them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command: what it writes, what it says, how it ends. The benchmarks here are stand-ins."""
+"""The command: its files, its output, its exit. The benchmarks here are stand-ins."""
 
 import os
 import shutil

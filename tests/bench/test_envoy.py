@@ -1,4 +1,4 @@
-"""The benchmark's Envoy configuration: valid, its two listeners alike, and like the product's where it matters."""
+"""The benchmark's Envoy configuration: valid, with two equal listeners, and equal to the product's where it matters."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Benchmark `operator`: what it sends and waits for, what it reads, and all of it once on a real API server."""
+"""Benchmark `operator`: its writes, its waits, its readings, and a whole run on a real API server."""
 
 from __future__ import annotations
 

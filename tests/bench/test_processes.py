@@ -55,7 +55,7 @@ def test_waiting_has_an_end(tmp_path: Path) -> None:
 
 
 def interrupted_parent(folder: Path) -> Iterator[int]:
-    """The pids of a parent and of its child; then what a Ctrl-C does."""
+    """Start a parent and its child and yield their pids; Ctrl-C then interrupts the parent."""
     with child("parent", python(PARENT), folder) as parent:
         parent.wait_until(lambda: said(parent, "deaf"), "starting", 60)
         assert parent.cpu_seconds() > 0

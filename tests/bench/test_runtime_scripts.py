@@ -1,4 +1,4 @@
-"""The scripts of runtime/benchmarks and what the benchmarks make of their rows."""
+"""The scripts of runtime/benchmarks, and the benchmarks' reading of their rows."""
 
 import importlib.util
 import itertools
@@ -22,7 +22,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "runtime" / "benchmarks"
 
 @pytest.fixture(scope="module", autouse=True)
 def beside() -> Iterator[None]:
-    """Scripts import each other as they do when one is run."""
+    """Make scripts importable from each other, as when one is run."""
     sys.path.insert(0, str(FOLDER))
     yield
     sys.path.remove(str(FOLDER))
@@ -68,7 +68,8 @@ def test_other_engines_read_the_words_of_a_dummy_model_as_ours_does(tmp_path: Pa
 
 
 def trace(gap_us: float, waits_us: float, steps: int = 20) -> list[dict[str, object]]:
-    """Steps of ten kernels of 10 µs with small gaps, and a wait after each step; and things that do not count."""
+    """Return a trace of steps: ten kernels of 10 µs with small gaps, and a wait after each step; and events that do not
+    count."""
     events: list[dict[str, object]] = [{"ph": "M", "name": "process_name"}]
     now = 5000.0
     for _ in range(steps):
@@ -127,7 +128,7 @@ def test_processes_that_computed_nothing_that_the_system_counts_have_no_limit(mo
 
 
 def test_the_best_hit_rate_computes_everything_once() -> None:
-    """Two questions behind the same examples: the second finds the examples, and nothing could find more."""
+    """Two questions follow the same examples: the second finds the examples cached, and no cache could give more."""
     found = script("radix")
     programs = found.Shapes(0, 0.1).few_shot(subjects=2, questions=2, shots=64, question=16)
     rates = found.hit_rates(programs, {"page_size": 1, "threads": 1})
@@ -160,7 +161,7 @@ def test_nested_calls_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def printing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
-    """Puts a script that prints these rows in the place of one of `runtime/benchmarks`."""
+    """Replace a script of `runtime/benchmarks` by one that prints these rows."""
     monkeypatch.setattr(scripts, "ROOT", tmp_path)
 
     def put(name: str, **values: float) -> None:

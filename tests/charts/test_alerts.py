@@ -1,4 +1,4 @@
-"""The alerts fire when they should, and only then: tried by Prometheus' own promtool."""
+"""The alerts fire when they should, and only then, by Prometheus' own promtool."""
 
 from __future__ import annotations
 
@@ -126,9 +126,9 @@ FIRING: dict[str, dict[str, tuple[str, str]]] = {
     "TreelineMemoryShort": {f"{R}num_retracted_requests_total{{{ENGINE}}}": ("0+12", "0+3")},
     "TreelineDrainsLong": {f"{R}draining{{{ENGINE}}}": ("1", "0")},
 }
-"""For each alert the series of a world in which it fires, and of one like it in which all is well."""
+"""For each alert the series of a world in which it fires, and of a similar healthy one."""
 GONE = "TreelineOperatorGone"
-"""Fires where there is nothing, so it has a world to itself; in all others there is an operator."""
+"""It fires if there are no series, so it has a world of its own; all others have an operator."""
 
 MINUTES = 90
 
@@ -142,7 +142,7 @@ def promtool(*arguments: str) -> str:
 
 
 def plan(worlds: dict[str, Series], expected: dict[str, dict[str, int]]) -> dict[str, Any]:
-    """One test of promtool's: each world is a namespace of its own. `expected`: PromQL → labels found → value."""
+    """Return one test for promtool: each world is a namespace of its own. `expected`: PromQL → labels found → value."""
     series = {
         name.replace('namespace="a"', f'namespace="{alert}"'): f"{value}x{MINUTES}"
         for alert, world in worlds.items()

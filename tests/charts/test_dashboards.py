@@ -1,4 +1,4 @@
-"""Dashboards and alerts ask for metrics that exist, in the way that these can be asked."""
+"""Dashboards and alerts query metrics that exist, with operations that suit them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from treeline_tools import dashboards, envoy_metrics, metrics
 from treeline_tools.metrics import Family
 
 SCRAPED = frozenset({"namespace", "pod", "job"})
-"""What the Prometheus operator adds to every series of a pod."""
+"""Labels that the Prometheus operator adds to every series of a pod."""
 _COUNTS = ("rate", "increase")
 
 
@@ -33,16 +33,14 @@ class WrongQuery(Exception):
 
 
 Judge = Callable[[Family, str, str, str], None]
-"""Of a matcher: family, label, operator as in `promql.MatchOp`, value."""
+"""Checks a matcher: family, label, operator as in `promql.MatchOp`, value."""
 
 
 def labels_of(
     expr: str, metrics: Mapping[str, Family], judge: Judge = lambda family, label, op, value: None
 ) -> frozenset[str]:
-    """The labels that the result can have. Raises ValueError for what is no PromQL, and `WrongQuery`.
-
-    `metrics` by the names of their series. `judge` is shown every matcher of a label that is the metric's own.
-    """
+    """Return the labels that the result can have. Raises ValueError for invalid PromQL, and `WrongQuery`. `metrics` by
+    the names of their series. `judge` gets every matcher of a label that is the metric's own."""
     return _Reader(metrics, judge).labels(promql.parse(expr))
 
 
@@ -137,13 +135,13 @@ VALUES: dict[tuple[str, str], set[str]] = {
     ("envoy_http_downstream_rq_xx", "envoy_response_code_class"): set("12345"),
     ("treeline:http_responses_total", "status"): {str(status) for status in range(100, 600)},
 }
-"""What labels can be, where a query wants them to be something: nobody notices a query that never finds anything."""
+"""Values of labels that queries compare with: a query that never finds anything goes unnoticed."""
 NAMES_OF_OURS = {"envoy_http_conn_manager_prefix": {"gateway"}, "envoy_cluster_name": {"pods", "ext_proc"}}
-"""Labels of Envoy's metrics that our configuration of it names; `tests/epp/io/test_listed_metrics.py` asks it."""
+"""Labels of Envoy's metrics whose values our configuration sets; `tests/epp/io/test_listed_metrics.py` asks Envoy."""
 
 
 CHOSEN = "chosen"
-"""In the place of the variables of a dashboard."""
+"""Replaces the variables of a dashboard."""
 
 
 def judge(family: metrics.Family, label: str, op: str, value: str) -> None:
@@ -201,7 +199,7 @@ def test_what_one_comes_with_can_be_chosen():
 
 
 def unit_of(panel: dict[str, Any], target: dict[str, Any]) -> str:
-    """In which the values of a query are shown."""
+    """Return the unit in which a query's values are shown."""
     if panel["type"] == "heatmap":
         return str(panel["options"]["yAxis"]["unit"])
     for override in panel["fieldConfig"]["overrides"]:
@@ -236,7 +234,7 @@ def test_a_panel_is_of_the_kind_that_its_query_is_for(board):
 
 @pytest.mark.parametrize("board", BOARDS.values(), ids=BOARDS)
 def test_a_dashboard_is_what_grafana_itself_would_write(board):
-    """Its schema's own classes read it and write it: what they do not know would be missing."""
+    """Grafana's own schema classes read and write it; fields that they do not know would be missing."""
     written = json.loads(json.dumps(Dashboard.from_json(board), cls=JSONEncoder))
 
     def compare(ours: Any, theirs: Any, path: str) -> None:

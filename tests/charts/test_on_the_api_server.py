@@ -1,4 +1,4 @@
-"""A real API server takes what the chart and the samples send to it, and the rights are enough for pickers."""
+"""A real API server accepts the objects of chart and samples, and grants rights that suffice for pickers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KINDS = {"InferencePool": InferencePool, "InferenceModel": InferenceModel}
 
 @pytest.fixture(scope="module")
 def restricted(control_plane: ControlPlane) -> Iterator[str]:
-    """A namespace that admits restricted pods only, and the two that a namespaced install looks after."""
+    """A namespace that admits restricted pods only, and the two namespaces of a namespaced install."""
     label = {
         "pod-security.kubernetes.io/enforce": "restricted",
         "pod-security.kubernetes.io/warn": "restricted",
@@ -91,7 +91,7 @@ def test_the_operators_pods_are_admitted_where_only_restricted_pods_are(control_
 
 
 def test_the_operator_may_give_pickers_their_rights_and_may_not_read_secrets(control_plane, restricted):
-    """The API server lets nobody grant more than he has: checked with the rights of a namespaced install."""
+    """The API server lets nobody grant more rights than he has: checked with the rights of a namespaced install."""
     mine = ("Role", "RoleBinding", "ServiceAccount")
     items = [i for i in helm.render("--set", "scope.namespaces={team-a}", namespace=restricted) if i["kind"] in mine]
     control_plane.kubectl("apply", "-f", "-", stdin="---\n".join(json.dumps(i) + "\n" for i in items))
@@ -112,7 +112,7 @@ def test_the_operator_may_give_pickers_their_rights_and_may_not_read_secrets(con
 
 
 def test_an_apply_that_makes_an_object_needs_the_right_to_create(control_plane, namespace):
-    """Why `create` is declared beside `patch`, though no request of the operator but one is a POST."""
+    """It explains why `create` is declared beside `patch`, though only one request of the operator is a POST."""
     role = {"apiVersion": "rbac.authorization.k8s.io/v1", "kind": "Role", "metadata": {"name": "patcher"}}
     role["rules"] = [{"apiGroups": [""], "resources": ["configmaps"], "verbs": ["patch"]}]
     binding = {

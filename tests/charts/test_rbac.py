@@ -20,7 +20,8 @@ def test_the_charts_rules_are_those_that_the_code_declares():
 
 
 def test_the_rules_grant_exactly_what_is_declared():
-    """Leaving out what an earlier feature grants already takes nothing away, with every optional feature off or on."""
+    """Rules leave out rights that an earlier feature grants; no right is lost, with every optional feature off or
+    on."""
     entries = yaml.safe_load(rbac.chart_file())
     for place, features in (("watched", rbac.WATCHED), ("own", rbac.OWN)):
         for on in (True, False):

@@ -35,7 +35,7 @@ SHAPES = {"llama8b": "Llama-3.1-8B", "qwen3_0_6b": "Qwen3-0.6B", "qwen3_30b_a3b"
 
 @contextlib.contextmanager
 def hub_of_the_pages() -> Iterator[dict[str, str]]:
-    """A Hub with the model of the examples, as it is published; → variables that lead there."""
+    """Run a Hub with the examples' model, as it is published. Yields the variables that lead to it."""
     repo = FakeRepo(
         {
             "config.json": (CONFIGS / "Llama-3.1-70B.json").read_bytes(),
@@ -71,7 +71,7 @@ def test_there_are_examples():
 
 
 def error_rows() -> list[str]:
-    """Rows of the table of docs/capacity.md: how far estimates are from what was measured."""
+    """Return the rows of the table of docs/capacity.md: the errors of the estimates against measurements."""
     results = json.loads((ROOT / "bench" / "results" / "engine.json").read_text())
     measured = {row["metric"]: row["value"] for row in results["rows"]}
     speeds = {}

@@ -1,4 +1,4 @@
-"""The command line from outside: its words, its help, its errors."""
+"""The command line from outside: its commands, its help, its errors."""
 
 import importlib
 import re

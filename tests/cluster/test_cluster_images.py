@@ -1,4 +1,4 @@
-"""Images of a cluster: what they are made of, and layouts without a registry."""
+"""Images of a cluster: their sources, and layouts without a registry."""
 
 import hashlib
 import io

@@ -1,4 +1,4 @@
-"""Processes of a cluster: written down by themselves, ended by pid and start time, and nobody else's."""
+"""Processes of a cluster: recorded before they run, and ended by pid and start time; others are left alone."""
 
 import os
 import subprocess

@@ -38,7 +38,7 @@ def plain(kind: str) -> Any:
 
 
 def read(mode: Mode, answers: list[Any], *, sent: int, trailers: bool = False) -> tuple[RequestReading, list[bool]]:
-    """The reading, and whether it was complete before and after each answer."""
+    """Return the reading, and whether it was complete before and after each answer."""
     reading = RequestReading(mode, has_body=sent > 0, trailers=trailers, sent_chunks=sent)
     complete = [reading.complete()]
     for answer in answers:

@@ -1,4 +1,4 @@
-"""The suite itself: a picker without flaws passes, and each flaw is found by the case that is about it."""
+"""The suite itself: a picker without flaws passes, and each flaw is found by its own case."""
 
 from __future__ import annotations
 

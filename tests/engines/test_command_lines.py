@@ -1,5 +1,5 @@
-"""The command lines that pools start engines with, read by these engines' own parsers: they know every flag, and it
-says to them what it was meant to say. Nothing else is changed by it."""
+"""Pools' command lines, read by the engines' own parsers: they know every flag and understand it as intended. No other
+setting changes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MORE: dict[str, dict[str, Any]] = {
     "vllm": {},
     "sglang": {"maxQueuedRequests": 12, "maxTotalTokens": 65536, "evictionPolicy": "lfu", "schedulePolicy": "lpm"},
 }
-"""Settings that one of the two has, or has other words for."""
+"""Settings that only one of the two has, or names differently."""
 TEMPLATE = "/etc/treeline/chat-template/chat_template.jinja"
 PATHS = {"one": "/models/org--one", "two": "/mnt/models/claim/two"}
 EVENTS = {

@@ -54,7 +54,7 @@ def test_the_oracle_finds_the_longest_beginning_in_whole_blocks(known: list[list
 
 
 class Publisher:
-    """A socket that says what vLLM says."""
+    """A socket that publishes as vLLM does."""
 
     def __init__(self) -> None:
         self._context = zmq.Context()
@@ -63,7 +63,7 @@ class Publisher:
         self.seq = 0
 
     def wait(self) -> None:
-        """For a subscriber."""
+        """Wait for a subscriber."""
         assert self._socket.poll(60_000)
         self._socket.recv()
 

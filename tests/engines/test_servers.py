@@ -1,4 +1,6 @@
-"""Two real servers of vLLM, or of SGLang, behind our Envoy and picker, in the order of one life: traffic, deaths.
+"""Two real servers of vLLM, or of SGLang, behind our Envoy and picker, in the order of one life: traffic, deaths. The
+engine's own reports are the judge: its count of cached tokens, its tokenizer, its events as another subscriber counts
+them. The tests share the servers, which take a minute to start; each leaves them as it found them.
 
 What the engine says itself is the judge: its count of cached tokens, its own tokenizer, its events as another
 subscriber counts them. The tests share the servers, which take a minute to start; each leaves them as it found them.
@@ -29,11 +31,12 @@ pytestmark = [pytest.mark.engines, pytest.mark.integration, pytest.mark.chaos, p
 
 SHAPE = Shape(groups=4, talks=3, turns=6, system=512, question=64, answer=16, concurrency=3)
 CACHE_TOKENS = 6144
-"""Of one server: less than the conversations have at their end, so that some is evicted."""
+"""Of one server: fewer tokens than the conversations have at their end, so that some are evicted."""
 LATE_TOKENS = {"vllm": 0, "sglang": SHAPE.answer + 16}
-"""What a server may hold and not have said when the next turn comes: SGLang tells of an answer once it is idle."""
+"""Tokens that a server may hold and not have announced when the next turn comes: SGLang announces an answer once it is
+idle."""
 SETTLED_S = 3.0
-"""For what has been published to be in the tree."""
+"""Seconds until published events are in the tree."""
 
 
 @pytest.fixture(scope="module", params=list(KINDS))
@@ -47,7 +50,7 @@ def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def talk(stack: EngineStack, seed: int, **shape: int) -> list[Exchange]:
-    """Conversations of their own through the gateway, every turn of which is answered."""
+    """Send new conversations through the gateway; every turn must be answered."""
     traffic = Traffic(dataclasses.replace(SHAPE, seed=seed, **shape), PromptMaker.of_model(tiny_model()), "tiny")
     exchanges = asyncio.run(traffic.run("127.0.0.1", stack.options.port))
     assert [exchange.record.error for exchange in exchanges] == [""] * traffic.shape.requests
@@ -156,7 +159,7 @@ def reported(answer: dict[str, Any]) -> int:
 
 
 def knock(stack: EngineStack, path: str, fields: dict[str, Any]) -> None:
-    """The same request twice: of the second, the picker predicts what the engine then reports."""
+    """Send the same request twice. For the second one, the picker must predict the hit that the engine reports."""
 
     def held() -> set[int]:
         return set().union(*(stack.announced(name) for name in stack.names))

@@ -1,4 +1,4 @@
-"""The forge's configuration runs what everybody runs, with pinned actions and no more rights than it needs."""
+"""The forge's configuration runs the developers' own scripts, with pinned actions and minimal rights."""
 
 from __future__ import annotations
 

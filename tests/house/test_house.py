@@ -1,4 +1,4 @@
-"""The house keeps its own rules: what the documents and the layout promise is so."""
+"""The house keeps its own rules, as documents and layout promise."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_nothing_shadows_the_standard_library_module_operator(folder):
 
 
 def locked() -> list[str]:
-    """The packages of the lock files, each with its hashes in one line."""
+    """Return the packages of the lock files, each with its hashes in one line."""
     texts = [path.read_text() for path in sorted((ROOT / "requirements").glob("lock*.txt"))]
     assert len(texts) == 3
     return "".join(texts).replace("\\\n", "").splitlines()
@@ -126,7 +126,7 @@ def test_no_module_is_longer_than_500_lines():
 
 
 def functions(text):
-    """Each function of a formatted module with its number of lines, by its indentation: parsing takes seconds."""
+    """Yield each function of a formatted module with its number of lines, by its indentation: parsing takes seconds."""
     inside, last, in_text = [], 0, False
     for number, line in enumerate([*text.splitlines(), "end"], 1):
         said, was_in_text = line.lstrip(), in_text

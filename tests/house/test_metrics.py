@@ -1,4 +1,4 @@
-"""The list of metrics is read from the code, all of it or with an error that says where."""
+"""The list of metrics is read from the code: all of it, or an error names the place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The documentation's site: pages look as on a forge, load nothing from other hosts, and lead somewhere."""
+"""The documentation's site: pages look as on a forge, load nothing from other hosts, and their links lead somewhere."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def build(root: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
-    """A repository of two pages, a room and a sample, with the site's own configuration."""
+    """Return a repository of two pages, a room and a sample, with the site's own configuration."""
     for path, text in {
         "docs/index.md": "# Home\n\n[there](other.md#a-part), [room](../room/README.md), [one](../samples/pool.yaml)\n",
         "docs/other.md": "# Other\n\n## A part\n\n[samples](../samples), ![a plot](../bench/plot.svg)\n",

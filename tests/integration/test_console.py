@@ -1,4 +1,4 @@
-"""The console as a user of `treeline up` meets it: in a browser, through a real Envoy, before two real runtimes.
+"""The console as a user of `treeline up` sees it: in a browser, through a real Envoy, with two real runtimes.
 
 Each test leaves pictures of what it saw in `SCREENSHOTS`, for people to look at.
 """
@@ -34,7 +34,7 @@ async def picture(tab: Tab, name: str) -> None:
 
 
 async def ask(tab: Tab, text: str, answers: int) -> str:
-    """Ask in the playground; what is then said beside the last answer."""
+    """Ask in the playground. Return the figures shown beside the last answer."""
     await tab.run("document.querySelector('#message').focus()")
     await tab.type(text)
     await tab.press("Enter")
@@ -43,7 +43,7 @@ async def ask(tab: Tab, text: str, answers: int) -> str:
 
 
 async def opened(tab: Tab, stack: Stack) -> None:
-    """From the gateway's own address to the playground."""
+    """Open the gateway's own address, which leads to the playground."""
     await tab.look()
     assert (await asyncio.to_thread(stack.http.get, stack.url)).headers["location"] == f"{stack.url}/console/"
     await tab.go(f"{stack.url}/console/")

@@ -1,4 +1,4 @@
-"""Ctrl-C while a command begins: an end with status 130, no traceback, and nothing left behind.
+"""Ctrl-C while a command begins: it ends with status 130, without a traceback, and leaves nothing behind.
 
 Where a process is when the signal comes is told by Python itself, which writes each module to standard error once it is
 imported (`PYTHONPROFILEIMPORTTIME`); later moments are lines of the log.
@@ -28,7 +28,7 @@ PICK = ["pick", "--endpoint", "a=127.0.0.1:9"]
 
 
 def interrupted(words: list[str], moment: str, folder: Path, **environment: str) -> tuple[int, str]:
-    """Sends SIGINT as soon as standard error has a line that matches; returns the status, and what else was said."""
+    """Send SIGINT as soon as a line of standard error matches. Return the status and the rest of the output."""
     env = {**os.environ, "TMPDIR": str(folder), "PYTHONPROFILEIMPORTTIME": "1", "OMP_NUM_THREADS": "1", **environment}
     process = subprocess.Popen(
         [TREELINE, *words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=env

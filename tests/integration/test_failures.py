@@ -44,7 +44,7 @@ async def test_a_killed_runtime_takes_only_its_own_streams_with_it(stack: Stack,
 
 
 def test_a_runtime_whose_scheduler_hangs_gets_nothing_new_until_it_moves_again(stack: Stack):
-    """The other processes of it are well, and so are its probes; only the scheduler's word is missing."""
+    """Its other processes and its probes are healthy; only the scheduler's reports are missing."""
     victim = "runtime-0"
     scheduler = stack.child(victim, "scheduler_process")
     scheduler.suspend()
@@ -83,7 +83,7 @@ def decisions(stack: Stack) -> float:
 
 
 async def test_a_restarted_picker_routes_at_once_to_where_prefixes_are(stack: Stack):
-    """Ready means that the picker knows again what the runtimes hold; Envoy is back at the picker within a second."""
+    """Ready means that the picker knows the runtimes' caches again; Envoy reconnects within a second."""
     prompts = [text(300, seed=60 + index) for index in range(6)]
     holders = [served_by(stack, prompt) for prompt in prompts]
     stack.end("picker", signal.SIGTERM)

@@ -32,7 +32,7 @@ async def clients(stack: Stack) -> AsyncIterator[httpx.AsyncClient]:
 
 @contextlib.asynccontextmanager
 async def load(http: httpx.AsyncClient) -> AsyncIterator[None]:
-    """Both runtimes decode meanwhile, and have new prompts to prefill."""
+    """Keep both runtimes decoding and prefilling new prompts."""
 
     async def one(seed: int) -> None:
         for more in range(1_000):
@@ -64,8 +64,8 @@ async def test_children_of_a_prefix_arrive_where_it_was_computed(stack: Stack) -
 
 
 async def test_requests_of_a_session_stay_together_although_their_prompts_have_nothing_in_common(stack: Stack) -> None:
-    """A session is a preference: a runtime that is much slower for a moment loses it. So it is tried with new ones
-    until nothing was in the way; by chance sixteen sessions on two runtimes stay where they were once in 2^48."""
+    """A session is a preference: a runtime that is much slower for a moment loses it. So the test repeats with new
+    sessions until no delay interfered; by chance sixteen sessions on two runtimes would stay together once in 2^48."""
     async with clients(stack) as http:
 
         async def ask(name: str, seed: int) -> str:

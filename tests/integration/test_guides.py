@@ -54,7 +54,7 @@ def blocks(page: Path) -> list[Block]:
 
 
 def commands(kind: str) -> list[tuple[str, list[str]]]:
-    """Page and words of each command in blocks of a kind."""
+    """Yield the page and words of each command in blocks of a kind."""
     return [
         (page.stem, shlex.split(line))
         for page in PAGES
@@ -69,7 +69,7 @@ def fits(promised: str, line: str) -> bool:
 
 
 class Reader:
-    """Somebody who follows a page, in an empty folder beside the repository's, on ports that are free."""
+    """A reader who follows a page, in an empty folder beside the repository's, on free ports."""
 
     def __init__(self, folder: Path, kubeconfig: Path | None = None, bin_: Path | None = None) -> None:
         self.folder, self.kubeconfig = folder, kubeconfig
@@ -81,7 +81,7 @@ class Reader:
         self.ports = {8080: self.base, **dict(zip(PORTS, free_ports(len(PORTS)), strict=True))}
 
     def here(self, text: str) -> str:
-        """The page's text with this machine's ports, and the tiny model in the place of the reader's."""
+        """Return the page's text with this machine's ports, and the tiny model in place of the reader's."""
         tiny = str(ROOT / "models" / "tiny")
         text = text.replace(f"hf://{QWEN}", tiny).replace(QWEN, tiny)
         for port, free in self.ports.items():
@@ -98,7 +98,7 @@ class Reader:
 
     @contextmanager
     def server(self, words: list[str]) -> Iterator[None]:
-        """Runs until the end of the block; ready when it says so."""
+        """Run a server until the end of the block; ready when it says so."""
         words = shlex.split(self.here(shlex.join(words)))
         if words[:2] == ["treeline", "up"]:
             words[2:2] = ["--port-base", str(self.base)]
@@ -134,7 +134,7 @@ class Reader:
         return ready.status_code == models.status_code == 200 and bool(models.json()["data"])
 
     def stand_in(self, words: list[str]) -> list[str]:
-        """A simulated engine with the ports and the name that a command of vLLM's has."""
+        """Return a simulated engine with the ports and the name of a vLLM command."""
         flags = dict(pairwise(words))
         events = json.loads(flags["--kv-events-config"])
         port = {name: events[name].rpartition(":")[2] for name in ("endpoint", "replay_endpoint")}

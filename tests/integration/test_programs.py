@@ -1,4 +1,4 @@
-"""Programs of the frontend language through Envoy and picker: unchanged, and where their prefixes are."""
+"""Unchanged programs of the frontend language run through Envoy and picker, and meet their cached prefixes."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ async def test_two_hundred_requests_of_sixteen_clients_over_eight_prefixes(stack
 
 
 def test_a_client_that_goes_away_frees_its_pages(stack: Stack):
-    """A long stream is dropped after its first chunk; the runtime reports nothing running soon after."""
+    """A long stream is dropped after its first chunk; soon the runtime reports no running requests."""
     body = {
         "model": "tiny",
         "prompt": text(50, seed=7),

@@ -1,4 +1,4 @@
-"""Two API keys at the edge: what one client asked, the other does not learn. Real Envoy, picker and runtimes."""
+"""Two API keys at the edge: one client learns nothing of the other's prompts. Real Envoy, picker and runtimes."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def ask(stack: Stack, headers: dict[str, str]):
 
 
 def spans_of(collector: Collector, trace: str) -> dict[str, CollectedSpan]:
-    """Envoy sends its own every five seconds."""
+    """Wait for the trace's spans; Envoy sends its own every five seconds."""
     return collector.wait_for(trace, EDGE, CALL, ATTEMPT, PICKER, CHOICE, RUNTIME, *STAGES)
 
 

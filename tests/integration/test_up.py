@@ -1,4 +1,4 @@
-"""`treeline up` as its user meets it."""
+"""`treeline up` as its user sees it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.integration
 
 
 def command(*more: str) -> list[str]:
-    """With ports for two runtimes."""
+    """Return the command with ports for two runtimes."""
     words = [sys.executable, "-m", "treeline", "up", "--port-base", str(free_base(5 + 2 * 6))]
     return [*words, *more]
 
@@ -52,7 +52,7 @@ class Up:
         return self.err_path.read_text()
 
     def ready(self) -> str:
-        """Wait for the ready line; returns the URL in it."""
+        """Wait for the ready line and return its URL."""
 
         def said() -> bool:
             assert self.popen.poll() is None, self.err
@@ -98,7 +98,7 @@ def test_it_serves_and_a_signal_stops_everything(up, number):
 
 
 def test_engines_that_run_already_are_served_and_left_running(up, tmp_path: Path):
-    """The second one is started last: the gateway waits for it, and says so."""
+    """The second engine is started last: the gateway waits for it, and says so."""
     base = free_base(2)
     serve = [sys.executable, "-m", "treeline", "sim", "serve", "--events-port=0", "--replay-port=0", "--load-port=0"]
     with contextlib.ExitStack() as stack:

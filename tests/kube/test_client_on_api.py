@@ -1,4 +1,4 @@
-"""The wrapper against a real API server: what server-side apply, preconditions and paging do."""
+"""The client against a real API server: server-side apply, preconditions and paging."""
 
 from __future__ import annotations
 

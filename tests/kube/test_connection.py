@@ -1,4 +1,4 @@
-"""Retries, typed errors and the guard of writes, against a server that answers as a script says."""
+"""Retries, typed errors and the guard of writes, against a scripted server."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def reply(body: Any, code: int = 200, headers: dict[str, str] | None = None) -> Handler:
-    """A fresh answer each time: one that was sent cannot be sent again."""
+    """Return a new answer each time: one that was sent cannot be sent again."""
 
     async def answer(request: web.Request) -> web.StreamResponse:
         text = body if isinstance(body, str) else json.dumps(body)
@@ -60,7 +60,7 @@ def refusal(code: int, reason: str = "", headers: dict[str, str] | None = None, 
 
 
 class Script:
-    """Answers one request after the other as told, then with 200; remembers what was asked and when."""
+    """Answers requests in the scripted order, then with 200; records requests and their times."""
 
     def __init__(self) -> None:
         self.answers: list[Handler] = []

@@ -33,7 +33,7 @@ _decode = msgspec.json.Decoder(_Object).decode
 
 
 class Following:
-    """A reflector on a fake server, and how often it was said that something changed."""
+    """A reflector on a fake server, and the number of its change notices."""
 
     def __init__(self, api: FakeApi, client: Client, silence_s: float, optional: bool) -> None:
         self.api = api

@@ -1,4 +1,4 @@
-"""The list-watch machine alone: what it asks, what its sink holds, and how long it waits."""
+"""The list-watch machine alone: its requests, the contents of its sink, and its pauses."""
 
 from __future__ import annotations
 
@@ -343,7 +343,7 @@ FAULTS = {"busy": Unavailable, "silent": Timeout, "forbidden": Forbidden}
 
 
 class World:
-    """A collection, and a mirror that is connected to it by a bad line."""
+    """A collection, and a mirror that follows it over an unreliable connection."""
 
     def __init__(self) -> None:
         self.collection = Collection()
@@ -352,7 +352,7 @@ class World:
         self.stream: Iterator[bytes] | None = None
 
     def step(self, fault: str) -> None:
-        """One thing that the driver would do, with a fault or without."""
+        """Take one step of the driver, with a fault or without."""
         self.now += 1.0
         mirror = self.mirror
         try:

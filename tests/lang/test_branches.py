@@ -1,4 +1,4 @@
-"""Branches: forks of forks, joins, and what becomes of those that fail or that nobody joins."""
+"""Branches: forks of forks, joins, and branches that fail or are never joined."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from treeline_lang.choices import CHOICES_METHODS, ChoicesMethod, Decision, Toke
 
 
 def decided(method: ChoicesMethod, given: Sequence[Sequence[float]], alone: Sequence[Sequence[float]] = ()) -> Decision:
-    """By these logprobs of the tokens of each choice."""
+    """Decide by these logprobs of each choice's tokens."""
     one, other = ([[TokenLogprob(value, None, None) for value in each] for each in all_] for all_ in (given, alone))
     return method.decide(["x"] * len(one), one, other)
 

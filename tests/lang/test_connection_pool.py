@@ -1,4 +1,4 @@
-"""Connections to a server: as many as there may be, each given back once, none shared with a forked process."""
+"""Connections to a server: bounded in number, each returned once, none shared with a forked process."""
 
 from __future__ import annotations
 

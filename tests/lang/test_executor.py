@@ -24,7 +24,7 @@ def three(s: Any) -> None:
 
 
 def in_thread(work: Any) -> Any:
-    """The result of a call in another thread; a call that hangs fails."""
+    """Return the result of a call in another thread; a call that hangs fails."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(work).result(PATIENCE_S)
 
@@ -262,7 +262,7 @@ def test_ctrl_c_while_a_stream_is_followed_ends_its_program():
 
 
 def test_cancelling_before_a_step_has_begun_leaves_no_reader_behind():
-    """The task of a stream that is cancelled before its first turn on the loop never runs at all."""
+    """A stream's task that is cancelled before its first turn on the loop never runs at all."""
     backend, go = FakeBackend(), threading.Event()
     background.loop().call_soon_threadsafe(go.wait, PATIENCE_S)
     state = three.run(backend=backend)  # submits, and cannot begin

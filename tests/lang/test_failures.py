@@ -158,7 +158,7 @@ def test_a_server_that_is_killed_ends_runs_streams_and_batches_by_an_error_of_th
 
 @pytest.mark.deep
 def test_a_server_may_restart_between_two_runs(model: Path) -> None:
-    """Connections that were kept are dead: a run does not trip over them."""
+    """Kept connections are dead, and a run replaces them."""
     port = free_port()
     with RuntimeEndpoint(f"http://127.0.0.1:{port}") as backend:
         for _ in range(2):
@@ -170,7 +170,7 @@ def test_a_server_may_restart_between_two_runs(model: Path) -> None:
 # ---- a server that does as it is told ---------------------------------------------------------------------------
 
 Script = Callable[[str, dict[str, Any], int], bytes | None]
-"""(path, body, number of the request) → the bytes of the answer, after which the connection ends; None: nothing, for
+"""(path, body, number of the request) → the bytes of the answer, after which the connection ends; None: no answer
 ever."""
 
 

@@ -1,4 +1,4 @@
-"""Texts that grow: whoever follows sees all of it, whatever the pieces, and how it ended."""
+"""Growing texts: a follower sees all of the text in any pieces, and how it ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Servers that mean harm, or are broken in ways that nobody thinks of: an error that says so, and no secret in it."""
+"""Hostile or broken servers give an error that says so, without secrets in it."""
 
 from __future__ import annotations
 

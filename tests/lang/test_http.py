@@ -1,4 +1,4 @@
-"""HTTP/1.1 as servers speak it: how bodies end, what comes before an answer, TLS, proxies."""
+"""HTTP/1.1 as servers use it: ends of bodies, interim answers, TLS, proxies."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FINE = b"HTTP/1.1 200 OK\r\ncontent-length: 11\r\n\r\n" + TEXT
 
 @asynccontextmanager
 async def serving(handle: Callable[..., Awaitable[None]], **options: Any) -> AsyncGenerator[int]:
-    """→ its port."""
+    """Run a server for connections; yields its port."""
 
     async def whole(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -37,7 +37,7 @@ async def serving(handle: Callable[..., Awaitable[None]], **options: Any) -> Asy
 
 
 def answers(*answer: bytes) -> Callable[..., Awaitable[None]]:
-    """Each piece by itself, to the first request of a connection, which is closed then."""
+    """Return a handler that sends the pieces one by one to the first request of a connection, and closes it."""
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")

@@ -1,4 +1,4 @@
-"""Programs and batches of them: arguments, sampling, order, threads, and what is shown meanwhile."""
+"""Programs and batches of them: arguments, sampling, order, threads, and the progress shown."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from treeline_lang.batch import Progress, thread_count
 
 @function
 def ask(s: Any, question: str, times: int = 1, *, temperature: float = 0.5) -> int:
-    """Asks."""
+    """A program that asks a question."""
     for _ in range(times):
         s += f"{question} {temperature}" + gen("a")
     return times

@@ -1,5 +1,5 @@
-"""The acceptance programs on a real server with models/tiny: what it is known to answer, and its logits as transformers
-computes them."""
+"""The acceptance programs on a real server with models/tiny: its known answers, and its logits as transformers computes
+them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def tokenizer() -> Any:
 
 
 class Reference:
-    """The model by transformers."""
+    """The model, computed by transformers."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -68,7 +68,7 @@ class Reference:
         return [float(table[at - 1, ids[at]]) if at else 0.0 for at in range(begin, len(ids))]
 
     def of_choice(self, prompt: str, choice: str) -> tuple[list[float], list[float]]:
-        """Logprobs of a choice's tokens after a prompt, and by themselves."""
+        """Return the logprobs of a choice's tokens after a prompt, and alone."""
         before, whole = self.ids(prompt), self.ids(prompt + choice)
         assert whole[: len(before)] == before, "no token healing here"
         return self.logprobs(whole, len(before)), self.logprobs(whole[len(before) :], 0)
@@ -210,7 +210,7 @@ def test_min_tokens_and_n_are_counted(backend: RuntimeEndpoint) -> None:
 
 
 def test_a_fork_computes_its_prefix_once(backend: RuntimeEndpoint) -> None:
-    """Each branch finds all in the cache but its own words, and the last token of the prefix at most."""
+    """Each branch finds everything cached but its own words, and at most the last token of the prefix."""
     prefix = "Here is a long beginning that all the branches have in common. " * 8
 
     @function

@@ -47,8 +47,8 @@ TABLE = {
 }
 PLAIN = ("test_mt_bench", "test_select", "test_parallel_decoding", "test_stream", "test_regex", "test_dtype_gen")
 SPECULATIVE = ("test_completion_speculative", "test_chat_completion_speculative")
-"""For OpenAI's API, whose backend has `token_usage`. The first asserts that the model writes the next labels by itself,
-which a small one does by chance; what speculation saves is held by tests/lang/test_speculation.py."""
+"""They need OpenAI's API, whose backend has `token_usage`. The first asserts that the model writes the next labels by
+itself, which a small one does by chance; tests/lang/test_speculation.py checks what speculation saves."""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Speculation: the same program says the same, in fewer calls."""
+"""Speculation: the same program gives the same result, in fewer calls."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOKEN_CHARS = 3
 
 
 class ScriptedModel(Backend):
-    """Deterministic: what a longer answer says is what shorter ones say one after the other."""
+    """A deterministic model: a longer answer equals the shorter ones in sequence."""
 
     tells_tokens = True
 
@@ -35,8 +35,8 @@ class ScriptedModel(Backend):
         tells_tokens: bool = True,
         most: int = 1 << 31,
     ) -> None:
-        """script: the end of a text → the character that follows, "" for an end; the longest end counts. most: tokens
-        that may be asked for."""
+        """script: the end of a text → the next character, "" for the end; the longest end counts. most: the largest
+        number of tokens that may be requested."""
         self._script = dict(sorted(script.items(), key=lambda item: -len(item[0])))
         self.chats, self._goes_on, self.tells_tokens = chats, goes_on, tells_tokens
         self._most = most
@@ -80,7 +80,7 @@ class ScriptedModel(Backend):
         return Completion(said, meta)
 
     def _token(self, text: str) -> tuple[str, bool]:
-        """→ (a token, whether it is the end)."""
+        """Return a token, and whether it is the end."""
         piece = ""
         while True:
             character = next((said for end, said in self._script.items() if text.endswith(end)), "")
@@ -92,7 +92,7 @@ class ScriptedModel(Backend):
 
 
 def says(text: str, continuation: str) -> dict[str, str]:
-    """A script by which a text that ends so goes on so."""
+    """Return a script that continues texts with this end."""
     whole = text + continuation
     return {whole[:at]: whole[at] for at in range(len(text), len(whole))}
 

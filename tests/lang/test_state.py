@@ -26,7 +26,7 @@ from treeline_lang import (
 from treeline_lang.templates import TEMPLATES
 
 COUNTS = FakeBackend(lambda prompt, *_: f"<{len(prompt.text)}>")
-"""Answers with how long the prompt was."""
+"""Answers with the prompt's length."""
 
 
 def run(body: Callable[..., Any], backend: FakeBackend = COUNTS, **options: Any) -> Any:

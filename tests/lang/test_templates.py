@@ -1,4 +1,4 @@
-"""Turns as chat templates write them: the pieces that are found give the text that the template gives."""
+"""Turns as chat templates write them: the extracted pieces reproduce the template's text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FILES["tiny"] = (ROOT / "models" / "tiny" / "chat_template.jinja").read_text()
 
 
 def render(source: str, messages: list[dict[str, str]], opened: bool) -> str:
-    """By transformers."""
+    """Render by transformers."""
     return str(FAST.apply_chat_template(messages, chat_template=source, tokenize=False, add_generation_prompt=opened))
 
 

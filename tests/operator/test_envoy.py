@@ -1,4 +1,4 @@
-"""The generated Envoy bootstrap: accepted by the real Envoy, and saying what it must."""
+"""The generated Envoy bootstrap: the real Envoy accepts it, and it has the required settings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from treeline_wire import headers as names
 
 
 def manager(config: EnvoyConfig) -> dict[str, Any]:
-    """The HTTP connection manager of the gateway's listener."""
+    """Return the HTTP connection manager of the gateway's listener."""
     listener = bootstrap(config)["static_resources"]["listeners"][0]
     return listener["filter_chains"][0]["filters"][0]["typed_config"]  # type: ignore[no-any-return]
 

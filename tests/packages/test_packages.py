@@ -1,4 +1,4 @@
-"""The wheels and sdists as somebody gets them: what is in them, where they install, and that they serve."""
+"""The wheels and sdists as users get them: their contents, their platforms, and a server from them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def run(*words: str | Path, **more) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory) -> Path:
-    """A folder with all wheels and sdists."""
+    """Return a folder with all wheels and sdists."""
     out = tmp_path_factory.mktemp("dist")
     done = run(sys.executable, ROOT / "scripts" / "dist.py", "--out", out)
     assert done.returncode == 0, done.stderr
@@ -53,7 +53,7 @@ def version(built) -> str:
 
 @pytest.fixture(scope="module")
 def constraints(tmp_path_factory) -> Path:
-    """The versions that are locked: nothing is fetched that the checkout does not have."""
+    """Return the locked versions: no package is fetched that the checkout does not have."""
     file = tmp_path_factory.mktemp("constraints") / "constraints.txt"
     texts = [(ROOT / "requirements" / name).read_text() for name in ("lock.txt", "lock-torch.txt")]
     file.write_text("\n".join(line.removesuffix(" \\") for line in "".join(texts).splitlines() if line[:1].isalnum()))
@@ -194,7 +194,7 @@ PLATFORMS = {
     "macOS 15, Apple silicon": "aarch64-apple-darwin",
     "macOS, Intel": "x86_64-apple-darwin",
 }
-"""As docs/install.md names them → as uv's resolver does."""
+"""Names in docs/install.md → names of uv's resolver."""
 
 
 def test_what_runs_where_is_as_the_page_says(built, version, index):

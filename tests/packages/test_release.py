@@ -1,4 +1,4 @@
-"""`make release`: what it refuses, and what it makes of a tag. Its docker only notes its calls."""
+"""`make release`: its refusals, and its results for a tag. Its docker only records calls."""
 
 from __future__ import annotations
 

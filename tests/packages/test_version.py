@@ -18,7 +18,7 @@ import dist  # noqa: E402
 
 @pytest.fixture
 def checkout(tmp_path, monkeypatch):
-    """A repository of one commit, whose CHANGELOG names 0.3.0 first; returns git."""
+    """Create a repository of one commit, whose CHANGELOG names 0.3.0 first. Returns git."""
     (tmp_path / "CHANGELOG.md").write_text("# Changelog\n\n## 0.3.0 (unreleased)\n\n- x\n\n## 0.2.0 (2026-01-01)\n")
     monkeypatch.setattr(dist, "ROOT", tmp_path)
 

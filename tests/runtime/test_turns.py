@@ -1,4 +1,4 @@
-"""Clients take turns, and who has most waiting is the one for whom there is no room."""
+"""Clients take turns, and the client with most waiting items loses one when there is no room."""
 
 from __future__ import annotations
 

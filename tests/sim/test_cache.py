@@ -1,4 +1,4 @@
-"""The paged cache against a model that looks at everything."""
+"""The paged cache against a naive model."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""`treeline sim` as a person types it."""
+"""`treeline sim` as a user runs it."""
 
 import json
 from pathlib import Path

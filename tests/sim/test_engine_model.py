@@ -1,4 +1,5 @@
-"""The engine model: what always holds, what a jump may not change, and the published figures that it must meet."""
+"""The engine model: its invariants, its equality with and without jumps, and the published figures that it must
+meet."""
 
 import random
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ def work_of(prompt: Text, output: int, rng: random.Random) -> Work:
 
 
 def load(seed: int, block_size: int, count: int) -> list[tuple[float, Work]]:
-    """Requests of three families with the seconds between them."""
+    """Draw requests of three families with the seconds between them."""
     rng = random.Random(seed)
     shared = [Text(block_size).extended(rng.randrange(1, 150), rng) for _ in range(3)]
     return [

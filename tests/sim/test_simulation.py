@@ -1,4 +1,4 @@
-"""A simulated fleet with the picker's own core: what is counted, what recovers, what is the same each time."""
+"""A simulated fleet with the picker's own core: its counts, its recovery, its repeatability."""
 
 import random
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ IDLE_S = 8.0
 
 
 def trace(count: int = 200, rate: float = 20.0, seed: int = 1) -> list[TraceRequest]:
-    """Eight groups; at the end, after a pause, a request that is too short to be cached."""
+    """Return a trace of eight groups; at the end, after a pause, a request that is too short to be cached."""
     rng = random.Random(seed)
     groups = [Text(16).extended(1500, rng) for _ in range(8)]
     now, made = 0.0, []

@@ -1,4 +1,4 @@
-"""The traces: in order, the same for the same seed, and of the shape that they claim."""
+"""The traces: in order, equal for equal seeds, and of the shape that they claim."""
 
 import json
 from itertools import islice, pairwise

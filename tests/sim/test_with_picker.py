@@ -1,4 +1,4 @@
-"""A real picker, with sockets and all, follows simulated engines of both dialects."""
+"""A real picker, on real sockets, follows simulated engines of both dialects."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The command: what it takes, what it starts, what it leaves, how it ends."""
+"""The command: its arguments, its server, its files, its exit."""
 
 from __future__ import annotations
 

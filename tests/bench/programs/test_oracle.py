@@ -1,4 +1,4 @@
-"""The best of all caches, beside a plain trie."""
+"""The best possible cache, against a plain trie."""
 
 from __future__ import annotations
 

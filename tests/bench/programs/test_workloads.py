@@ -1,4 +1,4 @@
-"""The workloads on a backend without a model: what they ask for, and what their prompts share."""
+"""The workloads on a backend without a model: their requests, and the prefixes that their prompts share."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KINDS = {
     "multi_turn_long": {"generate": 4},
     "rag": {"generate": 2},
 }
-"""What one program asks."""
+"""The requests of one program."""
 
 
 def data(maker: PromptMaker, seed: str = "x", scale: float = SCALE) -> Data:

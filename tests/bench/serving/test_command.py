@@ -33,7 +33,7 @@ def no_key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def prompts_of(server: FakeOpenAI) -> list[list[int]]:
-    """Without the warm-up, whose answer has 16 tokens."""
+    """Return the prompts that the server got, without the warm-up, whose answer has 16 tokens."""
     return [body["prompt"] for body in server.bodies if body["max_tokens"] != 16]
 
 

@@ -12,7 +12,7 @@ MS = 1_000_000
 def record(
     due_ms: float, sent_ms: float, tokens_ms: list[float], done_ms: float, output: int | None = None, **more: object
 ) -> Record:
-    """Times in ms after the beginning, which is at 1 s of the clock."""
+    """Return a record with times in ms after the beginning, which is at 1 s of the clock."""
     begin = 1000 * MS
     return Record(
         conversation=0,

@@ -1,4 +1,4 @@
-"""`treeline chat` as its user meets it: in a pseudo-terminal and in pipes, with real servers and with bad ones."""
+"""`treeline chat` as its user sees it: in a pseudo-terminal and in pipes, with real servers and with bad ones."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def environment(home: Path) -> dict[str, str]:
 
 
 class Terminal:
-    """A chat in a pseudo-terminal of 80 columns: what was written to it, and keys for it."""
+    """A chat in a pseudo-terminal of 80 columns: its output, and keys for it."""
 
     def __init__(self, home: Path, *words: str, **more: str) -> None:
         self._fd, theirs = os.openpty()
@@ -64,7 +64,7 @@ class Terminal:
         self.written = ""
 
     def until(self, pattern: str) -> str:
-        """Reads until it is there; → what is new, without what moves and colours."""
+        """Read until the pattern appears. Return the new text, without cursor moves and colours."""
         end, new = time.monotonic() + PATIENCE_S, ""
         while not re.search(pattern, plain(new)):
             assert time.monotonic() < end, f"no {pattern!r} in {plain(new)!r}, after {plain(self.written)[-2000:]!r}"
@@ -77,12 +77,12 @@ class Terminal:
         os.write(self._fd, keys.encode())
 
     def says(self, line: str, pattern: str = PROMPT) -> str:
-        """Enter a line; → what came until the next prompt. The line itself is drawn first, with its prompt."""
+        """Enter a line. Return the output up to the next prompt; the line itself is drawn first, with its prompt."""
         self.type(line + "\r")
         return self.until(re.escape(line[-20:]) + rf"\s[\s\S]*{pattern}")
 
     def end(self) -> int:
-        """Its status, once it has given the terminal back as it was."""
+        """Wait for the exit and check that the terminal is restored. Return the exit status."""
         status = self.process.wait(PATIENCE_S)
         assert termios.tcgetattr(self._theirs) == self.before
         return status

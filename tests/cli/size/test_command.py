@@ -1,4 +1,4 @@
-"""`treeline size` as its user meets it."""
+"""`treeline size` as its user sees it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A configuration of plugins is looked through: what may be left out lets the picker start, anything else does not."""
+"""Configurations of plugins: the picker starts if all plugins may be left out, and refuses any other."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ saturationDetector: {pluginRef: utilization-detector}
 """
 ROW = re.compile(r"^\| `([a-z][a-z0-9-]*)` \| (as here|no effect|refused) \|", re.MULTILINE)
 FATES = dict(ROW.findall(PAGE.read_text(encoding="utf-8")))
-"""What the page says of each plugin."""
+"""The page's verdict on each plugin."""
 
 
 def why(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Flags of other endpoint pickers: taken as they are, told to have no effect, or refused with what to use instead."""
+"""Flags of other endpoint pickers: accepted, reported as without effect, or refused with an alternative."""
 
 from __future__ import annotations
 

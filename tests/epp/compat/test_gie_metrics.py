@@ -1,4 +1,4 @@
-"""Metrics under GIE's names: what is known is there, what is not has no series, and labels are bounded."""
+"""Metrics under GIE's names: known ones are shown, others have no series, and labels are bounded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The audit: one error caps a hit, errors on unrelated prefixes rebuild the index, and not too often."""
+"""The audit: one error caps a hit; errors on unrelated prefixes rebuild the index, but not too often."""
 
 import pytest
 from treeline_epp.picking.endpoint import BACKOFF_S, TOLERANCE_BLOCKS, WINDOW_S, Audit, AuditResult

@@ -1,4 +1,4 @@
-"""An endpoint that answers nothing but errors, or has fallen silent: left out, tried again, taken back."""
+"""An endpoint that only answers errors, or is silent, is left out, tried again, and taken back."""
 
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.picking.decision import Lease, Outcome
@@ -34,7 +34,7 @@ def names(picker: Picker, now: float, count: int = 20) -> set[str]:
 
 
 def fail(picker: Picker, name: str, now: float) -> None:
-    """Requests until this endpoint has failed as often in a row as it may; all others answer."""
+    """Send requests until this endpoint has failed as often in a row as it may; all others answer."""
     breaker = picker.endpoints[name].breaker
     while not breaker.tripped:
         lease = send(picker, now)

@@ -14,7 +14,7 @@ PROMPT = Prompt.random(1, 6)
 
 @given(st.lists(st.integers(0, 6), max_size=12), st.sets(st.integers(0, 11), max_size=3), st.integers(1, 6))
 def test_those_that_hold_most_are_named_and_all_are_counted(held: list[int], expecting: set[int], asked: int):
-    """`held` blocks by endpoint, those `expecting` were sent all of the prompt."""
+    """The endpoints hold `held` blocks; those of `expecting` were sent the whole prompt."""
     index = Index()
     pods = [index.add_pod(f"e{row}", SCOPE, row) for row in range(len(held))]
     for pod, blocks in zip(pods, held, strict=True):

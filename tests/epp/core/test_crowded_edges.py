@@ -1,4 +1,4 @@
-"""Engines that announce the same text under ever new hashes: what each one costs, and what is kept of the others'."""
+"""Engines that announce the same text under ever new hashes: the cost of each, and the hits that others keep."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The index follows caches that nobody here wrote: vLLM's BlockPool and SGLang's RadixCache tell of themselves, and it
-holds the blocks that they hold, in every release between the oldest and the newest whose events can be used."""
+"""The index follows the engines' own caches by their events: vLLM's BlockPool and SGLang's RadixCache. It holds the
+blocks that they hold, in every release from the oldest to the newest with usable events."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ CACHES: dict[str, Callable[[], EngineCache]] = {
 
 
 NEW = range(20, 24)
-"""What prompts go on with, and nobody has."""
+"""Tokens that continue prompts and are in no cache."""
 
 
 class Follower:
-    """A cache and what the index knows of it."""
+    """A cache and the index's knowledge of it."""
 
     def __init__(self, cache: EngineCache) -> None:
         self.cache = cache
@@ -37,7 +37,7 @@ class Follower:
         self.pod: Pod = self.index.add_pod("pod", "model")
 
     def follow(self) -> None:
-        """Its events, as its publisher writes them, are applied."""
+        """Apply the cache's events, as its publisher writes them."""
         batch = decode_batch(msgspec.msgpack.encode(self.cache.batch()))
         assert not batch.rejected
         for event in batch.events:

@@ -1,4 +1,4 @@
-"""The index and the traps that foreign engines set it."""
+"""The index and the traps of foreign engines' events."""
 
 import random
 from itertools import pairwise

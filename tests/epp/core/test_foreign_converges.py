@@ -1,5 +1,5 @@
-"""Publishers by vLLM's rules: no epoch, copies of a block, replays that break off, or none. The index comes to equal
-the cache where a replay reaches, and elsewhere gives up what it cannot know."""
+"""Publishers by vLLM's rules: no epoch, copies of a block, replays that break off, or none. The index converges to the
+cache where a replay reaches, and elsewhere drops the blocks that it cannot know."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ LIFE_S = IndexLimits().aged_life_s
 
 
 class Vllm(SimEngine):
-    """A prompt's blocks may be computed twice at once: then the cache has two copies, stored one by one and removed one
-    by one. A parent may go before its children. `most`: its socket's queue takes so many messages of a replay, the end
-    included; the others are dropped."""
+    """An engine like vLLM. A prompt's blocks may be computed twice at once: then the cache has two copies, stored and
+    removed one by one. A parent may go before its children. `most`: the queue of its socket takes this many messages of
+    a replay, the end included, and drops the rest."""
 
     def __init__(self, rng: random.Random, *, ring: int, most: int, replays: bool) -> None:
         self.copies: Counter[int] = Counter()
@@ -71,7 +71,7 @@ class Vllm(SimEngine):
 
 
 def trouble(lab: Lab, steps: int) -> None:
-    """Batches, losses, breaks and restarts in any order, then none of it."""
+    """Send batches, losses, breaks and restarts in any order, then stop."""
     rng = lab.rng
     for _ in range(steps):
         roll = rng.random()

@@ -1,4 +1,4 @@
-"""Whether what an endpoint publishes is heard."""
+"""Detects whether an endpoint's events are heard."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def looks(
     served: Prefills = NONE,
     readings: Readings = Readings(),  # noqa: B008
 ) -> list[HearingState]:
-    """Each second's state."""
+    """Look once a second and return the states."""
     states = []
     for second in range(round(seconds)):
         now = begin + second

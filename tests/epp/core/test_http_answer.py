@@ -21,7 +21,7 @@ MOST = 1000
 
 
 def read(data: bytes, cuts: list[int] | None = None, most: int = MOST) -> Answer | None:
-    """The answer in these pieces, and then the end of the connection; None if it came to no end before that."""
+    """Read an answer from these pieces and the end of the connection; None if it was incomplete."""
     reader, places = AnswerReader(most), sorted({min(cut, len(data)) for cut in cuts or []})
     for start, end in zip([0, *places], [*places, len(data)], strict=True):
         if start < end and (answer := reader.feed(data[start:end])) is not None:
@@ -30,7 +30,7 @@ def read(data: bytes, cuts: list[int] | None = None, most: int = MOST) -> Answer
 
 
 def by_h11(data: bytes) -> tuple[int, bytes]:
-    """Status and body."""
+    """Return status and body, read by h11."""
     connection = h11.Connection(h11.CLIENT)
     connection.send(h11.Request(method="GET", target="/", headers=[("host", "e")]))
     connection.send(h11.EndOfMessage())
@@ -47,7 +47,7 @@ def by_h11(data: bytes) -> tuple[int, bytes]:
 
 @st.composite
 def answers(draw: st.DrawFn) -> bytes:
-    """Whole ones, as h11 writes them: with a length, in chunks with trailers, until the end, without a body."""
+    """Draw complete answers, written by h11: with a length, in chunks with trailers, until the end, without a body."""
     connection = h11.Connection(h11.SERVER)
     version = draw(st.sampled_from([b"1.1", b"1.0"]))
     connection.receive_data(b"GET / HTTP/%b\r\nhost: e\r\n\r\n" % version)

@@ -64,7 +64,7 @@ num_gpu_blocks_override="712"} 1.0
 
 
 class Page:
-    """A page in the making, written by the library that vLLM and SGLang use."""
+    """A page under construction, written by the library that vLLM and SGLang use."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()

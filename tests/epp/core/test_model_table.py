@@ -124,7 +124,8 @@ def test_an_unknown_model_is_not_found(pools: dict[str, list[str]]) -> None:
 
 
 def test_no_claim_newer_than_a_pool_gets_the_requests_for_its_name() -> None:
-    """An InferenceModel for another pool, targets that lead to one, and an engine that says it has the name."""
+    """The claims are: an InferenceModel for another pool, targets in another pool, and an engine that reports the
+    name."""
     pools = {"taker": PoolClaim("g", ("other",), created="1"), "theirs": PoolClaim("g", ("llama",), created="2")}
     served = {"taker": ["other", "llama", "loaded"], "theirs": ["llama"]}
     for one in (

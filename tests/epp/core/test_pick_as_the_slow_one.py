@@ -30,10 +30,10 @@ PROMPTS = [Prompt([head] * 4 * WIDTH + [tail] * 3 * WIDTH) for head in range(3) 
 
 
 class World:
-    """A picker to which anything happens, by a seed."""
+    """A picker with a random history, by a seed."""
 
     def __init__(self, seed: int, size: int, limit_s: float | None, limit: int | None) -> None:
-        """At most one limit: a wait that says that an endpoint is full, or a number of requests."""
+        """Set at most one limit: a wait from which an endpoint is full, or a number of requests."""
         self.rng = random.Random(seed)
         limits = IndexLimits(prediction_life_s=1.0, eventless_life_s=3.0, aged_life_s=1.0, hit_cap_life_s=1.0)
         self.limits = limit_s, limit

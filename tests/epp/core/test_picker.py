@@ -316,7 +316,8 @@ def test_an_endpoint_that_nobody_has_measured_is_tried_beside_an_idle_fast_one()
 
 
 def test_an_endpoint_that_looked_slow_once_is_asked_again() -> None:
-    """A stall of its machine was in its first measurement; nothing would ever correct it, if all went to the other."""
+    """Its first measurement fell into a pause of its machine; the error would stay if all requests went to the
+    other."""
     picker = make(2)
     picker.on_load("e1", TreelineLoad(prefill_tokens_per_s=RATE / 20), now=0.0)
     picker.on_load("e0", TreelineLoad(prefill_tokens_per_s=RATE, running=3, waiting_uncached_tokens=500), now=0.0)
@@ -335,7 +336,7 @@ def test_an_endpoint_that_is_slow_under_load_gets_less() -> None:
 
 
 def live_picker(prompts: list[Prompt]) -> tuple[Picker, KvSubscription]:
-    """A picker with one endpoint whose events are followed, and that holds these prompts."""
+    """Return a picker with one endpoint that is followed and holds these prompts."""
     picker = make(1)
     subscription = KvSubscription(picker.index, picker.endpoints["e0"].pod, KEYS)
     assert subscription.on_connected(0.0) == [HelloRequest()]
@@ -384,14 +385,14 @@ def test_more_blocks_than_memory_has_room_for_build_the_index_anew() -> None:
 
 
 class SimPod:
-    """A cache of whole prefixes with LRU, as coarse as can be."""
+    """A simple LRU cache of whole prefixes."""
 
     def __init__(self, room: int) -> None:
         self.room = room
         self.held: dict[int, None] = {}
 
     def serve(self, group: int) -> tuple[bool, int | None]:
-        """(hit, evicted group)."""
+        """Return (hit, evicted group)."""
         hit = self.held.pop(group, 0) is None
         self.held[group] = None
         evicted = next(iter(self.held)) if len(self.held) > self.room else None
@@ -401,7 +402,8 @@ class SimPod:
 
 
 def hit_rate(policy: str) -> float:
-    """16 shared prefixes × 8 requests on two pods with room for 10 each: more than one pod holds, less than both."""
+    """Return the hit rate of 16 shared prefixes × 8 requests on two pods with room for 10 prefixes each: together they
+    have room for all, one alone has not."""
     rng = random.Random(5)
     picker = make(2, policy=policy)
     prefixes = [Prompt.random(seed, 64) for seed in range(16)]

@@ -1,4 +1,4 @@
-"""Reading a few names of a metrics page: what Prometheus' own parser reads, and no harm from what it would refuse."""
+"""Reads a few names of a metrics page: the same values as Prometheus' own parser, and invalid lines do no harm."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_any_bytes_are_read_or_passed_over(noise: bytes, at: int) -> None:
 
 
 def test_a_page_made_to_be_slow_is_not() -> None:
-    """Four mebibytes, the most that is read, of each kind of trap."""
+    """The page has four mebibytes, the most that is read, of each kind of trap."""
     most_s = 150 * reference_s()
     for page in (b"a 1\n" * (1 << 20), b"\nvllm:num_requests_waitin" * (4 << 20 >> 5), b'a{x="' * (1 << 20)):
         began = time.thread_time()

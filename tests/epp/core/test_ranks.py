@@ -1,4 +1,4 @@
-"""Endpoints whose data-parallel ranks publish one by one: caches are kept apart, the endpoint is one."""
+"""Endpoints whose data-parallel ranks publish separately: caches are kept apart, the endpoint is one."""
 
 from __future__ import annotations
 

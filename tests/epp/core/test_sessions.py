@@ -1,4 +1,4 @@
-"""Sessions: a request goes where its session's last one went, while that costs little more."""
+"""Sessions: a request goes to the endpoint of its session's last one, as long as that costs little more."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LONG = Prompt([1] * 64 * WIDTH)
 
 
 class World:
-    """Four endpoints that are alike; requests without keys, unless one is given."""
+    """Four equal endpoints; requests without keys, unless one is given."""
 
     def __init__(self, size: int = 4, policy: str = "predicted_ttft") -> None:
         self.picker = Picker(PickerConfig(policy, fallbacks=1, seed=3))
@@ -39,7 +39,7 @@ class World:
         return self.picker.reserve(self.picker.pick(self.ask(session, tokens, **fields), self.now), self.now)
 
     def serve(self, session: int = 0, outcome: Outcome = Outcome.HEADERS, **served: str) -> str:
-        """The endpoint of a request that has been answered."""
+        """Serve a request and return its endpoint."""
         lease = self.take(session)
         self.picker.close(lease, self.now, outcome, **served)  # type: ignore[arg-type]
         return lease.endpoint.spec.name
@@ -124,7 +124,7 @@ def test_a_session_ends_when_nothing_is_heard_of_it() -> None:
 
 
 def test_children_that_follow_at_once_arrive_where_their_parents_prefix_is() -> None:
-    """No event has come, no load was reported, and the endpoint has work: the prediction of the prompt is enough."""
+    """No event has come, no load was reported, and the endpoint is busy: the prediction of the prompt suffices."""
     world = World(8)
     parent = world.take(0, len(LONG.tokens), key=LONG.key, max_output_tokens=0, fork=6)
     world.picker.close(parent, world.now, Outcome.HEADERS)

@@ -20,7 +20,7 @@ from treeline_wire.events import AllBlocksCleared, BlockRemoved, BlockStored, Ev
 from treeline_wire.frames import Hello, ReplayEnd, ReplayRequest, SnapshotChunk, SnapshotEnd, SnapshotHeader
 
 MOST = 3 * SLICE
-"""A slice and an event more, and as much for orphans whose parents have come."""
+"""A slice and one event, and as much again for orphans whose parents have come."""
 
 
 class Slices:
@@ -216,7 +216,7 @@ def test_what_an_endpoint_held_leaves_in_slices(how: str, monkeypatch: pytest.Mo
 
 
 class Clock:
-    """Time that passes where there is work."""
+    """A clock that advances with the work."""
 
     def __init__(self) -> None:
         self.now = 0.0

@@ -1,4 +1,4 @@
-"""Subscriptions to KV events: what is asked of a publisher, one step after the other."""
+"""Subscriptions to KV events: the requests to a publisher, step by step."""
 
 from itertools import pairwise
 

@@ -1,4 +1,4 @@
-"""Subscriptions to KV events, with everything at once: the index comes to equal the engine's cache."""
+"""Subscriptions to KV events under all faults at once: the index converges to the engine's cache."""
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -40,7 +40,7 @@ def test_whatever_is_lost_the_index_equals_the_cache_within_two_seconds_of_the_l
 
 
 class SubscriptionMachine(RuleBasedStateMachine):
-    """Any order of everything that can happen; when it is left alone the index comes to equal the cache."""
+    """Any order of events and faults; left alone, the index converges to the cache."""
 
     def __init__(self) -> None:
         super().__init__()

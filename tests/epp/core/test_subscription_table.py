@@ -1,4 +1,4 @@
-"""Subscriptions to KV events: in every state every event leads where the table says."""
+"""Subscriptions to KV events: in every state every event has the effect that the table lists."""
 
 from collections.abc import Callable
 
@@ -21,7 +21,7 @@ from treeline_wire.frames import (
 
 
 def in_state(state: State) -> Bench:
-    """A subscription that has come to this state."""
+    """Return a subscription in this state."""
     bench = Bench()
     if state is State.DISCONNECTED:
         return bench
@@ -46,7 +46,7 @@ def in_state(state: State) -> Bench:
 
 
 def events(bench: Bench, epoch: int, seq: int, now: float) -> dict[Event_, Callable[[], object]]:
-    """Each event, as the driver tells it."""
+    """Return each event, as the driver reports it."""
     subscription, chunk = bench.subscription, [bench.prompts[seq].stored()]
     return {
         Event_.CONNECTED: lambda: subscription.on_connected(now),

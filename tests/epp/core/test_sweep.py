@@ -1,4 +1,4 @@
-"""Engines that are asked because of a missed model: each once, some at a time, and not more often than they bear."""
+"""After a request for an unknown model, engines are polled: each once, a few at a time, and at a bounded rate."""
 
 from __future__ import annotations
 

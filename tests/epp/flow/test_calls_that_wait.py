@@ -14,7 +14,7 @@ METHOD = "/test.Held/Process"
 
 
 class Gate:
-    """Opened by the test. `asked` counts who waits for it."""
+    """A gate that the test opens. `asked` counts the waiting callers."""
 
     def __init__(self) -> None:
         self.open = False
@@ -32,7 +32,7 @@ class Gate:
 
 
 class Held:
-    """Implements `Call`: answers `wait` when the gate is open, and all else at once."""
+    """A `Call` that answers `wait` when the gate is open, and everything else at once."""
 
     ended = False
 

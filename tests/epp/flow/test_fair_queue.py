@@ -148,7 +148,7 @@ def test_targets_that_cannot_be_compared_wait_beside_each_other(seed: int) -> No
 
 
 class Blocked:
-    """Targets without room; counts how often it is asked."""
+    """A set of targets without room, which counts the lookups."""
 
     def __init__(self) -> None:
         self.targets: set[Target] = set()
@@ -250,7 +250,7 @@ def test_a_full_queue_refuses_at_the_same_cost_however_many_flows_wait(by_bytes:
 
 
 def test_whoever_gives_way_is_found_in_a_few_steps_however_the_queue_changes() -> None:
-    """A loud flow loses its requests to others one by one: each step costs the logarithm of the flows at most."""
+    """A loud flow loses its requests to others one by one: each step costs at most the logarithm of the flows."""
     queue = filled(*(ticket(f"flow {number}") for number in range(4000)), *(ticket("loud") for _ in range(1000)))
     (band,) = queue.bands.values()
 
@@ -314,7 +314,7 @@ def test_nobody_starves(seed: int) -> None:
     queue = filled(ticket("keeps the band"), ticket("keeps the band"))
     (band,) = queue.bands.values()
     since: dict[str, tuple[float, dict[str, float], dict[str, float]]] = {}
-    """Of flows whose head waits: their count when that began, that of the others, and what those got since."""
+    """Flows whose head waits: their count and the others' when the wait began, and the others' tokens since."""
     rng = random.Random(seed)
     for step in range(1500):
         tokens = rng.randint(1, 50)

@@ -1,4 +1,4 @@
-"""Flow control without an event loop: who waits, how long, and that each request gets one answer."""
+"""Flow control without an event loop: which requests wait and for how long; each gets one answer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ON = FlowSettings(mode="wait", ttl_seconds=60.0)
 
 @dataclass
 class World:
-    """Models have room for so many requests; one that is not in `room` has no endpoint."""
+    """A world of models with room for a number of requests; a model that is not in `room` has no endpoint."""
 
     settings: FlowSettings = ON
     room: dict[str, int] = field(default_factory=lambda: {"m": 0})

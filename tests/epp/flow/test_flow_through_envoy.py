@@ -1,4 +1,4 @@
-"""Requests that wait, behind a real Envoy: it is told to wait, and whoever goes leaves nothing behind."""
+"""Waiting requests behind a real Envoy: it knows that they wait, and a client that leaves frees everything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flow control through the real picker: streams of the proxy in, simulated engines behind."""
+"""Flow control through the real picker: a proxy's streams in front, simulated engines behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Quotas of clients: buckets, what is counted and given back, the file, and what clients are told."""
+"""Quotas of clients: buckets, counting and refunds, the file, and the answers to clients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Usage, read from the end of answers as they pass by."""
+"""Usage, read from the end of answers that pass through."""
 
 from __future__ import annotations
 

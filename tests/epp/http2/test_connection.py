@@ -1,4 +1,4 @@
-"""Our end of HTTP/2 against the library h2 as a client, in pieces cut anywhere, and against peers that break rules."""
+"""Our end of HTTP/2 against the h2 library as a client, in pieces cut anywhere, and against peers that break rules."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def client(table: int = 4096) -> h2.connection.H2Connection:
 
 
 class Echo:
-    """A server on `Connection`: what comes of a stream goes back, then trailers."""
+    """A server on `Connection` that sends back the data of each stream, then trailers."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
@@ -416,7 +416,7 @@ def test_who_leaves_finishes_what_is_open_and_takes_nothing_new() -> None:
 
 
 def test_a_peer_that_says_goodbye_is_answered_whatever_else_it_asks() -> None:
-    """Its GOAWAY is of streams that a server would open."""
+    """The GOAWAY is about streams that a server would open."""
     connection = ours()
     connection.receive(HELLO + headers(1, block()) + frames.goaway(0, Code.NO_ERROR))
     (event,) = connection.receive(headers(3, block()))

@@ -1,4 +1,4 @@
-"""Messages of gRPC in any pieces, and how calls begin and end."""
+"""gRPC messages cut anywhere, and the beginning and end of calls."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The driver with real clients: grpcio's, and sockets that say nothing or never read."""
+"""The driver with real clients: grpcio's, and sockets that send nothing or never read."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BLOCK = frames.header_block([*FIELDS, (b"content-type", b"application/grpc"), (b
 
 
 class Echo:
-    """Implements `Call`: each message comes back; `turns` makes it give others a turn, `end` is the last one."""
+    """A `Call` that sends each message back; `turns` makes it yield to others, `end` is the last message."""
 
     open = 0
     lingers = False
@@ -95,7 +95,7 @@ async def seen(reader: asyncio.StreamReader, last: bytes) -> bytes:
 
 
 async def answered(client: grpc.aio.Channel, message: bytes = b"x") -> grpc.aio.StreamStreamCall:
-    """A call whose first message has come back."""
+    """Return a call whose first message has come back."""
     call = client.stream_stream(METHOD)()
     await call.write(message)
     assert await call.read() == message
@@ -103,7 +103,7 @@ async def answered(client: grpc.aio.Channel, message: bytes = b"x") -> grpc.aio.
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    """Rounds of the loop until it does; the time limit of tests ends what never does."""
+    """Turn the loop until the condition holds; the test's time limit ends a wait that never would."""
     while not holds():  # noqa: ASYNC110
         await asyncio.sleep(0)
 

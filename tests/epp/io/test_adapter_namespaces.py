@@ -1,4 +1,4 @@
-"""Requests for LoRA adapters and with salts, and the events of their engines: both meet in one namespace."""
+"""Requests for LoRA adapters and with salts use the namespace of their engines' events."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each engine's adapter on what its releases answer, and on what none of them would."""
+"""Each engine's adapter reads the answers of its releases, and survives any other answer."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ async def test_only_get_is_served_and_a_connection_is_for_one_request(port: int)
 
 @pytest.mark.parametrize("debug", [True, False])
 async def test_no_page_of_the_picker_answers_a_web_page_by_a_name_rebound_to_loopback(debug: bool) -> None:
-    """All routes that a picker has, on both of its ports: a new one is in here without a line."""
+    """All routes of a picker, on both of its ports: a new one is included automatically."""
     async with running_picker("--endpoint", "a=127.0.0.1:1", debug=debug, ready=False) as picker:
         listed = (await picker.get("/no-such-page")).json()["pages"]
         assert {"/live", "/ready", "/endpoints"} < {*listed}

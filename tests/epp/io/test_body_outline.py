@@ -1,4 +1,4 @@
-"""The outline of a body and the edits made by it, against decoders: whatever the bytes are."""
+"""The outline of a body and edits by it, against decoders, for any bytes."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ OK = b"HTTP/1.1 200 OK\r\n"
 CHUNKED = OK + b"transfer-encoding: chunked\r\n\r\n"
 PAGE = b'vllm:num_requests_running{engine="0"} 3.0\nvllm:num_requests_waiting{engine="0"} 2.0\n'
 LATE_S = 60.0
-"""Beyond any test: what ends before was ended by a bound."""
+"""Longer than any test: a read that ends before was ended by a bound."""
 
 
 def each_byte(data: bytes) -> Iterator[bytes]:
@@ -40,7 +40,7 @@ ENDLESS: dict[str, Callable[[], Iterable[bytes]]] = {
 
 @contextlib.asynccontextmanager
 async def engine(says: Callable[[], Iterable[bytes]]) -> AsyncIterator[tuple[str, list[int]]]:
-    """Its address, and how many bytes it got rid of. It sends each piece by itself."""
+    """Run an engine that sends each piece by itself. Yields its address and the number of bytes sent."""
     sent = [0]
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,4 +1,4 @@
-"""Templates whose time grows with the square of the messages do not hold the picker up, and chats keep a key."""
+"""Templates that take quadratic time in the messages do not block the picker, and chats still get a key."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ AHEAD = (
     "{% endif %}"
     "{% endfor %};{% endif %}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 )
-"""Each message looks ahead over all that follow for its results."""
+"""Each message searches all following ones for its results."""
 
 
 def body(rounds: int, questions: int = 1) -> dict[str, Any]:

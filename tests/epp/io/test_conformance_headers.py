@@ -1,4 +1,4 @@
-"""The headers of the Gateways' conformance tests: the endpoint by the client's word, and told back to it."""
+"""The headers of the Gateways' conformance tests: the client names the endpoint, and the answer names it, too."""
 
 from __future__ import annotations
 

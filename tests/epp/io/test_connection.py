@@ -29,7 +29,7 @@ from treeline_wire.security import CurveKeys
 
 
 class Script:
-    """In the place of a subscription: writes down what it is told."""
+    """A scripted subscription that records its events."""
 
     pod = "p"
     busy = False
@@ -147,7 +147,7 @@ async def test_a_publisher_that_sends_too_many_bytes_at_once_is_disconnected_and
 
 @pytest.mark.parametrize("what", sorted(MOST_BYTES))
 async def test_what_waits_in_a_socket_is_bounded_in_bytes(what: str) -> None:
-    """The picker reads nothing: soon the publisher cannot send any more, and nothing grows."""
+    """The picker reads nothing: soon the publisher can send no more, and memory stays constant."""
     message = bytes(MOST_BYTES[what])
     most = 16 + (128 << 20) // len(message)  # what the kernel keeps
     context, theirs = zmq.asyncio.Context(), zmq.Context()

@@ -1,4 +1,4 @@
-"""The console: what it shows, to whom, and what it keeps to itself."""
+"""The console: its data, its access rules, and what it does not show."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The console's playground in a real browser, before a gateway that answers what the test says."""
+"""The console's playground in a real browser, with a scripted gateway."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ async def fill(tab: Tab, name: str, text: str) -> None:
 
 
 async def send(tab: Tab, text: str, answers: int) -> None:
-    """Type it, press Enter, and wait until there are so many answers."""
+    """Type a question, press Enter, and wait until there are `count` answers."""
     await tab.run("document.querySelector('#message').focus()")
     await tab.type(text)
     await tab.press("Enter")

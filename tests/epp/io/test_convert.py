@@ -1,4 +1,4 @@
-"""Messages as bytes: what is read and written past protobuf's objects is what protobuf reads and writes."""
+"""Messages as bytes: our reader and writer, which avoid protobuf's objects, agree with protobuf."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def comparable(message: Message) -> Message:
 
 
 def envoys_messages() -> dict[str, pb.ProcessingRequest]:
-    """One of each kind, as Envoy writes them."""
+    """Draw one message of each kind, as Envoy writes them."""
     head = header_list(pb.ProcessingRequest(), "request_headers", ENVOY_HEADERS)
     head.protocol_config.request_body_mode = 2
     hint = head.metadata_context.filter_metadata[names.LB_SUBSET].fields[names.SUBSET].list_value
@@ -138,7 +138,7 @@ BODIES = st.builds(
 
 @st.composite
 def one_field(draw: st.DrawFn) -> bytes:
-    """A serialized `ProcessingRequest` with one field, or bytes that stand where one could."""
+    """Draw a serialized `ProcessingRequest` with one field, or other bytes in its place."""
     request = pb.ProcessingRequest()
     match draw(st.integers(0, 9)):
         case 0 | 1:
@@ -203,7 +203,7 @@ def test_huge_and_padded_lengths_are_read_as_protobuf_reads_them(length: bytes) 
 
 
 def nested(depth: int) -> bytes:
-    """Metadata with lists within lists."""
+    """Return metadata with lists within lists."""
     value = field(3, b"x")
     for _ in range(depth):
         value = field(6, field(1, value))
@@ -253,14 +253,15 @@ def test_every_header_that_the_picker_asks_for_is_converted() -> None:
 
 
 def _names(node: ast.expr) -> set[str]:
-    """The name of a header in source code: a text, or one of `treeline_wire.headers`. A variable is not known."""
+    """Return the name of a header in source code: a text, or a name of `treeline_wire.headers`. A variable is
+    unknown."""
     if isinstance(node, ast.Constant):
         return {str(node.value)}
     return {str(getattr(names, node.attr))} if isinstance(node, ast.Attribute) else set()
 
 
 def built(reply: Reply) -> bytes:
-    """The same answer by protobuf's classes."""
+    """Return the same answer by protobuf's classes."""
     response = pb.ProcessingResponse()
     if reply.destination is not None:
         chosen = response.dynamic_metadata.fields[names.LB].struct_value

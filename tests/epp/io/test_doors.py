@@ -1,4 +1,4 @@
-"""Each API of an engine leads to the key of the prompt that the engine makes of it."""
+"""Each API of an engine gives the key of the prompt that the engine makes of a request."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ ALONE = "tool template;" + SHOWN
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A collection of garbage may fall into a rendering; what is looked at here is the text."""
+    """Allow a rendering long enough for a garbage collection: these tests compare texts."""
     monkeypatch.setattr(prompt_keyer, "RENDER_SECONDS", 60.0)
 
 

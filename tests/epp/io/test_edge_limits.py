@@ -35,10 +35,8 @@ def head(length: int, *, path: str = "/v1/completions", key: str = "") -> bytes:
 
 
 async def half_sent(port: int, *, size: int = SIZE, pause_s: float = 0.0, key: str = "") -> bytes:
-    """Send a request but for its last byte, and return what came back until the connection was closed.
-
-    `pause_s` after every megabyte makes it a slow client.
-    """
+    """Send a request without its last byte. Return everything received until the connection closed. `pause_s` after
+    every megabyte makes it a slow client."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     with contextlib.suppress(ConnectionError):
         writer.write(head(size, key=key))
@@ -55,7 +53,7 @@ async def half_sent(port: int, *, size: int = SIZE, pause_s: float = 0.0, key: s
 
 
 async def allocated(plane: Plane) -> int:
-    """Bytes of Envoy's heap in use."""
+    """Return the bytes of Envoy's heap in use."""
     async with client() as http:
         return int((await http.get(f"{plane.envoy.admin}/memory")).json()["allocated"])
 

@@ -1,4 +1,4 @@
-"""EDS: what Envoys are told, when, and what their acknowledgements mean."""
+"""EDS: the updates that Envoys get, their times, and the meaning of acknowledgements."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def nack(response: pb.DiscoveryResponse) -> pb.DiscoveryRequest:
 
 
 def listed(response: pb.DiscoveryResponse) -> dict[str, str]:
-    """Address → health status of an answer."""
+    """Return the health status of each address in an answer."""
     (resource,) = response.resources
     assert resource.type_url == TYPE_URL
     assignment = pb.ClusterLoadAssignment.FromString(resource.value)

@@ -1,4 +1,4 @@
-"""Engines with an API key: the picker shows the one that it was given, and lists their models."""
+"""Engines with an API key: the picker sends the configured one, and lists their models."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from treeline_epp.endpoints.engine_http import EngineKey
 
 
 class Keyed(FakeEngine):
-    """Below /v1 it answers those alone who show the key."""
+    """An engine that answers below /v1 only with the key."""
 
     def _content(self, path: str, headers: dict[str, str], body: bytes) -> tuple[int, dict[str, str], object]:
         if path.startswith("/v1/") and headers.get("authorization") != "Bearer secret":

@@ -1,4 +1,4 @@
-"""`treeline pick explain` and the debug pages that it asks, on real sockets."""
+"""`treeline pick explain` and the debug pages that it reads, on real sockets."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class Stream:
 
 @dataclass(frozen=True)
 class Half:
-    """One half of an exchange, and which of it the proxy is configured to send."""
+    """One half of an exchange, and the parts of it that the proxy is configured to send."""
 
     headers: bool
     mode: BodyMode

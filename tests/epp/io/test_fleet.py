@@ -1,4 +1,4 @@
-"""The whole picker without Envoy: engines with publishers, discovery, readiness, and what the tree comes to hold."""
+"""The whole picker without Envoy: engines with publishers, discovery, readiness, and the contents of the tree."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Runtime:
         }
 
     async def restart(self, epoch: int) -> None:
-        """Another process on the same ports, with an empty cache."""
+        """Start another process on the same ports, with an empty cache."""
         await self.engine.stop()
         self.publisher.stop()
         self.publisher = FakePublisher(epoch=epoch, ports=self.publisher.ports)
@@ -74,7 +74,7 @@ async def runtimes(count: int = 1) -> AsyncIterator[list[Runtime]]:
 
 
 async def holds(picker: RunningPicker, name: str) -> set[int]:
-    """The blocks that the picker believes an endpoint to hold."""
+    """Return the blocks that the picker believes an endpoint holds."""
     page = (await picker.get(f"/debug/tree?pod={name}")).json()
     return {int(block) for block in page["blocks"]}
 

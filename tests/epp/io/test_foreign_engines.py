@@ -1,4 +1,4 @@
-"""The whole picker before engines that nobody changed: it finds what their ranks publish, and follows it."""
+"""The whole picker with unmodified foreign engines: it finds their ranks' publishers and follows them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def described(picker: RunningPicker, name: str) -> dict[str, Any]:
 
 
 async def live(picker: RunningPicker, name: str, ranks: int = 2) -> dict[str, Any]:
-    """The endpoint, once all its ranks are followed."""
+    """Return the endpoint, once all its ranks are followed."""
 
     async def followed() -> dict[str, Any] | None:
         for found in (await picker.get("/debug/endpoints")).json()["endpoints"]:  # a changed one is away for a moment

@@ -1,4 +1,4 @@
-"""Objectives and rewrites, as GIE 1.5 has them: precedence, weights, priorities, and whose headers count."""
+"""Objectives and rewrites of GIE 1.5: precedence, weights, priorities, and trusted headers."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def obj(spec: dict[str, Any], **meta: Any) -> msgspec.Raw:
 
 
 def test_a_rewrite_takes_no_name_that_another_pool_serves() -> None:
-    """However old it is; names that nobody serves are the oldest rewrite's."""
+    """It holds for a rewrite of any age; names that no pool serves belong to the oldest rewrite."""
     given = rules(rewrite("taker", ("base", "other"), ("free", "other"), pool="q", created="2020-01-01T00:00:00Z"))
     both = registry()
     both.set_endpoint("f", "q", ("other",), None)

@@ -117,7 +117,7 @@ def test_texts_and_ids_are_their_own_keys(path: str, body: dict[str, Any], key: 
 
 
 def test_the_key_of_a_long_conversation_begins_with_the_key_of_its_beginning() -> None:
-    """A body that is too large to be read is keyed by its first messages."""
+    """A body that is too large to be parsed is keyed by its first messages."""
     registry = served()
     chat = [{"role": "user", "content": f"{i} " + "word " * 4000} for i in range(20)]
     whole = json.dumps({"model": "m", "messages": chat}).encode()

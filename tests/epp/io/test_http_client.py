@@ -1,4 +1,4 @@
-"""Connections to engines: one is kept for each, one that was closed meanwhile is no news, keys go where they must."""
+"""Connections to engines: one is kept for each, a closed one is replaced silently, keys go only to their engines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HELLO = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi"
 
 @dataclass
 class Server:
-    """Answers the n-th request on its m-th connection as `says(m, n)` says; None cuts the connection."""
+    """A server that answers the n-th request on its m-th connection with `says(m, n)`; None cuts the connection."""
 
     says: Callable[[int, int], bytes | None] = lambda _connection, _request: HELLO
     heads: list[bytes] = field(default_factory=list)

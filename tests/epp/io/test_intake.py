@@ -26,24 +26,24 @@ MIB = 1 << 20
 
 
 def endless(peer: socket.socket) -> None:
-    """Frames of a mebibyte; no more than two messages may have in all, then it waits."""
+    """Send frames of a mebibyte, twice as many as a message may have."""
     for _ in range(2 * MOST_BYTES["events"] // MIB):
         peer.sendall(frame(bytes(MIB), more=True))
 
 
 def empty(peer: socket.socket) -> None:
-    """Empty frames, until there are as many bytes."""
+    """Send empty frames of as many bytes."""
     for _ in range(2 * MOST_BYTES["events"] // MIB):
         peer.sendall(b"\x01\x00" * (MIB // 2))
 
 
 def many(peer: socket.socket) -> None:
-    """A message of six frames."""
+    """Send a message of six frames."""
     peer.sendall(5 * frame(b"", more=True) + frame(b"", more=False))
 
 
 def in_parts(peer: socket.socket) -> None:
-    """Three frames, each of them small enough."""
+    """Send three frames, each of them small enough."""
     part = bytes(MOST_BYTES["load"] // 2)
     peer.sendall(2 * frame(part, more=True) + frame(part, more=False))
 

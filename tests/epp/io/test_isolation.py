@@ -1,4 +1,5 @@
-"""Whose cache a request uses: what the picker believes, matches in, and writes for engines that know salts alone."""
+"""Isolation of clients' caches: the names that the picker trusts, the namespace that it matches in, and the salts that
+it writes for engines."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ KEYS = {"ada": "sk-ada", "bob": "sk-bob"}
 
 
 def registry(**pools: bool) -> ModelRegistry:
-    """Pools of one endpoint; True: it keeps clients apart by itself."""
+    """Return a registry of pools with one endpoint each; True: the pool isolates clients itself."""
     made = ModelRegistry()
     fingerprint = made.add_keyer(small_bundle()).fingerprint
     for pool, isolates in pools.items():

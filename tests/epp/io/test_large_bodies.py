@@ -1,4 +1,4 @@
-"""Large and hostile request bodies: others have their turn meanwhile, and the answer is that of the whole body."""
+"""Large and hostile request bodies: other requests run meanwhile, and the result is that of the whole body."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from treeline_wire.tokenizer import TokenizerBundle
 
 BUFFERED, DUPLEX = 2, 4
 TURN = 15
-"""Of `reference_s`: what one turn of the loop may take."""
+"""The most that one turn of the loop may take, in units of `reference_s`."""
 """No request may hold the event loop for longer."""
 MB = 1 << 20
 TINY = TokenizerBundle.from_dir(Path("models/tiny"))
@@ -62,7 +62,7 @@ def messages_of(path: str, body: bytes, mode: int, piece: int = 48_000) -> Itera
 
 
 def longest_turn(router: Router, path: str, body: bytes, mode: int) -> tuple[float, list[pb.ProcessingResponse]]:
-    """Seconds of processor time between two turns of others, at most; and all answers."""
+    """Return the longest processor time, in seconds, between two turns of other tasks, and all replies."""
     stream = ExtProcSession(router, SessionLimits(64 * MB))
     replies: list[bytes] = []
     longest = 0.0
@@ -102,7 +102,7 @@ SLOW_MEMBERS = ("metadata", "messages", "prompt", "tools", "max_tokens")
 
 
 def slow(member: str, size: int) -> bytes:
-    """A body whose member is a list of numbers that take a thousand times as long as others."""
+    """Return a body with a list of numbers that take a thousand times as long as others."""
     many = b"[" + b"9.092e300," * (size // 10) + b"1]"
     return b'{"%s":%s,"model":"tiny"}' % (member.encode(), many)
 

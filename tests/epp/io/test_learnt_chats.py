@@ -1,5 +1,5 @@
-"""Chats that are joined are, byte for byte, what their template renders; and templates whose output depends on more
-than the places of the texts are found out."""
+"""Joined chats equal the template's rendering byte for byte, and templates that depend on more than the places of texts
+are detected."""
 
 from __future__ import annotations
 

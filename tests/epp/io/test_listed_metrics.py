@@ -14,7 +14,7 @@ from treeline_tools import envoy_metrics, metrics
 
 LISTED = metrics.families()["picker"]
 ASKED_FOR = tuple(f"treeline_epp_{word}" for word in ("kube_", "flow_", "peer"))
-"""Of what a picker has only on Kubernetes, or with a flag; the tests of each look at them."""
+"""Metrics that a picker has only on Kubernetes, or with a flag; their own tests check them."""
 
 
 async def page_of(picker: RunningPicker) -> str:

@@ -51,7 +51,7 @@ SHAPES = [
 
 
 async def watch(longest: list[float]) -> None:
-    """Processor time of the loop's thread between two turns of this task."""
+    """Measure the processor time of the loop's thread between two turns of this task."""
     before = time.thread_time()
     while True:
         await asyncio.sleep(0)

@@ -33,7 +33,7 @@ def all_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def grown(tokens: int) -> str:
-    """The tiny tokenizer with so many tokens more."""
+    """Return the tiny tokenizer with this many more tokens."""
     document = tiny()
     model = document["model"]
     vocab, merges = model["vocab"], model["merges"]

@@ -1,4 +1,4 @@
-"""The picker's process: flags, start, signals, end."""
+"""The picker's process: flags, start, signals, exit."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ class Counted:
 
 
 async def test_envoy_and_the_picker_are_told_of_many_endpoints_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted is how many are looked at, and written for Envoy, between two turns of another task."""
+    """The test counts endpoints looked at, and written for Envoy, between two turns of another task."""
     looked, written, many = Counted(), Counted(), 3000
     state, entry = Member.state.fget, eds._entry
     assert state is not None
@@ -221,7 +221,7 @@ async def test_an_engine_that_hangs_does_not_keep_the_tokenizer_from_others() ->
 
 
 class _Serves:
-    """An engine's tokenizer; none where it hangs."""
+    """An engine's tokenizer page; no answer if the engine hangs."""
 
     def __init__(self, bundle: TokenizerBundle | None) -> None:
         self.name = "serving" if bundle is not None else "failing"

@@ -1,4 +1,4 @@
-"""Names of models: rules, weights, criticality, fallbacks and a pool that the proxy has fixed, up to the reply."""
+"""Names of models: rules, weights, criticality, fallbacks and pools fixed by the proxy, up to the reply."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Bench:
         self.registry.set_endpoint(name, pool, models, None)
 
     def wait(self, name: str, seconds: float) -> None:
-        """Let an endpoint have so much work before it."""
+        """Give an endpoint a queue of this many seconds."""
         load = TreelineLoad(prefill_tokens_per_s=RATE, waiting_uncached_tokens=int(seconds * RATE))
         self.picker.on_load(name, load, 1.0)
 
@@ -68,7 +68,8 @@ class Bench:
         headers: Mapping[str, str] = {},
         ends: bool = True,
     ) -> Any:
-        """One request: the address and the body that arrives there, or the refusal. `ends`: its stream does, too."""
+        """Send one request. Return the address and the body that arrives there, or the refusal. `ends`: also end the
+        stream."""
         self.draws = self.draws or [0.0]
         stream = ExtProcSession(self.router, SessionLimits(1 << 20))
         fields = {"prompt": "hello", **({} if model is None else {"model": model})}

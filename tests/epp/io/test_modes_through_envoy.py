@@ -12,8 +12,8 @@ from treeline_operator.envoy.listener import PICKED_FILTER
 
 
 def modes(**fields: str) -> Any:
-    """Another proxy's modes. It has no filter that looks for the picker's word in the headers, as ours does: where the
-    picker is not shown them, it speaks after that filter."""
+    """Set another proxy's modes. That proxy has no filter like ours that looks for the picker's headers: if the picker
+    does not get the headers, it answers after that filter."""
 
     def patch(bootstrap: dict[str, Any]) -> None:
         listener = bootstrap["static_resources"]["listeners"][0]

@@ -1,4 +1,4 @@
-"""The command line: sources of endpoints, flags of other pickers, and what is refused with which words."""
+"""The command line: sources of endpoints, flags of other pickers, and the words of refusals."""
 
 from __future__ import annotations
 

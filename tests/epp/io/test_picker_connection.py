@@ -1,4 +1,4 @@
-"""The one connection between Envoy and the picker, which all clients share: no client ends it."""
+"""The one connection between Envoy and the picker, shared by all clients: no client can end it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.deep]
 
 
 class Relay:
-    """Between Envoy and the picker; while `reading` is not set, what Envoy sends is left unread."""
+    """A relay between Envoy and the picker; while `reading` is not set, Envoy's data stay unread."""
 
     def __init__(self) -> None:
         self.reading = asyncio.Event()

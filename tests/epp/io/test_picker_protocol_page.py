@@ -42,7 +42,7 @@ DESTINATION = "10.0.0.1:8000,10.0.0.2:8000"
 
 
 def sections() -> dict[str, str]:
-    """The text below each heading."""
+    """Return the text below each heading."""
     parts = re.split(r"^##+ (.+)$", PAGE, flags=re.MULTILINE)
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
@@ -63,11 +63,11 @@ MODES = {
     "A refusal": (BodyMode.BUFFERED, BodyMode.NONE),
 }
 HALF = b"x" * 40_000
-"""Half of a body that goes back in two chunks."""
+"""Half of a body that returns in two chunks."""
 
 
 def spoken(output: Output) -> str:
-    """An answer in the words of the diagrams."""
+    """Return an answer in the words of the diagrams."""
     if isinstance(output, Immediate):
         return f"immediate_response {output.status}"
     assert isinstance(output, Reply)
@@ -126,7 +126,7 @@ def test_every_mode_has_its_diagram() -> None:
 
 
 def with_ports(node: Any, ports: dict[int, int]) -> Any:
-    """The sample on other ports."""
+    """Return the sample with other ports."""
     if isinstance(node, dict):
         return {k: ports[v] if k == "port_value" else with_ports(v, ports) for k, v in node.items()}
     return [with_ports(item, ports) for item in node] if isinstance(node, list) else node
@@ -184,7 +184,7 @@ def test_the_plain_envoy_lets_requests_wait_in_the_picker() -> None:
 
 
 def schemas(*folders: Path) -> dict[tuple[str, str], dict[str, Any]]:
-    """`(apiVersion, kind)` → what the API server would hold an object against."""
+    """Return the schemas by which the API server checks objects, by `(apiVersion, kind)`."""
     found = {}
     for path in (path for folder in folders for path in sorted(folder.glob("*.yaml"))):
         crd = yaml.load(path.read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))

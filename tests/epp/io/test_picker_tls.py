@@ -1,4 +1,4 @@
-"""Mutual TLS between a real Envoy and the picker: who has no certificate of the right authority is not heard."""
+"""Mutual TLS between a real Envoy and the picker: peers without a certificate of the right authority are refused."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Authority:
         return cls(key, builder.add_extension(constraint, critical=True).sign(key, hashes.SHA256()))
 
     def secret(self, folder: Path, name: str = NAME) -> Path:
-        """The files of a Secret, replaced one by one where they are there already."""
+        """Write the files of a Secret, replacing existing ones one by one."""
         key = ec.generate_private_key(ec.SECP256R1())
         alternative = x509.SubjectAlternativeName([x509.DNSName(name)])
         signed = (
@@ -82,14 +82,14 @@ def _builder(subject: str, issuer: str, key: ec.EllipticCurvePublicKey) -> x509.
 
 
 def discovered(tls: PickerTls) -> PickerTls:
-    """With its discovery files written."""
+    """Write the discovery files and return the settings."""
     for name, text in picker_tls_files(tls).items():
         (Path(tls.discovery_dir) / name).write_text(text)
     return tls
 
 
 def impatient(bootstrap: dict[str, Any]) -> None:
-    """Start without a picker after half a second: most of these are not heard."""
+    """Let Envoy start without a picker after half a second: most pickers here are refused."""
     for cluster in bootstrap["static_resources"]["clusters"]:
         if "eds_cluster_config" in cluster:
             cluster["eds_cluster_config"]["eds_config"]["initial_fetch_timeout"] = "0.5s"

@@ -1,4 +1,4 @@
-"""The whole picker before engines that serve no tokenizer: one is given by flags, from a folder or from the Hub."""
+"""The whole picker with engines that serve no tokenizer: flags give one, from a folder or from the Hub."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TINY = Path(__file__).parents[3] / "models/tiny"
 
 
 def as_vllm_writes_it(tokens: Sequence[int], size: int = 16, first_hash: int = 1 << 60) -> bytes:
-    """A batch of vLLM's: arrays, one BlockStored of whole blocks, its hashes any numbers."""
+    """Encode a batch as vLLM writes it: arrays, one BlockStored of whole blocks, with arbitrary hashes."""
     count = len(tokens) // size
     stored = [
         "BlockStored",
@@ -50,7 +50,7 @@ def as_vllm_writes_it(tokens: Sequence[int], size: int = 16, first_hash: int = 1
 
 @contextlib.asynccontextmanager
 async def foreign(*, models: tuple[str, ...] = ("tiny",)) -> AsyncIterator[tuple[FakeEngine, FakePublisher]]:
-    """An engine that publishes and has no tokenizer to give."""
+    """Run an engine that publishes events and serves no tokenizer."""
     engine, publisher = FakeEngine("e0", models=models), FakePublisher()
     engine.documents["/server_info"] = {"kv_events": publisher.kv_events()}
     await engine.start()
@@ -67,7 +67,7 @@ async def routing(picker: RunningPicker, pool: str = "default") -> dict[str, Any
 
 
 async def routed_by(picker: RunningPicker, way: str, reason: str = "") -> dict[str, Any]:
-    """Wait until the pool is routed so."""
+    """Wait until the pool is routed in this way, and return its routing."""
     last: dict[str, Any] = {}
 
     async def so() -> bool:
@@ -79,7 +79,7 @@ async def routed_by(picker: RunningPicker, way: str, reason: str = "") -> dict[s
 
 
 async def unavailable(picker: RunningPicker, why: str) -> None:
-    """First it is being fetched."""
+    """Wait until the tokenizer is reported as unavailable; before that it is being fetched."""
     await until(lambda: so(routing(picker), lambda it: why in it.get("message", "")), f"that {why}")
     found = await routing(picker)
     assert (found["way"], found["reason"]) == ("history", "TokenizerUnavailable")

@@ -27,8 +27,8 @@ QUESTION = {"model": "tiny", "prompt": "long"}
 async def plane_with_a_killable_picker(
     folder: Path, fakes: list[FakeEngine], *, beside_another: bool, **settings: Any
 ) -> AsyncIterator[tuple[Plane, Killable]]:
-    """Envoy asks a picker in a process of its own, which may be killed, in turns with another where there is one. It
-    never looks at the health of either, so that only what becomes of a request tells it of a death."""
+    """Run an Envoy that asks a killable picker in a process of its own, in turns with another one if given. Envoy never
+    checks the health of either, so only failed requests reveal a death."""
     grpc, *others = free_ports(4)
     flags = ("--grpc-port", "--grpc-health-port", "--metrics-port", "--admin-port")
     words = [word for flag, port in zip(flags, (grpc, *others), strict=True) for word in (flag, str(port))]

@@ -1,4 +1,4 @@
-"""Other members in a body (model, salt): those values change, every other byte stays."""
+"""Edits of members in a body (model, salt): those values change, every other byte stays."""
 
 from __future__ import annotations
 

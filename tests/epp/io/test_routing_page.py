@@ -31,7 +31,7 @@ QUESTIONS = [line for line in COMMANDS if "treeline pick explain" in line]
 
 
 def table(heading: str) -> list[list[str]]:
-    """The rows of the first table below a heading, cell by cell."""
+    """Return the rows of the first table below a heading, cell by cell."""
     below = PAGE.split(f"## {heading}\n", 1)[1].split("\n## ", 1)[0]
     rows = [
         line.strip().removeprefix("|").removesuffix("|").split("|") for line in below.splitlines() if line[:1] == "|"

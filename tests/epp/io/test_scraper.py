@@ -1,4 +1,5 @@
-"""Engines that push no load: their metrics over real sockets, and what becomes of those that answer badly or never."""
+"""Engines that push no load: their metrics are scraped over real sockets, also from those that answer badly or
+never."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def answer(body: bytes = PAGE, status: str = "200 OK", *headers: str) -> bytes:
 
 @dataclass
 class Engine:
-    """An HTTP server that answers each GET as `says` has it: whole, or piece by piece until it blocks."""
+    """An HTTP server that answers each GET with `says`: whole, or piece by piece until it blocks."""
 
     says: Callable[[str], bytes | None]
     asked: list[str] = field(default_factory=list)

@@ -75,7 +75,7 @@ def response(served: str | None = None, **fields: str) -> pb.ProcessingRequest:
 
 
 def destination(reply: pb.ProcessingResponse, part: str = "request_body") -> str:
-    """The destination in an answer; header and metadata must agree."""
+    """Return the destination in an answer; header and metadata must agree."""
     common = getattr(reply, part).response
     (option,) = common.header_mutation.set_headers
     assert option.header.key == names.DESTINATION

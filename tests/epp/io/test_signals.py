@@ -1,4 +1,4 @@
-"""The demand that a picker counts, the picture of it, and the stream that an operator follows."""
+"""The demand that a picker counts, its snapshot, and the stream that an operator follows."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ async def lines(picker: RunningPicker) -> AsyncGenerator[Signals]:
 
 
 async def told(heard: AsyncGenerator[Signals], so: Callable[[PoolSignals], bool]) -> PoolSignals:
-    """The next time that the pool is so."""
+    """Wait until the pool satisfies the condition, and return it."""
     async with asyncio.timeout(60):
         async for said in heard:
             if (pool := said.pools.get("default")) is not None and so(pool):

@@ -1,4 +1,4 @@
-"""Subset hints: every spelling is read, and whatever is in one, the choice is within it."""
+"""Subset hints: every spelling is read, and the choice is always within the hint."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ HINTS = st.one_of(ITEMS, st.lists(ITEMS, max_size=4))
 
 
 def mentions(value: Any) -> list[str]:
-    """Every text of a hint, however deep: no reader could find more."""
+    """Return every text of a hint, at any depth: no reader could find more."""
     if isinstance(value, list):
         return [text for item in value for text in mentions(item)]
     if isinstance(value, dict):

@@ -24,12 +24,12 @@ pytestmark = [pytest.mark.integration, pytest.mark.deep]
 
 
 async def enough(plane: Plane, count: int, **request: Any) -> list[httpx.Response]:
-    """Some completions, one after the other."""
+    """Send `count` completions, one after another."""
     return [await plane.complete(f"prompt {i}", **request) for i in range(count)]
 
 
 def log_metadata(bootstrap: dict[str, Any]) -> None:
-    """Let the access log show the dynamic metadata that the picker set."""
+    """Add the dynamic metadata that the picker set to the access log."""
     listener = bootstrap["static_resources"]["listeners"][0]
     manager = listener["filter_chains"][0]["filters"][0]["typed_config"]
     line = manager["access_log"][0]["typed_config"]["log_format"]["json_format"]

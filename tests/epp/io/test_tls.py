@@ -1,4 +1,4 @@
-"""TLS on the ext_proc port: made at start, from files, and read again when they change."""
+"""TLS on the ext_proc port: a certificate made at start, or files that are read again when they change."""
 
 from __future__ import annotations
 

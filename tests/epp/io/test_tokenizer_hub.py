@@ -1,4 +1,4 @@
-"""Tokenizers of the Hub, through its own library, from a Hub on this machine."""
+"""Tokenizers of the Hub, fetched by its own library from a Hub on this machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from treeline_wire.tokenizer import MAX_BUNDLE_BYTES, TokenizerBundle
 
 
 def files(template: str = "{{ messages[0].content }}") -> dict[str, bytes]:
-    """A repository's, most of which no tokenizer needs."""
+    """Return a repository's files, most of which no tokenizer needs."""
     return {
         "tokenizer.json": small_bundle().tokenizer_json.encode(),
         "tokenizer_config.json": json.dumps({"eos_token": "</s>"}).encode(),

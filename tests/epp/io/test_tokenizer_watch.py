@@ -1,4 +1,4 @@
-"""Tokenizers in the background: tried again, never in the way, one a model."""
+"""Tokenizers are fetched in the background: retried, without delaying requests, one for each model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from treeline_wire.tokenizer import TokenizerBundle
 
 
 class Scripted:
-    """An origin whose answers are given; the last one stays. `held` keeps it from answering."""
+    """An origin with scripted answers; the last one stays. `held` delays its answers."""
 
     recheck_s = 0.01
 

@@ -1,4 +1,4 @@
-"""Traces: the client's goes on through the picker to the engine, and what is not sampled is left alone."""
+"""Traces: the client's trace continues through the picker to the engine; unsampled requests are left alone."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Traced:
         return {span.name: span for span in found}
 
     def sent(self, **opened: Any) -> dict[str, str]:
-        """The request headers that the picker has the proxy set."""
+        """Return the request headers that the picker sets."""
         replies = self.proxy.open(**opened)
         mutation = replies[-1].request_body.response.header_mutation
         return {one.header.key: one.header.raw_value.decode() for one in mutation.set_headers}

@@ -1,4 +1,4 @@
-"""Engines that say where they publish, and of which nothing arrives: by which way they are routed, and why."""
+"""Engines that name their publishers although no events arrive: how their pools are routed, and the reason given."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def routed(picker: RunningPicker, way: str, reason: str = "") -> str:
-    """Wait until the pool is routed so. Its message."""
+    """Wait until the pool is routed in this way, and return its message."""
     last: dict[str, Any] = {}
 
     async def so() -> bool:

@@ -1,4 +1,4 @@
-"""Values that YAML's parser trips over, in every file that the picker reads: the file is refused, and nothing else."""
+"""Values that make YAML's parser fail, in every file that the picker reads: only that file is refused."""
 
 from __future__ import annotations
 

@@ -212,7 +212,7 @@ CONFIG = '{"enable_kv_cache_events": true, "endpoint": "tcp://*:5990", "replay_e
 
 
 def calling(*args: str, command: tuple[str, ...] = (), **meta: Any) -> dict[str, Any]:
-    """A pod whose engine is called like this."""
+    """Return a pod whose engine has this command line."""
     item = pod("p", **meta)
     item["spec"] = {"containers": [{"name": "sidecar"}, {"name": "x", "command": [*command], "args": [*args]}]}
     return item

@@ -1,4 +1,4 @@
-"""The whole picker on a fake API server: what it lists, what it says of itself, and what stays when the server goes."""
+"""The whole picker on a fake API server: its endpoints, its pages, and its state after the server is gone."""
 
 from __future__ import annotations
 
@@ -356,7 +356,7 @@ async def test_pods_of_a_selector_need_no_pool(tmp_path: Path) -> None:
 
 @contextlib.asynccontextmanager
 async def behind_envoy(picker: RunningPicker, folder: Path, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of an Envoy that asks this picker."""
+    """Return a client of an Envoy that asks this picker."""
     listen, admin = free_ports(2)
     config = EnvoyConfig(
         listen_port=listen,
@@ -375,7 +375,7 @@ async def behind_envoy(picker: RunningPicker, folder: Path, **settings: Any) -> 
 
 @contextlib.asynccontextmanager
 async def reporting(engine: FakeEngine, load: TreelineLoad) -> AsyncIterator[None]:
-    """The engine reports this load, again and again as engines do."""
+    """Let the engine report this load during the block, again and again as engines do."""
     publisher = FakePublisher()
     engine.documents["/server_info"] = {"kv_events": publisher.kv_events(), "epoch": publisher.epoch}
 

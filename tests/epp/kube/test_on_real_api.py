@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.deep]
 async def serving(
     control_plane: ControlPlane, namespace: str, count: int = 1
 ) -> AsyncIterator[tuple[Cluster, list[FakeEngine]]]:
-    """Pools ``p<i>`` of one pod each, ``pod-<i>``, which is engine ``i`` with model ``m<i>``."""
+    """Create pools ``p<i>`` of one pod each, ``pod-<i>``, which is engine ``i`` with model ``m<i>``."""
     cluster = Cluster(control_plane, namespace)
     async with engines(count) as fakes:
         for i, fake in enumerate(fakes):
@@ -67,7 +67,7 @@ async def test_pods_and_models_live(control_plane: ControlPlane, namespace: str)
 
 
 async def listed_without_load(picker: RunningPicker) -> dict[str, dict[str, object]]:
-    """The endpoints without the requests in flight, which a cancelled question leaves only a moment later."""
+    """Return the endpoints without their requests in flight, which a cancelled probe updates only a moment later."""
     return {
         name: {field: value for field, value in endpoint.items() if field != "in_flight"}
         for name, endpoint in (await listed(picker)).items()

@@ -1,4 +1,4 @@
-"""Objectives and rewrites on a real API server, of the kinds as upstream publishes them, with an operator's rights."""
+"""Objectives and rewrites on a real API server, with upstream's published kinds and an operator's rights."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KINDS = {"inferenceobjectives": "InferenceObjective", "inferencemodelrewrites": 
 
 @pytest.fixture(scope="module")
 def plane(control_plane: ControlPlane) -> Iterator[ControlPlane]:
-    """The shared control plane, with upstream's own definitions and a stand-in for llm-d's, which we have not."""
+    """The shared control plane, with upstream's own definitions and a stand-in for llm-d's, which we do not have."""
     made = control_plane.install_crds(*(CRDS / f"{EXTENSION}_{plural}.yaml" for plural in KINDS))
     for plural, kind in KINDS.items():
         obj = crd(LLM_D, "v1alpha2", kind, plural)
@@ -126,7 +126,7 @@ class Listener:
 
 @contextlib.asynccontextmanager
 async def following(rules: Rules) -> AsyncIterator[tuple[KubernetesSource, Listener]]:
-    """A source of the pool ``p``, of which somebody takes the endpoints."""
+    """Run a source of the pool ``p``, whose endpoints are consumed."""
     client, listener = await Client.from_config(rules.plane.admin, None), Listener()
     scope = Scope(rules.namespace, pool="p", rules_group=rules.group)
     async with KubernetesSource(scope, client, lambda _pools, _models: None, listener) as source:

@@ -1,4 +1,4 @@
-"""Four pickers that share the requests of one trace choose as one that sees all of them would."""
+"""Four pickers that share the requests of one trace choose as one that sees them all."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_four_pickers_choose_as_one_and_spread_the_load_alike() -> None:
 
 
 def test_without_a_word_they_do_not() -> None:
-    """Else the test before it would say nothing."""
+    """It proves that the test above can fail."""
     silent = Pool(4, 8, gossip=False)
     silent.run(TRACE[:200])
     assert silent.same < 0.8 * silent.asked

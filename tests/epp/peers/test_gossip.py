@@ -19,7 +19,7 @@ from treeline_epp.picking.request import Request
 from treeline_wire.peers import Ask, Closed, Delta, How, Leave, Opened, Snapshot, decode, encode, endpoint_ref
 
 LONG = 40_000
-"""Tokens of a request that nobody expects to be done within these tests."""
+"""Tokens of a request that takes longer than these tests."""
 
 
 class World:
@@ -36,7 +36,7 @@ class World:
         self.nodes = [self.start(number) for number in range(pickers)]
 
     def _fate(self) -> Sequence[float]:
-        """A bad network loses a fifth, doubles a tenth, and lets each be overtaken by those after it."""
+        """Draw a datagram's delays: a bad network loses a fifth, doubles a tenth, and reorders them."""
         if not self.bad:
             return (0.001,)
         copies = self.rng.choices((0, 1, 2), (2, 7, 1))[0]
@@ -64,7 +64,7 @@ class World:
         node.picker.close(lease, self.clock.now, outcome, ttft_s=0.1)
 
     def die(self, place: int) -> None:
-        """Without a word, and its requests with it."""
+        """Kill a picker without a goodbye, and its requests with it."""
         node = self.nodes[place]
         del self.network.nodes[node.address]
         self.leases[node] = []
@@ -96,7 +96,7 @@ class World:
         return {name: endpoint.load.reservations.tokens for name, endpoint in node.picker.endpoints.items()}
 
     def assert_agreed(self) -> None:
-        """Each counts what all have in flight, at each endpoint."""
+        """Check that each picker counts the requests that all have in flight, at each endpoint."""
         truth = dict.fromkeys((f"pod-{number}" for number in range(self.endpoints)), 0)
         for node in self.alive:
             for lease in self.leases[node]:
@@ -208,7 +208,7 @@ HOME = ("10.1.0.9", 9005)
 
 
 class Liar:
-    """Holds the key, and says what a test wants."""
+    """A peer that holds the key and sends any message."""
 
     def __init__(self, gossip: Gossip, key: bytes = KEY) -> None:
         self.gossip, self.seal = gossip, Seal(key)
@@ -258,7 +258,7 @@ def test_a_stranger_changes_nothing_and_is_answered_nothing() -> None:
 
 
 def test_what_was_recorded_cannot_be_said_again() -> None:
-    """A datagram of a picker that is no more, or an old one of one that is there: neither is news."""
+    """The datagram is of a picker that is gone, or an old one of a picker that is there: neither is accepted."""
     picker, gossip = gossip_of()
     liar = Liar(gossip)
     recorded = liar.said

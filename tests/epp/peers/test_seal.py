@@ -1,4 +1,4 @@
-"""A datagram is made and read by those alone who hold the key."""
+"""Only holders of the key make and read datagrams."""
 
 from treeline_epp.peers.seal import OVERHEAD_BYTES, Seal, peer_key
 from treeline_wire.peers import MOST_BYTES

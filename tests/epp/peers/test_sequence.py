@@ -15,7 +15,7 @@ def opened(number: int) -> Opened:
 
 
 class Applied:
-    """The numbers of the deltas that were applied, each of which opens one request."""
+    """The numbers of the applied deltas, each of which opens one request."""
 
     def __init__(self) -> None:
         self.numbers: list[int] = []
@@ -27,7 +27,7 @@ class Applied:
 
 
 def answer(nonce: bytes, seq: int, parts: int) -> list[Snapshot]:
-    """All deltas up to this one, in so many parts."""
+    """Return a snapshot with all deltas up to this number, in `parts` parts."""
     records = [opened(number) for number in range(1, seq + 1)]
     each = -(-len(records) // parts) or 1
     return [Snapshot(nonce, seq, at, parts, tuple(records[at * each : (at + 1) * each])) for at in range(parts)]
@@ -37,7 +37,7 @@ def answer(nonce: bytes, seq: int, parts: int) -> list[Snapshot]:
 def test_deltas_are_applied_in_order_each_once_and_what_is_missing_is_asked_for(
     arrivals: list[int | None], parts: int
 ) -> None:
-    """A number is a delta that arrives; None is time that passes, and whatever is asked then is answered."""
+    """A number is an arriving delta; None lets time pass, and questions of that time are answered."""
     sequence, applied, now, sent = Sequence(0.0), Applied(), 0.0, 0
     for arrival in arrivals:
         if arrival is not None:

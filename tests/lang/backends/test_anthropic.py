@@ -1,4 +1,4 @@
-"""Anthropic's API: what is sent and how answers are read, against a server that answers in the published format."""
+"""Anthropic's API: requests and answers, with a server that answers in the published format."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def message(*texts: str, **members: Any) -> dict[str, Any]:
 
 
 def events(*given: dict[str, Any]) -> Iterator[bytes]:
-    """Each as its type says, in the package's own words."""
+    """Return events by their type, as the package itself writes them."""
     for one in given:
         if one["type"] not in ("ping", "error"):
             TypeAdapter(anthropic.types.RawMessageStreamEvent).validate_python(one)

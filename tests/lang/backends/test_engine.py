@@ -1,4 +1,4 @@
-"""An engine in this process behind programs."""
+"""Programs on an engine in this process."""
 
 from __future__ import annotations
 

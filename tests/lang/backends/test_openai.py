@@ -1,4 +1,4 @@
-"""OpenAI's API: what is sent and how answers are read, against a server that answers as it is told."""
+"""OpenAI's API: requests and answers, with a scripted server."""
 
 from __future__ import annotations
 

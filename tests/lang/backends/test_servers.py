@@ -1,4 +1,4 @@
-"""The backends against a real server of ours: what one of them makes, the others make."""
+"""The backends against a real server of ours: all give the same results."""
 
 from __future__ import annotations
 

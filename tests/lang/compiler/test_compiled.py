@@ -1,4 +1,4 @@
-"""Compiled programs: run like others, with their errors and their lines; interpreted where they cannot be compiled."""
+"""Compiled programs run like others, with their own errors and lines; those that cannot be compiled are interpreted."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from treeline_lang import (
 
 @function
 def qa(s, question, note=""):
-    """Asks."""
+    """A program of one question."""
     s += user("Q: " + question)
     s += note
     s += assistant(gen("answer", max_tokens=6))
@@ -163,7 +163,7 @@ def test_a_number_is_not_added_to_a_text_later_either():
 
 
 def failing():
-    """Refuses prompts with `bad` in them."""
+    """Return a backend that refuses prompts with `bad` in them."""
     backend = FakeBackend()
     backend.fails = lambda request: Refused("no such thing") if "bad" in request.text else None
     return backend
@@ -208,7 +208,7 @@ def test_a_program_may_call_a_compiled_one():
 
 
 def test_steps_of_other_streams_do_not_wait():
-    """The second branch's call is under way while the first one's is."""
+    """The second branch's call is in flight while the first one's is."""
 
     backend = FakeBackend()
     with backend.holding("generate"), ThreadPoolExecutor(1) as pool:

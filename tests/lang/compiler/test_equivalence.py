@@ -63,7 +63,7 @@ def program(script: Script) -> Function:
 
 
 def act(s: ProgramState, script: Script, arguments: dict[str, Any], *, turn: bool) -> None:
-    """turn: one is open."""
+    """Run a script on a state. turn: a turn is open."""
     for op, *rest in script:
         if op in _FLAT:
             _FLAT[op](s, arguments, *rest)
@@ -90,7 +90,7 @@ def _read(s: ProgramState, _: dict[str, Any], name: str, joined: bool) -> None:
 
 
 def _value(s: ProgramState, name: str) -> Any:
-    """The first of nested lists. `a` is never a number."""
+    """Return a variable's value, the first of nested lists. `a` is never a number."""
     if name not in s:
         return None
     value = s[name]

@@ -1,4 +1,4 @@
-"""Code movement: what it does to a graph, says of it, and makes of a run."""
+"""Code movement: its effect on a graph, its report, and its effect on a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every rule of the API on a real API server: what it refuses and in which words, and what it takes."""
+"""Every rule of the API on a real API server: refusals with their words, and accepted objects."""
 
 from __future__ import annotations
 
@@ -378,7 +378,7 @@ def refusal(control_plane: ControlPlane) -> Iterator[Callable[[dict[str, Any]], 
 
 
 def broken(obj: dict[str, Any]) -> list[str]:
-    """The rules that an object breaks, as we see it without an API server."""
+    """Return the rules that an object breaks, judged without an API server."""
     return list(violations(KINDS[obj["kind"]].from_object(obj, strict=True)))
 
 

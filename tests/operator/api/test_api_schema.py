@@ -89,7 +89,7 @@ def test_unknown_fields_are_kept_in_foreign_fragments_only():
 
 
 def test_an_engine_type_is_known_to_all_who_ask_for_it():
-    """Whom the picker has no adapter for, as custom, is asked for all there might be."""
+    """An engine type without an adapter in the picker, as custom, may have any field."""
     types = set(get_args(EngineType))
     assert set(ENGINES) == set(INFERENCE) == types
     assert set(ADAPTERS) - {"openai"} == types - {"custom"}
@@ -152,7 +152,7 @@ def test_refused_by_the_schema_means_refused_by_our_types(seed, data):
 
 
 def _leaves(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Places of plain values, but not within fragments of other APIs, which nobody judges."""
+    """Yield the paths of plain values, except within fragments of other APIs, which are not judged."""
     items = value.items() if isinstance(value, dict) else enumerate(value)
     for key, inner in items:
         if key in ("template", "metrics", "triggers"):
@@ -171,7 +171,7 @@ def rows_of(table: str) -> dict[str, str]:
 
 
 def is_listed(field: str, rows: dict[str, str]) -> bool:
-    """Whether a reader finds the field: in a row of its own, or by the row of an object around it."""
+    """Return whether a reader finds the field: in a row of its own, or by the row of an object around it."""
     if field in rows:
         return True
     around, _, name = field.rpartition(".")

@@ -160,7 +160,7 @@ def test_the_spec_is_not_written_through_the_status(control_plane, namespace):
 
 @pytest.fixture(scope="module")
 def judged(control_plane: ControlPlane) -> Iterator[str]:
-    """A namespace in which the policies hold, and nowhere else, since other tests share the API server."""
+    """A namespace in which alone the policies apply, since other tests share the API server."""
     name = "policies-hold"
     label = {"kubernetes.io/metadata.name": name}
     namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}}

@@ -1,4 +1,4 @@
-"""The typed kinds: what they read, what they make easy, and the words that the status uses."""
+"""The typed kinds: their parsing, their helpers, and the words of the status."""
 
 from __future__ import annotations
 

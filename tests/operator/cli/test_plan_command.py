@@ -40,7 +40,7 @@ def write(path: Path, text: str) -> str:
 
 
 def as_cluster(folder: Path, pool: str) -> Path:
-    """The plan's own outcome as a cluster would have it, with uids and times, and the pool itself."""
+    """Return the plan's own result as a cluster would store it, with uids and times, and the pool itself."""
     observed = folder / "observed"
     observed.mkdir()
     file = write(folder / "first.yaml", pool)

@@ -83,7 +83,7 @@ class Server:
 
 
 def seen(store: Store, name: str, kind: str = "Service") -> Ref:
-    """An object that was observed before."""
+    """Return an object as observed before."""
     thing = obj(name, kind)
     store.put({**thing, "metadata": {**thing["metadata"], "uid": f"u-{name}", "resourceVersion": "5"}})
     return Ref(thing["apiVersion"], kind, "n", name)
@@ -158,7 +158,7 @@ def service(**changes: Any) -> dict[str, Any]:
 
 
 def seen_service() -> Store:
-    """A Service whose port somebody has moved."""
+    """Return a Service whose port was changed by another owner."""
     store, moved = Store(), service(ports=[{"name": "http", "port": 81, "nodePort": 30000}])
     store.put({**moved, "metadata": {**moved["metadata"], "uid": "u-s", "resourceVersion": "5"}})
     return store
@@ -173,7 +173,7 @@ async def test_additions_are_cleared_before_the_apply() -> None:
 
 
 async def test_an_apply_that_others_additions_keep_from_being_taken_clears_them() -> None:
-    """A second port of the same name is refused, for ever."""
+    """A second port of the same name is refused permanently."""
     first = Invalid("422: duplicate value", code=422)
 
     class Refusing(Server):

@@ -1,4 +1,4 @@
-"""Gateways of other people: read where that is allowed, often while somebody waits for them, and seldom otherwise."""
+"""Gateways of other owners: read if allowed, often while a pool waits for them, and rarely otherwise."""
 
 from __future__ import annotations
 

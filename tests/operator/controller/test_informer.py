@@ -1,4 +1,4 @@
-"""The informer, with a cluster that the test plays in virtual time: what is listed, watched, told by kopf, and lost."""
+"""The informer, with a cluster that the test simulates in virtual time: lists, watches, kopf's reports, and losses."""
 
 from __future__ import annotations
 

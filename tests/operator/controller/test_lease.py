@@ -1,4 +1,4 @@
-"""Leader election on a real API server: who leads, who takes over, who must stop to write."""
+"""Leader election on a real API server: who leads, who takes over, who must stop writing."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Candidates:
         return elector
 
     async def write(self, identity: str) -> None:
-        """A write as the operator does it."""
+        """Write as the operator does."""
         metadata = {"name": "written", "namespace": self.namespace}
         obj = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {"by": identity}}
         await self.clusters[identity].apply(obj)
@@ -125,7 +125,7 @@ def of_pod(uid: str, process: str) -> tuple[str, str]:
 
 
 async def test_the_lease_of_the_pods_former_container_is_taken_over_at_once(candidates: Candidates) -> None:
-    """The container was killed: nobody released the lease, and it lasts for another minute."""
+    """The container was killed: the lease was not released, and is valid for another minute."""
     (before, pod), (after, same) = of_pod("uid-1", "a"), of_pod("uid-1", "b")
     assert pod == same
     former = await candidates.add(before, LONG, pod=pod)
@@ -138,7 +138,7 @@ async def test_the_lease_of_the_pods_former_container_is_taken_over_at_once(cand
 
 
 async def test_the_lease_of_another_pod_of_the_same_name_is_waited_for(candidates: Candidates) -> None:
-    """A pod of a StatefulSet whose node is lost may live on; and who has no uid can be anywhere."""
+    """A StatefulSet's pod may live on after its node is lost; a candidate without a uid may be anywhere."""
     leader, pod = of_pod("uid-1", "a")
     first = await candidates.add(leader, LONG, pod=pod)
     await first.acquire()
@@ -183,7 +183,7 @@ async def test_a_leader_without_an_api_server_stops_in_time(candidates: Candidat
 
 
 async def test_a_candidate_renews_while_its_callers_loop_stands_still(candidates: Candidates) -> None:
-    """A long plan, or a process that gets little of a processor."""
+    """The causes: a long plan, or a process that gets little processor time."""
     await candidates.add("looks on")
     made: list[Elector] = []
 
@@ -295,7 +295,7 @@ async def test_the_lease_goes_with_the_account_of_who_leads(candidates: Candidat
 
 
 def token_of(claims: dict[str, object], folder: Path) -> Path:
-    """A file as a pod has it."""
+    """Write a token file as a pod has it."""
     text = base64.urlsafe_b64encode(json.dumps({"kubernetes.io": claims}).encode()).decode().rstrip("=")
     token = folder / "token"
     token.write_text(f"e30.{text}.c2ln")

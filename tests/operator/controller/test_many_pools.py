@@ -1,4 +1,4 @@
-"""A gateway with a thousand pools: what is looked at grows with the pools, not with their square."""
+"""A gateway with a thousand pools: the work grows with the pools, not with their square."""
 
 from __future__ import annotations
 

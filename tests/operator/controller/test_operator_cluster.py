@@ -74,7 +74,7 @@ async def told_of_model(room: Room, name: str) -> bool:
 
 
 async def test_from_a_pool_to_a_url_and_back_to_nothing(room: Room) -> None:
-    """Pods, played by the test, become ready; the picker, played too, lists them; the pool is Ready, and then goes."""
+    """The test makes the pods ready and its picker lists them; the pool becomes Ready, and is then deleted."""
     listed: dict[str, Any] = {"synced": True, "pools": {}}
     app = web.Application()
     app.router.add_get("/endpoints", lambda _: web.json_response(listed))
@@ -171,7 +171,7 @@ async def test_fields_of_others_stay_and_ours_are_restored(room: Room) -> None:
 
 
 async def test_additions_to_selectors_ports_and_templates_are_removed(room: Room) -> None:
-    """Each of these ends the URL or changes pods, and an apply alone leaves it there or is refused for ever."""
+    """Each addition breaks the URL or changes pods, and an apply alone leaves it there or is refused forever."""
     async with operator(room.plane.admin, room.namespace, resync_s=1.0):
         await room.create_pool("a", gateway={"standalone": {"serviceType": "NodePort"}})
         await settled(room)

@@ -94,7 +94,7 @@ async def test_a_pool_that_waits_for_its_end_says_so_and_makes_nothing(room: Roo
 
 
 async def everything(room: Room) -> bool:
-    """A pod of the runtime, and the last thing of the gateway: the two are made side by side."""
+    """Return whether a runtime pod and the gateway's last object exist: the two are created concurrently."""
     return bool(await runtime_pod(room)) and await room.get(f"{DEPLOYMENTS}/treeline-edge") is not None
 
 

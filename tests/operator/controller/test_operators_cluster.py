@@ -1,4 +1,4 @@
-"""Several operators at once on a real API server: who leads, who ends, who goes on; and the process of each."""
+"""Several operators at once on a real API server: leading, ending, taking over; and the process of each."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ async def test_who_loses_the_lease_writes_nothing_until_it_has_it_again(
 
 
 async def test_two_operators_at_once_agree(room: Room, tmp_path: Path) -> None:
-    """Without a lease (or in the moment when two believe to hold it) they write the same: nothing flaps."""
+    """Without a lease (or in the moment when two believe they hold it) they write the same: nothing flaps."""
     async with (
         KubeProxy(room.plane.admin, tmp_path) as proxy,
         operator(proxy.kubeconfig, room.namespace, resync_s=0.3),

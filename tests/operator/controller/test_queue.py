@@ -28,7 +28,7 @@ class Tally:
 
 
 class ScheduleMachine(RuleBasedStateMachine):
-    """Against a model that only knows, per key, the latest time by which somebody asked for a look."""
+    """The queue against a model that only knows, for each key, the latest time by which a look was requested."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -23,7 +23,7 @@ NOW = datetime(2026, 11, 20, 12, tzinfo=UTC)
 
 
 class Api:
-    """Takes statuses and Events as they come."""
+    """Accepts statuses and Events."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -45,13 +45,13 @@ class Api:
         return []
 
     def see(self, key: Key, pods: Any) -> None:
-        """No pod downloads."""
+        """Follow no downloads."""
 
     def look(self, namespace: str, gateway: str) -> None:
-        """No picker is asked."""
+        """Ask no picker."""
 
     def wait(self, *_: Any) -> None:
-        """Nor waited for."""
+        """Wait for no picker."""
 
     def progress(self, key: Key) -> dict[str, Any]:
         return {}

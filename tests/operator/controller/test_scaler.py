@@ -1,4 +1,4 @@
-"""The loop that sets replicas, in virtual time with pickers and API server made up; and pickers that lie, over HTTP."""
+"""The loop that sets replicas, in virtual time with simulated pickers and API server; and lying pickers, over HTTP."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class World:
         self.store.listeners.append(self.scaler.on_change)
 
     def put(self, **spec: Any) -> None:
-        """Somebody writes the pool."""
+        """Write the pool, as a user does."""
         self.version += 1
         self.spec |= spec
         meta = {"name": "p", "namespace": "n", "uid": "u", "resourceVersion": str(self.version)}
@@ -95,7 +95,7 @@ class World:
                 pass
 
     def say(self, address: Any, what: PoolSignals | None) -> None:
-        """The picker says something new, or nothing any more."""
+        """Let the picker report something new, or None for silence."""
         self.says[address] = what
         self.heard.setdefault(address, asyncio.Event()).set()
 
@@ -105,7 +105,7 @@ class World:
 
 
 def in_time(story: Callable[[World], Awaitable[None]], world: World) -> None:
-    """Tell a story beside the scaler."""
+    """Run a story beside the scaler."""
 
     async def main() -> None:
         task = asyncio.create_task(world.scaler.run())

@@ -175,7 +175,8 @@ NAMES = ["a", "b", "c"]
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """The watch and the answers to our writes tell the same history, each in its own order; the store must converge."""
+    """The watch and the answers to our writes report the same history, each in its own order; the store must
+    converge."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -210,7 +211,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(NAMES))
     def lose_the_label(self, name: str) -> None:
-        """For a watch by label that is a deletion, until a write of ours puts the label back."""
+        """A watch by label sees it as a deletion, until a write of ours restores the label."""
         if name in self.cluster and self.cluster[name] not in self.hidden:
             self.version += 1
             self.cluster[name] = {**self.cluster[name], "metadata": {**self.cluster[name]["metadata"]}}

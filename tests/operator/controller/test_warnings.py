@@ -1,4 +1,4 @@
-"""Warning Events: asked for seldom, only while somebody waits, and kept by whom they are about."""
+"""Warning Events: listed rarely, only while a pool waits, and kept by the object that they are about."""
 
 from __future__ import annotations
 

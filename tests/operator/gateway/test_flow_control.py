@@ -1,4 +1,4 @@
-"""Flow control as a pool asks for it: what reaches the picker is what its flags mean, and quotas are a mounted file."""
+"""Flow control in a pool: its fields become the picker's flags, and quotas a mounted file."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_pool_that_sleeps_can_have_its_requests_held_and_nothing_else() -> Non
 
 
 def test_unset_fields_have_the_pickers_defaults() -> None:
-    """The texts of the API name these."""
+    """The texts of the API name these defaults."""
     found = planned(enabled=True)
     defaults = FlowSettings()
     assert (

@@ -1,4 +1,4 @@
-"""The gateway's plan on a real API server: accepted, let in by restricted Pod Security, and then at rest."""
+"""The gateway's plan on a real API server: accepted, admitted by restricted Pod Security, and then stable."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ async def do(cluster: Client, plan: Plan) -> None:
 
 
 def owned(uid: str, namespace: str, **spec: Any) -> InferencePool:
-    """The pool `llama` of a namespace, with its uid there."""
+    """Return the pool `llama` of a namespace, with its uid there."""
     made = pool("llama", **spec)
     return made.model_copy(update={"metadata": made.metadata.model_copy(update={"uid": uid, "namespace": namespace})})
 

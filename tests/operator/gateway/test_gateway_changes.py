@@ -1,4 +1,4 @@
-"""The gateway's plan while things change: who shares it, what is left, set back, made anew, and when pods roll."""
+"""The gateway's plan during changes: sharing, leaving, repairs, recreation, and rolls of pods."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ NEWER = Platform(images=Images(epp="epp:2", edge="edge:2"))
 
 
 def make_other_pods(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on pickers and Envoys are rendered as by another release of the operator."""
+    """Render pickers and Envoys from now on as another release of the operator does."""
     monkeypatch.setattr(gateway_common, "LINGER_S", 9)
     monkeypatch.setattr(edge, "_LINGER_S", 19)
     monkeypatch.setattr(edge, "ADMIN_PORT", 19901)
@@ -217,7 +217,7 @@ PARTS = {
 
 @pytest.mark.parametrize("what", PARTS)
 def test_pods_get_everything_that_a_change_of_a_pool_means_for_them(what: str) -> None:
-    """Pods are kept while their inputs are the same: an input that is missing there would keep a change from them."""
+    """Pods stay while their inputs stay: a missing input would hide a change from them."""
     changed = pool("a", **PARTS[what])
     for first, then in ((pool("a"), changed), (changed, pool("a", gateway={"unprotected": [*FIELDS]}))):
         cluster = converged(first)

@@ -112,7 +112,7 @@ VLLM: dict[str, Any] = {"model": {"uri": "hf://org/name"}, "engine": {"type": "v
 
 
 def envoys_listener(cluster: Cluster) -> dict[str, Any]:
-    """The connection manager in the configuration that Envoy's pods mount."""
+    """Return the connection manager in the configuration that Envoy's pods mount."""
     volumes = cluster.get("Deployment", "treeline-edge")["spec"]["template"]["spec"]["volumes"]
     (config,) = [volume["configMap"]["name"] for volume in volumes if "configMap" in volume]
     document = json.loads(cluster.get("ConfigMap", config)["data"]["envoy.json"])
@@ -149,7 +149,7 @@ def test_clients_with_keys_have_caches_of_their_own_unless_they_are_to_share(
 
 
 def fails_open(cluster: Cluster) -> bool:
-    """Whether a request that no picker named an endpoint for may pass."""
+    """Return whether a request without a picked endpoint may pass."""
     asked = [
         route["typed_per_filter_config"]
         for host in envoys_listener(cluster)["route_config"]["virtual_hosts"]

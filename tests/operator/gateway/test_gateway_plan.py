@@ -1,4 +1,4 @@
-"""The gateway's plan: what is made, that it comes to rest, who may see what, and where clients reach it."""
+"""The gateway's plan: its objects, its stability, the rights of pods, and its URL."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ BASE = "plain"
 
 
 def parts(case: str) -> dict[str, str]:
-    """Every object of a gateway, and of its configuration every file, as text."""
+    """Return every object of a gateway, and every file of its configuration, as text."""
     cluster = converged(pool("llama", **CASES[case]))
     shown: dict[str, Any] = {}
     for ref in sorted(cluster.objects):
@@ -61,7 +61,7 @@ def parts(case: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_objects_are_as_agreed(case: str) -> None:
-    """The whole of it, as text."""
+    """The whole plan is compared, as text."""
     golden.check(GOLDEN, case, parts(case), BASE, parts(BASE))
 
 
@@ -326,7 +326,7 @@ FRAGMENT: dict[str, Any] = {
 
 
 def with_templates(**main: Any) -> dict[str, Any]:
-    """A spec with the fragment for pickers and Envoys, and `main` for their containers."""
+    """Return a spec with the fragment for pickers and Envoys, and `main` for their containers."""
 
     def fragment(name: str) -> dict[str, Any]:
         return {**FRAGMENT, "spec": {**FRAGMENT["spec"], "containers": [{"name": name, **main}]}}

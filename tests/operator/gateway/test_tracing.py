@@ -27,7 +27,7 @@ OUT = {"ports": [{"port": 4400, "protocol": "TCP"}]}
 
 
 def engine(**spec: Any) -> tuple[list[str], dict[str, str]]:
-    """Arguments and environment of a pod's engine."""
+    """Return arguments and environment of a pod's engine."""
     made = template(**spec)["spec"]["containers"][0]
     return made["args"], {one["name"]: one.get("value", "") for one in made["env"]}
 

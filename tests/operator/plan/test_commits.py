@@ -1,4 +1,4 @@
-"""The commit of a model whose URI names none: the first pod's holds for all, and the status has it."""
+"""The commit of a model whose URI names none: the first pod's commit is used by all, and the status shows it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ONE, OTHER = "a" * 40, "b" * 40
 
 
 def downloaded(cluster: SimCluster, *commits: str, uri: str = URI) -> list[str]:
-    """The pods, the oldest first; their downloads have ended and reported these commits."""
+    """Return the pods, the oldest first; their downloads have ended and reported these commits."""
     pods = sorted(cluster.pods, key=lambda name: int(name.rsplit("-", 1)[1]))
     for age, (name, commit) in enumerate(zip(pods, commits, strict=True)):
         pod = cluster.pods[name]

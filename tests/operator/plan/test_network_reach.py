@@ -32,12 +32,13 @@ PROMETHEUS = Pod("monitoring", {"app.kubernetes.io/name": "prometheus"})
 OPERATOR = Pod("treeline-system", {"app.kubernetes.io/name": "treeline-operator"})
 IMPOSTOR = Pod("tenant", {"app.kubernetes.io/name": "prometheus"})
 NEIGHBOUR = Pod("ns", {"app.kubernetes.io/name": "prometheus"})
-"""In the pool's own namespace, where whoever made the pool may start pods."""
+"""A pod in the pool's own namespace, where the pool's author may start pods."""
 COLLEAGUE = Pod("monitoring", {"app.kubernetes.io/name": "grafana"})
 
 
 def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
-    """`matchLabels` and `matchExpressions` with In, as far as our policies use them."""
+    """Return whether a selector matches: `matchLabels`, and `matchExpressions` with In, as far as our policies use
+    them."""
     assert selector.keys() <= {"matchLabels", "matchExpressions"}
     for expression in selector.get("matchExpressions", ()):
         assert expression["operator"] == "In"
@@ -59,7 +60,7 @@ def is_peer(peer: dict[str, Any], pod: Pod, home: str) -> bool:
 
 
 def reached(policies: list[dict[str, Any]], target: Pod, source: Pod) -> set[int]:
-    """The TCP ports of `target` that `source` may connect to."""
+    """Return the TCP ports of `target` that `source` may connect to."""
     mine = [p for p in policies if selects(p["spec"]["podSelector"], target.labels)]
     assert any("Ingress" in p["spec"]["policyTypes"] for p in mine), "otherwise all is allowed"
     found: set[int] = set()
@@ -74,7 +75,7 @@ def reached(policies: list[dict[str, Any]], target: Pod, source: Pod) -> set[int
 
 
 def everything(of: InferencePool, platform: Platform) -> tuple[list[dict[str, Any]], dict[str, Pod]]:
-    """The policies of a pool and its gateway, and a pod of each component."""
+    """Return the policies of a pool and its gateway, and a pod of each component."""
     cluster = Cluster()
     cluster.converge(of, platform=platform)
     policies = [cluster.get("NetworkPolicy", name) for name in cluster.names("NetworkPolicy")]

@@ -85,7 +85,7 @@ DEPLOYMENT: dict[str, Any] = {
 
 
 def observed(**changes: Any) -> dict[str, Any]:
-    """The deployment as an API server shows it: defaults, a sidecar, a user's label."""
+    """Return the deployment as an API server shows it: with defaults, a sidecar, a user's label."""
     container = {
         "name": "runtime",
         "args": ["--a", "1"],

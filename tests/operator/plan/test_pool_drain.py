@@ -1,4 +1,4 @@
-"""Pods that go: out of the rotation, waited for, given up; and what holds at every step of any story."""
+"""Draining pods: out of the rotation, waited for, released; and the invariants of every step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def pool(replicas: int, **spec: Any) -> InferencePool:
 
 
 def cluster_of(replicas: int, **streams: int) -> SimCluster:
-    """Ready pods `p1`, `p2`, … of one revision, a picker that lists them, and their streams."""
+    """Return a cluster with ready pods `p1`, `p2`, … of one revision, a picker that lists them, and their streams."""
     cluster = SimCluster()
     cluster.converge(pool(replicas))
     cluster.rename_pods("p{}")
@@ -244,7 +244,7 @@ def test_a_picker_that_was_not_asked_yet_is_awaited() -> None:
 
 
 def listing(cluster: SimCluster, **changes: Any) -> None:
-    """The picker lists all pods so."""
+    """Let the picker list all pods in this state."""
     cluster.look()
     assert cluster.picker is not None
     told = {"ready": True, "draining": False, "in_flight": 0, **changes}
@@ -253,7 +253,7 @@ def listing(cluster: SimCluster, **changes: Any) -> None:
 
 @pytest.mark.parametrize("told", [{"in_flight": None, "draining": True}, {"in_flight": 0}])
 def test_an_endpoint_that_tells_nothing_is_waited_for_shortly(told: dict[str, Any]) -> None:
-    """An engine that does not report; a picker that has not heard that the pod drains."""
+    """The causes: an engine that does not report, or a picker that does not know yet that the pod drains."""
     cluster = cluster_of(2)
     listing(cluster, **told)
     act(cluster, pool(1))
@@ -444,7 +444,7 @@ class DrainStory(RuleBasedStateMachine):
         self.served_enough = self.served_enough or self.serving() >= self.floor()
 
     def check_release(self, mark: Mark) -> None:
-        """A pod with streams is not given up before its time, where somebody can tell that it has them."""
+        """Check that a pod with streams is not released before its time, if a picker can report them."""
         cluster = self.cluster
         if cluster.streams.get(mark.ref.name) and is_ready(cluster.pods[mark.ref.name]):
             since = mark.annotations[names.DRAINING_SINCE]
@@ -463,7 +463,8 @@ class DrainStory(RuleBasedStateMachine):
             assert self.serving() >= self.floor()
 
     def teardown(self) -> None:
-        """Left alone, whether streams end or not and whether a picker is there or not, everything drains."""
+        """If nothing else happens, everything drains, whether streams end or not and whether a picker is there or
+        not."""
         if not hasattr(self, "cluster"):
             return
         self.cluster.converge(self.pool())

@@ -1,4 +1,4 @@
-"""Rollouts where no node has room for one more pod: they come to an end, drop no stream, and keep serving meanwhile."""
+"""Rollouts on full nodes end, drop no stream, and keep serving meanwhile."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def pool(replicas: int, revision: int, **spec: Any) -> InferencePool:
 
 
 class Full:
-    """A cluster without spare room, second by second: pods that start take a while, streams begin and end."""
+    """A cluster without spare room, second by second: pods take time to start, streams begin and end."""
 
     def __init__(self, replicas: int, start_s: int = 40, seed: int = 0) -> None:
         self.cluster = SimCluster(capacity=replicas)
@@ -45,12 +45,12 @@ class Full:
         return (self.cluster.now - self.began).total_seconds()
 
     def serving(self) -> int:
-        """Pods that are ready and in the rotation."""
+        """Return the pods that are ready and in the rotation."""
         labels = [pod["metadata"]["labels"] for pod in self.cluster.pods.values() if is_ready(pod)]
         return sum(label[SERVING] == "true" for label in labels)
 
     def second(self, asked: InferencePool) -> tuple[str, ...]:
-        """One second passes; the planner's notes."""
+        """Let one second pass. Return the planner's notes."""
         cluster = self.cluster
         cluster.now += timedelta(seconds=STEP_S)
         self._streams()
@@ -170,7 +170,7 @@ def test_a_pod_that_would_not_fit_in_the_place_of_an_old_one_takes_none_away(
 
 
 def test_a_quota_that_is_used_up_makes_room_in_the_same_way() -> None:
-    """Pods that are refused do not exist: their Deployment says since when."""
+    """Pods that are refused do not exist: their Deployment shows since when."""
     cluster, asked = SimCluster(), pool(2, 1)
     cluster.look()
     cluster.converge(pool(2, 0))

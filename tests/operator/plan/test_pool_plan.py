@@ -1,4 +1,4 @@
-"""Plans of pools against a small cluster: they converge, repair, roll, keep and delete what they should."""
+"""Plans of pools against a small cluster: they converge, repair, roll, keep and delete the right objects."""
 
 from __future__ import annotations
 

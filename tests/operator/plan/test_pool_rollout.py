@@ -62,7 +62,7 @@ STEPS: list[tuple[str, int, RolloutPolicy, list[Revision], dict[str, int]]] = [
     ("what has converged stays, surging", 4, RolloutPolicy(max_surge=3), [rev("a", 4), rev("b", 0)], {"a": 4}),
     ("what has converged stays, without a surge", 4, TWO_MISSING, [rev("a", 4), rev("b", 0)], {"a": 4}),
 ]
-"""What is so, the replicas wanted, the policy, the target and the revisions before it → the replicas of each."""
+"""Description, wanted replicas, policy, the target and earlier revisions → the replicas of each."""
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_a_failing_revision_takes_no_ready_pod() -> None:
 
 @dataclass
 class Pods:
-    """Pods of one revision: each starting, ready, pending (no place) or failing."""
+    """Pods of one revision: each is starting, ready, pending (no place) or failing."""
 
     states: list[str] = field(default_factory=list)
     replicas: int = 0
@@ -185,7 +185,7 @@ class RolloutStory(RuleBasedStateMachine):
 
     @rule()
     def one_pod_flaps(self) -> None:
-        """Not the planner's doing: what served enough before may not do so now."""
+        """A ready pod becomes unready, which is not the planner's doing: too few may serve now."""
         for pods in self.revisions.values():
             if "ready" in pods.states:
                 pods.states[pods.states.index("ready")] = "starting"
@@ -208,7 +208,7 @@ class RolloutStory(RuleBasedStateMachine):
         self.move()
 
     def teardown(self) -> None:
-        """Left alone with good pods and room for one more, if none may be missing, all ends with the target alone."""
+        """With good pods, and room for one more if none may be missing, the rollout ends with the target alone."""
         if not hasattr(self, "revisions"):
             return
         self.pause(paused=False)

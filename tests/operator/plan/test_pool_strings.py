@@ -53,7 +53,7 @@ def command_line(made: InferencePool) -> tuple[str, ...]:
 
 
 def flags(words: tuple[str, ...]) -> list[str]:
-    """The flags of a command line, without their values."""
+    """Return the flags of a command line, without their values."""
     return [word.split("=", 1)[0] for word in words if word.startswith("-")]
 
 

@@ -1,4 +1,4 @@
-"""Pod templates: the user's fragment over ours, what it cannot change, command lines that the engines take, drains."""
+"""Pod templates: the user's fragment over ours, the fields that it cannot change, valid command lines, drains."""
 
 from __future__ import annotations
 
@@ -385,7 +385,7 @@ def test_the_cache_may_be_a_claim_of_ones_own_or_one_that_is_made() -> None:
     ],
 )
 def test_the_names_of_caches_are_those_that_the_installed_libraries_read(package: str, module: str, name: str) -> None:
-    """Read, not run: inductor alone takes ten seconds to import."""
+    """The libraries are read, not run: inductor alone takes ten seconds to import."""
     spec = importlib.util.find_spec(package)
     assert spec is not None
     assert spec.origin is not None

@@ -79,7 +79,8 @@ LATER: dict[str, Any] = {"ofALaterVersion": {"a": [1, None]}}
 
 @pytest.mark.parametrize("more", [{}, {"engine": {"type": "vllm"}, "accelerator": {"type": "nvidia"}}])
 def test_fields_of_a_later_version_are_passed_over_and_change_no_revision(more: dict[str, Any]) -> None:
-    """CRDs go first, and an operator may be rolled back: both leave an operator with fields that it does not know."""
+    """CRDs are upgraded first, and an operator may be rolled back: both give an operator fields that it does not
+    know."""
     known = {"model": {"uri": "builtin://tiny"}, "engine": {}, "gateway": {}, "drain": {}, **more}
     meta = {"name": "tiny", "namespace": "serving", "uid": "pool-uid"}
     body = {"apiVersion": "treeline.dev/v1alpha1", "kind": "InferencePool", "metadata": meta}

@@ -1,4 +1,4 @@
-"""Presets: a pool's own fields over those of the preset that it names, and what is said where that makes no pool."""
+"""Presets: a pool's own fields override its preset's, and invalid results are reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replicas by demand: at once upwards, and downwards when a whole window asked for no more."""
+"""Replicas by demand: up at once, and down when a whole window needed no more."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ steps = st.lists(st.tuples(st.floats(0.0, 40.0), heard), min_size=1, max_size=25
 
 
 def asked_for(one: Heard | None, target: Target, replicas: int) -> int:
-    """The number before any window, in other words."""
+    """Compute the number before any window, independently of the code under test."""
     if one is None:
         wanted = replicas
     else:
@@ -71,7 +71,7 @@ def test_more_at_once_and_less_only_when_the_whole_window_asked_for_no_more(
 
 @given(targets, st.integers(0, 15), heard)
 def test_correct_values_stay(target: Target, replicas: int, one: Heard | None) -> None:
-    """The same demand, again and again: after one step up nothing changes, and after a window nothing ever."""
+    """After one step up the same demand changes nothing, and after a window nothing ever."""
     history: History = ()
     seen = []
     for now in (0.0, 1.0, 70.0, 140.0, 210.0):

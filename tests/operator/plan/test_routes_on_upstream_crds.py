@@ -26,7 +26,7 @@ GATEWAYS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def plane() -> Iterator[ControlPlane]:
-    """An API server of these tests alone: for the others there is no Gateway API."""
+    """An API server for these tests alone: the others have no Gateway API."""
     plane = control_plane_or_skip(controllers=())
     plane.start()
     crds = ROOT / "e2e/gateway_api/crds"

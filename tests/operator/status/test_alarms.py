@@ -1,4 +1,4 @@
-"""Warnings come when something has been wrong for longer than a normal start or change takes, and once."""
+"""A warning comes once, when a problem has lasted longer than a normal start or change takes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why pods are not ready: one row for each kind of trouble, with statuses as kubelets and schedulers write them."""
+"""Causes of unready pods: one row for each kind of trouble, with statuses as kubelets and schedulers write them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ POOL = pool()
 
 
 def test_every_reason_that_may_be_a_cause_has_its_place_among_them():
-    """One without would be a KeyError when it is met beside another."""
+    """A reason without a place would be a KeyError when it meets another."""
     named = set(re.findall(r"Reason\.([A-Z_]+)", inspect.getsource(causes_module)))
     assert named == {reason.name for reason in causes_module._RANK}
 
@@ -94,7 +94,7 @@ def test_a_long_last_line_is_cut():
 
 @pytest.mark.parametrize(("reason", "message"), REJECTIONS.items(), ids=REJECTIONS)
 def test_pods_that_cannot_be_made(reason, message):
-    """From the Deployment's condition, or from events while the condition is not there yet."""
+    """The cause is in the Deployment's condition, or in events while the condition is missing."""
     failed = {"type": "ReplicaFailure", "status": "True", "reason": "FailedCreate", "message": message}
     told = deployment("tiny-ab12", 2, 0, conditions=[failed]).object
     (cause,) = diagnose([], [told])

@@ -1,4 +1,4 @@
-"""Events: what somebody would want to hear of, once, and silence otherwise."""
+"""Events: important changes are reported once, others never."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def test_a_conflict_is_reported_without_denying_that_requests_succeed():
 
 
 def test_ready_envoys_that_the_service_does_not_lead_to_are_no_ready_gateway():
-    """Its Deployment counts them as ready: that is not what clients meet."""
+    """The Deployment counts them as ready, but clients do not reach them."""
     picker, envoy, service, _ = gateway_children()
     selects_none = observed("EndpointSlice", "s", meta={"labels": {"kubernetes.io/service-name": service.ref.name}})
     running = envoy_pod("treeline-edge-1", "now", **ready())
@@ -72,7 +72,8 @@ def test_a_service_without_its_port_is_no_ready_gateway():
 
 
 def front_parts(revision, *, overdue=False):
-    """A gateway whose Envoy is to have a configuration, and has one ready pod, of whichever."""
+    """Return the parts of a gateway whose Envoy should have a configuration, and one ready pod with any
+    configuration."""
     late = [{"type": "Progressing", "status": "False", "reason": "ProgressDeadlineExceeded"}]
     picker, _, *front = gateway_children()
     made = deployment("treeline-edge", 1, 1, conditions=late if overdue else ()).object
@@ -190,7 +191,7 @@ def test_a_listener_that_is_not_programmed_keeps_the_routes_attached_to_it_from_
 
 
 def test_a_gateway_whose_envoys_are_made_from_former_settings_is_not_ready_yet():
-    """The gateway is planned by itself: a pool must not be told ready before its API keys are asked for."""
+    """The gateway is planned separately: a pool must not be reported ready before its API keys are required."""
     picker, envoy, service, slices = gateway_children()
     made = converged(plain := gateway_pool("a"))
 

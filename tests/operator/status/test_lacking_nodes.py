@@ -1,4 +1,4 @@
-"""Pods that no node is large enough for, or that ask for devices that no node has, in the scheduler's own words."""
+"""Pods too large for every node, or with devices that no node has, in the scheduler's own words."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_the_message_says_how_much_is_asked_for_and_quotes_the_scheduler() -> No
 
 @pytest.fixture
 def scheduler(control_plane: ControlPlane) -> Iterator[ControlPlane]:
-    """With a node of four devices, and one of none."""
+    """Run a scheduler with a node of four devices, and one without."""
     folder = programs_or_skip("kubernetes")["kubernetes"]
     for name, devices in (("four", 4), ("none", 0)):
         node = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name, "labels": {"size": name}}}

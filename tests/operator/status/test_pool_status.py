@@ -1,4 +1,4 @@
-"""The status of a pool: what each state of its pods and its model is called, and what is told of them in figures."""
+"""The status of a pool: the reason for each state of its pods and its model, and its figures."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_downloads_are_added_up():
 
 
 def test_problems_that_need_action_come_first():
-    """The pods only start, but Envoy's image is wrong."""
+    """The pods are only starting, but Envoy's image is wrong."""
     status = {"containerStatuses": [container("envoy", {"waiting": {"reason": "InvalidImageName"}})]}
     meta = {"labels": {names.COMPONENT: "edge"}}
     seen = world(

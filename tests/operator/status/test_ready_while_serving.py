@@ -1,4 +1,4 @@
-"""Ready stays True while requests succeed: through scaling, rollouts, lost pods and an operator that starts anew."""
+"""Ready stays True while requests succeed: through scaling, rollouts, lost pods and an operator's restart."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ T = ConditionType
 
 
 def ready_of(seen):
-    """Ready alone, of what changes with time."""
+    """Return the Ready condition, the only one compared here."""
     return conditions(pool_status(seen))[T.READY]
 
 
@@ -46,7 +46,7 @@ def test_a_scale_up_keeps_the_pool_ready_and_is_progress():
 
 
 def rolling(old_spec, new_spec, **changes):
-    """A pool whose spec has changed: an old pod serves, the new one starts."""
+    """Return a pool whose spec has changed: an old pod serves, the new one starts."""
     before, now = pool(**old_spec), pool(**new_spec)
     old = revision(before, 1, 1)
     of_old = target_revision(before, ()).name

@@ -1,4 +1,4 @@
-"""Each state of a pool and its gateway has its reason, and every reason comes from some state."""
+"""Each state of a pool and its gateway has its reason, and every reason belongs to a state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every backend passes this suite, which knows the interface alone."""
+"""Every backend passes this suite, which uses the interface alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHAPES = [(4, 4, 8), (4, 2, 8), (6, 1, 16)]
 
 
 class World:
-    """Sequences whose keys and values are in a pool at scattered pages; the same numbers, contiguous, as the truth."""
+    """Sequences whose keys and values are in a pool at scattered pages; the same numbers, contiguous, are the truth."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class World:
         scales: list[tuple[float, float]] | None = None,
         scoring: Scoring = PLAIN,
     ) -> None:
-        """scales: of an fp8 cache's two layers; None: the cache is float32."""
+        """scales: for the two layers of an fp8 cache; None: the cache is float32."""
         self.scales = scales
         self.heads, self.kv_heads, self.dim = shape
         self.page_size = page_size
@@ -56,7 +56,7 @@ class World:
         self.buffers: Any = None
 
     def capture(self, sequences: int) -> bool:
-        """From now on steps are planned into buffers, if the backend has some."""
+        """Plan steps into buffers from now on, if the backend has some."""
         self.buffers = self.backend.capture_buffers(sequences)
         return self.buffers is not None
 
@@ -69,7 +69,7 @@ class World:
         np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
 
     def attend(self, lens: list[tuple[int, int]], layer: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-        """→ what the backend computes, and the truth."""
+        """Return the backend's result, and the truth."""
         free = self.random.sample(range(self.pool.num_pages), self.pool.num_pages)
         tables, qs, ks, vs, slots, expected = [], [], [], [], [], []
         for cached, new in lens:
@@ -244,7 +244,7 @@ def test_steps_that_are_planned_into_buffers_find_their_pages(backend: str) -> N
 def test_a_cache_of_fp8_is_seen_as_it_was_stored(
     lens: list[tuple[int, int]], scales: list[tuple[float, float]]
 ) -> None:
-    """By every token alike: those of the prompt that stored it, and those that find it."""
+    """It holds for every token alike: those of the prompt that stored it, and those that hit it."""
     World("torch_sdpa", (4, 2, 8), 4, scales=scales).check(lens)
 
 

@@ -31,7 +31,7 @@ class World:
 
 @st.composite
 def worlds(draw: st.DrawFn) -> World:
-    """Rows as a tree of prefixes leaves them, with what others left behind their ends."""
+    """Draw rows of a tree of prefixes, with leftovers behind their ends."""
     page_size, block = draw(st.sampled_from([1, 3, 4, 9])), draw(st.sampled_from([2, 4]))
     kv_lens: list[int] = []
     tables: list[list[int]] = []

@@ -1,4 +1,4 @@
-"""A pool lends each process to one thread at a time, and in the end has ended every one."""
+"""A pool lends each process to one thread at a time, and ends every one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from treeline_runtime.confined.process import ConfinedProcess
 
 
 class Fake(ConfinedProcess):
-    """No process: what was done to it."""
+    """A stand-in for a process that records calls."""
 
     pids = itertools.count(1)
 

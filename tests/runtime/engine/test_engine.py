@@ -24,7 +24,7 @@ SETTINGS: dict[str, Any] = {"load_format": "dummy", "page_size": 4, "max_total_t
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Dummy weights and a tokenizer in which every token is a character."""
+    """Dummy weights, and a tokenizer with one token for each character."""
     path = write_config(tmp_path_factory.mktemp("model"))
     vocab = {chr(32 + i): i for i in range(VOCAB - 1)} | {"<end>": VOCAB - 1}
     tokenizer = Tokenizer(models.BPE(vocab, []))

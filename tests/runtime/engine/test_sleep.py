@@ -1,4 +1,4 @@
-"""Weights and KV memory that leave and come back, weights that are replaced, traces: the engine in-process."""
+"""Weights and KV memory that are released and restored, replaced weights, traces: the engine in-process."""
 
 from __future__ import annotations
 
@@ -223,7 +223,7 @@ def test_out_of_memory_at_load_says_the_numbers_and_what_to_do(
 def test_weights_that_do_not_fit_beside_leave_the_old_ones(
     checkpoints: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The failure comes after all of the new weights were read."""
+    """The failure comes after all new weights were read."""
     with Engine(checkpoints[0], **SETTINGS) as engine:
         before = engine.generate(IDS, GREEDY).token_ids
         executors = [Executor]

@@ -1,4 +1,4 @@
-"""Stop patterns: found where `re.search` finds them, in a bounded time, whatever the pattern."""
+"""Stop patterns match where `re.search` does, in bounded time for any pattern."""
 
 from __future__ import annotations
 

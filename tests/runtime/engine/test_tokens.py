@@ -35,7 +35,7 @@ def byte_level() -> Tokenizer:
 
 
 def metaspace() -> Tokenizer:
-    """SentencePiece style: a prefix space that decoding strips, bytes for what the vocabulary lacks."""
+    """SentencePiece style: a prefix space that decoding strips, bytes for unknown characters."""
     vocab = {f"<0x{i:02X}>": i for i in range(256)}
     for piece in ["▁", "▁The", "▁fox", "a", "b", "e", "n", "d", "▁end", "<|end|>"]:
         vocab[piece] = len(vocab)
@@ -58,7 +58,7 @@ def decode(name: str, ids: list[int]) -> str:
 
 
 def feed(name: str, pieces: list[list[int]], stop: tuple[str, ...] = (), trim: bool = True) -> tuple[str, str | None]:
-    """→ (joined deltas, matched stop). The generation ends with the last piece."""
+    """Return the joined deltas and the matched stop. The generation ends with the last piece."""
     detokenizer = IncrementalDetokenizer(lambda ids: decode(name, ids), stop=stop, no_stop_trim=not trim)
     text, matched = "", None
     for i, piece in enumerate(pieces):
@@ -72,7 +72,7 @@ def feed(name: str, pieces: list[list[int]], stop: tuple[str, ...] = (), trim: b
 
 
 def truncated(text: str, stop: tuple[str, ...], trim: bool) -> tuple[str, str | None]:
-    """The rule, plainly: the shortest beginning of the text that ends with a stop string."""
+    """Apply the rule naively: the shortest beginning of the text that ends with a stop string."""
     for end in range(len(text) + 1):
         found = [s for s in stop if text[:end].endswith(s)]
         if found:
@@ -82,7 +82,7 @@ def truncated(text: str, stop: tuple[str, ...], trim: bool) -> tuple[str, str | 
 
 
 def splits(ids: list[int]) -> list[list[list[int]]]:
-    """Token by token, all at once, at every single point, and with empty pieces."""
+    """Yield splits: token by token, all at once, at every single point, and with empty pieces."""
     ways = [[[i] for i in ids], [ids], [[], ids, []]]
     ways += [[ids[:cut], ids[cut:]] for cut in range(len(ids) + 1)]
     return ways
@@ -93,10 +93,8 @@ STOPS = st.lists(st.sampled_from(["\n", "ab", "b", "aba", " end", "The", "é", "
 
 @st.composite
 def id_lists(draw: st.DrawFn) -> tuple[str, list[int]]:
-    """Ids at random: incomplete characters, invalid bytes and special tokens wherever they fall.
-
-    With byte fallback only valid runs of bytes are decoded piecewise to the same text, so there texts are encoded.
-    """
+    """Draw random ids: incomplete characters, invalid bytes and special tokens anywhere. With byte fallback only valid
+    runs of bytes decode piecewise to the same text, so there texts are encoded."""
     name = draw(st.sampled_from(sorted(TOKENIZERS)))
     tokenizer = TOKENIZERS[name]
     if name == "byte_level":
@@ -240,7 +238,7 @@ def test_many_long_stop_strings_cost_little() -> None:
 @settings(max_examples=80)
 @given(st.sampled_from(list(TOKENIZERS)), st.sampled_from(TEXTS), st.data())
 def test_other_ids_in_the_place_of_the_last_ones_change_no_text(name: str, text: str, data: st.DataObject) -> None:
-    """At every message ids may be replaced that say the same, and more."""
+    """Each message may replace ids by others of the same text, and add more."""
     ids = TOKENIZERS[name].encode(text, add_special_tokens=False).ids
     detokenizer = IncrementalDetokenizer(lambda some: decode(name, some))
     told, at, released = list[int](), 0, ""
@@ -261,7 +259,7 @@ def test_other_ids_in_the_place_of_the_last_ones_change_no_text(name: str, text:
 
 
 def pieces(name: str) -> dict[int, bytes]:
-    """Token → bytes."""
+    """Return each token's bytes."""
     tokenizer = TOKENIZERS[name]
     known = {id: piece for piece, id in tokenizer.get_vocab().items()}
     if name == "metaspace":
@@ -285,7 +283,7 @@ def is_whole(data: bytes) -> bool:
 
 
 def split(name: str, data: bytes, *, shortest: bool) -> list[int]:
-    """Tokens that say it: the shortest ones, or the longest."""
+    """Return tokens of a text: the shortest ones, or the longest."""
     by_bytes = {piece: id for id, piece in sorted(PIECES[name].items(), reverse=True) if piece}
     found = list[int]()
     lengths = range(1, 9) if shortest else range(8, 0, -1)

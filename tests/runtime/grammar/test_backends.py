@@ -131,7 +131,7 @@ def test_many_rows_are_filled_at_once_and_the_others_stay(backend: GrammarBacken
 
 
 def _takes(compiled: Any, text: str) -> bool:
-    """Byte by byte."""
+    """Return whether a grammar takes a text, byte by byte."""
     matcher = compiled.matcher([END])
     return all(matcher.accept(VOCABULARY.texts.index(bytes([b]))) for b in text.encode()) and matcher.completed
 
@@ -341,7 +341,7 @@ def test_reported_grammar_memory_is_not_far_too_low(grammar: Grammar) -> None:
 
 
 def test_as_many_choices_as_a_request_may_have_can_be_said() -> None:
-    """Each in full; one may begin another, and may be empty."""
+    """Each is written in full; one may begin another, and one is empty."""
     backend = Backends(VOCABULARY)
     texts = ["", "a", "ab", *(f"c{i} is a choice" for i in range(4093))]
     compiled = backend.load(backend.compile(Grammar("choice", json.dumps(texts))))

@@ -1,4 +1,4 @@
-"""Grammars are compiled once, elsewhere, and within limits."""
+"""Grammars are compiled once, in other processes, and within limits."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SLOW, ENDLESS = (
     Grammar("ebnf", "root ::= " + " | ".join(f'([a-z]{{1,{n}}} "x"){{1,{most}}}' for n in range(60, 99)))
     for most in (99, 999)
 )
-"""They take seconds with any vocabulary."""
+"""Grammars that take seconds with any vocabulary."""
 NewCompiler = Callable[..., GrammarCompiler]
 
 
@@ -63,7 +63,7 @@ def new_compiler() -> Iterator[NewCompiler]:
 
 
 class Held:
-    """Compilers whose processes answer when the test says so; every answer is a refusal without words."""
+    """Compilers whose processes answer when the test allows; every answer is a refusal without a message."""
 
     def __init__(self, new: NewCompiler) -> None:
         self._new = new
@@ -71,9 +71,9 @@ class Held:
         self._answers = dict[Grammar, Callable[[], None] | None]()
         self._free = 0
         self.begun = list[Grammar]()
-        """Those that are being compiled."""
+        """Grammars being compiled."""
         self.asked = list[Grammar]()
-        """In the order in which they began."""
+        """Grammars in the order in which they began."""
 
     def new(self, **more: Any) -> GrammarCompiler:
         compiler = self._new(**more)
@@ -81,7 +81,7 @@ class Held:
         return compiler
 
     def wait_for(self, count: int) -> None:
-        """Until so many are being compiled."""
+        """Wait until `count` grammars are being compiled."""
         with self._changed:
             assert self._changed.wait_for(lambda: len(self.begun) == count, 60), self.begun
 
@@ -99,7 +99,7 @@ class Held:
         self._tell(grammar, end)
 
     def late(self, grammar: Grammar) -> None:
-        """Its first try is over; returns when it was told."""
+        """End the grammar's first try. Returns when the compiler knows."""
         self._tell(grammar, None)
 
     def _tell(self, grammar: Grammar, what: Callable[[], None] | None) -> None:
@@ -269,7 +269,7 @@ def test_what_outlasts_its_first_try_waits_until_it_may_take_long_and_others_pas
 
 
 def test_a_client_that_has_used_up_its_seconds_is_refused_until_some_have_passed(held: Held) -> None:
-    """Other texts do not help it."""
+    """Asking for other grammars does not help it."""
     clock = Clock()
     compiler = held.new(workers=1, clock=clock, client_seconds=30.0, client_seconds_back=0.5)
     first = compiler.get(integers(0), client="a")
@@ -322,7 +322,7 @@ def test_a_refusal_for_a_while_is_of_the_namespace_that_asked(held: Held) -> Non
 def test_the_small_grammar_of_another_client_is_ready_before_what_a_hostile_one_waits_for(
     new_compiler: NewCompiler,
 ) -> None:
-    """With real processes."""
+    """It runs with real processes."""
     finished = list[str]()
     compiler = new_compiler(first_try_seconds=0.05, clock=time.monotonic, client_seconds=1e9)
     assert compiler.get(integers(0)).result(60)
@@ -406,7 +406,7 @@ def test_what_was_not_wanted_for_longest_is_forgotten(new_compiler: NewCompiler)
 
 
 def test_refused_grammars_count_in_the_cache_per_namespace(new_compiler: NewCompiler) -> None:
-    """Many thousands are kept: the bound is on what they take, and the scheduler's thread does not go through them."""
+    """Many thousands are kept: the bound is on their bytes, and the scheduler's thread does not walk through them."""
     compiler = new_compiler(cache_bytes=100_000, waiting=100)
     compiler._ask = lambda *_: bytearray([Answer.REFUSED])  # type: ignore[method-assign]
     refused(compiler.get(Grammar("regex", "0")))  # the vocabulary is there
@@ -450,7 +450,7 @@ def test_a_process_that_dies_is_replaced(new_compiler: NewCompiler) -> None:
 
 @pytest.mark.deep
 def test_a_process_that_is_killed_is_no_fault_of_a_request(new_compiler: NewCompiler) -> None:
-    """Whether or not it has been noticed that it is gone."""
+    """It holds whether or not the death has been noticed."""
     compiler = new_compiler(workers=1)
     for most in range(1, 6):
         assert compiler.get(integers(most)).result(60)

@@ -37,11 +37,12 @@ REASONS = [
     r"(minProperties|maxProperties|minItems|maxItems) is (greater|less) than the number of",
     r"circular references with sibling keys are not supported",
 ]
-"""Why schemas of the corpus are refused: contradictions, and what README.md of the runtime says is not supported."""
+"""Reasons to refuse schemas of the corpus: contradictions, and keywords that the runtime's README.md lists as
+unsupported."""
 
 
 def _refusals(tag: bool, vocabulary: str, seeds: range, length: int) -> collections.Counter[str]:
-    """Walks over each of the schemas once. Returns why some were refused."""
+    """Walk over each schema once. Return the reasons of those that were refused."""
     tokens = VOCABULARIES[vocabulary]()
     grammars = Backends(tokens)
     walker, refused, unfinished = Walker(grammars, tokens), collections.Counter[str](), 0

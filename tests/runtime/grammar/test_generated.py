@@ -35,7 +35,7 @@ pytestmark = pytest.mark.deep
 
 
 def said(grammars: list[Grammar], most: int) -> list[str | None]:
-    """An answer to each, at temperature 1.5; None where it did not end by itself."""
+    """Return an answer for each grammar, at temperature 1.5; None if it did not end by itself."""
     with Engine(TINY, max_total_tokens=32768) as engine:
         params = [
             SamplingParams(temperature=1.5, seed=seed, max_new_tokens=most, grammar=grammar)

@@ -49,7 +49,7 @@ REFUSED = {
 @pytest.mark.deep
 @pytest.mark.parametrize("name", HOSTILE)
 def test_what_compiles_is_quick_afterwards(name: str) -> None:
-    """In time of this thread: some ten times what a step may take."""
+    """In processor time of this thread: some ten times the limit of a step."""
     most_s = 20 * reference_s()
     backend = Backends(VOCABULARY)
     walker, draw = Walker(backend, VOCABULARY), random.Random(1)
@@ -81,7 +81,7 @@ def test_more_properties_than_a_step_can_go_through_are_not_given_to_llguidance(
 
 
 def test_of_a_large_grammar_llguidance_forces_nothing() -> None:
-    """Each character that is forced takes up to a microsecond of the thread that serves all."""
+    """Each forced character takes up to a microsecond of the thread that serves all requests."""
     backend = Backends(VOCABULARY)
     for words, forces in ((5000, True), (80_000, False)):
         compiled = backend.load(backend.compile(_json({"const": "word " * words})))
@@ -92,7 +92,7 @@ def test_of_a_large_grammar_llguidance_forces_nothing() -> None:
 
 
 SLOW = "(([a-z]{0,30}){0,30}){0,30}"
-"""Each step takes xgrammar some times as long as the one before it, seconds soon."""
+"""Each step takes xgrammar several times as long as the one before, soon seconds."""
 RULES = "a ::= b{0,30}\nb ::= c{0,30}\nc ::= [a-z]{0,30}"
 
 
@@ -112,7 +112,7 @@ def test_what_takes_xgrammar_longer_at_each_step_is_refused(grammar: Grammar) ->
 
 @pytest.mark.deep
 def test_a_small_text_that_is_compiled_to_much_is_refused_by_its_bytes() -> None:
-    """Some 15 kB, which the server would read into 300 MB."""
+    """It has 15 kB, which the server would expand into 300 MB."""
     rules = [f'r{i} ::= "k{i}" [a-z]+ "=" [0-9]{{1,{3 + i % 9}}}' for i in range(340)]
     source = "\n".join(["root ::= " + " | ".join(f"r{i}" for i in range(len(rules))), *rules])
     with pytest.raises(GrammarError, match=r"too large: it is compiled to \d+ MiB, 32 are the most"):

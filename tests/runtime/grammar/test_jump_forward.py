@@ -1,4 +1,4 @@
-"""Forced text as tokens: what the tokenizer itself would make of the whole text, whatever follows it."""
+"""Forced text as tokens: those that the tokenizer makes of the whole text, whatever follows it."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def byte_level() -> Tokenizer:
 
 
 def sentencepiece(*, splits: bool) -> Tokenizer:
-    """A space before every text, bytes for what the vocabulary lacks. splits: into words before all else, as newer
-    files say; or not, as those of Llama 2."""
+    """SentencePiece with a space before every text and bytes for unknown characters. splits: first into words, as newer
+    files say; or not, as Llama 2's do."""
     pieces = [f"<0x{i:02X}>" for i in range(256)]
     metaspace = pre_tokenizers.Metaspace()
     trained = Tokenizer(models.BPE(byte_fallback=True))
@@ -151,7 +151,7 @@ def test_the_tokens_are_those_of_the_whole_text_whatever_follows(
 def test_the_text_is_kept_whatever_the_tokens_were(
     name: str, before: str, forced: str, fixed: int, rng: random.Random
 ) -> None:
-    """Models may say a text in other tokens than its tokenizer."""
+    """Models may write a text in other tokens than its tokenizer."""
     tokens = split_freely(name, before, rng)
     fixed = min(fixed, len(tokens))
     jump = MADE[name][1].jump(tokens, fixed, forced)
@@ -193,7 +193,7 @@ def test_what_is_forced_in_json(name: str, before: list[str], forced: str, take_
 
 @pytest.mark.parametrize("name", MADE)
 def test_json_is_mostly_decided(name: str) -> None:
-    """A jump that never came would have all of the properties above."""
+    """A jump that never happens would satisfy all properties above."""
     tokens = encode(name, '{"name": "Anna",')
     jump = MADE[name][1].jump(tokens, 0, ' "full_name": true, "age": 42, "is": "')
     assert jump is not None
@@ -233,7 +233,7 @@ def test_nothing_forced_is_no_jump() -> None:
 
 
 def test_a_tokenizer_that_changes_texts_does_not_jump() -> None:
-    """Its tokens would say another text than the grammar forces."""
+    """Its tokens would give another text than the grammar forces."""
     spec: dict[str, Any] = json.loads((TINY / "tokenizer.json").read_text())
     spec["normalizer"] = {"type": "Lowercase"}
     _, forward, _ = made(json.dumps(spec))

@@ -1,4 +1,4 @@
-"""Regular expressions mean what `re` says they mean, alone, in JSON and in a tag, or are refused by name."""
+"""Regular expressions mean what `re` says, alone, in JSON and in a tag, or are refused by name."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _pattern(draw: random.Random, depth: int) -> str:
 @pytest.mark.parametrize("tag", [False, True])
 @pytest.mark.parametrize("kind", ["regex", "json"])
 def test_random_patterns_take_what_re_takes(backend: GrammarBackend, kind: str, tag: bool) -> None:
-    """Also what xgrammar's own automata would let in by the middle of an optional part."""
+    """It includes texts that xgrammar's own automata would accept in the middle of an optional part."""
     taken = 0
     for seed in range(150):
         draw = random.Random(seed)

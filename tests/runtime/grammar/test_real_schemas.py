@@ -1,5 +1,5 @@
-"""Schemas as people and libraries write them: older drafts, OpenAPI, words of their own, and what says what a value is
-not. What is taken is held; the rest is refused by name."""
+"""Schemas as people and libraries write them: older drafts, OpenAPI, extra keywords, and negations. Accepted ones are
+enforced; the rest are refused by name."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ VOCABULARY = synthetic_vocabulary(700)
 END = VOCABULARY.stop_ids[0]
 DRAFT_4, DRAFT_7 = (f"http://json-schema.org/draft-0{number}/schema#" for number in (4, 7))
 ZOD = pathlib.Path(__file__).with_name("zod.json")
-"""What zod 4.6's `toJSONSchema` makes of its types, for OpenAPI 3.0 and for each draft where that differs."""
+"""The schemas that zod 4.6's `toJSONSchema` makes of its types, for OpenAPI 3.0 and for each draft that differs."""
 
 
 @pytest.fixture(scope="module")

@@ -58,7 +58,7 @@ def test_the_shortest_text_of_a_grammar(kind: str, source: str, length: float) -
 
 
 def _grammar(seed: int) -> dict[str, list[list[str]]]:
-    """Rules by their alternatives, each a list of texts in quotes, of names and of repetitions; `root` is first."""
+    """Return rules by their alternatives, each a list of quoted texts, names and repetitions; `root` is first."""
     draw = random.Random(seed)
     names = ["root", *(f"r{i}" for i in range(draw.randint(1, 6)))]
 
@@ -72,7 +72,7 @@ def _grammar(seed: int) -> dict[str, list[list[str]]]:
 
 
 def _naive(rules: dict[str, list[list[str]]]) -> dict[str, float]:
-    """Lengths by iteration until nothing changes."""
+    """Compute lengths by iteration until nothing changes."""
     best: dict[str, float] = dict.fromkeys(rules, math.inf)
 
     def of(part: str) -> float:
@@ -101,7 +101,7 @@ def test_shortest_texts_are_those_of_a_naive_iteration() -> None:
 
 
 def test_what_compiles_forces_no_more_than_its_shortest_text_wherever_it_is(backend: GrammarBackend) -> None:
-    """A walk over random bytes of the masks, in every grammar that has nothing endless; the others are refused."""
+    """Random bytes of the masks are walked, in every grammar without endless parts; the others are refused."""
     torch = pytest.importorskip("torch")
     compiled = 0
     for seed in range(150):

@@ -1,4 +1,4 @@
-"""Tokens as bytes: what a grammar sees is what an answer says."""
+"""Tokens as bytes: a grammar sees the bytes that an answer has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages on their way: who waits for which filler, and that none is lost or freed too early, whatever fillers do."""
+"""Pages on their way: requests wait for fillers, and no page is lost or freed too early, whatever fillers do."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ PAGE_SIZE = 4
 
 
 class Outside:
-    """Fills pages, and is no request."""
+    """A filler of pages that is no request."""
 
     def __init__(self, tokens: list[int], pages: Pages, handle: Node | None) -> None:
         self.tokens = tokens
@@ -103,7 +103,8 @@ class Outside:
 
 
 class Machine(RuleBasedStateMachine):
-    """Requests are admitted, computed in chunks, some launches behind, and end; others fill pages beside them."""
+    """Requests are admitted, computed in chunks, with some launches in flight, and end; others fill pages beside
+    them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,13 +118,14 @@ class Machine(RuleBasedStateMachine):
         self.launched: deque[tuple[Req, int, Pages]] = deque()
         self.outside: list[Outside] = []
         self.fills: dict[Req | Outside, bool] = {}
-        """Whether what the cache lacked when it began is on its way: not where the cache had more than was used."""
+        """Whether the tokens that were missing at the beginning are on their way; False if more was cached than
+        used."""
         self.count = 0
 
     prompts = st.tuples(st.integers(0, 1), st.integers(1, 90), st.integers(0, 2)).map(
         lambda drawn: [drawn[0], *range(drawn[1]), 200 + drawn[2]]
     )
-    """Of two families, who begin alike."""
+    """Prompts of two families that share their beginnings."""
 
     @rule(tokens=prompts, priority=st.integers(0, 1))
     def arrive(self, tokens: list[int], priority: int) -> None:
@@ -259,7 +261,7 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def what_is_on_its_way_is_what_fillers_fill(self) -> None:
-        """Else somebody would wait for ever."""
+        """A page that no filler fills would be waited for forever."""
         coming = [node for node, _ in self.cache.tree._walk() if node.place is Place.ON_ITS_WAY]
         fillers = [key_of(tokens) for tokens in self.fillers()]
         for node in coming:

@@ -13,7 +13,7 @@ from treeline_wire.events import block_hash, hash_of, root_digest
 
 
 def hashes(tokens: list[int], size: int, namespace: str | None = None) -> list[int]:
-    """The chain, computed plainly."""
+    """Compute the digest chain naively."""
     digest, found = root_digest(namespace), []
     for i in range(0, len(tokens) // size * size, size):
         digest = block_hash(digest, tokens[i : i + size])

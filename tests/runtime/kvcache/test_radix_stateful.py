@@ -17,7 +17,7 @@ Prefix = tuple[str | None, tuple[int, ...]]
 
 
 class TreeMachine(RuleBasedStateMachine):
-    """`model`: cached prefix → page. Locked prefixes are those below a handle. A mirror is fed by the events alone."""
+    """`model`: cached prefix → page. Locked prefixes are those below a handle. A mirror sees the events alone."""
 
     handles = Bundle("handles")
 
@@ -45,7 +45,7 @@ class TreeMachine(RuleBasedStateMachine):
     priorities = st.integers(-2, 2)
 
     def whole(self, tokens: list[int]) -> list[tuple[int, ...]]:
-        """Every prefix of whole pages."""
+        """Return every prefix of whole pages."""
         return [tuple(tokens[:i]) for i in range(self.size, len(tokens) + 1, self.size)]
 
     def cached(self, tokens: list[int], namespace: str | None) -> list[int]:

@@ -1,4 +1,4 @@
-"""Checkpoints as they come: served as transformers serves them, or refused by name. Never something in between."""
+"""Real-world checkpoints are served as transformers serves them, or refused by name, never anything in between."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def llama_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def llama(llama_path: Path, tmp_path: Path) -> Path:
-    """A copy of a small checkpoint, to be spoilt."""
+    """Return a copy of a small checkpoint, to be damaged."""
     return Path(shutil.copytree(llama_path, tmp_path / "llama"))
 
 

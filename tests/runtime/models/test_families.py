@@ -211,7 +211,7 @@ SIXTEEN_BITS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("case", SIXTEEN_BITS)
 def test_bfloat16_is_bfloat16_throughout(case: str, tmp_path: Path) -> None:
-    """Weights of norms that are kept in float32 must not make anything else float32."""
+    """Norm weights in float32 must not make other values float32."""
     path = save(reference(*SIXTEEN_BITS[case]).to(torch.bfloat16), tmp_path)
     runner = Runner(ours(path, dtype="bfloat16"))
     found = torch.cat((runner.feed(IDS[:30]), runner.feed(IDS[30:31])))
@@ -243,7 +243,7 @@ GENERATED: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("case", GENERATED)
 def test_the_engine_generates_what_transformers_generates(case: str, tmp_path: Path) -> None:
-    """Beyond the window: in chunks, token by token, and behind a cached prefix."""
+    """Prompts go beyond the window: in chunks, token by token, and after a cached prefix."""
     model = reference(*GENERATED[case])
     path = save(model, tmp_path)
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""gpt-oss: logits equal those of transformers, with whole weights and with MXFP4; what differs is refused."""
+"""gpt-oss: logits equal those of transformers, with whole weights and with MXFP4; unsupported settings are refused."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_many_sequences_at_once_are_what_transformers_generates(tmp_path: Path) 
 
 
 def packed(path: Path, theirs: Any) -> Path:
-    """The checkpoint with random MXFP4 experts, which the reference gets too, as transformers makes them whole."""
+    """Return the checkpoint with random MXFP4 experts; the reference gets them, too, unpacked by transformers."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     save(theirs, path)

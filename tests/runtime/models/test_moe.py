@@ -1,4 +1,5 @@
-"""Mixtures of experts: logits equal those of transformers, from either layout of weights; what differs is refused."""
+"""Mixtures of experts: logits equal those of transformers, from either layout of weights; other settings are
+refused."""
 
 from __future__ import annotations
 
@@ -104,7 +105,7 @@ def test_a_nonfinite_expert_ends_only_requests_that_used_it(tmp_path: Path) -> N
     save_file(tensors, broken / "model.safetensors")
 
     def answers(path: Path) -> list[list[int] | None]:
-        """None: it ended with an error."""
+        """Return each request's tokens; None if it ended with an error."""
         engine = Harness(path, load_format="auto")
         for token in range(24):
             engine.submit(str(token), [token, token + 1], max_new_tokens=2)
@@ -199,7 +200,7 @@ def test_adapters_are_asked_for_the_router_and_the_shared_expert(tmp_path: Path)
 
 
 class Counted:
-    """Weights that say how many of their tensors were in memory at once."""
+    """Weights that record how many of their tensors were in memory at once."""
 
     def __init__(self) -> None:
         self._given: list[weakref.ref[torch.Tensor]] = []

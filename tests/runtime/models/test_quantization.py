@@ -87,12 +87,12 @@ FORMATS: dict[str, tuple[dict[str, Any], str, str, dict[str, torch.Tensor], Inpu
         fp8.rounded_groups,
     ),
 }
-"""Settings, what has a scale, what that is called, other tensors, what becomes of a projection's inputs."""
+"""Settings, names of quantised tensors and of their scales, other tensors, and the change of a projection's inputs."""
 
 
 @pytest.fixture(scope="module")
 def wide_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Rows of more than one block, and not of whole ones."""
+    """Rows of more than one block, the last one partial."""
     sizes = {"hidden_size": 192, "intermediate_size": 320, "head_dim": 48}
     return save(reference("Qwen3", sizes), tmp_path_factory.mktemp("wide"))
 
@@ -103,7 +103,7 @@ def wide(wide_path: Path, tmp_path: Path) -> Path:
 
 
 def meant_by(path: Path, weights: dict[str, torch.Tensor], inputs: Inputs) -> torch.Tensor:
-    """Logits of transformers with these weights, and inputs of projections made fp8 by hooks."""
+    """Return transformers' logits with these weights, where hooks round the inputs of projections to fp8."""
     config = json.loads((path / "config.json").read_text()) | {"quantization_config": None}
     model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**config)).eval()
     model.load_state_dict(weights)
@@ -150,7 +150,7 @@ def a_context(adapters: Any = None) -> Context:
 
 
 def test_the_weights_of_fine_grained_fp8_are_those_that_transformers_makes_of_them(tmp_path: Path) -> None:
-    """Its products are for GPUs; that it dequantises it does anywhere."""
+    """Its products need GPUs; dequantising works anywhere."""
     theirs = pytest.importorskip("transformers.integrations.finegrained_fp8").Fp8Dequantize(None)
     sizes = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64}
     path = save(reference("Qwen3", sizes), tmp_path)
@@ -193,7 +193,7 @@ def test_a_quantised_checkpoint_stays_as_it_is_when_fp8_is_asked_for(wide: Path)
 
 
 def test_modules_that_were_left_alone_are_computed_as_they_are(wide: Path) -> None:
-    """A whole layer in float: no scales there, and so nothing becomes of its inputs either."""
+    """A whole layer is in float: it has no scales, so its inputs are not rounded either."""
     original = load_file(wide / "model.safetensors")
     fp8.quantise_checkpoint(wide, compressed(ignore=["lm_head", "re:model.layers.0.*"]), "channel")
     tensors = load_file(wide / "model.safetensors")

@@ -1,4 +1,4 @@
-"""A projection that several ranks share: their parts, put together, are the whole."""
+"""A projection that several ranks share: the parts, put together, equal the whole."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_the_shards_of_a_checkpoints_tensor_are_the_tensor(ranks: int, dim: int)
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_compute_a_feed_forward_with_one_sum_at_its_end(ranks: int) -> None:
-    """Columns of gate and up, rows of down: of a checkpoint."""
+    """Columns of gate and up, rows of down, from a checkpoint."""
     prefix, ops = "model.layers.0.mlp.", TorchOps()
     with Checkpoint(TINY_MODEL, torch.float32, CPU) as weights:
         inner, hidden = weights.shape(f"{prefix}up_proj.weight")

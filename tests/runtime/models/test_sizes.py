@@ -20,7 +20,7 @@ from treeline_runtime.models.weights import RandomWeights
 
 ROOT = Path(__file__).parents[3]
 PUBLIC = sorted((Path(__file__).parent / "configs").glob("*.json"))
-"""As they are published."""
+"""Published configurations."""
 TINY = ROOT / "models" / "tiny" / "config.json"
 
 
@@ -67,7 +67,7 @@ class Counted(RandomWeights):
 
 
 def small(path: Path) -> dict[str, Any]:
-    """The same architecture, small enough to be built."""
+    """Return the same architecture, small enough to build."""
     config = json.loads(path.read_text())
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "vocab_size": 120, "head_dim": 16}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "moe_intermediate_size": 32}

@@ -1,4 +1,4 @@
-"""Tensors streamed to a device: the same as those in the files, whatever is asked for, and when."""
+"""Tensors streamed to a device equal those in the files, whichever are requested, and when."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def threads() -> int:
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors of several pieces, more pieces than buffers."""
+    """Return tensors of several pieces, more pieces than buffers."""
     monkeypatch.setattr(stream, "BUFFER_BYTES", 64)
     monkeypatch.setattr(stream, "BUFFERS", 3)
 

@@ -1,4 +1,5 @@
-"""Compares the kernels with the reference, all or the groups named; prints which. On CUDA, or in the interpreter."""
+"""Compares the kernels with the reference, all or the named groups, and prints their names. On CUDA, or in the
+interpreter."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ from treeline_runtime.sampling.noise import row_keys  # noqa: E402
 
 FUSED, REFERENCE = TritonOps(), TorchOps()
 CONVERTS_FP8 = DEVICE == "cpu" or torch.cuda.get_device_capability() >= (8, 9)
-"""GPUs before Ada do not."""
+"""GPUs before Ada cannot."""
 
 
 if DEVICE == "cpu":
@@ -110,7 +111,7 @@ def route(dtype: torch.dtype) -> None:
 
 
 def experts(dtype: torch.dtype) -> None:
-    """Tokens spread at random, evenly, all to the first experts, or all to the last; every tile, sorted and not."""
+    """Tokens go to random experts, evenly, all to the first, or all to the last; every tile, sorted and not."""
     spreads: dict[str, Callable[[int, int, int], torch.Tensor]] = {
         "random": lambda tokens, count, k: torch.rand(tokens, count, generator=GENERATOR).topk(k).indices,
         "even": lambda tokens, count, k: (torch.arange(tokens * k) % count).view(tokens, k),
@@ -146,7 +147,7 @@ def softcap(dtype: torch.dtype) -> None:
 
 
 SCALES = [(0.5, 0.25), (0.03, 2.0)]
-"""Of keys and values of two layers."""
+"""Scales of keys and values of two layers."""
 
 
 def a_context(
@@ -157,7 +158,7 @@ def a_context(
     rotary: int = 0,
     stored: torch.dtype | None = None,
 ) -> Any:
-    """With two ropes; rotary: elements of a head that they turn, 0 = all."""
+    """Return a context with two ropes; rotary: elements of a head that they turn, 0 = all."""
     device = torch.device(DEVICE)
     pool = KVPool(
         num_layers=2, num_pages=9, page_size=4, num_kv_heads=heads.kv, head_dim=heads.dim, dtype=dtype, device=device,
@@ -262,7 +263,7 @@ def rotate_and_store_fp8(dtype: torch.dtype) -> None:
 
 
 def quantise_fp8(dtype: torch.dtype) -> None:
-    """Activations become the fp8 that they become by definition; a row that is not finite says so."""
+    """Activations are rounded to fp8 by definition; a row with an infinity or NaN is marked."""
     if not CONVERTS_FP8:
         return
     for columns, group, static in (
@@ -342,7 +343,7 @@ def choose(dtype: torch.dtype) -> None:
 
 
 def forbid() -> None:
-    """Bit by bit."""
+    """Logits are masked bit by bit."""
     for vocab in (1, 31, 32, 33, 50, VOCAB_BLOCK - 1, VOCAB_BLOCK, VOCAB_BLOCK + 1, 9000):
         for rows in (1, 5):
             logits = torch.randn(rows, vocab, generator=GENERATOR)

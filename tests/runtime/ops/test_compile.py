@@ -33,9 +33,9 @@ targets = pytest.importorskip("triton.backends.compiler")
 pytestmark = [pytest.mark.integration, pytest.mark.deep]
 
 SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}
-"""Of a thread block, by compute capability: A100, L4 and L40, H100."""
+"""Bytes of a thread block, by compute capability: A100, L4 and L40, H100."""
 REGISTERS = 64 << 10
-"""Of a processor, in all of them."""
+"""All registers of a multiprocessor."""
 DTYPES = {
     torch.bfloat16: "bf16",
     torch.float32: "fp32",
@@ -86,7 +86,7 @@ class Launch:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Equal for what Triton compiles once."""
+        """A key that is equal for launches that Triton compiles once."""
         types = tuple(str(value.dtype) if isinstance(value, torch.Tensor) else value for value in self.args.values())
         return self.kernel.__name__, types, tuple(self.options.items())
 
@@ -271,7 +271,7 @@ CAPABILITIES = {
     experts: (90,),
     prompts_of_float32: (90,),
 }
-"""What is launched, and what it is compiled for."""
+"""Launches, and the capabilities that they are compiled for."""
 CASES = [
     (what, name) for what in (operations, attention) for name in SHAPES if (what, name) != (attention, "phi4_mini")
 ]
@@ -299,7 +299,7 @@ def test_the_kernels_compile(what: Any, shape: str, launches: list[Launch], tmp_
 
 
 def test_steps_of_all_sizes_share_their_kernels(launches: list[Launch]) -> None:
-    """Else the first step with one request, or with sixteen, has all others wait for the compiler."""
+    """Otherwise the first step with one request, or with sixteen, would make all others wait for the compiler."""
     from treeline_runtime.attention.decode import Decode
     from treeline_runtime.attention.extend import Extend
     from treeline_runtime.ops.fp8 import scaled_linear
@@ -336,8 +336,8 @@ def test_steps_of_all_sizes_share_their_kernels(launches: list[Launch]) -> None:
 
 
 def resources(cubin: bytes, path: Path) -> tuple[int, int]:
-    """A thread's registers, and bytes that it keeps in local memory, as the compiler's own tool says it. `path`: for
-    the tool to read."""
+    """Return a thread's registers and bytes of local memory, as the compiler's own tool reports them. `path`: for the
+    tool to read."""
     path.write_bytes(cubin)
     tool = Path(backends.__file__).parent / "bin" / "cuobjdump"
     said = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout

@@ -1,4 +1,4 @@
-"""Triton's driver compiled beforehand: what an image without a compiler runs on."""
+"""Triton's driver is compiled beforehand: an image without a compiler runs on it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def look_again() -> None:
 
 @pytest.fixture
 def without_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """No C compiler is found, and a compiled driver would lie at this path."""
+    """Hide all C compilers. Return the path at which a compiled driver would lie."""
     place = tmp_path / "driver.so"
     monkeypatch.setattr(driver, "_place", lambda source: place)
     monkeypatch.setattr(triton.knobs.build, "impl", None)

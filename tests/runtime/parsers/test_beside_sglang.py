@@ -1,4 +1,4 @@
-"""Our parsers beside SGLang's own: what they find in whole outputs, and each difference that is known, with its reason.
+"""Our parsers beside SGLang's own: the results on whole outputs, and each known difference with its reason.
 
 White space around what is said is left out of the comparison: SGLang strips some of it.
 """

@@ -1,4 +1,4 @@
-"""Calls in every other format, as models write them and as they do not."""
+"""Calls in every other format, valid and broken."""
 
 from __future__ import annotations
 

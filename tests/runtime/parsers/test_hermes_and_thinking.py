@@ -1,4 +1,4 @@
-"""Reasoning between tags, and calls in Hermes' format, as models write them and as they do not."""
+"""Reasoning between tags, and calls in Hermes' format, valid and broken."""
 
 from __future__ import annotations
 

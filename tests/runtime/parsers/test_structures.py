@@ -63,7 +63,7 @@ def _tokenizer() -> Any:
 
 
 def drawn(structure: dict[str, Any], seed: int, longest: int = 250) -> str | None:
-    """An output that the structure lets through; None if none came to an end in time."""
+    """Draw an output that the structure allows; None if none ended in time."""
     tokens = _tokenizer()
     matcher = xgr.GrammarMatcher(xgr.GrammarCompiler(tokens, cache_enabled=False).compile_structural_tag(structure))
     mask = xgr.allocate_token_bitmask(1, tokens.vocab_size)
@@ -128,7 +128,7 @@ def test_whatever_it_lets_through_is_parsed_into_valid_calls(tools: str) -> None
 
 
 def accepts(structure: dict[str, Any], text: str) -> bool:
-    """Is that a whole output?"""
+    """Return whether that is a whole output."""
     matcher = xgr.GrammarMatcher(
         xgr.GrammarCompiler(_tokenizer()).compile_structural_tag(structure), terminate_without_stop_token=True
     )
@@ -136,7 +136,7 @@ def accepts(structure: dict[str, Any], text: str) -> bool:
 
 
 def accepts_so_far(structure: dict[str, Any], text: str) -> bool:
-    """May an output begin like that?"""
+    """Return whether an output may begin like that."""
     compiled = xgr.GrammarCompiler(_tokenizer()).compile_structural_tag(structure)
     return bool(xgr.GrammarMatcher(compiled).accept_string(text))
 
@@ -159,7 +159,7 @@ CALL = '<tool_call>\n{"name": "get", "arguments": {"q": "x"}}\n</tool_call>'
     ],
 )
 def test_a_structure_follows_the_choice(text: str, auto: bool, required: bool, single: bool) -> None:
-    """`single`: required, and not in parallel."""
+    """`single`: a call is required, and parallel calls are off."""
     for accepted, must, parallel in ((auto, False, True), (required, True, True), (single, True, False)):
         structure = parsers.structure("hermes", FUNCTIONS, required=must, parallel=parallel)
         assert accepts(structure, text) is accepted
@@ -177,7 +177,7 @@ def test_it_grows_with_the_functions_and_not_with_their_square(tools: str, requi
 
 @pytest.mark.parametrize("tools", FORMATS)
 def test_what_it_is_compiled_to_grows_less_than_that(tools: str) -> None:
-    """With a vocabulary of words: how they begin is shared by all calls, and needs no masks for each."""
+    """A vocabulary of words is used: all calls share their beginnings, which need no masks for each."""
     backend = XGrammarBackend(vocabulary())
 
     def size(count: int) -> int:

@@ -1,4 +1,4 @@
-"""Models from the Hugging Face Hub: what is asked of its library, and what its errors become."""
+"""Models from the Hugging Face Hub: the calls of its library, and the translation of its errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The download in a pod: what is asked of the Hub, what is left on disk, what is said on the way and in the end."""
+"""The download in a pod: requests to the Hub, files on disk, progress and final messages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FILES = {"config.json": b"{}", "model.safetensors": b"w" * 5000}
 
 
 class Hub:
-    """Stands in for `snapshot_download`: `files` are what the repository has."""
+    """Stands in for `snapshot_download`: `files` are the repository's."""
 
     def __init__(self, files: dict[str, bytes] | None = None) -> None:
         self.files = FILES if files is None else files

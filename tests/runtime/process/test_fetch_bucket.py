@@ -1,4 +1,4 @@
-"""Models in object stores: what is taken of a bucket, what is kept of a try, what is said where it cannot be read."""
+"""Models in object stores: the objects taken, the parts kept after a failure, and the errors."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ class FakeS3:
     public: bool = False
     url: str = ""
     page: list[str] | None = None
-    """The names of every page of a listing without an end, in the place of the objects."""
+    """The names of every page of an endless listing, in place of the objects."""
     pages: int = 0
 
     def put(self, files: dict[str, bytes], folder: str = "llama/") -> None:
         self.objects |= {folder + name: data for name, data in files.items()}
 
     def problem(self, request: BaseHTTPRequestHandler) -> str:
-        """The code of the error with which a request is refused; empty where it may be answered.
+        """Return the error code for a request to refuse; empty if it may be answered.
 
         Signature Version 4: https://docs.aws.amazon.com/AmazonS3/latest/API/sig-v4-header-based-auth.html
         """
@@ -139,7 +139,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def running_s3(store: FakeS3 | None = None) -> Iterator[FakeS3]:
-    """On a free port of loopback."""
+    """Run an S3 server on a free port of loopback."""
     store = store or FakeS3()
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"store": store}))
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -194,7 +194,7 @@ def test_a_folder_of_a_bucket_is_downloaded_once(
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, most: int = 1000) -> list[tuple[str, Any]]:
-    """The objects and ranges that are asked for; the one after `most` fails."""
+    """Record the requested objects and ranges; the one after `most` fails."""
     asked: list[tuple[str, Any]] = []
     really: Callable[..., Any] = obstore.get
 

@@ -1,4 +1,4 @@
-"""The sockets on which a server listens."""
+"""The sockets that a server listens on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Starting: what is wrong with the command line is said in one line, before anything slow happens."""
+"""The start: an error in the command line is reported in one line, before anything slow happens."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OWN_PORTS = ("--port=0", "--metrics-port=0", "--admin-port=0")
 
 
 def run(*flags: str, environment: dict[str, str] | None = None) -> tuple[int, str]:
-    """Runs `treeline serve` until it ends; its status and what it wrote to standard error."""
+    """Run `treeline serve` until it ends. Return its status and standard error."""
     command = [sys.executable, "-m", "treeline_runtime", *flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, check=False)
     assert not done.stdout

@@ -1,4 +1,4 @@
-"""The index announces what a router can use, and its snapshot is always what its events add up to."""
+"""The index announces what a router can use, and its snapshot always equals the sum of its events."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from treeline_runtime.publisher.client import Block, PublisherClient, stored_run
 
 
 class Pipe:
-    """Room for so many messages."""
+    """Takes a limited number of messages."""
 
     def __init__(self) -> None:
         self.open = True

@@ -1,4 +1,5 @@
-"""Load reports leave on change, at most twenty a second, and once a second without; at once when all has ended."""
+"""Load reports are sent on change, at most twenty a second, and once a second without; at once when all requests have
+ended."""
 
 from __future__ import annotations
 

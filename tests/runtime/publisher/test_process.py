@@ -50,7 +50,7 @@ def start(tokenizer: Path) -> Iterator[Callable[..., PublisherProcess]]:
 
 
 def answers(socket: zmq.Socket[bytes], request: list[bytes]) -> Iterator[frames.Reply]:
-    """The whole answer to a request, as it comes."""
+    """Yield the replies to a request, up to the last."""
     socket.send_multipart(request)
     while True:
         reply = frames.parse_reply(receive(socket))

@@ -32,7 +32,8 @@ def test_what_is_left_is_what_the_constraints_allow(case: tuple[int, list[set[in
 
 
 class Full:
-    """Says more than there are tokens, as grammars do whose tokenizer is larger than the model or smaller."""
+    """A constraint that sets more bits than there are tokens, as grammars do whose tokenizer and model differ in
+    size."""
 
     finished = False
 

@@ -22,7 +22,7 @@ def keys(rows: list[tuple[int, int]], device: str = "cpu") -> torch.Tensor:
 
 
 def z_of(counts: torch.Tensor, expected: float) -> float:
-    """Chi-square of a flat histogram, in standard deviations from its mean."""
+    """Return the chi-square of a flat histogram, in standard deviations from its mean."""
     freedom = len(counts) - 1
     return (float(((counts.double() - expected) ** 2 / expected).sum()) - freedom) / math.sqrt(2 * freedom)
 
@@ -75,7 +75,7 @@ def test_a_variate_depends_on_seed_index_and_token_alone() -> None:
 
 
 def test_the_numbers_are_those_of_this_release() -> None:
-    """A change here changes what every seed produces: it belongs into the changelog."""
+    """A change here changes the output of every seed: put it into the changelog."""
     assert row_keys([0, 42], [0, 7]).tolist() == KEYS
     assert [round(x, 6) for x in times([(42, 7)], 5)[0].tolist()] == NUMBERS
 

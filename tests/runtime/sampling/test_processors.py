@@ -1,4 +1,4 @@
-"""One logit processor at a time: those that are built in, beside a model that looks at the whole output each time."""
+"""One logit processor at a time: the built-in ones, beside a model that looks at the whole output each time."""
 
 from __future__ import annotations
 

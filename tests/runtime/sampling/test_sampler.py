@@ -61,7 +61,7 @@ def test_greedy_by_any_name_takes_the_likeliest(params: dict[str, Any]) -> None:
 def test_every_token_is_drawn_as_often_as_its_probability_says(
     params: dict[str, Any], ranked: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Chi-square against the distribution, computed the plain way; where too few tokens are ranked at first, too."""
+    """Chi-square against the distribution, computed naively; also where too few tokens are ranked at first."""
     monkeypatch.setattr("treeline_runtime.sampling.sampler.RANKED", ranked)
     vocab, draws = 300, 20_000
     logits = torch.randn(vocab, generator=torch.Generator().manual_seed(1)) * 2

@@ -1,4 +1,4 @@
-"""Constrained rows: launched with the others, sampled when their constraints know every token before."""
+"""Constrained rows: launched with the others, sampled when their constraints know all earlier tokens."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ def alone(tiny: Path) -> dict[str, list[int]]:
 
 
 def one_by_one(tiny: Path, ids: list[int], rule: Rule, count: int) -> list[int]:
-    """The greedy output under a rule without any constraint: each token is a request of its own, all that it may not be
-    biased away."""
+    """Return the greedy output under a rule, without any constraint: each token is a request of its own, with forbidden
+    tokens biased away."""
     engine, output = Harness(tiny), list[int]()
     for i in range(count):
         bias = {token: -torch.inf for token in range(VOCAB) if token not in rule(output)}
@@ -313,14 +313,14 @@ def test_results_that_do_not_get_on_their_way_end_their_batch_and_nothing_else(
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_failed_launch_is_repeated_request_by_request(tiny: Path, alone: dict[str, list[int]], depth: int) -> None:
-    """Each of them is sampled before the next is launched, by constraints that know the step before."""
+    """Each request is sampled before the next is launched, by constraints that know the step before."""
     engine = ask_everybody(Constrained(tiny, overlap_depth=depth))
     engine.run_with_failing_launches()
     assert {rid: engine.tokens(rid) for rid in ASKED} == alone
 
 
 def test_requests_that_end_during_a_repeated_launch_are_skipped(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sampling the first takes the results of the step before, among them the other's last token."""
+    """Sampling the first request takes the results of the step before, among them the other's last token."""
     engine = Constrained(tiny, overlap_depth=1)
     engine.ask("first", prompt(1, 5), Toy(alternating), max_new_tokens=6)
     engine.ask("ends", prompt(2, 5), Toy(only(5, 6, 7)), max_new_tokens=6)

@@ -1,4 +1,4 @@
-"""A request whose numbers overflow ends alone: nothing of it stays in the pool, the tree or the events."""
+"""A request whose numbers overflow ends alone: it leaves nothing in the pool, the tree or the events."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from treeline_runtime.scheduler.executor import Launched
 pytestmark = pytest.mark.deep
 
 POISON = VOCAB - 1
-"""A token that the prompts of `healthy` do not have; its embedding is made infinite."""
+"""A token that prompts of `healthy` never contain; its embedding is made infinite."""
 FAULT = "the model computed NaN or infinity"
 HEALTHY: dict[str, Any] = {"max_new_tokens": 12, "logit_bias": {POISON: -100.0}}
 
@@ -27,7 +27,7 @@ def healthy(seed: int, length: int) -> list[int]:
 
 
 def poisoned(engine: Harness, monkeypatch: pytest.MonkeyPatch, value: float = torch.inf) -> Harness:
-    """From here on a prompt with POISON overflows, as one does whose activations exceed float16."""
+    """Make prompts with POISON overflow from now on, as activations beyond float16 do."""
     model = engine.executor._model
     embedding = model._embedding.clone()
     embedding[POISON] = value
@@ -36,7 +36,7 @@ def poisoned(engine: Harness, monkeypatch: pytest.MonkeyPatch, value: float = to
 
 
 def not_finite(engine: Harness) -> int:
-    """Pages of the pool that hold NaN or infinity anywhere."""
+    """Return the pages of the pool that hold NaN or infinity."""
     pool = engine.executor.pool
     finite = torch.ones(pool.num_pages, dtype=torch.bool)
     for part in (*pool.keys, *pool.values):

@@ -1,4 +1,4 @@
-"""Thousands of generations of one client, from the HTTP process through the scheduler's inbox, and another's one."""
+"""Thousands of generations of one client and one of another, from the HTTP process through the scheduler's inbox."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from treeline_runtime.server.metrics import Metrics
 from treeline_runtime.tokenizer_manager import MAX_GENERATIONS_OF_CLIENT, InflightRequest, TokenizerManager
 
 STEPS = 8
-"""Two in which the inbox is emptied of what went before, and some in which the scheduler's answer comes back, the
-prompt is computed and its token is told."""
+"""Two steps in which the inbox is emptied of earlier messages, and some for the scheduler's answer, the prompt, and the
+delivery of its token."""
 
 
 class Line(deque[Any]):

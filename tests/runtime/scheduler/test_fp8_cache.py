@@ -1,4 +1,4 @@
-"""A KV cache of fp8: half the memory, the same books, and answers that do not depend on what is cached."""
+"""A KV cache of fp8: half the memory, the same accounts, and answers that do not depend on cache hits."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_an_answer_does_not_depend_on_chunks_nor_on_what_is_cached(tiny: Path) -
 
 @pytest.fixture
 def calibrated(tmp_path: Path) -> Path:
-    """Weights in fp8, and scales for a cache of it."""
+    """Return a checkpoint with fp8 weights, and scales for an fp8 cache."""
     path = save(reference("Llama", {}), tmp_path / "calibrated")
     layers = {
         f"model.layers.{layer}.self_attn.{kind}_scale": torch.tensor([scale])

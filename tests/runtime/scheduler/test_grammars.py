@@ -1,4 +1,4 @@
-"""Requests with grammars: they wait while theirs is compiled, obey it, and end however they end."""
+"""Requests with grammars wait while theirs is compiled, obey it, and end in every way."""
 
 from __future__ import annotations
 
@@ -80,11 +80,11 @@ def test_outputs_obey(depth: int) -> None:
 
 
 LATE = Grammar("regex", "(([a-c]{1,99}){1,99}){1,99}" + "#" * 99)
-"""Nobody can follow it for long."""
+"""A grammar that no backend can follow for long."""
 
 
 def test_what_takes_too_much_work_late_is_the_clients_to_mend_and_not_tried_for_ever(engine: Speaking) -> None:
-    """Then nothing is computed for it, for a while. Whoever has the same ends with it."""
+    """For a while nothing is computed for it, and other requests with the grammar end with it."""
     for rid in "ab":
         engine.submit(rid, PROMPT, grammar=LATE, max_new_tokens=400)
     engine.submit("free", PROMPT, max_new_tokens=30, ignore_eos=True)
@@ -292,7 +292,7 @@ def test_a_model_without_a_tokenizer_follows_no_grammar(tiny: Path) -> None:
 
 
 def test_the_retracted_go_on_where_they_were() -> None:
-    """Twelve that need more pages than there are."""
+    """Twelve requests need more pages than there are."""
     calm, tight = Speaking(), Speaking(max_total_tokens=88, page_size=4)
     rids = [str(i) for i in range(12)]
     for engine in (calm, tight):
@@ -317,12 +317,12 @@ def test_a_grammar_begins_after_its_marker(engine: Speaking) -> None:
 
 
 def test_the_end_is_the_grammars(engine: Speaking) -> None:
-    """`ignore_eos` does not go beyond the grammar."""
+    """`ignore_eos` does not extend beyond the grammar."""
     assert engine.say("endless", CITY, ignore_eos=True) in json.loads(CITY.source)
 
 
 def test_special_tokens_are_no_text(engine: Speaking) -> None:
-    """Any text obeys, and none of the model's markup is in it."""
+    """Any text obeys, and none contains the model's markup."""
     engine.generate("any", PROMPT, grammar=Grammar("regex", "[^\\n]{40}"), temperature=5.0, seed=3, max_new_tokens=64)
     ids = engine.tokens("any")
     assert len(TOKENIZER.decode(ids, skip_special_tokens=False).removesuffix("<|im_end|>")) <= 40 + len("<|endoftext|>")

@@ -1,4 +1,4 @@
-"""Forced text is taken without being sampled: the same answer in fewer steps, whatever else happens."""
+"""Forced text is taken without sampling: the same answer in fewer steps, in all circumstances."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_everybody_says_together_what_they_say_alone(
 
 
 class ComputedGraphs:
-    """In the place of `DecodeGraphs`, which are captured on a device alone: what they replay is computed."""
+    """A stand-in for `DecodeGraphs`, which need a device to be captured: it computes what they replay."""
 
     def __init__(self, executor: Executor, largest: int) -> None:
         self.largest = largest
@@ -191,7 +191,7 @@ def test_it_takes_fewer_steps(depth: int) -> None:
 
 @pytest.fixture
 def sampled(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[int]]:
-    """Indices of the tokens of each request that were forced."""
+    """Record the indices of each request's sampled tokens, and of no forced ones."""
     found: dict[str, set[int]] = {}
     after = Jumps.after
 
@@ -210,7 +210,7 @@ def sampled(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[int]]:
 
 
 def likeliest(engine: WithGrammars, grammar: Grammar, ids: list[int], output: list[int]) -> int:
-    """The greedy token of an engine that computes prompt and output as a new prompt."""
+    """Return the greedy token of an engine that computes prompt and output as a new prompt."""
     ends = sorted(vocabulary().stop_ids)
     matcher = compiled(grammar).matcher(ends)
     assert all(matcher.accept(token) for token in output)
@@ -393,7 +393,7 @@ def test_a_jump_that_fails_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("stop", [(), ("is_reg",), ("years",), ('ue, "',)])
 def test_the_text_of_a_stream_is_exact(depth: int, stop: tuple[str, ...]) -> None:
-    """However the messages are put together."""
+    """It holds however the messages are merged."""
     tokenizer = Tokenizer.from_str(bundle().tokenizer_json)
     engine = engine_of(depth)
     for seed in range(12):
@@ -431,7 +431,7 @@ def test_the_text_of_a_stream_is_exact(depth: int, stop: tuple[str, ...]) -> Non
     ],
 )
 def test_random_traffic(settings: dict[str, Any]) -> None:
-    """The books balance after every step; who survives obeys."""
+    """The accounts balance after every step; surviving requests obey their grammars."""
     rng = random.Random(1)
     engine = WithGrammars(**settings)
     asked: dict[str, str] = {}

@@ -17,7 +17,7 @@ from treeline_runtime.scheduler.waiting import TimeLimits
 
 
 class Clock:
-    """Seconds that pass when the test says so."""
+    """A clock that the test advances."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -55,7 +55,7 @@ def test_at_every_bound_a_prompt_is_refused_or_served(
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_equal_prompts_that_are_computed_twice_do_not_hold_memory_twice(tiny: Path, depth: int) -> None:
-    """Prompt logprobs make each compute all of it; the copies that the tree had already are given back at once."""
+    """Prompt logprobs make each request compute everything; copies of pages that the tree has are freed at once."""
     engine = Harness(tiny, max_total_tokens=48, overlap_depth=depth, chunked_prefill_size=16)
     for i in range(4):
         engine.submit(str(i), prompt(1, 46), max_new_tokens=2, return_logprob=True, logprob_start_len=0)
@@ -65,7 +65,7 @@ def test_equal_prompts_that_are_computed_twice_do_not_hold_memory_twice(tiny: Pa
 
 @pytest.mark.parametrize("settings", [{}, {"overlap_depth": 1, "mixed_chunk": True}])
 def test_whatever_fits_alone_ends_in_company_too(tiny: Path, settings: dict[str, Any]) -> None:
-    """Requests of the pool's size each: none ends with an error, whatever the others hold."""
+    """Each request needs the whole pool; none ends with an error, whatever pages the others hold."""
     engine = Harness(tiny, max_total_tokens=64, chunked_prefill_size=16, **settings)
     for i in range(6):
         engine.submit(str(i), prompt(i, 10 * i + 3), max_new_tokens=61 - 10 * i)
@@ -150,7 +150,7 @@ LIMIT = st.one_of(st.none(), st.integers(1, 10))
 def test_exactly_those_beyond_a_limit_are_found(
     waiting_s: int | None, total_s: int | None, steps: list[tuple[int, int]]
 ) -> None:
-    """Against the definition, for requests that come, begin and end."""
+    """It is checked against the definition, for requests that come, begin and end."""
     limits, now = TimeLimits(waiting_s, total_s), 0.0
     came: dict[Req, float] = {}
     waiting: list[Req] = []
@@ -213,7 +213,7 @@ def test_an_idle_client_gets_the_reserved_row_when_no_request_may_wait(tiny: Pat
 
 @given(st.lists(st.sampled_from(["a", "b", "c", None]), max_size=30), st.integers(0, 5))
 def test_who_is_refused_is_who_has_most(tiny: Path, clients: list[str | None], most: int) -> None:
-    """Beside a plain list: one request of `a` runs, and nobody else gets its row."""
+    """It is checked beside a plain list: one request of `a` runs, and no other client gets its row."""
     engine = Harness(tiny, max_running_requests=1, max_queued_requests=most)
     engine.submit("runs", prompt(0, 8), max_new_tokens=99, client="a")
     engine.step()
@@ -236,6 +236,6 @@ def test_who_is_refused_is_who_has_most(tiny: Path, clients: list[str | None], m
 
 
 def refused(engine: Harness) -> list[str]:
-    """In the order in which they were told."""
+    """Return the refused requests, in the order of their refusals."""
     ended = {rid: outs[-1].finish for rid, outs in engine.outs.items()}
     return [rid for rid, end in ended.items() if end is not None and end.status == 503]

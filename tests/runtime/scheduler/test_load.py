@@ -17,7 +17,7 @@ from treeline_runtime.scheduler.waiting import Ranked
 
 
 class Counted(OrderedDict[str, Req]):
-    """A queue that knows how many of its requests were looked at in turn."""
+    """A queue that counts how many of its requests were looked at."""
 
     looks = 0
 

@@ -33,7 +33,7 @@ def test_lpm_prefers_what_is_cached(tiny: Path) -> None:
 
 
 def on_their_way(engine: Harness) -> int:
-    """Pages"""
+    """Return how many pages are on their way."""
     nodes = [node for node, _ in engine.cache.tree._walk() if node.place is Place.ON_ITS_WAY]
     return sum(len(node.key) // (TOKEN_BYTES * engine.config.page_size) for node in nodes)
 
@@ -49,7 +49,7 @@ def test_the_others_wait_for_all_chunks_of_a_shared_prefix(tiny: Path) -> None:
 
 @pytest.mark.parametrize(("page_size", "waits"), [(1, True), (16, True), (64, False)])
 def test_a_request_does_not_wait_for_less_than_a_page(tiny: Path, page_size: int, waits: bool) -> None:
-    """40 tokens in common are no page of 64: the cache would have nothing of them."""
+    """The 40 common tokens are less than a page of 64: the cache would hold none of them."""
     engine = Recorder(tiny, page_size=page_size)
     for i in range(3):
         engine.submit(str(i), prompt(1, 40) + prompt(10 + i, 8), max_new_tokens=1)

@@ -1,4 +1,4 @@
-"""Results one step behind: nothing that a launched batch holds is released, whenever a request ends."""
+"""Results come one step behind: pages of a launched batch stay held, whenever a request ends."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def steps_of(tiny: Path) -> int:
     ("victim", "how"), [*((victim, "abort") for victim in REQUESTS), ("long", "stop"), ("long", "abort_all")]
 )
 def test_ending_a_request_at_every_point(tiny: Path, calm: dict[str, list[int]], victim: str, how: str) -> None:
-    """The harness asserts after every step that the books balance and that no page in flight is free."""
+    """The harness asserts after every step that the accounts balance and that no page in flight is free."""
     for point in range(steps_of(tiny)):
         engine = start(tiny)
         for _ in range(point):

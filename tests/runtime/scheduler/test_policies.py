@@ -1,4 +1,4 @@
-"""Schedule policies: each is a permutation, none starves anybody, and the answers do not depend on them."""
+"""Schedule policies: each gives a permutation, none starves a request, and the answers do not depend on them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def request(
 
 
 def tree_of(*cached: list[int]) -> Callable[[Req], Match]:
-    """The matches of a cache with pages of one token."""
+    """Return the match function of a cache with pages of one token."""
     tree, page = RadixCache(1), 0
     for tokens in cached:
         tree.insert(key_of(tokens), np.arange(page, page + len(tokens)), prompt_tokens=len(tokens))
@@ -61,7 +61,7 @@ def order_of(policy: str, match: Callable[[Req], Match], starvation_bound: float
 
 
 def in_order(waiting: list[Req], match: Callable[[Req], Match]) -> list[Req]:
-    """By the longest cached prefix, of requests that came one after another."""
+    """Return the requests by the longest cached prefix, after they arrived one by one."""
     order = order_of("lpm", match)
     for req in waiting:
         order.put(req)
@@ -109,7 +109,7 @@ def by_definition(
 
 
 def one_of_each(orders: list[list[Req]]) -> list[Req]:
-    """The first of each, then the second of each that has one, and so on."""
+    """Interleave the orders: the first of each, then the second of each that has one, and so on."""
     return [req for turn in zip_longest(*orders) for req in turn if req is not None]
 
 
@@ -148,7 +148,7 @@ class Comings(RuleBasedStateMachine):
 
     @rule(skipped=st.lists(st.booleans(), min_size=1, max_size=6))
     def admit(self, skipped: list[bool]) -> None:
-        """In order, but for some that are passed over; each leaves as soon as it is given."""
+        """Admit requests in order, except the skipped ones; each leaves the queue as soon as it is yielded."""
         for req, skip in zip(self.order.in_order(self.now), skipped, strict=False):
             if not skip:
                 req.waited_s += self.now - req.waiting_since
@@ -187,7 +187,7 @@ def test_the_order_is_kept_as_requests_come_and_leave(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_client_with_a_long_queue_delays_another_by_one_of_its_requests(tiny: Path, policy: str) -> None:
-    """Also when all of its requests have waited longer than the bound."""
+    """It holds even when all of its requests have waited longer than the bound."""
     engine = Timed(tiny, schedule_policy=policy, starvation_bound=1.0, max_running_requests=1, overlap_depth=0)
     for i in range(20):
         hostile(engine, policy, i, client="ada")
@@ -254,13 +254,13 @@ def ended(engine: Timed, rid: str) -> bool:
 
 
 def hostile(engine: Timed, policy: str, i: int, **options: Any) -> None:
-    """A request that `policy` prefers to one without priority and without anything cached."""
+    """Return a request that `policy` prefers to one without priority and without cached tokens."""
     priority = 5 if policy == "priority" else 0
     engine.submit(str(i), [*prompt(9, 40), i % 90], max_new_tokens=2, priority=priority, **options)
 
 
 def steps_until_served(tiny: Path, policy: str, *, bound: float, depth: int, limit: int = 250) -> int | None:
-    """An unlucky request meets a stream that never lets the queue run empty of preferred ones."""
+    """Count the steps until an unlucky request is served, while preferred requests never stop coming."""
     engine = Timed(tiny, schedule_policy=policy, starvation_bound=bound, max_running_requests=1, overlap_depth=depth)
     for i in range(4):
         hostile(engine, policy, i)

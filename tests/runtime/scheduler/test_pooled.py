@@ -1,4 +1,4 @@
-"""Vectors in place of text: equal to those of transformers however the prompt is computed; endings, faults, limits."""
+"""Vectors instead of text equal those of transformers, however the prompt is computed; endings, faults, limits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def engine(path: Path, **settings: Any) -> Harness:
 
 
 def hidden(theirs: Any, ids: list[int]) -> torch.Tensor:
-    """(tokens, hidden), normalised, as transformers computes them."""
+    """Return normalised hidden states (tokens, hidden), computed by transformers."""
     with torch.inference_mode():
         return (theirs if hasattr(theirs, "layers") else theirs.model)(torch.tensor([ids])).last_hidden_state[0]
 

@@ -1,4 +1,4 @@
-"""Priorities: who may have one, who goes first, and whose pages stay."""
+"""Priorities: which requests may have one, their order, and whose pages stay."""
 
 from __future__ import annotations
 

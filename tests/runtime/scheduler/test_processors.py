@@ -1,4 +1,4 @@
-"""Logit processors of requests: called once for each token, among neighbours that do not notice."""
+"""Requests' logit processors: called once for each token, without an effect on other requests."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_everybody_says_together_what_they_say_alone(
 
 
 def test_a_mask_comes_after_the_processor(tiny: Path, alone: dict[str, list[int]]) -> None:
-    """The token that it favours is odd, so every second time it may not be."""
+    """The token that it favours is odd, so it is forbidden every second time."""
     assert obeys(alone["both"], alternating)
     assert alone["both"][1::2] == [7, 7, 7]
 

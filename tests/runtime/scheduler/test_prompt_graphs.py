@@ -1,4 +1,4 @@
-"""Steps of prompts in captured pieces: the same as without, whatever padding computes; captures that fail."""
+"""Prompt steps in captured pieces give the same results as without, whatever padding computes; captures may fail."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class FakeGraph:
 
 
 class FakeCuda:
-    """`torch.cuda` around captures, and which streams were made."""
+    """`torch.cuda` around captures, with a record of the streams."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.streams: list[object] = []
@@ -110,7 +110,7 @@ def captured(engine: Harness, largest: int) -> Harness:
 
 
 def traffic(engine: Harness, seed: int) -> tuple[dict[str, list[int]], dict[str, list[float]]]:
-    """→ by request, tokens, and all numbers that come with them."""
+    """Return each request's tokens, and all numbers that come with them."""
     rng = random.Random(seed)
     beginning = prompt(seed, 60)
     for i in range(14):
@@ -146,7 +146,7 @@ def test_pieces_compute_what_a_whole_step_does(tiny: Path, cuda: FakeCuda, setti
 
 
 def test_a_failed_capture_is_over(tiny: Path, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else everything that is asked of the device is refused from then on, also what would give memory back."""
+    """Otherwise the device would refuse every later call, including those that free memory."""
     engine = Harness(tiny)
     original = engine.executor._forward._model.ops.gate
 
@@ -163,7 +163,7 @@ def test_a_failed_capture_is_over(tiny: Path, cuda: FakeCuda, monkeypatch: pytes
 
 
 def test_captures_of_a_process_share_a_stream(tiny: Path, cuda: FakeCuda) -> None:
-    """cuBLAS keeps a workspace for each: sleeping and waking would take more memory every time."""
+    """cuBLAS keeps a workspace for each stream: sleeping and waking would take more memory every time."""
     engine = Harness(tiny)
     for _ in range(3):
         graphs_of(engine, 16)

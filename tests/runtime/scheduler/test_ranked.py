@@ -1,4 +1,4 @@
-"""The queue by rank: its order, who leaves it, and what it costs."""
+"""The queue by rank: its order, removals, and its cost."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def request(number: int) -> Req:
 
 
 def filled(count: int) -> tuple[Ranked, list[Req]]:
-    """→ the queue, and its requests in order."""
+    """Return the queue, and its requests in order."""
     queue, reqs = Ranked(), [request(i) for i in range(count)]
     ranks = random.Random(1).sample(range(count), count)
     for req, rank in zip(reqs, ranks, strict=True):

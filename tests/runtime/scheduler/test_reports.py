@@ -118,7 +118,7 @@ def test_an_engine_that_finds_prompts_in_its_cache_does_not_look_slow() -> None:
 
 
 def mirror(updates: list[CacheUpdate]) -> dict[int, int | None]:
-    """hash → parent, from the events alone."""
+    """Rebuild hash → parent from the events alone."""
     held: dict[int, int | None] = {}
     for update in updates:
         for event in update.events:

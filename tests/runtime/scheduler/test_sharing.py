@@ -21,7 +21,7 @@ BLOCK = 8
 
 
 class Checked(TorchSDPA):
-    """Has the kernels' backend plan every decode step, and looks what its kernels would read."""
+    """Makes the kernels' backend plan every decode step, and checks what its kernels would read."""
 
     def __init__(self, pool: KVPool, num_heads: int, num_kv_heads: int, head_dim: int, scoring: Scoring) -> None:
         from treeline_runtime.attention.decode import Decode
@@ -30,7 +30,7 @@ class Checked(TorchSDPA):
         self.decode = Decode(self)
         self.decode._block = BLOCK
         self.sharing: list[list[tuple[list[int], int]]] = []
-        """Of each decode step: rows of the table, and how many tokens they read together."""
+        """For each decode step: rows of the table, and how many tokens they read together."""
         self.wrong: list[Exception] = []
 
     def plan(self, layout: Layout, buffers: None = None) -> Any:

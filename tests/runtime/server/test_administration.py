@@ -1,4 +1,5 @@
-"""Sleep, new weights, profiles by HTTP: what runs, what waits, who is refused, what routers are told (real engine)."""
+"""Sleep, new weights, profiles by HTTP: effects on running and waiting requests, refusals, reports to routers (real
+engine)."""
 
 from __future__ import annotations
 

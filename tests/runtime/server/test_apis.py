@@ -213,7 +213,7 @@ def scripted(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[
 
 
 def order(server: ServerProcess, magic: int, then: int = 40) -> str:
-    """The text whose first tokens are these."""
+    """Return the text whose first tokens are these."""
     answer = httpx.post(
         f"{server.url}/detokenize", json={"tokens": [magic, then]}, headers={"x-api-key": "key"}, timeout=60
     )

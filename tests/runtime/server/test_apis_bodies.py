@@ -1,4 +1,4 @@
-"""Bodies of `/v1/responses` and `/v1/messages`: what is refused names its field, and no body is too much."""
+"""Bodies of `/v1/responses` and `/v1/messages`: refusals name the field, and no body is too much."""
 
 from __future__ import annotations
 
@@ -255,7 +255,7 @@ LOOSE = {**SCHEMA, "additonalProperties": False, "x-note": 1, "properties": {"x"
 
 
 def _asked(strict: bool) -> dict[str, Any]:
-    """By each of the ways in which a schema is asked for."""
+    """Return a request for each way to ask for a schema."""
     wrapped = {"type": "json_schema", "json_schema": {"name": "n", "schema": LOOSE, "strict": strict}}
     function = {"type": "function", "function": {"name": "f", "parameters": LOOSE, "strict": strict}}
     called = {"tools": [function], "tool_choice": "required"}

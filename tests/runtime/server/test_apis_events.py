@@ -38,7 +38,7 @@ REPEATED = json.dumps(
 ).encode()
 TASK = ChatTask(rid="resp_1", prompts=[GenerateReq("", [1] * 10, SamplingParams())], repeated=REPEATED)
 PROMPTS: Any = None
-"""Of a chat whose output is not parsed."""
+"""Prompts of a chat whose output is not parsed."""
 Event = dict[str, Any]
 STOP, LENGTH = FinishReason("stop", matched=3), FinishReason("length")
 WORK: list[Part] = [
@@ -70,7 +70,7 @@ def output(finish: FinishReason | None) -> TextOut:
 
 
 def told(events: EventMaker, parts: list[Part], finish: FinishReason = STOP) -> list[Event]:
-    """Each event as it was when it was told."""
+    """Return each event as it was when it was sent."""
 
     def all() -> Iterator[Event]:
         yield from events.begin(output(None))
@@ -234,7 +234,7 @@ TEXT = st.text(alphabet="ab \n", max_size=4)
 
 @st.composite
 def outputs(draw: st.DrawFn) -> list[Part]:
-    """Parts in an order in which parsers find them."""
+    """Draw parts in an order in which parsers find them."""
     parts = list[Part]()
     calls = itertools.count()
     for kind in draw(st.lists(st.sampled_from(["thought", "said", "call"]), max_size=6)):

@@ -1,7 +1,5 @@
-"""Tools, reasoning and structured output of `/v1/responses` and `/v1/messages`, through a real server.
-
-The scheduler has no model: it says what the last message says (`Magic.SPEAK`), so that outputs are ours.
-"""
+"""Tools, reasoning and structured output of `/v1/responses` and `/v1/messages`, through a real server. The scheduler
+has no model: it repeats the last message (`Magic.SPEAK`), so that the tests choose outputs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Grammars in numbers through the real server: many at once, some hostile, clients gone while theirs is compiled.
-Whoever is free is served meanwhile, and nothing is left."""
+"""Many grammars at once through the real server: some are hostile, some clients leave while theirs is compiled. Free
+requests are served meanwhile, and nothing is left over."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def number(i: int) -> dict[str, Any]:
 
 
 def test_the_first_grammar_finds_everything_ready(tmp_path: Path) -> None:
-    """A large vocabulary is read, and a process started, in the background, without having been asked."""
+    """A large vocabulary is read, and a process started, in the background, before any request."""
     config = json.loads((make_checkpoint(tmp_path) / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 40_000}))
     with running(tmp_path, "--load-format=dummy") as server, server.client() as http:
@@ -71,7 +71,7 @@ async def free_ones(http: httpx.AsyncClient, others: asyncio.Future[Any]) -> int
 
 
 async def leaves(http: httpx.AsyncClient, i: int) -> None:
-    """While its grammar, which nobody else has, waits or is compiled."""
+    """Send a request whose grammar no other has, and leave while it waits or is compiled."""
     asking = asyncio.create_task(http.post("/generate", json=body(**number(10_000 + i))))
     for _ in range(i % 7):
         await asyncio.sleep(0)

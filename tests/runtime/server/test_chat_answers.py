@@ -1,4 +1,4 @@
-"""Deltas and messages of a choice, from outputs as they come (the engine's text is ours)."""
+"""Deltas and messages of a choice, from outputs as they come (the tests choose the engine's text)."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def whole(made: Choice, texts: list[str], finish: FinishReason = STOP, *, reason
 
 
 def plain(message: dict[str, Any]) -> dict[str, Any]:
-    """Without ids, which are others each time."""
+    """Return the message without ids, which differ each time."""
     calls = [call["function"] for call in message.get("tool_calls", ())]
     assert len({call["id"] for call in message.get("tool_calls", ())}) == len(calls)
     return {**message, "tool_calls": calls}

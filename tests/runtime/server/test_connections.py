@@ -24,7 +24,7 @@ class Impatient(HttpProtocol):
 
 
 async def application(released: asyncio.Event, scope: dict[str, object], receive: object, send: object) -> None:
-    """Reads the body and answers; `/big` answers 32 MB, `/echo` the body, `/held` a half until `released`."""
+    """Reads the body and answers; `/big` with 32 MB, `/echo` with the body, `/held` with a half until `released`."""
     body = b""
     while True:
         message = await receive()  # type: ignore[operator]
@@ -49,7 +49,7 @@ async def application(released: asyncio.Event, scope: dict[str, object], receive
 
 
 class Conversation:
-    """One connection to a server whose patience is short."""
+    """One connection to a server with short time limits."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -72,7 +72,7 @@ class Conversation:
 
 
 class Served:
-    """uvicorn with our protocol, for the length of a block."""
+    """Runs uvicorn with our protocol during a block."""
 
     def __init__(self) -> None:
         self.released = asyncio.Event()

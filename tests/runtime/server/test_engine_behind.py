@@ -1,4 +1,4 @@
-"""The server with its real engine: what only the whole path can show."""
+"""The server with its real engine: tests that need the whole path."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_prompt_logprobs_are_those_of_the_prompts_tokens_and_of_the_likeliest(ht
 
 @pytest.mark.parametrize("api", ["/v1/chat/completions", "/v1/completions", "/generate"])
 def test_priorities_reach_the_engine(http: httpx.Client, server: ServerProcess, api: str) -> None:
-    """All rows are taken; of two that wait the urgent one, which came later, gets the first that is free."""
+    """All rows are taken; of two waiting requests the urgent one, which came later, gets the first free row."""
 
     def body_of(tokens: int) -> dict[str, Any]:
         if api == "/generate":
@@ -341,18 +341,18 @@ PROMPT = "The quick brown fox jumps over the lazy dog. " * 20
 
 @pytest.fixture
 def fresh(http: httpx.Client, admin: httpx.Client) -> httpx.Client:
-    """With an empty cache."""
+    """Return the client, after emptying the server's cache."""
     assert admin.post("/flush_cache", params={"timeout": 10}).status_code == 200
     return http
 
 
 def edge(client: str | None, isolation: str = headers.PER_KEY) -> dict[str, str]:
-    """The headers that our edge sets."""
+    """Return the headers that our edge sets."""
     return {headers.ISOLATION: isolation} | ({headers.CLIENT: client} if client else {})
 
 
 def cached(http: httpx.Client, told: dict[str, str], **body: Any) -> int:
-    """Tokens that a request found, by the header that the picker reads; the body says the same."""
+    """Return the cached tokens of a request, by the header that the picker reads; the body says the same."""
     answer = http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 1} | body, headers=told)
     assert answer.status_code == 200, answer.text
     found = int(answer.headers[headers.CACHED_TOKENS])
@@ -439,7 +439,7 @@ def test_the_server_says_that_it_separates_clients(fresh: httpx.Client) -> None:
 
 
 def test_an_idle_server_takes_no_cpu(server: ServerProcess) -> None:
-    """Heartbeats and load reports are all that is left: a few milliseconds of CPU time a second and process."""
+    """Heartbeats and load reports remain: a few milliseconds of CPU time a second and process."""
     eventually(server.idle, 60, "nothing runs")
     parent = psutil.Process(server.process.pid)
     processes = [parent, *parent.children(recursive=True)]

@@ -175,7 +175,7 @@ VALUES: dict[str, Any] = {
     "truncation": "auto",
     "truncation_side": "left",
 }
-"""What asks for something, and not for what happens anyway."""
+"""Values with an effect that a request would not have anyway."""
 OTHERWISE: dict[tuple[Kind, str], Any] = {
     ("completion", "logprobs"): 2,
     ("completion", "add_special_tokens"): False,
@@ -190,7 +190,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "custom_params": {"custom_logit_processor": "a"},
     "vllm_xargs": {"custom_logit_processor": "a"},
 }
-"""What a field needs, in chats and completions."""
+"""Fields that a field needs, in chats and completions."""
 DISAGGREGATION = {
     "bootstrap_host",
     "bootstrap_port",

@@ -24,7 +24,7 @@ ANSWERED = FinishReason("length")
 
 
 class Engine:
-    """The part of `Service` that a check uses: every generation ends as `finish` says, at once."""
+    """The part of `Service` that a check uses: every generation ends at once, as `finish` says."""
 
     def __init__(self) -> None:
         self.finish: FinishReason | None = ANSWERED
@@ -64,7 +64,7 @@ class World:
 
 
 async def watching(world: World, condition: Callable[[], bool]) -> None:
-    """Let the watch run until `condition`."""
+    """Run the watch until `condition`."""
     task = asyncio.create_task(world.health.watch())
     for _ in range(1000):
         if condition():

@@ -1,4 +1,4 @@
-"""The OpenAPI document and its page, held against the fields that are read and the answers that are given."""
+"""The OpenAPI document and its page, compared with the fields that are read and the answers that are given."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def test_operation_ids_are_names_and_each_is_another(document: Schema) -> None:
 
 
 def test_every_reference_leads_somewhere(document: Schema) -> None:
-    """And what FastAPI says of bodies that it validates is not there."""
+    """FastAPI's schemas of bodies that it validates itself are not in the document."""
     assert document["openapi"].startswith("3.1")
 
     def references(value: Any) -> Iterator[str]:

@@ -28,7 +28,7 @@ TEXTS = ["The capital of France is Paris.", "hello world", "one two three four f
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Tokenizers, with and without a template for rerankers."""
+    """Return tokenizers, with and without a template for rerankers."""
     folder = tmp_path_factory.mktemp("t")
     made = {"plain": None, "template": RERANK_TEMPLATE}
     for name in made:

@@ -1,4 +1,4 @@
-"""Logit processors as requests ask for them: the fields, and a real server with the official client."""
+"""Logit processors in requests: the fields, and a real server with the official client."""
 
 from __future__ import annotations
 

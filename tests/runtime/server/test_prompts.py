@@ -1,4 +1,4 @@
-"""Chat templates of a model: which one is used, and whose fault it is when one fails."""
+"""Chat templates of a model: which one is used, and whose fault its failure is."""
 
 from __future__ import annotations
 

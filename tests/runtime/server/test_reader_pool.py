@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.deep]
 
 
 PLAYED: Any = SimpleNamespace(alive=lambda: True)
-"""In place of a process that nothing happens to."""
+"""A stand-in for a process to which nothing happens."""
 
 
 async def eventually(condition: Callable[[], bool]) -> None:
@@ -43,7 +43,7 @@ async def read(pool: ReaderPool, prompt: str) -> Answered:
 
 @contextlib.asynccontextmanager
 async def started(model: Path) -> AsyncIterator[ReaderPool]:
-    """A pool whose two processes have read something."""
+    """Return a pool whose two processes have read something."""
     pool = ReaderPool(ReaderSpec(str(model), "m", SamplingDefaults(), "warning"))
     pool.start()
     try:

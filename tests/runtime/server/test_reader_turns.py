@@ -1,4 +1,4 @@
-"""Bodies that take long to read: whom they delay, and what they cost their client. The processes are played."""
+"""Bodies that take long to read: whom they delay, and the cost for their client. The processes are simulated."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from treeline_runtime.server.sampling import SamplingDefaults
 
 @dataclass
 class Played:
-    """A pool whose processes read a body when the test says so, and compute `cost_s` for each."""
+    """A pool whose processes read a body when the test allows, and take `cost_s` for each."""
 
     pool: ReaderPool
     cost_s: float = 0.0
     asked: list[tuple[int, int]] = field(default_factory=list)
-    """Of the bodies that a process has taken: the lane, and the size."""
+    """Lane and size of the bodies that a process has taken."""
     free: set[int] = field(default_factory=set)
     """Sizes of the bodies that are read at once."""
     may_go: threading.Condition = field(default_factory=threading.Condition)
-    """Of `free`."""
+    """Guards `free`."""
     budget: ByteBudget = field(default_factory=lambda: ByteBudget(1 << 30))
 
     def let_go(self, *sizes: int) -> None:
@@ -45,7 +45,7 @@ class Played:
 
 
 class PlayedProcess(reader_pool._Process):
-    """One of a pool that is played."""
+    """A process of a simulated pool."""
 
     def __init__(self, played: Played) -> None:
         self.played = played

@@ -184,14 +184,14 @@ def tokens(http: httpx.Client, text: str) -> list[int]:
 
 
 def scores(http: httpx.Client, prompt: str | list[int], start: int) -> list[Any]:
-    """(logprob, id, text) of its tokens from `start` on."""
+    """Return (logprob, id, text) of its tokens from `start` on."""
     body = {"text" if isinstance(prompt, str) else "input_ids": prompt, "sampling_params": {"max_new_tokens": 0}}
     body |= {"return_logprob": True, "return_text_in_logprobs": True, "logprob_start_len": start}
     return list(http.post("/generate", json=body).json()["meta_info"]["input_token_logprobs"])
 
 
 def chosen(http: httpx.Client, method: str, rows: list[list[Any]]) -> int:
-    """The rules of the three methods, in our words."""
+    """Apply the rules of the three methods, written independently."""
     values = [np.array([value for value, _, _ in row]) for row in rows]
     if method == "token_length_normalized":
         return int(np.argmax([one.mean() for one in values]))

@@ -1,4 +1,4 @@
-"""Special tokens are taken out of text, however it comes."""
+"""Special tokens are removed from text, however it is cut."""
 
 from __future__ import annotations
 

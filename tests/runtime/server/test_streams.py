@@ -1,4 +1,4 @@
-"""Answers and streams, as the official client and a careful reader of bytes see them (fake scheduler)."""
+"""Answers and streams, as the official client and a byte-level reader see them (fake scheduler)."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_a_request_that_takes_too_long_is_a_504_or_ends_its_stream_with_an_error
 
 
 def connected(server: ServerProcess, path: str, body: dict[str, object]) -> socket.socket:
-    """Sends a request and leaves the answer unread."""
+    """Send a request and leave the answer unread."""
     host, port = server.url.removeprefix("http://").split(":")
     made = socket.create_connection((host, int(port)))
     content = json.dumps(body).encode()
@@ -288,7 +288,7 @@ def test_native_answers_are_cumulative(http: httpx.Client) -> None:
 def test_native_answers_have_every_list_of_logprobs_that_was_asked_for(
     http: httpx.Client, stream: bool, top: int, kinds: list[str]
 ) -> None:
-    """There are none of the prompt, and with no output none at all: the lists are there, and empty."""
+    """The prompt has no logprobs, and without output there are none at all: the lists are there, and empty."""
     names = [f"{side}_{kind}_logprobs" for kind in kinds for side in ("input", "output")]
     body = {
         "text": ["a", "b", "c"],

@@ -1,4 +1,4 @@
-"""Three listeners, each with its own routes: what is reachable where, by whom, and until when (fake scheduler)."""
+"""Three listeners, each with its own routes: which clients reach them, and until when (fake scheduler)."""
 
 from __future__ import annotations
 

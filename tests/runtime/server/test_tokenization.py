@@ -1,4 +1,4 @@
-"""Texts tokenized piece by piece, and remembered: the ids are those of the whole, for every kind of tokenizer."""
+"""Texts are tokenized piece by piece, and remembered: the ids equal those of the whole, for every kind of tokenizer."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def made(kind: str) -> tuple[Tokenizer, str]:
 
 
 def parts(text: str) -> st.SearchStrategy[str]:
-    """Added tokens, halves of them, white space around them, and words."""
+    """Draw added tokens, halves of them, white space around them, and words."""
     tokens = [spec["content"] for spec in json.loads(text).get("added_tokens", ())]
     halves = [token[: len(token) // 2] for token in tokens] + [token[1:] for token in tokens]
     return st.sampled_from(

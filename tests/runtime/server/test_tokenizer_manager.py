@@ -1,4 +1,4 @@
-"""Requests in flight: outputs reach who waits for them, and closing ends what has not ended, once."""
+"""Requests in flight: outputs reach their readers, and closing ends unfinished requests, once."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ class World:
         return [GenerateReq(rid, [1], SamplingParams(stop=("x",))) for rid in rids]
 
     def sent(self, rid: str) -> list[str]:
-        """The ids under which the scheduler knows what the client calls `rid`."""
+        """Return the scheduler's ids for the client's name `rid`."""
         return [m.rid for m in self.scheduler if isinstance(m, GenerateReq) and m.rid.split("#")[0] == rid]
 
     def arrive(self, *outs: TextOut) -> None:
-        """`outs` have the client's names, for the newest requests of these."""
+        """Deliver outputs. `outs` have the client's names; each goes to the newest request of its name."""
         self.manager.on_batch(BatchTextOut([msgspec.structs.replace(out, rid=self.sent(out.rid)[-1]) for out in outs]))
 
     def answer(self) -> bool:
-        """The scheduler answers the first question that it has not answered, if there is one."""
+        """Let the scheduler answer the oldest open question, if there is one."""
         questions = [m for m in self.scheduler if isinstance(m, HeardReq)]
         if len(questions) > self.answered:
             self.answered += 1
@@ -179,7 +179,7 @@ async def test_a_closed_requests_end_does_not_end_one_of_the_same_name() -> None
 
 
 MANY = 2 * WINDOW_BYTES // GENERATION_BYTES
-"""Generations of which about half go without a word of the scheduler."""
+"""Generations of which about half can be sent before the scheduler confirms any."""
 
 
 def generations(world: World, client: str, count: int = MANY) -> list[GenerateReq]:

@@ -1,7 +1,5 @@
-"""Tools, reasoning and structured output through a real server, as the official client sees them.
-
-The scheduler has no model: it says what the last message says (`Magic.SPEAK`), so that outputs are ours.
-"""
+"""Tools, reasoning and structured output through a real server, as the official client sees them. The scheduler has no
+model: it repeats the last message (`Magic.SPEAK`), so that the tests choose outputs."""
 
 from __future__ import annotations
 
@@ -202,7 +200,7 @@ def test_a_spoilt_call_of_an_earlier_turn_is_named(http: httpx.Client, call: Any
 @pytest.mark.integration
 @pytest.mark.deep
 def test_the_tiny_model_is_given_the_prompt_that_a_picker_expects() -> None:
-    """Its words are its own: it was not made for tools. It is shown them, the call and the result."""
+    """The model was not made for tools and answers in its own way. Its prompt shows them, the call and the result."""
     call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Köln"}'}}
     history = [
         {"role": "developer", "content": "Be brief."},

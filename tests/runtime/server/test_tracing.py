@@ -1,4 +1,4 @@
-"""Traces of requests: whose they are, what is within, and what is not (fake scheduler, real OTLP)."""
+"""Traces of requests: their owner, their contents, and what they leave out (fake scheduler, real OTLP)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def server(model: Path, collector: Collector) -> Iterator[ServerProcess]:
 
 
 def context(*, sampled: bool = True) -> tuple[str, dict[str, str]]:
-    """A trace, and the headers of a request in it."""
+    """Return a trace id, and the headers of a request in it."""
     trace = uuid.uuid4().hex
     return trace, {"traceparent": f"00-{trace}-{CALLER}-{int(sampled):02x}", "x-request-id": f"id-{trace[:8]}"}
 
@@ -54,7 +54,7 @@ def asked(
     body: dict[str, Any],
     on_headers: Callable[[], None] = lambda: None,
 ) -> tuple[httpx.Response, CollectedSpan, dict[str, CollectedSpan]]:
-    """The answer, the span of the request, and all of its trace by name."""
+    """Return the answer, the request's span, and all spans of its trace by name."""
     trace, headers = context()
     with http.stream("POST", path, json=body, headers=headers) as answer:
         on_headers()
@@ -213,7 +213,7 @@ def test_variables_that_ask_for_what_there_is_not_end_the_start(model: Path) -> 
 
 
 def recorded(*steps: Any) -> dict[str, ReadableSpan]:
-    """The spans of a request to which these happen, a second apart."""
+    """Return the spans of a request with these steps, a second apart."""
     memory, now = InMemorySpanExporter(), [10**18]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OTEL_TRACES_SAMPLER", "always_on")

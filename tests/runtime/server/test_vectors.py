@@ -200,7 +200,7 @@ def sigmoid(x: float) -> float:
 
 
 def outputs(http: httpx.Client, query: str, document: str) -> float:
-    """Without a post-processor the tokenizer joins the ids of both."""
+    """Return the expected score. Without a post-processor the tokenizer joins the ids of both."""
     return float(vector_of(tokens(http, query) + tokens(http, document), 1)[0])
 
 
@@ -357,7 +357,7 @@ transformers = pytest.importorskip("transformers")
 
 
 def made(folder: Path, kind: str, **changes: Any) -> Any:
-    """A model of transformers for the tests' tokenizer, saved to `folder` with it."""
+    """Return a model of transformers for the tests' tokenizer, saved to `folder` with it."""
     folder.mkdir(parents=True)
     add_tokenizer(folder, template=changes.pop("template", None))
     theirs = reference("Qwen3", {"vocab_size": 400, "head_dim": 16, "max_position_embeddings": 512} | changes, kind)

@@ -24,7 +24,7 @@ from treeline_wire.template_inline import MAX_INPUT_CHARS
 LIMITS = PoolLimits(seconds=0.02, memory_bytes=64 << 20, workers=1)
 
 HELD_S = 0.02
-"""Seconds of the processor after which a rendering holds an event loop up."""
+"""Seconds of processor time after which a rendering counts as holding an event loop."""
 
 BOMBS: dict[str, str] = {
     # loops
@@ -246,7 +246,7 @@ def thread_seconds(
 def least_seconds(
     template: ChatTemplate, messages: list[dict[str, Any]], arguments: dict[str, Any] | None = None, *, tries: int = 3
 ) -> tuple[str, float]:
-    """`thread_seconds` of the rendering that took the least; one that holds nobody up is not repeated."""
+    """Return `thread_seconds` of the fastest rendering; one that holds no loop is not repeated."""
     result, least_s = thread_seconds(template, messages, arguments)
     for _ in range(tries - 1):
         if least_s < HELD_S:

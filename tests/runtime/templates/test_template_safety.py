@@ -1,4 +1,4 @@
-"""Hostile chat templates reach nothing and hold nobody up; honest ones with large requests are rendered."""
+"""Hostile chat templates reach nothing and delay no other request; honest ones with large requests are rendered."""
 
 import asyncio
 import contextlib
@@ -48,7 +48,7 @@ def pool() -> Iterator[TemplatePool]:
 
 
 def large() -> dict[str, str]:
-    """Template arguments that make a request too large to be rendered inline."""
+    """Return template arguments that make a request too large to be rendered inline."""
     return {"padding": "x" * MAX_INPUT_CHARS}
 
 

@@ -17,7 +17,7 @@ NAMES = [f"e{number}" for number in range(40)]
 
 @st.composite
 def rounds(draw: st.DrawFn) -> list[tuple[Request, dict[str, object]]]:
-    """Requests, and the endpoints that there are for each."""
+    """Draw requests, each with its endpoints."""
     made = []
     for at in range(draw(st.integers(1, 12))):
         names = draw(st.lists(st.sampled_from(NAMES), min_size=1, max_size=12, unique=True))

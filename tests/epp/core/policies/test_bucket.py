@@ -1,4 +1,4 @@
-"""`bucket`: long prompts apart from short ones, and no endpoint with far more than another."""
+"""`bucket`: long prompts and short ones go to different endpoints, and no endpoint gets far more than another."""
 
 from __future__ import annotations
 

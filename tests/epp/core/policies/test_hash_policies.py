@@ -1,4 +1,4 @@
-"""`prefix_hash`: what moves when endpoints come and go, and how even they stay."""
+"""`prefix_hash`: the keys that move when endpoints come and go, and the balance between endpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`round_robin`, `random`, `least_load`, `power_of_two`, `cache_aware`: against what their descriptions say."""
+"""`round_robin`, `random`, `least_load`, `power_of_two`, `cache_aware`, against their descriptions."""
 
 from __future__ import annotations
 
