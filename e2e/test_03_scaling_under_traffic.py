@@ -21,7 +21,7 @@ def treeline(of_this_file: Installed) -> Installed:
     return of_this_file
 
 
-def test_two_four_one(treeline: Installed, figures: Figures, kept: Path) -> None:
+def test_scaling_up_and_down_drops_no_stream(treeline: Installed, figures: Figures, kept: Path) -> None:
     treeline.apply(pool("tiny"))
     treeline.await_ready("tiny")
     with traffic(treeline.url(), kept=kept) as driver:

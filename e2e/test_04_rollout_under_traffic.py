@@ -53,7 +53,7 @@ def test_a_new_template_replaces_the_old_one(treeline: Installed, kept: Path) ->
     assert list(revisions(treeline).values()) == [2]
 
 
-def test_reverted_half_way(treeline: Installed, kept: Path) -> None:
+def test_a_rollout_is_reverted_half_way(treeline: Installed, kept: Path) -> None:
     treeline.apply(pool("tiny"))
     treeline.await_ready("tiny")
     (old,), before = revisions(treeline), build(treeline)
@@ -68,7 +68,7 @@ def test_reverted_half_way(treeline: Installed, kept: Path) -> None:
     assert not report.dropped, str(report)
 
 
-def test_paused_and_a_bad_image(treeline: Installed, kept: Path) -> None:
+def test_a_rollout_is_paused_and_meets_a_missing_image(treeline: Installed, kept: Path) -> None:
     treeline.apply(pool("tiny"))
     treeline.await_ready("tiny")
     (old,), before = revisions(treeline), build(treeline)

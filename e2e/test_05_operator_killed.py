@@ -38,7 +38,7 @@ def leader(treeline: Installed) -> str:
     return holder.partition("_")[0]
 
 
-def test_killed_while_a_pool_scales_and_rolls(treeline: Installed, kept: Path) -> None:
+def test_the_operator_is_killed_while_a_pool_scales_and_rolls(treeline: Installed, kept: Path) -> None:
     treeline.apply(pool("tiny"))
     treeline.await_ready("tiny")
     (old,) = revisions(treeline)
@@ -56,7 +56,7 @@ def test_killed_while_a_pool_scales_and_rolls(treeline: Installed, kept: Path) -
     assert not report.dropped, str(report)
 
 
-def test_the_other_replica_takes_over(treeline: Installed, kept: Path) -> None:
+def test_the_other_replica_takes_over_from_a_killed_leader(treeline: Installed, kept: Path) -> None:
     treeline.apply(pool("tiny"))
     treeline.await_ready("tiny")
     first = leader(treeline)

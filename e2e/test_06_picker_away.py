@@ -54,7 +54,7 @@ def hit_rate(url: str, numbers: Iterable[int]) -> float:
     return sum(hits) / len(hits)
 
 
-def test_open_nothing_fails_and_the_tree_is_learnt_anew(treeline: Installed, kept: Path) -> None:
+def test_a_gateway_that_fails_open_serves_and_the_tree_is_relearned(treeline: Installed, kept: Path) -> None:
     """Each room's rules are in one of two caches: a picker that does not know which one misses half of them."""
     treeline.apply(pool("tiny"))
     treeline.await_ready("tiny")
@@ -74,7 +74,7 @@ def test_open_nothing_fails_and_the_tree_is_learnt_anew(treeline: Installed, kep
 
 
 @pytest.mark.chaos
-def test_closed_requests_are_refused_with_503_and_no_stream_is_cut(treeline: Installed, kept: Path) -> None:
+def test_a_gateway_that_fails_closed_answers_503_and_cuts_no_stream(treeline: Installed, kept: Path) -> None:
     treeline.apply(pool("tiny", endpointPicker={"failureMode": "FailClose"}))
     treeline.await_ready("tiny")
     with traffic(treeline.url(), kept=kept) as driver:

@@ -67,23 +67,23 @@ def ip(pod: dict[str, Any]) -> str:
     return str(pod["status"]["podIP"])
 
 
-def test_killed(treeline: Installed, kept: Path) -> None:
+def test_a_killed_runtime_loses_only_its_own_streams(treeline: Installed, kept: Path) -> None:
     treeline.apply(pool("tiny", template=HANGS))
     only_its_own_streams_end(treeline, kept, lambda pod: kill_runtime(treeline.kube, pod))
 
 
-def test_out_of_memory(treeline: Installed, kept: Path) -> None:
+def test_a_runtime_out_of_memory_loses_only_its_own_streams(treeline: Installed, kept: Path) -> None:
     treeline.apply(pool("tiny", template=HANGS))
     how = only_its_own_streams_end(treeline, kept, lambda pod: fill_memory(treeline.kube, pod))
     assert how["reason"] == "OOMKilled", how
 
 
-def test_hanging_until_its_liveness_probe_fails(treeline: Installed, kept: Path) -> None:
+def test_a_hanging_runtime_is_restarted_by_its_liveness_probe(treeline: Installed, kept: Path) -> None:
     treeline.apply(pool("tiny", template=HANGS))
     only_its_own_streams_end(treeline, kept, lambda pod: stop_runtime(treeline.kube, pod), PICKER_NOTICES_S)
 
 
-def test_one_that_answers_500_is_left_out_until_it_works_again(treeline: Installed, kept: Path) -> None:
+def test_a_runtime_that_answers_500_is_excluded_until_it_recovers(treeline: Installed, kept: Path) -> None:
     """Its probes say that it is healthy, and it answers faster than all others."""
     treeline.apply(SCRIPT, pool("scripted", **SCRIPTED))
     treeline.await_ready("scripted")

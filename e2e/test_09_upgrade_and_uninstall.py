@@ -49,7 +49,7 @@ def is_paused(treeline: Installed) -> bool:
     return bool((treeline.pool("tiny")["spec"].get("rollout") or {}).get(NEW_FIELD))
 
 
-def test_pods_do_not_notice(treeline: Installed, former: Path, kept: Path) -> None:
+def test_an_upgrade_and_a_reinstall_restart_no_pods(treeline: Installed, former: Path, kept: Path) -> None:
     kube = treeline.kube
     uninstall(kube)
     installed_and_running(kube, chart=str(former))
@@ -78,7 +78,7 @@ def test_pods_do_not_notice(treeline: Installed, former: Path, kept: Path) -> No
     assert not report.dropped, str(report)
 
 
-def test_uninstalled_with_everything(treeline: Installed) -> None:
+def test_uninstalling_with_the_definitions_removes_everything(treeline: Installed) -> None:
     """With crds.keep=false the definitions go with the release, and every pool with them."""
     kube = treeline.kube
     treeline.apply(pool("tiny"))
@@ -93,7 +93,7 @@ def test_uninstalled_with_everything(treeline: Installed) -> None:
         installed_and_running(kube)
 
 
-def test_a_namespace_that_goes_takes_all_with_it(treeline: Installed) -> None:
+def test_deleting_a_namespace_removes_everything_in_it(treeline: Installed) -> None:
     treeline.apply(pool("tiny", replicas=1, drain={"timeoutSeconds": 5}))
     treeline.await_ready("tiny")
     kube, namespace = treeline.kube, treeline.namespace

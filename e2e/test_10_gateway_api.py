@@ -80,7 +80,7 @@ def cached(url: str, number: int) -> int:
     return int(usage["prompt_tokens_details"]["cached_tokens"])
 
 
-def test_what_is_missing_is_told_and_used_when_it_comes(treeline: Installed, ours: EnvoyGateway | None) -> None:
+def test_missing_apis_are_reported_and_used_once_they_exist(treeline: Installed, ours: EnvoyGateway | None) -> None:
     if ours is None:
         pytest.skip("the cluster has Gateway API already")
     treeline.apply(behind_a_gateway("tiny", replicas=1))
@@ -104,7 +104,7 @@ def test_what_is_missing_is_told_and_used_when_it_comes(treeline: Installed, our
     treeline.conclude()
 
 
-def test_the_gateway_sends_requests_where_the_picker_says(treeline: Installed, class_name: str, kept: Path) -> None:
+def test_the_gateway_sends_requests_to_the_picked_pod(treeline: Installed, class_name: str, kept: Path) -> None:
     kube, namespace = treeline.kube, treeline.namespace
     treeline.apply(gateway("inference", class_name), behind_a_gateway("tiny"))
     treeline.await_ready("tiny")

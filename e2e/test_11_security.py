@@ -19,7 +19,7 @@ def treeline(of_this_file: Installed) -> Installed:
     return of_this_file
 
 
-def test_restricted_pods_without_tokens_that_log_no_prompt(treeline: Installed) -> None:
+def test_pods_are_restricted_have_no_tokens_and_log_no_prompts(treeline: Installed) -> None:
     """The namespace enforces Pod Security level restricted: running pods prove that they comply."""
     treeline.apply(pool("tiny", replicas=1))
     treeline.await_ready("tiny")
@@ -67,7 +67,7 @@ print(answers)
 ours."""
 
 
-def test_kv_sockets_refuse_who_has_no_keys(treeline: Installed) -> None:
+def test_kv_sockets_refuse_clients_without_keys(treeline: Installed) -> None:
     """The sockets carry prompts."""
     treeline.apply(pool("tiny", replicas=1))
     treeline.await_ready("tiny")
@@ -81,7 +81,7 @@ def test_kv_sockets_refuse_who_has_no_keys(treeline: Installed) -> None:
 
 
 @pytest.mark.short
-def test_api_keys_are_asked_for_at_the_edge(treeline: Installed) -> None:
+def test_the_edge_requires_api_keys(treeline: Installed) -> None:
     key = "sk-journey-1"
     secret = {
         "apiVersion": "v1", "kind": "Secret", "metadata": {"name": "clients"},

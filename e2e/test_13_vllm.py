@@ -147,7 +147,7 @@ def hits_again(treeline: Installed, host: str, first: int) -> Turn:
     return turn
 
 
-def test_it_comes_up_by_its_probes_and_is_routed_by_its_events(treeline: Installed) -> None:
+def test_vllm_becomes_ready_by_its_probes_and_is_routed_by_its_events(treeline: Installed) -> None:
     pods = treeline.ready_pods("runtime")
     assert len(pods) == 2
     assert {restarts(pod) for pod in pods} == {0}, "no probe ended one"
@@ -164,7 +164,7 @@ def test_it_comes_up_by_its_probes_and_is_routed_by_its_events(treeline: Install
     assert 'way="events"' in next(iter(routed))
 
 
-def test_a_turn_goes_where_the_one_before_it_is_cached(treeline: Installed) -> None:
+def test_a_turn_goes_to_the_pod_that_cached_the_previous_one(treeline: Installed) -> None:
     url, before = treeline.url(), held(treeline)
     talks = [Talk(number) for number in range(6)]
     for country in ("France", "Peru", "Japan", "Kenya"):
@@ -211,7 +211,7 @@ def test_a_deleted_pod_ends_its_answers_and_another_takes_its_place(treeline: In
     assert treeline.pool("tiny")["status"]["routing"] == {"way": "events"}
 
 
-def test_one_that_is_killed_starts_again_with_nothing_to_its_name(treeline: Installed) -> None:
+def test_a_killed_pod_restarts_without_credited_blocks(treeline: Installed) -> None:
     url, talk = treeline.url(), Talk(101)
     talk.say(url, "What is the capital of France?")
     assert talk.say(url, "And of Peru?").cached >= BLOCK

@@ -61,7 +61,7 @@ def test_hand_edits_are_repaired(treeline: Installed) -> None:
     assert ask(treeline.url() or url).status_code == 200
 
 
-def test_keys_stay_when_the_pool_that_named_them_goes(treeline: Installed) -> None:
+def test_api_keys_stay_when_the_pool_that_named_them_is_deleted(treeline: Installed) -> None:
     secret = {
         "apiVersion": "v1", "kind": "Secret", "metadata": {"name": "clients"},
         "data": {"me": base64.b64encode(KEY.encode()).decode()},

@@ -42,7 +42,7 @@ def summary(cached: int = 64, prompt: int = 80, output: int = 2, ms: float = 10,
 
 
 @pytest.mark.parametrize("wrong", [{"prompt": 79}, {"output": 1}])
-def test_other_lengths_than_asked_for_are_refused(wrong: dict[str, int]) -> None:
+def test_answers_of_another_length_than_requested_are_refused(wrong: dict[str, int]) -> None:
     assert checked(summary(error="HTTP 503"), SMALL).completed == 1
     with pytest.raises(BenchmarkError, match="the runtimes counted"):
         checked(summary(**wrong), SMALL)  # type: ignore[arg-type]
@@ -148,9 +148,7 @@ def test_a_script_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path:
 # -- engine
 
 
-def test_the_engine_is_measured_beside_what_the_device_could_do(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_engine_is_compared_with_the_limits_of_the_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     figures = {"start.tiny": 2.0, "decode.tiny.b1.ctx512": 5.0, "floor.decode.tiny.b1.ctx512": 4.0}
     lines = [json.dumps({"metric": name, "value": value}) for name, value in figures.items()]
     monkeypatch.setattr(scripts, "has_cuda", lambda: False)

@@ -58,7 +58,7 @@ def apply(calls: list[Call], there: dict[str, Object]) -> None:
                 del there[name]
 
 
-def test_the_truth_is_what_the_calls_of_a_burst_lead_to() -> None:
+def test_the_expected_objects_are_the_result_of_a_bursts_calls() -> None:
     pools = [Fleet(1, 1).pool(0, rank) for rank in range(4)]
     truth, rng = Truth("bench-00", pools), random.Random(1)
     there: dict[str, Object] = {}

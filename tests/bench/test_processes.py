@@ -97,5 +97,5 @@ def test_children_end_when_the_benchmark_is_killed(tmp_path: Path) -> None:
     assert gone(pid)
 
 
-def test_nobody_answers_on_a_free_port() -> None:
+def test_a_free_port_has_no_listener() -> None:
     assert not answers(f"http://127.0.0.1:{free_port()}/")

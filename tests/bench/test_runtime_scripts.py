@@ -82,7 +82,7 @@ def trace(gap_us: float, waits_us: float, steps: int = 20) -> list[dict[str, obj
     return events
 
 
-def test_idle_is_what_lies_between_steps_and_not_between_their_kernels() -> None:
+def test_idle_time_lies_between_steps_not_between_kernels() -> None:
     shares = script("profiled_scheduler").idle_shares
     busy = shares(trace(gap_us=0.0, waits_us=0.0), 20)
     assert (busy["idle_share"], busy["gap_share"]) == (0, 0)
@@ -109,7 +109,7 @@ def test_a_profiler_that_saw_nothing_is_no_idle_gpu() -> None:
 # -- what chunks cost
 
 
-def test_processes_that_computed_nothing_that_the_system_counts_have_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_without_counted_work_have_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     found = script("streamed_chunks")
 
     async def streams(port: int, count: int, tokens: int) -> int:
@@ -190,7 +190,7 @@ def test_rows_of_the_server_have_the_bounds_that_were_set(
         server.run(context)
 
 
-def test_a_step_is_measured_without_what_is_done_once_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_is_measured_without_one_time_and_refused_work(monkeypatch: pytest.MonkeyPatch) -> None:
     found = script("engine")
     bench = object.__new__(found.Bench)
     seconds = iter([9.0, 1.0, 1.128])  # the first run pays for what is done once

@@ -19,6 +19,6 @@ def test_it_agrees_with_the_standard_library() -> None:
 
 
 @pytest.mark.parametrize(("values", "q"), [([], 50), ([1], -1), ([1], 101)])
-def test_what_has_no_answer_is_an_error(values: list[float], q: float) -> None:
+def test_an_impossible_percentile_is_an_error(values: list[float], q: float) -> None:
     with pytest.raises(ValueError, match=r"percentile"):
         percentile(values, q)

@@ -167,11 +167,11 @@ def test_every_alert_is_tried():
     assert {*FIRING, GONE} == set(NAMES)
 
 
-def test_promtool_has_nothing_to_say_against_the_rules():
+def test_promtool_accepts_the_rules():
     assert f"SUCCESS: {len(NAMES)} rules found" in promtool("check", "rules", "--lint=all", "--lint-fatal", str(ALERTS))
 
 
-def test_each_alert_fires_in_trouble_and_none_without(tmp_path: Path):
+def test_each_alert_fires_in_trouble_and_none_in_a_healthy_world(tmp_path: Path):
     trouble, peace = (
         {alert: {name: told[at] for name, told in world.items() if told[at]} for alert, world in FIRING.items()}
         for at in (0, 1)

@@ -191,7 +191,7 @@ def test_the_variables_of_a_dashboard_are_values_of_labels_that_exist_and_are_us
         assert f"${variable['name']}" in asked
 
 
-def test_what_one_comes_with_can_be_chosen():
+def test_dashboards_have_variables_for_namespace_pod_pool_and_model():
     names = {uid: {one["name"] for one in board["templating"]["list"]} for uid, board in BOARDS.items()}
     assert all({"namespace", "pod"} <= found for found in names.values())
     assert {"pool", "model"} <= names["treeline-engines.json"]
@@ -302,7 +302,7 @@ def test_every_runbook_has_its_alert():
     assert titles == [rule["alert"] for rule in RULES]
 
 
-def test_of_envoys_metrics_those_are_listed_that_are_used():
+def test_the_listed_envoy_metrics_are_those_in_use():
     asked = " ".join([*(rule["expr"] for rule in RULES), *(str(param.values[0]) for param in QUERIES)])
     for family in envoy_metrics.FAMILIES:
         assert any(re.search(rf"\b{series}\b", asked) for series in family.series), family.name
@@ -320,7 +320,7 @@ def rendered(*options: str) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.deep
-def test_the_chart_installs_dashboards_and_alerts_only_if_it_is_told_to():
+def test_the_chart_installs_dashboards_and_alerts_only_if_enabled():
     api = ("--api-versions", "monitoring.coreos.com/v1/PrometheusRule")
     assert rendered(*api) == {}
     found = rendered(*api, "--set", "metrics.dashboards=true,metrics.prometheusRule=true")

@@ -81,7 +81,7 @@ def test_a_dockerfile_keeps_the_rules(path):
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=image_of)
-def test_what_differs_with_every_commit_comes_last(path):
+def test_steps_that_change_with_every_commit_come_last(path):
     """A builder's cache ends at the first step that a changed argument may affect: here, after all layers."""
     found = instructions(path)
     names = [rest.partition("=")[0] if word == "ARG" else "" for word, rest in found]
@@ -137,7 +137,7 @@ def test_pip_refuses_a_file_whose_hash_is_not_listed(tmp_path):
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=image_of)
-def test_what_is_copied_is_there_and_not_ignored(path):
+def test_copied_files_exist_and_are_not_ignored(path):
     allowed = [
         line.removeprefix("!") for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")
     ]
@@ -267,7 +267,7 @@ done
 """
 
 
-def test_what_is_pushed_is_signed_with_its_sbom_by_digest_where_cosign_is_installed(tmp_path):
+def test_pushed_images_are_signed_with_their_sboms_by_digest_if_cosign_is_installed(tmp_path):
     digest = "sha256:" + "ab" * 32
     calls = tmp_path / "calls"
     for name in ("docker", "buildah", "cosign"):
@@ -318,7 +318,7 @@ def test_what_is_pushed_is_signed_with_its_sbom_by_digest_where_cosign_is_instal
     assert "cosign is not installed" in said
 
 
-def test_an_sbom_keeps_what_an_image_has_and_says_where_nothing_lies(monkeypatch):
+def test_an_sbom_lists_an_images_packages_and_no_local_paths(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     import sbom
 

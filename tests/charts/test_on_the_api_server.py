@@ -54,7 +54,7 @@ def try_out(plane: ControlPlane, items: list[dict[str, Any]], *options: str) -> 
     return plane.kubectl(*apply, *options, stdin=text)
 
 
-def test_every_object_of_every_render_and_of_the_plain_install_is_taken(control_plane, restricted):
+def test_the_api_server_accepts_every_object_of_every_render_and_of_the_plain_install(control_plane, restricted):
     renders = [
         helm.render(*options, namespace=restricted)
         for options in (
@@ -76,7 +76,7 @@ def test_every_object_of_every_render_and_of_the_plain_install_is_taken(control_
     assert len(said.splitlines()) == len(different)
 
 
-def test_the_operators_pods_are_admitted_where_only_restricted_pods_are(control_plane, restricted):
+def test_a_restricted_namespace_admits_the_operators_pods(control_plane, restricted):
     (deployment,) = (i for i in helm.render(namespace=restricted) if i["kind"] == "Deployment")
     template = deployment["spec"]["template"]
     account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "pod-test"}}
@@ -133,14 +133,14 @@ def test_an_apply_that_makes_an_object_needs_the_right_to_create(control_plane, 
 
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda path: path.stem)
-def test_a_sample_is_taken_by_the_api_server(control_plane, namespace, sample):
+def test_the_api_server_accepts_each_sample(control_plane, namespace, sample):
     items = list(yaml.safe_load_all(sample.read_text()))
     said = try_out(control_plane, items, "--namespace", namespace)
     assert len(said.splitlines()) == len(items)
 
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda path: path.stem)
-def test_a_sample_is_what_the_operator_understands(sample):
+def test_the_operator_understands_each_sample(sample):
     text = sample.read_text()
     head = text.split("apiVersion", 1)[0]
     assert "# Needs:" in head

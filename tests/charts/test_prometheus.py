@@ -220,7 +220,7 @@ def test_all_monitors_have_the_labels_and_the_interval_of_the_chart() -> None:
         assert [one["interval"] for one in monitor["spec"]["podMetricsEndpoints"]] == [INTERVAL], name
 
 
-async def test_a_prometheus_finds_what_alerts_and_panels_ask_for_and_alerts_name_the_pool(tmp_path: Path) -> None:
+async def test_prometheus_finds_the_metrics_of_alerts_and_panels_and_alerts_name_the_pool(tmp_path: Path) -> None:
     found = monitors()
     async with programs_with_pages(tmp_path) as (addresses, pages):
         jobs = [scrape(name, found[name], address) for name, address in addresses.items()]

@@ -14,7 +14,7 @@ CHART = Path(__file__).parents[2] / "charts" / "treeline"
 ALL = rbac.granted(rbac.WATCHED)
 
 
-def test_the_charts_rules_are_those_that_the_code_declares():
+def test_the_charts_rules_equal_the_declared_rights():
     text = (CHART / "files" / "rbac.yaml").read_text()
     assert text == rbac.chart_file(), "run `make generate`"
 

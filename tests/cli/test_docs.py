@@ -66,7 +66,7 @@ def test_an_example_prints_what_the_page_shows(page, command, output, tmp_path):
         assert run(command, variables, tmp_path) == output
 
 
-def test_there_are_examples():
+def test_every_page_has_examples():
     assert [page for page, _, _ in EXAMPLES] == ["chat.md", "capacity.md", "capacity.md"]
 
 
@@ -94,7 +94,7 @@ def error_rows() -> list[str]:
     return [*rows, f"| a prompt of 4,096 tokens, thousand tokens/s | {' | '.join(cells)} |"]
 
 
-def test_the_page_shows_how_far_the_estimates_are_from_what_was_measured():
+def test_the_page_shows_the_errors_of_the_estimates():
     page = PAGES[1].read_text()
     assert all(row in page for row in error_rows())
     for said in (f"{FLOP_SHARE:.0%}".replace("%", " %"), f"{BUSY:.0%}".replace("%", " %"), f"{STEP_S * 1000:g} ms"):

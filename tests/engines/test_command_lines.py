@@ -63,7 +63,7 @@ def changed(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("engine", MORE)
-def test_a_pool_that_says_everything_leaves_no_setting_out(engine: str) -> None:
+def test_the_full_pool_sets_every_field(engine: str) -> None:
     assert {name for name, engines in SETTINGS.items() if engine in engines} <= {*ENGINE, *MORE[engine]}
     words = {word.partition("=")[0] for word in lines(engine)[2]}
     assert {flags[engine] for flags in FLAGS.values() if engine in flags} <= words
@@ -71,7 +71,7 @@ def test_a_pool_that_says_everything_leaves_no_setting_out(engine: str) -> None:
 
 @pytest.mark.engines
 @pytest.mark.timeout(300)
-def test_vllm_takes_every_flag_as_it_is_meant() -> None:
+def test_vllm_understands_every_flag_as_intended() -> None:
     try:
         python = INSTALLATION.interpreter()
     except BenchmarkError as error:
@@ -113,7 +113,7 @@ def test_vllm_takes_every_flag_as_it_is_meant() -> None:
     }
 
 
-def test_sglang_takes_every_flag_as_it_is_meant() -> None:
+def test_sglang_understands_every_flag_as_intended() -> None:
     assert SGLANG_IMAGE.endswith(f":v{COMMAND_LINES.version}")
     if not is_there(COMMAND_LINES):
         pytest.skip("not there: SGLang's parser (`make engine-wheels` fetches it)")

@@ -168,7 +168,7 @@ def exchange(text: str, answer: str, cached: int, sent: int) -> Exchange:
     return Exchange(0, [{"role": "user", "content": text}], record, answer)
 
 
-def test_hits_are_compared_with_what_was_sent_before(tmp_path: Path) -> None:
+def test_hits_are_compared_with_earlier_prompts(tmp_path: Path) -> None:
     server = Tokens("v", 1, 2, 3, 9, tmp_path)
     found = Measured()
     found.take([exchange("abcdefgh", "ijkl", 0, 0), exchange("abcdefghijklmnop", "", 8, 100)], server)
@@ -183,7 +183,7 @@ def test_hits_are_compared_with_what_was_sent_before(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [Vllm, Sglang])
-def test_without_a_server_it_says_how_to_get_one(
+def test_a_missing_server_is_reported_with_how_to_install_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: type[Server]
 ) -> None:
     monkeypatch.setenv(kind.installation.variable, str(tmp_path))

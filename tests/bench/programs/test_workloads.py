@@ -83,7 +83,7 @@ def test_branches_of_a_thought_grow_from_one_another(maker: PromptMaker) -> None
     assert {request.sampling.limit for request in asked} == {tokens}
 
 
-def test_a_judge_reads_all_that_was_found(maker: PromptMaker) -> None:
+def test_a_judge_reads_all_candidates(maker: PromptMaker) -> None:
     *branches, last = [request for request in run(WORKLOADS["judge"], maker).requests if request.kind == "generate"]
     [article] = {request.prompt.text.partition("\nJudge:")[0] for request in branches}
     assert last.prompt.text.startswith(article)

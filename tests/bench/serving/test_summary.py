@@ -109,7 +109,7 @@ def test_a_client_that_cannot_keep_up_says_so() -> None:
     assert "sent 40 ms late" in summarise([told(record(0, 40, [41], 41))], {}).client.trouble
 
 
-def test_a_load_of_which_nothing_was_answered_has_no_times() -> None:
+def test_a_load_without_answers_has_no_times() -> None:
     found = summary(record(0, 0, [], 10, error="cannot connect"))
     assert (found.ttft_ms, found.itl_ms, found.e2e_ms, found.cached_share) == (None, None, None, None)
     assert figures(found) == {
@@ -131,7 +131,7 @@ def test_several_processes_are_one_load() -> None:
     assert together.ttft_ms.mean == 20
 
 
-def test_rounds_have_medians_and_ratios_are_of_rounds_that_belong_together() -> None:
+def test_rounds_have_medians_and_ratios_compare_matching_rounds() -> None:
     ours = [summary(record(0, 0, [first], 1000)) for first in (10, 20, 90)]
     theirs = [summary(record(0, 0, [first], 1000)) for first in (20, 10, 90)]
     assert medians(ours)["ttft_ms.p50"] == 20

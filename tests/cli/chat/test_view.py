@@ -95,7 +95,7 @@ def squeezed(text: str) -> str:
     return re.sub("\n{3,}", "\n\n", text)
 
 
-def test_what_is_settled_stays_as_it_is_whatever_follows():
+def test_settled_text_never_changes():
     whole = words(plain(MARKDOWN))
     for end in range(len(MARKDOWN)):
         first = words(plain(MARKDOWN[: settled(MARKDOWN[:end])]))

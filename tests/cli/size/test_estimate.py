@@ -88,7 +88,7 @@ def test_the_cache_has_as_many_tokens_as_serve_would_give_it(name, settings, gpu
             resolve.resolve(config, decoder)  # type: ignore[arg-type]
 
 
-def test_what_is_short_is_what_is_missing():
+def test_the_shortfall_equals_the_missing_memory():
     shape = model("Llama-3.1-8B")
     short = fit(shape, SETTINGS, Gpu("x", 18 * GIB))
     assert short.cache_tokens == 0

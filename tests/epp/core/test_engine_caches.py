@@ -68,7 +68,7 @@ def test_the_index_holds_the_blocks_that_the_engine_holds(name: str) -> None:
     follower.index.check()
 
 
-def test_a_release_that_takes_back_what_it_holds_is_believed_less_never_more() -> None:
+def test_a_release_that_removes_held_blocks_is_credited_less_never_more() -> None:
     follower, traffic = Follower(SglangCache("0.5.6")), Traffic(12)
     cache, believed = follower.cache, 0
     for _ in range(100):
@@ -83,7 +83,7 @@ def test_a_release_that_takes_back_what_it_holds_is_believed_less_never_more() -
 
 
 @pytest.mark.parametrize("name", ["vllm-0.23.0", "vllm-0.33.0", "sglang-0.5.19", "sglang-0.5.23", "sglang-0.5.23-tree"])
-def test_what_has_a_salt_is_found_by_its_salt_alone(name: str) -> None:
+def test_salted_blocks_match_only_their_salt(name: str) -> None:
     follower, tokens = Follower(CACHES[name]()), list(range(20))
     follower.cache.serve(tokens, salt="mine")
     follower.follow()
@@ -101,7 +101,7 @@ def test_what_has_a_salt_is_found_by_its_salt_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["vllm-0.23.0", "vllm-0.33.0", "sglang-0.5.23", "sglang-0.5.23-tree"])
-def test_what_an_adapter_made_is_found_by_its_name_alone(name: str) -> None:
+def test_adapter_blocks_match_only_the_adapters_name(name: str) -> None:
     follower, tokens = Follower(CACHES[name]()), list(range(20))
     follower.cache.serve(tokens, lora="adapter")
     follower.follow()

@@ -71,7 +71,7 @@ def answers(draw: st.DrawFn) -> bytes:
 
 @settings(derandomize=True, max_examples=300, deadline=None)
 @given(answers(), st.lists(st.integers(0, 500), max_size=12))
-def test_in_whatever_pieces_it_comes_an_answer_is_what_h11_reads(data: bytes, cuts: list[int]) -> None:
+def test_an_answer_cut_anywhere_is_read_as_h11_reads_it(data: bytes, cuts: list[int]) -> None:
     answer = read(data, cuts)
     assert answer is not None
     assert (answer.status, answer.body) == by_h11(data)
@@ -80,7 +80,7 @@ def test_in_whatever_pieces_it_comes_an_answer_is_what_h11_reads(data: bytes, cu
 
 @settings(derandomize=True, max_examples=300, deadline=None)
 @given(answers(), st.integers(0, 400), st.binary(max_size=8), st.lists(st.integers(0, 500), max_size=5))
-def test_whatever_is_answered_ends_as_an_answer_within_the_bounds_or_a_typed_error(
+def test_any_bytes_are_an_answer_within_bounds_or_a_typed_error(
     data: bytes, at: int, junk: bytes, cuts: list[int]
 ) -> None:
     spoiled = data[:at] + junk + data[at + len(junk) :]
@@ -116,7 +116,7 @@ def test_bytes_that_are_no_answer_are_a_typed_error(pieces: list[bytes]) -> None
         (OK + b"\r\nhi", False),
     ],
 )
-def test_a_connection_is_kept_where_it_is_clear_where_the_next_answer_begins(data: bytes, keeps: bool) -> None:
+def test_a_connection_is_kept_if_the_end_of_the_answer_is_certain(data: bytes, keeps: bool) -> None:
     answer = read(data)
     assert answer is not None
     assert (answer.body, answer.keeps) == (b"hi", keeps)
@@ -151,7 +151,7 @@ def test_a_connection_is_kept_where_it_is_clear_where_the_next_answer_begins(dat
         (OK + b"content-encoding: gzip\r\ncontent-length: 0\r\n\r\n", BadAnswer),
     ],
 )
-def test_what_cannot_be_used_is_refused_by_its_kind(data: bytes, error: type[HttpError]) -> None:
+def test_unusable_answers_are_refused_by_kind(data: bytes, error: type[HttpError]) -> None:
     with pytest.raises(HttpError) as raised:
         read(data)
     assert type(raised.value) is error

@@ -129,7 +129,7 @@ def histories(draw: st.DrawFn) -> tuple[list[str], int, int, int, list[tuple[int
 
 @settings(max_examples=250, deadline=None, derandomize=True)
 @given(histories())
-def test_no_more_is_credited_than_an_engine_would_find(
+def test_a_match_credits_no_more_than_the_engine_would_find(
     history: tuple[list[str], int, int, int, list[tuple[int, int, str, int]]],
 ) -> None:
     """The credit is exact where a cut depends on no more text than GUARD_BYTES."""
@@ -201,7 +201,7 @@ def traffic(rng: random.Random, words: list[str], encode: Encode, tokens: Sequen
     return pairs, wrong, there, credited, excess
 
 
-def test_too_much_is_credited_to_one_pod_in_a_thousand_at_most() -> None:
+def test_at_most_one_pod_in_a_thousand_is_over_credited() -> None:
     """Cuts of a real tokenizer may depend on more text than GUARD_BYTES: a word's merges look at all of it."""
     rng = random.Random(7)
     words = words_of(rng, 400)

@@ -42,7 +42,7 @@ def test_targets_without_weights_get_equal_shares():
     assert abs(counts["x"] - 1000) < 100
 
 
-def test_a_rule_says_pool_target_criticality_and_the_fallbacks_that_can_be_reached():
+def test_a_rule_gives_pool_target_criticality_and_reachable_fallbacks():
     one = rule("r", "chat", "a", criticality="Sheddable", targets=(("big", 1),), fallback_pools=("c", "b", "gone"))
     table = ModelTable({"a": ["own"], "b": ["other"]}, [one], POOLS)
     assert table.resolve("chat", 0.3) == ModelTarget("a", "big", "Sheddable", ("b",))
@@ -91,7 +91,7 @@ def test_a_rule_goes_before_an_engines_own_name():
         ({}, [], None),
     ],
 )
-def test_a_request_without_a_model_is_served_where_there_is_nothing_to_choose(served, rules, expected):
+def test_a_request_without_a_model_is_served_if_there_is_only_one(served, rules, expected):
     table = ModelTable(served, rules, POOLS)
     if expected is None:
         with pytest.raises(ModelNotFound) as caught:
@@ -101,7 +101,7 @@ def test_a_request_without_a_model_is_served_where_there_is_nothing_to_choose(se
         assert table.resolve(None) == expected
 
 
-def test_a_rule_with_weights_that_cannot_be_meant_serves_nothing():
+def test_a_rule_with_impossible_weights_serves_nothing():
     rules = [rule("r", targets=(("x", 1), ("y", None)))]
     with pytest.raises(ModelNotFound):
         ModelTable({}, rules, POOLS).resolve("chat")

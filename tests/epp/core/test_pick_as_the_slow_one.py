@@ -202,7 +202,7 @@ def check(world: World) -> None:
     st.integers(0, 90),
     st.sampled_from([(None, None), (0.2, None), (None, 2)]),
 )
-def test_the_choice_is_that_of_the_slow_one(seed: int, size: int, limits: tuple[float | None, int | None]) -> None:
+def test_the_choice_equals_the_slow_pickers(seed: int, size: int, limits: tuple[float | None, int | None]) -> None:
     world = World(seed, size, *limits)
     for _ in range(60):
         world.happen()
@@ -248,7 +248,7 @@ def test_a_pick_among_hundreds_calls_hardly_more_functions_than_one_among_two(*,
     assert calls[300] <= calls[64] + 5, calls
 
 
-def test_a_row_that_was_left_is_used_again_by_another_endpoint() -> None:
+def test_a_free_row_is_reused_by_another_endpoint() -> None:
     picker = Picker()
     for number in range(200):
         picker.add_endpoint(EndpointSpec("old", f"10.0.0.1:{number + 1}", uid=str(number)))

@@ -8,7 +8,7 @@ from support.epp_core import Lab
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_whatever_is_lost_the_index_equals_the_cache_within_two_seconds_of_the_last_event(seed: int) -> None:
+def test_the_index_equals_the_cache_within_two_seconds_of_the_last_event_after_any_loss(seed: int) -> None:
     lab = Lab(seed, loss=0.02 if seed % 2 else 0.2, slow=0.05 if seed % 3 == 0 else 0.0)
     rng = lab.rng
     if rng.random() < 0.7:

@@ -74,7 +74,7 @@ def test_the_table_has_every_state_and_every_event() -> None:
 
 @pytest.mark.parametrize("event", Event_)
 @pytest.mark.parametrize("state", State)
-def test_every_event_in_every_state_leads_where_the_table_says(state: State, event: Event_) -> None:
+def test_every_event_in_every_state_follows_the_table(state: State, event: Event_) -> None:
     for epoch, seq in ((1, 0), (1, 1), (1, 4), (2, 0)):
         bench = in_state(state)
         subscription = bench.subscription

@@ -130,7 +130,7 @@ async def test_a_call_may_end_before_its_client_does() -> None:
         assert await call.code() == grpc.StatusCode.OK
 
 
-async def test_what_cannot_be_taken_ends_the_call_and_not_the_connection() -> None:
+async def test_an_unreadable_message_ends_the_call_and_not_the_connection() -> None:
     async with serving() as server, channel(server) as client:
         call = client.stream_stream(METHOD)()
         await call.write(b"wrong")
@@ -150,7 +150,7 @@ async def test_a_deadline_ends_the_call_here_too() -> None:
         await asyncio.wait_for(Echo.closed.wait(), 60)
 
 
-async def test_who_drains_finishes_open_calls_and_takes_no_more() -> None:
+async def test_a_draining_server_finishes_open_calls_and_takes_no_more() -> None:
     async with serving() as server, channel(server) as client:
         call = await answered(client)
         stopping = asyncio.create_task(server.stop(20))
@@ -164,7 +164,7 @@ async def test_who_drains_finishes_open_calls_and_takes_no_more() -> None:
 
 
 @pytest.mark.parametrize("greets", [False, True])
-async def test_a_peer_that_says_nothing_is_gone(monkeypatch: pytest.MonkeyPatch, greets: bool) -> None:
+async def test_a_silent_peer_is_disconnected(monkeypatch: pytest.MonkeyPatch, greets: bool) -> None:
     monkeypatch.setattr(http2_server, "KEEPALIVE_S", 0.05)
     async with serving() as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
@@ -180,7 +180,7 @@ async def test_a_peer_that_says_nothing_is_gone(monkeypatch: pytest.MonkeyPatch,
         assert not server.peers
 
 
-async def test_a_peer_that_never_reads_makes_us_keep_no_more_than_a_little() -> None:
+async def test_a_peer_that_never_reads_takes_little_memory() -> None:
     async with serving() as server, channel(server) as client:
         sock = socket.create_connection(("127.0.0.1", server.port))
         sock.sendall(HELLO + opened(1))
@@ -200,7 +200,7 @@ async def test_a_peer_that_never_reads_makes_us_keep_no_more_than_a_little() -> 
         sock.close()
 
 
-async def test_many_messages_of_one_read_leave_others_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_many_messages_in_one_read_let_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http2_server, "_TURN_S", 0.0)  # one event, and the next who waits
     monkeypatch.setattr(http2_server, "_FRAMES", 10)
     async with serving() as server:
@@ -244,7 +244,7 @@ async def test_a_message_that_is_too_large_is_the_last_of_its_call() -> None:
         (await answered(client)).cancel()  # the connection goes on
 
 
-async def test_a_peer_that_reads_nothing_is_read_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_peer_that_reads_nothing_is_no_longer_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each call to an unknown method is answered at once, whatever the peer's windows are."""
     monkeypatch.setattr(http2_server, "_UNREAD_BYTES", 100_000)
     async with serving() as server:
@@ -305,7 +305,7 @@ async def test_fields_that_are_bombs_cost_their_peer_more_than_us(name: str, cap
         assert all(len(record.getMessage()) < 300 for record in caplog.records)
 
 
-async def test_messages_that_are_never_whole_are_bounded_together() -> None:
+async def test_incomplete_messages_are_bounded_together() -> None:
     async with serving(held=100_000) as server, channel(server) as client:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         part = b"\x00" + (20_000).to_bytes(4, "big") + b"x" * 10_000

@@ -121,7 +121,7 @@ async def send(tab: Tab, text: str, answers: int) -> None:
     await tab.until(f"document.querySelectorAll('#turns .figures a').length === {answers}")
 
 
-async def test_answers_models_tools_and_errors_of_others_are_only_text(tmp_path: Path) -> None:
+async def test_foreign_answers_models_tools_and_errors_are_shown_as_text(tmp_path: Path) -> None:
     call = {"index": 0, "id": "c1", "function": {"name": HOSTILE, "arguments": json.dumps({"at": HOSTILE})}}
     said = [{"reasoning_content": f"Hm {HOSTILE}"}, {"content": f"Grüße 👋 {HOSTILE}"}, {"tool_calls": [call]}]
     gateway = Gateway(models=(HOSTILE,), answers=[said])
@@ -140,7 +140,7 @@ async def test_answers_models_tools_and_errors_of_others_are_only_text(tmp_path:
         assert await tab.run("window.hacked") is None
 
 
-async def test_settings_are_sent_and_what_is_wrong_in_them_is_named_before_anything_is_sent(tmp_path: Path) -> None:
+async def test_settings_are_sent_and_errors_in_them_are_named_before(tmp_path: Path) -> None:
     gateway = Gateway(answers=[[{"content": '{"city": "Rome"}'}]])
     async with playground(tmp_path, gateway) as tab:
         await listed(tab)
@@ -310,7 +310,7 @@ async def test_on_a_narrow_screen_nothing_is_cut_off_and_colours_follow_the_syst
         assert (back < 100 < front) == (scheme == "dark")
 
 
-async def test_a_gateway_that_has_gone_is_named_and_the_question_can_be_asked_again(tmp_path: Path) -> None:
+async def test_an_unreachable_gateway_is_named_and_the_question_can_be_repeated(tmp_path: Path) -> None:
     gateway = Gateway(answers=[[{"content": "Half"}]], hold=True)
     async with playground(tmp_path, gateway) as tab:
         await listed(tab)
@@ -328,7 +328,7 @@ async def test_a_gateway_that_has_gone_is_named_and_the_question_can_be_asked_ag
         assert "Half" not in await tab.text("#turns")
 
 
-async def test_charts_add_up_what_the_picker_tells_by_replica_and_all_together(tmp_path: Path) -> None:
+async def test_charts_add_up_the_pickers_counts_by_replica_and_in_total(tmp_path: Path) -> None:
     cells = [
         [999, "a", 2, 1, 10, 5, [0.1]],
         [998, "a", 1, 0, 4, 0, []],

@@ -93,14 +93,14 @@ def envoys_messages() -> dict[str, pb.ProcessingRequest]:
 
 
 @pytest.mark.parametrize("name", envoys_messages())
-def test_what_envoy_writes_is_read_without_protobuf_and_alike(name: str) -> None:
+def test_envoys_messages_are_read_without_protobuf_and_equally(name: str) -> None:
     data = envoys_messages()[name].SerializeToString()
     quick = WIRE.read(data)
     assert quick is not None
     assert comparable(quick) == as_protobuf_reads(data)
 
 
-def test_values_are_those_that_were_sent() -> None:
+def test_header_values_are_read_as_sent() -> None:
     messages = {name: READER.read(request.SerializeToString()) for name, request in envoys_messages().items()}
     head = messages["request headers"]
     assert head.headers[":path"] == "/v1/chat/completions"
@@ -113,7 +113,7 @@ def test_values_are_those_that_were_sent() -> None:
     assert [name for name, message in messages.items() if message.observed] == ["observed chunk"]
 
 
-def test_what_is_remembered_of_header_lists_is_bounded_and_holds_no_keys() -> None:
+def test_remembered_header_lists_are_bounded_and_hold_no_keys() -> None:
     for number in range(wire_reader._REMEMBERED_ENTRIES + 10):
         pairs = [("authorization", f"Bearer {number}"), ("x-forwarded-for", f"10.0.0.{number}"), ("x" * 99, "y" * 99)]
         message = READER.read(header_list(pb.ProcessingRequest(), "request_headers", pairs).SerializeToString())
@@ -226,13 +226,13 @@ BODY = field(4, field(1, b"{}"))
     ],
     ids=["no-utf8", "cut", "endless-number", "field-0", "open-group", "deep", "very-deep"],
 )
-def test_what_is_no_message_is_refused(data: bytes) -> None:
+def test_bytes_that_are_no_message_are_refused(data: bytes) -> None:
     """Agreement of the two readers proves nothing where both are lenient."""
     with pytest.raises(DecodeError):
         READER.read(data)
 
 
-def test_a_field_of_another_type_is_one_that_is_not_known() -> None:
+def test_a_field_of_another_type_is_treated_as_unknown() -> None:
     assert READER.read(b"\x10\x01" + BODY) == READER.read(BODY)
 
 
@@ -313,7 +313,7 @@ def test_chunks_have_the_bytes_that_protobuf_writes_around_them(kind: Kind) -> N
                 assert to_response(reply) == built(reply)
 
 
-def test_headers_for_the_picker_alone_are_taken_out_where_that_is_asked() -> None:
+def test_headers_for_the_picker_alone_are_removed_if_configured() -> None:
     data = to_response(Reply(Kind.RESPONSE_HEADERS), strip_response_headers=True)
     mutation = pb.ProcessingResponse.FromString(data).response_headers.response.header_mutation
     assert list(mutation.remove_headers) == [names.CACHED_TOKENS, names.PROMPT_TOKENS]

@@ -57,7 +57,7 @@ def due(state: EdsState, stream: int) -> pb.DiscoveryResponse:
     return response
 
 
-def test_nobody_is_answered_before_discovery_has_synced() -> None:
+def test_no_envoy_is_answered_before_discovery_has_synced() -> None:
     state = EdsState()
     stream = connected(state)
     state.announce({A: False}, 0.0)
@@ -93,7 +93,7 @@ def test_an_endpoint_is_selectable_when_every_envoy_has_acknowledged_it() -> Non
     assert state.pending() == 0
 
 
-def test_an_envoy_that_is_silent_or_refuses_is_waited_for_a_second_only() -> None:
+def test_a_silent_or_refusing_envoy_is_awaited_for_only_a_second() -> None:
     state = EdsState()
     state.synced = True
     stream = connected(state)
@@ -104,7 +104,7 @@ def test_an_envoy_that_is_silent_or_refuses_is_waited_for_a_second_only() -> Non
     assert state.selectable(A, 11.0)
 
 
-def test_with_no_envoy_an_endpoint_is_selectable_at_once_and_a_lost_one_is_forgotten() -> None:
+def test_without_an_envoy_endpoints_are_selectable_at_once_and_a_lost_envoy_is_forgotten() -> None:
     state = EdsState()
     stream = connected(state)
     state.announce({A: False}, 10.0)
@@ -113,7 +113,7 @@ def test_with_no_envoy_an_endpoint_is_selectable_at_once_and_a_lost_one_is_forgo
     assert state.selectable(A, 10.0)
 
 
-def test_an_envoy_that_comes_later_does_not_take_endpoints_out_of_use() -> None:
+def test_a_later_envoy_does_not_make_endpoints_unselectable() -> None:
     state = EdsState()
     state.announce({A: False}, 10.0)
     assert state.selectable(A, 10.0)
@@ -124,7 +124,7 @@ def test_an_envoy_that_comes_later_does_not_take_endpoints_out_of_use() -> None:
     assert not state.selectable(B, 10.0)
 
 
-def test_an_endpoint_that_returns_must_be_acknowledged_anew() -> None:
+def test_a_returning_endpoint_must_be_acknowledged_again() -> None:
     state = EdsState()
     state.synced = True
     stream = connected(state)

@@ -51,7 +51,7 @@ async def test_the_models_of_an_engine_with_a_key_are_listed(tmp_path: Path, cap
 
 
 @pytest.mark.parametrize("content", [b"", b" \n", b"two\nlines", b"\xff", b"x" * 5000, "é".encode()])
-async def test_a_key_that_is_none_is_not_shown_and_a_better_one_is_taken_up(
+async def test_an_invalid_key_is_not_sent_and_a_valid_one_is_used_later(
     content: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_http, "_REREAD_S", 0.0)

@@ -120,7 +120,9 @@ class Follower:
 
 
 @pytest.mark.parametrize("name", RELEASES)
-async def test_the_index_is_the_engine_s_cache_whenever_we_came(name: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_index_equals_the_engines_cache_whenever_the_picker_joined(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
     engine = Engine(name, seed=5)
     follower = Follower(engine)
     try:

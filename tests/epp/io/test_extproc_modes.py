@@ -144,7 +144,7 @@ def test_every_configuration_gives_one_reply_to_each_message_that_waits_for_one(
 
 @given(HALF, HALF, st.data())
 @settings(derandomize=True, max_examples=400, deadline=None)
-def test_an_upstream_that_answers_early_changes_nothing_of_that(
+def test_an_upstream_that_answers_early_gets_the_same_replies(
     request: Half, response: Half, data: st.DataObject
 ) -> None:
     """The upstream may answer once it has the request's headers, before the body has ended."""
@@ -189,7 +189,7 @@ def test_headers_in_the_middle_of_a_full_duplex_body_are_answered_with_the_choic
 
 
 @pytest.mark.parametrize("mode", [BodyMode.STREAMED, BodyMode.NONE])
-def test_a_body_whose_headers_went_on_with_its_length_keeps_it(mode: BodyMode) -> None:
+def test_a_body_is_not_resized_after_its_headers_were_forwarded(mode: BodyMode) -> None:
     state = exchange(mode)
     assert state.receive(Message(Kind.REQUEST_BODY, True, data=b"{}")) == [RouteRequest({}, b"{}", None)]
     assert state.answer(WHERE, b"longer") == [Reply(Kind.REQUEST_BODY, destination=WHERE)]
@@ -221,14 +221,14 @@ def test_without_request_headers_the_body_alone_decides(mode: BodyMode) -> None:
     assert stream.outcomes("headers") == 1
 
 
-def test_a_body_of_a_model_that_nobody_serves_is_refused_without_headers_too() -> None:
+def test_an_unknown_model_is_refused_without_headers_too() -> None:
     body = Message(Kind.REQUEST_BODY, True, data=b'{"model": "nobody", "messages": []}')
     (reply,) = Stream().ask(on_the_wire(BodyMode.BUFFERED, body))
     assert reply.immediate_response.status.code == 404
 
 
 @pytest.mark.parametrize("data", [b"", b"not json", b"[]", b'{"prompt": 1}'])
-def test_a_body_that_says_nothing_goes_by_load(data: bytes) -> None:
+def test_a_body_without_a_prompt_is_routed_by_load(data: bytes) -> None:
     (reply,) = Stream().ask(on_the_wire(BodyMode.BUFFERED, Message(Kind.REQUEST_BODY, True, data=data)))
     assert reply.dynamic_metadata[names.LB][names.DESTINATION]
 
@@ -246,7 +246,7 @@ def test_only_a_post_needs_a_body(method: str, path: str, mode: BodyMode) -> Non
         assert sum(bool(answer.dynamic_metadata) for answer in answers) == 1
 
 
-def test_what_a_get_carries_is_not_read_as_a_prompt() -> None:
+def test_the_body_of_a_get_is_not_read_as_a_prompt() -> None:
     stream = Stream()
     stream.ask(head({":path": "/v1/completions", ":method": "GET"}))
     (reply,) = stream.ask(on_the_wire(BodyMode.BUFFERED, Message(Kind.REQUEST_BODY, True, data=b"no json")))

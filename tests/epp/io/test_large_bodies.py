@@ -147,7 +147,7 @@ HOSTILE: dict[str, Callable[[], bytes]] = {
 
 
 @pytest.mark.parametrize("shape", [shape for shape in HOSTILE if "slow numbers" in shape])
-def test_few_numbers_that_take_long_are_read(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_few_slow_numbers_are_read(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
 
     def decode(data: bytes | str, **how: Any) -> Any:
@@ -265,7 +265,7 @@ def test_the_key_of_a_large_completion_is_the_beginning_of_its_whole_key(prompt:
     assert found.key_tokens_estimate < estimate
 
 
-def test_members_behind_a_large_prompt_count() -> None:
+def test_members_after_a_large_prompt_count() -> None:
     body = chat(WORDS * 20_000, max_tokens=7, cache_salt="s", lora_path="l")
     assert body.index(b'"model"') > MB
     found = parsed(body)
@@ -317,7 +317,7 @@ def test_a_large_body_that_is_no_request_is_a_400_that_says_why(body: bytes, say
     ],
 )
 @pytest.mark.parametrize("size", [0, MB])
-def test_what_is_nested_too_deep_for_a_template_is_a_400_at_the_picker(more: dict[str, Any], size: int) -> None:
+def test_too_deep_nesting_for_a_template_is_a_400_at_the_picker(more: dict[str, Any], size: int) -> None:
     deep = '{"a":' * 100 + "1" + "}" * 100
     body = chat("x", user="u" * size, **more).replace(b'"DEEP"', deep.encode())
     if is_large(body) or size:
@@ -351,7 +351,7 @@ def test_a_large_body_is_sent_on_as_it_came_or_with_another_model(mode: int) -> 
             assert common.header_mutation.set_headers[0].header.raw_value == b"10.0.0.1:8000"
 
 
-def test_bodies_that_wait_are_bounded_and_small_ones_pass() -> None:
+def test_waiting_bodies_are_bounded_and_small_ones_pass() -> None:
     router, waiting = new_router(), BodyBudget(MB)
     half = chat("y" * MB)[: MB // 2]
 
@@ -378,7 +378,7 @@ def test_bodies_that_wait_are_bounded_and_small_ones_pass() -> None:
     assert waiting.bytes == 0
 
 
-def test_an_answered_body_is_kept_no_longer() -> None:
+def test_an_answered_body_is_freed() -> None:
     router, waiting = new_router(), BodyBudget(4 * MB)
     stream = ExtProcSession(router, SessionLimits(64 * MB, waiting=waiting))
     for message in messages_of("/v1/chat/completions", chat("y" * MB), BUFFERED):

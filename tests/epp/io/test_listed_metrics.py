@@ -42,7 +42,7 @@ def check_envoy(page: str) -> None:
             assert set("12345") == {labels["envoy_response_code_class"] for labels in series}
 
 
-async def test_what_a_picker_and_its_envoy_show_after_some_requests_is_what_the_page_lists(tmp_path: Path) -> None:
+async def test_metrics_of_a_picker_and_its_envoy_equal_the_page(tmp_path: Path) -> None:
     async with engines() as fakes, data_plane(tmp_path, fakes) as plane:
         assert (await plane.complete()).status_code == 200
         assert (await plane.complete(model="nobody's")).status_code == 404
@@ -56,7 +56,7 @@ async def test_what_a_picker_and_its_envoy_show_after_some_requests_is_what_the_
     }
 
 
-async def test_what_a_picker_says_of_kubernetes_is_what_the_page_lists(tmp_path: Path) -> None:
+async def test_metrics_of_a_picker_on_kubernetes_equal_the_page(tmp_path: Path) -> None:
     async with fake_api() as api, engines(1) as fakes:
         api.collection(POOLS.format("team")).put(own_pool("p0", port=fakes[0].port))
         api.collection(PODS.format("team")).put(pod("pod-0", labels={"treeline.dev/pool": "p0"}, ip="127.0.0.1"))

@@ -54,7 +54,7 @@ async def test_a_wrong_path_is_an_error_that_names_it(flag: str, tmp_path: Path)
             pass
 
 
-async def test_the_debug_pages_are_there_only_if_asked_for() -> None:
+async def test_the_debug_pages_exist_only_if_enabled() -> None:
     async with running_picker("--endpoint", "a=127.0.0.1:1") as picker:
         assert (await picker.get("/live")).json() == {"live": True}
         assert (await picker.get("/debug/tree?pod=nobody")).status_code == 404

@@ -127,7 +127,7 @@ def test_engines_names_need_no_rule_and_no_rewriting() -> None:
 
 
 @pytest.mark.parametrize("duplex", [False, True])
-def test_weighted_targets_share_as_they_weigh_and_only_the_name_changes(duplex: bool) -> None:
+def test_weighted_targets_share_by_weight_and_only_the_name_changes(duplex: bool) -> None:
     bench = Bench(rule("chat", "a", targets=(("a1", 3), ("a2", 1))))
     seen: Counter[str] = Counter()
     for step in range(8):
@@ -146,7 +146,7 @@ def test_an_unknown_length_stays_unknown() -> None:
     assert bench.ask("chat", length=False).length is None
 
 
-def test_who_asks_again_for_a_request_gets_its_own_body_back() -> None:
+def test_a_repeated_request_gets_its_own_body_back() -> None:
     bench = Bench(rule("gpt", "b"))
     sent = {"x-request-id": "r1"}
     first = bench.ask("gpt", headers=sent, ends=False)
@@ -155,7 +155,7 @@ def test_who_asks_again_for_a_request_gets_its_own_body_back() -> None:
     assert (again.address, again.model) == (first.address, "other")
 
 
-def test_a_sheddable_request_is_refused_when_all_it_may_use_is_saturated_and_others_go_on() -> None:
+def test_a_sheddable_request_is_refused_when_its_endpoints_are_saturated_and_others_pass() -> None:
     bench = Bench(
         rule("batch", "a", targets=(("a1", None),), criticality="Sheddable"),
         rule("chat", "a", targets=(("a1", None),)),
@@ -194,7 +194,7 @@ def test_a_pool_without_a_ready_endpoint_is_replaced_by_its_fallbacks_in_order()
     assert bench.ask("chat").address == "10.0.0.1:8000"
 
 
-def test_a_pool_of_which_no_endpoint_is_ready_is_missed_also_where_another_serves_for_it() -> None:
+def test_a_pool_without_ready_endpoints_is_reported_although_a_fallback_serves() -> None:
     bench = Bench(rule("chat", "a", targets=(("a1", None),), fallback_pools=("b",)))
 
     def missed() -> set[str]:
@@ -211,7 +211,7 @@ def test_a_pool_of_which_no_endpoint_is_ready_is_missed_also_where_another_serve
     assert missed() == {"a", "b"}
 
 
-def test_a_saturated_pool_is_not_left_for_a_fallback() -> None:
+def test_a_saturated_pool_is_refused_without_trying_a_fallback() -> None:
     bench = Bench(rule("batch", "a", criticality="Sheddable", targets=(("a1", 1),), fallback_pools=("b",)))
     bench.wait("a-0", 20.0)
     assert bench.ask("batch").status.code == 429
@@ -239,7 +239,7 @@ def test_a_configured_pool_without_endpoints_is_known_but_not_ready() -> None:
     assert bench.ask("alias").model == "other"
 
 
-def test_rules_come_and_go_while_it_runs() -> None:
+def test_rules_change_while_the_picker_runs() -> None:
     bench = Bench()
     assert bench.ask("chat").status.code == 404
     older = rule("chat", "b", created="2026-01-01T00:00:00Z")
@@ -253,13 +253,13 @@ def test_rules_come_and_go_while_it_runs() -> None:
     assert bench.ask("chat").status.code == 404
 
 
-def test_the_list_of_models_is_what_can_be_asked_for() -> None:
+def test_the_list_of_models_has_every_name_that_can_be_requested() -> None:
     bench = Bench(rule("chat", "a", targets=(("a1", None),)), rule("lost", "nowhere"))
     assert bench.registry.models() == ["a1", "a2", "b1", "chat"]
     assert bench.registry.models_by_pool() == {"a": ["a1", "a2", "chat"], "b": ["b1"]}
 
 
-def test_engines_that_name_no_models_take_any() -> None:
+def test_engines_without_model_names_take_any() -> None:
     registry = ModelRegistry()
     registry.set_pools(claims({"p": ()}), ())
     assert registry.empty
@@ -288,9 +288,7 @@ def test_engines_that_name_no_models_take_any() -> None:
         ("", "POST", "/anything", True),
     ],
 )
-def test_an_engine_of_a_known_type_is_asked_for_inference_only(
-    engine: str, method: str, path: str, served: bool
-) -> None:
+def test_an_engine_of_a_known_type_gets_only_inference_paths(engine: str, method: str, path: str, served: bool) -> None:
     picker, registry, metrics = Picker(PickerConfig()), ModelRegistry(), Metrics()
     picker.add_endpoint(EndpointSpec("a-0", "10.0.0.1:8000", pool="a", engine=engine))
     registry.set_endpoint("a-0", "a", ("a1",), None)
@@ -305,7 +303,7 @@ def test_an_engine_of_a_known_type_is_asked_for_inference_only(
         assert (result.status, result.code) == (404, "not_found")
 
 
-def test_of_tokenizers_that_nobody_uses_the_newest_few_are_kept() -> None:
+def test_the_newest_few_unused_tokenizers_are_kept() -> None:
     registry = ModelRegistry()
     bundles = [
         TokenizerBundle.build(small_bundle().tokenizer_json, chat_template=f"template {number}") for number in range(12)

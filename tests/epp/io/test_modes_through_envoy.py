@@ -32,7 +32,7 @@ def modes(**fields: str) -> Any:
 @pytest.mark.deep
 @pytest.mark.parametrize("mode", ["STREAMED", "BUFFERED", "FULL_DUPLEX_STREAMED"])
 @pytest.mark.parametrize("left_out", ["request_header_mode", "response_header_mode"])
-async def test_headers_that_are_left_out_cost_neither_body(tmp_path: Path, mode: str, left_out: str) -> None:
+async def test_omitted_headers_lose_neither_body(tmp_path: Path, mode: str, left_out: str) -> None:
     settings = {"request_body_mode": mode, "response_body_mode": mode, "fail_open": False}
     trailers = {"request_trailer_mode": "SEND", "response_trailer_mode": "SEND"}
     patch = modes(**{left_out: "SKIP"}, **trailers)

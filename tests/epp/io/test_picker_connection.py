@@ -57,7 +57,7 @@ class Relay:
             server.close()
 
 
-async def test_many_requests_that_are_given_up_while_the_picker_is_busy_leave_its_connection_to_others(
+async def test_many_cancelled_requests_do_not_end_the_busy_pickers_connection(
     tmp_path: Path,
 ) -> None:
     relay = Relay()

@@ -89,7 +89,7 @@ def lines(diagram: str) -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("section", MODES)
-def test_a_diagram_is_what_happens(section: str) -> None:
+def test_a_diagram_equals_the_exchange(section: str) -> None:
     (diagram,) = blocks("mermaid", section)
     state = ExtProcState(*MODES[section], body_limit=1_000_000)
     waiting: list[Output] = []
@@ -134,7 +134,7 @@ def with_ports(node: Any, ports: dict[int, int]) -> Any:
 
 @pytest.mark.integration
 @pytest.mark.deep
-async def test_the_plain_envoy_sends_requests_where_the_picker_says(tmp_path: Path) -> None:
+async def test_the_plain_envoy_sends_requests_to_the_picked_endpoint(tmp_path: Path) -> None:
     (text,) = blocks("yaml", "Plain Envoy")
     listen, admin = free_ports(2)
     async with engines(2) as fakes:
@@ -224,7 +224,7 @@ def check_kinds(found: list[dict[str, Any]], known: dict[tuple[str, str], dict[s
 
 
 @pytest.mark.parametrize(("section", "block"), [("Envoy Gateway", 1), ("Istio", 0)])
-def test_the_gateways_are_what_their_definitions_allow_and_what_the_route_names(section: str, block: int) -> None:
+def test_the_sample_gateways_are_valid_and_are_those_of_the_route(section: str, block: int) -> None:
     found = objects(section, block)
     known = schemas(CRDS / "gateway-api", CRDS / "inference-extension")
     check_kinds(found, known, {"ClientTrafficPolicy", "BackendTrafficPolicy", "DestinationRule"})
@@ -237,7 +237,7 @@ def test_the_gateways_are_what_their_definitions_allow_and_what_the_route_names(
         )
 
 
-def test_the_policies_of_envoy_gateway_are_what_its_definitions_allow() -> None:
+def test_the_policies_of_envoy_gateway_are_valid() -> None:
     chart = programs_or_skip("envoy-gateway")["envoy-gateway"] / "gateway-helm"
     known = schemas(chart / "charts/crds/crds/generated")
     found = objects("Envoy Gateway", 1)
@@ -246,7 +246,7 @@ def test_the_policies_of_envoy_gateway_are_what_its_definitions_allow() -> None:
     assert backend["spec"]["targetRefs"][0]["name"] == existing("pool")["HTTPRoute"]["metadata"]["name"]
 
 
-def test_the_values_of_envoy_gateway_are_those_that_the_journeys_install_with() -> None:
+def test_the_values_of_envoy_gateway_equal_the_journeys() -> None:
     nowhere: Any = {name: Path() for name in PROGRAMS}
     kube: Any = None
     used = EnvoyGateway(kube, nowhere, "")._gateway_values(extended=True)["config"]["envoyGateway"]
@@ -256,7 +256,7 @@ def test_the_values_of_envoy_gateway_are_those_that_the_journeys_install_with() 
     assert told["extensionApis"].items() <= used["extensionApis"].items()
 
 
-def test_istio_is_told_of_the_pickers_tls() -> None:
+def test_istio_is_configured_for_the_pickers_tls() -> None:
     (rule,) = [obj for obj in objects("Istio", 0) if obj["kind"] == "DestinationRule"]
     picker = existing("picker")
     assert rule["spec"]["host"] == picker["Service"]["metadata"]["name"]

@@ -122,7 +122,7 @@ def folder_in(parent: Path, name: str) -> Path:
     return folder
 
 
-async def test_an_envoy_of_another_authority_or_without_tls_is_not_heard(tmp_path: Path) -> None:
+async def test_an_envoy_of_another_authority_or_without_tls_is_refused(tmp_path: Path) -> None:
     ours = Authority.made().secret(tmp_path / "ours")
     other = Authority.made().secret(tmp_path / "other")
     (tmp_path / "mixed").mkdir()
@@ -142,7 +142,7 @@ async def test_an_envoy_of_another_authority_or_without_tls_is_not_heard(tmp_pat
         together.create_task(is_not_heard(folder_in(tmp_path, "3"), None))
 
 
-async def test_a_picker_of_another_authority_or_name_is_not_believed(tmp_path: Path) -> None:
+async def test_a_picker_of_another_authority_or_name_is_refused(tmp_path: Path) -> None:
     authority = Authority.made()
     ours = authority.secret(tmp_path / "ours")
     pretender = authority.secret(tmp_path / "pretender", name="other-epp.team.svc")

@@ -118,7 +118,7 @@ async def test_a_folders_tokenizer_turns_a_vllm_shaped_engines_events_into_hits(
         assert idle.seq == -1
 
 
-async def test_with_a_tokenizer_that_loses_text_requests_go_by_history_and_say_so(tmp_path: Path) -> None:
+async def test_with_a_lossy_tokenizer_requests_are_routed_by_history_with_a_reason(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     wordpiece().save(str(folder / "tokenizer.json"))
@@ -133,7 +133,7 @@ async def test_with_a_tokenizer_that_loses_text_requests_go_by_history_and_say_s
             assert 4 in (len(engine.served), len(other.served)), "each goes where the first one went"
 
 
-async def test_without_a_tokenizer_events_are_counted_and_requests_go_by_history(tmp_path: Path) -> None:
+async def test_without_a_tokenizer_events_are_counted_and_requests_are_routed_by_history(tmp_path: Path) -> None:
     async with foreign() as (engine, publisher), foreign() as (other, _):
         other.name = "e1"
         async with data_plane(tmp_path, [engine, other]) as plane:
@@ -158,7 +158,7 @@ async def test_without_a_tokenizer_events_are_counted_and_requests_go_by_history
             assert metrics[name] == 2
 
 
-async def test_a_tokenizer_for_another_name_is_told_with_both_names() -> None:
+async def test_a_tokenizer_for_another_name_is_reported_with_both_names() -> None:
     async with (
         foreign(models=("Qwen/Qwen3-4B", "more")) as (engine, _),
         running_picker(
@@ -169,7 +169,7 @@ async def test_a_tokenizer_for_another_name_is_told_with_both_names() -> None:
         assert "the engine serves Qwen/Qwen3-4B, more, and --tokenizer is given for qwen, b" in found["message"]
 
 
-async def test_the_only_tokenizer_is_that_of_an_engine_whose_models_nobody_knows() -> None:
+async def test_an_engine_with_unknown_models_uses_the_only_tokenizer() -> None:
     async with foreign() as (engine, publisher):
         engine.statuses["/v1/models"] = 401
         engine.documents["/version"] = {"version": "0.33.0"}
@@ -183,7 +183,7 @@ async def test_the_only_tokenizer_is_that_of_an_engine_whose_models_nobody_knows
             assert "serves models that nobody knows, and --tokenizer is given for qwen, b" in found["message"]
 
 
-async def test_a_folder_that_comes_later_and_then_changes_is_taken_up(
+async def test_a_folder_that_appears_and_changes_is_read(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokenizer_watch, "LOOK_S", 0.05)
@@ -219,7 +219,7 @@ async def test_a_folder_that_comes_later_and_then_changes_is_taken_up(
         assert await held()
 
 
-async def test_a_hub_that_is_away_holds_nothing_up_and_is_taken_up_when_it_is_back(
+async def test_an_unreachable_hub_delays_nothing_and_is_used_when_it_returns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = {"tokenizer.json": small_bundle().tokenizer_json.encode()}
@@ -242,7 +242,7 @@ async def test_a_hub_that_is_away_holds_nothing_up_and_is_taken_up_when_it_is_ba
                 await unavailable(picker, "answers 503")
 
 
-async def test_an_engines_own_tokenizer_goes_first_unless_a_flag_names_a_model_of_its(tmp_path: Path) -> None:
+async def test_an_engines_own_tokenizer_wins_unless_a_flag_names_its_model(tmp_path: Path) -> None:
     own = {"tokenizer_fingerprint": small_bundle().fingerprint}
     async with foreign(models=("base", "adapter")) as (engine, publisher):
         engine.documents["/server_info"] = {"kv_events": publisher.kv_events(), **own}
