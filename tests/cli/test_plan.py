@@ -48,7 +48,7 @@ def test_the_gateways_own_port_overrides_the_base():
     assert _options(["m", "--port-base", "9100", "--port", "80"])[0].port == 80
 
 
-def test_engines_that_run_already_stand_behind_picker_and_envoy_and_no_runtime_is_started():
+def test_running_engines_get_picker_and_envoy_and_no_runtime_is_started():
     flags = ["--engine", "a=127.0.0.1:8001", "--engine", "b=[fd00::2]:8001"]
     options, _ = _options([*flags, "--", "--tokenizer", "hf://org/name"])
     a, b, picker, envoy = plan(options, Path("/bin/envoy"), Path("/tmp/envoy.json"))

@@ -56,7 +56,7 @@ def test_every_dependency_is_pinned_exactly_and_by_the_hashes_of_its_files():
             assert "==" in dependency, f"{room}: {dependency}"
 
 
-def test_the_rooms_ask_for_what_the_lock_file_gives():
+def test_the_rooms_requirements_match_the_lock_file():
     names = {line.split()[0] for line in locked()}
     for room in ROOMS:
         for dependency in tomllib.loads((ROOT / room / "pyproject.toml").read_text())["project"]["dependencies"]:
@@ -75,7 +75,7 @@ def test_no_two_packages_here_own_one_file():
     assert not shared
 
 
-def test_the_files_that_a_request_an_event_and_a_change_pass_are_there():
+def test_files_named_in_the_architecture_page_exist():
     page = (ROOT / "docs" / "architecture.md").read_text()
     named = re.findall(rf"`({'|'.join(ROOMS)})/([\w/{{}},]+)\.py`", page)
     assert len(named) > 30
@@ -106,7 +106,7 @@ def test_links_between_the_pages_lead_somewhere():
                 assert (page.parent / target).exists(), f"{page.relative_to(ROOT)} → {target}"
 
 
-def test_make_help_lists_the_words():
+def test_make_help_lists_the_targets():
     told = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for word in ("help", "run", "test", "check", "bench", "fuzz", "clean", "model"):
         assert f"make {word}" in told

@@ -55,7 +55,7 @@ def cached(*args: Any, **body: Any) -> int:
     return counted
 
 
-def test_the_second_key_finds_nothing_of_the_first_and_each_finds_its_own(stack: Stack) -> None:
+def test_each_key_hits_its_own_prefixes_and_none_of_the_other(stack: Stack) -> None:
     prompt = text(60, seed=21)
     assert cached(stack, "ada", prompt) == 0
     assert cached(stack, "bob", prompt) == 0
@@ -140,7 +140,7 @@ def test_the_access_log_names_the_client_and_no_key(stack: Stack) -> None:
     assert "sk-" not in log
 
 
-def test_answers_that_one_client_does_not_read_keep_no_other_out(stack: Stack) -> None:
+def test_unread_answers_of_one_client_do_not_block_another(stack: Stack) -> None:
     host, _, port = stack.url.removeprefix("http://").rpartition(":")
 
     def streams() -> float:
@@ -173,7 +173,7 @@ def test_clients_are_kept_apart_while_no_picker_answers(stack: Stack) -> None:
         stack.start("picker")
 
 
-def test_strangers_who_share_a_cache_are_told_nothing_of_it(sharing: Stack) -> None:
+def test_clients_that_share_a_cache_learn_nothing_of_each_other(sharing: Stack) -> None:
     prompt = text(60, seed=25)
     for client in ("ada", "bob", "bob"):
         answer = ask(sharing, client, prompt)

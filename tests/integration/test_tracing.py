@@ -84,7 +84,7 @@ def test_one_trace_joins_client_envoy_picker_and_runtime(traced: Stack, collecto
     assert said not in told
 
 
-def test_a_trace_that_envoy_begins_is_one_too(traced: Stack, collector: Collector):
+def test_a_trace_begun_by_envoy_joins_all_parts(traced: Stack, collector: Collector):
     id = str(uuid.uuid4())
     ask(traced, {"x-request-id": id})
     spans = spans_of(collector, collector.trace_with("guid:x-request-id", id))

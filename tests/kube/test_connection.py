@@ -147,14 +147,14 @@ async def test_a_slow_answer_is_a_timeout_and_tried_again(script: Script, cluste
         await cluster.request(Call("get", "x", "/x", retry=Retry(attempt_s=0.2, budget_s=0.5, base_s=0.01)))
 
 
-async def test_a_server_that_is_not_there(cluster: Client) -> None:
+async def test_a_missing_server_is_a_typed_error(cluster: Client) -> None:
     cluster.configuration.host = "http://127.0.0.1:9"
     with pytest.raises(Unavailable) as refused:
         await cluster.create(OBJECT)
     assert not refused.value.sent
 
 
-async def test_an_answer_that_will_not_change_is_not_asked_for_again(script: Script, cluster: Client) -> None:
+async def test_a_final_refusal_is_not_retried(script: Script, cluster: Client) -> None:
     script.answers = [refusal(422, "Invalid", causes=[{"field": "spec.x", "reason": "R", "message": "no"}])]
     with pytest.raises(Invalid) as refused:
         await cluster.apply(OBJECT)
@@ -237,7 +237,7 @@ async def test_requests_are_counted(script: Script, cluster: Client) -> None:
     ]
 
 
-async def test_what_is_sent(script: Script, cluster: Client) -> None:
+async def test_requests_have_the_expected_form(script: Script, cluster: Client) -> None:
     await cluster.apply(OBJECT)
     request = script.seen[0]
     assert (request.method, request.path) == ("PATCH", "/api/v1/namespaces/ns/configmaps/it")

@@ -256,7 +256,7 @@ def test_a_server_that_says_nothing_is_given_up() -> None:
 
 @pytest.mark.parametrize("status", ["429 Too Many Requests", "503 Service Unavailable"])
 @pytest.mark.parametrize("streaming", [False, True])
-def test_a_busy_server_is_asked_again_when_it_says(status: str, streaming: bool) -> None:
+def test_a_request_to_a_busy_server_is_retried_after_the_given_delay(status: str, streaming: bool) -> None:
     def script(_path: str, _body: Any, number: int) -> bytes:
         if number < 2:
             return http(status, b"busy", "retry-after: 0")

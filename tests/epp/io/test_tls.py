@@ -99,7 +99,7 @@ async def test_both_ports_take_a_mounted_secret_that_is_replaced_under_a_running
                 assert await health(port, first) is None, "the old certificate opens nothing"
 
 
-async def test_without_files_one_is_made_and_health_is_served_there_if_asked_for() -> None:
+async def test_without_files_a_certificate_is_made_and_health_is_served_if_enabled() -> None:
     async with engines(1) as (engine,):
         flags = ("--endpoint", f"e0={engine.address}", "--secure-serving", "--health-checking")
         async with running_picker(*flags) as picker:
@@ -118,7 +118,7 @@ async def test_without_files_one_is_made_and_health_is_served_there_if_asked_for
                     assert (await check(HealthCheckRequest(service=name))).status == HealthCheckResponse.SERVING
 
 
-def test_files_that_cannot_be_used_are_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_unusable_files_are_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(TlsError, match=r"cannot read .*tls\.key \(No such file or directory\): name a folder"):
         Certificate(tmp_path).context()
     write(tmp_path, (self_signed()[0], self_signed()[1]), 1)
@@ -134,7 +134,7 @@ def test_files_that_cannot_be_used_are_told(tmp_path: Path, capfd: pytest.Captur
     assert "ca.crt" in capfd.readouterr().err
 
 
-def test_a_key_that_wants_a_password_is_told_and_the_old_one_stays(
+def test_a_key_with_a_password_is_reported_and_the_old_one_stays(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     key, chain = self_signed()
@@ -151,7 +151,7 @@ def test_a_key_that_wants_a_password_is_told_and_the_old_one_stays(
         Certificate(tmp_path).context()
 
 
-def test_files_that_are_gone_are_told_once_and_used_when_they_are_back(
+def test_missing_files_are_reported_once_and_used_when_they_return(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write(tmp_path, self_signed(), 1)

@@ -84,7 +84,7 @@ def test_the_picker_understands_its_flags_and_speaks_tls() -> None:
 @pytest.mark.integration
 @pytest.mark.deep
 @pytest.mark.parametrize("file", FILES, ids=lambda path: path.stem)
-def test_a_file_is_taken_by_the_api_server(plane: ControlPlane, file: Path) -> None:
+def test_the_api_server_accepts_each_file(plane: ControlPlane, file: Path) -> None:
     apply = ("apply", "--server-side", "--dry-run=server", "--validate=strict", "-f", str(file))
     assert len(plane.kubectl(*apply).splitlines()) == len(list(yaml.safe_load_all(file.read_text())))
     head = file.read_text().split("apiVersion", 1)[0]

@@ -132,7 +132,7 @@ async def test_a_pool_chooses_its_policy_and_changes_it_while_the_picker_runs(tm
                 await until(lambda said=said: equal(policy(picker, "p0"), said), f"its policy is {said}")
 
 
-async def test_pods_come_drain_and_go(tmp_path: Path) -> None:
+async def test_pods_are_added_drained_and_removed(tmp_path: Path) -> None:
     async with cluster(tmp_path) as it, running_picker(*it.flags()) as picker:
         await listed_so(picker, "pod-0", ready=True, draining=False)
         it.put_pod(0, labels={"treeline.dev/serving": "false"})
@@ -195,7 +195,7 @@ async def test_a_label_does_not_make_a_picker_forget_and_a_restart_does(tmp_path
         assert len(it.engines[0].seen) > asked
 
 
-async def test_a_lost_server_changes_nothing_and_is_told(tmp_path: Path) -> None:
+async def test_a_lost_api_server_changes_nothing_and_is_reported(tmp_path: Path) -> None:
     async with cluster(tmp_path) as it, running_picker(*it.flags()) as picker:
         await listed_so(picker, "pod-0", ready=True)
         before = (await listing(picker))["pools"]
@@ -224,7 +224,7 @@ async def test_a_lost_server_changes_nothing_and_is_told(tmp_path: Path) -> None
         assert (await picker.metrics())['treeline_epp_kube_lists_total{kind="pods"}'] == 2
 
 
-async def test_a_thousand_changes_in_a_moment_are_taken_together(tmp_path: Path) -> None:
+async def test_a_thousand_changes_at_once_are_applied_together(tmp_path: Path) -> None:
     async with cluster(tmp_path, 1) as it:
         for i in range(500):
             it.put(MODELS_OF, own_model(f"r{i}", "p0", model=f"r{i}-0"))
@@ -269,9 +269,7 @@ async def test_without_pods_it_is_not_ready_until_they_may_be_read(tmp_path: Pat
             await until(lambda: so(picker.get("/ready"), lambda answer: answer.status_code == 200), "it is ready")
 
 
-async def test_what_a_newcomer_has_forgotten_is_told_once_with_the_fix(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_common_mistakes_are_reported_once_with_the_fix(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def lines(word: str) -> list[str]:
         return [record.message for record in caplog.records if word in record.message]
 
@@ -393,7 +391,7 @@ async def reporting(engine: FakeEngine, load: TreelineLoad) -> AsyncIterator[Non
         publisher.stop()
 
 
-async def test_through_envoy_a_sheddable_request_is_429_where_all_it_may_use_is_full_and_no_other_is(
+async def test_through_envoy_only_a_sheddable_request_is_429_when_its_endpoints_are_full(
     tmp_path: Path,
 ) -> None:
     full = TreelineLoad(epoch=1, prefill_tokens_per_s=1000.0, waiting_uncached_tokens=20_000)
@@ -466,7 +464,7 @@ async def test_through_envoy_weights_share_names_are_rewritten_and_a_fallback_se
                 assert (await http.post("/v1/completions", json={"model": "no", "prompt": "x"})).status_code == 404
 
 
-async def test_behind_a_shared_edge_no_engine_is_asked_what_only_another_engine_infers(
+async def test_behind_a_shared_edge_no_engine_gets_another_engines_paths(
     tmp_path: Path,
 ) -> None:
     async with cluster(tmp_path) as it:

@@ -32,7 +32,7 @@ async def serving(
         yield cluster, fakes
 
 
-async def test_pods_and_models_live(control_plane: ControlPlane, namespace: str) -> None:
+async def test_pods_and_models_are_followed(control_plane: ControlPlane, namespace: str) -> None:
     async with serving(control_plane, namespace, 2) as (cluster, fakes), running_picker(*cluster.flags()) as picker:
         await listed_so(picker, "pod-0", ready=True, address=fakes[0].address)
         assert await asked(picker, "m0") == fakes[0].address
@@ -85,7 +85,7 @@ async def restarting(control_plane: ControlPlane) -> AsyncIterator[asyncio.Task[
         await restarted
 
 
-async def test_a_restart_of_the_api_server_is_not_felt(
+async def test_a_restart_of_the_api_server_has_no_effect_on_requests(
     control_plane: ControlPlane, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reflector, "Timing", partial(reflector.Timing, backoff_s=(0.2, 1.0)))
@@ -112,7 +112,7 @@ async def test_a_restart_of_the_api_server_is_not_felt(
         await until(lambda: equal(asked(picker, "chat"), fakes[0].address), "changes arrive again")
 
 
-async def test_an_api_server_that_hangs_is_not_felt(control_plane: ControlPlane, namespace: str) -> None:
+async def test_a_hanging_api_server_has_no_effect_on_requests(control_plane: ControlPlane, namespace: str) -> None:
     async with serving(control_plane, namespace) as (cluster, fakes), running_picker(*cluster.flags()) as picker:
         await listed_so(picker, "pod-0", ready=True)
         control_plane.pause("apiserver")

@@ -69,9 +69,7 @@ async def answers(picker: RunningPicker, model: str, expected: object) -> None:
 
 
 @pytest.mark.parametrize("group", RULES_GROUPS)
-async def test_a_rewrite_acts_while_it_is_there_with_the_rights_that_the_operator_grants(
-    rules: Rules, group: str
-) -> None:
+async def test_a_rewrite_acts_while_it_exists_with_the_operators_rights(rules: Rules, group: str) -> None:
     rules.group = group
     user = f"picker-{rules.namespace}"
     await rules.grant(user, [need.rule() for need in (*PICKER, rules_need(group))])
@@ -143,7 +141,7 @@ async def following(rules: Rules) -> AsyncIterator[tuple[KubernetesSource, Liste
             await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_what_is_told_is_what_is_there_through_changes_and_a_restart(
+async def test_reported_rules_equal_the_objects_through_changes_and_a_restart(
     rules: Rules, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It includes changes made while the API server was away, and defaults of upstream's definitions."""

@@ -31,7 +31,7 @@ def test_four_pickers_choose_as_one_and_spread_the_load_alike() -> None:
         assert not any(endpoint.load.reservations for endpoint in node.picker.endpoints.values())
 
 
-def test_without_a_word_they_do_not() -> None:
+def test_without_gossip_four_pickers_choose_differently() -> None:
     """It proves that the test above can fail."""
     silent = Pool(4, 8, gossip=False)
     silent.run(TRACE[:200])

@@ -108,7 +108,7 @@ class World:
 
 @settings(max_examples=20)
 @given(st.integers(0, 1 << 32), st.integers(2, 4))
-def test_whatever_is_lost_doubled_overtaken_or_restarted_they_agree_and_nothing_leaks(seed: int, pickers: int) -> None:
+def test_pickers_agree_and_leak_nothing_under_any_faults(seed: int, pickers: int) -> None:
     world = World(pickers, seed=seed)
     world.bad = True
     for _ in range(100):
@@ -139,7 +139,7 @@ def test_a_request_is_known_to_the_others_at_once_and_its_end_soon() -> None:
     world.assert_agreed()
 
 
-def test_the_dead_are_forgotten_with_their_requests() -> None:
+def test_dead_pickers_are_forgotten_with_their_requests() -> None:
     world = World(3)
     world.run(1)
     world.send(world.nodes[0])
@@ -152,7 +152,7 @@ def test_the_dead_are_forgotten_with_their_requests() -> None:
 
 
 @pytest.mark.parametrize(("leaves", "seconds"), [(True, 0.01), (False, 0.2)], ids=["it leaves", "one is in its place"])
-def test_whose_end_is_heard_of_is_forgotten_at_once(leaves: bool, seconds: float) -> None:
+def test_a_picker_that_says_goodbye_is_forgotten_at_once(leaves: bool, seconds: float) -> None:
     world = World(2)
     world.run(1)
     world.send(world.nodes[0])
@@ -166,7 +166,7 @@ def test_whose_end_is_heard_of_is_forgotten_at_once(leaves: bool, seconds: float
     world.assert_agreed()
 
 
-def test_a_prompt_that_another_has_sent_somewhere_is_sent_there_too() -> None:
+def test_a_prompt_follows_another_pickers_choice() -> None:
     world = World(2, endpoints=8)
     world.run(1)
     key = world.rng.randbytes(8000)
@@ -183,7 +183,7 @@ def test_a_prompt_that_another_has_sent_somewhere_is_sent_there_too() -> None:
         assert node.picker.pick(request, world.clock.now).best.candidate.cached_tokens == 0, "it came to nothing"
 
 
-def test_one_that_was_refused_for_want_of_room_is_full_for_all() -> None:
+def test_an_endpoint_that_refused_is_full_for_all_pickers() -> None:
     world = World(2, endpoints=1)
     world.run(1)
     world.end(world.nodes[0], world.send(world.nodes[0]), Outcome.OVERLOADED)
@@ -192,7 +192,7 @@ def test_one_that_was_refused_for_want_of_room_is_full_for_all() -> None:
     assert world.nodes[1].picker.pick(request, world.clock.now).best.full_s > 0.9
 
 
-def test_errors_are_judged_by_each_for_itself() -> None:
+def test_each_picker_judges_errors_itself() -> None:
     world = World(2, endpoints=1)
     world.run(1)
     for _ in range(20):
@@ -245,7 +245,7 @@ def gossip_of(endpoints: int = 2) -> tuple[Picker, Gossip]:
 REF = endpoint_ref("pod-0", "10.0.0.0:8000")
 
 
-def test_a_stranger_changes_nothing_and_is_answered_nothing() -> None:
+def test_a_stranger_changes_nothing_and_gets_no_answer() -> None:
     _, gossip = gossip_of()
     stranger = Liar(gossip, peer_key(b"another secret"))
     rng = random.Random(1)
@@ -257,7 +257,7 @@ def test_a_stranger_changes_nothing_and_is_answered_nothing() -> None:
     assert gossip.elsewhere == 0
 
 
-def test_what_was_recorded_cannot_be_said_again() -> None:
+def test_a_recorded_datagram_is_not_accepted_again() -> None:
     """The datagram is of a picker that is gone, or an old one of a picker that is there: neither is accepted."""
     picker, gossip = gossip_of()
     liar = Liar(gossip)
@@ -277,7 +277,7 @@ def test_what_was_recorded_cannot_be_said_again() -> None:
         assert picker.endpoints["pod-0"].load.reservations.tokens == 0
 
 
-def test_a_datagram_from_a_false_address_keeps_nobody_out() -> None:
+def test_a_datagram_from_a_false_address_blocks_no_picker() -> None:
     _, gossip = gossip_of()
     liar = Liar(gossip)
     assert len(liar.say(Delta(1), 0.0, ("10.9.9.9", 1))) == 1, "the question goes there first"
@@ -287,7 +287,7 @@ def test_a_datagram_from_a_false_address_keeps_nobody_out() -> None:
     assert set(gossip.addresses) == {HOME}
 
 
-def test_an_old_answer_from_a_false_address_ends_nobody() -> None:
+def test_an_old_answer_from_a_false_address_removes_no_picker() -> None:
     _, gossip = gossip_of()
     one, other = Liar(gossip), Liar(gossip)
     one.join(0.0)
@@ -301,7 +301,7 @@ def test_an_old_answer_from_a_false_address_ends_nobody() -> None:
     assert set(gossip.addresses) == {HOME, there}
 
 
-def test_absurd_claims_are_bounded_and_end() -> None:
+def test_absurd_claims_are_bounded_and_expire() -> None:
     picker, gossip = gossip_of()
     liar = Liar(gossip)
     liar.join(0.0)
@@ -335,7 +335,7 @@ def test_many_requests_and_many_pickers_are_bounded() -> None:
     assert gossip.in_step == 11, "those that have answered are kept"
 
 
-def test_an_unknown_endpoint_is_counted_and_its_end_is_nothing() -> None:
+def test_requests_of_an_unknown_endpoint_are_counted_and_ignored() -> None:
     picker, gossip = gossip_of(1)
     liar = Liar(gossip)
     liar.join(0.0)
@@ -350,7 +350,7 @@ def test_an_unknown_endpoint_is_counted_and_its_end_is_nothing() -> None:
     picker.on_tick(1.2)
 
 
-def test_two_endpoints_of_one_ref_are_neither(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_endpoints_with_one_reference_match_neither(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("treeline_epp.peers.ledger.endpoint_ref", lambda _name, _address: REF)
     picker, gossip = gossip_of(2)
     liar = Liar(gossip)
@@ -362,7 +362,7 @@ def test_two_endpoints_of_one_ref_are_neither(monkeypatch: pytest.MonkeyPatch) -
     assert gossip.elsewhere == 1
 
 
-def test_who_asks_too_often_is_answered_once() -> None:
+def test_a_picker_that_asks_too_often_is_answered_once() -> None:
     _, gossip = gossip_of()
     own = gossip.tick(0.0)[0][0]
     opened = Seal(KEY).open(own)
@@ -374,7 +374,7 @@ def test_who_asks_too_often_is_answered_once() -> None:
     assert liar.say(Ask(bytes(6), bytes(8)), 9.0) == [], "another is meant"
 
 
-def test_hearing_itself_is_no_news() -> None:
+def test_a_picker_ignores_its_own_datagrams() -> None:
     _, gossip = gossip_of()
     (datagram, _), *_ = gossip.tick(0.0)
     assert gossip.on_datagram(datagram, HOME, 0.0) == ()

@@ -34,7 +34,7 @@ def answer(nonce: bytes, seq: int, parts: int) -> list[Snapshot]:
 
 
 @given(st.lists(st.one_of(st.integers(1, 40), st.none()), max_size=120), st.integers(1, 4))
-def test_deltas_are_applied_in_order_each_once_and_what_is_missing_is_asked_for(
+def test_deltas_are_applied_once_in_order_and_missing_ones_are_requested(
     arrivals: list[int | None], parts: int
 ) -> None:
     """A number is an arriving delta; None lets time pass, and questions of that time are answered."""
@@ -59,7 +59,7 @@ def test_deltas_are_applied_in_order_each_once_and_what_is_missing_is_asked_for(
         )
 
 
-def test_another_answer_than_to_the_last_question_does_not_count() -> None:
+def test_only_the_answer_to_the_last_question_counts() -> None:
     sequence = Sequence(0.0)
     first = sequence.question(0.0)
     assert sequence.question(ASK_AGAIN_S / 2) is None
@@ -74,7 +74,7 @@ def test_another_answer_than_to_the_last_question_does_not_count() -> None:
     assert sequence.on_part(whole[1], 1.0) == NOTHING
 
 
-def test_what_waits_for_a_missing_one_is_bounded() -> None:
+def test_deltas_that_wait_for_a_missing_one_are_bounded() -> None:
     sequence = Sequence(0.0)
     nonce = sequence.question(0.0)
     assert nonce is not None
