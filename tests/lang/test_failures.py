@@ -110,7 +110,7 @@ def test_reading_a_program_whose_call_failed_raises_why(run: Callable[..., Any],
     assert str(state.error()).endswith("no answer")
 
 
-def test_a_program_called_within_another_returns_nothing_where_its_call_failed() -> None:
+def test_a_called_program_whose_request_failed_returns_nothing() -> None:
     backend = FakeBackend()
     backend.fails = lambda _: Refused("no answer")
     with pytest.raises(Refused, match="no answer"):
@@ -243,7 +243,7 @@ def talks(s: Any) -> None:
     s += user("x") + assistant(gen("a"))
 
 
-def test_a_server_that_says_nothing_is_given_up() -> None:
+def test_a_silent_server_is_given_up() -> None:
     with scripted(lambda *_: None) as url, RuntimeEndpoint(url, timeout_s=0.3) as backend:
         for program in (asks, chooses, talks):
             state = program.run(backend=backend)
@@ -291,7 +291,7 @@ GARBAGE = {
 
 
 @pytest.mark.parametrize("kind", GARBAGE)
-def test_an_answer_that_is_none_is_an_error_of_the_backend(kind: str) -> None:
+def test_an_invalid_answer_is_an_error_of_the_backend(kind: str) -> None:
     with scripted(lambda *_: GARBAGE[kind]) as url, RuntimeEndpoint(url) as backend:
         for program in (asks, chooses, talks):
             if kind == "two texts" and program is not asks:
@@ -313,7 +313,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("kind", BROKEN)
-def test_a_stream_that_breaks_off_is_an_error_after_what_came(kind: str) -> None:
+def test_a_broken_stream_is_an_error_after_its_text(kind: str) -> None:
     answer, came = BROKEN[kind]
     with scripted(lambda *_: answer) as url, RuntimeEndpoint(url) as backend:
         state = asks.run(backend=backend, stream=True)
@@ -323,7 +323,7 @@ def test_a_stream_that_breaks_off_is_an_error_after_what_came(kind: str) -> None
         assert "".join(pieces) == came
 
 
-def test_a_request_that_is_wrong_is_refused_and_not_tried_again() -> None:
+def test_an_invalid_request_is_refused_and_not_retried() -> None:
     seen: list[str] = []
 
     def script(path: str, _body: Any, _number: int) -> bytes:
@@ -400,7 +400,7 @@ def test_ctrl_c_ends_the_process_and_its_requests(server: ServerProcess, what: s
     eventually(lambda: requests_running(server) == 0)
 
 
-def test_who_leaves_a_batch_early_ends_the_rest() -> None:
+def test_leaving_a_batch_early_ends_the_rest() -> None:
     backend = FakeBackend()
     backend.holds = lambda request: request.text != "0"
     batch = one.run_batch([{"word": str(i)} for i in range(8)], backend=backend, generator_style=True, num_threads=4)

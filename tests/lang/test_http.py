@@ -76,7 +76,7 @@ def packed(name: str, body: bytes) -> bytes:
         (b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nlink: </x>\r\n\r\n", FINE),
     ],
 )
-async def test_an_answer_is_read_however_it_ends(answer: tuple[bytes, ...]) -> None:
+async def test_an_answer_is_read_with_every_kind_of_end(answer: tuple[bytes, ...]) -> None:
     async with serving(answers(*answer)) as port:
         assert await ask(f"http://127.0.0.1:{port}") == (200, TEXT)
 
@@ -92,7 +92,7 @@ async def test_an_answer_is_read_however_it_ends(answer: tuple[bytes, ...]) -> N
         ((b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\nxx",), "not HTTP"),
     ],
 )
-async def test_what_is_no_whole_answer_is_an_error(answer: tuple[bytes, ...], reason: str) -> None:
+async def test_an_incomplete_answer_is_an_error(answer: tuple[bytes, ...], reason: str) -> None:
     async with serving(answers(*answer)) as port:
         with pytest.raises(BrokeOff, match=reason):
             await ask(f"http://127.0.0.1:{port}")
@@ -180,7 +180,7 @@ async def test_a_server_whose_certificate_is_not_trusted_cannot_be_reached(tmp_p
     [((b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}", b""), 5), ((b"",), 1)],
     ids=["closed while it was idle", "never answered"],
 )
-async def test_a_request_is_sent_again_only_where_a_connection_was_closed_meanwhile(
+async def test_a_request_is_resent_only_if_its_idle_connection_was_closed(
     replies: tuple[bytes, ...], seen: int
 ) -> None:
     """The second and the third request find their connection closed."""

@@ -98,7 +98,7 @@ LONG = {"tree_of_thought", "skeleton_of_thought", "expert_answer", "judge", "mul
         for one in PROGRAMS + DECIDING
     ],
 )
-def test_programs_find_what_the_model_is_known_to_say(
+def test_programs_get_the_models_known_answers(
     backend: RuntimeEndpoint, tokenizer: Any, body: Any, arguments: dict[str, Any], sampling: dict[str, Any]
 ) -> None:
     program = function(body)
@@ -181,7 +181,7 @@ def test_one_variable_is_followed_while_the_program_goes_on(backend: RuntimeEndp
     assert len(pieces) > 1, "it comes piece by piece"
 
 
-def test_outputs_keep_to_their_form(backend: RuntimeEndpoint) -> None:
+def test_outputs_match_their_constraints(backend: RuntimeEndpoint) -> None:
     jsonschema.validate(json.loads(run(backend, "json_by_schema")["person"]), PERSON)
     by_regex = run(backend, "json_by_regex")
     found = json.loads(by_regex.messages()[-1]["content"])
@@ -229,7 +229,7 @@ def test_a_fork_computes_its_prefix_once(backend: RuntimeEndpoint) -> None:
     assert without[0]["cached_tokens"] == 0, "the cache had been emptied"
 
 
-def test_server_info_works_and_images_are_refused(backend: RuntimeEndpoint) -> None:
+def test_server_info_is_returned_and_images_are_refused(backend: RuntimeEndpoint) -> None:
     assert backend.get_model_info()["model_path"].endswith("tiny")
     assert backend.get_server_info()
 

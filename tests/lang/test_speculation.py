@@ -130,7 +130,7 @@ def test_three_fields_take_one_call() -> None:
     assert "output_token_logprobs" not in state.get_meta_info("author")
 
 
-def test_texts_that_the_model_did_not_say_are_asked_for_again() -> None:
+def test_texts_that_were_not_speculated_are_requested_again() -> None:
     script = says(SHOTS, "Melville; Pages: 600;") | says(SHOTS + "Melville; Year: ", "1851; Genre: novel;")
     model = ScriptedModel(script)
     state = extraction(64).run(backend=model, temperature=0)
@@ -183,7 +183,9 @@ def program_of(steps: list[Any], tokens: int | None, *, turns: bool = False) -> 
 
 @given(steps=st.lists(STEP, min_size=1, max_size=7), script=SCRIPT, tokens=st.integers(1, 30))
 @hypothesis_settings(max_examples=150)
-def test_a_program_says_the_same_in_no_more_calls(steps: list[Any], script: dict[str, str], tokens: int) -> None:
+def test_speculation_gives_the_same_result_in_no_more_calls(
+    steps: list[Any], script: dict[str, str], tokens: int
+) -> None:
     plain, speculated = ScriptedModel(script), ScriptedModel(script)
     one, names = program_of(steps, None)
     other, _ = program_of(steps, tokens)
@@ -198,7 +200,7 @@ def test_a_program_says_the_same_in_no_more_calls(steps: list[Any], script: dict
 
 @given(steps=st.lists(STEP, min_size=2, max_size=5), script=SCRIPT, tokens=st.integers(1, 30))
 @hypothesis_settings(max_examples=100)
-def test_a_turn_says_the_same(steps: list[Any], script: dict[str, str], tokens: int) -> None:
+def test_a_speculated_turn_gives_the_same_text(steps: list[Any], script: dict[str, str], tokens: int) -> None:
     plain, speculated = ScriptedModel(script, chats=True), ScriptedModel(script, chats=True)
     one, names = program_of(steps, None, turns=True)
     other, _ = program_of(steps, tokens, turns=True)
@@ -244,7 +246,7 @@ def test_a_reply_that_is_not_the_turn_is_never_used() -> None:
     assert len(model.asked) == 5 == calls_of(state, ("name", "year"))
 
 
-def test_streams_of_a_batch_know_nothing_of_each_other() -> None:
+def test_streams_of_a_batch_are_independent() -> None:
     people = [f"P{number}" for number in range(12)]
     script: dict[str, str] = {}
     for number, who in enumerate(people):
@@ -257,7 +259,7 @@ def test_streams_of_a_batch_know_nothing_of_each_other() -> None:
     assert len(model.asked) == len(people)
 
 
-def test_forks_and_bound_programs_speculate_and_branches_ask_for_themselves() -> None:
+def test_forks_and_bound_programs_speculate_and_branches_send_their_own_requests() -> None:
     @function(num_api_spec_tokens=32)
     def program(s: ProgramState, start: str) -> None:
         s += start + gen("first", stop=";")
@@ -273,7 +275,7 @@ def test_forks_and_bound_programs_speculate_and_branches_ask_for_themselves() ->
     assert len(model.asked) == 3  # one for each of the three states
 
 
-def test_a_program_within_another_speculates_as_it_says() -> None:
+def test_a_called_program_speculates_by_its_own_setting() -> None:
     @function
     def outer(s: ProgramState) -> None:
         s += extraction(64)()["year"]
@@ -311,7 +313,7 @@ def test_tokens_that_are_not_the_text_cost_one_call() -> None:
     assert calls_of(state, FIELDS) == 4
 
 
-def test_what_is_refused_with_speculation_is_asked_without() -> None:
+def test_a_request_refused_with_speculation_is_sent_without() -> None:
     model = ScriptedModel(says(SHOTS, "Melville; Year: 1851; Genre: novel;"), most=8)
     state = extraction(64).run(backend=model)
     assert [state[name] for name in FIELDS] == ["Melville", "1851", "novel"]
@@ -322,7 +324,7 @@ def test_what_is_refused_with_speculation_is_asked_without() -> None:
     assert isinstance(state.error(), Refused)
 
 
-def test_patterns_that_one_call_can_make() -> None:
+def test_one_call_can_satisfy_several_patterns() -> None:
     stopped, free = Sampling(stop=("\n",)), Sampling(max_tokens=4)
     assert Pattern((stopped, "\nb: ", free)).speculates(continues=True)
     assert not Pattern((free, "b", stopped)).speculates(continues=True)  # nothing says where the first one ends

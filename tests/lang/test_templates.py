@@ -90,7 +90,7 @@ def test_the_pieces_of_a_corpus_of_templates_give_their_texts() -> None:
     assert agreed > 300, agreed
 
 
-def test_what_the_tokenizer_writes_by_itself_is_not_written_twice() -> None:
+def test_tokens_that_the_tokenizer_adds_are_not_written_twice() -> None:
     template = pieces(FILES["llama3"], start="<s>")
     without = written(template, CHATS["without"])
     assert "<s>" + without == render(FILES["llama3"], messages(CHATS["without"]), True)
@@ -107,7 +107,7 @@ def test_what_the_tokenizer_writes_by_itself_is_not_written_twice() -> None:
         ("{{ 'A' if add_generation_prompt }}{{ messages[0].content }}", "changes the text before it"),
     ],
 )
-def test_a_template_that_cannot_be_taken_apart_says_why(source: str, reason: str) -> None:
+def test_a_template_that_cannot_be_split_has_a_reason(source: str, reason: str) -> None:
     with pytest.raises(TemplateError, match=reason):
         pieces(source)
 
@@ -120,7 +120,7 @@ def test_templates_for_servers_that_render_none_have_all_roles(name: str) -> Non
     assert TEMPLATES[name].stop
 
 
-def test_a_copy_of_a_transcript_goes_its_own_way() -> None:
+def test_a_copy_of_a_transcript_is_independent() -> None:
     template, first = TEMPLATES["chatml"], Transcript()
     first.begin("user", template)
     first.append("look: ")

@@ -274,7 +274,7 @@ async def test_a_drain_keeps_a_running_stream_alive_and_lingers_first(tmp_path: 
         await ends_after_one_more_answer(edge)
 
 
-async def test_a_client_that_asks_again_after_a_long_answer_is_served_and_sent_away(tmp_path: Path) -> None:
+async def test_a_client_that_asks_again_after_a_long_answer_is_served_and_disconnected(tmp_path: Path) -> None:
     """Its answer began before the drain, so it does not know that the connection is to be closed."""
     async with running(tmp_path, "--linger", "0") as edge:
         async with long_answer(edge) as chunks:
@@ -370,7 +370,7 @@ async def test_a_certificate_changes_without_a_restart(tmp_path: Path) -> None:
             assert await anext(chunks) == "last"
 
 
-def test_a_bootstrap_that_envoy_refuses_ends_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_bootstrap_that_envoy_refuses_ends_the_launcher(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "envoy.json"
     assert main(["--config", str(config)]) == 1
     assert "cannot read" in capfd.readouterr().err

@@ -78,7 +78,7 @@ def checkout(tmp_path, helm) -> Checkout:
     return Checkout(tmp_path, helm)
 
 
-def test_what_is_no_release_is_refused_with_what_to_do(checkout):
+def test_an_invalid_release_is_refused_with_what_to_do(checkout):
     def refusal() -> str:
         done = checkout.release()
         assert done.returncode == 1

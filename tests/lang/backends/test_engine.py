@@ -45,7 +45,7 @@ def capital(s: ProgramState) -> None:
     s += assistant(gen("answer", max_tokens=12))
 
 
-def test_a_chat_is_written_as_the_model_has_it(engine: Engine) -> None:
+def test_a_chat_is_written_by_the_models_template(engine: Engine) -> None:
     backend = EngineBackend(engine)
     state = capital.run(backend=backend, temperature=0)
     assert state["answer"] == "The capital of France is Paris."

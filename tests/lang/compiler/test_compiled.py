@@ -68,7 +68,7 @@ class Odd(str):
 
 
 @pytest.mark.parametrize(("word", "text"), [(Word.RED, "red"), (Odd("it"), "it")])
-def test_a_text_of_a_class_of_its_own_is_its_characters(word, text):
+def test_a_text_of_a_str_subclass_is_its_characters(word, text):
     @function
     def says(s, word):
         s += gen("x", max_tokens=1) + word + "!"
@@ -148,7 +148,7 @@ def test_an_argument_may_be_an_expression():
     assert compiled.run(ask=gen("x"), backend=backend)["x"] == asks.run(ask=gen("x"), backend=backend)["x"]
 
 
-def test_a_number_is_not_added_to_a_text_later_either():
+def test_a_number_is_not_added_to_a_text_when_compiled_either():
     @function
     def adds(s):
         s += gen_int("n")
@@ -187,7 +187,7 @@ def test_an_error_is_that_of_its_line_and_its_branch_alone(program):
     assert refused.value.where.line == state.error().where.line
 
 
-def test_what_the_body_would_have_read_is_raised_by_run():
+def test_an_error_that_the_body_would_read_is_raised_by_run():
     with pytest.raises(Refused):
         qa.compile().run(question="bad", backend=failing())
 

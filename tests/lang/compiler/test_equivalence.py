@@ -232,7 +232,7 @@ def test_interpreted_and_compiled(script):
 
 @given(scripts)
 @settings(max_examples=15)
-def test_the_options_of_a_run_change_nothing(script):
+def test_options_of_a_run_do_not_change_its_result(script):
     original = program(script)
     compiled = original.compile(strict=True)
     expected = outcome(original)

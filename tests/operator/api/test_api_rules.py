@@ -412,9 +412,7 @@ def test_wrong_shapes_are_refused(refusal, kind, text, message):
 
 
 @pytest.mark.parametrize(("kind", "text", "field"), HOSTILE_STRINGS)
-def test_a_string_that_could_be_taken_for_something_else_is_refused_by_the_api_server_and_by_us(
-    refusal, kind, text, field
-):
+def test_an_ambiguous_string_is_refused_by_the_api_server_and_by_us(refusal, kind, text, field):
     obj = document(kind, text)
     assert field in refusal(obj)
     with pytest.raises(ValidationError):

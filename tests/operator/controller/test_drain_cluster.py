@@ -106,7 +106,7 @@ async def said(room: Room, reason: str, words: str) -> str:
     return str(await room.until(look, f"an Event {reason} with {words!r}"))
 
 
-async def test_an_autoscaler_takes_three_of_four_and_gives_one_back_half_way(room: Room) -> None:
+async def test_an_autoscaler_removes_three_of_four_pods_and_restores_one_midway(room: Room) -> None:
     async with (
         picker_of(room) as (picker, port),
         operator(room.plane.admin, room.namespace, picker_port=port),
@@ -149,7 +149,7 @@ async def test_an_autoscaler_takes_three_of_four_and_gives_one_back_half_way(roo
             await said(room, reason, words)
 
 
-async def test_the_successor_of_a_killed_operator_continues_and_waits_no_longer_than_it_was_asked_to(
+async def test_the_successor_of_a_killed_operator_continues_with_the_same_deadlines(
     room: Room,
 ) -> None:
     async with picker_of(room) as (picker, port):
@@ -183,7 +183,7 @@ async def test_the_successor_of_a_killed_operator_continues_and_waits_no_longer_
             assert told == f"Warning: DrainTimeout Pod {four} (1 in flight)"
 
 
-async def test_a_pod_that_has_gone_is_not_made_by_marking_it(room: Room) -> None:
+async def test_marking_a_deleted_pod_does_not_create_it(room: Room) -> None:
     """A new pod of the same name is not marked either; the operator plans again."""
     body = {"containers": [{"name": "runtime", "image": "x"}]}
     meta = {"name": "p", "labels": {POOL: "a"}}

@@ -64,7 +64,7 @@ async def candidates(control_plane: ControlPlane, namespace: str) -> AsyncIterat
         await cluster.close()
 
 
-async def test_of_two_one_leads_and_the_other_may_not_write(
+async def test_one_of_two_candidates_leads_and_the_other_may_not_write(
     candidates: Candidates, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "treeline_operator.controller.lease")
@@ -90,7 +90,7 @@ async def test_of_two_one_leads_and_the_other_may_not_write(
         task.cancel()
 
 
-async def test_a_leader_that_died_is_followed_when_its_lease_has_run_out(candidates: Candidates) -> None:
+async def test_a_dead_leader_is_replaced_when_its_lease_expires(candidates: Candidates) -> None:
     first, second = await candidates.add("first"), await candidates.add("second")
     await first.acquire()
     started = time.monotonic()
@@ -209,9 +209,7 @@ async def test_a_candidate_renews_while_its_callers_loop_stands_still(candidates
     assert (await candidates.lease())["holderIdentity"] == ""
 
 
-async def test_what_went_wrong_with_the_lease_has_a_name(
-    candidates: Candidates, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_an_error_with_the_lease_has_a_name(candidates: Candidates, caplog: pytest.LogCaptureFixture) -> None:
     elector = await candidates.add("first")
     await elector.acquire()
     with pytest.MonkeyPatch.context() as patch:
@@ -225,7 +223,7 @@ async def test_what_went_wrong_with_the_lease_has_a_name(
     assert "lease treeline-operator: TimeoutError: no answer in" in caplog.text
 
 
-async def test_an_outage_shorter_than_the_terms_is_survived(candidates: Candidates) -> None:
+async def test_an_outage_shorter_than_the_terms_keeps_the_leader(candidates: Candidates) -> None:
     elector = await candidates.add("first", LeaseTiming(duration_s=15, renew_s=10, retry_s=0.2))
     await elector.acquire()
     holding = asyncio.create_task(elector.hold())
@@ -265,7 +263,7 @@ async def test_a_lease_that_was_deleted_is_made_again(candidates: Candidates) ->
     holding.cancel()
 
 
-async def test_the_lease_goes_with_the_account_of_who_leads(candidates: Candidates, tmp_path: Path) -> None:
+async def test_the_lease_is_owned_by_the_leaders_account(candidates: Candidates, tmp_path: Path) -> None:
     former = await candidates.add("former")
     await former.acquire()
     assert "ownerReferences" not in await candidates.lease("metadata")
@@ -302,7 +300,7 @@ def token_of(claims: dict[str, object], folder: Path) -> Path:
     return token
 
 
-def test_no_account_is_shown_where_it_would_be_wrong(tmp_path: Path) -> None:
+def test_an_uncertain_account_is_not_shown(tmp_path: Path) -> None:
     token = tmp_path / "token"
     assert own_account("here", token) is None, "not in a pod"
     for text in ("", "opaque", "a.b.c", "e30.e30.e30"):

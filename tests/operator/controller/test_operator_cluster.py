@@ -35,9 +35,7 @@ async def events(room: Room, reason: str) -> list[str]:
     return [e["message"] for e in await room.items("/api/v1/namespaces/{}/events") if e["reason"] == reason]
 
 
-async def test_a_converged_world_is_written_to_no_more_however_often_it_is_looked_at(
-    room: Room, tmp_path: Path
-) -> None:
+async def test_a_converged_world_gets_no_more_writes(room: Room, tmp_path: Path) -> None:
     async with KubeProxy(room.plane.admin, tmp_path) as proxy:
         async with operator(proxy.kubeconfig, room.namespace, resync_s=0.3):
             await room.create_pool("a")
@@ -264,7 +262,7 @@ BAD = (
 
 
 @pytest.mark.parametrize(("field", "bad"), BAD, ids=[field for field, _ in BAD])
-async def test_a_refusal_is_reported_with_the_servers_words_and_tried_again(
+async def test_a_refusal_is_reported_with_the_servers_words_and_retried(
     room: Room, field: str, bad: dict[str, Any]
 ) -> None:
     async with operator(room.plane.admin, room.namespace):
@@ -277,7 +275,7 @@ async def test_a_refusal_is_reported_with_the_servers_words_and_tried_again(
         await room.until(lambda: reason(room, "a", "Ready", "PodsStarting"), "the refusal to be forgotten")
 
 
-async def test_a_template_of_pickers_that_is_refused_is_reported_and_keeps_nothing_else_back(room: Room) -> None:
+async def test_a_refused_picker_template_is_reported_and_blocks_nothing_else(room: Room) -> None:
     async with operator(room.plane.admin, room.namespace):
         await room.create_pool("a", endpointPicker={"template": {"spec": {"nodeSelectr": {"disk": "fast"}}}})
         pool = await room.until(lambda: reason(room, "a", "EndpointPickerReady", "TemplateInvalid"), "the refusal")
@@ -287,7 +285,7 @@ async def test_a_template_of_pickers_that_is_refused_is_reported_and_keeps_nothi
         await settled(room)
 
 
-async def test_watches_that_are_cut_and_a_place_that_is_lost_are_recovered_from(room: Room, tmp_path: Path) -> None:
+async def test_cut_watches_and_lost_versions_are_recovered(room: Room, tmp_path: Path) -> None:
     """Objects made or deleted while no watch is open are noticed: by resuming, and after 410 by a new list."""
     sent_away: Counter[str] = Counter()
 
@@ -320,7 +318,7 @@ async def test_watches_that_are_cut_and_a_place_that_is_lost_are_recovered_from(
         await room.until(lambda: room.get(f"{SERVICES}/a-pods"), "the Service that went unseen to be made anew")
 
 
-async def test_a_storm_of_429_is_sat_out(room: Room, tmp_path: Path) -> None:
+async def test_a_storm_of_429_is_survived(room: Room, tmp_path: Path) -> None:
     async with KubeProxy(room.plane.admin, tmp_path) as proxy:
         seen = 0
 

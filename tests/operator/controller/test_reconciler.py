@@ -90,7 +90,7 @@ def reconciler_of(store: Store, api: Api, wake: Callable[[Iterable[Key]], None] 
     )
 
 
-async def test_a_model_that_is_not_understood_says_so() -> None:
+async def test_an_invalid_model_is_reported() -> None:
     store = Store()
     api = Api(store)
     store.put(model("odd", criticality="Urgent"))
@@ -232,7 +232,7 @@ async def test_a_model_whose_pool_comes_a_moment_later_is_no_warning(monkeypatch
     assert len(api.events) == 1
 
 
-async def test_a_pool_says_what_its_gateway_lacks_and_looks_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_pool_reports_what_its_gateway_lacks_and_checks_again(monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store()
     api = Api(store)
     parent = {"group": "gateway.networking.k8s.io", "kind": "Gateway", "name": "front"}
@@ -267,7 +267,7 @@ async def test_a_pool_says_what_its_gateway_lacks_and_looks_again(monkeypatch: p
     assert outcome.after_s <= 10
 
 
-async def test_of_a_gateways_pools_only_those_that_a_change_affects_are_notified() -> None:
+async def test_only_affected_pools_of_a_gateway_are_notified() -> None:
     store, woken = Store(), []
     reconciler = reconciler_of(store, Api(store), woken.extend)
     gateway, names = Key("gateway", "shop", "treeline"), [f"p{number}" for number in range(8)]

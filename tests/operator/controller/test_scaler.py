@@ -147,7 +147,7 @@ def test_a_request_wakes_a_pool_at_once_and_idleness_puts_it_to_sleep_after_the_
     in_time(story, World())
 
 
-def test_what_was_written_is_not_written_again_before_it_comes_back() -> None:
+def test_a_written_scale_is_not_repeated_before_it_is_observed() -> None:
     async def story(world: World) -> None:
         world.tells = False
         world.say(A, PoolSignals(ready=1, in_flight_requests=65))
@@ -180,7 +180,7 @@ def test_a_pool_with_another_autoscaler_is_left_to_it(version: str) -> None:
     in_time(story, World())
 
 
-def test_a_picker_that_is_not_heard_keeps_pods_and_adds_none() -> None:
+def test_a_silent_picker_keeps_pods_and_adds_none() -> None:
     async def story(world: World) -> None:
         world.put(replicas=3)
         world.says[B] = None
@@ -247,7 +247,7 @@ LINE = encode(Signals(True, {"p": HELD}))
         (HEAD + b"y" * 300_000, 0, "longer than 200000 bytes"),
     ],
 )
-async def test_whatever_a_picker_answers_is_bounded(
+async def test_any_answer_of_a_picker_is_bounded(
     monkeypatch: pytest.MonkeyPatch, answer: bytes, lines: int, trouble: str
 ) -> None:
     monkeypatch.setattr(pickers, "_FOLLOWED", aiohttp.ClientTimeout(sock_read=0.2))
@@ -288,7 +288,7 @@ async def test_whatever_a_picker_answers_is_bounded(
     assert heard == lines
 
 
-def test_following_hears_each_picker_and_forgets_who_is_gone() -> None:
+def test_each_picker_is_followed_and_removed_ones_are_forgotten() -> None:
     async def main() -> None:
         world, told = World(), []
         loop = asyncio.get_running_loop()

@@ -120,7 +120,7 @@ async def story(room: Room, picker: RunningPicker, engine: FakeEngine, patch: py
     assert "HorizontalPodAutoscaler theirs" in (await scaling(room))["message"]
 
 
-async def test_only_the_pool_that_was_looked_at_is_scaled(room: Room) -> None:
+async def test_only_the_observed_pool_is_scaled(room: Room) -> None:
     before = (await room.create_pool("a"))["metadata"]["resourceVersion"]
     await room.patch(f"{POOLS}/a", {"spec": {"replicas": 2}})
     after = (await room.pool("a"))["metadata"]["resourceVersion"]

@@ -71,7 +71,7 @@ def test_managed_fields_are_not_kept() -> None:
     assert "managedFields" in obj["metadata"], "the caller's object is left alone"
 
 
-def test_a_list_drops_what_it_does_not_name_but_not_what_we_made_since() -> None:
+def test_a_list_drops_unlisted_objects_but_not_newer_ones_of_ours() -> None:
     store = Store()
     for name, version in (("a", 5), ("b", 6), ("c", 20)):
         store.put(child(name, version))
@@ -101,7 +101,7 @@ def test_an_answer_without_notify_is_reported_if_its_spec_is_newer() -> None:
     assert len(changes) == 1
 
 
-def test_a_doomed_object_says_so_until_the_watch_does() -> None:
+def test_a_deleted_object_is_marked_until_the_watch_confirms() -> None:
     store = Store()
     store.put(child("d", 5))
     store.mark_deleting(ref("d"), "uid-d", "2026-11-01T00:00:00Z")

@@ -36,7 +36,7 @@ def planned(**flow: Any) -> Options:
     return picker_of(converged(pool("a", endpointPicker={"flowControl": flow})))
 
 
-def test_a_pool_that_says_nothing_is_as_before_and_so_is_one_that_turns_nothing_on() -> None:
+def test_pools_without_flow_control_or_with_everything_off_are_unchanged() -> None:
     plain = container(converged(pool("a")), "treeline-epp")
     assert not any("flow" in word or "quota" in word or "hold" in word for word in plain["args"])
     assert container(converged(pool("a", endpointPicker={"flowControl": {}})), "treeline-epp") == plain
@@ -75,7 +75,7 @@ def shown(**picker: Any) -> str:
     return cluster.get("ConfigMap", name)["data"]["envoy.json"]
 
 
-def test_with_quotas_the_picker_sees_what_outputs_took() -> None:
+def test_with_quotas_the_picker_counts_output_tokens() -> None:
     asked = '"response_body_mode":"STREAMED"'
     quotas = {"quotas": {"secretRef": {"name": "q"}}}
     assert asked in shown(flowControl=quotas).replace(" ", "")
@@ -83,7 +83,7 @@ def test_with_quotas_the_picker_sees_what_outputs_took() -> None:
     assert asked not in shown().replace(" ", "")
 
 
-def test_a_pool_that_sleeps_can_have_its_requests_held_and_nothing_else() -> None:
+def test_a_sleeping_pool_can_hold_requests_without_other_flow_control() -> None:
     options = planned(holdEmptyPoolSeconds=300, maxRequests=9)
     assert options.flow_control.may_hold
     assert (

@@ -67,7 +67,7 @@ def owned(uid: str, namespace: str, **spec: Any) -> InferencePool:
     return made.model_copy(update={"metadata": made.metadata.model_copy(update={"uid": uid, "namespace": namespace})})
 
 
-async def test_it_is_accepted_its_pods_are_let_in_and_it_rests(
+async def test_the_gateways_objects_are_accepted_and_stable(
     control_plane: ControlPlane, cluster: Client, namespace: str
 ) -> None:
     labels = {f"pod-security.kubernetes.io/{mode}": "restricted" for mode in ("enforce", "warn")}

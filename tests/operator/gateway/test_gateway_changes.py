@@ -14,7 +14,7 @@ from treeline_operator.plan.shared_gateway import FIELDS
 from treeline_operator.world import Images, Observed, Platform
 
 
-def test_going_to_a_gateway_that_exists_takes_envoy_away_and_back() -> None:
+def test_attaching_to_an_existing_gateway_removes_envoy_and_detaching_restores_it() -> None:
     cluster, standalone, attached = converged(pool("a")), pool("a"), pool("a", **ATTACHED)
     before = sorted(ref for ref in cluster.objects if ref.kind != "Pod")
     cluster.converge(attached)
@@ -24,7 +24,7 @@ def test_going_to_a_gateway_that_exists_takes_envoy_away_and_back() -> None:
     assert sorted(ref for ref in cluster.objects if ref.kind != "Pod") == before
 
 
-def test_pools_join_and_leave_without_rolling_anything_and_the_last_takes_all() -> None:
+def test_pools_join_and_leave_without_rolls_and_the_last_removes_everything() -> None:
     a, b = pool("a"), pool("b", created=1)
     cluster = converged(a)
     (plan,) = cluster.converge(a, b)
@@ -53,7 +53,7 @@ def test_a_gateway_that_the_last_pool_left_for_another_is_taken_down() -> None:
     assert {ref.kind for ref in cluster.objects} <= {"Pod"}
 
 
-def test_a_pool_that_cannot_be_read_holds_the_gateway() -> None:
+def test_an_unreadable_pool_freezes_the_gateway() -> None:
     cluster, p = converged(pool("a")), pool("a")
     meta = {"name": "strange", "namespace": "ns", "uid": "uid-strange"}
     strange = Observed.of({"apiVersion": "treeline.dev/v1alpha1", "kind": "InferencePool", "metadata": meta})
@@ -68,7 +68,7 @@ def test_a_pool_that_cannot_be_read_holds_the_gateway() -> None:
     assert plan_gateway(dataclasses.replace(cluster.world(p), unreadable=(strange,))).actions == ()
 
 
-def test_the_oldest_pool_decides_but_for_protections_and_the_plan_says_whom_it_overrules() -> None:
+def test_the_oldest_pool_decides_except_protections_and_the_plan_names_overruled_pools() -> None:
     a, b = (
         pool("a"),
         pool("b", created=1, endpointPicker={"policy": "random", "replicas": 2, "failureMode": "FailClose"}),
@@ -216,7 +216,7 @@ PARTS = {
 
 
 @pytest.mark.parametrize("what", PARTS)
-def test_pods_get_everything_that_a_change_of_a_pool_means_for_them(what: str) -> None:
+def test_every_change_of_a_pool_reaches_the_pods(what: str) -> None:
     """Pods stay while their inputs stay: a missing input would hide a change from them."""
     changed = pool("a", **PARTS[what])
     for first, then in ((pool("a"), changed), (changed, pool("a", gateway={"unprotected": [*FIELDS]}))):

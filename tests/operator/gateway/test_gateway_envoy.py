@@ -90,7 +90,7 @@ def test_clients_see_the_routing_where_it_is_enabled_and_nowhere_else() -> None:
     assert f'"remove": "{headers.CACHED_TOKENS}"' not in shown
 
 
-def test_a_console_that_is_asked_for_is_reached_from_envoy_and_shows_nothing_private() -> None:
+def test_an_enabled_console_is_reachable_from_envoy_and_shows_nothing_private() -> None:
     cluster = converged(pool("a", gateway={"standalone": {"console": True}}))
     (host,) = envoys_listener(cluster)["route_config"]["virtual_hosts"]
     (console,) = [route for route in host["routes"] if route.get("route", {}).get("cluster") == "console"]
@@ -160,7 +160,7 @@ def fails_open(cluster: Cluster) -> bool:
     return not closed
 
 
-def test_without_a_picker_requests_are_refused_where_it_alone_keeps_clients_apart() -> None:
+def test_without_a_picker_requests_are_refused_if_only_it_isolates_clients() -> None:
     ours = pool("ours", gateway=KEYED)
     assert fails_open(converged(ours)), "the runtime reads the header itself"
     assert not fails_open(converged(pool("theirs", gateway=KEYED, **VLLM)))
@@ -169,14 +169,14 @@ def test_without_a_picker_requests_are_refused_where_it_alone_keeps_clients_apar
     assert fails_open(converged(pool("theirs", **VLLM)))
 
 
-def test_an_engine_that_joins_changes_envoys_configuration_where_it_must() -> None:
+def test_a_joining_engine_changes_envoys_configuration_if_necessary() -> None:
     cluster = converged(pool("ours", gateway=KEYED))
     before = cluster.get("Deployment", "treeline-edge")["metadata"]["annotations"][names.INPUTS]
     cluster.converge(pool("ours", gateway=KEYED), pool("theirs", gateway=KEYED, **VLLM))
     assert cluster.get("Deployment", "treeline-edge")["metadata"]["annotations"][names.INPUTS] != before
 
 
-def test_a_changed_configuration_is_a_new_one_and_the_old_stays_while_pods_mount_it() -> None:
+def test_a_changed_configuration_is_a_new_object_and_the_old_stays_while_mounted() -> None:
     cluster, changed = converged(pool("a")), pool("a", endpointPicker={"failureMode": "FailClose"})
     (old,) = [name for name in cluster.names("ConfigMap") if name != "treeline-gateway"]
     plan = plan_gateway(cluster.world(changed))
@@ -242,7 +242,7 @@ def test_envoys_buffers_follow_from_its_memory_limit(
     assert heap_limit(cluster) == heap_mib << 20
 
 
-def test_limits_reach_envoy_and_picker_and_each_change_rolls_only_who_is_concerned() -> None:
+def test_limits_reach_envoy_and_picker_and_each_change_rolls_only_affected_pods() -> None:
     plain = converged(pool("a"))
     limits = {"receiveTimeoutSeconds": 7, "connections": 77, "requestsPerSecond": 777}
     changed = converged(pool("a", gateway={"standalone": {"limits": limits}}))

@@ -159,7 +159,7 @@ def test_sharing_depends_on_nothing_but_the_pools(rows: list[Any], rng: random.R
         assert bool(conflicts(sharing, member)) is not same
 
 
-def test_of_hundreds_that_ask_for_the_same_only_the_owner_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_owner_among_hundreds_of_equal_pools_is_examined(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[str] = []
     settings_of = module._settings
 

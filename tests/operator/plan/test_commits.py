@@ -76,7 +76,7 @@ def test_recorded_commits_stay_when_pods_leave_and_branches_move() -> None:
     assert f"pod {first} has commit {OTHER} of {URI}, the pool's is {ONE}" in told["message"]
 
 
-def test_pods_that_have_one_commit_are_no_warning_and_a_second_model_has_its_own_line() -> None:
+def test_pods_with_one_commit_cause_no_warning_and_a_second_model_has_its_own_line() -> None:
     cluster = started(a_pool(replicas=2, **HF), ONE, ONE)
     assert warning(cluster, a_pool(replicas=2, **HF)) is None
     pool = a_pool(model={"uri": "hf://org/next@main"}, replicas=2)
@@ -87,7 +87,7 @@ def test_pods_that_have_one_commit_are_no_warning_and_a_second_model_has_its_own
     assert lines == [f"{URI} {ONE}", f"hf://org/next@main {OTHER}"], "going back finds the commit of before"
 
 
-def test_a_download_that_runs_tells_it_to_those_that_begin_meanwhile() -> None:
+def test_a_running_download_shares_its_commit_with_new_ones() -> None:
     pool = a_pool(**HF)
     cluster = SimCluster()
     cluster.converge(pool)

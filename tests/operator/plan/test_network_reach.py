@@ -99,7 +99,7 @@ def test_prometheus_reaches_a_port_that_serves_metrics_and_no_other(spec: dict[s
 
 
 @pytest.mark.parametrize("stranger", [IMPOSTOR, NEIGHBOUR, COLLEAGUE], ids=lambda pod: f"{pod.namespace}")
-def test_who_only_calls_himself_prometheus_reaches_nothing_but_the_gateway(stranger: Pod) -> None:
+def test_a_pod_that_only_claims_to_be_prometheus_reaches_only_the_gateway(stranger: Pod) -> None:
     policies, pods = everything(pool("a"), Platform())
     got = {component: reached(policies, pod, stranger) for component, pod in pods.items()}
     assert got == {"runtime": set(), "epp": set(), "edge": {8080}}
@@ -129,7 +129,7 @@ def test_metrics_peers_can_be_chosen_or_none() -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_prometheus_reaches_an_engines_api_port_only_where_that_was_asked_for(engine: str) -> None:
+def test_prometheus_reaches_an_engines_api_port_only_if_enabled(engine: str) -> None:
     model = {"uri": "path:///weights", "name": "m"}
     asked = pool("a", model=model, engine=ENGINES[engine])
     policies, pods = everything(asked, Platform())
@@ -139,13 +139,13 @@ def test_prometheus_reaches_an_engines_api_port_only_where_that_was_asked_for(en
     assert reached(policies, pods["runtime"], IMPOSTOR) == set()
 
 
-def test_asking_for_the_api_ports_of_engines_does_not_open_that_of_ours() -> None:
+def test_enabling_api_ports_of_engines_does_not_open_ours() -> None:
     policies, pods = everything(pool("a"), Platform(scrape_api_ports=True))
     assert reached(policies, pods["runtime"], PROMETHEUS) == {ports.RUNTIME_METRICS}
 
 
 @pytest.mark.parametrize("port", [ports.RUNTIME_METRICS, ports.RUNTIME_ADMIN])
-def test_an_api_on_one_of_our_ports_moves_ours(port: int) -> None:
+def test_an_engines_api_on_one_of_our_ports_moves_ours(port: int) -> None:
     of = pool("a", engine={"port": port})
     policies, pods = everything(of, Platform())
     template = deployment(of, TargetRevision("r", None), 1, {"labels": {}}, Images())["spec"]["template"]

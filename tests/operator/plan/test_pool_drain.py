@@ -100,7 +100,7 @@ def test_streams_are_waited_for_one_pod_at_a_time() -> None:
     assert (release.step, release.in_flight, release.cut_off) == ("release", 1, True)
 
 
-def test_marks_of_a_pod_that_leaves_and_returns() -> None:
+def test_a_pods_marks_are_set_on_leaving_and_cleared_on_return() -> None:
     cluster = cluster_of(2, p1=1)
     (drains,) = cluster.plan(pool(1)).actions
     assert isinstance(drains, Mark)
@@ -126,7 +126,7 @@ def test_marks_of_a_pod_that_leaves_and_returns() -> None:
     assert (back.labels, back.annotations) == ({SERVING: "true"}, {})
 
 
-def test_whoever_is_to_stay_after_all_serves_again_before_anybody_new_is_made() -> None:
+def test_a_pod_that_stays_after_all_serves_again_before_a_new_one_is_made() -> None:
     for steps in range(3):
         cluster = cluster_of(4)
         for _ in range(steps):
@@ -145,7 +145,7 @@ def test_whoever_is_to_stay_after_all_serves_again_before_anybody_new_is_made() 
         )
 
 
-def test_a_revert_after_the_number_fell_raises_it_before_it_takes_marks_away() -> None:
+def test_a_revert_after_a_scale_down_raises_replicas_before_clearing_marks() -> None:
     cluster = cluster_of(2)
     act(cluster, pool(1))
     later(cluster, SETTLE_S)
@@ -155,7 +155,7 @@ def test_a_revert_after_the_number_fell_raises_it_before_it_takes_marks_away() -
     assert set(cluster.pods) == {"p1", "p2"}
 
 
-def test_there_and_back_again_keeps_every_pod() -> None:
+def test_scaling_down_and_up_again_keeps_every_pod() -> None:
     other = {"engine": {"contextLength": 512}}
     cluster = cluster_of(3)
     before = set(cluster.pods)
@@ -184,7 +184,7 @@ def test_a_rollout_makes_no_more_pods_than_the_surge_allows_while_old_ones_drain
     assert len(cluster.pods) == 2
 
 
-def test_the_pool_that_replaces_waits_for_nothing() -> None:
+def test_a_replace_rollout_waits_for_nothing() -> None:
     replaces = {"rollout": {"strategy": "Replace"}}
     cluster = cluster_of(3, p1=1, p2=1, p3=1)
     assert act(cluster, pool(2, **replaces)) == ["release p3"]
@@ -203,7 +203,7 @@ def test_pods_that_never_served_go_at_once_and_first() -> None:
     assert set(cluster.pods) == {"p1", "p2"}
 
 
-def test_a_pod_is_not_released_while_one_that_goes_before_it_is_waited_for() -> None:
+def test_a_pod_is_not_released_while_an_earlier_one_drains() -> None:
     """A ReplicaSet removes the pod that is not ready first, whatever the deletion costs; that pod has a stream."""
     cluster = cluster_of(3, p2=1)
     status = cluster.pods["p2"]["status"]
@@ -221,7 +221,7 @@ def test_a_pod_is_not_released_while_one_that_goes_before_it_is_waited_for() -> 
 
 
 @pytest.mark.parametrize("asked_s", [0, 30], ids=["there is none", "it falls silent while a pod is waited for"])
-def test_without_a_picker_pods_are_waited_for_as_long_as_it_may_be_back(asked_s: int) -> None:
+def test_without_a_picker_pods_are_waited_for_as_long_as_it_may_return(asked_s: int) -> None:
     cluster = cluster_of(2, p1=2, p2=1)
     act(cluster, pool(1))
     later(cluster, asked_s)
@@ -252,7 +252,7 @@ def listing(cluster: SimCluster, **changes: Any) -> None:
 
 
 @pytest.mark.parametrize("told", [{"in_flight": None, "draining": True}, {"in_flight": 0}])
-def test_an_endpoint_that_tells_nothing_is_waited_for_shortly(told: dict[str, Any]) -> None:
+def test_an_endpoint_without_reports_is_waited_for_briefly(told: dict[str, Any]) -> None:
     """The causes: an engine that does not report, or a picker that does not know yet that the pod drains."""
     cluster = cluster_of(2)
     listing(cluster, **told)
@@ -292,7 +292,7 @@ def test_a_picker_whose_answer_grows_old_is_not_waited_for_forever() -> None:
 
 
 @pytest.mark.parametrize("since", ["", "yesterday", "2027-01-01T00:00:00Z", "2026-11-01T00:00:00"])
-def test_a_time_that_cannot_be_is_rewritten(since: str) -> None:
+def test_an_impossible_time_is_rewritten(since: str) -> None:
     cluster = cluster_of(2)
     meta = cluster.pods["p2"]["metadata"]
     meta["labels"][SERVING] = "false"

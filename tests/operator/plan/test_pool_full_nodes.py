@@ -123,7 +123,7 @@ def test_a_rollout_on_full_nodes_ends_in_bounded_time_and_drops_nothing(
     assert world.dropped == []
 
 
-def test_until_the_time_is_over_nothing_is_taken_away() -> None:
+def test_no_pod_is_removed_before_the_deadline() -> None:
     world, asked = Full(2), pool(2, 1)
     while world.elapsed < SURGE_S:
         notes = world.second(asked)
@@ -131,7 +131,7 @@ def test_until_the_time_is_over_nothing_is_taken_away() -> None:
     assert any(note.startswith("InsufficientCapacity: no node has room for 1 pod(s)") for note in notes)
 
 
-def test_nodes_that_come_in_time_spare_every_old_pod() -> None:
+def test_new_nodes_in_time_save_every_old_pod() -> None:
     world, asked = Full(2), pool(2, 1)
     for _ in range(60):
         world.second(asked)
@@ -157,7 +157,7 @@ def test_nodes_that_come_in_time_spare_every_old_pod() -> None:
     ],
 )
 @pytest.mark.parametrize("replicas", [1, pytest.param(3, marks=pytest.mark.deep)])
-def test_a_pod_that_would_not_fit_in_the_place_of_an_old_one_takes_none_away(
+def test_a_pod_that_does_not_fit_in_an_old_ones_place_removes_none(
     change: dict[str, Any], lacking: str, replicas: int
 ) -> None:
     world, asked = Full(replicas), pool(replicas, 1, **change)
@@ -186,7 +186,7 @@ def test_a_quota_that_is_used_up_makes_room_in_the_same_way() -> None:
 
 
 @pytest.mark.deep
-def test_a_rollout_back_in_the_middle_of_it_ends_too() -> None:
+def test_a_rollback_midway_ends_too() -> None:
     world, there, back = Full(3), pool(3, 1), pool(3, 0)
     while world.elapsed < SURGE_S + 90:
         world.second(there)

@@ -93,7 +93,7 @@ def test_a_surge_without_a_place_waits_for_nodes_and_then_replaces_one_by_one() 
     assert step(3, PATIENT, rev("b", 3, 2, waited_s=500, **pending), rev("a", 1)) == {"a": 0, "b": 3}
 
 
-def test_the_only_pod_goes_for_one_that_fits_in_its_place_and_for_no_other() -> None:
+def test_the_only_pod_is_replaced_only_by_one_that_fits_in_its_place() -> None:
     fits = rev("b", 1, 0, unschedulable=1, waited_s=120, fits=True)
     assert step(1, PATIENT, fits, rev("a", 1)) == {"a": 0, "b": 1}
     larger = rev("b", 1, 0, unschedulable=1, waited_s=9999, fits=False)

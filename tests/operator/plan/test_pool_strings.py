@@ -161,7 +161,7 @@ def strings(text: str) -> Iterator[str]:
 
 @settings(max_examples=500)
 @given(text=HOSTILE)
-def test_whatever_text_is_taken_is_printable_ascii_without_blanks_and_no_flag(text: str) -> None:
+def test_every_accepted_text_is_printable_ascii_without_blanks_and_no_flag(text: str) -> None:
     taken = list(strings(text))
     if taken:
         assert re.fullmatch(r"[!-~]+", text), taken
@@ -175,7 +175,7 @@ def test_ambiguous_texts_are_refused_everywhere(text: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ["sglang", "vllm"])
-def test_engines_of_others_get_flags_to_hide_hits_from_strangers_who_share_a_cache(engine: str) -> None:
+def test_foreign_engines_get_flags_that_hide_hits_in_a_shared_cache(engine: str) -> None:
     def tells(**gateway: Any) -> bool:
         body = {"model": {"uri": "path:///m"}, "engine": {"type": engine}, "gateway": gateway}
         made = InferencePool.from_object(

@@ -37,7 +37,7 @@ def plane() -> Iterator[ControlPlane]:
 
 @pytest.mark.parametrize("first", [True, False], ids=["oldest", "by-model"])
 @pytest.mark.parametrize("name", GATEWAYS)
-def test_taken_as_it_is(name: str, first: bool, plane: ControlPlane) -> None:
+def test_the_api_server_accepts_a_pools_objects_unchanged(name: str, first: bool, plane: ControlPlane) -> None:
     pool = a_pool("tiny", metadata={"namespace": "default"}, gateway=GATEWAYS[name])
     cluster = SimCluster(replace(Platform(), apis=frozenset({ROUTE, UPSTREAM})))
     if not first:

@@ -79,7 +79,7 @@ def test_deleted_objects_are_forgotten():
 
 
 @given(st.lists(st.tuples(st.floats(0.1, 40), st.booleans()), max_size=20))
-def test_a_warning_comes_exactly_when_it_has_been_so_without_a_break_for_its_patience(story):
+def test_a_warning_comes_exactly_after_an_unbroken_problem_of_its_patience(story):
     alarms, at, since, before, expected, seen = Alarms(), 0.0, None, status(WELL), [], []
     for seconds, sick in story:
         at += seconds

@@ -43,7 +43,7 @@ def test_a_cause_is_reported_with_the_pods_that_have_it_and_what_to_do():
         ((700, 0), "700 B of the weights are there"),
     ],
 )
-def test_a_download_tells_how_far_it_is(told, text):
+def test_a_download_reports_its_progress(told, text):
     pods = [pod(POOL, POD, **init(RUNNING)).object]
     causes = diagnose(pods, progress={} if told is None else {POD: told})
     assert text in causes[0].detail
@@ -118,7 +118,7 @@ def test_pods_that_cannot_be_made(reason, message):
     ],
     ids=["mounted since", "mounted since, downloads", "started since"],
 )
-def test_old_news_is_no_cause(status, why, text):
+def test_old_events_are_no_cause(status, why, text):
     """Events stay for an hour after their problem is solved."""
     (cause,) = diagnose([pod(POOL, POD, **status).object], (), [event(POD, why, text)])
     assert cause.reason in (Reason.MODEL_LOADING, Reason.WEIGHTS_DOWNLOADING, Reason.PODS_STARTING)

@@ -51,7 +51,7 @@ def test_a_conflict_is_reported_without_denying_that_requests_succeed():
     assert pool_status(seen)["gateway"]["owner"] == "older"
 
 
-def test_ready_envoys_that_the_service_does_not_lead_to_are_no_ready_gateway():
+def test_ready_envoys_outside_the_service_are_no_ready_gateway():
     """The Deployment counts them as ready, but clients do not reach them."""
     picker, envoy, service, _ = gateway_children()
     selects_none = observed("EndpointSlice", "s", meta={"labels": {"kubernetes.io/service-name": service.ref.name}})
@@ -87,7 +87,7 @@ def envoy_pod(name, revision, ending=False, **status):
     return observed("Pod", name, meta=meta, status=status)
 
 
-def test_envoys_with_former_settings_are_not_what_was_asked_for():
+def test_envoys_with_former_settings_do_not_count_as_ready():
     """After TLS or API keys are switched on, status.url and the keys would not match the old pods that still answer."""
     old = envoy_pod("treeline-edge-old", "before", **ready())
     new = envoy_pod(
@@ -127,7 +127,7 @@ def test_envoys_with_former_settings_are_not_what_was_asked_for():
     assert conditions_of(over)[T.PROGRESSING]["reason"] == Reason.ROLLOUT_COMPLETE
 
 
-def test_envoys_that_never_come_to_their_settings_are_reported():
+def test_envoys_that_never_get_their_settings_are_reported():
     stuck = {"containerStatuses": [container("envoy", {"waiting": {"reason": "InvalidImageName"}})]}
     old, new = envoy_pod("edge-old", "now", **ready()), envoy_pod("edge-new", "now", **stuck)
     rolling = world(gateway_parts=front_parts("now"), gateway_pods=(old, new))
@@ -137,7 +137,7 @@ def test_envoys_that_never_come_to_their_settings_are_reported():
     assert (found["status"], found["reason"]) == ("False", Reason.IMAGE_PULL_FAILING)
 
 
-def test_the_picker_says_by_which_way_it_finds_prefixes():
+def test_the_pickers_routing_mode_is_reported():
     mine = pool()
     one = pod(mine, "tiny-1", **ready())
     for routing, end in (

@@ -73,7 +73,7 @@ def test_a_rollout_to_another_model_name_is_not_ready_before_a_pod_serves_that_n
     assert conditions_of(rolling(before, same))[T.READY]["status"] == "True"
 
 
-def test_a_pool_that_serves_with_fewer_pods_says_for_want_of_what():
+def test_a_pool_that_serves_with_fewer_pods_says_why():
     mine = pool(replicas=2)
     waiting = {"state": {"waiting": {"reason": "CrashLoopBackOff"}}, "restartCount": 5, "ready": False}
     crashed = pod(mine, "tiny-2", containerStatuses=[{"name": "runtime", "image": "x", **waiting}])
