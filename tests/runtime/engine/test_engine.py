@@ -131,7 +131,7 @@ def test_sampling_parameters_may_be_a_mapping_and_are_checked(model: Path) -> No
         assert engine.scheduler.is_idle
 
 
-def test_texts_are_neither_cut_nor_filled_up(model: Path, tmp_path: Path) -> None:
+def test_texts_are_neither_truncated_nor_padded(model: Path, tmp_path: Path) -> None:
     path = write_config(tmp_path)
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     tokenizer.enable_truncation(4)

@@ -109,7 +109,7 @@ def id_lists(draw: st.DrawFn) -> tuple[str, list[int]]:
 
 @settings(max_examples=300, deadline=None)
 @given(named=id_lists(), data=st.data(), stop=STOPS.map(tuple), trim=st.booleans())
-def test_any_ids_any_split_any_stops(
+def test_joined_deltas_are_the_text_for_any_ids_splits_and_stops(
     named: tuple[str, list[int]], data: st.DataObject, stop: tuple[str, ...], trim: bool
 ) -> None:
     name, ids = named
@@ -134,14 +134,14 @@ def test_text_comes_as_soon_as_it_is_certain() -> None:
     assert [d.matched for d in deltas] == [None] * 6 + ["END", None]
 
 
-def test_a_character_leaves_when_its_last_byte_came() -> None:
+def test_a_character_is_sent_with_its_last_byte() -> None:
     tokenizer = TOKENIZERS["metaspace"]
     detokenizer = IncrementalDetokenizer(lambda ids: decode("metaspace", ids))
     ids = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in "a🎉".encode()]
     assert [detokenizer.push([i]).text for i in ids] == ["a", "", "", "", "🎉"]
 
 
-def test_a_stop_token_is_not_text_unless_asked_for() -> None:
+def test_a_stop_token_is_not_text_unless_requested() -> None:
     tokenizer = TOKENIZERS["byte_level"]
     x, y = (tokenizer.token_to_id(c) for c in "xy")
     finish = FinishReason("stop", matched=y)
@@ -158,7 +158,7 @@ def test_a_stop_token_is_not_text_unless_asked_for() -> None:
     run=st.lists(st.sampled_from([0x80, 0xBF, 0xE4, 0xB8, 0xF0, 0xFF, 0xC3]), min_size=60, max_size=120),
     size=st.integers(1, 5),
 )
-def test_a_long_run_that_is_no_text_is_handed_on_as_it_is(tail: list[int], run: list[int], size: int) -> None:
+def test_a_long_run_of_invalid_bytes_is_passed_on(tail: list[int], run: list[int], size: int) -> None:
     alphabet = TOKENIZERS["byte_level"].get_vocab()
     by_byte = {byte: alphabet[char] for byte, char in enumerate(_byte_chars())}
     ids = [by_byte[byte] for byte in [*b"ok ", *run, *tail]]
@@ -174,7 +174,7 @@ def _byte_chars() -> list[str]:
 
 @pytest.mark.parametrize("token", ["<|end|>", "broken"])
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_tokens_that_never_make_text_cost_the_same_each(name: str, token: str) -> None:
+def test_tokens_without_text_cost_constant_time_each(name: str, token: str) -> None:
     tokenizer = TOKENIZERS[name]
     byte = "<0x80>" if name == "metaspace" else _byte_chars()[0x80]
     id = tokenizer.token_to_id(byte if token == "broken" else token)
@@ -237,7 +237,7 @@ def test_many_long_stop_strings_cost_little() -> None:
 
 @settings(max_examples=80)
 @given(st.sampled_from(list(TOKENIZERS)), st.sampled_from(TEXTS), st.data())
-def test_other_ids_in_the_place_of_the_last_ones_change_no_text(name: str, text: str, data: st.DataObject) -> None:
+def test_replaced_ids_of_the_same_text_change_no_text(name: str, text: str, data: st.DataObject) -> None:
     """Each message may replace ids by others of the same text, and add more."""
     ids = TOKENIZERS[name].encode(text, add_special_tokens=False).ids
     detokenizer = IncrementalDetokenizer(lambda some: decode(name, some))

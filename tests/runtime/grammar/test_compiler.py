@@ -164,7 +164,7 @@ def test_a_grammar_is_compiled_once_for_all_requests_and_markers(new_compiler: N
     assert not done.acquire(blocking=False), "nothing else was compiled"
 
 
-def test_what_is_wrong_with_a_grammar_is_said_and_remembered(new_compiler: NewCompiler) -> None:
+def test_the_error_of_a_grammar_is_reported_and_remembered(new_compiler: NewCompiler) -> None:
     compiler = new_compiler()
     bad = Grammar("json", '{"type": "integer", "minimum": 2, "maximum": 1}')
     first = compiler.get(bad)
@@ -172,7 +172,7 @@ def test_what_is_wrong_with_a_grammar_is_said_and_remembered(new_compiler: NewCo
     assert compiler.get(bad) is first
 
 
-def test_an_unforeseen_failure_is_refused_and_the_process_survives(new_compiler: NewCompiler) -> None:
+def test_an_unexpected_failure_is_a_refusal_and_the_process_survives(new_compiler: NewCompiler) -> None:
     compiler = new_compiler(workers=1)
     assert compiler.get(integers(1)).result(60)
     pids = compiler._workers.pids()
@@ -182,7 +182,7 @@ def test_an_unforeseen_failure_is_refused_and_the_process_survives(new_compiler:
 
 
 @pytest.mark.deep
-def test_a_grammar_beyond_the_limits_is_stopped_and_tried_again_later(new_compiler: NewCompiler) -> None:
+def test_a_grammar_beyond_the_limits_is_stopped_and_retried_later(new_compiler: NewCompiler) -> None:
     clock = Clock()
     compiler = new_compiler(seconds=3.0, workers=1, clock=clock)
     assert compiler.get(integers(1)).result(60)
@@ -196,7 +196,7 @@ def test_a_grammar_beyond_the_limits_is_stopped_and_tried_again_later(new_compil
     assert not compiler.get(ENDLESS).done(), "it is tried again"
 
 
-def test_what_an_output_has_outgrown_is_refused_for_a_while(new_compiler: NewCompiler) -> None:
+def test_a_grammar_that_became_too_costly_is_refused_for_a_while(new_compiler: NewCompiler) -> None:
     clock = Clock()
     compiler = new_compiler(clock=clock, waiting=2)
     for kind, source in (("regex", "a"), ("ebnf", 'root ::= "a"'), ("regex", "b")):
@@ -217,7 +217,7 @@ def test_memory_is_limited_too(new_compiler: NewCompiler) -> None:
     assert "32 MiB" in refused(compiler.get(Grammar("ebnf", 'root ::= ("a"{1,300} "b"{1,300}){1,300}')))
 
 
-def test_so_many_wait_and_no_more(held: Held) -> None:
+def test_the_number_of_waiting_grammars_is_bounded(held: Held) -> None:
     compiler = held.new(waiting=2, workers=1)
     under_way = compiler.get(integers(0), client="a")
     held.wait_for(1)
@@ -246,7 +246,7 @@ def test_clients_take_turns(held: Held) -> None:
     assert held.asked == [integers(most) for most in (0, 1, 10, 20, 2, 11, 3, 4)]
 
 
-def test_what_outlasts_its_first_try_waits_until_it_may_take_long_and_others_pass(held: Held) -> None:
+def test_a_slow_grammar_waits_for_a_long_try_and_others_pass(held: Held) -> None:
     compiler = held.new(workers=2)
     slow = [compiler.get(integers(most), client="a") for most in range(4)]
     held.wait_for(2)
@@ -268,7 +268,7 @@ def test_what_outlasts_its_first_try_waits_until_it_may_take_long_and_others_pas
         refused(future)
 
 
-def test_a_client_that_has_used_up_its_seconds_is_refused_until_some_have_passed(held: Held) -> None:
+def test_a_client_without_seconds_left_is_refused_until_some_have_passed(held: Held) -> None:
     """Asking for other grammars does not help it."""
     clock = Clock()
     compiler = held.new(workers=1, clock=clock, client_seconds=30.0, client_seconds_back=0.5)
@@ -292,7 +292,7 @@ def test_a_client_that_has_used_up_its_seconds_is_refused_until_some_have_passed
     assert compiler._used.owed("a") == 29.5, "what is quick costs nothing"
 
 
-def test_what_one_namespace_has_sent_makes_nothing_faster_for_another(held: Held) -> None:
+def test_grammars_of_one_namespace_make_no_other_faster(held: Held) -> None:
     compiler = held.new(workers=1)
     first = compiler.get(integers(0), "a")
     held.answer(integers(0))
@@ -306,7 +306,7 @@ def test_what_one_namespace_has_sent_makes_nothing_faster_for_another(held: Held
     assert len(held.asked) == 3
 
 
-def test_a_refusal_for_a_while_is_of_the_namespace_that_asked(held: Held) -> None:
+def test_a_temporary_refusal_holds_only_for_its_namespace(held: Held) -> None:
     compiler = held.new(workers=1)
     future = compiler.get(integers(0), "a")
     held.answer(integers(0), Killed("late"))
@@ -319,7 +319,7 @@ def test_a_refusal_for_a_while_is_of_the_namespace_that_asked(held: Held) -> Non
 
 
 @pytest.mark.deep
-def test_the_small_grammar_of_another_client_is_ready_before_what_a_hostile_one_waits_for(
+def test_a_small_grammar_is_ready_before_a_hostile_clients(
     new_compiler: NewCompiler,
 ) -> None:
     """It runs with real processes."""
@@ -367,7 +367,7 @@ def test_abandoned_grammars_are_not_compiled_and_free_their_place(new_compiler: 
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it ends with its request")
-def test_a_process_ends_with_the_thread_that_started_it_whatever_it_does() -> None:
+def test_a_process_ends_with_the_thread_that_started_it() -> None:
     found = list[ConfinedProcess]()
 
     def start() -> None:
@@ -388,7 +388,7 @@ def test_a_process_ends_with_the_thread_that_started_it_whatever_it_does() -> No
         process.end()
 
 
-def test_what_was_not_wanted_for_longest_is_forgotten(new_compiler: NewCompiler) -> None:
+def test_the_least_recently_used_grammar_is_forgotten(new_compiler: NewCompiler) -> None:
     compiler = new_compiler()
     size = compiler.get(integers(7)).result(60).num_bytes
     room = 3 * (size + 3200)

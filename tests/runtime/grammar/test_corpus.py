@@ -72,7 +72,7 @@ def _check(schema: Any, text: bytes, seed: int) -> None:
 
 
 @pytest.mark.timeout(3600)
-def test_what_finishes_is_valid() -> None:
+def test_finished_outputs_are_valid() -> None:
     refused = _refusals(False, "synthetic", range(COUNT), length=16)
     unexplained = [reason for reason in refused if not any(re.search(known, reason) for known in REASONS)]
     assert not unexplained
@@ -81,6 +81,6 @@ def test_what_finishes_is_valid() -> None:
 
 
 @pytest.mark.parametrize("tag", [False, True])
-def test_what_finishes_is_valid_with_the_tokens_of_the_tiny_model(tag: bool) -> None:
+def test_finished_outputs_are_valid_with_the_tiny_models_tokens(tag: bool) -> None:
     seeds = range(COUNT, COUNT + COUNT // 10)
     assert _refusals(tag, "tiny", seeds, length=8).total() < 0.6 * len(seeds)

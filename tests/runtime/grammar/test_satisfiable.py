@@ -89,7 +89,7 @@ def _naive(rules: dict[str, list[list[str]]]) -> dict[str, float]:
         best = new
 
 
-def test_shortest_texts_are_those_of_a_naive_iteration() -> None:
+def test_shortest_texts_equal_those_of_a_naive_iteration() -> None:
     finite = 0
     for seed in range(400):
         rules = _grammar(seed)
@@ -100,7 +100,7 @@ def test_shortest_texts_are_those_of_a_naive_iteration() -> None:
     assert 50 < finite < 350
 
 
-def test_what_compiles_forces_no_more_than_its_shortest_text_wherever_it_is(backend: GrammarBackend) -> None:
+def test_a_compiled_grammar_never_forces_more_than_its_shortest_text(backend: GrammarBackend) -> None:
     """Random bytes of the masks are walked, in every grammar without endless parts; the others are refused."""
     torch = pytest.importorskip("torch")
     compiled = 0
@@ -142,7 +142,7 @@ def _doubling(times: int) -> str:
     return json.dumps({"$ref": "#/$defs/d0", "$defs": {**defs, f"d{times}": {"type": "null"}}})
 
 
-def test_references_that_double_are_refused_for_the_length_of_what_they_ask_for(backend: GrammarBackend) -> None:
+def test_doubling_references_are_refused_for_their_length(backend: GrammarBackend) -> None:
     assert backend.load(backend.compile(_in_tag(json.loads(_doubling(5))))).matcher([END]).forced() == "["
     with pytest.raises(GrammarError, match=f"too long.*{MAX_SHORTEST} are the most"):
         backend.compile(_in_tag(json.loads(_doubling(40))))
@@ -155,7 +155,7 @@ def test_references_that_double_are_refused_for_the_length_of_what_they_ask_for(
         {"type": "string", "minLength": 10**6},
     ],
 )
-def test_what_asks_for_a_long_text_is_refused(backend: GrammarBackend, schema: dict[str, Any]) -> None:
+def test_a_grammar_of_only_long_texts_is_refused(backend: GrammarBackend, schema: dict[str, Any]) -> None:
     with pytest.raises(GrammarError, match="too long"):
         backend.compile(_in_tag(schema))
 

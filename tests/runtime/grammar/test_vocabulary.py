@@ -18,12 +18,12 @@ VOCABULARY = Vocabulary.of(TINY, SIZE + 5, (SIZE - 1,))
 
 
 @given(st.lists(st.integers(0, SIZE - 1), max_size=12))
-def test_texts_joined_are_what_is_decoded(ids: list[int]) -> None:
+def test_joined_token_texts_equal_the_decoded_text(ids: list[int]) -> None:
     joined = b"".join(VOCABULARY.texts[id] for id in ids)
     assert joined.decode(errors="replace") == TOKENIZER.decode(ids, skip_special_tokens=True)
 
 
-def test_there_is_a_text_for_each_row_of_the_head() -> None:
+def test_each_row_of_the_head_has_a_text() -> None:
     assert len(VOCABULARY.texts) == SIZE + 5
     assert VOCABULARY.texts[SIZE:] == [b""] * 5
 

@@ -32,7 +32,7 @@ def insert(tree: RadixCache, tokens: list[int]) -> None:
     tree.insert(key_of(tokens), np.arange(len(tokens)), prompt_tokens=len(tokens))
 
 
-def test_what_is_on_its_way_is_coming_until_its_filler_ends() -> None:
+def test_pages_on_their_way_are_expected_until_their_filler_ends() -> None:
     tree = a_tree()
     first = tree.begin_filling(None, key_of([*LONG, 1]))
     second = tree.begin_filling(None, key_of([*LONG, 2]), "salt")
@@ -47,7 +47,7 @@ def test_what_is_on_its_way_is_coming_until_its_filler_ends() -> None:
     assert not list(tree._walk())
 
 
-def test_several_fill_one_node_and_the_last_to_leave_takes_it_along() -> None:
+def test_several_fillers_share_a_node_which_ends_with_the_last() -> None:
     tree = a_tree()
     fillers = [tree.begin_filling(None, key_of([*LONG[:40], i, i])) for i in range(3)]
     for i, filler in enumerate(fillers):
@@ -57,7 +57,7 @@ def test_several_fill_one_node_and_the_last_to_leave_takes_it_along() -> None:
     assert coming(tree, LONG) == 0
 
 
-def test_what_one_of_two_has_filled_is_on_the_device_and_kept_for_the_other() -> None:
+def test_pages_filled_by_one_of_two_are_kept_for_the_other() -> None:
     tree = a_tree()
     ours, theirs = (tree.begin_filling(None, key_of([*LONG, i])) for i in range(2))
     insert(tree, LONG[:20])
@@ -73,7 +73,7 @@ def test_what_one_of_two_has_filled_is_on_the_device_and_kept_for_the_other() ->
     assert len(tree.evict(30)) == 20
 
 
-def test_who_does_not_want_what_the_cache_has_fills_nothing() -> None:
+def test_a_request_that_ignores_cached_pages_fills_nothing() -> None:
     """The pages that it computes again are cached, and may be evicted meanwhile."""
     tree = a_tree()
     insert(tree, LONG)
@@ -82,7 +82,7 @@ def test_who_does_not_want_what_the_cache_has_fills_nothing() -> None:
     assert len(tree.evict(60)) == 60
 
 
-def test_a_tree_in_which_something_is_on_its_way_is_not_reset() -> None:
+def test_a_tree_with_pages_on_their_way_is_not_reset() -> None:
     tree = a_tree()
     tree.begin_filling(None, key_of(LONG))
     with pytest.raises(AssertionError, match="reset"):

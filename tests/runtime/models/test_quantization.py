@@ -120,7 +120,7 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_checkpoint_in_fp8_is_what_its_format_says(name: str, wide: Path) -> None:
+def test_a_checkpoint_in_fp8_follows_its_format(name: str, wide: Path) -> None:
     settings, kind, suffix, more, inputs = FORMATS[name]
     meant = fp8.quantise_checkpoint(wide, settings, kind, suffix, **more)
     expected = meant_by(wide, meant, inputs)
@@ -132,7 +132,7 @@ def test_a_checkpoint_in_fp8_is_what_its_format_says(name: str, wide: Path) -> N
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_one_projection_computes_what_its_format_says(name: str, wide: Path) -> None:
+def test_one_projection_follows_its_format(name: str, wide: Path) -> None:
     settings, kind, suffix, more, inputs = FORMATS[name]
     meant = fp8.quantise_checkpoint(wide, settings, kind, suffix, **more)
     model = ours(wide)
@@ -149,7 +149,7 @@ def a_context(adapters: Any = None) -> Context:
     return Context(None, None, nothing, nothing, nothing, adapters=adapters)  # type: ignore[arg-type]
 
 
-def test_the_weights_of_fine_grained_fp8_are_those_that_transformers_makes_of_them(tmp_path: Path) -> None:
+def test_weights_of_fine_grained_fp8_equal_transformers(tmp_path: Path) -> None:
     """Its products need GPUs; dequantising works anywhere."""
     theirs = pytest.importorskip("transformers.integrations.finegrained_fp8").Fp8Dequantize(None)
     sizes = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64}
@@ -192,7 +192,7 @@ def test_a_quantised_checkpoint_stays_as_it_is_when_fp8_is_asked_for(wide: Path)
     assert torch.equal(Runner(ours(wide, quantization="fp8")).feed(IDS), Runner(ours(wide)).feed(IDS))
 
 
-def test_modules_that_were_left_alone_are_computed_as_they_are(wide: Path) -> None:
+def test_unquantised_modules_are_computed_in_float(wide: Path) -> None:
     """A whole layer is in float: it has no scales, so its inputs are not rounded either."""
     original = load_file(wide / "model.safetensors")
     fp8.quantise_checkpoint(wide, compressed(ignore=["lm_head", "re:model.layers.0.*"]), "channel")
@@ -244,7 +244,7 @@ def floats(rows: int, columns: int) -> st.SearchStrategy[Any]:
 
 
 @given(floats(2, 40), st.sampled_from([8, 16, 40]))
-def test_what_fp8_leaves_of_a_number_is_within_half_a_step(x: Any, group: int) -> None:
+def test_rounding_to_fp8_errs_by_at_most_half_a_step(x: Any, group: int) -> None:
     tensor = torch.from_numpy(x)
     values, scales = quantise(tensor, group)
     assert scales.shape == (-(-40 // group), 2)
@@ -265,7 +265,7 @@ def test_a_number_becomes_the_nearest_fp8(x: Any) -> None:
     assert np.array_equal(found, fp8.nearest(x.astype(np.float64)))
 
 
-def test_what_is_not_finite_is_not_a_number_in_fp8() -> None:
+def test_non_finite_numbers_become_nan_in_fp8() -> None:
     assert to_e4m3(torch.tensor([torch.inf, -torch.inf, torch.nan])).float().isnan().all()
     for wrong in (torch.inf, -torch.inf, torch.nan):
         for static in (None, 0.1):
@@ -391,7 +391,7 @@ def test_a_static_scheme_needs_its_scales_and_a_block_wise_one_the_shape_of_its_
         ours(wide)
 
 
-def test_static_scales_of_stacked_projections_that_differ_cut_nothing_off(wide: Path) -> None:
+def test_differing_static_scales_of_stacked_projections_clip_nothing(wide: Path) -> None:
     fp8.quantise_checkpoint(wide, STATIC, "tensor", input_scale=torch.tensor(STATIC_SCALE))
     tensors = load_file(wide / "model.safetensors") | {Q + "input_scale": torch.tensor(0.05)}
     save_file(tensors, wide / "model.safetensors")

@@ -29,7 +29,7 @@ def parameters(config: dict[str, Any]) -> int:
 
 
 @pytest.mark.parametrize("path", [TINY, *PUBLIC], ids=lambda path: path.stem)
-def test_parameters_are_those_of_transformers(path: Path) -> None:
+def test_parameter_counts_equal_transformers(path: Path) -> None:
     config = json.loads(path.read_text())
     given = {key: value for key, value in config.items() if key != "quantization_config"}
     with torch.device("meta"):
@@ -48,7 +48,7 @@ KNOWN = {
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_published_counts(name: str) -> None:
+def test_parameter_counts_equal_the_published_ones(name: str) -> None:
     model = parse_config(json.loads((Path(__file__).parent / "configs" / f"{name}.json").read_text()), {})
     parts = parts_of(model, 2)
     active = sum(part.active or part.parameters for part in parts)
@@ -79,7 +79,7 @@ def small(path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("path", [TINY, *PUBLIC], ids=lambda path: path.stem)
-def test_parameters_are_what_the_decoder_takes(path: Path) -> None:
+def test_parameter_counts_equal_the_decoders(path: Path) -> None:
     config = small(path)
     model = parse_config(config, {})
     weights = Counted(0, torch.float32, torch.device("cpu"))

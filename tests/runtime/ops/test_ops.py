@@ -23,7 +23,7 @@ GROUPS = {
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_the_kernels_compute_what_the_reference_does(group: str) -> None:
+def test_the_kernels_equal_the_reference(group: str) -> None:
     """It runs in a process of its own: the interpreter is chosen when the kernels are imported."""
     script, compared = GROUPS[group]
     path = Path(__file__).with_name(script)

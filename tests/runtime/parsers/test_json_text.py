@@ -46,9 +46,7 @@ def test_an_object_is_passed_on_as_it_is_up_to_its_end(
     ),
     cuts=cut_places,
 )
-def test_what_is_json_is_read_and_what_is_read_is_json(
-    text: str, places: list[tuple[int, str]], cuts: list[int]
-) -> None:
+def test_the_scanner_accepts_exactly_json(text: str, places: list[tuple[int, str]], cuts: list[int]) -> None:
     for place, char in places:
         place %= len(text) + 1
         text = text[:place] + char + text[place + 1 :]

@@ -106,7 +106,7 @@ def parser(tools: str, functions: tuple[Function, ...]) -> Callable[[], parsers.
 
 @pytest.mark.deep
 @pytest.mark.parametrize("tools", FORMATS)
-def test_whatever_it_lets_through_is_parsed_into_valid_calls(tools: str) -> None:
+def test_every_allowed_output_is_parsed_into_valid_calls(tools: str) -> None:
     called: list[str] = []
     for seed in range(48):
         required, parallel, only = bool(seed & 1), bool(seed & 2), seed % 5 == 0
@@ -167,7 +167,7 @@ def test_a_structure_follows_the_choice(text: str, auto: bool, required: bool, s
 
 @pytest.mark.parametrize("tools", FORMATS)
 @pytest.mark.parametrize("required", [False, True])
-def test_it_grows_with_the_functions_and_not_with_their_square(tools: str, required: bool) -> None:
+def test_a_structure_grows_linearly_with_its_functions(tools: str, required: bool) -> None:
     def size(count: int) -> int:
         functions = [Function(f"look_up_{i:04}", WEATHER.parameters) for i in range(count)]
         return len(json.dumps(parsers.structure(tools, functions, required=required, parallel=True)))
@@ -176,7 +176,7 @@ def test_it_grows_with_the_functions_and_not_with_their_square(tools: str, requi
 
 
 @pytest.mark.parametrize("tools", FORMATS)
-def test_what_it_is_compiled_to_grows_less_than_that(tools: str) -> None:
+def test_a_compiled_structure_grows_less_than_its_text(tools: str) -> None:
     """A vocabulary of words is used: all calls share their beginnings, which need no masks for each."""
     backend = XGrammarBackend(vocabulary())
 
@@ -207,7 +207,7 @@ def test_calls_of_many_functions_in_python_lists(count: int) -> None:
     assert [value[0] for kind, value in found if kind == "call"] == ["f0", "f1"]
 
 
-def test_arguments_are_an_object_whatever_a_schema_allows_besides() -> None:
+def test_arguments_are_an_object_even_if_the_schema_allows_more() -> None:
     structure = parsers.structure("hermes", [CHOICE], required=True, parallel=True)
     call = '<tool_call>\n{"name": "choose", "arguments": %s}\n</tool_call>'
     assert accepts(structure, call % '{"a": 1}')

@@ -60,7 +60,7 @@ def run(*flags: str, environment: dict[str, str] | None = None) -> tuple[int, st
         ),
     ],
 )
-def test_a_wrong_argument_is_named_between_the_usage_and_where_help_is(
+def test_a_wrong_argument_is_named_with_usage_and_a_hint_to_help(
     flags: list[str], named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(flags) == 2
@@ -79,7 +79,7 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
         assert word in shown
 
 
-def test_help_fits_two_screens_and_the_rest_of_the_flags_is_one_word_away(
+def test_help_fits_two_screens_and_help_all_lists_the_rest(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "120")
@@ -132,7 +132,7 @@ def test_an_error_is_one_line_and_status_1() -> None:
     assert "treeline serve: error: --model: there is no folder '/nowhere/at/all'" in log.splitlines()[-1]
 
 
-def test_elsewhere_than_on_a_terminal_each_line_of_the_log_is_a_json_object(model: Path) -> None:
+def test_with_json_each_line_of_the_log_is_a_json_object(model: Path) -> None:
     """It holds for all processes of a server, from its first line to its last."""
     with (
         running(model, "--log-format=json", "--log-level=debug", environment={"PYTHONWARNINGS": "always"}) as server,
@@ -170,7 +170,7 @@ PORT_FLAGS = ("--port", "--metrics-port", "--admin-port", "--events-port", "--re
 
 
 @pytest.mark.parametrize("flag", PORT_FLAGS)
-def test_a_busy_port_is_named_before_the_model_is_looked_at(flag: str) -> None:
+def test_a_busy_port_is_named_before_the_model_is_read(flag: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         flags = [f"{name}={port if name == flag else 0}" for name in PORT_FLAGS]

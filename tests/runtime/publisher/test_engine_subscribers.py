@@ -59,7 +59,7 @@ def told(decoder: Any, payload: bytes) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_what_we_publish_is_read_by_their_types_live_and_replayed(name: str, publisher: PublisherProcess) -> None:
+def test_the_engines_types_read_our_live_and_replayed_events(name: str, publisher: PublisherProcess) -> None:
     package, version, module = READERS[name]
     decoder = msgspec.msgpack.Decoder(load(package, version)[module].KVEventBatch)
     salt = SALT if package == "sglang" else None  # vLLM's types have no member for it

@@ -37,7 +37,7 @@ def test_changes_are_reported_at_most_every_fifty_milliseconds() -> None:
     assert ours.pages_cached == 7
 
 
-def test_that_the_last_request_has_ended_is_reported_at_once() -> None:
+def test_the_end_of_the_last_request_is_reported_at_once() -> None:
     stream = LoadStream(1, 16)
     stream.on_load(LoadUpdate(running=1), 0.0)
     stream.take(0.0)
@@ -52,7 +52,7 @@ def test_that_the_last_request_has_ended_is_reported_at_once() -> None:
     assert stream.take(0.003) == [], "it was idle before"
 
 
-def test_an_unchanged_load_is_not_news() -> None:
+def test_an_unchanged_load_is_not_reported() -> None:
     stream = LoadStream(1, 16)
     stream.on_load(LoadUpdate(running=1), 0.0)
     stream.take(0.0)
@@ -72,7 +72,7 @@ def test_load_reports_stop_while_the_scheduler_is_silent() -> None:
     assert stream.take(70.0)
 
 
-def test_draining_is_told_at_once_once_and_for_good() -> None:
+def test_draining_is_reported_at_once_and_permanently() -> None:
     stream = LoadStream(1, 16)
     stream.take(0.0)
     stream.on_draining()

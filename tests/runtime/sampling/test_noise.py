@@ -47,7 +47,7 @@ def test_the_variates_are_exponential_and_independent_of_their_neighbours() -> N
 
 
 @pytest.mark.parametrize("what", ["seed", "index"])
-def test_every_token_wins_as_often_as_the_others(what: str) -> None:
+def test_every_token_wins_equally_often(what: str) -> None:
     rows = [(i, 7) if what == "seed" else (5, i) for i in range(100_000)]
     winners = times(rows, 64).argmin(-1)
     assert abs(z_of(torch.bincount(winners, minlength=64), len(rows) / 64)) < 4
@@ -74,7 +74,7 @@ def test_a_variate_depends_on_seed_index_and_token_alone() -> None:
     assert torch.equal(chosen, together.gather(1, ids))
 
 
-def test_the_numbers_are_those_of_this_release() -> None:
+def test_random_numbers_equal_those_of_this_release() -> None:
     """A change here changes the output of every seed: put it into the changelog."""
     assert row_keys([0, 42], [0, 7]).tolist() == KEYS
     assert [round(x, 6) for x in times([(42, 7)], 5)[0].tolist()] == NUMBERS

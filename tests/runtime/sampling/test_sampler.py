@@ -40,7 +40,7 @@ def frequencies(count: int = 4000, **params: Any) -> dict[int, float]:
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0.0}, {"top_k": 1}, {"temperature": 1e-7}, {"top_p": 0.0}])
-def test_greedy_by_any_name_takes_the_likeliest(params: dict[str, Any]) -> None:
+def test_greedy_in_any_spelling_takes_the_likeliest_token(params: dict[str, Any]) -> None:
     assert [draw(seed=s, **params) for s in range(5)] == [1] * 5
 
 
@@ -84,7 +84,7 @@ def test_every_token_is_drawn_as_often_as_its_probability_says(
     assert abs(chi - freedom) < 4 * math.sqrt(2 * freedom)
 
 
-def test_equal_logits_are_kept_by_token_id_whatever_else_is_in_the_batch() -> None:
+def test_equal_logits_are_kept_by_token_id_in_any_batch() -> None:
     logits = torch.zeros(1, 64)
     for params in ({"top_k": 3}, {"top_p": 0.04}):
         alone = [int(sample(logits.clone(), [row(seed=s, **params)])[0]) for s in range(200)]
@@ -125,7 +125,7 @@ def test_a_distribution_with_one_candidate_left() -> None:
         assert {draw(logits, seed=s, **params) for s in range(50)} == {5}
 
 
-def test_what_a_temperature_is_enough_for() -> None:
+def test_a_low_temperature_is_greedy() -> None:
     assert not needs_more(SamplingParams(temperature=0.0))
     assert not needs_more(SamplingParams(temperature=0.0, top_p=0.5))
     assert not needs_more(SamplingParams(temperature=0.7))
@@ -156,7 +156,7 @@ def test_what_a_temperature_is_enough_for() -> None:
         ({"stop_token_ids": (1,) * 129}, "stop_token_ids has 129 tokens"),
     ],
 )
-def test_parameters_that_make_no_sense_are_named(params: dict[str, Any], message: str) -> None:
+def test_invalid_parameters_are_named(params: dict[str, Any], message: str) -> None:
     assert message in (check_sampling(SamplingParams(**params), VOCAB) or "")
 
 

@@ -56,7 +56,7 @@ def forty_answers(tiny: Path) -> list[list[int]]:
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize("settings", [{}, {"overlap_depth": 1}, {"chunked_prefill_size": 64}])
-def test_after_eight_overflowing_prompts_forty_of_forty_healthy_requests_answer_as_before(
+def test_eight_overflowing_prompts_do_not_change_forty_healthy_answers(
     tiny: Path,
     forty_answers: list[list[int]],
     monkeypatch: pytest.MonkeyPatch,
@@ -214,7 +214,7 @@ def traffic(tiny: Path, settings: dict[str, Any], garbage: list[float], seed: in
 
 
 @pytest.mark.parametrize("settings", CONFIGS, ids=str)
-def test_what_lies_in_unused_memory_changes_no_bit_of_any_answer(tiny: Path, settings: dict[str, Any]) -> None:
+def test_unused_memory_changes_no_bit_of_any_answer(tiny: Path, settings: dict[str, Any]) -> None:
     seed = CONFIGS.index(settings)
     clean = traffic(tiny, settings, [0.0], seed)
     if settings["page_size"] == 1:  # larger pages leave too few requests at once for that

@@ -56,7 +56,7 @@ class World:
 
 
 @pytest.mark.parametrize("closing", [False, True], ids=["as they come", "as they leave"])
-def test_a_single_request_is_told_within_a_few_steps(tiny: Path, closing: bool) -> None:
+def test_a_single_request_gets_its_token_within_a_few_steps(tiny: Path, closing: bool) -> None:
     world = World(tiny)
     hostile = [world.open("hostile", str(i), 1024, 100) for i in range(MAX_GENERATIONS_OF_CLIENT // 1024)]
     for _ in range(16 if closing else 3):

@@ -115,7 +115,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_everybody_says_together_what_they_say_alone(
+def test_requests_get_the_same_tokens_together_as_alone(
     alone: dict[int, dict[str, list[int]]], name: str, depth: int
 ) -> None:
     engine = everybody(engine_of(depth, **SETTINGS[name]))
@@ -161,7 +161,7 @@ def test_a_step_with_jumps_is_a_graph_of_all_their_tokens(
     assert graphs.of_jumps >= 2
 
 
-def test_a_jump_that_would_read_too_much_again_is_computed_as_a_prompt_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_costly_jump_is_computed_like_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executor, "_READ_AGAIN_BYTES", 0)
     engine = everybody(engine_of(1))
     graphs = ComputedGraphs(engine.executor, 64)
@@ -175,7 +175,7 @@ def test_a_jump_that_would_read_too_much_again_is_computed_as_a_prompt_is(monkey
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_it_takes_fewer_steps(depth: int) -> None:
+def test_jumps_take_fewer_steps(depth: int) -> None:
     on, off = engine_of(depth), engine_of(depth, jump_forward=False)
     for engine in (on, off):
         ask(engine, "long")
@@ -241,7 +241,7 @@ def test_greedy_tokens_are_the_most_likely_after_this_sequence(
 
 
 @pytest.mark.parametrize(("depth", "page_size"), [(0, 4), (1, 1)])
-def test_the_cache_holds_what_was_computed(depth: int, page_size: int) -> None:
+def test_the_cache_holds_the_computed_tokens(depth: int, page_size: int) -> None:
     """A request that continues an answer with jumps finds in the cache the tokens that it would have computed."""
     engine, fresh = engine_of(depth, page_size=page_size), engine_of(0)
     everybody(engine).run()
@@ -258,7 +258,7 @@ def test_the_cache_holds_what_was_computed(depth: int, page_size: int) -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_the_tokens_are_those_of_the_tokenizer(depth: int) -> None:
+def test_forced_tokens_are_those_of_the_tokenizer(depth: int) -> None:
     """The grammar leaves one choice at every token."""
     engine = engine_of(depth)
     grammar = Grammar("regex", '\\{"the_full_name": true, "the_age_in_years": 7, "is_registered": false\\} and so on')
@@ -273,7 +273,7 @@ def test_the_tokens_are_those_of_the_tokenizer(depth: int) -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_every_length(depth: int) -> None:
+def test_an_answer_of_every_length_limit_is_exact(depth: int) -> None:
     engine = engine_of(depth)
     ask(engine, "person")
     engine.run()
@@ -291,7 +291,7 @@ def test_every_length(depth: int) -> None:
             assert engine.said(rid).encode() == whole
 
 
-def test_an_answer_that_is_forced_to_its_end_is_computed_in_no_time() -> None:
+def test_an_answer_forced_to_its_end_takes_few_steps() -> None:
     engine = engine_of(0)
     grammar = Grammar("choice", '["nothing else can be said of this by anybody"]')
     engine.submit("a", prompt(1, 9), grammar=grammar, max_new_tokens=50)
@@ -318,7 +318,7 @@ def test_a_stop_token_is_not_jumped_over() -> None:
         assert (finish.matched == stop) == (engine.tokens(str(i))[-1] == stop)
 
 
-def test_a_long_word_is_not_looked_at_with_each_of_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_forced_word_is_not_examined_at_each_token(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, looked = engine_of(0), list[int]()
     forward = engine.grammars.jump_forward
     assert forward is not None
@@ -335,7 +335,7 @@ def test_a_long_word_is_not_looked_at_with_each_of_its_tokens(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("option", ["return_logprob", "return_hidden_states"])
-def test_who_asks_what_was_sampled_does_not_jump(option: str) -> None:
+def test_requests_for_logprobs_do_not_jump(option: str) -> None:
     engine = engine_of(1, enable_return_hidden_states=True)
     ask(engine, "a", "flags", **{option: True})
     engine.run()
@@ -358,7 +358,7 @@ def test_the_grammar_may_begin_later() -> None:
 
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("how", ["abort", "stop"])
-def test_ending_one_at_every_step(alone: dict[int, dict[str, list[int]]], depth: int, how: str) -> None:
+def test_a_request_may_end_at_every_step(alone: dict[int, dict[str, list[int]]], depth: int, how: str) -> None:
     for point in range(1, 20, 6):
         engine = everybody(engine_of(depth, max_running_requests=6))
         for _ in range(point):
@@ -377,7 +377,7 @@ def test_a_failed_launch_is_repeated_request_by_request(alone: dict[int, dict[st
     assert answers(engine) == alone[depth]
 
 
-def test_a_jump_that_fails_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_jump_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of(1)
     assert engine.grammars.jump_forward is not None
     monkeypatch.setattr(engine.grammars, "jump_forward", object())
@@ -430,7 +430,7 @@ def test_the_text_of_a_stream_is_exact(depth: int, stop: tuple[str, ...]) -> Non
         {"overlap_depth": 1, "page_size": 1, "max_total_tokens": 160, "mixed_chunk": True, "chunked_prefill_size": 16},
     ],
 )
-def test_random_traffic(settings: dict[str, Any]) -> None:
+def test_random_traffic_keeps_every_invariant(settings: dict[str, Any]) -> None:
     """The accounts balance after every step; surviving requests obey their grammars."""
     rng = random.Random(1)
     engine = WithGrammars(**settings)

@@ -54,7 +54,7 @@ def test_at_every_bound_a_prompt_is_refused_or_served(
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_equal_prompts_that_are_computed_twice_do_not_hold_memory_twice(tiny: Path, depth: int) -> None:
+def test_equal_prompts_computed_twice_do_not_hold_memory_twice(tiny: Path, depth: int) -> None:
     """Prompt logprobs make each request compute everything; copies of pages that the tree has are freed at once."""
     engine = Harness(tiny, max_total_tokens=48, overlap_depth=depth, chunked_prefill_size=16)
     for i in range(4):
@@ -64,7 +64,7 @@ def test_equal_prompts_that_are_computed_twice_do_not_hold_memory_twice(tiny: Pa
 
 
 @pytest.mark.parametrize("settings", [{}, {"overlap_depth": 1, "mixed_chunk": True}])
-def test_whatever_fits_alone_ends_in_company_too(tiny: Path, settings: dict[str, Any]) -> None:
+def test_every_request_that_fits_alone_ends_among_others(tiny: Path, settings: dict[str, Any]) -> None:
     """Each request needs the whole pool; none ends with an error, whatever pages the others hold."""
     engine = Harness(tiny, max_total_tokens=64, chunked_prefill_size=16, **settings)
     for i in range(6):
@@ -77,7 +77,7 @@ def test_whatever_fits_alone_ends_in_company_too(tiny: Path, settings: dict[str,
 # ---- what takes too long --------------------------------------------------------------------------------
 
 
-def test_who_waits_too_long_is_told_to_go_elsewhere(tiny: Path) -> None:
+def test_a_request_that_waits_too_long_is_sent_elsewhere(tiny: Path) -> None:
     clock = Clock()
     engine = Harness(tiny, clock=clock, max_running_requests=1, waiting_timeout=5.0)
     engine.submit("running", prompt(1, 8), max_new_tokens=20)
@@ -96,7 +96,7 @@ def test_who_waits_too_long_is_told_to_go_elsewhere(tiny: Path) -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_a_request_ends_when_its_time_is_over_wherever_it_is(tiny: Path, depth: int) -> None:
+def test_a_request_ends_when_its_time_is_over_in_every_state(tiny: Path, depth: int) -> None:
     clock = Clock()
     engine = Harness(
         tiny, clock=clock, overlap_depth=depth, max_running_requests=2, chunked_prefill_size=8, request_timeout=10.0
@@ -136,7 +136,7 @@ def test_a_retracted_request_has_begun(tiny: Path) -> None:
     assert all(engine.finish(str(i)) == FinishReason("length") for i in range(2))
 
 
-def test_a_limit_is_above_zero() -> None:
+def test_a_limit_must_be_above_zero() -> None:
     for name in ("waiting_timeout", "request_timeout"):
         with pytest.raises(ConfigError, match=f"{name} must be above 0, got 0"):
             SchedulerConfig(model="m", **{name: 0})
@@ -147,7 +147,7 @@ LIMIT = st.one_of(st.none(), st.integers(1, 10))
 
 @given(waiting_s=LIMIT, total_s=LIMIT, steps=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3)), max_size=30))
 @settings(max_examples=80, deadline=None)
-def test_exactly_those_beyond_a_limit_are_found(
+def test_exactly_the_requests_beyond_a_limit_are_found(
     waiting_s: int | None, total_s: int | None, steps: list[tuple[int, int]]
 ) -> None:
     """It is checked against the definition, for requests that come, begin and end."""
@@ -212,7 +212,7 @@ def test_an_idle_client_gets_the_reserved_row_when_no_request_may_wait(tiny: Pat
 
 
 @given(st.lists(st.sampled_from(["a", "b", "c", None]), max_size=30), st.integers(0, 5))
-def test_who_is_refused_is_who_has_most(tiny: Path, clients: list[str | None], most: int) -> None:
+def test_the_client_with_most_requests_is_refused(tiny: Path, clients: list[str | None], most: int) -> None:
     """It is checked beside a plain list: one request of `a` runs, and no other client gets its row."""
     engine = Harness(tiny, max_running_requests=1, max_queued_requests=most)
     engine.submit("runs", prompt(0, 8), max_new_tokens=99, client="a")

@@ -48,7 +48,7 @@ def crowded(tiny: Path, waiting: int, rows: int = 1, **settings: Any) -> Harness
 
 
 @pytest.mark.parametrize("waiting", [1000, 2000])
-def test_a_step_does_not_look_at_the_whole_queue(tiny: Path, waiting: int) -> None:
+def test_a_step_does_not_examine_the_whole_queue(tiny: Path, waiting: int) -> None:
     engine = crowded(tiny, waiting)
     engine.prefill.waiting = Counted(engine.prefill.waiting)
     Counted.looks = 0
@@ -112,7 +112,7 @@ def test_a_full_queue_is_not_searched_for_the_least_urgent_at_each_arrival(tiny:
     engine.run()
 
 
-def test_an_arrival_does_not_look_through_launched_batches(tiny: Path) -> None:
+def test_an_arrival_does_not_search_launched_batches(tiny: Path) -> None:
     engine = crowded(tiny, 0, rows=32)
     assert engine._pending
     for batch, _, _ in engine._pending:

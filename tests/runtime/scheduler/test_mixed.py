@@ -87,7 +87,7 @@ def test_answers_and_logprobs_are_those_of_separate_steps(tiny: Path, calm: Harn
 
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("victim", ["scored", "long", "same"])
-def test_an_abort_at_every_point(tiny: Path, calm: Harness, victim: str, depth: int) -> None:
+def test_a_mixed_batch_survives_an_abort_at_every_point(tiny: Path, calm: Harness, victim: str, depth: int) -> None:
     """The harness asserts after every step that the accounts balance and that no page in flight is free."""
     whole = start(tiny, overlap_depth=depth)
     begun = whole.steps

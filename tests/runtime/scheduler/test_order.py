@@ -19,7 +19,7 @@ def test_fcfs_keeps_the_order_of_arrival(tiny: Path) -> None:
     assert engine.prefills == [["0"], ["1"], ["2"], ["3"]]
 
 
-def test_lpm_prefers_what_is_cached(tiny: Path) -> None:
+def test_lpm_prefers_cached_prompts(tiny: Path) -> None:
     engine = Recorder(tiny, max_running_requests=1, schedule_policy="lpm")
     engine.generate("warm", prompt(9, 40), max_new_tokens=2)
     engine.submit("cold", prompt(1, 20), max_new_tokens=2)
@@ -59,7 +59,7 @@ def test_a_request_does_not_wait_for_less_than_a_page(tiny: Path, page_size: int
 
 @pytest.mark.parametrize("how", ["aborted", "failed"])
 @pytest.mark.parametrize("depth", [0, 1])
-def test_who_waits_for_one_that_dies_computes_it_itself(tiny: Path, depth: int, how: str) -> None:
+def test_a_request_that_waits_for_a_dying_one_computes_the_prefix_itself(tiny: Path, depth: int, how: str) -> None:
     """It begins as soon as the death is known, and finds the prefix that was cached before."""
     beginning = prompt(1, 48)
     engine = Harness(tiny, overlap_depth=depth, chunked_prefill_size=16)
@@ -80,7 +80,7 @@ def test_who_waits_for_one_that_dies_computes_it_itself(tiny: Path, depth: int, 
     assert engine.tokens("waits") == Harness(tiny).generate("alone", beginning + prompt(3, 4))
 
 
-def test_a_request_waits_for_whoever_fills_its_pages(tiny: Path) -> None:
+def test_a_request_waits_for_the_filler_of_its_pages(tiny: Path) -> None:
     engine = Harness(tiny)
     ids = prompt(1, 60)
     filler = engine.cache.tree.begin_filling(None, key_of(ids))

@@ -40,7 +40,7 @@ def calm(tiny: Path) -> dict[str, list[int]]:
     return {rid: engine.tokens(rid) for rid in REQUESTS}
 
 
-def test_results_are_really_one_step_behind(tiny: Path) -> None:
+def test_results_come_one_step_behind(tiny: Path) -> None:
     engine = Harness(tiny, overlap_depth=1)
     engine.submit("a", prompt(1, 6), max_new_tokens=4)
     assert engine.step()
@@ -62,7 +62,7 @@ def steps_of(tiny: Path) -> int:
 @pytest.mark.parametrize(
     ("victim", "how"), [*((victim, "abort") for victim in REQUESTS), ("long", "stop"), ("long", "abort_all")]
 )
-def test_ending_a_request_at_every_point(tiny: Path, calm: dict[str, list[int]], victim: str, how: str) -> None:
+def test_a_request_may_end_at_every_point(tiny: Path, calm: dict[str, list[int]], victim: str, how: str) -> None:
     """The harness asserts after every step that the accounts balance and that no page in flight is free."""
     for point in range(steps_of(tiny)):
         engine = start(tiny)

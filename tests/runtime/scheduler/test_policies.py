@@ -86,7 +86,7 @@ def test_an_unknown_policy_is_refused(tiny: Path) -> None:
         Harness(tiny, schedule_policy="magic")
 
 
-def test_pools_may_name_the_policies_that_there_are() -> None:
+def test_pools_may_name_the_existing_policies() -> None:
     assert sorted(WORDS["schedulePolicy"]) == sorted(POLICIES)
     assert sorted(WORDS["evictionPolicy"]) == sorted(EVICTION_POLICIES)
     assert get_args(get_type_hints(SchedulerConfig)["eviction_policy"]) == tuple(EVICTION_POLICIES)
@@ -178,7 +178,7 @@ class Comings(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_the_order_is_kept_as_requests_come_and_leave(policy: str) -> None:
+def test_the_order_stays_right_as_requests_come_and_leave(policy: str) -> None:
     machine = type("ComingsBy", (Comings,), {"policy": policy})
     run_state_machine_as_test(
         machine, settings=settings(max_examples=25, stateful_step_count=40, deadline=None, derandomize=True)
@@ -203,7 +203,7 @@ def test_a_client_with_a_long_queue_delays_another_by_one_of_its_requests(tiny: 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("rows", [True, False], ids=["rows", "pages"])
-def test_long_answers_of_one_client_keep_no_other_out(tiny: Path, rows: bool) -> None:
+def test_long_answers_of_one_client_do_not_block_another(tiny: Path, rows: bool) -> None:
     """The long answers take all rows, or all pages, except those reserved for clients without a running request."""
     engine = Timed(tiny, max_running_requests=16, max_total_tokens=16384 if rows else 4096)
     for i in range(40):
@@ -224,7 +224,7 @@ def test_long_answers_of_one_client_keep_no_other_out(tiny: Path, rows: bool) ->
 
 
 @pytest.mark.parametrize("fits", [True, False])
-def test_a_large_prompt_beside_its_clients_long_answer_is_not_passed_for_ever(tiny: Path, fits: bool) -> None:
+def test_a_large_prompt_beside_its_clients_long_answer_is_not_starved(tiny: Path, fits: bool) -> None:
     """Small prompts of another client come without end. A prompt that would not fit without them either holds up no
     other."""
     engine = Timed(tiny, max_total_tokens=512, starvation_bound=5.0, max_running_requests=16)
@@ -280,7 +280,7 @@ def steps_until_served(tiny: Path, policy: str, *, bound: float, depth: int, lim
 
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_stream_of_preferred_requests_starves_nobody(tiny: Path, policy: str, depth: int) -> None:
+def test_a_stream_of_preferred_requests_starves_no_other(tiny: Path, policy: str, depth: int) -> None:
     """Each step takes a second: at the bound of 30 s one request runs, which takes less than 5 s more."""
     steps = steps_until_served(tiny, policy, bound=30.0, depth=depth)
     assert steps is not None
@@ -288,7 +288,7 @@ def test_a_stream_of_preferred_requests_starves_nobody(tiny: Path, policy: str, 
 
 
 @pytest.mark.parametrize("policy", ["lpm", pytest.param("priority", marks=pytest.mark.deep)])
-def test_without_the_bound_that_stream_would_starve_it(tiny: Path, policy: str) -> None:
+def test_without_the_bound_preferred_requests_starve_others(tiny: Path, policy: str) -> None:
     assert steps_until_served(tiny, policy, bound=1e9, depth=0) is None
 
 

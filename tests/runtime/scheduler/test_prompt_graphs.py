@@ -135,7 +135,7 @@ def traffic(engine: Harness, seed: int) -> tuple[dict[str, list[int]], dict[str,
 @pytest.mark.parametrize(
     "settings", [{}, {"mixed_chunk": True, "overlap_depth": 1}, {"overlap_depth": 1, "max_total_tokens": 200}]
 )
-def test_pieces_compute_what_a_whole_step_does(tiny: Path, cuda: FakeCuda, settings: dict[str, Any]) -> None:
+def test_captured_pieces_equal_a_whole_step(tiny: Path, cuda: FakeCuda, settings: dict[str, Any]) -> None:
     settings = {"chunked_prefill_size": 48, "enable_return_hidden_states": True, **settings}
     tokens, numbers = traffic(captured(Harness(tiny, **settings), 40), 1)
     same_tokens, same_numbers = traffic(Harness(tiny, **settings), 1)
@@ -145,7 +145,7 @@ def test_pieces_compute_what_a_whole_step_does(tiny: Path, cuda: FakeCuda, setti
     assert FakeGraph.ended == len(sizes_up_to(40)) * 3
 
 
-def test_a_failed_capture_is_over(tiny: Path, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_capture_is_ended(tiny: Path, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise the device would refuse every later call, including those that free memory."""
     engine = Harness(tiny)
     original = engine.executor._forward._model.ops.gate

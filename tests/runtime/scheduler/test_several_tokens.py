@@ -95,7 +95,7 @@ def ask(engine: Harness, seed: int, stops: dict[str, int]) -> dict[str, list[int
 @given(
     depth=st.integers(0, 1), seed=st.integers(0, 1 << 16), page_size=st.sampled_from([1, 4, 16]), mixed=st.booleans()
 )
-def test_several_tokens_at_a_time_are_the_answer_of_one_at_a_time(
+def test_several_tokens_at_a_time_give_the_same_answer(
     tiny: Path,
     several_at_a_time: Callable[[Harness, dict[str, list[TokenLogprob]], random.Random], None],
     depth: int,

@@ -105,7 +105,7 @@ def test_hits_share_until_they_leave(an_engine: AnEngine) -> None:
     assert all(held == 16 for step in attention.sharing[-20:] for _, held in step)
 
 
-def test_what_was_computed_twice_is_shared_when_the_cache_has_it_once(an_engine: AnEngine) -> None:
+def test_pages_computed_twice_are_shared_once_cached(an_engine: AnEngine) -> None:
     engine, attention = an_engine(overlap_depth=1)
     for rid in "ab":
         engine.submit(rid, [*prompt(0, 25), ord(rid) % 90], max_new_tokens=9)  # too short to wait for each other
@@ -143,7 +143,7 @@ def test_a_row_that_changes_hands_between_two_steps_shares_nothing_any_more(an_e
     ],
     ids=str,
 )
-def test_nobody_reads_the_pages_of_others(an_engine: AnEngine, settings: dict[str, Any]) -> None:
+def test_no_sequence_reads_the_pages_of_others(an_engine: AnEngine, settings: dict[str, Any]) -> None:
     engine, attention = an_engine(max_running_requests=6, **settings)
     engine.ratio.initial = engine.ratio.minimum = engine.ratio.value = 0.05  # optimistic: retractions happen
     rng = random.Random(0)

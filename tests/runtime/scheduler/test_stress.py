@@ -48,7 +48,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.deep)])
 @pytest.mark.parametrize("settings", CONFIGS)
-def test_random_traffic(
+def test_random_traffic_keeps_every_invariant(
     tiny: Path, expected: dict[tuple[int, ...], list[int]], settings: dict[str, Any], seed: int
 ) -> None:
     rng = random.Random(seed)
