@@ -16,7 +16,7 @@ SIZES = st.sampled_from([1 << 12, MARK_BYTES - 1, MARK_BYTES, WINDOW_BYTES, 3 * 
 MOST = 6
 
 
-def test_the_scheduler_is_not_asked_of_each() -> None:
+def test_the_scheduler_confirms_groups_of_generations() -> None:
     gate, asked = Gate[int](lambda size: size), 0
     for i in range(1024):
         gate.put(None, str(i), WINDOW_BYTES // 512)
@@ -112,5 +112,5 @@ class Gates(RuleBasedStateMachine):
         assert self.gate._in_flight == +self.in_flight
 
 
-def test_gates_do_what_a_plain_model_does() -> None:
+def test_the_gate_behaves_like_a_plain_model() -> None:
     run_state_machine_as_test(Gates, settings=settings(stateful_step_count=40, deadline=None))

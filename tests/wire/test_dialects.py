@@ -104,7 +104,7 @@ def test_members_of_messages() -> None:
     ]
 
 
-def test_a_developer_whom_the_template_does_not_know_is_the_system() -> None:
+def test_a_developer_unknown_to_the_template_becomes_the_system() -> None:
     messages = [USER, {"role": "developer", "content": "D"}, {"role": "system", "content": PARTS}]
     joined = [{"role": "system", "content": "D\n\na\nb"}, USER]
     assert dialect_of("treeline").messages(messages, TEXTS) == joined

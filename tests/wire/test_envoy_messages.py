@@ -138,7 +138,7 @@ WHOLE = ("ProcessingRequest", "ProcessingResponse", "DiscoveryRequest", "Discove
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_what_one_writes_the_other_reads_and_writes_again(name: str) -> None:
+def test_messages_round_trip_between_both_packages(name: str) -> None:
     for seed in range(200):
         ours = filled(getattr(pb, name)(), random.Random(seed))
         data = ours.SerializeToString()

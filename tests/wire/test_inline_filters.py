@@ -124,7 +124,7 @@ DOUBLES = ("reject", "rejectattr", "selectattr")
     "name", [pytest.param(name, marks=pytest.mark.deep) if name in DOUBLES else name for name in FILTER_NAMES]
 )
 @pytest.mark.parametrize("mapped", [False, pytest.param(True, marks=pytest.mark.deep)])
-def test_no_filter_works_long_without_a_look_at_the_clock(name: str, mapped: bool) -> None:
+def test_no_filter_works_long_without_checking_the_clock(name: str, mapped: bool) -> None:
     if mapped and name not in InlineEnvironment().filters:
         return
     for use in uses(name, repr(name)) if mapped else uses(name):
@@ -138,7 +138,7 @@ def test_no_filter_works_long_without_a_look_at_the_clock(name: str, mapped: boo
 
 
 @pytest.mark.parametrize("step", ["map(attribute='0')", "select", "reject('none')", "rejectattr('x')", "map('abs')"])
-def test_no_chain_of_filters_is_without_a_clock(step: str) -> None:
+def test_every_chain_of_filters_checks_the_clock(step: str) -> None:
     template = InlineTemplate("{% if items|" + "|".join([step] * 60) + "|list %}{% endif %}")
     assert calls_without_a_look(template, {"items": list(range(1, ITEMS))}) <= MOST_CALLS
 
@@ -155,7 +155,7 @@ def test_a_long_path_is_refused_before_its_first_part() -> None:
 
 
 @pytest.mark.parametrize("name", sorted({*TEST_NAMES} - CONSTANT_TESTS))
-def test_no_test_that_reads_its_value_is_without_a_clock(name: str) -> None:
+def test_every_test_that_reads_its_value_checks_the_clock(name: str) -> None:
     arguments = "" if name in ("lower", "upper") else ", text"
     template = InlineTemplate(f"{{% for found in text|select('{name}'{arguments}) %}}{{% endfor %}}")
     looks = 0
@@ -173,7 +173,7 @@ def test_no_test_that_reads_its_value_is_without_a_clock(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted({*InlineEnvironment().filters} - PASSED_ON))
-def test_what_is_made_item_by_item_is_measured_as_it_is_made(name: str) -> None:
+def test_values_built_item_by_item_are_measured_while_built(name: str) -> None:
     """Each item may be as large as a value may be; all of them together, too, before a filter collects them."""
     made = "items|map('replace', 'x', '" + "y" * 250 + "')"
     items = ["x" * 900] * 200

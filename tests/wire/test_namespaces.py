@@ -37,7 +37,7 @@ def test_distinct_triples_of_adapter_salt_and_client_never_share_a_namespace(fir
 
 
 @given(lora=STRINGS, salt=STRINGS, client=STRINGS)
-def test_the_adapter_is_read_from_the_namespace_whatever_the_salt_is(lora, salt, client):
+def test_the_adapter_is_read_from_the_namespace_with_any_salt(lora, salt, client):
     namespace = join_namespace(lora, salt, client)
     assert adapter_of(namespace) == (lora or None)
     assert event_namespace(adapter_of(namespace), namespace) == namespace, "as our runtime publishes it"

@@ -62,7 +62,7 @@ MESSAGES = st.one_of(
 
 
 @given(MESSAGES)
-def test_what_is_encoded_is_decoded(message: Message) -> None:
+def test_encoded_messages_are_decoded(message: Message) -> None:
     assert decode(encode(message)) == message
 
 
@@ -103,12 +103,12 @@ def test_many_records_go_into_few_messages(records: list[Opened | Closed]) -> No
         b"\x93\x01\x01\x91\x92\x09\x02",
     ],
 )
-def test_what_is_no_message(data: bytes) -> None:
+def test_invalid_bytes_are_no_message(data: bytes) -> None:
     with pytest.raises(PeerMessageError):
         decode(data)
 
 
-def test_a_part_is_one_of_its_parts() -> None:
+def test_a_parts_number_is_within_its_parts() -> None:
     for part, parts in ((1, 1), (0, 0), (0, MOST_PARTS + 1)):
         with pytest.raises(PeerMessageError):
             decode(encode(Snapshot(bytes(8), 1, part, parts)))

@@ -74,14 +74,14 @@ def test_the_secret_is_not_printed(keys: CurveKeys) -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "[::1]", "::ffff:127.0.0.1", "localhost"])
-def test_loopback_is_this_machine(host: str) -> None:
+def test_loopback_addresses_are_recognised(host: str) -> None:
     assert is_loopback(host)
 
 
 @pytest.mark.parametrize(
     "host", ["0.0.0.0", "*", "::", "10.0.0.1", "example.org", "", "127.0.0.1.example.org", "::ffff:10.0.0.1"]
 )
-def test_the_network_is_not(host: str) -> None:
+def test_network_addresses_are_not_loopback(host: str) -> None:
     assert not is_loopback(host)
 
 

@@ -137,7 +137,7 @@ def bodies() -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.deep
-def test_requests_become_what_transformers_renders(reference: PreTrainedTokenizerFast) -> None:
+def test_requests_become_transformers_renderings(reference: PreTrainedTokenizerFast) -> None:
     assert len(CORPUS) >= 150
     assert len(CHATS) >= 34
     assert len({template.source for template in CORPUS}) == len(CORPUS)
@@ -163,7 +163,7 @@ def _reference(tokenizer: PreTrainedTokenizerFast, template: Template, body: dic
     return str(tokenizer.apply_chat_template(**meant(body, template), chat_template=template.source, tokenize=False))
 
 
-def test_each_engine_tells_templates_that_take_lists_by_its_own_rule() -> None:
+def test_each_engine_recognises_list_templates_by_its_own_rule() -> None:
     for template in CORPUS:
         verdicts = {name: dialect_of(name).takes_lists(template.source) for name in ("treeline", "vllm", "sglang")}
         lists = template.lists

@@ -87,7 +87,7 @@ def test_no_engine_chooses_the_fingerprint_of_its_tokenizer(folder: Path) -> Non
             TokenizerBundle.from_json(json.dumps({**bundle, **lie}).encode())
 
 
-def test_fingerprints_tell_bundles_apart() -> None:
+def test_fingerprints_distinguish_bundles() -> None:
     base = TokenizerBundle.build("t", chat_template="c", special_tokens={"a_token": "x", "b_token": "y"})
     same = TokenizerBundle.build("t", chat_template="c", special_tokens={"b_token": "y", "a_token": "x"})
     others = [

@@ -41,7 +41,7 @@ def test_a_packed_product_equals_the_plain_one(dtype: torch.dtype, rows: int, wi
         torch.testing.assert_close(y, F.linear(x, weight, bias), rtol=TYPES[dtype], atol=10 * TYPES[dtype])
 
 
-def test_padding_rows_do_not_change_the_product() -> None:
+def test_rows_of_a_packed_product_are_independent() -> None:
     packed, weight = product(torch.float32)
     x = torch.ones(5, 24)
     x[3] = torch.nan

@@ -176,7 +176,7 @@ def test_a_structure_grows_linearly_with_its_functions(tools: str, required: boo
 
 
 @pytest.mark.parametrize("tools", FORMATS)
-def test_a_compiled_structure_grows_less_than_its_text(tools: str) -> None:
+def test_a_compiled_structure_grows_slower_than_its_functions(tools: str) -> None:
     """A vocabulary of words is used: all calls share their beginnings, which need no masks for each."""
     backend = XGrammarBackend(vocabulary())
 

@@ -125,7 +125,7 @@ def test_a_distribution_with_one_candidate_left() -> None:
         assert {draw(logits, seed=s, **params) for s in range(50)} == {5}
 
 
-def test_a_low_temperature_is_greedy() -> None:
+def test_parameters_beyond_a_temperature_need_the_full_sampler() -> None:
     assert not needs_more(SamplingParams(temperature=0.0))
     assert not needs_more(SamplingParams(temperature=0.0, top_p=0.5))
     assert not needs_more(SamplingParams(temperature=0.7))

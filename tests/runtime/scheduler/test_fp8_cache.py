@@ -82,7 +82,7 @@ def test_scales_have_no_effect_on_a_cache_of_another_type(calibrated: Path) -> N
     assert torch.equal(Runner(model).feed(IDS), expected)
 
 
-def test_scales_of_unquantised_checkpoints_are_refused(calibrated: Path) -> None:
+def test_an_engine_loads_the_scales_of_a_quantised_checkpoint(calibrated: Path) -> None:
     assert "model.layers.0.self_attn.k_scale" in load_file(calibrated / "model.safetensors")
     engine = Harness(calibrated, load_format="auto", kv_cache_dtype="fp8_e4m3")
     assert len(engine.generate("a", IDS, max_new_tokens=4)) == 4

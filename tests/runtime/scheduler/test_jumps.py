@@ -273,7 +273,7 @@ def test_forced_tokens_are_those_of_the_tokenizer(depth: int) -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_an_answer_of_every_length_limit_is_exact(depth: int) -> None:
+def test_every_length_limit_is_kept_with_jumps(depth: int) -> None:
     engine = engine_of(depth)
     ask(engine, "person")
     engine.run()

@@ -163,7 +163,7 @@ def resident(processes: list[psutil.Process]) -> int:
     return sum(process.memory_info().rss for process in processes)
 
 
-async def test_survivors_answers_are_right_and_nothing_is_left(
+async def test_surviving_clients_get_correct_answers_and_nothing_is_left(
     server: ServerProcess, expected: list[Quiet], request: pytest.FixtureRequest
 ) -> None:
     seconds = request.config.getoption("--chaos-seconds")

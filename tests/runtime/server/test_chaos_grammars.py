@@ -42,7 +42,7 @@ def number(i: int) -> dict[str, Any]:
     return {"regex": f"{i}-[0-9]{{3}}"}
 
 
-def test_the_first_grammar_finds_everything_ready(tmp_path: Path) -> None:
+def test_the_first_grammar_does_not_wait_for_warming(tmp_path: Path) -> None:
     """A large vocabulary is read, and a process started, in the background, before any request."""
     config = json.loads((make_checkpoint(tmp_path) / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 40_000}))
@@ -117,7 +117,7 @@ CHAT_FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": UNI
     ],
     ids=str,
 )
-def test_a_grammar_that_cannot_be_had_is_blamed_on_its_field(
+def test_an_impossible_grammar_is_blamed_on_its_field(
     server: ServerProcess, path: str, asked: dict[str, Any], param: str
 ) -> None:
     needed = {"messages": [{"role": "user", "content": "hi"}]} if path.endswith("/chat/completions") else {}
@@ -131,7 +131,7 @@ def test_a_grammar_that_cannot_be_had_is_blamed_on_its_field(
     assert f"Invalid value for {param!r}: " in refused.value.message
 
 
-def test_a_grammar_that_cannot_be_had_is_named_to_anthropics_client(server: ServerProcess) -> None:
+def test_an_impossible_grammar_is_named_to_anthropics_client(server: ServerProcess) -> None:
     said: dict[str, Any] = {"model": "tiny", "max_tokens": 5, "messages": [{"role": "user", "content": "hi"}]}
     format = {"type": "json_schema", "schema": UNIQUE}
     tool = {"name": "f", "strict": True, "input_schema": UNIQUE_TOOL}

@@ -48,7 +48,7 @@ def complete(http: httpx.Client, **fields: object) -> dict[str, object]:
     return dict(answer.json())
 
 
-def test_the_second_time_the_prompt_is_cached(http: httpx.Client, admin: httpx.Client) -> None:
+def test_a_repeated_prompt_is_cached(http: httpx.Client, admin: httpx.Client) -> None:
     assert admin.post("/flush_cache").status_code == 200
     first = http.post("/v1/completions", json={"prompt": LONG, "max_tokens": 8, "temperature": 0})
     second = http.post("/v1/completions", json={"prompt": LONG, "max_tokens": 8, "temperature": 0})
@@ -63,7 +63,7 @@ def test_the_second_time_the_prompt_is_cached(http: httpx.Client, admin: httpx.C
     assert salted["usage"]["prompt_tokens_details"]["cached_tokens"] == 0  # type: ignore[index]
 
 
-def test_streams_equal_answers_and_ids_equal_texts(http: httpx.Client) -> None:
+def test_streams_equal_answers_and_ids_decode_to_texts(http: httpx.Client) -> None:
     whole = complete(http)["choices"][0]["text"]  # type: ignore[index]
     ids = http.post("/tokenize", json={"prompt": LONG}).json()["tokens"]
     assert complete(http, prompt=ids)["choices"][0]["text"] == whole  # type: ignore[index]
@@ -128,7 +128,7 @@ def chat_of(http: httpx.Client, **fields: Any) -> httpx.Response:
     return http.post("/v1/chat/completions", json=body | fields)
 
 
-def test_token_ids_are_told_with_answers_and_with_streams(http: httpx.Client) -> None:
+def test_token_ids_come_with_answers_and_with_streams(http: httpx.Client) -> None:
     said = {"messages": [{"role": "user", "content": LONG}]}
     prompt = http.post("/tokenize", json=said).json()["tokens"]
     whole = chat_of(http, return_token_ids=True).json()
@@ -154,7 +154,7 @@ def test_token_ids_are_told_with_answers_and_with_streams(http: httpx.Client) ->
 
 
 @pytest.mark.parametrize("top", [0, 2])
-def test_prompt_logprobs_are_those_of_the_prompts_tokens_and_of_the_likeliest(http: httpx.Client, top: int) -> None:
+def test_prompt_logprobs_cover_the_prompts_tokens_and_the_likeliest(http: httpx.Client, top: int) -> None:
     native = {"text": LONG, "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": top}
     meta = http.post("/generate", json=native | {"sampling_params": {"max_new_tokens": 1}}).json()["meta_info"]
     tops = meta["input_top_logprobs"] if top else [None] * len(meta["input_token_logprobs"])
@@ -218,7 +218,7 @@ def test_priorities_reach_the_engine(http: httpx.Client, server: ServerProcess, 
     eventually(server.idle, 60, "everything is released")
 
 
-def test_scoring_a_prompt(http: httpx.Client) -> None:
+def test_a_prompt_can_be_scored(http: httpx.Client) -> None:
     answer = complete(http, prompt="hello world", echo=True, max_tokens=0, logprobs=2)
     logprobs = answer["choices"][0]["logprobs"]  # type: ignore[index]
     assert "".join(logprobs["tokens"]) == "hello world"
@@ -227,13 +227,13 @@ def test_scoring_a_prompt(http: httpx.Client) -> None:
     assert answer["choices"][0]["finish_reason"] == "length"  # type: ignore[index]
 
 
-def test_chat_runs_to_the_end_of_the_context_unless_told_otherwise(http: httpx.Client) -> None:
+def test_a_chat_runs_to_the_end_of_the_context_by_default(http: httpx.Client) -> None:
     body = {"messages": [{"role": "user", "content": LONG}], "temperature": 0, "ignore_eos": True}
     usage = http.post("/v1/chat/completions", json=body).json()["usage"]
     assert usage["total_tokens"] == 1024
 
 
-def test_a_full_queue_is_503_and_then_works_again(http: httpx.Client, server: ServerProcess) -> None:
+def test_a_full_queue_is_503_and_the_server_recovers(http: httpx.Client, server: ServerProcess) -> None:
     statuses: list[int] = []
 
     def ask() -> None:
@@ -360,7 +360,7 @@ def cached(http: httpx.Client, told: dict[str, str], **body: Any) -> int:
     return found
 
 
-def test_a_client_finds_its_own_prompt_again_and_nobody_elses(fresh: httpx.Client) -> None:
+def test_a_client_hits_only_its_own_prompts(fresh: httpx.Client) -> None:
     assert cached(fresh, edge("ada")) == 0
     assert cached(fresh, edge("bob")) == 0
     assert cached(fresh, {}) == 0
@@ -383,7 +383,7 @@ def test_a_salt_separates_within_a_client(fresh: httpx.Client) -> None:
     assert cached(fresh, edge("ada"), cache_salt="s") > 0
 
 
-def test_a_clients_name_without_the_word_of_the_edge_separates_nothing(fresh: httpx.Client) -> None:
+def test_a_clients_name_without_the_edges_header_is_ignored(fresh: httpx.Client) -> None:
     cached(fresh, {headers.CLIENT: "ada"})
     assert cached(fresh, {headers.CLIENT: "bob"}) > 0
 

@@ -266,7 +266,7 @@ def test_no_field_is_both_harmless_and_refused() -> None:
     assert set(VALUES) == named, "a value for each, and none for others"
 
 
-def test_what_the_engines_call_otherwise_means_the_same(reader: Reader) -> None:
+def test_the_engines_other_names_mean_the_same(reader: Reader) -> None:
     for kind in ("chat", "completion"):
         task = read(reader, kind, include_stop_str_in_output=True, request_id="mine", stop="x")
         assert task.rid == "mine"
@@ -300,12 +300,12 @@ def test_what_the_engines_call_otherwise_means_the_same(reader: Reader) -> None:
         ({"messages": [{"role": "assistant", "content": None}]}, ""),
     ],
 )
-def test_an_echo_is_what_the_answer_goes_on_with(reader: Reader, fields: dict[str, Any], echo: str) -> None:
+def test_an_echo_precedes_the_answer(reader: Reader, fields: dict[str, Any], echo: str) -> None:
     assert read(reader, "chat", echo=True, **fields).echo == echo
     assert read(reader, "chat", **fields).echo == ""
 
 
-def test_a_conversation_that_would_have_to_be_cut_is_refused_as_such(reader: Reader) -> None:
+def test_a_conversation_that_would_be_truncated_is_refused_as_such(reader: Reader) -> None:
     task = read(reader, "responses", truncation="auto", top_logprobs=3)
     shown = json.loads(task.repeated)
     assert (shown["truncation"], shown["top_logprobs"]) == ("auto", 3)
@@ -318,7 +318,7 @@ def test_a_conversation_that_would_have_to_be_cut_is_refused_as_such(reader: Rea
         read(reader, "responses", include=["message.output_text.logprobs"])
 
 
-def test_two_constraints_are_told_apart_in_the_apis_own_words(reader: Reader) -> None:
+def test_two_constraints_are_named_in_the_apis_own_words(reader: Reader) -> None:
     text = {"format": {"type": "json_object"}}
     with pytest.raises(ApiError, match=r"'text.format' and 'structured_outputs|structured_outputs.* and 'text.format'"):
         read(reader, "responses", text=text, structured_outputs={"regex": "a+"})

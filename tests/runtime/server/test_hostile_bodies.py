@@ -212,7 +212,7 @@ def being_answered(server: ServerProcess, http: httpx.Client, path: str, body: b
 
 
 @pytest.mark.timeout(300)
-def test_many_of_them_at_once_leave_room_for_others(watched: ServerProcess, holds: Holds) -> None:
+def test_many_hostile_bodies_at_once_leave_room_for_others(watched: ServerProcess, holds: Holds) -> None:
     names = [
         *("deep objects", "nested template arguments", "nested documents", "nested tools", "nested content"),
         *("many messages in 8 kB", "a number beyond floats", "a number beyond integers"),
@@ -252,7 +252,7 @@ def test_a_giant_answer_does_not_hold_the_event_loop(
     assert min(held) < 1000 * ANSWER_HELD * reference_s(), held
 
 
-def test_memory_stays_where_it_was(watched: ServerProcess) -> None:
+def test_repeated_large_bodies_do_not_grow_the_memory(watched: ServerProcess) -> None:
     path, made = BODIES["30 MB of chat"]
     body = made()
     with watched.client() as http:
@@ -287,7 +287,7 @@ def test_requests_beyond_the_budget_get_a_retry_or_never_fit(model: Path) -> Non
         assert http.post(TEXT, content=text()).status_code == 200
 
 
-def test_a_body_that_is_announced_too_large_is_not_waited_for(watched: ServerProcess) -> None:
+def test_a_body_announced_as_too_large_is_refused_at_once(watched: ServerProcess) -> None:
     with socket.create_connection(("127.0.0.1", httpx.URL(watched.url).port or 0), timeout=60) as client:
         client.sendall(f"POST {TEXT} HTTP/1.1\r\nhost: a\r\ncontent-length: {33 * MB}\r\n\r\n".encode())
         assert client.recv(1000).startswith(b"HTTP/1.1 413 ")

@@ -54,7 +54,7 @@ def test_openais_client_parses_chats(client: openai.OpenAI) -> None:
     assert len(snapshots) > 1, "it is parsed as it comes"
 
 
-def test_openais_client_goes_on_with_its_own_objects(client: openai.OpenAI) -> None:
+def test_openais_client_continues_with_its_own_objects(client: openai.OpenAI) -> None:
     tools = [openai.pydantic_function_tool(Part)]
     asked: dict[str, Any] = {"model": "tiny", "tools": tools, "max_tokens": 200}
     with client.chat.completions.stream(

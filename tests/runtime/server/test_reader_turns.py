@@ -106,7 +106,7 @@ async def playing(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Played]:
         assert played.budget.used == 0
 
 
-async def test_a_body_that_takes_long_leaves_the_lane_for_ordinary_ones_and_its_client_does_too(
+async def test_a_slow_body_and_its_client_leave_the_ordinary_lane(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(reader_pool, "FIRST_TRY_S", 0.01)

@@ -134,7 +134,7 @@ def test_a_bomb_is_stopped_in_time_inline_and_in_a_worker(
 
 @pytest.mark.deep
 @pytest.mark.timeout(660)
-def test_bombs_take_no_more_memory_than_they_may(outcomes: dict[tuple[str, str], dict[str, Any]]) -> None:
+def test_bombs_stay_within_the_memory_limit(outcomes: dict[tuple[str, str], dict[str, Any]]) -> None:
     memory = outcomes["memory", ""]
     assert memory["inline_growth_bytes"] < 64 << 20
     assert memory["worker_peak_bytes"] > 20 << 20, "it was measured"
@@ -171,7 +171,7 @@ def test_no_single_operation_holds_an_event_loop(operation: str, content: Any) -
     assert least_seconds(template, messages)[1] < 15 * reference_s()
 
 
-def test_time_that_others_take_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_of_other_processes_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine the clock runs on while the thread waits for a processor."""
     template = ChatTemplate("{% for i in range(100) %}x{% endfor %}", special_tokens={})
     jumping = iter(range(10**9))
@@ -347,7 +347,7 @@ def test_errors_show_the_authors_constant_words_or_ours(
     assert "text of a prompt" not in caplog.text
 
 
-def test_errors_say_whose_fault_it_is(pool: TemplatePool) -> None:
+def test_errors_distinguish_client_and_template(pool: TemplatePool) -> None:
     def at_fault(source: str, **options: Any) -> bool:
         with pytest.raises(TemplateError) as caught:
             ChatTemplate(source, special_tokens={}, pool=pool).render(HELLO, **options)
@@ -363,7 +363,7 @@ def test_errors_say_whose_fault_it_is(pool: TemplatePool) -> None:
     assert not at_fault("{# " + "x" * template_inline.MAX_SOURCE_CHARS + " #}{% for %}")
 
 
-def test_no_messages_is_the_callers_fault() -> None:
+def test_an_empty_chat_is_a_client_error() -> None:
     with pytest.raises(TemplateError) as caught:
         ChatTemplate("x", special_tokens={}).render([])
     assert caught.value.user_error
