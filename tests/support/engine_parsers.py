@@ -1,4 +1,4 @@
-"""vLLM's and SGLang's own parsers of their command lines, asked in processes of their own.
+"""vLLM's and SGLang's own command-line parsers, run in processes of their own.
 
 Each program below reads one command line (a JSON list) from each line of its input, and writes what its engine makes of
 it: a JSON object for each, of names and values. One that the engine refuses ends it, with the engine's words.

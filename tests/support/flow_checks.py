@@ -9,7 +9,7 @@ from treeline_epp.flow.fair_queue import Band, FairQueue
 
 
 def check_control(control: FlowControl[Any]) -> None:
-    """Every request that waits is in one queue, within the bounds."""
+    """Check that every waiting request is in one queue, within the bounds."""
     held = {ticket for tickets in control._by_limit.values() for ticket in tickets}
     assert len(held) == sum(map(len, control._queues.values()))
     for queue in control._queues.values():

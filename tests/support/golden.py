@@ -17,7 +17,7 @@ Parts = Mapping[str, str]
 
 
 class Plain(yaml.SafeDumper):
-    """Without anchors: everything is written out where it stands."""
+    """A dumper without anchors: everything is written out in place."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True

@@ -1,8 +1,6 @@
-"""The acceptance programs of the language, for models/tiny: plain functions, and what they find there.
-
-Those in `PROGRAMS` take no decision on what a model wrote and put no argument into an f-string, so they can be traced
-and compiled; those in `DECIDING` cannot.
-"""
+"""The acceptance programs of the language, for models/tiny: plain functions, and their expected results. Those in
+`PROGRAMS` take no decision on a model's text and put no argument into an f-string, so they can be traced and compiled;
+those in `DECIDING` cannot."""
 
 from __future__ import annotations
 

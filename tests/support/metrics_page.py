@@ -1,4 +1,4 @@
-"""A page of metrics as a process shows it, held against the list that docs/metrics.md is made of."""
+"""Compares a process's page of metrics with the list that docs/metrics.md is made of."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from treeline_tools.metrics import Family
 
 
 def shown(page: str) -> dict[str, Metric]:
-    """The families of a page in Prometheus' text format, by the name that the list gives them."""
+    """Return the families of a page in Prometheus' text format, by the names of the list."""
     found = text_string_to_metric_families(page)
     return {f"{family.name}_total" if family.type == "counter" else family.name: family for family in found}
 

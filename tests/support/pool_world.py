@@ -1,4 +1,4 @@
-"""A tiny cluster for plans of pools: an API server with defaults, deployments that make pods, pods that live."""
+"""A small cluster for plans of pools: an API server with defaults, deployments that make pods, living pods."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ HF: dict[str, Any] = {"model": {"uri": "hf://org/name"}}
 def a_pool(
     name: str = "tiny", *, uid: str = "pool-uid", metadata: dict[str, Any] | None = None, **spec: Any
 ) -> InferencePool:
-    """An InferencePool of the spec given in the words of its YAML."""
+    """Return an InferencePool with this spec, in the words of its YAML."""
     own = spec.get("engine", {}).get("type", "treeline") == "treeline"
     spec.setdefault("model", {"uri": "builtin://tiny" if own else "path:///weights/tiny"})
     meta = {
@@ -115,7 +115,7 @@ class SimCluster:
         self.picker = PickerView(True, {pool: listed}, at=self.now)
 
     def rename_pods(self, pattern: str) -> None:
-        """Give the pods short names, by their age."""
+        """Give the pods short names, by age."""
         old = sorted(self.pods, key=lambda name: int(name.rsplit("-", 1)[1]))
         renamed = {pattern.format(number): self.pods[name] for number, name in enumerate(old, start=1)}
         for number, (name, pod) in enumerate(renamed.items()):
@@ -124,7 +124,7 @@ class SimCluster:
         self.pods = renamed
 
     def be_silent(self) -> None:
-        """No picker says anything from now on."""
+        """Let all pickers be silent from now on."""
         if self.picker is not None:
             self.picker, self.silent_since = None, self.now
 
@@ -149,10 +149,8 @@ class SimCluster:
                     del self.objects[ref]
 
     def converge(self, pool: InferencePool, rounds: int = 100) -> int:
-        """Plan, do and let the pods become ready until nothing remains; the number of rounds.
-
-        Time passes where only that is waited for.
-        """
+        """Plan, apply and make the pods ready until nothing remains; return the number of rounds. Time passes if the
+        plan only waits for it."""
         for done in range(rounds):
             plan = self.plan(pool)
             before = copy.deepcopy(self.pods)
@@ -208,7 +206,7 @@ class SimCluster:
         self.schedule()
 
     def schedule(self) -> None:
-        """Give pods a node while there is room; tell the others that there is none."""
+        """Give pods a node while there is room; mark the others unschedulable."""
         placed = sum(1 for pod in self.pods.values() if _placed(pod))
         for pod in self.pods.values():
             if not _placed(pod):
@@ -277,7 +275,7 @@ def _anchor(pool: InferencePool) -> Observed:
 
 
 def _picker(pool: InferencePool) -> Observed:
-    """The Deployment of the gateway's picker, which is made once the keys are there."""
+    """Return the Deployment of the gateway's picker, which is made once the keys exist."""
     meta = {"name": names.epp(pool.spec.gateway.name), "namespace": pool.namespace, "uid": "uid-epp"}
     return Observed.of({"apiVersion": "apps/v1", "kind": "Deployment", "metadata": meta, "spec": {}})
 
@@ -337,12 +335,12 @@ def _placed(pod: dict[str, Any]) -> bool:
 
 
 def template(**spec: Any) -> dict[str, Any]:
-    """The template of the pods of a pool with this spec."""
+    """Return the pod template of a pool with this spec."""
     return pod_template(a_pool(**spec), "abc", Images())
 
 
 def runtime(**spec: Any) -> dict[str, Any]:
-    """The container with the engine, of a pool with this spec."""
+    """Return the engine's container of a pool with this spec."""
     containers = template(**spec)["spec"]["containers"]
     found: dict[str, Any] = next(c for c in containers if c["name"] == "runtime")
     return found
@@ -354,7 +352,7 @@ def kinds(plan: Plan) -> list[str]:
 
 
 def settled(pool: InferencePool, **options: Any) -> SimCluster:
-    """A cluster in which the pool has come to rest."""
+    """Return a cluster in which the pool has converged."""
     cluster = SimCluster(**options)
     cluster.converge(pool)
     return cluster

@@ -22,7 +22,7 @@ LEASE_NAME = "treeline-operator"
 
 
 def rules_of(features: Iterable[rbac.Feature]) -> list[dict[str, Any]]:
-    """The rules that the chart's Role has for these features."""
+    """Return the rules of the chart's Role for these features."""
     rules = [need.rule() for feature in features for need in feature.needs]
     for rule in rules:
         if "resourceNames" in rule:
@@ -31,7 +31,7 @@ def rules_of(features: Iterable[rbac.Feature]) -> list[dict[str, Any]]:
 
 
 def used(events: Iterable[dict[str, Any]]) -> set[Right]:
-    """The rights that these requests needed and had. Discovery needs none that anybody grants."""
+    """Return the rights that these requests needed and had. Discovery needs none."""
     found: set[Right] = set()
     for event in events:
         ref = event.get("objectRef", {})
@@ -47,8 +47,8 @@ def used(events: Iterable[dict[str, Any]]) -> set[Right]:
 
 
 def refused(events: Iterable[dict[str, Any]]) -> list[str]:
-    """Requests that were refused for want of a right, but for lists of optional kinds: that one may not be read is
-    how the operator learns that it is not to be used."""
+    """Return the requests that were refused for want of a right, except lists of optional kinds: a refusal there tells
+    the operator not to use the kind."""
     optional = {(watched.resource.group, watched.resource.plural) for watched in OPTIONAL}
     return [
         f"{event['verb']} {event['requestURI']}"
@@ -71,7 +71,7 @@ def asked_for(features: Iterable[rbac.Feature]) -> set[Right]:
 
 @dataclass
 class Witness:
-    """An identity whose requests are looked at."""
+    """An identity whose requests are audited."""
 
     plane: ControlPlane
     user: str
@@ -82,12 +82,12 @@ class Witness:
         return self.plane.audit_events(self.user)
 
     def feature(self, name: str) -> rbac.Feature:
-        """One of its features."""
+        """Return one of its features."""
         (found,) = (feature for feature in self.features if feature.name == name)
         return found
 
     async def uses_all_of(self, *names: str) -> None:
-        """Wait until everything that these features are granted has been asked for."""
+        """Wait until all rights of these features have been used."""
         wanted = asked_for(self.feature(name) for name in names)
         deadline = time.monotonic() + 60
         while missing := wanted - used(await asyncio.to_thread(self.events)):
@@ -111,12 +111,12 @@ class Witness:
 
 @dataclass(frozen=True)
 class Grants:
-    """Makes the grants of identities, and waits until the API server has heard of them."""
+    """Grants rights to identities, and waits until the API server applies them."""
 
     plane: ControlPlane
 
     def bind(self, user: str, rules: Sequence[dict[str, Any]], namespace: str = "") -> None:
-        """A Role (without a namespace a ClusterRole) with these rules for a user."""
+        """Bind a Role (without a namespace a ClusterRole) with these rules to a user."""
         base, kind = (f"{RBAC}/namespaces/{namespace}", "Role") if namespace else (RBAC, "ClusterRole")
         metadata = {"name": user}
         plural = f"{kind.lower()}s"
@@ -130,7 +130,7 @@ class Grants:
         self.heard(user, rules[-1], namespace)
 
     def heard(self, user: str, rule: dict[str, Any], namespace: str = "") -> None:
-        """Wait until the API server knows of a rule of a user's."""
+        """Wait until the API server applies a user's rule."""
         resource, _, subresource = str(rule["resources"][0]).partition("/")
         attributes = {
             "namespace": namespace,

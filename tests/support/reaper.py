@@ -19,7 +19,7 @@ VARIABLE = "PYTEST_RUNS"
 
 
 def watch_this_run() -> str:
-    """From here on, this process's children have the mark that is returned, and do not outlive it."""
+    """Mark this process's future children, and end them with it. Return the mark."""
     mark = uuid.uuid4().hex
     os.environ[VARIABLE] = f"{os.environ.get(VARIABLE, '')} {mark}"
     words = [sys.executable, "-S", __file__, str(os.getpid()), mark]
@@ -29,7 +29,7 @@ def watch_this_run() -> str:
 
 
 def marked(mark: str) -> list[int]:
-    """Processes that were started with the mark, besides this one."""
+    """Return the processes that were started with the mark, without this one."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # of another user, or gone

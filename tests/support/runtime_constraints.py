@@ -24,7 +24,7 @@ def anything(_: list[int]) -> Collection[int]:
 
 
 def alternating(output: list[int]) -> Collection[int]:
-    """Even, odd, even …"""
+    """Allow even and odd tokens in turn."""
     return range(len(output) % 2, VOCAB, 2)
 
 
@@ -46,10 +46,10 @@ class ToyFiller:
 
 
 class Toy:
-    """Obeys a rule, and is finished where the rule allows nothing."""
+    """A constraint by a rule; it is finished where the rule allows nothing."""
 
     def __init__(self, rule: Rule, *, fails: str = "", after: int = 0, ends: bool = True) -> None:
-        """fails: the method that raises once the output has `after` tokens. ends: whether it says that it is
+        """fails: the method that raises once the output has `after` tokens. ends: whether it reports that it is
         finished."""
         self.filler = ToyFiller()
         self._rule = rule
@@ -58,7 +58,7 @@ class Toy:
         self._ends = ends
         self.output: list[int] = []
         self.filled: list[int] = []
-        """How long the output was at each call of `fill`."""
+        """The length of the output at each call of `fill`."""
 
     def accept(self, token: int) -> None:
         self._may_fail("accept")
@@ -93,10 +93,10 @@ class Toy:
 
 
 class Constrained(Harness):
-    """Gives requests the constraints in `toys`, by their rid."""
+    """Adds the constraints in `toys` to requests, by their rid."""
 
     def __init__(self, model: Path, *, overlap_depth: int = 0, **settings: Any) -> None:
-        """overlap_depth: may be larger than what is served."""
+        """overlap_depth: may be larger than a server's."""
         super().__init__(model, overlap_depth=min(overlap_depth, 1), **settings)
         self.limits = dataclasses.replace(self.limits, overlap_depth=overlap_depth)
         self.toys: dict[str, Toy] = {}

@@ -1,4 +1,4 @@
-"""The picker's choice, one endpoint after another: slow, and obvious. What the fast one must agree with."""
+"""The picker's choice, one endpoint after another: slow, and obvious. The fast one must agree with it."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def with_all_followers(scored: list[Scored], now: float) -> list[Scored]:
 
 
 def rank(scored: list[Scored], rng: random.Random, now: float) -> list[Scored]:
-    """Least cost, sticky until saturated; then the fewest requests, at random among equals."""
+    """Order by least cost, sticky until saturated; then by fewest requests, at random among equals."""
     order = sorted(scored, key=lambda s: s.cost_s)
     best = order[0].cost_s
     near = [s for s in order if s.cost_s <= best + max(STICKY_S, STICKY_SHARE * best)]
@@ -125,7 +125,7 @@ def rank(scored: list[Scored], rng: random.Random, now: float) -> list[Scored]:
 
 
 def equals_of(scored: list[Scored], now: float) -> set[str]:
-    """The endpoints among which the slow choice falls at random."""
+    """Return the endpoints among which the slow choice is random."""
     return {rank(scored, _Nth(n), now)[0].candidate.spec.name for n in range(len(scored))}
 
 

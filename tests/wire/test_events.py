@@ -1,4 +1,4 @@
-"""KV events: every generation is read, ours is written, and bad input costs what it is worth."""
+"""KV events: every generation is read, ours is written, and bad input has bounded cost."""
 
 import gc
 import hashlib
@@ -34,7 +34,7 @@ def golden(name: str) -> EventBatch:
 
 
 def only(event: Any) -> Any:
-    """The one event of a batch that holds just `event`."""
+    """Return the one event of a batch that holds just `event`."""
     batch = decode_batch(pack([1.0, [event], 0]))
     assert batch.rejected == {}
     assert len(batch.events) == 1
@@ -42,7 +42,7 @@ def only(event: Any) -> Any:
 
 
 def rejection(event: Any) -> str:
-    """Why an event was left out of a batch that also holds a good one."""
+    """Return why an event was left out of a batch that also holds a good one."""
     batch = decode_batch(pack([1.0, [event, {"type": "AllBlocksCleared"}], 0]))
     assert batch.events == [AllBlocksCleared()]
     ((reason, count),) = batch.rejected.items()
@@ -329,7 +329,7 @@ SIZE = 1 << 20
 
 
 def many(item: bytes, count: int) -> bytes:
-    """An array of the same item."""
+    """Return an array of the same item."""
     return b"\xdd" + struct.pack(">I", count) + item * count
 
 

@@ -1,4 +1,4 @@
-"""Messages as frames: ours, the peers' of every generation, and what is neither."""
+"""Messages as frames: ours, the peers' of every generation, and invalid ones."""
 
 import pytest
 from treeline_wire import frames

@@ -24,7 +24,7 @@ from treeline_wire.template_inline import (
 
 ITEMS = 100
 MOST_CALLS = 30 * ITEMS
-"""A filter may call a few functions for each item before it looks at the clock, and not one for each part of a path."""
+"""A filter may call a few functions for each item before it checks the clock, and not one for each part of a path."""
 
 PASSED_ON = {name for name in InlineEnvironment().filters if name.endswith("!")}
 """The guards, whose names no template can spell."""
@@ -34,7 +34,7 @@ CONSTANT_TESTS = {
     "boolean", "callable", "defined", "divisibleby", "escaped", "even", "false", "filter", "float", "integer",
     "iterable", "mapping", "none", "number", "odd", "sequence", "string", "test", "true", "undefined",
 }  # fmt: skip
-"""They look at a type or at one number."""
+"""They check a type or one number."""
 
 INPUTS: dict[str, Any] = {
     "numbers": list(range(ITEMS)),
@@ -58,7 +58,7 @@ class TooManyCallsError(Exception):
 
 
 def compiled(source: str) -> InlineTemplate | None:
-    """None if it is left to a worker, or does not compile."""
+    """Return the template; None if a worker must render it, or it does not compile."""
     try:
         return InlineTemplate(source)
     except Exception:
@@ -66,7 +66,7 @@ def compiled(source: str) -> InlineTemplate | None:
 
 
 def calls_without_a_look(template: InlineTemplate, variables: dict[str, Any]) -> int:
-    """The most calls of functions that a rendering makes without a look at the clock."""
+    """Return the most function calls of a rendering between two looks at the clock."""
     calls = most = 0
 
     def count(_frame: Any, event: str, argument: Any) -> None:
@@ -90,7 +90,7 @@ def calls_without_a_look(template: InlineTemplate, variables: dict[str, Any]) ->
 
 
 def uses(name: str, leading: str = "") -> Iterator[str]:
-    """A filter's calls, each with the hostile `argument` in another place."""
+    """Return a filter's calls, each with the hostile `argument` in another place."""
     function = TemplateEnvironment().filters.get(name) or FILTERS[name]
     try:
         parameters = list(inspect.signature(function).parameters.values())
@@ -174,7 +174,8 @@ def test_every_test_that_reads_its_value_checks_the_clock(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted({*InlineEnvironment().filters} - PASSED_ON))
 def test_values_built_item_by_item_are_measured_while_built(name: str) -> None:
-    """Each item may be as large as a value may be; all of them together, too, before a filter collects them."""
+    """Each item may be as large as a value may be; all of them together are checked, too, before a filter collects
+    them."""
     made = "items|map('replace', 'x', '" + "y" * 250 + "')"
     items = ["x" * 900] * 200
     try:

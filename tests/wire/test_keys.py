@@ -1,4 +1,4 @@
-"""Prefix keys: tokenizing and not tokenizing give the same bytes."""
+"""Prefix keys: tokens and text give the same bytes."""
 
 import json
 import time

@@ -1,4 +1,4 @@
-"""InferenceModels as rules: who has a name, and that it depends on nothing else."""
+"""InferenceModels as rules: each name has one owner, which depends on the rules alone."""
 
 import random as random_module
 

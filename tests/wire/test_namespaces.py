@@ -17,7 +17,7 @@ TEXTS = st.lists(_PIECES, max_size=6).map("".join)
 
 @st.composite
 def derived(draw: st.DrawFn) -> str:
-    """A namespace that somebody else's request has: the best salt that an attacker can think of."""
+    """Draw the namespace of another client's request: the best salt that an attacker can think of."""
     return join_namespace(draw(TEXTS), draw(TEXTS), draw(TEXTS)) or ""
 
 

@@ -1,4 +1,4 @@
-"""The allow-lists of inference paths: what is in them, and how a path is compared."""
+"""The allow-lists of inference paths: their contents, and the comparison of paths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages between pickers: what is encoded is decoded, and nothing else is a message."""
+"""Messages between pickers: encoded ones are decoded, and other bytes are refused."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_a_parts_number_is_within_its_parts() -> None:
 
 
 def test_a_typical_request_takes_some_forty_bytes_and_a_new_prompt_some_ninety() -> None:
-    """Written down here, so that a change of the form is seen."""
+    """The numbers are written here, so that a change of the format is noticed."""
     mark = (1 << peers.MARK_BITS) - 1
     ref = peers.endpoint_ref("llama-7d9f-x2", "10.0.3.17:8000")
     hit = Delta(300_000, (Opened(1_000_000, ref, 180, 45, marks=(mark,)),))

@@ -116,7 +116,7 @@ def test_a_subscriber_without_the_keys_hears_nothing(context: Context, keys: Cur
 
 
 def ask(socket: Socket) -> None:
-    """Send a request, unless the peer has refused this socket already: then it would wait for ever."""
+    """Send a request, unless the peer has refused this socket already: sending would then wait forever."""
     with contextlib.suppress(zmq.Again):
         socket.send_multipart([b"", b"treeline", b"snapshot", b"1"], zmq.NOBLOCK)
 

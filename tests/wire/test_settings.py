@@ -1,4 +1,4 @@
-"""A setting is said once: its flag, its bounds, its variable and its secrecy follow from the field."""
+"""A setting is declared once: its flag, bounds, variable and secrecy follow from the field."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def yes_or_no(text: str) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kitchen:
-    """One of each."""
+    """One setting of each kind."""
 
     name: str = setting(help="what it is called")
     cooks: int | None = setting(None, at_least=1, help="default: as many as there are stoves")

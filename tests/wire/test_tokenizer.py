@@ -80,7 +80,7 @@ def test_a_bundle_survives_the_wire(folder: Path) -> None:
 
 
 def test_no_engine_chooses_the_fingerprint_of_its_tokenizer(folder: Path) -> None:
-    """Another pool's prompts would be rendered by its template."""
+    """Otherwise another pool's prompts would be rendered by its template."""
     bundle = json.loads(configure(folder, chat_template="right", bos_token="<s>").to_json())
     for lie in ({"chat_template": "wrong"}, {"tokenizer_json": "{}"}, {"bos_token": "x"}, {"add_bos": True}):
         with pytest.raises(BundleError, match="not that of its parts"):

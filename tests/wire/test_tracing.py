@@ -1,4 +1,4 @@
-"""Traces as the picker, the runtime and Envoy share them: what OpenTelemetry's variables ask for."""
+"""Tracing shared by picker, runtime and Envoy: the meaning of OpenTelemetry's variables."""
 
 from __future__ import annotations
 

@@ -26,11 +26,11 @@ class Oracle:
         return found
 
     def remember(self, tokens: Sequence[int]) -> None:
-        """A prompt that was sent, or the same with its answer when that has come."""
+        """Add a prompt that was sent, or the same with its answer."""
         self._known.update(self._chains(tokens))
 
     def _chains(self, tokens: Sequence[int]) -> Iterator[int]:
-        """One key for each whole block, of it and all before it."""
+        """Yield one key for each whole block and all before it."""
         chain = 0
         for end in range(self._width, len(tokens) + 1, self._width):
             chain = hash((chain, tuple(tokens[end - self._width : end])))

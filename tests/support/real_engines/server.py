@@ -1,4 +1,4 @@
-"""A real server of somebody else's, as a process on the CPU: where it is installed, how it is started and asked."""
+"""A foreign engine's real server, as a process on the CPU: its installation, its start, its requests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Installation:
     variable: str
 
     def interpreter(self) -> Path:
-        """Its Python. Raises BenchmarkError where there is none."""
+        """Return its Python. Raises BenchmarkError if it is not installed."""
         folder = Path(os.environ.get(self.variable, ROOT / ".cache" / self.word))
         if not (folder / ".stamp").exists():
             how = f"`make {self.word}` does that once ({self.variable} may name its folder)"
@@ -47,7 +47,7 @@ class Server:
     more: tuple[str, ...] = ()
 
     engine: ClassVar[str]
-    """The picker's word for it."""
+    """The picker's name for it."""
     installation: ClassVar[Installation]
     block_tokens: ClassVar[int]
     start_s: ClassVar[float] = 300.0
@@ -66,11 +66,11 @@ class Server:
         raise NotImplementedError
 
     def environment(self) -> Mapping[str, str]:
-        """Beside our own."""
+        """Return variables added to ours."""
         raise NotImplementedError
 
     def forget(self) -> None:
-        """Empty its prefix cache, and see to it that its subscribers hear of that. Raises BenchmarkError."""
+        """Empty its prefix cache, and make sure that its subscribers learn of it. Raises BenchmarkError."""
         raise NotImplementedError
 
     def tokens(self, messages: Sequence[Mapping[str, str]], *, answer_next: bool = True) -> list[int]:

@@ -18,7 +18,7 @@ _ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Sglang(Server):
-    """See the module."""
+    """SGLang on the CPU: see the module."""
 
     engine: ClassVar[str] = "sglang"
     installation: ClassVar[Installation] = INSTALLATION

@@ -24,7 +24,7 @@ _ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Vllm(Server):
-    """See the module. Its attention on CPUs wants blocks that are multiples of 32 tokens."""
+    """vLLM on the CPU: see the module. Its attention on CPUs needs blocks that are multiples of 32 tokens."""
 
     engine: ClassVar[str] = "vllm"
     installation: ClassVar[Installation] = INSTALLATION
