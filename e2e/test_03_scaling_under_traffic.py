@@ -26,7 +26,7 @@ def test_scaling_up_and_down_drops_no_stream(treeline: Installed, figures: Figur
     treeline.await_ready("tiny")
     with traffic(treeline.url(), kept=kept) as driver:
         driver.await_served(10)
-        # Whoever asks for the first time, often, so that a new pod need not wait for somebody to come.
+        # Frequent new prompts, so that a new pod soon gets a request.
         with traffic(treeline.url(), Mix(workers=2, long_share=0.0, new_share=1.0, seed=8)) as often:
             routed = grow(treeline, 4, driver, often)
             assert not (asked := often.stop()).dropped, str(asked)

@@ -180,6 +180,6 @@ def test_two_models_behind_one_gateway(treeline: Installed, class_name: str) -> 
     treeline.until(lambda: answered("other", **by_name) == (200, "other"), "an answer by the other model")
     assert answered("tiny") == (200, "tiny")
     if not os.environ.get(CLASS):
-        # This gateway goes where the picker says, whatever the route; and the picker has read the body.
+        # This gateway follows the picker on every route, and the picker has read the body.
         assert answered("other") == (200, "other")
     assert answered("neither")[0] == 404

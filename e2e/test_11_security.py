@@ -39,7 +39,7 @@ def test_pods_are_restricted_have_no_tokens_and_log_no_prompts(treeline: Install
         if "serviceAccountToken" in str(volume)
     }
     assert with_token == {"epp"}, "only the picker asks the API server"
-    # What the operator's own pods would be told if their namespace enforced that level too.
+    # The warnings for the operator's own pods if their namespace enforced that level too.
     label = ("label", "namespace", SYSTEM, "pod-security.kubernetes.io/enforce=restricted", "--overwrite")
     treeline.kube.kubectl("--warnings-as-errors", *label, "--dry-run=server")
 

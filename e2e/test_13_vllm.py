@@ -241,7 +241,7 @@ def test_every_rank_of_a_pod_is_followed(treeline: Installed) -> None:
     for country in ("France", "Peru", "Japan"):
         for talk in talks:
             talk.say(treeline.url(), f"What is the capital of {country}?")
-    # Which rank answers is vLLM's own choice, made by their load: a conversation may begin anew at the other one.
+    # vLLM itself chooses the rank by load: a conversation may start again at the other one.
     cached = [talk.turns[-1].cached for talk in talks]
     tell(f"a pod of two ranks: {sum(hit > 0 for hit in cached)} of {len(talks)} third turns found their blocks")
     assert sum(cached) > 0

@@ -25,7 +25,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # The same examples in each run: what is red here is red everywhere. To look for new ones: --hypothesis-profile explore.
 # How long an example takes says how loaded the machine is; pytest has a time limit of its own.
-# `quick` is that of `make test`: it takes no property more often than QUICK_EXAMPLES, whatever its own settings say.
+# `quick` is that of `make test`: it runs no property more than QUICK_EXAMPLES times, even if its own settings say more.
 usual = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("explore", usual)
 settings.register_profile("treeline", settings(usual, derandomize=True))

@@ -155,7 +155,7 @@ def kubelet(node: Node) -> dict[str, Any]:
         "resolvConf": f"{INSIDE}/resolv.conf",
         "containerRuntimeEndpoint": f"unix://{CONTAINERD_SOCKET}",
         "volumePluginDir": f"{INSIDE}/flexvolumes",
-        # images cannot be pulled again, and the disk is shared with whatever else is on this machine
+        # images cannot be pulled again, and the disk is shared with other work on this machine
         "imageGCHighThresholdPercent": 100,
         "evictionHard": {"memory.available": "100Mi", "nodefs.available": "1%", "imagefs.available": "1%"},
         "serializeImagePulls": False,

@@ -289,7 +289,7 @@ buildah rm "$container"
         folder.mkdir(exist_ok=True)
         settings, socket = folder / "containerd.toml", folder / "containerd.sock"
         text = config.containerd(folder, folder / "state", "/nowhere")
-        # its root is the store itself, and there is nobody to run pods
+        # its root is the store itself, and it runs no pods
         text = text.replace(f'"{folder}/containerd"', f'"{self.folder}"').replace(
             "disabled_plugins = [", 'disabled_plugins = ["io.containerd.grpc.v1.cri", '
         )

@@ -34,7 +34,7 @@ def pool(name: str, **spec: Any) -> dict[str, Any]:
         "model": {"uri": "builtin://tiny"},
         "replicas": 2,
         "engine": engine,
-        "drain": {"timeoutSeconds": 600},  # longer than anything is waited for: who waits it out without need is seen
+        "drain": {"timeoutSeconds": 600},  # longer than any wait here, so that a needless full drain fails a test
         "gateway": {"standalone": standalone, **gateway},
     }
     return {"apiVersion": API, "kind": "InferencePool", "metadata": {"name": name}, "spec": settled | spec}

@@ -276,7 +276,7 @@ def test_notes_say_what_is_missing_and_what_comes_next():
 
 @pytest.mark.parametrize("script", ["chart_readme", "install_manifest"])
 def test_generated_files_are_current(script):
-    helm.run("version")  # where there is none the test is skipped
+    helm.run("version")  # without helm the test is skipped
     done = subprocess.run([sys.executable, ROOT / "scripts" / f"{script}.py", "--check"], check=False)
     assert done.returncode == 0, f"run: python scripts/{script}.py"
 

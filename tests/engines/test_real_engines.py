@@ -45,7 +45,7 @@ def test_the_oracle_finds_the_longest_beginning_in_whole_blocks(known: list[list
     oracle = Oracle(3)
     for tokens in known:
         oracle.remember(tokens)
-    most = (len(asked) - 1) // 3 * 3  # the last token is computed whatever is known
+    most = (len(asked) - 1) // 3 * 3  # the last token is always computed
     found = [end for end in range(0, most + 1, 3) if not end or any(one[:end] == asked[:end] for one in known)]
     assert oracle.cached_tokens(asked) == max(found)
 
@@ -201,7 +201,7 @@ def test_a_command_line_names_the_sockets_and_the_size_of_the_cache(
     assert words[0] == str(tmp_path / "bin" / "python")
     events = json.loads(words[words.index("--kv-events-config") + 1])
     assert (events["endpoint"], events["replay_endpoint"]) == ("tcp://*:2", "tcp://*:3")
-    if kind is Sglang:  # in tokens, and told where it has a socket for its load
+    if kind is Sglang:  # in tokens, with a socket for its load
         assert words[words.index("--max-total-tokens") + 1] == str(40 * 16)
         assert words[words.index("--load-publish-endpoint") + 1] == "tcp://*:4"
     else:

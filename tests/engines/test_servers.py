@@ -169,7 +169,7 @@ def knock(stack: EngineStack, path: str, fields: dict[str, Any]) -> None:
     for _ in range(2):
         answer = stack.http.post(f"{stack.url}{path}", json={"model": "tiny", **counted, **fields})
         assert answer.status_code == 200, answer.text
-        until(lambda: held() - before, "the engine has told of it")
+        until(lambda: held() - before, "the engine has announced the blocks")
         agree(stack)
     decision = until(lambda: found[1] if len(found := stack.decisions()[known:]) == 2 else None, "both are in the log")
     found = decision["terms"][decision["endpoint"]].get("confirmed_tokens", 0)

@@ -33,7 +33,7 @@ EVERY = [family for found in metrics.families().values() for family in found]
 @pytest.mark.parametrize("family", EVERY, ids=lambda family: family.name)
 def test_a_help_text_is_understood_alone(family):
     assert re.fullmatch(r"[A-Z1e].* .*\.", family.text), "a sentence or what is counted, with a full stop"
-    assert not re.match("Of these|Time that|The same", family.text), "nobody sees the line before"
+    assert not re.match("Of these|Time that|The same", family.text), "the text refers to the line before"
     assert ("econds" in family.text) == ("_seconds" in family.name), "the unit"
 
 

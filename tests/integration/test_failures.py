@@ -103,4 +103,4 @@ async def test_without_a_picker_requests_are_still_served(stack: Stack, aclient:
     assert running.errors() == []
     assert (unknown.status_code, unknown.headers["retry-after"]) == (503, "1")
     assert unknown.json()["error"]["code"] == "picker_unavailable", "it may be a name that only a picker knows"
-    until(lambda: ask(stack, "hello", model="alias").status_code == 404, "the picker says that nobody has it")
+    until(lambda: ask(stack, "hello", model="alias").status_code == 404, "the picker answers 404")

@@ -177,7 +177,7 @@ def shows(printed: str, promised: str) -> None:
 def test_a_guide_is_short_and_each_of_its_blocks_is_run(page: Path) -> None:
     assert len(page.read_text().splitlines()) <= 80
     for kind in (block.kind for block in blocks(page)):
-        assert kind in KINDS or re.fullmatch(r"yaml [\w.]+", kind), f"nobody runs a block of {kind!r}"
+        assert kind in KINDS or re.fullmatch(r"yaml [\w.]+", kind), f"no test runs a block of {kind!r}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

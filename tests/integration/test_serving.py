@@ -75,7 +75,7 @@ def test_the_gateway_exposes_no_administration_of_a_runtime(stack: Stack, client
             ("GET", "/metrics", None),
         ):
             assert stack.http.request(method, stack.url + path, json=body).status_code == 404
-    assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length", "nobody ended the stream"
+    assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length", "the stream was not interrupted"
     for name in stack.runtimes:
         use = stack.processes[name].spec.ports
         page = stack.http.get("http://{}:{}/metrics".format(*use["metrics-port"])).text

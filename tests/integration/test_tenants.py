@@ -111,7 +111,7 @@ def test_the_picker_knows_each_clients_prefix_in_its_own_namespace(stack: Stack)
     stack.agree("runtime-0")
     namespaces = {block["namespace"] for block in stack.radix("runtime-0")["blocks"]}
     assert join_namespace(None, None, "ada") in namespaces
-    assert None not in namespaces, "nobody without a key was served"
+    assert None not in namespaces, "no client without a key was served"
     ask(stack, "bob", prompt)
     unpredicted = stack.metrics()
     assert unpredicted["treeline_epp_predicted_hit_tokens_total"] == before.get(

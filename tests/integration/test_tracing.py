@@ -68,7 +68,7 @@ def test_one_trace_joins_client_envoy_picker_and_runtime(traced: Stack, collecto
     assert answer.headers["x-request-id"] == id, "Envoy notes nothing in it"
     spans = spans_of(collector, trace)
     assert spans.keys() == {EDGE, *PARENTS}
-    assert unsampled not in collector.traces, "what its client does not sample, nobody records"
+    assert unsampled not in collector.traces, "an unsampled request is recorded nowhere"
     assert spans[EDGE].parent == CLIENT
     assert {name: spans[name].parent for name in PARENTS} == {name: spans[of].id for name, of in PARENTS.items()}
     services = {spans[name].service for name in (EDGE, PICKER, RUNTIME)}

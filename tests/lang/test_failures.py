@@ -167,7 +167,7 @@ def test_a_server_may_restart_between_two_runs(model: Path) -> None:
                 assert [state.error() for state in states] == [None] * 4
 
 
-# ---- a server that does as it is told ---------------------------------------------------------------------------
+# ---- a scripted server ------------------------------------------------------------------------------------------
 
 Script = Callable[[str, dict[str, Any], int], bytes | None]
 """(path, body, number of the request) → the bytes of the answer, after which the connection ends; None: no answer

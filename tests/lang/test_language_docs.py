@@ -55,4 +55,4 @@ def test_every_block_does_what_the_page_says(
                 exec(compile(block.text.replace(SHOWN_URL, url), "page.py", "exec"), names)
             printed, where = shown.getvalue(), block.line
         else:
-            assert block.kind == "sh server", f"line {block.line}: nobody runs a block of {block.kind!r}"
+            assert block.kind == "sh server", f"line {block.line}: no test runs a block of {block.kind!r}"

@@ -85,7 +85,7 @@ def test_console_requests_lose_the_edge_header_on_a_loopback_listener_only(host:
     routes = manager(config)["route_config"]["virtual_hosts"][0]["routes"]
     removed = [route.get("request_headers_to_remove", []) for route in routes]
     assert removed[0] == ([names.EDGE] if local else [])
-    assert not any(names.EDGE in each for each in removed[3:]), "engines are told by all"
+    assert not any(names.EDGE in each for each in removed[3:]), "engines get the header on all other routes"
     sandboxed = [route for route in routes if "sandbox" in str(route.get("response_headers_to_add"))]
     assert len(sandboxed) == len([route for route in routes if route.get("route", {}).get("cluster") == "pods"]) > 5
 
@@ -165,7 +165,7 @@ def test_an_invalid_key_line_is_refused_by_position_and_other_lines_still_work(
     assert "sk" not in caplog.text
     caplog.clear()
     assert not keys.refresh()
-    assert caplog.text == "", "told once, not at every look"
+    assert caplog.text == "", "logged once, not at every read"
 
 
 def test_a_binary_file_is_reported_in_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -235,7 +235,7 @@ def test_long_generations_do_not_trip_circuit_breakers() -> None:
 def test_the_admin_page_is_on_loopback_even_if_the_listener_is_not() -> None:
     config = bootstrap(EnvoyConfig(listen_host="0.0.0.0", admin_port=9901))
     assert config["admin"]["address"]["socket_address"]["address"] == "127.0.0.1"
-    assert "admin" not in bootstrap(EnvoyConfig(listen_host="0.0.0.0")), "where nobody asks for it"
+    assert "admin" not in bootstrap(EnvoyConfig(listen_host="0.0.0.0")), "it is not on the listener"
 
 
 def test_the_access_log_has_no_query_no_body_and_no_other_header() -> None:

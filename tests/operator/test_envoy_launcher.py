@@ -200,7 +200,7 @@ async def test_keys_change_without_a_restart_and_a_running_stream_goes_on(tmp_pa
             assert await edge.with_key("sk-key-bob") == 200
             edge.engine.go.set()
             assert await anext(chunks) == "last"
-        # Nobody left in the Secret means nobody is served, not everybody.
+        # An empty Secret admits no client, not every client.
         mounted(tmp_path)
 
         async def refused() -> bool:

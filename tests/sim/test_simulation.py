@@ -82,7 +82,7 @@ def test_only_the_requests_of_an_engine_that_dies_fail() -> None:
 
 def test_a_restarted_engine_is_used_again() -> None:
     simulation = fleet(Faults(engines=((1, 1.0),), down_s=1.0))
-    others = [replace(request, at=request.at + 2.5) for request in trace(seed=2)]  # of groups that nobody holds yet
+    others = [replace(request, at=request.at + 2.5) for request in trace(seed=2)]  # of uncached groups
     outcome = simulation.run(sorted([*trace(), *others], key=lambda request: request.at))
     assert any(served.endpoint == 1 and not served.error for served in outcome.served if served.at > 2.1)
 

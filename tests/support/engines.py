@@ -55,7 +55,9 @@ class EngineStack(Stack):
                 more=more,
             )
             self.processes[name] = Process(_spec(self.servers[name], shape.longest), folder / f"{name}.log")
-        self.processes = {name: self.processes[name] for name in (*self.names, "picker", "envoy")}  # who fails is told
+        self.processes = {
+            name: self.processes[name] for name in (*self.names, "picker", "envoy")
+        }  # so that errors name them
         picker = self.processes["picker"].spec
         flags = [word.replace("runtime-", f"{kind}-") for word in picker.argv[3:]]
         flags += ["--tokenizer", f"tiny={tiny_model()}", "--log-format", "json"]  # decisions() reads its log
@@ -80,7 +82,7 @@ class EngineStack(Stack):
         return self.witnesses[name].blocks
 
     def decisions(self) -> list[dict[str, Any]]:
-        """Return the picker's log lines, one for each routed request."""
+        """Return the picker's decisions, one log record for each routed request."""
         lines = self.processes["picker"].log_path.read_text().splitlines()
         return [record for record in map(json.loads, lines) if record["message"] == "decision"]
 

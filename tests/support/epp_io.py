@@ -53,12 +53,12 @@ async def until(
 
 
 async def so(value: Awaitable[Any], is_so: Callable[[Any], bool]) -> bool:
-    """Return a condition for `until`."""
+    """Return whether an awaited value satisfies a predicate; a condition for `until`."""
     return is_so(await value)
 
 
 async def equal(value: Awaitable[object], expected: object) -> bool:
-    """Return a condition for `until`."""
+    """Return whether an awaited value equals another one; a condition for `until`."""
     return await value == expected
 
 

@@ -93,7 +93,7 @@ class Caller:
         return ""
 
     def answered(self, body: bytes = b"", *, status: str = "200") -> None:
-        """Let its answer begin after the prefill; the stream ends, after a body if the proxy sends one."""
+        """Answer the request: send headers with the token counts, a body if there is one, and the end of the stream."""
         head = pb.ProcessingRequest()
         fields = {":status": status, "content-type": "text/event-stream"}
         told = {names.PROMPT_TOKENS: str(self.tokens), names.CACHED_TOKENS: "0"}

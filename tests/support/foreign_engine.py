@@ -39,7 +39,7 @@ class RankPublisher:
         self.asked: list[int] = []
         self._buffer: list[bytes] = []
         self._context = zmq.asyncio.Context()
-        self._pub = self._context.socket(zmq.XPUB)  # a PUB that tells when somebody listens
+        self._pub = self._context.socket(zmq.XPUB)  # a PUB that reports subscribers
         self._pub.setsockopt(zmq.XPUB_VERBOSE, 1)
         self._pub.bind(f"tcp://127.0.0.1:{events_port}")
         self._serving: asyncio.Task[None] | None = None

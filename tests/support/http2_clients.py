@@ -42,7 +42,7 @@ def program(name: str) -> Path:
 
 
 def built(name: str) -> Path:
-    """Return the same, and build it if necessary. Ends the process if the build fails."""
+    """Return the path of a program, and build it if necessary. Ends the process if the build fails."""
     done = subprocess.run([str(BUILD), name], stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise SystemExit(done.returncode)

@@ -46,7 +46,7 @@ class Room:
         return None if reply.status_code == 404 else reply.json()
 
     async def raw(self, method: str, body: str) -> int:
-        """Create a pool from a body that none of our clients would send; return the status."""
+        """Send a body for pools that none of our clients would send; return the status."""
         send = partial(self.plane._http.request, headers={"Content-Type": "application/json"}, content=body)
         return (await asyncio.to_thread(send, method, POOLS.format(self.namespace))).status_code
 

@@ -161,7 +161,7 @@ class SimCluster:
                 draining = any(_draining(pod) for pod in self.pods.values())
                 told = self.picker is not None and self.picker.at is not None
                 if plan.recheck_s is None or not (draining or told):
-                    assert not draining, "nobody would look again"
+                    assert not draining, "no recheck is planned"
                     return done
                 self.now += timedelta(seconds=plan.recheck_s)
                 if told:

@@ -36,13 +36,13 @@ def add_logit_score(path: Path, yes: int, no: int | None) -> Path:
 def embedder(
     path: Path, pooling: str = "lasttoken", *, normalize: bool = True, family: str = "Qwen3", kind: str = "Model"
 ) -> tuple[Any, Path]:
-    """Save a random embedding model. Return transformers' model."""
+    """Save a random embedding model. Return transformers' model, and its folder."""
     theirs = reference(family, {"head_dim": 16} if family == "Qwen3" else {}, kind)
     return theirs, add_modules(save(theirs, path), {"pooling_mode": pooling}, normalize=normalize)
 
 
 def classifier(path: Path, labels: int, family: str = "Qwen3", **changes: Any) -> tuple[Any, Path]:
-    """Save a random *ForSequenceClassification. Return transformers' model."""
+    """Save a random *ForSequenceClassification. Return transformers' model, and its folder."""
     sizes = ({"head_dim": 16} if family == "Qwen3" else {}) | {"num_labels": labels, "pad_token_id": 0}
     theirs = reference(family, sizes | changes, "ForSequenceClassification")
     return theirs, save(theirs, path)

@@ -105,7 +105,7 @@ class Witness:
         events = self.events()
         assert not (said_no := refused(events)), f"refused: {said_no}"
         granted, asked = rbac.granted(self.features), used(events)
-        assert asked <= granted, f"asked for, and let through by somebody else's grant: {asked - granted}"
+        assert asked <= granted, f"requested, and allowed by another grant: {asked - granted}"
         assert granted - asked == set(exceptions), f"granted, and never used: {granted - asked}"
 
 

@@ -121,7 +121,7 @@ class Constrained(Harness):
         worked = super().step()
         for rid, toy in list(self._watched.items()):
             taken = self.tokens(rid) if rid in self.outs else []
-            assert toy.output == taken, f"{rid} was told what it did not take"
+            assert toy.output == taken, f"{rid} was given tokens that it did not take"
             if rid in self.outs and self.last(rid).finish is not None and self.is_idle:
                 del self._watched[rid]
         return worked

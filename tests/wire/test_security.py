@@ -110,7 +110,7 @@ def test_a_subscriber_without_the_keys_hears_nothing(context: Context, keys: Cur
         server.send_multipart([b"", bytes([number]), b"every user's prompt"])
     heard = [receive(friend, 60_000) for _ in range(20)]
     assert [message[1] for message in heard if message] == [bytes([n]) for n in range(20)]
-    assert receive(server, 0) is None, "nobody else has subscribed"
+    assert receive(server, 0) is None, "no other peer has subscribed"
     assert receive(stranger, 300) is None
     assert receive(impostor, 0) is None
 

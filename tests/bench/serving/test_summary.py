@@ -52,7 +52,7 @@ def test_times_count_from_when_a_request_was_due() -> None:
 def test_time_per_token_takes_the_servers_count_not_the_chunks() -> None:
     assert measures(record(0, 0, [10, 110], 110, output=11))["tpot"] == 10
     assert measures(record(0, 0, [10], 10, output=1))["tpot"] is None
-    assert measures(record(0, 0, [10], 10, output=5))["tpot"] is None  # all in one chunk: nobody can tell
+    assert measures(record(0, 0, [10], 10, output=5))["tpot"] is None  # all in one chunk: it is unknown
     assert summary(record(0, 0, [10, 110], 110, output=11)).tokens_per_chunk == 5.5
 
 

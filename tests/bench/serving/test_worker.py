@@ -57,7 +57,7 @@ async def test_a_closed_loop_asks_in_order_and_records_everything() -> None:
 
 async def test_the_requested_number_of_requests_is_in_flight() -> None:
     def answer(body: dict[str, Any]) -> Iterator[bytes]:
-        while len(server.bodies) < 8:  # nobody is answered before all eight have asked
+        while len(server.bodies) < 8:  # no answer comes before all eight requests
             yield b": wait\n\n"
         yield from whole(body)
 

@@ -41,7 +41,7 @@ def environment(home: Path) -> dict[str, str]:
         "XDG_STATE_HOME": str(home / "state"),
         "TMPDIR": str(temporary),
         "TERM": "xterm-256color",
-        "PROMPT_TOOLKIT_NO_CPR": "1",  # nobody answers where the cursor is
+        "PROMPT_TOOLKIT_NO_CPR": "1",  # no terminal reports the cursor's position
     }
 
 
@@ -253,7 +253,7 @@ def test_a_question_may_have_several_lines_typed_or_pasted(chat):
 
 def test_ctrl_c_ends_the_answer_and_the_servers_work_and_again_the_chat(chat, tmp_path):
     model = make_checkpoint(tmp_path / "model")
-    an_hour = {"FAKE_TOKEN_S": "1"}  # of tokens, had nobody stopped it
+    an_hour = {"FAKE_TOKEN_S": "1"}  # of tokens, if it were not stopped
     with running(model, "--no-events", fake=True, environment=an_hour) as server, server.client() as http:
 
         def requests() -> int:

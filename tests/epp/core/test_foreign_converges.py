@@ -178,7 +178,7 @@ def test_an_unverified_reconnect_ages_the_known_blocks() -> None:
     bench.subscription.on_live(4, bench.batch(0), 0.1)
     bench.subscription.on_disconnected(1.0)
     bench.subscription.on_connected(2.0)
-    # It may have been started anew, and have come to the same number: nothing tells.
+    # It may have been restarted and have reached the same number: that cannot be seen.
     bench.subscription.on_live(5, bench.batch(1), 2.1)
     assert bench.holds(0, 1)
     bench.index.tick(2.0 + LIFE_S)

@@ -57,7 +57,7 @@ def test_a_target_of_another_pool_behind_the_same_gateway_goes_there():
     served = {"red": ["red"], "blue": ["blue", "red"], "other": ["far"]}
     table = ModelTable(served, [rule], {"red": PoolClaim("g"), "blue": PoolClaim("g"), "other": PoolClaim("h")})
     homes = {(t.pool, t.target) for t in (table.resolve("chat", n / 12) for n in range(12))}
-    # its own pool goes before others, and what is behind another gateway or served by nobody is asked for at home
+    # its own pool wins; a model of another gateway, or of no pool, is requested from its own pool
     assert homes == {("red", "red"), ("blue", "blue"), ("red", "far"), ("red", "nobodys")}
 
 

@@ -103,7 +103,7 @@ def test_without_room_requests_wait_and_continue_in_order() -> None:
     world.room["m"] = 1
     third = world.held("3")
     world.pump(0.5)
-    assert (first.done, second.done, third.done) == (True, False, False), "whoever comes late is behind those who wait"
+    assert (first.done, second.done, third.done) == (True, False, False), "a late request is behind the waiting ones"
     assert told == ["1"]
     world.room["m"] = 5
     world.pump(0.5)
@@ -130,7 +130,7 @@ def test_requests_waiting_for_other_endpoints_cost_no_time() -> None:
     assert ticket.result() == "2"
     world.room["m"] = 1
     late = world.held("3")
-    assert (waiting.done, late.done) == (True, False), "whoever waits goes before who comes"
+    assert (waiting.done, late.done) == (True, False), "a waiting request precedes a new one"
     check_control(world.control)
 
 
@@ -479,7 +479,7 @@ def test_many_models_without_room_are_checked_a_few_at_a_time_in_turn() -> None:
         assert not world.control.pump(), "others have their turn before it goes on"
         assert 0 < len(looks) - before <= MOST_LOOKS
         check_control(world.control)
-    assert len(set(looks)) == count, "nobody twice before all were looked at"
+    assert len(set(looks)) == count, "none is examined twice before all were"
     world.room[f"m{count - 1}"] = 1
     for _ in range(8):
         world.control.pump()

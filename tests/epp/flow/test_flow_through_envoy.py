@@ -161,7 +161,7 @@ async def test_a_running_picker_reports_a_broken_quota_file_and_goes_on(tmp_path
 
         assert await told(True)
         file.write_text("default: {requests_per_minuet: 2}")
-        await until(lambda: told(False), "the fault is told")
+        await until(lambda: told(False), "the fault is reported")
         file.write_text("default: {requests_per_minute: 3}")
         await until(lambda: told(True), "it is mended")
 

@@ -235,7 +235,7 @@ def test_a_fallback_pool_takes_requests_that_wait_for_an_empty_pool() -> None:
     world.step()
     world.step()
     assert isinstance(alone, Ticket)
-    assert not alone.done, "nobody may take its place"
+    assert not alone.done, "no fallback may take its place"
     for ticket in others:
         assert isinstance(ticket, Ticket)
         assert ticket.done

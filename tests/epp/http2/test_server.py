@@ -201,7 +201,7 @@ async def test_a_peer_that_never_reads_takes_little_memory() -> None:
 
 
 async def test_many_messages_in_one_read_let_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http2_server, "_TURN_S", 0.0)  # one event, and the next who waits
+    monkeypatch.setattr(http2_server, "_TURN_S", 0.0)  # one event, then the next waiting connection
     monkeypatch.setattr(http2_server, "_FRAMES", 10)
     async with serving() as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
@@ -339,7 +339,7 @@ async def test_open_streams_are_bounded_over_all_connections_together() -> None:
         await until(lambda: Echo.open == 12)
         assert server.streams == 12
         await connect()
-        assert Echo.open == server.streams == 20, "whoever goes leaves room"
+        assert Echo.open == server.streams == 20, "a closed stream leaves room"
     finally:
         for writer in writers:
             writer.close()

@@ -129,7 +129,7 @@ def test_every_decoder_of_an_edited_body_reads_the_new_values(pieces: list[bytes
         try:
             json.loads(edited, object_pairs_hook=keep)
         except ValueError:
-            continue  # whoever gets it refuses it
+            continue  # every receiver refuses it
         assert {value for name, value in pairs if name == "cache_salt"} == {"ours"}
         assert {value for name, value in pairs if name == "extra_key"} <= {None}
 

@@ -167,7 +167,7 @@ async def test_bytes_waiting_in_a_socket_are_bounded(what: str) -> None:
             await sockets._sockets[what].send(b"ask")
 
         def send_until_full() -> int:
-            first = ends[what].recv_multipart()  # of a publisher that somebody subscribes to it
+            first = ends[what].recv_multipart()  # the message of a subscription
             head = first[:1] if what == "replay" else []
             for sent in range(most + 20):
                 try:

@@ -361,7 +361,7 @@ async def test_in_a_browser_prompts_need_the_flag_and_other_pages_learn_nothing(
             assert await tab.run("document.querySelector('#texts').disabled")
             assert "--show-prompts" in await tab.text("#texts-why")
             assert tab.troubles == PLAYGROUND_ALONE
-            # A script that got into the page could tell nobody what it sees, and load nothing.
+            # An injected script could send nothing to others, and load nothing.
             assert await tab.run(f"fetch({elsewhere!r}, {{mode: 'no-cors'}}).then(() => 'sent', () => 'refused')") == (
                 "refused"
             )

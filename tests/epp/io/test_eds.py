@@ -79,7 +79,7 @@ def test_an_endpoint_is_selectable_when_every_envoy_has_acknowledged_it() -> Non
     state = EdsState()
     state.synced = True
     one, two = connected(state), connected(state)
-    state.connect()  # has not subscribed: nobody waits for it
+    state.connect()  # has not subscribed, so it is not waited for
     state.announce({A: False, B: True}, 10.0)
     first, second = due(state, one), due(state, two)
     assert listed(first) == {A: "HEALTHY", "::1:8001": "DRAINING"}

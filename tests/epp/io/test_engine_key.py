@@ -64,4 +64,4 @@ async def test_an_invalid_key_is_not_sent_and_a_valid_one_is_used_later(
     file.write_bytes(b"secret")
     seen.append(key())
     assert seen == ["", "", "", "secret"]
-    assert [record.getMessage().count("cannot be used") for record in caplog.records] == [1, 1], "each told once"
+    assert [record.getMessage().count("cannot be used") for record in caplog.records] == [1, 1], "each logged once"

@@ -223,7 +223,9 @@ def test_sessions_belong_to_a_pool_and_an_identified_client() -> None:
     assert 0 < ada < 1 << 40
     assert ada == session("ada")
     assert len({ada, session("bob"), session("ada", "q"), session("ada", None), session("ada", named="t")}) == 5
-    assert session("ada", isolation=NO_ISOLATION) == session("bob", isolation=NO_ISOLATION), "nobody said who they are"
+    assert session("ada", isolation=NO_ISOLATION) == session("bob", isolation=NO_ISOLATION), (
+        "the edge has not identified them"
+    )
     assert session("ada", isolation=Isolation(True, b"another key")) != ada
     assert TRUSTING.session({names.CLIENT: "ada"}, "p") == session("ada", named="") == 0
     assert TRUSTING.session({names.CLIENT: "ada", "x-smg-routing-key": "s"}, "p") == ada, "as sgl-model-gateway has it"

@@ -51,7 +51,7 @@ async def test_metrics_of_a_picker_and_its_envoy_equal_the_page(tmp_path: Path) 
     check_envoy(page)
     rest = {name for name in absent if not name.startswith(ASKED_FOR)}
     assert rest == {
-        "treeline_epp_kv_subscription_events_total",  # nobody publishes
+        "treeline_epp_kv_subscription_events_total",  # no engine publishes
         "treeline_epp_rejected_total",
     }
 

@@ -69,7 +69,7 @@ class Told:
         self.seen.append((one.bundle.chat_template if one.bundle else None, one.problem))
 
     async def until(self, true: Callable[[], bool]) -> None:
-        await until(true, "the source has told enough", state=lambda: self.seen)
+        await until(true, "the source has sent the expected notifications", state=lambda: self.seen)
         self.task.cancel()
         await asyncio.gather(self.task, return_exceptions=True)
 

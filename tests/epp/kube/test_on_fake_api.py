@@ -171,7 +171,7 @@ async def test_a_model_that_is_being_deleted_gives_its_name_to_the_next_oldest(t
             it.put(MODELS_OF, own_model("other", "p1", model="chat"))
             await until(lambda: equal(models(picker, "p0"), {"m0", "chat"}), "the older has the name")
             assert await asked(picker, "chat") == it.engines[0].address
-            # A finalizer of somebody's keeps the object for as long as it likes.
+            # A foreign finalizer may keep the object for any time.
             gone["metadata"]["deletionTimestamp"] = "2026-01-02T00:00:00Z"
             it.put(MODELS_OF, gone)
             await until(lambda: equal(models(picker, "p1"), {"m1", "chat"}), "the next one has it")
@@ -296,7 +296,7 @@ async def test_common_mistakes_are_reported_once_with_the_fix(tmp_path: Path, ca
         ):
             it.api.refuse[POOLS_OF] = status
             async with running_picker(*it.flags(), ready=False):
-                await until(lambda reason=reason: lines(f"cannot be listed yet: {reason}"), "it is told")
+                await until(lambda reason=reason: lines(f"cannot be listed yet: {reason}"), "it is logged")
                 (line,) = lines(f"cannot be listed yet: {reason}")
                 assert fix in line
         await it.api.stop()

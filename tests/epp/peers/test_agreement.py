@@ -24,7 +24,7 @@ def test_four_pickers_choose_as_one_and_spread_the_load_alike() -> None:
     computed = [sum(engine.computed for engine in pool.engines.values()) for pool in (one, four)]
     assert computed[1] <= 1.05 * computed[0], computed
     assert mean(four.ttfts) <= 1.05 * mean(one.ttfts), (mean(four.ttfts), mean(one.ttfts))
-    assert four.network.sent_bytes < 140 * len(TRACE), "bytes that each of the others is told, beats and all"
+    assert four.network.sent_bytes < 140 * len(TRACE), "bytes sent to each of the others, heartbeats included"
     for node in four.nodes:
         node.gossip.check()
         assert node.gossip.elsewhere == len(node.gossip.own) == 0

@@ -13,7 +13,7 @@ def test_a_holder_of_the_key_reads_a_datagram() -> None:
         datagram = sender.close(message[:size])
         assert Seal(ONE).open(datagram) == (sender.sender, message[:size])
         assert len(datagram) - size <= OVERHEAD_BYTES
-        assert message[:size] not in datagram or size < 8, "and nobody else does"
+        assert message[:size] not in datagram or size < 8, "and the datagram does not show it"
 
 
 def test_no_two_datagrams_are_equal() -> None:

@@ -178,7 +178,7 @@ async def test_the_successor_of_a_killed_operator_continues_with_the_same_deadli
                 return await left(room, one, two)
 
             await room.until(both_gone, "the one without requests to go, and the other one to be cut off")
-            assert begun <= set(began.values()), "not begun anew"
+            assert begun <= set(began.values()), "not begun again"
             told = await said(room, "DrainTimeout", four)
             assert told == f"Warning: DrainTimeout Pod {four} (1 in flight)"
 

@@ -186,7 +186,7 @@ async def test_an_apply_refused_for_foreign_additions_clears_them() -> None:
     server = Refusing()
     assert not (await execute(server, seen_service(), Apply(service(), ""))).refused
     assert server.calls == ["refused s", "replace s", "apply s"]
-    # What is wrong in itself is told in the words of the first refusal.
+    # An invalid object is reported in the words of the first refusal.
     hopeless = Server(apply_s=first, replace_s=Invalid("422: also", code=422))
     done = await execute(hopeless, seen_service(), Apply(service(), ""))
     assert [exc for _, exc in done.refused] == [first]

@@ -210,7 +210,7 @@ def test_optional_kinds_come_and_go() -> None:
         scene.world.failing["httproutes"] = refused
         await asyncio.sleep(300.0)
         assert ROUTES.resource.api not in scene.offered[-1]
-        assert max(scene.informer.ages().values()) < 61.0, "that one may not be read is no reason to begin anew"
+        assert max(scene.informer.ages().values()) < 61.0, "a forbidden kind does not restart the others"
 
     play(act)
 
@@ -283,7 +283,7 @@ def test_an_error_in_following_a_kind_is_reported_and_ages_only_that_kind() -> N
         waiting.cancel()
         assert any("internal error" in trouble for trouble in scene.informer.troubles())
         assert scene.names() == ["a", "b"]
-        assert scene.informer.ages()[PODS.resource.api] > 210.0, "the kubelet begins the process anew"
+        assert scene.informer.ages()[PODS.resource.api] > 210.0, "the kubelet restarts the process"
 
     play(act)
 

@@ -307,4 +307,4 @@ def test_an_uncertain_account_is_not_shown(tmp_path: Path) -> None:
         token.write_text(text)
         assert own_account("here", token) is None, text
     claims = {"namespace": "there", "serviceaccount": {"name": "a", "uid": "1"}}
-    assert own_account("here", token_of(claims, tmp_path)) is None, "owners of other namespaces are nobody's"
+    assert own_account("here", token_of(claims, tmp_path)) is None, "an owner must be in the same namespace"

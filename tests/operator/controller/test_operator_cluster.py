@@ -137,7 +137,7 @@ async def test_fields_of_others_stay_and_ours_are_restored(room: Room) -> None:
             return (await runtime(room))["spec"]["replicas"] == 3
 
         await room.until(follows, "the Deployment to follow the autoscaler")
-        # A user labels and restarts the picker; somebody points a port elsewhere and takes our label away.
+        # A user labels and restarts the picker, points a port elsewhere and removes our label.
         restart = {"metadata": {"annotations": {"kubectl.kubernetes.io/restartedAt": "2026-11-28T12:00:00Z"}}}
         await room.patch(
             f"{DEPLOYMENTS}/treeline-epp",
@@ -267,7 +267,7 @@ async def test_a_refusal_is_reported_with_the_servers_words_and_retried(
 ) -> None:
     async with operator(room.plane.admin, room.namespace):
         await room.create_pool("a", template={"spec": bad})
-        pool = await room.until(lambda: reason(room, "a", "Ready", "TemplateInvalid"), "the refusal to be told")
+        pool = await room.until(lambda: reason(room, "a", "Ready", "TemplateInvalid"), "the refusal to be reported")
         assert field.rpartition(".")[2] in condition(pool, "Ready")["message"]
         assert await room.get(f"{SERVICES}/a-pods"), "the other children are there"
         await room.patch(f"{POOLS}/a", {"spec": {"template": None}})

@@ -112,7 +112,7 @@ def test_the_picker_is_asked_seldom_unless_a_pool_waits() -> None:
         probe.wait("n", "treeline", "p", True)
         await asyncio.sleep(1.7)
         assert picker.asked == [35, 35.5, 36, 36.5]
-        assert changed == [Key("pool", "n", "p")], "told once: that the picker answers at all"
+        assert changed == [Key("pool", "n", "p")], "reported once: the picker answers at all"
         picker.lists("a")
         await asyncio.sleep(1)
         assert changed == [Key("pool", "n", "p")] * 2
@@ -201,7 +201,7 @@ def test_a_pickers_report_is_forgotten_when_it_is_silent_or_gone() -> None:
         assert not observer.pickers
         asked = len(picker.asked)
         await asyncio.sleep(100)
-        assert len(picker.asked) == asked, "nobody is there to be asked"
+        assert len(picker.asked) == asked, "there is no picker to ask"
         assert len(changed) == 4
         await probe.stop()
         await task

@@ -122,7 +122,7 @@ async def test_a_pool_without_a_status_gets_one_before_it_is_planned(
     store.put({**pool("a"), "status": {}})
     reconciler, one = reconciler_of(store, api), Key("pool", "shop", "a")
     with monkeypatch.context() as patch:
-        patch.setattr(module, "plan_pool", None)  # whoever plans fails
+        patch.setattr(module, "plan_pool", None)  # any planning fails
         outcome = await reconciler.reconcile(one)
     assert (outcome.result, outcome.after_s) == ("new", 0.0)
     (ready,) = api.statuses["a"]["conditions"]
@@ -191,7 +191,7 @@ async def test_a_plan_that_cannot_be_made_is_reported_by_the_status(monkeypatch:
         await reconciler.reconcile(key)
         await reconciler.reconcile(Key("pool", "shop", "a"))
         assert told()["reason"] != "ReconcileFailed", "it is over when a plan is made"
-    assert woken == [Key("pool", "shop", "a")] * 3, "pools are told of what befalls their gateway, and of its end"
+    assert woken == [Key("pool", "shop", "a")] * 3, "pools are notified of changes of their gateway, and of its end"
 
 
 async def test_a_status_does_not_wait_for_the_plan_of_the_gateway() -> None:

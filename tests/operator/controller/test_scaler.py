@@ -153,7 +153,7 @@ def test_a_written_scale_is_not_repeated_before_it_is_observed() -> None:
         world.say(A, PoolSignals(ready=1, in_flight_requests=65))
         await asyncio.sleep(60)
         assert [n for _, n in world.writes] == [3]
-        world.put(replicas=1)  # somebody sets it back meanwhile: that is another generation
+        world.put(replicas=1)  # a user sets it back meanwhile: that is another generation
         await asyncio.sleep(3)
         assert [n for _, n in world.writes] == [3, 3]
 

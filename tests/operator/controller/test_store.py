@@ -96,7 +96,7 @@ def test_an_answer_without_notify_is_reported_if_its_spec_is_newer() -> None:
     changes = heard(store)
     assert store.put(pool("p", 11, status={"url": "x"}), notify=False)
     assert changes == []
-    assert store.put(pool("p", 13, generation=2), notify=False), "somebody was faster than our status"
+    assert store.put(pool("p", 13, generation=2), notify=False), "another write was faster than our status"
     assert not store.put(pool("p", 12, generation=2)), "what the watch tells of it is old by then"
     assert len(changes) == 1
 

@@ -34,7 +34,7 @@ def test_pools_join_and_leave_without_rolls_and_the_last_removes_everything() ->
     assert [action.ref.name for action in plan.actions] == ["treeline-gateway"]
     anchor = cluster.get("ConfigMap", "treeline-gateway")
     assert [owner["uid"] for owner in anchor["metadata"]["ownerReferences"]] == ["uid-b"]
-    # Being deleted, the last one changes nothing, whatever else it says.
+    # A last pool that is being deleted changes nothing.
     going = pool("b", created=1, deleting=True, endpointPicker={"policy": "random"})
     assert plan_gateway(cluster.world(going)).actions == ()
     cluster.roll_out()

@@ -293,7 +293,7 @@ def test_mutual_tls_is_mounted_into_both_and_configured_in_both(tmp_path: Path) 
     options = picker_options(container(cluster, "treeline-epp")["args"])
     assert (options.secure_serving, options.require_client_certificates) == (True, True)
     assert str(options.cert_path) == "/etc/treeline/tls"
-    # What is told to a Gateway's proxy by default is not what is told to our own.
+    # A Gateway's proxy has other default settings than our own.
     assert options.own_proxy
     (data,) = [obj["data"] for obj in cluster.objects.values() if "envoy.json" in obj.get("data", {})]
     assert data.keys() == {"envoy.json", "picker-certificate.json", "picker-authority.json"}

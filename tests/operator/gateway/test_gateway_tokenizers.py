@@ -95,7 +95,7 @@ def test_unreadable_tokenizers_appear_in_the_status_only(model: dict[str, Any], 
     assert why in by_history(one)
     assert Tokenizers.of(shared(one)).flags == []
     blind = pool("a", model=model, endpointPicker={"policy": "round_robin"}, **VLLM)
-    assert by_history(blind) == "", "nobody would look at the caches"
+    assert by_history(blind) == "", "no policy would use the caches"
     silent = pool("a", model=model, engine={"type": "custom", "image": "i"})
     assert by_history(silent) == "", "it publishes nothing that would be missed"
 

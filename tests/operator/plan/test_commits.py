@@ -48,7 +48,7 @@ def test_the_first_pods_commit_is_recorded_and_passed_to_the_next_ones() -> None
     pool = a_pool(replicas=1, **HF)
     cluster = SimCluster()
     cluster.converge(pool)
-    assert "ConfigMap" not in {ref.kind for ref in cluster.objects}, "nobody knows a commit yet"
+    assert "ConfigMap" not in {ref.kind for ref in cluster.objects}, "no commit is known yet"
     assert "modelCommit" not in pool_status(cluster.world(pool))
     downloaded(cluster, ONE)
     assert kinds(cluster.plan(pool)) == ["Apply ConfigMap tiny-commits"]

@@ -217,7 +217,7 @@ def test_a_pod_is_not_released_while_an_earlier_one_drains() -> None:
     assert act(cluster, pool(1)) == ["release p2", "release p3"]
 
 
-# ---- who cannot be asked ------------------------------------------------------------------------------------
+# ---- unreachable pickers ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("asked_s", [0, 30], ids=["there is none", "it falls silent while a pod is waited for"])
@@ -307,7 +307,7 @@ def test_a_pod_taken_out_of_rotation_by_hand_serves_again() -> None:
     assert act(cluster, pool(2)) == ["return p1"]
 
 
-# ---- who goes -----------------------------------------------------------------------------------------------
+# ---- order --------------------------------------------------------------------------------------------------
 
 
 def a_pod(name: str, *, ready: bool = True, age_s: int = 0, **meta: Any) -> dict[str, Any]:
@@ -452,7 +452,7 @@ class DrainStory(RuleBasedStateMachine):
             silent_since = cluster.silent_since if cluster.picker is None else cluster.picker.at
             assert silent_since is not None
             begun = max(stamp(silent_since), since)
-            unseen = stamp(cluster.now - timedelta(seconds=10)) >= begun  # nobody has told of it for so long
+            unseen = stamp(cluster.now - timedelta(seconds=10)) >= begun  # no report of it for so long
             assert waited or unseen, f"{mark.ref.name} has streams: {mark.why}"
 
     # ---- what always holds

@@ -139,7 +139,7 @@ def test_new_nodes_in_time_save_every_old_pod() -> None:
     while not world.is_rolled(asked):
         world.second(asked)
         assert world.elapsed < 400
-    assert world.least == 2, "there was room, so nobody had to go first"
+    assert world.least == 2, "there was room, so no pod had to go first"
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def test_pods_that_need_the_keys_wait_for_them_and_others_do_not() -> None:
     assert "Apply Service tiny-pods" in kinds(plan)
     (note,) = plan.notes
     assert "waits until gateway treeline has made its keys" in note
-    assert plan.recheck_s is None, "the gateway's children are told to its pools"
+    assert plan.recheck_s is None, "changes of the gateway's children are reported to its pools"
     for engine in ({"type": "custom", "image": "x:1"}, {"type": "vllm"}, {"type": "sglang"}):
         pool = a_pool(engine=engine, accelerator={"type": "nvidia"})
         assert any(action.ref.kind == "Deployment" for action in cluster.plan(pool).actions)

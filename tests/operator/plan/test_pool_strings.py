@@ -95,7 +95,7 @@ def test_no_string_becomes_a_flag_two_words_or_a_variable(
         schedulePolicy=word,
     )
     words = command_line(made)
-    assert flags(words) == flags(command_line(plain)), "the same flags, whatever the values"
+    assert flags(words) == flags(command_line(plain)), "the same flags for any values"
     assert len(words) == len(command_line(plain))
     found = files(made)
     (named,) = [word for word in words if word.startswith(f"{adapter[0]}=")]
@@ -194,4 +194,4 @@ def test_foreign_engines_get_flags_that_hide_hits_in_a_shared_cache(engine: str)
     assert tells(standalone=keyed), "each client sees its own hits alone"
     assert not tells(standalone=keyed, isolation="Shared")
     assert tells(standalone={**keyed, "exposeRouting": True}, isolation="Shared")
-    assert tells(isolation="Shared"), "without keys there is nobody to be a stranger"
+    assert tells(isolation="Shared"), "without keys there are no strangers"

@@ -49,7 +49,7 @@ def test_short_problems_are_never_reported():
     assert told(alarms, status(SICK, NOT_SO), 0) == ([], 60)
     assert told(alarms, status(SICK, NOT_SO), 59) == ([], 1)
     assert told(alarms, status(WELL), 60) == ([], None)
-    assert told(alarms, status(SICK), 61) == ([], 60), "it begins anew"
+    assert told(alarms, status(SICK), 61) == ([], 60), "the patience begins again"
 
 
 def test_lasting_problems_are_reported_once_with_their_conditions_message():
@@ -65,7 +65,7 @@ def test_lasting_problems_are_reported_once_with_their_conditions_message():
 def test_an_operator_that_starts_goes_on_where_its_predecessor_was():
     sick = status(SICK)
     assert told(Alarms(), sick, 45, sick) == ([], 15), "its predecessor had seen it for 45 s"
-    assert told(Alarms(), sick, 61, sick) == ([], None), "its predecessor has told of it"
+    assert told(Alarms(), sick, 61, sick) == ([], None), "its predecessor has reported it"
 
 
 def test_deleted_objects_are_forgotten():

@@ -40,7 +40,7 @@ def test_the_pools_status_names_the_cause_of_unready_pods(name):
     noise = event("tiny-7", "FailedMount", 'secret "other" not found')
     seen = troubled(status, [noise, *events])
     told = conditions_of(seen)
-    if status.get("phase") == "Failed":  # such a pod is nobody's any more; its Deployment makes another
+    if status.get("phase") == "Failed":  # such a pod does not count any more; its Deployment makes another
         reason, text = Reason.PODS_STARTING, ""
     workloads, whole = told[T.WORKLOADS_READY], told[T.READY]
     assert (workloads["status"], workloads["reason"]) == ("False", reason)

@@ -68,7 +68,7 @@ def test_a_rollout_to_another_model_name_is_not_ready_before_a_pod_serves_that_n
     uri = "builtin://tiny" if engine == "treeline" else "path:///weights"
     before = {**of, "model": {"uri": uri, "name": "old-name"}}
     found = conditions_of(rolling(before, {**of, "model": {"uri": uri, "name": "new-name"}}))
-    assert found[T.READY]["status"] == "False", "nobody answers to new-name yet"
+    assert found[T.READY]["status"] == "False", "no pod serves new-name yet"
     same = {**before, "drain": {"timeoutSeconds": 90}}
     assert conditions_of(rolling(before, same))[T.READY]["status"] == "True"
 
@@ -105,4 +105,4 @@ def test_a_new_operator_keeps_the_pickers_state_for_half_a_minute():
     longer = dataclasses.replace(started, picker_silent_since=NOW - timedelta(seconds=30))
     assert (ready_of(longer)["status"], ready_of(longer)["reason"]) == ("Unknown", Reason.PICKER_UNREACHABLE)
     first = dataclasses.replace(well, picker=None)
-    assert conditions_of(first)[T.READY]["status"] == "Unknown", "nobody has ever heard that it is well"
+    assert conditions_of(first)[T.READY]["status"] == "Unknown", "it was never seen healthy"

@@ -91,7 +91,7 @@ def test_ctrl_c_ends_the_requests_and_the_engine_goes_on(engine: Engine, monkeyp
             signal.pthread_kill(main, signal.SIGINT)
 
     monkeypatch.setattr(engine._thread, "_take", interrupting)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever other tests have left there
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # other tests may have replaced it
     try:
         with pytest.raises(KeyboardInterrupt):
             engine.generate(PROMPTS, LONG)
@@ -144,7 +144,7 @@ def test_a_closed_or_forgotten_engine_leaves_nothing(model: Path) -> None:
     eventually(lambda: not closed.scheduler.is_idle, 60, "it runs")
     closed.close()
     waiting.join(60)
-    assert told, "whoever waited is told"
+    assert told, "every waiting request ends"
     with pytest.raises(EngineDead, match="closed"):
         closed.generate(PROMPTS[0], GREEDY)
     closed.close()

@@ -136,7 +136,7 @@ def after(tokens: list[int], jump: Jump) -> list[int]:
 @given(names, texts, forced_texts, texts)
 def test_jump_tokens_are_those_of_the_whole_text(name: str, before: str, forced: str, then: str) -> None:
     tokens = encode(name, before)
-    assume(tokens)  # else some put a space before the forced text, which nobody forces
+    assume(tokens)  # else some put an unforced space before the forced text
     jump = MADE[name][1].jump(tokens, 0, forced)
     if jump is not None:
         found = after(tokens, jump)

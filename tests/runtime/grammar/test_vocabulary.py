@@ -32,7 +32,7 @@ def test_a_stop_token_is_no_text_and_no_mark() -> None:
     assert VOCABULARY.stop_ids == (SIZE - 1,)
     assert VOCABULARY.texts[SIZE - 1] == b""
     assert SIZE - 1 not in VOCABULARY.marks
-    assert Vocabulary.of(TINY, SIZE, (65,)).texts[65] == b"", "whatever it would be else"
+    assert Vocabulary.of(TINY, SIZE, (65,)).texts[65] == b"", "a stop token has no text"
 
 
 def test_added_tokens_are_text_and_special_ones_are_marks() -> None:

@@ -108,7 +108,7 @@ class TreeMachine(RuleBasedStateMachine):
         gone = {prefix for prefix, page in self.model.items() if page in set(pages)}
         assert gone <= free, "a locked page was evicted"
         if self.policy == "priority" and gone:
-            # whatever lies behind a prefix was used by nobody more urgent, so the least urgent page is at an end
+            # no page behind a prefix is more urgent than it, so the least urgent page is at an end
             most = max(self.priority[prefix] for prefix in gone)
             assert all(self.priority[prefix] >= most for prefix in free - gone)
         for prefix in gone:

@@ -65,9 +65,9 @@ def test_load_reports_stop_while_the_scheduler_is_silent() -> None:
     stream.on_load(LoadUpdate(running=1), 0.0)
     sent = [second for second in range(60) if stream.take(float(second))]
     assert sent == [0, 1, 2, 3]
-    assert stream.due_at() == float("inf"), "nobody waits for it"
+    assert stream.due_at() == float("inf"), "no report is due"
     stream.on_draining()
-    assert stream.take(60.0), "what the router must know it is told"
+    assert stream.take(60.0), "the router gets the reports that it needs"
     stream.on_load(LoadUpdate(running=1), 70.0)
     assert stream.take(70.0)
 

@@ -160,7 +160,7 @@ def test_pages_that_cannot_be_cleaned_do_not_stop_the_scheduler(tiny: Path, monk
     assert engine.generate("a", healthy(1, 9), **HEALTHY) == expected
 
 
-# ---- garbage where nobody may look ------------------------------------------------------------------------
+# ---- garbage in unused memory -----------------------------------------------------------------------------
 
 CONFIGS: list[dict[str, Any]] = [
     {"page_size": page_size, "attention_backend": backend} | settings
@@ -180,7 +180,7 @@ def fill_free_pages(engine: Harness, garbage: torch.Tensor) -> None:
 
     def launch_on_garbage(batch: Batch) -> Launched:
         pool = engine.executor.pool
-        free = torch.from_numpy(np.append(engine.cache.pool._is_free, True))  # and the page that is nobody's
+        free = torch.from_numpy(np.append(engine.cache.pool._is_free, True))  # and the scratch page
         for part in (*pool.keys, *pool.values):
             part[free] = garbage[torch.arange(part[free].numel()) % len(garbage)].view_as(part[free])
             slots = part.view(-1, *part.shape[2:])

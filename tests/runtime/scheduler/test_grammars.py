@@ -297,7 +297,7 @@ def test_retracted_requests_continue_where_they_were() -> None:
     rids = [str(i) for i in range(12)]
     for engine in (calm, tight):
         for i, rid in enumerate(rids):
-            prompt = PROMPT[i % 5 :]  # nobody shares another's pages
+            prompt = PROMPT[i % 5 :]  # no two share pages
             engine.submit(rid, prompt, grammar=WORDS, max_new_tokens=40, temperature=1.0, seed=i)
         while not engine.outs.keys() >= set(rids) or any(engine.last(rid).finish is None for rid in rids):
             engine.ratio.value = 0.0  # optimistic: more are admitted than can stay

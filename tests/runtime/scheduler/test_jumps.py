@@ -387,7 +387,7 @@ def test_a_failed_jump_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     obeys("flags", engine.said("flags"))
 
 
-# ---- what is told -------------------------------------------------------------------------------------------
+# ---- messages -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("depth", [0, 1])

@@ -99,7 +99,7 @@ def test_a_full_queue_is_not_searched_for_the_least_urgent_at_each_arrival(tiny:
         engine._handle(GenerateReq(f"urgent {i}", prompt(2, 8), SamplingParams(max_new_tokens=1), priority=5))
     assert Counted.looks == 0
     refused = [rid for rid, req in engine.outs.items() if req[-1].finish]
-    assert not refused, "nothing is told before the step ends"
+    assert not refused, "no refusal is sent before the step ends"
     Scheduler.step(engine)
     least = [rid for rid, outs in engine.outs.items() if outs[-1].finish]
     assert least == [str(i) for i in range(300, -1, -1) if i % 3 == 0][: len(least)]

@@ -22,7 +22,7 @@ def order_of_endings(engine: Harness) -> list[str]:
     return ended
 
 
-# ---- who may have one -----------------------------------------------------------------------------------
+# ---- valid priorities -----------------------------------------------------------------------------------
 
 
 def test_a_priority_is_refused_if_nothing_uses_it(tiny: Path) -> None:
@@ -44,7 +44,7 @@ def test_a_priority_has_bounds(tiny: Path, settings: dict[str, Any]) -> None:
     assert [engine.finish(rid).status for rid in ("most", "least", "more")] == [None, None, 400]
 
 
-# ---- who goes first -------------------------------------------------------------------------------------
+# ---- order ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("low_first", "expected"), [(False, "running high mid low"), (True, "running low mid high")])

@@ -103,7 +103,7 @@ def captured(engine: Harness, largest: int) -> Harness:
     # on a CPU what is read back is the tensor itself, and no copy made before the next step overwrites it
     graphs.hidden = lambda *step: tuple(x.clone() for x in compute(*step))  # type: ignore[method-assign]
     for size in graphs._captured.values():
-        for call in size.calls:  # nobody attends for what pads a step: there is what others left in its memory
+        for call in size.calls:  # attention skips a step's padding, whose memory holds old values
             with torch.inference_mode():
                 call.out.fill_(float("nan"))
     return engine

@@ -51,7 +51,7 @@ def test_shared_tokens_of_waiting_prompts_are_reported_once(tiny: Path) -> None:
     engine.submit("alone", shared + own[0], max_new_tokens=2, namespace="another")
     engine.submit("short", shared[:32], max_new_tokens=2)
     engine.step()
-    assert engine.loads[-1].waiting_uncached_tokens == 64 + 4 * 12 + 76 + 32, "for 31 tokens nobody waits"
+    assert engine.loads[-1].waiting_uncached_tokens == 64 + 4 * 12 + 76 + 32, "no request waits for 31 tokens"
     engine.inbox.append(AbortReq("0"))
     engine.step()
     assert engine.loads[-1].waiting_uncached_tokens == 64 + 3 * 12 + 76 + 32, "the next one has to compute it"

@@ -127,7 +127,7 @@ def test_a_row_that_changes_hands_between_two_steps_shares_nothing_any_more(an_e
     engine.submit("c", prompt(1, 60), max_new_tokens=30)
     while "c" not in engine.decode.running:
         engine.step()
-    assert len(attention.sharing) == steps, "nobody decoded meanwhile"
+    assert len(attention.sharing) == steps, "no request decoded meanwhile"
     engine.step()
     assert rows(engine, "a", "c") == before
     assert attention.sharing[-1] == []

@@ -52,7 +52,7 @@ def test_a_response_equals_the_answer_of_its_chat(client: openai.OpenAI, http: h
     assert made.usage is not None
     assert (made.usage.input_tokens, made.usage.output_tokens) == (len(prompt), 9)
     assert made.usage.input_tokens_details.cached_tokens == 3
-    assert made.to_dict()["store"] is False, "whatever was asked for: nothing is"
+    assert made.to_dict()["store"] is False, "nothing is stored even on request"
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(made.id)
 

@@ -78,7 +78,7 @@ async def test_failures_in_a_row_are_a_problem_only_if_the_engine_cannot_answer_
     world = World()
     world.see(*[BROKEN] * 8)
     await watching(world, lambda: world.engine.asked > 0)
-    assert world.health.problem is None, "somebody sends prompts that overflow, and the engine is fine"
+    assert world.health.problem is None, "a client sends prompts that overflow, and the engine is fine"
     world.engine.finish = BROKEN
     world.see(*[BROKEN] * 3)
     await watching(world, lambda: world.health.problem is not None)

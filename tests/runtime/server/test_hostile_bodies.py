@@ -280,7 +280,7 @@ def test_requests_beyond_the_budget_get_a_retry_or_never_fit(model: Path) -> Non
             assert answer.headers["x-treeline-overloaded"] == "true"
             assert answer.json()["error"]["code"] == "overloaded"
             assert http.post(TEXT, content=text()).status_code == 200
-        for _ in range(8):  # what was taken is given back, whatever becomes of the request
+        for _ in range(8):  # the budget is returned in every case
             assert http.post(TEXT, content=text(prompt="a" * 3 * MB)).status_code == 400
         many = text(prompt=[[50] * 3_000], n=128, max_tokens=1)
         assert http.post(TEXT, content=many).status_code == 413

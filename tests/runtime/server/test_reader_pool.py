@@ -29,7 +29,7 @@ PLAYED: Any = SimpleNamespace(alive=lambda: True)
 
 async def eventually(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110  the pool tells nobody of a process that it has replaced
+        while not condition():  # noqa: ASYNC110  the pool does not announce replaced processes
             await asyncio.sleep(0.02)
 
 
@@ -147,7 +147,7 @@ async def test_clients_take_turns_and_the_one_with_most_waiting_is_refused_first
     reads.append(send("c"))
     await asyncio.sleep(0)
     left = await ordinary._next(PLAYED)
-    assert left.client == "c", "nobody waits for the other one any more"
+    assert left.client == "c", "the other one is no longer awaited"
     for body in (*taken, left):
         reader_pool._finish(body, ApiError(503, "over"))
     await asyncio.gather(*reads, return_exceptions=True)

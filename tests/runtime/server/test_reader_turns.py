@@ -139,7 +139,7 @@ async def test_only_the_client_whose_bodies_took_too_long_is_refused(
         played.let_go(5, 7, 8, 9)
         assert await answer(nobody) == "read"
         for size in (7, 8, 9):
-            assert await answer(played.send(size, None)) == "read", "nobody is refused whom the edge has not named"
+            assert await answer(played.send(size, None)) == "read", "an unnamed client is never refused"
         assert await answer(played.send(9, "other")) == "read"
 
 

@@ -142,7 +142,7 @@ def test_disabled_listeners_are_reported_as_such(model: Path) -> None:
         assert len(listening) == 1, listening
 
 
-# ---- who may --------------------------------------------------------------------------------------------------------
+# ---- access ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("method", "path"), ADMINISTRATION)
