@@ -17,7 +17,7 @@ from treeline_lang.batch import Progress, thread_count
 
 @function
 def ask(s: Any, question: str, times: int = 1, *, temperature: float = 0.5) -> int:
-    """A program that asks a question."""
+    """Ask a question."""
     for _ in range(times):
         s += f"{question} {temperature}" + gen("a")
     return times
@@ -42,7 +42,7 @@ def test_arguments_are_the_functions_and_the_rest_is_sampling() -> None:
     assert (sampling.temperature, sampling.top_p, sampling.stop, sampling.max_tokens) == (None, 0.5, ("x",), 7)
     assert state.ret_value == 2
     assert anything.run(a=1, backend=backend).ret_value == {"a": 1}
-    assert (ask.__name__, ask.__doc__, repr(judge)) == ("ask", "Asks.", "<program judge(essay)>")
+    assert (ask.__name__, ask.__doc__, repr(judge)) == ("ask", "Ask a question.", "<program judge(essay)>")
 
 
 @pytest.mark.parametrize(

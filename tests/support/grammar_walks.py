@@ -49,7 +49,7 @@ def _word(draw: random.Random) -> str:
 
 @dataclass
 class Walk:
-    """text: of the tokens; it is whole if the grammar allowed an end there."""
+    """text: of the tokens; whole: the grammar allowed an end there."""
 
     text: bytes
     tokens: list[int]

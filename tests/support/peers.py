@@ -55,7 +55,7 @@ class Clock:
 
 @dataclass
 class Network:
-    """Datagrams between pickers. `fate` gives the delays of each one's copies: none if it is lost."""
+    """A network of pickers. `fate` returns the delay of each copy of a datagram; none if it is lost."""
 
     clock: Clock
     fate: Callable[[], Sequence[float]] = lambda: (0.0005,)

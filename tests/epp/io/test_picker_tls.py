@@ -148,7 +148,7 @@ async def test_a_picker_of_another_authority_or_name_is_refused(tmp_path: Path) 
     pretender = authority.secret(tmp_path / "pretender", name="other-epp.team.svc")
     (tmp_path / "stranger").mkdir()
     stranger = Authority.made().secret(tmp_path / "stranger")
-    # A picker that accepts our Envoy and has no certificate of its own to show.
+    # A picker that accepts our Envoy, with a certificate of another authority.
     (stranger / "ca.crt").write_bytes((ours / "ca.crt").read_bytes())
 
     async def is_not_believed(folder: Path, picker: Path) -> None:

@@ -25,7 +25,7 @@ from treeline_lang import (
 
 @function
 def qa(s, question, note=""):
-    """A program of one question."""
+    """Ask one question."""
     s += user("Q: " + question)
     s += note
     s += assistant(gen("answer", max_tokens=6))
@@ -44,7 +44,7 @@ def test_a_compiled_program_is_run_like_any_other():
     compiled = qa.compile()
     assert isinstance(compiled, Compiled)
     assert compiled.fallback is None
-    assert (compiled.__name__, compiled.__doc__) == ("qa", "Asks.")
+    assert (compiled.__name__, compiled.__doc__) == ("qa", "Ask one question.")
     assert repr(compiled) == "<program qa(question, note='')>"
     expected = qa.run("why?", backend=backend)
     for state in (compiled.run("why?", backend=backend), compiled.bind(question="why?").run(backend=backend)):
