@@ -68,7 +68,7 @@ def test_up_is_killed_when(home: Path, logged: str) -> None:
         os.kill(up.pid, signal.SIGKILL)
 
 
-def test_up_takes_up_what_was_interrupted(home: Path) -> None:
+def test_an_interrupted_up_can_be_resumed(home: Path) -> None:
     with subprocess.Popen(
         [*CLUSTER, "up", *OPTIONS],
         stderr=subprocess.DEVNULL,

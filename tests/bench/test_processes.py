@@ -74,7 +74,7 @@ def test_leaving_the_block_stops_the_child_and_its_children(tmp_path: Path) -> N
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="pinning is Linux's")
-def test_a_child_runs_where_it_is_told(tmp_path: Path) -> None:
+def test_a_child_runs_in_the_given_folder(tmp_path: Path) -> None:
     core = max(os.sched_getaffinity(0))
     with child("pinned", python(SLEEP), tmp_path, [core]) as pinned:
         pinned.wait_until(lambda: said(pinned, "up"), "starting", 60)

@@ -10,7 +10,7 @@ def test_between_two_values_it_interpolates() -> None:
     assert percentile([4, 1, 3, 2], 25) == 1.75
 
 
-def test_it_agrees_with_the_standard_library() -> None:
+def test_percentiles_agree_with_the_standard_library() -> None:
     rng = random.Random(1)
     values = [rng.expovariate(1) for _ in range(997)]
     cuts = statistics.quantiles(values, n=100, method="inclusive")

@@ -289,7 +289,7 @@ def test_every_alert_says_what_is_wrong_and_what_to_do(rule):
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule["alert"])
-def test_the_runbook_of_an_alert_is_there(rule):
+def test_every_alert_has_its_runbook(rule):
     page, _, anchor = rule["annotations"]["runbook_url"].partition("#")
     sections = re.split(r"^## (.*)$", (ROOT / page).read_text(), flags=re.MULTILINE)
     said = {title.lower(): text for title, text in zip(sections[1::2], sections[2::2], strict=True)}

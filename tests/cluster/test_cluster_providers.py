@@ -121,7 +121,7 @@ def test_a_node_finds_everything_inside_its_own_folder() -> None:
     assert all(path.startswith(str(config.INSIDE)) for path in paths)
 
 
-def test_containerds_configuration_is_toml_whatever_the_folder_is_called() -> None:
+def test_containerds_configuration_is_toml_for_any_folder_name() -> None:
     tomllib = pytest.importorskip("tomllib")
     parsed = tomllib.loads(config.containerd(Path('/a "b"'), Path("/state"), "/plugins"))
     assert parsed["root"] == '/a "b"/containerd'

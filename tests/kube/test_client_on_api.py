@@ -70,7 +70,7 @@ async def test_a_field_of_another_owner_is_taken_over(cluster: Client, namespace
     assert (await cluster.apply(configmap(namespace, field="ours")))["data"] == {"field": "ours"}
 
 
-async def test_replicas_that_we_do_not_apply_stay_as_they_are_scaled(cluster: Client, namespace: str) -> None:
+async def test_replicas_that_we_do_not_apply_keep_their_scale(cluster: Client, namespace: str) -> None:
     made = await cluster.apply(deployment(namespace, replicas=2))
     uid = made["metadata"]["uid"]
     scaled = await cluster.scale(ref(made), uid, 5)

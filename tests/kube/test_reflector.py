@@ -242,7 +242,7 @@ def test_pauses_shrink_only_after_data() -> None:
     assert mirror.on_failure(Unavailable("busy"), 9.0) <= BACKOFF_S[0]
 
 
-def test_a_watch_that_ends_at_its_time_goes_on_at_once_and_one_that_ends_at_once_waits() -> None:
+def test_a_watch_that_ends_on_time_resumes_at_once_and_a_short_one_waits() -> None:
     mirror = synced()
     assert mirror.on_end(300.0) == 0.0
     mirror.on_open(300.0)
@@ -302,7 +302,7 @@ def test_unreadable_objects_keep_their_last_state(caplog: pytest.LogCaptureFixtu
     assert mirror.objects == {"a": 1, "b": 2}
 
 
-def test_an_object_as_deep_as_the_api_server_takes_keeps_no_other_unread() -> None:
+def test_a_deeply_nested_object_does_not_block_others() -> None:
     deep = (
         b'{"metadata": {"name": "deep", "resourceVersion": "30"}, "value": 3, "more": '
         + b"[" * 9990

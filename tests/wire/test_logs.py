@@ -53,7 +53,7 @@ def test_fields_may_have_the_names_that_records_use_themselves() -> None:
 
 
 @pytest.mark.parametrize("formatter", [JsonFormatter(), TextFormatter()])
-def test_a_line_has_a_bounded_part_of_what_a_peer_has_sent(formatter: logging.Formatter) -> None:
+def test_a_log_line_has_a_bounded_part_of_a_peers_data(formatter: logging.Formatter) -> None:
     sent = "\x00ü" * 200_000
     out = io.StringIO()
     handler = logging.StreamHandler(out)

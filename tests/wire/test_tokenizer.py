@@ -127,6 +127,6 @@ def test_bad_directories_are_one_typed_error(folder: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", "{}", '{"model": {"type": "BPE"}}', '{"version": "1.0", "model": null}']
 )
-def test_keys_refuse_what_is_not_a_tokenizer(text: str) -> None:
+def test_prefix_keys_refuse_an_invalid_tokenizer(text: str) -> None:
     with pytest.raises(BundleError):
         PrefixKeys(text)

@@ -55,7 +55,7 @@ def test_terminal_control_characters_are_removed_from_texts(text):
 
 
 @given(st.text(alphabet=st.characters(exclude_categories=["Cc", "Cs", "Cf"])))
-def test_text_without_such_characters_stays_as_it_is(text):
+def test_text_without_control_characters_is_unchanged(text):
     assert printable(text) == text
 
 

@@ -206,7 +206,7 @@ def test_trap_10_orphans_are_bounded() -> None:
     index.check()
 
 
-def test_trap_10_orphans_go_on_waiting_for_a_parent_that_was_announced_but_not_stored() -> None:
+def test_trap_10_orphans_keep_waiting_for_a_parent_announced_but_not_stored() -> None:
     index, (pod, other) = make_index()
     prompt = Prompt.random(1, 12)
     index.apply(pod, prompt.stored(0, 4), KEYS)

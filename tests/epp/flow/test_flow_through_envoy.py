@@ -61,7 +61,7 @@ async def held_is(plane: Plane, count: int) -> bool:
 
 @pytest.mark.integration
 @pytest.mark.deep
-async def test_clients_that_leave_are_forgotten_and_others_are_told_of_the_shutdown(tmp_path: Path) -> None:
+async def test_clients_that_leave_are_forgotten_and_others_learn_of_the_shutdown(tmp_path: Path) -> None:
     engine = FakeEngine(ready=False)
     await engine.start()
     flags = ("--flow-control", "off:hold_empty_pool_seconds=30")

@@ -30,7 +30,7 @@ def leases(picker: Picker, request: Request, count: int) -> list[Lease]:
 
 
 @pytest.mark.parametrize("reports", [True, False])
-def test_a_bound_by_requests_goes_before_what_is_cached(reports: bool) -> None:
+def test_a_bound_by_requests_wins_over_a_cached_prefix(reports: bool) -> None:
     picker = make(Saturation(wait=False, limit=2), reports=reports)
     prompt = Prompt([t % 256 for t in range(1000)])
     picker.index.apply(picker.endpoints["e0"].pod, prompt.stored(), KEYS)

@@ -103,7 +103,7 @@ def test_a_public_name_stands_for_the_adapter_that_the_engine_is_asked_for() -> 
     assert result.namespace == join_namespace("sql", None)
 
 
-def test_endpoints_of_a_pool_that_have_different_adapters_are_told_apart_by_name() -> None:
+def test_endpoints_with_different_adapters_are_distinguished_by_name() -> None:
     served = registry(VLLM)
     served.set_endpoint("f", "pool", ("base", "code"), None, adapters=Adapters("vllm", {"code": "code"}))
     assert namespace(served, "code") == join_namespace("code", None)

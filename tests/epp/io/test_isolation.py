@@ -163,7 +163,7 @@ def test_clients_beyond_the_first_hundred_share_a_label() -> None:
 
 
 @pytest.mark.integration
-async def test_through_envoy_a_foreign_engine_sees_one_salt_a_client_whatever_callers_send(
+async def test_through_envoy_a_foreign_engine_sees_one_salt_for_each_client(
     tmp_path: Path,
 ) -> None:
     async with (

@@ -169,7 +169,7 @@ def test_streams_that_end_early_leave_no_span_open_and_no_text_of_a_prompt_is_in
     assert statuses.count(False) == 1
 
 
-def test_without_the_flag_headers_go_on_as_they_came() -> None:
+def test_without_the_flag_headers_are_passed_on_unchanged() -> None:
     proxy = Proxy([])
     replies = proxy.open(headers={names.TRACEPARENT: SAMPLED})
     assert [h.header.key for h in replies[-1].request_body.response.header_mutation.set_headers] == [names.DESTINATION]

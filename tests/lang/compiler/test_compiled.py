@@ -95,7 +95,7 @@ def test_the_function_is_not_run_again():
     assert len(runs) == 1
 
 
-def test_it_streams():
+def test_a_compiled_program_streams():
     state = qa.compile().run(question="why?", backend=FakeBackend(), stream=True)
     assert "".join(state.text_iter("answer")) == state["answer"]
     assert "".join(state.text_iter()) == state.text()

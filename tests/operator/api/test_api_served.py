@@ -56,7 +56,7 @@ def test_defaults_can_be_read_and_are_those_of_our_types(control_plane, namespac
     }
 
 
-def test_defaults_are_filled_in_beside_what_is_set(control_plane, namespace):
+def test_defaults_are_filled_in_beside_set_fields(control_plane, namespace):
     text = "{engine: {threads: 2}, gateway: {standalone: {port: 8080}}, rollout: {paused: true}}"
     spec = create(control_plane, namespace, pool("partly", text))["spec"]
     assert spec["engine"] == {

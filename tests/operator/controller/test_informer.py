@@ -131,7 +131,7 @@ def test_our_own_kinds_are_awaited_and_keep_their_objects_while_absent() -> None
     play(act)
 
 
-def test_a_namespace_that_is_taken_away_is_forgotten_and_holds_up_no_other() -> None:
+def test_a_removed_namespace_is_forgotten_and_delays_no_other() -> None:
     async def act(scene: Scene) -> None:
         scene.world.failing["namespaces/n/"] = Forbidden("403", code=403)
         await begin(scene)
@@ -215,7 +215,7 @@ def test_optional_kinds_come_and_go() -> None:
     play(act)
 
 
-def test_an_optional_kind_that_may_not_be_read_holds_up_no_start() -> None:
+def test_a_forbidden_optional_kind_delays_no_start() -> None:
     async def act(scene: Scene) -> None:
         scene.world.failing["httproutes"] = Forbidden("403", code=403)
         await begin(scene)

@@ -112,7 +112,7 @@ def test_unset_fields_have_the_pickers_defaults() -> None:
         ({"secretRef": {"name": "q", "key": "a.json"}}, {"secret": {"secretName": "q", "defaultMode": 0o440}}),
     ],
 )
-def test_quotas_are_mounted_as_a_folder_whatever_the_key_is_called(ref: dict[str, Any], source: dict[str, Any]) -> None:
+def test_quotas_are_mounted_as_a_folder_for_any_key_name(ref: dict[str, Any], source: dict[str, Any]) -> None:
     cluster = converged(pool("a", endpointPicker={"flowControl": {"quotas": ref}}))
     pod = cluster.get("Deployment", "treeline-epp")["spec"]["template"]["spec"]
     (volume,) = [one for one in pod["volumes"] if one["name"] == "quotas"]

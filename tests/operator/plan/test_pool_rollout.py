@@ -68,7 +68,9 @@ STEPS: list[tuple[str, int, RolloutPolicy, list[Revision], dict[str, int]]] = [
 @pytest.mark.parametrize(
     ("wanted", "policy", "revisions", "expected"), [row[1:] for row in STEPS], ids=[row[0] for row in STEPS]
 )
-def test_one_step(wanted: int, policy: RolloutPolicy, revisions: list[Revision], expected: dict[str, int]) -> None:
+def test_each_step_moves_the_expected_replicas(
+    wanted: int, policy: RolloutPolicy, revisions: list[Revision], expected: dict[str, int]
+) -> None:
     assert step(wanted, policy, *revisions) == expected
 
 

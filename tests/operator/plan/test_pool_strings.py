@@ -59,7 +59,7 @@ def flags(words: tuple[str, ...]) -> list[str]:
 
 @settings(deadline=None, max_examples=60)
 @given(uri=URIS, name=NAMES, policy=WORDS)
-def test_our_runtime_and_the_download_read_back_what_was_written(uri: str, name: str, policy: str) -> None:
+def test_our_runtime_and_the_download_read_back_every_text(uri: str, name: str, policy: str) -> None:
     made = pool("treeline", model={"uri": uri, "name": name}, schedulePolicy=policy)
     found = files(made)
     words = [word for word in command_line(made) if not word.startswith("--schedule-policy=")]

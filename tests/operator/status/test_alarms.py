@@ -62,7 +62,7 @@ def test_lasting_problems_are_reported_once_with_their_conditions_message():
     assert told(alarms, sick, 5000, sick) == ([], None)
 
 
-def test_an_operator_that_starts_goes_on_where_its_predecessor_was():
+def test_a_new_operator_continues_its_predecessors_state():
     sick = status(SICK)
     assert told(Alarms(), sick, 45, sick) == ([], 15), "its predecessor had seen it for 45 s"
     assert told(Alarms(), sick, 61, sick) == ([], None), "its predecessor has reported it"

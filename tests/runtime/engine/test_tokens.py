@@ -125,7 +125,7 @@ def test_an_invalid_run_of_bytes_keeps_released_text() -> None:
     assert feed("metaspace", [[i] for i in ids]) == ("A\ufffdb", None)
 
 
-def test_text_comes_as_soon_as_it_is_certain() -> None:
+def test_text_is_sent_as_soon_as_it_is_certain() -> None:
     tokenizer = TOKENIZERS["byte_level"]
     detokenizer = IncrementalDetokenizer(lambda ids: decode("byte_level", ids), stop=["END"])
     ids = [tokenizer.token_to_id(c) for c in "xENyEND!"]

@@ -187,7 +187,7 @@ def test_weights_are_quantised_at_load_with_a_scale_for_each_output(wide: Path) 
     assert torch.equal(*heads)  # it decides between near tokens: it stays as it is
 
 
-def test_a_quantised_checkpoint_stays_as_it_is_when_fp8_is_asked_for(wide: Path) -> None:
+def test_a_quantised_checkpoint_is_unchanged_when_fp8_is_requested(wide: Path) -> None:
     fp8.quantise_checkpoint(wide, compressed(), "channel")
     assert torch.equal(Runner(ours(wide, quantization="fp8")).feed(IDS), Runner(ours(wide)).feed(IDS))
 

@@ -60,7 +60,7 @@ def test_administration_is_404_on_the_main_port_and_the_answer_says_where_it_is(
     assert "--admin-port" in message(answer)
 
 
-def test_abort_all_on_the_main_port_ends_nobodys_stream(fake: ServerProcess, http: httpx.Client) -> None:
+def test_abort_all_on_the_main_port_ends_no_stream(fake: ServerProcess, http: httpx.Client) -> None:
     body: dict[str, Any] = {"prompt": "hello", "max_tokens": 40, "stream": True}
     with http.stream("POST", "/v1/completions", json=body) as stream:
         lines = stream.iter_lines()

@@ -55,7 +55,7 @@ def test_a_new_endpoint_takes_its_share_from_all_in_any_order() -> None:
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.25, 2.0])
-def test_bounded_loads_are_kept_whatever_the_keys_are(factor: float) -> None:
+def test_loads_stay_bounded_for_any_keys(factor: float) -> None:
     policy = create_policy(f"prefix_hash:load_factor={factor}", random.Random(1))
     names, rng = [f"pod-{n}" for n in range(7)], random.Random(4)
     loads = [0.0] * 7
