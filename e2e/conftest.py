@@ -1,4 +1,4 @@
-"""A cluster for the journeys, with Treeline in it; taken down at the end unless CLUSTER_KEEP=1."""
+"""A cluster for the journeys, with Treeline in it; removed at the end unless CLUSTER_KEEP=1."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from e2e.kit.traffic import Report, Stream
 
 JOURNEY_S = 1800
 NODES = 2
-"""Of a cluster that is made for the journeys: one of them is drained."""
+"""Nodes of a cluster that is made for the journeys: one of them is drained."""
 _BEGUN = pytest.StashKey[float]()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A journey may take longer than a test."""
+    """Give journeys a longer time limit than tests."""
     for item in items:
         if item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(JOURNEY_S))
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Build programs and images before the first test, where their minutes count against no test and are seen."""
+    """Build programs and images before the first test: their minutes count against no test and are visible."""
     asked = any("kube" in item.fixturenames for item in session.items if isinstance(item, pytest.Function))
     if asked and not session.config.option.collectonly:
         with suppress(ClusterError):  # the fixture says why there is no cluster
@@ -45,7 +45,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.fixture(scope="session")
 def kube(tmp_path_factory: pytest.TempPathFactory, figures: Figures) -> Iterator[Kube]:
-    """The cluster of PROVIDER (auto), brought up if it is not; skipped with the reason where none can be had."""
+    """The cluster of PROVIDER (auto), started if it is not running; skipped with the reason if none is available."""
     try:
         provider = _provider()
         was_up = provider.status()["state"] == "up"
@@ -68,7 +68,7 @@ def _provider(nodes: int | None = None) -> Provider:
 
 
 def _commands(folder: Path) -> Path | None:
-    """kubectl and helm as the control plane's build has them; where it is not built, those of PATH."""
+    """Return the folders of kubectl and helm that the control plane's build has; without it, those of PATH."""
     try:
         found = programs("kubernetes", "helm")
     except Missing:
@@ -84,7 +84,7 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 @pytest.fixture(scope="session")
 def figures(request: pytest.FixtureRequest) -> Iterator[Figures]:
-    """What the journeys measure, written at the end. How long they take is told of a run of all of them."""
+    """The journeys' measurements, written at the end. Their duration is recorded only when all of them ran."""
     found = Figures()
     yield found
     files = {item.path.name for item in request.session.items}
@@ -97,7 +97,7 @@ def figures(request: pytest.FixtureRequest) -> Iterator[Figures]:
 def pytest_runtest_makereport(
     item: pytest.Function, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Of a journey that failed, all that its pods have said is kept: they are gone with their namespace."""
+    """Keep the pods' logs of a journey that failed: the pods disappear with their namespace."""
     report = yield
     treeline = item.funcargs.get("treeline")
     if report.when == "call" and report.failed and isinstance(treeline, Installed):
@@ -109,21 +109,21 @@ def pytest_runtest_makereport(
 
 @pytest.fixture(scope="session")
 def installed(kube: Kube) -> Kube:
-    """The cluster with Treeline's chart installed; its pods run."""
+    """The cluster with Treeline's chart installed and its pods running."""
     installed_and_running(kube)
     return kube
 
 
 @pytest.fixture
 def treeline(installed: Kube, request: pytest.FixtureRequest) -> Iterator[Installed]:
-    """A namespace of the test's own, with restricted Pod Security; all that was made in it is gone at the end."""
+    """A namespace of the test's own, with restricted Pod Security; its contents are removed at the end."""
     with _namespace(installed, request.node.name) as found:
         yield found
 
 
 @pytest.fixture(scope="module")
 def of_this_file(installed: Kube, request: pytest.FixtureRequest) -> Iterator[Installed]:
-    """The same for all tests of a file, where starting pods anew for each would take longer than its story."""
+    """One installation for all tests of a file, where new pods for each would take longer than the tests."""
     with _namespace(installed, request.path.stem) as found:
         yield found
 
@@ -147,7 +147,8 @@ def _kept(test: str, kind: str) -> Path:
 
 @pytest.fixture
 def kept(request: pytest.FixtureRequest, figures: Figures) -> Iterator[Path]:
-    """Where the streams of a journey are kept. They count in the figures, unless it kills what serves them (chaos)."""
+    """The file that records a journey's streams. They count in the figures, unless the journey kills servers
+    (chaos)."""
     path = _kept(request.node.name, "jsonl")
     path.unlink(missing_ok=True)
     yield path

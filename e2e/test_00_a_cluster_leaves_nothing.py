@@ -62,13 +62,13 @@ def test_two_nodes(home: Path) -> None:
 
 @pytest.mark.parametrize("logged", ["", "node-1.init", "node-1.kube-apiserver", "node-1.kubelet", "node-1.kube-proxy"])
 def test_up_is_killed_when(home: Path, logged: str) -> None:
-    """Killed as soon as that program was started (the empty name: at once)."""
+    """`up` is killed as soon as that program was started (the empty name: at once)."""
     with subprocess.Popen([*CLUSTER, "up", *OPTIONS], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL) as up:
         until((home / "logs" / f"{logged}.log").exists if logged else home.exists, f"{logged} to start", 100)
         os.kill(up.pid, signal.SIGKILL)
 
 
-def test_up_takes_up_what_was_interrupted(home: Path) -> None:
+def test_an_interrupted_up_can_be_resumed(home: Path) -> None:
     with subprocess.Popen(
         [*CLUSTER, "up", *OPTIONS],
         stderr=subprocess.DEVNULL,

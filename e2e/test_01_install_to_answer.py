@@ -1,4 +1,4 @@
-"""An empty cluster, `helm install`, `kubectl apply`: an answer, and a status that tells the story."""
+"""An empty cluster, `helm install`, `kubectl apply`: an answer, and a status that shows each step."""
 
 from __future__ import annotations
 

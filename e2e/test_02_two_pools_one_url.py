@@ -1,4 +1,4 @@
-"""Two pools behind one URL: names, weights that change under traffic, a conflict, a name that nobody has."""
+"""Two pools behind one URL: names, weights that change under traffic, a conflict, an unknown name."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from e2e.kit.traffic import Mix, traffic
 
 
 def answered_by(url: str, name: str, count: int) -> Counter[str]:
-    """Which models answer so many requests for a name."""
+    """Count the models that answer ``count`` requests for a name."""
     found: Counter[str] = Counter()
     for number in range(count):
         answer = ask(url, f"Spell the word {number}.", name)

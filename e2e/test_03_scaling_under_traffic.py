@@ -1,4 +1,4 @@
-"""2 → 4 → 1 → none under traffic: nothing is dropped, new pods are used at once, pods that go are emptied first."""
+"""2 → 4 → 1 → none under traffic: no stream is dropped, new pods are used at once, leaving pods are drained first."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def treeline(of_this_file: Installed) -> Installed:
     return of_this_file
 
 
-def test_two_four_one(treeline: Installed, figures: Figures, kept: Path) -> None:
+def test_scaling_up_and_down_drops_no_stream(treeline: Installed, figures: Figures, kept: Path) -> None:
     treeline.apply(pool("tiny"))
     treeline.await_ready("tiny")
     with traffic(treeline.url(), kept=kept) as driver:
         driver.await_served(10)
-        # Whoever asks for the first time, often, so that a new pod need not wait for somebody to come.
+        # Frequent new prompts, so that a new pod soon gets a request.
         with traffic(treeline.url(), Mix(workers=2, long_share=0.0, new_share=1.0, seed=8)) as often:
             routed = grow(treeline, 4, driver, often)
             assert not (asked := often.stop()).dropped, str(asked)
@@ -40,14 +40,14 @@ def test_two_four_one(treeline: Installed, figures: Figures, kept: Path) -> None
 
 
 def grow(treeline: Installed, replicas: int, *drivers: Traffic) -> list[float]:
-    """Scale up; per new pod the seconds from its Ready to the first request that it is sent by any driver."""
+    """Scale up. Return for each new pod the seconds from Ready to the first request that any driver sends it."""
     known = {pod["status"]["podIP"] for pod in treeline.ready_pods("runtime")}
     runtimes = "treeline.dev/component=runtime"
     with treeline.kube.watched("pods", treeline.namespace, READY, runtimes) as seen:
         treeline.change("tiny", replicas=replicas)
 
         def ready() -> dict[str, float]:
-            """Address → since when, of the new pods."""
+            """Return for each new pod's address the time since which it is Ready."""
             found: dict[str, float] = {}
             for at, text in list(seen):
                 address, _, status = text.partition(" ")
@@ -62,7 +62,7 @@ def grow(treeline: Installed, replicas: int, *drivers: Traffic) -> list[float]:
 
 
 def first(drivers: Iterable[Traffic]) -> dict[str, float]:
-    """Address → when the first of its streams that have ended began."""
+    """Return for each address the time at which the first of its ended streams began."""
     streams = [stream for driver in drivers for stream in driver.report().streams]
     return {stream.host: stream.begun for stream in sorted(streams, key=lambda s: s.begun, reverse=True)}
 

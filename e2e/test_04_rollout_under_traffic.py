@@ -18,7 +18,7 @@ def treeline(of_this_file: Installed) -> Installed:
 
 
 def revisions(treeline: Installed) -> dict[str, int]:
-    """Revision → ready pods."""
+    """Return the ready pods of each revision."""
     found: dict[str, int] = {}
     for pod in treeline.ready_pods("runtime"):
         revision = pod["metadata"]["labels"]["treeline.dev/revision"]
@@ -27,12 +27,12 @@ def revisions(treeline: Installed) -> dict[str, int]:
 
 
 def annotated(value: str | None) -> dict[str, Any]:
-    """A template with that annotation; None takes it away."""
+    """Return a template with the annotation; None removes it."""
     return {"metadata": {"annotations": {"example.com/build": value}}}
 
 
 def build(treeline: Installed) -> str | None:
-    """The annotation as it is."""
+    """Return the annotation's current value."""
     template = treeline.pool("tiny")["spec"].get("template") or {}
     found: str | None = template.get("metadata", {}).get("annotations", {}).get("example.com/build")
     return found
@@ -53,7 +53,7 @@ def test_a_new_template_replaces_the_old_one(treeline: Installed, kept: Path) ->
     assert list(revisions(treeline).values()) == [2]
 
 
-def test_reverted_half_way(treeline: Installed, kept: Path) -> None:
+def test_a_rollout_is_reverted_half_way(treeline: Installed, kept: Path) -> None:
     treeline.apply(pool("tiny"))
     treeline.await_ready("tiny")
     (old,), before = revisions(treeline), build(treeline)
@@ -68,7 +68,7 @@ def test_reverted_half_way(treeline: Installed, kept: Path) -> None:
     assert not report.dropped, str(report)
 
 
-def test_paused_and_a_bad_image(treeline: Installed, kept: Path) -> None:
+def test_a_rollout_is_paused_and_meets_a_missing_image(treeline: Installed, kept: Path) -> None:
     treeline.apply(pool("tiny"))
     treeline.await_ready("tiny")
     (old,), before = revisions(treeline), build(treeline)

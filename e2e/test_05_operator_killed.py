@@ -1,4 +1,4 @@
-"""kill -9 of the operator while a pool scales and rolls; its leader with a second replica beside it."""
+"""kill -9 of the operator while a pool scales and rolls; kill -9 of the leader of two replicas."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ def treeline(of_this_file: Installed) -> Installed:
 
 
 def operators(treeline: Installed) -> list[dict[str, Any]]:
-    """The operator's pods whose container runs."""
+    """Return the operator's pods whose container runs."""
     pods = treeline.kube.pods(SYSTEM, OPERATORS)
     return [pod for pod in pods if pod["status"].get("phase") == "Running"]
 
 
 def kill_operators(treeline: Installed, name: str = "") -> None:
-    """kill -9 of all replicas, or of one."""
+    """kill -9 all replicas, or one."""
     for pod in operators(treeline):
         if name in ("", pod["metadata"]["name"]):
             kill_first_process(treeline.kube, pod)
 
 
 def leader(treeline: Installed) -> str:
-    """The pod that holds the lease; its identity begins with the pod's name."""
+    """Return the pod that holds the lease; its identity begins with the pod's name."""
     lease = treeline.kube.get("lease", "treeline-operator", SYSTEM)
     holder = str(((lease or {}).get("spec") or {}).get("holderIdentity") or "")
     return holder.partition("_")[0]
 
 
-def test_killed_while_a_pool_scales_and_rolls(treeline: Installed, kept: Path) -> None:
+def test_the_operator_is_killed_while_a_pool_scales_and_rolls(treeline: Installed, kept: Path) -> None:
     treeline.apply(pool("tiny"))
     treeline.await_ready("tiny")
     (old,) = revisions(treeline)
@@ -56,7 +56,7 @@ def test_killed_while_a_pool_scales_and_rolls(treeline: Installed, kept: Path) -
     assert not report.dropped, str(report)
 
 
-def test_the_other_replica_takes_over(treeline: Installed, kept: Path) -> None:
+def test_the_other_replica_takes_over_from_a_killed_leader(treeline: Installed, kept: Path) -> None:
     treeline.apply(pool("tiny"))
     treeline.await_ready("tiny")
     first = leader(treeline)

@@ -1,4 +1,4 @@
-"""The picker's pod is deleted under traffic: open, nothing fails; closed, requests are refused as they should be."""
+"""The picker's pod is deleted under traffic: a gateway that fails open drops nothing, one that fails closed refuses."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from e2e.kit.system import Installed, ask, in_room, pool
 from e2e.kit.traffic import Mix, traffic
 
 BACK_S: Final = 5.0
-"""So soon after a new picker is ready it has the tree back, and a gateway that refuses without a picker serves.
+"""The longest time after a new picker is ready until it has the tree back, and a closed gateway serves.
 
 Usually a closed gateway serves within 1.3 s, of which up to one is kube-proxy's, which writes a node's rules once a
 second at most. Once it took more than two, for a reason that is not known.
@@ -27,7 +27,7 @@ def treeline(of_this_file: Installed) -> Installed:
 
 
 def replace_picker(treeline: Installed) -> None:
-    """Delete the picker's pod; until there is another that is ready."""
+    """Delete the picker's pod, and wait until another one is ready."""
     (old,) = treeline.ready_pods("epp")
     treeline.delete_pod(old)
     treeline.until(
@@ -38,7 +38,7 @@ def replace_picker(treeline: Installed) -> None:
 
 @contextmanager
 def no_room(treeline: Installed) -> Iterator[None]:
-    """No pod can be made in the namespace."""
+    """Prevent new pods in the namespace during the block."""
     full = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "full"}}
     treeline.apply({**full, "spec": {"hard": {"pods": "0"}}})
     try:
@@ -48,14 +48,14 @@ def no_room(treeline: Installed) -> Iterator[None]:
 
 
 def hit_rate(url: str, numbers: Iterable[int]) -> float:
-    """In what share of these rooms the pod that was chosen had the rules in its cache."""
+    """Return the share of rooms whose chosen pod had the rules cached."""
     answers = [ask(url, messages=in_room(number), max_tokens=1) for number in numbers]
     hits = [int(answer.headers["x-treeline-cached-tokens"]) > 200 for answer in answers]
     return sum(hits) / len(hits)
 
 
-def test_open_nothing_fails_and_the_tree_is_learnt_anew(treeline: Installed, kept: Path) -> None:
-    """Each room's rules are in one of two caches: half of them are missed by a picker that does not know in which."""
+def test_a_gateway_that_fails_open_serves_and_the_tree_is_relearned(treeline: Installed, kept: Path) -> None:
+    """Each room's rules are in one of two caches: a picker that does not know which one misses half of them."""
     treeline.apply(pool("tiny"))
     treeline.await_ready("tiny")
     url = treeline.url()
@@ -74,7 +74,7 @@ def test_open_nothing_fails_and_the_tree_is_learnt_anew(treeline: Installed, kep
 
 
 @pytest.mark.chaos
-def test_closed_requests_are_refused_with_503_and_no_stream_is_cut(treeline: Installed, kept: Path) -> None:
+def test_a_gateway_that_fails_closed_answers_503_and_cuts_no_stream(treeline: Installed, kept: Path) -> None:
     treeline.apply(pool("tiny", endpointPicker={"failureMode": "FailClose"}))
     treeline.await_ready("tiny")
     with traffic(treeline.url(), kept=kept) as driver:

@@ -1,4 +1,4 @@
-"""A runtime is killed, runs out of memory, hangs, answers 500: only its own streams end, and the rest goes on."""
+"""A runtime is killed, runs out of memory, hangs, answers 500: only its own streams end, and the others go on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from e2e.kit.traffic import Mix, traffic
 pytestmark = pytest.mark.chaos
 
 PICKER_NOTICES_S: Final = 5.0
-"""Three seconds of silence, and what a busy machine adds."""
+"""Three seconds of silence, and an allowance for a busy machine."""
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def restarts(pod: dict[str, Any]) -> int:
 
 
 def ended(treeline: Installed, before: dict[str, Any]) -> dict[str, Any]:
-    """How a pod's container has ended since; empty if it has not."""
+    """Return how a pod's container ended since ``before``; empty if it has not."""
     for pod in treeline.pods("runtime"):
         if pod["metadata"]["uid"] == before["metadata"]["uid"] and restarts(pod) > restarts(before):
             found: dict[str, Any] = pod["status"]["containerStatuses"][0]["lastState"]["terminated"]
@@ -41,10 +41,8 @@ def ended(treeline: Installed, before: dict[str, Any]) -> dict[str, Any]:
 def only_its_own_streams_end(
     treeline: Installed, kept: Path, fault: Callable[[dict[str, Any]], object], notice_s: float = 0.5
 ) -> dict[str, Any]:
-    """A fault happens to one of two runtimes under traffic. How its container ended.
-
-    What was cut off or never answered was there when it happened; whatever begins ``notice_s`` later is served.
-    """
+    """Check that a fault of one of two runtimes under traffic ends only its own streams, and return how its container
+    ended. Streams that broke were on it at the time of the fault; those that begin ``notice_s`` later are served."""
     treeline.await_ready("tiny")
     # A container that ends again and again is started later and later.
     victim, other = sorted(treeline.ready_pods("runtime"), key=restarts)
@@ -69,24 +67,24 @@ def ip(pod: dict[str, Any]) -> str:
     return str(pod["status"]["podIP"])
 
 
-def test_killed(treeline: Installed, kept: Path) -> None:
+def test_a_killed_runtime_loses_only_its_own_streams(treeline: Installed, kept: Path) -> None:
     treeline.apply(pool("tiny", template=HANGS))
     only_its_own_streams_end(treeline, kept, lambda pod: kill_runtime(treeline.kube, pod))
 
 
-def test_out_of_memory(treeline: Installed, kept: Path) -> None:
+def test_a_runtime_out_of_memory_loses_only_its_own_streams(treeline: Installed, kept: Path) -> None:
     treeline.apply(pool("tiny", template=HANGS))
     how = only_its_own_streams_end(treeline, kept, lambda pod: fill_memory(treeline.kube, pod))
     assert how["reason"] == "OOMKilled", how
 
 
-def test_hanging_until_its_liveness_probe_fails(treeline: Installed, kept: Path) -> None:
+def test_a_hanging_runtime_is_restarted_by_its_liveness_probe(treeline: Installed, kept: Path) -> None:
     treeline.apply(pool("tiny", template=HANGS))
     only_its_own_streams_end(treeline, kept, lambda pod: stop_runtime(treeline.kube, pod), PICKER_NOTICES_S)
 
 
-def test_one_that_answers_500_is_left_out_until_it_works_again(treeline: Installed, kept: Path) -> None:
-    """Its probes say that it is well, and it is quicker than all others."""
+def test_a_runtime_that_answers_500_is_excluded_until_it_recovers(treeline: Installed, kept: Path) -> None:
+    """Its probes say that it is healthy, and it answers faster than all others."""
     treeline.apply(SCRIPT, pool("scripted", **SCRIPTED))
     treeline.await_ready("scripted")
     victim, other = treeline.ready_pods("runtime", "scripted")

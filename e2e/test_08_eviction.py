@@ -23,7 +23,7 @@ def treeline(of_this_file: Installed) -> Installed:
 
 
 def try_to_evict(treeline: Installed, pod: dict[str, Any]) -> bool:
-    """Ask for an eviction; whether the disruption budget allows it."""
+    """Ask for an eviction. Return whether the disruption budget allows it."""
     name, namespace = pod["metadata"]["name"], treeline.namespace
     body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": name, "namespace": namespace}}
     path = f"/api/v1/namespaces/{namespace}/pods/{name}/eviction"
@@ -55,7 +55,7 @@ def test_evicted_pods_drop_nothing(treeline: Installed, kept: Path) -> None:
 
 @contextmanager
 def draining(treeline: Installed, node: str) -> Iterator[threading.Thread]:
-    """`kubectl drain` of the gateway's pods, under way; the node is open again in the end."""
+    """Run `kubectl drain` on the node of the gateway's pods during the block; the node is uncordoned afterwards."""
     words = ("--pod-selector=treeline.dev/gateway", "--delete-emptydir-data", "--ignore-daemonsets")
     drain = threading.Thread(
         target=lambda: treeline.kube.kubectl("drain", node, *words, check=False, timeout_s=200), daemon=True
@@ -69,7 +69,8 @@ def draining(treeline: Installed, node: str) -> Iterator[threading.Thread]:
 
 
 def test_a_drained_node_drops_nothing(treeline: Installed, kept: Path) -> None:
-    """Where it is the only node nothing can start until it is open again: until then the budgets keep one of each."""
+    """If it is the only node, nothing can start until it is uncordoned; until then the budgets keep one pod of each
+    component."""
     treeline.apply(pool("tiny", gateway={"standalone": {"replicas": 2}}))
     treeline.await_ready("tiny")
     node = treeline.ready_pods("runtime")[0]["spec"]["nodeName"]

@@ -1,4 +1,4 @@
-"""Upgraded from the chart before, uninstalled, installed again under traffic; what is left at the end is nothing."""
+"""The previous chart is upgraded, uninstalled and installed again under traffic; in the end nothing is left."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from e2e.kit.traffic import traffic
 
 CRDS = ("inferencepools.treeline.dev", "inferencemodels.treeline.dev")
 NEW_FIELD = "paused"
-"""Of a pool's ``rollout``: the chart before does not know it."""
+"""A field of a pool's ``rollout`` that the previous chart does not know."""
 
 
 @pytest.fixture(scope="module")
 def former(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The chart before this one: a lower version, whose definition of a pool lacks a field."""
+    """Return the previous chart: a lower version, whose definition of a pool lacks a field."""
     chart = tmp_path_factory.mktemp("former") / "treeline"
     shutil.copytree(ROOT / CHART, chart)
     about = chart / "Chart.yaml"
@@ -44,12 +44,12 @@ def uids(treeline: Installed) -> set[str]:
 
 
 def is_paused(treeline: Installed) -> bool:
-    """Ask for the field that is new; whether the API server keeps it."""
+    """Set the new field. Return whether the API server keeps it."""
     treeline.change("tiny", rollout={NEW_FIELD: True})
     return bool((treeline.pool("tiny")["spec"].get("rollout") or {}).get(NEW_FIELD))
 
 
-def test_pods_do_not_notice(treeline: Installed, former: Path, kept: Path) -> None:
+def test_an_upgrade_and_a_reinstall_restart_no_pods(treeline: Installed, former: Path, kept: Path) -> None:
     kube = treeline.kube
     uninstall(kube)
     installed_and_running(kube, chart=str(former))
@@ -78,8 +78,8 @@ def test_pods_do_not_notice(treeline: Installed, former: Path, kept: Path) -> No
     assert not report.dropped, str(report)
 
 
-def test_uninstalled_with_everything(treeline: Installed) -> None:
-    """crds.keep=false: the definitions go with the release, and every pool with them."""
+def test_uninstalling_with_the_definitions_removes_everything(treeline: Installed) -> None:
+    """With crds.keep=false the definitions go with the release, and every pool with them."""
     kube = treeline.kube
     treeline.apply(pool("tiny"))
     treeline.await_ready("tiny")
@@ -93,7 +93,7 @@ def test_uninstalled_with_everything(treeline: Installed) -> None:
         installed_and_running(kube)
 
 
-def test_a_namespace_that_goes_takes_all_with_it(treeline: Installed) -> None:
+def test_deleting_a_namespace_removes_everything_in_it(treeline: Installed) -> None:
     treeline.apply(pool("tiny", replicas=1, drain={"timeoutSeconds": 5}))
     treeline.await_ready("tiny")
     kube, namespace = treeline.kube, treeline.namespace
@@ -105,7 +105,7 @@ def test_a_namespace_that_goes_takes_all_with_it(treeline: Installed) -> None:
 
 
 def left_in_the_cluster(kube: Kube) -> list[str]:
-    """What has our name and is not a pool's. (The namespace is the administrator's.)"""
+    """List objects that have our name and belong to no pool. (The namespace is the administrator's.)"""
     in_namespace = "deploy,pods,svc,cm,secret,sa,role,rolebinding,pdb,networkpolicy,lease"
     in_cluster = "clusterrole,clusterrolebinding,crd,validatingadmissionpolicy,validatingadmissionpolicybinding"
     found = kube.kubectl("-n", SYSTEM, "get", in_namespace, "-o", "name").split()

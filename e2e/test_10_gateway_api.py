@@ -30,7 +30,7 @@ UPSTREAM = "inferencepools.inference.networking.k8s.io"
 
 @pytest.fixture(scope="module")
 def ours(kube: Kube) -> Iterator[EnvoyGateway | None]:
-    """A gateway implementation to install; None where the cluster has one. It is removed at the end."""
+    """A gateway implementation to install; None if the cluster has one. It is removed at the end."""
     if os.environ.get(CLASS):
         yield None
         return
@@ -57,14 +57,14 @@ def class_name(ours: EnvoyGateway | None) -> str:
 
 
 def behind_a_gateway(name: str, **spec: Any) -> dict[str, Any]:
-    """A pool that a Gateway `inference` of its namespace serves."""
+    """Return a pool that a Gateway `inference` of its namespace serves."""
     found = pool(name, **spec)
     found["spec"]["gateway"] = {"parentRefs": [{"name": "inference"}]}
     return found
 
 
 def url_of(treeline: Installed, name: str) -> str:
-    """Where the Gateway is reached, once its implementation has said so."""
+    """Return the Gateway's URL, once its implementation has published an address."""
 
     def address() -> str:
         found = treeline.kube.get("gateway", name, treeline.namespace) or {}
@@ -75,12 +75,12 @@ def url_of(treeline: Installed, name: str) -> str:
 
 
 def cached(url: str, number: int) -> int:
-    """How many tokens of the prompt were in the cache of the pod that was chosen for it."""
+    """Return how many prompt tokens the chosen pod had cached."""
     usage = ask(url, messages=in_room(number)).json()["usage"]
     return int(usage["prompt_tokens_details"]["cached_tokens"])
 
 
-def test_what_is_missing_is_told_and_used_when_it_comes(treeline: Installed, ours: EnvoyGateway | None) -> None:
+def test_missing_apis_are_reported_and_used_once_they_exist(treeline: Installed, ours: EnvoyGateway | None) -> None:
     if ours is None:
         pytest.skip("the cluster has Gateway API already")
     treeline.apply(behind_a_gateway("tiny", replicas=1))
@@ -104,7 +104,7 @@ def test_what_is_missing_is_told_and_used_when_it_comes(treeline: Installed, our
     treeline.conclude()
 
 
-def test_the_gateway_sends_requests_where_the_picker_says(treeline: Installed, class_name: str, kept: Path) -> None:
+def test_the_gateway_sends_requests_to_the_picked_pod(treeline: Installed, class_name: str, kept: Path) -> None:
     kube, namespace = treeline.kube, treeline.namespace
     treeline.apply(gateway("inference", class_name), behind_a_gateway("tiny"))
     treeline.await_ready("tiny")
@@ -141,7 +141,7 @@ def test_the_gateway_sends_requests_where_the_picker_says(treeline: Installed, c
 
 
 def test_one_of_two_pickers_is_deleted_under_traffic(treeline: Installed, class_name: str, kept: Path) -> None:
-    """This gateway fails closed, whatever the upstream pool says; two pickers make up for it."""
+    """This gateway fails closed whatever the upstream pool sets; a second picker makes up for it."""
     treeline.apply(gateway("inference", class_name), behind_a_gateway("tiny", endpointPicker={"replicas": 2}))
     treeline.await_ready("tiny")
     url = url_of(treeline, "inference")
@@ -180,6 +180,6 @@ def test_two_models_behind_one_gateway(treeline: Installed, class_name: str) -> 
     treeline.until(lambda: answered("other", **by_name) == (200, "other"), "an answer by the other model")
     assert answered("tiny") == (200, "tiny")
     if not os.environ.get(CLASS):
-        # This gateway goes where the picker says, whatever the route; and the picker has read the body.
+        # This gateway follows the picker on every route, and the picker has read the body.
         assert answered("other") == (200, "other")
     assert answered("neither")[0] == 404

@@ -1,4 +1,4 @@
-"""What a pod may, what it carries, who gets in, and what logs say of prompts."""
+"""The rights and tokens of pods, access by keys, and logs that contain no prompts."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def treeline(of_this_file: Installed) -> Installed:
     return of_this_file
 
 
-def test_restricted_pods_without_tokens_that_log_no_prompt(treeline: Installed) -> None:
-    """The namespace enforces Pod Security level restricted: that the pods run shows that they keep to it."""
+def test_pods_are_restricted_have_no_tokens_and_log_no_prompts(treeline: Installed) -> None:
+    """The namespace enforces Pod Security level restricted: running pods prove that they comply."""
     treeline.apply(pool("tiny", replicas=1))
     treeline.await_ready("tiny")
     url = treeline.url()
@@ -39,7 +39,7 @@ def test_restricted_pods_without_tokens_that_log_no_prompt(treeline: Installed) 
         if "serviceAccountToken" in str(volume)
     }
     assert with_token == {"epp"}, "only the picker asks the API server"
-    # What the operator's own pods would be told if their namespace enforced that level too.
+    # The warnings for the operator's own pods if their namespace enforced that level too.
     label = ("label", "namespace", SYSTEM, "pod-security.kubernetes.io/enforce=restricted", "--overwrite")
     treeline.kube.kubectl("--warnings-as-errors", *label, "--dry-run=server")
 
@@ -63,11 +63,12 @@ for who, keys in (("none", none), ("other", other), ("ours", CurveKeys.load(sys.
         answers.setdefault(who, []).append(monitor.poll(2000) > 0)
 print(answers)
 """
-"""Whether a runtime's sockets (events, replay, load) let somebody in: without keys, with other keys, with ours."""
+"""Print whether a runtime's sockets (events, replay, load) accept a client: without keys, with other keys, with
+ours."""
 
 
-def test_kv_sockets_refuse_who_has_no_keys(treeline: Installed) -> None:
-    """They carry prompts."""
+def test_kv_sockets_refuse_clients_without_keys(treeline: Installed) -> None:
+    """The sockets carry prompts."""
     treeline.apply(pool("tiny", replicas=1))
     treeline.await_ready("tiny")
     (runtime,) = treeline.ready_pods("runtime")
@@ -80,7 +81,7 @@ def test_kv_sockets_refuse_who_has_no_keys(treeline: Installed) -> None:
 
 
 @pytest.mark.short
-def test_api_keys_are_asked_for_at_the_edge(treeline: Installed) -> None:
+def test_the_edge_requires_api_keys(treeline: Installed) -> None:
     key = "sk-journey-1"
     secret = {
         "apiVersion": "v1", "kind": "Secret", "metadata": {"name": "clients"},

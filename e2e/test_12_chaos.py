@@ -1,4 +1,4 @@
-"""Random faults under traffic; then everything converges and the books balance. CHAOS_MINUTES (3), CHAOS_SEED (1)."""
+"""Random faults under traffic; then the system converges and the books balance. CHAOS_MINUTES (3), CHAOS_SEED (1)."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ DRIVEN: Final = ("runtime", "edge", "epp")
 
 @dataclass(frozen=True)
 class Death:
-    """A container was killed, or began to hang, at a time; from ``noticed`` on nobody is sent there."""
+    """A container that was killed, or began to hang, at a time; from ``noticed`` on no request is sent there."""
 
     ip: str
     at: float
     noticed: float
 
     def explains(self, stream: Stream) -> bool:
-        """Whether a stream was on that container, as far as can be known."""
+        """Return whether the stream was on that container, as far as is known."""
         under_way = stream.begun < self.noticed and (stream.ended or self.at) >= self.at
         return under_way and stream.host in ("", self.ip)
 
 
 class Chaos:
-    """The faults, and what was done."""
+    """The faults, and a log of those that were made."""
 
     def __init__(self, treeline: Installed, seed: int) -> None:
         self.treeline = treeline
@@ -62,13 +62,13 @@ class Chaos:
         }
 
     def strike(self) -> None:
-        """One of the faults."""
+        """Make one of the faults."""
         name = self.chance.choice(sorted(self._faults))
         self.story.append(f"+{time.monotonic() - self._begun:.0f} s {name}")
         self._faults[name]()
 
     def _a_pod(self, component: str) -> dict[str, Any] | None:
-        """One of several: the last one is left alone, but for the picker."""
+        """Return a random pod if there are several (the picker's: if there is one), so that the last one stays."""
         pods = self.treeline.ready_pods(component)
         return self.chance.choice(pods) if len(pods) > 1 or (pods and component == "epp") else None
 

@@ -1,6 +1,6 @@
-"""A pool of `engine.type: vllm`, with a vLLM that nobody here changed in its pods: it comes up by the probes that the
-operator gave it, its events lead the second turn of a conversation to the pod of the first, and it goes and dies as
-pods do. `make e2e-vllm` runs it: the image of vLLM is no other journey's."""
+"""A pool of `engine.type: vllm` with an unmodified vLLM in its pods: the operator's probes start it, its events lead
+the second turn of a conversation to the pod of the first, and its pods leave and die cleanly. `make e2e-vllm` runs it:
+no other journey has vLLM's image."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ pytestmark = [
 ]
 
 START_S = 900.0
-"""Two of them load at once, on whatever cores there are."""
+"""Two servers load at once, on a few cores."""
 ANSWER_S = 120.0
 BLOCK = 32
 LONG = 1200
@@ -50,7 +50,7 @@ def treeline(of_this_file: Installed) -> Iterator[Installed]:
 
 @dataclass(frozen=True)
 class Turn:
-    """What an answer said of itself. `prompt` and `cached` are tokens, by vLLM's own count."""
+    """The answer's host, prompt tokens and cached tokens, by vLLM's own count."""
 
     host: str
     prompt: int
@@ -59,7 +59,7 @@ class Turn:
 
 @dataclass
 class Talk:
-    """A conversation of its own: no other one begins as it does."""
+    """A conversation whose beginning no other one shares."""
 
     number: int
     messages: list[dict[str, str]] = field(default_factory=list)
@@ -70,7 +70,7 @@ class Talk:
         self.messages.append({"role": "system", "content": rules})
 
     def say(self, url: str, text: str) -> Turn:
-        """One turn, which is answered."""
+        """Send one turn and return its answer."""
         self.messages.append({"role": "user", "content": text})
         body = {"model": "tiny", "messages": self.messages, "max_tokens": 16, "temperature": 0}
         answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=ANSWER_S)
@@ -85,7 +85,7 @@ class Talk:
 
 
 def metrics(treeline: Installed) -> dict[str, float]:
-    """The picker's, by name and labels."""
+    """Return the picker's metrics, by name and labels."""
     (picker,) = treeline.ready_pods("epp")
     url = f"http://127.0.0.1:{ports.METRICS}/metrics"
     script = f"import urllib.request as r; print(r.urlopen({url!r}, timeout=30).read().decode())"
@@ -95,17 +95,17 @@ def metrics(treeline: Installed) -> dict[str, float]:
 
 
 def followed(treeline: Installed) -> float:
-    """How many publishers the picker follows, with nothing missing."""
+    """Return how many publishers the picker follows without a gap."""
     return metrics(treeline).get('treeline_epp_kv_subscriptions{state="live"}', 0.0)
 
 
 def held(treeline: Installed) -> float:
-    """Tokens of prompts that the chosen pods had, by their events."""
+    """Return how many prompt tokens the chosen pods held, by their events."""
     return metrics(treeline)["treeline_epp_routed_held_tokens_total"]
 
 
 def believed(treeline: Installed, pod: dict[str, Any]) -> int:
-    """Tokens that the picker takes a pod's cache to hold."""
+    """Return how many tokens the picker believes a pod's cache holds."""
     (picker,) = treeline.ready_pods("epp")
     (pool,) = treeline.page(picker, f"http://127.0.0.1:{ports.PICKER_ADMIN}/endpoints")["pools"].values()
     name = pod["metadata"]["name"]
@@ -113,7 +113,7 @@ def believed(treeline: Installed, pod: dict[str, Any]) -> int:
 
 
 def tell(text: str) -> None:
-    """What a run is worth remembering for; `pytest -rP` shows it."""
+    """Print a measurement of the run; `pytest -rP` shows it."""
     sys.stdout.write(f"{text}\n")
 
 
@@ -135,7 +135,7 @@ def pod_at(treeline: Installed, host: str) -> dict[str, Any]:
 
 
 def hits_again(treeline: Installed, host: str, first: int) -> Turn:
-    """The second turn of some new conversation at a pod, which has the first one's blocks."""
+    """Return the second turn of a new conversation that meets its first turn's blocks at the pod."""
     numbers = iter(range(first, first + 100))
 
     def found() -> Turn | None:
@@ -147,7 +147,7 @@ def hits_again(treeline: Installed, host: str, first: int) -> Turn:
     return turn
 
 
-def test_it_comes_up_by_its_probes_and_is_routed_by_its_events(treeline: Installed) -> None:
+def test_vllm_becomes_ready_by_its_probes_and_is_routed_by_its_events(treeline: Installed) -> None:
     pods = treeline.ready_pods("runtime")
     assert len(pods) == 2
     assert {restarts(pod) for pod in pods} == {0}, "no probe ended one"
@@ -164,7 +164,7 @@ def test_it_comes_up_by_its_probes_and_is_routed_by_its_events(treeline: Install
     assert 'way="events"' in next(iter(routed))
 
 
-def test_a_turn_goes_where_the_one_before_it_is_cached(treeline: Installed) -> None:
+def test_a_turn_goes_to_the_pod_that_cached_the_previous_one(treeline: Installed) -> None:
     url, before = treeline.url(), held(treeline)
     talks = [Talk(number) for number in range(6)]
     for country in ("France", "Peru", "Japan", "Kenya"):
@@ -211,7 +211,7 @@ def test_a_deleted_pod_ends_its_answers_and_another_takes_its_place(treeline: In
     assert treeline.pool("tiny")["status"]["routing"] == {"way": "events"}
 
 
-def test_one_that_is_killed_starts_again_with_nothing_to_its_name(treeline: Installed) -> None:
+def test_a_killed_pod_restarts_without_credited_blocks(treeline: Installed) -> None:
     url, talk = treeline.url(), Talk(101)
     talk.say(url, "What is the capital of France?")
     assert talk.say(url, "And of Peru?").cached >= BLOCK
@@ -241,7 +241,7 @@ def test_every_rank_of_a_pod_is_followed(treeline: Installed) -> None:
     for country in ("France", "Peru", "Japan"):
         for talk in talks:
             talk.say(treeline.url(), f"What is the capital of {country}?")
-    # Which rank answers is vLLM's own choice, made by their load: a conversation may begin anew at the other one.
+    # vLLM itself chooses the rank by load: a conversation may start again at the other one.
     cached = [talk.turns[-1].cached for talk in talks]
     tell(f"a pod of two ranks: {sum(hit > 0 for hit in cached)} of {len(talks)} third turns found their blocks")
     assert sum(cached) > 0

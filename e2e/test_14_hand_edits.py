@@ -1,4 +1,4 @@
-"""Hand edits that would end the URL are repaired; API keys stay when the pool that named them goes."""
+"""Hand edits that would break the URL are repaired; API keys stay when the pool that named them is deleted."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ GATEWAY = "treeline-gateway"
 
 
 def edit(treeline: Installed, kind: str, name: str, *operations: dict[str, Any]) -> None:
-    """`kubectl patch --type json`, as a hand does it."""
+    """Run `kubectl patch --type json`, as a person would."""
     patch = ("patch", kind, name, "--type=json", f"--patch={json.dumps(list(operations))}")
     treeline.kube.kubectl("-n", treeline.namespace, *patch)
 
 
 def spec(treeline: Installed, kind: str, name: str) -> dict[str, Any]:
-    """The live object's spec."""
+    """Return the live object's spec."""
     found = treeline.kube.get(kind, name, treeline.namespace)
     assert found is not None, f"{kind} {name} is gone"
     return dict(found["spec"])
@@ -61,7 +61,7 @@ def test_hand_edits_are_repaired(treeline: Installed) -> None:
     assert ask(treeline.url() or url).status_code == 200
 
 
-def test_keys_stay_when_the_pool_that_named_them_goes(treeline: Installed) -> None:
+def test_api_keys_stay_when_the_pool_that_named_them_is_deleted(treeline: Installed) -> None:
     secret = {
         "apiVersion": "v1", "kind": "Secret", "metadata": {"name": "clients"},
         "data": {"me": base64.b64encode(KEY.encode()).decode()},

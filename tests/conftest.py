@@ -1,4 +1,4 @@
-"""Fixtures that tests of several rooms take, and what holds for all properties."""
+"""Fixtures for several rooms, and settings of all property tests."""
 
 import gc
 import logging
@@ -25,7 +25,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # The same examples in each run: what is red here is red everywhere. To look for new ones: --hypothesis-profile explore.
 # How long an example takes says how loaded the machine is; pytest has a time limit of its own.
-# `quick` is that of `make test`: it takes no property more often than QUICK_EXAMPLES, whatever its own settings say.
+# `quick` is that of `make test`: it runs no property more than QUICK_EXAMPLES times, even if its own settings say more.
 usual = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("explore", usual)
 settings.register_profile("treeline", settings(usual, derandomize=True))
@@ -35,8 +35,8 @@ QUICK_EXAMPLES = 12
 TESTS = Path(__file__).parent
 
 HEAVY = {"lang", "models", "runtime", "wire"}
-"""Rooms whose tests import torch and transformers: where the variable TREELINE_ROOMS says so, a run of pytest has these
-alone ("heavy"), or all but these ("others")."""
+"""Rooms whose tests import torch and transformers: by the variable TREELINE_ROOMS a run of pytest has only these
+("heavy"), or all but these ("others")."""
 
 DEEP_MODULE = re.compile(r"^pytestmark = (\[.*)?pytest\.mark\.deep\b", re.MULTILINE)
 
@@ -61,7 +61,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Not even imported: what is for another worker, and a module that is deep as a whole where nothing deep is run."""
+    """Skip the import of files for another worker, and of deep modules if nothing deep is run."""
     rooms, (room, *_) = os.environ.get("TREELINE_ROOMS"), (*collection_path.relative_to(TESTS).parts, "")
     if rooms and room and (room in HEAVY) != (rooms == "heavy"):
         return True
@@ -95,7 +95,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def no_handlers_left() -> Iterator[None]:
-    """A program that logs set up its handlers in this process: they write to what the test captured, and are gone."""
+    """Remove the log handlers that a program set up in this process: they write to the test's captured output."""
     root = logging.getLogger()
     before = list(root.handlers)
     yield
@@ -106,7 +106,7 @@ def no_handlers_left() -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_terminal_summary(terminalreporter: Any) -> Iterator[None]:
-    """Tests that nobody ran are told where one looks: beside the count of those that passed."""
+    """Report tests skipped for want of an API server next to the count of those that passed."""
     yield
     skipped = terminalreporter.stats.get("skipped", [])
     wanting = [report for report in skipped if "or: make control-plane" in str(report.longrepr)]

@@ -4,7 +4,7 @@ import pytest
 from support.ports import Ports, free_base, free_ports, outside, slice_of
 
 
-def test_ports_are_none_that_outgoing_connections_take():
+def test_ports_lie_outside_the_range_of_outgoing_connections():
     assert outside(32_768, 60_999) == range(10_000, 20_000)
     assert outside(15_000, 60_999) == range(10_000, 15_000)
     assert outside(10_000, 60_999) == range(61_000, 65_536)
@@ -21,7 +21,7 @@ def test_no_port_is_given_twice():
     assert len({first, first + 1, first + 2, *free_ports(5)}) == 8
 
 
-def test_a_port_that_somebody_holds_is_passed_over():
+def test_a_port_in_use_is_skipped():
     first = free_base(4)
     ports = Ports(range(first, first + 4), start=3)
     with socket.create_server(("127.0.0.1", first + 1)):

@@ -13,7 +13,7 @@ from e2e.cluster.providers import Provider, choose, every
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Do what is asked; the exit status: 1 for a failure that was told, 3 for `status` or `fit` of no cluster."""
+    """Run one command. Return the exit status: 1 for a reported failure, 3 if `status` or `fit` finds no cluster."""
     args = _parser().parse_args(arguments)
     progress = Progress()
     try:
@@ -55,7 +55,7 @@ def _status(provider: Provider, progress: Progress, args: argparse.Namespace) ->
 
 
 def _fit(provider: Provider, progress: Progress, args: argparse.Namespace) -> int:
-    """Say on stdout what keeps it from being had here; nothing if it can be."""
+    """Print why this machine cannot have the cluster; nothing if it can."""
     reason = provider.unfit()
     if reason:
         sys.stdout.write(f"{reason}\n")

@@ -1,4 +1,4 @@
-"""What the programs of a cluster are told: command lines and configuration files. Pure.
+"""Command lines and configuration files of a cluster's programs. Pure.
 
 Paths are those inside a node: its own folder is INSIDE, the certificates are in PKI.
 """
@@ -22,7 +22,7 @@ CNI_PLUGINS = ("/usr/lib/cni", "/opt/cni/bin")
 
 
 def server(first: Node) -> str:
-    """The API server's address, as kubeconfigs have it."""
+    """Return the API server's address, as in kubeconfigs."""
     return f"https://{first.address}:{API_PORT}"
 
 
@@ -41,7 +41,7 @@ def etcd() -> list[str]:
 
 
 def apiserver_names(first: Node) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Addresses and names in the API server's certificate."""
+    """Return the addresses and names in the API server's certificate."""
     services = ("kubernetes", "kubernetes.default", "kubernetes.default.svc")
     addresses = ("127.0.0.1", str(first.address), str(API_SERVICE))
     return addresses, ("localhost", *services, f"kubernetes.default.svc.{DOMAIN}")
@@ -136,7 +136,7 @@ def kubelet_flags(node: Node) -> list[str]:
 
 
 def kubelet(node: Node) -> dict[str, Any]:
-    """The kubelet's configuration."""
+    """Return the kubelet's configuration."""
     return {
         "apiVersion": "kubelet.config.k8s.io/v1beta1",
         "kind": "KubeletConfiguration",
@@ -155,7 +155,7 @@ def kubelet(node: Node) -> dict[str, Any]:
         "resolvConf": f"{INSIDE}/resolv.conf",
         "containerRuntimeEndpoint": f"unix://{CONTAINERD_SOCKET}",
         "volumePluginDir": f"{INSIDE}/flexvolumes",
-        # images cannot be pulled again, and the disk is shared with whatever else is on this machine
+        # images cannot be pulled again, and the disk is shared with other work on this machine
         "imageGCHighThresholdPercent": 100,
         "evictionHard": {"memory.available": "100Mi", "nodefs.available": "1%", "imagefs.available": "1%"},
         "serializeImagePulls": False,
@@ -167,7 +167,7 @@ def kubelet(node: Node) -> dict[str, Any]:
 
 
 def containerd(folder: Path, state: Path, cni_plugins: str) -> str:
-    """containerd's configuration: its socket, network and root (``containerd``) are in ``folder``."""
+    """Return containerd's configuration: its socket, network and root (``containerd``) are in ``folder``."""
     text = json.dumps  # a JSON string is a TOML string
     return f"""version = 2
 root = {text(f"{folder}/containerd")}
@@ -199,10 +199,8 @@ disabled_plugins = ["io.containerd.nri.v1.nri"]
 
 
 def cni(node: Node) -> dict[str, Any]:
-    """The pods' network: a cable from each pod to its node, which routes.
-
-    Not a bridge: pods on one bridge reach each other's Services only with the kernel module br_netfilter.
-    """
+    """Return the configuration of the pods' network: a cable from each pod to its node, which routes. A bridge would
+    need the kernel module br_netfilter for Services between its pods."""
     return {
         "cniVersion": "0.4.0",
         "name": "treeline-e2e",
@@ -223,7 +221,7 @@ def cni(node: Node) -> dict[str, Any]:
 
 
 def kubeconfig(address: str, name: str, ca: bytes, cert: bytes, key: bytes) -> dict[str, Any]:
-    """A kubeconfig that holds its certificates."""
+    """Return a kubeconfig that holds its certificates."""
     cluster = {"server": address, "certificate-authority-data": b64encode(ca).decode()}
     user = {"client-certificate-data": b64encode(cert).decode(), "client-key-data": b64encode(key).decode()}
     return {

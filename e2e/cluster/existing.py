@@ -1,4 +1,4 @@
-"""The `existing` provider: the cluster of a kubeconfig, if its context is one that was allowed by name."""
+"""The `existing` provider: the cluster of a kubeconfig, if its context is allowed by name."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ ALLOWED = "TREELINE_E2E_CONTEXTS"
 
 
 def allowed(context: str, contexts: str) -> bool:
-    """Whether a context is in a list of exact names, divided by commas. There are no patterns, and no default."""
+    """Return whether a context is in a list of exact names, separated by commas. There are no patterns, and no
+    default."""
     return bool(context) and context in [name.strip() for name in contexts.split(",") if name.strip()]
 
 
 class Existing:
-    """A cluster that somebody else looks after: `up` looks at it, `down` leaves it as it is."""
+    """A cluster that others maintain: `up` only checks it, `down` leaves it alone."""
 
     name = "existing"
 
@@ -28,16 +29,16 @@ class Existing:
         self._environment = os.environ if environment is None else environment
 
     def unfit(self) -> str | None:
-        """Why it cannot be had here."""
+        """Return why the cluster cannot be used from here."""
         if not self._environment.get(ALLOWED):
             return f"{ALLOWED} names no context that tests may use"
         return None
 
     def prepare(self) -> None:
-        """Nothing: its images are there."""
+        """Do nothing: the images are in the cluster."""
 
     def up(self) -> Path:
-        """Look whether it answers; its kubeconfig."""
+        """Check that the cluster answers. Return the path of its kubeconfig."""
         path = self._kubeconfig()
         context = self._kubectl("config", "current-context").strip()
         if not allowed(context, self._environment.get(ALLOWED, "")):
@@ -49,10 +50,10 @@ class Existing:
         return path
 
     def down(self) -> None:
-        """Nothing: it is not ours."""
+        """Do nothing: the cluster is not ours."""
 
     def status(self) -> dict[str, Any]:
-        """What there is of it."""
+        """Return provider, state, kubeconfig and nodes of the cluster."""
         state: dict[str, Any] = {"provider": self.name, "kubeconfig": None}
         try:
             state["kubeconfig"] = str(self.up())
@@ -62,7 +63,7 @@ class Existing:
         return {**state, "state": "up", "nodes": [n["metadata"]["name"] for n in nodes]}
 
     def commands(self) -> list[Path]:
-        """None: who has a cluster has its tools."""
+        """Return no folders: the user has the cluster's tools."""
         return []
 
     def _kubeconfig(self) -> Path:

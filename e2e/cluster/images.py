@@ -46,20 +46,20 @@ BUILD_ARGS = {
 }
 NEEDED_GB = {"runtime-cpu": 12, VLLM: 18, "other": 5}
 _BLOT = ("unshare", "--mount", "--pid", "--fork", "--kill-child", "--propagation=private", "--mount-proc")
-"""Nothing that is mounted or started within outlives it."""
+"""Mounts and processes that begin in it end with it."""
 
 
 @dataclass(frozen=True)
 class Image:
-    """One of the images: its word (of the project's own what scripts/images.sh calls it), its name in a cluster, and
-    what it is made of."""
+    """An image: its word (for the project's own, the word of scripts/images.sh), its name in a cluster, and the
+    fingerprint of its sources."""
 
     word: str
     name: str
     made_of: str
 
     def build(self, tool: str, *options: str, base: str = "") -> list[str]:
-        """The command that builds it by docker or buildah. ``base`` is another base image than its Dockerfile's;
+        """Return the command that builds it by docker or buildah. ``base`` replaces the Dockerfile's base image;
         ``options`` are the tool's own."""
         if self.word not in FOREIGN:
             words = [str(ROOT / "scripts/images.sh"), "--tool", tool, *(("--base", base) if base else ()), self.word]
@@ -71,13 +71,13 @@ class Image:
 
     @property
     def in_cluster(self) -> str:
-        """The name by which a node knows what a pod calls ``name``."""
+        """Return the name that a node has for the image that a pod calls ``name``."""
         return f"docker.io/library/{self.name}"
 
 
 def wanted(root: Path = ROOT) -> list[Image]:
-    """The project's images as the working tree has them, and those of engines that are asked for. Raises ClusterError
-    for an engine that there is not."""
+    """List the project's images, built from the working tree, and the requested engines' images. Raises ClusterError
+    for an unknown engine."""
     chart = (root / "charts/treeline/Chart.yaml").read_text().splitlines()
     tag = next(line.split(":")[1].strip().strip('"') for line in chart if line.startswith("appVersion:"))
     arguments = json.dumps(BUILD_ARGS, sort_keys=True)
@@ -112,7 +112,7 @@ class Store:
         self._layout = self._cache / "layout"
 
     def has(self) -> dict[str, str]:
-        """Name in a cluster → what it is made of."""
+        """Return the fingerprint of each image that the store holds, by its name in a cluster."""
         with contextlib.suppress(FileNotFoundError, ValueError):
             return dict(json.loads(self._contents.read_text()))
         return {}
@@ -133,7 +133,7 @@ class Store:
                 self._import({n: p.parent.name for n, p in missing.items()})
 
     def bring_project(self) -> None:
-        """Build and import those of the project's images that are missing."""
+        """Build and import the project's missing or outdated images."""
         with self._locked():
             has = self.has()
             for image in wanted():
@@ -148,7 +148,7 @@ class Store:
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
-        """One writer of the store at a time."""
+        """Hold the lock that allows one writer of the store at a time."""
         self._cache.mkdir(parents=True, exist_ok=True)
         with (self._cache / ".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -156,7 +156,8 @@ class Store:
             shutil.rmtree(self._layout, ignore_errors=True)
 
     def send(self, has: Mapping[str, str], nodes: list[Path]) -> dict[str, str]:
-        """Import into running nodes (their folders) what they lack of the project's images; what they have then."""
+        """Import the project's missing or outdated images into running nodes (their folders). Return what the nodes
+        hold then."""
         now = dict(has)
         for image in wanted():
             if now.get(image.in_cluster) != image.made_of:
@@ -169,7 +170,8 @@ class Store:
         return now
 
     def send_programs(self, programs: Mapping[str, Path], nodes: list[Path]) -> None:
-        """Images of single static programs, by name, for running nodes (their folders); found by name in their PATH."""
+        """Import images of single static programs into running nodes (their folders), by name; the programs are found
+        in PATH."""
         layout = self._cache / "programs"
         shutil.rmtree(layout, ignore_errors=True)
         layout.mkdir(parents=True)
@@ -184,7 +186,7 @@ class Store:
         self._layout.mkdir(parents=True)
 
     def lacks_room(self) -> str | None:
-        """Why the images that are still to be built cannot be."""
+        """Return why the missing images cannot be built, or None."""
         has = self.has()
         try:
             for image in wanted():
@@ -230,7 +232,8 @@ class Store:
         return self._run("image-exists", ["buildah", "inspect", "--type=image", name], check=False)
 
     def _build_base(self) -> None:
-        """A base image of Debian's packages. It trusts whom this machine trusts, as builds in it use this network."""
+        """Build a base image of Debian's packages. It trusts this machine's authorities, as builds in it use this
+        network."""
         script = f"""
 set -e
 tree=$(mktemp -d {self._cache}/base.XXXXXX)
@@ -247,7 +250,8 @@ buildah rm "$container"
         self._run("build-base", ["/bin/sh", "-c", script])
 
     def _export(self, image: Image) -> None:
-        """Write it to the layout. Layers that the store has are linked there first, so that they are not written."""
+        """Write the image to the layout. Layers in the store are linked there first, so that they are not written
+        again."""
         self._fresh_layout()
         (blobs := self._layout / "blobs/sha256").mkdir(parents=True)
         for blob in (self.folder / "io.containerd.content.v1.content/blobs/sha256").glob("*"):
@@ -280,12 +284,12 @@ buildah rm "$container"
 
     @contextlib.contextmanager
     def _containerd(self) -> Iterator[Path]:
-        """A containerd on the store, for imports alone."""
+        """Run a containerd on the store, for imports alone."""
         folder = self._home.path / "store"
         folder.mkdir(exist_ok=True)
         settings, socket = folder / "containerd.toml", folder / "containerd.sock"
         text = config.containerd(folder, folder / "state", "/nowhere")
-        # its root is the store itself, and there is nobody to run pods
+        # its root is the store itself, and it runs no pods
         text = text.replace(f'"{folder}/containerd"', f'"{self.folder}"').replace(
             "disabled_plugins = [", 'disabled_plugins = ["io.containerd.grpc.v1.cri", '
         )
@@ -299,7 +303,7 @@ buildah rm "$container"
             shutil.rmtree(folder, ignore_errors=True)
 
     def copy_to(self, folder: Path) -> None:
-        """A node's own containerd root: immutable files are shared, databases are its own."""
+        """Copy the store to a node's own containerd root: immutable files are shared, databases are its own."""
         folder.parent.mkdir(parents=True, exist_ok=True)
         same = os.stat(self.folder).st_dev == os.stat(folder.parent).st_dev
         subprocess.run(["cp", "-al" if same else "-a", str(self.folder), str(folder)], check=True)
@@ -310,7 +314,7 @@ buildah rm "$container"
 
 
 def import_layout(layout: Path, socket: Path) -> None:
-    """Import a layout's images into a running containerd; what it has already is not sent."""
+    """Import a layout's images into a running containerd; layers that it has are not sent."""
     ctr = ["ctr", "--address", str(socket), "--namespace", "k8s.io"]
     there = subprocess.run([*ctr, "content", "list", "--quiet"], capture_output=True, text=True, check=True)
     receiver = subprocess.Popen(

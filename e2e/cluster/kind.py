@@ -32,7 +32,7 @@ class Kind:
         self._nodes, self._images = nodes or 1, images
 
     def unfit(self) -> str | None:
-        """Why it cannot be had here."""
+        """Return why kind cannot run here."""
         for command in ("docker", "kind"):
             if not shutil.which(command):
                 return f"{command} is not installed"
@@ -41,13 +41,13 @@ class Kind:
         return None
 
     def prepare(self) -> None:
-        """Build the images; Docker sees by itself what it has already."""
+        """Build the images; Docker skips those that it has."""
         for image in wanted() if self._images else []:
             with self.progress.step(f"building {image.name}"):
                 self._run(*image.build("docker"))
 
     def up(self) -> Path:
-        """Make the cluster unless it is there; build and load the images; its kubeconfig."""
+        """Create the cluster unless it exists; build and load the images. Return the path of its kubeconfig."""
         if reason := self.unfit():
             raise ClusterError(f"the kind provider: {reason}")
         self.prepare()
@@ -77,7 +77,7 @@ class Kind:
         self.home.remove()
 
     def status(self) -> dict[str, Any]:
-        """What there is of it."""
+        """Return provider, state, kubeconfig and nodes of the cluster."""
         up = self.unfit() is None and self._exists()
         kubeconfig = str(self.home.kubeconfig) if up and self.home.kubeconfig.exists() else None
         nodes = self._run("kind", "get", "nodes", "--name", CLUSTER).split() if up else []
@@ -89,7 +89,7 @@ class Kind:
         }
 
     def commands(self) -> list[Path]:
-        """None: they are expected where kind is."""
+        """Return no folders: kind's users have the tools in PATH."""
         return []
 
     def _config(self) -> str:

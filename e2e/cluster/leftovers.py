@@ -1,4 +1,4 @@
-"""What a cluster may leave on a machine, seen before and after: `python -m e2e.cluster.leftovers save|compare FILE`."""
+"""Finds what a cluster left on a machine: `python -m e2e.cluster.leftovers save|compare FILE`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from e2e.cluster.place import Home
 PROGRAMS = re.compile(
     r"treeline-e2e|containerd|runc|kubelet|kube-proxy|coredns|buildah|debootstrap|/pause$|^(unshare|nsenter)\b"
 )
-"""What runs only for a cluster. Control planes of other work may come and go meanwhile; ours names its folder."""
+"""Programs that run only for a cluster. Control planes of other work may come and go meanwhile; ours names its
+folder."""
 FOLDERS = (
     "/var/lib",
     "/var/run",
@@ -35,7 +36,7 @@ Snapshot = dict[str, list[str]]
 
 
 def snapshot() -> Snapshot:
-    """What there is now, by kind."""
+    """List the machine's processes, mounts, network and files, by kind."""
     return {
         "processes": _processes(),
         "mounts": sorted(line.split(" ", 4)[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()),
@@ -50,7 +51,8 @@ def snapshot() -> Snapshot:
 
 
 def compare(before: Mapping[str, list[str]], after: Mapping[str, list[str]]) -> list[str]:
-    """What is there now and was not before, or the other way round but for processes: a line each. Pure."""
+    """Return a line for each item that appeared or disappeared (processes, namespaces and files: appeared only).
+    Pure."""
     found = []
     for kind, was in before.items():
         now = after[kind]
@@ -61,7 +63,7 @@ def compare(before: Mapping[str, list[str]], after: Mapping[str, list[str]]) -> 
 
 
 def _processes() -> list[str]:
-    """Processes by what they run, and every process in another namespace of processes than ours."""
+    """List the processes of a cluster's programs, and every process in another PID namespace than ours."""
     found = []
     for line in _lines("ps", "-eo", "pid=,stat=,args="):
         pid, state, args = line.split(None, 2)
@@ -77,7 +79,7 @@ def _elsewhere(pid: str) -> bool:
 
 
 def _namespaces() -> list[str]:
-    """Namespaces of mounts, networks and processes, with the command of the first process in each."""
+    """List the namespaces of mounts, networks and processes, with the command of the first process in each."""
     lines = _lines("lsns", "--noheadings", "--output=NS,TYPE,COMMAND", "--type=mnt", "--type=net", "--type=pid")
     return [re.sub(r"\s+", " ", line.strip()) for line in lines]
 
@@ -103,7 +105,7 @@ def _lines(*command: str) -> list[str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Save what there is, or say what differs from what was saved; 1 when something does."""
+    """Save a snapshot, or print the differences from a saved one. Return 1 if there are any."""
     parser = argparse.ArgumentParser(prog="python -m e2e.cluster.leftovers", description=__doc__)
     parser.add_argument("word", choices=["save", "compare"])
     parser.add_argument("file", type=Path)

@@ -54,13 +54,13 @@ class Local:
     # What people say
 
     def unfit(self) -> str | None:
-        """Why it cannot be had here."""
+        """Return why this machine cannot run the cluster."""
         # One that is there, or half there, may always be looked at and taken down.
         builds = self._images and not self.home.path.exists()
         return packages.unfit() or (self._store.lacks_room() if builds else None)
 
     def prepare(self) -> None:
-        """Build the programs and the images, and leave nothing but the cache."""
+        """Build the programs and the images; only the cache keeps anything."""
         if self.home.path.exists():
             return  # a cluster is up, or half up: `up` finds out what it lacks
         if reason := self.unfit():
@@ -70,7 +70,7 @@ class Local:
             self.home.remove()
 
     def up(self) -> Path:
-        """Bring the cluster up, or what is missing of it; its kubeconfig."""
+        """Start the cluster, or its missing parts. Return the path of its kubeconfig."""
         if reason := self.unfit():
             raise ClusterError(f"the local provider: {reason}")
         with self._alone():
@@ -78,7 +78,7 @@ class Local:
         return self.home.kubeconfig
 
     def down(self) -> None:
-        """Remove the cluster: every process, mount, namespace, interface and file. Also one that came up half-way."""
+        """Remove the cluster: every process, mount, namespace, interface and file. Also removes an incomplete one."""
         if not self.home.path.exists():
             return
         with self._alone():
@@ -86,7 +86,7 @@ class Local:
             self.home.remove()
 
     def status(self) -> dict[str, Any]:
-        """What there is of it."""
+        """Return provider, state, kubeconfig, nodes, ended processes and images of the cluster."""
         state = self._state()
         processes = {name: self._registry.alive(name) for name in self._registry.names()}
         return {
@@ -104,7 +104,7 @@ class Local:
         return "up" if state.get("complete") and processes and all(processes.values()) else "incomplete"
 
     def kubectl(self, *args: str, stdin: str | None = None, check: bool = True) -> str:
-        """What kubectl printed, as the administrator."""
+        """Run kubectl as the administrator and return its output."""
         program = self._programs["kubernetes"] / "kubectl"
         done = subprocess.run(
             [
@@ -124,18 +124,18 @@ class Local:
         return done.stdout if not done.returncode else ""
 
     def send_programs(self, programs: dict[str, Path]) -> None:
-        """Give the nodes images of single static programs, by name."""
+        """Import images of single static programs into the nodes, by name."""
         self._store.send_programs(programs, [self.home.node(name) for name in self._state()["nodes"]])
 
     def commands(self) -> list[Path]:
-        """The folders of kubectl and helm; empty before :meth:`up`."""
+        """Return the folders of kubectl and helm; empty before :meth:`up`."""
         return [self._programs[name] for name in ("kubernetes", "helm") if self._programs]
 
     # Steps
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """One `up` or `down` at a time. The lock is on the folder itself, so that it leaves no file."""
+        """Allow one `up` or `down` at a time. The lock is on the folder itself, so that it leaves no file."""
         self.home.make()
         handle = os.open(self.home.path, os.O_RDONLY)
         try:
@@ -307,7 +307,7 @@ class Local:
         self.kubectl("-n", "kube-system", "rollout", "status", "deployment/coredns", "--timeout=60s")
 
     def _until(self, condition: Any, what: str, space: NodeSpace, program: str) -> None:
-        """Wait; say at once when the program ends meanwhile, with the end of its log."""
+        """Wait for a condition. If the program ends meanwhile, fail at once with the end of its log."""
         name = f"{space.node.name}.{program}"
 
         def reached() -> bool:

@@ -47,7 +47,8 @@ class Node:
 
 
 def clashes(routes: str) -> list[str]:
-    """The destinations of this machine's routes (`ip -json route`) that overlap with ours, but for our own cable."""
+    """Return the destinations of this machine's routes (`ip -json route`) that overlap with ours, except those of our
+    own cable."""
     found = []
     for route in json.loads(routes or "[]"):
         if route["dst"] == "default" or route.get("dev") == CABLE:
@@ -69,7 +70,7 @@ def plug_first(first: Node, init: int) -> list[str]:
 
 
 def route_to(node: Node) -> str:
-    """On this machine: the way to a node's pods."""
+    """On this machine: the route to a node's pods."""
     return f"ip route add {node.pods} via {node.address} dev {CABLE}"
 
 
@@ -109,12 +110,12 @@ def in_other(node: Node) -> list[str]:
 
 
 def _services(node: Node, device: str) -> str:
-    """Inside a node: a way to Services, for what the node itself sends (the API server's calls of webhooks).
-
-    Nobody takes it, since kube-proxy gives the packet a pod's address. But without a way there is no packet."""
+    """Inside a node: a route to Services, for packets of the node itself (the API server's calls of webhooks). No
+    packet takes it, since kube-proxy rewrites the address to a pod's. But the kernel sends no packet without a
+    route."""
     return f"ip route add {SERVICES} dev {device} src {node.address}"
 
 
 def neighbours(node: Node, all_nodes: list[Node]) -> list[str]:
-    """Inside a node: the ways to the other nodes' pods."""
+    """Inside a node: the routes to the other nodes' pods."""
     return [f"ip route add {other.pods} via {other.address}" for other in all_nodes if other != node]

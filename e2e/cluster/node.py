@@ -18,7 +18,7 @@ from e2e.cluster.owned import Registry, children, until
 from e2e.cluster.place import ClusterError, Home
 
 INSIDE = Path("/run/treeline-e2e")
-"""Where a node's own folder is inside of it."""
+"""A node's own folder, as seen inside it."""
 PKI = INSIDE / "pki"
 CGROUPS = Path("/sys/fs/cgroup")
 CGROUP = "treeline-e2e"
@@ -31,11 +31,11 @@ KUBELET_SYSCTLS = {
     "kernel/keys/root_maxkeys": "1000000",
     "kernel/keys/root_maxbytes": "25000000",
 }
-"""What a kubelet demands of the whole machine: it finds it so, in files that only its node sees."""
+"""Settings that a kubelet demands of the whole machine; the node sees them in files of its own."""
 
 
 def set_up(folder: Path, pki: Path, hostname: str) -> str:
-    """The script that a node runs in its namespaces before its first program. Pure."""
+    """Return the script that a node runs in its namespaces before its first program. Pure."""
     here, inside = shlex.quote(str(folder)), shlex.quote(str(INSIDE))
     lines = [
         "set -eu",
@@ -67,7 +67,7 @@ class NodeSpace:
         self._init: int | None = None
 
     def create(self, pause: Path) -> int:
-        """Start the init process; its pid."""
+        """Start the init process. Return its pid."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self._registry.start(
             self._holder,
@@ -101,7 +101,7 @@ class NodeSpace:
         return ["nsenter", f"--target={self.init}", "--mount", "--uts", "--ipc", "--net", "--pid", "--"]
 
     def run(self, script: str) -> str:
-        """Run a shell script inside; what it printed. Raises ClusterError with its words."""
+        """Run a shell script inside and return its output. Raises ClusterError with its errors."""
         return _run([*self._enter(), "/bin/sh", "-ec", script], f"in {self.node.name}")
 
     def start(self, name: str, command: Sequence[str]) -> None:
@@ -110,7 +110,7 @@ class NodeSpace:
 
 
 def on_this_machine(script: str) -> str:
-    """Run a shell script; what it printed."""
+    """Run a shell script and return its output."""
     return _run(["/bin/sh", "-ec", script], "on this machine")
 
 
@@ -125,14 +125,14 @@ def _run(command: list[str], where: str) -> str:
 
 
 def hierarchies(base: Path = CGROUPS) -> list[Path]:
-    """The hierarchies of control groups: one with version 2, one a controller with version 1."""
+    """Return the hierarchies of control groups: one with version 2, one for each controller with version 1."""
     if (base / "cgroup.controllers").exists():
         return [base]
     return sorted({p.resolve() for p in base.iterdir() if (p / "cgroup.procs").exists()})
 
 
 def make_cgroups(node: str, base: Path = CGROUPS) -> None:
-    """The groups below which a node's kubelet puts its pods."""
+    """Create the groups below which a node's kubelet puts its pods."""
     for hierarchy in hierarchies(base):
         above = hierarchy
         for part in (CGROUP, node):
@@ -148,7 +148,7 @@ def make_cgroups(node: str, base: Path = CGROUPS) -> None:
 
 
 def remove_cgroups(base: Path = CGROUPS, *, patience_s: float = 10.0) -> None:
-    """Remove all our groups: empty ones go at once, those of ending processes a moment later."""
+    """Remove all our groups: empty ones at once, those of ending processes a moment later."""
     deadline = time.monotonic() + patience_s
     while left := [group for h in hierarchies(base) if (group := h / CGROUP).exists()]:
         for group in left:

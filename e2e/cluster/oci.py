@@ -17,10 +17,8 @@ NAME = "io.containerd.image.name"
 
 
 def write_program(layout: Path, name: str, program: Path, architecture: str = "amd64", path: str = "") -> None:
-    """Put an image into a layout whose only file is a static program, run as user 65532.
-
-    ``path`` is where it is in the image: at the root under its own name, if not said. There is a folder for scratch.
-    """
+    """Put an image into a layout whose only file is a static program, run as user 65532. ``path`` is its place in the
+    image: by default the root, under its own name. There is a folder for scratch."""
     path = path or program.name
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as layer:
@@ -48,7 +46,7 @@ def write_program(layout: Path, name: str, program: Path, architecture: str = "a
 
 
 def names(layout: Path, rename: Mapping[str, str]) -> None:
-    """Give images that a builder wrote (``org.opencontainers.image.ref.name``) the names that a cluster knows."""
+    """Rename images that a builder wrote (``org.opencontainers.image.ref.name``) to the names that a cluster uses."""
     index = json.loads((layout / "index.json").read_text())
     for entry in index["manifests"]:
         annotations = entry.setdefault("annotations", {})
@@ -58,7 +56,7 @@ def names(layout: Path, rename: Mapping[str, str]) -> None:
 
 
 def stream(layout: Path, there: Iterable[str], target: IO[bytes]) -> None:
-    """Write a layout as a tar, but for the layers that the receiver already has (digests with their algorithm)."""
+    """Write a layout as a tar, without the layers that the receiver has (digests with their algorithm)."""
     skip = set(there)
     with tarfile.open(fileobj=target, mode="w|") as tar:
         for file in ("oci-layout", "index.json"):
@@ -70,7 +68,7 @@ def stream(layout: Path, there: Iterable[str], target: IO[bytes]) -> None:
 
 
 def _blobs(layout: Path) -> list[tuple[str, str]]:
-    """All blobs that the index leads to, each once: digest and media type."""
+    """Return all blobs that the index leads to, each once: digest and media type."""
     found: dict[str, str] = {}
     for entry in json.loads((layout / "index.json").read_text())["manifests"]:
         found[entry["digest"]] = entry["mediaType"]

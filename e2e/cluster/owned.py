@@ -1,4 +1,5 @@
-"""Processes that we started: each is written down by itself before it does anything, and only those are ended.
+"""Processes that we started: each is recorded before it runs, and only recorded ones are ended. A process is its pid
+and its start time, so a pid that another process got meanwhile is not ours.
 
 A process is its pid and its start time: a pid that was given to somebody else meanwhile is not ours.
 """
@@ -29,7 +30,7 @@ class Process:
     started: int
 
     def alive(self) -> bool:
-        """Whether it runs: a zombie does not, nor does somebody else's process of that pid."""
+        """Return whether it runs: a zombie does not, and another process with that pid does not count."""
         stat = _stat(self.pid)
         return stat is not None and stat.started == self.started and stat.state not in "ZX"
 
@@ -52,7 +53,7 @@ class Process:
 
 @dataclass(frozen=True)
 class Stat:
-    """What the kernel says about a process."""
+    """A process's state, parent and start time, as the kernel reports them."""
 
     state: str
     parent: int
@@ -60,7 +61,7 @@ class Stat:
 
 
 def parse_stat(text: str) -> Stat:
-    """A line of /proc/PID/stat. The name in parentheses may hold anything."""
+    """Parse a line of /proc/PID/stat. The name in parentheses may hold anything."""
     fields = text[text.rindex(")") + 2 :].split()
     return Stat(fields[0], int(fields[1]), int(fields[19]))
 
@@ -73,7 +74,7 @@ def _stat(pid: int) -> Stat | None:
 
 
 def children(pid: int) -> list[int]:
-    """The processes whose parent it is."""
+    """Return its child processes."""
     numbers = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
     return [n for n in numbers if (stat := _stat(n)) is not None and stat.parent == pid]
 
@@ -100,7 +101,7 @@ class Registry:
             )
 
     def get(self, name: str) -> Process | None:
-        """The process of that name, if it was ever started and its record is whole."""
+        """Return the process of that name, if it was ever started and its record is complete."""
         with contextlib.suppress(FileNotFoundError, ValueError):
             pid, started = (self._home.pids / name).read_text().split()
             return Process(int(pid), int(started))
@@ -114,12 +115,12 @@ class Registry:
         return process is not None and process.alive()
 
     def ended(self, name: str) -> bool:
-        """Whether it was started and has ended. One whose record is only being written has not."""
+        """Return whether it was started and has ended. A process whose record is still being written has not."""
         process = self.get(name)  # read once: between two readings the record may come
         return process is not None and not process.alive()
 
     def end(self, name: str) -> None:
-        """End one and forget it; what dies with it (``unshare --kill-child``) is waited for."""
+        """End a process and forget it; wait for those that die with it (``unshare --kill-child``)."""
         if process := self.get(name):
             with_it = [Process(pid, stat.started) for pid in children(process.pid) if (stat := _stat(pid))]
             process.end()
@@ -127,13 +128,13 @@ class Registry:
         (self._home.pids / name).unlink(missing_ok=True)
 
     def log(self, name: str, lines: int = 15) -> str:
-        """The end of a program's log."""
+        """Return the end of a program's log."""
         path = self._home.logs / f"{name}.log"
         return "\n".join(path.read_text(errors="replace").splitlines()[-lines:]) if path.exists() else ""
 
 
 def until(condition: Callable[[], bool], what: str, patience_s: float = 60.0, *, every_s: float = 0.05) -> None:
-    """Wait for a condition. Raises ClusterError when it does not come true in time."""
+    """Wait for a condition. Raises ClusterError if it does not come true in time."""
     deadline = time.monotonic() + patience_s
     while not condition():
         if time.monotonic() > deadline:

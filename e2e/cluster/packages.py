@@ -1,4 +1,4 @@
-"""The programs of the distribution that the `local` provider needs, and getting them."""
+"""The distribution's packages that the `local` provider needs, and their installation."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ CNI_PACKAGE = "containernetworking-plugins"
 
 
 def cni_plugins() -> str | None:
-    """The folder with the network plugins."""
+    """Return the folder with the network plugins."""
     return next((folder for folder in CNI_PLUGINS if (Path(folder) / "ptp").exists()), None)
 
 
 def missing(*, build: bool) -> list[str]:
-    """The packages whose commands are not here."""
+    """Return the packages whose commands are missing here."""
     commands = {**COMMANDS, **(BUILD_COMMANDS if build else {})}
     path = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
     packages = {package for command, package in commands.items() if not shutil.which(command, path=path)}
@@ -44,7 +44,7 @@ def missing(*, build: bool) -> list[str]:
 
 
 def unfit() -> str | None:
-    """Why this machine cannot have a `local` cluster at all."""
+    """Return why this machine cannot have a `local` cluster at all."""
     if sys.platform != "linux":
         return "it needs Linux"
     if os.geteuid() != 0:
@@ -60,7 +60,8 @@ def unfit() -> str | None:
 
 
 def require(progress: Progress, *, build: bool, install: bool) -> None:
-    """Install what is missing, or say how to. Never removes a package (another containerd stays)."""
+    """Install the missing packages, or raise ClusterError with the command that does. Never removes a package (another
+    containerd stays)."""
     if not (packages := missing(build=build)):
         return
     command = ["apt-get", "install", "--yes", "--no-install-recommends", "--no-remove", *packages]

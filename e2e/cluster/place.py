@@ -1,4 +1,4 @@
-"""Where everything of a cluster is: the work folder, which `down` removes, and the cache, which it leaves."""
+"""The folders of a cluster: the work folder, which `down` removes, and the cache, which it leaves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class ClusterError(RuntimeError):
 
 
 def cache_folder() -> Path:
-    """Where programs and images are kept between clusters (as scripts/control_plane.sh has it)."""
+    """Return the folder that keeps programs and images between clusters (as scripts/control_plane.sh does)."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return Path(os.environ.get("TREELINE_CACHE") or base / "treeline")
 
@@ -49,11 +49,11 @@ class Home:
         return self.path / "state.json"
 
     def node(self, name: str) -> Path:
-        """What one node keeps."""
+        """Return the folder of one node."""
         return self.path / "nodes" / name
 
     def make(self) -> None:
-        """Take the folder. Raises ClusterError where it holds something that is not ours."""
+        """Take the folder. Raises ClusterError if it holds files that are not ours."""
         if self.path.exists() and not (self.path / MARK).exists() and any(self.path.iterdir()):
             raise ClusterError(f"{self.path} is not empty and not ours: choose another with TREELINE_E2E_HOME")
         self.path.mkdir(parents=True, exist_ok=True)
@@ -62,7 +62,7 @@ class Home:
             folder.mkdir(exist_ok=True)
 
     def remove(self) -> None:
-        """Remove the folder, unless something is mounted in it: then nothing is touched."""
+        """Remove the folder, unless something is mounted in it: then remove nothing."""
         self.empty()
         # the mark goes last: an interrupted removal can be taken up again
         (self.path / MARK).unlink(missing_ok=True)
@@ -70,7 +70,7 @@ class Home:
             self.path.rmdir()
 
     def empty(self) -> None:
-        """Remove all but the folder and its mark."""
+        """Remove everything but the folder and its mark."""
         if not self.path.exists():
             return
         if not (self.path / MARK).exists():
@@ -87,6 +87,6 @@ class Home:
 
 
 def mounts_below(folder: Path, mountinfo: str) -> list[str]:
-    """The mount points in or at a folder, of the text of a mountinfo."""
+    """Return the mount points in or at a folder, from the text of a mountinfo."""
     points = [line.split()[4].replace("\\040", " ") for line in mountinfo.splitlines() if line]
     return [point for point in points if Path(point).is_relative_to(folder)]

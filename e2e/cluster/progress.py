@@ -1,4 +1,4 @@
-"""What `up` and `down` say while they work: a live line on a terminal, a line a step elsewhere."""
+"""Progress of `up` and `down`: a live line on a terminal, elsewhere a line for each step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Progress:
 
     @contextlib.contextmanager
     def step(self, text: str) -> Iterator[None]:
-        """A step; its time is said when it is done."""
+        """Show a step while the block runs, and its time afterwards."""
         start = time.monotonic()
         if self._console.is_terminal:
             with self._console.status(text):

@@ -1,4 +1,4 @@
-"""Which provider a cluster comes from."""
+"""Chooses the provider of the cluster."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ class Provider(Protocol):
 
     @property
     def name(self) -> str:
-        """The word for it."""
+        """The provider's name on the command line."""
 
     def unfit(self) -> str | None:
-        """Why it cannot be had here; None if it can."""
+        """Return why the cluster cannot be used here; None if it can."""
 
     def prepare(self) -> None:
-        """Build what is built only once: the cluster's programs and the project's images."""
+        """Build the cluster's programs and the project's images, which are built only once."""
 
     def up(self) -> Path:
-        """Have the cluster, with the project's images; the kubeconfig."""
+        """Start the cluster, with the project's images. Return the path of its kubeconfig."""
 
     def down(self) -> None:
-        """Have it no longer."""
+        """Remove the cluster."""
 
     def status(self) -> dict[str, Any]:
-        """At least ``provider``, ``state`` and ``kubeconfig``."""
+        """Return at least ``provider``, ``state`` and ``kubeconfig``."""
 
     def commands(self) -> list[Path]:
-        """Folders of kubectl and helm that came with the cluster."""
+        """Return the folders of kubectl and helm that came with the cluster."""
 
 
 def every(
     progress: Progress, *, nodes: int | None = None, images: bool = True, install: bool = True
 ) -> dict[str, Provider]:
-    """All providers, the first choice first."""
+    """Return all providers, the first choice first."""
     home = Home.default()
     offered: list[Provider] = [
         Existing(),
@@ -52,7 +52,7 @@ def every(
 
 
 def choose(name: str, offered: dict[str, Provider]) -> Provider:
-    """The provider of that name; for ``auto`` the first that can be had here."""
+    """Return the provider of that name; for ``auto`` the first that this machine can run."""
     if name != "auto":
         if name not in offered:
             raise ClusterError(f"no provider '{name}': there are auto, {', '.join(offered)}")

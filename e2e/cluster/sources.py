@@ -1,4 +1,4 @@
-"""What an image is made of, told by its Dockerfile: the files whose change makes another image."""
+"""The files that an image is built from, read from its Dockerfile. A change of one makes another image."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ IGNORED = {"__pycache__", "build", "dist", ".pytest_cache", ".mypy_cache", ".ruf
 
 
 def copied(dockerfile: str) -> list[str]:
-    """The paths of the build context that a Dockerfile copies, in order, each once."""
+    """Return the paths of the build context that a Dockerfile copies, in order, each once."""
     joined = re.sub(r"\\\n", " ", "\n".join(x for x in dockerfile.splitlines() if not x.lstrip().startswith("#")))
     paths: dict[str, None] = {}
     for line in joined.splitlines():
@@ -24,7 +24,7 @@ def copied(dockerfile: str) -> list[str]:
 
 
 def files(root: Path, paths: list[str]) -> list[Path]:
-    """The files at and below paths of the build context, without what building and testing leaves there."""
+    """Return the files at and below paths of the build context, without leftovers of builds and tests."""
     found: set[Path] = set()
     for path in paths:
         top = root / path
@@ -38,7 +38,7 @@ def _ignored(path: Path) -> bool:
 
 
 def fingerprint(root: Path, dockerfile: Path, *more: str) -> str:
-    """A hash of all that an image is made of; ``more`` are build arguments and the base image."""
+    """Return a hash of everything that an image is built from; ``more`` are build arguments and the base image."""
     text = dockerfile.read_text()
     digest = hashlib.sha256("\0".join((text, *more)).encode())
     for file in files(root, copied(text)):

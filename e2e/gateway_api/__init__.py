@@ -1,1 +1,1 @@
-"""Gateways that are not ours, for the journey with Gateway API: their CRDs as files, and how one is had here."""
+"""Gateways that are not ours, for the journey with Gateway API: their CRDs as files, and their installation here."""

@@ -16,7 +16,7 @@ from e2e.kit.kube import Kube
 
 CLASS: Final = "envoy"
 PROGRAMS: Final = ("envoy-gateway", "ai-gateway")
-"""As scripts/control_plane.sh calls them; each brings its charts along."""
+"""Names in scripts/control_plane.sh; each program brings its charts along."""
 SYSTEM: Final = "envoy-gateway-system"
 AI_SYSTEM: Final = "envoy-ai-gateway-system"
 UPSTREAM_CRDS: Final = Path(__file__).parent / "crds"
@@ -25,12 +25,12 @@ _TAG: Final = "e2e"
 _GATEWAY_IMAGE: Final = f"docker.io/library/treeline-e2e-envoy-gateway:{_TAG}"
 _AI_IMAGE: Final = f"docker.io/library/treeline-e2e-ai-gateway:{_TAG}"
 _WATCHED_BY_AI: Final = ("backends", "httproutefilters")
-"""Of Envoy Gateway's own kinds, those that its extension does not start without; none is needed for more."""
+"""Envoy Gateway's own kinds without which its extension does not start; no others are needed."""
 _PATIENCE: Final = "--timeout=120s"
 
 
 def images(programs: Mapping[str, Path]) -> dict[str, Path]:
-    """The images that the nodes must have, each of one program."""
+    """List the images that the nodes must have, each of one program."""
     return {
         _GATEWAY_IMAGE: programs["envoy-gateway"] / "envoy-gateway",
         _AI_IMAGE: programs["ai-gateway"] / "ai-gateway",
@@ -38,7 +38,7 @@ def images(programs: Mapping[str, Path]) -> dict[str, Path]:
 
 
 class EnvoyGateway:
-    """Owns an installation: all of it is gone after ``remove``, and a second ``install`` mends a first one."""
+    """Owns an installation: ``remove`` removes all of it, and a second ``install`` repairs the first."""
 
     def __init__(self, kube: Kube, programs: Mapping[str, Path], envoy_image: str) -> None:
         self._kube = kube
@@ -46,17 +46,17 @@ class EnvoyGateway:
         self._envoy_image = envoy_image
 
     def install_crds(self) -> None:
-        """Gateway API's and the Inference Extension's."""
+        """Install the CRDs of Gateway API and of the Inference Extension."""
         self._apply_files(UPSTREAM_CRDS.glob("*/*.yaml"))
 
     def install(self) -> None:
-        """Everything, and a GatewayClass; returns when both controllers are ready."""
+        """Install everything, and a GatewayClass. Returns when both controllers are ready."""
         self.install_crds()
         self._install_extension()
         self._install_gateway(self._gateway_values(extended=True))
 
     def install_without_extension(self) -> None:
-        """Envoy Gateway alone, which knows no InferencePool."""
+        """Install Envoy Gateway alone, which knows no InferencePool."""
         self.install_crds()
         self._install_gateway(self._gateway_values(extended=False))
 
@@ -85,7 +85,7 @@ class EnvoyGateway:
         kube.apply("default", gateway_class())
 
     def remove(self) -> None:
-        """All that ``install`` brought, definitions and their objects included."""
+        """Remove everything that ``install`` brought, definitions and their objects included."""
         kube = self._kube
         if CLASS in kube.kubectl("get", "gatewayclass", "-o", "name", check=False):
             kube.kubectl("delete", "gateway", "--all", "-A", _PATIENCE, timeout_s=130)
@@ -151,7 +151,7 @@ class EnvoyGateway:
 
 
 def gateway_class() -> dict[str, Any]:
-    """The GatewayClass that Envoy Gateway answers for."""
+    """Return the GatewayClass that Envoy Gateway serves."""
     return {
         "apiVersion": "gateway.networking.k8s.io/v1",
         "kind": "GatewayClass",
@@ -161,7 +161,7 @@ def gateway_class() -> dict[str, Any]:
 
 
 def gateway(name: str, class_name: str) -> dict[str, Any]:
-    """A Gateway with one listener for HTTP."""
+    """Return a Gateway with one listener for HTTP."""
     return {
         "apiVersion": "gateway.networking.k8s.io/v1",
         "kind": "Gateway",

@@ -1,1 +1,1 @@
-"""What journeys are made of: the cluster in their hands, Treeline in it, and traffic through it."""
+"""The building blocks of journeys: the cluster, Treeline in it, and traffic through it."""

@@ -1,4 +1,4 @@
-"""The books of a pool at rest: what its runtimes hold, and what the picker believes that they hold."""
+"""The accounts of a pool at rest: the blocks that its runtimes hold, and those that the picker believes they hold."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from treeline_wire import ports
 from e2e.kit.system import Installed
 
 SHOWS_ITS_CACHE: Final[dict[str, Any]] = {"args": ["--enable-debug-endpoints"]}
-"""For a pool's ``engine``: without it a runtime does not tell what its cache holds."""
+"""Fields of a pool's ``engine`` that let a runtime show its cache."""
 _RUNTIME: Final = f"http://127.0.0.1:{ports.RUNTIME_HTTP}"
 _RUNTIME_ADMIN: Final = f"http://127.0.0.1:{ports.RUNTIME_ADMIN}"
 _PICKER: Final = f"http://127.0.0.1:{ports.PICKER_ADMIN}"
@@ -18,7 +18,7 @@ _PICKER: Final = f"http://127.0.0.1:{ports.PICKER_ADMIN}"
 
 @dataclass(frozen=True)
 class Book:
-    """One runtime at rest. Pages in its tree, of those the announced ones; and the picker's belief."""
+    """One runtime at rest: pages in its tree, the announced ones among them, and the picker's belief."""
 
     requests: int
     pages_used: int
@@ -30,7 +30,7 @@ class Book:
 
     @property
     def balances(self) -> bool:
-        """No page is held by nobody, no reservation is left, and the picker's tree is the runtime's cache."""
+        """Return whether no page is lost, no reservation is left, and the picker's tree equals the runtime's cache."""
         return (
             self.requests == self.pages_used == self.in_flight_believed == 0
             and self.pages_cached == self.pages_in_tree
@@ -39,7 +39,7 @@ class Book:
 
 
 def books(treeline: Installed) -> dict[str, Book]:
-    """Of each runtime pod of the namespace's one pool, by name."""
+    """Return the counts of each runtime pod of the namespace's one pool, by name."""
     (picker,) = treeline.ready_pods("epp")
     (pool,) = treeline.page(picker, f"{_PICKER}/endpoints")["pools"].values()
     believed = {endpoint["name"]: endpoint for endpoint in pool["endpoints"]}

@@ -1,4 +1,4 @@
-"""A runtime that is a script: it answers at once, and with 500 for as long as it is told to."""
+"""A scripted runtime: it answers at once, or with 500 while the test asks for that."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ SCRIPT: Final[dict[str, Any]] = {
     "metadata": {"name": "engine"},
     "data": {"engine.py": _SCRIPT},
 }
-"""To be applied before the pool."""
+"""Apply it before the pool."""
 SCRIPTED: Final[dict[str, Any]] = {
     "model": {"uri": "builtin://tiny", "name": "scripted"},
     "engine": {"command": ["python3", "/engine/engine.py"]},
@@ -60,4 +60,4 @@ SCRIPTED: Final[dict[str, Any]] = {
         }
     },
 }
-"""What a pool of such runtimes has in its spec."""
+"""The spec of a pool of such runtimes."""

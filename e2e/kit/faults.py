@@ -1,4 +1,4 @@
-"""What can befall a container, done from within it: killed without a word, out of memory, hanging."""
+"""Faults of a container, made from within it: killed without warning, out of memory, hanging."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ while all(os.path.exists(f'/proc/{pid}') for pid in victims):
         os._exit(0)
     time.sleep(0.005)
 """
-"""Many small processes fill the memory, so that the one which the kernel ends is a victim."""
+"""Many small processes fill the memory, so that the kernel ends one of the victims."""
 
 HANGS: Final[dict[str, Any]] = {
     "spec": {
@@ -45,12 +45,12 @@ HANGS: Final[dict[str, Any]] = {
 
 
 def kill_runtime(kube: Kube, pod: dict[str, Any]) -> None:
-    """SIGKILL to all processes of a runtime but the container's first, which nobody in there can kill."""
+    """Send SIGKILL to all processes of a runtime except the container's first, which no process inside can kill."""
     _run(kube, pod, _KILL)
 
 
 def stop_runtime(kube: Kube, pod: dict[str, Any]) -> None:
-    """Let a runtime hang: SIGSTOP to all its processes. For pods that have the template HANGS."""
+    """Make a runtime hang: SIGSTOP to all its processes. For pods that have the template HANGS."""
     _run(kube, pod, _STOP)
 
 
@@ -60,11 +60,11 @@ def fill_memory(kube: Kube, pod: dict[str, Any]) -> None:
 
 
 def kill_first_process(kube: Kube, pod: dict[str, Any]) -> None:
-    """SIGKILL to the only process of a container. Nobody in there can send it but the kernel, when memory runs out."""
+    """Kill the only process of a container. Only the kernel can, when memory runs out."""
     _run(kube, pod, "import os, time\nvictims = [1]" + _EAT)
 
 
 def _run(kube: Kube, pod: dict[str, Any], script: str) -> None:
-    """The container may die of it, and the command with it."""
+    """Run a script in the container. It may kill the container, and its own command with it."""
     meta = pod["metadata"]
     kube.kubectl("-n", meta["namespace"], "exec", meta["name"], "--", "python3", "-c", script, check=False)

@@ -1,4 +1,4 @@
-"""What journeys measure, kept as the benchmarks keep theirs."""
+"""Figures that journeys measure, kept in the benchmarks' format."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from treeline_bench.results import write_result, write_whole
 from e2e.cluster.place import ROOT
 
 KEPT = ".cache/e2e"
-"""Where a run leaves what it found, below the repository's root."""
+"""The folder of a run's figures, below the repository's root."""
 RECORD = "E2E_RECORD"
 """Set to 1, it lets a run replace the committed figures."""
 
 
 def figure(name: str, found: Sequence[float]) -> float:
-    """What is told of all that was found: streams add up; of times the worst, or the percentile of the name."""
+    """Reduce the measurements of a figure to one: the sum of streams, else the name's percentile or the largest
+    time."""
     if metric(name).unit == "streams":
         return sum(found)
     if name.endswith(".p95"):
@@ -29,18 +30,18 @@ def figure(name: str, found: Sequence[float]) -> float:
 
 
 class Figures:
-    """One run's figures: what all journeys found, by metric."""
+    """One run's figures: the measurements of all journeys, by metric."""
 
     def __init__(self) -> None:
         self._found: dict[str, list[float]] = {}
 
     def add(self, name: str, *found: float) -> None:
-        """Raises KeyError for a name that is no metric's."""
+        """Add a measurement. Raises KeyError for an unknown metric."""
         metric(name)
         self._found.setdefault(name, []).extend(found)
 
     def write(self) -> None:
-        """Into bench/results if that is asked for, else beside the streams."""
+        """Write the figures: into bench/results if E2E_RECORD asks for it, else beside the streams."""
         if not self._found:
             return
         folder = ROOT / ("bench/results" if os.environ.get(RECORD) == "1" else KEPT)

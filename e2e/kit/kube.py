@@ -1,4 +1,4 @@
-"""kubectl and helm, as a journey says them, and looking at a cluster until it shows what is awaited."""
+"""Runs kubectl and helm for a journey, and polls a cluster until it shows what the journey waits for."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from kubernetes.config import new_client_from_config
 from e2e.cluster.place import ROOT
 
 PATIENCE_S: Final = 300.0
-"""On a busy machine, too, this ends only what hangs."""
+"""Even on a busy machine this ends only waits that hang."""
 T = TypeVar("T")
 
 
 class KubeFailed(AssertionError):
-    """A command failed; the message is what it said."""
+    """A command failed; the message is its output."""
 
 
 class Seen(NamedTuple):
-    """What a command said, and when (``time.monotonic``)."""
+    """A line of a command's output, and when it came (``time.monotonic``)."""
 
     at: float
     text: str
@@ -47,7 +47,7 @@ class Kube:
         return os.environ | {"KUBECONFIG": str(self.kubeconfig), "PATH": path}
 
     def run(self, *command: str, stdin: str | None = None, timeout_s: float = 300.0, check: bool = True) -> str:
-        """What a command says on stdout. Raises KubeFailed with its stderr."""
+        """Run a command and return its stdout. Raises KubeFailed with its stderr."""
         done = subprocess.run(
             command, input=stdin, capture_output=True, text=True, timeout=timeout_s, env=self._environment(),
             cwd=ROOT, check=False,
@@ -57,11 +57,11 @@ class Kube:
         return done.stdout
 
     def kubectl(self, *words: str, stdin: str | None = None, check: bool = True, timeout_s: float = 300.0) -> str:
-        """``kubectl WORDS``."""
+        """Run ``kubectl WORDS``."""
         return self.run("kubectl", *words, stdin=stdin, check=check, timeout_s=timeout_s)
 
     def helm(self, *words: str, stdin: str | None = None, timeout_s: float = 300.0) -> str:
-        """``helm WORDS``."""
+        """Run ``helm WORDS``."""
         return self.run("helm", *words, stdin=stdin, timeout_s=timeout_s)
 
     @cached_property
@@ -69,7 +69,7 @@ class Kube:
         return new_client_from_config(str(self.kubeconfig))  # type: ignore[no-untyped-call,no-any-return]
 
     def look(self, path: str, **query: str) -> dict[str, Any] | None:
-        """What the API server has at a path; None if it has nothing there. Raises KubeFailed.
+        """Return the API server's object at a path, or None if there is none. Raises KubeFailed.
 
         For what is looked at again and again: a kubectl for each look takes a tenth of a second of a core, which the
         pods that are waited for would miss.
@@ -86,18 +86,18 @@ class Kube:
         return found
 
     def pods(self, namespace: str, selector: str = "") -> list[dict[str, Any]]:
-        """The pods of a namespace, the ones that go included."""
+        """Return the pods of a namespace, including those being deleted."""
         found = self.look(f"/api/v1/namespaces/{namespace}/pods", labelSelector=selector)
         return list(found["items"]) if found else []
 
     def get(self, kind: str, name: str, namespace: str) -> dict[str, Any] | None:
-        """An object, or None."""
+        """Return an object, or None."""
         text = self.kubectl("-n", namespace, "get", kind, name, "-o", "json", "--ignore-not-found")
         found: dict[str, Any] | None = json.loads(text) if text else None
         return found
 
     def items(self, kind: str, namespace: str, selector: str = "") -> list[dict[str, Any]]:
-        """The objects of a kind; of all namespaces if none is named."""
+        """Return the objects of a kind; of all namespaces if none is named."""
         where = ("-n", namespace) if namespace else ("-A",)
         chosen = ("-l", selector) if selector else ()
         found: list[dict[str, Any]] = json.loads(self.kubectl("get", kind, *where, "-o", "json", *chosen))["items"]
@@ -109,11 +109,11 @@ class Kube:
         self.kubectl("-n", namespace, "apply", "-f", "-", stdin=text)
 
     def patch(self, kind: str, name: str, namespace: str, change: dict[str, Any]) -> None:
-        """A merge patch."""
+        """Apply a merge patch."""
         self.kubectl("-n", namespace, "patch", kind, name, "--type=merge", "-p", json.dumps(change))
 
     def until(self, look: Callable[[], T], what: str, seconds: float = PATIENCE_S, namespace: str = "") -> T:
-        """The first true answer. Raises KubeFailed that says what the namespace looked like."""
+        """Wait for the first true answer and return it. Raises KubeFailed with the state of the namespace."""
         deadline = time.monotonic() + seconds
         while not (found := look()):
             if time.monotonic() > deadline:
@@ -123,7 +123,7 @@ class Kube:
 
     @contextmanager
     def started(self, *command: str) -> Iterator[list[Seen]]:
-        """A command that does not end by itself, for the length of a block: the lines that it says, as they come."""
+        """Run a command that does not end by itself during a block. Yields its lines, as they come."""
         seen: list[Seen] = []
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=self._environment(), cwd=ROOT) as process:
 
@@ -141,13 +141,13 @@ class Kube:
 
     @contextmanager
     def watched(self, kind: str, namespace: str, path: str, selector: str = "") -> Iterator[list[Seen]]:
-        """What a jsonpath shows of the objects of a kind: a line for each change."""
+        """Watch a jsonpath of the objects of a kind; yields a list that gets a line for each change."""
         shown = f"jsonpath={path}{{'\\n'}}"
         with self.started("kubectl", "-n", namespace, "get", kind, "-l", selector, "--watch", "-o", shown) as seen:
             yield seen
 
     def picture(self, namespace: str) -> str:
-        """What somebody would look at who wonders."""
+        """Return pools, models, pods and events of a namespace, for the report of a failed wait."""
         where = ("-n", namespace) if namespace else ("-A",)
         looks = (
             ("get", "tlpool,tlmodel,pods", "-o", "wide"),
@@ -157,11 +157,11 @@ class Kube:
 
 
 def condition(obj: dict[str, Any] | None, kind: str) -> dict[str, Any]:
-    """A condition of an object; empty if it has none of that type."""
+    """Return a condition of an object; empty if it has none of that type."""
     conditions = ((obj or {}).get("status") or {}).get("conditions") or []
     return next((dict(one) for one in conditions if one["type"] == kind), {})
 
 
 def is_ready(pod: dict[str, Any]) -> bool:
-    """Whether a pod is Ready and not being deleted."""
+    """Return whether a pod is Ready and not being deleted."""
     return condition(pod, "Ready").get("status") == "True" and "deletionTimestamp" not in pod["metadata"]

@@ -10,5 +10,5 @@ PAGE = ROOT / "docs" / "kubernetes.md"
 
 
 def commands() -> str:
-    """All shell blocks of the page, in their order, as one script."""
+    """Return all shell blocks of the page, in order, as one script."""
     return "\n".join(re.findall(r"^```sh\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL))

@@ -1,4 +1,4 @@
-"""Treeline in a cluster: installed by its chart, asked for a pool, reached by its URL."""
+"""Treeline in a cluster: installed by its chart, given pools, reached by its URL."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CHART: Final = "charts/treeline"
 
 
 def pool(name: str, **spec: Any) -> dict[str, Any]:
-    """An InferencePool with the small model, sized for a small machine, reached through a port of the nodes."""
+    """Return an InferencePool with the small model, sized for a small machine, reached through a port of the nodes."""
     gateway = spec.pop("gateway", {})
     standalone = {"serviceType": "NodePort", "exposeRouting": True} | gateway.pop("standalone", {})
     engine = {
@@ -34,14 +34,14 @@ def pool(name: str, **spec: Any) -> dict[str, Any]:
         "model": {"uri": "builtin://tiny"},
         "replicas": 2,
         "engine": engine,
-        "drain": {"timeoutSeconds": 600},  # longer than anything is waited for: who waits it out without need is seen
+        "drain": {"timeoutSeconds": 600},  # longer than any wait here, so that a needless full drain fails a test
         "gateway": {"standalone": standalone, **gateway},
     }
     return {"apiVersion": API, "kind": "InferencePool", "metadata": {"name": name}, "spec": settled | spec}
 
 
 def model(name: str, model_name: str, pool_name: str, **spec: Any) -> dict[str, Any]:
-    """An InferenceModel."""
+    """Return an InferenceModel."""
     spec = {"modelName": model_name, "poolRef": {"name": pool_name}} | spec
     return {"apiVersion": API, "kind": "InferenceModel", "metadata": {"name": name}, "spec": spec}
 
@@ -57,7 +57,7 @@ class Installed:
         self.kube.apply(self.namespace, *objects)
 
     def change(self, name: str, **spec: Any) -> None:
-        """A merge patch of a pool's spec."""
+        """Change a pool's spec by a merge patch."""
         self.kube.patch("tlpool", name, self.namespace, {"spec": spec})
 
     def pool(self, name: str) -> dict[str, Any]:
@@ -66,7 +66,8 @@ class Installed:
         return found
 
     def is_ready(self, name: str) -> bool:
-        """Whether the pool's status is about its latest spec, and says Ready with all pods, and settled."""
+        """Return whether the pool's status covers its latest spec and says Ready with all pods, and no change is in
+        progress."""
         found = self.pool(name)
         ready, progressing = condition(found, "Ready"), condition(found, "Progressing")
         return (
@@ -77,7 +78,7 @@ class Installed:
         )
 
     def await_ready(self, *names: str, seconds: float = PATIENCE_S) -> None:
-        """Until the pools serve as their latest specs say, and nothing is under way any more."""
+        """Wait until the pools serve their latest specs and no change is in progress."""
         for name in names:
             self.until(lambda name=name: self.is_ready(name), f"pool {name} to be ready", seconds)
 
@@ -85,7 +86,7 @@ class Installed:
         return self.kube.until(look, what, seconds, self.namespace)
 
     def pods(self, component: str, pool_name: str = "") -> list[dict[str, Any]]:
-        """Pods of a component (runtime, epp, edge), the ones that go included."""
+        """Return the pods of a component (runtime, epp, edge), including those being deleted."""
         selector = f"treeline.dev/component={component}"
         selector += f",treeline.dev/pool={pool_name}" if pool_name else ""
         return self.kube.pods(self.namespace, selector)
@@ -94,7 +95,7 @@ class Installed:
         return [pod for pod in self.pods(component, pool_name) if is_ready(pod)]
 
     def url(self, gateway: str = "treeline") -> str:
-        """Where the gateway is reached from here: a port of a node, once the node's kube-proxy has opened it.
+        """Return the gateway's URL: a port of a node, once the node's kube-proxy has opened it.
 
         (It does that within a second of the endpoint's being ready, and nobody can see when.)
         """
@@ -107,13 +108,13 @@ class Installed:
         return f"http://{address}:{port}"
 
     def delete_pod(self, pod: dict[str, Any], *, now: bool = False) -> None:
-        """As `kubectl delete pod` does; ``now`` gives it no time to end."""
+        """Delete a pod as `kubectl delete pod` does. ``now`` leaves it no time to shut down."""
         how = ("--grace-period=0", "--force") if now else ()
         meta = pod["metadata"]
         self.kube.kubectl("-n", meta["namespace"], "delete", "pod", meta["name"], "--wait=false", *how)
 
     def logs(self, *, check: bool = True) -> str:
-        """All that the pods of the namespace and the operator's have said, with times."""
+        """Return the logs of the namespace's pods and of the operator's, with times."""
         told = ("--all-containers", "--prefix", "--timestamps", "--tail=-1")
         return "".join(
             self.kube.kubectl("-n", namespace, "logs", "-l", selector, *told, check=check)
@@ -121,11 +122,11 @@ class Installed:
         )
 
     def inside(self, pod: dict[str, Any], *command: str, check: bool = False) -> str:
-        """What a command says that is run in a pod's first container, which may die of it."""
+        """Run a command in a pod's first container and return its output. The container may die of it."""
         return self.kube.kubectl("-n", self.namespace, "exec", pod["metadata"]["name"], "--", *command, check=check)
 
     def page(self, pod: dict[str, Any], url: str) -> Any:
-        """A JSON document that a pod serves to itself; networks need not let anybody else in."""
+        """Return a JSON document that a pod serves on loopback; the network need not allow anybody else in."""
         script = f"import urllib.request as r; print(r.urlopen({url!r}, timeout=30).read().decode())"
         return json.loads(self.inside(pod, "python3", "-c", script, check=True))
 
@@ -135,14 +136,14 @@ class Installed:
         self.until(lambda: not self.leftovers(), "everything of the pools to be gone", 120.0)
 
     def leftovers(self) -> list[str]:
-        """What the operator made and is still there."""
+        """List the objects that the operator made and that still exist."""
         kinds = ",".join(("replicasets.apps", "secrets", *(watched.resource.label for watched in CHILDREN)))
         selector = "app.kubernetes.io/managed-by=treeline"
         return self.kube.kubectl("-n", self.namespace, "get", kinds, "-l", selector, "-o", "name").split()
 
 
 def install(kube: Kube, *settings: str, chart: str = CHART) -> None:
-    """`helm install` (or upgrade) of the chart of this checkout, as the README says it."""
+    """Run `helm install` (or upgrade) of this checkout's chart, as the README shows it."""
     words = [word for setting in settings for word in ("--set", setting)]
     kube.helm("upgrade", "--install", RELEASE, chart, "--namespace", SYSTEM, "--create-namespace", *words)
 
@@ -155,7 +156,7 @@ def installed_and_running(kube: Kube, *settings: str, chart: str = CHART) -> Non
 
 
 def uninstall(kube: Kube) -> None:
-    """`helm uninstall`, if it is installed."""
+    """Run `helm uninstall` if the chart is installed."""
     kube.helm("uninstall", RELEASE, "--namespace", SYSTEM, "--wait", "--ignore-not-found")
 
 
@@ -170,7 +171,7 @@ def _accepts(host: str, port: int) -> bool:
 def ask(
     url: str, question: str = "What is the capital of France?", model_name: str = "tiny", **more: Any
 ) -> httpx.Response:
-    """One request, as curl sends it."""
+    """Send one request, as curl does."""
     body = {
         "model": model_name,
         "messages": [{"role": "user", "content": question}],
@@ -181,13 +182,14 @@ def ask(
 
 
 def in_room(number: int) -> list[dict[str, str]]:
-    """A question after rules that are long, and of one room alone: its prefix is in the caches that served the room."""
+    """Return a question after long rules that are the room's own: the pods that served the room have the prefix
+    cached."""
     rules = f"These are the rules of room {number}. " + "Answer in one short sentence. " * 60
     return [{"role": "system", "content": rules}, {"role": "user", "content": "What is the capital of Peru?"}]
 
 
 def await_answer(url: str, seconds: float = PATIENCE_S) -> httpx.Response:
-    """The first answer with status 200, asked for again and again."""
+    """Ask until an answer has status 200, and return it."""
     deadline = time.monotonic() + seconds
     while True:
         try:

@@ -1,4 +1,4 @@
-"""Traffic as users make it: streams through the gateway with the openai client, and each one's fate.
+"""Traffic of users: streams through the gateway with the openai client, and the fate of each.
 
 A driver runs in a thread with an event loop of its own, so that a journey reads as a sequence. Nothing is tried again:
 a retry would hide what the journeys look for.
@@ -24,7 +24,7 @@ import openai
 from e2e.kit.kube import PATIENCE_S
 
 Fate = Literal["served", "refused", "truncated", "failed"]
-"""Whole; an HTTP error before anything came; begun and not ended; no answer at all."""
+"""Complete; an HTTP error before the first token; begun and not ended; no answer at all."""
 
 _COUNTRIES: Final = ("France", "Japan", "Peru", "Kenya", "Norway", "Egypt", "Chile", "India", "Spain", "Cuba")
 _RULES: Final = "You are a helpful assistant. Answer in one short sentence and nothing else. " * 8
@@ -48,29 +48,29 @@ class Stream:
 
     @property
     def host(self) -> str:
-        """The address of the pod that answered; empty where none is known."""
+        """Return the address of the pod that answered; empty if it is unknown."""
         return self.endpoint.rpartition(":")[0]
 
 
 @dataclass(frozen=True)
 class Mix:
-    """What is asked: models by name, and how long the long ones are."""
+    """The mix of requests: models by name, shares of long and new ones, and the tokens of a long answer."""
 
     models: tuple[str, ...] = ("tiny",)
     workers: int = 4
     long_share: float = 0.3
     new_share: float = 0.3
-    """Of requests that share their beginning with no other one, so that no cache speaks for a pod."""
+    """The share of requests with a beginning of their own, for which no cache favours a pod."""
     long_tokens: int = 300
     pause_s: float = 0.05
     key: str = "none"
     seed: int = 7
-    """Two drivers at once need two, or their new prompts are the same."""
+    """Two drivers at once need different seeds, or their new prompts are equal."""
 
 
 @dataclass
 class Report:
-    """The streams of a time."""
+    """The streams of a period."""
 
     streams: list[Stream] = field(default_factory=list)
 
@@ -79,16 +79,16 @@ class Report:
 
     @property
     def dropped(self) -> list[Stream]:
-        """Streams that a user would see fail: cut off, never answered, or a server error."""
+        """Return the streams that a user would see fail: cut off, never answered, or a server error."""
         refused = [s for s in self.of("refused") if s.status >= 500]
         return [*self.of("truncated", "failed"), *refused]
 
     def since(self, moment: float) -> Report:
-        """The streams that began later."""
+        """Return the streams that began later."""
         return Report([stream for stream in self.streams if stream.begun >= moment])
 
     def hosts(self) -> set[str]:
-        """The pods that served."""
+        """Return the pods that served."""
         return {stream.host for stream in self.of("served")}
 
     def __str__(self) -> str:
@@ -120,11 +120,11 @@ class Traffic:
         self._thread.start()
 
     def begin_no_more(self) -> None:
-        """Those under way go on."""
+        """Send no more requests. Streams that have begun go on."""
         self._stopping.set()
 
     def stop(self) -> Report:
-        """Begin no more, wait for those under way; all of them."""
+        """Send no more requests, wait for those in flight, and report all of them."""
         self.begin_no_more()
         self._thread.join(120.0)
         if self._broke is not None:
@@ -133,16 +133,16 @@ class Traffic:
         return Report(self._streams)
 
     def report(self) -> Report:
-        """What has ended so far."""
+        """Report the streams that have ended."""
         return Report([stream for stream in self._streams if stream.ended is not None])
 
     def under_way(self, seconds: float) -> list[Stream]:
-        """Those whose answer has begun, no longer ago than that, and has not ended."""
+        """List unfinished streams whose first token came at most ``seconds`` ago."""
         late = time.monotonic() - seconds
         return [s for s in self._streams if s.ended is None and s.first is not None and s.first > late]
 
     def await_served(self, count: int, seconds: float = PATIENCE_S) -> None:
-        """Until so many more have been served."""
+        """Wait until ``count`` more streams have been served."""
         goal = len(self.report().of("served")) + count
         deadline = time.monotonic() + seconds
         while len(self.report().of("served")) < goal:
@@ -216,7 +216,7 @@ class Traffic:
 
 @contextmanager
 def traffic(url: str, mix: Mix | None = None, kept: Path | None = None) -> Iterator[Traffic]:
-    """Traffic for the length of a block; it flows before the block begins. All streams are written to ``kept``."""
+    """Send traffic during a block, from before it begins. All streams are written to ``kept``."""
     driver = Traffic(url, mix)
     driver.start()
     try:

@@ -1,4 +1,4 @@
-"""Pools of a real vLLM on CPUs, and a Hub in the cluster from which they and the picker have the small model."""
+"""Pools of a real vLLM on CPUs, and a Hub in the cluster that gives the small model to them and to the picker."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from e2e.kit.system import API
 PORT: Final = 8080
 _HUB: Final = {"app": "hub"}
 _MODEL: Final = "/opt/treeline/models/tiny"
-"""In the runtime's image."""
+"""The model's folder in the runtime's image."""
 _SERVE: Final = f"""import pathlib, fake_hub
 files = {{file.name: file.read_bytes() for file in pathlib.Path({_MODEL!r}).iterdir()}}
 hub = fake_hub.FakeHub(repos={{"org/tiny": fake_hub.FakeRepo(files)}})
@@ -21,8 +21,8 @@ _ON_CPUS: Final = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "
 
 
 def hub() -> list[dict[str, Any]]:
-    """A Hub with the small model as `hf://org/tiny`, at `http://hub:8080` in its namespace, and the way there for who
-    may otherwise go out to port 443 alone."""
+    """Return the objects of a Hub with the small model as `hf://org/tiny`, at `http://hub:8080` in its namespace, and
+    of the network rule for pods that may otherwise connect to port 443 only."""
     image = _name_of("runtime-cpu")
     scripts = {"fake_hub.py": (ROOT / "tests/support/fake_hub.py").read_text(), "serve.py": _SERVE}
     container = {
@@ -60,7 +60,7 @@ def hub() -> list[dict[str, Any]]:
 
 
 def vllm_pool(name: str, **spec: Any) -> dict[str, Any]:
-    """An InferencePool of two vLLMs with the small model, which answers as `tiny`."""
+    """Return an InferencePool of two vLLMs with the small model, which answers as `tiny`."""
     mirror = {"name": "HF_ENDPOINT", "value": f"http://hub:{PORT}"}
     settled: dict[str, Any] = {
         "model": {"uri": "hf://org/tiny", "name": "tiny"},

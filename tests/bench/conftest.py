@@ -25,7 +25,7 @@ def maker(model: Path) -> PromptMaker:
 
 @pytest.fixture
 def signals() -> Iterator[None]:
-    """What a command does at Ctrl-C and SIGTERM is undone."""
+    """Restore the signal handlers that a command replaces."""
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield
     for number, handler in before.items():

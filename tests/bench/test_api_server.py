@@ -1,4 +1,4 @@
-"""The suite's Kubernetes API, asked by the official Python client, and as client-go asks."""
+"""The suite's Kubernetes API, used by the official Python client, and by requests as client-go sends them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def test_the_official_client_lists_watches_and_sees_deletions(api: ApiServ
         assert seen == [("ADDED", "b"), ("MODIFIED", "b"), ("DELETED", "b")]
 
 
-async def test_who_watches_with_a_selector_is_told_of_what_comes_to_match_it_and_ceases_to(api: ApiServer) -> None:
+async def test_a_watch_with_a_selector_sees_objects_that_begin_or_cease_to_match(api: ApiServer) -> None:
     path = f"/api/v1/namespaces/{NAMESPACE}/pods?watch=1&labelSelector=app%3Dx&fieldSelector=metadata.name%3Da"
     async with (
         httpx.AsyncClient(trust_env=False, timeout=60) as http,
@@ -78,7 +78,7 @@ async def lines(response: httpx.Response, count: int) -> list[dict[str, Any]]:
     return found
 
 
-async def test_a_watch_may_begin_with_all_there_is_and_says_where_that_ends(api: ApiServer) -> None:
+async def test_a_watch_may_begin_with_all_objects_and_marks_the_end_of_them(api: ApiServer) -> None:
     api.put(OBJECTIVES, "a", spec={"priority": 1})
     path = f"/apis/inference.networking.x-k8s.io/v1alpha2/namespaces/{NAMESPACE}/inferenceobjectives"
     query = "?watch=1&sendInitialEvents=true&resourceVersionMatch=NotOlderThan&allowWatchBookmarks=true"
@@ -104,7 +104,7 @@ async def test_pods_and_pools_can_be_held_back_and_discovery_answers_all_the_sam
         assert (await asked).json()["kind"] == "PodList"
 
 
-async def test_leases_are_kept_as_they_are_written_and_what_is_unknown_is_404(api: ApiServer) -> None:
+async def test_leases_are_stored_as_written_and_unknown_paths_are_404(api: ApiServer) -> None:
     path = f"/apis/coordination.k8s.io/v1/namespaces/{NAMESPACE}/leases"
     lease = {"metadata": {"name": "epp"}, "spec": {"holderIdentity": "me"}}
     async with httpx.AsyncClient(trust_env=False, timeout=60) as http:

@@ -1,4 +1,4 @@
-"""What the benchmarks build and what they make of reports; nothing is started here."""
+"""The benchmarks' inputs and what they compute from reports. Nothing is started here."""
 
 import json
 import random
@@ -34,7 +34,7 @@ def test_requests_share_prefixes_and_come_in_a_fixed_order(maker: PromptMaker) -
 
 
 def summary(cached: int = 64, prompt: int = 80, output: int = 2, ms: float = 10, error: str = "") -> Summary:
-    """Of two requests, one of which may have failed."""
+    """Return a summary of two requests; the second fails if `error` is given."""
     whole = Record(0, 0, 80, 2, 0, done_ns=20_000_000, tokens_ns=[int(ms * 1e6)])
     whole.prompt_tokens, whole.output_tokens, whole.cached_tokens = prompt, output, cached
     other = Record(1, 0, 80, 2, 0, done_ns=20_000_000, error="HTTP 503") if error else whole
@@ -42,7 +42,7 @@ def summary(cached: int = 64, prompt: int = 80, output: int = 2, ms: float = 10,
 
 
 @pytest.mark.parametrize("wrong", [{"prompt": 79}, {"output": 1}])
-def test_other_lengths_than_asked_for_are_refused(wrong: dict[str, int]) -> None:
+def test_answers_of_another_length_than_requested_are_refused(wrong: dict[str, int]) -> None:
     assert checked(summary(error="HTTP 503"), SMALL).completed == 1
     with pytest.raises(BenchmarkError, match="the runtimes counted"):
         checked(summary(**wrong), SMALL)  # type: ignore[arg-type]
@@ -148,9 +148,7 @@ def test_a_script_that_fails_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path:
 # -- engine
 
 
-def test_the_engine_is_measured_beside_what_the_device_could_do(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_the_engine_is_compared_with_the_limits_of_the_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     figures = {"start.tiny": 2.0, "decode.tiny.b1.ctx512": 5.0, "floor.decode.tiny.b1.ctx512": 4.0}
     lines = [json.dumps({"metric": name, "value": value}) for name, value in figures.items()]
     monkeypatch.setattr(scripts, "has_cuda", lambda: False)

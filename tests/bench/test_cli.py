@@ -1,4 +1,4 @@
-"""The command: what it writes, what it says, how it ends. The benchmarks here are stand-ins."""
+"""The command: its files, its output, its exit. The benchmarks here are stand-ins."""
 
 import os
 import shutil
@@ -100,7 +100,7 @@ def test_the_readme_is_quoted_and_written(
     assert (tmp_path / "missed.md").read_text().startswith("# Figures that miss their bound")
 
 
-def test_what_the_readme_quotes_is_what_was_measured(tmp_path: Path) -> None:
+def test_the_readme_quotes_the_measured_figures(tmp_path: Path) -> None:
     for committed in (ROOT / "bench" / "results").glob("*.json"):
         shutil.copy(committed, tmp_path)
     readme = tmp_path / "README.md"
@@ -110,7 +110,7 @@ def test_what_the_readme_quotes_is_what_was_measured(tmp_path: Path) -> None:
     assert (tmp_path / "missed.md").read_text() == (ROOT / "bench" / "results" / "missed.md").read_text()
 
 
-def test_without_results_there_is_nothing_to_quote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_results_the_readme_quotes_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--readme", "--out", str(tmp_path)]) == 1
     assert "no results yet" in capsys.readouterr().err
 
@@ -139,7 +139,7 @@ def test_a_corpus_belongs_to_structured_and_has_schemas(tmp_path: Path, capsys: 
         assert said in capsys.readouterr().err
 
 
-def test_outside_a_checkout_only_servers_are_measured(
+def test_outside_a_checkout_only_servers_can_be_measured(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(cli, "ROOT", tmp_path)

@@ -1,4 +1,4 @@
-"""The benchmark's Envoy configuration: valid, its two listeners alike, and like the product's where it matters."""
+"""The benchmark's Envoy configuration: valid, with two equal listeners, and equal to the product's where it matters."""
 
 import json
 import subprocess
@@ -49,7 +49,9 @@ def test_the_listeners_differ_in_one_filter(config: dict[str, Any]) -> None:
     assert manager(bare)["route_config"] == manager(asking)["route_config"]
 
 
-def test_it_asks_the_picker_as_the_product_does(config: dict[str, Any], product: dict[str, Any]) -> None:
+def test_the_benchmark_envoy_asks_the_picker_as_the_product_does(
+    config: dict[str, Any], product: dict[str, Any]
+) -> None:
     name = "envoy.filters.http.ext_proc"
     ours = http_filters(config["static_resources"]["listeners"][1])[name]
     theirs = http_filters(product["static_resources"]["listeners"][0])[name]
@@ -61,7 +63,7 @@ def test_it_asks_the_picker_as_the_product_does(config: dict[str, Any], product:
     assert theirs["metadata_options"] == ours["metadata_options"]
 
 
-def test_it_chooses_hosts_as_the_product_does(config: dict[str, Any], product: dict[str, Any]) -> None:
+def test_the_benchmark_envoy_chooses_hosts_as_the_product_does(config: dict[str, Any], product: dict[str, Any]) -> None:
     ours, theirs = clusters(config)["pods"], clusters(product)["pods"]
     assert ours["type"] == theirs["type"] == "EDS"
     policies = [each["load_balancing_policy"]["policies"][0]["typed_extension_config"] for each in (ours, theirs)]

@@ -1,4 +1,4 @@
-"""Benchmark `operator`: what it sends and waits for, what it reads, and all of it once on a real API server."""
+"""Benchmark `operator`: its writes, its waits, its readings, and a whole run on a real API server."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_every_change_is_of_another_pool_and_kinds_take_turns(settings: benchmar
 
 
 def apply(calls: list[Call], there: dict[str, Object]) -> None:
-    """What an API server makes of calls, if each is of another object."""
+    """Apply calls to objects as an API server does, each object at most once."""
     for call in calls:
         name = call.path.rpartition("/")[2]
         match call.method:
@@ -58,7 +58,7 @@ def apply(calls: list[Call], there: dict[str, Object]) -> None:
                 del there[name]
 
 
-def test_the_truth_is_what_the_calls_of_a_burst_lead_to() -> None:
+def test_the_expected_objects_are_the_result_of_a_bursts_calls() -> None:
     pools = [Fleet(1, 1).pool(0, rank) for rank in range(4)]
     truth, rng = Truth("bench-00", pools), random.Random(1)
     there: dict[str, Object] = {}

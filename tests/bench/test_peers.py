@@ -70,7 +70,7 @@ def test_ours_is_compared_with_each_peer() -> None:
     assert (rows["errors.smg"].value, rows["late.treeline"].value) == (2, 1)
 
 
-def test_a_trace_is_played_as_slowly_as_the_machine_needs_and_shares_what_it_shared(model: Path) -> None:
+def test_a_trace_is_slowed_to_the_machine_and_keeps_its_shared_prefixes(model: Path) -> None:
     maker = PromptMaker.of_model(model)
     at_rate = script.script_of(TRACE, 3, 1.0, maker)
     assert at_rate.speed == 1.0
@@ -87,7 +87,7 @@ def test_a_trace_is_played_as_slowly_as_the_machine_needs_and_shares_what_it_sha
     assert slow.endless_hit_rate == pytest.approx(hits)
 
 
-def test_a_peer_of_another_version_or_none_is_told_how_to_come_by(tmp_path: Path) -> None:
+def test_a_missing_or_wrong_peer_is_named_with_how_to_install_it(tmp_path: Path) -> None:
     assert SMG.find({"smg": install(tmp_path, "smg", SMG.version)}) == tmp_path / "smg"
     with pytest.raises(BenchmarkError, match=rf"smg is 0\.3\.2 and not {SMG.version}: .*pip install smg=="):
         SMG.find({"smg": install(tmp_path, "other", "0.3.2")})

@@ -55,7 +55,7 @@ def test_waiting_has_an_end(tmp_path: Path) -> None:
 
 
 def interrupted_parent(folder: Path) -> Iterator[int]:
-    """The pids of a parent and of its child; then what a Ctrl-C does."""
+    """Start a parent and its child and yield their pids; Ctrl-C then interrupts the parent."""
     with child("parent", python(PARENT), folder) as parent:
         parent.wait_until(lambda: said(parent, "deaf"), "starting", 60)
         assert parent.cpu_seconds() > 0
@@ -74,7 +74,7 @@ def test_leaving_the_block_stops_the_child_and_its_children(tmp_path: Path) -> N
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="pinning is Linux's")
-def test_a_child_runs_where_it_is_told(tmp_path: Path) -> None:
+def test_a_child_runs_in_the_given_folder(tmp_path: Path) -> None:
     core = max(os.sched_getaffinity(0))
     with child("pinned", python(SLEEP), tmp_path, [core]) as pinned:
         pinned.wait_until(lambda: said(pinned, "up"), "starting", 60)
@@ -97,5 +97,5 @@ def test_children_end_when_the_benchmark_is_killed(tmp_path: Path) -> None:
     assert gone(pid)
 
 
-def test_nobody_answers_on_a_free_port() -> None:
+def test_a_free_port_has_no_listener() -> None:
     assert not answers(f"http://127.0.0.1:{free_port()}/")

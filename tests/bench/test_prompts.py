@@ -35,7 +35,7 @@ def test_a_bos_token_is_counted_and_not_built() -> None:
 
 @pytest.mark.parametrize("scheme", ["always", "first", "never"])
 def test_tokenizers_that_write_spaces_like_sentencepiece(scheme: str) -> None:
-    """`always` adds a space in the front, as Llama 2 does: a token of its own where the text begins with one."""
+    """`always` adds a space in front, as Llama 2 does: a token of its own at the beginning of a text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
     trainer = trainers.BpeTrainer(vocab_size=900, show_progress=False)

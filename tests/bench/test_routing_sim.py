@@ -35,7 +35,7 @@ def test_faults_are_for_ours_its_fastest_rivals_and_the_oracles() -> None:
     assert benchmark._rivals(well) == ["ours", "b", "a", "oracle", "hit_oracle"]
 
 
-def test_it_runs_and_its_result_can_be_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_benchmark_runs_and_its_result_can_be_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     few = {name: TRACES[name] for name in ("bursts", "multi-turn")}
     monkeypatch.setattr(benchmark, "TRACES", few)
     monkeypatch.setattr(benchmark, "QUICK_REQUESTS", 12)

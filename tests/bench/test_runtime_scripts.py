@@ -1,4 +1,4 @@
-"""The scripts of runtime/benchmarks and what the benchmarks make of their rows."""
+"""The scripts of runtime/benchmarks, and the benchmarks' reading of their rows."""
 
 import importlib.util
 import itertools
@@ -22,7 +22,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "runtime" / "benchmarks"
 
 @pytest.fixture(scope="module", autouse=True)
 def beside() -> Iterator[None]:
-    """Scripts import each other as they do when one is run."""
+    """Make scripts importable from each other, as when one is run."""
     sys.path.insert(0, str(FOLDER))
     yield
     sys.path.remove(str(FOLDER))
@@ -68,7 +68,8 @@ def test_other_engines_read_the_words_of_a_dummy_model_as_ours_does(tmp_path: Pa
 
 
 def trace(gap_us: float, waits_us: float, steps: int = 20) -> list[dict[str, object]]:
-    """Steps of ten kernels of 10 µs with small gaps, and a wait after each step; and things that do not count."""
+    """Return a trace of steps: ten kernels of 10 µs with small gaps, and a wait after each step; and events that do not
+    count."""
     events: list[dict[str, object]] = [{"ph": "M", "name": "process_name"}]
     now = 5000.0
     for _ in range(steps):
@@ -81,7 +82,7 @@ def trace(gap_us: float, waits_us: float, steps: int = 20) -> list[dict[str, obj
     return events
 
 
-def test_idle_is_what_lies_between_steps_and_not_between_their_kernels() -> None:
+def test_idle_time_lies_between_steps_not_between_kernels() -> None:
     shares = script("profiled_scheduler").idle_shares
     busy = shares(trace(gap_us=0.0, waits_us=0.0), 20)
     assert (busy["idle_share"], busy["gap_share"]) == (0, 0)
@@ -108,7 +109,7 @@ def test_a_profiler_that_saw_nothing_is_no_idle_gpu() -> None:
 # -- what chunks cost
 
 
-def test_processes_that_computed_nothing_that_the_system_counts_have_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_without_counted_work_have_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     found = script("streamed_chunks")
 
     async def streams(port: int, count: int, tokens: int) -> int:
@@ -127,7 +128,7 @@ def test_processes_that_computed_nothing_that_the_system_counts_have_no_limit(mo
 
 
 def test_the_best_hit_rate_computes_everything_once() -> None:
-    """Two questions behind the same examples: the second finds the examples, and nothing could find more."""
+    """Two questions follow the same examples: the second finds the examples cached, and no cache could give more."""
     found = script("radix")
     programs = found.Shapes(0, 0.1).few_shot(subjects=2, questions=2, shots=64, question=16)
     rates = found.hit_rates(programs, {"page_size": 1, "threads": 1})
@@ -160,7 +161,7 @@ def test_nested_calls_are_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def printing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
-    """Puts a script that prints these rows in the place of one of `runtime/benchmarks`."""
+    """Replace a script of `runtime/benchmarks` by one that prints these rows."""
     monkeypatch.setattr(scripts, "ROOT", tmp_path)
 
     def put(name: str, **values: float) -> None:
@@ -189,7 +190,7 @@ def test_rows_of_the_server_have_the_bounds_that_were_set(
         server.run(context)
 
 
-def test_a_step_is_measured_without_what_is_done_once_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_is_measured_without_one_time_and_refused_work(monkeypatch: pytest.MonkeyPatch) -> None:
     found = script("engine")
     bench = object.__new__(found.Bench)
     seconds = iter([9.0, 1.0, 1.128])  # the first run pays for what is done once
@@ -233,7 +234,7 @@ def test_rows_beside_vllm(printing: Callable[..., None], monkeypatch: pytest.Mon
 @pytest.mark.integration
 @pytest.mark.deep
 def test_both_engines_of_the_comparison_compute_the_same_work(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Of vLLM what stands in for it: a package that answers as long as it is asked to."""
+    """A package that answers after the given time stands in for vLLM."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     found, folder = script("versus_vllm"), tmp_path / "site"
     (folder / "vllm").mkdir(parents=True)

@@ -10,7 +10,7 @@ def test_between_two_values_it_interpolates() -> None:
     assert percentile([4, 1, 3, 2], 25) == 1.75
 
 
-def test_it_agrees_with_the_standard_library() -> None:
+def test_percentiles_agree_with_the_standard_library() -> None:
     rng = random.Random(1)
     values = [rng.expovariate(1) for _ in range(997)]
     cuts = statistics.quantiles(values, n=100, method="inclusive")
@@ -19,6 +19,6 @@ def test_it_agrees_with_the_standard_library() -> None:
 
 
 @pytest.mark.parametrize(("values", "q"), [([], 50), ([1], -1), ([1], 101)])
-def test_what_has_no_answer_is_an_error(values: list[float], q: float) -> None:
+def test_an_impossible_percentile_is_an_error(values: list[float], q: float) -> None:
     with pytest.raises(ValueError, match=r"percentile"):
         percentile(values, q)

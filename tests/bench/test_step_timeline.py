@@ -1,4 +1,4 @@
-"""The picture of a step: what is made of a profiler's trace, and how it is drawn."""
+"""The picture of a step, drawn from a profiler's trace."""
 
 import importlib.util
 import itertools
@@ -45,7 +45,8 @@ STEP_US = 1000.0
 
 
 def trace(steps: int) -> list[dict[str, Any]]:
-    """Steps of a millisecond, each launched 500 us before the one before it ends. Times from 7,000,000 on."""
+    """Return a trace of steps of a millisecond, each launched 500 us before the one before it ends. Times begin at
+    7,000,000."""
     events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name"}]
 
     def add(cat: str, name: str, start: float, end: float, **args: Any) -> None:

@@ -1,4 +1,4 @@
-"""The alerts fire when they should, and only then: tried by Prometheus' own promtool."""
+"""The alerts fire when they should, and only then, by Prometheus' own promtool."""
 
 from __future__ import annotations
 
@@ -126,15 +126,15 @@ FIRING: dict[str, dict[str, tuple[str, str]]] = {
     "TreelineMemoryShort": {f"{R}num_retracted_requests_total{{{ENGINE}}}": ("0+12", "0+3")},
     "TreelineDrainsLong": {f"{R}draining{{{ENGINE}}}": ("1", "0")},
 }
-"""For each alert the series of a world in which it fires, and of one like it in which all is well."""
+"""For each alert the series of a world in which it fires, and of a similar healthy one."""
 GONE = "TreelineOperatorGone"
-"""Fires where there is nothing, so it has a world to itself; in all others there is an operator."""
+"""It fires if there are no series, so it has a world of its own; all others have an operator."""
 
 MINUTES = 90
 
 
 def promtool(*arguments: str) -> str:
-    """What promtool says; skips where it is not built."""
+    """Return promtool's output. Skips if it is not built."""
     program = programs_or_skip("promtool")["promtool"] / "promtool"
     done = subprocess.run([str(program), *arguments], capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -142,7 +142,7 @@ def promtool(*arguments: str) -> str:
 
 
 def plan(worlds: dict[str, Series], expected: dict[str, dict[str, int]]) -> dict[str, Any]:
-    """One test of promtool's: each world is a namespace of its own. `expected`: PromQL → labels found → value."""
+    """Return one test for promtool: each world is a namespace of its own. `expected`: PromQL → labels found → value."""
     series = {
         name.replace('namespace="a"', f'namespace="{alert}"'): f"{value}x{MINUTES}"
         for alert, world in worlds.items()
@@ -167,11 +167,11 @@ def test_every_alert_is_tried():
     assert {*FIRING, GONE} == set(NAMES)
 
 
-def test_promtool_has_nothing_to_say_against_the_rules():
+def test_promtool_accepts_the_rules():
     assert f"SUCCESS: {len(NAMES)} rules found" in promtool("check", "rules", "--lint=all", "--lint-fatal", str(ALERTS))
 
 
-def test_each_alert_fires_in_trouble_and_none_without(tmp_path: Path):
+def test_each_alert_fires_in_trouble_and_none_in_a_healthy_world(tmp_path: Path):
     trouble, peace = (
         {alert: {name: told[at] for name, told in world.items() if told[at]} for alert, world in FIRING.items()}
         for at in (0, 1)

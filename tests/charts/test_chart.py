@@ -1,4 +1,4 @@
-"""The chart renders what it is meant to, and refuses what it does not know."""
+"""The chart's objects equal reviewed files, and unknown values are refused."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def of_kind(items: list[dict[str, Any]], *kinds: str) -> list[dict[str, Any]]:
 
 
 def parts(case: str) -> dict[str, str]:
-    """What is rendered, by kind, namespace and name."""
+    """Return the rendered objects as YAML, by kind, namespace and name."""
     items = helm.render(*RENDERS[case])
     found = {
         f"{item['kind']} {item['metadata'].get('namespace', '')}/{item['metadata']['name']}": yaml.dump(
@@ -71,20 +71,20 @@ def parts(case: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("case", RENDERS)
-def test_renders_are_what_somebody_has_read(case):
+def test_renders_equal_the_reviewed_files(case):
     base = parts("default")
     golden.check(GOLDEN, case, base if case == "default" else parts(case), "default", base)
 
 
 @pytest.mark.parametrize("case", ["default", "everything"])
-def test_lint_has_nothing_to_say(case):
+def test_helm_lint_passes(case):
     options = [word for word in RENDERS[case] if word != "--api-versions" and word not in MONITORS]
     done = helm.run("lint", "--strict", str(CHART), *options)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "[WARNING]" not in done.stdout
 
 
-def test_the_custom_resources_stay_behind_unless_told_otherwise():
+def test_uninstalling_keeps_the_crds_unless_configured_otherwise():
     def crds(*options: str) -> dict[str, str | None]:
         found = of_kind(helm.render(*options), "CustomResourceDefinition")
         policy = "helm.sh/resource-policy"
@@ -96,7 +96,7 @@ def test_the_custom_resources_stay_behind_unless_told_otherwise():
     assert crds("--set", "crds.install=false") == {}
 
 
-def test_a_namespaced_install_has_nothing_that_the_whole_cluster_sees_but_what_describes_kinds():
+def test_a_namespaced_install_has_no_cluster_wide_objects_but_definitions():
     items = helm.render(*RENDERS["namespaced"])
     assert of_kind(items, "ClusterRole", "ClusterRoleBinding") == []
     roles = {item["metadata"]["namespace"]: item for item in of_kind(items, "Role")}
@@ -106,7 +106,7 @@ def test_a_namespaced_install_has_nothing_that_the_whole_cluster_sees_but_what_d
     assert roles["team-a"]["rules"] == roles["team-b"]["rules"] == cluster_role["rules"]
 
 
-def test_only_the_features_that_are_asked_for_get_rights():
+def test_only_enabled_features_get_rights():
     off = ("--set", "rbac.gatewayApi=false,rbac.prometheus=false")
     (role,) = [
         item for item in of_kind(helm.render(*off), "ClusterRole") if item["metadata"]["name"].endswith("-operator")
@@ -115,7 +115,7 @@ def test_only_the_features_that_are_asked_for_get_rights():
     assert not {g for g in written if g.startswith(("gateway.", "inference.", "monitoring."))}
 
 
-def test_pickers_follow_no_objectives_without_the_right_to():
+def test_pickers_follow_no_objectives_without_the_right():
     def told(*values: str) -> str:
         (deployment,) = of_kind(helm.render(*values), "Deployment")
         (arg,) = (a for a in deployment["spec"]["template"]["spec"]["containers"][0]["args"] if "rules-group" in a)
@@ -132,7 +132,7 @@ def test_pickers_know_the_operator_by_its_pods_labels():
     assert set(Platform().operator_labels) <= set(labels.items())
 
 
-def test_the_lease_that_is_held_is_the_lease_that_is_granted():
+def test_the_operator_holds_the_lease_that_its_role_grants():
     items = helm.render("--set", "fullnameOverride=our")
     (role,) = of_kind(items, "Role")
     (deployment,) = of_kind(items, "Deployment")
@@ -141,7 +141,7 @@ def test_the_lease_that_is_held_is_the_lease_that_is_granted():
 
 
 def arguments_of(items: list[dict[str, Any]]) -> argparse.Namespace:
-    """What the operator makes of the arguments that the chart gives it."""
+    """Parse the arguments that the chart gives the operator."""
     (deployment,) = of_kind(items, "Deployment")
     word, *flags = deployment["spec"]["template"]["spec"]["containers"][0]["args"]
     assert word == "operate"
@@ -165,7 +165,7 @@ def metrics_rules(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [rule for rule in policy["spec"]["ingress"] if {"port": 9090, "protocol": "TCP"} in rule["ports"]]
 
 
-def test_who_reads_metrics_is_said_once_for_the_operator_and_for_what_it_makes():
+def test_metrics_readers_are_set_once_for_the_operator_and_its_objects():
     items = helm.render()
     (rule,) = metrics_rules(items)
     assert rule["from"] == list(PROMETHEUS)
@@ -185,7 +185,7 @@ def test_fragments_for_the_pods_of_all_pickers_and_envoys_reach_the_operator():
         assert getattr(arguments_of(items), f"{name}_template") == fragment
 
 
-def test_presets_reach_the_operator_and_have_fields_of_a_pool_alone():
+def test_presets_reach_the_operator_and_have_only_fields_of_a_pool():
     assert arguments_of(helm.render()).presets is None
     presets = {"h100": {"engine": {"type": "vllm", "args": ["--a b"]}, "model": {"cache": {"size": "1Gi"}}}, "none": {}}
     assert arguments_of(helm.render("--set-json", f"presets={json.dumps(presets)}")).presets == presets
@@ -200,7 +200,7 @@ def test_an_empty_list_of_readers_admits_nobody():
     assert arguments_of(items).metrics_from == ()
 
 
-def test_the_api_ports_of_engines_are_opened_to_prometheus_only_if_that_is_asked_for():
+def test_prometheus_reaches_engine_api_ports_only_if_enabled():
     assert arguments_of(helm.render()).scrape_api_ports is False
     assert arguments_of(helm.render("--set", "networkPolicy.scrapeApiPorts=true")).scrape_api_ports is True
 
@@ -276,7 +276,7 @@ def test_notes_say_what_is_missing_and_what_comes_next():
 
 @pytest.mark.parametrize("script", ["chart_readme", "install_manifest"])
 def test_generated_files_are_current(script):
-    helm.run("version")  # where there is none the test is skipped
+    helm.run("version")  # without helm the test is skipped
     done = subprocess.run([sys.executable, ROOT / "scripts" / f"{script}.py", "--check"], check=False)
     assert done.returncode == 0, f"run: python scripts/{script}.py"
 

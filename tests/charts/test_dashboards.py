@@ -1,4 +1,4 @@
-"""Dashboards and alerts ask for metrics that exist, in the way that these can be asked."""
+"""Dashboards and alerts query metrics that exist, with operations that suit them."""
 
 from __future__ import annotations
 
@@ -24,25 +24,23 @@ from treeline_tools import dashboards, envoy_metrics, metrics
 from treeline_tools.metrics import Family
 
 SCRAPED = frozenset({"namespace", "pod", "job"})
-"""What the Prometheus operator adds to every series of a pod."""
+"""Labels that the Prometheus operator adds to every series of a pod."""
 _COUNTS = ("rate", "increase")
 
 
 class WrongQuery(Exception):
-    """The expression names what is not there, or does with it what makes no sense."""
+    """A query names an unknown metric or label, or combines them wrongly."""
 
 
 Judge = Callable[[Family, str, str, str], None]
-"""Of a matcher: family, label, operator as in `promql.MatchOp`, value."""
+"""Checks a matcher: family, label, operator as in `promql.MatchOp`, value."""
 
 
 def labels_of(
     expr: str, metrics: Mapping[str, Family], judge: Judge = lambda family, label, op, value: None
 ) -> frozenset[str]:
-    """The labels that the result can have. Raises ValueError for what is no PromQL, and `WrongQuery`.
-
-    `metrics` by the names of their series. `judge` is shown every matcher of a label that is the metric's own.
-    """
+    """Return the labels that the result can have. Raises ValueError for invalid PromQL, and `WrongQuery`. `metrics` by
+    the names of their series. `judge` gets every matcher of a label that is the metric's own."""
     return _Reader(metrics, judge).labels(promql.parse(expr))
 
 
@@ -137,13 +135,13 @@ VALUES: dict[tuple[str, str], set[str]] = {
     ("envoy_http_downstream_rq_xx", "envoy_response_code_class"): set("12345"),
     ("treeline:http_responses_total", "status"): {str(status) for status in range(100, 600)},
 }
-"""What labels can be, where a query wants them to be something: nobody notices a query that never finds anything."""
+"""Values of labels that queries compare with: a query that never finds anything goes unnoticed."""
 NAMES_OF_OURS = {"envoy_http_conn_manager_prefix": {"gateway"}, "envoy_cluster_name": {"pods", "ext_proc"}}
-"""Labels of Envoy's metrics that our configuration of it names; `tests/epp/io/test_listed_metrics.py` asks it."""
+"""Labels of Envoy's metrics whose values our configuration sets; `tests/epp/io/test_listed_metrics.py` asks Envoy."""
 
 
 CHOSEN = "chosen"
-"""In the place of the variables of a dashboard."""
+"""Replaces the variables of a dashboard."""
 
 
 def judge(family: metrics.Family, label: str, op: str, value: str) -> None:
@@ -156,7 +154,7 @@ def judge(family: metrics.Family, label: str, op: str, value: str) -> None:
 
 
 def filled(expr: str, board: dict[str, Any]) -> str:
-    """As Grafana sends it: the variables of the board have values."""
+    """Replace the dashboard's variables by values, as Grafana does."""
     expr = expr.replace("$__rate_interval", "5m")
     for variable in board["templating"]["list"]:
         expr = re.sub(rf"\${variable['name']}\b", CHOSEN, expr)
@@ -193,7 +191,7 @@ def test_the_variables_of_a_dashboard_are_values_of_labels_that_exist_and_are_us
         assert f"${variable['name']}" in asked
 
 
-def test_what_one_comes_with_can_be_chosen():
+def test_dashboards_have_variables_for_namespace_pod_pool_and_model():
     names = {uid: {one["name"] for one in board["templating"]["list"]} for uid, board in BOARDS.items()}
     assert all({"namespace", "pod"} <= found for found in names.values())
     assert {"pool", "model"} <= names["treeline-engines.json"]
@@ -201,7 +199,7 @@ def test_what_one_comes_with_can_be_chosen():
 
 
 def unit_of(panel: dict[str, Any], target: dict[str, Any]) -> str:
-    """In which the values of a query are shown."""
+    """Return the unit in which a query's values are shown."""
     if panel["type"] == "heatmap":
         return str(panel["options"]["yAxis"]["unit"])
     for override in panel["fieldConfig"]["overrides"]:
@@ -236,7 +234,7 @@ def test_a_panel_is_of_the_kind_that_its_query_is_for(board):
 
 @pytest.mark.parametrize("board", BOARDS.values(), ids=BOARDS)
 def test_a_dashboard_is_what_grafana_itself_would_write(board):
-    """Its schema's own classes read it and write it: what they do not know would be missing."""
+    """Grafana's own schema classes read and write it; fields that they do not know would be missing."""
     written = json.loads(json.dumps(Dashboard.from_json(board), cls=JSONEncoder))
 
     def compare(ours: Any, theirs: Any, path: str) -> None:
@@ -291,7 +289,7 @@ def test_every_alert_says_what_is_wrong_and_what_to_do(rule):
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule["alert"])
-def test_the_runbook_of_an_alert_is_there(rule):
+def test_every_alert_has_its_runbook(rule):
     page, _, anchor = rule["annotations"]["runbook_url"].partition("#")
     sections = re.split(r"^## (.*)$", (ROOT / page).read_text(), flags=re.MULTILINE)
     said = {title.lower(): text for title, text in zip(sections[1::2], sections[2::2], strict=True)}
@@ -304,7 +302,7 @@ def test_every_runbook_has_its_alert():
     assert titles == [rule["alert"] for rule in RULES]
 
 
-def test_of_envoys_metrics_those_are_listed_that_are_used():
+def test_the_listed_envoy_metrics_are_those_in_use():
     asked = " ".join([*(rule["expr"] for rule in RULES), *(str(param.values[0]) for param in QUERIES)])
     for family in envoy_metrics.FAMILIES:
         assert any(re.search(rf"\b{series}\b", asked) for series in family.series), family.name
@@ -322,7 +320,7 @@ def rendered(*options: str) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.deep
-def test_the_chart_installs_dashboards_and_alerts_only_if_it_is_told_to():
+def test_the_chart_installs_dashboards_and_alerts_only_if_enabled():
     api = ("--api-versions", "monitoring.coreos.com/v1/PrometheusRule")
     assert rendered(*api) == {}
     found = rendered(*api, "--set", "metrics.dashboards=true,metrics.prometheusRule=true")

@@ -1,4 +1,4 @@
-"""Helm itself installs, upgrades and uninstalls on a real API server; what is left behind is what was promised."""
+"""Helm installs, upgrades and uninstalls on a real API server, and leaves only what the docs say."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OURS = "labelSelector=app.kubernetes.io/part-of%3Dtreeline"
 
 @pytest.fixture(scope="module")
 def plane() -> Iterator[ControlPlane]:
-    """An empty one of its own: CRDs are deleted here."""
+    """An empty control plane of the test's own: CRDs are deleted here."""
     own = control_plane_or_skip(controllers=(), audit=False)
     own.start()
     yield own
@@ -65,7 +65,7 @@ def test_install_upgrade_and_uninstall(plane):
 
 
 def on(plane: ControlPlane) -> Callable[..., None]:
-    """A function that runs helm on the control plane."""
+    """Return a function that runs helm on the control plane."""
 
     def run(word: str, *options: str) -> None:
         chart = [] if word == "uninstall" else [str(helm.CHART)]
@@ -87,7 +87,7 @@ def crds(plane: ControlPlane) -> list[str]:
 
 
 def left(plane: ControlPlane) -> list[tuple[str, str]]:
-    """Everything of the chart that is still there, CRDs apart."""
+    """List the chart's objects that still exist, without CRDs."""
     return [
         (path, item["metadata"]["name"])
         for path in COLLECTIONS

@@ -1,4 +1,4 @@
-"""What the images are made of: small, pinned, not root; and the packages that their code imports are in them."""
+"""Images are small, pinned and not root, and contain the packages that their code imports."""
 
 from __future__ import annotations
 
@@ -29,18 +29,17 @@ ROOMS = {
     "edge": ("treeline_operator.envoy",),
     "runtime": ("treeline_wire", "treeline_runtime"),
 }
-"""Image → the packages of ours that run in it."""
+"""Our packages that run in each image."""
 
 ELSEWHERE = {"operator": {"envoy", "opentelemetry", "google"}, "runtime": {"flashinfer", "triton"}}
-"""What is imported by a module that the image has and does not run: Envoy's launcher is the edge's, and spans are made
-by the picker and the runtime; what is for CUDA is not run where it is not installed; the picker alone has Envoy's
-messages."""
+"""Packages imported by modules that the image has and does not run: Envoy's launcher is the edge's, spans come from the
+picker and the runtime, CUDA code runs only where CUDA is installed, and only the picker has Envoy's messages."""
 COLOURS = {"rich_argparse"}
-"""Help does without them where they are not installed."""
+"""The help works without them."""
 
 
 def instructions(path: Path) -> list[tuple[str, str]]:
-    """The Dockerfile's instructions, continued lines joined, comments left out."""
+    """Return the Dockerfile's instructions, with continued lines joined and comments removed."""
     lines = [line for line in path.read_text().splitlines() if not line.lstrip().startswith("#")]
     joined = re.sub(r"\\\n\s*", " ", "\n".join(lines))
     return [(word, rest) for word, _, rest in (line.partition(" ") for line in joined.splitlines()) if word]
@@ -82,8 +81,8 @@ def test_a_dockerfile_keeps_the_rules(path):
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=image_of)
-def test_what_differs_with_every_commit_comes_last(path):
-    """A builder's cache ends at the first step that a changed argument may concern: here, before no layer at all."""
+def test_steps_that_change_with_every_commit_come_last(path):
+    """A builder's cache ends at the first step that a changed argument may affect: here, after all layers."""
     found = instructions(path)
     names = [rest.partition("=")[0] if word == "ARG" else "" for word, rest in found]
     first = min(names.index("VERSION"), names.index("REVISION"))
@@ -138,7 +137,7 @@ def test_pip_refuses_a_file_whose_hash_is_not_listed(tmp_path):
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=image_of)
-def test_what_is_copied_is_there_and_not_ignored(path):
+def test_copied_files_exist_and_are_not_ignored(path):
     allowed = [
         line.removeprefix("!") for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")
     ]
@@ -165,14 +164,14 @@ SOURCES = sorted(ROOT.glob("*/src"))
 
 @cache
 def source_of(module: str) -> Path | None:
-    """The file of one of our modules; None for a name that is no module."""
+    """Return the file of one of our modules; None if there is no such module."""
     name = module.replace(".", "/")
     tried = (folder / path for folder in SOURCES for path in (f"{name}.py", f"{name}/__init__.py"))
     return next((path for path in tried if path.is_file()), None)
 
 
 def imported_by(packages_of_ours: tuple[str, ...]) -> set[str]:
-    """Top names of all that these packages, and what of ours they import, import from others."""
+    """Return the top names of all foreign imports of these packages, and of our modules that they import."""
     todo = []
     for package in packages_of_ours:
         init = source_of(package)
@@ -196,7 +195,7 @@ def imported_by(packages_of_ours: tuple[str, ...]) -> set[str]:
 
 @pytest.fixture(scope="module")
 def providers() -> Mapping[str, list[str]]:
-    """Top name → the distributions that bring it."""
+    """Return for each top name the distributions that provide it."""
     return packages_distributions()
 
 
@@ -268,7 +267,7 @@ done
 """
 
 
-def test_what_is_pushed_is_signed_with_its_sbom_by_digest_where_cosign_is_installed(tmp_path):
+def test_pushed_images_are_signed_with_their_sboms_by_digest_if_cosign_is_installed(tmp_path):
     digest = "sha256:" + "ab" * 32
     calls = tmp_path / "calls"
     for name in ("docker", "buildah", "cosign"):
@@ -277,7 +276,7 @@ def test_what_is_pushed_is_signed_with_its_sbom_by_digest_where_cosign_is_instal
     environment = {**os.environ, "PATH": f"{tmp_path}:/usr/bin:/bin", "CALLS": str(calls)}
 
     def push(*words: str, tool: str = "docker", told: str = "", **more: str) -> tuple[int, list[str], str]:
-        """The exit status, the calls of cosign, and what was said."""
+        """Run scripts/images.sh with --push. Return its exit status, the calls of cosign, and its output."""
         calls.write_text("")
         script = [
             ROOT / "scripts" / "images.sh",
@@ -319,7 +318,7 @@ def test_what_is_pushed_is_signed_with_its_sbom_by_digest_where_cosign_is_instal
     assert "cosign is not installed" in said
 
 
-def test_an_sbom_keeps_what_an_image_has_and_says_where_nothing_lies(monkeypatch):
+def test_an_sbom_lists_an_images_packages_and_no_local_paths(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "scripts"))
     import sbom
 

@@ -1,4 +1,4 @@
-"""A real API server takes what the chart and the samples send to it, and the rights are enough for pickers."""
+"""A real API server accepts the objects of chart and samples, and grants rights that suffice for pickers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KINDS = {"InferencePool": InferencePool, "InferenceModel": InferenceModel}
 
 @pytest.fixture(scope="module")
 def restricted(control_plane: ControlPlane) -> Iterator[str]:
-    """A namespace that admits restricted pods only, and the two that a namespaced install looks after."""
+    """A namespace that admits restricted pods only, and the two namespaces of a namespaced install."""
     label = {
         "pod-security.kubernetes.io/enforce": "restricted",
         "pod-security.kubernetes.io/warn": "restricted",
@@ -40,7 +40,7 @@ def restricted(control_plane: ControlPlane) -> Iterator[str]:
 
 
 def try_out(plane: ControlPlane, items: list[dict[str, Any]], *options: str) -> str:
-    """What kubectl says of a server-side dry run of these objects; it fails where one of them is refused."""
+    """Return kubectl's output for a server-side dry run of these objects. Fails if one is refused."""
     text = "---\n".join(json.dumps(item) + "\n" for item in items)
     apply = (
         "apply",
@@ -54,7 +54,7 @@ def try_out(plane: ControlPlane, items: list[dict[str, Any]], *options: str) -> 
     return plane.kubectl(*apply, *options, stdin=text)
 
 
-def test_every_object_of_every_render_and_of_the_plain_install_is_taken(control_plane, restricted):
+def test_the_api_server_accepts_every_object_of_every_render_and_of_the_plain_install(control_plane, restricted):
     renders = [
         helm.render(*options, namespace=restricted)
         for options in (
@@ -76,7 +76,7 @@ def test_every_object_of_every_render_and_of_the_plain_install_is_taken(control_
     assert len(said.splitlines()) == len(different)
 
 
-def test_the_operators_pods_are_admitted_where_only_restricted_pods_are(control_plane, restricted):
+def test_a_restricted_namespace_admits_the_operators_pods(control_plane, restricted):
     (deployment,) = (i for i in helm.render(namespace=restricted) if i["kind"] == "Deployment")
     template = deployment["spec"]["template"]
     account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "pod-test"}}
@@ -91,7 +91,7 @@ def test_the_operators_pods_are_admitted_where_only_restricted_pods_are(control_
 
 
 def test_the_operator_may_give_pickers_their_rights_and_may_not_read_secrets(control_plane, restricted):
-    """The API server lets nobody grant more than he has: checked with the rights of a namespaced install."""
+    """The API server lets nobody grant more rights than he has: checked with the rights of a namespaced install."""
     mine = ("Role", "RoleBinding", "ServiceAccount")
     items = [i for i in helm.render("--set", "scope.namespaces={team-a}", namespace=restricted) if i["kind"] in mine]
     control_plane.kubectl("apply", "-f", "-", stdin="---\n".join(json.dumps(i) + "\n" for i in items))
@@ -112,7 +112,7 @@ def test_the_operator_may_give_pickers_their_rights_and_may_not_read_secrets(con
 
 
 def test_an_apply_that_makes_an_object_needs_the_right_to_create(control_plane, namespace):
-    """Why `create` is declared beside `patch`, though no request of the operator but one is a POST."""
+    """It explains why `create` is declared beside `patch`, though only one request of the operator is a POST."""
     role = {"apiVersion": "rbac.authorization.k8s.io/v1", "kind": "Role", "metadata": {"name": "patcher"}}
     role["rules"] = [{"apiGroups": [""], "resources": ["configmaps"], "verbs": ["patch"]}]
     binding = {
@@ -133,14 +133,14 @@ def test_an_apply_that_makes_an_object_needs_the_right_to_create(control_plane, 
 
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda path: path.stem)
-def test_a_sample_is_taken_by_the_api_server(control_plane, namespace, sample):
+def test_the_api_server_accepts_each_sample(control_plane, namespace, sample):
     items = list(yaml.safe_load_all(sample.read_text()))
     said = try_out(control_plane, items, "--namespace", namespace)
     assert len(said.splitlines()) == len(items)
 
 
 @pytest.mark.parametrize("sample", SAMPLES, ids=lambda path: path.stem)
-def test_a_sample_is_what_the_operator_understands(sample):
+def test_the_operator_understands_each_sample(sample):
     text = sample.read_text()
     head = text.split("apiVersion", 1)[0]
     assert "# Needs:" in head

@@ -1,4 +1,4 @@
-"""From the metric to a Prometheus: a real one reads real pages by our monitors, and evaluates alerts and panels."""
+"""A real Prometheus scrapes real pages by our monitors, and evaluates alerts and panels."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ NOTHING_TO_TELL = {
     "treeline_epp_rejected_total",
     "treeline_epp_served_by_other_total",
 }
-"""What there is only with clients' keys, on Kubernetes, or from the first trouble on."""
+"""Metrics that exist only with clients' keys, on Kubernetes, or after the first error."""
 
 
 def monitors() -> dict[str, dict[str, Any]]:
-    """What the operator and the chart make: the monitor of each program."""
+    """Return each program's PodMonitor, as operator and chart make it."""
     cluster = Cluster()
     cluster.converge(a_pool("tiny"), platform=PLATFORM)
     children = settled(a_pool("tiny"), platform=PLATFORM).objects
@@ -73,7 +73,7 @@ def monitors() -> dict[str, dict[str, Any]]:
 
 
 def scrape(name: str, monitor: dict[str, Any], address: str) -> dict[str, Any]:
-    """The job that the Prometheus operator makes of a monitor, with the labels that it gives to a pod's port."""
+    """Return the job that the Prometheus operator makes of a monitor, with the labels that it gives to a pod's port."""
     (endpoint,), meta = monitor["spec"]["podMetricsEndpoints"], monitor["metadata"]
     given = {"namespace": meta["namespace"], "pod": f"{name}-0", "container": name, "endpoint": endpoint["port"]}
     job = f"{meta['namespace']}/{meta['name']}"
@@ -91,7 +91,7 @@ def scrape(name: str, monitor: dict[str, Any], address: str) -> dict[str, Any]:
 
 @contextmanager
 def prometheus(folder: Path, jobs: list[dict[str, Any]]) -> Iterator[str]:
-    """The URL of a Prometheus with these jobs and our alerts, which fire at once."""
+    """Run a Prometheus with these jobs and our alerts, which fire at once. Yields its URL."""
     program = programs_or_skip("prometheus")["prometheus"] / "prometheus"
     hasty = [
         {**group, "rules": [{k: v for k, v in rule.items() if k != "for"} for rule in group["rules"]]}
@@ -112,7 +112,7 @@ def prometheus(folder: Path, jobs: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def operator_metrics() -> Metrics:
-    """Those of an operator with a pool that crashes, one that sleeps and one that is well."""
+    """Return the metrics of an operator with one crashing, one sleeping and one healthy pool."""
     shown = Metrics()
     shown.leads(True)
     shown.finished(Key("pool", "team", "a"), Outcome(retry=True), 0.1, 0.2)
@@ -131,7 +131,7 @@ def operator_metrics() -> Metrics:
 
 @asynccontextmanager
 async def programs_with_pages(folder: Path) -> AsyncIterator[tuple[dict[str, str], Pages]]:
-    """The address of each program's page, after a few requests; the operator's pages, to be closed."""
+    """Return the address of each program's page, after a few requests, and the operator's pages, to be closed."""
     health = free_port()
     pages = await Pages(Vitals(), operator_metrics()).open("127.0.0.1", 0, 0)
     async with engines() as fakes, data_plane(folder, fakes, health_port=health) as plane:
@@ -157,7 +157,7 @@ async def programs_with_pages(folder: Path) -> AsyncIterator[tuple[dict[str, str
 
 
 def selected(expr: str) -> set[str]:
-    """The series that a query names."""
+    """Return the series that a query names."""
     found: set[str] = set()
 
     def look(node: Any) -> None:
@@ -192,7 +192,7 @@ async def test_every_series_that_a_query_names_is_on_a_real_page(tmp_path: Path)
 
 
 async def check_queries(ask: Callable[..., Any]) -> None:
-    """Every query of a panel or an alert can be asked, and what it asks for is there with the labels that it has."""
+    """Check that every query of panels and alerts runs, and that its metrics exist with their labels."""
     missing = set()
     for name in set().union(*map(selected, QUERIES)):
         series = await ask("series", **{"match[]": name})
@@ -220,7 +220,7 @@ def test_all_monitors_have_the_labels_and_the_interval_of_the_chart() -> None:
         assert [one["interval"] for one in monitor["spec"]["podMetricsEndpoints"]] == [INTERVAL], name
 
 
-async def test_a_prometheus_finds_what_alerts_and_panels_ask_for_and_alerts_name_the_pool(tmp_path: Path) -> None:
+async def test_prometheus_finds_the_metrics_of_alerts_and_panels_and_alerts_name_the_pool(tmp_path: Path) -> None:
     found = monitors()
     async with programs_with_pages(tmp_path) as (addresses, pages):
         jobs = [scrape(name, found[name], address) for name, address in addresses.items()]

@@ -1,4 +1,4 @@
-"""What the operator asks for is declared once, covers what its code uses, and never reads a Secret."""
+"""The operator's rights are declared once, cover what its code uses, and never include reading a Secret."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ CHART = Path(__file__).parents[2] / "charts" / "treeline"
 ALL = rbac.granted(rbac.WATCHED)
 
 
-def test_the_charts_rules_are_those_that_the_code_declares():
+def test_the_charts_rules_equal_the_declared_rights():
     text = (CHART / "files" / "rbac.yaml").read_text()
     assert text == rbac.chart_file(), "run `make generate`"
 
 
 def test_the_rules_grant_exactly_what_is_declared():
-    """Leaving out what an earlier feature grants already takes nothing away, with every optional feature off or on."""
+    """Rules leave out rights that an earlier feature grants; no right is lost, with every optional feature off or
+    on."""
     entries = yaml.safe_load(rbac.chart_file())
     for place, features in (("watched", rbac.WATCHED), ("own", rbac.OWN)):
         for on in (True, False):

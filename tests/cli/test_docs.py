@@ -1,4 +1,4 @@
-"""docs/chat.md and docs/capacity.md say what is true: their commands print what stands under them."""
+"""The commands of docs/chat.md and docs/capacity.md print what the pages show."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SHAPES = {"llama8b": "Llama-3.1-8B", "qwen3_0_6b": "Qwen3-0.6B", "qwen3_30b_a3b"
 
 @contextlib.contextmanager
 def hub_of_the_pages() -> Iterator[dict[str, str]]:
-    """A Hub with the model of the examples, as it is published; → variables that lead there."""
+    """Run a Hub with the examples' model, as it is published. Yields the variables that lead to it."""
     repo = FakeRepo(
         {
             "config.json": (CONFIGS / "Llama-3.1-70B.json").read_bytes(),
@@ -48,7 +48,7 @@ def hub_of_the_pages() -> Iterator[dict[str, str]]:
 
 
 def run(command: str, variables: dict[str, str], home: Path) -> str:
-    """What the shell prints, with this environment's `treeline`, without spaces at the ends of lines."""
+    """Run a command with this environment's `treeline`. Return its output without trailing spaces."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     env = {name: value for name, value in os.environ.items() if not name.endswith("_API_KEY")}
     env |= {"PATH": path, "HF_HOME": str(home), "COLUMNS": "80", **variables}
@@ -66,12 +66,12 @@ def test_an_example_prints_what_the_page_shows(page, command, output, tmp_path):
         assert run(command, variables, tmp_path) == output
 
 
-def test_there_are_examples():
+def test_every_page_has_examples():
     assert [page for page, _, _ in EXAMPLES] == ["chat.md", "capacity.md", "capacity.md"]
 
 
 def error_rows() -> list[str]:
-    """Rows of the table of docs/capacity.md: how far estimates are from what was measured."""
+    """Return the rows of the table of docs/capacity.md: the errors of the estimates against measurements."""
     results = json.loads((ROOT / "bench" / "results" / "engine.json").read_text())
     measured = {row["metric"]: row["value"] for row in results["rows"]}
     speeds = {}
@@ -94,7 +94,7 @@ def error_rows() -> list[str]:
     return [*rows, f"| a prompt of 4,096 tokens, thousand tokens/s | {' | '.join(cells)} |"]
 
 
-def test_the_page_shows_how_far_the_estimates_are_from_what_was_measured():
+def test_the_page_shows_the_errors_of_the_estimates():
     page = PAGES[1].read_text()
     assert all(row in page for row in error_rows())
     for said in (f"{FLOP_SHARE:.0%}".replace("%", " %"), f"{BUSY:.0%}".replace("%", " %"), f"{STEP_S * 1000:g} ms"):

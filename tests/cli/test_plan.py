@@ -45,11 +45,11 @@ def test_a_base_moves_all_ports_and_leaves_no_gap(replicas):
     assert (options.port, gateway_url(options)) == (9100, "http://127.0.0.1:9100")
 
 
-def test_the_gateways_port_goes_before_the_base():
+def test_the_gateways_own_port_overrides_the_base():
     assert _options(["m", "--port-base", "9100", "--port", "80"])[0].port == 80
 
 
-def test_engines_that_run_already_stand_behind_picker_and_envoy_and_no_runtime_is_started():
+def test_running_engines_get_picker_and_envoy_and_no_runtime_is_started():
     flags = ["--engine", "a=127.0.0.1:8001", "--engine", "b=[fd00::2]:8001"]
     options, _ = _options([*flags, "--", "--tokenizer", "hf://org/name"])
     a, b, picker, envoy = plan(options, Path("/bin/envoy"), Path("/tmp/envoy.json"))
@@ -73,7 +73,7 @@ def test_engines_that_run_already_stand_behind_picker_and_envoy_and_no_runtime_i
         (["--engine", "b=example.org:80"], "the host must be an IP address or localhost"),
     ],
 )
-def test_what_does_not_go_with_engines_is_refused(capsys, words, said):
+def test_flags_that_contradict_engines_are_refused(capsys, words, said):
     with pytest.raises(SystemExit):
         _options(["--engine", "a=127.0.0.1:1", *words])
     assert said in capsys.readouterr().err
@@ -112,13 +112,13 @@ def test_a_busy_port_is_named_with_its_use_and_a_free_one_is_not():
     assert not [line for line in busy_ports(children(replicas=1, port=taken)[-1:]) if f"port {taken}" in line]
 
 
-def test_a_port_that_two_flags_name_or_that_there_is_not_is_told():
+def test_a_duplicate_or_impossible_port_is_reported():
     lines = busy_ports(children(replicas=2, runtime_port=9002, runtime_metrics_port=65535))
     assert "port 9002 (picker, grpc-port): it is the port of runtime-0, port too" in lines
     assert "port 65536 (runtime-1, metrics-port): there is none beyond 65535" in lines
 
 
-def test_the_picker_believes_the_edge_where_it_knows_its_clients():
+def test_the_picker_trusts_the_edge_if_the_edge_knows_its_clients():
     assert "--trust-edge" not in children()[-2].argv
     *_, picker, envoy = children(api_keys={"ada": "sk-ada"})
     assert "--trust-edge" in picker.argv
@@ -147,7 +147,7 @@ def test_without_the_console_neither_picker_nor_envoy_nor_the_greeting_has_it(ca
     assert "--show-prompts: with --no-console no page could show them" in capsys.readouterr().err
 
 
-def test_asking_whether_it_is_ready_counts_for_no_client():
+def test_readiness_probes_count_for_no_client():
     options = UpOptions(model="m", api_keys={"ada": "sk-of-ada"})
     *_, envoy = plan(options, Path("envoy"), Path("envoy.json"))
     known = envoy_config(options).api_keys
@@ -192,7 +192,7 @@ def test_a_folder_of_keys_that_is_not_there_is_refused(tmp_path, capsys):
     assert "cannot read" in capsys.readouterr().err
 
 
-def test_one_flag_has_all_three_trace_to_the_collector_of_the_variables(monkeypatch):
+def test_one_flag_makes_all_three_trace_to_the_collector_of_the_variables(monkeypatch):
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:4400")
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_on")
     options, _ = _options(["--model", "m", "--tracing"])
@@ -243,13 +243,13 @@ def test_the_name_of_loopback_is_taken_for_its_address():
 @pytest.mark.parametrize(
     ("address", "said"), [(("192.0.2.1", 8080), "the address is not this machine's"), (("::1", 0), None)]
 )
-def test_why_a_port_cannot_be_had_is_said_in_words(address, said):
+def test_an_unavailable_port_is_explained_in_words(address, said):
     host, port = address
     lines = busy_ports(children(host=host, port=port)[-1:])
     assert lines == ([] if said is None else [f"port {port} on {host} (envoy, gateway): {said}"])
 
 
-def test_what_killed_processes_left_goes_at_the_next_start_and_what_others_use_stays(tmp_path, monkeypatch):
+def test_the_next_start_removes_leftovers_of_killed_processes_and_keeps_files_in_use(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     for name in ("dead", "live", "new"):
         (tmp_path / f"treeline-up-{name}").mkdir()

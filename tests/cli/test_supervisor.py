@@ -1,4 +1,4 @@
-"""Small real processes stand in for runtimes: the promises about start, watch and stop hold for any child."""
+"""Small real processes stand in for runtimes: the supervisor starts, watches and stops any child in the same way."""
 
 import asyncio
 import io

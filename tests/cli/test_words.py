@@ -1,4 +1,4 @@
-"""The command line from outside: its words, its help, its errors."""
+"""The command line from outside: its commands, its help, its errors."""
 
 import importlib
 import re
@@ -18,7 +18,7 @@ def status_of(*words: str) -> int:
         return int(ended.code or 0)
 
 
-def test_as_a_module_and_without_a_word_it_teaches_and_fails():
+def test_without_a_command_the_module_prints_help_and_fails():
     answer = subprocess.run(
         [sys.executable, "-m", "treeline"], capture_output=True, text=True, timeout=240, check=False
     )
@@ -26,14 +26,14 @@ def test_as_a_module_and_without_a_word_it_teaches_and_fails():
     assert all(word in answer.stderr for word in WORDS)
 
 
-def test_help_names_every_word(capsys):
+def test_help_names_every_command(capsys):
     assert status_of("--help") == 0
     shown = capsys.readouterr().out
     assert all(word in shown for word in WORDS)
 
 
 @pytest.mark.parametrize("word", WORDS)
-def test_every_word_explains_itself(word, capsys):
+def test_every_command_has_help(word, capsys):
     assert status_of(word, "--help") == 0
     assert f"treeline {word}" in capsys.readouterr().out
 
@@ -48,7 +48,7 @@ def test_help_has_an_example(words, capsys):
     assert re.search(rf"(?im)^examples?:.*treeline {' '.join(words)}", shown, re.DOTALL)
 
 
-def test_a_mistyped_word_is_answered_with_the_one_that_was_meant(capsys):
+def test_a_mistyped_command_is_answered_with_the_intended_one(capsys):
     assert status_of("sreve", "m") == 2
     assert "did you mean serve?" in capsys.readouterr().err
     assert status_of("bench", "servng") == 2
@@ -58,7 +58,7 @@ def test_a_mistyped_word_is_answered_with_the_one_that_was_meant(capsys):
 
 
 def test_the_help_of_the_command_loads_no_room():
-    """It is there at once, however large the rooms are."""
+    """The help appears at once, however large the rooms are."""
     program = (
         "import sys; from treeline.main import parser; parser().format_help();"
         "print(sorted(name for name in sys.modules if name.startswith(('treeline_', 'rich', 'httpx', 'asyncio'))))"
@@ -67,7 +67,7 @@ def test_the_help_of_the_command_loads_no_room():
     assert answer.stdout == "['treeline_wire', 'treeline_wire.command_line']\n"
 
 
-def test_a_reader_that_has_read_enough_is_shown_no_traceback(tmp_path):
+def test_a_closed_pipe_causes_no_traceback(tmp_path):
     pool = tmp_path / "pool.yaml"
     pool.write_text(
         "apiVersion: treeline.dev/v1alpha1\nkind: InferencePool\nmetadata: {name: p}\n"
@@ -81,7 +81,7 @@ def test_a_reader_that_has_read_enough_is_shown_no_traceback(tmp_path):
     assert process.returncode == 128 + signal.SIGPIPE
 
 
-def test_an_unknown_word_is_refused_with_the_known_ones(capsys):
+def test_an_unknown_command_is_refused_with_the_known_ones(capsys):
     assert status_of("sreve") == 2
     assert "serve" in capsys.readouterr().err
 
@@ -102,7 +102,7 @@ def test_an_unknown_word_is_refused_with_the_known_ones(capsys):
         ("bench", ["treeline_bench.cli"], "the benchmarks: pip install 'treeline-llm[bench]'"),
     ],
 )
-def test_a_word_whose_part_is_missing_says_what_to_install(word, absent, needs, monkeypatch, capsys):
+def test_a_command_whose_package_is_missing_says_what_to_install(word, absent, needs, monkeypatch, capsys):
     for package in absent:
         monkeypatch.setitem(sys.modules, package, None)
     assert main([word]) == 1
@@ -110,7 +110,7 @@ def test_a_word_whose_part_is_missing_says_what_to_install(word, absent, needs, 
 
 
 @pytest.mark.parametrize("words", [["up"], ["sim", "serve"]])
-def test_without_the_tiny_model_it_asks_for_another_or_for_its_package(words, monkeypatch, capsys):
+def test_without_the_tiny_model_serve_names_its_package_and_asks_for_a_model(words, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "treeline_tiny", None)
     assert status_of(*words) != 0
     told = " ".join(capsys.readouterr().err.split())
@@ -118,8 +118,8 @@ def test_without_the_tiny_model_it_asks_for_another_or_for_its_package(words, mo
     assert "name a model" in told or "--model" in told
 
 
-def test_what_needs_no_part_runs_without_any():
-    """As after `pip install treeline-llm` alone."""
+def test_commands_without_dependencies_run_without_extras():
+    """The environment after `pip install treeline-llm` without extras."""
     absent = ("runtime", "epp", "operator", "kube", "lang", "bench", "sim", "conformance", "tiny")
     packages = [f"treeline_{name}" for name in absent]
     program = (
@@ -135,7 +135,7 @@ def test_what_needs_no_part_runs_without_any():
         assert shown in answer.stdout, answer.stderr
 
 
-def test_an_interrupt_while_a_word_is_loading_is_an_end_and_no_traceback(monkeypatch):
+def test_an_interrupt_while_a_command_loads_causes_no_traceback(monkeypatch):
     def interrupted(_module):
         raise KeyboardInterrupt
 
@@ -149,7 +149,7 @@ def test_the_version_is_printed(words, capsys):
     assert capsys.readouterr().out == f"treeline {version('treeline-llm')}\n"
 
 
-def test_the_version_of_what_it_stands_on_is_printed_when_asked(capsys):
+def test_versions_of_dependencies_are_printed_on_request(capsys):
     assert main(["version", "--all"]) == 0
     assert "grpcio 1." in capsys.readouterr().out
 

@@ -1,4 +1,4 @@
-"""Images of a cluster: what they are made of, and layouts without a registry."""
+"""Images of a cluster: their sources, and layouts without a registry."""
 
 import hashlib
 import io
@@ -36,7 +36,7 @@ def context(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_what_a_dockerfile_copies_from_the_context() -> None:
+def test_a_dockerfiles_copied_paths_are_found() -> None:
     assert sources.copied(DOCKERFILE) == [
         "images/requirements/build.txt",
         "images/requirements/epp.txt",
@@ -51,7 +51,7 @@ def test_every_dockerfile_of_ours_copies_files_that_are_there() -> None:
         assert all((ROOT / path).exists() for path in paths), dockerfile
 
 
-def test_an_image_is_another_when_a_file_or_an_argument_is(context: Path) -> None:
+def test_an_images_fingerprint_changes_with_a_file_or_an_argument(context: Path) -> None:
     def made_of(*more: str) -> str:
         return sources.fingerprint(context, context / "Dockerfile", *more)
 
@@ -65,20 +65,20 @@ def test_an_image_is_another_when_a_file_or_an_argument_is(context: Path) -> Non
     assert len(seen) == 5
 
 
-def test_an_image_is_the_same_whatever_tests_leave_behind(context: Path) -> None:
+def test_leftovers_of_tests_do_not_change_an_images_fingerprint(context: Path) -> None:
     before = sources.fingerprint(context, context / "Dockerfile")
     (context / "wire/__pycache__/a.pyc").write_text("changed")
     (context / "elsewhere.py").touch()
     assert sources.fingerprint(context, context / "Dockerfile") == before
 
 
-def test_a_node_knows_an_image_by_the_name_that_a_pods_short_name_means() -> None:
+def test_a_node_has_an_image_under_the_full_form_of_a_pods_short_name() -> None:
     names = {image.word: image.in_cluster for image in wanted()}
     assert names["epp"].startswith("docker.io/library/treeline-epp:")
     assert names["runtime-cpu"].endswith("-cpu")
 
 
-def test_an_engine_that_is_not_ours_is_built_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_foreign_engines_image_is_built_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ENGINES, raising=False)
     own = wanted()
     assert VLLM not in {image.word for image in own}
@@ -95,7 +95,7 @@ def test_an_engine_that_is_not_ours_is_built_where_it_is_asked_for(monkeypatch: 
         wanted()
 
 
-def test_images_of_ours_are_built_by_the_script_with_what_the_tool_is_told() -> None:
+def test_the_script_builds_our_images_with_the_tools_options() -> None:
     image = next(image for image in wanted() if image.word == "epp")
     script = str(ROOT / "scripts/images.sh")
     assert image.build("docker") == [script, "--tool", "docker", "epp"]
@@ -116,7 +116,7 @@ def test_an_engines_image_is_made_of_locked_packages_on_the_base_of_ours() -> No
         assert all("--require-hashes" in line or "--index-url" in line for line in installs)
 
 
-def test_a_layout_holds_whole_images_and_its_tar_leaves_out_what_is_there(tmp_path: Path) -> None:
+def test_a_layout_holds_whole_images_and_its_tar_omits_present_layers(tmp_path: Path) -> None:
     program, layout = tmp_path / "program", tmp_path / "layout"
     program.write_bytes(b"\x7fELF")
     layout.mkdir()

@@ -1,4 +1,4 @@
-"""Processes of a cluster: written down by themselves, ended by pid and start time, and nobody else's."""
+"""Processes of a cluster: recorded before they run, and ended by pid and start time; others are left alone."""
 
 import os
 import subprocess
@@ -40,7 +40,7 @@ def test_arguments_reach_the_program_as_they_are(registry: Registry) -> None:
     assert registry.log("one") == "a b|*|$HOME||"
 
 
-def test_what_was_started_is_ended_and_forgotten(registry: Registry) -> None:
+def test_started_programs_are_ended_and_forgotten(registry: Registry) -> None:
     started = registry.start("one", ["sleep", "60"])
     until(lambda: registry.alive("one"), "the record")
     registry.end("one")
@@ -48,13 +48,15 @@ def test_what_was_started_is_ended_and_forgotten(registry: Registry) -> None:
     assert registry.names() == []
 
 
-def test_one_that_was_never_started_has_not_ended(registry: Registry) -> None:
+def test_a_program_that_was_never_started_has_not_ended(registry: Registry) -> None:
     assert not registry.ended("one")
     registry.start("one", ["true"]).wait(60)
     assert registry.ended("one")
 
 
-def test_one_whose_record_comes_this_moment_has_not_ended(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_whose_record_is_being_written_has_not_ended(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with subprocess.Popen(["sleep", "60"]) as running:
         stat = parse_stat(Path(f"/proc/{running.pid}/stat").read_text())
         readings = iter([None, Process(running.pid, stat.started)])
@@ -63,7 +65,7 @@ def test_one_whose_record_comes_this_moment_has_not_ended(registry: Registry, mo
         running.kill()
 
 
-def test_a_pid_that_is_now_somebody_elses_is_left_alone(registry: Registry, tmp_path: Path) -> None:
+def test_a_reused_pid_is_left_alone(registry: Registry, tmp_path: Path) -> None:
     with subprocess.Popen(["sleep", "60"]) as other:
         (tmp_path / "pids/one").write_text(f"{other.pid} 1\n")
         registry.end("one")
@@ -73,7 +75,7 @@ def test_a_pid_that_is_now_somebody_elses_is_left_alone(registry: Registry, tmp_
 
 
 @pytest.mark.parametrize("record", ["", "12", "not a number"])
-def test_a_record_that_is_not_whole_names_nobody(registry: Registry, tmp_path: Path, record: str) -> None:
+def test_an_incomplete_record_names_no_process(registry: Registry, tmp_path: Path, record: str) -> None:
     (tmp_path / "pids/one").write_text(record)
     assert registry.get("one") is None
     registry.end("one")
@@ -86,6 +88,6 @@ def test_a_process_that_has_ended_can_be_ended_again() -> None:
     assert not Process(os.getpid(), 1).alive()
 
 
-def test_waiting_says_what_for() -> None:
+def test_an_expired_wait_says_what_it_waited_for() -> None:
     with pytest.raises(ClusterError, match="waited 0 s for the moon"):
         until(lambda: False, "the moon", 0)

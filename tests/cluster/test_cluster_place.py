@@ -20,7 +20,7 @@ def test_a_folder_without_our_mark_is_not_removed(tmp_path: Path) -> None:
     assert (tmp_path / "thesis.tex").exists()
 
 
-def test_what_was_made_is_removed_to_the_last_file(tmp_path: Path) -> None:
+def test_every_created_file_is_removed(tmp_path: Path) -> None:
     home = Home(tmp_path / "home")
     home.make()
     (home.path / "nodes/node-1").mkdir(parents=True)
@@ -29,7 +29,7 @@ def test_what_was_made_is_removed_to_the_last_file(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_link_to_a_folder_goes_and_the_folder_stays(tmp_path: Path) -> None:
+def test_removing_a_link_keeps_its_folder(tmp_path: Path) -> None:
     home, other = Home(tmp_path / "home"), tmp_path / "other"
     home.make()
     other.mkdir()
@@ -39,7 +39,7 @@ def test_a_link_to_a_folder_goes_and_the_folder_stays(tmp_path: Path) -> None:
     assert (other / "file").exists()
 
 
-def test_a_removal_that_was_interrupted_can_be_taken_up_again(tmp_path: Path) -> None:
+def test_an_interrupted_removal_can_be_resumed(tmp_path: Path) -> None:
     home = Home(tmp_path / "home")
     home.make()
     home.empty()

@@ -1,4 +1,4 @@
-"""Which cluster is taken, what it is told, and what may be left of it."""
+"""The choice of a cluster, its command lines, and the leftovers that count as an error."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ class Fake:
         return self._reason
 
 
-def test_auto_takes_the_first_that_can_be_had_and_says_why_there_is_none() -> None:
+def test_auto_chooses_the_first_available_provider_or_says_why_there_is_none() -> None:
     offered = {"a": Fake("a", "no Docker"), "b": Fake("b", None)}
     assert choose("auto", offered).name == "b"  # type: ignore[arg-type]
     assert choose("a", offered).name == "a"  # type: ignore[arg-type]
@@ -50,7 +50,7 @@ def test_a_context_is_allowed_by_its_whole_name(context: str, contexts: str, may
     assert allowed(context, contexts) is may
 
 
-def test_an_existing_cluster_is_nobodys_choice_without_a_list() -> None:
+def test_an_existing_cluster_is_never_chosen_without_an_allow_list() -> None:
     assert ALLOWED in str(Existing({"KUBECONFIG": "/somewhere"}).unfit())
     assert Existing({ALLOWED: "dev"}).unfit() is None
 
@@ -61,7 +61,7 @@ def test_an_existing_cluster_without_a_kubeconfig_is_refused(tmp_path: Path) -> 
     assert "no kubeconfig" in status["why"]
 
 
-def test_a_cluster_is_kept_where_that_is_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_cluster_is_kept_on_request(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("CLUSTER_KEEP", "1")
     monkeypatch.setenv("TREELINE_E2E_HOME", str(tmp_path / "foreign"))
     (tmp_path / "foreign").mkdir()
@@ -91,7 +91,7 @@ def test_a_machine_that_cannot_have_a_cluster_says_why(
     assert main(["fit", "--provider", "local"]) == 0, "one that is there can be taken down on a full disk"
 
 
-def test_routes_that_overlap_with_the_clusters_are_told() -> None:
+def test_routes_that_overlap_with_the_clusters_are_reported() -> None:
     routes = [
         {"dst": "default", "dev": "eth0"},
         {"dst": "192.0.2.0/24", "dev": "eth0"},
@@ -121,7 +121,7 @@ def test_a_node_finds_everything_inside_its_own_folder() -> None:
     assert all(path.startswith(str(config.INSIDE)) for path in paths)
 
 
-def test_containerds_configuration_is_toml_whatever_the_folder_is_called() -> None:
+def test_containerds_configuration_is_toml_for_any_folder_name() -> None:
     tomllib = pytest.importorskip("tomllib")
     parsed = tomllib.loads(config.containerd(Path('/a "b"'), Path("/state"), "/plugins"))
     assert parsed["root"] == '/a "b"/containerd'
@@ -130,7 +130,7 @@ def test_containerds_configuration_is_toml_whatever_the_folder_is_called() -> No
     assert cri["cni"] == {"bin_dir": "/plugins", "conf_dir": '/a "b"/cni'}
 
 
-def test_control_groups_are_made_below_every_hierarchy_and_go_again(tmp_path: Path) -> None:
+def test_control_groups_are_made_in_every_hierarchy_and_removed(tmp_path: Path) -> None:
     for name in ("cpuset", "memory"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "cgroup.procs").touch()
@@ -143,7 +143,7 @@ def test_control_groups_are_made_below_every_hierarchy_and_go_again(tmp_path: Pa
     assert [p.name for p in (tmp_path / "memory").iterdir()] == ["cgroup.procs"]
 
 
-def test_a_group_in_use_is_told_and_not_forced(tmp_path: Path) -> None:
+def test_a_group_in_use_is_reported_and_not_forced(tmp_path: Path) -> None:
     group = tmp_path / "memory/treeline-e2e"
     group.mkdir(parents=True)
     (tmp_path / "memory/cgroup.procs").touch()
@@ -152,7 +152,7 @@ def test_a_group_in_use_is_told_and_not_forced(tmp_path: Path) -> None:
         remove_cgroups(tmp_path, patience_s=0)
 
 
-def test_what_is_left_and_what_is_gone_is_told_and_others_processes_may_end() -> None:
+def test_leftovers_and_losses_are_reported_but_ended_processes_of_others_are_not() -> None:
     before = {"processes": ["1 etcd"], "interfaces": ["eth0"], "files": ["/run/x"]}
     after = {"processes": ["2 kubelet"], "interfaces": ["cni0"], "files": []}
     assert compare(before, after) == [

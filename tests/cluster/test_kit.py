@@ -1,4 +1,4 @@
-"""What the journeys count, and what they take from the docs."""
+"""The figures of the journeys, and the commands that they take from the docs."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from e2e.kit.figures import Figures, figure
 from e2e.kit.traffic import Report, Stream
 
 
-def test_streams_add_up_and_of_times_the_worst_is_told() -> None:
+def test_streams_are_summed_and_the_worst_time_counts() -> None:
     assert figure("e2e.dropped_streams", [0, 2, 1]) == 3
     assert figure("e2e.drain_s", [6.0, 9.0, 7.0]) == 9.0
     assert figure("e2e.ready_to_routed_s.p95", [0.1] * 19 + [5.0]) == 0.1
     assert figure("e2e.ready_to_routed_s.p95", [0.1, 5.0]) == 5.0
 
 
-def test_figures_are_kept_as_the_benchmarks_keep_theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures_have_the_benchmarks_format(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kit, "ROOT", tmp_path)
     monkeypatch.delenv(kit.RECORD, raising=False)
     found = Figures()
@@ -36,7 +36,7 @@ def test_figures_are_kept_as_the_benchmarks_keep_theirs(tmp_path: Path, monkeypa
     assert (told["metric"], told["value"]) == ("e2e.drain_s", 5.5)
 
 
-def test_what_users_would_complain_about_is_dropped() -> None:
+def test_streams_that_a_user_would_see_fail_count_as_dropped() -> None:
     def stream(fate: str, status: int = 200) -> Stream:
         return Stream("short", "tiny", 0.0, fate=fate, status=status)  # type: ignore[arg-type]
 
@@ -44,7 +44,7 @@ def test_what_users_would_complain_about_is_dropped() -> None:
     assert [(s.fate, s.status) for s in report.dropped] == [("truncated", 200), ("refused", 503)]
 
 
-def test_the_quick_start_is_what_stands_in_the_docs_and_the_readme_begins_it() -> None:
+def test_the_quick_start_equals_the_docs_and_begins_with_the_readmes_commands() -> None:
     script = quick_start.commands()
     for command in (
         "helm install treeline",

@@ -20,7 +20,7 @@ def targets(*argv: str) -> list[Target]:
     return targets_of(parser("x").parse_args(list(argv)))
 
 
-def test_pickers_have_the_names_that_are_given_and_else_their_programs() -> None:
+def test_pickers_are_named_by_flag_or_by_their_programs() -> None:
     found = targets(
         "--target", "127.0.0.1:9002", "--start", "GIE 1.5=/x/epp --a=b", "--against", "/y/other --c=d {port}"
     )
@@ -54,7 +54,7 @@ def test_a_wrong_command_line_says_what_is_wrong(
     assert words in capsys.readouterr().err
 
 
-def test_places_in_a_command_are_filled_in_and_unknown_ones_named() -> None:
+def test_placeholders_in_a_command_are_filled_and_unknown_ones_are_named() -> None:
     values = {"port": "7", "kubeconfig": "/a b/c"}
     assert filled_in("x --p={port} '{kubeconfig}'", values) == (["x", "--p=7", "/a b/c"], {"port", "kubeconfig"})
     for command in ("x {prot}", "x '", ""):
@@ -77,7 +77,7 @@ def test_the_list_has_every_case(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(f"{one.name} " in said for one in select([]))
 
 
-def test_the_matrix_says_what_came_of_each_case_and_why(tmp_path: Path) -> None:
+def test_the_matrix_shows_the_outcome_of_each_case_and_the_reason(tmp_path: Path) -> None:
     cases = select(["P5.wrong-port", "P9", "P8.fallbacks"])
     passed, failed = (
         Outcome(Verdict.PASS, Verdict.FAIL),
@@ -129,7 +129,7 @@ def test_counts_are_quoted_from_a_matrix_between_markers(tmp_path: Path, capsys:
     assert "is no matrix" in said
 
 
-def test_what_the_page_quotes_is_what_was_measured(tmp_path: Path) -> None:
+def test_the_page_quotes_the_measured_counts(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "conformance.md").read_text()
     copy = tmp_path / "copy.md"
     copy.write_text(page)
@@ -137,7 +137,7 @@ def test_what_the_page_quotes_is_what_was_measured(tmp_path: Path) -> None:
     assert copy.read_text() == page
 
 
-def test_a_run_does_not_quote_by_itself(capsys: pytest.CaptureFixture[str]) -> None:
+def test_updating_the_page_is_a_command_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--start", "a=true", "--readme", "README.md"])
     assert "give it alone, after the run" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""What a picker's answers mean to Envoy, without sockets."""
+"""The effect of a picker's answers in Envoy, without sockets."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def plain(kind: str) -> Any:
 
 
 def read(mode: Mode, answers: list[Any], *, sent: int, trailers: bool = False) -> tuple[RequestReading, list[bool]]:
-    """The reading, and whether it was complete before and after each answer."""
+    """Return the reading, and whether it was complete before and after each answer."""
     reading = RequestReading(mode, has_body=sent > 0, trailers=trailers, sent_chunks=sent)
     complete = [reading.complete()]
     for answer in answers:
@@ -59,7 +59,7 @@ def test_full_duplex_gives_the_body_and_is_complete_with_its_last_answer(parts: 
     assert (reading.header, reading.metadata, reading.eos) == (WHERE, WHERE, 0 if trailers else 1)
 
 
-def test_in_other_modes_each_message_has_its_answer_and_headers_count_where_envoy_takes_them() -> None:
+def test_in_other_modes_each_message_has_its_answer_and_headers_count_where_envoy_reads_them() -> None:
     late, complete = read(Mode.STREAMED, [plain("request_headers"), with_destination("request_body")], sent=1)
     assert complete == [False, False, True]
     assert late.header is None
@@ -80,7 +80,7 @@ def test_a_body_that_is_replaced_or_removed_is_what_the_upstream_gets() -> None:
         assert reading.body(b"sent") == expected
 
 
-def test_each_break_of_a_rule_is_kept_by_its_name() -> None:
+def test_each_broken_rule_is_recorded_by_name() -> None:
     first = with_destination("request_headers")
     by_value = with_destination("request_headers")
     option = by_value.request_headers.response.header_mutation.set_headers[0]
@@ -110,7 +110,7 @@ def test_each_break_of_a_rule_is_kept_by_its_name() -> None:
 
 @given(st.binary(max_size=300), st.integers(min_value=1, max_value=50))
 @settings(derandomize=True, deadline=None)
-def test_a_body_is_cut_into_pieces_that_make_it_up(data: bytes, size: int) -> None:
+def test_the_pieces_of_a_body_add_up_to_it(data: bytes, size: int) -> None:
     pieces = in_chunks(data, size)
     assert b"".join(pieces) == data
     assert all(0 < len(piece) <= size for piece in pieces) or pieces == [b""]

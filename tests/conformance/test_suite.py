@@ -1,4 +1,4 @@
-"""The suite itself: a picker without flaws passes, and each flaw is found by the case that is about it."""
+"""The suite itself: a picker without flaws passes, and each flaw is found by its own case."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WORLD = ("pods", "P10", "P12", "end")  # what changes the world or ends the pick
 
 
 async def outcomes(*names: str, flaws: tuple[str, ...] = (), patience_s: float = 60.0) -> dict[str, Outcome]:
-    """What comes of some cases. The pods do not listen: this picker never asks them."""
+    """Run some cases and return their outcomes. The pods do not listen: this picker never asks them."""
     everyone = pods()
     async with serving(FlawedPicker([pod.endpoint for pod in everyone], *flaws)) as port:
         target = Target("flawed", address=f"127.0.0.1:{port}")
@@ -31,7 +31,7 @@ async def outcomes(*names: str, flaws: tuple[str, ...] = (), patience_s: float =
         return {one.name: await judged(one, bench) for one in select(names)}
 
 
-async def test_a_picker_without_flaws_passes_what_it_is_made_for() -> None:
+async def test_a_picker_without_flaws_passes_all_cases_of_its_mode() -> None:
     names = [
         one.name
         for one in CASES
@@ -87,13 +87,13 @@ async def test_a_flaw_is_found_by_its_case_and_the_exchange_is_kept(flaw: str) -
         ("garbage", "no ProcessingResponse|INTERNAL"),
     ],
 )
-async def test_a_picker_that_is_mute_or_mad_fails_in_time_and_in_words(flaw: str, words: str) -> None:
+async def test_a_silent_or_broken_picker_fails_in_time_with_a_message(flaw: str, words: str) -> None:
     (found,) = (await outcomes("P1.process", flaws=(flaw,), patience_s=0.3)).values()
     assert found.verdict is Verdict.FAIL
     assert re.search(words, found.why), found.why
 
 
-async def test_nothing_more_is_asked_of_a_picker_that_has_ended() -> None:
+async def test_a_picker_that_has_ended_gets_no_more_cases() -> None:
     everyone = pods()
     picker = Picker(Target("ended", command="true"), "127.0.0.1:1", "", "")
     with tempfile.TemporaryDirectory() as folder:
@@ -105,7 +105,7 @@ async def test_nothing_more_is_asked_of_a_picker_that_has_ended() -> None:
     assert (found.verdict, found.why) == (Verdict.FAIL, "the picker has ended, with status 1")
 
 
-async def test_what_gie_is_known_to_do_is_a_failure_by_the_protocol_and_none_by_its_column() -> None:
+async def test_known_behaviour_of_gie_fails_the_protocol_but_not_its_own_column() -> None:
     (found,) = (await outcomes("bodies.bytes", flaws=("writes anew",))).values()
     assert (found.verdict, found.gie15) == (Verdict.FAIL, Verdict.PASS)
     (found,) = (await outcomes("bodies.bytes")).values()
@@ -114,13 +114,13 @@ async def test_what_gie_is_known_to_do_is_a_failure_by_the_protocol_and_none_by_
     assert (found.verdict, found.gie15) == (Verdict.PASS, Verdict.PASS)
 
 
-async def test_what_a_case_needs_and_is_not_there_makes_it_not_applicable_and_says_so() -> None:
+async def test_a_case_without_its_prerequisites_is_not_applicable_and_says_why() -> None:
     found = await outcomes("P14.liveness", "P10.no-pods", "end.drain", "P4.list@buffered")
     assert {outcome.verdict for outcome in found.values()} == {Verdict.NOT_APPLICABLE}
     assert all(outcome.why for outcome in found.values())
 
 
-def test_names_of_cases_are_unlike_and_all_fourteen_points_of_the_protocol_have_one() -> None:
+def test_case_names_are_distinct_and_cover_all_fourteen_points_of_the_protocol() -> None:
     names = [one.name for one in CASES]
     assert len(set(names)) == len(names)
     assert {f"P{at}" for at in range(1, 15)} <= {name.partition(".")[0] for name in names}

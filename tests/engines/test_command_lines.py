@@ -1,5 +1,5 @@
-"""The command lines that pools start engines with, read by these engines' own parsers: they know every flag, and it
-says to them what it was meant to say. Nothing else is changed by it."""
+"""Pools' command lines, read by the engines' own parsers: they know every flag and understand it as intended. No other
+setting changes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ MORE: dict[str, dict[str, Any]] = {
     "vllm": {},
     "sglang": {"maxQueuedRequests": 12, "maxTotalTokens": 65536, "evictionPolicy": "lfu", "schedulePolicy": "lpm"},
 }
-"""Settings that one of the two has, or has other words for."""
+"""Settings that only one of the two has, or names differently."""
 TEMPLATE = "/etc/treeline/chat-template/chat_template.jinja"
 PATHS = {"one": "/models/org--one", "two": "/mnt/models/claim/two"}
 EVENTS = {
@@ -52,7 +52,7 @@ EVENTS = {
 
 
 def lines(engine: str) -> list[list[str]]:
-    """Of no flags at all, of a pool that says nothing, and of one that says everything."""
+    """Return three lists of flags: none, those of a minimal pool, and those of a pool with every field."""
     plain = runtime(model=SOURCE, accelerator={"type": "nvidia"}, engine={"type": engine})
     full = runtime(**EVERYTHING, engine={"type": engine, **ENGINE, **MORE[engine]})
     return [[], list(plain["args"]), list(full["args"])]
@@ -63,7 +63,7 @@ def changed(before: dict[str, Any], after: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("engine", MORE)
-def test_a_pool_that_says_everything_leaves_no_setting_out(engine: str) -> None:
+def test_the_full_pool_sets_every_field(engine: str) -> None:
     assert {name for name, engines in SETTINGS.items() if engine in engines} <= {*ENGINE, *MORE[engine]}
     words = {word.partition("=")[0] for word in lines(engine)[2]}
     assert {flags[engine] for flags in FLAGS.values() if engine in flags} <= words
@@ -71,7 +71,7 @@ def test_a_pool_that_says_everything_leaves_no_setting_out(engine: str) -> None:
 
 @pytest.mark.engines
 @pytest.mark.timeout(300)
-def test_vllm_takes_every_flag_as_it_is_meant() -> None:
+def test_vllm_understands_every_flag_as_intended() -> None:
     try:
         python = INSTALLATION.interpreter()
     except BenchmarkError as error:
@@ -113,7 +113,7 @@ def test_vllm_takes_every_flag_as_it_is_meant() -> None:
     }
 
 
-def test_sglang_takes_every_flag_as_it_is_meant() -> None:
+def test_sglang_understands_every_flag_as_intended() -> None:
     assert SGLANG_IMAGE.endswith(f":v{COMMAND_LINES.version}")
     if not is_there(COMMAND_LINES):
         pytest.skip("not there: SGLang's parser (`make engine-wheels` fetches it)")

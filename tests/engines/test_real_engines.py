@@ -1,4 +1,4 @@
-"""What the tests of real engines are made of, without an engine: oracle, witness, traffic, hits, command lines."""
+"""The helpers of the tests of real engines, tested without an engine: oracle, witness, traffic, hits, command lines."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_the_oracle_finds_the_longest_beginning_in_whole_blocks(known: list[list
     oracle = Oracle(3)
     for tokens in known:
         oracle.remember(tokens)
-    most = (len(asked) - 1) // 3 * 3  # the last token is computed whatever is known
+    most = (len(asked) - 1) // 3 * 3  # the last token is always computed
     found = [end for end in range(0, most + 1, 3) if not end or any(one[:end] == asked[:end] for one in known)]
     assert oracle.cached_tokens(asked) == max(found)
 
@@ -54,7 +54,7 @@ def test_the_oracle_finds_the_longest_beginning_in_whole_blocks(known: list[list
 
 
 class Publisher:
-    """A socket that says what vLLM says."""
+    """A socket that publishes as vLLM does."""
 
     def __init__(self) -> None:
         self._context = zmq.Context()
@@ -63,7 +63,7 @@ class Publisher:
         self.seq = 0
 
     def wait(self) -> None:
-        """For a subscriber."""
+        """Wait for a subscriber."""
         assert self._socket.poll(60_000)
         self._socket.recv()
 
@@ -154,7 +154,7 @@ def test_conversations_of_a_group_share_a_system_prompt_and_grow_by_the_answers(
 
 
 class Tokens(Vllm):
-    """A server whose tokens are the letters of what was said."""
+    """A server whose tokens are the letters of the messages."""
 
     block_tokens: ClassVar[int] = 4
 
@@ -168,7 +168,7 @@ def exchange(text: str, answer: str, cached: int, sent: int) -> Exchange:
     return Exchange(0, [{"role": "user", "content": text}], record, answer)
 
 
-def test_hits_are_compared_with_what_was_sent_before(tmp_path: Path) -> None:
+def test_hits_are_compared_with_earlier_prompts(tmp_path: Path) -> None:
     server = Tokens("v", 1, 2, 3, 9, tmp_path)
     found = Measured()
     found.take([exchange("abcdefgh", "ijkl", 0, 0), exchange("abcdefghijklmnop", "", 8, 100)], server)
@@ -183,7 +183,7 @@ def test_hits_are_compared_with_what_was_sent_before(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [Vllm, Sglang])
-def test_without_a_server_it_says_how_to_get_one(
+def test_a_missing_server_is_reported_with_how_to_install_it(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: type[Server]
 ) -> None:
     monkeypatch.setenv(kind.installation.variable, str(tmp_path))
@@ -201,7 +201,7 @@ def test_a_command_line_names_the_sockets_and_the_size_of_the_cache(
     assert words[0] == str(tmp_path / "bin" / "python")
     events = json.loads(words[words.index("--kv-events-config") + 1])
     assert (events["endpoint"], events["replay_endpoint"]) == ("tcp://*:2", "tcp://*:3")
-    if kind is Sglang:  # in tokens, and told where it has a socket for its load
+    if kind is Sglang:  # in tokens, with a socket for its load
         assert words[words.index("--max-total-tokens") + 1] == str(40 * 16)
         assert words[words.index("--load-publish-endpoint") + 1] == "tcp://*:4"
     else:

@@ -1,4 +1,6 @@
-"""Two real servers of vLLM, or of SGLang, behind our Envoy and picker, in the order of one life: traffic, deaths.
+"""Two real servers of vLLM, or of SGLang, behind our Envoy and picker, in the order of one life: traffic, deaths. The
+engine's own reports are the judge: its count of cached tokens, its tokenizer, its events as another subscriber counts
+them. The tests share the servers, which take a minute to start; each leaves them as it found them.
 
 What the engine says itself is the judge: its count of cached tokens, its own tokenizer, its events as another
 subscriber counts them. The tests share the servers, which take a minute to start; each leaves them as it found them.
@@ -29,11 +31,12 @@ pytestmark = [pytest.mark.engines, pytest.mark.integration, pytest.mark.chaos, p
 
 SHAPE = Shape(groups=4, talks=3, turns=6, system=512, question=64, answer=16, concurrency=3)
 CACHE_TOKENS = 6144
-"""Of one server: less than the conversations have at their end, so that some is evicted."""
+"""Of one server: fewer tokens than the conversations have at their end, so that some are evicted."""
 LATE_TOKENS = {"vllm": 0, "sglang": SHAPE.answer + 16}
-"""What a server may hold and not have said when the next turn comes: SGLang tells of an answer once it is idle."""
+"""Tokens that a server may hold and not have announced when the next turn comes: SGLang announces an answer once it is
+idle."""
 SETTLED_S = 3.0
-"""For what has been published to be in the tree."""
+"""Seconds until published events are in the tree."""
 
 
 @pytest.fixture(scope="module", params=list(KINDS))
@@ -47,7 +50,7 @@ def stack(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def talk(stack: EngineStack, seed: int, **shape: int) -> list[Exchange]:
-    """Conversations of their own through the gateway, every turn of which is answered."""
+    """Send new conversations through the gateway; every turn must be answered."""
     traffic = Traffic(dataclasses.replace(SHAPE, seed=seed, **shape), PromptMaker.of_model(tiny_model()), "tiny")
     exchanges = asyncio.run(traffic.run("127.0.0.1", stack.options.port))
     assert [exchange.record.error for exchange in exchanges] == [""] * traffic.shape.requests
@@ -65,7 +68,7 @@ def agree(stack: EngineStack) -> None:
         stack.agree(name, SETTLED_S)
 
 
-def test_the_picker_sees_what_each_is_and_how_it_tells_its_load(stack: EngineStack) -> None:
+def test_the_picker_recognises_each_engine_and_its_load_reports(stack: EngineStack) -> None:
     for name in stack.names:
         seen = stack.described(name)
         assert (seen["engine"], seen["state"], seen["no_events"]) == (stack.kind.engine, "ready", None)
@@ -74,14 +77,14 @@ def test_the_picker_sees_what_each_is_and_how_it_tells_its_load(stack: EngineSta
         until(lambda: not stack.described(name)["silent"], "its load is heard", state=lambda: stack.described(name))  # noqa: B023
 
 
-def test_conversations_go_where_their_beginnings_are_and_the_tree_is_what_the_engines_hold(stack: EngineStack) -> None:
+def test_conversations_go_to_their_cached_prefixes_and_the_tree_equals_the_engines_caches(stack: EngineStack) -> None:
     found = measured(stack, talk(stack, seed=1))
     assert found.cached >= 0.95 * found.possible
     agree(stack)
     assert all(stack.tree(name) for name in stack.names), "both have their share"
 
 
-def test_what_is_evicted_leaves_the_tree(stack: EngineStack) -> None:
+def test_evicted_blocks_leave_the_tree(stack: EngineStack) -> None:
     maker, rng = PromptMaker.of_model(tiny_model()), random.Random(7)
     for name in stack.names:
         held, before = stack.announced(name), stack.witnesses[name].evicted
@@ -92,7 +95,7 @@ def test_what_is_evicted_leaves_the_tree(stack: EngineStack) -> None:
     agree(stack)
 
 
-def test_every_pick_says_why_and_what_it_predicted_is_what_the_engine_reports(stack: EngineStack) -> None:
+def test_every_pick_has_a_reason_and_its_predicted_hit_equals_the_engines_report(stack: EngineStack) -> None:
     known = len(stack.decisions())
     exchanges = talk(stack, seed=2, groups=2, talks=2, turns=3, concurrency=1)
     decisions = until(
@@ -149,14 +152,14 @@ DOORS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def reported(answer: dict[str, Any]) -> int:
-    """What the engine had of the prompt, as each door says it."""
+    """Return the cached prompt tokens that an engine reports, in the form of any API."""
     usage = answer.get("usage") or answer["meta_info"]
     details = usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or usage
     return int(details.get("cached_tokens") or usage.get("cache_read_input_tokens") or 0)
 
 
 def knock(stack: EngineStack, path: str, fields: dict[str, Any]) -> None:
-    """The same request twice: of the second, the picker predicts what the engine then reports."""
+    """Send the same request twice. For the second one, the picker must predict the hit that the engine reports."""
 
     def held() -> set[int]:
         return set().union(*(stack.announced(name) for name in stack.names))
@@ -166,7 +169,7 @@ def knock(stack: EngineStack, path: str, fields: dict[str, Any]) -> None:
     for _ in range(2):
         answer = stack.http.post(f"{stack.url}{path}", json={"model": "tiny", **counted, **fields})
         assert answer.status_code == 200, answer.text
-        until(lambda: held() - before, "the engine has told of it")
+        until(lambda: held() - before, "the engine has announced the blocks")
         agree(stack)
     decision = until(lambda: found[1] if len(found := stack.decisions()[known:]) == 2 else None, "both are in the log")
     found = decision["terms"][decision["endpoint"]].get("confirmed_tokens", 0)
@@ -174,11 +177,11 @@ def knock(stack: EngineStack, path: str, fields: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("door", DOORS)
-def test_through_every_door_the_picker_knows_what_the_engine_has(stack: EngineStack, door: str) -> None:
+def test_the_picker_predicts_hits_through_every_common_api(stack: EngineStack, door: str) -> None:
     knock(stack, *DOORS[door])
 
 
-def test_so_it_does_through_doors_that_one_engine_has(stack: EngineStack) -> None:
+def test_the_picker_predicts_hits_through_apis_of_one_engine(stack: EngineStack) -> None:
     for path, fields in OF_ONE[stack.kind.engine]:
         knock(stack, path, fields)
 
@@ -194,7 +197,7 @@ def test_an_adapter_or_a_salt_keeps_a_prompt_apart(stack: EngineStack) -> None:
         assert decision["cached_tokens"] == reported(answer) == 0
 
 
-def test_a_picker_that_starts_again_knows_by_replay_what_it_did_not_hear(stack: EngineStack) -> None:
+def test_a_restarted_picker_learns_missed_events_by_replay(stack: EngineStack) -> None:
     held = {name: stack.announced(name) for name in stack.names}
     stack.end("picker")
     for name in stack.names:
@@ -214,7 +217,7 @@ def test_a_cache_that_is_emptied_is_forgotten(stack: EngineStack) -> None:
     agree(stack)
 
 
-def test_a_server_that_dies_gets_nothing_and_comes_back_with_nothing_to_its_name(stack: EngineStack) -> None:
+def test_a_dead_server_gets_no_requests_and_returns_without_credited_blocks(stack: EngineStack) -> None:
     dies, stays = stack.names
     talk(stack, seed=4)
     held = stack.announced(dies)
@@ -247,7 +250,7 @@ def test_events_are_in_the_tree_within_milliseconds(stack: EngineStack) -> None:
     assert statistics.median(delays) < 20
 
 
-def test_a_server_that_drains_answers_what_it_has_and_gets_nothing_new(stack: EngineStack) -> None:
+def test_a_draining_server_finishes_its_requests_and_gets_no_new_ones(stack: EngineStack) -> None:
     if stack.kind.engine == "vllm":
         pytest.skip("tried with SGLang alone, whose page says so while it finishes")
     leaves, stays = stack.names

@@ -1,4 +1,4 @@
-"""The forge's configuration runs what everybody runs, with pinned actions and no more rights than it needs."""
+"""The forge's configuration runs the developers' own scripts, with pinned actions and minimal rights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def steps(path: Path) -> list[dict]:
 
 
 def unknown(command: str) -> list[str]:
-    """Of each line of a step: a word of make, or a script, that there is not."""
+    """Return the lines of a step that name an unknown make target or script."""
     found = []
     for line in command.splitlines():
         words = re.sub(r"^sudo \S+ env (\S+=\S+ )*", "", line).split()
@@ -28,7 +28,7 @@ def unknown(command: str) -> list[str]:
     return found
 
 
-def test_a_word_that_make_has_not_and_a_script_that_is_not_there_are_found():
+def test_unknown_make_targets_and_missing_scripts_are_found():
     assert unknown('make check\nsudo -E env "PATH=$PATH" CI=true .ci/run') == []
     assert unknown("make nonsense\nscripts/nonsense.sh") == ["make nonsense", "scripts/nonsense.sh"]
 
@@ -40,7 +40,7 @@ def test_there_is_a_workflow_for_changes_and_one_for_releases():
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
-def test_a_workflow_runs_what_there_is_and_pins_what_it_uses(path):
+def test_a_workflow_runs_existing_scripts_and_pins_its_actions(path):
     text = path.read_text()
     assert yaml.safe_load(text)["permissions"] == {"contents": "read"}
     for step in steps(path):

@@ -1,4 +1,4 @@
-"""The house keeps its own rules: what the documents and the layout promise is so."""
+"""The house keeps its own rules, as documents and layout promise."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_nothing_shadows_the_standard_library_module_operator(folder):
 
 
 def locked() -> list[str]:
-    """The packages of the lock files, each with its hashes in one line."""
+    """Return the packages of the lock files, each with its hashes in one line."""
     texts = [path.read_text() for path in sorted((ROOT / "requirements").glob("lock*.txt"))]
     assert len(texts) == 3
     return "".join(texts).replace("\\\n", "").splitlines()
@@ -56,7 +56,7 @@ def test_every_dependency_is_pinned_exactly_and_by_the_hashes_of_its_files():
             assert "==" in dependency, f"{room}: {dependency}"
 
 
-def test_the_rooms_ask_for_what_the_lock_file_gives():
+def test_the_rooms_requirements_match_the_lock_file():
     names = {line.split()[0] for line in locked()}
     for room in ROOMS:
         for dependency in tomllib.loads((ROOT / room / "pyproject.toml").read_text())["project"]["dependencies"]:
@@ -64,7 +64,7 @@ def test_the_rooms_ask_for_what_the_lock_file_gives():
 
 
 def test_no_two_packages_here_own_one_file():
-    """Of two that do, the one that is installed last overwrites the other's."""
+    """If two packages own a file, the one installed last overwrites the other's."""
     owners: dict[str, set[str]] = {}
     for package in distributions():
         name = package.name
@@ -75,7 +75,7 @@ def test_no_two_packages_here_own_one_file():
     assert not shared
 
 
-def test_the_files_that_a_request_an_event_and_a_change_pass_are_there():
+def test_files_named_in_the_architecture_page_exist():
     page = (ROOT / "docs" / "architecture.md").read_text()
     named = re.findall(rf"`({'|'.join(ROOMS)})/([\w/{{}},]+)\.py`", page)
     assert len(named) > 30
@@ -106,7 +106,7 @@ def test_links_between_the_pages_lead_somewhere():
                 assert (page.parent / target).exists(), f"{page.relative_to(ROOT)} → {target}"
 
 
-def test_make_help_lists_the_words():
+def test_make_help_lists_the_targets():
     told = subprocess.run(["make", "help"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for word in ("help", "run", "test", "check", "bench", "fuzz", "clean", "model"):
         assert f"make {word}" in told
@@ -126,7 +126,7 @@ def test_no_module_is_longer_than_500_lines():
 
 
 def functions(text):
-    """Each function of a formatted module with its number of lines, by its indentation: parsing takes seconds."""
+    """Yield each function of a formatted module with its number of lines, by its indentation: parsing takes seconds."""
     inside, last, in_text = [], 0, False
     for number, line in enumerate([*text.splitlines(), "end"], 1):
         said, was_in_text = line.lstrip(), in_text

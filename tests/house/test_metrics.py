@@ -1,4 +1,4 @@
-"""The list of metrics is read from the code, all of it or with an error that says where."""
+"""The list of metrics is read from the code: all of it, or an error names the place."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from treeline_operator.world import Key, Ref
 from treeline_tools import metrics
 
 
-def test_what_the_operator_shows_is_what_the_page_lists():
+def test_the_operators_metrics_equal_the_page():
     shown = Metrics()
     shown.finished(Key("pool", "team", "a"), Outcome(retry=True), 0.1, 0.2)
     shown.requested("get", "pods", 200, 0.1)
@@ -33,7 +33,7 @@ EVERY = [family for found in metrics.families().values() for family in found]
 @pytest.mark.parametrize("family", EVERY, ids=lambda family: family.name)
 def test_a_help_text_is_understood_alone(family):
     assert re.fullmatch(r"[A-Z1e].* .*\.", family.text), "a sentence or what is counted, with a full stop"
-    assert not re.match("Of these|Time that|The same", family.text), "nobody sees the line before"
+    assert not re.match("Of these|Time that|The same", family.text), "the text refers to the line before"
     assert ("econds" in family.text) == ("_seconds" in family.name), "the unit"
 
 
@@ -49,7 +49,7 @@ def observed(folder: Path, body: str) -> list[metrics.Family]:
     return list(metrics._observed(folder))
 
 
-def test_samples_are_found_as_they_are_yielded(tmp_path):
+def test_yielded_samples_are_found(tmp_path):
     body = """    text, one = "Things.", {"kind": "a"}
     yield "gauge", "things", text, {}, 1
     with found:
@@ -89,7 +89,7 @@ def test_samples_are_found_as_they_are_yielded(tmp_path):
         ('"gauge", "things", "Things.", {found: "a"}, 1', "the text `found` is not written down"),
     ],
 )
-def test_what_cannot_be_read_is_told_by_its_line(tmp_path, sample, said):
+def test_unreadable_metrics_are_reported_by_line(tmp_path, sample, said):
     with pytest.raises(metrics.NotUnderstood, match=rf"samples\.py:5: .*{re.escape(said)}"):
         observed(tmp_path, f"    yield {sample}\n")
 

@@ -1,4 +1,4 @@
-"""No test bounds how long something takes, and none gives up soon: another machine is slower, and this one is busy."""
+"""No test limits the duration of something, and none gives up soon: other machines are slower, and this one is busy."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ PROCESSOR_TIME = {"thread_time", "process_time"}
 CLOCK = rf"\b({'|'.join(CLOCKS | PROCESSOR_TIME)})\("
 LEAST_S = 30
 WAITS = {"timeout": 0, "wait_for": 1, "eventually": 1, "until": 2}
-"""What is called to wait, and which argument has the seconds after which it fails."""
+"""Functions that wait, with the index of the argument that limits the wait in seconds."""
 
 
 def called(node: ast.AST | None) -> str:
-    """The last part of the name of what is called, as in `time.monotonic()`."""
+    """Return the last part of a called function's name: `monotonic` for `time.monotonic()`."""
     match node:
         case ast.Call(func=ast.Attribute(attr=name) | ast.Name(id=name)):
             return name
@@ -29,7 +29,7 @@ def names(node: ast.AST) -> set[str]:
 
 
 class Times(ast.NodeVisitor):
-    """What in a function holds how long something took by these clocks."""
+    """Finds a function's variables that hold durations by these clocks."""
 
     def __init__(self, clocks: set[str], times: set[str], function: ast.AST) -> None:
         self.clocks, self.stamps, self.times = clocks, set[str](), set(times)
@@ -69,7 +69,7 @@ class Times(ast.NodeVisitor):
     visit_AsyncFunctionDef = visit_FunctionDef
 
     def bounded(self, claim: ast.Assert) -> Iterator[tuple[ast.Compare, ast.expr]]:
-        """Comparisons that say of a time that it is less than something, with that."""
+        """Yield comparisons that bound a duration from above, with the bound."""
         for node in ast.walk(claim.test):
             if isinstance(node, ast.Compare):
                 sides = [node.left, *node.comparators]
@@ -81,7 +81,7 @@ class Times(ast.NodeVisitor):
 
 
 def bounds(module: ast.Module) -> Iterator[ast.expr]:
-    """Assertions that bound what a clock told; of times of the processor those whose bound was not measured."""
+    """Yield assertions that bound a duration; for processor time only those whose bound was not measured."""
     for clocks in (CLOCKS, PROCESSOR_TIME):
         times = set[str]()
         for function in (node for node in module.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)):
@@ -98,7 +98,7 @@ def bounds(module: ast.Module) -> Iterator[ast.expr]:
 
 
 def hasty(module: ast.Module) -> Iterator[ast.expr]:
-    """Waits that fail soon, unless that is what is expected of them."""
+    """Yield the time limits that are too short, except in waits that are expected to fail."""
     fails = set[ast.AST]()
     for node in ast.walk(module):
         if isinstance(node, ast.Try) or (

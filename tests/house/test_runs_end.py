@@ -1,4 +1,4 @@
-"""Nothing that tests start outlives the run of pytest, however that ends."""
+"""Processes that tests start end with the run of pytest, however it ends."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ from support.stack import until
 @pytest.mark.deep
 @pytest.mark.parametrize("workers", ["0", "1"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_what_a_run_started_ends_with_it(number: signal.Signals, workers: str, tmp_path: Path) -> None:
+def test_processes_of_a_run_end_with_it(number: signal.Signals, workers: str, tmp_path: Path) -> None:
     told = tmp_path / "pids"
     words = [
         sys.executable,

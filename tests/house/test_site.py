@@ -1,4 +1,4 @@
-"""The documentation's site: pages look as on a forge, load nothing from other hosts, and lead somewhere."""
+"""The documentation's site: pages look as on a forge, load nothing from other hosts, and their links lead somewhere."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def structure(html: str) -> Counter[str]:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_a_page_has_the_same_lists_tables_and_blocks_as_on_a_forge(page: str) -> None:
+def test_a_page_has_a_forges_lists_tables_and_blocks(page: str) -> None:
     text, _ = meta.get_data((ROOT / page).read_text())
     extensions = [GithubLists(), *CONFIG.markdown_extensions]
     site = Markdown(extensions=extensions, extension_configs=CONFIG.mdx_configs).convert(text)
@@ -69,7 +69,7 @@ def test_an_example_is_one_short_file_that_says_how_it_is_run(script: Path) -> N
         ("guides/from-gie", "3.61 times", "gie", "gie.vs_gie.rps_per_core.220kb"),
     ],
 )
-def test_a_figure_on_a_page_is_the_one_that_was_measured(page: str, shown: str, result: str, metric: str) -> None:
+def test_a_figure_on_a_page_equals_the_measured_one(page: str, shown: str, result: str, metric: str) -> None:
     rows = json.loads((ROOT / "bench" / "results" / f"{result}.json").read_text())["rows"]
     (value,) = [row["value"] for row in rows if row["metric"] == metric]
     number, _, unit = shown.partition(" ") if " " in shown else shown.partition("\n")
@@ -86,7 +86,7 @@ def build(root: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
-    """A repository of two pages, a room and a sample, with the site's own configuration."""
+    """Return a repository of two pages, a room and a sample, with the site's own configuration."""
     for path, text in {
         "docs/index.md": "# Home\n\n[there](other.md#a-part), [room](../room/README.md), [one](../samples/pool.yaml)\n",
         "docs/other.md": "# Other\n\n## A part\n\n[samples](../samples), ![a plot](../bench/plot.svg)\n",
@@ -127,7 +127,7 @@ def test_links_to_files_and_folders_lead_to_pages_that_show_them(small: Path) ->
         ("docs/forgotten.md", "# In no navigation"),
     ],
 )
-def test_what_leads_nowhere_is_an_error_that_names_the_page(small: Path, page: str, text: str) -> None:
+def test_a_broken_link_is_an_error_that_names_the_page(small: Path, page: str, text: str) -> None:
     with (small / page).open("a") as file:
         file.write(f"\n{text}\n")
     done = build(small)

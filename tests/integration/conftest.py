@@ -5,7 +5,7 @@ from support.stack import Stack, running_stack
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory):
-    """Two runtimes, the picker and Envoy, shared by a module's tests; what a test ends, it must start again."""
+    """Two runtimes, the picker and Envoy, shared by a module's tests; a test must restart what it ends."""
     with running_stack(tmp_path_factory.mktemp("stack")) as running:
         yield running
 

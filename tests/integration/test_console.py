@@ -1,4 +1,4 @@
-"""The console as a user of `treeline up` meets it: in a browser, through a real Envoy, before two real runtimes.
+"""The console as a user of `treeline up` sees it: in a browser, through a real Envoy, with two real runtimes.
 
 Each test leaves pictures of what it saw in `SCREENSHOTS`, for people to look at.
 """
@@ -34,7 +34,7 @@ async def picture(tab: Tab, name: str) -> None:
 
 
 async def ask(tab: Tab, text: str, answers: int) -> str:
-    """Ask in the playground; what is then said beside the last answer."""
+    """Ask in the playground. Return the figures shown beside the last answer."""
     await tab.run("document.querySelector('#message').focus()")
     await tab.type(text)
     await tab.press("Enter")
@@ -43,7 +43,7 @@ async def ask(tab: Tab, text: str, answers: int) -> str:
 
 
 async def opened(tab: Tab, stack: Stack) -> None:
-    """From the gateway's own address to the playground."""
+    """Open the gateway's own address, which leads to the playground."""
     await tab.look()
     assert (await asyncio.to_thread(stack.http.get, stack.url)).headers["location"] == "/console/"
     await tab.go(f"{stack.url}/console/")
@@ -91,13 +91,13 @@ async def test_an_answer_follows_a_json_schema(stack: Stack, tmp_path: Path) -> 
         assert tab.troubles == []
 
 
-async def test_a_browser_takes_no_answer_of_an_engine_for_a_page_of_the_console(stack: Stack, tmp_path: Path) -> None:
+async def test_a_browser_never_treats_an_engines_answer_as_a_page_of_the_console(stack: Stack, tmp_path: Path) -> None:
     async with browser_tab(tmp_path) as tab:
         await tab.go(f"{stack.url}/v1/models")
         assert await tab.run("self.origin") == "null"
 
 
-def test_pages_of_others_and_paths_beside_the_console_reach_nothing(stack: Stack) -> None:
+def test_foreign_pages_and_other_paths_of_the_console_reach_nothing(stack: Stack) -> None:
     with httpx.Client(trust_env=False, timeout=60) as http:
         for headers in ({"Host": "evil.example"}, {"Sec-Fetch-Site": "cross-site"}, {"Origin": "http://evil.example"}):
             assert http.get(f"{stack.url}/console/data", headers=headers).status_code == 403, headers
@@ -105,7 +105,7 @@ def test_pages_of_others_and_paths_beside_the_console_reach_nothing(stack: Stack
             assert http.get(stack.url + path).status_code == 404, path
 
 
-def test_where_others_reach_the_gateway_they_chat_with_a_key_and_see_nothing_else(tmp_path: Path) -> None:
+def test_remote_users_chat_with_a_key_and_see_nothing_else(tmp_path: Path) -> None:
     keys = {"ada": "sk-of-ada"}
     with running_stack(tmp_path, replicas=1, host="0.0.0.0", api_keys=keys) as stack:
         get = stack.http.get

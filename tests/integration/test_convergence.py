@@ -1,4 +1,4 @@
-"""Whatever is lost on the way, the picker's tree becomes what the runtime's cache holds.
+"""The picker's tree converges to the runtimes' caches, even if event batches are lost.
 
 A hundred seeds run below HTTP (`tests/epp/core`); here a few go through everything: real runtimes, whose caches are so
 small that they evict all the time, real sockets, a real picker, and one in fifty event batches lost.
@@ -34,7 +34,7 @@ def small(tmp_path_factory):
 
 
 def work(stack: Stack, seed: int, requests: int) -> None:
-    """Requests over prefixes that share beginnings; some come back, most of what was cached is evicted meanwhile."""
+    """Send requests over prefixes that share beginnings; some return, and most cached blocks are evicted meanwhile."""
     choose = random.Random(seed)
     for _ in range(requests):
         prompt = text(60 + 40 * choose.randrange(4), seed=choose.randrange(6)) + text(20, seed=choose.randrange(1000))

@@ -1,4 +1,4 @@
-"""Ctrl-C while a command begins: an end with status 130, no traceback, and nothing left behind.
+"""Ctrl-C while a command begins: it ends with status 130, without a traceback, and leaves nothing behind.
 
 Where a process is when the signal comes is told by Python itself, which writes each module to standard error once it is
 imported (`PYTHONPROFILEIMPORTTIME`); later moments are lines of the log.
@@ -28,7 +28,7 @@ PICK = ["pick", "--endpoint", "a=127.0.0.1:9"]
 
 
 def interrupted(words: list[str], moment: str, folder: Path, **environment: str) -> tuple[int, str]:
-    """Sends SIGINT as soon as standard error has a line that matches; returns the status, and what else was said."""
+    """Send SIGINT as soon as a line of standard error matches. Return the status and the rest of the output."""
     env = {**os.environ, "TMPDIR": str(folder), "PYTHONPROFILEIMPORTTIME": "1", "OMP_NUM_THREADS": "1", **environment}
     process = subprocess.Popen(
         [TREELINE, *words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=env
@@ -58,18 +58,18 @@ def interrupted(words: list[str], moment: str, folder: Path, **environment: str)
 
 @pytest.mark.parametrize("words", [SERVE, ["up"], PICK, ["operate"], ["bench", "--list"]], ids=lambda words: words[0])
 @pytest.mark.parametrize("module", ["treeline.main", "treeline_wire.settings|rich.text|httpx"])
-def test_while_modules_load_it_ends_silently(words: list[str], module: str, tmp_path: Path) -> None:
+def test_ctrl_c_while_modules_load_ends_silently(words: list[str], module: str, tmp_path: Path) -> None:
     assert interrupted(words, rf"\| +({module.replace('.', '[.]')})$", tmp_path) == (128 + signal.SIGINT, "")
 
 
 @pytest.mark.parametrize("moment", ["listening on", "[|] +uvloop.loop$", "reasoning parser"])
-def test_while_a_model_loads_the_server_ends_with_130(moment: str, tmp_path: Path) -> None:
+def test_ctrl_c_while_a_model_loads_ends_the_server_with_130(moment: str, tmp_path: Path) -> None:
     status, said = interrupted(SERVE, moment, tmp_path)
     assert status == 128 + signal.SIGINT
     assert "Traceback" not in said
 
 
-def test_during_a_download_it_does_not_wait_for_its_threads(tmp_path: Path) -> None:
+def test_ctrl_c_during_a_download_does_not_wait_for_its_threads(tmp_path: Path) -> None:
     """The Hub is a port that takes connections and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         hub = f"http://127.0.0.1:{silent.getsockname()[1]}"
@@ -81,7 +81,7 @@ def test_during_a_download_it_does_not_wait_for_its_threads(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("moment", ["runtime-0: starting", "picker: ready"])
-def test_before_all_are_ready_up_stops_what_it_has_started(moment: str, tmp_path: Path) -> None:
+def test_ctrl_c_before_all_are_ready_stops_the_started_processes(moment: str, tmp_path: Path) -> None:
     status, said = interrupted(["up", "--replicas=1", "--port-base", str(free_base(5 + 6))], moment, tmp_path)
     assert status == 128 + signal.SIGINT
     assert said.endswith("stopped\n")

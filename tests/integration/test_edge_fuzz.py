@@ -44,5 +44,5 @@ def test_an_attack_is_made_again_from_its_number() -> None:
         (b"HTTP/1.1 50", []),
     ],
 )
-def test_a_5xx_of_ours_is_told_from_other_answers(data: bytes, expected: list[tuple[int, bool]]) -> None:
+def test_a_5xx_of_ours_is_distinguished_from_other_answers(data: bytes, expected: list[tuple[int, bool]]) -> None:
     assert [(answer.status, answer.is_defect) for answer in answers.read(data, http2=False)] == expected

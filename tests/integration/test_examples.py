@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.deep]
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 CLIENTS = {"langchain_chain": "langchain", "dspy_program": "dspy"}
-"""Examples whose library is none of ours: `make clients ARGS=NAME` installs it."""
+"""Examples that need another project's library: `make clients ARGS=NAME` installs it."""
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def interpreter(script: Path) -> str:
 
 
 def comment(text: str, title: str) -> list[str]:
-    """The lines of the comment below "# TITLE:"."""
+    """Return the lines of the comment below "# TITLE:"."""
     found = re.search(rf"^# {title}:\n((?:#.*\n)+?)(?=# \w+:\n|\Z)", text, re.MULTILINE)
     return [line.removeprefix("#").removeprefix(" ") for line in found[1].splitlines()] if found else []
 

@@ -1,4 +1,4 @@
-"""What those who send requests notice when a part of the system dies, restarts or leaves: as little as possible."""
+"""Clients notice little when a part of the system dies, restarts or leaves."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ async def test_a_killed_runtime_takes_only_its_own_streams_with_it(stack: Stack,
     stack.start(victim)
 
 
-def test_a_runtime_whose_scheduler_hangs_gets_nothing_new_until_it_moves_again(stack: Stack):
-    """The other processes of it are well, and so are its probes; only the scheduler's word is missing."""
+def test_a_runtime_with_a_hanging_scheduler_gets_no_new_requests(stack: Stack):
+    """Its other processes and its probes are healthy; only the scheduler's reports are missing."""
     victim = "runtime-0"
     scheduler = stack.child(victim, "scheduler_process")
     scheduler.suspend()
@@ -56,7 +56,7 @@ def test_a_runtime_whose_scheduler_hangs_gets_nothing_new_until_it_moves_again(s
     until(lambda: not stack.described(victim).get("silent"), "it reports again")
 
 
-async def test_a_restarted_runtime_is_not_credited_with_what_it_lost(stack: Stack):
+async def test_a_restarted_runtime_is_not_credited_with_lost_blocks(stack: Stack):
     prompt = text(500, seed=41)
     holder = served_by(stack, prompt)
     until(lambda: stack.tree(holder), f"the tree knows blocks of {holder}")
@@ -68,7 +68,7 @@ async def test_a_restarted_runtime_is_not_credited_with_what_it_lost(stack: Stac
     assert int(again.headers[headers.CACHED_TOKENS]) == 0
 
 
-async def test_a_runtime_that_is_asked_to_stop_drops_nothing(stack: Stack, aclient: AsyncOpenAI):
+async def test_a_stopping_runtime_drops_nothing(stack: Stack, aclient: AsyncOpenAI):
     async with traffic(aclient) as running:
         await running.at_least(10)
         status = await in_thread(stack.end, "runtime-1", signal.SIGTERM)
@@ -82,8 +82,8 @@ def decisions(stack: Stack) -> float:
     return sum(value for name, value in stack.metrics().items() if name.startswith("treeline_epp_decisions_total"))
 
 
-async def test_a_restarted_picker_routes_at_once_to_where_prefixes_are(stack: Stack):
-    """Ready means that the picker knows again what the runtimes hold; Envoy is back at the picker within a second."""
+async def test_a_restarted_picker_routes_at_once_by_cached_prefixes(stack: Stack):
+    """Ready means that the picker knows the runtimes' caches again; Envoy reconnects within a second."""
     prompts = [text(300, seed=60 + index) for index in range(6)]
     holders = [served_by(stack, prompt) for prompt in prompts]
     stack.end("picker", signal.SIGTERM)
@@ -103,4 +103,4 @@ async def test_without_a_picker_requests_are_still_served(stack: Stack, aclient:
     assert running.errors() == []
     assert (unknown.status_code, unknown.headers["retry-after"]) == (503, "1")
     assert unknown.json()["error"]["code"] == "picker_unavailable", "it may be a name that only a picker knows"
-    until(lambda: ask(stack, "hello", model="alias").status_code == 404, "the picker says that nobody has it")
+    until(lambda: ask(stack, "hello", model="alias").status_code == 404, "the picker answers 404")

@@ -1,4 +1,4 @@
-"""A prefix is sent ahead, and what is asked about it follows: through Envoy and picker to the runtime that holds it."""
+"""A prefix is sent ahead, and requests that extend it reach the runtime that holds it, through Envoy and picker."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def clients(stack: Stack) -> AsyncIterator[httpx.AsyncClient]:
 
 @contextlib.asynccontextmanager
 async def load(http: httpx.AsyncClient) -> AsyncIterator[None]:
-    """Both runtimes decode meanwhile, and have new prompts to prefill."""
+    """Keep both runtimes decoding and prefilling new prompts."""
 
     async def one(seed: int) -> None:
         for more in range(1_000):
@@ -49,8 +49,8 @@ async def load(http: httpx.AsyncClient) -> AsyncIterator[None]:
         assert all(isinstance(one, asyncio.CancelledError) for one in ended), ended
 
 
-async def test_children_of_a_prefix_arrive_where_it_was_computed(stack: Stack) -> None:
-    """They are asked in the moment in which the parent is answered, while other requests come and go."""
+async def test_children_of_a_prefix_reach_the_runtime_that_computed_it(stack: Stack) -> None:
+    """The children are sent as soon as the parent is answered, while other requests come and go."""
     async with clients(stack) as http, load(http):
         for seed in range(2):
             prefix = text(1_000, seed=600 + seed)
@@ -64,8 +64,8 @@ async def test_children_of_a_prefix_arrive_where_it_was_computed(stack: Stack) -
 
 
 async def test_requests_of_a_session_stay_together_although_their_prompts_have_nothing_in_common(stack: Stack) -> None:
-    """A session is a preference: a runtime that is much slower for a moment loses it. So it is tried with new ones
-    until nothing was in the way; by chance sixteen sessions on two runtimes stay where they were once in 2^48."""
+    """A session is a preference: a runtime that is much slower for a moment loses it. So the test repeats with new
+    sessions until no delay interfered; by chance sixteen sessions on two runtimes would stay together once in 2^48."""
     async with clients(stack) as http:
 
         async def ask(name: str, seed: int) -> str:
@@ -85,7 +85,7 @@ async def test_requests_of_a_session_stay_together_although_their_prompts_have_n
         raise AssertionError(f"first {homes}, then {turns}")
 
 
-def test_a_picker_that_has_forgotten_all_sessions_goes_by_what_is_cached(stack: Stack) -> None:
+def test_a_picker_without_sessions_routes_by_cached_prefixes(stack: Stack) -> None:
     prompt, named = text(400, seed=800), {headers.SESSION_ID: "kept"}
 
     def ask() -> httpx.Response:
@@ -103,7 +103,7 @@ def test_a_picker_that_has_forgotten_all_sessions_goes_by_what_is_cached(stack: 
     assert [ask().headers[headers.ENDPOINT] for _ in range(3)] == [home] * 3
 
 
-def test_a_language_client_finds_what_the_template_puts_around_each_role(stack: Stack) -> None:
+def test_a_language_client_learns_the_templates_text_around_each_role(stack: Stack) -> None:
     def ask(path: str, **body: Any) -> Any:
         return stack.http.post(stack.url + path, json={"model": "tiny"} | body).raise_for_status().json()
 

@@ -54,7 +54,7 @@ def blocks(page: Path) -> list[Block]:
 
 
 def commands(kind: str) -> list[tuple[str, list[str]]]:
-    """Page and words of each command in blocks of a kind."""
+    """Yield the page and words of each command in blocks of a kind."""
     return [
         (page.stem, shlex.split(line))
         for page in PAGES
@@ -69,7 +69,7 @@ def fits(promised: str, line: str) -> bool:
 
 
 class Reader:
-    """Somebody who follows a page, in an empty folder beside the repository's, on ports that are free."""
+    """A reader who follows a page, in an empty folder beside the repository's, on free ports."""
 
     def __init__(self, folder: Path, kubeconfig: Path | None = None, bin_: Path | None = None) -> None:
         self.folder, self.kubeconfig = folder, kubeconfig
@@ -81,7 +81,7 @@ class Reader:
         self.ports = {8080: self.base, **dict(zip(PORTS, free_ports(len(PORTS)), strict=True))}
 
     def here(self, text: str) -> str:
-        """The page's text with this machine's ports, and the tiny model in the place of the reader's."""
+        """Return the page's text with this machine's ports, and the tiny model in place of the reader's."""
         tiny = str(ROOT / "models" / "tiny")
         text = text.replace(f"hf://{QWEN}", tiny).replace(QWEN, tiny)
         for port, free in self.ports.items():
@@ -98,7 +98,7 @@ class Reader:
 
     @contextmanager
     def server(self, words: list[str]) -> Iterator[None]:
-        """Runs until the end of the block; ready when it says so."""
+        """Run a server until the end of the block; ready when it says so."""
         words = shlex.split(self.here(shlex.join(words)))
         if words[:2] == ["treeline", "up"]:
             words[2:2] = ["--port-base", str(self.base)]
@@ -134,7 +134,7 @@ class Reader:
         return ready.status_code == models.status_code == 200 and bool(models.json()["data"])
 
     def stand_in(self, words: list[str]) -> list[str]:
-        """A simulated engine with the ports and the name that a command of vLLM's has."""
+        """Return a simulated engine with the ports and the name of a vLLM command."""
         flags = dict(pairwise(words))
         events = json.loads(flags["--kv-events-config"])
         port = {name: events[name].rpartition(":")[2] for name in ("endpoint", "replay_endpoint")}
@@ -161,7 +161,7 @@ def follow(reader: Reader, page: Path) -> None:
 
 
 def shows(printed: str, promised: str) -> None:
-    """Where a page asks twice, the second answer comes from the cache."""
+    """Check output against the page. If a page asks twice, the second answer must come from the cache."""
     hits = [int(count) for count in re.findall(r"cached.tokens\W+(\d+)", printed)]
     assert not hits or hits[0] == 0 < hits[-1], printed
     lines, promises = printed.splitlines(), promised.splitlines()
@@ -174,19 +174,19 @@ def shows(printed: str, promised: str) -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_a_guide_is_short_and_somebody_runs_each_of_its_blocks(page: Path) -> None:
+def test_a_guide_is_short_and_each_of_its_blocks_is_run(page: Path) -> None:
     assert len(page.read_text().splitlines()) <= 80
     for kind in (block.kind for block in blocks(page)):
-        assert kind in KINDS or re.fullmatch(r"yaml [\w.]+", kind), f"nobody runs a block of {kind!r}"
+        assert kind in KINDS or re.fullmatch(r"yaml [\w.]+", kind), f"no test runs a block of {kind!r}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_what_a_guide_shows_is_what_happens(page: Path, tmp_path: Path) -> None:
+def test_a_guides_commands_print_what_it_shows(page: Path, tmp_path: Path) -> None:
     follow(Reader(tmp_path), page)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if "sh cluster" in page.read_text() and page.stem != "backup"])
-def test_its_commands_for_kubernetes_are_taken_by_a_real_api(
+def test_a_real_api_server_accepts_the_guides_commands(
     page: Path, tmp_path: Path, control_plane: ControlPlane, namespace: str
 ) -> None:
     reader = Reader(tmp_path, control_plane.kubeconfig("admin", ("system:masters",), namespace), control_plane._bin)
@@ -198,7 +198,7 @@ def test_its_commands_for_kubernetes_are_taken_by_a_real_api(
             assert reader.run(block.text)
 
 
-def test_what_was_lost_comes_back_from_the_backup(tmp_path: Path, control_plane: ControlPlane, namespace: str) -> None:
+def test_lost_objects_return_from_the_backup(tmp_path: Path, control_plane: ControlPlane, namespace: str) -> None:
     reader = Reader(tmp_path, control_plane.kubeconfig("admin", ("system:masters",), namespace), control_plane._bin)
     reader.run("kubectl create secret generic hf-token --from-literal=token=abc")
     reader.run("kubectl apply -f manifests/samples/cpu-tiny.yaml -f manifests/samples/vllm.yaml")
@@ -254,13 +254,13 @@ def test_sglangs_own_parser_takes_the_flags() -> None:
     assert [one["port"] for one in read] == [30000]
 
 
-def test_what_is_installed_are_extras_that_there_are() -> None:
+def test_installed_extras_exist() -> None:
     named = [extra for _, words in commands("sh install") for extra in re.findall(r"\[(.*)\]", words[-1])[0].split(",")]
     assert len(named) > 3
     assert set(named) <= EXTRAS
 
 
-def test_policies_of_sgl_router_have_the_names_that_the_guide_gives() -> None:
+def test_the_guide_names_sgl_routers_policies_correctly() -> None:
     text = (ROOT / "docs" / "guides" / "from-sgl-router.md").read_text()
     row = next(line for line in text.splitlines() if "| the same names |" in line)
     named = [name.removeprefix("--policy ") for name in re.findall(r"`([^`]+)`", row)]
@@ -268,7 +268,7 @@ def test_policies_of_sgl_router_have_the_names_that_the_guide_gives() -> None:
     assert set(named) <= {*POLICIES, *ALIASES}
 
 
-def test_litellms_files_are_yaml_with_one_deployment_in_the_end() -> None:
+def test_litellms_files_are_yaml_and_end_with_one_deployment() -> None:
     files = {
         block.kind: yaml.safe_load(block.text)
         for block in blocks(ROOT / "docs" / "guides" / "from-litellm.md")

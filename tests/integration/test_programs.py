@@ -1,4 +1,4 @@
-"""Programs of the frontend language through Envoy and picker: unchanged, and where their prefixes are."""
+"""Unchanged programs of the frontend language run through Envoy and picker, and meet their cached prefixes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def capital(s: ProgramState, rules: str, country: str) -> str:
     return s["answer"]
 
 
-def test_branches_find_what_they_share_where_it_was_computed(backend: RuntimeEndpoint) -> None:
+def test_branches_meet_their_shared_prefix_on_its_runtime(backend: RuntimeEndpoint) -> None:
     state = panel.run(prefix=text(1_000, seed=4_200), count=8, backend=backend, temperature=0)
     metas = state.get_meta_info("answer")
     shared = min(meta["prompt_tokens"] for meta in metas) - 32
@@ -63,6 +63,6 @@ def test_a_batch_through_the_gateway_is_right_and_computes_shared_texts_at_most_
     assert computed < len(stack.runtimes) * whole + 64 * len(metas)
 
 
-def test_what_only_administrators_may_do_is_refused_in_words(backend: RuntimeEndpoint) -> None:
+def test_administration_through_the_gateway_is_refused_with_a_message(backend: RuntimeEndpoint) -> None:
     with pytest.raises(Unsupported, match="cannot be flushed from here"):
         backend.flush_cache()

@@ -31,7 +31,7 @@ def printed(program: str, stack: Stack) -> str:
     return done.stdout
 
 
-def test_the_second_turn_of_its_conversation_finds_the_first_in_a_cache(stack: Stack) -> None:
+def test_the_readmes_second_turn_hits_the_cache_of_the_first(stack: Stack) -> None:
     first, second = printed(CONVERSATION, stack).splitlines()
     assert "Paris" in first
     assert first.endswith("| cached: 0")
@@ -39,14 +39,14 @@ def test_the_second_turn_of_its_conversation_finds_the_first_in_a_cache(stack: S
     assert int(second.rpartition(" ")[2]) > 0
 
 
-def test_its_program_asks_for_two_capitals_at_once(stack: Stack) -> None:
+def test_the_readmes_program_asks_for_two_capitals_at_once(stack: Stack) -> None:
     said = printed(PROGRAM, stack)
     assert "Paris" in said
     assert "Rome" in said
 
 
 @pytest.mark.parametrize("command", [words for words in COMMANDS if words[0] == "treeline"], ids=" ".join)
-def test_each_flag_of_its_commands_is_one(command: list[str]) -> None:
+def test_every_flag_in_the_readme_exists(command: list[str]) -> None:
     own, _, passed_on = " ".join(command).partition(" -- ")
     for word, flags in ((command[1], own), ("pick", passed_on)):  # after `--`: the picker's, where engines run already
         given = [flag for flag in flags.split() if flag.startswith("--")]
@@ -56,12 +56,12 @@ def test_each_flag_of_its_commands_is_one(command: list[str]) -> None:
             assert [flag for flag in given if flag not in helped] == []
 
 
-def test_each_word_of_make_that_it_names_is_one() -> None:
+def test_every_make_target_in_the_readme_exists() -> None:
     known = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = set(re.findall(r"(?:^|[`(])make(?: -s)? ([a-z][a-z0-9-]+)", README, re.MULTILINE))
     assert {"run", "test"} <= named
     assert named <= known
 
 
-def test_it_is_read_in_minutes() -> None:
+def test_the_readme_is_short() -> None:
     assert len(README.splitlines()) <= 120

@@ -52,7 +52,7 @@ def test_the_models_are_listed_and_an_unknown_one_is_not_found(client: OpenAI):
     assert refusal.value.body["code"] == "model_not_found"
 
 
-def test_metrics_are_those_that_the_page_lists(stack: Stack, client: OpenAI):
+def test_the_runtimes_metrics_equal_the_page(stack: Stack, client: OpenAI):
     chat(client, "What is 17 + 25?")
     listed = metrics.families()
     for name, process in stack.processes.items():
@@ -62,7 +62,7 @@ def test_metrics_are_those_that_the_page_lists(stack: Stack, client: OpenAI):
             assert not {one for one in absent if one.startswith("treeline:")}, name
 
 
-def test_nobody_administers_a_runtime_through_the_gateway(stack: Stack, client: OpenAI):
+def test_the_gateway_exposes_no_administration_of_a_runtime(stack: Stack, client: OpenAI):
     ask = {"model": "tiny", "prompt": "Count: one two", "max_tokens": 200, "extra_body": {"ignore_eos": True}}
     stream = client.completions.create(**ask, stream=True)
     first = next(iter(stream))
@@ -75,7 +75,7 @@ def test_nobody_administers_a_runtime_through_the_gateway(stack: Stack, client: 
             ("GET", "/metrics", None),
         ):
             assert stack.http.request(method, stack.url + path, json=body).status_code == 404
-    assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length", "nobody ended the stream"
+    assert [chunk.choices[0].finish_reason for chunk in stream][-1] == "length", "the stream was not interrupted"
     for name in stack.runtimes:
         use = stack.processes[name].spec.ports
         page = stack.http.get("http://{}:{}/metrics".format(*use["metrics-port"])).text
@@ -93,7 +93,7 @@ def test_nobody_administers_a_runtime_through_the_gateway(stack: Stack, client: 
         ("audio", {"voice": "x", "format": "wav"}),
     ],
 )
-def test_what_cannot_be_served_is_refused_with_the_name_of_the_field(stack: Stack, field, value):
+def test_unsupported_requests_are_refused_with_the_name_of_the_field(stack: Stack, field, value):
     body = {"model": "tiny", "messages": [{"role": "user", "content": "hello"}], field: value}
     answer = stack.http.post(f"{stack.url}/v1/chat/completions", json=body)
     assert answer.status_code == 400
@@ -144,7 +144,7 @@ async def test_two_hundred_requests_of_sixteen_clients_over_eight_prefixes(stack
 
 
 def test_a_client_that_goes_away_frees_its_pages(stack: Stack):
-    """A long stream is dropped after its first chunk; the runtime reports nothing running soon after."""
+    """A long stream is dropped after its first chunk; soon the runtime reports no running requests."""
     body = {
         "model": "tiny",
         "prompt": text(50, seed=7),

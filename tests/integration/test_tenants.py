@@ -1,4 +1,4 @@
-"""Two API keys at the edge: what one client asked, the other does not learn. Real Envoy, picker and runtimes."""
+"""Two API keys at the edge: one client learns nothing of the other's prompts. Real Envoy, picker and runtimes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KEYS = {"ada": "sk-ada", "bob": "sk-bob"}
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """One runtime, so that nobody's hit is missed by chance."""
+    """A stack of one runtime, so that every prompt meets the same cache."""
     with running_stack(tmp_path_factory.mktemp("tenants"), replicas=1, api_keys=KEYS) as running:
         yield running
 
@@ -48,14 +48,14 @@ def ask(stack: Stack, client: str, prompt: str, told: dict[str, str] | None = No
 
 
 def cached(*args: Any, **body: Any) -> int:
-    """What the client is told of the cache: the header and the body say the same."""
+    """Return the cached tokens of an answer, the same in header and body."""
     answer = ask(*args, **body)
     counted = int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
     assert int(answer.headers[headers.CACHED_TOKENS]) == counted
     return counted
 
 
-def test_the_second_key_finds_nothing_of_the_first_and_each_finds_its_own(stack: Stack) -> None:
+def test_each_key_hits_its_own_prefixes_and_none_of_the_other(stack: Stack) -> None:
     prompt = text(60, seed=21)
     assert cached(stack, "ada", prompt) == 0
     assert cached(stack, "bob", prompt) == 0
@@ -111,7 +111,7 @@ def test_the_picker_knows_each_clients_prefix_in_its_own_namespace(stack: Stack)
     stack.agree("runtime-0")
     namespaces = {block["namespace"] for block in stack.radix("runtime-0")["blocks"]}
     assert join_namespace(None, None, "ada") in namespaces
-    assert None not in namespaces, "nobody without a key was served"
+    assert None not in namespaces, "no client without a key was served"
     ask(stack, "bob", prompt)
     unpredicted = stack.metrics()
     assert unpredicted["treeline_epp_predicted_hit_tokens_total"] == before.get(
@@ -140,7 +140,7 @@ def test_the_access_log_names_the_client_and_no_key(stack: Stack) -> None:
     assert "sk-" not in log
 
 
-def test_answers_that_one_client_does_not_read_keep_no_other_out(stack: Stack) -> None:
+def test_unread_answers_of_one_client_do_not_block_another(stack: Stack) -> None:
     host, _, port = stack.url.removeprefix("http://").rpartition(":")
 
     def streams() -> float:
@@ -173,7 +173,7 @@ def test_clients_are_kept_apart_while_no_picker_answers(stack: Stack) -> None:
         stack.start("picker")
 
 
-def test_strangers_who_share_a_cache_are_told_nothing_of_it(sharing: Stack) -> None:
+def test_clients_that_share_a_cache_learn_nothing_of_each_other(sharing: Stack) -> None:
     prompt = text(60, seed=25)
     for client in ("ada", "bob", "bob"):
         answer = ask(sharing, client, prompt)

@@ -57,7 +57,7 @@ def ask(stack: Stack, headers: dict[str, str]):
 
 
 def spans_of(collector: Collector, trace: str) -> dict[str, CollectedSpan]:
-    """Envoy sends its own every five seconds."""
+    """Wait for the trace's spans; Envoy sends its own every five seconds."""
     return collector.wait_for(trace, EDGE, CALL, ATTEMPT, PICKER, CHOICE, RUNTIME, *STAGES)
 
 
@@ -68,7 +68,7 @@ def test_one_trace_joins_client_envoy_picker_and_runtime(traced: Stack, collecto
     assert answer.headers["x-request-id"] == id, "Envoy notes nothing in it"
     spans = spans_of(collector, trace)
     assert spans.keys() == {EDGE, *PARENTS}
-    assert unsampled not in collector.traces, "what its client does not sample, nobody records"
+    assert unsampled not in collector.traces, "an unsampled request is recorded nowhere"
     assert spans[EDGE].parent == CLIENT
     assert {name: spans[name].parent for name in PARENTS} == {name: spans[of].id for name, of in PARENTS.items()}
     services = {spans[name].service for name in (EDGE, PICKER, RUNTIME)}
@@ -84,7 +84,7 @@ def test_one_trace_joins_client_envoy_picker_and_runtime(traced: Stack, collecto
     assert said not in told
 
 
-def test_a_trace_that_envoy_begins_is_one_too(traced: Stack, collector: Collector):
+def test_a_trace_begun_by_envoy_joins_all_parts(traced: Stack, collector: Collector):
     id = str(uuid.uuid4())
     ask(traced, {"x-request-id": id})
     spans = spans_of(collector, collector.trace_with("guid:x-request-id", id))

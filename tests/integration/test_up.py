@@ -1,4 +1,4 @@
-"""`treeline up` as its user meets it."""
+"""`treeline up` as its user sees it."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ pytestmark = pytest.mark.integration
 
 
 def command(*more: str) -> list[str]:
-    """With ports for two runtimes."""
+    """Return the command with ports for two runtimes."""
     words = [sys.executable, "-m", "treeline", "up", "--port-base", str(free_base(5 + 2 * 6))]
     return [*words, *more]
 
 
 class Up:
-    """A running `treeline up` and what it printed."""
+    """A running `treeline up` and its output."""
 
     def __init__(self, folder: Path, *more: str) -> None:
         self.temporary = folder / "tmp"
@@ -52,7 +52,7 @@ class Up:
         return self.err_path.read_text()
 
     def ready(self) -> str:
-        """Wait for the ready line; returns the URL in it."""
+        """Wait for the ready line and return its URL."""
 
         def said() -> bool:
             assert self.popen.poll() is None, self.err
@@ -83,7 +83,7 @@ def up(tmp_path: Path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.deep)])
-def test_it_serves_and_a_signal_stops_everything(up, number):
+def test_up_serves_and_a_signal_stops_everything(up, number):
     running = up("--replicas", "1")
     url = running.ready()
     models = httpx.get(f"{url}/v1/models", trust_env=False, timeout=60).json()
@@ -97,8 +97,8 @@ def test_it_serves_and_a_signal_stops_everything(up, number):
     assert not alive
 
 
-def test_engines_that_run_already_are_served_and_left_running(up, tmp_path: Path):
-    """The second one is started last: the gateway waits for it, and says so."""
+def test_running_engines_are_served_and_left_running(up, tmp_path: Path):
+    """The second engine is started last: the gateway waits for it, and says so."""
     base = free_base(2)
     serve = [sys.executable, "-m", "treeline", "sim", "serve", "--events-port=0", "--replay-port=0", "--load-port=0"]
     with contextlib.ExitStack() as stack:
@@ -155,7 +155,7 @@ def test_a_runtime_that_dies_is_named_and_the_rest_is_stopped(up):
 
 
 @pytest.mark.deep
-def test_keys_are_in_files_of_its_own_alone_and_those_of_a_killed_one_go_at_the_next_start(up, tmp_path: Path):
+def test_keys_are_in_private_files_and_those_of_a_killed_run_are_removed_at_the_next_start(up, tmp_path: Path):
     (tmp_path / "keys").mkdir()
     (tmp_path / "keys" / "ada").write_text("sk-of-ada")
     running = up("--replicas", "1", "--api-keys", str(tmp_path / "keys"))
@@ -192,7 +192,7 @@ def test_a_busy_port_is_named_before_anything_starts(tmp_path: Path):
 
 
 @pytest.mark.deep
-def test_a_model_that_is_not_there_is_a_clear_error(tmp_path: Path):
+def test_a_missing_model_is_a_clear_error(tmp_path: Path):
     answer = subprocess.run(
         command("--replicas", "1", "--model", str(tmp_path / "nowhere")),
         capture_output=True,

@@ -1,4 +1,4 @@
-"""The wrapper against a real API server: what server-side apply, preconditions and paging do."""
+"""The client against a real API server: server-side apply, preconditions and paging."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def ref(obj: dict[str, Any]) -> Ref:
     return Ref(obj["apiVersion"], obj["kind"], obj["metadata"]["namespace"], obj["metadata"]["name"])
 
 
-async def test_what_we_stop_to_apply_goes_what_others_set_stays(cluster: Client, namespace: str) -> None:
+async def test_fields_no_longer_applied_are_removed_and_others_fields_stay(cluster: Client, namespace: str) -> None:
     await cluster.apply(configmap(namespace, ours="1", dropped="1"))
     await cluster.apply(configmap(namespace, theirs="2"), field_manager="them")
     after = await cluster.apply(configmap(namespace, ours="3"))
@@ -70,7 +70,7 @@ async def test_a_field_of_another_owner_is_taken_over(cluster: Client, namespace
     assert (await cluster.apply(configmap(namespace, field="ours")))["data"] == {"field": "ours"}
 
 
-async def test_replicas_that_we_do_not_apply_stay_as_they_are_scaled(cluster: Client, namespace: str) -> None:
+async def test_replicas_that_we_do_not_apply_keep_their_scale(cluster: Client, namespace: str) -> None:
     made = await cluster.apply(deployment(namespace, replicas=2))
     uid = made["metadata"]["uid"]
     scaled = await cluster.scale(ref(made), uid, 5)
@@ -105,13 +105,13 @@ async def test_refusals_name_the_field(cluster: Client, namespace: str) -> None:
     assert [cause.field for cause in negative.value.causes] == ["spec.replicas"]
 
 
-async def test_a_name_is_taken_once(cluster: Client, namespace: str) -> None:
+async def test_a_name_can_be_created_once(cluster: Client, namespace: str) -> None:
     await cluster.create(configmap(namespace))
     with pytest.raises(AlreadyExists):
         await cluster.create(configmap(namespace))
 
 
-async def test_only_the_object_that_was_seen_is_deleted(cluster: Client, namespace: str) -> None:
+async def test_only_the_observed_object_is_deleted(cluster: Client, namespace: str) -> None:
     made = await cluster.create(configmap(namespace))
     meta = made["metadata"]
     with pytest.raises(Conflict):
@@ -142,7 +142,9 @@ async def test_a_list_comes_in_pages_and_whole(cluster: Client, namespace: str) 
     assert [item["metadata"]["name"] for item in chosen] == ["it-2", "it-4"]
 
 
-async def test_an_identity_without_rights_and_a_missing_one(control_plane: ControlPlane, namespace: str) -> None:
+async def test_refusals_for_missing_rights_and_missing_objects_are_typed(
+    control_plane: ControlPlane, namespace: str
+) -> None:
     account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": "robot"}}
     control_plane.request("POST", f"/api/v1/namespaces/{namespace}/serviceaccounts", account)
     config = control_plane.service_account(namespace, "robot")

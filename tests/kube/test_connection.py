@@ -1,4 +1,4 @@
-"""Retries, typed errors and the guard of writes, against a server that answers as a script says."""
+"""Retries, typed errors and the guard of writes, against a scripted server."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def reply(body: Any, code: int = 200, headers: dict[str, str] | None = None) -> Handler:
-    """A fresh answer each time: one that was sent cannot be sent again."""
+    """Return a new answer each time: one that was sent cannot be sent again."""
 
     async def answer(request: web.Request) -> web.StreamResponse:
         text = body if isinstance(body, str) else json.dumps(body)
@@ -60,7 +60,7 @@ def refusal(code: int, reason: str = "", headers: dict[str, str] | None = None, 
 
 
 class Script:
-    """Answers one request after the other as told, then with 200; remembers what was asked and when."""
+    """Answers requests in the scripted order, then with 200; records requests and their times."""
 
     def __init__(self) -> None:
         self.answers: list[Handler] = []
@@ -147,14 +147,14 @@ async def test_a_slow_answer_is_a_timeout_and_tried_again(script: Script, cluste
         await cluster.request(Call("get", "x", "/x", retry=Retry(attempt_s=0.2, budget_s=0.5, base_s=0.01)))
 
 
-async def test_a_server_that_is_not_there(cluster: Client) -> None:
+async def test_a_missing_server_is_a_typed_error(cluster: Client) -> None:
     cluster.configuration.host = "http://127.0.0.1:9"
     with pytest.raises(Unavailable) as refused:
         await cluster.create(OBJECT)
     assert not refused.value.sent
 
 
-async def test_an_answer_that_will_not_change_is_not_asked_for_again(script: Script, cluster: Client) -> None:
+async def test_a_final_refusal_is_not_retried(script: Script, cluster: Client) -> None:
     script.answers = [refusal(422, "Invalid", causes=[{"field": "spec.x", "reason": "R", "message": "no"}])]
     with pytest.raises(Invalid) as refused:
         await cluster.apply(OBJECT)
@@ -237,7 +237,7 @@ async def test_requests_are_counted(script: Script, cluster: Client) -> None:
     ]
 
 
-async def test_what_is_sent(script: Script, cluster: Client) -> None:
+async def test_requests_have_the_expected_form(script: Script, cluster: Client) -> None:
     await cluster.apply(OBJECT)
     request = script.seen[0]
     assert (request.method, request.path) == ("PATCH", "/api/v1/namespaces/ns/configmaps/it")

@@ -1,4 +1,4 @@
-"""The tests' own control plane says how it is built."""
+"""The tests' control plane says how to build it."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ _decode = msgspec.json.Decoder(_Object).decode
 
 
 class Following:
-    """A reflector on a fake server, and how often it was said that something changed."""
+    """A reflector on a fake server, and the number of its change notices."""
 
     def __init__(self, api: FakeApi, client: Client, silence_s: float, optional: bool) -> None:
         self.api = api
@@ -84,7 +84,7 @@ async def following(
                 await made.driver.stop()
 
 
-async def test_it_follows(tmp_path: Path) -> None:
+async def test_a_reflector_follows_its_collection(tmp_path: Path) -> None:
     async with following(tmp_path) as it:
         await it.holds(a=1)
         await it.watches()
@@ -107,7 +107,7 @@ async def test_long_lists_come_in_pages(tmp_path: Path) -> None:
         assert it.api.lists[PATH] >= 3
 
 
-async def test_a_cut_watch_goes_on_where_it_was(tmp_path: Path) -> None:
+async def test_a_cut_watch_resumes_at_its_version(tmp_path: Path) -> None:
     async with following(tmp_path) as it:
         for value in range(2, 5):
             await it.watches()
@@ -135,7 +135,7 @@ async def test_a_version_that_is_too_old_leads_to_a_new_list(tmp_path: Path) -> 
         await it.holds(z=26)
 
 
-async def test_a_server_that_comes_back_is_followed_again_and_the_state_stays_meanwhile(
+async def test_a_returning_server_is_followed_again_and_the_state_stays_meanwhile(
     tmp_path: Path,
 ) -> None:
     async with following(tmp_path) as it:
@@ -175,7 +175,7 @@ async def test_an_optional_kind_that_is_refused_is_settled_and_a_required_one_is
         await it.holds(a=1)
 
 
-async def test_a_busy_server_is_asked_again_when_it_says(tmp_path: Path) -> None:
+async def test_a_request_to_a_busy_server_is_retried_after_the_given_delay(tmp_path: Path) -> None:
     async with following(tmp_path, refuse=429) as it:
         it.api.retry_after = "1"
         await until(lambda: it.reflector.errors["throttled"] >= 1, "it has tried")
@@ -194,7 +194,7 @@ async def test_a_rotated_token_is_read_again(tmp_path: Path) -> None:
         await it.holds(a=2)
 
 
-async def test_a_defect_does_not_end_the_following(
+async def test_an_error_does_not_end_the_reflector(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with following(tmp_path) as it:

@@ -1,4 +1,4 @@
-"""The list-watch machine alone: what it asks, what its sink holds, and how long it waits."""
+"""The list-watch machine alone: its requests, the contents of its sink, and its pauses."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def synced(**options: Any) -> Mirror:
     return mirror
 
 
-def test_it_lists_in_pages_and_then_watches_from_the_lists_version() -> None:
+def test_a_reflector_lists_in_pages_and_then_watches_from_the_lists_version() -> None:
     mirror = make()
     asked = mirror.request()
     assert (asked.verb, asked.resource, asked.path) == ("list", "pods", "/api/v1/namespaces/ns/pods")
@@ -123,7 +123,7 @@ ERRORS = {error.__name__: error for error in (*LOST, *REFUSED, Gone)}
 
 @pytest.mark.parametrize("state", State)
 @pytest.mark.parametrize("event", sorted({event for _, event in TABLE}))
-def test_each_event_leads_from_each_state_where_the_table_says(state: State, event: str) -> None:
+def test_each_event_in_each_state_follows_the_table(state: State, event: str) -> None:
     mirror = make()
     if state is not State.LISTING:
         mirror.on_page(listed({"a": 1}), 0.0)
@@ -157,7 +157,7 @@ def test_each_event_leads_from_each_state_where_the_table_says(state: State, eve
         assert mirror.state is expected
 
 
-def test_one_that_polls_lists_again_after_its_time_and_never_watches() -> None:
+def test_a_polling_reflector_lists_again_and_never_watches() -> None:
     mirror = make(timing=Timing(poll_s=60.0))
     for value in (1, 1, 2):
         assert not mirror.watches_next
@@ -181,7 +181,7 @@ def test_events_change_the_state_whole_or_in_pieces() -> None:
         assert mirror.events == 3
 
 
-def test_only_what_matters_is_a_change() -> None:
+def test_only_relevant_differences_are_changes() -> None:
     mirror = synced()
     assert not mirror.on_data(line("MODIFIED", obj("a", 1, 20)), 1.0)
     assert not mirror.on_data(line("DELETED", obj("unknown", 1, 21)), 1.0)
@@ -204,7 +204,7 @@ def test_a_relist_replaces_the_state_only_when_it_is_complete() -> None:
     assert mirror.lists == 2
 
 
-def test_a_list_that_outlives_its_pages_is_asked_for_in_one_piece() -> None:
+def test_an_expired_paged_list_is_requested_in_one_piece() -> None:
     mirror = make()
     page = {"metadata": {"resourceVersion": "20", "continue": "c"}, "items": [obj("z", 1)]}
     mirror.on_page(json.dumps(page).encode(), 0.0)
@@ -231,7 +231,7 @@ def test_a_lost_connection_is_continued_and_a_long_outage_listed() -> None:
     )
 
 
-def test_pauses_shrink_only_when_something_came() -> None:
+def test_pauses_shrink_only_after_data() -> None:
     mirror = synced()
     for at in range(8):
         mirror.on_failure(Unavailable("busy"), float(at))
@@ -242,7 +242,7 @@ def test_pauses_shrink_only_when_something_came() -> None:
     assert mirror.on_failure(Unavailable("busy"), 9.0) <= BACKOFF_S[0]
 
 
-def test_a_watch_that_ends_at_its_time_goes_on_at_once_and_one_that_ends_at_once_waits() -> None:
+def test_a_watch_that_ends_on_time_resumes_at_once_and_a_short_one_waits() -> None:
     mirror = synced()
     assert mirror.on_end(300.0) == 0.0
     mirror.on_open(300.0)
@@ -285,7 +285,7 @@ def test_a_watch_that_is_forbidden_becomes_a_slow_poll() -> None:
     assert pauses[-1] > 5.0
 
 
-def test_it_waits_as_long_as_a_busy_server_says() -> None:
+def test_a_reflector_waits_as_long_as_a_busy_server_asks() -> None:
     assert make().on_failure(Throttled("later", retry_after_s=7.0), 0.0) == 7.0
 
 
@@ -302,7 +302,7 @@ def test_unreadable_objects_keep_their_last_state(caplog: pytest.LogCaptureFixtu
     assert mirror.objects == {"a": 1, "b": 2}
 
 
-def test_an_object_as_deep_as_the_api_server_takes_keeps_no_other_unread() -> None:
+def test_a_deeply_nested_object_does_not_block_others() -> None:
     deep = (
         b'{"metadata": {"name": "deep", "resourceVersion": "30"}, "value": 3, "more": '
         + b"[" * 9990
@@ -332,7 +332,7 @@ def test_an_answer_that_is_not_a_list_is_a_failure(body: bytes) -> None:
 
 @settings(deadline=None, max_examples=100)
 @given(st.binary(max_size=200))
-def test_whatever_a_watch_brings_is_an_event_or_a_failure(data: bytes) -> None:
+def test_any_line_of_a_watch_is_an_event_or_a_failure(data: bytes) -> None:
     mirror = synced()
     with contextlib.suppress(KubeError):
         mirror.on_data(data + b"\n", 0.0)
@@ -343,7 +343,7 @@ FAULTS = {"busy": Unavailable, "silent": Timeout, "forbidden": Forbidden}
 
 
 class World:
-    """A collection, and a mirror that is connected to it by a bad line."""
+    """A collection, and a mirror that follows it over an unreliable connection."""
 
     def __init__(self) -> None:
         self.collection = Collection()
@@ -352,7 +352,7 @@ class World:
         self.stream: Iterator[bytes] | None = None
 
     def step(self, fault: str) -> None:
-        """One thing that the driver would do, with a fault or without."""
+        """Take one step of the driver, with a fault or without."""
         self.now += 1.0
         mirror = self.mirror
         try:
@@ -412,7 +412,7 @@ CHANGES = st.one_of(
 
 @settings(deadline=None, max_examples=150)
 @given(st.lists(CHANGES, max_size=40))
-def test_whatever_breaks_the_mirror_comes_to_equal_the_server(changes: list[tuple[str, str, int]]) -> None:
+def test_the_mirror_converges_to_the_server_after_any_faults(changes: list[tuple[str, str, int]]) -> None:
     logging.disable(logging.WARNING)
     try:
         world = World()

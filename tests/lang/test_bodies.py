@@ -1,4 +1,4 @@
-"""What may be a program, and what is one where functions are: in classes, in other processes, within itself."""
+"""The functions that may be programs, and programs in classes, in other processes and within themselves."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class _Later:
     ],
     ids=["method", "object", "partial", "lambda"],
 )
-def test_whatever_is_called_with_a_state_is_a_body(body: Callable[..., Any], length: int) -> None:
+def test_anything_callable_with_a_state_is_a_body(body: Callable[..., Any], length: int) -> None:
     program = function(body)
     assert program.run(backend=COUNTS)["a"] == f"<{length}>"
     assert program.compile(strict=True).run(backend=COUNTS)["a"] == f"<{length}>"
@@ -92,12 +92,12 @@ def test_a_program_may_be_a_static_method() -> None:
         (3, "takes a function, not 3"),
     ],
 )
-def test_what_cannot_be_a_body_is_refused_where_it_is_made_a_program(body: Any, error: str) -> None:
+def test_an_invalid_body_is_refused_where_it_is_made_a_program(body: Any, error: str) -> None:
     with pytest.raises(TypeError, match=error):
         function(body)
 
 
-def test_a_coroutine_that_a_body_returns_is_not_forgotten() -> None:
+def test_a_coroutine_that_a_body_returns_is_reported() -> None:
     wrapped = function(functools.wraps(_coroutine)(lambda s: _coroutine(s)))
     with pytest.raises(TypeError, match="plain def"):
         wrapped.run(backend=COUNTS)
@@ -190,6 +190,6 @@ def test_a_method_of_the_default_backend_is_a_function_too(monkeypatch: pytest.M
     assert get_server_info(backend) == {"model": "m"}
 
 
-def test_a_program_is_what_it_was() -> None:
+def test_a_program_keeps_its_functions_attributes() -> None:
     assert isinstance(ask, Function)
     assert (ask.__module__, ask.__qualname__) == (__name__, "ask")

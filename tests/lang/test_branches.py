@@ -1,4 +1,4 @@
-"""Branches: forks of forks, joins, and what becomes of those that fail or that nobody joins."""
+"""Branches: forks of forks, joins, and branches that fail or are never joined."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_tree_of_forks_gathers_lists_of_lists():
     assert tree.run(backend=backend)["leaf"] == [[["000", "001"], ["010", "011"]], [["100", "101"], ["110", "111"]]]
 
 
-def test_branches_that_are_not_joined_hold_nothing_up():
+def test_unjoined_branches_delay_nothing():
     kept: list[Any] = []
 
     @function
@@ -80,7 +80,7 @@ def test_branches_that_are_not_joined_hold_nothing_up():
         assert all(child["a"].strip() for child in group), "a batch waits for them"
 
 
-def test_an_error_in_a_branch_that_is_not_joined_stays_in_the_branch():
+def test_an_error_in_an_unjoined_branch_stays_there():
     kept: list[Any] = []
 
     @function
@@ -152,7 +152,7 @@ def test_a_failure_reaches_forks_of_forks_deeper_than_pythons_stack() -> None:
     assert isinstance(deepest[0].error(), WrongType)
 
 
-def test_a_fork_of_what_has_ended_is_an_error_and_fails_its_branches() -> None:
+def test_a_fork_of_an_ended_stream_is_an_error_and_fails_its_branches() -> None:
     @function
     def late(s: Any) -> None:
         group = s.fork(2)

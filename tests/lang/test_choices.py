@@ -12,7 +12,7 @@ from treeline_lang.choices import CHOICES_METHODS, ChoicesMethod, Decision, Toke
 
 
 def decided(method: ChoicesMethod, given: Sequence[Sequence[float]], alone: Sequence[Sequence[float]] = ()) -> Decision:
-    """By these logprobs of the tokens of each choice."""
+    """Decide by these logprobs of each choice's tokens."""
     one, other = ([[TokenLogprob(value, None, None) for value in each] for each in all_] for all_ in (given, alone))
     return method.decide(["x"] * len(one), one, other)
 
@@ -27,7 +27,7 @@ def test_the_mean_does_not_favour_short_texts_and_the_first_of_equals_wins() -> 
     assert decided(token_length_normalized, [[-1.0, 0.0], [-0.6]]).index == 0, "a logprob of 0 counts"
 
 
-def test_greedy_goes_token_by_token_as_decoding_would() -> None:
+def test_greedy_selection_compares_token_by_token_as_decoding_does() -> None:
     better_mean = [[-1.0, -9.0, -9.0], [-2.0, 0.0, 0.0]]
     assert decided(greedy_token_selection, better_mean).index == 0
     assert decided(token_length_normalized, better_mean).index == 1
@@ -36,7 +36,7 @@ def test_greedy_goes_token_by_token_as_decoding_would() -> None:
     assert decided(greedy_token_selection, [[-1.0], [-1.0, -0.5]]).index == 1, "the short one goes on with its mean"
 
 
-def test_the_unconditional_one_asks_how_much_the_prompt_helps() -> None:
+def test_unconditional_likelihood_measures_how_much_the_prompt_helps() -> None:
     given_prompt, alone = [[-1.0, -1.0], [-2.0, -2.0]], [[0.0, -1.0], [0.0, -9.0]]
     decision = decided(unconditional_likelihood_normalized, given_prompt, alone)
     assert (decision.index, decision.scores) == (1, [-0.5, 2.5])
@@ -69,7 +69,7 @@ def test_a_choices_tokens_are_the_last_that_hold_its_characters() -> None:
 
 
 @pytest.mark.parametrize("odd", [None, "\ufffd"])
-def test_where_tokens_have_no_text_of_their_own_the_prompts_are_left_out(odd: str | None) -> None:
+def test_prompt_tokens_are_left_out_if_tokens_have_no_text(odd: str | None) -> None:
     read = tokens("of ", "is", odd, odd)
     assert [token.id for token in tokens_of_choice(read, "é", 2)] == [2, 3]
     assert [token.id for token in tokens_of_choice(tokens(odd), "é", 2)] == [0], "never none"

@@ -1,4 +1,4 @@
-"""Connections to a server: as many as there may be, each given back once, none shared with a forked process."""
+"""Connections to a server: bounded in number, each returned once, none shared with a forked process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def answer(body: dict[str, Any]) -> Iterator[None] | bytes:
     return iter([None]) if body.get("break") else whole_answer(SAID)
 
 
-def test_requests_share_no_connection_at_a_time_and_use_them_again() -> None:
+def test_concurrent_requests_share_no_connection_and_later_ones_reuse_them() -> None:
     async def main(server: FakeOpenAI) -> None:
         client = HttpClient(server.url)
         for _ in range(3):
@@ -38,7 +38,7 @@ def test_requests_share_no_connection_at_a_time_and_use_them_again() -> None:
         assert server.connections <= 20
 
 
-def test_a_process_that_may_have_few_files_has_few_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_low_limit_of_open_files_limits_connections(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (4, 4))  # half of it may be connections
 
     async def main(server: FakeOpenAI) -> None:

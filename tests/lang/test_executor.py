@@ -24,7 +24,7 @@ def three(s: Any) -> None:
 
 
 def in_thread(work: Any) -> Any:
-    """The result of a call in another thread; a call that hangs fails."""
+    """Return the result of a call in another thread; a call that hangs fails."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(work).result(PATIENCE_S)
 
@@ -40,7 +40,7 @@ def test_steps_of_a_stream_are_done_in_the_order_of_their_submission():
     ]
 
 
-def test_submitting_does_not_wait_and_reading_does():
+def test_submitting_returns_at_once_and_reading_waits():
     backend = FakeBackend()
     with backend.holding():
         state = three.run(backend=backend)  # the body has ended
@@ -52,7 +52,7 @@ def test_submitting_does_not_wait_and_reading_does():
     assert state["c"].strip()
 
 
-def test_branches_run_at_the_same_time_and_with_parallel_false_do_not():
+def test_branches_run_concurrently_unless_parallel_is_false():
     @function
     def many(s: Any) -> None:
         s += "together"
@@ -88,7 +88,7 @@ def test_a_failed_step_ends_its_stream_and_what_waits_for_later_ones():
     assert (error.step, error.where.function) == ("gen('b')", "three")
 
 
-def test_an_error_of_the_body_names_its_line_and_reaches_those_who_read():
+def test_an_error_of_the_body_names_its_line_and_reaches_readers():
     @function
     def broken(s: Any) -> None:
         s += "x" + gen("a")
@@ -103,7 +103,7 @@ def test_an_error_of_the_body_names_its_line_and_reaches_those_who_read():
     assert broken.run_batch([{}], backend=FakeBackend())[0].error() is not None
 
 
-def test_what_is_no_error_of_ours_is_one_of_the_step():
+def test_a_foreign_exception_becomes_an_error_of_its_step():
     def answer(*_: Any) -> str:
         return [][1]
 
@@ -198,7 +198,7 @@ def test_a_branch_joined_within_its_scope_is_an_error_and_its_text_fails():
         in_thread(lambda: state["all"])
 
 
-def test_nothing_is_appended_to_what_has_ended():
+def test_nothing_can_be_appended_to_an_ended_stream():
     @function
     def joined(s: Any) -> None:
         forks = s.fork(2)
@@ -221,7 +221,7 @@ def test_nothing_is_appended_to_what_has_ended():
 # ---- many, and deep ---------------------------------------------------------------------------------------------
 
 
-def test_cancelling_ends_what_waits_and_leaves_what_has_ended():
+def test_cancelling_ends_waiting_steps_and_keeps_finished_ones():
     backend = FakeBackend()
     done = three.run(backend=backend)
     done.sync()
@@ -262,7 +262,7 @@ def test_ctrl_c_while_a_stream_is_followed_ends_its_program():
 
 
 def test_cancelling_before_a_step_has_begun_leaves_no_reader_behind():
-    """The task of a stream that is cancelled before its first turn on the loop never runs at all."""
+    """A stream's task that is cancelled before its first turn on the loop never runs at all."""
     backend, go = FakeBackend(), threading.Event()
     background.loop().call_soon_threadsafe(go.wait, PATIENCE_S)
     state = three.run(backend=backend)  # submits, and cannot begin
@@ -357,7 +357,7 @@ def test_a_reader_whose_loop_has_ended_does_the_program_no_harm():
     assert state.error() is None
 
 
-def test_two_programs_share_a_backend_and_see_nothing_of_each_other():
+def test_two_programs_on_one_backend_are_independent():
     @function
     def one(s: Any, word: str) -> None:
         s += user(word)
@@ -372,7 +372,7 @@ def test_two_programs_share_a_backend_and_see_nothing_of_each_other():
     assert len(sessions) == len(words), "each run has its own"
 
 
-def test_programs_called_within_one_run_beside_it_and_with_parallel_false_do_not():
+def test_called_programs_run_concurrently_unless_parallel_is_false():
     @function
     def one(s: Any, number: int) -> None:
         s += f"program {number}" + gen("x")

@@ -1,4 +1,4 @@
-"""What programs append and how text is generated: arguments are checked where they are written."""
+"""Expressions that programs append; arguments are checked where they are written."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_texts_and_numbers_are_added_from_both_sides() -> None:
         (lambda: check_sampling(heat=1), "there is no parameter 'heat'"),
     ],
 )
-def test_what_no_backend_takes_is_refused_where_it_is_written(wrong: Any, error: str) -> None:
+def test_an_invalid_argument_is_refused_where_it_is_written(wrong: Any, error: str) -> None:
     with pytest.raises((TypeError, ValueError), match=error):
         wrong()
 
@@ -107,13 +107,13 @@ def test_a_name_that_is_no_text_is_refused_where_it_is_written(name: Any) -> Non
             function(act).run(backend=FakeBackend())
 
 
-def test_choices_make_a_select() -> None:
+def test_gen_with_choices_is_a_select() -> None:
     made = gen("x", choices=["a", "b"], choices_method="greedy_token_selection")
     assert isinstance(made, Select)
     assert (made.choices, made.method.name) == (("a", "b"), "greedy_token_selection")
 
 
-def test_an_expression_knows_its_line_and_equality_does_not() -> None:
+def test_an_expression_has_its_line_which_equality_ignores() -> None:
     one, other = gen("x"), gen("x")
     assert one == other
     assert isinstance(one, Gen)
@@ -126,7 +126,7 @@ def test_an_expression_knows_its_line_and_equality_does_not() -> None:
 # ---- sampling ---------------------------------------------------------------------------------------------------
 
 
-def test_a_gen_says_over_a_run_and_stops_of_both_count() -> None:
+def test_a_gens_sampling_overrides_the_runs_and_stops_of_both_count() -> None:
     mine = check_sampling(temperature=0.0, stop="a", max_tokens=0)
     run = check_sampling(temperature=1.0, top_p=0.5, stop=["b", "a"], max_new_tokens=9)
     both = mine.over(run)
@@ -149,7 +149,7 @@ def test_schemas_may_be_mappings_json_or_models() -> None:
     ("dtype", "text", "value"),
     [("int", "-12 ", -12), (float, ".5\n", 0.5), (bool, "False", False), (str, '"a b"', "a b"), (None, " x", " x")],
 )
-def test_a_dtype_holds_the_output_to_its_pattern_and_reads_it(dtype: Any, text: str, value: Any) -> None:
+def test_a_dtype_constrains_the_output_and_parses_it(dtype: Any, text: str, value: Any) -> None:
     sampling = check_sampling(dtype=dtype)
     assert sampling.value_of(text) == value
     assert type(sampling.value_of(text)) is type(value)
@@ -168,7 +168,7 @@ def test_numbers_end_at_white_space_and_texts_do_not() -> None:
 
 
 @pytest.mark.parametrize("model_type", MARKS)
-def test_reasoning_and_answer_are_taken_apart_at_the_marks(model_type: str) -> None:
+def test_reasoning_and_answer_are_split_at_the_marks(model_type: str) -> None:
     begin, end, opens = MARKS[model_type]
     assert split_reasoning(f"{begin}\nI think.\n{end}\n\nYes.", model_type) == ("I think.", "Yes.")
     assert split_reasoning(f"{begin} still thinking", model_type) == ("still thinking", "")
@@ -183,12 +183,12 @@ def test_reasoning_and_answer_are_taken_apart_at_the_marks(model_type: str) -> N
     [lambda: f"It is {gen('a')}.", lambda: str(select("a", ["x"])), lambda: "It is %s." % gen("a")],  # noqa: UP031
     ids=["f-string", "str", "percent"],
 )
-def test_a_call_is_not_made_a_text(write: Callable[[], str]) -> None:
+def test_a_call_cannot_be_converted_to_text(write: Callable[[], str]) -> None:
     with pytest.raises(TypeError, match="it has no text yet"):
         write()
 
 
-def test_numbers_of_other_libraries_are_numbers() -> None:
+def test_numpy_numbers_are_accepted() -> None:
     assert as_expr(np.int64(3)) == Text("3")
     sampling = check_sampling(max_tokens=np.int64(3), temperature=np.float32(0.5), stop_token_ids=[np.int64(2)])
     assert (type(sampling.max_tokens), type(sampling.temperature)) == (int, float)

@@ -1,4 +1,4 @@
-"""What programs do when servers die, hang, are busy or talk nonsense, and when somebody presses Ctrl-C."""
+"""Programs report errors when servers die, hang, are busy or send nonsense, and at Ctrl-C."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def one(s: Any, word: str, tokens: int = 2) -> None:
 
 
 def requests_running(server: ServerProcess) -> int:
-    """Of the server, by its metrics."""
+    """Return the server's running requests, by its metrics."""
     with server.metrics() as client:
         found = re.search(r"^\S*num_running_reqs\{?[^\n]* (\d+)", client.get("/metrics").text, re.MULTILINE)
     assert found is not None
@@ -110,7 +110,7 @@ def test_reading_a_program_whose_call_failed_raises_why(run: Callable[..., Any],
     assert str(state.error()).endswith("no answer")
 
 
-def test_a_program_called_within_another_returns_nothing_where_its_call_failed() -> None:
+def test_a_called_program_whose_request_failed_returns_nothing() -> None:
     backend = FakeBackend()
     backend.fails = lambda _: Refused("no answer")
     with pytest.raises(Refused, match="no answer"):
@@ -158,7 +158,7 @@ def test_a_server_that_is_killed_ends_runs_streams_and_batches_by_an_error_of_th
 
 @pytest.mark.deep
 def test_a_server_may_restart_between_two_runs(model: Path) -> None:
-    """Connections that were kept are dead: a run does not trip over them."""
+    """Kept connections are dead, and a run replaces them."""
     port = free_port()
     with RuntimeEndpoint(f"http://127.0.0.1:{port}") as backend:
         for _ in range(2):
@@ -167,10 +167,10 @@ def test_a_server_may_restart_between_two_runs(model: Path) -> None:
                 assert [state.error() for state in states] == [None] * 4
 
 
-# ---- a server that does as it is told ---------------------------------------------------------------------------
+# ---- a scripted server ------------------------------------------------------------------------------------------
 
 Script = Callable[[str, dict[str, Any], int], bytes | None]
-"""(path, body, number of the request) → the bytes of the answer, after which the connection ends; None: nothing, for
+"""(path, body, number of the request) → the bytes of the answer, after which the connection ends; None: no answer
 ever."""
 
 
@@ -243,7 +243,7 @@ def talks(s: Any) -> None:
     s += user("x") + assistant(gen("a"))
 
 
-def test_a_server_that_says_nothing_is_given_up() -> None:
+def test_a_silent_server_is_given_up() -> None:
     with scripted(lambda *_: None) as url, RuntimeEndpoint(url, timeout_s=0.3) as backend:
         for program in (asks, chooses, talks):
             state = program.run(backend=backend)
@@ -256,7 +256,7 @@ def test_a_server_that_says_nothing_is_given_up() -> None:
 
 @pytest.mark.parametrize("status", ["429 Too Many Requests", "503 Service Unavailable"])
 @pytest.mark.parametrize("streaming", [False, True])
-def test_a_busy_server_is_asked_again_when_it_says(status: str, streaming: bool) -> None:
+def test_a_request_to_a_busy_server_is_retried_after_the_given_delay(status: str, streaming: bool) -> None:
     def script(_path: str, _body: Any, number: int) -> bytes:
         if number < 2:
             return http(status, b"busy", "retry-after: 0")
@@ -291,7 +291,7 @@ GARBAGE = {
 
 
 @pytest.mark.parametrize("kind", GARBAGE)
-def test_an_answer_that_is_none_is_an_error_of_the_backend(kind: str) -> None:
+def test_an_invalid_answer_is_an_error_of_the_backend(kind: str) -> None:
     with scripted(lambda *_: GARBAGE[kind]) as url, RuntimeEndpoint(url) as backend:
         for program in (asks, chooses, talks):
             if kind == "two texts" and program is not asks:
@@ -313,7 +313,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("kind", BROKEN)
-def test_a_stream_that_breaks_off_is_an_error_after_what_came(kind: str) -> None:
+def test_a_broken_stream_is_an_error_after_its_text(kind: str) -> None:
     answer, came = BROKEN[kind]
     with scripted(lambda *_: answer) as url, RuntimeEndpoint(url) as backend:
         state = asks.run(backend=backend, stream=True)
@@ -323,7 +323,7 @@ def test_a_stream_that_breaks_off_is_an_error_after_what_came(kind: str) -> None
         assert "".join(pieces) == came
 
 
-def test_a_request_that_is_wrong_is_refused_and_not_tried_again() -> None:
+def test_an_invalid_request_is_refused_and_not_retried() -> None:
     seen: list[str] = []
 
     def script(path: str, _body: Any, _number: int) -> bytes:
@@ -400,7 +400,7 @@ def test_ctrl_c_ends_the_process_and_its_requests(server: ServerProcess, what: s
     eventually(lambda: requests_running(server) == 0)
 
 
-def test_who_leaves_a_batch_early_ends_the_rest() -> None:
+def test_leaving_a_batch_early_ends_the_rest() -> None:
     backend = FakeBackend()
     backend.holds = lambda request: request.text != "0"
     batch = one.run_batch([{"word": str(i)} for i in range(8)], backend=backend, generator_style=True, num_threads=4)

@@ -1,4 +1,4 @@
-"""Texts that grow: whoever follows sees all of it, whatever the pieces, and how it ended."""
+"""Growing texts: a follower sees all of the text in any pieces, and how it ended."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PIECES = st.lists(st.tuples(st.booleans(), st.text(max_size=5)), max_size=12)
 
 @given(PIECES, st.lists(st.integers(0, 12), max_size=12))
 def test_followers_see_every_character_once(pieces: list[tuple[bool, str]], looks: list[int]) -> None:
-    """A piece is settled, or is coming behind what is: then more of it comes, or it is settled too."""
+    """A piece is settled, or it follows the settled text and may still grow or settle."""
     growing, settled, coming = Growing(), "", ""
     follower, seen, whole = growing.follow(), "", ""
     for number, (settles, piece) in enumerate(pieces):
@@ -60,7 +60,7 @@ def test_many_followers_in_threads_and_loops_see_the_same(count: int) -> None:
         assert {result.result(PATIENCE_S) for result in results} == {"x" * 200 + "y"}
 
 
-def test_each_reader_gets_what_came_and_then_the_failure() -> None:
+def test_each_reader_gets_the_text_and_then_the_failure() -> None:
     variable = Variable("a")
     variable.grow("so far")
     variable.fail(Unreachable("gone"))
@@ -77,7 +77,7 @@ def test_each_reader_gets_what_came_and_then_the_failure() -> None:
         asyncio.run(variable.read_async())
 
 
-def test_a_reader_may_wait_only_so_long_and_hears_of_what_is_new() -> None:
+def test_a_reader_may_wait_with_a_limit_and_sees_new_text() -> None:
     variable = Variable("a")
     with pytest.raises(TimeoutError, match=r"nothing new for 0\.01 s"):
         variable.read(0.01)

@@ -1,4 +1,4 @@
-"""Hints are favours: refused, slow or without an answer, they cost a program time and nothing else."""
+"""Hints are optional: if refused, slow or unanswered, they cost a program time and nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Servers that mean harm, or are broken in ways that nobody thinks of: an error that says so, and no secret in it."""
+"""Hostile or broken servers give an error that says so, without secrets in it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_events_are_read_however_they_are_cut(texts: list[str], end: str, size: 
     assert found + stream.end() == shown
 
 
-def test_a_text_may_have_other_ends_of_lines_in_it() -> None:
+def test_a_text_may_contain_other_line_ends() -> None:
     body = json.dumps(said("a\u2028b\x85c"), ensure_ascii=False).encode()
     with scripted(lambda *_: events(body)) as url, RuntimeEndpoint(url) as backend:
         assert asks.run(backend=backend, stream=True)["a"] == "a\u2028b\x85c"
@@ -103,7 +103,7 @@ def scoring(entries: Any, count: int = 2, prompt_tokens: Any = 3) -> Any:
 @pytest.mark.parametrize(
     "entry", [[NAN, 1, "y"], ["x", 1, "y"], [True, 1, "y"], [7.0, 1, "y"], [-1, "1", "y"], [-1, 1, 5]]
 )
-def test_nothing_is_chosen_by_what_is_no_logprob(entry: list[Any], method: str) -> None:
+def test_an_invalid_logprob_is_an_error(entry: list[Any], method: str) -> None:
     @function
     def program(s: Any) -> None:
         s += "x" + select("a", ["y", "z"], choices_method=method)
@@ -136,7 +136,7 @@ def test_scores_of_other_texts_are_an_error_of_the_server(script: Any, reason: s
 
 
 @pytest.mark.parametrize("told", [[5], [[1, 2]], [[1, 2, 3]], "xyz", 5])
-def test_tokens_that_are_none_are_not_speculated_with(told: Any) -> None:
+def test_invalid_tokens_are_not_used_for_speculation(told: Any) -> None:
     @function(num_api_spec_tokens=8)
     def program(s: Any) -> None:
         s += "x" + gen("a", stop="q", max_tokens=2)
@@ -180,7 +180,7 @@ def test_a_password_in_a_url_is_sent_and_not_shown() -> None:
 
 
 @pytest.mark.parametrize("timeout_s", [0, -1, NAN])
-def test_a_timeout_is_a_time(timeout_s: float) -> None:
+def test_a_timeout_must_be_a_positive_time(timeout_s: float) -> None:
     with pytest.raises(ValueError, match="above 0 seconds"):
         RuntimeEndpoint("http://127.0.0.1:1", timeout_s=timeout_s)
 

@@ -1,4 +1,4 @@
-"""HTTP/1.1 as servers speak it: how bodies end, what comes before an answer, TLS, proxies."""
+"""HTTP/1.1 as servers use it: ends of bodies, interim answers, TLS, proxies."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FINE = b"HTTP/1.1 200 OK\r\ncontent-length: 11\r\n\r\n" + TEXT
 
 @asynccontextmanager
 async def serving(handle: Callable[..., Awaitable[None]], **options: Any) -> AsyncGenerator[int]:
-    """→ its port."""
+    """Run a server for connections; yields its port."""
 
     async def whole(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -37,7 +37,7 @@ async def serving(handle: Callable[..., Awaitable[None]], **options: Any) -> Asy
 
 
 def answers(*answer: bytes) -> Callable[..., Awaitable[None]]:
-    """Each piece by itself, to the first request of a connection, which is closed then."""
+    """Return a handler that sends the pieces one by one to the first request of a connection, and closes it."""
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -76,7 +76,7 @@ def packed(name: str, body: bytes) -> bytes:
         (b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nlink: </x>\r\n\r\n", FINE),
     ],
 )
-async def test_an_answer_is_read_however_it_ends(answer: tuple[bytes, ...]) -> None:
+async def test_an_answer_is_read_with_every_kind_of_end(answer: tuple[bytes, ...]) -> None:
     async with serving(answers(*answer)) as port:
         assert await ask(f"http://127.0.0.1:{port}") == (200, TEXT)
 
@@ -92,7 +92,7 @@ async def test_an_answer_is_read_however_it_ends(answer: tuple[bytes, ...]) -> N
         ((b"HTTP/1.1 200 OK\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\nxx",), "not HTTP"),
     ],
 )
-async def test_what_is_no_whole_answer_is_an_error(answer: tuple[bytes, ...], reason: str) -> None:
+async def test_an_incomplete_answer_is_an_error(answer: tuple[bytes, ...], reason: str) -> None:
     async with serving(answers(*answer)) as port:
         with pytest.raises(BrokeOff, match=reason):
             await ask(f"http://127.0.0.1:{port}")
@@ -124,7 +124,7 @@ async def test_a_server_waits_for_a_client_that_does_not_read() -> None:
 
 
 def terms(folder: Path) -> ssl.SSLContext:
-    """Of a server named localhost, whose certificate is in the folder."""
+    """Return the TLS context of a server named localhost; its certificate is in the folder."""
     for name, data in zip(("key", "certificate"), self_signed(), strict=True):
         (folder / name).write_bytes(data)
     made = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
@@ -180,10 +180,10 @@ async def test_a_server_whose_certificate_is_not_trusted_cannot_be_reached(tmp_p
     [((b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\n{}", b""), 5), ((b"",), 1)],
     ids=["closed while it was idle", "never answered"],
 )
-async def test_a_request_is_sent_again_only_where_a_connection_was_closed_meanwhile(
+async def test_a_request_is_resent_only_if_its_idle_connection_was_closed(
     replies: tuple[bytes, ...], seen: int
 ) -> None:
-    """Of three requests the second and the third find theirs closed."""
+    """The second and the third request find their connection closed."""
     requests: list[bytes] = []
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,4 +1,4 @@
-"""The language's pages say what is true: they are run against a real server, and print what they show."""
+"""The blocks of the language's pages run against a real server and print what the pages show."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def blocks(page: str) -> list[Block]:
 
 @pytest.fixture(scope="module")
 def url(tiny_url: str) -> str:
-    """Of the server that the pages tell their reader to start."""
+    """Return the URL of the server that the pages tell the reader to start."""
     shown = [block.text.split() for page in PAGES for block in blocks(page.read_text()) if block.kind == "sh server"]
     assert len(shown) == 2
     for command in shown:
@@ -55,4 +55,4 @@ def test_every_block_does_what_the_page_says(
                 exec(compile(block.text.replace(SHOWN_URL, url), "page.py", "exec"), names)
             printed, where = shown.getvalue(), block.line
         else:
-            assert block.kind == "sh server", f"line {block.line}: nobody runs a block of {block.kind!r}"
+            assert block.kind == "sh server", f"line {block.line}: no test runs a block of {block.kind!r}"

@@ -1,4 +1,4 @@
-"""Programs and batches of them: arguments, sampling, order, threads, and what is shown meanwhile."""
+"""Programs and batches of them: arguments, sampling, order, threads, and the progress shown."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from treeline_lang.batch import Progress, thread_count
 
 @function
 def ask(s: Any, question: str, times: int = 1, *, temperature: float = 0.5) -> int:
-    """Asks."""
+    """Ask a question."""
     for _ in range(times):
         s += f"{question} {temperature}" + gen("a")
     return times
@@ -42,7 +42,7 @@ def test_arguments_are_the_functions_and_the_rest_is_sampling() -> None:
     assert (sampling.temperature, sampling.top_p, sampling.stop, sampling.max_tokens) == (None, 0.5, ("x",), 7)
     assert state.ret_value == 2
     assert anything.run(a=1, backend=backend).ret_value == {"a": 1}
-    assert (ask.__name__, ask.__doc__, repr(judge)) == ("ask", "Asks.", "<program judge(essay)>")
+    assert (ask.__name__, ask.__doc__, repr(judge)) == ("ask", "Ask a question.", "<program judge(essay)>")
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_bound_arguments_are_given_once_and_for_all() -> None:
     assert {request.text.split()[0] for request in backend.requests} == {"why"}
 
 
-def test_a_default_backend_runs_what_names_none() -> None:
+def test_a_default_backend_runs_programs_without_one() -> None:
     set_default_backend(None)
     with pytest.raises(Unsupported, match="no backend: give run"):
         ask.run("a")
@@ -116,7 +116,7 @@ def test_a_parallel_programs_sampling_overrides_the_runs() -> None:
 # ---- batches ----------------------------------------------------------------------------------------------------
 
 
-def test_two_thousand_programs_end_in_order_with_at_most_so_many_at_a_time() -> None:
+def test_two_thousand_programs_end_in_order_within_the_concurrency_limit() -> None:
     backend = FakeBackend(lambda prompt, *_: prompt.text)
     items = [{"question": f"question {i}"} for i in range(2000)]
     before = threading.active_count()
@@ -138,7 +138,7 @@ def test_items_run_at_the_same_time_and_the_first_does_not_wait_for_the_last() -
     assert len(list(batch)) == 11
 
 
-def test_what_items_have_in_common_is_given_once() -> None:
+def test_common_arguments_of_items_are_given_once() -> None:
     backend = FakeBackend()
     states = ask.run_batch([{"times": 1}, {"times": 2}], question="why", max_new_tokens=3, backend=backend)
     assert [state.ret_value for state in states] == [1, 2]

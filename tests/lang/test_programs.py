@@ -1,5 +1,5 @@
-"""The acceptance programs on a real server with models/tiny: what it is known to answer, and its logits as transformers
-computes them."""
+"""The acceptance programs on a real server with models/tiny: its known answers, and its logits as transformers computes
+them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def tokenizer() -> Any:
 
 
 class Reference:
-    """The model by transformers."""
+    """The model, computed by transformers."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -62,13 +62,13 @@ class Reference:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def logprobs(self, ids: list[int], begin: int) -> list[float]:
-        """Of the tokens from number `begin` on; the very first token has none and counts 0."""
+        """Return the log-probabilities of the tokens from number `begin` on; the first token has none and counts 0."""
         with torch.inference_mode():
             table = torch.log_softmax(self._model(torch.tensor([ids])).logits[0].double(), -1)
         return [float(table[at - 1, ids[at]]) if at else 0.0 for at in range(begin, len(ids))]
 
     def of_choice(self, prompt: str, choice: str) -> tuple[list[float], list[float]]:
-        """Logprobs of a choice's tokens after a prompt, and by themselves."""
+        """Return the logprobs of a choice's tokens after a prompt, and alone."""
         before, whole = self.ids(prompt), self.ids(prompt + choice)
         assert whole[: len(before)] == before, "no token healing here"
         return self.logprobs(whole, len(before)), self.logprobs(whole[len(before) :], 0)
@@ -98,7 +98,7 @@ LONG = {"tree_of_thought", "skeleton_of_thought", "expert_answer", "judge", "mul
         for one in PROGRAMS + DECIDING
     ],
 )
-def test_programs_find_what_the_model_is_known_to_say(
+def test_programs_get_the_models_known_answers(
     backend: RuntimeEndpoint, tokenizer: Any, body: Any, arguments: dict[str, Any], sampling: dict[str, Any]
 ) -> None:
     program = function(body)
@@ -181,7 +181,7 @@ def test_one_variable_is_followed_while_the_program_goes_on(backend: RuntimeEndp
     assert len(pieces) > 1, "it comes piece by piece"
 
 
-def test_outputs_keep_to_their_form(backend: RuntimeEndpoint) -> None:
+def test_outputs_match_their_constraints(backend: RuntimeEndpoint) -> None:
     jsonschema.validate(json.loads(run(backend, "json_by_schema")["person"]), PERSON)
     by_regex = run(backend, "json_by_regex")
     found = json.loads(by_regex.messages()[-1]["content"])
@@ -210,7 +210,7 @@ def test_min_tokens_and_n_are_counted(backend: RuntimeEndpoint) -> None:
 
 
 def test_a_fork_computes_its_prefix_once(backend: RuntimeEndpoint) -> None:
-    """Each branch finds all in the cache but its own words, and the last token of the prefix at most."""
+    """Each branch finds everything cached but its own words, and at most the last token of the prefix."""
     prefix = "Here is a long beginning that all the branches have in common. " * 8
 
     @function
@@ -229,7 +229,7 @@ def test_a_fork_computes_its_prefix_once(backend: RuntimeEndpoint) -> None:
     assert without[0]["cached_tokens"] == 0, "the cache had been emptied"
 
 
-def test_server_info_works_and_images_are_refused(backend: RuntimeEndpoint) -> None:
+def test_server_info_is_returned_and_images_are_refused(backend: RuntimeEndpoint) -> None:
     assert backend.get_model_info()["model_path"].endswith("tiny")
     assert backend.get_server_info()
 

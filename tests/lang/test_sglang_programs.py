@@ -47,8 +47,8 @@ TABLE = {
 }
 PLAIN = ("test_mt_bench", "test_select", "test_parallel_decoding", "test_stream", "test_regex", "test_dtype_gen")
 SPECULATIVE = ("test_completion_speculative", "test_chat_completion_speculative")
-"""For OpenAI's API, whose backend has `token_usage`. The first asserts that the model writes the next labels by itself,
-which a small one does by chance; what speculation saves is held by tests/lang/test_speculation.py."""
+"""They need OpenAI's API, whose backend has `token_usage`. The first asserts that the model writes the next labels by
+itself, which a small one does by chance; tests/lang/test_speculation.py checks what speculation saves."""
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def programs() -> dict[str, Callable[..., None]]:
 @needs_engine_frontend
 @pytest.mark.integration
 @pytest.mark.deep
-def test_every_program_of_theirs_is_run_or_in_the_table() -> None:
+def test_every_sglang_program_is_run_or_in_the_table() -> None:
     assert set(programs()) == {*PLAIN, *CLEVER, *SPECULATIVE, *TABLE}
 
 
@@ -85,7 +85,7 @@ def test_every_program_of_theirs_is_run_or_in_the_table() -> None:
 @pytest.mark.integration
 @pytest.mark.deep
 @pytest.mark.parametrize("name", [*PLAIN, *CLEVER])
-def test_a_program_of_theirs_runs(endpoint: sgl.RuntimeEndpoint, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_sglang_program_runs(endpoint: sgl.RuntimeEndpoint, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "MAX_NEW_TOKENS", 24)  # a busy machine takes minutes for what a small model rambles
     arguments = {"check_answer": False} if name == "test_select" else {}
     endpoint.endpoint = endpoint  # type: ignore[attr-defined]  # as a Runtime has
@@ -98,7 +98,7 @@ def test_a_program_of_theirs_runs(endpoint: sgl.RuntimeEndpoint, name: str, monk
 @pytest.mark.integration
 @pytest.mark.deep
 @pytest.mark.parametrize("name", SPECULATIVE)
-def test_a_program_of_theirs_for_openai_runs(server: ServerProcess, name: str) -> None:
+def test_an_sglang_program_for_openai_runs(server: ServerProcess, name: str) -> None:
     completions = name == "test_completion_speculative"
     with sgl.OpenAI(server.url + "/v1", model="tiny", completions=completions) as backend:
         sgl.set_default_backend(backend)
@@ -197,7 +197,7 @@ def test_a_program_may_have_a_choices_method_of_its_own(endpoint: sgl.RuntimeEnd
         _ = state["city"]
 
 
-def test_the_default_backend_is_that_of_the_configuration() -> None:
+def test_the_default_backend_comes_from_the_configuration() -> None:
     backend = FakeBackend()
     sgl.global_config.verbosity = 2  # type: ignore[attr-defined]
     sgl.global_config.default_backend = backend

@@ -1,4 +1,4 @@
-"""Speculation: the same program says the same, in fewer calls."""
+"""Speculation: the same program gives the same result, in fewer calls."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TOKEN_CHARS = 3
 
 
 class ScriptedModel(Backend):
-    """Deterministic: what a longer answer says is what shorter ones say one after the other."""
+    """A deterministic model: a longer answer equals the shorter ones in sequence."""
 
     tells_tokens = True
 
@@ -35,8 +35,8 @@ class ScriptedModel(Backend):
         tells_tokens: bool = True,
         most: int = 1 << 31,
     ) -> None:
-        """script: the end of a text → the character that follows, "" for an end; the longest end counts. most: tokens
-        that may be asked for."""
+        """script: the end of a text → the next character, "" for the end; the longest end counts. most: the largest
+        number of tokens that may be requested."""
         self._script = dict(sorted(script.items(), key=lambda item: -len(item[0])))
         self.chats, self._goes_on, self.tells_tokens = chats, goes_on, tells_tokens
         self._most = most
@@ -80,7 +80,7 @@ class ScriptedModel(Backend):
         return Completion(said, meta)
 
     def _token(self, text: str) -> tuple[str, bool]:
-        """→ (a token, whether it is the end)."""
+        """Return a token, and whether it is the end."""
         piece = ""
         while True:
             character = next((said for end, said in self._script.items() if text.endswith(end)), "")
@@ -92,7 +92,7 @@ class ScriptedModel(Backend):
 
 
 def says(text: str, continuation: str) -> dict[str, str]:
-    """A script by which a text that ends so goes on so."""
+    """Return a script that continues texts with this end."""
     whole = text + continuation
     return {whole[:at]: whole[at] for at in range(len(text), len(whole))}
 
@@ -130,7 +130,7 @@ def test_three_fields_take_one_call() -> None:
     assert "output_token_logprobs" not in state.get_meta_info("author")
 
 
-def test_texts_that_the_model_did_not_say_are_asked_for_again() -> None:
+def test_texts_that_were_not_speculated_are_requested_again() -> None:
     script = says(SHOTS, "Melville; Pages: 600;") | says(SHOTS + "Melville; Year: ", "1851; Genre: novel;")
     model = ScriptedModel(script)
     state = extraction(64).run(backend=model, temperature=0)
@@ -183,7 +183,9 @@ def program_of(steps: list[Any], tokens: int | None, *, turns: bool = False) -> 
 
 @given(steps=st.lists(STEP, min_size=1, max_size=7), script=SCRIPT, tokens=st.integers(1, 30))
 @hypothesis_settings(max_examples=150)
-def test_a_program_says_the_same_in_no_more_calls(steps: list[Any], script: dict[str, str], tokens: int) -> None:
+def test_speculation_gives_the_same_result_in_no_more_calls(
+    steps: list[Any], script: dict[str, str], tokens: int
+) -> None:
     plain, speculated = ScriptedModel(script), ScriptedModel(script)
     one, names = program_of(steps, None)
     other, _ = program_of(steps, tokens)
@@ -198,7 +200,7 @@ def test_a_program_says_the_same_in_no_more_calls(steps: list[Any], script: dict
 
 @given(steps=st.lists(STEP, min_size=2, max_size=5), script=SCRIPT, tokens=st.integers(1, 30))
 @hypothesis_settings(max_examples=100)
-def test_a_turn_says_the_same(steps: list[Any], script: dict[str, str], tokens: int) -> None:
+def test_a_speculated_turn_gives_the_same_text(steps: list[Any], script: dict[str, str], tokens: int) -> None:
     plain, speculated = ScriptedModel(script, chats=True), ScriptedModel(script, chats=True)
     one, names = program_of(steps, None, turns=True)
     other, _ = program_of(steps, tokens, turns=True)
@@ -244,7 +246,7 @@ def test_a_reply_that_is_not_the_turn_is_never_used() -> None:
     assert len(model.asked) == 5 == calls_of(state, ("name", "year"))
 
 
-def test_streams_of_a_batch_know_nothing_of_each_other() -> None:
+def test_streams_of_a_batch_are_independent() -> None:
     people = [f"P{number}" for number in range(12)]
     script: dict[str, str] = {}
     for number, who in enumerate(people):
@@ -257,7 +259,7 @@ def test_streams_of_a_batch_know_nothing_of_each_other() -> None:
     assert len(model.asked) == len(people)
 
 
-def test_forks_and_bound_programs_speculate_and_branches_ask_for_themselves() -> None:
+def test_forks_and_bound_programs_speculate_and_branches_send_their_own_requests() -> None:
     @function(num_api_spec_tokens=32)
     def program(s: ProgramState, start: str) -> None:
         s += start + gen("first", stop=";")
@@ -273,7 +275,7 @@ def test_forks_and_bound_programs_speculate_and_branches_ask_for_themselves() ->
     assert len(model.asked) == 3  # one for each of the three states
 
 
-def test_a_program_within_another_speculates_as_it_says() -> None:
+def test_a_called_program_speculates_by_its_own_setting() -> None:
     @function
     def outer(s: ProgramState) -> None:
         s += extraction(64)()["year"]
@@ -295,7 +297,7 @@ def test_streams_and_constraints_are_not_speculated() -> None:
 
 
 class _Untold(ScriptedModel):
-    """Its tokens do not make up its texts, as those of half a character do."""
+    """A model whose tokens do not add up to its text, as with half a character."""
 
     def _complete(self, text: str, sampling: Sampling) -> Completion:
         made = super()._complete(text, sampling)
@@ -311,7 +313,7 @@ def test_tokens_that_are_not_the_text_cost_one_call() -> None:
     assert calls_of(state, FIELDS) == 4
 
 
-def test_what_is_refused_with_speculation_is_asked_without() -> None:
+def test_a_request_refused_with_speculation_is_sent_without() -> None:
     model = ScriptedModel(says(SHOTS, "Melville; Year: 1851; Genre: novel;"), most=8)
     state = extraction(64).run(backend=model)
     assert [state[name] for name in FIELDS] == ["Melville", "1851", "novel"]
@@ -322,7 +324,7 @@ def test_what_is_refused_with_speculation_is_asked_without() -> None:
     assert isinstance(state.error(), Refused)
 
 
-def test_patterns_that_one_call_can_make() -> None:
+def test_one_call_can_satisfy_several_patterns() -> None:
     stopped, free = Sampling(stop=("\n",)), Sampling(max_tokens=4)
     assert Pattern((stopped, "\nb: ", free)).speculates(continues=True)
     assert not Pattern((free, "b", stopped)).speculates(continues=True)  # nothing says where the first one ends

@@ -1,4 +1,4 @@
-"""What a body does with its state: turns, variables, scopes, branches and their joins."""
+"""The parts of a state: turns, variables, scopes, branches and their joins."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from treeline_lang import (
 from treeline_lang.templates import TEMPLATES
 
 COUNTS = FakeBackend(lambda prompt, *_: f"<{len(prompt.text)}>")
-"""Answers with how long the prompt was."""
+"""Answers with the prompt's length."""
 
 
 def run(body: Callable[..., Any], backend: FakeBackend = COUNTS, **options: Any) -> Any:
@@ -54,7 +54,7 @@ def test_turns_are_texts_and_messages() -> None:
     )
 
 
-def test_a_gen_in_a_turn_stops_where_the_template_ends_one_and_outside_it_does_not() -> None:
+def test_only_a_gen_within_a_turn_stops_at_the_templates_end_of_turn() -> None:
     def both(s: Any) -> None:
         s += "x" + gen("free", stop="END")
         s += assistant(gen("turn", stop="END"))
@@ -79,7 +79,7 @@ def test_turns_that_are_nested_are_an_error(body: Callable[[Any], Any]) -> None:
     assert isinstance(run(wrong).error(), RoleError)
 
 
-def test_errors_name_the_line_of_the_program_whatever_stands_between() -> None:
+def test_errors_name_the_programs_line_through_any_call() -> None:
     def wrong(s: Any) -> None:
         with s.user():
             s += "x"
@@ -209,7 +209,7 @@ def test_branches_begin_with_text_variables_and_open_turn() -> None:
     assert state.messages()[-1]["content"] == "before"
 
 
-def test_a_join_gathers_in_the_order_of_the_branches_what_they_set() -> None:
+def test_a_join_gathers_variables_in_the_order_of_the_branches() -> None:
     def joins(s: Any) -> None:
         s.set_var("old", 0)
         group = s.fork(3)
@@ -260,7 +260,7 @@ def test_branches_that_are_concatenated_end_in_the_turn_in_which_they_began() ->
     assert state._stream.transcript.messages == [{"role": "user", "content": "ab"}]
 
 
-def test_a_copy_is_a_branch_for_a_while() -> None:
+def test_a_copy_is_a_temporary_branch() -> None:
     def copies(s: Any) -> None:
         s += "x"
         with s.copy() as branch:
@@ -270,7 +270,7 @@ def test_a_copy_is_a_branch_for_a_while() -> None:
     assert (state.text(), state["g"]) == ("x", ["<3>"])
 
 
-def test_groups_are_checked() -> None:
+def test_forks_and_groups_check_their_arguments() -> None:
     def wrong(s: Any) -> None:
         for count in (0, True, "2"):
             with pytest.raises(ValueError, match="one or more"):
@@ -288,7 +288,7 @@ def test_groups_are_checked() -> None:
     assert run(wrong).error() is None
 
 
-def test_a_fork_sends_its_prefix_ahead_once_and_only_where_that_helps() -> None:
+def test_a_fork_sends_its_prefix_ahead_once_and_only_if_useful() -> None:
     def forks(s: Any, text: str, count: int) -> None:
         s += text
         group = s.fork(count)

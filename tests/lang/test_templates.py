@@ -1,4 +1,4 @@
-"""Turns as chat templates write them: the pieces that are found give the text that the template gives."""
+"""Turns as chat templates write them: the extracted pieces reproduce the template's text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FILES["tiny"] = (ROOT / "models" / "tiny" / "chat_template.jinja").read_text()
 
 
 def render(source: str, messages: list[dict[str, str]], opened: bool) -> str:
-    """By transformers."""
+    """Render by transformers."""
     return str(FAST.apply_chat_template(messages, chat_template=source, tokenize=False, add_generation_prompt=opened))
 
 
@@ -39,7 +39,7 @@ def messages(chat: list[tuple[Any, str]]) -> list[dict[str, str]]:
 
 
 def written(template: ChatTemplate, chat: list[tuple[Any, str]], lead: str | None = "") -> str:
-    """As a program does it. lead: what the model writes before its answer."""
+    """Write a chat as a program does. lead: the model's text before its answer."""
     assert lead is not None
     transcript = Transcript()
     for role, content in chat:
@@ -51,8 +51,8 @@ def written(template: ChatTemplate, chat: list[tuple[Any, str]], lead: str | Non
 
 
 def lead_of(source: str, template: ChatTemplate) -> str | None:
-    """What a template writes before an answer that is known, beyond how it asks for one: the model's to write. None: it
-    asks in other words than those that it has for a turn."""
+    """Return the text that a template writes before a known answer, after the prompt for one: the model writes it. None
+    if the template prompts in other words than it uses for a turn."""
     turns = render(source, messages([("user", "ASKED"), ("assistant", "SAID"), ("user", "LATER")]), False)
     between = turns.partition("ASKED")[2].partition("SAID")[0]
     asked = template.end("user") + template.begin("assistant", first=False)
@@ -90,7 +90,7 @@ def test_the_pieces_of_a_corpus_of_templates_give_their_texts() -> None:
     assert agreed > 300, agreed
 
 
-def test_what_the_tokenizer_writes_by_itself_is_not_written_twice() -> None:
+def test_tokens_that_the_tokenizer_adds_are_not_written_twice() -> None:
     template = pieces(FILES["llama3"], start="<s>")
     without = written(template, CHATS["without"])
     assert "<s>" + without == render(FILES["llama3"], messages(CHATS["without"]), True)
@@ -107,7 +107,7 @@ def test_what_the_tokenizer_writes_by_itself_is_not_written_twice() -> None:
         ("{{ 'A' if add_generation_prompt }}{{ messages[0].content }}", "changes the text before it"),
     ],
 )
-def test_a_template_that_cannot_be_taken_apart_says_why(source: str, reason: str) -> None:
+def test_a_template_that_cannot_be_split_has_a_reason(source: str, reason: str) -> None:
     with pytest.raises(TemplateError, match=reason):
         pieces(source)
 
@@ -120,7 +120,7 @@ def test_templates_for_servers_that_render_none_have_all_roles(name: str) -> Non
     assert TEMPLATES[name].stop
 
 
-def test_a_copy_of_a_transcript_goes_its_own_way() -> None:
+def test_a_copy_of_a_transcript_is_independent() -> None:
     template, first = TEMPLATES["chatml"], Transcript()
     first.begin("user", template)
     first.append("look: ")

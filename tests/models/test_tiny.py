@@ -1,4 +1,4 @@
-"""The tiny model as it is committed: its layout, what it answers, and the corpus that it was made from."""
+"""The committed tiny model: its files, its answers, and its training corpus."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GOLDEN = [
 
 @pytest.fixture(scope="module")
 def corpus() -> Iterator[ModuleType]:
-    """The corpus module, which lies beside the model and not in any package."""
+    """The corpus module, which is beside the model and in no package."""
     before = set(sys.modules)
     sys.path.insert(0, str(MODEL))
     try:
@@ -56,7 +56,7 @@ def model() -> Any:
 
 
 def ask(model: Any, tokenizer: Any, messages: list[dict[str, str]]) -> str:
-    """The greedy answer, its end token included."""
+    """Return the greedy answer, its end token included."""
     inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
     with torch.inference_mode():
         out = model.generate(**inputs, do_sample=False, temperature=None, top_p=None, max_new_tokens=64)

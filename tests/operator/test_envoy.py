@@ -1,4 +1,4 @@
-"""The generated Envoy bootstrap: accepted by the real Envoy, and saying what it must."""
+"""The generated Envoy bootstrap: the real Envoy accepts it, and it has the required settings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from treeline_wire import headers as names
 
 
 def manager(config: EnvoyConfig) -> dict[str, Any]:
-    """The HTTP connection manager of the gateway's listener."""
+    """Return the HTTP connection manager of the gateway's listener."""
     listener = bootstrap(config)["static_resources"]["listeners"][0]
     return listener["filter_chains"][0]["filters"][0]["typed_config"]  # type: ignore[no-any-return]
 
@@ -66,7 +66,7 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> Tls:
     ],
     ids=["default", "ipv6", "dns", "everything", "duplex", "streamed", "none", "traced", "console", "console, keys"],
 )
-def test_the_real_envoy_accepts_it(config: EnvoyConfig, tmp_path: Path) -> None:
+def test_the_real_envoy_accepts_the_bootstrap(config: EnvoyConfig, tmp_path: Path) -> None:
     assert validate(config, tmp_path) == ""
 
 
@@ -86,9 +86,7 @@ def test_keys_from_a_file_mean_the_same_as_keys_in_the_bootstrap() -> None:
 @pytest.mark.parametrize(
     ("host", "local"), [("127.0.0.1", True), ("::1", True), ("0.0.0.0", False), ("10.0.0.1", False)]
 )
-def test_only_from_loopback_the_picker_is_not_told_that_the_console_is_asked_for_through_a_gateway(
-    host: str, local: bool
-) -> None:
+def test_console_requests_lose_the_edge_header_on_a_loopback_listener_only(host: str, local: bool) -> None:
     config = EnvoyConfig(console_port=9004, listen_host=host)
     routes = manager(config)["route_config"]["virtual_hosts"][0]["routes"]
     removed = [route.get("request_headers_to_remove", []) for route in routes]
@@ -116,9 +114,7 @@ def test_only_readiness_and_metrics_leave_the_admin_page() -> None:
     ]
 
 
-def test_a_mounted_secret_is_read_as_it_is_and_logged_without_its_keys(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_mounted_secret_is_read_and_logged_without_its_keys(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     secret, file = tmp_path / "secret", tmp_path / "keys.json"
     (secret / "..data").mkdir(parents=True)
     for name, content in {
@@ -159,7 +155,7 @@ BAD_KEYS = {
 
 
 @pytest.mark.parametrize("bad", BAD_KEYS)
-def test_an_invalid_key_line_is_refused_by_its_place_and_its_client_served_by_the_other_lines(
+def test_an_invalid_key_line_is_refused_by_position_and_other_lines_still_work(
     bad: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     secret = tmp_path / "secret"
@@ -175,7 +171,7 @@ def test_an_invalid_key_line_is_refused_by_its_place_and_its_client_served_by_th
     assert "sk" not in caplog.text
     caplog.clear()
     assert not keys.refresh()
-    assert caplog.text == "", "told once, not at every look"
+    assert caplog.text == "", "logged once, not at every read"
 
 
 def test_a_binary_file_is_reported_in_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -189,7 +185,7 @@ def test_a_binary_file_is_reported_in_one_line(tmp_path: Path, caplog: pytest.Lo
 @given(st.one_of(st.binary(max_size=200), st.lists(st.binary(min_size=1, max_size=12)).map(b"\n".join)))
 @example(b"\x85" * 8)
 @example("k\u2028".encode() * 8)
-def test_whatever_a_file_holds_its_keys_are_whole_lines_of_printable_ascii(content: bytes) -> None:
+def test_keys_of_any_file_are_whole_lines_of_printable_ascii(content: bytes) -> None:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "ada").write_bytes(content)
         (keys,) = read_secret(Path(folder)).values()
@@ -210,7 +206,7 @@ def test_the_bootstrap_is_plain_json_and_the_same_every_time() -> None:
     assert json.loads(bootstrap_json(config)) == bootstrap(config) == bootstrap(EnvoyConfig(api_keys={"ada": "sk-1"}))
 
 
-def test_the_first_filter_strips_and_the_picker_is_asked_before_the_router() -> None:
+def test_the_first_filter_strips_headers_and_the_picker_comes_before_the_router() -> None:
     filters = manager(EnvoyConfig(api_keys={"ada": "sk-1"}))["http_filters"]
     assert [f["name"].removeprefix("envoy.filters.http.") for f in filters] == [
         "header_mutation",
@@ -225,7 +221,7 @@ def test_the_first_filter_strips_and_the_picker_is_asked_before_the_router() -> 
     assert all(any(name.startswith(p) for p in prefixes) for name in (names.DESTINATION, names.SUBSET, names.SERVED))
 
 
-def test_a_request_must_arrive_within_a_minute_and_is_answered_for_as_long_as_it_takes() -> None:
+def test_a_request_must_arrive_within_a_minute_and_its_answer_has_no_limit() -> None:
     http = manager(EnvoyConfig())
     route = http["route_config"]["virtual_hosts"][0]["routes"][0]["route"]
     (ext_proc,) = [f["typed_config"] for f in http["http_filters"] if f["name"].endswith("ext_proc")]
@@ -245,7 +241,7 @@ def test_long_generations_do_not_trip_circuit_breakers() -> None:
 def test_the_admin_page_is_on_loopback_even_if_the_listener_is_not() -> None:
     config = bootstrap(EnvoyConfig(listen_host="0.0.0.0", admin_port=9901))
     assert config["admin"]["address"]["socket_address"]["address"] == "127.0.0.1"
-    assert "admin" not in bootstrap(EnvoyConfig(listen_host="0.0.0.0")), "where nobody asks for it"
+    assert "admin" not in bootstrap(EnvoyConfig(listen_host="0.0.0.0")), "it is not on the listener"
 
 
 def test_the_access_log_has_no_query_no_body_and_no_other_header() -> None:
@@ -274,7 +270,7 @@ def test_the_access_log_has_no_query_no_body_and_no_other_header() -> None:
         ({"api_keys": {"ada": "sk"}, "isolation": "Shared", "expose_cached_tokens": True}, None),
     ],
 )
-def test_the_edge_says_whose_cache_a_request_uses_after_it_has_removed_what_callers_say(
+def test_the_edge_removes_isolation_headers_of_callers_and_sets_its_own(
     settings: dict[str, Any], word: str | None
 ) -> None:
     (edge, *_) = manager(EnvoyConfig(**settings))["http_filters"]
@@ -317,7 +313,7 @@ def test_the_command_line_bounds_the_drain() -> None:
     assert words[words.index("--concurrency") + 1] == "2"
 
 
-def test_spans_are_sent_only_where_a_collector_is_named_and_request_ids_stay_as_they_are() -> None:
+def test_spans_are_sent_only_to_a_configured_collector_and_request_ids_stay() -> None:
     assert "collector" not in bootstrap_json(EnvoyConfig())
     assert manager(EnvoyConfig()).keys().isdisjoint({"tracing", "request_id_extension"})
     traced = manager(EnvoyConfig(tracing=Tracing("::1", 4400, 0.25)))

@@ -1,4 +1,5 @@
-"""The launcher of an edge pod, with the real Envoy: keys and certificates that change, draining, and every ending."""
+"""The launcher of an edge pod, with the real Envoy: keys and certificates that change, draining, and every kind of
+exit."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ class Engine:
 
 @dataclass
 class Edge:
-    """A launcher that runs, with its Envoy in front of an engine."""
+    """A running launcher, with its Envoy in front of an engine."""
 
     engine: Engine
     config: EnvoyConfig
@@ -71,7 +72,7 @@ class Edge:
         return (self.folder / "edge.log").read_text()
 
     async def status(self, url: str, **request: Any) -> int:
-        """The status of a GET; 0 where nobody listens."""
+        """Return the status of a GET; 0 if nothing listens."""
         try:
             return (await self.http.get(url, **request)).status_code
         except httpx.TransportError:
@@ -92,14 +93,14 @@ class Edge:
 
 
 def processes(*words: str) -> list[int]:
-    """The processes that `pgrep` finds."""
+    """Return the processes that `pgrep` finds."""
     found = subprocess.run(["pgrep", *words], capture_output=True, text=True).stdout
     return [int(line) for line in found.split()]
 
 
 @contextlib.asynccontextmanager
 async def running(folder: Path, *flags: str, **settings: Any) -> AsyncIterator[Edge]:
-    """Start the launcher; its Envoy is ready when this yields. Nothing is left when it ends."""
+    """Run the launcher; its Envoy is ready in the block. Nothing is left after it."""
     engine = Engine()
     server = await asyncio.start_server(engine.serve, "127.0.0.1", 0)
     engine.port = server.sockets[0].getsockname()[1]
@@ -148,7 +149,7 @@ async def running(folder: Path, *flags: str, **settings: Any) -> AsyncIterator[E
 
 
 def mounted(folder: Path, **keys: str) -> Path:
-    """A Secret as the kubelet mounts it: files are links through `..data`, which is replaced at once."""
+    """Write a Secret as the kubelet mounts it: files are links through `..data`, which is replaced at once."""
     secret = folder / "api-keys"
     secret.mkdir(exist_ok=True)
     version = f"..v{len(list(secret.iterdir()))}"
@@ -168,7 +169,7 @@ def mounted(folder: Path, **keys: str) -> Path:
 
 @contextlib.asynccontextmanager
 async def long_answer(edge: Edge, **headers: str) -> AsyncIterator[AsyncIterator[str]]:
-    """The chunks of an answer whose first has come; its last comes when the engine may go on."""
+    """Yield the chunks of an answer: the first has come, the last comes when the engine may go on."""
     async with edge.http.stream("GET", f"{edge.url}/v1/models/stream", headers=headers) as answer:
         chunks = answer.aiter_text()
         assert await anext(chunks) == "first"
@@ -199,7 +200,7 @@ async def test_keys_change_without_a_restart_and_a_running_stream_goes_on(tmp_pa
             assert await edge.with_key("sk-key-bob") == 200
             edge.engine.go.set()
             assert await anext(chunks) == "last"
-        # Nobody left in the Secret means nobody is served, not everybody.
+        # An empty Secret admits no client, not every client.
         mounted(tmp_path)
 
         async def refused() -> bool:
@@ -212,7 +213,7 @@ async def test_keys_change_without_a_restart_and_a_running_stream_goes_on(tmp_pa
 
 
 async def fresh(edge: Edge) -> httpx.Response | None:
-    """The answer to a request on a connection of its own; None where nobody accepts it."""
+    """Return the answer to a request on a new connection; None if nothing accepts it."""
     async with httpx.AsyncClient(verify=False, trust_env=False, timeout=60) as newcomer:
         try:
             return await newcomer.get(f"{edge.url}/v1/models")
@@ -221,7 +222,7 @@ async def fresh(edge: Edge) -> httpx.Response | None:
 
 
 async def refuses_newcomers(edge: Edge) -> None:
-    """Wait until nobody accepts a new connection."""
+    """Wait until no new connection is accepted."""
 
     async def closed() -> bool:
         return await fresh(edge) is None
@@ -230,8 +231,8 @@ async def refuses_newcomers(edge: Edge) -> None:
 
 
 async def ends_after_one_more_answer(edge: Edge) -> None:
-    """A client whose headers came before anybody was asked to close asks again, after a moment's thought: longer than a
-    look at Envoy's counters takes, shorter than the time it is waited for."""
+    """Act as a client that got an answer's headers before the drain began and asks again after a moment: longer than a
+    look at Envoy's counters, shorter than the wait for it."""
     await asyncio.sleep(0.6)
     again = await edge.http.get(f"{edge.url}/v1/models")
     assert (again.status_code, again.headers["connection"]) == (200, "close")
@@ -273,8 +274,8 @@ async def test_a_drain_keeps_a_running_stream_alive_and_lingers_first(tmp_path: 
         await ends_after_one_more_answer(edge)
 
 
-async def test_a_client_that_asks_again_after_a_long_answer_is_served_and_sent_away(tmp_path: Path) -> None:
-    """Its answer began before the drain, so nothing has told it that the connection is to be closed."""
+async def test_a_client_that_asks_again_after_a_long_answer_is_served_and_disconnected(tmp_path: Path) -> None:
+    """Its answer began before the drain, so it does not know that the connection is to be closed."""
     async with running(tmp_path, "--linger", "0") as edge:
         async with long_answer(edge) as chunks:
             edge.process.terminate()
@@ -369,7 +370,7 @@ async def test_a_certificate_changes_without_a_restart(tmp_path: Path) -> None:
             assert await anext(chunks) == "last"
 
 
-def test_a_bootstrap_that_envoy_refuses_ends_it(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_bootstrap_that_envoy_refuses_ends_the_launcher(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "envoy.json"
     assert main(["--config", str(config)]) == 1
     assert "cannot read" in capfd.readouterr().err

@@ -33,7 +33,7 @@ UNASKED: dict[Right, str] = {
         "test_children_that_block_their_pools_deletion_need_the_right_to_its_finalizers shows that it is"
     ),
 }
-"""Everything that is granted though no request uses it, with the reason."""
+"""Rights that are granted though no request uses them, with the reason."""
 
 OPTIONAL = (
     crd("monitoring.coreos.com", "v1", "PodMonitor", "podmonitors"),
@@ -49,7 +49,7 @@ PICKER = {"type": "Picker", "minReplicas": 1, "maxReplicas": 2}
 
 @pytest.fixture(scope="module")
 def plane() -> Iterator[ControlPlane]:
-    """A control plane of these tests alone: its optional kinds come and go with them."""
+    """A control plane for these tests alone: its optional kinds come and go with them."""
     strict = "--enable-admission-plugins=OwnerReferencesPermissionEnforcement"
     plane = control_plane_or_skip(apiserver_args=(strict,))
     plane.start(crds=True)
@@ -59,7 +59,7 @@ def plane() -> Iterator[ControlPlane]:
 
 @pytest.fixture
 def room(plane: ControlPlane) -> Iterator[Room]:
-    """A fresh namespace for pools, which are gone before the next test has an operator of all namespaces."""
+    """A new namespace for pools, which are deleted before the next test has an operator of all namespaces."""
     room = Room(plane, fresh(plane))
     yield room
     plane.request("DELETE", POOLS.format(room.namespace))
@@ -96,7 +96,7 @@ def change(room: Room, pool: str, **spec: Any) -> Any:
 
 
 async def said(room: Room, pool: str) -> Any:
-    """The pool, once its status is about what is asked for now."""
+    """Return the pool, once its status is about its current generation."""
 
     async def look() -> Any:
         found = await room.pool(pool)
@@ -112,7 +112,7 @@ async def names_of(room: Room, path: str, prefix: str) -> list[str]:
 
 
 async def test_every_right_of_a_plain_cluster_is_used_by_the_feature_that_declares_it(room: Room) -> None:
-    """With Roles in one namespace, as a namespaced install has them, and no optional kind in the cluster."""
+    """The operator has Roles in one namespace, as in a namespaced install; the cluster has no optional kinds."""
     witness, own = identity(room, ALWAYS)
     async with running(room, witness, own, namespaces=(room.namespace,)):
         await witness.uses_all_of("leader-election")
@@ -154,7 +154,7 @@ async def two_revisions(room: Room) -> bool:
 
 
 async def downloading(room: Room, pool: str) -> None:
-    """Say what a kubelet would of a pod whose download runs; there is no kubelet, and so no log."""
+    """Report a pod whose download runs, as a kubelet does; there is no kubelet, and so no log."""
     pods = "/api/v1/namespaces/{}/pods"
     (pod, *_) = await room.until(lambda: names_of(room, pods, f"{pool}-"), f"a pod of {pool}")
     running = {"running": {"startedAt": "2026-11-01T00:00:00Z"}}
@@ -170,7 +170,7 @@ async def downloading(room: Room, pool: str) -> None:
 
 
 async def of_a_picker(room: Room) -> None:
-    """A picker with the flags and the identity that the operator gave it uses all that its Role grants."""
+    """Run a picker with the operator's flags and identity, and check that it uses all rights of its Role."""
     name = "treeline-epp"
     await room.until(lambda: room.get(f"{DEPLOYMENTS}/{name}"), "the picker's Deployment")
     user = f"system:serviceaccount:{room.namespace}:{name}"
@@ -197,7 +197,7 @@ async def of_a_picker(room: Room) -> None:
 
 
 async def test_every_right_of_an_optional_feature_is_used_by_it(room: Room) -> None:
-    """With a ClusterRole, as an install for all namespaces has it, and every optional kind in the cluster."""
+    """The operator has a ClusterRole, as in an install for all namespaces; the cluster has every optional kind."""
     await asyncio.to_thread(install, room.plane)
     witness, own = identity(room, rbac.WATCHED, everywhere=True)
     async with running(room, witness, own, namespaces=()):
@@ -221,7 +221,7 @@ async def test_every_right_of_an_optional_feature_is_used_by_it(room: Room) -> N
 
 
 def install(plane: ControlPlane) -> None:
-    """The optional kinds, and wait until discovery lists them."""
+    """Install the optional kinds, and wait until discovery lists them."""
     base = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
     for obj in OPTIONAL:
         plane.request("POST", base, obj)

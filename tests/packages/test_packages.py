@@ -1,4 +1,4 @@
-"""The wheels and sdists as somebody gets them: what is in them, where they install, and that they serve."""
+"""The wheels and sdists as users get them: their contents, their platforms, and a server from them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def run(*words: str | Path, **more) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory) -> Path:
-    """A folder with all wheels and sdists."""
+    """Return a folder with all wheels and sdists."""
     out = tmp_path_factory.mktemp("dist")
     done = run(sys.executable, ROOT / "scripts" / "dist.py", "--out", out)
     assert done.returncode == 0, done.stderr
@@ -53,7 +53,7 @@ def version(built) -> str:
 
 @pytest.fixture(scope="module")
 def constraints(tmp_path_factory) -> Path:
-    """The versions that are locked: nothing is fetched that the checkout does not have."""
+    """Return the locked versions: no package is fetched that the checkout does not have."""
     file = tmp_path_factory.mktemp("constraints") / "constraints.txt"
     texts = [(ROOT / "requirements" / name).read_text() for name in ("lock.txt", "lock-torch.txt")]
     file.write_text("\n".join(line.removesuffix(" \\") for line in "".join(texts).splitlines() if line[:1].isalnum()))
@@ -130,7 +130,7 @@ def test_the_same_commit_gives_the_same_bytes(tmp_path, monkeypatch):
     assert len(made[0]) == 2
 
 
-def test_an_index_takes_them_and_shows_their_pages(built, index):
+def test_the_packages_are_valid_for_an_index_with_their_pages(built, index):
     checked = run(UV, "tool", "run", "--quiet", "--from", TWINE, "twine", "check", "--strict", *built.iterdir())
     assert checked.returncode == 0, checked.stdout
     assert checked.stdout.count("PASSED") == 2 * len(dist.DISTRIBUTIONS)
@@ -169,7 +169,7 @@ def test_installed_by_uv_tool_it_serves_the_tiny_model_from_an_empty_folder(
     assert list(empty.iterdir()) == []
 
 
-def test_installed_by_pip_the_parts_that_are_there_work_and_the_others_say_how_to_get_them(
+def test_installed_by_pip_present_parts_work_and_missing_ones_say_how_to_install_them(
     built, version, constraints, index, tmp_path
 ):
     run(sys.executable, "-m", "venv", tmp_path / "venv")
@@ -194,10 +194,10 @@ PLATFORMS = {
     "macOS 15, Apple silicon": "aarch64-apple-darwin",
     "macOS, Intel": "x86_64-apple-darwin",
 }
-"""As docs/install.md names them → as uv's resolver does."""
+"""Names in docs/install.md → names of uv's resolver."""
 
 
-def test_what_runs_where_is_as_the_page_says(built, version, index):
+def test_platforms_match_the_page(built, version, index):
     page = (ROOT / "docs" / "install.md").read_text()
     head, _, *rows = re.search(r"<!-- wheels:begin -->\n(.*)\n<!-- wheels:end -->", page, re.DOTALL)[1].splitlines()
     extras = [cell.strip(" `").replace("base", "") for cell in head.strip("|").split("|")[1:]]

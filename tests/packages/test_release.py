@@ -1,4 +1,4 @@
-"""`make release`: what it refuses, and what it makes of a tag. Its docker only notes its calls."""
+"""`make release`: its refusals, and its results for a tag. Its docker only records calls."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def checkout(tmp_path, helm) -> Checkout:
     return Checkout(tmp_path, helm)
 
 
-def test_what_is_no_release_is_refused_with_what_to_do(checkout):
+def test_an_invalid_release_is_refused_with_what_to_do(checkout):
     def refusal() -> str:
         done = checkout.release()
         assert done.returncode == 1
@@ -134,7 +134,7 @@ def test_a_tag_becomes_packages_chart_images_notes_sboms_and_checksums(checkout,
 
 @contextmanager
 def registry(layout: Path) -> Iterator[str]:
-    """What a registry answers that has the contents of an OCI layout, in a tar, as `treeline`."""
+    """Run a registry that serves the contents of an OCI layout, in a tar, as `treeline`."""
     with tarfile.open(layout) as tar:
         files = {member.name: tar.extractfile(member).read() for member in tar}
     (entry,) = json.loads(files["index.json"])["manifests"]

@@ -1,4 +1,4 @@
-"""Which version a checkout has, and what a release is written into."""
+"""The version of a checkout, and the files that a release writes it into."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import dist  # noqa: E402
 
 @pytest.fixture
 def checkout(tmp_path, monkeypatch):
-    """A repository of one commit, whose CHANGELOG names 0.3.0 first; returns git."""
+    """Create a repository of one commit, whose CHANGELOG names 0.3.0 first. Returns git."""
     (tmp_path / "CHANGELOG.md").write_text("# Changelog\n\n## 0.3.0 (unreleased)\n\n- x\n\n## 0.2.0 (2026-01-01)\n")
     monkeypatch.setattr(dist, "ROOT", tmp_path)
 
@@ -37,7 +37,7 @@ def test_a_tagged_commit_has_the_version_of_its_tag(checkout):
     assert str(dist.version()) == "0.3.0"
 
 
-def test_of_several_tags_the_highest_counts_and_one_that_is_no_version_is_refused(checkout):
+def test_the_highest_of_several_tags_counts_and_an_invalid_one_is_refused(checkout):
     checkout("tag", "v0.3.0rc1")
     checkout("tag", "v0.3.0")
     assert str(dist.version()) == "0.3.0"
@@ -46,7 +46,7 @@ def test_of_several_tags_the_highest_counts_and_one_that_is_no_version_is_refuse
         dist.version()
 
 
-def test_a_commit_behind_a_tag_is_a_development_version_of_what_the_changelog_names_first(checkout):
+def test_a_commit_after_a_tag_is_a_development_version_of_the_changelogs_first_entry(checkout):
     checkout("tag", "v0.2.0")
     checkout("commit", "--allow-empty", "-m", "two")
     assert re.fullmatch(r"0\.3\.0\.dev1\+g[0-9a-f]{8}", str(dist.version()))
@@ -64,7 +64,7 @@ def test_a_shallow_clone_has_a_version(checkout, tmp_path, monkeypatch):
     assert re.fullmatch(r"0\.3\.0\.dev1\+g[0-9a-f]{8}", str(dist.version()))
 
 
-def test_changed_files_are_no_release(checkout, tmp_path):
+def test_uncommitted_changes_prevent_a_release(checkout, tmp_path):
     checkout("tag", "v0.3.0")
     (tmp_path / "CHANGELOG.md").write_text("## 0.3.0\n")
     assert str(dist.version()).endswith(".dirty")

@@ -1,4 +1,4 @@
-"""Generations on their way to the scheduler: clients take turns, and little is on the way at a time."""
+"""Generations on their way to the scheduler: clients take turns, and few are on the way at a time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SIZES = st.sampled_from([1 << 12, MARK_BYTES - 1, MARK_BYTES, WINDOW_BYTES, 3 * 
 MOST = 6
 
 
-def test_the_scheduler_is_not_asked_of_each() -> None:
+def test_the_scheduler_confirms_groups_of_generations() -> None:
     gate, asked = Gate[int](lambda size: size), 0
     for i in range(1024):
         gate.put(None, str(i), WINDOW_BYTES // 512)
@@ -28,7 +28,7 @@ def test_the_scheduler_is_not_asked_of_each() -> None:
 
 
 class Gates(RuleBasedStateMachine):
-    """Beside a plain model."""
+    """The gate beside a plain model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Gates(RuleBasedStateMachine):
         """Sizes on the way, and None for each mark."""
         self.marks: list[int] = []
         self.served: dict[str | None, Counter[str | None]] = {}
-        """Of each client that waits: whose turns it has seen since its own."""
+        """For each waiting client: the turns of others since its own."""
 
     @rule(client=CLIENTS, sizes=st.lists(SIZES, min_size=1, max_size=3))
     def open(self, client: str | None, sizes: Sequence[int]) -> None:
@@ -58,7 +58,7 @@ class Gates(RuleBasedStateMachine):
 
     @rule(client=CLIENTS, waits=st.booleans(), which=st.integers(0, MOST))
     def end(self, client: str | None, waits: bool, which: int) -> None:
-        """One of a client's is over, whether it waits or has gone."""
+        """End one of a client's generations, waiting or gone."""
         if not self.in_flight[client]:
             return
         line = self.waiting.get(client, {})
@@ -100,7 +100,7 @@ class Gates(RuleBasedStateMachine):
     @precondition(lambda self: self.marks)
     @rule()
     def answer(self) -> None:
-        """The scheduler has come to a mark."""
+        """Let the scheduler reach a mark."""
         self.gate.taken(self.marks.pop(0))
         del self.gone[: self.gone.index(None) + 1]
 
@@ -112,5 +112,5 @@ class Gates(RuleBasedStateMachine):
         assert self.gate._in_flight == +self.in_flight
 
 
-def test_gates_do_what_a_plain_model_does() -> None:
+def test_the_gate_behaves_like_a_plain_model() -> None:
     run_state_machine_as_test(Gates, settings=settings(stateful_step_count=40, deadline=None))

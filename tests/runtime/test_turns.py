@@ -1,4 +1,4 @@
-"""Clients take turns, and who has most waiting is the one for whom there is no room."""
+"""Clients take turns, and the client with most waiting items loses one when there is no room."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_an_item_that_does_not_fit_lets_others_of_its_client_pass_and_keeps_its_
     assert [turns.take(anything) for _ in range(4)] == [12, 0, 2, None]
 
 
-def test_where_there_is_no_room_the_client_with_most_loses_its_last() -> None:
+def test_without_room_the_client_with_most_loses_its_last() -> None:
     turns = filled(4, a=range(3), b=range(10, 11))
     assert turns.put("c", 20) == 2
     assert turns.put("a", 3) == 3, "among equals, the one that comes"
@@ -39,7 +39,7 @@ def test_where_there_is_no_room_the_client_with_most_loses_its_last() -> None:
     assert len(turns) == 4
 
 
-def test_what_is_put_back_is_the_next_of_its_client() -> None:
+def test_a_returned_item_is_its_clients_next() -> None:
     turns = filled(a=range(3), b=range(10, 12))
     assert turns.take(anything) == 0
     turns.put_back("a", 0)
@@ -47,7 +47,7 @@ def test_what_is_put_back_is_the_next_of_its_client() -> None:
     assert [turns.take(anything) for _ in range(5)] == [10, 0, 20, 11, 1]
 
 
-def test_what_is_removed_waits_no_more() -> None:
+def test_a_removed_item_no_longer_waits() -> None:
     turns = filled(a=range(3), b=range(10, 11))
     turns.remove("b", 10)
     turns.remove("a", 1)

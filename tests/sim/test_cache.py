@@ -1,4 +1,4 @@
-"""The paged cache against a model that looks at everything."""
+"""The paged cache against a naive model."""
 
 import random
 
@@ -36,7 +36,7 @@ class NaiveCache:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_it_evicts_what_was_given_back_first_and_nothing_that_is_used(seed: int) -> None:
+def test_the_cache_evicts_the_least_recently_returned_and_no_used_blocks(seed: int) -> None:
     rng = random.Random(seed)
     cache, naive = PagedCache(16, 24), NaiveCache(24)
     running: list[list[int]] = []

@@ -1,4 +1,4 @@
-"""`treeline sim` as a person types it."""
+"""`treeline sim` as a user runs it."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ def test_policies_are_shown_side_by_side(capsys: pytest.CaptureFixture[str]) -> 
     assert bound.startswith("one endless cache")
 
 
-def test_json_is_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_report_can_be_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main([*SHORT, "--policy", "random,hit_oracle", "--json", "--event-loss", "0.01"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [one["policy"] for one in found["policies"]] == ["random", "hit_oracle"]
@@ -32,7 +32,7 @@ def test_json_is_for_programs(capsys: pytest.CaptureFixture[str]) -> None:
     assert found["policies"][0]["requests"] == 60
 
 
-def test_ctrl_c_leaves_the_policies_that_were_done(
+def test_ctrl_c_reports_the_finished_policies(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     simulate = command.simulate
@@ -79,7 +79,7 @@ def test_a_wrong_command_line_says_what_to_do(wrong: list[str], said: str, capsy
     assert said in capsys.readouterr().err
 
 
-def test_a_trace_that_cannot_be_read_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unreadable_trace_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     bad = tmp_path / "bad.jsonl"
     bad.write_text("{}\n")
     assert command.main(["run", "--trace-file", str(bad)]) == 1

@@ -1,4 +1,5 @@
-"""The engine model: what always holds, what a jump may not change, and the published figures that it must meet."""
+"""The engine model: its invariants, its equality with and without jumps, and the published figures that it must
+meet."""
 
 import random
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ def work_of(prompt: Text, output: int, rng: random.Random) -> Work:
 
 
 def load(seed: int, block_size: int, count: int) -> list[tuple[float, Work]]:
-    """Requests of three families with the seconds between them."""
+    """Draw requests of three families with the seconds between them."""
     rng = random.Random(seed)
     shared = [Text(block_size).extended(rng.randrange(1, 150), rng) for _ in range(3)]
     return [
@@ -34,7 +35,7 @@ def load(seed: int, block_size: int, count: int) -> list[tuple[float, Work]]:
 
 
 def play(engine: Engine, requests: list[tuple[float, Work]]) -> Iterator[tuple[float, str, int]]:
-    """What happens, in order: (when, what, to which request)."""
+    """Yield the events in order: (time, event, request)."""
     now, at, coming = 0.0, 0.0, list(enumerate(requests))
     places = {work: number for number, (_, work) in coming}
     while coming or engine.ends_at < FOREVER:
@@ -78,14 +79,14 @@ def test_every_request_begins_and_ends_once_and_memory_is_accounted_for(config: 
 
 
 @pytest.mark.parametrize("config", configs())
-def test_a_jump_is_never_seen(config: EngineConfig) -> None:
+def test_jumps_do_not_change_results(config: EngineConfig) -> None:
     jumps = list(play(Engine(config), load(5, config.block_size, 40)))
     steps = list(play(Engine(replace(config, max_steps=1)), load(5, config.block_size, 40)))
     assert [event[1:] for event in jumps] == [event[1:] for event in steps]
     assert [event[0] for event in jumps] == pytest.approx([event[0] for event in steps])
 
 
-def test_little_memory_sends_requests_back_and_they_end_all_the_same() -> None:
+def test_requests_retracted_for_lack_of_memory_still_finish() -> None:
     config = EngineConfig(kv_tokens=640, block_size=16, chunk_tokens=100, max_running=64, reserve=0.0)
     engine = Engine(config)
     assert len([1 for _, what, _ in play(engine, load(2, 16, 60)) if what == "done"]) == 60
@@ -108,7 +109,7 @@ def test_a_full_queue_refuses() -> None:
     assert [engine.submit(work, 0.0) for work in works] == [True, True, False]
 
 
-def test_what_it_publishes_is_what_it_holds() -> None:
+def test_published_events_equal_the_engines_cache() -> None:
     engine = Engine(SMALL)
     list(play(engine, load(9, 16, 60)))
     assert engine.cache.evicted > 0
@@ -152,7 +153,7 @@ def test_siblings_wait_for_the_prefix_that_one_of_them_computes() -> None:
     assert [work.cached_tokens for work in works] == [0, 1600, 1600, 1600]
 
 
-def test_a_report_counts_once_what_waiting_siblings_share() -> None:
+def test_a_report_counts_shared_tokens_of_waiting_siblings_once() -> None:
     engine, rng = Engine(EngineConfig(kv_tokens=100_000, block_size=16, chunk_tokens=400)), random.Random(4)
     prefix = Text(16).extended(1600, rng)
     for work in (work_of(prefix.extended(40, rng), 4, rng) for _ in range(4)):
@@ -163,7 +164,7 @@ def test_a_report_counts_once_what_waiting_siblings_share() -> None:
     assert engine.load().waiting_uncached_tokens == 1240 + 3 * 40 + 300, "a chunk of it is done"
 
 
-def test_short_prompts_say_little_of_the_speed() -> None:
+def test_short_prompts_count_little_for_the_speed() -> None:
     rate = PrefillRate()
     for _ in range(20):
         rate.add(2000, 0.045)
@@ -189,7 +190,7 @@ def test_a_long_prompt_is_computed_in_chunks_of_the_budget() -> None:
     assert ends == pytest.approx([sum(chunks[:n]) for n in (1, 2, 3)])
 
 
-def test_the_time_to_a_first_token_is_foretold() -> None:
+def test_the_time_to_a_first_token_is_predicted() -> None:
     engine, rng = Engine(EngineConfig(kv_tokens=400_000)), random.Random(4)
     now = 0.0
     for _ in range(30):
@@ -225,7 +226,7 @@ def test_prefills_of_the_8b_model_are_the_published_ones(tokens: int, published_
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_steps_in_a_time_are_those_whose_sum_reaches_it(seed: int) -> None:
+def test_the_number_of_steps_in_a_period_follows_from_their_sum(seed: int) -> None:
     rng = random.Random(seed)
     speed = Speed(
         fixed_s=rng.choice([0.0, 1e-3]),
@@ -241,7 +242,7 @@ def test_steps_in_a_time_are_those_whose_sum_reaches_it(seed: int) -> None:
     assert speed.decode_s(batch, context, min(steps, 50)) == pytest.approx(each)
 
 
-def test_a_speed_at_which_time_stands_still_is_refused() -> None:
+def test_a_speed_without_a_step_time_is_refused() -> None:
     with pytest.raises(ValueError, match="must take time"):
         Speed(token_s=1.0)
 
@@ -257,7 +258,7 @@ def test_a_texts_key_is_made_of_its_tokens() -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_whoever_gives_up_leaves_nothing_behind(seed: int) -> None:
+def test_a_cancelled_request_leaves_nothing_behind(seed: int) -> None:
     rng = random.Random(seed)
     config = EngineConfig(kv_tokens=1600, block_size=16, chunk_tokens=rng.choice([50, 200]), max_running=8, reserve=0.1)
     engine, now = Engine(config), 0.0

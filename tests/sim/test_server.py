@@ -55,7 +55,7 @@ async def events(client: httpx.AsyncClient, body: dict[str, Any]) -> tuple[httpx
     return answer, [json.loads(line) for line in lines[:-1]]
 
 
-async def test_a_chat_is_streamed_and_found_again(model: Path) -> None:
+async def test_a_chat_is_streamed_and_cached(model: Path) -> None:
     body = asked("tell me of rivers " * 30, stream=True, stream_options={"include_usage": True})
     async with serving(model) as (server, client):
         first, _ = await events(client, body)
@@ -73,7 +73,7 @@ async def test_a_chat_is_streamed_and_found_again(model: Path) -> None:
     assert usage["usage"]["prompt_tokens_details"]["cached_tokens"] == cached
 
 
-async def test_answers_come_whole_too(model: Path) -> None:
+async def test_answers_may_be_whole(model: Path) -> None:
     async with serving(model) as (_, client):
         chat = (await client.post("/v1/chat/completions", json=asked("hello"))).json()
         text = (await client.post("/v1/completions", json={"prompt": "hello", "max_tokens": 3})).json()
@@ -83,7 +83,7 @@ async def test_answers_come_whole_too(model: Path) -> None:
     assert ids["usage"]["prompt_tokens"] == 3
 
 
-async def test_a_prompt_takes_its_time_and_faster_time_less(model: Path) -> None:
+async def test_a_prompt_takes_its_simulated_time(model: Path) -> None:
     slow = replace(ENGINE.speed, token_s=0.2)
     config = replace(CONFIG, engine=replace(ENGINE, speed=slow), speedup=1000.0)
     async with serving(model, config) as (server, client):
@@ -92,7 +92,7 @@ async def test_a_prompt_takes_its_time_and_faster_time_less(model: Path) -> None
         assert server._now() > 3000 * slow.token_s, "ten minutes of the engine's clock"
 
 
-async def test_what_is_computed_is_published_and_load_with_it(model: Path) -> None:
+async def test_computed_blocks_and_load_are_published(model: Path) -> None:
     context = zmq.asyncio.Context()
     try:
         async with serving(model) as (server, client):
@@ -121,7 +121,7 @@ async def test_what_is_computed_is_published_and_load_with_it(model: Path) -> No
     assert report.pages_total == 500
 
 
-async def test_a_client_that_goes_is_computed_for_no_longer(model: Path) -> None:
+async def test_a_leaving_clients_request_is_ended(model: Path) -> None:
     async with serving(model, replace(CONFIG, speedup=1.0)) as (server, client):
         body = asked("hello", stream=True, max_tokens=3000)
         async with client.stream("POST", "/v1/chat/completions", json=body) as answer:
@@ -133,7 +133,7 @@ async def test_a_client_that_goes_is_computed_for_no_longer(model: Path) -> None
         assert server.engine.cache.private == 0
 
 
-async def test_a_full_queue_says_that_it_is_full(model: Path) -> None:
+async def test_a_full_queue_is_reported(model: Path) -> None:
     engine = replace(ENGINE, max_running=1, max_waiting=1)
     async with serving(model, replace(CONFIG, engine=engine, speedup=1.0)) as (_, client):
         bodies = [asked(f"{number} hello", max_tokens=60) for number in range(4)]
@@ -159,7 +159,9 @@ async def test_a_full_queue_says_that_it_is_full(model: Path) -> None:
         ("/v1/completions", b" " * (MAX_BODY_BYTES + 1), 413),
     ],
 )
-async def test_what_cannot_be_served_is_refused_in_words(model: Path, path: str, body: bytes, status: int) -> None:
+async def test_unsupported_requests_are_refused_with_a_message(
+    model: Path, path: str, body: bytes, status: int
+) -> None:
     async with serving(model) as (_, client):
         answer = await client.post(path, content=body)
         assert (await client.get("/health")).status_code == 200
@@ -174,7 +176,7 @@ async def test_a_prompt_that_memory_cannot_hold_is_refused(model: Path) -> None:
     assert answer.status_code == 400
 
 
-async def test_in_vllms_dialect_it_names_its_publisher_and_has_metrics(model: Path) -> None:
+async def test_in_vllms_dialect_the_engine_names_its_publisher_and_has_metrics(model: Path) -> None:
     async with serving(model, replace(CONFIG, dialect=Dialect.VLLM)) as (server, client):
         answer, parts = await events(client, asked("hello", stream=True))
         sources = (await client.get("/kv_event_sources")).json()
@@ -186,7 +188,7 @@ async def test_in_vllms_dialect_it_names_its_publisher_and_has_metrics(model: Pa
     assert 'vllm:num_requests_running{model_name="tiny"} 0' in metrics
 
 
-def test_time_that_does_not_pass_is_refused() -> None:
+def test_a_time_factor_of_zero_is_refused() -> None:
     with pytest.raises(ValueError, match="1000"):
         ServerConfig(ENGINE, speedup=0.0)
 
@@ -198,7 +200,7 @@ CASES = (
 )
 
 
-async def test_known_requests_are_answered_at_once_from_what_is_held(model: Path) -> None:
+async def test_numbered_requests_are_answered_without_reading_their_bodies(model: Path) -> None:
     bundle = TokenizerBundle.from_dir(model)
     tokens = len(Tokenizer.from_str(bundle.tokenizer_json).encode("abc def ghi " * 20).ids)
     async with serving(model, replace(CONFIG, cases=CASES)) as (server, client):

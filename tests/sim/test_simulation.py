@@ -1,4 +1,4 @@
-"""A simulated fleet with the picker's own core: what is counted, what recovers, what is the same each time."""
+"""A simulated fleet with the picker's own core: its counts, its recovery, its repeatability."""
 
 import random
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ IDLE_S = 8.0
 
 
 def trace(count: int = 200, rate: float = 20.0, seed: int = 1) -> list[TraceRequest]:
-    """Eight groups; at the end, after a pause, a request that is too short to be cached."""
+    """Return a trace of eight groups; at the end, after a pause, a request that is too short to be cached."""
     rng = random.Random(seed)
     groups = [Text(16).extended(1500, rng) for _ in range(8)]
     now, made = 0.0, []
@@ -40,7 +40,7 @@ def fleet(faults: Faults, *, pickers: int = 1) -> Simulation:
 
 
 def assert_known(simulation: Simulation) -> None:
-    """Each picker knows of each engine what it holds, and nothing else."""
+    """Check that each picker knows exactly the blocks that each engine holds."""
     for router in simulation.routers:
         assert isinstance(router, PickerCore)
         for engine, subscription in zip(simulation.engines, router.subscriptions, strict=True):
@@ -61,7 +61,7 @@ def assert_known(simulation: Simulation) -> None:
         Faults(event_loss=0.1, engines=((2, 2.0),), routers=((1, 2.5), (0, 4.0)), down_s=2.0),
     ],
 )
-def test_the_picker_ends_with_what_the_engines_hold(faults: Faults) -> None:
+def test_the_pickers_index_ends_equal_to_the_engines_caches(faults: Faults) -> None:
     simulation = fleet(faults, pickers=2)
     outcome = simulation.run(trace())
     assert_known(simulation)
@@ -82,7 +82,7 @@ def test_only_the_requests_of_an_engine_that_dies_fail() -> None:
 
 def test_a_restarted_engine_is_used_again() -> None:
     simulation = fleet(Faults(engines=((1, 1.0),), down_s=1.0))
-    others = [replace(request, at=request.at + 2.5) for request in trace(seed=2)]  # of groups that nobody holds yet
+    others = [replace(request, at=request.at + 2.5) for request in trace(seed=2)]  # of uncached groups
     outcome = simulation.run(sorted([*trace(), *others], key=lambda request: request.at))
     assert any(served.endpoint == 1 and not served.error for served in outcome.served if served.at > 2.1)
 
@@ -98,7 +98,7 @@ def test_the_same_seed_is_the_same_run(policy: str) -> None:
     assert (first.requests, first.errors) == (50, 0)
 
 
-def test_pickers_tell_each_other_what_they_have_in_flight() -> None:
+def test_pickers_exchange_their_requests_in_flight() -> None:
     plan = Plan(TRACES["bursts"], endpoints=4, requests=320, pickers=3)
     together = simulate(plan, DEFAULT_POLICY)
     assert together == simulate(plan, DEFAULT_POLICY)
@@ -115,7 +115,7 @@ def test_pickers_tell_each_other_what_they_have_in_flight() -> None:
     assert together.hit_rate > 0.98 * one.hit_rate
 
 
-def test_a_picker_that_restarts_and_lost_words_leave_nothing_behind() -> None:
+def test_restarts_and_lost_datagrams_leave_nothing_behind() -> None:
     simulation = fleet(Faults(event_loss=0.1, routers=((0, 3.0), (1, 5.0))), pickers=3)
     simulation.run(trace(rate=40.0))
     for router in simulation.routers:
@@ -141,7 +141,7 @@ def test_prefix_routing_is_near_the_oracles_and_far_from_random() -> None:
     assert other.hit_vs_oracle == pytest.approx(blind.hit_rate / max(oracle.hit_rate, most.hit_rate))
 
 
-def test_where_no_endpoint_is_up_requests_are_refused() -> None:
+def test_without_an_endpoint_requests_are_refused() -> None:
     def make(engines: Sequence[Engine | None], _number: int) -> Router:
         return ORACLES["oracle"](engines, random.Random(1))
 
@@ -169,6 +169,6 @@ def test_an_empty_trace_has_figures() -> None:
         {"faults": Faults(routers=((1, 1.0),))},
     ],
 )
-def test_a_fleet_that_cannot_be_is_refused(wrong: dict[str, object]) -> None:
+def test_an_impossible_fleet_is_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=r"fleet|share|delays|there is no"):
         FleetConfig(**({"engine": ENGINE, "endpoints": 3} | wrong))  # type: ignore[arg-type]

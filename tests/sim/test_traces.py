@@ -1,4 +1,4 @@
-"""The traces: in order, the same for the same seed, and of the shape that they claim."""
+"""The traces: in order, equal for equal seeds, and of the shape that they claim."""
 
 import json
 from itertools import islice, pairwise
@@ -33,7 +33,7 @@ def made(name: str, count: int, seed: int = 1) -> list[TraceRequest]:
 
 
 @pytest.mark.parametrize("name", TRACES)
-def test_it_is_of_the_shape_that_it_claims(name: str) -> None:
+def test_a_trace_has_its_claimed_shape(name: str) -> None:
     shortest, longest, least, most, low, high = SHAPES[name]
     requests = made(name, 240)
     assert len(requests) == 240
@@ -53,7 +53,7 @@ def test_it_is_of_the_shape_that_it_claims(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TRACES)
-def test_a_seed_makes_it_and_another_makes_another(name: str) -> None:
+def test_a_trace_is_determined_by_its_seed(name: str) -> None:
     first, again, other = made(name, 30), made(name, 30), made(name, 30, seed=2)
     assert [(one.at, one.prompt.blocks) for one in first] == [(one.at, one.prompt.blocks) for one in again]
     assert [one.prompt.blocks for one in first] != [one.prompt.blocks for one in other]
@@ -66,7 +66,7 @@ def test_the_rate_of_conversations_is_that_of_their_requests() -> None:
     assert len(later) / (requests[-1].at - 100) == pytest.approx(60.0, rel=0.15)
 
 
-def test_an_unknown_trace_is_answered_with_those_that_there_are() -> None:
+def test_an_unknown_trace_is_answered_with_the_known_ones() -> None:
     with pytest.raises(KeyError, match="150x5"):
         trace_named("nothing")
 
@@ -100,7 +100,7 @@ def test_a_published_trace_is_read(tmp_path: Path) -> None:
         line(1000, 10_000_000, [1] * 20_000),
     ],
 )
-def test_a_line_that_is_none_is_named(tmp_path: Path, bad: str) -> None:
+def test_an_invalid_line_is_named(tmp_path: Path, bad: str) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(line(0, 100, [1]) + "\n" + bad + "\n")
     with pytest.raises(TraceError, match="line 2"):

@@ -1,4 +1,4 @@
-"""A real picker, with sockets and all, follows simulated engines of both dialects."""
+"""A real picker, on real sockets, follows simulated engines of both dialects."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ CONFIG = ServerConfig(EngineConfig(kv_tokens=8000, block_size=16), speedup=20.0,
 
 
 @pytest.mark.parametrize("dialect", Dialect)
-async def test_a_picker_knows_what_simulated_engines_hold(model: Path, dialect: Dialect) -> None:
+async def test_a_picker_learns_the_caches_of_simulated_engines(model: Path, dialect: Dialect) -> None:
     config = ServerConfig(CONFIG.engine, speedup=20.0, context=4000, dialect=dialect)
     servers = [SimServer(config, TokenizerBundle.from_dir(model)) for _ in range(2)]
     try:

@@ -1,4 +1,4 @@
-"""Pools that ask for flow control: what of them is refused, in which words, and what is taken."""
+"""Pools with flow control: refused ones with the words of the refusal, and accepted ones."""
 
 REFUSED_FLOW_CONTROL = [
     (

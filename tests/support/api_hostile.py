@@ -1,11 +1,11 @@
-"""Strings in pools and models that a program could take for something else: a flag, a variable, two words."""
+"""Hostile strings in pools and models: a program could take them for a flag, a variable, or two words."""
 
 import json
 
 HOSTILE_ENDS = (" x", *"\n\t\u00a0\u2028\u0000", "\u001b[0m", "$(HF_TOKEN)", "`id`", ";id", *"'\"é")
-"""What no name and no path may end in: blanks, controls, variables that the kubelet replaces, a shell's own."""
+"""Endings that no name and no path may have: blanks, controls, variables that the kubelet replaces, shell syntax."""
 HOSTILE_WORDS = ("--trust-remote-code", "-", *(f"a{end}" for end in HOSTILE_ENDS))
-"""What no word of a command line, path, label or header may be."""
+"""Words that no command line, path, label or header may contain."""
 
 HOSTILE_STRINGS = [
     *(

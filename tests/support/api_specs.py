@@ -1,4 +1,4 @@
-"""Objects of the API for tests: from a few lines of YAML, and by chance from a seed."""
+"""Objects of the API for tests: from a few lines of YAML, and random ones from a seed."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ BASES: dict[str, dict[str, Any]] = {"InferencePool": _POOL, "InferenceModel": _M
 
 
 def document(kind: str, text: str, name: str = "tiny") -> dict[str, Any]:
-    """An object that is valid but for what ``text`` (YAML of the spec) says over the smallest valid one."""
+    """Return the smallest valid object, overlaid with ``text`` (YAML of the spec), which may make it invalid."""
     spec = overlaid(BASES[kind], yaml.safe_load(text) or {})
     return {"apiVersion": API_VERSION, "kind": kind, "metadata": {"name": name}, "spec": spec}
 
 
 def overlaid(base: Any, over: Any) -> Any:
-    """Maps are merged, everything else is replaced."""
+    """Merge maps and replace everything else."""
     if not isinstance(base, dict) or not isinstance(over, dict):
         return over
     merged = {key: overlaid(base[key], over[key]) if key in over else base[key] for key in base}
@@ -125,7 +125,7 @@ _FIELDS: dict[str, dict[str, Any]] = {
 
 
 class Chance:
-    """Pools and models whose every field has a possible value, and whose fields together often make no sense."""
+    """Random pools and models: every field has a possible value, and the combinations are often invalid."""
 
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)

@@ -1,4 +1,4 @@
-"""Helpers of the benchmarks' tests: a small model folder, a display that remembers, invented results."""
+"""Helpers of the benchmarks' tests: a small model folder, a recording display, invented results."""
 
 import json
 import random
@@ -16,13 +16,13 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def words(count: int = 120) -> list[str]:
-    """Invented words, the same every time."""
+    """Return invented words, the same every time."""
     rng = random.Random(5)
     return sorted({"".join(rng.choices(LETTERS, k=rng.randint(3, 8))) for _ in range(count)})
 
 
 def train_tokenizer(vocabulary: list[str], size: int = 1200) -> Tokenizer:
-    """A byte-level BPE tokenizer that has learnt whole words."""
+    """Train a byte-level BPE tokenizer that learns whole words."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -39,7 +39,7 @@ def train_tokenizer(vocabulary: list[str], size: int = 1200) -> Tokenizer:
 
 
 def model_folder(folder: Path) -> Path:
-    """A tokenizer and a chat template in Hugging Face's layout; no weights."""
+    """Write a tokenizer and a chat template in Hugging Face's layout; no weights."""
     train_tokenizer(words()).save(str(folder / "tokenizer.json"))
     config = {"chat_template": TEMPLATE, "eos_token": "<|im_end|>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
@@ -47,7 +47,7 @@ def model_folder(folder: Path) -> Path:
 
 
 class Remembered:
-    """A display that keeps what it is told."""
+    """A display that records its phases."""
 
     def __init__(self) -> None:
         self.phases: list[str] = []
@@ -159,7 +159,7 @@ INVENTED: dict[str, list[tuple[str, float, float | None]]] = {
 
 
 def invented_result(name: str) -> Result:
-    """A result with plausible numbers, for tests of tables and plots."""
+    """Return a result with plausible numbers, for tests of tables and plots."""
     return Result(
         benchmark=name,
         date="2026-11-20",

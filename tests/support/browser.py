@@ -1,4 +1,4 @@
-"""A headless Chromium, told what to do over its DevTools protocol.
+"""Drives a headless Chromium over its DevTools protocol.
 
 https://chromedevtools.github.io/devtools-protocol/
 """
@@ -28,7 +28,8 @@ _FLAGS = (
 
 
 class Tab:
-    """One page. `troubles` are what its console would show in red: exceptions, refused loads, broken policies."""
+    """One page. `troubles` are the messages that its console shows in red: exceptions, refused loads, broken
+    policies."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
         self._socket = socket
@@ -45,7 +46,7 @@ class Tab:
             await self._send(f"{domain}.enable")
 
     async def read(self) -> None:
-        """Take what the browser says, until it ends."""
+        """Read the browser's messages until it ends."""
         async for message in self._socket:
             said = message.json()
             if "id" in said:
@@ -67,12 +68,12 @@ class Tab:
         return dict(answer["result"])
 
     async def go(self, url: str) -> None:
-        """As a person who types the address."""
+        """Open a URL, as if typed into the address bar."""
         assert "errorText" not in await self._send("Page.navigate", url=url)
         await self.until(f"location.href === {url!r} && document.readyState === 'complete'")
 
     async def run(self, script: str) -> Any:
-        """The value of an expression; a promise is waited for."""
+        """Return the value of an expression; a promise is awaited."""
         answer = await self._send("Runtime.evaluate", expression=script, awaitPromise=True, returnByValue=True)
         assert "exceptionDetails" not in answer, answer
         return answer["result"].get("value")
@@ -82,7 +83,7 @@ class Tab:
         await until(lambda: self.run(script), script, 60, lambda: self.troubles)
 
     async def press(self, key: str, text: str = "") -> None:
-        """A key of the keyboard, wherever the focus is. `text` is what it types, if anything."""
+        """Press a key where the focus is. `text` is what it types, if anything."""
         code = {"Tab": 9, "Enter": 13, "Escape": 27, " ": 32}.get(key, ord(key[0].upper()))
         named: dict[str, Any] = {"key": key, "windowsVirtualKeyCode": code}
         if typed := text or {"Enter": "\r"}.get(key, ""):
@@ -91,29 +92,29 @@ class Tab:
         await self._send("Input.dispatchKeyEvent", type="keyUp", key=key, windowsVirtualKeyCode=code)
 
     async def type(self, text: str) -> None:
-        """As if pasted, wherever the focus is."""
+        """Insert a text where the focus is, as if pasted."""
         await self._send("Input.insertText", text=text)
 
     async def look(self, width: int = 1280, height: int = 900, scheme: str = "light") -> None:
-        """The size of the window, and whether its user likes it `light` or `dark`."""
+        """Set the size of the window, and whether its user prefers `light` or `dark`."""
         await self._send(
             "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False
         )
         await self._send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 
     async def screenshot(self) -> bytes:
-        """What is in the window, as PNG."""
+        """Return a picture of the window as PNG."""
         found = await self._send("Page.captureScreenshot", format="png")
         return base64.b64decode(found["data"])
 
     async def text(self, selector: str) -> str:
-        """What can be read there."""
+        """Return an element's visible text."""
         return str(await self.run(f"document.querySelector({selector!r}).innerText"))
 
 
 @contextlib.asynccontextmanager
 async def browser_tab(folder: Path) -> AsyncIterator[Tab]:
-    """A browser with one empty page. Where there is no Chromium the test is skipped."""
+    """Run a browser with one empty page. Without Chromium the test is skipped."""
     program = next(filter(None, map(shutil.which, PROGRAMS)), None)
     if program is None:
         pytest.skip(f"no browser: none of {', '.join(PROGRAMS)} is installed")

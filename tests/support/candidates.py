@@ -19,7 +19,8 @@ def candidates(
     adapters: dict[str, set[str]] | None = None,
     now: float = 0.0,
 ) -> Candidates:
-    """`load`, `cost` and `cached` are zeros unless given; `adapters` are those that each has loaded."""
+    """Return candidates. `load`, `cost` and `cached` are zeros unless given; `adapters` are those that each has
+    loaded."""
     zeros = [0.0] * len(names)
     held = np.array(cached or zeros, float)
     known = adapters or {}

@@ -1,5 +1,5 @@
-"""`treeline serve` as chaos wants it: results are processed one step behind, as on a GPU, and more requests admitted
-than the cache can hold, so that some are retracted: `python -m support.chaos_serve …`."""
+"""`treeline serve` for the chaos tests: results are processed one step behind, as on a GPU, and more requests are
+admitted than the cache can hold, so that some are retracted: `python -m support.chaos_serve …`."""
 
 import dataclasses
 import sys

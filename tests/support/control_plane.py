@@ -1,4 +1,4 @@
-"""The control plane as tests take it: fixtures, and ports that parallel test workers do not share.
+"""The tests' control plane: fixtures, and ports that parallel test workers do not share.
 
 Nothing of it outlives the test process. The programs come from `scripts/control_plane.sh`; the class itself is the
 benchmarks' (`treeline_bench.control_plane`).
@@ -42,10 +42,8 @@ class ControlPlane(core.ControlPlane):
 
 
 def programs_or_skip(*names: str) -> dict[str, Path]:
-    """Component → the folder with its programs; where one of them is not built the test is skipped and says how to.
-
-    With the variable CI set they must be there, but for those that `make control-plane` does not build.
-    """
+    """Return each component's folder of programs; if one is not built, skip the test and say how to build it. With the
+    variable CI set they must exist, except those that `make control-plane` does not build."""
     try:
         return programs(*names)
     except Missing as missing:
@@ -57,14 +55,14 @@ def programs_or_skip(*names: str) -> dict[str, Path]:
 
 
 def control_plane_or_skip(**options: Any) -> ControlPlane:
-    """A control plane, not started yet; without its programs the test is skipped."""
+    """Return a control plane, not started yet; without its programs the test is skipped."""
     programs_or_skip("kubernetes", "etcd")
     return ControlPlane(**options)
 
 
 @pytest.fixture(scope="session")
 def control_plane() -> Iterator[ControlPlane]:
-    """A control plane with our CRDs and the controllers, shared by all tests of the process that take it."""
+    """A control plane with our CRDs and the controllers, shared by all tests of the process."""
     plane = control_plane_or_skip()
     plane.start(crds=(ROOT / "crds").is_dir())
     yield plane
@@ -72,7 +70,7 @@ def control_plane() -> Iterator[ControlPlane]:
 
 
 def _await_default_account(control_plane: ControlPlane, name: str) -> None:
-    """No pod is admitted to a namespace before the controller manager has given it an account."""
+    """Wait until the namespace has its account: the controller manager makes it, and no pod is admitted before."""
     deadline = time.monotonic() + 30
     while True:
         try:
@@ -85,7 +83,7 @@ def _await_default_account(control_plane: ControlPlane, name: str) -> None:
 
 @pytest.fixture
 def namespace(control_plane: ControlPlane) -> Iterator[str]:
-    """A fresh namespace; it is deleted afterwards, without waiting."""
+    """Create a namespace; it is deleted afterwards, without waiting."""
     created = control_plane.request(
         "POST",
         "/api/v1/namespaces",

@@ -1,4 +1,4 @@
-"""Bounds on processor time that hold on every machine: multiples of what a fixed piece of work takes on this one."""
+"""Bounds on processor time that hold on every machine: multiples of the time for a fixed piece of work on this one."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ _DATA = json.dumps([{"name": str(number), "values": [number, str(number)]} for n
 
 
 def reference_s() -> float:
-    """Seconds of processor time of this thread for a fixed piece of work: some 10 ms on a core of 2023.
-
-    Measure it in the same test as what is compared with it. The longest of five counts, as a busy machine makes some
-    of them longer.
-    """
+    """Return the seconds of processor time of this thread for a fixed piece of work: some 10 ms on a core of 2023.
+    Measure it in the same test as the time that is compared with it. The longest of five counts, since a busy machine
+    makes some of them longer."""
     times = []
     for _ in range(5):
         began = time.thread_time()

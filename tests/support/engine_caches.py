@@ -1,4 +1,4 @@
-"""Caches of vLLM and SGLang, their own code, doing what an engine does with them: `support.engine_wheels` loads them.
+"""Caches of vLLM and SGLang, in their own code, used as an engine does: `support.engine_wheels` loads them.
 
 Both are asked alike: requests come (`serve`), room is made, all is dropped, and `batch` takes the events of a step in a
 batch of the engine's own type. What the cache holds is read from the engine's own structures, never from its events.
@@ -21,7 +21,8 @@ _U64 = (1 << 64) - 1
 
 
 class ThreeBytes:
-    """Prefix keys of a vocabulary whose 900 tokens have texts of three bytes, so that no two prompts read alike."""
+    """Prefix keys of a vocabulary of 900 tokens with texts of three bytes, so that no two prompts have the same
+    text."""
 
     token_bytes = tuple(b"%03d" % token for token in range(100, 1000))
 
@@ -34,7 +35,7 @@ def key_of(tokens: Sequence[int]) -> bytes:
 
 
 class EngineCache(Protocol):
-    """`width`: tokens of a block. Hashes are told as u64."""
+    """`width`: tokens of a block. Hashes are u64."""
 
     width: int
     events: Any
@@ -122,7 +123,7 @@ class SglangCache:
 
     @staticmethod
     def _hashes(node: Any) -> list[str]:
-        """Of the pages of a node, as events name them where there is no adapter."""
+        """Return the hashes of a node's pages, as events name them without an adapter."""
         if getattr(node.key, "cache_salt", None) is not None:
             return cast(list[str], node.event_hash_value)
         return cast(list[str], node.hash_value)
@@ -217,7 +218,7 @@ class VllmCache:
         self._running.append(blocks)
 
     def make_room(self, tokens: int) -> None:
-        """Blocks are evicted when they are given to somebody else."""
+        """Evict blocks by allocating them for other requests."""
         while self._running:
             self._finish()
         taken = self._pool.get_new_blocks(min(tokens // self.width, self._pool.get_num_free_blocks()))
@@ -271,7 +272,7 @@ class VllmCache:
 
 
 class Traffic:
-    """Prompts that share beginnings, as conversations do: most go on from one that came before, cut off anywhere."""
+    """Prompts that share beginnings, as conversations do: most continue an earlier one, cut off anywhere."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -286,7 +287,7 @@ class Traffic:
         return whole
 
     def step(self, cache: EngineCache) -> None:
-        """What happens between two batches."""
+        """Make one change of the cache between two batches: empty it, evict, or serve prompts."""
         what = self.rng.random()
         if what < 0.02:
             cache.drop_all()
@@ -305,4 +306,4 @@ RELEASES: dict[str, Callable[[], EngineCache]] = {
     "sglang-0.5.19": lambda: SglangCache("0.5.19"),
     "sglang-0.5.23": lambda: SglangCache("0.5.23"),
 }
-"""The caches of the releases that are compared, by engine and version."""
+"""The compared releases' caches, by engine and version."""

@@ -1,4 +1,4 @@
-"""A fleet of engines that only prefill, in virtual time, around a picker: what a choice leads to, in seconds.
+"""A fleet of engines that only prefill, in virtual time, around a picker: it shows the effect of choices in seconds.
 
 An engine computes one prompt after another at its rate, which may change with time. It keeps every prefix that it has
 computed and publishes it as KV events, reports its load ten times a second, and answers with the first token when a
@@ -22,7 +22,7 @@ from support.peers import Clock
 
 REPORT_S = 0.1
 _MEASURES = 8
-"""An engine's own rate is that of so many prompts."""
+"""Prompts over which an engine's own rate is measured."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Asked:
 
 @dataclass
 class Answered:
-    """What became of a request."""
+    """A request with its endpoint, its TTFT and its computed tokens."""
 
     asked: Asked
     endpoint: str
@@ -46,7 +46,7 @@ class Answered:
 
 @dataclass
 class Engine:
-    """`rate(now)` is in tokens per second. `tells_rate`: its load reports have it, as our runtime's."""
+    """An engine. `rate(now)` is in tokens per second. `tells_rate`: its load reports include it, as our runtime's."""
 
     name: str
     rate: Callable[[float], float]
@@ -72,7 +72,7 @@ class Engine:
 
 
 class Fleet:
-    """Engines and their picker. `run` lets requests come, and gives their answers in order of arrival."""
+    """Engines and their picker. `run` sends requests, and returns their answers in order of arrival."""
 
     def __init__(self, engines: Iterable[Engine], policy: str = "predicted_ttft") -> None:
         self.picker = Picker(PickerConfig(policy, seed=5))
@@ -94,7 +94,7 @@ class Fleet:
         self.picker.on_tick(self.clock.now)
 
     def take(self, prompt: Prompt, now: float) -> Lease:
-        """Where the picker sends a prompt; nothing computes it yet."""
+        """Pick an endpoint for a prompt and reserve it. Nothing computes the prompt yet."""
         request = Request(
             "id",
             model="m",

@@ -1,4 +1,4 @@
-"""vLLM's and SGLang's own parsers of their command lines, asked in processes of their own.
+"""vLLM's and SGLang's own command-line parsers, run in processes of their own.
 
 Each program below reads one command line (a JSON list) from each line of its input, and writes what its engine makes of
 it: a JSON object for each, of names and values. One that the engine refuses ends it, with the engine's words.
@@ -64,12 +64,12 @@ _QUIET = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": 
 
 
 def read_by_vllm(python: Path, *lines: Sequence[str]) -> list[dict[str, Any]]:
-    """What `vllm serve` of an environment makes of command lines."""
+    """Parse command lines by the `vllm serve` of an environment."""
     return _read([str(python), "-c", _VLLM], lines)
 
 
 def read_by_sglang(folder: Path, *lines: Sequence[str]) -> list[dict[str, Any]]:
-    """What SGLang's `ServerArgs` makes of command lines; its modules are in the folder's `sglang`."""
+    """Parse command lines by SGLang's `ServerArgs`, whose modules are in the folder's `sglang`."""
     return _read([sys.executable, "-c", _SGLANG, str(folder)], lines)
 
 

@@ -1,4 +1,5 @@
-"""vLLM's and SGLang's own code, imported without them: what `make engine-wheels` took out of their wheels.
+"""Imports vLLM's and SGLang's own code without installing them: the files that `make engine-wheels` took from their
+wheels.
 
 `load` imports the modules of one release that are there; whatever else these import from their package is a stand-in
 made on the spot: a class without members, unless `_REAL` says better. What came to use such a class would fail. Several
@@ -28,7 +29,7 @@ import pytest
 
 _SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "engine_wheels.py"
 _STAND_INS = ("IPython", "cbor2", "orjson", "partial_json_parser", "pybase64")
-"""What the modules import from elsewhere and need not have here."""
+"""Packages that the modules import and that need not be installed here."""
 
 
 def _script() -> Any:
@@ -42,11 +43,11 @@ def _script() -> Any:
 
 _FETCHED = _script()
 COMMAND_LINES, is_there = _FETCHED.COMMAND_LINES, _FETCHED.is_there
-"""What reads the command lines of pools, and whether it was fetched."""
+"""The engines' readers of pools' command lines, and whether they were fetched."""
 
 
 def missing() -> list[str]:
-    """The releases that are not there, by name."""
+    """Return the names of the missing releases."""
     return [f"{r.package} {r.version}" for r in _FETCHED.RELEASES if not _FETCHED.is_there(r)]
 
 
@@ -85,12 +86,12 @@ def frontend() -> Iterator[ModuleType]:
 
 
 def load_parsers() -> dict[str, ModuleType]:
-    """SGLang's parsers, by their path below the package, like `srt/function_call/hermes_detector`."""
+    """Load SGLang's parsers, by their path below the package, like `srt/function_call/hermes_detector`."""
     return _load(_FETCHED.OUTPUT_PARSERS.package, _FETCHED.OUTPUT_PARSERS.folder, _FETCHED.OUTPUT_PARSERS.modules)
 
 
 def load(package: str, version: str) -> dict[str, ModuleType]:
-    """The modules of a release that are there, by their path below the package, like `distributed/kv_events`."""
+    """Load a release's modules that are there, by their path below the package, like `distributed/kv_events`."""
     [release] = [r for r in _FETCHED.RELEASES if (r.package, r.version) == (package, version)]
     return _load(package, release.folder, release.modules)
 
@@ -109,7 +110,7 @@ def _load(package: str, folder: Path, modules: Sequence[str]) -> dict[str, Modul
 
 @contextlib.contextmanager
 def _importing(package: str, folder: Path) -> Iterator[None]:
-    """While it lasts, imports from `package` find what is in `folder`, and stand-ins for all else."""
+    """Make imports of `package` load from `folder`, and imports of other packages give stand-ins."""
     roots = (package, *_STAND_INS)
 
     def taken() -> list[str]:
@@ -146,7 +147,7 @@ class _Finder(MetaPathFinder, Loader):
 
 
 class _StandIn(ModuleType):
-    """A module that has whatever it is asked for."""
+    """A module that has every attribute."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -1,4 +1,4 @@
-"""Two real servers of another engine in place of the runtimes of a stack, each with a listener from its beginning."""
+"""Two real servers of another engine in place of a stack's runtimes, each with a listener from the beginning."""
 
 from __future__ import annotations
 
@@ -55,7 +55,9 @@ class EngineStack(Stack):
                 more=more,
             )
             self.processes[name] = Process(_spec(self.servers[name], shape.longest), folder / f"{name}.log")
-        self.processes = {name: self.processes[name] for name in (*self.names, "picker", "envoy")}  # who fails is told
+        self.processes = {
+            name: self.processes[name] for name in (*self.names, "picker", "envoy")
+        }  # so that errors name them
         picker = self.processes["picker"].spec
         flags = [word.replace("runtime-", f"{kind}-") for word in picker.argv[3:]]
         flags += ["--tokenizer", f"tiny={tiny_model()}", "--log-format", "json"]  # decisions() reads its log
@@ -68,48 +70,48 @@ class EngineStack(Stack):
         return list(self.names)
 
     def start(self, *names: str, timeout_s: float = READY_TIMEOUT_S) -> None:
-        """The servers that are started empty their caches once more: what a listener had no time to hear is settled."""
+        """Start processes. New servers empty their caches once more, so that listeners miss nothing."""
         super().start(*names, timeout_s=timeout_s)
         for name in self.names:
             if not names or name in names:
                 self.servers[name].forget()
 
     def announced(self, name: str) -> set[int]:
-        """What the engine has said that it holds."""
+        """Return the blocks that the engine has announced as held."""
         assert self.witnesses[name].missed == 0, "the witness did not hear everything"
         return self.witnesses[name].blocks
 
     def decisions(self) -> list[dict[str, Any]]:
-        """The picker's own words, one for each request that it gave a destination."""
+        """Return the picker's decisions, one log record for each routed request."""
         lines = self.processes["picker"].log_path.read_text().splitlines()
         return [record for record in map(json.loads, lines) if record["message"] == "decision"]
 
     def followed(self) -> bool:
-        """Whether the picker has applied all that is published."""
+        """Return whether the picker has applied all published events."""
         live = [f'treeline_epp_kv_subscriptions{{state="{state}"}}' for state in ("live", "checking")]
         return sum(self.metrics().get(name, 0.0) for name in live) == len(self.names)
 
     def subscriptions(self) -> dict[str, float]:
-        """What the picker's subscriptions went through."""
+        """Return the metrics of the picker's subscriptions."""
         return {name: value for name, value in self.metrics().items() if "kv_subscription" in name}
 
     def ask(self, name: str, prompt: str, **fields: Any) -> dict[str, Any]:
-        """One completion by a server itself, past Envoy and picker."""
+        """Send one completion to a server itself, past Envoy and picker."""
         body = {"model": "tiny", "prompt": prompt, "max_tokens": 1, **fields}
         answer = self.http.post(f"{self.servers[name].url}/v1/completions", json=body)
         return dict(answer.raise_for_status().json())
 
 
 def _with_adapter(kind: str, folder: Path) -> tuple[str, ...]:
-    """What a server of the kind has to be told to serve an adapter of random numbers. SGLang is told nothing: its
-    adapters want pinned memory, which there is none of without a GPU."""
+    """Return the flags that serve an adapter of random numbers. SGLang gets none: its adapters need pinned memory,
+    which needs a GPU."""
     if kind == "sglang":
         return ()
     return ("--enable-lora", "--max-lora-rank", str(RANK), "--lora-modules", f"{ADAPTER}={_adapter(folder)}")
 
 
 def _adapter(folder: Path) -> Path:
-    """A LoRA adapter for the tiny model, as PEFT writes it."""
+    """Write a LoRA adapter for the tiny model, as PEFT does."""
     config = json.loads((tiny_model() / "config.json").read_text())
     wide = config["num_attention_heads"] * config["head_dim"]
     rng, weights = np.random.default_rng(0), {}
@@ -136,7 +138,7 @@ def _spec(server: Server, longest: int) -> ChildSpec:
 
 @contextmanager
 def running_engines(folder: Path, kind: str, shape: Shape, cache_tokens: int) -> Iterator[EngineStack]:
-    """A stack that is ready and followed; ended with everything it started."""
+    """Run a stack until the end of the block; ready and followed."""
     stack = EngineStack(folder, kind, shape, cache_tokens)
     with ExitStack() as listening:
         for witness in stack.witnesses.values():

@@ -25,7 +25,7 @@ ENVOY = Path(sys.executable).parent / "envoy"
 
 
 def validate(config: EnvoyConfig, folder: Path) -> str:
-    """What Envoy says about a configuration: empty when it accepts it."""
+    """Let Envoy check a configuration. Return its errors; empty if it accepts."""
     path = folder / "validate.json"
     path.write_text(json.dumps(bootstrap(config)))
     done = subprocess.run(
@@ -38,7 +38,7 @@ def validate(config: EnvoyConfig, folder: Path) -> str:
 
 
 def self_signed(folder: Path) -> Tls:
-    """A certificate for localhost that lives a day or two; the test is skipped where nothing can make one."""
+    """Return a certificate for localhost that lives a day or two; the test is skipped where no tool can make one."""
     if shutil.which("openssl") is None:
         pytest.skip("openssl is not installed")
     made = Tls(str(folder / "chain.pem"), str(folder / "key.pem"))
@@ -62,11 +62,11 @@ class Envoy:
         self.admin = f"http://127.0.0.1:{config.admin_port}"
 
     def access(self) -> list[dict[str, Any]]:
-        """The access log so far."""
+        """Return the access log so far."""
         return [json.loads(line) for line in self.access_log.read_text().splitlines()]
 
     async def hosts(self) -> dict[str, str]:
-        """The endpoints of the pods cluster as Envoy knows them: address → EDS health."""
+        """Return the endpoints of the pods cluster as Envoy knows them: address → EDS health."""
         async with client() as http:
             answer = await http.get(f"{self.admin}/clusters", params={"format": "json"})
         (pods,) = [c for c in answer.json()["cluster_statuses"] if c["name"] == "pods"]
@@ -77,7 +77,7 @@ class Envoy:
         }
 
     async def stats(self, prefix: str) -> dict[str, int]:
-        """Counters and gauges whose names start with a prefix."""
+        """Return counters and gauges whose names start with a prefix."""
         async with client() as http:
             answer = await http.get(f"{self.admin}/stats", params={"filter": f"^{prefix}", "format": "json"})
         return {s["name"]: s["value"] for s in answer.json()["stats"] if "value" in s}

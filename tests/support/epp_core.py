@@ -1,4 +1,4 @@
-"""Naive models and a simulated engine for the picker's core; an index, and a publisher whose answers a test gives."""
+"""Naive models and a simulated engine for the picker's core; an index, and a publisher with scripted answers."""
 
 import random
 from collections import deque
@@ -44,7 +44,7 @@ from treeline_wire.keys import PrefixKeys
 
 @dataclass(frozen=True)
 class Block:
-    """One block as the model knows it: `text` is everything from the beginning of the prompt to the block's end."""
+    """One block of the naive model: `text` is everything from the beginning of the prompt to the block's end."""
 
     parent: int | None
     text: bytes
@@ -53,8 +53,8 @@ class Block:
 
 @dataclass
 class NaiveTree:
-    """What the tree should know, written to be obvious: each block with its whole text, each pod with its hashes.
-    `ever` has the blocks that nobody holds any more, too."""
+    """A plain model of the tree: each block with its whole text, each pod with its hashes. `ever` also has blocks that
+    no pod holds any more."""
 
     blocks: dict[int, Block] = field(default_factory=dict)
     held: dict[int, set[int]] = field(default_factory=dict)
@@ -95,11 +95,9 @@ class NaiveTree:
         self.blocks = {block: known for block, known in self.blocks.items() if block in alive}
 
     def match(self, key: bytes, pods: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-        """Tokens of `key` that each pod, given by its bits, holds and that are proved: at least, and at most.
-
-        A block is proved by blocks after it that match the key for GUARD_BYTES beyond its end. At least those count
-        that somebody holds with all blocks in between; where some of these are gone, the tree may know or not.
-        """
+        """Return for each pod, by its bit, the least and the most tokens of `key` that it holds and that are proved. A
+        block is proved by later blocks that match the key for GUARD_BYTES beyond its end. The least counts blocks that
+        are held with all blocks in between; where some of these are gone, the tree may know or not."""
         least, most = (dict.fromkeys(self.ever, 0) for _ in range(2))
         for known in self.blocks.values():
             matched, parent, unbroken = _common(key, known.text), known.parent, True
@@ -138,7 +136,7 @@ def _common(a: bytes, b: bytes) -> int:
 
 
 class TableKeys:
-    """Prefix keys of a made-up tokenizer: token i is one of 256 short strings."""
+    """Prefix keys of an invented tokenizer: token i is one of 256 short strings."""
 
     def __init__(self) -> None:
         rng = random.Random("vocabulary")
@@ -157,10 +155,8 @@ class SimBlock:
 
 
 class SimEngine:
-    """An engine's cache and publisher: what it holds is `blocks`, what it publishes comes out of `step`.
-
-    `ours`: it answers hello and snapshot. `replays`: it has a replay socket. The ring is short on purpose.
-    """
+    """An engine's cache and publisher: `blocks` is the cache, `step` returns the published batch. `ours`: it answers
+    hello and snapshot. `replays`: it has a replay socket. The ring is short on purpose."""
 
     def __init__(self, rng: random.Random, *, ours: bool = True, replays: bool = True, ring: int = 6) -> None:
         self.rng = rng
@@ -182,7 +178,7 @@ class SimEngine:
         return self.seq - 1 if self.seq else None
 
     def step(self) -> tuple[int, bytes]:
-        """Do something to the cache; returns the live batch."""
+        """Change the cache; return the live batch."""
         rng = self.rng
         events: list[Event] = []
         for _ in range(rng.randrange(1, 4)):
@@ -251,11 +247,9 @@ class SimEngine:
 
 
 class Lab:
-    """An engine, a subscription, and a link between them that loses, delays and breaks.
-
-    `loss`: share of live batches lost. `slow`: chance that an answer takes longer than anyone waits. `told`:
-    the subscription knows from the beginning what kind of publisher it is.
-    """
+    """An engine, a subscription, and an unreliable link between them. `loss`: share of live batches lost. `slow`:
+    chance that an answer takes longer than any deadline. `told`: the subscription knows from the beginning what kind of
+    publisher it is."""
 
     STEP_S = 0.05
 
@@ -304,7 +298,7 @@ class Lab:
                 self._send("replies", delay, reply)
 
     def _send(self, socket: str, delay: float, message: object) -> None:
-        """Each socket keeps order; nothing else does."""
+        """Send over a socket: order is kept within each socket only."""
         at = max(self.now + delay, self._last.get(socket, 0.0))
         self._last[socket] = at
         self._count += 1
@@ -316,7 +310,7 @@ class Lab:
             self._send("live", self.rng.random() * 0.1, batch)
 
     def again(self) -> None:
-        """The newest batch comes once more."""
+        """Deliver the newest batch once more."""
         self._send("live", self.rng.random() * 0.1, self.engine.ring[-1])
 
     def heartbeat(self) -> None:
@@ -357,7 +351,7 @@ class Lab:
 
 
 class Prompt:
-    """Tokens, their key, and the blocks that an engine announces for them."""
+    """A prompt's tokens, their key, and the blocks that an engine announces for them."""
 
     def __init__(self, tokens: Sequence[int], *, namespace: str | None = None, seed: bytes = b"") -> None:
         self.tokens = list(tokens)
@@ -384,7 +378,7 @@ class Prompt:
         return BlockStored(hashes, parent, tokens, WIDTH, **fields)
 
     def end(self, blocks: int) -> int:
-        """Bytes of the first `blocks` blocks."""
+        """Return the bytes of the first `blocks` blocks."""
         return len(b"".join(KEYS.token_bytes[token] for token in self.tokens[: blocks * WIDTH]))
 
 
@@ -392,18 +386,18 @@ SCOPE = "model"
 
 
 def make_index(pods: int = 2, **limits: object) -> tuple[Index, list[Pod]]:
-    """An index and pods of one scope in it."""
+    """Return an index and pods of one scope in it."""
     index = Index(IndexLimits(**limits))  # type: ignore[arg-type]
     return index, [index.add_pod(f"pod-{i}", SCOPE) for i in range(pods)]
 
 
 def hit(index: Index, pod: Pod, prompt: Prompt, now: float = 0.0) -> Hit:
-    """What the pod has of the prompt."""
+    """Return the pod's hit for the prompt."""
     return index.match(SCOPE, prompt.namespace, prompt.key, now).hit(pod)
 
 
 def blocks(index: Index, pod: Pod, prompt: Prompt, now: float = 0.0) -> int:
-    """How many blocks of the prompt the pod has."""
+    """Return how many blocks of the prompt the pod holds."""
     tokens = hit(index, pod, prompt, now).tokens
     assert tokens % WIDTH == 0
     return tokens // WIDTH
@@ -414,12 +408,12 @@ def batch(ts: float, *events: Event) -> EventBatch:
 
 
 def item(seq: int, of: EventBatch) -> Replayed:
-    """A batch as it is replayed."""
+    """Return a batch as it is replayed."""
     return Replayed(seq, of)
 
 
 class Bench:
-    """One publisher without an engine: the test says what it answers."""
+    """One publisher without an engine: the test chooses its answers."""
 
     def __init__(self) -> None:
         self.index = Index()
@@ -428,7 +422,7 @@ class Bench:
         self.prompts = [Prompt.random(seed, 3) for seed in range(20)]
 
     def batch(self, number: int) -> EventBatch:
-        """The batch that stores prompt `number`."""
+        """Return the batch that stores prompt `number`."""
         return batch(100.0 + number, self.prompts[number].stored())
 
     def holds(self, *numbers: int) -> bool:
@@ -436,7 +430,7 @@ class Bench:
         return self.index.blocks_of(self.pod) == wanted
 
     def ours(self, now: float = 0.0, newest: int | None = None) -> None:
-        """Connected, LIVE at epoch 1 with batches up to `newest`."""
+        """Return a bench of our publisher: connected, LIVE at epoch 1 with batches up to `newest`."""
         assert self.subscription.on_connected(now) == [HelloRequest()]
         if newest is None:
             assert self.subscription.on_reply(Hello(1), now) == []
@@ -453,7 +447,7 @@ class Bench:
         assert subscription.on_reply(SnapshotEnd(), now) == []
 
     def foreign(self, now: float = 0.0, replayed: int = 0) -> None:
-        """Connected, no answer to hello, `replayed` batches replayed."""
+        """Return a bench of a foreign publisher: connected, no answer to hello, `replayed` batches replayed."""
         assert self.subscription.on_connected(now) == [HelloRequest()]
         assert self.subscription.on_tick(now + 0.9) == []
         assert self.subscription.on_tick(now + 1.0) == [ReplayRequest(0)]

@@ -39,7 +39,7 @@ from support.ports import free_ports
 async def until(
     true: Callable[[], Any], what: str, timeout_s: float = 60.0, state: Callable[[], object] = lambda: ""
 ) -> Any:
-    """Wait until something (plain or awaited) is true, and return it; say what was waited for when time is up."""
+    """Wait until something (plain or awaited) is true, and return it; on expiry fail with what was waited for."""
     deadline = time.monotonic() + timeout_s
     while True:
         value = true()
@@ -53,12 +53,12 @@ async def until(
 
 
 async def so(value: Awaitable[Any], is_so: Callable[[Any], bool]) -> bool:
-    """For `until`."""
+    """Return whether an awaited value satisfies a predicate; a condition for `until`."""
     return is_so(await value)
 
 
 async def equal(value: Awaitable[object], expected: object) -> bool:
-    """For `until`."""
+    """Return whether an awaited value equals another one; a condition for `until`."""
     return await value == expected
 
 
@@ -73,7 +73,7 @@ class Seen:
 
 
 PROBED: Final = ("/ready", "/v1/models", "/server_info", "/treeline/tokenizer", "/metrics", "/prometheus/metrics")
-"""What the picker itself asks of an engine."""
+"""Paths that the picker itself requests from an engine."""
 
 
 @dataclass
@@ -108,7 +108,7 @@ class FakeEngine:
 
     @property
     def served(self) -> list[Seen]:
-        """What clients sent, without the picker's own questions."""
+        """Return the clients' requests, without the picker's own."""
         return [s for s in self.seen if s.path not in PROBED]
 
     async def start(self) -> None:
@@ -203,7 +203,7 @@ class FakeEngine:
 
 @contextlib.asynccontextmanager
 async def engines(count: int = 2, **settings: Any) -> AsyncIterator[list[FakeEngine]]:
-    """Some engines, named e0, e1 …"""
+    """Run some engines, named e0, e1 …"""
     made = [FakeEngine(name=f"e{i}", **settings) for i in range(count)]
     async with contextlib.AsyncExitStack() as stack:
         for engine in made:
@@ -221,12 +221,12 @@ class RunningPicker:
     stopping: asyncio.Event
 
     async def get(self, path: str, *, patience_s: float = 60.0) -> httpx.Response:
-        """A page of the admin port."""
+        """Return a page of the admin port."""
         async with client(timeout=patience_s) as http:
             return await http.get(f"http://127.0.0.1:{self.options.admin_port}{path}")
 
     async def metrics(self) -> dict[str, float]:
-        """Metrics by full name, labels included."""
+        """Return metrics by full name, labels included."""
         async with client(timeout=60) as http:
             page = await http.get(f"http://127.0.0.1:{self.options.metrics_port}/metrics")
         lines = page.text.splitlines()
@@ -237,14 +237,14 @@ class RunningPicker:
         return (await self.metrics()).get(name)
 
     async def stop(self) -> None:
-        """SIGTERM's way out."""
+        """Stop the picker as SIGTERM does."""
         self.stopping.set()
         await asyncio.wait_for(self.task, 60)
 
 
 @contextlib.asynccontextmanager
 async def running_picker(*argv: str, debug: bool = True, ready: bool = True) -> AsyncIterator[RunningPicker]:
-    """A picker with these flags, on free ports unless they name some; waited for until it is ready, or only answers."""
+    """Run a picker with these flags, on free ports unless they name some. Waits until it is ready, or only answers."""
     flags = ["--grpc-port", "--grpc-health-port", "--metrics-port", "--admin-port"]
     words = list(argv)
     for flag, port in zip(flags, free_ports(4), strict=True):
@@ -281,13 +281,13 @@ class Plane:
     http: httpx.AsyncClient
 
     async def complete(self, prompt: str | list[str] = "hello", **request: Any) -> httpx.Response:
-        """One completion through Envoy."""
+        """Send one completion through Envoy."""
         headers = request.pop("headers", {})
         body = {"model": "tiny", "prompt": prompt, **request}
         return await self.http.post("/v1/completions", json=body, headers=headers)
 
     async def status(self, **request: Any) -> int:
-        """That of one completion."""
+        """Send one completion and return its status."""
         return (await self.complete(**request)).status_code
 
 
@@ -295,7 +295,7 @@ class Plane:
 async def data_plane(
     folder: Path, fakes: list[FakeEngine], *flags: str, patch: Patch = lambda _: None, **settings: Any
 ) -> AsyncIterator[Plane]:
-    """Everything: Envoy in front of a picker in front of these engines. `settings` are those of Envoy."""
+    """Run Envoy and a picker in front of these engines. `settings` are Envoy's."""
     listen, admin = free_ports(2)
     endpoints = [word for fake in fakes for word in ("--endpoint", f"{fake.name}={fake.address}")]
     async with running_picker(*endpoints, *flags) as picker:
@@ -316,7 +316,7 @@ async def data_plane(
 
 @functools.cache
 def small_bundle() -> TokenizerBundle:
-    """A byte-level tokenizer that knows bytes only, and a template that writes `role:content;`."""
+    """Return a byte-level tokenizer with a token for each byte, and a template that writes `role:content;`."""
     tokenizer = Tokenizer(BPE(vocab={c: i for i, c in enumerate(sorted(ByteLevel.alphabet()))}, merges=[]))
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
     tokenizer.decoder = ByteLevelDecoder()
@@ -356,7 +356,7 @@ class FakePublisher:
         return KvSource("127.0.0.1", *self.ports, curve=self._curve is not None, hello=True)
 
     def kv_events(self) -> dict[str, Any]:
-        """Its entry in `/server_info`."""
+        """Return its entry in `/server_info`."""
         return {
             "publisher": "zmq",
             "endpoint_host": "*",
@@ -379,15 +379,15 @@ class FakePublisher:
         return sock, int(sock.last_endpoint.rpartition(b":")[2])
 
     async def subscribed(self) -> None:
-        """Return when somebody listens to the events."""
+        """Wait for a subscriber of the events."""
         await asyncio.wait_for(self._live.recv(), 60)
 
     async def load_subscribed(self) -> None:
-        """Return when somebody listens to the load reports."""
+        """Wait for a subscriber of the load reports."""
         await asyncio.wait_for(self._load.recv(), 60)
 
     async def store(self, *blocks: BlockStored) -> None:
-        """Cache some blocks and publish it."""
+        """Cache some blocks and publish them."""
         self.blocks += blocks
         await self.send(encode_batch(time.time(), list(blocks)))
 
@@ -431,7 +431,7 @@ class FakePublisher:
 
 
 def stored(tokens: Sequence[int], *, parent: BlockStored | None = None, size: int = 16) -> BlockStored:
-    """A run of whole blocks, hashed as our runtime hashes them (each block's own digest chain)."""
+    """Return a run of whole blocks, hashed as our runtime hashes them (each block's own digest chain)."""
     digest = root_digest(None) if parent is None else _DIGESTS[parent.block_hashes[-1]]
     hashes = []
     for start in range(0, len(tokens) - size + 1, size):

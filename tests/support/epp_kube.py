@@ -51,7 +51,7 @@ class Cluster:
         await self.create(MODELS, own_model(name, pool, **spec))
 
     async def create_pod(self, name: str, labels: dict[str, str], *, ip: str = "127.0.0.1") -> None:
-        """A pod on a node that is not there, running and ready by our word."""
+        """Create a pod on a node that does not exist; the test reports it as running and ready."""
         spec = {
             "nodeName": "nowhere",
             "automountServiceAccountToken": False,
@@ -62,7 +62,7 @@ class Cluster:
         await self.set_status(name, ip=ip)
 
     async def set_status(self, name: str, *, ip: str = "127.0.0.1", ready: bool = True, restarts: int = 0) -> None:
-        """What a kubelet would say."""
+        """Report a pod's status, as a kubelet does."""
         container = {
             "name": "runtime",
             "image": "none",
@@ -80,7 +80,7 @@ class Cluster:
         await self.merge(PODS, name, {"status": status}, "/status")
 
     async def grant(self, user: str, rules: Sequence[dict[str, Any]]) -> None:
-        """A Role with these rules, bound to a user."""
+        """Bind a Role with these rules to a user."""
         base = f"{RBAC}/namespaces/{self.namespace}"
         meta = {"name": user}
         await self.request("POST", f"{base}/roles", {"metadata": meta, "rules": list(rules)})
@@ -96,13 +96,13 @@ class Cluster:
 
 
 async def listed(picker: RunningPicker) -> dict[str, dict[str, Any]]:
-    """The picker's endpoints by name."""
+    """Return the picker's endpoints by name."""
     pools = (await picker.get("/endpoints")).json()["pools"]
     return {endpoint["name"]: endpoint for pool in pools.values() for endpoint in pool["endpoints"]}
 
 
 async def listed_so(picker: RunningPicker, name: str, **fields: Any) -> None:
-    """Wait until an endpoint is listed so; without fields, until it is not listed."""
+    """Wait until an endpoint is listed with these fields; without fields, until it is not listed."""
 
     async def so() -> bool:
         found = (await listed(picker)).get(name)
@@ -112,7 +112,7 @@ async def listed_so(picker: RunningPicker, name: str, **fields: Any) -> None:
 
 
 async def models(picker: RunningPicker, pool: str) -> set[str]:
-    """The names that can be asked for at a pool."""
+    """Return the names that can be requested from a pool."""
     pools = (await picker.get("/endpoints")).json()["pools"]
     return set(pools.get(pool, {"models": ()})["models"])
 
@@ -126,11 +126,9 @@ async def asked(
     answered: bool = False,
     secure: bytes | None = None,
 ) -> str | int:
-    """One request as a proxy makes it: the first destination, or the status of the refusal.
-
-    Then the client goes away, unless the response is to begin (`answered`). `secure` is the certificate to trust, for a
-    picker that serves TLS.
-    """
+    """Send one request as a proxy does. Return the first destination, or the status of the refusal. Then the client
+    leaves, unless the response is to begin (`answered`). `secure` is the certificate to trust, for a picker that serves
+    TLS."""
     address = f"127.0.0.1:{picker.options.grpc_port}"
     if secure is None:
         channel = grpc.aio.insecure_channel(address)

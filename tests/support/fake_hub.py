@@ -14,8 +14,8 @@ from urllib.parse import unquote, urlsplit
 
 @dataclass
 class FakeRepo:
-    """`token`: only who shows it may know of the repository. `gated`: everybody may, but files take a token. Those in
-    `large` are elsewhere, and the Hub sends there."""
+    """A repository. `token`: only its holder may see the repository. `gated`: all may see it, but files need a token.
+    Files in `large` are at another address, to which the Hub redirects."""
 
     files: dict[str, bytes]
     token: str | None = None
@@ -30,7 +30,7 @@ class FakeRepo:
 
 @dataclass
 class FakeHub:
-    """`asked` has the requests so far: method, path, and the token that was shown. `status`, if set, answers all."""
+    """The Hub. `asked` has the requests so far: method, path, and token. `status`, if set, answers all."""
 
     url: str = ""
     repos: dict[str, FakeRepo] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class FakeHub:
     sizes: dict[str, int] = field(default_factory=dict)
 
     def downloads(self) -> list[str]:
-        """The files that were fetched, in order."""
+        """Return the files that were fetched, in order."""
         return [path.rpartition("/")[2] for method, path, _ in self.asked if method == "GET" and "/resolve/" in path]
 
     def answer(self, path: str, token: str | None) -> tuple[int, dict[str, str], bytes]:
@@ -80,7 +80,7 @@ class FakeHub:
 
 
 def hub_server(hub: FakeHub, host: str, port: int) -> ThreadingHTTPServer:
-    """What answers for a hub at an address, to be told when to serve; port 0 is any that is free."""
+    """Return a server for a hub at an address. The caller starts it; port 0 takes any free port."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -108,7 +108,7 @@ def hub_server(hub: FakeHub, host: str, port: int) -> ThreadingHTTPServer:
 
 @contextlib.contextmanager
 def running_hub(**repos: FakeRepo) -> Iterator[FakeHub]:
-    """A Hub on a port of its own; repositories are named `org/NAME`."""
+    """Run a Hub on a port of its own; repositories are named `org/NAME`."""
     hub = FakeHub(repos={f"org/{name}": repo for name, repo in repos.items()})
     server = hub_server(hub, "127.0.0.1", 0)
     hub.url = f"http://127.0.0.1:{server.server_address[1]}"

@@ -1,4 +1,4 @@
-"""An OpenAI server that answers as it is told, in a thread: for clients that measure servers."""
+"""An OpenAI server in a thread, with answers that the test chooses: for clients that measure servers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def usage(prompt: int, output: int, cached: int | None = None) -> bytes:
 
 
 def prompt_tokens(body: dict[str, Any]) -> int:
-    """Of ids as many as there are, of text its words."""
+    """Count a prompt's tokens: its ids, or the words of its text."""
     if "messages" in body:
         return sum(len(message["content"].split()) for message in body["messages"])
     prompt = body["prompt"]
@@ -41,7 +41,7 @@ def prompt_tokens(body: dict[str, Any]) -> int:
 
 
 def whole(body: dict[str, Any]) -> Iterator[bytes]:
-    """An answer as it should be, in chunks."""
+    """Yield a correct answer in chunks."""
     count = body["max_tokens"]
     for _ in range(count):
         yield delta(content=" word") if "messages" in body else token()
@@ -49,19 +49,19 @@ def whole(body: dict[str, Any]) -> Iterator[bytes]:
 
 
 Answer = Callable[[dict[str, Any]], Iterator[bytes | None] | bytes]
-"""From a body to its chunks (None: hang up; b"": nothing more until the test is over), or to a whole HTTP answer."""
+"""Returns a body's chunks (None: hang up; b"": wait until the test is over), or a whole HTTP answer."""
 
 
 class FakeOpenAI:
-    """What it answers can be changed while it runs; `bodies` is what it was sent."""
+    """The server. `answer` may be changed while it runs; `bodies` are the requests that it got."""
 
     def __init__(self, answer: Answer = whole) -> None:
         self.answer = answer
         self.bodies: list[dict[str, Any]] = []
         self.heads: list[str] = []
-        """Of the same requests, in lower case."""
+        """The heads of the same requests, in lower case."""
         self.key = ""
-        """Demanded of every request, if there is one."""
+        """Required of every request, if not empty."""
         self.models: list[str] = ["m"]
         self.connections = 0
         self.port = 0
@@ -75,7 +75,7 @@ class FakeOpenAI:
         self.port = self._server.sockets[0].getsockname()[1]
 
     def stop(self) -> None:
-        """Listen no more; what is connected stays."""
+        """Stop listening; connections stay."""
         closed = threading.Event()
         self.call(lambda: (self.close(), closed.set()))
         assert closed.wait(60)
@@ -84,7 +84,7 @@ class FakeOpenAI:
         self._server.close()
 
     def call(self, what: Callable[[], object]) -> None:
-        """In the server's thread."""
+        """Call in the server's thread."""
         self._loop.call_soon_threadsafe(what)
 
     @property
@@ -141,7 +141,7 @@ class FakeOpenAI:
 
 
 def whole_answer(value: Any, status: int = 200) -> bytes:
-    """An answer that is no stream."""
+    """Return an answer that is no stream."""
     return _json(status, value)
 
 
@@ -152,7 +152,7 @@ def _json(status: int, value: Any) -> bytes:
 
 @contextmanager
 def serving(answer: Answer = whole) -> Iterator[FakeOpenAI]:
-    """A server in a thread of its own."""
+    """Run a server in a thread of its own."""
     server, ready = FakeOpenAI(answer), threading.Event()
 
     async def run() -> None:

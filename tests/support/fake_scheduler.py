@@ -1,4 +1,7 @@
 """A scheduler process without a model, which starts in a moment: `python -m support.fake_scheduler` in place of ours.
+Token i of an answer is the i-th token of its prompt, repeated, one every `TOKEN_S`; a vector is `vector_of` its prompt.
+Special tokens of a prompt choose the behaviour: see `Magic`. The cache it reports is empty; one page is stored when a
+request ends.
 
 It answers token i of a request with the i-th token of its prompt, going round, one every `TOKEN_S`, and a request for a
 vector with `vector_of` its prompt. Prompts choose what happens: see `Magic`. The cache it reports is empty; one page is
@@ -46,31 +49,31 @@ CONTEXT = 4096
 
 
 class Magic:
-    """Token ids that, first in a prompt, ask for something special."""
+    """Token ids that, first in a prompt, choose a behaviour."""
 
     SPEAK = 57
-    """The answer is what follows, up to `END`, and ends there by itself."""
+    """The answer is the rest of the prompt, up to `END`, and ends there."""
 
     SILENT = 60
-    """Never a token."""
+    """No token ever comes."""
     REFUSE = 61
-    """Refused: the queue is full."""
+    """The request is refused: the queue is full."""
     BREAK = 62
-    """An error after two tokens. Where `HELD` comes next, not before a request begins with `LET_GO`."""
+    """An error after two tokens. If `HELD` is next, only once a request begins with `LET_GO`."""
     HANG = 63
-    """The process stops moving."""
+    """The process hangs."""
     DIE = 64
     """The process dies."""
     SICKEN = 65
     """From now on every request ends with an error."""
     CURE = 66
-    """No more."""
+    """Requests no longer end with an error."""
     LATE = 59
-    """Its time is over after two tokens; it can be held, too."""
+    """The request's time is over after two tokens; it can be held, too."""
     HELD = 56
     LET_GO = 55
     STALL = 58
-    """The process goes on, but its loop does not come round."""
+    """The process lives, but its loop stands still."""
 
 
 FAILURES = {
@@ -80,7 +83,7 @@ FAILURES = {
 
 
 def vector_of(ids: list[int], size: int) -> array[float]:
-    """Numbers from -4 to 4 that depend on the prompt."""
+    """Return numbers from -4 to 4 that depend on the prompt."""
     return array("f", [(sum(ids) * 31 + i * 7) % 17 / 2 - 4 for i in range(size)])
 
 
@@ -89,7 +92,7 @@ class Run:
     request: GenerateReq
     produced: int = 0
     held: bool = False
-    """It does not fail yet."""
+    """Whether the failure is delayed."""
 
 
 class FakeScheduler:

@@ -1,8 +1,6 @@
-"""`treeline serve` with the fake scheduler: `python -m support.fake_serve --model …`.
-
-With LOOP_WATCH=FILE it notes there how long its event loop was held (support.loop_watch). STOP_S=SECONDS is what
-children get to end by themselves.
-"""
+"""`treeline serve` with the fake scheduler: `python -m support.fake_serve --model …`. With LOOP_WATCH=FILE it records
+there how long its event loop was held (support.loop_watch). STOP_S=SECONDS is the time for children to end by
+themselves."""
 
 import asyncio
 import os

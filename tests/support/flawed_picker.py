@@ -1,6 +1,5 @@
-"""A picker as the protocol wants it, in few lines on grpc.aio, and flaws that it can be given: the conformance suite is
-tried on it. It serves full duplex alone and knows its endpoints from the start.
-"""
+"""A small correct picker on grpc.aio, with optional flaws: the conformance suite is tested on it. It serves full duplex
+alone and knows its endpoints from the start."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ class Refused(Exception):
 
 
 class FlawedPicker:
-    """`flaws` are names that the code below looks for; without any it is without."""
+    """`flaws` are names that the code below checks for; without any it is correct."""
 
     def __init__(self, endpoints: Sequence[str], *flaws: str) -> None:
         self.endpoints = list(endpoints)
@@ -168,7 +167,7 @@ def _garbage(_: Any) -> bytes:
 
 @contextlib.asynccontextmanager
 async def serving(picker: FlawedPicker) -> AsyncIterator[int]:
-    """The picker on a port of its own."""
+    """Run the picker on a port of its own."""
     handler = grpc.stream_stream_rpc_method_handler(
         picker.process,
         request_deserializer=pb.ProcessingRequest.FromString,

@@ -1,4 +1,4 @@
-"""What always holds of the requests that wait."""
+"""Invariants of the queue of waiting requests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from treeline_epp.flow.fair_queue import Band, FairQueue
 
 
 def check_control(control: FlowControl[Any]) -> None:
-    """Every request that waits is in one queue, within the bounds."""
+    """Check that every waiting request is in one queue, within the bounds."""
     held = {ticket for tickets in control._by_limit.values() for ticket in tickets}
     assert len(held) == sum(map(len, control._queues.values()))
     for queue in control._queues.values():
@@ -21,7 +21,7 @@ def check_control(control: FlowControl[Any]) -> None:
 
 
 def check_queue(queue: FairQueue) -> None:
-    """Sums are those of what waits, and each flow that waits can be found."""
+    """Check that sums match the waiting requests, and that each waiting flow can be found."""
     assert list(queue.bands) == sorted(queue.bands, reverse=True)
     for band in queue.bands.values():
         assert band.requests

@@ -1,4 +1,4 @@
-"""A router under flow control over engines that are simulated, with a clock that a test turns."""
+"""A router under flow control over simulated engines, with a clock that the test advances."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STEP_S = 0.01
 
 
 class Caller:
-    """One request of a client, as the proxy brings it."""
+    """One request of a client, as the proxy sends it."""
 
     def __init__(self, world: FlowWorld, flow: str, tokens: int, mode: int, headers: dict[str, str]) -> None:
         self.world = world
@@ -51,12 +51,12 @@ class Caller:
             self.say(whole)
 
     def say(self, message: pb.ProcessingRequest) -> None:
-        """A message of the proxy, answered as far as it can be."""
+        """Send a message of the proxy, and answer it as far as possible."""
         self._steps = self.session.answers(message.SerializeToString())
         self.go_on()
 
     def go_on(self) -> None:
-        """Answer until there is nothing to say, or something to wait for."""
+        """Answer until there is nothing left, or something to wait for."""
         self.ticket = None
         for step in self._steps:
             if isinstance(step, Ticket):
@@ -67,13 +67,13 @@ class Caller:
 
     @property
     def refused(self) -> int:
-        """The status of an immediate response; 0 without one."""
+        """Return the status of an immediate response; 0 without one."""
         last = self.replies[-1] if self.replies else pb.ProcessingResponse()
         return int(last.immediate_response.status.code)
 
     @property
     def headers(self) -> dict[str, str]:
-        """Those of the immediate response."""
+        """Return the headers of the immediate response."""
         found = self.replies[-1].immediate_response.headers.set_headers
         return {h.header.key: h.header.raw_value.decode() for h in found}
 
@@ -83,7 +83,7 @@ class Caller:
 
     @property
     def destination(self) -> str:
-        """The endpoint that it was sent to; "" without one."""
+        """Return the endpoint that it was sent to; "" without one."""
         for reply in self.replies:
             part = getattr(reply, reply.WhichOneof("response") or "request_headers")
             if isinstance(part, pb.BodyResponse | pb.HeadersResponse):
@@ -93,7 +93,7 @@ class Caller:
         return ""
 
     def answered(self, body: bytes = b"", *, status: str = "200") -> None:
-        """The engine has computed the prompt: its answer begins, and the stream ends, after a body if that is shown."""
+        """Answer the request: send headers with the token counts, a body if there is one, and the end of the stream."""
         head = pb.ProcessingRequest()
         fields = {":status": status, "content-type": "text/event-stream"}
         told = {names.PROMPT_TOKENS: str(self.tokens), names.CACHED_TOKENS: "0"}
@@ -146,19 +146,19 @@ class FlowWorld:
         self.engines: dict[str, Engine] = {}
         self.callers: list[Caller] = []
         self.served: Counter[str] = Counter()
-        """Tokens of each flow that engines have computed."""
+        """Tokens that engines have computed for each flow."""
         for number in range(engines):
             self.add(Engine(f"e{number}", f"10.0.0.{number}:8000", rate))
 
     def add(self, engine: Engine) -> None:
-        """One more engine, ready at once."""
+        """Add an engine that is ready at once."""
         self.engines[engine.address] = engine
         self.picker.add_endpoint(EndpointSpec(engine.name, engine.address, models=("tiny",)))
         self.registry.set_endpoint(engine.name, "default", ("tiny",), None)
         self.picker.on_load(engine.name, engine.load(), self.now)
 
     def send(self, flow: str = "f", tokens: int = 1000, *, mode: int = MODES.BUFFERED, **headers: str) -> Caller:
-        """A client's request; it may have to wait."""
+        """Send a client's request; it may have to wait."""
         caller = Caller(self, flow, tokens, mode, {k.replace("_", "-"): v for k, v in headers.items()})
         self.callers.append(caller)
         self._deliver(caller)
@@ -172,7 +172,7 @@ class FlowWorld:
             self.callers.remove(caller)
 
     def step(self, *, report: bool = True) -> None:
-        """Ten milliseconds pass, for engines and for those who wait."""
+        """Advance engines and waiting callers by ten milliseconds."""
         self.now += STEP_S
         for engine in self.engines.values():
             for caller in engine.step():

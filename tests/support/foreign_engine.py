@@ -1,4 +1,4 @@
-"""vLLM and SGLang as the picker sees them: an HTTP server that says what theirs say, and a publisher for each rank.
+"""vLLM and SGLang as the picker sees them: an HTTP server with their pages, and a publisher for each rank.
 
 Publishers keep to the rules of `vllm/distributed/kv_events.py` and `sglang/srt/disaggregation/kv_events.py`: numbers
 from 0 in every process and no epoch, a replay socket that drops requests of any other shape (and logs them as invalid:
@@ -26,7 +26,7 @@ END = b"\xff" * 8
 
 
 class RankPublisher:
-    """One rank's publisher. `old`: vLLM before 0.26, with events and replays in their former shapes."""
+    """One rank's publisher. `old`: vLLM before 0.26, with the former shapes of events and replays."""
 
     def __init__(
         self, events_port: int, replay_port: int | None, *, rank: int = 0, topic: str = "", old: bool = False
@@ -39,7 +39,7 @@ class RankPublisher:
         self.asked: list[int] = []
         self._buffer: list[bytes] = []
         self._context = zmq.asyncio.Context()
-        self._pub = self._context.socket(zmq.XPUB)  # a PUB that tells when somebody listens
+        self._pub = self._context.socket(zmq.XPUB)  # a PUB that reports subscribers
         self._pub.setsockopt(zmq.XPUB_VERBOSE, 1)
         self._pub.bind(f"tcp://127.0.0.1:{events_port}")
         self._serving: asyncio.Task[None] | None = None
@@ -49,14 +49,14 @@ class RankPublisher:
             self._serving = asyncio.create_task(self._serve())
 
     async def subscribed(self) -> bytes:
-        """The topic that somebody listens to."""
+        """Wait for a subscriber and return its topic."""
         return (await asyncio.wait_for(self._pub.recv(), 60))[1:]
 
     async def store(self, *stored: BlockStored, medium: str = "GPU") -> None:
         await self.publish([self._stored(event, medium) for event in stored])
 
     async def remove(self, hashes: Iterable[int]) -> None:
-        """One event for each block, as vLLM's pool has it."""
+        """Publish one event for each block, as vLLM's pool does."""
         if self.old:
             await self.publish([["BlockRemoved", [block], "GPU"] for block in hashes])
         else:
@@ -66,14 +66,14 @@ class RankPublisher:
         await self.publish([["AllBlocksCleared"] if self.old else {"type": "AllBlocksCleared"}])
 
     async def publish(self, events: list[Any], topic: bytes | None = None) -> None:
-        """The next batch."""
+        """Publish the next batch."""
         payload = msgspec.msgpack.encode([time.time(), events, self.rank])
         seq = len(self._buffer)
         self._buffer.append(payload)
         await self._pub.send_multipart([self.topic if topic is None else topic, seq.to_bytes(8, "big"), payload])
 
     def stop(self) -> None:
-        """The process ends; its ports are free."""
+        """End the process; its ports are free."""
         if self._serving is not None:
             self._serving.cancel()
         self._context.destroy(linger=0)
@@ -121,7 +121,7 @@ class ForeignEngine:
         return [request for rank in self.ranks for request in rank.invalid]
 
     def says_as_vllm(self) -> None:
-        """vLLM 0.32: `/kv_event_sources`."""
+        """Serve vLLM 0.32's `/kv_event_sources`."""
         self.http.missing.discard("/kv_event_sources")
         self.http.documents["/kv_event_sources"] = {
             str(rank.rank): {
@@ -138,7 +138,7 @@ class ForeignEngine:
         }
 
     def says_as_sglang(self, load_base: int | None = None) -> None:
-        """SGLang: `/server_info`."""
+        """Serve SGLang's `/server_info`."""
         self.http.missing.discard("/server_info")
         described: dict[str, Any] = {
             "publisher": "zmq",
@@ -155,7 +155,7 @@ class ForeignEngine:
         self.http.documents["/server_info"] = {"version": "0.5.23", "kv_events": described}
 
     def restart(self) -> None:
-        """New processes at the same ports, with empty caches. The server answers all the time."""
+        """Start new processes at the same ports, with empty caches. The server answers all the time."""
         for rank in self.ranks:
             rank.stop()
         self.ranks = [self._publisher(rank.rank) for rank in self.ranks]
@@ -181,6 +181,6 @@ async def foreign_engine(owner: str, ranks: int = 2, **settings: Any) -> AsyncIt
 
 
 def tokenizer_flags(folder: Path) -> tuple[str, str]:
-    """The tokenizer that their events are read with, given by hand: they serve none."""
+    """Return flags that give the tokenizer of their events: the engines serve none."""
     (folder / "tokenizer.json").write_text(small_bundle().tokenizer_json)
     return "--tokenizer", str(folder)

@@ -1,4 +1,4 @@
-"""fp8 (e4m3) by its definition, in plain numpy: what the runtime's numbers are compared with."""
+"""fp8 (e4m3) by its definition, in plain numpy: the reference for the runtime's numbers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ Floats = npt.NDArray[np.float64]
 
 
 def _value(code: int) -> float:
-    """1 bit of sign, 4 of exponent (bias 7), 3 of mantissa. No infinity; NaN where all but the sign are ones."""
+    """Return a code's number: 1 bit of sign, 4 of exponent (bias 7), 3 of mantissa. No infinity; NaN where all but the
+    sign are ones."""
     sign, exponent, mantissa = code >> 7, code >> 3 & 15, code & 7
     if exponent == 15 and mantissa == 7:
         return float("nan")
@@ -29,7 +30,7 @@ LARGEST = 448.0
 
 
 def nearest(x: Floats) -> npt.NDArray[np.uint8]:
-    """The code of the nearest number, the even one of two; beyond the largest, the largest."""
+    """Return the code of the nearest number, the even one of two; beyond the largest, the largest."""
     size = np.minimum(np.abs(x), LARGEST)
     above = np.clip(np.searchsorted(POSITIVE, size), 1, 126)
     low, high = POSITIVE[above - 1], POSITIVE[above]
@@ -43,7 +44,7 @@ def as_tensor(codes: npt.NDArray[np.uint8]) -> torch.Tensor:
 
 
 def rounded(x: torch.Tensor, scale: torch.Tensor | float) -> torch.Tensor:
-    """x as fp8 leaves it: (x / scale) in fp8, times scale."""
+    """Return x rounded to fp8: (x / scale) in fp8, times scale."""
     over = (x.double() / scale).numpy()
     return torch.from_numpy(VALUES[nearest(over)]) * scale
 

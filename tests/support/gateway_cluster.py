@@ -1,4 +1,4 @@
-"""Pools, and a small make-believe API server with Deployments and garbage collection, for the gateway's plan."""
+"""Pools, and a small simulated API server with Deployments and garbage collection, for the gateway's plan."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ ATTACHED: dict[str, Any] = {
     }
 }
 CASES = {"plain": PLAIN, "full": FULL, "attached": ATTACHED}
-"""Specs, but for the model: nothing said, everything said, a Gateway that exists."""
+"""Specs without a model: no field set, every field set, an existing Gateway."""
 
 
 def pool(name: str, *, created: int | None = 0, deleting: bool = False, **spec: Any) -> InferencePool:
-    """A pool; ``created`` is a day of the month less one."""
+    """Return a pool; ``created`` is a day of the month less one."""
     meta: dict[str, Any] = {"name": name, "namespace": "ns", "uid": f"uid-{name}"}
     if created is not None:
         meta["creationTimestamp"] = f"2026-11-{created + 1:02}T00:00:00Z"
@@ -66,14 +66,15 @@ def pool(name: str, *, created: int | None = 0, deleting: bool = False, **spec: 
 
 
 def merged(base: Any, over: Any) -> Any:
-    """``over`` laid over ``base``; lists are replaced."""
+    """Merge ``over`` into ``base``; lists are replaced."""
     if isinstance(base, dict) and isinstance(over, dict):
         return {**base, **{k: merged(base.get(k), v) for k, v in over.items()}}
     return copy.deepcopy(over)
 
 
 class Cluster:
-    """Holds objects by reference. Fields that an earlier apply set and a later one does not are gone, others stay."""
+    """Holds objects by reference. Fields that an earlier apply set and a later one does not are removed, others
+    stay."""
 
     def __init__(self) -> None:
         self.objects: dict[Ref, dict[str, Any]] = {}
@@ -82,7 +83,7 @@ class Cluster:
         self._uids = itertools.count(1)
 
     def do(self, actions: tuple[Action, ...]) -> None:
-        """What the API server would make of a plan's actions."""
+        """Apply a plan's actions, as the API server does."""
         for action in actions:
             match action:
                 case Apply(object=desired, ref=ref):
@@ -110,7 +111,7 @@ class Cluster:
         self.objects[ref], self._ours[ref] = new, copy.deepcopy(desired)
 
     def collect(self, living: set[str]) -> None:
-        """Garbage collection: what has owners none of whom is there any more goes. ``living`` are the pools' uids."""
+        """Collect garbage: delete objects all of whose owners are gone. ``living`` are the pools' uids."""
         while True:
             uids = living | {obj["metadata"]["uid"] for obj in self.objects.values()}
             gone = [
@@ -125,7 +126,7 @@ class Cluster:
                 del self.objects[ref]
 
     def roll_out(self) -> None:
-        """Every Deployment gets its pods at once, of its newest template alone."""
+        """Give every Deployment its pods at once, of its newest template alone."""
         for ref in [ref for ref in self.objects if ref.kind == "Pod"]:
             del self.objects[ref]
         for ref, obj in list(self.objects.items()):
@@ -139,14 +140,14 @@ class Cluster:
                     self.add_pod(obj, f"{ref.name}-{index}")
 
     def add_pod(self, deployment: dict[str, Any], name: str) -> None:
-        """A pod of a Deployment's template as it is now."""
+        """Add a pod of a Deployment's current template."""
         template = copy.deepcopy(deployment["spec"]["template"])
         meta = {**template["metadata"], "name": name, "namespace": "ns", "uid": f"uid-{next(self._uids)}"}
         body = {"apiVersion": "v1", "kind": "Pod", "metadata": meta, "spec": template["spec"], "status": {}}
         self.objects[Ref("v1", "Pod", "ns", name)] = body
 
     def world(self, *pools: InferencePool, platform: Platform | None = None, name: str = "treeline") -> GatewayWorld:
-        """What an operator would see."""
+        """Return the gateway's world, as an operator observes it."""
         ours = [
             Observed.of(obj)
             for obj in self.objects.values()
@@ -164,7 +165,7 @@ class Cluster:
         )
 
     def converge(self, *pools: InferencePool, platform: Platform | None = None, rounds: int = 6) -> list[Plan]:
-        """Plan and do until nothing is left to do; returns the plans that had actions."""
+        """Plan and apply until nothing is left; return the plans that had actions."""
         plans: list[Plan] = []
         for _ in range(rounds):
             plan = plan_gateway(self.world(*pools, platform=platform))
@@ -177,12 +178,12 @@ class Cluster:
         raise AssertionError(f"still not there: {[action.why for action in plan.actions]}")
 
     def get(self, kind: str, name: str) -> dict[str, Any]:
-        """An object by kind and name."""
+        """Return an object by kind and name."""
         (found,) = [obj for ref, obj in self.objects.items() if (ref.kind, ref.name) == (kind, name)]
         return found
 
     def names(self, kind: str) -> list[str]:
-        """The names of all objects of a kind."""
+        """Return the names of all objects of a kind."""
         return sorted(ref.name for ref in self.objects if ref.kind == kind)
 
 
@@ -197,13 +198,13 @@ def _without(there: dict[str, Any], ours: dict[str, Any]) -> dict[str, Any]:
 
 
 def converged(*pools: InferencePool) -> Cluster:
-    """A cluster in which the gateway of these pools has come to rest."""
+    """Return a cluster in which the gateway of these pools has converged."""
     cluster = Cluster()
     cluster.converge(*pools)
     return cluster
 
 
 def container(cluster: Cluster, deployment: str) -> dict[str, Any]:
-    """The one container of a Deployment's template."""
+    """Return the one container of a Deployment's template."""
     (found,) = cluster.get("Deployment", deployment)["spec"]["template"]["spec"]["containers"]
     return found  # type: ignore[no-any-return]

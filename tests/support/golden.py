@@ -17,7 +17,7 @@ Parts = Mapping[str, str]
 
 
 class Plain(yaml.SafeDumper):
-    """Without anchors: everything is written out where it stands."""
+    """A dumper without anchors: everything is written out in place."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True
@@ -48,6 +48,6 @@ def _differences(base_case: str, base: Parts, parts: Parts) -> Iterator[str]:
         else:
             yield f"changed: {name}\n"
             changed = difflib.unified_diff(base[name].splitlines(), part.splitlines(), n=2, lineterm="")
-            # Numbers of lines would change with whatever is above them.
+            # Line numbers would change with every line above.
             yield from ("@@\n" if line.startswith("@@") else f"{line}\n" for line in list(changed)[2:])
     yield from (f"absent: {name}\n" for name in base if name not in parts)

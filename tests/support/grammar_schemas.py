@@ -1,4 +1,4 @@
-"""Random JSON Schemas (draft 2020-12), the same ones for the same seeds; and the judge of what is made by them."""
+"""Random JSON Schemas (draft 2020-12), equal for equal seeds, and a judge of their values."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FORMATS = [
 
 
 class Generator:
-    """One schema. `rare` is the share of places that have what backends seldom know, or what contradicts itself."""
+    """Makes one schema. `rare` is the share of rare keywords and of contradictions."""
 
     def __init__(self, seed: int, rare: float = 0.03) -> None:
         self._draw = random.Random(seed)
@@ -203,7 +203,7 @@ class Generator:
 
 
 def judge(schema: Any) -> Any:
-    """A validator of the draft that the schema names, with formats. What is a multiple is decided in decimals: 19.99 is
+    """Return a validator of the draft that the schema names, with formats. Multiples are computed in decimals: 19.99 is
     one of 0.01. OpenAPI's `nullable` is known."""
     draft = validators.validator_for(schema, default=Draft202012Validator)
     rules = {"multipleOf": _multiple_of, "type": partial(_type, draft.VALIDATORS["type"])}
@@ -224,7 +224,7 @@ def _multiple_of(_validator: Any, unit: float, value: Any, _schema: Any) -> Iter
 
 
 def parse(text: str) -> Any:
-    """As strict as JSON."""
+    """Parse JSON strictly: NaN and infinities are refused."""
 
     def refuse(constant: str) -> None:
         raise ValueError(f"{constant} is not JSON")

@@ -17,7 +17,7 @@ TINY = Path(__file__).parents[2] / "models/tiny"
 
 
 def tiny_vocabulary() -> Vocabulary:
-    """Of the model that comes with the repository: byte-level BPE, a few thousand tokens."""
+    """Return the vocabulary of the repository's own model: byte-level BPE, a few thousand tokens."""
     bundle = TokenizerBundle.build((TINY / "tokenizer.json").read_text(), chat_template=None)
     ids = Vocabulary.of(bundle, 1 << 20, ())
     size = max(i for i, text in enumerate(ids.texts) if text) + 2
@@ -25,8 +25,8 @@ def tiny_vocabulary() -> Vocabulary:
 
 
 def synthetic_vocabulary(size: int, seed: int = 1) -> Vocabulary:
-    """Bytes, digits, letters, and texts of several characters that straddle quotes, colons, brackets and characters of
-    several bytes. Its last token ends an output."""
+    """Return a vocabulary of bytes, digits, letters, and longer texts that straddle quotes, colons, brackets and
+    characters of several bytes. Its last token ends an output."""
     draw = random.Random(seed)
     texts = {bytes([i]) for i in range(256)}
     pieces = [
@@ -49,7 +49,7 @@ def _word(draw: random.Random) -> str:
 
 @dataclass
 class Walk:
-    """text: of the tokens; it is whole when the grammar allowed it to end there."""
+    """text: of the tokens; whole: the grammar allowed an end there."""
 
     text: bytes
     tokens: list[int]
@@ -57,7 +57,8 @@ class Walk:
 
 
 class Walker:
-    """Random walks over one vocabulary. After `length` tokens they look for an end: first what closes, then quotes."""
+    """Random walks over one vocabulary. After `length` tokens they look for an end: first closing tokens, then
+    quotes."""
 
     def __init__(self, backend: GrammarBackend, vocabulary: Vocabulary) -> None:
         self._backend = backend
@@ -70,12 +71,12 @@ class Walker:
         self._size = size
 
     def allowed(self, matcher: Matcher) -> np.ndarray:
-        """The tokens of the mask."""
+        """Return the tokens of the mask."""
         self._backend.fill([matcher], self.mask, [0])
         return np.flatnonzero(np.unpackbits(self._bytes, bitorder="little")[: self._size])
 
     def walk(self, compiled: Compiled, seed: int, length: int, most: int, probe: float = 0.2) -> Walk:
-        """Up to `most` tokens. Raises AssertionError for a mask that is empty, or that `accept` does not agree with."""
+        """Walk up to `most` tokens. Raises AssertionError for an empty mask, or one that `accept` contradicts."""
         draw = random.Random(seed)
         matcher = compiled.matcher([self._stop])
         tokens: list[int] = []
@@ -105,7 +106,7 @@ class Walker:
         return int(allowed[draw.randrange(len(allowed))])
 
     def _probe(self, matcher: Matcher, allowed: np.ndarray, draw: random.Random, tokens: list[int]) -> None:
-        """Some token of the mask is accepted and taken back; one that is not in it is not."""
+        """Check that a token of the mask is accepted and can be rolled back, and that another one is not accepted."""
         inside = int(allowed[draw.randrange(len(allowed))])
         assert matcher.accept(inside), (
             f"{self._texts[inside]!r} is in the mask, but not accepted after {self._text(tokens)!r}"
@@ -122,7 +123,7 @@ class Walker:
 
 
 def _closing(text: bytes) -> int:
-    """How much a token helps an output to its end. What closes a string is as good as what closes an object."""
+    """Rank a token by how far it brings an output to its end. Closing a string ranks as high as closing an object."""
     if not text:
         return 9
     if text in (b"}", b"]", b'"', b'"}', b'"]'):

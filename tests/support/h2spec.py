@@ -1,4 +1,4 @@
-"""h2spec against `treeline pick`: how many of its cases pass, and why the others do not.
+"""Runs h2spec against `treeline pick`: how many of its cases pass, and why the others do not.
 
 make h2spec ARGS="--out bench/results"
 """
@@ -43,7 +43,7 @@ EXPLAINED: Final[dict[tuple[str, str], str]] = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """One case: its section (`http2/5.1`) and name. `seen`: what came instead of all that would do; else empty."""
+    """One case: its section (`http2/5.1`) and name. `seen`: the wrong response; empty if the case passes."""
 
     section: str
     case: str
@@ -51,7 +51,7 @@ class Outcome:
 
 
 def outcomes(report: str) -> list[Outcome]:
-    """Of h2spec's report (JUnit's XML)."""
+    """Read the outcomes from h2spec's report (JUnit's XML)."""
     found = []
     for case in ET.fromstring(report).iter("testcase"):
         fault = next(iter(case), None)
@@ -61,12 +61,12 @@ def outcomes(report: str) -> list[Outcome]:
 
 
 def unexplained(cases: Sequence[Outcome]) -> list[Outcome]:
-    """Those that fail and should not."""
+    """List the failures that no entry of EXPLAINED covers."""
     return [one for one in cases if one.seen and (one.section, one.case) not in EXPLAINED]
 
 
 def page(cases: Sequence[Outcome], version: str, day: datetime.date) -> str:
-    """bench/results/h2spec.md."""
+    """Return the text of bench/results/h2spec.md."""
     missed = [one for one in cases if one.seen]
     lines = [
         "# h2spec",
@@ -90,7 +90,7 @@ def page(cases: Sequence[Outcome], version: str, day: datetime.date) -> str:
 
 
 async def examined(h2spec: Path) -> list[Outcome]:
-    """Every case against a picker of its own."""
+    """Run every case against a picker of its own."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         report = folder / "report.xml"
@@ -104,7 +104,7 @@ async def examined(h2spec: Path) -> list[Outcome]:
 
 
 def _version() -> str:
-    """Its own word for it is an old one."""
+    """Return h2spec's version; its own output gives an old one."""
     required = re.search(r"summerwind/h2spec (v[0-9.]+)", (ROOT / "tests/http2_clients/h2spec/go.mod").read_text())
     assert required is not None
     return f"h2spec {required[1]}"

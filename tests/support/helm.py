@@ -15,18 +15,19 @@ CHART = Path(__file__).parents[2] / "charts" / "treeline"
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run helm; where it is not built the test is skipped."""
+    """Run helm; if it is not built, the test is skipped."""
     program = programs_or_skip("helm")["helm"] / "helm"
     return subprocess.run([str(program), *arguments], capture_output=True, text=True, timeout=240, check=False)
 
 
 def render(*options: str, namespace: str = "treeline-system", release: str = "treeline") -> list[dict[str, Any]]:
-    """The chart's objects; a failure fails with what helm said."""
+    """Return the chart's objects; a failure has helm's message."""
     return documents(_rendered(options, namespace, release))
 
 
 def documents(text: str) -> list[dict[str, Any]]:
-    """The objects of a YAML text, with the loader in C: renders are long, and the one in Python takes a second each."""
+    """Return the objects of a YAML text, parsed by the loader in C: renders are long, and the one in Python takes a
+    second each."""
     return [item for item in yaml.load_all(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)) if item]
 
 

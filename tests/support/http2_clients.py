@@ -1,4 +1,4 @@
-"""The programs of tests/http2_clients against `treeline pick`: clients by grpc-go and by tonic.
+"""Runs the programs of tests/http2_clients against `treeline pick`: clients by grpc-go and by tonic.
 
 make http2-clients ARGS="--only picks,goaway"
 """
@@ -30,11 +30,11 @@ _START_S: Final = 240.0
 
 
 class Missing(Exception):
-    """A program is not built; the message says how to."""
+    """A program is not built; the message says how to build it."""
 
 
 def program(name: str) -> Path:
-    """A program of tests/http2_clients. Raises Missing."""
+    """Return the path of a program of tests/http2_clients. Raises Missing."""
     done = subprocess.run([str(BUILD), "--check", name], capture_output=True, text=True)
     if done.returncode:
         raise Missing(done.stderr.strip())
@@ -42,7 +42,7 @@ def program(name: str) -> Path:
 
 
 def built(name: str) -> Path:
-    """The same, and it is built if need be. Ends the process where that fails, which the script tells of."""
+    """Return the path of a program, and build it if necessary. Ends the process if the build fails."""
     done = subprocess.run([str(BUILD), name], stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise SystemExit(done.returncode)
@@ -66,16 +66,16 @@ class PickerProcess:
 
     @property
     def target(self) -> str:
-        """host:port of its ext_proc."""
+        """Return host:port of its ext_proc."""
         return f"127.0.0.1:{self.port}"
 
     async def start(self) -> None:
-        """Raises ChildFailed."""
+        """Start the picker. Raises ChildFailed."""
         self._child = Child(self._name, self._words, self._folder)
         await asyncio.to_thread(self._child.wait_ready, f"http://127.0.0.1:{self._admin}/ready", _START_S)
 
     async def restart(self) -> None:
-        """SIGTERM, and a new one when it has ended, which must be well."""
+        """Stop it by SIGTERM, check its exit status, and start it again."""
         child = self._child
         assert child is not None
         child.process.terminate()
@@ -84,14 +84,14 @@ class PickerProcess:
         await self.start()
 
     def stop(self) -> None:
-        """Whatever it does."""
+        """End the picker, whatever its state."""
         if self._child is not None:
             self._child.stop()
 
 
 @dataclass(frozen=True)
 class Pickers:
-    """A picker without TLS, and what tells a client of it and of another one with TLS."""
+    """A picker without TLS, and the flags that lead a client to it and to another one with TLS."""
 
     plain: PickerProcess
     flags: list[str]
@@ -99,7 +99,7 @@ class Pickers:
 
 @contextlib.asynccontextmanager
 async def pickers(folder: Path) -> AsyncIterator[Pickers]:
-    """Two that are ready, with three engines that do nothing. The folder gets certificate and logs."""
+    """Run two ready pickers with three idle engines. The folder gets certificate and logs."""
     key, chain = self_signed()
     (folder / "tls.key").write_bytes(key)
     (folder / "tls.crt").write_bytes(chain)
@@ -117,7 +117,8 @@ async def pickers(folder: Path) -> AsyncIterator[Pickers]:
 
 
 async def tried(client: Path, asked: Pickers, flags: Sequence[str], tell: Callable[[str], object]) -> int:
-    """Run a client; `tell` gets a line for each check; → its exit status. It says when to start the picker anew."""
+    """Run a client and return its exit status; `tell` gets a line for each check. The client says when to restart the
+    picker."""
     words = [str(client), *asked.flags, *flags]
     running = await asyncio.create_subprocess_exec(*words, stdout=asyncio.subprocess.PIPE)
     assert running.stdout is not None

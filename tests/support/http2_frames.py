@@ -1,4 +1,4 @@
-"""Frames of HTTP/2, right and wrong, and millions of them against our end of a connection.
+"""HTTP/2 frames, valid and invalid, and a fuzzer of our end of a connection.
 
 make fuzz-http2 ARGS="--count 10000000 --seed 0"
 """
@@ -47,7 +47,7 @@ def ours(limits: Limits | None = None, known: OrderedDict[bytes, Fields] | None 
 
 
 def fields_of(rng: random.Random) -> bytes:
-    """A block that decompresses to much, changes the table, or means nothing."""
+    """Return a block that decompresses to much, changes the table, or is invalid."""
     resized = b"\x20" * rng.choice((0, 0, 0, 1, 2, 3))
     return resized + rng.choice(
         (
@@ -84,7 +84,7 @@ def mutated(rng: random.Random) -> bytes:
 
 
 def plausible(rng: random.Random, newest: int) -> tuple[bytes, int]:
-    """What a client may send whose newest stream is this one; → it, and its newest stream now."""
+    """Return a plausible frame of a client whose newest stream is ``newest``, and its newest stream after it."""
     stream = max(1, newest - 2 * rng.randrange(4))
     match rng.randrange(6):
         case 0:
@@ -105,9 +105,9 @@ _ANSWERS = (b"", bytes(5), bytes(70_000))
 
 
 def attack(seed: int, count: int) -> int:
-    """A connection to which up to `count` frames come, in any order and with bytes changed here and there, while its
-    streams are answered, read and ended; → how many it took. It raises nothing, keeps its bounds, and is either there
-    or has ended with a reason."""
+    """Feed a connection up to `count` frames, in any order and partly mutated, while its streams are answered, read and
+    ended; return how many it took. It raises nothing, keeps its bounds, and is either open or has ended with a
+    reason."""
     rng = random.Random(seed)
     connection = ours(Limits(streams=_STREAMS))
     connection.receive(HELLO)

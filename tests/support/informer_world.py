@@ -1,4 +1,4 @@
-"""A cluster that a test plays to an informer in virtual time: what is listed, watched, told by kopf, and lost."""
+"""A cluster that a test simulates for an informer in virtual time: lists, watches, kopf's reports, and losses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PODS = next(kind for kind in KINDS if kind.resource.kind == "Pod")
 
 
 class World:
-    """Objects, who lists and watches them, and the runs of kopf, which tells of our own kinds."""
+    """Objects, their lists and watches, and the runs of kopf, which reports our own kinds."""
 
     configuration = None
 

@@ -17,7 +17,7 @@ from aiohttp import web
 
 
 class TooOld(Exception):
-    """The version that was asked for is too old."""
+    """The requested version is too old."""
 
 
 class Collection:
@@ -40,7 +40,7 @@ class Collection:
         self.log.append((self.version, kind, stored))
 
     def delete(self, name: str) -> None:
-        """Delete, if it is there."""
+        """Delete, if it exists."""
         if name in self.objects:
             self.version += 1
             gone = self.objects.pop(name)
@@ -53,7 +53,7 @@ class Collection:
         self.log.clear()
 
     def page(self, query: dict[str, str]) -> bytes:
-        """A list, or a page of one. Raises TooOld for a continue token that was compacted."""
+        """Return a list, or a page of one. Raises TooOld for a continue token that was compacted."""
         start, at = 0, self.version
         if token := query.get("continue"):
             start, at = (int(word) for word in token.split("@"))
@@ -66,31 +66,29 @@ class Collection:
         return json.dumps({"metadata": meta, "items": seen[start : start + limit]}).encode()
 
     def since(self, version: int) -> list[bytes]:
-        """The events after a version, as lines. Raises TooOld."""
+        """Return the events after a version, as lines. Raises TooOld."""
         if version < self.floor:
             raise TooOld
         return [line(kind, obj) for at, kind, obj in self.log if at > version]
 
     def bookmark(self) -> bytes:
-        """A line that says how far the watch is."""
+        """Return a line with the version that the watch has reached."""
         return line("BOOKMARK", {"metadata": {"resourceVersion": str(self.version)}})
 
 
 def line(kind: str, obj: dict[str, Any]) -> bytes:
-    """One event of a watch."""
+    """Return one event of a watch."""
     return json.dumps({"type": kind, "object": obj}).encode() + b"\n"
 
 
 def expired() -> bytes:
-    """The event that ends a watch whose version is too old."""
+    """Return the event that ends a watch whose version is too old."""
     return line("ERROR", {"kind": "Status", "code": 410, "reason": "Expired", "message": "too old"})
 
 
 class FakeApi:
-    """Serves collections by path. What it is told to do wrong, it does until told otherwise.
-
-    `refuse` maps a path to a status; `refuse_watch` the same for watches only. `stall` makes watches silent.
-    """
+    """Serves collections by path. Each fault lasts until the test changes it. `refuse` maps a path to a status;
+    `refuse_watch` the same for watches only. `stall` makes watches silent."""
 
     def __init__(self) -> None:
         self.collections: dict[str, Collection] = {}
@@ -109,11 +107,11 @@ class FakeApi:
         self._runner: web.AppRunner | None = None
 
     def collection(self, path: str) -> Collection:
-        """The collection at a path, made on first use."""
+        """Return the collection at a path, made on first use."""
         return self.collections.setdefault(path, Collection())
 
     def change(self, path: str, do: Callable[[Collection], None]) -> None:
-        """Change a collection and tell the watches."""
+        """Change a collection and notify the watches."""
         do(self.collection(path))
         self._changed.set()
         self._changed = asyncio.Event()
@@ -134,14 +132,14 @@ class FakeApi:
         self.port = self._runner.addresses[0][1]
 
     async def stop(self) -> None:
-        """Go away; state stays for the next start."""
+        """Stop listening; the state stays for the next start."""
         self.drop()
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
 
     def kubeconfig(self, folder: Path) -> Path:
-        """A kubeconfig that leads here; with `token` it carries that."""
+        """Write a kubeconfig for this server; with `token` it has that one."""
         user = {} if self.token is None else {"token": self.token}
         config = {
             "current-context": "fake",
@@ -208,7 +206,7 @@ class FakeApi:
 
 @contextlib.asynccontextmanager
 async def fake_api() -> AsyncIterator[FakeApi]:
-    """A running fake."""
+    """Run a fake API server."""
     api = FakeApi()
     await api.start()
     try:
@@ -227,7 +225,7 @@ def pod(
     restarts: int = 0,
     **metadata: Any,
 ) -> dict[str, Any]:
-    """A pod as the API shows it."""
+    """Return a pod as the API shows it."""
     status: dict[str, Any] = {
         "phase": "Running",
         "conditions": [{"type": "Ready", "status": "True" if ready else "False"}],
@@ -249,7 +247,7 @@ def pod(
 
 
 def own_pool(name: str, *, gateway: str = "treeline", port: int = 8000, model: str | None = None) -> dict[str, Any]:
-    """An InferencePool of ours."""
+    """Return an InferencePool of ours."""
     return {
         "apiVersion": "treeline.dev/v1alpha1",
         "kind": "InferencePool",
@@ -263,7 +261,7 @@ def own_pool(name: str, *, gateway: str = "treeline", port: int = 8000, model: s
 
 
 def own_model(name: str, pool: str, *, model: str | None = None, **spec: Any) -> dict[str, Any]:
-    """An InferenceModel of ours."""
+    """Return an InferenceModel of ours."""
     return {
         "apiVersion": "treeline.dev/v1alpha1",
         "kind": "InferenceModel",
@@ -278,7 +276,7 @@ MODELS = "/apis/treeline.dev/v1alpha1/namespaces/{}/inferencemodels"
 
 
 def crd(group: str, version: str, kind: str, plural: str) -> dict[str, Any]:
-    """A CustomResourceDefinition that takes whatever it is given."""
+    """Return a CustomResourceDefinition that accepts any spec and status."""
     anything = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
     schema = {"type": "object", "properties": {"spec": anything, "status": anything}}
     metadata = {

@@ -1,4 +1,4 @@
-"""An HTTP proxy in front of a real API server that can lose, refuse, hold and cut what passes through it."""
+"""An HTTP proxy in front of a real API server that can lose, refuse, hold and cut connections."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Fault = Callable[[web.Request], web.Response | None]
 
 
 def status(code: int, reason: str, **headers: str) -> web.Response:
-    """A refusal as an API server words it."""
+    """Return a refusal in an API server's format."""
     body = {
         "kind": "Status",
         "apiVersion": "v1",
@@ -30,12 +30,9 @@ def status(code: int, reason: str, **headers: str) -> web.Response:
 
 
 class KubeProxy:
-    """Forwards with the identity of a kubeconfig; `kubeconfig` in `folder` leads through it.
-
-    `fault` is asked about each request and may answer it instead of the API server. While `open` is cleared,
-    requests are held: neither forwarded nor answered. `writes` counts what was forwarded and changes something, by
-    method and collection.
-    """
+    """Forwards with the identity of a kubeconfig; `kubeconfig` in `folder` leads through it. `fault` sees each request
+    and may answer it instead of the API server. While `open` is cleared, requests are held: neither forwarded nor
+    answered. `writes` counts forwarded changes, by method and collection."""
 
     def __init__(self, kubeconfig: Path, folder: Path) -> None:
         config = json.loads(kubeconfig.read_text())
@@ -82,7 +79,7 @@ class KubeProxy:
         await self._session.close()
 
     def cut(self) -> int:
-        """Break off every watch that is open; returns how many there were."""
+        """Break off every open watch; return how many there were."""
         streams = list(self._streams)
         for task in streams:
             task.cancel()
@@ -135,12 +132,12 @@ class KubeProxy:
 
 
 def is_watch(request: web.Request) -> bool:
-    """Whether it is a watch, by what it asks for."""
+    """Return whether the request asks for a watch."""
     return request.query.get("watch") == "true"
 
 
 def collection(path: str) -> str:
-    """The collection of a path, without namespace and name."""
+    """Return the collection of a path, without namespace and name."""
     parts = path.strip("/").split("/")
     start = 2 if parts[0] == "api" else 3
     parts = parts[start:]

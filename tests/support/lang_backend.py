@@ -1,4 +1,4 @@
-"""A backend without a model: what it answers is a function of the prompt, and it is slow, fails or hangs as told."""
+"""A backend without a model: answers are a function of the prompt, and it can be slow, fail or hang."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PATIENCE_S = 60.0
 
 
 def answer(prompt: Prompt, sampling: Sampling, number: int) -> str:
-    """Words that depend on the whole prompt; for a dtype, a text of it. `number`: which of n."""
+    """Return words that depend on the whole prompt; for a dtype, a text of it. `number`: which of n."""
     seed = zlib.crc32(f"{prompt.text}|{number}".encode())
     if sampling.dtype is not None:
         return {int: str(seed % 1000), float: f"{seed % 97}.5", bool: str(seed % 2 == 0), str: f'"{WORDS[seed % 8]}"'}[
@@ -34,13 +34,13 @@ def answer(prompt: Prompt, sampling: Sampling, number: int) -> str:
 
 
 def logprobs(prompt: str, choice: str) -> list[float]:
-    """One for each character, by the text before it."""
+    """Return one logprob for each character, by the text before it."""
     return [-1.0 - zlib.crc32((prompt + choice[: i + 1]).encode()) % 1000 / 100 for i in range(len(choice))]
 
 
 @dataclass(frozen=True)
 class Request:
-    """What the backend was asked."""
+    """A request that the backend got."""
 
     kind: Kind
     prompt: Prompt
@@ -54,7 +54,7 @@ class Request:
 
 
 class FakeBackend(Backend):
-    """`requests` is all that it was asked, in order. What it does can be changed while it runs."""
+    """The backend. `requests` are all that it got, in order. Its behaviour can be changed while it runs."""
 
     takes_hints = True
 
@@ -68,14 +68,14 @@ class FakeBackend(Backend):
         self.answer, self.logprobs = answer, logprobs
         self.requests: list[Request] = []
         self.fails: Callable[[Request], BaseException | None] = lambda _: None
-        """What a request raises, if anything."""
+        """The exception that a request raises, if any."""
         self.holds: Callable[[Request], bool] = lambda _: False
-        """Whether it waits for `release`: for ever, if nobody calls that."""
+        """Whether a request waits for `release`."""
         self.running = 0
         self.most = 0
-        """At a time."""
+        """The largest number of requests at a time."""
         self.cancelled = 0
-        """Requests that were given up by whoever asked."""
+        """Requests that were cancelled."""
         self.closed = 0
         self._template = template
         self._changed = threading.Condition()
@@ -92,7 +92,7 @@ class FakeBackend(Backend):
         return [_completion(prompt, text) for text in texts]
 
     async def stream(self, prompt: Prompt, sampling: Sampling, call: Call) -> AsyncGenerator[Completion]:
-        """Word by word; each waits where the request is held."""
+        """Stream word by word; each waits if the request is held."""
         request = Request("stream", prompt, sampling, call)
         async with self._request(request, held=False):
             whole = self._text(prompt, sampling, 0)
@@ -124,7 +124,7 @@ class FakeBackend(Backend):
 
     @contextmanager
     def holding(self, kind: Kind | None = None) -> Iterator[None]:
-        """Within, requests (of one kind, if named) wait; those that still do at the end go on."""
+        """Hold requests (of one kind, if named) during the block; at its end they go on."""
         self.holds = lambda request: kind is None or request.kind == kind
         try:
             yield
@@ -133,7 +133,7 @@ class FakeBackend(Backend):
             self.release()
 
     def release(self) -> None:
-        """All that wait go on (and may wait again, if they are streams)."""
+        """Let all waiting requests go on (streams may wait again)."""
 
         def wake() -> None:
             held, self._held = self._held, []
@@ -143,7 +143,7 @@ class FakeBackend(Backend):
         background.loop().call_soon_threadsafe(wake)
 
     def wait_for(self, condition: Callable[[FakeBackend], bool]) -> None:
-        """Until the condition holds; it is asked when a request comes or goes."""
+        """Wait until the condition holds; it is checked when a request begins or ends."""
         with self._changed:
             assert self._changed.wait_for(lambda: condition(self), PATIENCE_S), f"not so, with {self.running} running"
 
@@ -154,7 +154,7 @@ class FakeBackend(Backend):
         return [request for request in self.requests if request.kind == kind]
 
     def texts(self, kind: Kind) -> list[str]:
-        """The prompts of all requests of a kind."""
+        """Return the prompts of all requests of a kind."""
         return [request.text for request in self.asked(kind)]
 
     # ---- inside -------------------------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ class FakeBackend(Backend):
             self._changed.notify_all()
 
     def _text(self, prompt: Prompt, sampling: Sampling, number: int) -> str:
-        """Without a stop and what is behind it."""
+        """Return the text up to the first stop."""
         text = self.answer(prompt, sampling, number)
         found = [match.start() for pattern in sampling.stop_regex if (match := re.search(pattern, text))]
         cuts = [at for stop in sampling.stop if (at := text.find(stop)) >= 0] + found

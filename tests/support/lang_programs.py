@@ -1,8 +1,6 @@
-"""The acceptance programs of the language, for models/tiny: plain functions, and what they find there.
-
-Those in `PROGRAMS` take no decision on what a model wrote and put no argument into an f-string, so they can be traced
-and compiled; those in `DECIDING` cannot.
-"""
+"""The acceptance programs of the language, for models/tiny: plain functions, and their expected results. Those in
+`PROGRAMS` take no decision on a model's text and put no argument into an f-string, so they can be traced and compiled;
+those in `DECIDING` cannot."""
 
 from __future__ import annotations
 
@@ -166,7 +164,7 @@ def logprobs(s: Any, country: Any) -> None:
 
 
 def react(s: Any, question: Any) -> None:
-    """The model acts until it has what it needs: `tool` is a table."""
+    """An agent that acts up to three times: `tools` gives the next question for a word of an answer."""
     s += system("You are a helpful assistant.")
     tools = {"France": "What is 4 plus 5?", "4 + 5": "What is the capital of Italy?"}
     asked = question

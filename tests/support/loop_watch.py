@@ -1,4 +1,4 @@
-"""How long an event loop was held at a time, measured from within: processor time of its thread between two turns.
+"""Measures how long a step holds an event loop: the processor time of its thread between two turns.
 
 Processor time and not the clock, so that other processes of a busy machine are not counted.
 """
@@ -15,7 +15,7 @@ NOTED_S = 0.005
 
 
 async def watch(path: Path) -> None:
-    """Adds a line of milliseconds for each hold of more than `NOTED_S`. Runs for ever."""
+    """Add a line of milliseconds for each hold of more than `NOTED_S`. Runs forever."""
     file = os.open(path, os.O_WRONLY | os.O_APPEND)
     while True:
         before = time.thread_time()
@@ -26,7 +26,7 @@ async def watch(path: Path) -> None:
 
 
 class Holds:
-    """The file as a test reads it."""
+    """The file, as a test reads it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -36,5 +36,5 @@ class Holds:
         self._seen = len(self.path.read_text())
 
     def worst_ms(self) -> float:
-        """Since `clear`; 0 where none was noted."""
+        """Return the longest hold since `clear`; 0 if there was none."""
         return max(map(float, self.path.read_text()[self._seen :].split()), default=0.0)

@@ -1,4 +1,4 @@
-"""A bad network between one runtime and the picker: some of the KV-event batches never arrive.
+"""An unreliable network between one runtime and the picker: some of the KV-event batches never arrive.
 
 The picker learns where to listen from the runtime's `/server_info`; the HTTP proxy here passes everything on as it is,
 but names another event port there: that of a forwarder which loses batches. Replay, snapshots and load reports arrive.
@@ -27,7 +27,7 @@ HOP_BY_HOP = {"connection", "transfer-encoding", "keep-alive", "content-length"}
 
 
 class Forwarder:
-    """Passes live event batches on and drops one of every `one_in`, which one of them is chosen by the seed."""
+    """Passes live event batches on and drops one of every `one_in`, chosen by the seed."""
 
     def __init__(self, upstream_port: int, one_in: int, seed: int) -> None:
         self.port = free_port()
@@ -83,7 +83,7 @@ def _proxy(upstream: str, events_port: int) -> Starlette:
 
 @contextmanager
 def lossy(upstream: str, events_port: int, *, one_in: int, seed: int) -> Iterator[tuple[str, Forwarder]]:
-    """Stand before the runtime at `upstream`; yields the address to give to the picker, and the forwarder's counts."""
+    """Stand before the runtime at `upstream`; yields the address for the picker, and the forwarder's counts."""
     forwarder = Forwarder(events_port, one_in, seed)
     stop = threading.Event()
     port = free_port()

@@ -1,4 +1,4 @@
-"""A page of metrics as a process shows it, held against the list that docs/metrics.md is made of."""
+"""Compares a process's page of metrics with the list that docs/metrics.md is made of."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from treeline_tools.metrics import Family
 
 
 def shown(page: str) -> dict[str, Metric]:
-    """The families of a page in Prometheus' text format, by the name that the list gives them."""
+    """Return the families of a page in Prometheus' text format, by the names of the list."""
     found = text_string_to_metric_families(page)
     return {f"{family.name}_total" if family.type == "counter" else family.name: family for family in found}
 
 
 def compare(page: str, listed: Iterable[Family]) -> set[str]:
-    """Fails where the page has what is not listed, or otherwise than listed. What is listed and not there (it may have
-    nothing to tell yet) is returned."""
+    """Fail if the page has an unlisted metric, or one that differs from its entry. Return the listed metrics that are
+    absent (they may have no value yet)."""
     known = {family.name: family for family in listed}
     there = shown(page)
     assert set(there) <= set(known), f"not listed: {sorted(set(there) - set(known))}"

@@ -1,4 +1,4 @@
-"""InferenceModels as rules, for the tests of who has a name and of where it leads."""
+"""InferenceModels as rules, for the tests of the owners of names and of routing."""
 
 from __future__ import annotations
 

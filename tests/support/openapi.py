@@ -1,4 +1,4 @@
-"""An OpenAPI document as a judge of bodies and answers."""
+"""Judges bodies and answers by an OpenAPI document."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Schema = dict[str, Any]
 
 
 class Judge:
-    """Validates values by a document's schemas, with objects closed: a member that is not told of is an error."""
+    """Validates values by a document's schemas, with objects closed: an undocumented member is an error."""
 
     def __init__(self, document: Schema, *, closed: bool = True) -> None:
         self._components = copy.deepcopy(document["components"])

@@ -1,4 +1,4 @@
-"""States of what is in front of a pool, its picker, gateway and routes, and what each is called in the status."""
+"""States of a pool's picker, gateway and routes, and the status that each leads to."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BOTH_APIS = Platform(apis=frozenset((ROUTE, UPSTREAM)))
 
 
 def route(*told, generation=1):
-    """An HTTPRoute of which parents tell (status, reason) pairs of conditions Accepted and ResolvedRefs."""
+    """Return an HTTPRoute whose parents report (status, reason) pairs of the conditions Accepted and ResolvedRefs."""
     entries = [
         {
             "parentRef": {"group": "gateway.networking.k8s.io", "name": "edge", "namespace": "infra"},
@@ -53,7 +53,7 @@ def upstream(status, reason):
 
 
 def front(status="True", reason="Programmed", listener="True"):
-    """The Gateway that the pool is attached to, and whether it listens."""
+    """Return the Gateway that the pool is attached to, and whether it listens."""
     told = {"type": "Programmed", "status": status, "reason": reason, "message": "told by its controller"}
     said = {"type": "Programmed", "status": listener, "reason": "Invalid", "message": "no certificate"}
     conditions = [] if status is None else [told]
@@ -91,7 +91,7 @@ def part_pod(component, status=UNHEALTHY):
 
 
 def unready(seconds):
-    """The condition of a pod that has not been ready for so long."""
+    """Return the condition of a pod that has been unready for this long."""
     since = (NOW - timedelta(seconds=seconds)).isoformat().replace("+00:00", "Z")
     return {"type": "Ready", "status": "False", "lastTransitionTime": since}
 

@@ -1,4 +1,4 @@
-"""States of a pool's pods, its model, its rollouts and its autoscaler, and what each is called in the status."""
+"""States of a pool's pods, its model, its rollouts and its autoscaler, and the status that each leads to."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PICKER = {"type": "Picker", "minReplicas": 0, "maxReplicas": 4}
 
 
 def pods_of(mine, count, **last):
-    """So many ready pods, and one more in the given state."""
+    """Return ``count`` ready pods, and one more in the given state."""
     there = [pod(mine, f"tiny-{n}", **ready(n)) for n in range(2, count + 2)]
     return (*there, pod(mine, POD, **last))
 
@@ -59,7 +59,7 @@ def rolling(spec=None, *, target_ready=0, replicas=1, conditions=(), pods=None, 
 
 
 def routed(mine, way, reason="", message="it is away"):
-    """A pool that serves, with a picker that says how it is routed."""
+    """Return a serving pool with a picker that reports its routing."""
     seen = world(mine)
     picker = dataclasses.replace(seen.picker, routing={mine.name: PoolRouting(way, reason, message)})
     return dataclasses.replace(seen, picker=picker)

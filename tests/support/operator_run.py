@@ -1,4 +1,4 @@
-"""Operators in the test's own event loop, and waiting for what they do."""
+"""Runs operators in the test's own event loop, and waits for their effects."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RESOURCES = [watched.resource for watched in CHILDREN]
 
 
 class Room:
-    """A namespace of a control plane: requests of an administrator, that do not block the loop."""
+    """A namespace of a control plane, and an administrator's requests that do not block the loop."""
 
     def __init__(self, plane: ControlPlane, namespace: str) -> None:
         self.plane = plane
@@ -41,17 +41,17 @@ class Room:
         return await asyncio.to_thread(self.plane.request, method, path, body, **options)
 
     async def get(self, path: str) -> Any:
-        """The decoded answer, or None for a 404."""
+        """Return the decoded answer, or None for a 404."""
         reply = await asyncio.to_thread(self.plane._http.get, path.format(self.namespace))
         return None if reply.status_code == 404 else reply.json()
 
     async def raw(self, method: str, body: str) -> int:
-        """The status of an answer to a body of pools that no client of ours would write."""
+        """Send a body for pools that none of our clients would send; return the status."""
         send = partial(self.plane._http.request, headers={"Content-Type": "application/json"}, content=body)
         return (await asyncio.to_thread(send, method, POOLS.format(self.namespace))).status_code
 
     async def items(self, path: str) -> list[Any]:
-        """The objects of a collection."""
+        """Return the objects of a collection."""
         return list((await self.get(path))["items"])
 
     async def create_pool(self, name: str, **spec: Any) -> Any:
@@ -71,7 +71,7 @@ class Room:
         return await self.get(f"{POOLS}/{name}")
 
     async def until(self, condition: Callable[[], Any], what: str, seconds: float = 60.0) -> Any:
-        """The first true answer of ``condition``, which may be asynchronous."""
+        """Return the first true answer of ``condition``, which may be asynchronous."""
         deadline = time.monotonic() + seconds
         while True:
             found = condition()
@@ -88,7 +88,7 @@ class Room:
 
 
 def condition(obj: Any, kind: str) -> dict[str, Any]:
-    """A condition of an object; empty if it has none of that type."""
+    """Return a condition of an object; empty if it has none of that type."""
     for one in ((obj or {}).get("status") or {}).get("conditions", ()):
         if one["type"] == kind:
             return dict(one)
@@ -96,7 +96,7 @@ def condition(obj: Any, kind: str) -> dict[str, Any]:
 
 
 async def ready(room: Room, pod: Any) -> None:
-    """What the kubelet would say of a pod that runs well."""
+    """Report a healthy pod's status, as a kubelet does."""
     name = pod["metadata"]["name"]
     running = {"state": {"running": {"startedAt": "2026-11-01T00:00:00Z"}}, "ready": True, "started": True}
     status_ = {
@@ -115,7 +115,7 @@ async def ready(room: Room, pod: Any) -> None:
 
 
 async def _lead_to(room: Room, pod: str) -> None:
-    """An EndpointSlice of the gateway's Service. Its controller makes none for pods that are on no node."""
+    """Write an EndpointSlice of the gateway's Service. Its controller makes none for pods without a node."""
     service = (await room.get(f"{SERVICES}/treeline-gateway"))["metadata"]
     owner = {"apiVersion": "v1", "kind": "Service", "name": service["name"], "uid": service["uid"]}
     labels = {**service["labels"], "kubernetes.io/service-name": service["name"]}
@@ -132,10 +132,8 @@ async def _lead_to(room: Room, pod: str) -> None:
 
 @asynccontextmanager
 async def operator(kubeconfig: Path, namespace: str, **options: Any) -> AsyncIterator[asyncio.Task[int]]:
-    """An operator of one namespace, with its lease in it if it elects; stopped at the end if it still runs.
-
-    The task's result is the exit status.
-    """
+    """Run an operator of one namespace, with its lease in it if it elects; it is stopped at the end if it still runs.
+    The task's result is the exit status."""
     stop = asyncio.Event()
     settings: dict[str, Any] = {
         "identity": "one",
@@ -161,7 +159,7 @@ async def operator(kubeconfig: Path, namespace: str, **options: Any) -> AsyncIte
 
 
 async def runtime(room: Room, pool: str = "a") -> Any:
-    """The Deployment of a pool's revision."""
+    """Return the Deployment of a pool's revision."""
     for deployment in await room.items(DEPLOYMENTS):
         if deployment["metadata"]["labels"].get("treeline.dev/pool") == pool:
             return deployment
@@ -169,7 +167,7 @@ async def runtime(room: Room, pool: str = "a") -> Any:
 
 
 async def settled(room: Room, pool: str = "a") -> Any:
-    """Wait until the children are there and the status says so."""
+    """Wait until the children exist and the status covers them."""
 
     async def look() -> Any:
         found, deployment = await room.pool(pool), await runtime(room, pool)
@@ -181,7 +179,7 @@ async def settled(room: Room, pool: str = "a") -> Any:
 
 
 async def versions(room: Room) -> dict[str, str]:
-    """Generation of every child that has one; its resourceVersion else."""
+    """Return the generation of every child that has one; its resourceVersion otherwise."""
     found = {}
     for resource in RESOURCES:
         if resource.kind == "Pod":  # controllers make them

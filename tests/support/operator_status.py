@@ -1,4 +1,4 @@
-"""Worlds for tests of the operator's status: a pool that serves, and how to change it."""
+"""Worlds for tests of the operator's status: a serving pool, and changes of it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _uids = itertools.count(1)
 def pool(
     name: str = "tiny", /, *, generation: int = 3, created: str = "2026-11-01T00:00:00Z", **spec: Any
 ) -> InferencePool:
-    """A pool of the builtin model; keywords are fields of its spec, in camelCase."""
+    """Return a pool of the builtin model; keywords are fields of its spec, in camelCase."""
     meta = {"name": name, "namespace": "shop", "uid": f"uid-{name}", "generation": generation}
     return InferencePool.from_object(
         {
@@ -51,7 +51,7 @@ def pool(
 def model(
     name: str, /, *, model_name: str = "chat", created: str = "2026-11-01T00:00:00Z", **spec: Any
 ) -> InferenceModel:
-    """An InferenceModel of pool tiny; keywords are fields of its spec, in camelCase."""
+    """Return an InferenceModel of pool tiny; keywords are fields of its spec, in camelCase."""
     meta = {"name": name, "namespace": "shop", "uid": f"uid-{name}", "generation": 2}
     return InferenceModel.from_object(
         {
@@ -65,20 +65,20 @@ def model(
 
 
 def observed(kind: str, name: str, api_version: str = "v1", **fields: Any) -> Observed:
-    """An object of namespace shop. ``meta`` is added to its metadata."""
+    """Return an object of namespace shop. ``meta`` is added to its metadata."""
     meta = {"name": name, "namespace": "shop", "uid": f"uid-{name}", "resourceVersion": "7", "generation": 1}
     meta |= fields.pop("meta", {})
     return Observed.of({"apiVersion": api_version, "kind": kind, "metadata": meta, **fields})
 
 
 def deployment(name: str, replicas: int, ready: int, *, conditions: Any = ()) -> Observed:
-    """A Deployment whose controller has seen it."""
+    """Return a Deployment that its controller has observed."""
     status = _deployed(replicas, ready, conditions)
     return observed("Deployment", name, "apps/v1", spec={"replicas": replicas}, status=status)
 
 
 def revision(of: InferencePool, replicas: int, ready: int, *, conditions: Any = ()) -> Observed:
-    """The Deployment of the pool's current revision, as the planner makes it."""
+    """Return the Deployment of the pool's current revision, as the planner makes it."""
     wanted = target_revision(of, ())
     name = names.deployment(of.name, wanted.name)
     meta = {
@@ -112,7 +112,7 @@ def pod(
     deleting: bool = False,
     **status: Any,
 ) -> Observed:
-    """A pod of the pool; keywords are fields of its status. Without any it is one that nobody has looked at."""
+    """Return a pod of the pool; keywords are fields of its status. Without any, no controller has touched it."""
     marks = {
         labels.POOL: of.name,
         labels.SERVING: serving,
@@ -126,7 +126,7 @@ def pod(
 
 
 def ready(number: int = 1) -> dict[str, Any]:
-    """The status of a pod that is ready."""
+    """Return the status of a ready pod."""
     return {
         "phase": "Running",
         "podIP": f"10.0.0.{number}",
@@ -136,7 +136,7 @@ def ready(number: int = 1) -> dict[str, Any]:
 
 
 def container(name: str, state: Any, **fields: Any) -> dict[str, Any]:
-    """The status of one container."""
+    """Return the status of one container."""
     return {
         "name": name,
         "image": "registry.example/runtime:1",
@@ -148,14 +148,14 @@ def container(name: str, state: Any, **fields: Any) -> dict[str, Any]:
 
 
 def event(about: str, reason: str, message: str, *, last: str = "2026-11-20T11:59:00Z") -> Event:
-    """A Warning event."""
+    """Return a Warning event."""
     return Event(reason, message, last, about, f"uid-{about}")
 
 
 def gateway_children(
     name: str = "treeline", *, epp: int = 1, edge: int = 1, service: Any = None
 ) -> tuple[Observed, ...]:
-    """Picker and Envoy with so many ready pods, and the Service in front."""
+    """Return picker and Envoy with this many ready pods, and the Service in front."""
     url = names.url_service(name)
     ports = [{"name": "http", "port": 80}, {"name": "https", "port": 443}, {"name": "other", "port": 8080}]
     front = observed("Service", url, status=service or {}, spec={"ports": ports})
@@ -166,16 +166,15 @@ def gateway_children(
 
 
 def view(of: InferencePool, *pods: str, models: tuple[str, ...] = ("tiny",), synced: bool = True) -> PickerView:
-    """A picker that would choose these pods."""
+    """Return a picker's view that lists these pods."""
     listed = tuple(PickerEndpoint(name, f"10.0.0.{n}:8000", True) for n, name in enumerate(pods, start=1))
     return PickerView(synced, {of.name: listed}, {of.name: models})
 
 
 def world(of: InferencePool | None = None, **changes: Any) -> PoolWorld:
-    """A pool that serves with all the pods it asks for; keywords replace parts of this world, or of its gateway.
-
-    ``others`` are the pools that share the gateway, ``gateway_parts`` its children and ``gateway_pods`` its pods.
-    """
+    """Return the world of a pool that serves with all requested pods; keywords replace parts of this world, or of its
+    gateway. ``others`` are the pools that share the gateway, ``gateway_parts`` its children and ``gateway_pods`` its
+    pods."""
     mine = of if of is not None else pool()
     count = mine.spec.replicas
     platform = changes.pop("platform", Platform())
@@ -202,12 +201,12 @@ def world(of: InferencePool | None = None, **changes: Any) -> PoolWorld:
 
 
 def conditions(status: Any) -> dict[str, Any]:
-    """The conditions of a status by type."""
+    """Return the conditions of a status by type."""
     return {condition["type"]: condition for condition in status["conditions"]}
 
 
 def check_whole(seen: PoolWorld, progress: Any = None) -> None:
-    """What holds of every status whatever the world is like."""
+    """Check the invariants of every status."""
     kinds = ConditionType
     status = pool_status(seen, progress)
     generation = seen.pool.metadata.generation
@@ -238,13 +237,13 @@ def check_whole(seen: PoolWorld, progress: Any = None) -> None:
 
 
 def conditions_of(seen: PoolWorld, progress: Any = None) -> dict[str, Any]:
-    """The conditions of the pool's status by type, after a look at the whole of it."""
+    """Return the conditions of the pool's status by type, after checking the whole status."""
     check_whole(seen, progress)
     return conditions(pool_status(seen, progress))
 
 
 def with_status(seen: PoolWorld, status: Any, now: datetime = LATER) -> PoolWorld:
-    """The same world, later, with a status."""
+    """Return the same world, later, with a status."""
     mine = seen.pool.model_copy(update={"status": status})
     members = tuple(mine if other.name == mine.name else other for other in seen.gateway.pools)
     gateway = dataclasses.replace(seen.gateway, pools=members, now=now)

@@ -1,4 +1,4 @@
-"""Pods in every kind of trouble, with statuses as kubelets and schedulers write them, and the reason that each has."""
+"""Pods in every kind of trouble, with statuses as kubelets and schedulers write them, and the reason of each."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ BACK_OFF = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 40s r
 
 
 def crashed(restarts, code, reason="Error", message=""):
-    """The runtime is not started again yet."""
+    """The runtime has not been restarted yet."""
     return runtime(BACK_OFF, restartCount=restarts, lastState=ended(code, reason, message))
 
 

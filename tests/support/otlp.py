@@ -1,4 +1,4 @@
-"""A collector: a real OTLP/gRPC server that keeps the spans it is sent."""
+"""A collector: a real OTLP/gRPC server that keeps the received spans."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PATIENCE_S = 30.0
 
 
 class CollectedSpan:
-    """A span, who made it, and its attributes as plain values. Ids are hexadecimal, as in `traceparent`."""
+    """A span, its service, and its attributes as plain values. Ids are hexadecimal, as in `traceparent`."""
 
     def __init__(self, service: str, span: Span) -> None:
         self.service = service
@@ -64,7 +64,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         return trace_service_pb2.ExportTraceServiceResponse()
 
     def wait_for(self, trace: str, *names: str) -> dict[str, CollectedSpan]:
-        """The spans of a trace by name, once those with these names are there."""
+        """Wait for spans of a trace with these names. Return all its spans by name."""
 
         def found() -> dict[str, CollectedSpan]:
             spans = {span.name: span for span in self._spans if span.trace == trace}
@@ -73,7 +73,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         return self._until(found, f"spans {names} in {trace}")
 
     def trace_with(self, attribute: str, value: str) -> str:
-        """The trace of the span with this attribute, once it is there."""
+        """Wait for the span with this attribute. Return its trace id."""
         return self._until(
             lambda: next((span.trace for span in self._spans if span.attributes.get(attribute) == value), ""),
             f"a span whose {attribute} is {value}",
@@ -90,7 +90,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
 
     @property
     def traces(self) -> set[str]:
-        """Those of which there are spans."""
+        """Return the ids of traces that have spans."""
         with self._changed:
             return {span.trace for span in self._spans}
 

@@ -1,4 +1,4 @@
-"""Outputs of models and what parsers find in them, written shortly."""
+"""Outputs of models, and parsers' results in a short notation."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ Found = list[tuple[str, Any]]
 
 
 def pieces(text: str, cuts: Iterable[int]) -> list[str]:
-    """`text` cut at these places."""
+    """Cut `text` at these places."""
     places = [0, *sorted({cut % (len(text) + 1) for cut in cuts}), len(text)]
     return [text[start:end] for start, end in itertools.pairwise(places)]
 
 
 def fed(parser: OutputParser, pieces: Iterable[str]) -> list[Part]:
-    """All parts of an output that comes in these pieces."""
+    """Feed an output in these pieces and return all parts."""
     parts = [part for piece in pieces for part in parser.feed(piece)]
     return parts + parser.end()
 
 
 def told(parts: Sequence[Part]) -> Found:
-    """Parts, put together. Asserts what holds for any: calls are numbered from 0, and arguments are of the last one."""
+    """Join parts. Checks invariants: calls are numbered from 0, and arguments belong to the last call."""
     found: Found = []
     calls = 0
     for part in parts:
@@ -52,7 +52,7 @@ def told(parts: Sequence[Part]) -> Found:
 
 
 def read(parser: OutputParser, text: str) -> Found:
-    """What a parser finds in a whole output; arguments that are JSON as what they say."""
+    """Parse a whole output; arguments that are JSON are decoded."""
     found = told(fed(parser, [text]))
     return [(kind, (value[0], _said(value[1])) if kind == "call" else value) for kind, value in found]
 
@@ -65,7 +65,7 @@ def _said(arguments: str) -> Any:
 
 
 def same_however_cut(new: Callable[[], OutputParser], text: str, cuts: Iterable[int]) -> Found:
-    """What is found in `text`, which is the same as a whole, character by character, and cut at `cuts`."""
+    """Check that a parser finds the same in `text` whole, by characters and cut at `cuts`. Return it."""
     whole = told(fed(new(), [text]))
     assert told(fed(new(), text)) == whole
     assert told(fed(new(), pieces(text, cuts))) == whole
@@ -73,7 +73,7 @@ def same_however_cut(new: Callable[[], OutputParser], text: str, cuts: Iterable[
 
 
 def near(fragments: Sequence[str]) -> st.SearchStrategy[str]:
-    """Texts out of fragments of a format, whole ones and broken ones."""
+    """Draw texts from fragments of a format, valid and broken."""
     whole = st.sampled_from(fragments)
     part = st.builds(lambda text, at: text[: at % (len(text) + 1)], whole, st.integers(0, 60))
     return st.lists(whole | whole | part | st.sampled_from(list(" \n<[{}]>\"\\',:;|ax0")), max_size=14).map("".join)

@@ -1,4 +1,4 @@
-"""Several pickers of one pool in simulated time: a network between them that may be bad, engines, and a trace."""
+"""Several pickers of one pool in simulated time: an unreliable network between them, engines, and a trace."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TICK_S = 0.05
 
 
 class Clock:
-    """Simulated time: what is due is called in its order."""
+    """Simulated time: calls happen in order of their times."""
 
     def __init__(self, now: float = 1000.0) -> None:
         self.now = now
@@ -55,7 +55,7 @@ class Clock:
 
 @dataclass
 class Network:
-    """Datagrams between pickers. `fate` gives for each the delays after which it arrives: none where it is lost."""
+    """A network of pickers. `fate` returns the delay of each copy of a datagram; none if it is lost."""
 
     clock: Clock
     fate: Callable[[], Sequence[float]] = lambda: (0.0005,)
@@ -108,7 +108,7 @@ class Node:
 
 
 def picker_of(endpoints: int, rng: random.Random | None = None) -> Picker:
-    """A picker of so many endpoints that publish events. `rng` draws among equals."""
+    """Return a picker of this many endpoints that publish events. `rng` draws among equals."""
     picker = Picker(PickerConfig(seed=1))
     if rng is not None:
         picker.policies._policies[None] = create_policy("predicted_ttft", rng)
@@ -133,7 +133,7 @@ class Asked:
 
 @dataclass
 class Engine:
-    """Prefills one prompt after the other, with what it has by then; tells all pickers what it has and what waits."""
+    """An engine that prefills one prompt after another from its cache, and reports cache and queue to all pickers."""
 
     pool: Pool
     name: str
@@ -179,9 +179,7 @@ class Engine:
 
 class Pool:
     """Engines, `count` pickers that share the requests of a trace, and one more that sees every request (`shadow`).
-
-    `same` are the requests for which the one that was asked chose what the shadow would have. `ttfts` are seconds.
-    """
+    `same` counts the requests whose picker chose as the shadow would. `ttfts` are seconds."""
 
     def __init__(self, count: int, endpoints: int, *, gossip: bool = True, delay: float = 0.0005, seed: int = 1):
         self.clock = Clock()
@@ -253,8 +251,8 @@ class Pool:
 
 
 def trace_of(requests: int, per_s: float, seed: int = 1) -> list[Asked]:
-    """Arrivals by Poisson: system prompts that many share (some of them new ones), conversations that go on, and bursts
-    of 16 siblings on a prompt that nobody has seen."""
+    """Return a trace: Poisson arrivals, shared system prompts (some new), continued conversations, and bursts of 16
+    siblings on a new prompt."""
     rng = random.Random(seed)
     systems = [Prompt.random(1000 + number, 250) for number in range(24)]
     talks: list[Prompt] = []
@@ -285,6 +283,6 @@ def trace_of(requests: int, per_s: float, seed: int = 1) -> list[Asked]:
 
 
 def spread(pool: Pool) -> float:
-    """The busiest engine's work ÷ the mean."""
+    """Return the busiest engine's work ÷ the mean."""
     work = [engine.computed for engine in pool.engines.values()]
     return max(work) * len(work) / sum(work)

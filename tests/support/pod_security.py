@@ -1,4 +1,4 @@
-"""Where a pod's template goes beyond the restricted Pod Security Standard, in words."""
+"""Lists, in words, how a pod's template exceeds the restricted Pod Security Standard."""
 
 from __future__ import annotations
 
@@ -24,10 +24,8 @@ _SECCOMP: Final = ("RuntimeDefault", "Localhost")
 
 
 def exceptions(pod_spec: dict[str, Any], *, gpu: bool = False, token: bool = False) -> tuple[str, ...]:
-    """Every way in which pods of this spec are less confined than the operator makes them, in a fixed order.
-
-    Pods with a `gpu` are made with a writable root filesystem, those of pickers with a `token` of the API server.
-    """
+    """Return every way in which pods of this spec are less confined than the operator makes them, in a fixed order.
+    Pods with a `gpu` get a writable root filesystem, those of pickers with a `token` the API server's token."""
     return (*_of_pod(pod_spec, token), *_of_volumes(pod_spec), *_of_containers(pod_spec, gpu))
 
 

@@ -1,4 +1,4 @@
-"""A tiny cluster for plans of pools: an API server with defaults, deployments that make pods, pods that live."""
+"""A small cluster for plans of pools: an API server with defaults, deployments that make pods, living pods."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ HF: dict[str, Any] = {"model": {"uri": "hf://org/name"}}
 def a_pool(
     name: str = "tiny", *, uid: str = "pool-uid", metadata: dict[str, Any] | None = None, **spec: Any
 ) -> InferencePool:
-    """An InferencePool of the spec given in the words of its YAML."""
+    """Return an InferencePool with this spec, in the words of its YAML."""
     own = spec.get("engine", {}).get("type", "treeline") == "treeline"
     spec.setdefault("model", {"uri": "builtin://tiny" if own else "path:///weights/tiny"})
     meta = {
@@ -63,7 +63,7 @@ def a_pool(
 
 
 class SimCluster:
-    """What is there. ``capacity`` is the number of pods that find a node."""
+    """The cluster's objects. ``capacity`` is the number of pods that find a node."""
 
     def __init__(self, platform: Platform | None = None, capacity: int = 1000) -> None:
         self.platform = platform or Platform()
@@ -101,7 +101,7 @@ class SimCluster:
         )
 
     def look(self, pool: str = "tiny") -> None:
-        """The picker says what is, with the requests in flight of :attr:`streams`."""
+        """Take the picker's view of the pods, with the requests in flight of :attr:`streams`."""
         listed = tuple(
             PickerEndpoint(
                 name,
@@ -115,7 +115,7 @@ class SimCluster:
         self.picker = PickerView(True, {pool: listed}, at=self.now)
 
     def rename_pods(self, pattern: str) -> None:
-        """Give the pods short names, by their age."""
+        """Give the pods short names, by age."""
         old = sorted(self.pods, key=lambda name: int(name.rsplit("-", 1)[1]))
         renamed = {pattern.format(number): self.pods[name] for number, name in enumerate(old, start=1)}
         for number, (name, pod) in enumerate(renamed.items()):
@@ -124,7 +124,7 @@ class SimCluster:
         self.pods = renamed
 
     def be_silent(self) -> None:
-        """No picker says anything from now on."""
+        """Let all pickers be silent from now on."""
         if self.picker is not None:
             self.picker, self.silent_since = None, self.now
 
@@ -149,10 +149,8 @@ class SimCluster:
                     del self.objects[ref]
 
     def converge(self, pool: InferencePool, rounds: int = 100) -> int:
-        """Plan, do and let the pods become ready until nothing remains; the number of rounds.
-
-        Time passes where only that is waited for.
-        """
+        """Plan, apply and make the pods ready until nothing remains; return the number of rounds. Time passes if the
+        plan only waits for it."""
         for done in range(rounds):
             plan = self.plan(pool)
             before = copy.deepcopy(self.pods)
@@ -163,7 +161,7 @@ class SimCluster:
                 draining = any(_draining(pod) for pod in self.pods.values())
                 told = self.picker is not None and self.picker.at is not None
                 if plan.recheck_s is None or not (draining or told):
-                    assert not draining, "nobody would look again"
+                    assert not draining, "no recheck is planned"
                     return done
                 self.now += timedelta(seconds=plan.recheck_s)
                 if told:
@@ -179,7 +177,7 @@ class SimCluster:
     # ---- the cluster's side ---------------------------------------------------------------------------------
 
     def controllers(self) -> None:
-        """What the deployment controller and the scheduler do next."""
+        """Take the next step of the deployment controller and the scheduler."""
         for name, obj in self.deployments().items():
             labels = obj["spec"]["template"]["metadata"]["labels"]
             mine = [p for p in self.pods.values() if p["metadata"]["labels"][names.REVISION] == labels[names.REVISION]]
@@ -208,7 +206,7 @@ class SimCluster:
         self.schedule()
 
     def schedule(self) -> None:
-        """Give pods a node while there is room; tell the others that there is none."""
+        """Give pods a node while there is room; mark the others unschedulable."""
         placed = sum(1 for pod in self.pods.values() if _placed(pod))
         for pod in self.pods.values():
             if not _placed(pod):
@@ -271,19 +269,19 @@ class SimCluster:
 
 
 def _anchor(pool: InferencePool) -> Observed:
-    """What all of the gateway belongs to."""
+    """Return the ConfigMap that owns the gateway's objects."""
     meta = {"name": names.anchor(pool.spec.gateway.name), "namespace": pool.namespace, "uid": "uid-anchor"}
     return Observed.of({"apiVersion": "v1", "kind": "ConfigMap", "metadata": meta})
 
 
 def _picker(pool: InferencePool) -> Observed:
-    """The Deployment of the gateway's picker, which is made once the keys are there."""
+    """Return the Deployment of the gateway's picker, which is made once the keys exist."""
     meta = {"name": names.epp(pool.spec.gateway.name), "namespace": pool.namespace, "uid": "uid-epp"}
     return Observed.of({"apiVersion": "apps/v1", "kind": "Deployment", "metadata": meta, "spec": {}})
 
 
 def defaulted(obj: dict[str, Any]) -> dict[str, Any]:
-    """What the API server makes of an object: defaults, other spellings of quantities, empty things left out."""
+    """Return an object as the API server stores it: with defaults, respelled quantities and no empty fields."""
     obj = _respelled(obj)
     spec = obj.get("spec", {})
     if obj["kind"] == "Deployment":
@@ -337,24 +335,24 @@ def _placed(pod: dict[str, Any]) -> bool:
 
 
 def template(**spec: Any) -> dict[str, Any]:
-    """The template of the pods of a pool with this spec."""
+    """Return the pod template of a pool with this spec."""
     return pod_template(a_pool(**spec), "abc", Images())
 
 
 def runtime(**spec: Any) -> dict[str, Any]:
-    """The container with the engine, of a pool with this spec."""
+    """Return the engine's container of a pool with this spec."""
     containers = template(**spec)["spec"]["containers"]
     found: dict[str, Any] = next(c for c in containers if c["name"] == "runtime")
     return found
 
 
 def kinds(plan: Plan) -> list[str]:
-    """What a plan does: of each action its type, and the kind and the name of its object."""
+    """List a plan's actions: type, kind and name of each."""
     return [f"{type(action).__name__} {action.ref.kind} {action.ref.name}" for action in plan.actions]
 
 
 def settled(pool: InferencePool, **options: Any) -> SimCluster:
-    """A cluster in which the pool has come to rest."""
+    """Return a cluster in which the pool has converged."""
     cluster = SimCluster(**options)
     cluster.converge(pool)
     return cluster

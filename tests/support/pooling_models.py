@@ -1,4 +1,4 @@
-"""Checkpoints of models that make vectors, as transformers and sentence-transformers save them."""
+"""Checkpoints of embedding models, as transformers and sentence-transformers save them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TRANSFORMER = {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers
 
 
 def add_modules(path: Path, pooling: dict[str, Any], *, normalize: bool = True) -> Path:
-    """What sentence-transformers adds to a decoder: modules.json, and the configuration of its pooling."""
+    """Add sentence-transformers' files to a decoder: modules.json, and the configuration of its pooling."""
     listed = [TRANSFORMER, {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}]
     if normalize:
         listed.append({"idx": 2, "name": "2", "path": "2_Normalize", "type": "sentence_transformers.models.Normalize"})
@@ -24,7 +24,7 @@ def add_modules(path: Path, pooling: dict[str, Any], *, normalize: bool = True) 
 
 
 def add_logit_score(path: Path, yes: int, no: int | None) -> Path:
-    """What makes a reranker of a language model."""
+    """Add the files that make a language model a reranker."""
     kind = "sentence_transformers.cross_encoder.modules.logit_score.LogitScore"
     listed = [TRANSFORMER, {"idx": 1, "name": "1", "path": "1_LogitScore", "type": kind}]
     (path / "modules.json").write_text(json.dumps(listed))
@@ -36,13 +36,13 @@ def add_logit_score(path: Path, yes: int, no: int | None) -> Path:
 def embedder(
     path: Path, pooling: str = "lasttoken", *, normalize: bool = True, family: str = "Qwen3", kind: str = "Model"
 ) -> tuple[Any, Path]:
-    """→ transformers' model, where it is saved."""
+    """Save a random embedding model. Return transformers' model, and its folder."""
     theirs = reference(family, {"head_dim": 16} if family == "Qwen3" else {}, kind)
     return theirs, add_modules(save(theirs, path), {"pooling_mode": pooling}, normalize=normalize)
 
 
 def classifier(path: Path, labels: int, family: str = "Qwen3", **changes: Any) -> tuple[Any, Path]:
-    """A *ForSequenceClassification → transformers' model, where it is saved."""
+    """Save a random *ForSequenceClassification. Return transformers' model, and its folder."""
     sizes = ({"head_dim": 16} if family == "Qwen3" else {}) | {"num_labels": labels, "pad_token_id": 0}
     theirs = reference(family, sizes | changes, "ForSequenceClassification")
     return theirs, save(theirs, path)
@@ -58,7 +58,7 @@ RERANK_TEMPLATE = (
 
 
 def add_tokenizer(path: Path, *, template: str | None = None) -> Path:
-    """The tokenizer of `make_tokenizer`, with another chat template."""
+    """Add the tokenizer of `make_tokenizer`, with another chat template."""
     make_tokenizer(path)
     if template is not None:
         config = json.loads((path / "tokenizer_config.json").read_text())
@@ -67,7 +67,7 @@ def add_tokenizer(path: Path, *, template: str | None = None) -> Path:
 
 
 def configured(path: Path, architecture: str, **config: Any) -> Path:
-    """A checkpoint for the fake scheduler: it has no weights that anybody reads."""
+    """Write a checkpoint for the fake scheduler: its weights are never read."""
     make_checkpoint(path)
     made = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(made | {"architectures": [architecture]} | config))

@@ -1,4 +1,4 @@
-"""Ports that nobody holds, for processes that must be told one.
+"""Free ports for processes that need a given one.
 
 They come from outside of the range that the system uses for outgoing connections, so that none of those takes a port
 between its choice and the moment a server binds it; parallel test workers choose from ranges of their own.
@@ -14,12 +14,13 @@ EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 def outside(first: int, last: int) -> range:
-    """The ports to choose from where outgoing connections have `first` to `last`. Benchmarks take 20,000 and more."""
+    """Return the ports to choose from if outgoing connections have `first` to `last`. Benchmarks take 20,000 and
+    more."""
     return max(range(10_000, min(first, 20_000)), range(max(last + 1, 10_000), 1 << 16), key=len)
 
 
 def slice_of(ports: range, worker: int, workers: int) -> range:
-    """The part of one of `workers` test processes."""
+    """Return the part of one of `workers` test processes."""
     each = len(ports) // workers
     return ports[worker * each : (worker + 1) * each]
 
@@ -31,14 +32,14 @@ def _own() -> range:
 
 
 class Ports:
-    """Owns which port of a range is tried next."""
+    """The next port to try in a range."""
 
     def __init__(self, own: range, start: int) -> None:
         self._own, self._next = own, start
 
     def base(self, count: int) -> int:
-        """A port such that it and the `count` - 1 above it are free; none was returned before, until all have been.
-        Raises OSError where there is no such place."""
+        """Return a port such that it and the `count` - 1 above it are free; none is returned twice before all have
+        been. Raises OSError if there is no such place."""
         for _ in range(2 * len(self._own)):
             if self._next + count > len(self._own):
                 self._next = 0
@@ -64,7 +65,7 @@ def free_base(count: int) -> int:
 
 
 def free_ports(count: int) -> list[int]:
-    """`count` different ports of the loopback address that are free."""
+    """Return `count` different free ports of the loopback address."""
     return [_PORTS.base(1) for _ in range(count)]
 
 

@@ -12,11 +12,11 @@ import torch
 logging.getLogger(__name__).warning("test processors imported")
 
 CALLS: dict[str, list[list[int]]] = defaultdict(list)
-"""What `Follows` was called with, by its `key`: the output before each token."""
+"""The calls of `Follows`, by its `key`: the output before each token."""
 
 
 class Follows:
-    """The last token decides which five may come next: what is a token late, or early, breaks it."""
+    """Allow five tokens by the last one alone, so that a token too late or too early breaks the rule."""
 
     def __init__(self, params: dict[str, Any], vocab_size: int) -> None:
         self._key = params["key"]
@@ -36,7 +36,7 @@ def follow(last: int, vocab_size: int) -> set[int]:
 
 
 class Favours:
-    """One token is far ahead of all others."""
+    """Make one token far likelier than all others."""
 
     def __init__(self, params: dict[str, Any], vocab_size: int) -> None:
         self._token = params.get("token")
@@ -49,7 +49,7 @@ class Favours:
 
 
 class Fails:
-    """Does what it is told when the output has `after` tokens."""
+    """A processor that fails as `how` says once the output has `after` tokens."""
 
     def __init__(self, params: dict[str, Any], vocab_size: int) -> None:
         self._how, self._after = params["how"], params["after"]

@@ -1,4 +1,4 @@
-"""Prompts whose shared beginnings the tests control."""
+"""Prompts with shared beginnings that the tests control."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ WORDS = VOCABULARY.split()
 
 
 def text(words: int, seed: int) -> str:
-    """`words` words, the same for the same seed; texts of different seeds differ from the first words on."""
+    """Return `words` words, the same for the same seed; texts of different seeds differ from the first words on."""
     choose = random.Random(seed)
     return " ".join(choose.choice(WORDS) for _ in range(words))
 
 
 def messages(shared: str, own: str) -> list[dict[str, str]]:
-    """A chat whose system prompt is shared and whose question is its own."""
+    """Return a chat with a shared system prompt and a question of its own."""
     return [{"role": "system", "content": shared}, {"role": "user", "content": own}]

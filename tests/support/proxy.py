@@ -1,4 +1,4 @@
-"""Requests and responses as a proxy shows them to a picker in memory."""
+"""Requests and responses as a proxy sends them to a picker in memory."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NONE, DUPLEX = _MODE.NONE, _MODE.FULL_DUPLEX_STREAMED
 
 
 def new_router(endpoints: int = 2) -> Router:
-    """A router over so many endpoints of the tiny model."""
+    """Return a router over this many endpoints of the tiny model."""
     registry, picker = ModelRegistry(), Picker()
     fingerprint = registry.add_keyer(TokenizerBundle.from_dir(Path("models/tiny"))).fingerprint
     for index in range(endpoints):
@@ -36,7 +36,7 @@ def new_router(endpoints: int = 2) -> Router:
 
 
 def head(fields: Mapping[str, str], mode: int = _MODE.BUFFERED, *, end: bool = False) -> pb.ProcessingRequest:
-    """A request's headers, and how its body will be sent."""
+    """Return a request's headers, and how its body will be sent."""
     message = pb.ProcessingRequest()
     message.protocol_config.request_body_mode = mode
     for key, value in fields.items():
@@ -46,12 +46,12 @@ def head(fields: Mapping[str, str], mode: int = _MODE.BUFFERED, *, end: bool = F
 
 
 def whole(body: bytes) -> pb.ProcessingRequest:
-    """A request's body, and its end."""
+    """Return a request's body, and its end."""
     return pb.ProcessingRequest(request_body=pb.HttpBody(body=body, end_of_stream=True))
 
 
 def begun(status: str = "200", *, end: bool = False, **fields: str) -> pb.ProcessingRequest:
-    """A response's headers; underscores in names stand for dashes."""
+    """Return a response's headers; underscores in names stand for dashes."""
     message = pb.ProcessingRequest()
     for key, value in {":status": status, **fields}.items():
         message.response_headers.headers.headers.add(key=key.replace("_", "-"), raw_value=value.encode())
@@ -60,14 +60,14 @@ def begun(status: str = "200", *, end: bool = False, **fields: str) -> pb.Proces
 
 
 def replies(stream: ExtProcSession, message: pb.ProcessingRequest) -> list[pb.ProcessingResponse]:
-    """What a stream says at once."""
+    """Return the stream's immediate replies to a message."""
     said = stream.answers(message.SerializeToString())
     return [pb.ProcessingResponse.FromString(data) for data in said if isinstance(data, bytes)]
 
 
 @dataclass
 class Proxy:
-    """A proxy and the picker that it asks; `now` is the picker's clock."""
+    """A proxy and its picker; `now` is the picker's clock."""
 
     observers: Iterable[Observer]
     now: float = 100.0
@@ -92,7 +92,7 @@ class Proxy:
         observed: bool = False,
         path: str = "/v1/chat/completions",
     ) -> list[pb.ProcessingResponse]:
-        """A request up to its decision; the stream stays open, as `last`. `metadata`: of the call."""
+        """Send a request up to its decision; the stream stays open, as `last`. `metadata`: of the call."""
         self.count += 1
         self.last = ExtProcSession(self.router, SessionLimits(1 << 20), metadata)
         asks = head({":method": "POST", ":path": path, names.REQUEST_ID: f"r{self.count}", **headers})
@@ -102,20 +102,20 @@ class Proxy:
         return [*self._send(asks), *self._send(whole(json.dumps(body).encode()))]
 
     def answer(self, status: int = 200, *, ends: bool = False, **headers: str) -> None:
-        """The response's headers; underscores in names stand for dashes."""
+        """Send the response's headers; underscores in names stand for dashes."""
         self._send(begun(str(status), end=ends, **{"content-type": "application/json", **headers}))
 
     def chunk(self, data: bytes, *, ends: bool = False) -> None:
-        """A piece of its body."""
+        """Send a piece of its body."""
         self._send(pb.ProcessingRequest(response_body=pb.HttpBody(body=data, end_of_stream=ends)))
 
     def close(self) -> None:
-        """The stream ends."""
+        """End the stream."""
         assert self.last is not None
         self.last.close()
 
     def stream(self, output: int = 11, *, after_s: float = 0.5, for_s: float = 1.0, **opened: Any) -> None:
-        """A whole exchange: a stream of events with its usage at the end."""
+        """Run a whole exchange: a stream of events with its usage at the end."""
         self.open(**opened)
         self.answer(**{"content-type": "text/event-stream"})
         self.now += after_s

@@ -1,4 +1,4 @@
-"""For the publisher's tests: a cache that changes at random, a router that believes what it is told, the process."""
+"""For the publisher's tests: a randomly changing cache, a router that trusts events, the process."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Cutting:
 
 
 class Cache:
-    """A tree of pages as a scheduler reports it: runs stored below a page, leaves removed, now and then a flush."""
+    """A tree of pages as a scheduler reports it: runs stored below a page, removed leaves, and an occasional flush."""
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
@@ -77,7 +77,7 @@ class Cache:
 
 
 class Consumer:
-    """Hash → (parent, tokens), from events alone."""
+    """Rebuilds hash → (parent, tokens) from events alone."""
 
     def __init__(self) -> None:
         self.pages: dict[int, tuple[int | None, tuple[int, ...]]] = {}
@@ -104,7 +104,7 @@ class Consumer:
 
 
 class TrustingReencoder:
-    """Takes every sampled token for what re-encoding gives."""
+    """Treats every sampled token as if re-encoding gave it."""
 
     def agreed_len(self, ids: Sequence[int], sampled_from: int) -> int:
         return len(ids)
@@ -138,7 +138,7 @@ class PublisherProcess:
         return self
 
     def heard(self) -> Any:
-        """What it says next, besides that it is alive."""
+        """Return the next message, heartbeats left out."""
         while True:
             assert self.inbox.wait(60_000), "the publisher says nothing"
             (message,) = self.inbox.take(1)
@@ -154,7 +154,7 @@ class PublisherProcess:
         self.outbox.send(CacheUpdate(list(events)))
 
     def settled(self) -> dict[str, Any]:
-        """Waits until all updates are applied; what is announced then."""
+        """Wait until all updates are applied; return the announced cache."""
         self.outbox.send(AnnouncedReq("q", self.updates))
         reply = self.heard()
         assert isinstance(reply, Reply)
@@ -177,7 +177,7 @@ class PublisherProcess:
         self.context.destroy(linger=0)
 
     def subscribed(self) -> zmq.Socket[bytes]:
-        """A subscriber that has seen its first event: later ones cannot be missed."""
+        """Return a subscriber that has seen its first event: later ones cannot be missed."""
         events = self.socket(zmq.SUB, "events_port")
         number = iter(range(10_000, 20_000))
 
@@ -196,6 +196,6 @@ def receive(socket: zmq.Socket[bytes]) -> list[bytes]:
 
 
 def heard(events: zmq.Socket[bytes], newest: int) -> None:
-    """Take from a subscription all up to the event of this number."""
+    """Read from a subscription up to the event of this number."""
     while frames.parse_live(receive(events))[1] < newest:
         pass

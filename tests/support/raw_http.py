@@ -15,7 +15,7 @@ import h11
 
 @dataclass
 class Answer:
-    """What came back; ``status`` is 0 where the connection was closed, or the stream ``reset``, without an answer."""
+    """An answer; ``status`` is 0 if the connection was closed, or the stream ``reset``, without one."""
 
     status: int = 0
     headers: dict[str, str] = field(default_factory=dict)
@@ -24,7 +24,7 @@ class Answer:
 
 
 async def http1(port: int, request: bytes, *, method: bytes = b"POST", timeout_s: float = 60.0) -> Answer:
-    """Send exactly these bytes and read one final answer. ``method`` tells whether the answer has a body."""
+    """Send exactly these bytes and read one final answer. ``method`` decides whether the answer has a body."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         writer.write(request)
@@ -63,8 +63,8 @@ async def http2(
     end: bool = True,
     timeout_s: float = 60.0,
 ) -> Answer:
-    """One request over HTTP/2 with prior knowledge, with these header fields as they are; without ``body`` the headers
-    end the stream, and without ``end`` the body does not. ``reset`` tells of a stream that was reset."""
+    """Send one request over HTTP/2 with prior knowledge, with these header fields unchanged; without ``body`` the
+    headers end the stream, and without ``end`` the body does not. ``reset`` marks a stream that was reset."""
     settings = h2.config.H2Configuration(
         validate_outbound_headers=False, normalize_outbound_headers=False, header_encoding="utf-8"
     )
@@ -99,7 +99,7 @@ def _room(connection: h2.connection.H2Connection) -> int:
 
 
 def _take(answer: Answer, event: h2.events.Event) -> bool:
-    """Note an event of the answer; True where it was the last."""
+    """Record an event of the answer; return True for the last one."""
     if isinstance(event, h2.events.ResponseReceived):
         found = {_text(name): _text(value) for name, value in event.headers}
         answer.status = int(found.pop(":status"))

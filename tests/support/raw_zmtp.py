@@ -1,4 +1,4 @@
-"""Peers that speak ZMTP byte by byte, for what ZMQ itself would never send: messages that do not end."""
+"""Peers that speak ZMTP byte by byte, to send what ZMQ never would: endless messages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + by
 
 
 def frame(data: bytes, *, more: bool) -> bytes:
-    """One frame of a message."""
+    """Return one frame of a message."""
     return bytes([2 | more]) + len(data).to_bytes(8, "big") + data
 
 
@@ -25,7 +25,7 @@ def _greet(peer: socket.socket, kind: bytes) -> None:
 
 
 def raw_client(port: int, kind: bytes) -> socket.socket:
-    """Connected to a ZMQ socket on this machine, as one of this kind."""
+    """Connect to a ZMQ socket on this machine, as a socket of this kind."""
     peer = socket.create_connection(("127.0.0.1", port))
     peer.settimeout(30)
     _greet(peer, kind)
@@ -33,7 +33,7 @@ def raw_client(port: int, kind: bytes) -> socket.socket:
 
 
 def is_ended(peer: socket.socket) -> bool:
-    """Wait until the other side has ended the connection."""
+    """Wait until the other side has closed the connection."""
     try:
         while peer.recv(1 << 16):
             pass
@@ -46,8 +46,8 @@ def is_ended(peer: socket.socket) -> bool:
 
 @contextlib.contextmanager
 def raw_publisher(talk: Callable[[socket.socket], None], kind: bytes = b"PUB") -> Iterator[tuple[int, threading.Event]]:
-    """Its port; `talk` is called with each connection after the handshake, and the event is set when the peer has ended
-    one."""
+    """Run a publisher and yield its port; `talk` is called with each connection after the handshake, and the event is
+    set when the peer has closed one."""
     ended = threading.Event()
 
     def serve(peer: socket.socket) -> None:

@@ -1,4 +1,4 @@
-"""What an identity asked of an API server, by its audit log, against what the declared features let it ask."""
+"""Compares an identity's requests to an API server, from its audit log, with the rights of the declared features."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LEASE_NAME = "treeline-operator"
 
 
 def rules_of(features: Iterable[rbac.Feature]) -> list[dict[str, Any]]:
-    """The rules that the chart's Role has for these features."""
+    """Return the rules of the chart's Role for these features."""
     rules = [need.rule() for feature in features for need in feature.needs]
     for rule in rules:
         if "resourceNames" in rule:
@@ -31,7 +31,7 @@ def rules_of(features: Iterable[rbac.Feature]) -> list[dict[str, Any]]:
 
 
 def used(events: Iterable[dict[str, Any]]) -> set[Right]:
-    """The rights that these requests needed and had. Discovery needs none that anybody grants."""
+    """Return the rights that these requests needed and had. Discovery needs none."""
     found: set[Right] = set()
     for event in events:
         ref = event.get("objectRef", {})
@@ -47,8 +47,8 @@ def used(events: Iterable[dict[str, Any]]) -> set[Right]:
 
 
 def refused(events: Iterable[dict[str, Any]]) -> list[str]:
-    """Requests that were refused for want of a right, but for lists of optional kinds: that one may not be read is
-    how the operator learns that it is not to be used."""
+    """Return the requests that were refused for want of a right, except lists of optional kinds: a refusal there tells
+    the operator not to use the kind."""
     optional = {(watched.resource.group, watched.resource.plural) for watched in OPTIONAL}
     return [
         f"{event['verb']} {event['requestURI']}"
@@ -64,30 +64,30 @@ def _kind(event: dict[str, Any]) -> tuple[str, str]:
 
 
 def asked_for(features: Iterable[rbac.Feature]) -> set[Right]:
-    """What these features use by requests of their own."""
+    """Return the rights that these features use by requests of their own."""
     own = [rbac.Feature(f.name, tuple(need for need in f.needs if need.asked)) for f in features]
     return rbac.granted(own)
 
 
 @dataclass
 class Witness:
-    """An identity whose requests are looked at."""
+    """An identity whose requests are audited."""
 
     plane: ControlPlane
     user: str
     features: tuple[rbac.Feature, ...]
 
     def events(self) -> list[dict[str, Any]]:
-        """Everything that it asked so far."""
+        """Return the audit events of the identity so far."""
         return self.plane.audit_events(self.user)
 
     def feature(self, name: str) -> rbac.Feature:
-        """One of its features."""
+        """Return one of its features."""
         (found,) = (feature for feature in self.features if feature.name == name)
         return found
 
     async def uses_all_of(self, *names: str) -> None:
-        """Wait until everything that these features are granted has been asked for."""
+        """Wait until all rights of these features have been used."""
         wanted = asked_for(self.feature(name) for name in names)
         deadline = time.monotonic() + 60
         while missing := wanted - used(await asyncio.to_thread(self.events)):
@@ -95,28 +95,28 @@ class Witness:
             await asyncio.sleep(0.25)
 
     async def has_only_read(self, *names: str) -> None:
-        """Nothing but lists and watches was asked of what these features alone are about."""
+        """Check that rights of these features alone were used only to list and watch."""
         now = used(await asyncio.to_thread(self.events))
         theirs = {r for name in names for r in now if name in rbac.feature_of(*r) and r[2] not in READS}
         assert theirs == set(), f"used before anybody asked for {names}: {theirs}"
 
     def conclude(self, exceptions: Iterable[Right] = ()) -> None:
-        """Nothing was refused, nothing else was asked for, and nothing else was granted."""
+        """Check that no request was refused, that each was granted, and that each grant was used."""
         events = self.events()
         assert not (said_no := refused(events)), f"refused: {said_no}"
         granted, asked = rbac.granted(self.features), used(events)
-        assert asked <= granted, f"asked for, and let through by somebody else's grant: {asked - granted}"
+        assert asked <= granted, f"requested, and allowed by another grant: {asked - granted}"
         assert granted - asked == set(exceptions), f"granted, and never used: {granted - asked}"
 
 
 @dataclass(frozen=True)
 class Grants:
-    """Makes the grants of identities, and waits until the API server has heard of them."""
+    """Grants rights to identities, and waits until the API server applies them."""
 
     plane: ControlPlane
 
     def bind(self, user: str, rules: Sequence[dict[str, Any]], namespace: str = "") -> None:
-        """A Role (without a namespace a ClusterRole) with these rules for a user."""
+        """Bind a Role (without a namespace a ClusterRole) with these rules to a user."""
         base, kind = (f"{RBAC}/namespaces/{namespace}", "Role") if namespace else (RBAC, "ClusterRole")
         metadata = {"name": user}
         plural = f"{kind.lower()}s"
@@ -130,7 +130,7 @@ class Grants:
         self.heard(user, rules[-1], namespace)
 
     def heard(self, user: str, rule: dict[str, Any], namespace: str = "") -> None:
-        """Wait until the API server knows of a rule of a user's."""
+        """Wait until the API server applies a user's rule."""
         resource, _, subresource = str(rule["resources"][0]).partition("/")
         attributes = {
             "namespace": namespace,

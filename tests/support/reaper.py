@@ -1,4 +1,4 @@
-"""What tests start ends with the run of pytest that started it, however that run ends.
+"""Kills the processes that tests started when their run of pytest ends, however it ends.
 
 Each run adds a mark of its own to the environment, which its processes inherit, also in sessions of their own, and
 theirs in turn. At its end, and by another process when it was killed, whatever has the mark is killed.
@@ -19,7 +19,7 @@ VARIABLE = "PYTEST_RUNS"
 
 
 def watch_this_run() -> str:
-    """From here on, this process's children have the mark that is returned, and do not outlive it."""
+    """Mark this process's future children, and end them with it. Return the mark."""
     mark = uuid.uuid4().hex
     os.environ[VARIABLE] = f"{os.environ.get(VARIABLE, '')} {mark}"
     words = [sys.executable, "-S", __file__, str(os.getpid()), mark]
@@ -29,7 +29,7 @@ def watch_this_run() -> str:
 
 
 def marked(mark: str) -> list[int]:
-    """Processes that were started with the mark, besides this one."""
+    """Return the processes that were started with the mark, without this one."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # of another user, or gone
@@ -39,7 +39,7 @@ def marked(mark: str) -> list[int]:
 
 
 def reap(mark: str) -> None:
-    """Kills what has the mark, and what these start meanwhile."""
+    """Kill all processes with the mark, and those that they start meanwhile."""
     while left := [pid for pid in marked(mark) if not _watches(pid)]:
         for pid in left:
             with contextlib.suppress(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""Constraints that a test can foresee, and a scheduler that gives them to requests and checks what they are told."""
+"""Constraints that a test can predict, and a scheduler that adds them to requests and checks the tokens they get."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ def anything(_: list[int]) -> Collection[int]:
 
 
 def alternating(output: list[int]) -> Collection[int]:
-    """Even, odd, even …"""
+    """Allow even and odd tokens in turn."""
     return range(len(output) % 2, VOCAB, 2)
 
 
 def follows(output: list[int]) -> Collection[int]:
-    """Whatever the last token decides: what is a token late, or early, breaks it."""
+    """Allow tokens by the last one alone, so that a token too late or too early breaks the rule."""
     last = output[-1] if output else 0
     return {(last * 5 + k) % VOCAB for k in (1, 7, 32, 33, 64)}
 
 
 def only(*tokens: int) -> Rule:
-    """These, one after another."""
+    """Allow these tokens, one after another."""
     return lambda output: tokens[len(output) : len(output) + 1]
 
 
@@ -46,10 +46,10 @@ class ToyFiller:
 
 
 class Toy:
-    """Obeys a rule, and is finished where the rule allows nothing."""
+    """A constraint by a rule; it is finished where the rule allows nothing."""
 
     def __init__(self, rule: Rule, *, fails: str = "", after: int = 0, ends: bool = True) -> None:
-        """fails: the method that raises once the output has `after` tokens. ends: whether it says that it is
+        """fails: the method that raises once the output has `after` tokens. ends: whether it reports that it is
         finished."""
         self.filler = ToyFiller()
         self._rule = rule
@@ -58,7 +58,7 @@ class Toy:
         self._ends = ends
         self.output: list[int] = []
         self.filled: list[int] = []
-        """How long the output was at each call of `fill`."""
+        """The length of the output at each call of `fill`."""
 
     def accept(self, token: int) -> None:
         self._may_fail("accept")
@@ -93,10 +93,10 @@ class Toy:
 
 
 class Constrained(Harness):
-    """Gives requests the constraints in `toys`, by their rid."""
+    """Adds the constraints in `toys` to requests, by their rid."""
 
     def __init__(self, model: Path, *, overlap_depth: int = 0, **settings: Any) -> None:
-        """overlap_depth: may be larger than what is served."""
+        """overlap_depth: may be larger than a server's."""
         super().__init__(model, overlap_depth=min(overlap_depth, 1), **settings)
         self.limits = dataclasses.replace(self.limits, overlap_depth=overlap_depth)
         self.toys: dict[str, Toy] = {}
@@ -121,7 +121,7 @@ class Constrained(Harness):
         worked = super().step()
         for rid, toy in list(self._watched.items()):
             taken = self.tokens(rid) if rid in self.outs else []
-            assert toy.output == taken, f"{rid} was told what it did not take"
+            assert toy.output == taken, f"{rid} was given tokens that it did not take"
             if rid in self.outs and self.last(rid).finish is not None and self.is_idle:
                 del self._watched[rid]
         return worked

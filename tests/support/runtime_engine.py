@@ -1,4 +1,4 @@
-"""Small models, an in-memory scheduler that checks itself after every step, an attention backend to compare with."""
+"""Small models, an in-memory scheduler that checks itself after every step, a reference attention backend."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ TINY_CONFIG: dict[str, Any] = {
 
 
 def write_config(directory: Path, **changes: Any) -> Path:
-    """A model directory that `load_format="dummy"` can use."""
+    """Write a model directory for `load_format="dummy"`."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "config.json").write_text(json.dumps(TINY_CONFIG | changes))
     return directory
@@ -73,7 +73,7 @@ _MODELS: dict[str, Decoder] = {}
 
 
 def dummy_model(config: SchedulerConfig) -> Decoder:
-    """Random weights for `config.model`, made once per directory and context length."""
+    """Return random weights for `config.model`, made once per directory and context length."""
     key = f"{config.model} {config.context_length} {config.seed} {config.quantization}"
     if key not in _MODELS:
         _MODELS[key] = load_model(config)
@@ -81,7 +81,7 @@ def dummy_model(config: SchedulerConfig) -> Decoder:
 
 
 class Memory:
-    """A transport in memory, which checks what it is sent."""
+    """A transport in memory that checks the messages it sends."""
 
     def __init__(self) -> None:
         self.inbox: deque[ToScheduler] = deque()
@@ -121,7 +121,7 @@ class Memory:
 
 
 class Harness(Scheduler):
-    """A scheduler that checks its own books after every step."""
+    """A scheduler that checks its own accounts after every step."""
 
     def __init__(
         self,
@@ -131,7 +131,7 @@ class Harness(Scheduler):
         processors: Mapping[str, Factory] | None = None,
         **settings: Any,
     ) -> None:
-        """clock: of waiting; nobody waits for long unless a test says so, however slow the machine is."""
+        """clock: for waiting times; it stands still unless a test sets it, so a slow machine causes no timeouts."""
         defaults: dict[str, Any] = {
             "load_format": "dummy",
             "page_size": 4,
@@ -155,7 +155,7 @@ class Harness(Scheduler):
         return worked
 
     def _check_in_flight(self) -> None:
-        """No page of a launched batch is free."""
+        """Check that no page of a launched batch is free."""
         for batch, _, _ in self._pending:
             for req in batch.reqs:
                 assert req.in_flight > 0
@@ -166,7 +166,7 @@ class Harness(Scheduler):
     # ---- the test's side ----------------------------------------------------------------------------------
 
     def submit(self, rid: str, ids: list[int], *, namespace: str | None = None, **options: Any) -> None:
-        """`options`: fields of GenerateReq or of SamplingParams; greedy unless told otherwise."""
+        """Submit a request. `options`: fields of GenerateReq or of SamplingParams; greedy by default."""
         fields = {
             "client",
             "return_logprob",
@@ -184,13 +184,13 @@ class Harness(Scheduler):
         self.inbox.append(AbortReq(rid))
 
     def retract_one(self, rng: random.Random) -> None:
-        """One of those who run goes back to the queue, as if memory had run out, when nothing is in flight."""
+        """Move a running request back to the queue when nothing is in flight, as if memory had run out."""
         self._process_all_but(0)
         if self.decode.running:
             self._retract(rng.choice(list(self.decode.running.values())))
 
     def run(self, max_steps: int = 5000) -> None:
-        """Until nothing is left to do; then nothing may be held."""
+        """Run until nothing is left to do; then check that nothing is held."""
         for _ in range(max_steps):
             if not self.step() and not self._woken_by_a_grammar():
                 break
@@ -199,7 +199,7 @@ class Harness(Scheduler):
         self.assert_clean()
 
     def run_with_failing_launches(self) -> None:
-        """`run`, where each third launch of several requests fails, so that they are launched one by one."""
+        """Run while each third launch of several requests fails, so that they are launched one by one."""
         launch, sizes = self._compute, list[int]()
 
         def flaky(batch: Batch) -> Launched:
@@ -214,7 +214,7 @@ class Harness(Scheduler):
         assert sizes.count(1) > 5
 
     def fail_launches_of(self, rid: str) -> None:
-        """The model raises whenever it is in the batch."""
+        """Make the model raise whenever the request is in the batch."""
         launch = self._compute
 
         def broken(batch: Batch) -> Launched:
@@ -225,7 +225,7 @@ class Harness(Scheduler):
         self._compute = broken  # type: ignore[method-assign]
 
     def spoil_logits(self, monkeypatch: pytest.MonkeyPatch, rows: slice, value: float = torch.nan) -> None:
-        """From now on the model, which other tests have, too, computes this for a token of these rows."""
+        """Replace the logits of the model (which other tests use, too) for a token of these rows from now on."""
         logits = self.executor._model.logits
 
         def broken(hidden: torch.Tensor, out: None = None) -> torch.Tensor:
@@ -236,7 +236,7 @@ class Harness(Scheduler):
         monkeypatch.setattr(self.executor._model, "logits", broken)
 
     def _woken_by_a_grammar(self) -> bool:
-        """Wait for what is being compiled. → whether anything is."""
+        """Wait for grammars that are being compiled. Return whether there were any."""
         if not self.grammars.waiting:
             return False
         assert self.woken.wait(60.0), f"nothing came of {self.grammars.reqs()}"
@@ -244,7 +244,7 @@ class Harness(Scheduler):
         return True
 
     def assert_clean(self) -> None:
-        """Idle, every page free or cached, no lock, every rid ended."""
+        """Check that it is idle, every page free or cached, no lock held, every rid ended."""
         assert self.is_idle
         assert self.cache.tree.locked_pages == 0
         assert self.table.num_free == self.table.num_rows
@@ -253,13 +253,13 @@ class Harness(Scheduler):
             assert outs[-1].finish is not None, f"{rid} has no terminal message"
 
     def generate(self, rid: str, ids: list[int], **options: Any) -> list[int]:
-        """Submit, run to the end, → output ids."""
+        """Submit, run to the end, and return the output ids."""
         self.submit(rid, ids, **options)
         self.run()
         return self.tokens(rid)
 
     def pool(self, rid: str, ids: list[int], **options: Any) -> npt.NDArray[np.float32]:
-        """Submit, run to the end, → the vector."""
+        """Submit, run to the end, and return the vector."""
         self.submit(rid, ids, pools=True, max_new_tokens=0, **options)
         self.run()
         return self.vector(rid)
@@ -270,7 +270,7 @@ class Harness(Scheduler):
         return np.frombuffer(vector, "<f4")
 
     def tokens(self, rid: str) -> list[int]:
-        """That messages told, without those that they took back."""
+        """Return the tokens that messages delivered, without the withdrawn ones."""
         found = list[int]()
         for out in self.outs[rid]:
             assert out.withdrawn <= len(found)
@@ -282,7 +282,7 @@ class Harness(Scheduler):
         return self.outs[rid][-1]
 
     def finish(self, rid: str) -> FinishReason:
-        """Of one that has ended."""
+        """Return the finish reason of a request that has ended."""
         found = self.last(rid).finish
         assert found is not None, f"{rid} has not ended"
         return found
@@ -292,7 +292,7 @@ class Harness(Scheduler):
 
 
 class Recorder(Harness):
-    """Remembers what every launch was: prefilled, decoding, tokens."""
+    """Records every launch: prefilled, decoding, tokens."""
 
     def __init__(self, model: Path, **settings: Any) -> None:
         self.batches: list[tuple[list[str], list[str], int]] = []
@@ -315,7 +315,7 @@ def prompt(seed: int, length: int) -> list[int]:
 
 
 class DenseAttention(AttentionBackend):
-    """Attention as the textbook has it, one sequence, one head, one token at a time: slow and plainly right."""
+    """Textbook attention, one sequence, one head, one token at a time: slow and plainly right."""
 
     def capture_buffers(self, sequences: int) -> torch.Tensor:
         return torch.zeros(sequences, dtype=torch.int64)
@@ -363,7 +363,8 @@ ATTENTION_BACKENDS.register("dense", DenseAttention)
 
 
 def assert_generates_the_same(engine: Harness, theirs: Any) -> None:
-    """Prompts of several lengths at once have the greedy answers of transformers' model `theirs`, one by one."""
+    """Check that prompts of several lengths at once get the greedy answers of transformers' model `theirs`, one by
+    one."""
     prompts = [IDS[:n] for n in (1, 7, 16, 33, 50)]
     for rid, ids in enumerate(prompts):
         engine.submit(str(rid), ids, max_new_tokens=12)

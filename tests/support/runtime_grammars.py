@@ -1,4 +1,4 @@
-"""Grammars for a scheduler of a test: compiled here and at once, and remembered."""
+"""Grammars for a scheduler of a test: compiled at once in this process, and cached."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def compiled(grammar: Grammar) -> Compiled:
 
 
 class Compiler:
-    """In place of `GrammarCompiler`."""
+    """A stand-in for `GrammarCompiler`."""
 
     def get(self, grammar: Grammar, *_: str | None) -> Future[Compiled]:
         future = Future[Compiled]()
@@ -73,7 +73,7 @@ class Compiler:
 
 
 class WithGrammars(Harness):
-    """The tiny model, whose requests may have grammars."""
+    """The tiny model with grammars."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(MODEL, **({"load_format": "auto", "overlap_depth": 0} | settings))
@@ -89,7 +89,7 @@ class WithGrammars(Harness):
         return worked
 
     def said(self, rid: str) -> str:
-        """The text of an answer, without its end."""
+        """Return the text of an answer, without its end token."""
         stops = vocabulary().stop_ids
         return b"".join(vocabulary().texts[id] for id in self.tokens(rid) if id not in stops).decode()
 

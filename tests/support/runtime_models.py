@@ -1,4 +1,4 @@
-"""Small checkpoints made by transformers, and one sequence through our model: what their logits are compared with."""
+"""Small checkpoints made by transformers, and one sequence through our model, for comparing logits."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def save(model: Any, path: Path, **options: Any) -> Path:
 
 
 class Runner:
-    """Feeds one sequence in pieces through model, pool and attention. → logits of every new position."""
+    """Feeds one sequence in pieces through model, pool and attention. Returns the logits of every new position."""
 
     def __init__(self, model: Decoder, stored: torch.dtype | None = None) -> None:
         shape = model.config
@@ -93,14 +93,14 @@ IDS = torch.randint(0, 128, (50,), generator=torch.Generator().manual_seed(2)).t
 
 
 def edit(path: Path, **changes: Any) -> Path:
-    """config.json with keys changed; ... removes one."""
+    """Change keys of config.json; ... removes one."""
     config = json.loads((path / "config.json").read_text()) | changes
     (path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
     return path
 
 
 def config_of(path: Path, family: str, **changes: Any) -> Path:
-    """What transformers writes for a default configuration, with keys changed; ... removes one."""
+    """Write the default configuration of a family, as transformers does, with keys changed; ... removes one."""
     import transformers
 
     path.mkdir(exist_ok=True)
@@ -110,7 +110,7 @@ def config_of(path: Path, family: str, **changes: Any) -> Path:
 
 
 def theirs_of(path: Path, ids: list[int] = IDS, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Logits of transformers, from the same files."""
+    """Return transformers' logits, from the same files."""
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
@@ -120,7 +120,7 @@ def theirs_of(path: Path, ids: list[int] = IDS, dtype: torch.dtype = torch.float
 
 
 def logits_of(theirs: Any) -> torch.Tensor:
-    """(tokens, vocabulary): what transformers' model computes of `IDS`."""
+    """Return transformers' logits of `IDS`: (tokens, vocabulary)."""
     with torch.inference_mode():
         logits: torch.Tensor = theirs(torch.tensor([IDS])).logits[0]
     assert logits.std() > 0.1
@@ -128,7 +128,7 @@ def logits_of(theirs: Any) -> torch.Tensor:
 
 
 def fed_in_pieces(model: Decoder) -> torch.Tensor:
-    """The logits of `IDS` from a model of ours: prompts behind a cached prefix, then a token at a time."""
+    """Return our model's logits of `IDS`: prompts behind a cached prefix, then one token at a time."""
     runner = Runner(model)
     pieces = [runner.feed(IDS[:16]), runner.feed(IDS[16:17]), runner.feed(IDS[17:40])]
     return torch.cat([*pieces, *(runner.feed([token]) for token in IDS[40:])])

@@ -39,7 +39,7 @@ START_S = 240.0
 
 
 def make_tokenizer(folder: Path) -> int:
-    """A byte-level BPE tokenizer in Hugging Face's layout; returns its vocabulary's size."""
+    """Write a byte-level BPE tokenizer in Hugging Face's layout; return its vocabulary's size."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -57,7 +57,7 @@ def make_tokenizer(folder: Path) -> int:
 
 
 def make_checkpoint(folder: Path, *, seed: int = 0) -> Path:
-    """A random Qwen3 model of a few thousand weights, with tokenizer and chat template."""
+    """Write a random Qwen3 model of a few thousand weights, with tokenizer and chat template."""
     folder.mkdir(parents=True, exist_ok=True)
     vocab = make_tokenizer(folder)
     hidden, inner, layers, heads, kv_heads, head = 32, 64, 2, 4, 2, 8
@@ -112,7 +112,7 @@ def make_checkpoint(folder: Path, *, seed: int = 0) -> Path:
 
 
 class ServerProcess:
-    """A `treeline serve` process, its log, and ways to look at it and end it."""
+    """A `treeline serve` process, its log, and ways to observe and end it."""
 
     def __init__(
         self,
@@ -122,8 +122,8 @@ class ServerProcess:
         module: str = "treeline_runtime",
         environment: dict[str, str] | None = None,
     ) -> None:
-        """`fake`: with a scheduler that has no model (support.fake_scheduler), so it starts in a moment. `module`: what
-        Python runs."""
+        """`fake`: with a scheduler that has no model (support.fake_scheduler), so it starts in a moment. `module`: the
+        module that Python runs."""
         ports = [] if "--no-events" in flags else ["--events-port=0", "--replay-port=0", "--load-port=0"]
         named = {flag.partition("=")[0] for flag in flags}
         own = [f"{flag}=0" for flag in ("--port", "--metrics-port", "--admin-port") if flag not in named]
@@ -158,7 +158,7 @@ class ServerProcess:
             self._grown.notify_all()
 
     def wait_for_log(self, pattern: str, timeout_s: float = START_S) -> re.Match[str]:
-        """The first line that matches; fails with the whole log."""
+        """Return the first line that matches; fails with the whole log."""
         deadline = time.monotonic() + timeout_s
         with self._grown:
             while True:
@@ -196,7 +196,7 @@ class ServerProcess:
         return httpx.Client(base_url=self.admin_url, timeout=60, **kwargs)
 
     def children(self) -> dict[str, int]:
-        """Process name → pid, of the server's children."""
+        """Return process name → pid, of the server's children."""
         found: dict[str, int] = {}
         for child in psutil.Process(self.process.pid).children():
             with contextlib.suppress(psutil.Error):
@@ -205,13 +205,13 @@ class ServerProcess:
         return found
 
     def idle(self) -> bool:
-        """Nothing runs or waits, and nobody holds pages."""
+        """Return whether no request runs or waits, and no pages are used."""
         with self.client() as http:
             load = http.get("/v1/loads").json()["loads"][0]
         return bool(load["num_total_reqs"] == 0 and load["pages_used"] == 0)
 
     def wait(self, timeout_s: float = 60.0) -> int:
-        """The exit status; fails with the log when the server does not end."""
+        """Return the exit status; fails with the log if the server does not end."""
         try:
             status = self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
@@ -228,7 +228,7 @@ class ServerProcess:
 
 @contextlib.contextmanager
 def running(model: Path | str, *flags: str, **kwargs: Any) -> Iterator[ServerProcess]:
-    """A ready server, ended at the end of the block whatever happened."""
+    """Run a server: ready in the block, stopped after it."""
     server = ServerProcess(model, *flags, **kwargs)
     try:
         yield server.ready()
@@ -237,7 +237,7 @@ def running(model: Path | str, *flags: str, **kwargs: Any) -> Iterator[ServerPro
 
 
 def eventually(condition: Callable[[], Any], timeout_s: float = 60.0, what: str = "") -> Any:
-    """Polls until `condition` holds, and returns what it gave."""
+    """Poll until `condition` holds, and return its value."""
     deadline = time.monotonic() + timeout_s
     while True:
         value = condition()
@@ -248,7 +248,7 @@ def eventually(condition: Callable[[], Any], timeout_s: float = 60.0, what: str 
 
 
 def gone(pid: int) -> bool:
-    """Whether a process has ended (a zombie has)."""
+    """Return whether a process has ended (a zombie has)."""
     try:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -256,8 +256,8 @@ def gone(pid: int) -> bool:
 
 
 def sse(response: httpx.Response) -> list[Any]:
-    """The events of a whole stream, checked to be well-formed; the last is "[DONE]" unless an error ended it. Those
-    that have a name have it as their type."""
+    """Read the events of a whole stream, checked to be well-formed; the last is "[DONE]" unless an error ended it.
+    Named events have their name as their type."""
     events: list[Any] = []
     text = "".join(response.iter_text())
     assert text.endswith("\n\n")
@@ -271,8 +271,8 @@ def sse(response: httpx.Response) -> list[Any]:
 
 
 def let_go(url: str) -> None:
-    """The fake scheduler's runs that are held fail now. The headers of a stream leave with its first token: whoever has
-    them knows that the server does not read that token together with the failure."""
+    """Let the held runs of the fake scheduler fail now. A stream's headers are sent with its first token: a client that
+    has them knows that the server reads the failure separately from that token."""
     body = {"input_ids": [Magic.LET_GO], "sampling_params": {"max_new_tokens": 1}}
     httpx.post(f"{url}/generate", json=body, headers={"x-api-key": "key"}, timeout=60).raise_for_status()
 
@@ -281,7 +281,7 @@ class Stream(threading.Thread):
     """A streaming request in the background: its events, and how it ended."""
 
     def __init__(self, server: ServerProcess, tokens: int, *, client: httpx.Client | None = None, **body: Any) -> None:
-        """`client`: in place of one of its own."""
+        """`client`: used instead of a new one."""
         super().__init__(daemon=True)
         self.events: list[str] = []
         self.status: int | None = None

@@ -1,4 +1,4 @@
-"""The picker's choice, one endpoint after another: slow, and obvious. What the fast one must agree with."""
+"""The picker's choice, one endpoint after another: slow, and obvious. The fast one must agree with it."""
 
 from __future__ import annotations
 
@@ -77,12 +77,12 @@ def candidates(picker: Picker, request: Request, now: float) -> list[Candidate]:
 
 
 def scores(picker: Picker, request: Request, now: float) -> list[Scored]:
-    """All that could be picked, scored."""
+    """Score all candidates."""
     return [score(candidate, now) for candidate in candidates(picker, request, now)]
 
 
 def roomy(picker: Picker, scored: list[Scored], limit_s: float | None, limit: int | None, now: float) -> list[Scored]:
-    """Those that have room: their wait is no longer, their requests are fewer."""
+    """Return the candidates with room: shorter waits and fewer requests than the limits."""
     found = []
     for one in scored:
         endpoint = picker.endpoints[one.candidate.spec.name]
@@ -95,7 +95,7 @@ def roomy(picker: Picker, scored: list[Scored], limit_s: float | None, limit: in
 
 
 def with_all_followers(scored: list[Scored], now: float) -> list[Scored]:
-    """What staying with the many costs those who follow, added to each."""
+    """Add to each candidate the cost of its followers, the requests that would come after it."""
     held = [one.candidate.load.reservations for one in scored]
     per_s = [arrivals_per_s(one.arrivals, one.arrived_at, now) for one in held]
     soonest = min(one.later_s for one in scored)
@@ -107,7 +107,7 @@ def with_all_followers(scored: list[Scored], now: float) -> list[Scored]:
 
 
 def rank(scored: list[Scored], rng: random.Random, now: float) -> list[Scored]:
-    """Least cost, sticky until saturated; then the fewest requests, at random among equals."""
+    """Order by least cost, sticky until saturated; then by fewest requests, at random among equals."""
     order = sorted(scored, key=lambda s: s.cost_s)
     best = order[0].cost_s
     near = [s for s in order if s.cost_s <= best + max(STICKY_S, STICKY_SHARE * best)]
@@ -125,7 +125,7 @@ def rank(scored: list[Scored], rng: random.Random, now: float) -> list[Scored]:
 
 
 def equals_of(scored: list[Scored], now: float) -> set[str]:
-    """The endpoints among which the slow choice falls at random."""
+    """Return the endpoints among which the slow choice is random."""
     return {rank(scored, _Nth(n), now)[0].candidate.spec.name for n in range(len(scored))}
 
 

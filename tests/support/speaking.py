@@ -1,4 +1,4 @@
-"""A checkpoint that calls tools and thinks as told: with `fake_scheduler` it says what the last message says."""
+"""A checkpoint that calls tools and thinks on command: with `fake_scheduler` it repeats the last message."""
 
 from __future__ import annotations
 
@@ -37,5 +37,5 @@ def make_speaking_checkpoint(folder: Path) -> Path:
 
 
 def says(text: str) -> list[Any]:
-    """Messages that make it say this."""
+    """Return messages that make it answer this text."""
     return [{"role": "user", "content": text}]

@@ -1,4 +1,4 @@
-"""The whole path as real processes whose life the test commands: each is started, killed and restarted by name.
+"""The whole path as real processes that the test controls: each is started, killed and restarted by name.
 
 `treeline up` stops everything when a child dies; here the dead stay dead until the test says otherwise. The processes
 and their arguments are those of `treeline up` (`treeline.up.plan`), only the ports are free ones.
@@ -47,7 +47,7 @@ def until(
 
 @dataclass
 class Process:
-    """One child: how to start it, and the process while there is one."""
+    """One child: its command, and its process while it runs."""
 
     spec: ChildSpec
     log_path: Path
@@ -55,7 +55,7 @@ class Process:
 
 
 class Stack:
-    """Owns its processes. `replicas` runtimes named runtime-0 …, `picker`, `envoy`."""
+    """Owns its processes: `replicas` runtimes named runtime-0 …, `picker`, `envoy`."""
 
     def __init__(self, folder: Path, replicas: int = 2, **options: Any) -> None:
         several = ("runtime_port", "runtime_metrics_port", "runtime_admin_port")
@@ -85,7 +85,7 @@ class Stack:
         return [name for name in self.processes if name.startswith("runtime-")]
 
     def address(self, name: str) -> str:
-        """ip:port of a runtime's HTTP server, as `x-treeline-endpoint` names it."""
+        """Return ip:port of a runtime's HTTP server, as `x-treeline-endpoint` names it."""
         host, port = self.processes[name].spec.ports["port"]
         return f"{host}:{port}"
 
@@ -95,7 +95,7 @@ class Stack:
     # Life and death
 
     def start(self, *names: str, timeout_s: float = READY_TIMEOUT_S) -> None:
-        """Start processes (all, when none is named) and wait until each is ready."""
+        """Start processes (all by default) and wait until each is ready."""
         names = names or tuple(self.processes)
         for name in names:
             process = self.processes[name]
@@ -124,7 +124,7 @@ class Stack:
         until(answers, f"{name} ready", timeout_s, lambda: self.log(name))
 
     def end(self, name: str, number: signal.Signals = signal.SIGTERM, timeout_s: float = 40.0) -> int:
-        """Send a signal (SIGKILL goes to the whole group) and wait for the end; returns the exit status."""
+        """Send a signal (SIGKILL goes to the whole group) and wait for the end; return the exit status."""
         process = self.processes[name]
         assert process.popen is not None
         with contextlib.suppress(ProcessLookupError):  # it may have ended by itself
@@ -165,13 +165,13 @@ class Stack:
         return "\n".join(path.read_text(errors="replace").splitlines()[-lines:]) if path.exists() else ""
 
     def metrics(self) -> dict[str, float]:
-        """The picker's metrics by their full name with labels."""
+        """Return the picker's metrics by their full name with labels."""
         text = self.http.get(f"http://127.0.0.1:{self.options.metrics_port}/metrics").text
         lines = (line.rsplit(" ", 1) for line in text.splitlines() if line and not line.startswith("#"))
         return {name: float(value) for name, value in lines}
 
     def radix(self, name: str) -> dict[str, Any]:
-        """What a runtime's cache holds, by its own word."""
+        """Return what a runtime says its cache holds."""
         host, port = self.processes[name].spec.ports["admin-port"]
         return dict(self.http.get(f"http://{host}:{port}/debug/radix").json())
 
@@ -179,24 +179,24 @@ class Stack:
         return {int(block["hash"]) for block in self.radix(name)["blocks"] if block["announced"]}
 
     def described(self, name: str) -> dict[str, Any]:
-        """What the picker says of an endpoint."""
+        """Return the picker's description of an endpoint."""
         page = self.http.get(f"http://127.0.0.1:{self.options.picker_admin_port}/debug/endpoints").json()
         return next(dict(endpoint) for endpoint in page["endpoints"] if endpoint["name"] == name)
 
     def child(self, name: str, word: str) -> psutil.Process:
-        """A process of a process, by a word of its command line."""
+        """Return a child of a process, by a word of its command line."""
         popen = self.processes[name].popen
         assert popen is not None
         children = psutil.Process(popen.pid).children(recursive=True)
         return next(child for child in children if any(word in part for part in child.cmdline()))
 
     def tree(self, name: str) -> set[int]:
-        """The blocks that the picker believes a runtime holds."""
+        """Return the blocks that the picker believes a runtime holds."""
         answer = self.http.get(f"http://127.0.0.1:{self.options.picker_admin_port}/debug/tree", params={"pod": name})
         return {int(block) for block in answer.json()["blocks"]}
 
     def agree(self, name: str, timeout_s: float = 60.0) -> None:
-        """The picker's tree equals the runtime's cache within the time."""
+        """Wait until the picker's tree equals the runtime's cache."""
         until(
             lambda: self.announced(name) == self.tree(name),
             f"the tree equals {name}'s cache",
@@ -210,7 +210,7 @@ class Stack:
 
 @contextmanager
 def running_stack(folder: Path, **options: Any) -> Iterator[Stack]:
-    """A stack that is ready; ended with everything it started."""
+    """Run a stack until the end of the block."""
     stack = Stack(folder, **options)
     try:
         stack.start()

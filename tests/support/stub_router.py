@@ -1,4 +1,4 @@
-"""A router that knows nothing: the command line and pages of those in `treeline_bench.peers`, and round robin."""
+"""A minimal router: the command line and pages of those in `treeline_bench.peers`, and round robin."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _VERSION = "STUB_ROUTER_VERSION"
 
 
 def install(folder: Path, name: str, version: str) -> Path:
-    """A program that says it is `version`."""
+    """Install a program that reports `version`."""
     program = folder / name
     command = shlex.join([sys.executable, "-P", str(Path(__file__))])  # beside it is a module `http`
     program.write_text(f'#!/bin/sh\n{_VERSION}={version} exec {command} "$@"\n')
@@ -27,7 +27,7 @@ def install(folder: Path, name: str, version: str) -> Path:
 
 
 class Server(ThreadingHTTPServer):
-    """A thread for each connection."""
+    """Serves each connection in a thread."""
 
     def __init__(self, address: tuple[str, int], workers: list[str]) -> None:
         super().__init__(address, Handler)
@@ -37,7 +37,7 @@ class Server(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    """A request on each connection: an answer lasts as long as its connection."""
+    """Answers one request on each connection: an answer lasts as long as its connection."""
 
     server: Server
 
@@ -60,7 +60,7 @@ class Handler(BaseHTTPRequestHandler):
         engine.close()
 
     def log_message(self, *_: object) -> None:
-        """A request is no news."""
+        """Log nothing."""
 
 
 def main() -> None:

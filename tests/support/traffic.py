@@ -1,4 +1,4 @@
-"""Continuous traffic through the gateway, with every request's fate written down."""
+"""Continuous traffic through the gateway, with a record of every request's fate."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.prompts import messages, text
 
 @dataclass
 class Fate:
-    """One request: when it began and ended (monotonic seconds), what came of it, and who served it."""
+    """One request: its beginning and end (monotonic seconds), its outcome, and its endpoint."""
 
     number: int
     began: float
@@ -28,7 +28,7 @@ class Fate:
 
 @dataclass
 class Traffic:
-    """Clients that ask one request after the other until they are told to stop."""
+    """Clients that send one request after another until they are stopped."""
 
     client: AsyncOpenAI
     prefixes: list[str]
@@ -84,7 +84,7 @@ class Traffic:
 
 @asynccontextmanager
 async def traffic(client: AsyncOpenAI, clients: int = 6, prefixes: int = 4, **options: int) -> AsyncIterator[Traffic]:
-    """`clients` clients at work inside the block; at its end they finish what they began."""
+    """Run `clients` clients during the block; at its end they finish their requests."""
     running = Traffic(client, [text(120, seed=900 + index) for index in range(prefixes)], **options)
     tasks = [asyncio.create_task(running.one_client()) for _ in range(clients)]
     try:

@@ -1,4 +1,4 @@
-"""An event loop whose clock jumps to the next timer when nothing else is to be done: hours pass in milliseconds."""
+"""An event loop whose clock jumps to the next timer when it is idle: hours pass in milliseconds."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Selector(selectors.DefaultSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """For code whose only clock is the loop's and that does no input or output."""
+    """A loop for code whose only clock is the loop's and that does no input or output."""
 
     def __init__(self) -> None:
         self._virtual = _Selector()
@@ -34,6 +34,6 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """Like ``asyncio.run``, in virtual time."""
+    """Run like ``asyncio.run``, in virtual time."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(main)

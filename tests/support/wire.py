@@ -55,8 +55,8 @@ def byte_level(
     added: list[AddedToken] | None = None,
     bos: bool = False,
 ) -> Tokenizer:
-    """Byte-level BPE as GPT-2, Qwen and Llama 3 have it. `keep_matches`: what `split` does not match is dropped, as the
-    files of GPT-3.5 and GPT-4o say it."""
+    """Return a byte-level BPE like those of GPT-2, Qwen and Llama 3. `keep_matches`: drop text that `split` does not
+    match, as in the files of GPT-3.5 and GPT-4o."""
     tokenizer = Tokenizer(models.BPE())
     if normalizer is not None:
         tokenizer.normalizer = normalizer
@@ -88,7 +88,8 @@ def byte_level(
 
 
 def sentencepiece_bpe(*, metaspace: str | None = None, split: bool = True, bos: bool = True) -> Tokenizer:
-    """SentencePiece-style BPE with byte fallback: Llama 2 and Mistral. `metaspace`: a scheme; None: the older form."""
+    """Return a SentencePiece-style BPE with byte fallback: Llama 2 and Mistral. `metaspace`: a scheme; None: the older
+    form."""
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
     trainer = trainers.BpeTrainer(vocab_size=600, limit_alphabet=120, show_progress=False)
@@ -110,7 +111,8 @@ def sentencepiece_bpe(*, metaspace: str | None = None, split: bool = True, bos: 
 
 
 def gemma_bpe() -> Tokenizer:
-    """BPE with byte fallback whose normalizer writes ▁ for a space and adds none; newlines are added tokens."""
+    """Return a BPE with byte fallback whose normalizer writes ▁ for a space and adds none; newlines are added
+    tokens."""
     tokenizer = sentencepiece_bpe(bos=False)
     tokenizer.normalizer = normalizers.Replace(" ", "▁")
     tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
@@ -122,7 +124,7 @@ def gemma_bpe() -> Tokenizer:
 
 
 def unigram(*, byte_fallback: bool = True, normalizer: Any = None, scheme: str = "always") -> Tokenizer:
-    """Unigram with the pieces that SentencePiece has, at its scores."""
+    """Return a Unigram model with SentencePiece's pieces and scores."""
     trained = Tokenizer(models.Unigram())
     trained.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
     trainer = trainers.UnigramTrainer(vocab_size=400, unk_token="<unk>", special_tokens=["<unk>"], show_progress=False)
@@ -167,7 +169,7 @@ def with_prefix_space_everywhere() -> Tokenizer:
 
 
 def with_dropped_text() -> Tokenizer:
-    """A pre-tokenizer that removes what it splits at."""
+    """Return a tokenizer that drops the spaces it splits at."""
     tokenizer = byte_level()
     steps = [pre_tokenizers.Split(" ", "removed"), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
@@ -238,7 +240,7 @@ BAD: dict[str, tuple[Callable[[], Tokenizer], str]] = {
 
 @functools.cache
 def tokenizer(name: str) -> Tokenizer:
-    """A good tokenizer, trained once."""
+    """Return a good tokenizer, trained once."""
     return GOOD[name]()
 
 

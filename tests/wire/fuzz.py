@@ -1,4 +1,4 @@
-"""Mutated and made-up messages for every decoder of the contracts.
+"""Mutated and invented messages for every decoder of the contracts.
 
 The invariant: a decoder returns a value that keeps its promises, or raises its own error. Nothing else, ever.
 
@@ -123,7 +123,7 @@ CHECKS: tuple[Callable[[bytes], None], ...] = (check_batch, check_load, check_fr
 
 
 def seeds() -> list[bytes]:
-    """Messages of every kind that the decoders take."""
+    """Return messages of every kind that the decoders take."""
     stored = BlockStored(
         [1 << 63, 2], None, list(range(32)), 16, None, "GPU", cache_salt="s", extra_keys=[["a", 1], None]
     )
@@ -145,7 +145,7 @@ def seeds() -> list[bytes]:
 
 
 def mutants(count: int, seed: int) -> Iterator[bytes]:
-    """Mutated seeds, and one in four made up from the words of the formats. The same for the same seed."""
+    """Yield mutated seeds, and one in four built from the words of the formats. The same for the same seed."""
     rng = random.Random(seed)
     known = seeds()
     for _ in range(count):
@@ -182,7 +182,7 @@ def _mutate(rng: random.Random, data: bytearray, known: list[bytes]) -> None:
 
 
 def _made_up(rng: random.Random) -> Any:
-    """A batch with the right outline and anything in it, or just anything."""
+    """Return a batch with the right outline and random contents, or just random data."""
     if rng.random() < 0.2:
         return _value(rng, 4)
     events = [_event(rng) for _ in range(rng.randrange(4))]
@@ -236,7 +236,7 @@ def _no_other_error(parse: Callable[[list[bytes]], object], message: list[bytes]
 
 
 def run(count: int, seed: int) -> tuple[bytes, str] | None:
-    """Try `count` inputs; the first that breaks the invariant, with what happened, or None."""
+    """Try `count` inputs; return the first that breaks the invariant, with its outcome, or None."""
     for payload in mutants(count, seed):
         for check in CHECKS:
             try:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 
 class Frame(NamedTuple):
-    """How a turn looks. `open` and `close` may use `role`; `names` rename roles; `ask` opens the model's turn."""
+    """The format of turns. `open` and `close` may use `role`; `names` rename roles; `ask` opens the model's turn."""
 
     name: str
     start: str
@@ -26,7 +26,7 @@ class Template(NamedTuple):
     name: str
     source: str
     lists: bool
-    """As vLLM tells templates that take lists."""
+    """As vLLM detects templates that take lists."""
     sglang_lists: bool
     developer: bool
 
@@ -65,7 +65,7 @@ INST = """{{ bos_token }}{% for m in loop_messages %}
 {%- elif m.tool_calls %}[CALLS] [{% for call in m.tool_calls %}{{ call.function|tojson }}
 {%- if not loop.last %}, {% endif %}{% endfor %}]{{ eos_token }}
 {%- else %}{{ ' ' + TEXT + eos_token }}{% endif %}{% endfor %}"""
-"""Llama 2's and Mistral's frame: the model's turn has no head of its own."""
+"""Llama 2's and Mistral's frame: the model's turn has no header of its own."""
 
 SYSTEMS = {
     "turn": "",
@@ -85,7 +85,7 @@ _PARTS += "{% endfor %}{% endif %}"
 
 
 class Content(NamedTuple):
-    """How the text of a message `m` is read: by an expression, or by statements that write it."""
+    """The text of a message `m`: an expression reads it, or statements write it."""
 
     read: str
     macro: str = ""
@@ -165,7 +165,7 @@ _ASKS = ("ASK", "ASK{% if enable_thinking is defined and enable_thinking is fals
 
 
 def corpus() -> Iterator[Template]:
-    """All templates, always the same. Each frame meets each way to read content; the other axes go round."""
+    """Return all templates, always the same. Each frame meets each way to read content; the other axes rotate."""
     systems, tools, calls, results, thoughts = map(list, (SYSTEMS, TOOLS, CALLS, RESULTS, THOUGHTS))
     for f, frame in enumerate(FRAMES):
         for c, content in enumerate(CONTENTS):

@@ -62,7 +62,7 @@ def test_reasoning_text_and_calls_of_one_turn_become_one_message() -> None:
     assert of_responses([user("q"), empty]).body["messages"] == [user("q")]
 
 
-def test_an_answer_that_was_cut_off_is_gone_on_with() -> None:
+def test_a_truncated_answer_is_continued() -> None:
     cut = {"type": "message", "role": "assistant", "content": [part("a", "output_text")], "status": "incomplete"}
     made = of_responses([user("q"), cut]).body
     assert (made["continue_final_message"], made["add_generation_prompt"]) == (True, False)
@@ -90,14 +90,14 @@ SHOWN = [{"type": "function", "function": {"name": "f", "parameters": {}, "stric
         ({"type": "file_search"}, {"type": "file_search"}),
     ],
 )
-def test_tools_and_choices_of_responses_in_the_words_of_a_chat(choice: Any, expected: Any) -> None:
+def test_tools_and_choices_of_responses_become_a_chats(choice: Any, expected: Any) -> None:
     made = of_responses("q", tools=[TOOL], tool_choice=choice).body
     assert (made["tools"], made["tool_choice"]) == (SHOWN, expected)
     assert "tool_choice" not in of_responses("q", tools=[TOOL]).body
     assert "tool_choice" not in of_responses("q", tool_choice=choice).body
 
 
-def test_members_that_mean_the_same_pass() -> None:
+def test_members_with_the_same_meaning_are_kept() -> None:
     same: dict[str, Any] = {"model": "m", "chat_template_kwargs": {"a": 1}, "cache_salt": "s", "extra_key": "k"}
     assert of_responses("q", **same, reasoning={"effort": "low"}).body == {
         **same,
@@ -116,7 +116,7 @@ def test_members_that_mean_the_same_pass() -> None:
         ({**CALL, "namespace": "n"}, "input[1].namespace"),
     ],
 )
-def test_what_our_runtime_cannot_know_is_named(item: Any, param: str) -> None:
+def test_unsupported_input_is_named(item: Any, param: str) -> None:
     made = of_responses([user("q"), item, user("r")])
     assert made.unknown is not None
     assert made.unknown.param == param
@@ -157,7 +157,7 @@ def test_turns_of_messages() -> None:
     ]
 
 
-def test_a_last_message_of_the_assistant_is_gone_on_with() -> None:
+def test_a_last_message_of_the_assistant_is_continued() -> None:
     made = of_messages(user("q"), assistant("The answer is")).body
     assert (made["continue_final_message"], made["add_generation_prompt"]) == (True, False)
     use = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
@@ -177,7 +177,7 @@ def test_a_last_message_of_the_assistant_is_gone_on_with() -> None:
         ({"type": "tool", "name": "f"}, {"type": "function", "function": {"name": "f"}}),
     ],
 )
-def test_tools_and_choices_of_messages_in_the_words_of_a_chat(choice: Any, expected: Any) -> None:
+def test_tools_and_choices_of_messages_become_a_chats(choice: Any, expected: Any) -> None:
     tool = {"name": "f", "input_schema": {}, "strict": True, "cache_control": {"type": "ephemeral"}}
     made = of_messages(user("q"), tools=[tool], tool_choice=choice).body
     assert (made["tools"], made["tool_choice"]) == (SHOWN, expected)
@@ -185,7 +185,7 @@ def test_tools_and_choices_of_messages_in_the_words_of_a_chat(choice: Any, expec
 
 
 @pytest.mark.parametrize(("kind", "thinks"), [("enabled", True), ("adaptive", True), ("disabled", False)])
-def test_thinking_in_the_words_of_templates(kind: str, thinks: bool) -> None:
+def test_thinking_becomes_variables_of_templates(kind: str, thinks: bool) -> None:
     said = {"thinking": thinks, "enable_thinking": thinks}
     assert of_messages(user("q"), thinking={"type": kind}).body["chat_template_kwargs"] == said
     own = {"enable_thinking": not thinks, "x": 1}
@@ -197,7 +197,7 @@ def test_thinking_in_the_words_of_templates(kind: str, thinks: bool) -> None:
     assert of_messages(user("q"), output_config={"effort": "low"}).body["reasoning_effort"] == "low"
 
 
-def test_a_system_message_among_the_others_goes_where_the_template_takes_it() -> None:
+def test_a_system_message_among_the_others_moves_where_the_template_takes_it() -> None:
     late = {"role": "system", "content": "late"}
     assert of_messages(user("q"), late, user("r")).body["messages"] == [user("q"), late, user("r")]
     merged = of_messages(user("q"), late, user("r"), system="S", context=FIRST_ONLY).body["messages"]
@@ -212,7 +212,7 @@ def test_a_system_message_among_the_others_goes_where_the_template_takes_it() ->
         ({"type": "tool_result", "tool_use_id": "c", "content": [{"type": "image"}]}, "messages[0].content[0].content"),
     ],
 )
-def test_blocks_that_our_runtime_cannot_know_are_named(block: Any, param: str) -> None:
+def test_unsupported_blocks_are_named(block: Any, param: str) -> None:
     made = of_messages(user([block]))
     assert made.unknown is not None
     assert made.unknown.param == param
@@ -221,7 +221,7 @@ def test_blocks_that_our_runtime_cannot_know_are_named(block: Any, param: str) -
 # ---- templates ------------------------------------------------------------------------------------------------------
 
 
-def test_whether_a_template_takes_a_system_message_in_the_midst() -> None:
+def test_templates_that_take_a_later_system_message_are_recognised() -> None:
     def takes(source: str, *, must_show: bool) -> bool:
         return takes_inline_system(ChatTemplate(source, special_tokens={}), must_show=must_show)
 

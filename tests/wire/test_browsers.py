@@ -1,4 +1,4 @@
-"""Which requests a browser may have sent on behalf of a page."""
+"""Requests that a browser may have sent on behalf of a page are recognised."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ def test_no_dotted_name_with_a_letter_in_it_is_loopback(labels: list[str]) -> No
 
 
 @pytest.mark.parametrize("origin", [b"https://evil.example", b"http://127.0.0.1:9700", b"null"])
-def test_a_request_with_an_origin_is_a_pages(origin: bytes) -> None:
+def test_a_request_with_an_origin_is_from_a_page(origin: bytes) -> None:
     assert "Origin" in (page_request([(b"host", b"localhost"), (b"origin", origin)]) or "")
 
 
 @pytest.mark.parametrize("site", [b"cross-site", b"same-site", b"same-origin", b"", b"none "])
-def test_a_pages_request_is_found_and_a_persons_passes(site: bytes) -> None:
+def test_a_pages_request_is_recognised_and_a_users_passes(site: bytes) -> None:
     told = page_request([(b"sec-fetch-site", site)])
     assert (told is None) == (site.strip() == b"none")
 

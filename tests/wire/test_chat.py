@@ -119,7 +119,7 @@ def pool() -> Iterator[TemplatePool]:
 
 
 def _rendered(render: Any, messages: list[dict[str, Any]], options: dict[str, Any]) -> str | None:
-    """The text, or None where rendering is refused."""
+    """Return the text, or None if rendering is refused."""
     try:
         return str(render(messages, **options))
     except Exception:
@@ -158,7 +158,7 @@ def test_templates_render_as_in_transformers(
 
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
 def test_a_worker_renders_what_is_rendered_inline(path: Path, pool: TemplatePool) -> None:
-    """Real templates are plain ones, but for one that is made of rare idioms."""
+    """Real templates are plain ones, except for one made of rare idioms."""
     inline = ChatTemplate(path.read_text(), special_tokens=SPECIAL)
     assert (inline.not_inline is None) == (path.stem != "idioms"), inline.not_inline
     either = ChatTemplate(path.read_text(), special_tokens=SPECIAL, pool=pool)

@@ -1,4 +1,4 @@
-"""What whoever mistypes a command reads: three lines, however many flags there are."""
+"""Errors for a mistyped command: three lines, however many flags there are."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def kitchen(**words: str) -> Parser:
     return parser
 
 
-def test_an_error_is_below_a_hint_and_above_the_way_to_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_stands_between_a_hint_and_the_way_to_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert complaint(kitchen(), capsys, "--pot-7", "much") == [
         "usage: kitchen [OPTIONS]",
         "kitchen: error: argument --pot-7: invalid int value: 'much'",
@@ -34,19 +34,19 @@ def test_an_error_is_below_a_hint_and_above_the_way_to_help(capsys: pytest.Captu
     ]
 
 
-def test_the_hint_names_what_has_no_flag(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_hint_names_positional_arguments(capsys: pytest.CaptureFixture[str]) -> None:
     parser = kitchen()
     parser.add_argument("dish", metavar="DISH")
     parser.add_argument("guests", metavar="GUEST", nargs="*")
     assert complaint(parser, capsys)[0] == "usage: kitchen [OPTIONS] DISH [GUEST ...]"
 
 
-def test_a_usage_of_ones_own_is_the_hint_by_its_first_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_first_line_of_a_given_usage_is_the_hint(capsys: pytest.CaptureFixture[str]) -> None:
     parser = kitchen(usage="%(prog)s WORD [FLAG …]\n       %(prog)s --list")
     assert complaint(parser, capsys, "--oven")[0] == "usage: kitchen WORD [FLAG …]"
 
 
-def test_words_complain_alike(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_commands_report_errors_alike(capsys: pytest.CaptureFixture[str]) -> None:
     parser = Parser(prog="kitchen")
     parser.add_subparsers(required=True, metavar="WORD").add_parser("bake")
     assert complaint(parser, capsys)[0] == "usage: kitchen [OPTIONS] WORD ..."
@@ -66,13 +66,13 @@ def test_words_complain_alike(capsys: pytest.CaptureFixture[str]) -> None:
         (["--xyzzy"], "unrecognized arguments: --xyzzy"),
     ],
 )
-def test_a_mistyped_flag_is_answered_with_the_one_that_was_meant(
+def test_a_mistyped_flag_is_answered_with_the_intended_one(
     capsys: pytest.CaptureFixture[str], words: list[str], said: str
 ) -> None:
     assert complaint(kitchen(), capsys, *words)[1] == f"kitchen: error: {said}"
 
 
-def test_the_flag_that_was_meant_is_one_of_the_word_that_was_given(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_suggested_flag_belongs_to_the_given_command(capsys: pytest.CaptureFixture[str]) -> None:
     parser = Parser(prog="kitchen")
     words = parser.add_subparsers()
     words.add_parser("bake").add_argument("--heat")
@@ -84,7 +84,7 @@ def test_the_flag_that_was_meant_is_one_of_the_word_that_was_given(capsys: pytes
     )
 
 
-def test_help_has_colours_on_a_terminal_alone_and_no_color_takes_them_away(
+def test_help_has_colours_only_on_a_terminal_and_not_with_no_color(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Terminal(io.StringIO):
@@ -109,7 +109,7 @@ def test_help_has_colours_on_a_terminal_alone_and_no_color_takes_them_away(
     assert shown(Terminal()) == plain
 
 
-def test_help_still_tells_everything(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_is_complete(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         kitchen().parse_args(["--help"])
     assert "--pot-89" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""What each engine gives its chat template for one and the same request.
+"""The variables that each engine gives its chat template for the same request.
 
 The tables are what the engines' sources say, function by function as the dialects' modules name them. vLLM 0.32's and
 SGLang 0.5.23's own functions gave the same for the messages here and for those of `test_template_corpus`.
@@ -104,7 +104,7 @@ def test_members_of_messages() -> None:
     ]
 
 
-def test_a_developer_whom_the_template_does_not_know_is_the_system() -> None:
+def test_a_developer_unknown_to_the_template_becomes_the_system() -> None:
     messages = [USER, {"role": "developer", "content": "D"}, {"role": "system", "content": PARTS}]
     joined = [{"role": "system", "content": "D\n\na\nb"}, USER]
     assert dialect_of("treeline").messages(messages, TEXTS) == joined

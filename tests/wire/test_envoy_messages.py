@@ -1,4 +1,4 @@
-"""Our few messages of Envoy's, field by field and byte by byte, against a package that has its whole API."""
+"""Our subset of Envoy's messages, field by field and byte by byte, against a package with its whole API."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ PARTLY = {
     "DiscoveryResponse",
     "ProcessingResponse",
 }
-"""Messages of which only the fields that are used are here."""
+"""Messages of which only the used fields are here."""
 TYPES = {
     FieldDescriptor.TYPE_BOOL: "bool",
     FieldDescriptor.TYPE_BYTES: "bytes",
@@ -46,7 +46,7 @@ TYPES = {
 
 
 def theirs(name: str) -> Any:
-    """Their class of a message or an enum."""
+    """Return their class of a message or an enum."""
     (found,) = {getattr(module, name) for module in API if hasattr(module, name)}
     return found
 
@@ -96,7 +96,7 @@ def test_an_enum_has_the_values_of_envoys(name: str) -> None:
 
 
 def filled(message: Message, dice: random.Random, depth: int = 0) -> Message:
-    """With about half of its fields, of each oneof one at most."""
+    """Draw a message with about half of its fields, at most one of each oneof."""
     for field in message.DESCRIPTOR.fields:
         if field.containing_oneof and message.WhichOneof(field.containing_oneof.name):
             continue
@@ -138,7 +138,7 @@ WHOLE = ("ProcessingRequest", "ProcessingResponse", "DiscoveryRequest", "Discove
 
 
 @pytest.mark.parametrize("name", WHOLE)
-def test_what_one_writes_the_other_reads_and_writes_again(name: str) -> None:
+def test_messages_round_trip_between_both_packages(name: str) -> None:
     for seed in range(200):
         ours = filled(getattr(pb, name)(), random.Random(seed))
         data = ours.SerializeToString()

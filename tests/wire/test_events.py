@@ -1,4 +1,4 @@
-"""KV events: every generation is read, ours is written, and bad input costs what it is worth."""
+"""KV events: every generation is read, ours is written, and bad input has bounded cost."""
 
 import gc
 import hashlib
@@ -34,7 +34,7 @@ def golden(name: str) -> EventBatch:
 
 
 def only(event: Any) -> Any:
-    """The one event of a batch that holds just `event`."""
+    """Return the one event of a batch that holds just `event`."""
     batch = decode_batch(pack([1.0, [event], 0]))
     assert batch.rejected == {}
     assert len(batch.events) == 1
@@ -42,7 +42,7 @@ def only(event: Any) -> Any:
 
 
 def rejection(event: Any) -> str:
-    """Why an event was left out of a batch that also holds a good one."""
+    """Return why an event was left out of a batch that also holds a good one."""
     batch = decode_batch(pack([1.0, [event, {"type": "AllBlocksCleared"}], 0]))
     assert batch.events == [AllBlocksCleared()]
     ((reason, count),) = batch.rejected.items()
@@ -151,7 +151,7 @@ def test_every_field_survives_our_form() -> None:
 
 
 @pytest.mark.parametrize("length", range(2, 13))
-def test_arrays_may_be_cut_off_at_the_tail(length: int) -> None:
+def test_arrays_may_omit_their_last_elements(length: int) -> None:
     full = ["BlockStored", [1], 2, [3], 1, 4, "GPU", "lora", [["x"]], 5, "mamba", 6]
     expected = BlockStored([1], 2, [3], 1, 4, "GPU", "lora", [["x"]], 5, "mamba", 6)
     stored = only(full[:length])
@@ -291,7 +291,7 @@ def test_the_fuzzer_reaches_every_outcome() -> None:
     assert min(good, rejected, refused) > 100
 
 
-def test_hashes_chain_as_sglangs() -> None:
+def test_hashes_chain_like_sglangs() -> None:
     first = block_hash(root_digest(None), [1, 2])
     assert first == hashlib.sha256(struct.pack("<2I", 1, 2)).digest()
     assert block_hash(first, [3]) == hashlib.sha256(first + struct.pack("<I", 3)).digest()
@@ -329,7 +329,7 @@ SIZE = 1 << 20
 
 
 def many(item: bytes, count: int) -> bytes:
-    """An array of the same item."""
+    """Return an array of the same item."""
     return b"\xdd" + struct.pack(">I", count) + item * count
 
 
@@ -364,7 +364,7 @@ LARGE = {
 @pytest.mark.parametrize(
     "what", [pytest.param(w, marks=pytest.mark.deep if w.startswith("hashes") else ()) for w in LARGE]
 )
-def test_a_payload_costs_no_more_than_some_times_its_own_bytes(what: str) -> None:
+def test_decoding_a_payload_takes_memory_in_proportion(what: str) -> None:
     ts, inside = pack(1.0), LARGE[what]
     payload = map_of(ts=ts, events=inside) if what == "maps" else b"\x92" + ts + inside
     gc.collect()
@@ -377,7 +377,7 @@ def test_a_payload_costs_no_more_than_some_times_its_own_bytes(what: str) -> Non
     assert most < max(24 * len(payload), 48 << 20)
 
 
-def test_a_large_batch_loses_the_events_that_are_not_worth_their_bytes_and_keeps_the_others() -> None:
+def test_a_large_batch_loses_only_its_wasteful_events() -> None:
     good = pack({"type": "BlockRemoved", "block_hashes": [7]})
     bad = stored(extra_keys=many(many(b"\x90", 300_000), 1))
     batch = decode_batch(b"\x92" + pack(1.0) + b"\x93" + good + bad + good)
@@ -386,7 +386,7 @@ def test_a_large_batch_loses_the_events_that_are_not_worth_their_bytes_and_keeps
 
 
 @pytest.mark.parametrize("extra", [[None, None], [{"a": 1}], [[["a", [1]]]], [["x"] * 1025], [[[]]]])
-def test_extra_keys_that_no_engine_has_cost_the_event(extra: Any) -> None:
+def test_unknown_extra_keys_lose_the_event(extra: Any) -> None:
     assert rejection({"type": "BlockStored", "block_hashes": [1], "extra_keys": extra}) == DecodeReason.BAD_EVENT
 
 

@@ -1,4 +1,4 @@
-"""Messages as frames: ours, the peers' of every generation, and what is neither."""
+"""Messages as frames: ours, the peers' of every generation, and invalid ones."""
 
 import pytest
 from treeline_wire import frames
@@ -29,7 +29,7 @@ def test_live_messages() -> None:
             frames.parse_live(bad)
 
 
-def test_requests_are_what_they_are_on_the_wire() -> None:
+def test_requests_have_their_wire_format() -> None:
     assert frames.replay_request(5) == [b"", SEQ]
     assert frames.hello_request() == [b"", b"treeline", b"hello", b"1"]
     assert frames.snapshot_request() == [b"", b"treeline", b"snapshot", b"1"]

@@ -24,7 +24,7 @@ from treeline_wire.template_inline import (
 
 ITEMS = 100
 MOST_CALLS = 30 * ITEMS
-"""A filter may call a few functions for each item before it looks at the clock, and not one for each part of a path."""
+"""A filter may call a few functions for each item before it checks the clock, and not one for each part of a path."""
 
 PASSED_ON = {name for name in InlineEnvironment().filters if name.endswith("!")}
 """The guards, whose names no template can spell."""
@@ -34,7 +34,7 @@ CONSTANT_TESTS = {
     "boolean", "callable", "defined", "divisibleby", "escaped", "even", "false", "filter", "float", "integer",
     "iterable", "mapping", "none", "number", "odd", "sequence", "string", "test", "true", "undefined",
 }  # fmt: skip
-"""They look at a type or at one number."""
+"""They check a type or one number."""
 
 INPUTS: dict[str, Any] = {
     "numbers": list(range(ITEMS)),
@@ -58,7 +58,7 @@ class TooManyCallsError(Exception):
 
 
 def compiled(source: str) -> InlineTemplate | None:
-    """None if it is left to a worker, or does not compile."""
+    """Return the template; None if a worker must render it, or it does not compile."""
     try:
         return InlineTemplate(source)
     except Exception:
@@ -66,7 +66,7 @@ def compiled(source: str) -> InlineTemplate | None:
 
 
 def calls_without_a_look(template: InlineTemplate, variables: dict[str, Any]) -> int:
-    """The most calls of functions that a rendering makes without a look at the clock."""
+    """Return the most function calls of a rendering between two looks at the clock."""
     calls = most = 0
 
     def count(_frame: Any, event: str, argument: Any) -> None:
@@ -90,7 +90,7 @@ def calls_without_a_look(template: InlineTemplate, variables: dict[str, Any]) ->
 
 
 def uses(name: str, leading: str = "") -> Iterator[str]:
-    """A filter's calls, each with the hostile `argument` in another place."""
+    """Return a filter's calls, each with the hostile `argument` in another place."""
     function = TemplateEnvironment().filters.get(name) or FILTERS[name]
     try:
         parameters = list(inspect.signature(function).parameters.values())
@@ -124,7 +124,7 @@ DOUBLES = ("reject", "rejectattr", "selectattr")
     "name", [pytest.param(name, marks=pytest.mark.deep) if name in DOUBLES else name for name in FILTER_NAMES]
 )
 @pytest.mark.parametrize("mapped", [False, pytest.param(True, marks=pytest.mark.deep)])
-def test_no_filter_works_long_without_a_look_at_the_clock(name: str, mapped: bool) -> None:
+def test_no_filter_works_long_without_checking_the_clock(name: str, mapped: bool) -> None:
     if mapped and name not in InlineEnvironment().filters:
         return
     for use in uses(name, repr(name)) if mapped else uses(name):
@@ -138,7 +138,7 @@ def test_no_filter_works_long_without_a_look_at_the_clock(name: str, mapped: boo
 
 
 @pytest.mark.parametrize("step", ["map(attribute='0')", "select", "reject('none')", "rejectattr('x')", "map('abs')"])
-def test_no_chain_of_filters_is_without_a_clock(step: str) -> None:
+def test_every_chain_of_filters_checks_the_clock(step: str) -> None:
     template = InlineTemplate("{% if items|" + "|".join([step] * 60) + "|list %}{% endif %}")
     assert calls_without_a_look(template, {"items": list(range(1, ITEMS))}) <= MOST_CALLS
 
@@ -155,7 +155,7 @@ def test_a_long_path_is_refused_before_its_first_part() -> None:
 
 
 @pytest.mark.parametrize("name", sorted({*TEST_NAMES} - CONSTANT_TESTS))
-def test_no_test_that_reads_its_value_is_without_a_clock(name: str) -> None:
+def test_every_test_that_reads_its_value_checks_the_clock(name: str) -> None:
     arguments = "" if name in ("lower", "upper") else ", text"
     template = InlineTemplate(f"{{% for found in text|select('{name}'{arguments}) %}}{{% endfor %}}")
     looks = 0
@@ -173,8 +173,9 @@ def test_no_test_that_reads_its_value_is_without_a_clock(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", sorted({*InlineEnvironment().filters} - PASSED_ON))
-def test_what_is_made_item_by_item_is_measured_as_it_is_made(name: str) -> None:
-    """Each item may be as large as a value may be; all of them together, too, before a filter collects them."""
+def test_values_built_item_by_item_are_measured_while_built(name: str) -> None:
+    """Each item may be as large as a value may be; all of them together are checked, too, before a filter collects
+    them."""
     made = "items|map('replace', 'x', '" + "y" * 250 + "')"
     items = ["x" * 900] * 200
     try:

@@ -1,4 +1,4 @@
-"""How many values a document has, and which numbers take long."""
+"""Counts a document's values, and finds the numbers that are slow to parse."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def values(document: object) -> int:
 
 
 @given(plain)
-def test_no_value_is_left_out_and_empty_ones_alone_count_twice(document: object) -> None:
+def test_every_value_is_counted_and_only_empty_ones_twice(document: object) -> None:
     data = json.dumps(document, ensure_ascii=False).encode()
     assert values(document) <= count_values(data) <= 2 * values(document)
     assert slow_numbers(data) <= len(data) // 2

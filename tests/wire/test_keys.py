@@ -1,4 +1,4 @@
-"""Prefix keys: tokenizing and not tokenizing give the same bytes."""
+"""Prefix keys: tokens and text give the same bytes."""
 
 import json
 import time
@@ -56,9 +56,7 @@ def test_tokens_and_text_have_one_key(name: str, keys_of: dict[str, PrefixKeys],
 @pytest.mark.parametrize("name", support.GOOD)
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=15)
 @given(text=texts, special=st.booleans())
-def test_keys_of_a_table_are_those_that_made_it(
-    name: str, keys_of: dict[str, PrefixKeys], text: str, special: bool
-) -> None:
+def test_a_tables_keys_equal_its_sources(name: str, keys_of: dict[str, PrefixKeys], text: str, special: bool) -> None:
     table = msgspec.msgpack.decode(msgspec.msgpack.encode(keys_of[name].table()), type=KeyTable)
     assert "vocab" not in json.loads(table.skeleton)["model"]
     keys = PrefixKeys.from_table(table)
@@ -75,8 +73,8 @@ def test_a_tokenizer_that_loses_text_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["roberta", "gpt35", "unigram"])
-def test_a_model_without_a_type_is_what_the_library_takes_it_for(name: str) -> None:
-    """As in RoBERTa's tokenizer.json."""
+def test_a_model_without_a_type_is_read_as_the_library_does(name: str) -> None:
+    """RoBERTa's tokenizer.json has no type, for example."""
     typed = support.tokenizer(name).to_str()
     document = json.loads(typed)
     del document["model"]["type"]
@@ -93,13 +91,13 @@ def test_an_escape_is_not_text() -> None:
         escape(258).decode()
 
 
-def test_special_tokens_are_escapes_wherever_they_come_from(keys_of: dict[str, PrefixKeys]) -> None:
+def test_special_tokens_of_every_source_are_escapes(keys_of: dict[str, PrefixKeys]) -> None:
     keys, start = keys_of["gpt2"], support.CHAT_TOKENS.index("<|im_start|>")
     assert keys.prompt_key("a<|im_start|>b", False) == b"a" + escape(start) + b"b"
     assert keys.block_key([start]) == keys.token_bytes[start] == escape(start)
 
 
-def test_bos_comes_when_it_is_asked_for(keys_of: dict[str, PrefixKeys]) -> None:
+def test_bos_is_added_on_request(keys_of: dict[str, PrefixKeys]) -> None:
     keys = keys_of["llama2_legacy"]
     bos = support.tokenizer("llama2_legacy").token_to_id("<s>")
     assert keys.prompt_key("hi", True) == escape(bos) + b" hi"
@@ -161,7 +159,7 @@ def _seconds(keys: PrefixKeys, text: str) -> float:
     return time.thread_time() - begin
 
 
-def test_long_runs_of_combining_marks_are_found_and_others_are_not() -> None:
+def test_long_runs_of_combining_marks_are_detected() -> None:
     run = "\u0300\u0316" * 50
     assert long_run("hello a" + run) == 6
     assert long_run("a" + run + "b" + run) == 0

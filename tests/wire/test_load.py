@@ -25,7 +25,7 @@ def test_ours_is_a_map_of_names() -> None:
 
 
 @pytest.mark.parametrize("report", [STAT, OURS])
-def test_an_unknown_topic_is_decided_by_the_payload(report: LoadStat | TreelineLoad) -> None:
+def test_the_payload_decides_an_unknown_topic(report: LoadStat | TreelineLoad) -> None:
     assert decode_load(b"configured", encode(report)) == report
 
 

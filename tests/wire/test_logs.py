@@ -53,7 +53,7 @@ def test_fields_may_have_the_names_that_records_use_themselves() -> None:
 
 
 @pytest.mark.parametrize("formatter", [JsonFormatter(), TextFormatter()])
-def test_a_line_has_a_bounded_part_of_what_a_peer_has_sent(formatter: logging.Formatter) -> None:
+def test_a_log_line_has_a_bounded_part_of_a_peers_data(formatter: logging.Formatter) -> None:
     sent = "\x00ü" * 200_000
     out = io.StringIO()
     handler = logging.StreamHandler(out)
@@ -69,7 +69,7 @@ def test_a_line_has_a_bounded_part_of_what_a_peer_has_sent(formatter: logging.Fo
     assert "ValueError: " in out.getvalue()
 
 
-def test_packages_log_from_their_level_on_and_libraries_from_warnings(
+def test_our_packages_log_from_the_chosen_level_and_libraries_from_warnings(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     root = logging.getLogger()
@@ -90,7 +90,7 @@ def test_packages_log_from_their_level_on_and_libraries_from_warnings(
     ]
 
 
-def test_text_is_for_terminals_and_times_are_in_utc(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_terminals_get_text_and_times_are_in_utc(monkeypatch: pytest.MonkeyPatch) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
@@ -124,7 +124,7 @@ def test_text_is_for_terminals_and_times_are_in_utc(monkeypatch: pytest.MonkeyPa
         root.handlers, root.level = before
 
 
-def test_warnings_of_libraries_are_lines_as_all_others() -> None:
+def test_warnings_of_libraries_are_ordinary_log_lines() -> None:
     program = (
         "import warnings, treeline_wire.logs as logs; logs.set_up('info', 'treeline_x', form='json');"
         "warnings.warn('this is old')"
@@ -133,6 +133,6 @@ def test_warnings_of_libraries_are_lines_as_all_others() -> None:
     assert "this is old" in json.loads(told)["message"]
 
 
-def test_only_the_standard_library_is_loaded_for_it() -> None:
+def test_logging_loads_only_the_standard_library() -> None:
     program = "import sys, treeline_wire.logs; sys.exit('msgspec' in sys.modules or 'jinja2' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

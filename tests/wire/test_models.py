@@ -1,4 +1,4 @@
-"""InferenceModels as rules: who has a name, and that it depends on nothing else."""
+"""InferenceModels as rules: each name has one owner, which depends on the rules alone."""
 
 import random as random_module
 
@@ -32,7 +32,7 @@ def test_a_name_behind_a_gateway_has_exactly_one_winner_and_it_is_the_oldest_val
 
 @settings(max_examples=60, deadline=None)
 @given(rule_sets())
-def test_when_a_winner_goes_the_next_is_promoted_and_all_others_stay(rules):
+def test_when_a_winner_is_deleted_the_next_is_promoted_and_others_stay(rules):
     before = decide_names(rules, POOLS).verdicts
     for gone in rules:
         after = decide_names([one for one in rules if one is not gone], POOLS).verdicts
@@ -51,13 +51,13 @@ def test_when_a_winner_goes_the_next_is_promoted_and_all_others_stay(rules):
         ((("x", -3), ("y", 2)), "`x` has -3"),
     ],
 )
-def test_weights_that_cannot_be_meant(targets, advice):
+def test_impossible_weights_are_refused(targets, advice):
     verdict = decide_names([rule("r", targets=targets)], POOLS).verdicts["r"]
     assert verdict.reason == "WeightsInvalid"
     assert advice in verdict.message
 
 
-def test_a_rule_without_its_pool_says_which_pools_there_are():
+def test_a_rule_without_its_pool_lists_the_existing_pools():
     verdict = decide_names([rule("r", pool="gone")], POOLS).verdicts["r"]
     assert verdict.reason == "PoolNotFound"
     assert "(there is `a`, `b`, `c`); create it, or correct spec.poolRef.name" in verdict.message
@@ -92,7 +92,7 @@ def test_an_invalid_rule_does_not_keep_a_name_from_a_younger_one():
         (None, "", ""),
     ],
 )
-def test_a_pool_serves_the_name_given_or_the_last_part_of_its_uri(name, uri, served):
+def test_a_pool_serves_its_given_name_or_the_last_part_of_its_uri(name, uri, served):
     assert served_name(name, uri) == served
 
 
@@ -134,7 +134,7 @@ def test_a_pool_does_not_take_the_name_of_an_older_rule_or_of_an_older_pools_ada
     assert holders["g", "lora"] == ("InferencePool", "a", "a")
 
 
-def test_within_a_second_a_pool_goes_before_a_rule():
+def test_a_pool_wins_over_a_rule_of_the_same_second():
     pools = {"theirs": claim(1, "llama"), "taker": claim(1, "other")}
     assert not decide_names([at(1, "a-rule", "llama", "taker")], pools).verdicts["a-rule"].accepted
 

@@ -1,4 +1,4 @@
-"""Names and numbers that others rely on, and the shape of errors."""
+"""Names and numbers that other projects rely on, and the format of errors."""
 
 from treeline_wire import headers, labels, ports
 from treeline_wire.openai_errors import error_body

@@ -1,4 +1,4 @@
-"""Who shares a cache with whom: no two of (client, salt, adapter) have one namespace, whatever the strings are."""
+"""Clients share a cache only by namespace: no two of (client, salt, adapter) have the same, for any strings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TEXTS = st.lists(_PIECES, max_size=6).map("".join)
 
 @st.composite
 def derived(draw: st.DrawFn) -> str:
-    """A namespace that somebody else's request has: the best salt that an attacker can think of."""
+    """Draw the namespace of another client's request: the best salt that an attacker can think of."""
     return join_namespace(draw(TEXTS), draw(TEXTS), draw(TEXTS)) or ""
 
 
@@ -37,7 +37,7 @@ def test_distinct_triples_of_adapter_salt_and_client_never_share_a_namespace(fir
 
 
 @given(lora=STRINGS, salt=STRINGS, client=STRINGS)
-def test_the_adapter_is_read_from_the_namespace_whatever_the_salt_is(lora, salt, client):
+def test_the_adapter_is_read_from_the_namespace_with_any_salt(lora, salt, client):
     namespace = join_namespace(lora, salt, client)
     assert adapter_of(namespace) == (lora or None)
     assert event_namespace(adapter_of(namespace), namespace) == namespace, "as our runtime publishes it"

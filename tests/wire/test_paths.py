@@ -1,4 +1,4 @@
-"""The allow-lists of inference paths: what is in them, and how a path is compared."""
+"""The allow-lists of inference paths: their contents, and the comparison of paths."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def test_no_administration_of_any_engine_is_in_a_list() -> None:
     assert all(path.startswith("/") and path == path.lower() and "//" not in path for path in paths)
 
 
-def test_nothing_is_written_to_by_a_method_other_than_post() -> None:
+def test_only_post_changes_anything() -> None:
     for rules in INFERENCE.values():
         for rule in rules:
             assert set(rule.methods) <= {"GET", "HEAD", "OPTIONS"} or set(rule.methods) == {"POST", "OPTIONS"}
 
 
 @pytest.mark.parametrize("engine", INFERENCE)
-def test_what_is_listed_is_allowed_with_its_methods_only(engine: str) -> None:
+def test_listed_paths_are_allowed_with_their_methods_only(engine: str) -> None:
     for rule in INFERENCE[engine]:
         path = f"{rule.path}/Qwen/Qwen3-0.6B:v1" if rule.below else rule.path
         for method in ("GET", "HEAD", "OPTIONS", "POST", "PUT", "DELETE", "get", ""):
@@ -48,7 +48,7 @@ ABNORMAL = (
 
 
 @pytest.mark.parametrize("path", ABNORMAL)
-def test_what_is_not_written_in_the_normal_way_is_refused(path: str) -> None:
+def test_abnormally_written_paths_are_refused(path: str) -> None:
     for engine in INFERENCE:
         assert not any(is_inference(engine, method, path) for method in ("GET", "POST"))
 
@@ -77,7 +77,7 @@ def test_an_engine_without_a_list_is_an_error() -> None:
         is_inference("", "GET", "/v1/models")
 
 
-def test_the_pattern_below_has_no_look_around_which_the_edge_could_not_read() -> None:
+def test_the_pattern_has_no_look_around_which_the_edge_cannot_read() -> None:
     assert "(?!" not in BELOW
     assert "(?=" not in BELOW
     assert re.compile(BELOW)

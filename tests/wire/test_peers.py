@@ -1,4 +1,4 @@
-"""Messages between pickers: what is encoded is decoded, and nothing else is a message."""
+"""Messages between pickers: encoded ones are decoded, and other bytes are refused."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ MESSAGES = st.one_of(
 
 
 @given(MESSAGES)
-def test_what_is_encoded_is_decoded(message: Message) -> None:
+def test_encoded_messages_are_decoded(message: Message) -> None:
     assert decode(encode(message)) == message
 
 
@@ -103,19 +103,19 @@ def test_many_records_go_into_few_messages(records: list[Opened | Closed]) -> No
         b"\x93\x01\x01\x91\x92\x09\x02",
     ],
 )
-def test_what_is_no_message(data: bytes) -> None:
+def test_invalid_bytes_are_no_message(data: bytes) -> None:
     with pytest.raises(PeerMessageError):
         decode(data)
 
 
-def test_a_part_is_one_of_its_parts() -> None:
+def test_a_parts_number_is_within_its_parts() -> None:
     for part, parts in ((1, 1), (0, 0), (0, MOST_PARTS + 1)):
         with pytest.raises(PeerMessageError):
             decode(encode(Snapshot(bytes(8), 1, part, parts)))
 
 
 def test_a_typical_request_takes_some_forty_bytes_and_a_new_prompt_some_ninety() -> None:
-    """Written down here, so that a change of the form is seen."""
+    """The numbers are written here, so that a change of the format is noticed."""
     mark = (1 << peers.MARK_BITS) - 1
     ref = peers.endpoint_ref("llama-7d9f-x2", "10.0.3.17:8000")
     hit = Delta(300_000, (Opened(1_000_000, ref, 180, 45, marks=(mark,)),))

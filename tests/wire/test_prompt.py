@@ -49,12 +49,12 @@ def test_a_chat_is_rendered() -> None:
     assert shown(reasoning_effort="low", chat_template_kwargs={"reasoning_effort": "high"}) == "[user:hi]high>"
 
 
-def test_null_members_are_as_good_as_absent() -> None:
+def test_null_members_count_as_absent() -> None:
     nothing = dict.fromkeys(("tools", "documents", "chat_template_kwargs", "continue_final_message", "tool_choice"))
     assert shown(**nothing, add_generation_prompt=None, reasoning_effort=None) == "[user:hi]>"
 
 
-def test_no_tools_are_shown_when_none_may_be_called() -> None:
+def test_tools_are_hidden_when_calls_are_off() -> None:
     assert shown(tools=[TOOL], tool_choice="none") == "[user:hi]>"
     assert shown(tools=[], tool_choice="auto") == "[user:hi]>"
 
@@ -73,7 +73,7 @@ def test_arguments_of_tool_calls_become_objects() -> None:
     assert shown(messages=[call({"a": 1})]) == '[assistant:<f {"a": 1}>]>'
 
 
-def test_the_request_is_left_as_it_was() -> None:
+def test_the_request_is_not_modified() -> None:
     call = {"function": {"name": "f", "arguments": "{}"}}
     body = {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}], "tool_calls": [call]}]}
     before = repr(body)
@@ -128,11 +128,11 @@ def test_a_separate_template_for_tools_is_used_for_tools() -> None:
         ({"messages": [USER], "chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
     ],
 )
-def test_a_bad_chat_request_names_what_is_wrong(body: dict[str, Any], param: str) -> None:
+def test_an_invalid_chat_request_is_named(body: dict[str, Any], param: str) -> None:
     assert refusal(body).param == param
 
 
-def test_the_templates_refusal_is_the_requests_fault_and_its_own_is_not() -> None:
+def test_a_templates_refusal_is_a_client_error_and_its_bug_is_not() -> None:
     raising = ChatTemplate("{{ raise_exception('roles must alternate') }}", special_tokens={})
     with pytest.raises(PromptError, match="roles must alternate"):
         prompt_of_chat({"messages": [USER]}, raising)
@@ -209,7 +209,7 @@ def test_namespaces_keep_requests_apart() -> None:
     assert names[0] is None
 
 
-def test_nothing_given_is_the_common_namespace() -> None:
+def test_an_empty_request_has_the_common_namespace() -> None:
     assert namespace_of({"cache_salt": None, "lora_path": "", "extra_key": ""}) is None
     assert event_namespace(None, None) is event_namespace("", "") is None
 

@@ -22,7 +22,7 @@ def keys(tmp_path: Path) -> CurveKeys:
 
 @pytest.fixture
 def context() -> Iterator[Context]:
-    """A context whose sockets forget what they could not send."""
+    """A context whose sockets drop unsent messages."""
     context: Context = zmq.Context()
     context.setsockopt(zmq.LINGER, 0)
     yield context
@@ -74,14 +74,14 @@ def test_the_secret_is_not_printed(keys: CurveKeys) -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "[::1]", "::ffff:127.0.0.1", "localhost"])
-def test_loopback_is_this_machine(host: str) -> None:
+def test_loopback_addresses_are_recognised(host: str) -> None:
     assert is_loopback(host)
 
 
 @pytest.mark.parametrize(
     "host", ["0.0.0.0", "*", "::", "10.0.0.1", "example.org", "", "127.0.0.1.example.org", "::ffff:10.0.0.1"]
 )
-def test_the_network_is_not(host: str) -> None:
+def test_network_addresses_are_not_loopback(host: str) -> None:
     assert not is_loopback(host)
 
 
@@ -110,13 +110,13 @@ def test_a_subscriber_without_the_keys_hears_nothing(context: Context, keys: Cur
         server.send_multipart([b"", bytes([number]), b"every user's prompt"])
     heard = [receive(friend, 60_000) for _ in range(20)]
     assert [message[1] for message in heard if message] == [bytes([n]) for n in range(20)]
-    assert receive(server, 0) is None, "nobody else has subscribed"
+    assert receive(server, 0) is None, "no other peer has subscribed"
     assert receive(stranger, 300) is None
     assert receive(impostor, 0) is None
 
 
 def ask(socket: Socket) -> None:
-    """Send a request, unless the peer has refused this socket already: then it would wait for ever."""
+    """Send a request, unless the peer has refused this socket already: sending would then wait forever."""
     with contextlib.suppress(zmq.Again):
         socket.send_multipart([b"", b"treeline", b"snapshot", b"1"], zmq.NOBLOCK)
 

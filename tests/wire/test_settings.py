@@ -1,4 +1,4 @@
-"""A setting is said once: its flag, its bounds, its variable and its secrecy follow from the field."""
+"""A setting is declared once: its flag, bounds, variable and secrecy follow from the field."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def yes_or_no(text: str) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kitchen:
-    """One of each."""
+    """One setting of each kind."""
 
     name: str = setting(help="what it is called")
     cooks: int | None = setting(None, at_least=1, help="default: as many as there are stoves")
@@ -82,7 +82,7 @@ def test_a_bool_that_is_parsed_may_be_given_with_a_value_and_without() -> None:
     assert cli("--music=no --smoke") == dataclasses.replace(K, music=False)
 
 
-def test_the_environment_holds_where_the_flag_is_not_given_and_is_judged_like_it(
+def test_a_variable_applies_without_the_flag_and_has_the_same_checks(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     k = cli(TOWN="ulm", KEY="k")
@@ -118,7 +118,7 @@ def test_errors_name_the_flag_and_what_is_expected(argv: str, told: str, capsys:
 
 
 @given(st.sampled_from(["share", "wait"]), st.integers(-3, 3) | st.floats(-2, 2) | st.just(float("inf")))
-def test_what_a_flag_may_say_python_may_say_and_nothing_else(name: str, value: float) -> None:
+def test_flags_and_python_accept_the_same_values(name: str, value: float) -> None:
     try:
         by_flag = cli(f"--{name}={value}")
     except SystemExit:
@@ -140,20 +140,20 @@ def test_what_a_flag_may_say_python_may_say_and_nothing_else(name: str, value: f
         ("stars", 5, "0, 1, 2 or 3, got 5"),
     ],
 )
-def test_bounds_and_choices_hold_for_what_has_no_flag_and_for_each_of_several(
+def test_bounds_and_choices_hold_without_flags_and_for_each_value_of_a_list(
     name: str, value: object, bounds: str
 ) -> None:
     with pytest.raises(ConfigError, match=f"^{name} must be {bounds}$"):
         dataclasses.replace(K, **{name: value})
 
 
-def test_only_secrets_are_hidden_and_only_where_there_is_one() -> None:
+def test_only_secrets_are_hidden_and_only_if_set() -> None:
     assert shown(dataclasses.replace(K, key="k"))["key"] == "(set)"
     assert shown(K) == {name: getattr(K, name) for name in settings_of(Kitchen)}
     assert "opened_at" not in shown(K), "no setting"
 
 
-def test_help_has_the_words_of_each_flag() -> None:
+def test_help_describes_each_flag() -> None:
     parser = argparse.ArgumentParser()
     add_flags(parser, Kitchen, environ={})
     add_flags(parser, Kitchen, "safe", {"KEY": "in the environment"})
@@ -183,7 +183,7 @@ def test_a_namespace_that_cannot_exist_is_refused(name: str) -> None:
         namespace(name)
 
 
-def test_a_bool_is_no_text() -> None:
+def test_a_text_is_no_bool() -> None:
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Switch:
         jumps: bool = setting(True, help="whether it jumps")

@@ -1,4 +1,4 @@
-"""What pickers say of demand: one line each, and what several say together."""
+"""The pickers' reports of demand: one line each, and the sum of several."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ GOLDEN = (
 )
 
 
-def test_a_line_stays_as_it_was_agreed() -> None:
+def test_the_format_of_a_line_is_fixed() -> None:
     said = Signals(True, {"p": PoolSignals(Asked(Waiting(2, 900), Waiting(), 3, 0.25, 1.5), {}, 1, 4096, 7, 512, 1)})
     assert (encode(said), decode(GOLDEN)) == (GOLDEN, said)
 
 
 @settings(max_examples=30)
 @given(st.dictionaries(st.text(max_size=5), pools, max_size=2))
-def test_a_line_says_what_was_put_into_it(said: dict[str, PoolSignals]) -> None:
+def test_a_line_round_trips(said: dict[str, PoolSignals]) -> None:
     line = encode(Signals(True, said))
     assert line.count(b"\n") == 1
     assert decode(line) == Signals(True, said)
@@ -48,17 +48,17 @@ def test_a_line_says_what_was_put_into_it(said: dict[str, PoolSignals]) -> None:
         b'{"pools":{"\xff":{}}}',
     ],
 )
-def test_what_no_picker_says_is_missed(line: bytes) -> None:
+def test_an_invalid_line_is_a_typed_error(line: bytes) -> None:
     with pytest.raises(msgspec.MsgspecError):
         decode(line)
 
 
-def test_what_a_later_version_adds_is_passed_over() -> None:
+def test_additions_of_later_versions_are_ignored() -> None:
     assert decode(b'{"synced":true,"new":[1],"pools":{"p":{"new":{}}}}') == Signals(True, {"p": PoolSignals()})
 
 
 @given(st.lists(pools, max_size=3))
-def test_several_pickers_see_the_same_endpoints_and_have_requests_of_their_own(told: list[PoolSignals]) -> None:
+def test_several_pickers_share_endpoints_and_have_their_own_requests(told: list[PoolSignals]) -> None:
     whole = merged(told)
     assert merged(reversed(told)) == whole
     assert whole.asked.held.requests == sum(one.asked.held.requests for one in told)

@@ -86,11 +86,11 @@ CHATS: dict[str, list[dict[str, Any]] | dict[str, Any]] = {
     "long": [said(("user", "assistant")[i % 2], f"message {i} " * 20) for i in range(41)],
 }
 REFUSED = {"image": "messages carry text only here"}
-"""Chats that are no prompt for us whatever the template, and why."""
+"""Chats that we render for no template, with the reason."""
 
 
 def meant(body: dict[str, Any], template: Template) -> dict[str, Any]:
-    """The arguments of `apply_chat_template` that a request stands for, by the rules of our dialect."""
+    """Return the arguments of `apply_chat_template` for a request, by the rules of our dialect."""
     messages = []
     for message in body["messages"]:
         message = dict(message)
@@ -129,7 +129,7 @@ def reference() -> PreTrainedTokenizerFast:
 
 
 PATIENCE_S = 60.0
-"""For a rendering: a collection of garbage may fall into it, and what is compared is the text."""
+"""The time for a rendering: it may include a garbage collection, and only texts are compared."""
 
 
 def bodies() -> dict[str, dict[str, Any]]:
@@ -137,7 +137,7 @@ def bodies() -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.deep
-def test_requests_become_what_transformers_renders(reference: PreTrainedTokenizerFast) -> None:
+def test_requests_become_transformers_renderings(reference: PreTrainedTokenizerFast) -> None:
     assert len(CORPUS) >= 150
     assert len(CHATS) >= 34
     assert len({template.source for template in CORPUS}) == len(CORPUS)
@@ -163,7 +163,7 @@ def _reference(tokenizer: PreTrainedTokenizerFast, template: Template, body: dic
     return str(tokenizer.apply_chat_template(**meant(body, template), chat_template=template.source, tokenize=False))
 
 
-def test_each_engine_tells_templates_that_take_lists_by_its_own_rule() -> None:
+def test_each_engine_recognises_list_templates_by_its_own_rule() -> None:
     for template in CORPUS:
         verdicts = {name: dialect_of(name).takes_lists(template.source) for name in ("treeline", "vllm", "sglang")}
         lists = template.lists

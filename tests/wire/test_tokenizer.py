@@ -80,14 +80,14 @@ def test_a_bundle_survives_the_wire(folder: Path) -> None:
 
 
 def test_no_engine_chooses_the_fingerprint_of_its_tokenizer(folder: Path) -> None:
-    """Another pool's prompts would be rendered by its template."""
+    """Otherwise another pool's prompts would be rendered by its template."""
     bundle = json.loads(configure(folder, chat_template="right", bos_token="<s>").to_json())
     for lie in ({"chat_template": "wrong"}, {"tokenizer_json": "{}"}, {"bos_token": "x"}, {"add_bos": True}):
         with pytest.raises(BundleError, match="not that of its parts"):
             TokenizerBundle.from_json(json.dumps({**bundle, **lie}).encode())
 
 
-def test_fingerprints_tell_bundles_apart() -> None:
+def test_fingerprints_distinguish_bundles() -> None:
     base = TokenizerBundle.build("t", chat_template="c", special_tokens={"a_token": "x", "b_token": "y"})
     same = TokenizerBundle.build("t", chat_template="c", special_tokens={"b_token": "y", "a_token": "x"})
     others = [
@@ -127,6 +127,6 @@ def test_bad_directories_are_one_typed_error(folder: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", "{}", '{"model": {"type": "BPE"}}', '{"version": "1.0", "model": null}']
 )
-def test_keys_refuse_what_is_not_a_tokenizer(text: str) -> None:
+def test_prefix_keys_refuse_an_invalid_tokenizer(text: str) -> None:
     with pytest.raises(BundleError):
         PrefixKeys(text)

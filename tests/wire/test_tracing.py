@@ -1,4 +1,4 @@
-"""Traces as the picker, the runtime and Envoy share them: what OpenTelemetry's variables ask for."""
+"""Tracing shared by picker, runtime and Envoy: the meaning of OpenTelemetry's variables."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_the_exporter_is_chosen_by_its_variable(monkeypatch: pytest.MonkeyPatch)
         ("parentbased_traceidratio", "0.5", 0.5),
     ],
 )
-def test_envoy_samples_what_the_variables_ask_for(
+def test_envoy_samples_by_the_variables(
     monkeypatch: pytest.MonkeyPatch, sampler: str, argument: str, share: float
 ) -> None:
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", sampler)
@@ -79,7 +79,7 @@ def test_a_share_that_is_no_number_from_0_to_1_is_refused(
         tracing_env.ratio()
 
 
-def test_the_endpoint_of_traces_goes_before_that_of_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_endpoint_of_traces_overrides_the_general_one(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tracing_env.collector(tracing_env.endpoint()) == ("localhost", 4317)
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://collector.observability")
     assert tracing_env.collector(tracing_env.endpoint()) == ("collector.observability", 4317)
@@ -96,14 +96,14 @@ def test_a_url_that_envoy_cannot_send_to_is_refused(url: str) -> None:
         tracing_env.collector(url)
 
 
-def test_an_operation_is_known_by_its_path() -> None:
+def test_an_operation_is_named_by_its_path() -> None:
     found = {path: tracing_env.operation_of(path) for path in ("/v1/chat/completions", "/v1/completions/", "/generate")}
     assert list(found.values()) == ["chat", "text_completion", "text_completion"]
     assert tracing_env.operation_of("/v2/rerank") == "rerank"
     assert tracing_env.operation_of("/health_generate") == ""
 
 
-async def test_a_collector_that_says_nothing_does_not_keep_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_collector_does_not_delay_the_exit(monkeypatch: pytest.MonkeyPatch) -> None:
     released = threading.Event()
 
     class Silent(InMemorySpanExporter):

@@ -1,4 +1,4 @@
-"""The command: what it takes, what it starts, what it leaves, how it ends."""
+"""The command: its arguments, its server, its files, its exit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from treeline_runtime.args import parse_args
 pytestmark = pytest.mark.usefixtures("signals")
 
 
-def test_help_names_everything_that_can_be_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_every_choice(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ending:
         cli.main(["programs", "--help"])
     assert ending.value.code == 0
@@ -83,7 +83,7 @@ def test_a_whole_run_leaves_json_a_page_and_a_plot(
     assert "| LLM judge | 10 |" in capsys.readouterr().out
 
 
-def test_a_part_is_printed_and_leaves_nothing(
+def test_a_partial_run_is_printed_and_writes_no_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(command, "run", stand_in)
@@ -93,16 +93,14 @@ def test_a_part_is_printed_and_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_server_that_does_not_start_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_server_that_does_not_start_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--workload", "mmlu", "--ablation", "full", "--server-args=--no-such-flag"]) == 1
     assert "no-such-flag" in capsys.readouterr().err
 
 
 @pytest.mark.integration
 @pytest.mark.deep
-def test_programs_run_on_a_real_server_and_find_what_there_is(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_programs_run_on_a_real_server_and_hit_its_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = children()
     argv = "--workload hellaswag judge json_decode extraction --ablation full --programs 2 --scale 0.05 --device cpu"
     assert main([*argv.split(), "--out", str(tmp_path)]) == 0

@@ -15,7 +15,7 @@ def values(measured: dict[str, dict[str, Measured]]) -> dict[str, float]:
     return {row.metric: row.value for row in rows_of(measured, {})}
 
 
-def test_what_sums_up_comes_first() -> None:
+def test_summary_rows_come_first() -> None:
     slower = Measured(10, 4.0, Found(100, 100, 100), latency_s=2.0)
     measured = {"mmlu": {"none": NONE, "no_hint": OTHER, "full": FULL}, "rag": {"none": NONE, "full": slower}}
     found = values(measured)
@@ -27,7 +27,7 @@ def test_what_sums_up_comes_first() -> None:
     assert found["programs.throughput.mmlu.no_hint"] == 5.0
 
 
-def test_rows_stand_beside_what_they_are_compared_with() -> None:
+def test_rows_stand_beside_their_references() -> None:
     rows = {row.metric: row for row in rows_of({"mmlu": {"none": NONE, "full": FULL}}, {})}
     assert (rows["programs.throughput.mmlu.full"].reference, rows["programs.throughput.mmlu.full"].ratio) == (2.0, 5.0)
     assert rows["programs.throughput.mmlu.none"].reference is None
@@ -42,7 +42,7 @@ def test_a_part_of_a_run_has_a_part_of_the_rows() -> None:
     assert "programs.throughput_full_over_none.geomean" not in values({"mmlu": {"full": FULL}})
 
 
-def test_of_two_forms_the_worse_one_counts() -> None:
+def test_the_worse_of_two_forms_counts() -> None:
     found = {row.metric: row.value for row in rows_of({}, {"chats": 3.0, "completions": 2.5})}
     assert found == {
         "programs.api_speculation_call_ratio": 2.5,

@@ -1,4 +1,4 @@
-"""The best of all caches, beside a plain trie."""
+"""The best possible cache, against a plain trie."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_an_answer_is_found_again_but_for_its_last_token(tokenizer: Tokenizer) -
     assert (found.vs_optimal, found.rate) == (1.0, 4 / 9)
 
 
-def test_what_was_never_to_be_found_is_not_missed() -> None:
+def test_tokens_that_no_cache_could_hold_are_not_counted_as_missed() -> None:
     assert Found().vs_optimal == 1.0
     assert Found().rate == Found().best_rate == 0.0
     assert hits([asked([1, 2], [], 1), asked([3], [], 0)]) == Found(prompt=3, cached=1)

@@ -1,4 +1,4 @@
-"""The workloads on a backend without a model: what they ask for, and what their prompts share."""
+"""The workloads on a backend without a model: their requests, and the prefixes that their prompts share."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KINDS = {
     "multi_turn_long": {"generate": 4},
     "rag": {"generate": 2},
 }
-"""What one program asks."""
+"""The requests of one program."""
 
 
 def data(maker: PromptMaker, seed: str = "x", scale: float = SCALE) -> Data:
@@ -83,7 +83,7 @@ def test_branches_of_a_thought_grow_from_one_another(maker: PromptMaker) -> None
     assert {request.sampling.limit for request in asked} == {tokens}
 
 
-def test_a_judge_reads_all_that_was_found(maker: PromptMaker) -> None:
+def test_a_judge_reads_all_candidates(maker: PromptMaker) -> None:
     *branches, last = [request for request in run(WORKLOADS["judge"], maker).requests if request.kind == "generate"]
     [article] = {request.prompt.text.partition("\nJudge:")[0] for request in branches}
     assert last.prompt.text.startswith(article)

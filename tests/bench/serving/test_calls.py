@@ -1,4 +1,4 @@
-"""Loads of calls whose answers are not looked into."""
+"""Loads of calls whose answers are not parsed."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""`treeline bench serving` as users run it, against servers that do as they are told, and one that is ours."""
+"""`treeline bench serving` as users run it, against scripted servers and one of ours."""
 
 import json
 import signal
@@ -33,7 +33,7 @@ def no_key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def prompts_of(server: FakeOpenAI) -> list[list[int]]:
-    """Without the warm-up, whose answer has 16 tokens."""
+    """Return the prompts that the server got, without the warm-up, whose answer has 16 tokens."""
     return [body["prompt"] for body in server.bodies if body["max_tokens"] != 16]
 
 
@@ -121,7 +121,7 @@ def http(status: int, said: bytes) -> bytes:
         (lambda body: http(400, b"ignore_eos is unknown"), "--respect-eos"),
     ],
 )
-def test_a_server_that_cannot_be_measured_is_told_by_the_first_request(
+def test_a_server_that_cannot_be_measured_fails_at_the_first_request(
     answer: Any, says: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with serving(answer) as server:
@@ -132,7 +132,7 @@ def test_a_server_that_cannot_be_measured_is_told_by_the_first_request(
     assert len(server.bodies) == 1
 
 
-def test_a_server_that_is_not_there_or_serves_something_else_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_or_wrong_server_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     with serving() as server:
         assert command.main(["--url", server.url, "--model", "nope", *SMALL]) == 1
         assert "serves no model 'nope'; it has: m" in capsys.readouterr().err
@@ -167,7 +167,7 @@ def test_errors_under_load_are_counted_by_kind_and_the_rest_is_measured(capsys: 
     assert "2 × HTTP 503: queue full" in said
 
 
-def test_a_server_that_goes_away_ends_the_run_with_what_there_was(
+def test_a_server_that_dies_ends_the_run_with_partial_results(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with serving() as server:
@@ -201,7 +201,7 @@ os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 
 
 @pytest.mark.parametrize("before", [[], ["-c", DEAF]], ids=["usual", "ignored and blocked by who started it"])
-def test_ctrl_c_reports_what_there_is(before: list[str], tmp_path: Path) -> None:
+def test_ctrl_c_reports_partial_results(before: list[str], tmp_path: Path) -> None:
     enough = threading.Event()
 
     def answer(body: dict[str, Any]) -> Iterator[bytes]:
@@ -299,7 +299,7 @@ def test_addresses_are_taken_as_people_write_them(url: str, normal: str) -> None
         ),
     ],
 )
-def test_what_is_no_address_or_has_a_password_is_refused(said: str, urls: list[str]) -> None:
+def test_an_invalid_address_or_one_with_a_password_is_refused(said: str, urls: list[str]) -> None:
     for url in urls:
         with pytest.raises(ServerError, match=said):
             normal_url(url)
@@ -325,7 +325,7 @@ def test_flags_are_written_out_so_that_no_key_gets_into_a_result(capsys: pytest.
 
 
 @pytest.mark.parametrize("flag", ["--output", "--results"])
-def test_what_cannot_be_written_is_said_before_the_load(
+def test_an_unwritable_output_is_reported_before_the_load(
     flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "file"

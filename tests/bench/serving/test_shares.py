@@ -1,4 +1,4 @@
-"""How a load is shared out among processes."""
+"""A load is split among processes."""
 
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,4 +1,4 @@
-"""Streams as servers send them, in whatever pieces they arrive."""
+"""Streams of servers, cut into pieces anywhere."""
 
 import itertools
 
@@ -38,14 +38,14 @@ def test_chunks_with_output_are_counted_and_roles_and_bare_ends_are_not() -> Non
 
 
 @given(st.lists(st.integers(0, len(CHAT)), max_size=8), st.booleans())
-def test_how_the_bytes_arrive_does_not_matter(cuts: list[int], crlf: bool) -> None:
+def test_a_stream_is_read_the_same_however_its_bytes_are_cut(cuts: list[int], crlf: bool) -> None:
     data = CHAT.replace(b"\n", b"\r\n") if crlf else CHAT
     places = [0, *sorted(cuts), len(data)]
     answer, chunks = fed(*(data[start:end] for start, end in itertools.pairwise(places)))
     assert (chunks, answer.text, answer.finished) == (5, "ab", True)
 
 
-def test_servers_that_do_not_tell_what_was_cached() -> None:
+def test_servers_that_do_not_report_cached_tokens() -> None:
     for said in (usage(3, 1), event(choices=[], usage={"prompt_tokens": 3, "prompt_tokens_details": None})):
         answer, _ = fed(said)
         assert answer.usage is not None
@@ -60,7 +60,7 @@ def test_an_error_in_the_middle_is_kept(error: object) -> None:
 
 
 @pytest.mark.parametrize("data", [b"data: <html>\n\n", b'data: {"choices": 3}\n\n', b"data: \xff\n\n"])
-def test_what_are_no_chunks_is_refused_and_quoted(data: bytes) -> None:
+def test_lines_that_are_no_chunks_are_refused_and_quoted(data: bytes) -> None:
     with pytest.raises(NotEvents, match="b'"):
         fed(data)
 

@@ -12,7 +12,7 @@ MS = 1_000_000
 def record(
     due_ms: float, sent_ms: float, tokens_ms: list[float], done_ms: float, output: int | None = None, **more: object
 ) -> Record:
-    """Times in ms after the beginning, which is at 1 s of the clock."""
+    """Return a record with times in ms after the beginning, which is at 1 s of the clock."""
     begin = 1000 * MS
     return Record(
         conversation=0,
@@ -52,7 +52,7 @@ def test_times_count_from_when_a_request_was_due() -> None:
 def test_time_per_token_takes_the_servers_count_not_the_chunks() -> None:
     assert measures(record(0, 0, [10, 110], 110, output=11))["tpot"] == 10
     assert measures(record(0, 0, [10], 10, output=1))["tpot"] is None
-    assert measures(record(0, 0, [10], 10, output=5))["tpot"] is None  # all in one chunk: nobody can tell
+    assert measures(record(0, 0, [10], 10, output=5))["tpot"] is None  # all in one chunk: it is unknown
     assert summary(record(0, 0, [10, 110], 110, output=11)).tokens_per_chunk == 5.5
 
 
@@ -109,7 +109,7 @@ def test_a_client_that_cannot_keep_up_says_so() -> None:
     assert "sent 40 ms late" in summarise([told(record(0, 40, [41], 41))], {}).client.trouble
 
 
-def test_a_load_of_which_nothing_was_answered_has_no_times() -> None:
+def test_a_load_without_answers_has_no_times() -> None:
     found = summary(record(0, 0, [], 10, error="cannot connect"))
     assert (found.ttft_ms, found.itl_ms, found.e2e_ms, found.cached_share) == (None, None, None, None)
     assert figures(found) == {
@@ -131,7 +131,7 @@ def test_several_processes_are_one_load() -> None:
     assert together.ttft_ms.mean == 20
 
 
-def test_rounds_have_medians_and_ratios_are_of_rounds_that_belong_together() -> None:
+def test_rounds_have_medians_and_ratios_compare_matching_rounds() -> None:
     ours = [summary(record(0, 0, [first], 1000)) for first in (10, 20, 90)]
     theirs = [summary(record(0, 0, [first], 1000)) for first in (20, 10, 90)]
     assert medians(ours)["ttft_ms.p50"] == 20

@@ -55,9 +55,9 @@ async def test_a_closed_loop_asks_in_order_and_records_everything() -> None:
     assert found.gone == ""
 
 
-async def test_as_many_as_told_are_under_way_at_once() -> None:
+async def test_the_requested_number_of_requests_is_in_flight() -> None:
     def answer(body: dict[str, Any]) -> Iterator[bytes]:
-        while len(server.bodies) < 8:  # nobody is answered before all eight have asked
+        while len(server.bodies) < 8:  # no answer comes before all eight requests
             yield b": wait\n\n"
         yield from whole(body)
 
@@ -68,7 +68,7 @@ async def test_as_many_as_told_are_under_way_at_once() -> None:
     assert most == 8
 
 
-async def test_an_open_loop_counts_from_the_schedule_whatever_became_of_the_others() -> None:
+async def test_an_open_loop_measures_from_the_schedule_even_after_failures() -> None:
     moments = [0.0, 0.05, 0.05, 0.1]
     with serving() as server:
         begin = time.monotonic_ns()
@@ -120,7 +120,7 @@ async def test_a_chat_has_roles() -> None:
         (never_ends, "timeout", "0.2 s"),
     ],
 )
-async def test_what_is_no_whole_answer_has_a_kind(answer: Any, kind: str, said: str) -> None:
+async def test_incomplete_answers_are_classified(answer: Any, kind: str, said: str) -> None:
     with serving(answer) as server:
         found = await carry_out(order(server, conversations(1, turns=2), timeout_s=0.2 if kind == "timeout" else 20))
     [record] = found.records  # and the conversation ends there
@@ -177,7 +177,7 @@ async def test_a_server_that_dies_under_the_last_requests_is_gone() -> None:
     assert not found.gone
 
 
-async def test_after_its_time_nothing_is_sent_and_what_runs_may_end() -> None:
+async def test_after_its_time_a_load_sends_nothing_and_lets_requests_finish() -> None:
     with serving() as server:
         found = await carry_out(order(server, conversations(100_000), seconds=0.2))
     assert 0 < len(found.records) < 100_000
@@ -188,7 +188,7 @@ async def test_after_its_time_nothing_is_sent_and_what_runs_may_end() -> None:
 
 
 async def stopped_when(under_way: threading.Event, given: Order) -> LoadReport:
-    """What a worker tells that is stopped at that moment."""
+    """Return the report of a worker that is stopped when `under_way` is set."""
     worker = Worker(given, [].append)
     running = asyncio.create_task(worker.run(time.monotonic_ns()))
     assert await asyncio.to_thread(under_way.wait, 10)
@@ -197,7 +197,7 @@ async def stopped_when(under_way: threading.Event, given: Order) -> LoadReport:
         return await running
 
 
-async def test_stopping_ends_what_is_under_way_and_marks_it() -> None:
+async def test_stopping_ends_requests_in_flight_and_marks_them() -> None:
     both = threading.Barrier(2, action=(under_way := threading.Event()).set)
 
     def answer(body: dict[str, Any]) -> Iterator[bytes]:
@@ -221,7 +221,7 @@ async def test_stopping_ends_the_wait_for_the_next_arrival() -> None:
     assert len(found.records) == 1
 
 
-async def test_a_fault_of_our_own_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_our_own_errors_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def fault(*_: object) -> bytes:
         raise ZeroDivisionError
 

@@ -1,4 +1,4 @@
-"""From the bytes of a stream to the pieces of an answer, whoever sends them and however they are cut."""
+"""Answers are read from the bytes of a stream, from any server and cut anywhere."""
 
 import contextlib
 import itertools
@@ -48,14 +48,14 @@ def test_an_answer_is_the_same_wherever_its_bytes_are_cut(cuts):
 
 
 @given(st.text())
-def test_nothing_that_a_terminal_acts_on_is_left_of_a_text(text):
+def test_terminal_control_characters_are_removed_from_texts(text):
     left = printable(text)
     assert all(char in "\n\t" or (ord(char) >= 32 and not 0x7F <= ord(char) <= 0x9F) for char in left)
     assert not set("\u202e\u2066") & set(left)
 
 
 @given(st.text(alphabet=st.characters(exclude_categories=["Cc", "Cs", "Cf"])))
-def test_text_without_such_characters_stays_as_it_is(text):
+def test_text_without_control_characters_is_unchanged(text):
     assert printable(text) == text
 
 
@@ -71,7 +71,7 @@ def test_tool_calls_lose_their_escapes_too():
 
 
 @pytest.mark.parametrize("ending", [b"", b": a comment\n\n", b"data: {"])
-def test_a_stream_that_ends_before_its_answer_does_broke_off(ending):
+def test_a_stream_that_ends_before_its_answer_is_a_failure(ending):
     with pytest.raises(BadAnswer, match=r"broke off|no chunk"):
         read(delta(content="Par"), ending)
 
@@ -84,7 +84,7 @@ def test_a_finish_reason_ends_an_answer_where_no_done_follows():
     "line",
     ["nonsense", "[]", "7", '{"choices": 3}', '{"choices": [{"delta": {"content": 5}}]}', "[" * 100_000, '"\\ud800'],
 )
-def test_what_is_no_chunk_is_quoted_in_one_short_line(line):
+def test_an_invalid_chunk_is_quoted_in_one_short_line(line):
     with pytest.raises(BadAnswer, match="no chunk of a chat completion") as caught:
         read(b"data: " + line.encode() + b"\n\n")
     assert "\n" not in str(caught.value)
@@ -105,19 +105,19 @@ def test_a_line_that_never_ends_is_given_up(prefix):
     ("error", "shown"),
     [({"message": "out of\nmemory"}, "out of memory"), ("plain", "plain"), ({"code": 7}, '{"code":7}'), ([1], "[1]")],
 )
-def test_an_error_in_the_stream_is_told_in_its_own_words(error, shown):
+def test_an_error_in_the_stream_is_shown_in_its_own_words(error, shown):
     with pytest.raises(BadAnswer) as caught:
         read(event(error=error))
     assert str(caught.value) == f"the server ended the answer: {shown}"
 
 
-def test_what_a_server_says_is_one_short_printable_line():
+def test_server_errors_become_one_short_printable_line():
     assert said({"error": {"message": "a\x1b[31m\n b"}}) == "a�[31m b"
     assert len(brief("x" * 10**6)) == 301
 
 
 @given(st.binary(max_size=300))
-def test_any_bytes_are_an_answer_or_a_bad_one(data):
+def test_any_bytes_are_an_answer_or_a_typed_error(data):
     with contextlib.suppress(BadAnswer):
         read(data)
 
@@ -127,7 +127,7 @@ def test_choices_besides_the_first_are_left_out():
     assert read(other, delta(content="yes"), DONE)[1] == [Piece("text", "yes")]
 
 
-def test_what_came_before_an_error_in_one_chunk_is_shown():
+def test_text_before_an_error_in_one_chunk_is_shown():
     pieces = AnswerReader().take(delta(content="half") + event(error={"message": "too warm"}))
     assert next(pieces) == Piece("text", "half")
     with pytest.raises(BadAnswer, match="too warm"):

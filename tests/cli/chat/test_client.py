@@ -1,4 +1,4 @@
-"""What a chat says of servers that are not as they should be: a sentence, whatever comes."""
+"""A chat explains each failure of a server in one sentence."""
 
 import socket
 import threading
@@ -68,7 +68,7 @@ def test_a_key_that_no_header_can_carry_is_refused_without_being_shown(monkeypat
     assert "geheim" not in str(caught.value)
 
 
-def test_where_nobody_listens_the_ways_out_are_named():
+def test_a_refused_connection_is_explained_with_ways_out():
     with (
         pytest.raises(ChatError, match=r"there is no server at .*: start one with `treeline up`"),
         Client(f"http://127.0.0.1:{free_port()}") as client,
@@ -77,18 +77,18 @@ def test_where_nobody_listens_the_ways_out_are_named():
 
 
 @pytest.mark.parametrize("url", ["ftp://x", "http://", "http://[::1", "http://a b:9x", "//x"])
-def test_what_is_no_url_is_said_to_be_none(url):
+def test_an_invalid_url_is_reported(url):
     with pytest.raises(ChatError, match="is no URL"):
         Client(url)
 
 
 @pytest.mark.parametrize("path", ["", "/", "/v1", "/v1/"])
-def test_the_path_of_the_api_is_added_where_there_is_none(path):
+def test_the_api_path_is_added_to_a_bare_url(path):
     with serving() as server, Client(server.url + path) as client:
         assert client.models() == ["m"]
 
 
-def test_a_model_that_is_not_there_is_answered_with_those_that_are():
+def test_an_unknown_model_is_answered_with_the_known_ones():
     with serving(lambda _: whole_answer({"error": {"message": "no"}}, 404)) as server:
         server.models = ["a", "b"]
         assert failure(server).endswith("has no model 'm'; it has a, b: name one with --model")
@@ -114,7 +114,7 @@ def test_a_model_that_is_not_there_is_answered_with_those_that_are():
         (HEAD + b"zz\r\n", "the connection to"),
     ],
 )  # fmt: skip
-def test_a_server_that_does_something_else_is_told_in_a_sentence(answer, told):
+def test_a_server_of_another_kind_is_named_in_a_sentence(answer, told):
     with serving(lambda _: answer) as server:
         assert told in failure(server)
 
@@ -128,7 +128,7 @@ def test_a_connection_that_breaks_in_an_answer_keeps_what_came():
 
 
 @pytest.mark.parametrize("body", [b"", b"hello", b'{"data": 3}', b'{"data": [{"name": "x"}]}', b"[" * 99_999, b"\xff"])
-def test_a_list_of_models_that_is_none_shows_that_this_is_another_server(body):
+def test_an_invalid_model_list_reveals_a_server_of_another_kind(body):
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def answer() -> None:

@@ -1,4 +1,4 @@
-"""What a conversation remembers."""
+"""A conversation's history."""
 
 import json
 
@@ -29,7 +29,7 @@ def test_a_question_without_an_answer_is_not_remembered_but_can_be_asked_again()
     assert talk.take_back() == "b?"
 
 
-def test_taking_back_forgets_the_answer_once():
+def test_taking_back_removes_the_last_turn_once():
     talk = Conversation()
     talk.ask("a?")
     talk.answered("a.")
@@ -42,7 +42,7 @@ def test_taking_back_forgets_the_answer_once():
     assert talk.turns == [("a?", "a.")]
 
 
-def test_nothing_can_be_taken_back_of_an_empty_conversation():
+def test_taking_back_does_nothing_in_an_empty_conversation():
     talk = Conversation("s")
     assert talk.take_back() == ""
     talk.ask("a?")
@@ -52,7 +52,7 @@ def test_nothing_can_be_taken_back_of_an_empty_conversation():
     assert talk.ask("b?") == [{"role": "system", "content": "s"}, user("b?")]
 
 
-def test_it_is_saved_for_programs_and_for_people():
+def test_a_conversation_is_saved_as_json_and_as_markdown():
     talk = Conversation("s")
     talk.ask("é?")
     talk.answered("**é**")

@@ -1,4 +1,4 @@
-"""`treeline chat` as its user meets it: in a pseudo-terminal and in pipes, with real servers and with bad ones."""
+"""`treeline chat` as its user sees it: in a pseudo-terminal and in pipes, with real servers and with bad ones."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def environment(home: Path) -> dict[str, str]:
         "XDG_STATE_HOME": str(home / "state"),
         "TMPDIR": str(temporary),
         "TERM": "xterm-256color",
-        "PROMPT_TOOLKIT_NO_CPR": "1",  # nobody answers where the cursor is
+        "PROMPT_TOOLKIT_NO_CPR": "1",  # no terminal reports the cursor's position
     }
 
 
 class Terminal:
-    """A chat in a pseudo-terminal of 80 columns: what was written to it, and keys for it."""
+    """A chat in a pseudo-terminal of 80 columns: its output, and keys for it."""
 
     def __init__(self, home: Path, *words: str, **more: str) -> None:
         self._fd, theirs = os.openpty()
@@ -64,7 +64,7 @@ class Terminal:
         self.written = ""
 
     def until(self, pattern: str) -> str:
-        """Reads until it is there; → what is new, without what moves and colours."""
+        """Read until the pattern appears. Return the new text, without cursor moves and colours."""
         end, new = time.monotonic() + PATIENCE_S, ""
         while not re.search(pattern, plain(new)):
             assert time.monotonic() < end, f"no {pattern!r} in {plain(new)!r}, after {plain(self.written)[-2000:]!r}"
@@ -77,12 +77,12 @@ class Terminal:
         os.write(self._fd, keys.encode())
 
     def says(self, line: str, pattern: str = PROMPT) -> str:
-        """Enter a line; → what came until the next prompt. The line itself is drawn first, with its prompt."""
+        """Enter a line. Return the output up to the next prompt; the line itself is drawn first, with its prompt."""
         self.type(line + "\r")
         return self.until(re.escape(line[-20:]) + rf"\s[\s\S]*{pattern}")
 
     def end(self) -> int:
-        """Its status, once it has given the terminal back as it was."""
+        """Wait for the exit and check that the terminal is restored. Return the exit status."""
         status = self.process.wait(PATIENCE_S)
         assert termios.tcgetattr(self._theirs) == self.before
         return status
@@ -96,7 +96,7 @@ class Terminal:
 
 
 def _owns_terminal() -> None:
-    """As a shell's foreground command has it: Ctrl-C is a signal for it."""
+    """Make the terminal the process's own, so that Ctrl-C sends it a signal, as to a shell's foreground command."""
     os.setsid()
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
@@ -183,7 +183,7 @@ def test_an_answer_that_breaks_off_is_a_failure(tmp_path):
         ("hi", [], "the server lists no models"),
     ],
 )
-def test_what_a_pipe_cannot_be_asked_is_an_error(question, models, told, tmp_path):
+def test_questions_that_need_a_terminal_are_errors_in_a_pipe(question, models, told, tmp_path):
     with serving() as fake:
         fake.models = models
         answer = ask(fake.url, question, tmp_path)
@@ -191,7 +191,7 @@ def test_what_a_pipe_cannot_be_asked_is_an_error(question, models, told, tmp_pat
     assert told in answer.stderr
 
 
-def test_a_server_that_is_not_there_is_told_with_what_to_do(tmp_path):
+def test_a_missing_server_is_reported_with_what_to_do(tmp_path):
     answer = ask(f"127.0.0.1:{free_port()}", "hi", tmp_path)
     assert answer.returncode == 1
     assert "there is no server at" in answer.stderr
@@ -223,7 +223,7 @@ def test_a_conversation_at_a_terminal(server, chat, tmp_path):
     assert terminal.end() == 0
 
 
-def test_what_was_typed_is_remembered_for_the_next_chat_and_for_its_user_alone(chat, tmp_path):
+def test_typed_lines_are_kept_for_the_next_chat_and_readable_by_their_user_only(chat, tmp_path):
     with serving(lambda _: iter([delta(content="ok", finish="stop"), DONE])) as fake:
         first = chat(fake.url)
         first.until(PROMPT)
@@ -253,7 +253,7 @@ def test_a_question_may_have_several_lines_typed_or_pasted(chat):
 
 def test_ctrl_c_ends_the_answer_and_the_servers_work_and_again_the_chat(chat, tmp_path):
     model = make_checkpoint(tmp_path / "model")
-    an_hour = {"FAKE_TOKEN_S": "1"}  # of tokens, had nobody stopped it
+    an_hour = {"FAKE_TOKEN_S": "1"}  # of tokens, if it were not stopped
     with running(model, "--no-events", fake=True, environment=an_hour) as server, server.client() as http:
 
         def requests() -> int:
@@ -283,7 +283,7 @@ def test_ctrl_c_hangs_up_on_a_server_that_says_nothing(chat):
         assert terminal.end() == 0
 
 
-def test_reasoning_calls_and_figures_are_shown_and_no_escape_of_theirs(chat):
+def test_reasoning_calls_and_figures_are_shown_without_escapes(chat):
     call = [{"index": 0, "function": {"name": "look", "arguments": '{"a": "\x1b]0;x\x07"}'}}]
     chunks = [
         delta(reasoning_content="Hm\x1b[2J."),
@@ -311,7 +311,7 @@ def test_after_a_failure_the_question_can_be_asked_again(chat):
     assert fake.bodies[0] == fake.bodies[1]
 
 
-def test_of_several_models_the_user_takes_one(chat):
+def test_the_user_chooses_one_of_several_models(chat):
     with serving(lambda _: iter([delta(content="ok", finish="stop"), DONE])) as fake:
         fake.models = ["a", "b"]
         terminal = chat(fake.url)
@@ -370,7 +370,7 @@ def test_a_server_of_its_own_ends_with_the_chat(ending, chat, tmp_path):
 
 
 @pytest.mark.deep
-def test_ctrl_c_while_it_starts_ends_it(chat, tmp_path):
+def test_ctrl_c_during_the_start_ends_the_server(chat, tmp_path):
     terminal = chat("tiny")
     terminal.until("starting a server of tiny")
     family = eventually(lambda: servers_of(terminal.process))
@@ -380,7 +380,7 @@ def test_ctrl_c_while_it_starts_ends_it(chat, tmp_path):
     assert leftovers(tmp_path) == []
 
 
-def test_a_model_that_cannot_be_served_is_told_with_the_log_that_stays(tmp_path):
+def test_a_model_that_cannot_be_served_is_reported_with_its_log_file(tmp_path):
     folder = tmp_path / "broken"
     folder.mkdir()
     answer = ask(str(folder), "hi", tmp_path)
@@ -392,7 +392,7 @@ def test_a_model_that_cannot_be_served_is_told_with_the_log_that_stays(tmp_path)
 
 
 @pytest.mark.deep
-def test_a_server_that_dies_while_one_chats_is_told(chat):
+def test_a_server_that_dies_during_a_chat_is_reported(chat):
     terminal = chat("tiny")
     terminal.until(PROMPT)
     for process in servers_of(terminal.process):

@@ -1,4 +1,4 @@
-"""An answer drawn while it comes looks as it does when it is drawn at once, and does nothing else to a terminal."""
+"""An answer drawn piece by piece looks the same as one drawn at once, and does nothing else to a terminal."""
 
 import io
 import itertools
@@ -42,7 +42,7 @@ Title below
 
 The end."""
 OURS = re.compile(r"\x1b\[(\?25[lh]|[0-9;]*m|2K|[0-9]*A)")
-"""What rich itself writes: the cursor hidden and shown, colours, lines erased, a line up."""
+"""Escape sequences that rich writes: the cursor hidden and shown, colours, lines erased, a line up."""
 
 
 def drawn(*pieces: Piece, width: int = 60, height: int = 20) -> str:
@@ -57,7 +57,7 @@ def drawn(*pieces: Piece, width: int = 60, height: int = 20) -> str:
 
 
 def left_on_screen(text: str) -> str:
-    """Without colours and what was erased again."""
+    """Return the text that remains on the screen, without colours and erased lines."""
     lines: list[str] = [""]
     at = 0
     for part in re.split(r"(\x1b\[[0-9?;]*[A-Za-z]|\n|\r)", text):
@@ -91,11 +91,11 @@ def test_an_answer_in_pieces_is_drawn_as_the_whole_is(cuts):
 
 
 def squeezed(text: str) -> str:
-    """Two empty lines, which stand between two lists of one text alone, are one."""
+    """Replace two empty lines by one: they appear between two lists of one text."""
     return re.sub("\n{3,}", "\n\n", text)
 
 
-def test_what_is_settled_stays_as_it_is_whatever_follows():
+def test_settled_text_never_changes():
     whole = words(plain(MARKDOWN))
     for end in range(len(MARKDOWN)):
         first = words(plain(MARKDOWN[: settled(MARKDOWN[:end])]))

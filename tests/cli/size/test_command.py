@@ -1,4 +1,4 @@
-"""`treeline size` as its user meets it."""
+"""`treeline size` as its user sees it."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_the_table_fits_into_80_columns(folder, capsys):
     assert all(len(row) <= 80 and "…" not in row for row in rows)
 
 
-def test_a_model_that_does_not_fit_is_a_failure_that_says_what_would_do(folder, capsys):
+def test_a_model_that_does_not_fit_fails_with_a_setting_that_would(folder, capsys):
     assert size(folder("Llama-3.1-70B"), "--gpu", "h200") == 1
     shown = capsys.readouterr().out
     assert "It does not fit on one h200: 15.0 GiB are missing." in shown
@@ -75,7 +75,7 @@ def test_a_model_that_does_not_fit_is_a_failure_that_says_what_would_do(folder, 
     assert "It fits on b200. With --quantization fp8 it fits on b200, h200." in shown
 
 
-def test_a_sequence_that_does_not_fit_is_told_with_the_longest_that_does(folder, capsys):
+def test_a_sequence_that_does_not_fit_is_reported_with_the_longest_that_does(folder, capsys):
     assert size(folder("Llama-3.1-8B"), "--gpu", "l4") == 1
     longest = re.search(r"the longest has ([\d,]+) \(--context (\d+)\)", capsys.readouterr().out)
     assert longest is not None
@@ -96,7 +96,7 @@ def test_gpus_and_replicas_are_counted(folder, capsys):
     assert f"{many['replicas']} replicas for 20 requests/s, 70% busy" in shown
 
 
-def test_of_a_gpu_that_is_only_a_size_no_speed_is_told(folder, capsys):
+def test_a_gpu_given_by_size_alone_has_no_speed(folder, capsys):
     path = folder("Llama-3.1-8B")
     [one] = as_json(capsys, path, "--gpu", "48", "--requests-per-s", 5)["gpus"]
     assert (one["gpu"], one["estimate"], one["load"]) == ("48 GiB", None, None)
@@ -122,7 +122,7 @@ def test_an_architecture_that_is_not_served_is_refused_with_those_that_are(tmp_p
         (["{moe}", "--quantization", "fp8"], "has experts"),
     ],
 )
-def test_what_cannot_be_is_said(words, told, folder, capsys):
+def test_impossible_settings_are_reported(words, told, folder, capsys):
     paths = {"folder": folder("Llama-3.1-8B"), "moe": folder("Mixtral-8x7B")}
     assert size(*(word.format(**paths) for word in words)) == 1
     shown = capsys.readouterr()
@@ -136,13 +136,13 @@ def test_what_cannot_be_is_said(words, told, folder, capsys):
     [["--gpu", "h99"], ["--gpu", "0"], ["--gpu", "nan"], ["--count", "0"], ["--context", "x"], ["--prefix-share", "2"],
      ["--requests-per-s", "0"], ["--requests-per-s", "inf"], ["--dtype", "int4"]],
 )  # fmt: skip
-def test_a_wrong_value_is_answered_with_what_is_right(flags, capsys):
+def test_a_wrong_value_is_answered_with_the_valid_ones(flags, capsys):
     assert size("tiny", *flags) == 2
     assert f"argument {flags[0]}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"architectures": ["LlamaForCausalLM"]}', '{"architectures": 5}'])
-def test_a_config_that_is_none_is_an_error(text, tmp_path, capsys):
+def test_an_invalid_config_is_an_error(text, tmp_path, capsys):
     (tmp_path / "config.json").write_text(text)
     assert size(tmp_path) == 1
     assert capsys.readouterr().err.startswith("treeline size: error: ")
@@ -150,7 +150,7 @@ def test_a_config_that_is_none_is_an_error(text, tmp_path, capsys):
 
 @pytest.mark.parametrize("key", ["hidden_size", "vocab_size", "num_attention_heads", "num_local_experts"])
 @pytest.mark.parametrize("value", [10**30, 10**300, "\x1b[2J", ["\x1b[2J"], -1, 0, None])
-def test_a_value_that_no_model_has_is_an_error_without_its_escapes(key, value, tmp_path, capsys):
+def test_an_impossible_value_is_an_error_without_its_escapes(key, value, tmp_path, capsys):
     config = json.loads((CONFIGS / "Mixtral-8x7B.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {key: value}))
     assert size(tmp_path) == 1
@@ -159,14 +159,14 @@ def test_a_value_that_no_model_has_is_an_error_without_its_escapes(key, value, t
     assert "\x1b" not in told
 
 
-def test_an_index_that_is_none_is_an_error(folder, capsys):
+def test_an_invalid_index_is_an_error(folder, capsys):
     path = folder("Llama-3.1-8B")
     (path / INDEX).write_text('{"metadata": {"total_size": "much"}}')
     assert size(path) == 1
     assert "total_size is no number of bytes" in capsys.readouterr().err
 
 
-def test_it_starts_without_torch(folder):
+def test_size_starts_without_torch(folder):
     program = (
         "import sys; from treeline.main import main; main(sys.argv[1:]);"
         "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'huggingface_hub', 'treeline_epp')))"
@@ -204,7 +204,7 @@ def test_from_the_hub_only_the_config_and_the_index_are_fetched(tmp_path):
 
 
 @pytest.mark.deep  # the library asks again for half a minute
-def test_a_hub_that_cannot_be_reached_is_said_to_be(tmp_path):
+def test_an_unreachable_hub_is_reported(tmp_path):
     answer = size_from("http://127.0.0.1:9", tmp_path, "org/llama")
     assert answer.returncode == 1
     assert "the Hub cannot be reached" in answer.stderr

@@ -1,4 +1,4 @@
-"""What `treeline size` says fits is what the runtime allocates; its speeds are near those that were measured."""
+"""`treeline size` computes the memory that the runtime allocates; its speeds are near the measured ones."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "settings", "gpu_name"), CASES)
 def test_the_cache_has_as_many_tokens_as_serve_would_give_it(name, settings, gpu_name, monkeypatch):
-    """The runtime's own `resolve`, on a GPU that only says how large it is and how much the weights have left."""
+    """The runtime's own `resolve` computes it, on a stub of a GPU with a size and the memory that the weights leave."""
     shape, device = model(name), GPUS[gpu_name]
     config = SchedulerConfig(model="m", device="cuda", **settings)
     found = fit(shape, config, device)
@@ -88,7 +88,7 @@ def test_the_cache_has_as_many_tokens_as_serve_would_give_it(name, settings, gpu
             resolve.resolve(config, decoder)  # type: ignore[arg-type]
 
 
-def test_what_is_short_is_what_is_missing():
+def test_the_shortfall_equals_the_missing_memory():
     shape = model("Llama-3.1-8B")
     short = fit(shape, SETTINGS, Gpu("x", 18 * GIB))
     assert short.cache_tokens == 0
@@ -118,7 +118,7 @@ def test_gpus_are_named_or_sized(text, gib):
 
 SHAPES = {"llama8b": "Llama-3.1-8B", "qwen3_0_6b": "Qwen3-0.6B", "qwen3_30b_a3b": "Qwen3-30B-A3B"}
 DECODED = 80
-"""Tokens that the benchmark's sequences have grown by, about, when it looks."""
+"""About as many tokens as the benchmark's sequences have grown by when it measures."""
 
 
 def speed(name: str) -> Speed:

@@ -1,4 +1,4 @@
-"""Tokens by a response's own word, in each API's form, and from whatever was kept of it."""
+"""Token counts are read from an answer of any API, whole or truncated."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def events(*documents: Any) -> bytes:
     "document",
     [{"choices": [], "usage": OPENAI}, {"usage": RESPONSES}, {"usage": ANTHROPIC}, {"text": "x", "meta_info": SGLANG}],
 )
-def test_a_whole_answer_says_it_in_each_apis_form(document: Any) -> None:
+def test_usage_is_read_from_a_whole_answer_of_each_api(document: Any) -> None:
     assert usage_of(b"", json.dumps(document).encode(), stream=False, whole=True) == ALL
 
 
@@ -46,11 +46,11 @@ def test_a_whole_answer_says_it_in_each_apis_form(document: Any) -> None:
         ).replace(b"\n\n", b"\r\n\r\n"),
     ],
 )
-def test_a_stream_says_it_at_its_end_or_its_beginning(stream: bytes) -> None:
+def test_usage_is_read_at_the_end_or_the_beginning_of_a_stream(stream: bytes) -> None:
     assert usage_of(stream[:4096], stream, stream=True, whole=True) == ALL
 
 
-def test_the_end_is_enough_and_half_an_event_is_passed_over() -> None:
+def test_the_end_of_a_stream_suffices_and_half_an_event_is_skipped() -> None:
     stream = events(*({"choices": [], "usage": {"prompt_tokens": 9}} for _ in range(50)), {"usage": OPENAI})
     assert usage_of(b"", stream[-300:], stream=True, whole=False) == ALL
 
@@ -66,13 +66,13 @@ def test_the_end_is_enough_and_half_an_event_is_passed_over() -> None:
         {"prompt_tokens": 10**30, "prompt_tokens_details": [1]},
     ],
 )
-def test_what_is_no_count_is_not_known(usage: Any) -> None:
+def test_invalid_counts_are_ignored(usage: Any) -> None:
     document = json.dumps({"usage": usage}).encode()
     assert usage_of(b"", document, stream=False, whole=True) == NOTHING
     assert usage_of(b"", b"data: " + document, stream=True, whole=True) == NOTHING
 
 
-def test_text_that_looks_like_usage_says_nothing() -> None:
+def test_text_that_looks_like_usage_is_ignored() -> None:
     document = {"choices": [{"message": {"content": json.dumps({"usage": OPENAI}), "usage": OPENAI}}]}
     assert usage_of(b"", json.dumps(document).encode(), stream=False, whole=True) == NOTHING
     assert usage_of(b"", b'{"usage": ' + json.dumps(OPENAI).encode() + b"}", stream=False, whole=False) == NOTHING
@@ -86,7 +86,7 @@ def test_nothing_in_a_body_is_an_error(first: bytes, last: bytes, stream: bool, 
 
 
 @given(st.lists(st.integers(1, 40_000), max_size=40), st.booleans())
-def test_of_a_body_in_any_pieces_its_end_is_kept_and_no_more_than_that(sizes: list[int], stream: bool) -> None:
+def test_only_the_end_of_a_body_is_kept_however_it_is_cut(sizes: list[int], stream: bool) -> None:
     exchange = Exchange("r", "/", None, "", 0, True, False, 0.0)
     exchange.answered({":status": "200", "content-type": "text/event-stream" if stream else "x"}, None, NOTHING, 0.0)
     ending = events({"usage": OPENAI}) if stream else b""

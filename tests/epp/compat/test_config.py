@@ -1,4 +1,4 @@
-"""A configuration of plugins is looked through: what may be left out lets the picker start, anything else does not."""
+"""Configurations of plugins: the picker starts if all plugins may be left out, and refuses any other."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ def why(text: str) -> str:
     return str(error.value)
 
 
-def test_the_page_for_those_who_come_from_elsewhere_has_every_plugin_that_may_be_left_out() -> None:
+def test_the_migration_page_lists_every_plugin_that_may_be_left_out() -> None:
     assert {name for name, fate in FATES.items() if fate != "refused"} == UNNEEDED
     assert len(FATES) > len(UNNEEDED)
 
 
 @pytest.mark.parametrize("name", sorted(name for name, fate in FATES.items() if fate == "refused"))
-def test_a_plugin_that_decides_who_gets_a_request_is_refused(name: str) -> None:
+def test_a_plugin_that_routes_requests_is_refused(name: str) -> None:
     told = f"{name}: refused; {TABLE} says why, and what to use instead"
     assert why(f"{GIE}plugins: [{{type: queue-scorer}}, {{type: {name}, name: mine}}]") == told
     assert why(f"{GIE}schedulingProfiles: [{{name: a, plugins: [{{pluginRef: {name}}}]}}]") == told
@@ -58,19 +58,19 @@ def test_a_plugin_does_not_hide_behind_the_name_of_another() -> None:
     )
 
 
-def test_engines_that_must_be_asked_over_https_are_not_asked_in_vain() -> None:
+def test_a_configuration_with_https_probes_is_refused() -> None:
     told = why(f"{GIE}plugins: [{{type: metrics-data-source, parameters: {{scheme: https}}}}]")
     assert told == "metrics-data-source: scheme https is not known here: engines are asked over plain HTTP only"
     check_config(f"{GIE}plugins: [{{type: metrics-data-source, parameters: {{scheme: http}}}}, {{type: tokenizer}}]")
     check_config(f"{GIE}plugins: [{{type: metrics-data-source, parameters: {{scheme: null}}}}]")
 
 
-def test_prefill_only_pods_get_no_requests_by_a_decode_filter_that_is_passed_over() -> None:
+def test_a_decode_filter_is_refused() -> None:
     assert FATES["decode-filter"] == "refused"
     assert "decode-filter: refused" in why(f"{GIE}plugins: [{{type: decode-filter}}]")
 
 
-def test_the_default_of_the_others_lets_the_picker_start_and_is_told_to_have_no_effect(tmp_path: Path) -> None:
+def test_the_reference_default_configuration_is_accepted_and_reported_without_effect(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(GIE + DEFAULT)
     for words in (["--config-file", str(file)], [f"--config-text={GIE}{DEFAULT}"]):
@@ -79,7 +79,7 @@ def test_the_default_of_the_others_lets_the_picker_start_and_is_told_to_have_no_
     assert options_of(["--pool-name", "p", "--config-text="]).ignored == ()
 
 
-def test_a_picker_does_not_start_with_a_configuration_that_is_refused_or_not_there(
+def test_the_picker_does_not_start_with_a_refused_or_missing_configuration(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     refused = f"--config-text={GIE}plugins: [{{type: decode-filter}}]"
@@ -109,7 +109,7 @@ def test_a_picker_does_not_start_with_a_configuration_that_is_refused_or_not_the
         (GIE + "#" * (1024 * 1024), "more than 1048576 characters"),
     ],
 )
-def test_what_cannot_be_looked_through_is_refused(text: str, told: str) -> None:
+def test_an_unreadable_configuration_is_refused(text: str, told: str) -> None:
     if told:
         assert told in why(text)
     else:

@@ -1,4 +1,4 @@
-"""Flags of other endpoint pickers: taken as they are, told to have no effect, or refused with what to use instead."""
+"""Flags of other endpoint pickers: accepted, reported as without effect, or refused with an alternative."""
 
 from __future__ import annotations
 
@@ -50,21 +50,21 @@ def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return capsys.readouterr().err
 
 
-def test_every_flag_of_the_reference_picker_is_taken() -> None:
+def test_every_flag_of_the_reference_picker_is_accepted() -> None:
     options = options_of(LWEPP.split())
     assert (options.pool_name, options.pool_namespace, options.endpoint_target_ports) == ("p", "ns", (3000, 3001))
     assert (options.secure_serving, options.log_level) == (True, "debug")
     assert told(options) == ["--zap-devel", "--zap-encoder", "--zap-stacktrace-level", "--zap-time-encoding"]
 
 
-def test_every_flag_of_gie_1_5_is_taken_and_what_has_no_effect_is_told() -> None:
+def test_every_flag_of_gie_1_5_is_accepted_and_those_without_effect_are_reported() -> None:
     options = options_of(GIE_1_5.split())
     assert (options.cert_path, options.secure_serving) == (Path("/certs"), True)
     assert set(told(options)) == {flag for flag in FOREIGN if flag in GIE_1_5}
     assert len(told(options)) == 16
 
 
-def test_what_is_done_anyway_is_not_told() -> None:
+def test_flags_for_default_behaviour_are_not_reported() -> None:
     assert options_of(["--pool-name", "p", "--kubernetes", "--health-checking=true", "--tracing=false"]).ignored == ()
 
 
@@ -90,7 +90,7 @@ def test_a_verbosity_becomes_a_log_level_unless_there_is_one(words: str, level: 
 
 
 @pytest.mark.parametrize("flag", REFUSED)
-def test_what_would_matter_is_refused_by_name(capsys: pytest.CaptureFixture[str], flag: str) -> None:
+def test_flags_that_would_change_behaviour_are_refused_by_name(capsys: pytest.CaptureFixture[str], flag: str) -> None:
     said = " ".join(refused(capsys, "--gateway", "g", f"{flag}=anything").split())
     assert flag in said
     as_here, why = REFUSED[flag]
@@ -100,16 +100,16 @@ def test_what_would_matter_is_refused_by_name(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize("words", ["--zap-log-level=loud", "-v=-1", "--tracing=perhaps"])
-def test_a_value_that_is_none_is_refused(capsys: pytest.CaptureFixture[str], words: str) -> None:
+def test_an_invalid_value_is_refused(capsys: pytest.CaptureFixture[str], words: str) -> None:
     assert "neither" in refused(capsys, "--gateway", "g", words)
 
 
-def test_no_flag_of_others_hides_one_of_ours() -> None:
+def test_no_foreign_flag_hides_one_of_ours() -> None:
     ours = {text for action in parser()._actions if not action.dest.startswith("--") for text in action.option_strings}
     assert not ours & {*FOREIGN, *REFUSED}
 
 
-def test_the_page_for_those_who_come_from_elsewhere_has_every_flag() -> None:
+def test_the_migration_page_lists_every_flag() -> None:
     rows = re.findall(
         r"^\| (`--.*?) \| (no effect|refused) \| (.*) \|$", PAGE.read_text(encoding="utf-8"), re.MULTILINE
     )

@@ -1,4 +1,4 @@
-"""Metrics under GIE's names: what is known is there, what is not has no series, and labels are bounded."""
+"""Metrics under GIE's names: known ones are shown, others have no series, and labels are bounded."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def page() -> Page:
     return Page()
 
 
-def test_a_request_that_is_shown_to_its_end_fills_all_that_is_known(page: Page) -> None:
+def test_a_request_observed_to_its_end_fills_every_metric(page: Page) -> None:
     # A report counts for 3 s, and a slow machine may take longer to read the page so often.
     page.proxy.picker.on_load("e0", ScrapedLoad(3, 5, 0.25, 1000), time.monotonic() + 60.0)
     page.proxy.stream(11)
@@ -88,13 +88,13 @@ def test_a_request_that_is_shown_to_its_end_fills_all_that_is_known(page: Page) 
     assert page.value("inference_objective_running_requests", model_name="tiny") == 0
 
 
-def test_the_page_for_those_who_come_from_elsewhere_has_every_histogram() -> None:
+def test_the_migration_page_lists_every_histogram() -> None:
     text = (Path(__file__).parents[3] / "docs" / "migrating.md").read_text(encoding="utf-8")
     for row in (*REQUESTS, *CHOICES):
         assert f"| `{row.name}` | {row.help} |" in text
 
 
-def test_what_the_proxy_does_not_show_has_no_series(page: Page) -> None:
+def test_parts_that_the_proxy_does_not_send_have_no_series(page: Page) -> None:
     page.proxy.open(response=NONE)
     page.proxy.answer(**{"content-type": "text/event-stream"})
     page.proxy.close()
@@ -112,7 +112,7 @@ def test_what_the_proxy_does_not_show_has_no_series(page: Page) -> None:
     assert page.value("inference_objective_request_total", model_name="tiny") == 1
 
 
-def test_runtimes_of_ours_tell_tokens_and_the_first_of_them_by_headers(page: Page) -> None:
+def test_our_runtimes_report_tokens_and_ttft_by_headers(page: Page) -> None:
     page.proxy.open(response=NONE)
     page.proxy.now += 0.25
     told = {names.PROMPT_TOKENS: "300", names.CACHED_TOKENS: "100"}
@@ -189,7 +189,7 @@ def test_pairs_of_models_and_endpoints_are_bounded(page: Page, monkeypatch: pyte
     assert page.value("inference_extension_scheduler_attempts_total", pod_name="other") == 1
 
 
-def test_a_name_of_unreasonable_length_is_another(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_of_unreasonable_length_is_counted_as_other(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gie_metrics, "_LONGEST", 3)
     page.proxy.stream()
     assert page.value("inference_objective_request_total", model_name="other") == 1
@@ -223,7 +223,7 @@ def test_the_page_is_what_the_library_reads_back(value: str, observed: list[floa
     assert [(s.labels, s.value) for s in gauge.samples] == [({"a": value}, 1.5)]
 
 
-def test_our_runtimes_say_nothing_of_running_requests_share_of_the_cache(page: Page) -> None:
+def test_our_runtimes_do_not_report_running_requests_share_of_the_cache(page: Page) -> None:
     load = TreelineLoad(pages_used=1, pages_cached=99, pages_total=100, page_size=16, running=2, waiting=1)
     page.proxy.picker.on_load("e0", load, time.monotonic() + 60.0)
     assert page.value("inference_pool_average_kv_cache_utilization") is None
@@ -244,7 +244,7 @@ def test_a_histogram() -> None:
 
 
 @pytest.mark.parametrize(("wanted", "shown"), [("gie", (False, True)), ("treeline", (True, False))])
-async def test_the_flag_says_whose_names_the_page_has(wanted: str, shown: tuple[bool, bool]) -> None:
+async def test_the_flag_selects_the_names_of_the_page(wanted: str, shown: tuple[bool, bool]) -> None:
     async with engines(1) as (engine,):
         flags = ("--endpoint", f"e0={engine.address}", "--metrics-families", wanted)
         async with running_picker(*flags) as picker, client() as http:
@@ -253,7 +253,7 @@ async def test_the_flag_says_whose_names_the_page_has(wanted: str, shown: tuple[
     assert ("treeline_epp_decisions_total" in text, "inference_objective_request_total" in text) == shown
 
 
-def test_a_family_that_nobody_has_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_metric_family_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         options_of(["--gateway", "g", "--metrics-families", "treeline,kserve"])
     assert "'kserve' is none of treeline, gie" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The audit: one error caps a hit, errors on unrelated prefixes rebuild the index, and not too often."""
+"""The audit: one error caps a hit; errors on unrelated prefixes rebuild the index, but not too often."""
 
 import pytest
 from treeline_epp.picking.endpoint import BACKOFF_S, TOLERANCE_BLOCKS, WINDOW_S, Audit, AuditResult
@@ -20,7 +20,7 @@ def over(audit: Audit, prefix: int, now: float) -> AuditResult:
     ],
     ids=["two blocks less", "two blocks more", "less than was confirmed", "a prediction is not held against events"],
 )
-def test_one_answer_is_judged_by_what_events_confirmed(confirmed: int, found: int, result: AuditResult) -> None:
+def test_an_answer_is_judged_by_the_confirmed_blocks(confirmed: int, found: int, result: AuditResult) -> None:
     audit = Audit()
     assert audit.observe(confirmed, 1000, found, 16, 1, 0.0) is result
     assert (audit.checked, audit.over, audit.under) == (1, result is AuditResult.CAP_HIT, 0)

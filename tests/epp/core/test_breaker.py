@@ -1,4 +1,4 @@
-"""An endpoint that answers nothing but errors, or has fallen silent: left out, tried again, taken back."""
+"""An endpoint that only answers errors, or is silent, is left out, tried again, and taken back."""
 
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.picking.decision import Lease, Outcome
@@ -24,7 +24,7 @@ def send(picker: Picker, now: float) -> Lease:
 
 
 def names(picker: Picker, now: float, count: int = 20) -> set[str]:
-    """Where requests go that are answered at once."""
+    """Return the endpoints that get `count` requests, each answered at once."""
     found = set()
     for _ in range(count):
         lease = send(picker, now)
@@ -34,7 +34,7 @@ def names(picker: Picker, now: float, count: int = 20) -> set[str]:
 
 
 def fail(picker: Picker, name: str, now: float) -> None:
-    """Requests until this endpoint has failed as often in a row as it may; all others answer."""
+    """Send requests until this endpoint has failed as often in a row as it may; all others answer."""
     breaker = picker.endpoints[name].breaker
     while not breaker.tripped:
         lease = send(picker, now)
@@ -42,14 +42,14 @@ def fail(picker: Picker, name: str, now: float) -> None:
         picker.close(lease, now, Outcome.ERROR if bad else Outcome.HEADERS, served=lease.endpoint.spec.address)
 
 
-def test_errors_in_a_row_leave_an_endpoint_out() -> None:
+def test_errors_in_a_row_exclude_an_endpoint() -> None:
     picker = make(2)
     fail(picker, "e0", 0.0)
     assert names(picker, 0.5) == {"e1"}
     assert not picker.pick(ASK, 0.5).fallbacks, "nor is it a fallback"
 
 
-def test_an_answer_between_errors_says_that_requests_are_at_fault() -> None:
+def test_an_answer_between_errors_blames_the_requests() -> None:
     breaker = Breaker()
     for _ in range(5):
         for _ in range(ERRORS - 1):
@@ -58,7 +58,7 @@ def test_an_answer_between_errors_says_that_requests_are_at_fault() -> None:
         breaker.on_answer()
 
 
-def test_it_is_tried_ever_more_seldom_until_it_answers() -> None:
+def test_a_failing_endpoint_is_tried_ever_more_seldom_until_it_answers() -> None:
     breaker, now, pauses = Breaker(), 0.0, []
     for _ in range(ERRORS):
         breaker.on_error(now)
@@ -77,7 +77,7 @@ def test_it_is_tried_ever_more_seldom_until_it_answers() -> None:
     assert now + 1.0 >= breaker.closed_until, "it begins anew"
 
 
-def test_where_all_fail_none_is_left_out() -> None:
+def test_if_all_endpoints_fail_none_is_excluded() -> None:
     picker = make(2)
     for name in picker.endpoints:
         for _ in range(ERRORS):
@@ -85,14 +85,14 @@ def test_where_all_fail_none_is_left_out() -> None:
     assert names(picker, 0.1) <= {"e0", "e1"}
 
 
-def test_another_process_behind_the_name_is_innocent() -> None:
+def test_a_new_process_behind_the_name_starts_clean() -> None:
     picker = make(2)
     fail(picker, "e0", 0.0)
     picker.add_endpoint(EndpointSpec("e0", "10.0.0.0:8000", models=("m",), uid="another"))
     assert not picker.endpoints["e0"].breaker.tripped
 
 
-def test_an_error_of_another_endpoint_is_not_held_against_the_picked_one() -> None:
+def test_another_endpoints_error_does_not_count_for_the_picked_one() -> None:
     picker = make(2)
     for _ in range(2 * ERRORS):
         lease = send(picker, 0.0)
@@ -100,7 +100,7 @@ def test_an_error_of_another_endpoint_is_not_held_against_the_picked_one() -> No
     assert not any(e.breaker.errors for e in picker.endpoints.values())
 
 
-def test_an_engine_that_has_stopped_reporting_is_left_out_until_it_reports_again() -> None:
+def test_a_silent_engine_is_excluded_until_it_reports_again() -> None:
     picker = make(2)
     for now in (1.0, 2.0, 3.0, 4.0):
         picker.on_load("e1", TreelineLoad(prefill_tokens_per_s=10_000.0), now)
@@ -109,7 +109,7 @@ def test_an_engine_that_has_stopped_reporting_is_left_out_until_it_reports_again
     assert names(picker, 4.5) == {"e0", "e1"}
 
 
-def test_engines_that_report_only_when_they_work_may_be_silent() -> None:
+def test_engines_that_report_only_under_load_may_be_silent() -> None:
     picker = Picker(PickerConfig())
     for name in ("e0", "e1"):
         picker.add_endpoint(EndpointSpec(name, f"{name}:8000", models=("m",)))

@@ -1,4 +1,4 @@
-"""Who holds a prefix is what asking every endpoint for itself says."""
+"""The console's list of a prefix's holders agrees with asking each endpoint."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ PROMPT = Prompt.random(1, 6)
 
 
 @given(st.lists(st.integers(0, 6), max_size=12), st.sets(st.integers(0, 11), max_size=3), st.integers(1, 6))
-def test_those_that_hold_most_are_named_and_all_are_counted(held: list[int], expecting: set[int], asked: int):
-    """`held` blocks by endpoint, those `expecting` were sent all of the prompt."""
+def test_the_largest_holders_are_named_and_all_are_counted(held: list[int], expecting: set[int], asked: int):
+    """The endpoints hold `held` blocks; those of `expecting` were sent the whole prompt."""
     index = Index()
     pods = [index.add_pod(f"e{row}", SCOPE, row) for row in range(len(held))]
     for pod, blocks in zip(pods, held, strict=True):
@@ -35,6 +35,6 @@ def test_those_that_hold_most_are_named_and_all_are_counted(held: list[int], exp
     assert all(end <= least for name, end in reach.items() if name not in dict(named))
 
 
-def test_nobody_holds_what_is_not_there():
+def test_an_unknown_prefix_has_no_holders():
     index, _ = make_index(2)
     assert Holders(index, SCOPE, None, {}, 0.0).of(b"x") == (0, [])

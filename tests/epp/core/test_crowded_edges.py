@@ -1,4 +1,4 @@
-"""Engines that announce the same text under ever new hashes: what each one costs, and what is kept of the others'."""
+"""Engines that announce the same text under ever new hashes: the cost of each, and the hits that others keep."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from treeline_wire.events import AllBlocksCleared, BlockRemoved, BlockStored
 
 
 def chain(prompt: Prompt, draw: random.Random) -> list[int]:
-    """Hashes of an engine that draws the seed of its hashes anew."""
+    """Return block hashes of an engine that draws a new hash seed each time."""
     return [draw.getrandbits(60) for _ in prompt.hashes]
 
 
 @pytest.mark.parametrize("count", [1, 9])
-def test_the_same_text_under_new_hashes_costs_no_more_the_more_there_are(count: int) -> None:
+def test_repeated_text_under_new_hashes_has_bounded_cost(count: int) -> None:
     index, (pod, other) = make_index()
     prompt, draw = Prompt.random(1, count), random.Random(1)
     index.apply(other, prompt.stored(), KEYS)
@@ -38,7 +38,7 @@ def test_the_same_text_under_new_hashes_costs_no_more_the_more_there_are(count: 
     index.check()
 
 
-def test_what_is_refused_leaves_no_text_and_may_come_again_when_there_is_room() -> None:
+def test_refused_blocks_leave_no_text_and_are_accepted_once_there_is_room() -> None:
     index, (pod,) = make_index(1)
     long, draw = Prompt.random(1, 9), random.Random(2)
     for _ in range(MAX_POD_RUNS):
@@ -69,7 +69,7 @@ def test_pods_that_each_draw_their_own_hashes_all_have_hits() -> None:
     index.check()
 
 
-def test_an_engine_that_clears_and_begins_anew_in_one_batch_is_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clearing_and_storing_in_one_batch_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node, "MAX_RUNS", 200)
     index, (pod,) = make_index(1)
     prompt, draw = Prompt.random(1, 1), random.Random(5)
@@ -82,7 +82,7 @@ def test_an_engine_that_clears_and_begins_anew_in_one_batch_is_bounded_too(monke
     index.check()
 
 
-def test_an_orphan_announced_again_and_again_is_kept_a_few_times() -> None:
+def test_a_repeated_orphan_is_kept_a_few_times() -> None:
     orphans = Orphans(10_000)
     event = BlockStored([7], 1, list(range(WIDTH)), WIDTH)
     for _ in range(1000):

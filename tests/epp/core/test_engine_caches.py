@@ -1,5 +1,5 @@
-"""The index follows caches that nobody here wrote: vLLM's BlockPool and SGLang's RadixCache tell of themselves, and it
-holds the blocks that they hold, in every release between the oldest and the newest whose events can be used."""
+"""The index follows the engines' own caches by their events: vLLM's BlockPool and SGLang's RadixCache. It holds the
+blocks that they hold, in every release from the oldest to the newest with usable events."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ CACHES: dict[str, Callable[[], EngineCache]] = {
 
 
 NEW = range(20, 24)
-"""What prompts go on with, and nobody has."""
+"""Tokens that continue prompts and are in no cache."""
 
 
 class Follower:
-    """A cache and what the index knows of it."""
+    """A cache and the index's knowledge of it."""
 
     def __init__(self, cache: EngineCache) -> None:
         self.cache = cache
@@ -37,7 +37,7 @@ class Follower:
         self.pod: Pod = self.index.add_pod("pod", "model")
 
     def follow(self) -> None:
-        """Its events, as its publisher writes them, are applied."""
+        """Apply the cache's events, as its publisher writes them."""
         batch = decode_batch(msgspec.msgpack.encode(self.cache.batch()))
         assert not batch.rejected
         for event in batch.events:
@@ -68,7 +68,7 @@ def test_the_index_holds_the_blocks_that_the_engine_holds(name: str) -> None:
     follower.index.check()
 
 
-def test_a_release_that_takes_back_what_it_holds_is_believed_less_never_more() -> None:
+def test_a_release_that_removes_held_blocks_is_credited_less_never_more() -> None:
     follower, traffic = Follower(SglangCache("0.5.6")), Traffic(12)
     cache, believed = follower.cache, 0
     for _ in range(100):
@@ -83,7 +83,7 @@ def test_a_release_that_takes_back_what_it_holds_is_believed_less_never_more() -
 
 
 @pytest.mark.parametrize("name", ["vllm-0.23.0", "vllm-0.33.0", "sglang-0.5.19", "sglang-0.5.23", "sglang-0.5.23-tree"])
-def test_what_has_a_salt_is_found_by_its_salt_alone(name: str) -> None:
+def test_salted_blocks_match_only_their_salt(name: str) -> None:
     follower, tokens = Follower(CACHES[name]()), list(range(20))
     follower.cache.serve(tokens, salt="mine")
     follower.follow()
@@ -101,7 +101,7 @@ def test_what_has_a_salt_is_found_by_its_salt_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["vllm-0.23.0", "vllm-0.33.0", "sglang-0.5.23", "sglang-0.5.23-tree"])
-def test_what_an_adapter_made_is_found_by_its_name_alone(name: str) -> None:
+def test_adapter_blocks_match_only_the_adapters_name(name: str) -> None:
     follower, tokens = Follower(CACHES[name]()), list(range(20))
     follower.cache.serve(tokens, lora="adapter")
     follower.follow()

@@ -1,4 +1,4 @@
-"""The index and the traps that foreign engines set it."""
+"""The index and the traps of foreign engines' events."""
 
 import random
 from itertools import pairwise
@@ -55,7 +55,7 @@ def test_trap_2_copies_of_orphans_count_too() -> None:
     index.check()
 
 
-def test_trap_2_after_a_gap_copies_are_counted_anew() -> None:
+def test_trap_2_a_gap_resets_the_count_of_copies() -> None:
     index, (pod,) = make_index(1)
     prompt = Prompt.random(1, 9)
     for _ in range(2):
@@ -135,7 +135,7 @@ def test_trap_5_only_the_first_full_attention_group_decides() -> None:
     assert index.blocks_of(pod) == set()
 
 
-def test_traps_6_and_13_lower_tiers_are_told_from_the_device_in_any_spelling() -> None:
+def test_traps_6_and_13_lower_tiers_are_distinguished_in_any_spelling() -> None:
     index, (pod,) = make_index(1)
     prompt = Prompt.random(1, 9)
     for medium in ("CPU", "cpu", "CPU_PINNED", "DISK", "STORAGE", "EXTERNAL"):
@@ -206,7 +206,7 @@ def test_trap_10_orphans_are_bounded() -> None:
     index.check()
 
 
-def test_trap_10_orphans_go_on_waiting_for_a_parent_that_was_announced_but_not_stored() -> None:
+def test_trap_10_orphans_keep_waiting_for_a_parent_announced_but_not_stored() -> None:
     index, (pod, other) = make_index()
     prompt = Prompt.random(1, 12)
     index.apply(pod, prompt.stored(0, 4), KEYS)
@@ -278,7 +278,7 @@ def test_vllms_extra_keys_tell_salt_and_adapter_apart(
     ids=["image", "embeddings", "number", "map", "a string like the salt"],
 )
 @pytest.mark.parametrize("place", ["before the salt", "after it", "in a later block"])
-def test_what_is_neither_salt_nor_adapter_is_not_taken_for_text(item: object, place: str) -> None:
+def test_extra_keys_that_are_neither_salt_nor_adapter_are_not_text(item: object, place: str) -> None:
     index, (pod,) = make_index(1)
     prompt = Prompt.random(1, 4)
     first, second = ["sql", "s"], ["sql"]
@@ -292,7 +292,7 @@ def test_what_is_neither_salt_nor_adapter_is_not_taken_for_text(item: object, pl
     assert pod.skipped[Skip.EXTRA_KEYS] == 4
 
 
-def test_an_adapter_without_a_name_is_nobodys() -> None:
+def test_blocks_of_an_unnamed_adapter_match_no_request() -> None:
     index, (pod,) = make_index(1)
     prompt = Prompt.random(1, 9)
     index.apply(pod, prompt.stored(lora_id=0), KEYS)
@@ -300,7 +300,7 @@ def test_an_adapter_without_a_name_is_nobodys() -> None:
     assert pod.skipped[Skip.ADAPTER] == 9
 
 
-def test_adapters_that_events_name_are_news_once_and_are_bounded() -> None:
+def test_adapters_in_events_are_reported_once_and_bounded() -> None:
     index, (pod,) = make_index(1)
     for seed, name in enumerate(["sql", "sql", "code"]):
         index.apply(pod, Prompt.random(seed, 1).stored(lora_name=name), KEYS)

@@ -1,4 +1,4 @@
-"""What is told of a decision: the same choice as the pick's, and why each of the others is not it."""
+"""The explanation of a decision makes the pick's own choice, and gives a reason against each other endpoint."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def why(picker: Picker, request: Request, now: float = 0.0) -> dict[str, str]:
     return {one.endpoint: one.why for one in picker.explain(request, now).endpoints}
 
 
-def test_without_endpoints_there_is_a_refusal_alone() -> None:
+def test_without_endpoints_the_explanation_is_a_refusal() -> None:
     told = Picker().explain(ask(subset=frozenset({"10.0.0.1"})), 0.0)
     assert (told.refusal, told.endpoints) == ("no endpoint is ready", ())
 
 
-def test_what_leaves_an_endpoint_out_is_said_in_words() -> None:
+def test_an_excluded_endpoint_has_a_reason_in_words() -> None:
     picker = a_picker(size=8)
     picker.add_endpoint(EndpointSpec("other", "10.1.0.1:8000", pool="q"))
     picker.add_endpoint(EndpointSpec("elsewhere", "10.1.0.2:8000", pool="p", models=("n",)))
@@ -81,7 +81,7 @@ def test_a_refusal_is_explained_too() -> None:
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 @settings(max_examples=15, deadline=None)
 @given(broken=st.sets(st.integers(0, 5)), silent=st.sets(st.integers(0, 5)), draining=st.sets(st.integers(0, 5)))
-def test_it_tells_what_the_pick_then_does_and_changes_nothing(
+def test_the_explanation_equals_the_next_pick_and_changes_nothing(
     policy: str, broken: set[int], silent: set[int], draining: set[int]
 ) -> None:
     first, second = a_picker(policy, 6), a_picker(policy, 6)

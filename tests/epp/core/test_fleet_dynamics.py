@@ -1,4 +1,4 @@
-"""What comes of choices over time, on a small model of engines: bursts, hot prefixes, cold starts, failures."""
+"""Choices over time, on a small model of engines: bursts, hot prefixes, cold starts, failures."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_burst_of_siblings_stays_with_the_first_until_waiting_costs_more_than_
     assert max(one.ttft_s for one in many) < 0.4 * (0.4 + 256 * 0.016), "one alone would take 4.5 s"
 
 
-def test_a_prefix_that_one_engine_cannot_keep_up_with_is_computed_on_others_too() -> None:
+def test_a_prefix_too_hot_for_one_engine_spreads_to_others() -> None:
     """180 requests a second of 16 ms each: three engines' worth of work."""
     asked = arrivals(180.0, 1.0, 6.0, sibling)
     answered = four().run(asked, 30.0)
@@ -69,7 +69,7 @@ def test_a_prefix_that_one_engine_cannot_keep_up_with_is_computed_on_others_too(
     assert sum(one.computed for one in answered) <= 4 * len(SHARED) + len(asked) * OWN
 
 
-def test_a_prefix_stays_where_it_is_while_nobody_waits_for_it() -> None:
+def test_a_prefix_stays_on_its_engine_while_no_request_waits() -> None:
     answered = four().run([Asked(1.0 + n * 0.6, sibling(n)) for n in range(20)], 30.0)
     assert len({one.endpoint for one in answered}) == 1
     assert [one.computed for one in answered[1:]] == [OWN] * 19
@@ -87,7 +87,7 @@ def test_a_cold_start_is_forgotten_in_half_a_minute(tells_rate: bool, per_s: flo
 
 
 @pytest.mark.parametrize("tells_rate", [True, False], ids=["it tells its rate", "its answers tell"])
-def test_after_a_quiet_minute_what_was_measured_before_it_says_little(tells_rate: bool) -> None:
+def test_measurements_before_a_quiet_minute_count_little(tells_rate: bool) -> None:
     fleet = four(lambda now: RATE if now > 6.0 else RATE / 20, tells_rate=tells_rate)
     before = arrivals(15.0, 0.5, 6.0, alone)
     rush = [Asked(70.0 + n * 1e-3, alone(1000 + n)) for n in range(40)]
@@ -95,7 +95,7 @@ def test_after_a_quiet_minute_what_was_measured_before_it_says_little(tells_rate
     assert share_of("e0", answered, 70.0, 71.0) > 0.12
 
 
-def test_an_engine_that_stays_slow_gets_what_it_can_do() -> None:
+def test_a_slow_engine_gets_requests_at_its_own_rate() -> None:
     answered = four(lambda _now: RATE / 5).run(arrivals(14.0, 0.5, 60.0, alone), 120.0)
     assert 0.02 < share_of("e0", answered, 20.0, 60.0) < 0.12
     late = sorted(one.ttft_s for one in answered if one.asked.at > 20.0)

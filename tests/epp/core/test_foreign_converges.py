@@ -1,5 +1,5 @@
-"""Publishers by vLLM's rules: no epoch, copies of a block, replays that break off, or none. The index comes to equal
-the cache where a replay reaches, and elsewhere gives up what it cannot know."""
+"""Publishers by vLLM's rules: no epoch, copies of a block, replays that break off, or none. The index converges to the
+cache where a replay reaches, and elsewhere drops the blocks that it cannot know."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ LIFE_S = IndexLimits().aged_life_s
 
 
 class Vllm(SimEngine):
-    """A prompt's blocks may be computed twice at once: then the cache has two copies, stored one by one and removed one
-    by one. A parent may go before its children. `most`: its socket's queue takes so many messages of a replay, the end
-    included; the others are dropped."""
+    """An engine like vLLM. A prompt's blocks may be computed twice at once: then the cache has two copies, stored and
+    removed one by one. A parent may go before its children. `most`: the queue of its socket takes this many messages of
+    a replay, the end included, and drops the rest."""
 
     def __init__(self, rng: random.Random, *, ring: int, most: int, replays: bool) -> None:
         self.copies: Counter[int] = Counter()
@@ -71,7 +71,7 @@ class Vllm(SimEngine):
 
 
 def trouble(lab: Lab, steps: int) -> None:
-    """Batches, losses, breaks and restarts in any order, then none of it."""
+    """Send batches, losses, breaks and restarts in any order, then stop."""
     rng = lab.rng
     for _ in range(steps):
         roll = rng.random()
@@ -96,7 +96,7 @@ def trouble(lab: Lab, steps: int) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10_000), most=st.sampled_from([3, 7, 1000]), loss=st.sampled_from([0.0, 0.1, 0.4]))
-def test_where_the_replay_reaches_the_index_equals_the_cache(seed: int, most: int, loss: float) -> None:
+def test_the_index_equals_the_cache_as_far_as_the_replay_reaches(seed: int, most: int, loss: float) -> None:
     rng = random.Random(seed)
     lab = Lab(seed, loss=loss, engine=Vllm(rng, ring=1000, most=most, replays=True), told=True)
     trouble(lab, 40)
@@ -107,7 +107,7 @@ def test_where_the_replay_reaches_the_index_equals_the_cache(seed: int, most: in
 
 @settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 10_000))
-def test_of_a_publisher_that_does_not_know_hello_it_equals_the_cache_too(seed: int) -> None:
+def test_the_index_equals_the_cache_of_a_publisher_without_hello(seed: int) -> None:
     lab = Lab(seed, loss=0.1, engine=SimEngine(random.Random(seed), ours=False, ring=1000))
     trouble(lab, 60)
     lab.assert_converged()
@@ -115,7 +115,7 @@ def test_of_a_publisher_that_does_not_know_hello_it_equals_the_cache_too(seed: i
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10_000), ring=st.sampled_from([0, 3]), loss=st.sampled_from([0.0, 0.1, 0.4]))
-def test_where_it_does_not_nothing_that_is_not_there_stays_known(seed: int, ring: int, loss: float) -> None:
+def test_beyond_the_replay_no_missing_block_stays_known(seed: int, ring: int, loss: float) -> None:
     rng = random.Random(seed)
     lab = Lab(seed, loss=loss, engine=Vllm(rng, ring=ring, most=1000, replays=ring > 0), told=True)
     trouble(lab, 40)
@@ -148,7 +148,7 @@ def test_another_engines_publisher_is_never_greeted() -> None:
     assert bench.holds(0)
 
 
-def test_without_a_replay_socket_nothing_is_asked_and_nothing_waited_for() -> None:
+def test_without_a_replay_socket_no_replay_is_requested() -> None:
     bench = Told(replays=False)
     assert bench.subscription.on_connected(0.0) == []
     assert bench.subscription.state is State.LIVE
@@ -172,20 +172,20 @@ def test_a_replay_that_never_answers_is_asked_for_again_after_a_while() -> None:
     assert bench.subscription.on_live(11, bench.batch(3), 41.1) == []
 
 
-def test_a_reconnect_that_nobody_vouches_for_lets_what_is_known_grow_old() -> None:
+def test_an_unverified_reconnect_ages_the_known_blocks() -> None:
     bench = Told(replays=False)
     bench.subscription.on_connected(0.0)
     bench.subscription.on_live(4, bench.batch(0), 0.1)
     bench.subscription.on_disconnected(1.0)
     bench.subscription.on_connected(2.0)
-    # It may have been started anew, and have come to the same number: nothing tells.
+    # It may have been restarted and have reached the same number: that cannot be seen.
     bench.subscription.on_live(5, bench.batch(1), 2.1)
     assert bench.holds(0, 1)
     bench.index.tick(2.0 + LIFE_S)
     assert bench.holds(1)
 
 
-def test_an_engine_that_starts_and_is_slow_to_answer_is_asked_again_and_is_another_process() -> None:
+def test_a_starting_engine_that_answers_slowly_is_asked_again_and_seen_as_new() -> None:
     bench = Told()
     subscription = bench.subscription
     assert subscription.on_connected(0.0) == [ReplayRequest(0)]
@@ -203,7 +203,7 @@ def test_an_engine_that_starts_and_is_slow_to_answer_is_asked_again_and_is_anoth
     assert [request for at in range(9, 60) for request in subscription.on_tick(float(at))] == []
 
 
-def test_an_engine_that_never_answers_is_left_in_peace() -> None:
+def test_an_engine_that_never_answers_is_not_asked_forever() -> None:
     bench = Told()
     bench.subscription.on_connected(0.0)
     asked = [at for at in range(1, 1000) if bench.subscription.on_tick(float(at))]
@@ -225,7 +225,7 @@ def test_gaps_without_end_take_few_places_in_the_index() -> None:
     assert bench.holds()
 
 
-def test_a_restart_is_seen_by_its_numbers_and_forgets_at_once() -> None:
+def test_a_restart_is_detected_by_its_numbers_and_clears_the_blocks() -> None:
     bench = Told()
     bench.subscription.on_connected(0.0)
     for number in range(3):
@@ -238,7 +238,7 @@ def test_a_restart_is_seen_by_its_numbers_and_forgets_at_once() -> None:
     assert bench.holds(7)
 
 
-def test_without_a_replay_a_number_that_was_there_before_tells_a_restart() -> None:
+def test_without_a_replay_a_repeated_number_reveals_a_restart() -> None:
     bench = Told(replays=False)
     bench.subscription.on_connected(0.0)
     bench.subscription.on_live(4, bench.batch(0), 0.1)

@@ -1,4 +1,4 @@
-"""Whether what an endpoint publishes is heard."""
+"""Detects whether an endpoint's events are heard."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def looks(
     served: Prefills = NONE,
     readings: Readings = Readings(),  # noqa: B008
 ) -> list[HearingState]:
-    """Each second's state."""
+    """Look once a second and return the states."""
     states = []
     for second in range(round(seconds)):
         now = begin + second
@@ -40,13 +40,13 @@ def looks(
     return states
 
 
-def test_one_that_is_connected_is_heard_at_once_and_one_that_never_is_given_up() -> None:
+def test_a_connected_endpoint_is_heard_at_once_and_an_unconnected_one_is_given_up() -> None:
     assert looks(Hearing(), 0, 1) == [HearingState.HEARD]
     states = looks(Hearing(), 0, UNREACHED_S + 2, connected=False)
     assert states == [HearingState.UNKNOWN] * round(UNREACHED_S) + [HearingState.UNREACHED] * 2
 
 
-def test_a_short_loss_is_no_news_and_a_long_one_is() -> None:
+def test_only_a_long_loss_changes_the_state() -> None:
     hearing = Hearing()
     looks(hearing, 0, 2)
     assert set(looks(hearing, 2, UNREACHED_S - 1, connected=False)) == {HearingState.HEARD}
@@ -57,7 +57,7 @@ def test_a_short_loss_is_no_news_and_a_long_one_is() -> None:
     assert states[-2:] == [HearingState.UNREACHED, HearingState.HEARD], "only when it lasts"
 
 
-def test_one_that_accepts_and_drops_is_not_reached_however_often_it_is_seen_connected() -> None:
+def test_an_endpoint_that_accepts_and_drops_counts_as_unreached() -> None:
     hearing = Hearing()
     for second in range(60):
         hearing.look(second, connected=True, breaks=second, batches=0, served=NONE)
@@ -72,7 +72,7 @@ def test_an_engine_that_is_not_ready_is_not_judged() -> None:
     assert set(looks(hearing, 300, UNREACHED_S, connected=False)) == {HearingState.HEARD}
 
 
-def test_prompts_that_leave_no_event_say_that_nothing_is_heard() -> None:
+def test_prompts_without_events_mean_that_the_endpoint_is_unheard() -> None:
     for served in (Prefills(SILENT_PROMPTS - 1, 10 * SILENT_TOKENS), Prefills(100, SILENT_TOKENS - 1)):
         hearing = Hearing()
         looks(hearing, 0, 1)
@@ -87,7 +87,7 @@ def test_prompts_that_leave_no_event_say_that_nothing_is_heard() -> None:
     assert set(looks(hearing, 43, 30, batches=1, served=Prefills(10**6, 10**9))) == {HearingState.HEARD}
 
 
-def test_events_of_which_most_cannot_be_read_are_not_heard_until_most_can_be() -> None:
+def test_mostly_unreadable_events_count_as_unheard_until_most_are_readable() -> None:
     hearing, few, many = Hearing(), UNREAD_EVENTS - 1, 10 * UNREAD_EVENTS
     looks(hearing, 0, 1)
     assert looks(hearing, 1, 2, readings=Readings(0, few)) == [HearingState.HEARD] * 2, "too few to know"
@@ -105,7 +105,7 @@ LOOK = st.tuples(st.booleans(), st.booleans(), st.booleans(), st.integers(0, 5))
 
 
 @given(st.lists(LOOK, max_size=200))
-def test_it_changes_no_more_often_than_the_connection_lasts(events: list[tuple[bool, bool, bool, int]]) -> None:
+def test_the_state_changes_at_most_once_for_each_connection(events: list[tuple[bool, bool, bool, int]]) -> None:
     hearing, breaks, batches, prompts = Hearing(), 0, 0, 0
     changed_at = -10.0
     for second, (connected, broke, came, served) in enumerate(events):

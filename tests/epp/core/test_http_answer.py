@@ -1,4 +1,4 @@
-"""Answers of servers, read in whatever pieces they come: as h11 reads them, and no more of them than is allowed."""
+"""Answers of servers, cut anywhere, are read as h11 reads them, and no further than the bounds allow."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MOST = 1000
 
 
 def read(data: bytes, cuts: list[int] | None = None, most: int = MOST) -> Answer | None:
-    """The answer in these pieces, and then the end of the connection; None if it came to no end before that."""
+    """Read an answer from these pieces and the end of the connection; None if it was incomplete."""
     reader, places = AnswerReader(most), sorted({min(cut, len(data)) for cut in cuts or []})
     for start, end in zip([0, *places], [*places, len(data)], strict=True):
         if start < end and (answer := reader.feed(data[start:end])) is not None:
@@ -30,7 +30,7 @@ def read(data: bytes, cuts: list[int] | None = None, most: int = MOST) -> Answer
 
 
 def by_h11(data: bytes) -> tuple[int, bytes]:
-    """Status and body."""
+    """Return status and body, read by h11."""
     connection = h11.Connection(h11.CLIENT)
     connection.send(h11.Request(method="GET", target="/", headers=[("host", "e")]))
     connection.send(h11.EndOfMessage())
@@ -47,7 +47,7 @@ def by_h11(data: bytes) -> tuple[int, bytes]:
 
 @st.composite
 def answers(draw: st.DrawFn) -> bytes:
-    """Whole ones, as h11 writes them: with a length, in chunks with trailers, until the end, without a body."""
+    """Draw complete answers, written by h11: with a length, in chunks with trailers, until the end, without a body."""
     connection = h11.Connection(h11.SERVER)
     version = draw(st.sampled_from([b"1.1", b"1.0"]))
     connection.receive_data(b"GET / HTTP/%b\r\nhost: e\r\n\r\n" % version)
@@ -71,7 +71,7 @@ def answers(draw: st.DrawFn) -> bytes:
 
 @settings(derandomize=True, max_examples=300, deadline=None)
 @given(answers(), st.lists(st.integers(0, 500), max_size=12))
-def test_in_whatever_pieces_it_comes_an_answer_is_what_h11_reads(data: bytes, cuts: list[int]) -> None:
+def test_an_answer_cut_anywhere_is_read_as_h11_reads_it(data: bytes, cuts: list[int]) -> None:
     answer = read(data, cuts)
     assert answer is not None
     assert (answer.status, answer.body) == by_h11(data)
@@ -80,7 +80,7 @@ def test_in_whatever_pieces_it_comes_an_answer_is_what_h11_reads(data: bytes, cu
 
 @settings(derandomize=True, max_examples=300, deadline=None)
 @given(answers(), st.integers(0, 400), st.binary(max_size=8), st.lists(st.integers(0, 500), max_size=5))
-def test_whatever_is_answered_ends_as_an_answer_within_the_bounds_or_a_typed_error(
+def test_any_bytes_are_an_answer_within_bounds_or_a_typed_error(
     data: bytes, at: int, junk: bytes, cuts: list[int]
 ) -> None:
     spoiled = data[:at] + junk + data[at + len(junk) :]
@@ -116,7 +116,7 @@ def test_bytes_that_are_no_answer_are_a_typed_error(pieces: list[bytes]) -> None
         (OK + b"\r\nhi", False),
     ],
 )
-def test_a_connection_is_kept_where_it_is_clear_where_the_next_answer_begins(data: bytes, keeps: bool) -> None:
+def test_a_connection_is_kept_if_the_end_of_the_answer_is_certain(data: bytes, keeps: bool) -> None:
     answer = read(data)
     assert answer is not None
     assert (answer.body, answer.keeps) == (b"hi", keeps)
@@ -151,7 +151,7 @@ def test_a_connection_is_kept_where_it_is_clear_where_the_next_answer_begins(dat
         (OK + b"content-encoding: gzip\r\ncontent-length: 0\r\n\r\n", BadAnswer),
     ],
 )
-def test_what_cannot_be_used_is_refused_by_its_kind(data: bytes, error: type[HttpError]) -> None:
+def test_unusable_answers_are_refused_by_kind(data: bytes, error: type[HttpError]) -> None:
     with pytest.raises(HttpError) as raised:
         read(data)
     assert type(raised.value) is error

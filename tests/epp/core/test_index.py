@@ -60,7 +60,7 @@ def test_a_block_without_namespace_goes_where_its_parent_is() -> None:
     assert blocks(index, pod, prompt) >= 7
 
 
-def test_without_a_tokenizer_only_history_counts() -> None:
+def test_without_a_tokenizer_only_predictions_count() -> None:
     index, (pod,) = make_index(1)
     prompt = Prompt.random(1, 9)
     index.apply(pod, prompt.stored(), None)
@@ -146,7 +146,7 @@ def test_a_scope_that_is_read_by_other_keys_starts_from_nothing() -> None:
     assert index.skipped == {Skip.NO_TEXT: 30}, "what was counted stays counted"
 
 
-def test_a_cleared_pod_is_forgotten_at_once_and_its_bit_used_again_after_the_sweep() -> None:
+def test_a_cleared_pod_is_forgotten_at_once_and_its_bit_reused_after_the_sweep() -> None:
     index, (pod, other) = make_index()
     prompt = Prompt.random(1, 30)
     for each in (pod, other):
@@ -178,7 +178,7 @@ def test_bits_stay_few_however_often_pods_come_and_go() -> None:
     assert max(index._bits.owners) < 1 << 12
 
 
-def test_a_snapshot_replaces_everything_when_it_is_complete_and_not_before() -> None:
+def test_only_a_complete_snapshot_replaces_the_state() -> None:
     index, (pod,) = make_index(1)
     old, new = Prompt.random(1, 9), Prompt.random(2, 9)
     index.apply(pod, old.stored(), KEYS)

@@ -1,4 +1,4 @@
-"""What the index predicts of routed prompts, and what caps a hit."""
+"""The index predicts the blocks of routed prompts, and limits hits."""
 
 import random
 
@@ -27,7 +27,7 @@ def test_a_routed_prompt_is_predicted_then_confirmed() -> None:
     index.check()
 
 
-def test_of_a_prompt_that_every_pod_got_in_another_length_a_match_looks_at_some_lengths() -> None:
+def test_a_match_looks_at_a_bounded_number_of_predicted_lengths() -> None:
     index, pods = make_index(100)
     key = Prompt.random(1, 40).key
     for number, pod in enumerate(pods):
@@ -62,7 +62,7 @@ def test_a_prediction_beyond_evicted_blocks_does_not_count() -> None:
     assert found.reach == found.end
 
 
-def test_a_prediction_goes_on_where_its_first_blocks_end() -> None:
+def test_a_prediction_continues_confirmed_blocks() -> None:
     index, (pod, other) = make_index()
     known, prompt = Prompt.random(1, 9), Prompt.random(1, 9).extended(2, 9)
     index.predict(pod, None, prompt.key, hit(index, pod, prompt), now=0.0)
@@ -72,7 +72,7 @@ def test_a_prediction_goes_on_where_its_first_blocks_end() -> None:
     assert hit(index, other, prompt) == Hit(9 * WIDTH, known.end(9), known.end(9)), "the same cut"
 
 
-def test_a_prediction_goes_on_where_blocks_end_whose_end_it_does_not_prove() -> None:
+def test_a_prediction_continues_blocks_whose_end_is_unproved() -> None:
     index, (pod, other) = make_index()
     known, prompt = Prompt.random(1, 9), Prompt.random(1, 9).extended(2, 9)
     for each in (pod, other):
@@ -149,7 +149,7 @@ def test_predictions_survive_splits_and_merges(seed: int) -> None:
     assert index.totals()["text_bytes"] == index.totals()["blocks"] == 0
 
 
-def test_a_doubt_caps_what_passes_its_node_and_ends() -> None:
+def test_a_doubt_caps_hits_below_its_node_and_expires() -> None:
     index, (pod, other) = make_index(hit_cap_life_s=30.0)
     prompt = Prompt.random(1, 20)
     sibling = Prompt([*prompt.tokens[: 5 * WIDTH], *Prompt.random(7, 15).tokens])

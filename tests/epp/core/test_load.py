@@ -16,7 +16,7 @@ def ours(queued: int = 0, rate: float = 0.0, waiting: int = 0) -> TreelineLoad:
     return TreelineLoad(waiting_uncached_tokens=queued, prefill_tokens_per_s=rate, waiting=waiting)
 
 
-def test_the_queue_is_the_report_and_what_was_routed_since() -> None:
+def test_the_queue_is_the_report_and_later_picks() -> None:
     load = EndpointLoad()
     load.reservations.open(100, now=0.5, predicted_prefill_s=1)
     load.on_load(ours(queued=700, waiting=2), now=1.0)
@@ -24,7 +24,7 @@ def test_the_queue_is_the_report_and_what_was_routed_since() -> None:
     assert load.queue(now=1.6) == (740, 3)
 
 
-def test_a_report_that_may_not_have_seen_a_pick_does_not_hide_it() -> None:
+def test_a_report_that_may_predate_a_pick_does_not_hide_it() -> None:
     load = EndpointLoad()
     load.reservations.open(40, now=0.999, predicted_prefill_s=1)
     load.on_load(ours(), now=1.0)
@@ -55,7 +55,7 @@ def test_without_a_fresh_report_the_queue_is_all_reservations() -> None:
     assert load.queue(now=1.1 + STALE_AFTER_S) == (40, 1)
 
 
-def test_in_flight_is_what_is_reported_and_what_was_picked_since() -> None:
+def test_in_flight_is_the_report_and_later_picks() -> None:
     load = EndpointLoad()
     assert load.in_flight(now=0.0) is None, "nothing was reported yet"
     early = load.reservations.open(40, now=0.5, predicted_prefill_s=1)
@@ -111,12 +111,12 @@ def test_times_to_first_token_train_unless_the_work_was_too_little() -> None:
     assert 2000 < load.own_rate() < 4000
 
 
-def test_the_rate_is_that_of_the_fastest_peer_or_a_default_where_nothing_was_measured() -> None:
+def test_an_unmeasured_rate_is_that_of_the_fastest_peer_or_a_default() -> None:
     assert prefill_rate(0.0, trust(0.0, 0.0, 9.0), 200.0) == 200
     assert prefill_rate(0.0, trust(0.0, 0.0, 9.0), 0.0) == DEFAULT_PREFILL_RATE
 
 
-def test_a_rate_counts_as_far_as_it_is_measured_often_and_of_late() -> None:
+def test_a_rate_counts_by_the_number_and_age_of_its_measurements() -> None:
     load = EndpointLoad()
     planned = list[float]()
     for number in range(200):

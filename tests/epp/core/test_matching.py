@@ -1,4 +1,5 @@
-"""A match credits a pod only with what its engine would find: against tokenizers, and a set of chains for each pod."""
+"""A match credits a pod only with tokens that its engine would find: against tokenizers, and a set of chains for each
+pod."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -22,14 +23,15 @@ Encode = Callable[[str], list[int]]
 
 
 class Table:
-    """Token id → bytes, all that the index wants of a tokenizer."""
+    """Token id → bytes, the part of a tokenizer that the index needs."""
 
     def __init__(self, tokens: Sequence[str]) -> None:
         self.token_bytes = [token.encode() for token in tokens]
 
 
 def longest_first(tokens: Sequence[str]) -> Encode:
-    """Cut off the longest token that fits, again and again. Where a cut is depends on no more text than a token has."""
+    """Return an encoder that always cuts off the longest token that fits: a cut depends on no more text than one token
+    has."""
     ids = {token: number for number, token in enumerate(tokens)}
     longest = max(map(len, tokens))
 
@@ -46,7 +48,8 @@ def longest_first(tokens: Sequence[str]) -> Encode:
 
 @dataclass
 class Replicas:
-    """An index beside the truth: for each pod the blocks that its engine holds, each named by all tokens to its end."""
+    """An index beside the truth: for each pod the blocks that its engine holds, each named by all tokens up to its
+    end."""
 
     encode: Encode
     keys: PrefixKeys
@@ -63,7 +66,7 @@ class Replicas:
         return [tuple(tokens[:end]) for end in range(self.width, len(tokens) + 1, self.width)]
 
     def compute(self, number: int, text: str) -> None:
-        """The engine has had this prompt: it holds all of its whole blocks, and announces those that it did not."""
+        """Let the engine compute a prompt: it holds all whole blocks, and announces the new ones."""
         chains = self.chains(text)
         new = next((at for at, chain in enumerate(chains) if chain not in self.held[number]), len(chains))
         self.held[number].update(chains)
@@ -74,7 +77,7 @@ class Replicas:
             self.index.apply(self.pods[number], BlockStored(hashes[new:], parent, tokens, self.width), self.keys)
 
     def evict(self, number: int, text: str, keep: int) -> None:
-        """The engine drops this prompt's blocks from its end on, as far as nothing hangs on them."""
+        """Evict the prompt's blocks from its end on, as far as no other block depends on them."""
         gone = []
         for chain in reversed(self.chains(text)[keep:]):
             if chain in self.held[number]:
@@ -87,12 +90,12 @@ class Replicas:
             self.index.apply(self.pods[number], BlockRemoved(gone), None)
 
     def predict(self, number: int, text: str) -> None:
-        """The prompt is routed to the pod."""
+        """Route the prompt to the pod."""
         hit = self.index.match(SCOPE, None, text.encode(), 0.0).hit(self.pods[number])
         self.index.predict(self.pods[number], None, text.encode(), hit, 0.0)
 
     def truth(self, number: int, text: str) -> int:
-        """The tokens that the engine would find."""
+        """Return how many tokens the engine would find."""
         tokens = 0
         for chain in self.chains(text):
             if chain not in self.held[number]:
@@ -116,7 +119,7 @@ def replicas(encode: Encode, tokens: Sequence[str], pods: int, width: int, max_e
 
 @st.composite
 def histories(draw: st.DrawFn) -> tuple[list[str], int, int, int, list[tuple[int, int, str, int]]]:
-    """Tokens of at most eight bytes, blocks' width, longest edge, pods, and what happens to them."""
+    """Draw tokens of at most eight bytes, block width, longest edge, pods, and actions."""
     piece = st.text("ab ", min_size=2, max_size=8)
     tokens = ["a", "b", " ", *draw(st.lists(piece, max_size=8, unique=True))]
     text = st.lists(st.sampled_from(tokens), min_size=1, max_size=16).map("".join)
@@ -126,10 +129,10 @@ def histories(draw: st.DrawFn) -> tuple[list[str], int, int, int, list[tuple[int
 
 @settings(max_examples=250, deadline=None, derandomize=True)
 @given(histories())
-def test_no_more_is_credited_than_an_engine_would_find(
+def test_a_match_credits_no_more_than_the_engine_would_find(
     history: tuple[list[str], int, int, int, list[tuple[int, int, str, int]]],
 ) -> None:
-    """Exact where a cut depends on no more text than GUARD_BYTES."""
+    """The credit is exact where a cut depends on no more text than GUARD_BYTES."""
     tokens, width, max_edge, pods, actions = history
     world = replicas(longest_first(tokens), tokens, pods, width, max_edge)
     texts = [text for _, _, text, _ in actions]
@@ -147,7 +150,7 @@ def test_no_more_is_credited_than_an_engine_would_find(
 
 
 def words_of(rng: random.Random, count: int) -> list[str]:
-    """Words that share beginnings, as those of a language do: the longer ones go on where shorter ones end."""
+    """Return words of which many share a beginning, as in natural language: longer ones extend shorter ones."""
     words: list[str] = []
     for _ in range(count):
         stem = rng.choice(words)[:9] if words and rng.random() < 0.5 else ""
@@ -156,7 +159,7 @@ def words_of(rng: random.Random, count: int) -> list[str]:
 
 
 def byte_pairs(text: str) -> tuple[Encode, list[str]]:
-    """A byte-level BPE like GPT's, learnt from a text: a space belongs to the word after it, merges reach over it."""
+    """Return a byte-level BPE like GPT's, trained on a text: a space belongs to the next word, merges cross it."""
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = tokenizers.decoders.ByteLevel()
@@ -169,8 +172,8 @@ def byte_pairs(text: str) -> tuple[Encode, list[str]]:
 
 
 def traffic(rng: random.Random, words: list[str], encode: Encode, tokens: Sequence[str], width: int) -> tuple[int, ...]:
-    """Conversations on twelve pods. Pairs of a request and a pod that holds some of it, and those that are credited too
-    much; tokens there, tokens credited, tokens credited too much."""
+    """Run conversations on twelve pods. Return counts: pairs of a request and a pod that holds part of it,
+    over-credited pairs; tokens held, tokens credited, tokens over-credited."""
     world = replicas(encode, tokens, 12, width, max_edge=256)
     systems = [" ".join(rng.choices(words, k=rng.randrange(5, 60))) for _ in range(4)]
     talks: list[str] = []
@@ -198,7 +201,7 @@ def traffic(rng: random.Random, words: list[str], encode: Encode, tokens: Sequen
     return pairs, wrong, there, credited, excess
 
 
-def test_too_much_is_credited_to_one_pod_in_a_thousand_at_most() -> None:
+def test_at_most_one_pod_in_a_thousand_is_over_credited() -> None:
     """Cuts of a real tokenizer may depend on more text than GUARD_BYTES: a word's merges look at all of it."""
     rng = random.Random(7)
     words = words_of(rng, 400)

@@ -1,4 +1,4 @@
-"""Which name means what: pages as engines write them."""
+"""The load is read from engines' own metric names, on pages as they write them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from treeline_epp.endpoints.scraped import ScrapedLoad
 
 
 def read(page: bytes, names: Sequence[MetricNames]) -> ScrapedLoad | None:
-    """What one page says."""
+    """Read the load from one page."""
     return PageReader(names).read(page)
 
 
@@ -64,7 +64,7 @@ num_gpu_blocks_override="712"} 1.0
 
 
 class Page:
-    """A page in the making, written by the library that vLLM and SGLang use."""
+    """A page under construction, written by the library that vLLM and SGLang use."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -135,7 +135,7 @@ def test_a_page_that_a_real_vllm_has_written() -> None:
     )
 
 
-def test_the_ranks_of_one_server_are_added_and_its_memory_which_each_of_them_names_is_not() -> None:
+def test_the_loads_of_ranks_are_added_but_their_shared_memory_is_not() -> None:
     page = vllm(vllm(Page(), "0", 3, 2, 0.25), "1", 10, 0, 0.75).bytes()
     assert read(page, KNOWN) == ScrapedLoad(
         running=13,
@@ -149,7 +149,7 @@ def test_the_ranks_of_one_server_are_added_and_its_memory_which_each_of_them_nam
     )
 
 
-def test_a_vllm_that_says_what_its_blocks_come_to_is_believed() -> None:
+def test_a_vllms_own_cache_size_is_used() -> None:
     page = Page().gauge("vllm:num_requests_running", 1)
     for engine in "01":
         labels = {"block_size": "16", "num_gpu_blocks": "1000", "kv_cache_size_tokens": "5000", "engine": engine}
@@ -214,7 +214,7 @@ def test_an_old_sglang_and_tensorrt_llm() -> None:
 
 
 @pytest.mark.parametrize("value", ["NaN", "+Inf", "-Inf", "-1", "1e300", "many"])
-def test_what_cannot_be_is_not_counted(value: str) -> None:
+def test_impossible_values_are_not_counted(value: str) -> None:
     page = f'vllm:num_requests_waiting{{engine="0"}} {value}\nvllm:num_requests_waiting{{engine="1"}} 3\n'
     page += f"vllm:num_requests_running {value}\nvllm:kv_cache_usage_perc {value}\n"
     page += f'vllm:cache_config_info{{block_size="16",num_gpu_blocks="{value}"}} 1\n'
@@ -222,13 +222,13 @@ def test_what_cannot_be_is_not_counted(value: str) -> None:
     assert read(b"vllm:num_requests_waiting " + value.encode(), (VLLM,)) is None
 
 
-def test_huge_values_stay_within_what_can_be_reckoned_with() -> None:
+def test_huge_values_are_clamped() -> None:
     page = b"vllm:num_requests_waiting 1e15\nvllm:kv_cache_usage_perc 7\n"
     page += b'vllm:cache_config_info{block_size="999999999999999",num_gpu_blocks="999999999999999"} 1\n'
     assert read(page, (VLLM,)) == ScrapedLoad(waiting=10**9, kv_usage=1.0)
 
 
-def test_pages_of_something_else_say_nothing() -> None:
+def test_pages_of_other_programs_give_no_load() -> None:
     for page in (
         b"",
         b'{"engine": "vllm:num_requests_waiting 3"}',
@@ -239,7 +239,7 @@ def test_pages_of_something_else_say_nothing() -> None:
         assert read(page, KNOWN) is None
 
 
-def test_a_page_full_of_what_is_looked_for_holds_nothing_up() -> None:
+def test_a_page_full_of_matching_lines_is_read_in_bounded_time() -> None:
     names = [metric.name for metric in (*VLLM.waiting, *VLLM.running, *VLLM.kv_usage, *VLLM.computed)]
     names += [metric.name for pair in (*VLLM.prompts, *VLLM.prefills, *VLLM.steps) for metric in pair]
     labels = ",".join(f'label_{n}="\\\\{n}"' for n in range(100))
@@ -252,7 +252,7 @@ def test_a_page_full_of_what_is_looked_for_holds_nothing_up() -> None:
     assert len(lines) > 1 << 21
 
 
-def test_pages_and_their_size_say_what_the_cache_has_room_for() -> None:
+def test_the_cache_size_is_computed_from_pages_and_page_size() -> None:
     page = b'sglang:num_running_reqs 1\nsglang:cache_config_info{page_size="16",num_pages="10"} 1\n'
     assert read(page, KNOWN) == ScrapedLoad(running=1, tokens_total=160)
 
@@ -275,16 +275,14 @@ _LINES = (
     st.lists(st.lists(st.sampled_from(_LINES), max_size=6), min_size=1, max_size=8),
     st.sampled_from([KNOWN, (*KNOWN, MetricNames(running=(Metric("mine"),)))]),
 )
-def test_what_one_page_after_another_says_is_what_each_says_by_itself(
-    pages: list[list[bytes]], names: tuple[MetricNames, ...]
-) -> None:
+def test_successive_pages_are_read_independently(pages: list[list[bytes]], names: tuple[MetricNames, ...]) -> None:
     reader = PageReader(names)
     for lines in pages:
         page = b"\n".join(lines)
         assert reader.read(page) == read(page, names)
 
 
-def test_of_a_page_on_which_nothing_of_the_engine_has_changed_nothing_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unchanged_page_is_not_parsed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[bytes] = []
     monkeypatch.setattr(
         model_server_metrics, "series", lambda page, name: (reads.append(name), prometheus_text.series(page, name))[1]
@@ -307,5 +305,5 @@ def test_of_a_page_on_which_nothing_of_the_engine_has_changed_nothing_is_read(mo
         ('nv_trt_llm_request_metrics{request_type="waiting"}', 'nv_trt_llm_request_metrics{request_type="scheduled"}'),
     ],
 )
-def test_engines_that_tell_what_waits_and_what_runs_are_known_by_their_names(waiting: str, running: str) -> None:
+def test_engines_are_recognised_by_the_names_of_their_metrics(waiting: str, running: str) -> None:
     assert read(f"{waiting} 3\n{running} 4\n".encode(), KNOWN) == ScrapedLoad(running=4, waiting=3)

@@ -1,4 +1,4 @@
-"""Where a request for a model goes, by what engines serve and by InferenceModels; it depends on nothing else."""
+"""Requests are routed by model, from the models that engines serve and from InferenceModels alone."""
 
 import random as random_module
 from collections import Counter
@@ -42,7 +42,7 @@ def test_targets_without_weights_get_equal_shares():
     assert abs(counts["x"] - 1000) < 100
 
 
-def test_a_rule_says_pool_target_criticality_and_the_fallbacks_that_can_be_reached():
+def test_a_rule_gives_pool_target_criticality_and_reachable_fallbacks():
     one = rule("r", "chat", "a", criticality="Sheddable", targets=(("big", 1),), fallback_pools=("c", "b", "gone"))
     table = ModelTable({"a": ["own"], "b": ["other"]}, [one], POOLS)
     assert table.resolve("chat", 0.3) == ModelTarget("a", "big", "Sheddable", ("b",))
@@ -57,7 +57,7 @@ def test_a_target_of_another_pool_behind_the_same_gateway_goes_there():
     served = {"red": ["red"], "blue": ["blue", "red"], "other": ["far"]}
     table = ModelTable(served, [rule], {"red": PoolClaim("g"), "blue": PoolClaim("g"), "other": PoolClaim("h")})
     homes = {(t.pool, t.target) for t in (table.resolve("chat", n / 12) for n in range(12))}
-    # its own pool goes before others, and what is behind another gateway or served by nobody is asked for at home
+    # its own pool wins; a model of another gateway, or of no pool, is requested from its own pool
     assert homes == {("red", "red"), ("blue", "blue"), ("red", "far"), ("red", "nobodys")}
 
 
@@ -91,7 +91,7 @@ def test_a_rule_goes_before_an_engines_own_name():
         ({}, [], None),
     ],
 )
-def test_a_request_without_a_model_is_served_where_there_is_nothing_to_choose(served, rules, expected):
+def test_a_request_without_a_model_is_served_if_there_is_only_one(served, rules, expected):
     table = ModelTable(served, rules, POOLS)
     if expected is None:
         with pytest.raises(ModelNotFound) as caught:
@@ -101,7 +101,7 @@ def test_a_request_without_a_model_is_served_where_there_is_nothing_to_choose(se
         assert table.resolve(None) == expected
 
 
-def test_a_rule_with_weights_that_cannot_be_meant_serves_nothing():
+def test_a_rule_with_impossible_weights_serves_nothing():
     rules = [rule("r", targets=(("x", 1), ("y", None)))]
     with pytest.raises(ModelNotFound):
         ModelTable({}, rules, POOLS).resolve("chat")
@@ -124,7 +124,8 @@ def test_an_unknown_model_is_not_found(pools: dict[str, list[str]]) -> None:
 
 
 def test_no_claim_newer_than_a_pool_gets_the_requests_for_its_name() -> None:
-    """An InferenceModel for another pool, targets that lead to one, and an engine that says it has the name."""
+    """The claims are: an InferenceModel for another pool, targets in another pool, and an engine that reports the
+    name."""
     pools = {"taker": PoolClaim("g", ("other",), created="1"), "theirs": PoolClaim("g", ("llama",), created="2")}
     served = {"taker": ["other", "llama", "loaded"], "theirs": ["llama"]}
     for one in (

@@ -1,4 +1,4 @@
-"""The picker's choice is that of the slow one, whatever has happened before."""
+"""The picker chooses as the slow reference picker does, after any history."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ PROMPTS = [Prompt([head] * 4 * WIDTH + [tail] * 3 * WIDTH) for head in range(3) 
 
 
 class World:
-    """A picker to which anything happens, by a seed."""
+    """A picker with a random history, by a seed."""
 
     def __init__(self, seed: int, size: int, limit_s: float | None, limit: int | None) -> None:
-        """At most one limit: a wait that says that an endpoint is full, or a number of requests."""
+        """Set at most one limit: a wait from which an endpoint is full, or a number of requests."""
         self.rng = random.Random(seed)
         limits = IndexLimits(prediction_life_s=1.0, eventless_life_s=3.0, aged_life_s=1.0, hit_cap_life_s=1.0)
         self.limits = limit_s, limit
@@ -202,7 +202,7 @@ def check(world: World) -> None:
     st.integers(0, 90),
     st.sampled_from([(None, None), (0.2, None), (None, 2)]),
 )
-def test_the_choice_is_that_of_the_slow_one(seed: int, size: int, limits: tuple[float | None, int | None]) -> None:
+def test_the_choice_equals_the_slow_pickers(seed: int, size: int, limits: tuple[float | None, int | None]) -> None:
     world = World(seed, size, *limits)
     for _ in range(60):
         world.happen()
@@ -248,7 +248,7 @@ def test_a_pick_among_hundreds_calls_hardly_more_functions_than_one_among_two(*,
     assert calls[300] <= calls[64] + 5, calls
 
 
-def test_a_row_that_was_left_is_used_again_by_another_endpoint() -> None:
+def test_a_free_row_is_reused_by_another_endpoint() -> None:
     picker = Picker()
     for number in range(200):
         picker.add_endpoint(EndpointSpec("old", f"10.0.0.1:{number + 1}", uid=str(number)))

@@ -47,7 +47,7 @@ def name_of(decision: Decision) -> str:
 # Who may be picked
 
 
-def test_no_endpoint_at_all() -> None:
+def test_a_picker_without_endpoints_refuses() -> None:
     with pytest.raises(NoEndpoints) as caught:
         Picker().pick(ask(), now=0.0)
     assert (caught.value.status, caught.value.reason) == (503, "rejected-no-endpoints")
@@ -116,7 +116,7 @@ def test_the_fallback_is_another_address() -> None:
     assert len(make(1).pick(ask(), 0.0).destinations) == 1
 
 
-def test_saturation_is_an_answer() -> None:
+def test_a_saturated_pool_refuses_sheddable_requests() -> None:
     picker = make(2, max_ttft_s=10.0)
     for name in ("e0", "e1"):
         picker.on_load(name, TreelineLoad(prefill_tokens_per_s=RATE, waiting_uncached_tokens=200_000), now=1.0)
@@ -129,7 +129,7 @@ def test_saturation_is_an_answer() -> None:
     assert decision.endpoint.name == "e1", "what must not be shed goes to the least loaded"
 
 
-def test_a_long_prompt_is_no_queue() -> None:
+def test_a_long_prompt_does_not_count_as_a_queue() -> None:
     picker = make(2, max_ttft_s=10.0)
     decision = picker.pick(ask(prompt_tokens_estimate=int(60 * RATE), sheddable=True), now=1.0)
     assert decision.best.ttft_s > 10.0
@@ -138,7 +138,7 @@ def test_a_long_prompt_is_no_queue() -> None:
 # Endpoints come and go
 
 
-def test_trap_14_another_process_behind_a_name_begins_with_nothing() -> None:
+def test_trap_14_a_new_process_behind_a_name_starts_empty() -> None:
     picker = make(1)
     prompt = Prompt.random(1, 20)
     store(picker, "e0", prompt)
@@ -166,7 +166,7 @@ def test_a_lease_may_outlive_its_endpoint() -> None:
     picker.index.check()
 
 
-def test_news_of_unknown_endpoints_is_ignored() -> None:
+def test_reports_of_unknown_endpoints_are_ignored() -> None:
     picker = make(1)
     picker.set_ready("x", True)
     picker.set_draining("x", True)
@@ -177,7 +177,7 @@ def test_news_of_unknown_endpoints_is_ignored() -> None:
 # Where a request goes
 
 
-def test_a_prompt_goes_where_its_prefix_is() -> None:
+def test_a_prompt_goes_to_its_cached_prefix() -> None:
     picker = make()
     prompt = Prompt.random(1, 100)
     store(picker, "e1", prompt)
@@ -191,7 +191,7 @@ def test_a_prompt_goes_where_its_prefix_is() -> None:
     assert decision.explain()["endpoint"] == "e1"
 
 
-def test_until_the_queue_there_costs_more_than_computing_it_again() -> None:
+def test_a_prompt_leaves_its_prefix_when_the_queue_costs_more_than_recomputing() -> None:
     picker = make()
     prompt = Prompt.random(1, 100)
     store(picker, "e1", prompt)
@@ -213,7 +213,7 @@ def test_slow_steps_move_a_long_answer_from_its_prefix_and_not_a_short_one() -> 
 
 
 @pytest.mark.parametrize("keyed", [True, False])
-def test_unrelated_prompts_and_those_without_a_key_spread(keyed: bool) -> None:
+def test_unrelated_and_unkeyed_prompts_spread(keyed: bool) -> None:
     picker = make()
     chosen: Counter[str] = Counter()
     for number in range(30):
@@ -224,7 +224,7 @@ def test_unrelated_prompts_and_those_without_a_key_spread(keyed: bool) -> None:
     assert max(chosen.values()) == min(chosen.values()) == 10
 
 
-def test_an_estimate_below_what_is_confirmed_gives_way() -> None:
+def test_a_confirmed_hit_overrides_a_lower_estimate() -> None:
     picker = make(1)
     prompt = Prompt.random(1, 100)
     store(picker, "e0", prompt)
@@ -269,7 +269,7 @@ def test_a_lost_stream_holds_its_reservation_for_three_times_the_prediction_at_m
 
 
 @pytest.mark.parametrize("outcome", [Outcome.ERROR, Outcome.CANCELLED, Outcome.OVERLOADED])
-def test_a_request_that_failed_is_not_predicted_any_more(outcome: Outcome) -> None:
+def test_a_failed_request_is_no_longer_predicted(outcome: Outcome) -> None:
     picker = make(1)
     prompt = Prompt.random(1, 50)
     lease = picker.reserve(picker.pick(ask(prompt), 0.0), 0.0)
@@ -296,7 +296,7 @@ def test_feedback_counts_only_where_the_picked_endpoint_answered() -> None:
     assert name_of(picker.pick(ask(prompt), 0.2)) == other, "who answered holds the prompt now"
 
 
-def test_streaming_answers_train_the_rate_of_engines_that_tell_none() -> None:
+def test_streaming_answers_train_the_rate_of_engines_that_report_none() -> None:
     picker = Picker()
     picker.add_endpoint(EndpointSpec("e0", "10.0.0.0:1"))
     lease = picker.reserve(picker.pick(ask(prompt_tokens_estimate=1000), 0.0), 0.0)
@@ -305,7 +305,7 @@ def test_streaming_answers_train_the_rate_of_engines_that_tell_none() -> None:
     assert picker.pick(ask(prompt_tokens_estimate=1000), 1.0).best.ttft_s == pytest.approx(0.5)
 
 
-def test_an_endpoint_that_nobody_has_measured_is_tried_beside_an_idle_fast_one() -> None:
+def test_an_unmeasured_endpoint_is_tried_beside_an_idle_fast_one() -> None:
     picker = make(3)
     picker.on_load("e1", TreelineLoad(prefill_tokens_per_s=RATE / 4), now=0.0)
     picker.on_load("e2", TreelineLoad(prefill_tokens_per_s=RATE / 4), now=0.0)
@@ -315,8 +315,9 @@ def test_an_endpoint_that_nobody_has_measured_is_tried_beside_an_idle_fast_one()
     assert {name_of(picker.pick(ask(prompt_tokens_estimate=1000), 0.0)) for _ in range(20)} == {"e0"}
 
 
-def test_an_endpoint_that_looked_slow_once_is_asked_again() -> None:
-    """A stall of its machine was in its first measurement; nothing would ever correct it, if all went to the other."""
+def test_an_endpoint_with_one_slow_measurement_is_tried_again() -> None:
+    """Its first measurement fell into a pause of its machine; the error would stay if all requests went to the
+    other."""
     picker = make(2)
     picker.on_load("e1", TreelineLoad(prefill_tokens_per_s=RATE / 20), now=0.0)
     picker.on_load("e0", TreelineLoad(prefill_tokens_per_s=RATE, running=3, waiting_uncached_tokens=500), now=0.0)
@@ -335,7 +336,7 @@ def test_an_endpoint_that_is_slow_under_load_gets_less() -> None:
 
 
 def live_picker(prompts: list[Prompt]) -> tuple[Picker, KvSubscription]:
-    """A picker with one endpoint whose events are followed, and that holds these prompts."""
+    """Return a picker with one endpoint that is followed and holds these prompts."""
     picker = make(1)
     subscription = KvSubscription(picker.index, picker.endpoints["e0"].pod, KEYS)
     assert subscription.on_connected(0.0) == [HelloRequest()]
@@ -360,7 +361,7 @@ def test_a_wrong_hit_lowers_trust_in_that_prefix_only() -> None:
     assert not picker.endpoints["e0"].pod.rebuild_wanted
 
 
-def test_wrong_hits_on_unrelated_prefixes_build_the_index_anew() -> None:
+def test_wrong_hits_on_unrelated_prefixes_rebuild_the_index() -> None:
     prompts = [Prompt.random(seed, 50) for seed in range(4)]
     picker, subscription = live_picker(prompts)
     for number, prompt in enumerate(prompts):
@@ -370,7 +371,7 @@ def test_wrong_hits_on_unrelated_prefixes_build_the_index_anew() -> None:
     assert subscription.counts["rebuilds"] == 1
 
 
-def test_more_blocks_than_memory_has_room_for_build_the_index_anew() -> None:
+def test_more_blocks_than_the_engine_can_hold_rebuild_the_index() -> None:
     picker, _ = live_picker([Prompt.random(1, 50)])
     pod = picker.endpoints["e0"].pod
     picker.on_load("e0", TreelineLoad(epoch=7, pages_total=40, page_size=WIDTH), now=1.0)
@@ -384,14 +385,14 @@ def test_more_blocks_than_memory_has_room_for_build_the_index_anew() -> None:
 
 
 class SimPod:
-    """A cache of whole prefixes with LRU, as coarse as can be."""
+    """A simple LRU cache of whole prefixes."""
 
     def __init__(self, room: int) -> None:
         self.room = room
         self.held: dict[int, None] = {}
 
     def serve(self, group: int) -> tuple[bool, int | None]:
-        """(hit, evicted group)."""
+        """Return (hit, evicted group)."""
         hit = self.held.pop(group, 0) is None
         self.held[group] = None
         evicted = next(iter(self.held)) if len(self.held) > self.room else None
@@ -401,7 +402,8 @@ class SimPod:
 
 
 def hit_rate(policy: str) -> float:
-    """16 shared prefixes × 8 requests on two pods with room for 10 each: more than one pod holds, less than both."""
+    """Return the hit rate of 16 shared prefixes × 8 requests on two pods with room for 10 prefixes each: together they
+    have room for all, one alone has not."""
     rng = random.Random(5)
     picker = make(2, policy=policy)
     prefixes = [Prompt.random(seed, 64) for seed in range(16)]
@@ -438,7 +440,7 @@ def test_prefixes_stay_where_they_are() -> None:
     assert hit_rate("random") < 0.75
 
 
-def test_prompts_are_counted_that_an_endpoint_answered_and_did_not_hold() -> None:
+def test_answered_prompts_that_the_endpoint_did_not_hold_are_counted() -> None:
     picker = make(1)
     endpoint, prompt = picker.endpoints["e0"], Prompt(list(range(10 * WIDTH)))
     for outcome in (Outcome.ERROR, Outcome.HEADERS, Outcome.HEADERS):

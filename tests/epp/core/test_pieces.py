@@ -1,4 +1,4 @@
-"""Large events in pieces do what they do whole."""
+"""Large events, applied in pieces, have the effect of the whole."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from treeline_wire.events import AllBlocksCleared, BlockRemoved, BlockStored, Ev
         max_size=12,
     )
 )
-def test_the_index_is_the_same(steps: list[tuple[str, int, int, int, Any]]) -> None:
+def test_pieces_give_the_same_index_as_the_whole_event(steps: list[tuple[str, int, int, int, Any]]) -> None:
     prompts = [Prompt.random(seed, 40, namespace="s" if seed == 3 else None) for seed in range(4)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "STORED", 3)
@@ -76,7 +76,7 @@ MANY = list(range(1, 1000))
     ],
     ids=lambda event: type(event).__name__,
 )
-def test_no_piece_weighs_more_than_is_worked_off_in_one_go(event: Event) -> None:
+def test_no_piece_is_larger_than_a_slice(event: Event) -> None:
     cut = list(pieces(event))
     assert max(map(weight, cut)) <= SLICE + weight(BlockRemoved([]))
     hashes = [block for piece in cut if not isinstance(piece, AllBlocksCleared) for block in piece.block_hashes]
@@ -88,12 +88,12 @@ def test_no_piece_weighs_more_than_is_worked_off_in_one_go(event: Event) -> None
         assert [piece.parent_block_hash for piece in stored] == parents[:-1], "one chain"
 
 
-def test_what_is_small_is_left_alone() -> None:
+def test_small_events_are_not_split() -> None:
     for event in (BlockStored([1, 2], None, [3, 4], 1), BlockRemoved([1, 2]), AllBlocksCleared()):
         assert list(pieces(event)) == [event]
 
 
-def test_of_blocks_that_do_not_say_which_tokens_are_theirs_only_known_ones_are_found() -> None:
+def test_blocks_without_token_ranges_match_only_if_known() -> None:
     prompt = Prompt.random(1, 300)
     index = Index()
     pods = index.add_pod("p", "m"), index.add_pod("q", "m")
@@ -107,7 +107,7 @@ def test_of_blocks_that_do_not_say_which_tokens_are_theirs_only_known_ones_are_f
     assert 5 not in index.blocks_of(pods[1])
 
 
-def test_of_what_is_cleared_in_the_same_batch_nothing_is_left_to_do() -> None:
+def test_blocks_cleared_in_the_same_batch_cost_no_work() -> None:
     before, after = Prompt.random(1, 2).stored(), Prompt.random(2, 2).stored()
     clear = AllBlocksCleared()
     assert in_pieces([before, clear, clear, before, clear, after]) == [clear, after]

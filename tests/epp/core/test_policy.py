@@ -74,7 +74,7 @@ def test_queue_and_prefill_are_tokens_over_rate() -> None:
     assert result.terms["others_s"] == 0.5 * DELAYED_REQUESTS
 
 
-def test_others_pay_for_a_prefill_as_many_as_come_before_it_is_done() -> None:
+def test_a_prefill_costs_the_requests_that_arrive_during_it() -> None:
     load = reported(waiting_uncached_tokens=3000)
     for n in range(300):
         load.reservations.close(load.reservations.open(0, n / 10, 0.0))
@@ -88,9 +88,7 @@ def test_others_pay_for_a_prefill_as_many_as_come_before_it_is_done() -> None:
 
 
 @pytest.mark.parametrize(("running", "step_ms", "stays"), [(60, 9.0, True), (200, 20.0, False)])
-def test_a_warm_prefix_is_left_for_outputs_that_are_much_slower_there_and_not_a_little(
-    running: int, step_ms: float, stays: bool
-) -> None:
+def test_only_much_slower_outputs_move_a_request_off_its_warm_prefix(running: int, step_ms: float, stays: bool) -> None:
     """2,048 tokens of a prefix on engines that do 52,000 a second."""
     hot, cool = reported(running=1, decode_step_ms=4.0), reported(running=1, decode_step_ms=4.0)
     hot.on_load(TreelineLoad(running=running, decode_step_ms=step_ms), now=0.0)
@@ -140,13 +138,13 @@ def test_cached_pages_are_not_room() -> None:
     assert score(candidate(load=load, uncached=160), now=0.0).terms["evict_s"] == 0.16
 
 
-def test_what_is_known_to_be_cached_counts_as_used() -> None:
+def test_known_cached_tokens_count_as_used() -> None:
     load = reported(pages_total=1000, pages_used=0)
     load.hit_share = 0.9
     assert score(candidate(load=load, uncached=160, held=16_000), now=0.0).terms["evict_s"] == 0.16
 
 
-def test_an_endpoint_that_refused_waits_out_its_second() -> None:
+def test_an_endpoint_that_refused_is_avoided_for_a_second() -> None:
     load = EndpointLoad()
     load.on_overloaded(now=0.0)
     assert score(candidate(load=load), now=0.25).terms["full_s"] == 0.75
@@ -185,7 +183,7 @@ def test_small_differences_do_not_make_a_warm_endpoint_flap() -> None:
         assert ranked(policy, [warm, cold])[0] is warm
 
 
-def test_what_is_cached_nowhere_begins_where_the_fewest_requests_are() -> None:
+def test_an_uncached_prompt_goes_to_the_endpoint_with_the_fewest_requests() -> None:
     policy = create_policy("predicted_ttft", random.Random(0))
     busy, calm = reported(running=9, decode_step_ms=4.0), reported(running=2, decode_step_ms=4.0)
     group = [Scored(candidate("busy", load=busy), 0.010), Scored(candidate("calm", load=calm), 0.012)]
@@ -194,7 +192,7 @@ def test_what_is_cached_nowhere_begins_where_the_fewest_requests_are() -> None:
     assert ranked(policy, group)[0] is group[0], "what is cached counts more"
 
 
-def test_an_endpoint_that_many_are_drawn_to_costs_what_those_who_follow_wait_longer() -> None:
+def test_an_attractive_endpoint_costs_the_extra_wait_of_its_followers() -> None:
     arrived_at = np.array([10.0, 10.0, 10.0])
     cost_s = follow_s(np.array([120.0, 15.0, 15.0]), arrived_at, np.array([0.020, 0.005, 0.010]), now=10.0)
     beyond = (120 - 50) / ARRIVALS_S

@@ -1,4 +1,4 @@
-"""Reading a few names of a metrics page: what Prometheus' own parser reads, and no harm from what it would refuse."""
+"""Reads a few names of a metrics page: the same values as Prometheus' own parser, and invalid lines do no harm."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def same(one: float, other: float) -> bool:
 
 
 def judged(page: bytes, name: str) -> list[Series]:
-    """What the library reads."""
+    """Parse a page with the prometheus_client library and return the series of one name."""
     return [
         Series(dict(sample.labels), sample.value)
         for family in text_string_to_metric_families(page.decode())
@@ -46,7 +46,7 @@ def agree(page: bytes, name: str) -> None:
         max_size=4,
     )
 )
-def test_what_the_library_writes_is_read_as_the_library_reads_it(
+def test_pages_of_the_library_are_read_as_the_library_reads_them(
     told: dict[str, list[tuple[str, str, float]]],
 ) -> None:
     registry = CollectorRegistry()
@@ -107,19 +107,19 @@ def test_spaces_timestamps_and_unlabelled_lines_are_read() -> None:
         b'a{x="' + b"\\" * (4 * MOST_LINE_BYTES) + b'"} 1',
     ],
 )
-def test_a_line_that_is_none_is_passed_over_and_the_next_one_counts(line: bytes) -> None:
+def test_an_invalid_line_is_skipped_and_the_next_one_counts(line: bytes) -> None:
     assert series(line + b"\na 5\n", b"a") == [Series({}, 5.0)]
 
 
 @given(st.binary(max_size=80), st.integers(0, 80))
-def test_any_bytes_are_read_or_passed_over(noise: bytes, at: int) -> None:
+def test_any_bytes_are_read_or_skipped(noise: bytes, at: int) -> None:
     whole = b'a{x="1",y="\\n"} 1.5e3 12\n' * 3
     for page in (noise, whole[:at] + noise + whole[at:]):
         assert all(isinstance(one.value, float) for one in series(page, b"a"))
 
 
-def test_a_page_made_to_be_slow_is_not() -> None:
-    """Four mebibytes, the most that is read, of each kind of trap."""
+def test_a_hostile_page_is_read_in_bounded_time() -> None:
+    """The page has four mebibytes, the most that is read, of each kind of trap."""
     most_s = 150 * reference_s()
     for page in (b"a 1\n" * (1 << 20), b"\nvllm:num_requests_waitin" * (4 << 20 >> 5), b'a{x="' * (1 << 20)):
         began = time.thread_time()

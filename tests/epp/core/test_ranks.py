@@ -1,4 +1,4 @@
-"""Endpoints whose data-parallel ranks publish one by one: caches are kept apart, the endpoint is one."""
+"""Endpoints whose data-parallel ranks publish separately: caches are kept apart, the endpoint is one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def cached(picker: Picker, name: str) -> int:
     return known.hit.tokens
 
 
-def test_what_one_rank_removes_or_clears_the_other_still_holds() -> None:
+def test_blocks_removed_by_one_rank_stay_held_by_the_other() -> None:
     picker = two_of_two()
     first, second = picker.endpoints["a"].pods
     for pod in (first, second):
@@ -58,7 +58,7 @@ def test_blocks_of_two_ranks_are_not_one_run() -> None:
     assert WIDTH < cached(picker, "a") <= 3 * WIDTH
 
 
-def test_a_prediction_is_for_the_rank_that_holds_most_and_is_taken_back_there() -> None:
+def test_a_prediction_goes_to_the_rank_with_the_longest_hit_and_is_withdrawn_there() -> None:
     picker = two_of_two()
     second = picker.endpoints["a"].pods[1]
     picker.index.apply(second, PROMPT.stored(0, 4), KEYS)
@@ -87,7 +87,7 @@ def test_one_rank_that_publishes_shortens_the_predictions_of_all() -> None:
     assert lease.predicted_until == picker.index.limits.eventless_life_s, "of this one no events are known"
 
 
-def test_an_endpoint_with_fewer_ranks_starts_from_nothing() -> None:
+def test_an_endpoint_with_fewer_ranks_starts_empty() -> None:
     picker = two_of_two()
     spec, pods = picker.endpoints["a"].spec, picker.endpoints["a"].pods
     picker.index.apply(pods[1], PROMPT.stored(), KEYS)
@@ -99,7 +99,7 @@ def test_an_endpoint_with_fewer_ranks_starts_from_nothing() -> None:
     picker.index.check()
 
 
-def test_what_ranks_report_is_the_engines_load_when_all_have() -> None:
+def test_the_engines_load_needs_a_report_of_every_rank() -> None:
     loads = RankLoads()
     one = LoadStat(1, 2, 3, 400, 0, 5, 6, 7, 1000, 50)
     assert loads.take(0, one, (0, 1)) is None

@@ -11,7 +11,7 @@ def test_the_example_in_the_docstring() -> None:
     assert doctest.testmod(reservations).failed == 0
 
 
-def test_it_expires_at_three_times_the_predicted_prefill() -> None:
+def test_a_reservation_expires_after_three_times_its_predicted_prefill() -> None:
     held = Reservations()
     slow = held.open(10, now=0.0, predicted_prefill_s=4.0)
     held.open(5, now=0.0, predicted_prefill_s=0.001)

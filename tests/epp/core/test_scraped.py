@@ -1,4 +1,4 @@
-"""What one look after another at an engine's metrics teaches, and what becomes of reservations in between."""
+"""Successive scrapes of an engine's metrics update its load, and reservations cover the time between them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_the_example_in_the_docstring() -> None:
     assert doctest.testmod(scraped).failed == 0
 
 
-def test_a_look_is_a_report_of_when_it_was_asked_for() -> None:
+def test_a_scrape_counts_as_a_report_of_its_request_time() -> None:
     load = EndpointLoad()
     load.on_load(ScrapedLoad(running=3, waiting=2, kv_usage=0.25, tokens_total=1000), 10.0)
     assert load.report is not None
@@ -31,7 +31,7 @@ def test_a_look_is_a_report_of_when_it_was_asked_for() -> None:
     assert not load.silent(100.0), "an engine that answers no scrape is not for that reason gone"
 
 
-def test_waiting_requests_are_as_long_as_those_that_were_picked_or_answered_or_assumed() -> None:
+def test_waiting_requests_have_the_length_of_picked_answered_or_assumed_ones() -> None:
     load = EndpointLoad()
     load.on_load(ScrapedLoad(waiting=2), 0.0)
     assert load.queue(0.1) == (2 * ASSUMED_PROMPT_TOKENS, 2)
@@ -43,7 +43,7 @@ def test_waiting_requests_are_as_long_as_those_that_were_picked_or_answered_or_a
     assert load.queue(3.1) == (2 * 50, 2)
 
 
-def test_a_look_knows_nothing_of_what_came_while_the_engine_was_in_a_step() -> None:
+def test_a_scrape_misses_requests_that_arrived_during_a_step() -> None:
     load = EndpointLoad()
     load.reservations.open(40, now=1.0 - SCRAPE_LAG_S - 0.01, predicted_prefill_s=9)
     load.reservations.open(50, now=1.0 - SCRAPE_LAG_S + 0.01, predicted_prefill_s=9)
@@ -52,7 +52,7 @@ def test_a_look_knows_nothing_of_what_came_while_the_engine_was_in_a_step() -> N
     assert load.queue(1.2) == (110, 2)
 
 
-def test_headers_that_come_before_the_prefill_leave_its_reservation_until_it_should_be_done() -> None:
+def test_early_headers_keep_the_reservation_for_the_predicted_prefill() -> None:
     load = EndpointLoad()
     load.on_load(ScrapedLoad(), 0.0)
     first, second, third = (load.reservations.open(100, now=1.0, predicted_prefill_s=s) for s in (0.5, 9.0, 0.01))
@@ -72,7 +72,7 @@ def test_headers_that_come_before_the_prefill_leave_its_reservation_until_it_sho
     assert load.queue(9.1) == (0, 0), "nothing was read of late: as for an engine that tells nothing"
 
 
-def test_only_a_look_after_it_ends_a_refusal_for_want_of_room() -> None:
+def test_only_a_later_scrape_ends_a_refusal_for_want_of_room() -> None:
     load = EndpointLoad()
     load.on_overloaded(5.0)
     load.on_load(ScrapedLoad(), 4.9)
@@ -81,7 +81,7 @@ def test_only_a_look_after_it_ends_a_refusal_for_want_of_room() -> None:
     assert load.overloaded_until < 0
 
 
-def test_while_requests_wait_the_rate_is_what_was_computed_in_that_time() -> None:
+def test_while_requests_wait_the_rate_is_computed_tokens_over_time() -> None:
     totals = ScrapedTotals()
     idle = ScrapedLoad(computed_tokens=0.0)
     assert totals.on_scrape(idle, 0.0) is None
@@ -94,7 +94,7 @@ def test_while_requests_wait_the_rate_is_what_was_computed_in_that_time() -> Non
     assert totals.on_scrape(ScrapedLoad(waiting=4, computed_tokens=103_000.0), 65.0) == 2000.0
 
 
-def test_else_it_is_that_of_the_prefills_of_answered_requests_if_they_were_no_trifles() -> None:
+def test_without_waiting_requests_the_rate_comes_from_large_answered_prefills() -> None:
     totals = ScrapedTotals()
     assert totals.on_scrape(ScrapedLoad(prompts=(0.0, 0.0), prefills=(0.0, 0.0)), 0.0) is None
     assert totals.on_scrape(ScrapedLoad(prompts=(2.0, 1000.0), prefills=(1000.0, 0.25)), 1.0) == 4000.0
@@ -102,7 +102,7 @@ def test_else_it_is_that_of_the_prefills_of_answered_requests_if_they_were_no_tr
     assert totals.prompt_tokens == 10.0
 
 
-def test_steps_are_those_since_the_look_before_and_the_last_known_ones_when_nothing_is_generated() -> None:
+def test_step_times_are_those_since_the_last_scrape_or_the_last_known_ones() -> None:
     load = EndpointLoad()
     for at, steps in enumerate([(100.0, 50.0), (200.0, 60.0), (200.0, 60.0), (201.0, 60.0), (300.0, 80.0), (1.0, 1.0)]):
         load.on_load(ScrapedLoad(running=1, steps=steps), float(at))
@@ -111,7 +111,7 @@ def test_steps_are_those_since_the_look_before_and_the_last_known_ones_when_noth
     assert load.fastest_step_s == 0.1
 
 
-def test_totals_that_go_back_are_those_of_another_process() -> None:
+def test_decreasing_totals_mean_another_process() -> None:
     load = EndpointLoad()
     for at, tokens in enumerate([1000.0, 5000.0, 10.0, 4010.0]):
         load.on_load(ScrapedLoad(waiting=1, computed_tokens=tokens), 2.0 * at)
@@ -134,7 +134,7 @@ def test_totals_that_go_back_are_those_of_another_process() -> None:
         max_size=8,
     )
 )
-def test_whatever_an_engine_tells_rates_and_queues_are_within_bounds(told: list[ScrapedLoad]) -> None:
+def test_rates_and_queues_stay_bounded_for_any_report(told: list[ScrapedLoad]) -> None:
     load = EndpointLoad()
     for at, one in enumerate(told):
         load.on_load(one, at / 2)
@@ -148,7 +148,7 @@ def test_whatever_an_engine_tells_rates_and_queues_are_within_bounds(told: list[
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=30), st.integers(1, 20))
-def test_growth_misses_nothing_and_counts_nothing_twice(steps: list[tuple[int, int]], least: int) -> None:
+def test_growth_counts_everything_exactly_once(steps: list[tuple[int, int]], least: int) -> None:
     growth, first, second = Growth(), 0, 0
     growth.step((0, 0), least)
     seen = [0, 0]
@@ -161,7 +161,7 @@ def test_growth_misses_nothing_and_counts_nothing_twice(steps: list[tuple[int, i
         assert growth.base == tuple(seen)
 
 
-def test_a_burst_between_two_looks_does_not_all_go_to_the_engine_that_looked_idle() -> None:
+def test_a_burst_between_two_scrapes_spreads_over_engines() -> None:
     picker = Picker(PickerConfig())
     for name, waiting in (("e0", 2), ("e1", 0)):
         picker.add_endpoint(EndpointSpec(name, f"10.0.0.{name[1]}:80"))

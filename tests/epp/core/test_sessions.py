@@ -1,4 +1,4 @@
-"""Sessions: a request goes where its session's last one went, while that costs little more."""
+"""Sessions: a request goes to the endpoint of its session's last one, as long as that costs little more."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LONG = Prompt([1] * 64 * WIDTH)
 
 
 class World:
-    """Four endpoints that are alike; requests without keys, unless one is given."""
+    """Four equal endpoints; requests without keys, unless one is given."""
 
     def __init__(self, size: int = 4, policy: str = "predicted_ttft") -> None:
         self.picker = Picker(PickerConfig(policy, fallbacks=1, seed=3))
@@ -39,14 +39,14 @@ class World:
         return self.picker.reserve(self.picker.pick(self.ask(session, tokens, **fields), self.now), self.now)
 
     def serve(self, session: int = 0, outcome: Outcome = Outcome.HEADERS, **served: str) -> str:
-        """The endpoint of a request that has been answered."""
+        """Serve a request and return its endpoint."""
         lease = self.take(session)
         self.picker.close(lease, self.now, outcome, **served)  # type: ignore[arg-type]
         return lease.endpoint.spec.name
 
 
 @pytest.mark.parametrize("size", [4, 40])  # few endpoints are ranked one by one, many in arrays
-def test_requests_of_a_session_go_to_the_endpoint_of_its_last_one(size: int) -> None:
+def test_requests_of_a_session_go_to_its_last_endpoint(size: int) -> None:
     world = World(size)
     homes = {session: world.serve(session) for session in range(1, 20)}
     assert len(set(homes.values())) > 1
@@ -71,7 +71,7 @@ def test_a_session_leaves_an_endpoint_that_costs_more_than_twice_as_much(size: i
     assert world.serve(1) == away, "where its last request went"
 
 
-def test_what_an_endpoint_is_known_to_hold_counts_for_more_than_a_session() -> None:
+def test_a_known_prefix_outweighs_a_session() -> None:
     world = World()
     home = world.serve(1)
     other = next(name for name in world.picker.endpoints if name != home)
@@ -80,7 +80,7 @@ def test_what_an_endpoint_is_known_to_hold_counts_for_more_than_a_session() -> N
     assert lease.endpoint.spec.name == other
 
 
-def test_a_session_whose_endpoint_has_gone_or_may_not_be_asked_chooses_anew() -> None:
+def test_a_session_without_a_usable_endpoint_is_picked_again() -> None:
     world = World()
     home = world.serve(1)
     world.picker.set_ready(home, False)
@@ -95,7 +95,7 @@ def test_a_session_whose_endpoint_has_gone_or_may_not_be_asked_chooses_anew() ->
             assert world.picker.pick(world.ask(1, subset=subset), world.now).endpoint.address == f"{allowed}:80"
 
 
-def test_a_session_goes_on_where_it_was_answered_and_not_where_it_failed() -> None:
+def test_a_session_continues_on_the_endpoint_that_answered() -> None:
     world = World()
     home = world.serve(1)
     other = next(name for name in world.picker.endpoints if name != home)
@@ -108,12 +108,12 @@ def test_a_session_goes_on_where_it_was_answered_and_not_where_it_failed() -> No
         assert world.picker.sessions.endpoint(1, world.now) == home, "it may come back"
 
 
-def test_policies_that_do_not_go_by_cost_know_no_sessions() -> None:
+def test_policies_without_costs_ignore_sessions() -> None:
     world = World(policy="round_robin")
     assert len({world.serve(1) for _ in range(8)}) == 4
 
 
-def test_a_session_ends_when_nothing_is_heard_of_it() -> None:
+def test_an_idle_session_expires() -> None:
     world = World()
     world.serve(1)
     world.now = LIFE_S / 2
@@ -123,8 +123,8 @@ def test_a_session_ends_when_nothing_is_heard_of_it() -> None:
     assert (world.picker.sessions.endpoint(1, world.now), len(world.picker.sessions)) == (None, 1)
 
 
-def test_children_that_follow_at_once_arrive_where_their_parents_prefix_is() -> None:
-    """No event has come, no load was reported, and the endpoint has work: the prediction of the prompt is enough."""
+def test_immediate_children_go_to_their_parents_prefix() -> None:
+    """No event has come, no load was reported, and the endpoint is busy: the prediction of the prompt suffices."""
     world = World(8)
     parent = world.take(0, len(LONG.tokens), key=LONG.key, max_output_tokens=0, fork=6)
     world.picker.close(parent, world.now, Outcome.HEADERS)
@@ -136,7 +136,7 @@ def test_children_that_follow_at_once_arrive_where_their_parents_prefix_is() -> 
 
 
 @pytest.mark.parametrize("size", [2, 40])
-def test_a_prefix_is_put_where_its_children_will_fit(size: int) -> None:
+def test_a_prefix_is_placed_on_an_endpoint_with_room_for_its_children(size: int) -> None:
     world = World(size)
     for name in world.picker.endpoints:
         world.report(name, running=12, max_running=26 if name == "e1" else 16, decode_step_ms=20.0)
@@ -148,7 +148,7 @@ def test_a_prefix_is_put_where_its_children_will_fit(size: int) -> None:
     assert choices[8] == {"e1"}
 
 
-def test_other_pickers_know_where_a_session_is() -> None:
+def test_other_pickers_learn_a_sessions_endpoint() -> None:
     clock = Clock()
     network = Network(clock)
     nodes = [Node(network, (f"n{at}", 1), picker_of(8), bytes([at] * 6)) for at in range(2)]
@@ -175,8 +175,8 @@ STEPS = st.lists(
 
 
 @given(STEPS)
-def test_a_session_is_where_its_last_request_went_and_who_has_few_loses_none(steps: list[tuple[str, int, str]]) -> None:
-    """Of two clients there is room for four sessions, so that two are safe, whatever the other client does."""
+def test_a_session_has_its_last_endpoint_and_clients_with_few_lose_none(steps: list[tuple[str, int, str]]) -> None:
+    """With room for four sessions and two clients, two sessions of each client are safe from the other."""
     sessions, now = Sessions(most=4), 0.0
     latest: dict[int, tuple[str, float]] = {}
     for what, session, name in steps:
@@ -206,7 +206,7 @@ def ever_more_than_two(steps: list[tuple[str, int, str]], client: int) -> bool:
     return len({session for what, session, _ in steps if what == "remember" and session // CLIENT == client}) > 2
 
 
-def test_a_session_stays_for_twice_the_cost_and_a_little_more() -> None:
+def test_a_session_stays_up_to_a_little_over_twice_the_cost() -> None:
     assert stays(0.020, 0.0)
     assert stays(0.219, 0.1)
     assert not stays(0.221, 0.1)

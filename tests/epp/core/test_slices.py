@@ -1,4 +1,4 @@
-"""Whatever an engine sends, and however much of it, is put into the index in slices: what each holds is counted."""
+"""Everything that an engine sends enters the index in bounded slices; the tests count the blocks of each."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from treeline_wire.events import AllBlocksCleared, BlockRemoved, BlockStored, Ev
 from treeline_wire.frames import Hello, ReplayEnd, ReplayRequest, SnapshotChunk, SnapshotEnd, SnapshotHeader
 
 MOST = 3 * SLICE
-"""A slice and an event more, and as much for orphans whose parents have come."""
+"""A slice and one event, and as much again for orphans whose parents have come."""
 
 
 class Slices:
-    """What trees do, counted in slices: in one call of a subscription, or one tick of an index."""
+    """Counts the trees' work in slices: one call of a subscription, or one tick of an index."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.done = 0
@@ -66,11 +66,11 @@ def settle(subscription: KvSubscription, slices: Slices) -> None:
 
 
 def live(*events: Event, seq: int = 0) -> Any:
-    """As it comes from the wire."""
+    """Encode events and read them back, as if from the wire."""
     return read_live(frames.live(b"", seq, encode_batch(1.0, events)))
 
 
-def test_batches_that_waited_for_a_replay(slices: Slices) -> None:
+def test_batches_buffered_during_a_replay_are_applied_in_slices(slices: Slices) -> None:
     bench = Bench()
     bench.ours()
     subscription = bench.subscription
@@ -88,7 +88,7 @@ def test_batches_that_waited_for_a_replay(slices: Slices) -> None:
     assert bench.index.blocks_of(bench.pod) == {block for prompt in prompts for block in prompt.hashes}
 
 
-def test_a_gap_in_what_waited_is_asked_for_when_it_is_reached() -> None:
+def test_a_gap_among_buffered_batches_is_requested_when_it_is_reached() -> None:
     bench = Bench()
     bench.ours()
     subscription = bench.subscription
@@ -107,7 +107,7 @@ def test_a_gap_in_what_waited_is_asked_for_when_it_is_reached() -> None:
     assert (subscription.live, subscription.next_seq) == (True, 1000)
 
 
-def test_a_replayed_batch_and_a_snapshot_of_many_blocks(slices: Slices) -> None:
+def test_a_large_replayed_batch_and_a_large_snapshot_are_applied_in_slices(slices: Slices) -> None:
     bench = Bench()
     prompt = Prompt.random(1, 8_000)
     subscription = bench.subscription
@@ -131,7 +131,7 @@ def test_a_replayed_batch_and_a_snapshot_of_many_blocks(slices: Slices) -> None:
 
 
 @pytest.mark.parametrize("shape", ["one event", "an event each", "removed in no order"])
-def test_a_batch_of_many_blocks(shape: str, slices: Slices) -> None:
+def test_a_large_batch_is_applied_in_slices(shape: str, slices: Slices) -> None:
     bench = Bench()
     bench.ours()
     prompt, subscription = Prompt.random(1, 8_000), bench.subscription
@@ -148,7 +148,7 @@ def test_a_batch_of_many_blocks(shape: str, slices: Slices) -> None:
     bench.index.check()
 
 
-def test_orphans_whose_parent_comes(slices: Slices) -> None:
+def test_orphans_are_attached_in_slices_when_their_parent_comes(slices: Slices) -> None:
     bench = Bench()
     bench.ours()
     subscription, first = bench.subscription, Prompt.random(1, 1)
@@ -188,7 +188,7 @@ def test_an_orphan_whose_parent_comes_and_goes_waits_for_it_again() -> None:
 
 
 @pytest.mark.parametrize("how", ["cleared", "removed"])
-def test_what_an_endpoint_held_leaves_in_slices(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_a_removed_endpoint_leave_in_slices(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     index = Index()
     pod, other = index.add_pod("p", "m"), index.add_pod("q", "m")
     prompts = [Prompt.random(seed, 60) for seed in range(200)]
@@ -216,7 +216,7 @@ def test_what_an_endpoint_held_leaves_in_slices(how: str, monkeypatch: pytest.Mo
 
 
 class Clock:
-    """Time that passes where there is work."""
+    """A clock that advances with the work."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -248,7 +248,7 @@ async def test_all_publishers_together_have_one_slice_in_each_round_of_the_loop(
     assert set(order[:150]) == set(range(100)), "none waits until another has nothing left"
 
 
-async def test_who_gives_up_waiting_holds_up_nobody() -> None:
+async def test_a_cancelled_wait_delays_no_other() -> None:
     clock = Clock()
     turns = Turns(clock)
 

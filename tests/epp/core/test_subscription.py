@@ -1,4 +1,4 @@
-"""Subscriptions to KV events: what is asked of a publisher, one step after the other."""
+"""Subscriptions to KV events: the requests to a publisher, step by step."""
 
 from itertools import pairwise
 
@@ -34,7 +34,7 @@ def test_another_epoch_forgets_everything_at_once() -> None:
     assert bench.subscription.epoch == 2
 
 
-def test_a_heartbeat_of_another_epoch_does_so_too() -> None:
+def test_a_heartbeat_of_another_epoch_forgets_everything() -> None:
     bench = Bench()
     bench.ours(newest=0)
     assert bench.subscription.on_heartbeat(1, None, 1.0) == []
@@ -67,7 +67,7 @@ def test_a_missed_check_is_forgiven_and_three_in_a_row_are_not() -> None:
     assert all(0.9 < b - a < 1.2 for a, b in pairwise(asked[:4]))
 
 
-def test_one_of_ours_that_does_not_answer_is_asked_again_with_growing_pauses() -> None:
+def test_our_own_silent_publisher_is_asked_again_with_growing_pauses() -> None:
     bench = Bench()
     bench.ours(newest=0)
     bench.subscription.on_disconnected(0.0)
@@ -97,7 +97,7 @@ def test_a_snapshot_that_stops_half_way_is_dropped_and_asked_for_again() -> None
     bench.index.check()
 
 
-def test_trap_7_a_seq_that_goes_back_is_another_process() -> None:
+def test_trap_7_a_decreasing_seq_means_another_process() -> None:
     bench = Bench()
     bench.ours(newest=5)
     assert bench.subscription.on_live(0, bench.batch(7), 0.0) == [HelloRequest()]
@@ -108,7 +108,7 @@ def test_trap_7_a_seq_that_goes_back_is_another_process() -> None:
     assert bench.subscription.next_seq == 1
 
 
-def test_a_restart_in_the_middle_of_what_was_buffered() -> None:
+def test_a_restart_amid_buffered_batches_is_detected() -> None:
     bench = Bench()
     bench.ours(newest=0)
     assert bench.subscription.on_live(2, bench.batch(2), 0.0) == [ReplayRequest(1)]
@@ -121,7 +121,7 @@ def test_a_restart_in_the_middle_of_what_was_buffered() -> None:
     assert bench.subscription.next_seq == 1
 
 
-def test_answers_that_nobody_asked_for_are_ignored() -> None:
+def test_unrequested_answers_are_ignored() -> None:
     bench = Bench()
     bench.ours(newest=0)
     for reply in (
@@ -164,7 +164,7 @@ def test_a_buffer_that_overflows_is_a_gap_and_nothing_worse() -> None:
     lab.assert_converged()
 
 
-def test_batches_that_wait_are_bounded_by_what_is_in_them_and_not_by_their_number_alone() -> None:
+def test_buffered_batches_are_bounded_by_their_contents_and_number() -> None:
     large = EventBatch(1.0, [BlockStored(list(range(10)), None, list(range(160)), 16)])
     size = len(encode(large.events))
     waiting = WaitingBatches(most=100, most_bytes=5 * size)
@@ -192,7 +192,7 @@ def test_a_replay_that_begins_late_is_kept_and_known_to_be_partial() -> None:
     assert bench.subscription.next_seq == 7
 
 
-def test_a_foreign_publisher_without_replay_begins_where_it_is() -> None:
+def test_a_foreign_publisher_without_replay_is_followed_from_now_on() -> None:
     bench = Bench()
     bench.subscription.on_connected(0.0)
     bench.subscription.on_tick(1.0)
@@ -207,7 +207,7 @@ def test_a_foreign_publisher_without_replay_begins_where_it_is() -> None:
     assert bench.holds(9)
 
 
-def test_a_foreign_gap_that_cannot_be_covered_ages_what_is_known() -> None:
+def test_an_uncovered_gap_of_a_foreign_publisher_ages_its_blocks() -> None:
     bench = Bench()
     bench.foreign(replayed=1)
     assert bench.subscription.on_live(9, bench.batch(9), 2.0) == [ReplayRequest(1)]
@@ -231,7 +231,7 @@ def test_silence_while_requests_run_is_suspicious() -> None:
     assert bench.subscription.on_tick(102.0, in_flight=1) == []
 
 
-def test_one_of_ours_that_was_slow_to_answer_is_recognised_later() -> None:
+def test_our_own_slow_publisher_is_recognised_later() -> None:
     bench = Bench()
     bench.foreign(replayed=1)
     assert bench.subscription.on_heartbeat(1, None, 2.0) == [HelloRequest()]
@@ -242,7 +242,7 @@ def test_one_of_ours_that_was_slow_to_answer_is_recognised_later() -> None:
     assert bench.subscription.on_reply(Hello(1, 0, 0), 2.0) == [HelloRequest()]
 
 
-def test_a_rebuild_of_a_foreign_publisher_begins_anew() -> None:
+def test_a_rebuild_of_a_foreign_publisher_starts_empty() -> None:
     bench = Bench()
     bench.foreign(replayed=2)
     bench.index.request_rebuild(bench.pod)

@@ -1,4 +1,4 @@
-"""Subscriptions to KV events, with everything at once: the index comes to equal the engine's cache."""
+"""Subscriptions to KV events under all faults at once: the index converges to the engine's cache."""
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -8,7 +8,7 @@ from support.epp_core import Lab
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_whatever_is_lost_the_index_equals_the_cache_within_two_seconds_of_the_last_event(seed: int) -> None:
+def test_the_index_equals_the_cache_within_two_seconds_of_the_last_event_after_any_loss(seed: int) -> None:
     lab = Lab(seed, loss=0.02 if seed % 2 else 0.2, slow=0.05 if seed % 3 == 0 else 0.0)
     rng = lab.rng
     if rng.random() < 0.7:
@@ -40,7 +40,7 @@ def test_whatever_is_lost_the_index_equals_the_cache_within_two_seconds_of_the_l
 
 
 class SubscriptionMachine(RuleBasedStateMachine):
-    """Any order of everything that can happen; when it is left alone the index comes to equal the cache."""
+    """Any order of events and faults; left alone, the index converges to the cache."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Subscriptions to KV events: in every state every event leads where the table says."""
+"""Subscriptions to KV events: in every state every event has the effect that the table lists."""
 
 from collections.abc import Callable
 
@@ -21,7 +21,7 @@ from treeline_wire.frames import (
 
 
 def in_state(state: State) -> Bench:
-    """A subscription that has come to this state."""
+    """Return a subscription in this state."""
     bench = Bench()
     if state is State.DISCONNECTED:
         return bench
@@ -46,7 +46,7 @@ def in_state(state: State) -> Bench:
 
 
 def events(bench: Bench, epoch: int, seq: int, now: float) -> dict[Event_, Callable[[], object]]:
-    """Each event, as the driver tells it."""
+    """Return each event, as the driver reports it."""
     subscription, chunk = bench.subscription, [bench.prompts[seq].stored()]
     return {
         Event_.CONNECTED: lambda: subscription.on_connected(now),
@@ -74,7 +74,7 @@ def test_the_table_has_every_state_and_every_event() -> None:
 
 @pytest.mark.parametrize("event", Event_)
 @pytest.mark.parametrize("state", State)
-def test_every_event_in_every_state_leads_where_the_table_says(state: State, event: Event_) -> None:
+def test_every_event_in_every_state_follows_the_table(state: State, event: Event_) -> None:
     for epoch, seq in ((1, 0), (1, 1), (1, 4), (2, 0)):
         bench = in_state(state)
         subscription = bench.subscription

@@ -1,4 +1,4 @@
-"""Engines that are asked because of a missed model: each once, some at a time, and not more often than they bear."""
+"""After a request for an unknown model, engines are polled: each once, a few at a time, and at a bounded rate."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BEAT_S = 0.05
 
 @settings(derandomize=True, max_examples=50)
 @given(st.integers(0, 300), st.integers(1, 200))
-def test_whoever_asks_however_often_engines_are_asked_at_a_bounded_rate(count: int, beats: int) -> None:
+def test_engines_are_polled_at_a_bounded_rate_however_many_requests_miss(count: int, beats: int) -> None:
     names = [f"e{n}" for n in range(count)]
     sweep, asked = Sweep(), list[str]()
     for beat in range(beats):
@@ -25,7 +25,7 @@ def test_whoever_asks_however_often_engines_are_asked_at_a_bounded_rate(count: i
     assert asked == (names * (len(asked) // max(1, count) + 1))[: len(asked)], "each in turn"
 
 
-def test_a_miss_asks_at_the_next_beat_and_a_second_one_not_before_its_time() -> None:
+def test_a_miss_polls_at_the_next_beat_and_a_second_one_after_a_pause() -> None:
     sweep = Sweep()
     sweep.begin(["a", "b"], 0.0)
     sweep.begin(["a", "b"], 0.0)

@@ -12,7 +12,7 @@ from treeline_epp.index.radix_tree import RadixTree
 
 
 def tokens_of(tree: RadixTree, key: bytes, pods: int, unions: Sequence[int] = ()) -> dict[int, int]:
-    """Pod's bit → matched tokens."""
+    """Return the matched tokens by pod's bit."""
     out = {}
     for level in match(tree, walk(tree.root(None), key), pods, unions):
         for shift in range(pods.bit_length()):
@@ -43,7 +43,7 @@ class World:
         self.hits = self.missed = 0
 
     def chain(self) -> Chain:
-        """A new chain, or one that goes on where another is cut. A hash names its chain's text and cuts."""
+        """Return a new chain, or one that branches off another. A hash names its chain's text and cuts."""
         rng = self.rng
         hashes: list[int] = []
         pieces: list[bytes] = []
@@ -111,7 +111,8 @@ class World:
             self.compare_match(united[first], expected[-1])
 
     def compare_match(self, got: int, expected: tuple[int, int]) -> None:
-        """Never more than is proved; less only where the proof lies beyond what a match looks at."""
+        """Check that a match has at most the proved tokens; it has fewer only if the proof lies beyond what a match
+        looks at."""
         at_least, at_most = expected
         assert got <= at_most
         self.hits += at_least > 0

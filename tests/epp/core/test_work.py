@@ -1,4 +1,4 @@
-"""How much of a prompt is left to compute: what the tree has of it is counted, only the rest is estimated."""
+"""The tokens of a prompt left to compute: its cached part is counted, only the rest is estimated."""
 
 from __future__ import annotations
 
@@ -20,9 +20,7 @@ from treeline_epp.requests.router import Router
 
 
 @given(guess=st.floats(0.2, 5.0), held=st.integers(0, 8), more=st.integers(0, 3))
-def test_a_wrong_guess_of_lengths_is_wrong_only_where_nobody_holds_the_prompt(
-    guess: float, held: int, more: int
-) -> None:
+def test_a_wrong_length_estimate_matters_only_for_uncached_prompts(guess: float, held: int, more: int) -> None:
     picker = Picker()
     for name in ("a", "b"):
         picker.add_endpoint(EndpointSpec(name, f"10.0.0.{ord(name)}:80", models=("m",)))
@@ -41,7 +39,7 @@ def test_a_wrong_guess_of_lengths_is_wrong_only_where_nobody_holds_the_prompt(
         assert abs(cached + lengths[name].uncached_tokens - length) <= 1
 
 
-def test_token_lengths_are_learnt_from_events_where_engines_tell_nothing_in_headers() -> None:
+def test_token_lengths_are_learnt_from_events_of_engines_without_headers() -> None:
     picker, registry = Picker(), ModelRegistry()
     keyer = registry.add_keyer(small_bundle())
     assert keyer.keys is not None

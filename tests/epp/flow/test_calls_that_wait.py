@@ -14,7 +14,7 @@ METHOD = "/test.Held/Process"
 
 
 class Gate:
-    """Opened by the test. `asked` counts who waits for it."""
+    """A gate that the test opens. `asked` counts the waiting callers."""
 
     def __init__(self) -> None:
         self.open = False
@@ -32,7 +32,7 @@ class Gate:
 
 
 class Held:
-    """Implements `Call`: answers `wait` when the gate is open, and all else at once."""
+    """A `Call` that answers `wait` when the gate is open, and everything else at once."""
 
     ended = False
 
@@ -70,7 +70,7 @@ async def calling() -> AsyncIterator[tuple[grpc.aio.StreamStreamCall, Gate, asyn
         await server.stop(0)
 
 
-async def test_what_comes_meanwhile_is_answered_after_it_and_in_order() -> None:
+async def test_messages_during_a_wait_are_answered_after_it_in_order() -> None:
     async with calling() as (call, gate, _, _):
         for message in (b"wait", b"second", b"third"):
             await call.write(message)
@@ -82,7 +82,7 @@ async def test_what_comes_meanwhile_is_answered_after_it_and_in_order() -> None:
         assert await call.code() == grpc.StatusCode.OK
 
 
-async def test_a_call_that_is_looked_at_too_soon_goes_on_waiting() -> None:
+async def test_a_call_woken_too_early_keeps_waiting() -> None:
     async with calling() as (call, gate, _, server):
         await call.write(b"wait")
         assert await call.read() == b"a word before"
@@ -97,7 +97,7 @@ async def test_a_call_that_is_looked_at_too_soon_goes_on_waiting() -> None:
         assert await call.read() is grpc.aio.EOF
 
 
-async def test_a_client_that_goes_closes_the_call_and_what_comes_of_it_later_is_nothing() -> None:
+async def test_a_leaving_client_closes_the_call_and_later_results_are_dropped() -> None:
     async with calling() as (call, gate, closed, server):
         await call.write(b"wait")
         await gate.asked.acquire()

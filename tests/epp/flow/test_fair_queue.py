@@ -1,4 +1,4 @@
-"""Who is next: bands, flows by the tokens that they got, first come first served in a flow."""
+"""The order of the queue: by band, then flows by the tokens that they got, first come first served within a flow."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_flows_take_turns_by_what_they_were_served() -> None:
     assert order == [A, B, A, A, B, A]
 
 
-def test_whoever_comes_back_does_not_make_up_for_the_time_it_asked_for_nothing() -> None:
+def test_a_returning_flow_is_not_compensated_for_its_idle_time() -> None:
     queue = filled(*(ticket(A) for _ in range(10)))
     for _ in range(5):
         head = queue.head(())
@@ -68,7 +68,7 @@ def test_whoever_comes_back_does_not_make_up_for_the_time_it_asked_for_nothing()
     assert [one.flow for one in drained(queue, 100.0)][:6] in ([A, B, A, B, A, B], [B, A, B, A, B, A])
 
 
-def test_what_a_request_really_took_counts() -> None:
+def test_the_actual_tokens_of_a_request_count() -> None:
     queue = filled(ticket(A), ticket(A), ticket(B), ticket(B), ticket(B))
     first = queue.head(())
     assert first is not None
@@ -78,7 +78,7 @@ def test_what_a_request_really_took_counts() -> None:
     assert [one.flow for one in drained(queue, 10.0)] == [B, B, B, A]
 
 
-def test_a_target_without_room_holds_nobody_else_up() -> None:
+def test_a_target_without_room_delays_no_other_target() -> None:
     queue = filled(ticket(A, model="full"), ticket(A, model="free"), ticket(B, model="full"), ticket(B, model="free"))
     blocked = {Target(None, "full", None)}
     order = []
@@ -91,7 +91,7 @@ def test_a_target_without_room_holds_nobody_else_up() -> None:
     assert queue.head({*blocked, Target(None, "free", None)}) is None
 
 
-def test_a_flow_that_took_less_than_was_believed_is_next_at_once() -> None:
+def test_a_flow_that_used_less_than_estimated_is_next_at_once() -> None:
     queue = filled(ticket(A, model="m"), ticket(A, model="m"), ticket(B, model="n"), ticket(B, model="n"))
     first = queue.head(())
     assert first is not None
@@ -148,7 +148,7 @@ def test_targets_that_cannot_be_compared_wait_beside_each_other(seed: int) -> No
 
 
 class Blocked:
-    """Targets without room; counts how often it is asked."""
+    """A set of targets without room, which counts the lookups."""
 
     def __init__(self) -> None:
         self.targets: set[Target] = set()
@@ -161,7 +161,7 @@ class Blocked:
 
 @pytest.mark.parametrize("flows", [1, 400], ids=["of one flow", "each of a flow of its own"])
 @pytest.mark.parametrize("bands", [1, 2])
-def test_what_was_passed_over_is_not_looked_at_again(flows: int, bands: int) -> None:
+def test_skipped_requests_are_not_examined_again(flows: int, bands: int) -> None:
     waiting = [ticket(f"f{n % flows}", model=f"m{n}", priority=-(n % bands)) for n in range(400)]
     queue, blocked = filled(*waiting), Blocked()
     for _ in range(2):
@@ -178,7 +178,7 @@ def test_what_was_passed_over_is_not_looked_at_again(flows: int, bands: int) -> 
     assert set(drained(queue)) == set(waiting)
 
 
-def test_flows_that_wait_for_nothing_are_forgotten_when_they_are_many() -> None:
+def test_idle_flows_are_forgotten_when_there_are_many() -> None:
     queue = filled(ticket("stays"))
     for number in range(5 * MOST_IDLE):
         one = ticket(f"flow {number}")
@@ -210,7 +210,7 @@ ops = st.lists(
 def assert_it_gives_way(
     one: Ticket[Any] | None, flow: str, size: int, waiting: list[Ticket[Any]], by_bytes: bool
 ) -> None:
-    """`one` is the last of whoever has most, or nobody has more than `flow` would have with one more request."""
+    """Check that `one` is the last request of the largest flow, or that no flow is larger than `flow` with one more."""
     amounts = Counter[str]()
     for each in waiting:
         amounts[each.flow] += each.size if by_bytes else 1
@@ -223,7 +223,7 @@ def assert_it_gives_way(
 
 
 def calls_in(act: Callable[[], object]) -> int:
-    """How many functions, Python's own included, are called meanwhile."""
+    """Count the function calls during `act`, Python's own included."""
     calls = 0
 
     def note(_frame: object, event: str, _arg: object) -> None:
@@ -249,8 +249,8 @@ def test_a_full_queue_refuses_at_the_same_cost_however_many_flows_wait(by_bytes:
     assert costs[0] == costs[1] < 20
 
 
-def test_whoever_gives_way_is_found_in_a_few_steps_however_the_queue_changes() -> None:
-    """A loud flow loses its requests to others one by one: each step costs the logarithm of the flows at most."""
+def test_the_evicted_request_is_found_in_few_steps_however_the_queue_changes() -> None:
+    """A loud flow loses its requests to others one by one: each step costs at most the logarithm of the flows."""
     queue = filled(*(ticket(f"flow {number}") for number in range(4000)), *(ticket("loud") for _ in range(1000)))
     (band,) = queue.bands.values()
 
@@ -267,7 +267,7 @@ def test_whoever_gives_way_is_found_in_a_few_steps_however_the_queue_changes() -
 
 @given(ops)
 @settings(max_examples=80, deadline=None, derandomize=True)
-def test_the_next_is_of_the_highest_band_and_of_the_flow_that_was_served_least(steps: list[Any]) -> None:
+def test_the_next_request_is_of_the_highest_band_and_its_least_served_flow(steps: list[Any]) -> None:
     queue, waiting, served = FairQueue(), list[Ticket[Any]](), list[Ticket[Any]]()
     for step in steps:
         match step:
@@ -309,12 +309,12 @@ def test_the_next_is_of_the_highest_band_and_of_the_flow_that_was_served_least(s
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_nobody_starves(seed: int) -> None:
-    """While the head of a flow waits, no other flow gets more than what it was behind, and one request."""
+def test_no_flow_starves(seed: int) -> None:
+    """While the head of a flow waits, another flow gets at most the tokens that it was behind, and one request."""
     queue = filled(ticket("keeps the band"), ticket("keeps the band"))
     (band,) = queue.bands.values()
     since: dict[str, tuple[float, dict[str, float], dict[str, float]]] = {}
-    """Of flows whose head waits: their count when that began, that of the others, and what those got since."""
+    """Flows whose head waits: their count and the others' when the wait began, and the others' tokens since."""
     rng = random.Random(seed)
     for step in range(1500):
         tokens = rng.randint(1, 50)

@@ -1,4 +1,4 @@
-"""Flow control without an event loop: who waits, how long, and that each request gets one answer."""
+"""Flow control without an event loop: which requests wait and for how long; each gets one answer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ON = FlowSettings(mode="wait", ttl_seconds=60.0)
 
 @dataclass
 class World:
-    """Models have room for so many requests; one that is not in `room` has no endpoint."""
+    """A world of models with room for a number of requests; a model that is not in `room` has no endpoint."""
 
     settings: FlowSettings = ON
     room: dict[str, int] = field(default_factory=lambda: {"m": 0})
@@ -92,7 +92,7 @@ def test_with_room_nothing_waits() -> None:
     assert sum(world.control.outcomes.values()) == 0
 
 
-def test_without_room_requests_wait_and_go_on_in_order() -> None:
+def test_without_room_requests_wait_and_continue_in_order() -> None:
     world = World()
     first, second = world.held("1"), world.held("2")
     told: list[str] = []
@@ -103,7 +103,7 @@ def test_without_room_requests_wait_and_go_on_in_order() -> None:
     world.room["m"] = 1
     third = world.held("3")
     world.pump(0.5)
-    assert (first.done, second.done, third.done) == (True, False, False), "whoever comes late is behind those who wait"
+    assert (first.done, second.done, third.done) == (True, False, False), "a late request is behind the waiting ones"
     assert told == ["1"]
     world.room["m"] = 5
     world.pump(0.5)
@@ -122,7 +122,7 @@ def test_a_more_urgent_request_passes_those_that_wait() -> None:
     assert not low.done
 
 
-def test_others_that_wait_for_other_endpoints_cost_no_time() -> None:
+def test_requests_waiting_for_other_endpoints_cost_no_time() -> None:
     world = World(room={"m": 0, "n": 1})
     waiting = world.held("1")
     ticket = world.held("2", model="n")
@@ -130,7 +130,7 @@ def test_others_that_wait_for_other_endpoints_cost_no_time() -> None:
     assert ticket.result() == "2"
     world.room["m"] = 1
     late = world.held("3")
-    assert (waiting.done, late.done) == (True, False), "whoever waits goes before who comes"
+    assert (waiting.done, late.done) == (True, False), "a waiting request precedes a new one"
     check_control(world.control)
 
 
@@ -145,7 +145,7 @@ def test_sheddable_requests_do_not_wait_for_room() -> None:
     assert world.control.held()["p"].requests == 1
 
 
-def test_who_waits_too_long_is_told_why() -> None:
+def test_a_request_that_waits_too_long_is_told_why() -> None:
     world = World(settings=FlowSettings(mode="wait", ttl_seconds=60.0, hold_empty_pool_seconds=200.0))
     busy, none = world.held("1"), world.held("2", model="gone")
     world.pump(59.9)
@@ -159,7 +159,7 @@ def test_who_waits_too_long_is_told_why() -> None:
     assert world.control.outcomes == Counter(expired=2)
 
 
-def test_a_pool_without_an_endpoint_is_waited_for_only_where_that_is_asked_for() -> None:
+def test_requests_wait_for_a_pool_without_endpoints_only_if_configured() -> None:
     with pytest.raises(NoEndpoints):
         World(room={}).send("1")
     world = World(FlowSettings(hold_empty_pool_seconds=300.0), room={})
@@ -174,7 +174,7 @@ def test_a_pool_without_an_endpoint_is_waited_for_only_where_that_is_asked_for()
     assert (held.result(), shed.result()) == ("2", "3")
 
 
-def test_what_may_be_shed_and_waited_for_an_endpoint_is_shed_where_that_is_full_at_once() -> None:
+def test_a_sheddable_request_that_waited_for_an_endpoint_is_shed_if_it_is_full_at_once() -> None:
     world = World(FlowSettings(mode="wait", hold_empty_pool_seconds=300.0), room={})
     shed, held = world.held("1", priority=-1, sheddable=True), world.held("2")
     world.room["m"] = 1
@@ -183,7 +183,7 @@ def test_what_may_be_shed_and_waited_for_an_endpoint_is_shed_where_that_is_full_
     assert refusal(shed) == (429, "rejected-saturated")
 
 
-def test_whoever_comes_just_when_the_pool_is_up_is_not_refused() -> None:
+def test_a_request_that_arrives_as_the_pool_comes_up_is_not_refused() -> None:
     world = World(FlowSettings(hold_empty_pool_seconds=300.0), room={})
     first = world.held("1")
     world.room["m"] = 10
@@ -192,7 +192,7 @@ def test_whoever_comes_just_when_the_pool_is_up_is_not_refused() -> None:
     assert (first.result(), late.result()) == ("1", "2")
 
 
-def test_when_the_endpoints_go_those_who_wait_for_room_keep_their_place() -> None:
+def test_requests_that_wait_for_room_keep_their_place_when_the_endpoints_go() -> None:
     world = World()
     first, second = world.held("1"), world.held("2")
     del world.room["m"]
@@ -222,7 +222,7 @@ def test_queues_are_bounded_by_count_and_bytes_for_each_pool_and_priority() -> N
     assert world.control.outcomes["queue_full"] == 2
 
 
-def test_a_full_queue_is_not_only_for_those_who_ask_most() -> None:
+def test_a_full_queue_evicts_from_the_largest_flow() -> None:
     world = World(FlowSettings(mode="wait", max_requests=4, max_bytes=100))
     loud = [world.held(f"a{number}", "a", size=20) for number in range(4)]
     first, second = world.held("b0", "b"), world.held("b1", "b")
@@ -240,7 +240,7 @@ def test_a_full_queue_is_not_only_for_those_who_ask_most() -> None:
     assert world.control.outcomes["displaced"] == 3
 
 
-def test_bytes_are_taken_from_who_has_most_of_them() -> None:
+def test_the_byte_bound_evicts_from_the_flow_with_most_bytes() -> None:
     world = World(FlowSettings(mode="wait", max_requests=90, max_bytes=100))
     large = [world.held(f"a{number}", "a", size=45) for number in range(2)]
     small = [world.held(f"b{number}", "b", size=1) for number in range(10)]
@@ -273,7 +273,7 @@ def test_a_client_that_goes_leaves_nothing() -> None:
     check_control(world.control)
 
 
-def test_shutting_down_refuses_what_waits_and_what_comes() -> None:
+def test_shutting_down_refuses_waiting_and_new_requests() -> None:
     world = World()
     tickets = [world.held(str(number), priority=number % 2) for number in range(4)]
     world.control.close()
@@ -286,7 +286,7 @@ def test_shutting_down_refuses_what_waits_and_what_comes() -> None:
 
 
 @pytest.mark.parametrize("closes", [False, True])
-def test_many_that_have_waited_too_long_or_until_the_end_are_told_some_at_a_time(closes: bool) -> None:
+def test_many_expired_requests_are_answered_a_few_at_a_time(closes: bool) -> None:
     world = World(room={f"m{n}": 0 for n in range(5 * MOST_ENDED)})
     tickets = [world.held(str(n), model=f"m{n}") for n in range(5 * MOST_ENDED)]
     world.now += 1e6
@@ -304,7 +304,7 @@ def test_many_that_have_waited_too_long_or_until_the_end_are_told_some_at_a_time
     assert world.control.outcomes == {"shutting_down" if closes else "expired": len(tickets)}
 
 
-def test_many_that_may_go_on_do_so_in_parts_and_no_pool_takes_all_of_it() -> None:
+def test_many_released_requests_continue_in_parts_shared_by_pools() -> None:
     world = World(room={"m": 0, "n": 0})
     many = [world.held(str(number)) for number in range(3 * MOST_AT_ONCE)]
     other = world.held("other", model="n", pool="q")
@@ -319,7 +319,7 @@ def test_many_that_may_go_on_do_so_in_parts_and_no_pool_takes_all_of_it() -> Non
     assert world.decided[:2] == ["0", "1"]
 
 
-def test_a_defect_in_one_decision_does_not_hold_the_others() -> None:
+def test_an_error_in_one_decision_does_not_block_the_others() -> None:
     world = World()
 
     def broken() -> str:
@@ -335,7 +335,9 @@ def test_a_defect_in_one_decision_does_not_hold_the_others() -> None:
     assert good.result() == "good"
 
 
-def test_who_comes_when_the_queue_fails_gets_the_error_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_meets_a_failing_queue_gets_the_error_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     world = World(room={"m": 0, "n": 1})
     waiting = world.held("1")
     with monkeypatch.context() as broken:
@@ -350,7 +352,7 @@ def test_who_comes_when_the_queue_fails_gets_the_error_and_leaves_nothing(monkey
     assert waiting.result() == "1"
 
 
-def test_a_queue_that_fails_once_a_requests_turn_has_come_is_in_the_log_alone(
+def test_a_queue_error_after_a_requests_turn_is_only_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     world = World(room={"m": 0, "n": 1})
@@ -370,7 +372,7 @@ def test_refusals_have_words_for_the_client() -> None:
 
 
 @pytest.mark.parametrize(("told", "least", "most"), [(True, 0.45, 0.55), (False, 0.0, 0.2)])
-def test_shares_are_of_what_was_really_used(told: bool, least: float, most: float) -> None:
+def test_shares_are_computed_from_actual_tokens(told: bool, least: float, most: float) -> None:
     """Two flows at 10:1, both believed to take 100 tokens a request; those of the first take 900."""
     world = World(FlowSettings(mode="wait", max_requests=100_000, ttl_seconds=1e9))
     took = {"a": 900, "b": 100}
@@ -460,7 +462,7 @@ def test_no_request_is_lost_or_answered_twice_and_no_bound_is_exceeded(
     assert sum(outcomes.values()) - outcomes["queue_full"] == len(tickets)
 
 
-def test_many_models_without_room_are_looked_at_some_at_a_time_and_all_in_turn() -> None:
+def test_many_models_without_room_are_checked_a_few_at_a_time_in_turn() -> None:
     count = 5 * MOST_LOOKS
     world = World(room={f"m{n}": 0 for n in range(count)})
     tickets = [world.held(f"r{n}", f"f{n}", model=f"m{n}") for n in range(count)]
@@ -477,7 +479,7 @@ def test_many_models_without_room_are_looked_at_some_at_a_time_and_all_in_turn()
         assert not world.control.pump(), "others have their turn before it goes on"
         assert 0 < len(looks) - before <= MOST_LOOKS
         check_control(world.control)
-    assert len(set(looks)) == count, "nobody twice before all were looked at"
+    assert len(set(looks)) == count, "none is examined twice before all were"
     world.room[f"m{count - 1}"] = 1
     for _ in range(8):
         world.control.pump()

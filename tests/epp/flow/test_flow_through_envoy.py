@@ -1,4 +1,4 @@
-"""Requests that wait, behind a real Envoy: it is told to wait, and whoever goes leaves nothing behind."""
+"""Waiting requests behind a real Envoy: it knows that they wait, and a client that leaves frees everything."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def held_is(plane: Plane, count: int) -> bool:
 
 @pytest.mark.integration
 @pytest.mark.deep
-async def test_who_goes_is_forgotten_and_who_stays_hears_of_the_end(tmp_path: Path) -> None:
+async def test_clients_that_leave_are_forgotten_and_others_learn_of_the_shutdown(tmp_path: Path) -> None:
     engine = FakeEngine(ready=False)
     await engine.start()
     flags = ("--flow-control", "off:hold_empty_pool_seconds=30")
@@ -82,7 +82,7 @@ async def test_who_goes_is_forgotten_and_who_stays_hears_of_the_end(tmp_path: Pa
 
 @pytest.mark.integration
 @pytest.mark.deep
-async def test_engines_get_no_more_than_they_may_and_all_are_served(tmp_path: Path) -> None:
+async def test_engines_stay_within_their_bound_and_all_requests_are_served(tmp_path: Path) -> None:
     flags = ("--flow-control", "requests:endpoint_requests=2")
     async with engines(count=2, hold=asyncio.Event()) as fakes, data_plane(tmp_path, fakes, *flags) as plane:
         answers = [asyncio.create_task(plane.complete(f"hello {number}")) for number in range(10)]
@@ -99,7 +99,7 @@ async def test_engines_get_no_more_than_they_may_and_all_are_served(tmp_path: Pa
 
 @pytest.mark.integration
 @pytest.mark.deep
-async def test_a_client_hears_of_its_quota_in_every_answer(tmp_path: Path) -> None:
+async def test_every_answer_carries_the_clients_quota(tmp_path: Path) -> None:
     file = tmp_path / "quotas.yaml"
     file.write_text("default: {requests_per_minute: 2, tokens_per_minute: 60000}")
     async with engines(count=1) as fakes, data_plane(tmp_path, fakes, "--quotas-file", str(file)) as plane:
@@ -138,7 +138,7 @@ async def refused(plane: Plane) -> bool:
 
 @pytest.mark.integration
 @pytest.mark.deep
-async def test_clients_are_told_apart_by_the_header_that_the_picker_is_told(tmp_path: Path) -> None:
+async def test_clients_are_distinguished_by_the_configured_header(tmp_path: Path) -> None:
     file = tmp_path / "quotas.yaml"
     file.write_text("clients: {batch: {requests_per_minute: 1}}")
     flags = ("--quotas-file", str(file), "--fairness-header", "X-Team")
@@ -150,7 +150,7 @@ async def test_clients_are_told_apart_by_the_header_that_the_picker_is_told(tmp_
 
 @pytest.mark.integration
 @pytest.mark.deep
-async def test_a_running_picker_tells_of_a_quota_file_that_went_bad_and_goes_on(tmp_path: Path) -> None:
+async def test_a_running_picker_reports_a_broken_quota_file_and_goes_on(tmp_path: Path) -> None:
     file = tmp_path / "quotas.yaml"
     file.write_text("default: {requests_per_minute: 2}")
     flags = ("--endpoint", "a=127.0.0.1:1", "--quotas-file", str(file))
@@ -161,12 +161,12 @@ async def test_a_running_picker_tells_of_a_quota_file_that_went_bad_and_goes_on(
 
         assert await told(True)
         file.write_text("default: {requests_per_minuet: 2}")
-        await until(lambda: told(False), "the fault is told")
+        await until(lambda: told(False), "the fault is reported")
         file.write_text("default: {requests_per_minute: 3}")
         await until(lambda: told(True), "it is mended")
 
 
-async def test_a_quota_file_that_cannot_be_read_ends_the_start_in_words(tmp_path: Path) -> None:
+async def test_an_unreadable_quota_file_prevents_the_start_with_a_message(tmp_path: Path) -> None:
     with pytest.raises(StartError, match=r"--quotas-file .*no-such: "):
         async with running_picker("--endpoint", "a=127.0.0.1:1", "--quotas-file", str(tmp_path / "no-such")):
             pass

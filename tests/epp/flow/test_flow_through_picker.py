@@ -1,4 +1,4 @@
-"""Flow control through the real picker: streams of the proxy in, simulated engines behind."""
+"""Flow control through the real picker: a proxy's streams in front, simulated engines behind."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ ON = FlowSettings(mode="wait", wait_seconds=0.5)
 
 
 def share_of_b(world: FlowWorld, seconds: float, a: tuple[float, int], b: tuple[float, int]) -> float:
-    """Of the tokens that were computed in the later three quarters. `a` and `b`: requests a second, tokens of each."""
+    """Return b's share of the tokens computed in the later three quarters. `a` and `b`: requests a second, tokens of
+    each."""
     due = {"a": 0.0, "b": 0.0}
     before = world.served.copy()
     for step in range(int(seconds * 100)):
@@ -41,25 +42,25 @@ def share_of_b(world: FlowWorld, seconds: float, a: tuple[float, int], b: tuple[
 
 
 @pytest.mark.parametrize(("a", "b"), [((120.0, 1000), (12.0, 1000)), ((100.0, 1200), (40.0, 300))])
-def test_of_two_flows_at_ten_to_one_each_gets_half(a: tuple[float, int], b: tuple[float, int]) -> None:
+def test_two_flows_at_ten_to_one_get_half_each(a: tuple[float, int], b: tuple[float, int]) -> None:
     world = FlowWorld(ON)
     share = share_of_b(world, 6.0, a, b)
     assert 0.45 <= share <= 0.55
     assert world.served.total() > 0.9 * 6.0 * 20_000, "the engines were kept busy"
 
 
-def test_a_queue_that_is_full_is_shared_as_evenly() -> None:
+def test_a_full_queue_is_shared_as_evenly() -> None:
     world = FlowWorld(FlowSettings(mode="wait", wait_seconds=0.5, max_requests=20))
     assert 0.45 <= share_of_b(world, 5.0, (120.0, 1000), (12.0, 1000)) <= 0.55
     assert world.flow.outcomes["displaced"] > 0
 
 
-def test_without_flow_control_the_louder_one_gets_it_all() -> None:
+def test_without_flow_control_the_louder_flow_gets_everything() -> None:
     world = FlowWorld(FlowSettings(mode="off"))
     assert share_of_b(world, 3.0, (120.0, 1000), (12.0, 1000)) < 0.15
 
 
-def test_engines_hold_no_more_than_they_may() -> None:
+def test_engines_stay_within_their_bound() -> None:
     world = FlowWorld(ON, engines=1)
     for _ in range(40):
         world.send(tokens=1000)
@@ -75,7 +76,7 @@ def test_engines_hold_no_more_than_they_may() -> None:
     assert (world.callers, world.reserved(), world.flow.waiting) == ([], 0, False)
 
 
-def test_the_bound_by_requests() -> None:
+def test_a_bound_by_requests_limits_each_engine() -> None:
     world = FlowWorld(FlowSettings(mode="requests", endpoint_requests=3), engines=2)
     for _ in range(10):
         world.send(tokens=100)
@@ -105,7 +106,7 @@ def test_a_sheddable_request_is_refused_and_not_kept_waiting() -> None:
     assert (shed.refused, shed.dropped_reason) == (429, "rejected-saturated")
 
 
-def test_a_client_that_goes_while_it_waits_leaves_nothing() -> None:
+def test_a_client_that_leaves_while_waiting_leaves_nothing() -> None:
     world = FlowWorld(ON, engines=1)
     waiting = [world.send() for _ in range(8)][-1]
     assert waiting.ticket is not None
@@ -116,7 +117,7 @@ def test_a_client_that_goes_while_it_waits_leaves_nothing() -> None:
     assert world.flow.outcomes["cancelled"] == 1
 
 
-def test_a_client_that_goes_just_when_its_turn_has_come_gives_its_place_back() -> None:
+def test_a_client_that_leaves_at_its_turn_returns_its_place() -> None:
     world = FlowWorld(ON, engines=1)
     waiting = [world.send() for _ in range(6)][-1]
     for engine in world.engines.values():
@@ -132,7 +133,7 @@ def test_a_client_that_goes_just_when_its_turn_has_come_gives_its_place_back() -
     assert world.reserved() == 0
 
 
-def test_shutting_down_is_told_to_all_that_wait() -> None:
+def test_shutting_down_answers_all_waiting_requests() -> None:
     world = FlowWorld(ON, engines=1)
     callers = [world.send() for _ in range(10)]
     waiting = [caller for caller in callers if caller.ticket is not None]
@@ -165,7 +166,7 @@ def test_a_request_waits_for_the_first_endpoint_of_its_pool(mode: int) -> None:
     assert world.served["f"] == 1000
 
 
-def test_all_that_waited_for_the_first_endpoint_are_read_anew() -> None:
+def test_requests_that_waited_for_the_first_endpoint_are_parsed_again() -> None:
     world = FlowWorld(FlowSettings(hold_empty_pool_seconds=120.0), engines=0)
     world.router.isolation = Isolation(trust_edge=True, key=b"k")
     seen = Seen()
@@ -207,7 +208,7 @@ def asked_of_a_pool(model: str) -> RouteRequest:
 
 
 @pytest.mark.parametrize(("model", "found"), [("alias", 0), ("typo", 404)])
-def test_what_a_named_pool_serves_is_told_by_its_first_endpoint(model: str, found: int) -> None:
+def test_a_named_pools_models_come_from_its_first_endpoint(model: str, found: int) -> None:
     world = FlowWorld(FlowSettings(hold_empty_pool_seconds=120.0), engines=0)
     ticket = world.router.route(asked_of_a_pool(model))
     assert isinstance(ticket, Ticket)
@@ -221,7 +222,7 @@ def test_what_a_named_pool_serves_is_told_by_its_first_endpoint(model: str, foun
     assert getattr(result, "status", 0) == found
 
 
-def test_a_pool_that_may_take_the_place_of_an_empty_one_takes_what_waits_for_it() -> None:
+def test_a_fallback_pool_takes_requests_that_wait_for_an_empty_pool() -> None:
     world = FlowWorld(FlowSettings(hold_empty_pool_seconds=120.0), engines=0)
     rule = ModelRule("r", "alias", "empty", targets=(("tiny", 1),), fallback_pools=("default",))
     world.registry.set_pools({"empty": PoolClaim("here", ("tiny",)), "default": PoolClaim("here")}, [rule])
@@ -234,7 +235,7 @@ def test_a_pool_that_may_take_the_place_of_an_empty_one_takes_what_waits_for_it(
     world.step()
     world.step()
     assert isinstance(alone, Ticket)
-    assert not alone.done, "nobody may take its place"
+    assert not alone.done, "no fallback may take its place"
     for ticket in others:
         assert isinstance(ticket, Ticket)
         assert ticket.done
@@ -244,7 +245,7 @@ def test_a_pool_that_may_take_the_place_of_an_empty_one_takes_what_waits_for_it(
 
 
 @pytest.mark.parametrize("engines", [0, 1])
-def test_names_that_clients_think_of_are_looked_at_together(engines: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invented_model_names_are_checked_together(engines: int, monkeypatch: pytest.MonkeyPatch) -> None:
     world = FlowWorld(FlowSettings(mode="requests", endpoint_requests=1, hold_empty_pool_seconds=9.0), 0)
     if engines:  # of the kind that takes any name, and full
         world.picker.add_endpoint(EndpointSpec("e", "10.0.0.9:8000"))
@@ -264,7 +265,7 @@ def test_names_that_clients_think_of_are_looked_at_together(engines: int, monkey
     assert len(looks) == 1
 
 
-def test_without_an_endpoint_until_its_time_is_over() -> None:
+def test_a_request_without_an_endpoint_is_refused_when_its_time_is_over() -> None:
     world = FlowWorld(FlowSettings(hold_empty_pool_seconds=0.5), engines=0)
     caller = world.send()
     for _ in range(51):

@@ -1,4 +1,4 @@
-"""Quotas of clients: buckets, what is counted and given back, the file, and what clients are told."""
+"""Quotas of clients: buckets, counting and refunds, the file, and the answers to clients."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def quotas(**limits: int) -> Quotas:
     return Quotas(QuotaTable({"a": Limits(**limits)}))
 
 
-def test_a_client_gets_its_tokens_and_then_hears_when_to_come_back() -> None:
+def test_a_client_gets_its_tokens_and_then_a_retry_time() -> None:
     of = quotas(tokens_per_minute=600, requests_per_minute=10)
     assert of.spend("a", 400, 0.0) is not None
     with pytest.raises(FlowRefused) as caught:
@@ -57,13 +57,13 @@ def test_a_client_gets_its_tokens_and_then_hears_when_to_come_back() -> None:
     assert of.exceeded == 1
 
 
-def test_who_has_no_limits_is_not_counted() -> None:
+def test_a_client_without_limits_is_not_counted() -> None:
     of = quotas(tokens_per_day=1)
     assert of.spend("b", 10**9, 0.0) is None
     assert len(of) == 0
 
 
-def test_the_default_is_for_each_client_apart() -> None:
+def test_the_default_quota_holds_for_each_client_separately() -> None:
     of = Quotas(QuotaTable({"free": Limits()}, default=Limits(requests_per_minute=1)))
     for client in ("x", "y"):
         assert of.spend(client, 5, 0.0) is not None
@@ -73,7 +73,7 @@ def test_the_default_is_for_each_client_apart() -> None:
         of.spend("free", 5, 0.0)
 
 
-def test_what_was_not_taken_is_given_back_and_what_was_is_a_debt() -> None:
+def test_unused_tokens_are_refunded_and_excess_tokens_become_a_debt() -> None:
     of = quotas(tokens_per_minute=600, requests_per_minute=600)
     spend = of.spend("a", 500, 0.0)
     assert spend is not None
@@ -86,7 +86,7 @@ def test_what_was_not_taken_is_given_back_and_what_was_is_a_debt() -> None:
     assert dict(spend.account.headers(0.0))["x-ratelimit-remaining-requests"] == b"600"
 
 
-def test_a_request_larger_than_the_bound_goes_on_when_the_bucket_is_full() -> None:
+def test_a_request_larger_than_the_bound_passes_when_the_bucket_is_full() -> None:
     of = quotas(tokens_per_minute=60)
     assert of.spend("a", 200, 0.0) is not None
     with pytest.raises(FlowRefused) as caught:
@@ -95,7 +95,7 @@ def test_a_request_larger_than_the_bound_goes_on_when_the_bucket_is_full() -> No
     assert of.spend("a", 200, 200.0) is not None
 
 
-def test_other_limits_begin_anew_and_the_same_go_on() -> None:
+def test_changed_limits_reset_the_bucket_and_equal_ones_keep_it() -> None:
     of = Quotas(QuotaTable({"a": Limits(requests_per_day=1), "b": Limits(requests_per_day=1)}))
     of.spend("a", 1, 0.0)
     of.spend("b", 1, 0.0)
@@ -112,7 +112,7 @@ def test_clients_without_number_do_not_fill_the_memory() -> None:
     assert len(of) == MOST_CLIENTS
 
 
-def test_who_has_limits_of_its_own_keeps_its_count_however_many_others_come() -> None:
+def test_a_client_with_its_own_limits_keeps_its_count_among_many_others() -> None:
     own, day = Limits(requests_per_day=1), Limits(requests_per_day=5)
     clients = {str(number): own for number in range(MOST_CLIENTS + 50)}
     of = Quotas(QuotaTable(clients, default=day))
@@ -134,7 +134,7 @@ def test_who_has_limits_of_its_own_keeps_its_count_however_many_others_come() ->
 
 @given(st.lists(st.tuples(st.floats(0, 90), st.integers(0, 900), st.floats(0, 2)), max_size=60))
 @settings(max_examples=100, deadline=None, derandomize=True)
-def test_over_any_time_nobody_gets_more_than_its_bound(asked: list[tuple[float, int, float]]) -> None:
+def test_no_client_exceeds_its_bound_over_any_period(asked: list[tuple[float, int, float]]) -> None:
     of, now, got = quotas(tokens_per_minute=600), 0.0, list[tuple[float, float]]()
     for later, tokens, took in asked:
         now += later
@@ -153,7 +153,7 @@ def test_over_any_time_nobody_gets_more_than_its_bound(asked: list[tuple[float, 
             assert taken <= 600 + (until - since) * 10 + most + 1
 
 
-async def test_the_file_is_read_again_and_a_bad_one_changes_nothing_and_is_told(tmp_path: Path, caplog: Any) -> None:
+async def test_the_file_is_read_again_and_a_broken_one_is_reported_and_ignored(tmp_path: Path, caplog: Any) -> None:
     path = tmp_path / "quotas.yaml"
     path.write_text("clients: {a: {requests_per_day: 1}}")
     file = QuotaFile(path)
@@ -182,7 +182,7 @@ async def test_the_file_is_read_again_and_a_bad_one_changes_nothing_and_is_told(
     assert caplog.text.count("the old quotas stay") == 5, "each once"
 
 
-async def test_a_file_that_comes_back_as_it_was_is_usable_and_keeps_what_was_counted(tmp_path: Path) -> None:
+async def test_a_restored_file_is_used_and_keeps_the_counts(tmp_path: Path) -> None:
     path = tmp_path / "quotas.yaml"
     path.write_text("default: {requests_per_day: 1}")
     file = QuotaFile(path)
@@ -195,9 +195,7 @@ async def test_a_file_that_comes_back_as_it_was_is_usable_and_keeps_what_was_cou
     assert (file.error, len(file.quotas)) == ("", 1)
 
 
-async def test_a_file_that_is_written_as_it_was_is_not_parsed_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_unchanged_file_is_not_parsed_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, parsed, decode = tmp_path / "quotas.yaml", list[bytes](), quotas_module.decode_yaml
 
     def counting(text: bytes, into: type[Any]) -> Any:
@@ -215,7 +213,7 @@ async def test_a_file_that_is_written_as_it_was_is_not_parsed_again(
     assert file.table.default == Limits(requests_per_day=2)
 
 
-async def test_a_file_that_takes_long_to_read_holds_nobody_up(tmp_path: Path) -> None:
+async def test_a_slow_file_delays_no_request(tmp_path: Path) -> None:
     path = tmp_path / "quotas.yaml"
     path.write_text("default: {requests_per_day: 1}")
     reading, go_on = threading.Event(), threading.Event()
@@ -240,7 +238,7 @@ async def test_a_file_that_takes_long_to_read_holds_nobody_up(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("text", ["clients: {a: {tokens_per_minute: 0}}", "keys: {}", "clients: {a: 5}", "- a"])
-def test_a_file_that_says_something_else_is_refused_in_words(tmp_path: Path, text: str) -> None:
+def test_an_invalid_file_is_refused_with_a_message(tmp_path: Path, text: str) -> None:
     path = tmp_path / "quotas.yaml"
     path.write_text(text)
     with pytest.raises(QuotaFileError, match=r"quotas\.yaml: "):
@@ -263,7 +261,7 @@ def left(world: FlowWorld, of: Quotas, client: str = "a") -> dict[str, bytes]:
     return dict(of._named[client].headers(world.now))
 
 
-def test_beyond_its_quota_a_client_is_answered_429_and_told_when_to_come_back() -> None:
+def test_a_client_beyond_its_quota_gets_429_with_a_retry_time() -> None:
     made, _ = world(QuotaTable({"a": Limits(tokens_per_minute=3000)}))
     first, second, third = (made.send("a", 1000) for _ in range(3))
     assert (first.destination, second.destination) == ("10.0.0.0:8000",) * 2
@@ -276,7 +274,7 @@ def test_beyond_its_quota_a_client_is_answered_429_and_told_when_to_come_back() 
     assert made.send("b", 1000).destination
 
 
-def test_what_engines_tell_is_what_counts_and_clients_hear_what_is_left() -> None:
+def test_engines_reports_count_and_clients_see_the_rest_of_their_quota() -> None:
     made, of = world(QuotaTable({"a": Limits(tokens_per_minute=60_000)}))
     caller = made.send("a", 1000, mode=MODES.FULL_DUPLEX_STREAMED)
     caller.answered(b'data: {"choices":[]}\n\ndata: {"usage":{"prompt_tokens":900,"completion_tokens":5000}}\n\n')
@@ -303,7 +301,7 @@ def gone(caller: Caller) -> None:
     caller.session.close()
 
 
-def test_what_never_went_to_an_endpoint_is_given_back() -> None:
+def test_tokens_of_requests_that_reached_no_endpoint_are_refunded() -> None:
     limits = QuotaTable({"a": Limits(tokens_per_minute=60_000, requests_per_minute=100)})
     made, of = world(limits, FlowSettings(mode="wait", wait_seconds=0.5, ttl_seconds=0.3))
     for _ in range(5):

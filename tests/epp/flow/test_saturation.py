@@ -1,4 +1,4 @@
-"""When endpoints have no room, as the picker sees it."""
+"""The picker's rule for endpoints that have no room."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def leases(picker: Picker, request: Request, count: int) -> list[Lease]:
 
 
 @pytest.mark.parametrize("reports", [True, False])
-def test_a_bound_by_requests_goes_before_what_is_cached(reports: bool) -> None:
+def test_a_bound_by_requests_wins_over_a_cached_prefix(reports: bool) -> None:
     picker = make(Saturation(wait=False, limit=2), reports=reports)
     prompt = Prompt([t % 256 for t in range(1000)])
     picker.index.apply(picker.endpoints["e0"].pod, prompt.stored(), KEYS)
@@ -70,13 +70,13 @@ def test_a_full_endpoint_that_holds_the_prompt_may_be_worth_the_wait() -> None:
     assert caught.value.retry_after_s == pytest.approx(1.0, abs=0.1)
 
 
-def test_who_asks_for_room_hears_that_there_is_no_endpoint() -> None:
+def test_a_request_for_room_is_refused_for_want_of_an_endpoint() -> None:
     picker = make(Saturation(wait=True, limit=1.0))
     with pytest.raises(NoEndpoints):
         picker.check_room(Request("id", model="other"), 0.0)
 
 
-def test_what_would_be_computed_of_a_prompt_is_that_of_who_holds_most_of_it() -> None:
+def test_the_uncached_tokens_are_those_of_the_best_holder() -> None:
     picker, prompt = make(None), Prompt([t % 256 for t in range(1600)])
     assert picker.uncached_tokens(ask(prompt), 0.0) == 1600
     picker.index.apply(picker.endpoints["e1"].pod, prompt.stored(), KEYS)

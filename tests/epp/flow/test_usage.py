@@ -1,4 +1,4 @@
-"""Usage, read from the end of answers as they pass by."""
+"""Usage, read from the end of answers that pass through."""
 
 from __future__ import annotations
 
@@ -45,20 +45,20 @@ def read(*pieces: bytes) -> Usage:
         (b"", Usage(None, None, None)),
     ],
 )
-def test_what_answers_say(body: bytes, usage: Usage) -> None:
+def test_usage_is_read_from_answers(body: bytes, usage: Usage) -> None:
     assert read(body) == usage
 
 
 @given(st.lists(st.integers(0, len(CHAT)), max_size=8))
 @settings(max_examples=60, deadline=None, derandomize=True)
-def test_pieces_are_as_the_whole(cuts: list[int]) -> None:
+def test_usage_is_the_same_in_pieces_and_whole(cuts: list[int]) -> None:
     edges = [0, *sorted(cuts), len(CHAT)]
     assert read(*(CHAT[a:b] for a, b in pairwise(edges))) == read(CHAT)
 
 
 @given(st.lists(st.binary(max_size=9000), max_size=6))
 @settings(max_examples=60, deadline=None, derandomize=True)
-def test_anything_may_come(pieces: list[bytes]) -> None:
+def test_any_bytes_are_read_without_an_error(pieces: list[bytes]) -> None:
     reader = UsageReader(stream=True)
     for piece in pieces:
         reader.feed(memoryview(piece))
@@ -75,7 +75,7 @@ def test_an_answer_in_many_small_pieces_is_read_as_one_in_a_few(size: int) -> No
         assert read(*(body[at : at + size] for at in range(0, len(body), size))) == Usage(8, None, 9)
 
 
-def test_of_small_pieces_no_more_is_kept_than_of_large_ones() -> None:
+def test_small_pieces_take_no_more_memory_than_large_ones() -> None:
     reader = UsageReader(stream=True)
     for _ in range(10 * KEPT_OF_STREAM):
         reader.feed(b"data")
@@ -83,10 +83,10 @@ def test_of_small_pieces_no_more_is_kept_than_of_large_ones() -> None:
     assert reader.bytes == 40 * KEPT_OF_STREAM
 
 
-def test_what_comes_later_goes_before_what_was_known() -> None:
+def test_later_usage_overrides_earlier_usage() -> None:
     assert Usage(None, 2, 3).over(Usage(5, 1, None)) == Usage(5, 2, 3)
 
 
-def test_what_an_engine_says_by_mistake_is_no_clients_debt() -> None:
+def test_an_engines_absurd_usage_is_not_charged() -> None:
     assert Usage(99_999_999, None, 1).counted() == Usage(MOST_COUNTED, None, 1)
     assert NOTHING.counted() == NOTHING

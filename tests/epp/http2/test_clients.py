@@ -1,4 +1,4 @@
-"""Clients of other libraries (grpc-go, tonic) against `treeline pick`, and what is made of h2spec's report."""
+"""Clients of other libraries (grpc-go, tonic) against `treeline pick`, and the reading of h2spec's report."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ SHORT = ["picks", "body", "cancel", "tls", "goaway"]
 @pytest.mark.integration
 @pytest.mark.deep
 @pytest.mark.parametrize("name", CLIENTS)
-async def test_a_client_of_another_library_finds_nothing_wrong_and_would_say_so(name: str, tmp_path: Path) -> None:
+async def test_a_client_of_another_library_finds_no_fault_and_detects_a_wrong_endpoint(
+    name: str, tmp_path: Path
+) -> None:
     try:
         client = program(name)
     except Missing as missing:

@@ -1,4 +1,4 @@
-"""Our end of HTTP/2 against the library h2 as a client, in pieces cut anywhere, and against peers that break rules."""
+"""Our end of HTTP/2 against the h2 library as a client, in pieces cut anywhere, and against peers that break rules."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def client(table: int = 4096) -> h2.connection.H2Connection:
 
 
 class Echo:
-    """A server on `Connection`: what comes of a stream goes back, then trailers."""
+    """A server on `Connection` that sends back the data of each stream, then trailers."""
 
     def __init__(self, connection: Connection) -> None:
         self.connection = connection
@@ -70,7 +70,7 @@ def cut(given: bytes, rng: random.Random) -> list[bytes]:
     return [given[start:end] for start, end in pairwise(places)]
 
 
-def test_what_a_greater_window_lets_go_is_sent_behind_the_word_that_the_window_is_known() -> None:
+def test_data_released_by_a_larger_window_follows_the_settings_ack() -> None:
     connection = ours()
     connection.receive(HELLO + frames.SETTINGS_ACK + headers(1, block()))
     connection.send(1, b"", b"x" * 70_000)
@@ -86,7 +86,7 @@ def test_what_a_greater_window_lets_go_is_sent_behind_the_word_that_the_window_i
     window=st.sampled_from([1, 100, 65_535, 1 << 20]),
     seed=st.integers(0, 1 << 32),
 )
-def test_a_client_of_another_library_gets_back_what_it_sent_whatever_its_windows_and_the_cuts(
+def test_a_client_of_another_library_gets_its_data_back_with_any_windows_and_cuts(
     bodies: list[int], window: int, seed: int
 ) -> None:
     if window < 100:
@@ -127,7 +127,7 @@ def test_a_client_of_another_library_gets_back_what_it_sent_whatever_its_windows
     assert echo.connection.fault is None
 
 
-def test_what_has_no_room_waits_and_others_go_first() -> None:
+def test_data_without_room_waits_and_other_streams_pass() -> None:
     connection = ours()
     connection.receive(HELLO + headers(1, block()) + headers(3, block()))
     connection.take()
@@ -144,7 +144,7 @@ def test_what_has_no_room_waits_and_others_go_first() -> None:
     assert sent(connection).endswith(grpc.WELL + frames.rst_stream(1, Code.NO_ERROR))
 
 
-def test_an_empty_piece_is_sent_where_a_window_became_less_than_none() -> None:
+def test_an_empty_piece_is_sent_despite_a_negative_window() -> None:
     connection = ours()
     connection.receive(HELLO + headers(1, block()))
     connection.send(1, grpc.BEGINNING, b"x" * frames.FIRST_WINDOW)
@@ -156,7 +156,7 @@ def test_an_empty_piece_is_sent_where_a_window_became_less_than_none() -> None:
     assert connection.fault is None
 
 
-def test_what_a_window_costs_does_not_grow_with_the_streams_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cost_of_a_window_update_does_not_grow_with_waiting_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     connection = ours()
     connection.receive(HELLO + frames.settings({frames.Setting.INITIAL_WINDOW_SIZE: 0}))
     for stream in range(1, 1001, 2):
@@ -180,7 +180,7 @@ def test_what_a_window_costs_does_not_grow_with_the_streams_that_wait(monkeypatc
     assert len(connection) == 0, "all have been sent"
 
 
-def test_windows_of_many_streams_count_for_more() -> None:
+def test_window_updates_of_many_streams_count_as_more_work() -> None:
     connection = ours(Limits(idle_frames=100))
     connection.receive(HELLO)
     for stream in range(1, 2001, 2):
@@ -191,7 +191,7 @@ def test_windows_of_many_streams_count_for_more() -> None:
     assert connection.fault.code is Code.ENHANCE_YOUR_CALM
 
 
-def test_a_stream_that_is_not_read_gets_no_more_room_and_the_connection_does() -> None:
+def test_an_unread_stream_gets_no_window_but_its_connection_does() -> None:
     limits = Limits(stream_window=40_000, connection_window=100_000)
     connection = ours(limits)
     connection.receive(HELLO + headers(1, block()) + headers(3, block()))
@@ -207,7 +207,7 @@ def test_a_stream_that_is_not_read_gets_no_more_room_and_the_connection_does() -
     assert len(connection) == 1
 
 
-def test_a_block_is_decoded_once_where_the_peer_keeps_no_table() -> None:
+def test_a_repeated_block_of_a_peer_without_a_table_is_decoded_once() -> None:
     known: OrderedDict[bytes, Fields] = OrderedDict()
     shrunk = b"\x20" + block()
     connection = ours(known=known)
@@ -283,7 +283,7 @@ CAUSED_BY_A_CLIENT = {
 
 
 @pytest.mark.parametrize("name", CAUSED_BY_A_CLIENT)
-def test_what_one_client_of_a_proxy_can_cause_does_not_end_the_connection_of_all(name: str) -> None:
+def test_errors_of_one_client_do_not_end_the_shared_connection(name: str) -> None:
     connection = ours(Limits(idle_frames=100, streams=2))
     connection.receive(SMALL)
     for stream in range(3, 1003, 2):
@@ -295,7 +295,7 @@ def test_what_one_client_of_a_proxy_can_cause_does_not_end_the_connection_of_all
     assert isinstance(event, Requested)
 
 
-def test_data_that_was_on_its_way_when_a_stream_was_ended_does_not_end_the_connection() -> None:
+def test_data_in_flight_for_an_ended_stream_does_not_end_the_connection() -> None:
     connection = ours(Limits(idle_frames=100))
     connection.receive(HELLO + headers(1, block()))
     connection.end(1, grpc.WELL)
@@ -304,7 +304,7 @@ def test_data_that_was_on_its_way_when_a_stream_was_ended_does_not_end_the_conne
     assert connection.fault is None
 
 
-def test_fields_that_are_too_long_are_read_over_in_any_pieces_and_their_stream_alone_ends() -> None:
+def test_too_long_fields_are_skipped_in_any_pieces_and_end_only_their_stream() -> None:
     connection = ours()
     connection.receive(SMALL)
     sent(connection)
@@ -315,7 +315,7 @@ def test_fields_that_are_too_long_are_read_over_in_any_pieces_and_their_stream_a
     assert isinstance(event, Requested)
 
 
-def test_frames_are_looked_at_in_slices_and_blocks_to_be_decoded_count_for_more() -> None:
+def test_frames_are_processed_in_slices_and_header_blocks_count_more() -> None:
     connection = ours()
     connection.receive(SMALL + headers(3, block()))
     known = b"".join(headers(i, block()) for i in range(5, 23, 2))
@@ -329,7 +329,7 @@ def test_frames_are_looked_at_in_slices_and_blocks_to_be_decoded_count_for_more(
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_peer_that_breaks_the_connections_rules_is_told_why_and_is_done(name: str) -> None:
+def test_a_peer_that_breaks_the_connections_rules_gets_a_reason_and_is_disconnected(name: str) -> None:
     given_bytes, code = BROKEN[name]
     connection = ours()
     connection.receive(given_bytes)
@@ -366,7 +366,7 @@ def test_a_malformed_request_ends_its_stream_alone(name: str) -> None:
     assert connection.fault is None
 
 
-def test_what_a_peer_sends_behind_its_own_reset_was_not_on_its_way() -> None:
+def test_data_after_a_peers_own_reset_is_an_error() -> None:
     connection = ours()
     connection.receive(HELLO + headers(1, block()) + headers(3, block()))
     connection.end(1, grpc.WELL)
@@ -381,7 +381,7 @@ def test_what_a_peer_sends_behind_its_own_reset_was_not_on_its_way() -> None:
     assert connection.fault.code is Code.STREAM_CLOSED
 
 
-def test_more_streams_than_there_may_be_are_refused_and_may_be_tried_again() -> None:
+def test_excess_streams_are_refused_and_may_be_retried() -> None:
     connection = ours(Limits(streams=2))
     events = connection.receive(HELLO + b"".join(headers(i, block()) for i in (1, 3, 5)))
     assert [type(event) for event in events] == [Requested, Requested]
@@ -391,7 +391,7 @@ def test_more_streams_than_there_may_be_are_refused_and_may_be_tried_again() -> 
     assert isinstance(event, Requested)
 
 
-def test_who_leaves_finishes_what_is_open_and_takes_nothing_new() -> None:
+def test_a_closing_connection_finishes_open_streams_and_takes_no_new_ones() -> None:
     connection = ours()
     connection.receive(HELLO + headers(1, block()))
     connection.take()
@@ -415,8 +415,8 @@ def test_who_leaves_finishes_what_is_open_and_takes_nothing_new() -> None:
     assert connection.fault is None
 
 
-def test_a_peer_that_says_goodbye_is_answered_whatever_else_it_asks() -> None:
-    """Its GOAWAY is of streams that a server would open."""
+def test_a_peer_that_sent_goaway_still_gets_answers() -> None:
+    """The GOAWAY is about streams that a server would open."""
     connection = ours()
     connection.receive(HELLO + headers(1, block()) + frames.goaway(0, Code.NO_ERROR))
     (event,) = connection.receive(headers(3, block()))
@@ -428,5 +428,5 @@ def test_a_peer_that_says_goodbye_is_answered_whatever_else_it_asks() -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(st.integers(0, 1 << 32))
-def test_whatever_comes_is_answered_or_ends_the_connection(seed: int) -> None:
+def test_any_bytes_are_answered_or_end_the_connection(seed: int) -> None:
     assert attack(seed, 60) > 0

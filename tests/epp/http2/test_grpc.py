@@ -1,4 +1,4 @@
-"""Messages of gRPC in any pieces, and how calls begin and end."""
+"""gRPC messages cut anywhere, and the beginning and end of calls."""
 
 from __future__ import annotations
 
@@ -19,9 +19,7 @@ MOST = 5000
     cuts=st.lists(st.integers(0, 9 * MOST), max_size=12),
     split_each=st.booleans(),
 )
-def test_messages_come_out_as_they_went_in_wherever_they_are_cut(
-    messages: list[bytes], cuts: list[int], split_each: bool
-) -> None:
+def test_messages_survive_any_cuts(messages: list[bytes], cuts: list[int], split_each: bool) -> None:
     whole = [grpc.prefix(len(message)) + message for message in messages]
     body = b"".join(whole)
     places = sorted({0, len(body), *(place for place in cuts if place < len(body))})
@@ -32,7 +30,7 @@ def test_messages_come_out_as_they_went_in_wherever_they_are_cut(
     assert reader.partial_bytes == 0
 
 
-def test_crumbs_are_put_together() -> None:
+def test_small_pieces_are_joined() -> None:
     reader = MessageReader(1 << 20)
     message = bytes(range(256)) * 80
     sent = grpc.prefix(len(message)) + message
@@ -42,7 +40,7 @@ def test_crumbs_are_put_together() -> None:
     assert reader.feed(sent[-2:] if len(sent) % 2 == 0 else sent[-1:]) == [message]
 
 
-def test_what_cannot_be_read_ends_the_call() -> None:
+def test_an_unreadable_message_ends_the_call() -> None:
     with pytest.raises(CallError) as error:
         MessageReader(MOST).feed(b"\x01\x00\x00\x00\x01x")
     assert error.value.status is Status.UNIMPLEMENTED
@@ -50,7 +48,7 @@ def test_what_cannot_be_read_ends_the_call() -> None:
 
 @pytest.mark.parametrize("cut", [1, 3, 9, 99])
 @pytest.mark.parametrize("size", [MOST + 1, 1 << 31])
-def test_a_message_that_is_too_large_is_told_behind_those_before_it_and_is_not_kept(size: int, cut: int) -> None:
+def test_a_too_large_message_is_reported_after_earlier_ones_and_not_kept(size: int, cut: int) -> None:
     reader, sent = MessageReader(MOST), grpc.prefix(1) + b"x" + grpc.prefix(size)
     assert [m for at in range(0, len(sent), cut) for m in reader.feed(sent[at : at + cut])] == [b"x", None]
     assert reader.feed(b"x" * MOST) == []
@@ -75,7 +73,7 @@ def test_the_fields_of_answers() -> None:
     assert long[1] == ("grpc-message", "x" * 1000)
 
 
-def test_what_is_a_call_and_how_long_its_client_waits() -> None:
+def test_calls_are_recognised_with_their_deadlines() -> None:
     fields = {":method": "POST", ":path": "/a.B/C", "content-type": "application/grpc+proto"}
     assert grpc.method_of(fields) == "/a.B/C"
     assert grpc.method_of(fields | {":method": "GET"}) is None

@@ -1,4 +1,4 @@
-"""The driver with real clients: grpcio's, and sockets that say nothing or never read."""
+"""The driver with real clients: grpcio's, and sockets that send nothing or never read."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BLOCK = frames.header_block([*FIELDS, (b"content-type", b"application/grpc"), (b
 
 
 class Echo:
-    """Implements `Call`: each message comes back; `turns` makes it give others a turn, `end` is the last one."""
+    """A `Call` that sends each message back; `turns` makes it yield to others, `end` is the last message."""
 
     open = 0
     lingers = False
@@ -85,7 +85,7 @@ def opened(stream: int) -> bytes:
 
 
 async def seen(reader: asyncio.StreamReader, last: bytes) -> bytes:
-    """What comes, until this."""
+    """Read until `last` has come; return all bytes."""
     came = b""
     while last not in came:
         more = await asyncio.wait_for(reader.read(65536), 30)
@@ -95,7 +95,7 @@ async def seen(reader: asyncio.StreamReader, last: bytes) -> bytes:
 
 
 async def answered(client: grpc.aio.Channel, message: bytes = b"x") -> grpc.aio.StreamStreamCall:
-    """A call whose first message has come back."""
+    """Return a call whose first message has come back."""
     call = client.stream_stream(METHOD)()
     await call.write(message)
     assert await call.read() == message
@@ -103,7 +103,7 @@ async def answered(client: grpc.aio.Channel, message: bytes = b"x") -> grpc.aio.
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    """Rounds of the loop until it does; the time limit of tests ends what never does."""
+    """Turn the loop until the condition holds; the test's time limit ends a wait that never would."""
     while not holds():  # noqa: ASYNC110
         await asyncio.sleep(0)
 
@@ -130,7 +130,7 @@ async def test_a_call_may_end_before_its_client_does() -> None:
         assert await call.code() == grpc.StatusCode.OK
 
 
-async def test_what_cannot_be_taken_ends_the_call_and_not_the_connection() -> None:
+async def test_an_unreadable_message_ends_the_call_and_not_the_connection() -> None:
     async with serving() as server, channel(server) as client:
         call = client.stream_stream(METHOD)()
         await call.write(b"wrong")
@@ -150,7 +150,7 @@ async def test_a_deadline_ends_the_call_here_too() -> None:
         await asyncio.wait_for(Echo.closed.wait(), 60)
 
 
-async def test_who_drains_finishes_open_calls_and_takes_no_more() -> None:
+async def test_a_draining_server_finishes_open_calls_and_takes_no_more() -> None:
     async with serving() as server, channel(server) as client:
         call = await answered(client)
         stopping = asyncio.create_task(server.stop(20))
@@ -164,7 +164,7 @@ async def test_who_drains_finishes_open_calls_and_takes_no_more() -> None:
 
 
 @pytest.mark.parametrize("greets", [False, True])
-async def test_a_peer_that_says_nothing_is_gone(monkeypatch: pytest.MonkeyPatch, greets: bool) -> None:
+async def test_a_silent_peer_is_disconnected(monkeypatch: pytest.MonkeyPatch, greets: bool) -> None:
     monkeypatch.setattr(http2_server, "KEEPALIVE_S", 0.05)
     async with serving() as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
@@ -180,7 +180,7 @@ async def test_a_peer_that_says_nothing_is_gone(monkeypatch: pytest.MonkeyPatch,
         assert not server.peers
 
 
-async def test_a_peer_that_never_reads_makes_us_keep_no_more_than_a_little() -> None:
+async def test_a_peer_that_never_reads_takes_little_memory() -> None:
     async with serving() as server, channel(server) as client:
         sock = socket.create_connection(("127.0.0.1", server.port))
         sock.sendall(HELLO + opened(1))
@@ -200,8 +200,8 @@ async def test_a_peer_that_never_reads_makes_us_keep_no_more_than_a_little() -> 
         sock.close()
 
 
-async def test_many_messages_of_one_read_leave_others_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http2_server, "_TURN_S", 0.0)  # one event, and the next who waits
+async def test_many_messages_in_one_read_let_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http2_server, "_TURN_S", 0.0)  # one event, then the next waiting connection
     monkeypatch.setattr(http2_server, "_FRAMES", 10)
     async with serving() as server:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
@@ -244,8 +244,8 @@ async def test_a_message_that_is_too_large_is_the_last_of_its_call() -> None:
         (await answered(client)).cancel()  # the connection goes on
 
 
-async def test_a_peer_that_reads_nothing_is_read_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each call that nobody serves is answered at once, whatever the peer's windows."""
+async def test_a_peer_that_reads_nothing_is_no_longer_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call to an unknown method is answered at once, whatever the peer's windows are."""
     monkeypatch.setattr(http2_server, "_UNREAD_BYTES", 100_000)
     async with serving() as server:
         sock = socket.create_connection(("127.0.0.1", server.port))
@@ -305,7 +305,7 @@ async def test_fields_that_are_bombs_cost_their_peer_more_than_us(name: str, cap
         assert all(len(record.getMessage()) < 300 for record in caplog.records)
 
 
-async def test_messages_that_are_never_whole_are_bounded_together() -> None:
+async def test_incomplete_messages_are_bounded_together() -> None:
     async with serving(held=100_000) as server, channel(server) as client:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
         part = b"\x00" + (20_000).to_bytes(4, "big") + b"x" * 10_000
@@ -339,7 +339,7 @@ async def test_open_streams_are_bounded_over_all_connections_together() -> None:
         await until(lambda: Echo.open == 12)
         assert server.streams == 12
         await connect()
-        assert Echo.open == server.streams == 20, "whoever goes leaves room"
+        assert Echo.open == server.streams == 20, "a closed stream leaves room"
     finally:
         for writer in writers:
             writer.close()

@@ -1,4 +1,4 @@
-"""What several tests of the picker's ways to engines begin with."""
+"""Fixtures for tests of the picker's connections to engines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests for LoRA adapters and with salts, and the events of their engines: both meet in one namespace."""
+"""Requests for LoRA adapters and with salts use the namespace of their engines' events."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_sglang_takes_the_adapter_from_the_model_before_lora_path() -> None:
     assert namespace(served, "base:sql", path="/generate") is None, "its native API knows no model"
 
 
-def test_what_extra_key_keeps_apart_meets_no_event_of_sglang() -> None:
+def test_requests_with_extra_key_match_no_event_of_sglang() -> None:
     served = registry(SGLANG)
     for body in ({}, {"cache_salt": "s"}, {"lora_path": "sql"}):
         keyed = namespace(served, "base", extra_key="k", **body)
@@ -103,7 +103,7 @@ def test_a_public_name_stands_for_the_adapter_that_the_engine_is_asked_for() -> 
     assert result.namespace == join_namespace("sql", None)
 
 
-def test_endpoints_of_a_pool_that_have_different_adapters_are_told_apart_by_name() -> None:
+def test_endpoints_with_different_adapters_are_distinguished_by_name() -> None:
     served = registry(VLLM)
     served.set_endpoint("f", "pool", ("base", "code"), None, adapters=Adapters("vllm", {"code": "code"}))
     assert namespace(served, "code") == join_namespace("code", None)
@@ -112,7 +112,7 @@ def test_endpoints_of_a_pool_that_have_different_adapters_are_told_apart_by_name
     assert isinstance(parsed(served, "code"), Refusal)
 
 
-def test_an_engine_that_calls_its_base_model_an_adapter_does_not_take_the_others_hits() -> None:
+def test_an_engine_that_lists_its_base_model_as_an_adapter_takes_no_hits_of_others() -> None:
     served = registry(VLLM)
     liar = Adapters("vllm", {"base": "base"})
     served.set_endpoint("liar", "pool", ("base", "x"), None, adapters=liar)
@@ -143,7 +143,7 @@ def test_a_name_is_an_adapter_where_most_endpoints_list_it_as_one(groups: list[t
     assert union(made).names == union(made[::-1]).names
 
 
-def test_what_endpoints_have_in_common_is_put_together_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_common_models_of_endpoints_are_merged_once(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[int] = []
 
     def counted(groups: Sequence[Alike]) -> Adapters:
@@ -241,7 +241,7 @@ async def test_there_is_no_engine_without_a_base_model(
 
 
 @pytest.mark.parametrize("parent", [None, "", "base", 7, ["x"], {}, "p" * 513])
-async def test_a_parent_that_is_no_other_models_name_makes_no_adapter(http: HttpClient, parent: object) -> None:
+async def test_a_model_with_an_unknown_parent_is_no_adapter(http: HttpClient, parent: object) -> None:
     async with engines(1) as (engine,):
         engine.documents["/v1/models"] = {"data": [{"id": "base", "parent": parent}]}
         info = await EngineClient(http, engine.address, "vllm").info()

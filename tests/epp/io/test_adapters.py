@@ -1,4 +1,4 @@
-"""Each engine's adapter on what its releases answer, and on what none of them would."""
+"""Each engine's adapter reads the answers of its releases, and survives any other answer."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def asked_for(engine: FakeEngine) -> set[str]:
 
 
 @pytest.mark.parametrize("name", ADAPTERS)
-def test_every_adapter_says_all_that_the_picker_wants_to_know(name: str) -> None:
+def test_every_adapter_answers_all_questions_of_the_picker(name: str) -> None:
     adapter = ADAPTERS[name]
     assert adapter.probes
     assert all(path.startswith("/") for path in adapter.probes)
@@ -73,7 +73,7 @@ def test_every_adapter_says_all_that_the_picker_wants_to_know(name: str) -> None
     assert 0 < adapter.probe_interval_s <= 5
 
 
-async def test_a_type_that_says_nothing_is_asked_what_it_is(http: HttpClient, engine: FakeEngine) -> None:
+async def test_an_endpoint_without_a_type_is_probed_for_it(http: HttpClient, engine: FakeEngine) -> None:
     assert adapter_of("vllm") is ADAPTERS["vllm"]
     assert adapter_of("custom") is adapter_of("") is None
     owned(engine, "vllm", kv_event_sources=VLLM_0_32)
@@ -101,19 +101,21 @@ async def test_an_engine_is_known_by_who_owns_its_models(http: HttpClient, engin
         ({}, "openai"),
     ],
 )
-async def test_and_else_by_what_only_it_has(http: HttpClient, engine: FakeEngine, about: Any, name: str) -> None:
+async def test_an_engine_without_an_owner_is_known_by_its_own_pages(
+    http: HttpClient, engine: FakeEngine, about: Any, name: str
+) -> None:
     engine.documents["/server_info"] = about
     assert (await recognise(EngineHttp(http, engine.address))).name == name
 
 
 @pytest.mark.parametrize("owner", [None, 7, ["vllm"], {"vllm": 1}, "", "acme"])
-async def test_an_unknown_owner_is_no_reason_to_refuse_it(http: HttpClient, engine: FakeEngine, owner: Any) -> None:
+async def test_an_engine_with_an_unknown_owner_is_accepted(http: HttpClient, engine: FakeEngine, owner: Any) -> None:
     engine.documents["/v1/models"] = {"data": [{"id": "tiny", "owned_by": owner}]}
     info = await EngineClient(http, engine.address).info()
     assert (info.engine, info.models) == ("openai", ("tiny",))
 
 
-async def test_of_an_engine_that_is_told_nothing_is_guessed(http: HttpClient, engine: FakeEngine) -> None:
+async def test_nothing_is_guessed_about_an_engine_of_a_given_type(http: HttpClient, engine: FakeEngine) -> None:
     owned(engine, "treeline", server_info={"tokenizer_fingerprint": "f", "kv_events": SGLANG_0_5_23["kv_events"]})
     info = await EngineClient(http, engine.address, "openai").info()
     assert (info.engine, info.sources) == ("openai", ())
@@ -132,7 +134,7 @@ async def test_a_vllm_with_a_key_is_known_and_followed(http: HttpClient, engine:
 
 
 @pytest.mark.parametrize("named", ["", "sglang"])
-async def test_an_sglang_with_a_key_is_followed_where_discovery_tells(
+async def test_an_sglang_with_a_key_is_followed_at_the_discovered_port(
     http: HttpClient, engine: FakeEngine, named: str
 ) -> None:
     engine.statuses |= dict.fromkeys(("/v1/models", "/server_info", "/version"), 401)
@@ -159,7 +161,7 @@ async def test_an_engine_with_a_key_is_ready(
 # vLLM
 
 
-async def test_vllm_0_32_says_where_each_rank_publishes(http: HttpClient, engine: FakeEngine) -> None:
+async def test_vllm_0_32_reports_the_publisher_of_each_rank(http: HttpClient, engine: FakeEngine) -> None:
     two = {**VLLM_0_32, "1": {**VLLM_0_32["0"], "endpoint": "tcp://*:5991", "replay_endpoint": None, "topic": ""}}
     owned(engine, "vllm", kv_event_sources=two)
     info = await EngineClient(http, engine.address, "vllm").info()
@@ -173,7 +175,7 @@ async def test_vllm_0_32_says_where_each_rank_publishes(http: HttpClient, engine
 
 
 @pytest.mark.parametrize("ranks", [{}, {"0": {"publisher": "null", "endpoint": "tcp://*:5557"}}])
-async def test_a_vllm_without_events_says_how_it_gets_some(
+async def test_a_vllm_without_events_gets_a_hint_to_enable_them(
     http: HttpClient, engine: FakeEngine, ranks: dict[str, Any]
 ) -> None:
     owned(engine, "vllm", kv_event_sources=ranks)
@@ -182,7 +184,7 @@ async def test_a_vllm_without_events_says_how_it_gets_some(
     assert "--kv-events-config" in info.no_events
 
 
-async def test_where_an_older_one_publishes_discovery_says(http: HttpClient, engine: FakeEngine) -> None:
+async def test_an_older_vllms_publisher_comes_from_discovery(http: HttpClient, engine: FakeEngine) -> None:
     owned(engine, "vllm")
     engine.missing.add("/kv_event_sources")
     info = await EngineClient(http, engine.address, "vllm").info()
@@ -217,7 +219,7 @@ async def test_where_an_older_one_publishes_discovery_says(http: HttpClient, eng
         (None, None, None),
     ],
 )
-async def test_vllm_is_followed_at_its_own_address_whatever_it_names(
+async def test_vllm_is_followed_at_its_own_address_even_if_it_names_another(
     http: HttpClient, engine: FakeEngine, endpoint: str | None, port: int | None, foreign: str | None
 ) -> None:
     owned(engine, "vllm", kv_event_sources={"0": {"endpoint": endpoint}})
@@ -238,7 +240,7 @@ async def test_sglang_counts_its_ranks_from_base_ports(http: HttpClient, engine:
     assert info.foreign_host is None
 
 
-async def test_an_older_sglang_is_followed_where_discovery_says(http: HttpClient, engine: FakeEngine) -> None:
+async def test_an_older_sglang_is_followed_at_the_discovered_port(http: HttpClient, engine: FakeEngine) -> None:
     owned(engine, "sglang", server_info={"version": "0.5.4"})
     client = EngineClient(http, engine.address, "sglang", KvPorts(6000, ranks=2))
     assert [source.events_port for source in (await client.info()).sources] == [6000, 6001]
@@ -300,7 +302,7 @@ async def test_hello_is_for_our_own_runtimes(http: HttpClient, engine: FakeEngin
         {str(rank): {} for rank in range(5000)},
     ],
 )
-async def test_an_answer_that_cannot_be_used_costs_the_events_and_not_the_engine(
+async def test_an_unusable_answer_loses_the_events_but_not_the_engine(
     http: HttpClient, engine: FakeEngine, ranks: Any
 ) -> None:
     owned(engine, "vllm", kv_event_sources=ranks)
@@ -314,7 +316,7 @@ async def test_an_answer_that_cannot_be_used_costs_the_events_and_not_the_engine
 
 
 @pytest.mark.parametrize(("status", "lasts"), [(401, True), (405, True), (429, False), (500, False), (503, False)])
-async def test_a_refusal_lasts_and_a_failure_is_asked_again(
+async def test_a_refusal_is_final_and_a_failure_is_retried(
     http: HttpClient, engine: FakeEngine, status: int, lasts: bool
 ) -> None:
     owned(engine, "vllm")
@@ -374,7 +376,7 @@ async def test_any_answer_is_used_or_refused(http: HttpClient, engine: FakeEngin
 
 
 @pytest.mark.parametrize(("owner", "state"), [("vllm", "down"), ("sglang", "draining"), ("treeline", "draining")])
-async def test_what_503_means_the_adapter_says(http: HttpClient, engine: FakeEngine, owner: str, state: str) -> None:
+async def test_the_adapter_interprets_503(http: HttpClient, engine: FakeEngine, owner: str, state: str) -> None:
     owned(engine, owner)
     engine.missing.add("/kv_event_sources")
     spec = EndpointSpec("e", engine.address)

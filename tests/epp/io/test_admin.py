@@ -43,7 +43,7 @@ async def test_pages_are_served(port: int) -> None:
 @pytest.mark.parametrize(
     "data", [b"\r\n\r\n", b"GET /\r\n\r\n", b"GET http://[ HTTP/1.1\r\n\r\n", b"x" * 20_000, b"\xff\xfe"]
 )
-async def test_what_is_not_http_neither_hangs_nor_kills_the_server(port: int, data: bytes) -> None:
+async def test_bytes_that_are_not_http_do_not_harm_the_server(port: int, data: bytes) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(data)
     writer.write_eof()
@@ -76,7 +76,7 @@ async def test_a_private_page_is_shown_to_loopback_and_refused_to_web_pages() ->
 
 
 @pytest.mark.parametrize("address", ["10.0.0.9", "::ffff:10.0.0.9", "fd00::9"])
-def test_what_comes_to_another_address_than_loopback_is_not_local_whatever_its_host(address: str) -> None:
+def test_requests_to_another_address_than_loopback_are_not_local_with_any_host(address: str) -> None:
     assert why_not_local([(b"Host", b"127.0.0.1:9004")], address) == f"the request came to {address}"
     assert why_not_local([(b"Host", b"127.0.0.1:9004")], "::ffff:127.0.0.1") is None
 

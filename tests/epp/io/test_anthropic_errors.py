@@ -1,5 +1,4 @@
-"""What picker and Envoy tell clients of `/v1/messages` who get no endpoint: in Anthropic's words, as its client reads
-it."""
+"""Clients of `/v1/messages` that get no endpoint receive Anthropic's error format from picker and Envoy."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ SAID: dict[str, Any] = {"max_tokens": 5, "messages": [{"role": "user", "content"
         ("", False),
     ],
 )
-def test_whose_errors_a_path_has(path: str, theirs: bool) -> None:
+def test_errors_have_the_format_of_their_paths_api(path: str, theirs: bool) -> None:
     assert is_anthropics(path) is theirs
 
 
@@ -51,7 +50,7 @@ def test_whose_errors_a_path_has(path: str, theirs: bool) -> None:
     ],
     ids=str,
 )
-def test_a_refusal_is_told_in_the_words_of_who_asked(refusal: Refusal, kind: str) -> None:
+def test_a_refusal_has_the_format_of_the_clients_api(refusal: Refusal, kind: str) -> None:
     told = {}
     for path in ("/v1/messages?beta=true", "/v1/completions"):
         state = ExtProcState(BodyMode.BUFFERED, BodyMode.NONE, body_limit=10)
@@ -66,7 +65,7 @@ def test_a_refusal_is_told_in_the_words_of_who_asked(refusal: Refusal, kind: str
     assert ours["error"]["code"] == refusal.code
 
 
-def test_a_refusal_before_anything_was_asked_has_openais_shape() -> None:
+def test_a_refusal_before_the_path_is_known_has_openais_format() -> None:
     (reply,) = ExtProcState(body_limit=10).refuse(refusals.internal_error())
     assert isinstance(reply, Immediate)
     assert json.loads(reply.body)["error"]["code"] == "internal_error"
@@ -74,7 +73,7 @@ def test_a_refusal_before_anything_was_asked_has_openais_shape() -> None:
 
 @pytest.mark.integration
 @pytest.mark.deep
-async def test_anthropics_client_reads_what_the_picker_says(tmp_path: Path) -> None:
+async def test_anthropics_client_reads_the_pickers_errors(tmp_path: Path) -> None:
     import anthropic  # takes seconds
 
     async with (

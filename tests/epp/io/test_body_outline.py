@@ -1,4 +1,4 @@
-"""The outline of a body and the edits made by it, against decoders: whatever the bytes are."""
+"""The outline of a body and edits by it, against decoders, for any bytes."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_body_is_sliced_and_edited_like_its_bytes(parts: list[bytes], data: st
     assert body.joined() == plain
 
 
-def test_pieces_are_chunks_that_a_proxy_takes_however_they_came() -> None:
+def test_pieces_are_chunks_of_the_size_that_a_proxy_takes() -> None:
     body = Body()
     for size in (1, 3 * CHUNK_BYTES + 5, 2, 2, CHUNK_BYTES - 1, 7):
         body.add(b"x" * size)
@@ -109,8 +109,8 @@ PIECES = st.sampled_from(
 
 @settings(max_examples=400)
 @given(st.lists(PIECES, max_size=14))
-def test_whoever_can_read_an_edited_body_reads_what_it_was_made_to_say(pieces: list[bytes]) -> None:
-    """Whatever the body was, and whichever of two members a decoder takes: it is ours."""
+def test_every_decoder_of_an_edited_body_reads_the_new_values(pieces: list[bytes]) -> None:
+    """Any decoder reads our value from any edited body, whichever of two equal members it takes."""
     plain = b"".join(pieces)
     for text in (plain, b"{" + plain + b"}", b"{," + plain + b"}"):
         body, outline = Body([text]), Outline()
@@ -129,7 +129,7 @@ def test_whoever_can_read_an_edited_body_reads_what_it_was_made_to_say(pieces: l
         try:
             json.loads(edited, object_pairs_hook=keep)
         except ValueError:
-            continue  # whoever gets it refuses it
+            continue  # every receiver refuses it
         assert {value for name, value in pairs if name == "cache_salt"} == {"ours"}
         assert {value for name, value in pairs if name == "extra_key"} <= {None}
 

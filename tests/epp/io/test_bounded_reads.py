@@ -21,7 +21,7 @@ OK = b"HTTP/1.1 200 OK\r\n"
 CHUNKED = OK + b"transfer-encoding: chunked\r\n\r\n"
 PAGE = b'vllm:num_requests_running{engine="0"} 3.0\nvllm:num_requests_waiting{engine="0"} 2.0\n'
 LATE_S = 60.0
-"""Beyond any test: what ends before was ended by a bound."""
+"""Longer than any test: a read that ends before was ended by a bound."""
 
 
 def each_byte(data: bytes) -> Iterator[bytes]:
@@ -40,7 +40,7 @@ ENDLESS: dict[str, Callable[[], Iterable[bytes]]] = {
 
 @contextlib.asynccontextmanager
 async def engine(says: Callable[[], Iterable[bytes]]) -> AsyncIterator[tuple[str, list[int]]]:
-    """Its address, and how many bytes it got rid of. It sends each piece by itself."""
+    """Run an engine that sends each piece by itself. Yields its address and the number of bytes sent."""
     sent = [0]
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -62,7 +62,7 @@ async def engine(says: Callable[[], Iterable[bytes]]) -> AsyncIterator[tuple[str
 
 
 @pytest.mark.parametrize("shape", ENDLESS)
-async def test_a_probe_that_is_answered_without_end_is_given_up_long_before_its_time(shape: str) -> None:
+async def test_a_probe_with_an_endless_answer_is_given_up_early(shape: str) -> None:
     async with engine(ENDLESS[shape]) as (address, sent):
         http = EngineHttp(HttpClient(), address)
         with pytest.raises((HttpError, EngineError)) as raised:
@@ -73,9 +73,7 @@ async def test_a_probe_that_is_answered_without_end_is_given_up_long_before_its_
 
 
 @pytest.mark.parametrize("shape", ENDLESS)
-async def test_metrics_that_come_without_end_are_given_up_long_before_their_time(
-    shape: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_endless_metrics_are_given_up_early(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("treeline_epp.endpoints.scraper.TIMEOUT_S", LATE_S)
     monkeypatch.setattr("treeline_epp.endpoints.scraper.INTERVAL_S", 0.0)
     async with engine(ENDLESS[shape]) as (address, sent):
@@ -91,7 +89,7 @@ async def test_metrics_that_come_without_end_are_given_up_long_before_their_time
         await scraping.close()
 
 
-async def test_an_answer_in_a_few_pieces_after_a_hint_is_read_and_so_is_the_next_on_its_connection() -> None:
+async def test_an_answer_in_pieces_after_an_interim_one_is_read_and_so_is_the_next() -> None:
     head = b"content-length: %d\r\n\r\n" % len(PAGE)
     pieces = [INTERIM, *each_byte(OK), head, *[PAGE[at : at + 2] for at in range(0, len(PAGE), 2)]]
     async with engine(lambda: pieces) as (address, _):

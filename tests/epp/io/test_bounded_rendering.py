@@ -1,4 +1,4 @@
-"""Templates whose time grows with the square of the messages do not hold the picker up, and chats keep a key."""
+"""Templates that take quadratic time in the messages do not block the picker, and chats still get a key."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ AHEAD = (
     "{% endif %}"
     "{% endfor %};{% endif %}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
 )
-"""Each message looks ahead over all that follow for its results."""
+"""Each message searches all following ones for its results."""
 
 
 def body(rounds: int, questions: int = 1) -> dict[str, Any]:
@@ -91,7 +91,7 @@ def test_a_quadratic_template_holds_the_loop_for_milliseconds_and_gives_a_key(so
 
 
 @pytest.mark.parametrize("source", [QUADRATIC, AHEAD], ids=["looks up", "looks ahead"])
-def test_beginnings_are_beginnings_whatever_fits(source: str) -> None:
+def test_keys_of_truncated_chats_are_beginnings_of_the_whole_key(source: str) -> None:
     served = registry(source)
     keyer = served.keyer_of("default")
     assert keyer is not None
@@ -108,7 +108,7 @@ def test_beginnings_are_beginnings_whatever_fits(source: str) -> None:
             assert len(key_of(asked, served) or b"") >= len(key)
 
 
-def test_what_an_assistant_thought_before_the_last_question_is_in_no_key() -> None:
+def test_reasoning_before_the_last_question_is_in_no_key() -> None:
     source = (
         "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}"
         "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}{% for m in messages %}{{ m.role }}:"
@@ -155,7 +155,7 @@ def test_how_many_messages_fit_is_learnt_and_forgotten() -> None:
     assert seen == [12, 18, 27, 40, 60, 90, 135, 202, MAX_MESSAGES, MAX_MESSAGES]
 
 
-def test_what_takes_long_in_one_clients_chats_says_nothing_of_anothers() -> None:
+def test_slow_chats_of_one_client_do_not_shorten_anothers_keys() -> None:
     served = registry(
         "{% for m in messages %}{{ m.role }}: {{ m.content }};{% if m.content == 'slow' %}"
         "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}{% endif %}{% endfor %}"
@@ -175,7 +175,7 @@ def test_what_takes_long_in_one_clients_chats_says_nothing_of_anothers() -> None
     assert key_of(other, served) == mine
 
 
-def test_of_how_many_chats_it_is_remembered_is_bounded() -> None:
+def test_the_number_of_remembered_chats_is_bounded() -> None:
     bounds = Bounds()
     chats: list[list[Any]] = [[{"role": "user", "content": f"c{i}"}] for i in range(2000)]
     chats += [[{"content": [{"text": "t"}]}], [{"content": [1, {}]}], ["?"], []]
@@ -186,7 +186,7 @@ def test_of_how_many_chats_it_is_remembered_is_bounded() -> None:
     assert bounds.of(chats[0]) == MAX_MESSAGES
 
 
-def test_few_messages_that_take_long_keep_the_key_of_fewer() -> None:
+def test_slow_messages_leave_a_key_of_fewer_messages() -> None:
     source = (
         "{% for m in messages %}{{ m.role }}: {{ m.content }};{% if loop.index > 4 %}"
         "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}{% endif %}{% endfor %}"
@@ -195,7 +195,7 @@ def test_few_messages_that_take_long_keep_the_key_of_fewer() -> None:
     assert key_of(asked, registry(source)) == b"user: q0;user: q1"
 
 
-def test_a_rendering_that_takes_much_of_its_time_is_given_no_more() -> None:
+def test_a_slow_rendering_gets_no_larger_chats() -> None:
     ticks = iter(range(100))
     renderer = BoundedRenderer(ChatTemplate("{{ messages | length }}", special_tokens={}), lambda: next(ticks) * 0.002)
     long = body(400)

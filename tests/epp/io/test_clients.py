@@ -1,4 +1,4 @@
-"""How much each client may have at the picker."""
+"""The picker's bounds for each client."""
 
 from __future__ import annotations
 

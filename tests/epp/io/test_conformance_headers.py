@@ -1,4 +1,4 @@
-"""The headers of the Gateways' conformance tests: the endpoint by the client's word, and told back to it."""
+"""The headers of the Gateways' conformance tests: the client names the endpoint, and the answer names it, too."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_without_the_flag_neither_header_means_anything() -> None:
 @pytest.mark.parametrize(
     ("served", "told"), [(B, B.encode()), (None, b"fail: missing destination endpoint served metadata")]
 )
-def test_the_served_endpoint_is_told_and_what_is_ours_still_removed(served: str | None, told: bytes) -> None:
+def test_the_served_endpoint_is_reported_and_our_headers_are_removed(served: str | None, told: bytes) -> None:
     session = stream(flag=True)
     ask(session, B)
     assert respond(session, served) == ({names.CONFORMANCE_SERVED: told}, {names.CACHED_TOKENS, names.PROMPT_TOKENS})

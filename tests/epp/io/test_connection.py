@@ -29,7 +29,7 @@ from treeline_wire.security import CurveKeys
 
 
 class Script:
-    """In the place of a subscription: writes down what it is told."""
+    """A scripted subscription that records its events."""
 
     pod = "p"
     busy = False
@@ -102,7 +102,7 @@ async def publisher(**settings: Any) -> AsyncIterator[FakePublisher]:
         made.stop()
 
 
-async def test_it_says_hello_and_hears_everything_in_order() -> None:
+async def test_a_connection_sends_hello_and_receives_everything_in_order() -> None:
     async with publisher(epoch=7) as fake, subscribed(fake.source) as script:
         await fake.subscribed()
         await until(lambda: len(script.replies) >= 4, "hello and snapshot were answered", state=lambda: script.replies)
@@ -116,7 +116,7 @@ async def test_it_says_hello_and_hears_everything_in_order() -> None:
         assert (script.connected, script.disconnected) == (1, 0)
 
 
-async def test_a_batch_that_cannot_be_read_is_told_with_its_number_and_counted() -> None:
+async def test_an_unreadable_batch_is_reported_by_number_and_counted() -> None:
     async with publisher() as fake, subscribed(fake.source) as script:
         await fake.subscribed()
         await until(lambda: script.connected, "connected")
@@ -128,7 +128,7 @@ async def test_a_batch_that_cannot_be_read_is_told_with_its_number_and_counted()
         await until(lambda: "ReplayRequest" in fake.asked, "the action was sent")
 
 
-async def test_a_publisher_that_sends_too_many_bytes_at_once_is_disconnected_and_it_is_said(
+async def test_a_publisher_that_sends_too_many_bytes_is_disconnected_with_a_log_line(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with publisher() as fake, subscribed(fake.source) as script:
@@ -146,8 +146,8 @@ async def test_a_publisher_that_sends_too_many_bytes_at_once_is_disconnected_and
 
 
 @pytest.mark.parametrize("what", sorted(MOST_BYTES))
-async def test_what_waits_in_a_socket_is_bounded_in_bytes(what: str) -> None:
-    """The picker reads nothing: soon the publisher cannot send any more, and nothing grows."""
+async def test_bytes_waiting_in_a_socket_are_bounded(what: str) -> None:
+    """The picker reads nothing: soon the publisher can send no more, and memory stays constant."""
     message = bytes(MOST_BYTES[what])
     most = 16 + (128 << 20) // len(message)  # what the kernel keeps
     context, theirs = zmq.asyncio.Context(), zmq.Context()
@@ -167,7 +167,7 @@ async def test_what_waits_in_a_socket_is_bounded_in_bytes(what: str) -> None:
             await sockets._sockets[what].send(b"ask")
 
         def send_until_full() -> int:
-            first = ends[what].recv_multipart()  # of a publisher that somebody subscribes to it
+            first = ends[what].recv_multipart()  # the message of a subscription
             head = first[:1] if what == "replay" else []
             for sent in range(most + 20):
                 try:
@@ -184,7 +184,7 @@ async def test_what_waits_in_a_socket_is_bounded_in_bytes(what: str) -> None:
         theirs.destroy(linger=0)
 
 
-async def test_load_reports_come_in_our_form_where_there_is_one() -> None:
+async def test_load_reports_are_read_in_our_form_if_available() -> None:
     async with publisher() as fake, subscribed(fake.source) as script:
         await fake.load_subscribed()
         await fake.report(LOAD_TOPIC, LoadStat(num_running=1))
@@ -220,7 +220,7 @@ async def test_a_missing_socket_delays_a_session_by_a_second_only() -> None:
             await until(lambda: script.connected, "a session without its replay socket")
 
 
-async def test_with_keys_only_holders_of_the_pair_are_heard(tmp_path: Path) -> None:
+async def test_with_keys_only_publishers_with_the_pair_are_heard(tmp_path: Path) -> None:
     keys, others = CurveKeys.generate(tmp_path / "ours"), CurveKeys.generate(tmp_path / "theirs")
     async with publisher(curve=keys) as fake:
         async with subscribed(fake.source, keys) as script:
@@ -265,7 +265,7 @@ class Texts:
 @pytest.mark.parametrize(
     "one_event", [True, pytest.param(False, marks=pytest.mark.deep)], ids=["one event", "an event each"]
 )
-async def test_many_removals_at_once_hold_up_nobody_and_what_follows_comes_after(one_event: bool) -> None:
+async def test_many_removals_delay_no_other_task_and_keep_their_order(one_event: bool) -> None:
     count, rng = 30_000, random.Random(0)
     hashes = [rng.getrandbits(63) for _ in range(count)]
     tokens = [rng.randrange(1 << 16) for _ in range(count)]

@@ -1,4 +1,4 @@
-"""The console: what it shows, to whom, and what it keeps to itself."""
+"""The console: its data, its access rules, and what it does not show."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def fetch(running: RunningPicker, query: str = "", headers: Mapping[str, s
         return await http.get(url, headers=headers)
 
 
-async def test_decisions_are_told_with_their_reasons_and_prompts_only_if_the_flag_allows() -> None:
+async def test_decisions_are_shown_with_reasons_and_prompts_only_if_the_flag_allows() -> None:
     async with picker() as (running, _):
         assert (await fetch(running)).json()["decisions"] == {"count": 0, "shown": []}
         for turn in range(3):
@@ -77,7 +77,7 @@ async def test_decisions_are_told_with_their_reasons_and_prompts_only_if_the_fla
             assert (await fetch(running, wrong)).status_code == 400
 
 
-async def test_prompts_are_told_where_the_flag_allows_and_somebody_asks() -> None:
+async def test_prompts_are_shown_if_the_flag_allows_and_the_client_asks() -> None:
     async with picker("--show-prompts") as (running, _):
         long = BEGINNING + "and so on " * 2000 + SECRET
         for prompt in (long, long, "é" * 3000):
@@ -91,7 +91,7 @@ async def test_prompts_are_told_where_the_flag_allows_and_somebody_asks() -> Non
         assert BEGINNING[:100] in shown["prefixes"][0]["prefixes"][0]["text"]
 
 
-def test_what_clients_choose_is_kept_only_up_to_a_length() -> None:
+def test_texts_of_clients_are_kept_up_to_a_length() -> None:
     spec = EndpointSpec("e0", "127.0.0.1:1")
     picker = Picker()
     picker.add_endpoint(spec)
@@ -112,7 +112,7 @@ def test_what_clients_choose_is_kept_only_up_to_a_length() -> None:
     assert [kept.number for kept in log.since(0, 3)] == [log.count, log.count - 1, log.count - 2]
 
 
-async def test_endpoints_are_told_with_their_load() -> None:
+async def test_endpoints_are_shown_with_their_load() -> None:
     async with picker() as (running, fake):
         shown = (await fetch(running)).json()["endpoints"]
         assert shown["count"] == 2
@@ -148,7 +148,7 @@ async def test_data_is_for_the_pages_own_script_and_clients_on_this_machine() ->
             assert (await fetch(running, headers=headers)).status_code == 403, headers
 
 
-async def test_a_gateway_may_lead_anybody_to_the_files_and_to_nothing_else() -> None:
+async def test_a_gateway_exposes_only_the_consoles_files() -> None:
     async with picker() as (running, _), client(timeout=60) as http:
         through = {names.EDGE: "true", "Host": "models.example", "Sec-Fetch-Site": "same-origin"}
         at = f"http://127.0.0.1:{running.options.admin_port}"
@@ -233,7 +233,7 @@ async def test_many_who_ask_at_once_are_answered_or_asked_to_come_again_and_prob
         assert refused.headers["retry-after"] == "1"
 
 
-async def test_without_the_debug_pages_there_is_the_console_alone() -> None:
+async def test_without_the_debug_pages_only_the_console_is_served() -> None:
     async with engines(1) as fakes:
         endpoint = f"{fakes[0].name}={fakes[0].address}"
         async with running_picker("--endpoint", endpoint, "--console", debug=False) as running:
@@ -263,7 +263,7 @@ async def test_the_page_may_load_nothing_from_elsewhere_and_be_in_no_frame() -> 
             assert not elsewhere.search(file.read_text()), file.name
 
 
-async def test_what_requests_came_to_is_kept_by_the_second_and_endpoint() -> None:
+async def test_results_of_requests_are_kept_by_second_and_endpoint() -> None:
     now = 1000.5
     series = Series(wall=lambda: now)
     for _ in range(MOST_TTFTS + 4):
@@ -311,7 +311,7 @@ def exchange(
     prompt: int | None = None,
     cached: int | None = None,
 ) -> Exchange:
-    """One that has ended."""
+    """Return an exchange that has ended."""
     made = Exchange("r", "/v1/completions", None, "", 0, False, False, started_at=1.0)
     if endpoint is not None:
         picker = Picker()
@@ -331,7 +331,7 @@ def console_of(running: RunningPicker, view: str) -> str:
 
 @pytest.mark.integration
 @pytest.mark.deep
-async def test_in_a_browser_decisions_come_live_and_what_others_say_is_only_text(tmp_path: Path) -> None:
+async def test_in_a_browser_decisions_appear_live_and_foreign_text_is_escaped(tmp_path: Path) -> None:
     async with picker("--show-prompts", models=("tiny", HOSTILE)) as (running, _), browser_tab(tmp_path) as tab:
         await tab.go(console_of(running, "load"))
         await tab.until("document.querySelectorAll('#endpoints tr').length === 2")
@@ -404,7 +404,7 @@ async def test_in_a_browser_search_finds_requests_models_and_prompts_and_a_link_
 
 @pytest.mark.integration
 @pytest.mark.deep
-async def test_in_a_browser_a_picker_that_was_restarted_is_followed(tmp_path: Path) -> None:
+async def test_in_a_browser_a_restarted_picker_is_followed(tmp_path: Path) -> None:
     async with engines(1) as fakes, browser_tab(tmp_path) as tab:
         (port,) = free_ports(1)
         words = ("--endpoint", f"{fakes[0].name}={fakes[0].address}", "--admin-port", str(port))
@@ -423,7 +423,7 @@ async def test_in_a_browser_a_picker_that_was_restarted_is_followed(tmp_path: Pa
 
 @pytest.mark.integration
 @pytest.mark.deep
-async def test_in_a_browser_prompts_cannot_be_asked_for_without_the_flag_and_other_pages_learn_nothing(
+async def test_in_a_browser_prompts_need_the_flag_and_other_pages_learn_nothing(
     tmp_path: Path,
 ) -> None:
     async with picker() as (running, _), browser_tab(tmp_path) as tab:
@@ -439,7 +439,7 @@ async def test_in_a_browser_prompts_cannot_be_asked_for_without_the_flag_and_oth
             assert await tab.run("document.querySelector('#texts').disabled")
             assert "--show-prompts" in await tab.text("#texts-why")
             assert tab.troubles == PLAYGROUND_ALONE
-            # A script that got into the page could tell nobody what it sees, and load nothing.
+            # An injected script could send nothing to others, and load nothing.
             assert await tab.run(f"fetch({elsewhere!r}, {{mode: 'no-cors'}}).then(() => 'sent', () => 'refused')") == (
                 "refused"
             )

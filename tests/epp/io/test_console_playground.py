@@ -1,4 +1,4 @@
-"""The console's playground in a real browser, before a gateway that answers what the test says."""
+"""The console's playground in a real browser, with a scripted gateway."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ USAGE = {"prompt_tokens": 100, "completion_tokens": 3, "prompt_tokens_details": 
 
 @dataclass
 class Gateway:
-    """What it was asked, and the answers that it will give, each a list of `choices[0].delta` and of the last event's
-    members. `hold` keeps an answer back after its first event, until it is
-    `cut` off; `left` tells that its client went away."""
+    """A scripted gateway. `asked` are its requests; each of `answers` is a list of `choices[0].delta` and of the last
+    event's members. `hold` delays an answer after its first event until `cut` is set; `left` is set when the client
+    goes away."""
 
     models: tuple[str, ...] = ("tiny",)
     key: str = ""
@@ -128,14 +128,14 @@ async def fill(tab: Tab, name: str, text: str) -> None:
 
 
 async def send(tab: Tab, text: str, answers: int) -> None:
-    """Type it, press Enter, and wait until there are so many answers."""
+    """Type a question, press Enter, and wait until there are `count` answers."""
     await tab.run("document.querySelector('#message').focus()")
     await tab.type(text)
     await tab.press("Enter")
     await tab.until(f"document.querySelectorAll('#turns .figures a').length === {answers}")
 
 
-async def test_answers_models_tools_and_errors_of_others_are_only_text(tmp_path: Path) -> None:
+async def test_foreign_answers_models_tools_and_errors_are_shown_as_text(tmp_path: Path) -> None:
     call = {"index": 0, "id": "c1", "function": {"name": HOSTILE, "arguments": json.dumps({"at": HOSTILE})}}
     said = [{"reasoning_content": f"Hm {HOSTILE}"}, {"content": f"Grüße 👋 {HOSTILE}"}, {"tool_calls": [call]}]
     gateway = Gateway(models=(HOSTILE,), answers=[said])
@@ -154,7 +154,7 @@ async def test_answers_models_tools_and_errors_of_others_are_only_text(tmp_path:
         assert await tab.run("window.hacked") is None
 
 
-async def test_settings_are_sent_and_what_is_wrong_in_them_is_named_before_anything_is_sent(tmp_path: Path) -> None:
+async def test_settings_are_sent_and_errors_in_them_are_named_before(tmp_path: Path) -> None:
     gateway = Gateway(answers=[[{"content": '{"city": "Rome"}'}]])
     async with playground(tmp_path, gateway) as tab:
         await listed(tab)
@@ -324,7 +324,7 @@ async def test_on_a_narrow_screen_nothing_is_cut_off_and_colours_follow_the_syst
         assert (back < 100 < front) == (scheme == "dark")
 
 
-async def test_a_gateway_that_has_gone_is_named_and_the_question_can_be_asked_again(tmp_path: Path) -> None:
+async def test_an_unreachable_gateway_is_named_and_the_question_can_be_repeated(tmp_path: Path) -> None:
     gateway = Gateway(answers=[[{"content": "Half"}]], hold=True)
     async with playground(tmp_path, gateway) as tab:
         await listed(tab)
@@ -399,7 +399,7 @@ async def test_a_page_that_is_refused_asks_no_more_says_why_and_tries_again_when
         await tab.until("performance.getEntriesByType('resource').filter(one => one.name.includes('data?')).length > 4")
 
 
-async def test_charts_add_up_what_the_picker_tells_by_replica_and_all_together(tmp_path: Path) -> None:
+async def test_charts_add_up_the_pickers_counts_by_replica_and_in_total(tmp_path: Path) -> None:
     cells = [
         [999, "a", 2, 1, 10, 5, [0.1]],
         [998, "a", 1, 0, 4, 0, []],

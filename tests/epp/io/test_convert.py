@@ -1,4 +1,4 @@
-"""Messages as bytes: what is read and written past protobuf's objects is what protobuf reads and writes."""
+"""Messages as bytes: our reader and writer, which avoid protobuf's objects, agree with protobuf."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ WIRE = READER._wire
 
 
 def as_read(data: bytes) -> Message | str:
-    """Read twice, since what was read once may be remembered."""
+    """Read a message twice, since the reader may remember the first reading."""
     try:
         first, again = comparable(READER.read(data)), comparable(READER.read(data))
         assert again == first
@@ -69,7 +69,7 @@ def comparable(message: Message) -> Message:
 
 
 def envoys_messages() -> dict[str, pb.ProcessingRequest]:
-    """One of each kind, as Envoy writes them."""
+    """Draw one message of each kind, as Envoy writes them."""
     head = header_list(pb.ProcessingRequest(), "request_headers", ENVOY_HEADERS)
     head.protocol_config.request_body_mode = 2
     hint = head.metadata_context.filter_metadata[names.LB_SUBSET].fields[names.SUBSET].list_value
@@ -93,14 +93,14 @@ def envoys_messages() -> dict[str, pb.ProcessingRequest]:
 
 
 @pytest.mark.parametrize("name", envoys_messages())
-def test_what_envoy_writes_is_read_without_protobuf_and_alike(name: str) -> None:
+def test_envoys_messages_are_read_without_protobuf_and_equally(name: str) -> None:
     data = envoys_messages()[name].SerializeToString()
     quick = WIRE.read(data)
     assert quick is not None
     assert comparable(quick) == as_protobuf_reads(data)
 
 
-def test_values_are_those_that_were_sent() -> None:
+def test_header_values_are_read_as_sent() -> None:
     messages = {name: READER.read(request.SerializeToString()) for name, request in envoys_messages().items()}
     head = messages["request headers"]
     assert head.headers[":path"] == "/v1/chat/completions"
@@ -113,7 +113,7 @@ def test_values_are_those_that_were_sent() -> None:
     assert [name for name, message in messages.items() if message.observed] == ["observed chunk"]
 
 
-def test_what_is_remembered_of_header_lists_is_bounded_and_holds_no_keys() -> None:
+def test_remembered_header_lists_are_bounded_and_hold_no_keys() -> None:
     for number in range(wire_reader._REMEMBERED_ENTRIES + 10):
         pairs = [("authorization", f"Bearer {number}"), ("x-forwarded-for", f"10.0.0.{number}"), ("x" * 99, "y" * 99)]
         message = READER.read(header_list(pb.ProcessingRequest(), "request_headers", pairs).SerializeToString())
@@ -138,7 +138,7 @@ BODIES = st.builds(
 
 @st.composite
 def one_field(draw: st.DrawFn) -> bytes:
-    """A serialized `ProcessingRequest` with one field, or bytes that stand where one could."""
+    """Draw a serialized `ProcessingRequest` with one field, or other bytes in its place."""
     request = pb.ProcessingRequest()
     match draw(st.integers(0, 9)):
         case 0 | 1:
@@ -203,7 +203,7 @@ def test_huge_and_padded_lengths_are_read_as_protobuf_reads_them(length: bytes) 
 
 
 def nested(depth: int) -> bytes:
-    """Metadata with lists within lists."""
+    """Return metadata with lists within lists."""
     value = field(3, b"x")
     for _ in range(depth):
         value = field(6, field(1, value))
@@ -226,18 +226,18 @@ BODY = field(4, field(1, b"{}"))
     ],
     ids=["no-utf8", "cut", "endless-number", "field-0", "open-group", "deep", "very-deep"],
 )
-def test_what_is_no_message_is_refused(data: bytes) -> None:
-    """That both readers agree says nothing where both are lenient."""
+def test_bytes_that_are_no_message_are_refused(data: bytes) -> None:
+    """Agreement of the two readers proves nothing where both are lenient."""
     with pytest.raises(DecodeError):
         READER.read(data)
 
 
-def test_a_field_of_another_type_is_one_that_is_not_known() -> None:
+def test_a_field_of_another_type_is_treated_as_unknown() -> None:
     assert READER.read(b"\x10\x01" + BODY) == READER.read(BODY)
 
 
 def test_every_header_that_the_picker_asks_for_is_converted() -> None:
-    """Whoever looks at a header that is not in the list would never see it."""
+    """Code that looks at a header outside the list would never see it."""
     asked: set[str] = set()
     for folder in ("extproc", "requests"):
         for path in Path(f"epp/src/treeline_epp/{folder}").glob("*.py"):
@@ -253,14 +253,15 @@ def test_every_header_that_the_picker_asks_for_is_converted() -> None:
 
 
 def _names(node: ast.expr) -> set[str]:
-    """The name of a header in source code: a text, or one of `treeline_wire.headers`. A variable is not known."""
+    """Return the name of a header in source code: a text, or a name of `treeline_wire.headers`. A variable is
+    unknown."""
     if isinstance(node, ast.Constant):
         return {str(node.value)}
     return {str(getattr(names, node.attr))} if isinstance(node, ast.Attribute) else set()
 
 
 def built(reply: Reply) -> bytes:
-    """The same answer by protobuf's classes."""
+    """Return the same answer by protobuf's classes."""
     response = pb.ProcessingResponse()
     if reply.destination is not None:
         chosen = response.dynamic_metadata.fields[names.LB].struct_value
@@ -312,7 +313,7 @@ def test_chunks_have_the_bytes_that_protobuf_writes_around_them(kind: Kind) -> N
                 assert to_response(reply) == built(reply)
 
 
-def test_headers_for_the_picker_alone_are_taken_out_where_that_is_asked() -> None:
+def test_headers_for_the_picker_alone_are_removed_if_configured() -> None:
     data = to_response(Reply(Kind.RESPONSE_HEADERS), strip_response_headers=True)
     mutation = pb.ProcessingResponse.FromString(data).response_headers.response.header_mutation
     assert list(mutation.remove_headers) == [names.CACHED_TOKENS, names.PROMPT_TOKENS]

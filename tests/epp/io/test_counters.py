@@ -10,7 +10,7 @@ from treeline_epp.metrics import Counter, Histogram
 LABELS = [("a", "x"), ("a", 'quo"te\n'), ("b", "x"), ("a", "x")]
 
 
-def test_the_page_is_that_of_the_library() -> None:
+def test_the_page_of_counters_equals_the_librarys() -> None:
     ours, theirs = CollectorRegistry(auto_describe=False), CollectorRegistry(auto_describe=False)
     plain, labelled = Counter("plain", "Words.", (), ours), Counter("labelled", "More.", ("one", "two"), ours)
     Counter("never", "Nothing.", (), ours)
@@ -33,7 +33,7 @@ def test_the_page_is_that_of_the_library() -> None:
     assert ours.get_sample_value("labelled_total", {"one": "a", "two": "x"}) == 2
 
 
-def test_so_is_that_of_a_histogram() -> None:
+def test_the_page_of_a_histogram_equals_the_librarys() -> None:
     ours, theirs = CollectorRegistry(auto_describe=False), CollectorRegistry(auto_describe=False)
     bounds = (50e-6, 0.1, 1.0, 2.5, 30.0)
     histogram = Histogram("seconds", "More.", bounds, ours)
@@ -53,7 +53,7 @@ def test_labels_are_all_or_none() -> None:
         counter.labels("a", "b")
 
 
-def test_two_of_one_name_are_refused() -> None:
+def test_two_counters_of_one_name_are_refused() -> None:
     registry = CollectorRegistry(auto_describe=False)
     Counter("c", "Words.", (), registry)
     with pytest.raises(ValueError, match="Duplicated"):

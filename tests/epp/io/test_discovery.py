@@ -50,7 +50,7 @@ def test_a_file_is_yaml_or_json() -> None:
     assert parse_file("endpoints: []") == ()
 
 
-def test_a_file_says_what_an_engine_is_and_where_it_publishes() -> None:
+def test_a_file_gives_an_engines_type_and_its_publisher() -> None:
     entry = "{name: a, address: 'localhost:8000', engine: vllm, kv_events: %s}"
     (spec,) = parse_file(f"endpoints: [{entry % '{port: 5557, replay_port: 5657, topic: kv, ranks: 2}'}]")
     assert (spec.engine, spec.kv) == ("vllm", KvPorts(5557, 5657, "kv", 2))
@@ -90,19 +90,19 @@ def test_a_wrong_file_is_refused_as_a_whole(text: str) -> None:
 
 @settings(deadline=None)
 @given(st.text(max_size=60))
-def test_no_text_raises_anything_else(text: str) -> None:
+def test_any_text_is_parsed_or_a_typed_error(text: str) -> None:
     for parse in (parse_file, parse_flag, normal_address):
         with contextlib.suppress(DiscoveryError):
             parse(text)
 
 
-async def test_flags_alone_are_told_once() -> None:
+async def test_endpoints_by_flag_are_reported_once() -> None:
     assert [specs async for specs in discover([A], None)] == [(A,)]
     with pytest.raises(DiscoveryError, match="more than once"):
         unique([A, A])
 
 
-async def test_a_file_is_parsed_only_where_its_bytes_are_others(
+async def test_a_file_is_parsed_only_if_its_bytes_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Twenty thousand endpoints take seconds of YAML, and the folder may have other files that change."""

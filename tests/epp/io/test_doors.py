@@ -1,4 +1,4 @@
-"""Each API of an engine leads to the key of the prompt that the engine makes of it."""
+"""Each API of an engine gives the key of the prompt that the engine makes of a request."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ ALONE = "tool template;" + SHOWN
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A collection of garbage may fall into a rendering; what is looked at here is the text."""
+    """Allow a rendering long enough for a garbage collection: these tests compare texts."""
     monkeypatch.setattr(prompt_keyer, "RENDER_SECONDS", 60.0)
 
 
@@ -93,7 +93,7 @@ IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_text_at_every_door_has_the_same_key(engine: str) -> None:
+def test_a_text_has_the_same_key_in_every_api(engine: str) -> None:
     chat = text("/v1/chat/completions", {"messages": [user("hi")]}, engine)
     assert chat == "user:hi;assistant:"
     assert responses(engine, input="hi") == chat
@@ -139,7 +139,7 @@ def test_instructions_tools_and_turns_of_responses() -> None:
     assert responses("vllm", input=open) == "user:q;assistant:a"
 
 
-def test_a_developer_of_responses() -> None:
+def test_a_developer_message_of_responses_is_keyed() -> None:
     items = [user("q"), {"role": "developer", "content": "D"}, user("r")]
     assert responses("vllm", instructions="S", input=items) == "system:S\n\nD;user:q;user:r;assistant:"
     inline = "system:S;user:q;system:Developer instructions:\nD;user:r;assistant:"
@@ -148,7 +148,7 @@ def test_a_developer_of_responses() -> None:
     assert responses(served=FIRST["sglang"], instructions="S", input=items) == merged
 
 
-def test_what_only_the_engine_knows_ends_the_key() -> None:
+def test_content_that_only_the_engine_knows_ends_the_key() -> None:
     assert responses(previous_response_id="resp_1", instructions="S", input="hi") == "system:S"
     assert responses(previous_response_id="resp_1", input="hi") is None
     assert responses(input=[user("q"), {"type": "item_reference", "id": "m"}, user("r")]) == "user:q"
@@ -213,7 +213,7 @@ def test_system_tools_and_results_of_messages() -> None:
     assert found.max_output_tokens == 9
 
 
-def test_a_system_message_among_the_others() -> None:
+def test_a_system_message_among_the_others_is_keyed() -> None:
     said = [user("q"), {"role": "system", "content": "late"}, user("r")]
     for engine, joint in (("vllm", ""), ("sglang", "\n")):
         assert messages(engine, system="S", messages=said) == "system:S;user:q;system:late;user:r;assistant:"
@@ -335,8 +335,8 @@ TURN = st.tuples(TEXT, TEXT, st.booleans())
 
 @settings(max_examples=40, deadline=None)
 @given(st.lists(TURN, min_size=1, max_size=5), st.sampled_from(ENGINES))
-def test_a_growing_conversation_extends_its_key_at_every_door(turns: list[tuple[str, str, bool]], engine: str) -> None:
-    """What was asked and answered before is the beginning of what is asked next, whichever door it comes in by."""
+def test_a_growing_conversation_extends_its_key_in_every_api(turns: list[tuple[str, str, bool]], engine: str) -> None:
+    """The key of a conversation begins with the key of its earlier turns, in every API."""
     keys: list[list[str]] = []
     for count in range(len(turns)):
         chat: list[Any] = []
@@ -455,7 +455,7 @@ MEMBERS = ("messages", "input", "system", "instructions", "tools", "tool_choice"
 
 @settings(max_examples=150, deadline=None)
 @given(st.dictionaries(st.sampled_from(MEMBERS), JSON | st.lists(ITEM, max_size=2), max_size=3))
-def test_whatever_is_said_at_a_door_is_routed_or_refused(body: dict[str, Any]) -> None:
+def test_any_body_is_routed_or_refused_in_every_api(body: dict[str, Any]) -> None:
     for engine in ENGINES:
         for path in ("/v1/chat/completions", "/v1/responses", "/v1/messages"):
             assert isinstance(routed(path, {"model": "tiny", **body}, BY_ENGINE[engine]), Request | Refusal)

@@ -1,4 +1,4 @@
-"""What the edge bounds: how long a request may take to arrive, the memory of all, connections, and each client."""
+"""Bounds at the edge: the time for a request to arrive, memory, connections, and each client's share."""
 
 from __future__ import annotations
 
@@ -35,10 +35,8 @@ def head(length: int, *, path: str = "/v1/completions", key: str = "") -> bytes:
 
 
 async def half_sent(port: int, *, size: int = SIZE, pause_s: float = 0.0, key: str = "") -> bytes:
-    """Send a request but for its last byte, and return what came back until the connection was closed.
-
-    `pause_s` after every megabyte makes it a slow client.
-    """
+    """Send a request without its last byte. Return everything received until the connection closed. `pause_s` after
+    every megabyte makes it a slow client."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     with contextlib.suppress(ConnectionError):
         writer.write(head(size, key=key))
@@ -55,7 +53,7 @@ async def half_sent(port: int, *, size: int = SIZE, pause_s: float = 0.0, key: s
 
 
 async def allocated(plane: Plane) -> int:
-    """Bytes of Envoy's heap in use."""
+    """Return the bytes of Envoy's heap in use."""
     async with client() as http:
         return int((await http.get(f"{plane.envoy.admin}/memory")).json()["allocated"])
 
@@ -172,7 +170,7 @@ async def test_half_sent_bodies_of_one_key_take_nothing_from_another(tmp_path: P
             assert [(await plane.complete(headers=bob)).status_code for _ in range(50)] == [200] * 50
 
 
-async def test_when_memory_is_short_silent_bodies_end_before_others_are_refused(tmp_path: Path) -> None:
+async def test_when_memory_is_short_stalled_bodies_end_before_others_are_refused(tmp_path: Path) -> None:
     limits = Limits(heap_bytes=128 * MB, body_timeout_s=600)
     tasks: Tasks = []
     async with (
@@ -244,7 +242,7 @@ async def test_an_overloaded_edge_says_so_in_openai_shape(tmp_path: Path) -> Non
         assert answer.headers["retry-after"] == "1"
 
 
-async def test_connections_beyond_the_limit_are_refused_and_health_is_told_on(tmp_path: Path) -> None:
+async def test_connections_beyond_the_limit_are_refused_and_health_stays_available(tmp_path: Path) -> None:
     (health,) = free_ports(1)
     settings = {"limits": Limits(connections=3), "health_port": health}
     async with engines(1) as fakes, data_plane(tmp_path, fakes, **settings) as plane:
@@ -267,7 +265,7 @@ async def test_connections_beyond_the_limit_are_refused_and_health_is_told_on(tm
         )
 
 
-async def test_connections_without_a_request_end_soon_where_they_would_keep_others_out(tmp_path: Path) -> None:
+async def test_idle_connections_end_soon_when_connections_are_scarce(tmp_path: Path) -> None:
     settings = {"limits": Limits(connections=20, idle_timeout_s=600), "api_keys": {"ada": "sk-ada-1"}}
     async with engines(1) as fakes, data_plane(tmp_path, fakes, **settings) as plane:
         port, ours = plane.envoy.config.listen_port, head(2, key="sk-ada-1") + b"{}"
@@ -285,7 +283,7 @@ async def test_connections_without_a_request_end_soon_where_they_would_keep_othe
             writer.close()
 
 
-async def test_whoever_takes_all_connections_ends_no_answer_that_is_awaited_for_seconds(tmp_path: Path) -> None:
+async def test_a_client_that_takes_all_connections_ends_no_slow_answer(tmp_path: Path) -> None:
     """An action that is active has all timers at their least."""
     async with engines(1) as fakes, data_plane(tmp_path, fakes, limits=Limits(connections=20)) as plane:
         fakes[0].hold = asyncio.Event()
@@ -302,7 +300,7 @@ async def test_whoever_takes_all_connections_ends_no_answer_that_is_awaited_for_
         assert {answer.status for answer in answers} == {200}
 
 
-async def test_handshakes_that_are_not_begun_end_soon_where_they_would_keep_others_out(tmp_path: Path) -> None:
+async def test_connections_without_a_handshake_end_soon_when_connections_are_scarce(tmp_path: Path) -> None:
     limits = Limits(connections=20, idle_timeout_s=600, headers_timeout_s=3600)
     async with engines(1) as fakes, data_plane(tmp_path, fakes, limits=limits, tls=self_signed(tmp_path)) as plane:
         port = plane.envoy.config.listen_port

@@ -1,4 +1,4 @@
-"""What clients reach through the edge: inference paths and nothing else, however a path is written."""
+"""Clients reach inference paths through the edge and nothing else, however a path is written."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def in_openai_shape(answer: Answer) -> bool:
 
 
 async def untouched(plane: Plane, asked: float) -> None:
-    """Neither the picker nor an engine has heard of what was sent since."""
+    """Check that neither the picker nor an engine got a request since the count `asked`."""
     assert (await plane.picker.metrics())["treeline_epp_pick_seconds_count"] == asked
     assert [seen.path for fake in plane.engines for seen in fake.served] == []
 
@@ -121,7 +121,7 @@ async def picks(plane: Plane) -> float:
     return (await plane.picker.metrics())["treeline_epp_pick_seconds_count"]
 
 
-async def test_administration_is_404_in_openai_shape_and_nobody_behind_the_edge_hears_of_it(
+async def test_administration_is_404_in_openai_shape_at_the_edge(
     tmp_path: Path,
 ) -> None:
     every = tuple(INFERENCE)
@@ -209,7 +209,7 @@ async def test_every_inference_path_reaches_its_engine_with_its_own_methods_only
                 assert (answer.status_code == 200) == (method in rule.methods), (method, path, answer.text)
 
 
-async def test_a_query_is_passed_on_and_does_not_count(tmp_path: Path) -> None:
+async def test_a_query_is_passed_on_and_ignored_by_the_list(tmp_path: Path) -> None:
     async with engines(1) as fakes, data_plane(tmp_path, fakes) as plane:
         answer = await plane.http.post("/v1/completions?x=/flush_cache", content=BODY)
         assert (answer.status_code, answer.json()["path"]) == (200, "/v1/completions?x=/flush_cache")

@@ -1,4 +1,4 @@
-"""EDS: what Envoys are told, when, and what their acknowledgements mean."""
+"""EDS: the updates that Envoys get, their times, and the meaning of acknowledgements."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def nack(response: pb.DiscoveryResponse) -> pb.DiscoveryRequest:
 
 
 def listed(response: pb.DiscoveryResponse) -> dict[str, str]:
-    """Address → health status of an answer."""
+    """Return the health status of each address in an answer."""
     (resource,) = response.resources
     assert resource.type_url == TYPE_URL
     assignment = pb.ClusterLoadAssignment.FromString(resource.value)
@@ -57,7 +57,7 @@ def due(state: EdsState, stream: int) -> pb.DiscoveryResponse:
     return response
 
 
-def test_nobody_is_answered_before_discovery_has_synced() -> None:
+def test_no_envoy_is_answered_before_discovery_has_synced() -> None:
     state = EdsState()
     stream = connected(state)
     state.announce({A: False}, 0.0)
@@ -79,7 +79,7 @@ def test_an_endpoint_is_selectable_when_every_envoy_has_acknowledged_it() -> Non
     state = EdsState()
     state.synced = True
     one, two = connected(state), connected(state)
-    state.connect()  # has not subscribed: nobody waits for it
+    state.connect()  # has not subscribed, so it is not waited for
     state.announce({A: False, B: True}, 10.0)
     first, second = due(state, one), due(state, two)
     assert listed(first) == {A: "HEALTHY", "::1:8001": "DRAINING"}
@@ -93,7 +93,7 @@ def test_an_endpoint_is_selectable_when_every_envoy_has_acknowledged_it() -> Non
     assert state.pending() == 0
 
 
-def test_an_envoy_that_is_silent_or_refuses_is_waited_for_a_second_only() -> None:
+def test_a_silent_or_refusing_envoy_is_awaited_for_only_a_second() -> None:
     state = EdsState()
     state.synced = True
     stream = connected(state)
@@ -104,7 +104,7 @@ def test_an_envoy_that_is_silent_or_refuses_is_waited_for_a_second_only() -> Non
     assert state.selectable(A, 11.0)
 
 
-def test_with_no_envoy_an_endpoint_is_selectable_at_once_and_a_lost_one_is_forgotten() -> None:
+def test_without_an_envoy_endpoints_are_selectable_at_once_and_a_lost_envoy_is_forgotten() -> None:
     state = EdsState()
     stream = connected(state)
     state.announce({A: False}, 10.0)
@@ -113,7 +113,7 @@ def test_with_no_envoy_an_endpoint_is_selectable_at_once_and_a_lost_one_is_forgo
     assert state.selectable(A, 10.0)
 
 
-def test_an_envoy_that_comes_later_does_not_take_endpoints_out_of_use() -> None:
+def test_a_later_envoy_does_not_make_endpoints_unselectable() -> None:
     state = EdsState()
     state.announce({A: False}, 10.0)
     assert state.selectable(A, 10.0)
@@ -124,7 +124,7 @@ def test_an_envoy_that_comes_later_does_not_take_endpoints_out_of_use() -> None:
     assert not state.selectable(B, 10.0)
 
 
-def test_an_endpoint_that_returns_must_be_acknowledged_anew() -> None:
+def test_a_returning_endpoint_must_be_acknowledged_again() -> None:
     state = EdsState()
     state.synced = True
     stream = connected(state)

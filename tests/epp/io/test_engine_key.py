@@ -1,4 +1,4 @@
-"""Engines with an API key: the picker shows the one that it was given, and lists their models."""
+"""Engines with an API key: the picker sends the configured one, and lists their models."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from treeline_epp.endpoints.engine_http import EngineKey
 
 
 class Keyed(FakeEngine):
-    """Below /v1 it answers those alone who show the key."""
+    """An engine that answers below /v1 only with the key."""
 
     def _content(self, path: str, headers: dict[str, str], body: bytes) -> tuple[int, dict[str, str], object]:
         if path.startswith("/v1/") and headers.get("authorization") != "Bearer secret":
@@ -51,7 +51,7 @@ async def test_the_models_of_an_engine_with_a_key_are_listed(tmp_path: Path, cap
 
 
 @pytest.mark.parametrize("content", [b"", b" \n", b"two\nlines", b"\xff", b"x" * 5000, "é".encode()])
-async def test_a_key_that_is_none_is_not_shown_and_a_better_one_is_taken_up(
+async def test_an_invalid_key_is_not_sent_and_a_valid_one_is_used_later(
     content: bytes, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(engine_http, "_REREAD_S", 0.0)
@@ -64,4 +64,4 @@ async def test_a_key_that_is_none_is_not_shown_and_a_better_one_is_taken_up(
     file.write_bytes(b"secret")
     seen.append(key())
     assert seen == ["", "", "", "secret"]
-    assert [record.getMessage().count("cannot be used") for record in caplog.records] == [1, 1], "each told once"
+    assert [record.getMessage().count("cannot be used") for record in caplog.records] == [1, 1], "each logged once"

@@ -1,5 +1,5 @@
-"""We follow publishers that nobody here wrote, over real sockets: vLLM's and SGLang's own `ZmqEventPublisher`, behind
-their own caches, from before we came, through what we missed, to their next life."""
+"""The picker follows the engines' own publishers over real sockets: the `ZmqEventPublisher` of vLLM and of SGLang,
+behind their own caches, through late joins, gaps and restarts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TOPIC = "kv@pod@model"
 
 
 class Engine:
-    """A cache and its publisher on two ports; `live` and `replay` are theirs for good, whatever process is there."""
+    """A cache and its publisher on two ports; `live` and `replay` stay the same for every process of it."""
 
     def __init__(self, name: str, seed: int) -> None:
         self._make = RELEASES[name]
@@ -53,14 +53,15 @@ class Engine:
                 self._published += 1
 
     async def told(self) -> None:
-        """Its thread has sent all of it. Who comes before that may miss the last of it, and hears of no gap."""
+        """Wait until its thread has sent everything. A subscriber that joins before may miss the last batch without
+        noticing a gap."""
         await until(lambda: len(self._publisher._buffer) == self._published, "all batches are sent")
 
     def stop(self) -> None:
         self._publisher.shutdown()
 
     async def restart(self) -> None:
-        """Another process on the same ports, which knows nothing of the one before."""
+        """Start another process on the same ports, which knows nothing of the previous one."""
         self.stop()
         await until(self._ports_are_free, "the sockets are closed")
         self.start()
@@ -78,7 +79,7 @@ class Engine:
 
 
 class Follower:
-    """The picker's side of one publisher. What it knows stays when it hears nothing for a while."""
+    """The picker's side of one publisher. Its knowledge stays while it is disconnected."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -119,7 +120,9 @@ class Follower:
 
 
 @pytest.mark.parametrize("name", RELEASES)
-async def test_the_index_is_the_engine_s_cache_whenever_we_came(name: str, caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_index_equals_the_engines_cache_whenever_the_picker_joined(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
     engine = Engine(name, seed=5)
     follower = Follower(engine)
     try:

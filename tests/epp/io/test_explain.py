@@ -1,4 +1,4 @@
-"""`treeline pick explain` and the debug pages that it asks, on real sockets."""
+"""`treeline pick explain` and the debug pages that it reads, on real sockets."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ async def test_the_last_decisions_are_shown_without_their_prompts(
     assert "secret" not in out
 
 
-async def test_pages_refuse_what_is_not_theirs(url: str) -> None:
+async def test_pages_refuse_invalid_requests(url: str) -> None:
     async with client(base_url=url) as http:
         for wrong in (b"", b"{}", b'{"path": 1}', b'{"path": "/", "body": "%", "headers": {}}', b"\xff"):
             assert (await http.post("/debug/explain", content=wrong)).status_code == 400
@@ -128,7 +128,9 @@ async def test_pages_refuse_what_is_not_theirs(url: str) -> None:
         assert (await http.post("/debug/explain", content=b"{}", headers=browser)).status_code == 403
 
 
-async def test_who_cannot_be_asked_is_named_with_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_an_unreachable_picker_is_named_with_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     body = tmp_path / "chat.json"
     body.write_text("{}")
     pages: dict[str, Handler] = {"/debug/decisions": lambda _query: Page(b"<html>", content_type="text/html")}

@@ -1,5 +1,5 @@
-"""Whole exchanges under every configuration of `ProcessingMode`, whatever is left out or comes late: one reply to each
-message for which a proxy waits, bodies unchanged, and never an answer of ours in place of the engine's."""
+"""Exchanges under every `ProcessingMode`, with parts missing or late: one reply to each message that a proxy waits for,
+bodies unchanged, and never an answer of ours in place of the engine's."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Stream:
 
 @dataclass(frozen=True)
 class Half:
-    """One half of an exchange, and which of it the proxy is configured to send."""
+    """One half of an exchange, and the parts of it that the proxy is configured to send."""
 
     headers: bool
     mode: BodyMode
@@ -61,7 +61,8 @@ class Half:
     made_up: bool
 
     def messages(self, kinds: tuple[Kind, Kind, Kind]) -> list[Message]:
-        """As Envoy sends them: an end of stream where nothing follows, and trailers that it makes up after a body."""
+        """Return the messages as Envoy sends them: the last one ends the stream, and trailers may be added after a
+        body."""
         head, body, tail = kinds
         data, out = b"".join(self.chunks), []
         if self.headers:
@@ -101,7 +102,7 @@ def replies_to(state: ExtProcState, messages: list[Message]) -> list[tuple[Messa
 
 
 def check(half: Half, kinds: tuple[Kind, Kind, Kind], sent: list[Message], said: list[Reply]) -> None:
-    """What the proxy has sent of this half, and what it was told about it."""
+    """Check the replies against the messages that the proxy sent for one half."""
     head, body, tail = kinds
     told, asked = Counter(reply.kind for reply in said), Counter(message.kind for message in sent)
     assert told[head] == asked[head]
@@ -143,10 +144,10 @@ def test_every_configuration_gives_one_reply_to_each_message_that_waits_for_one(
 
 @given(HALF, HALF, st.data())
 @settings(derandomize=True, max_examples=400, deadline=None)
-def test_an_upstream_that_answers_early_changes_nothing_of_that(
+def test_an_upstream_that_answers_early_gets_the_same_replies(
     request: Half, response: Half, data: st.DataObject
 ) -> None:
-    """As soon as the upstream has the request's headers it may answer: before the body has ended."""
+    """The upstream may answer once it has the request's headers, before the body has ended."""
     first, then = request.messages(REQUEST), response.messages(RESPONSE)
     free = request.mode in (BodyMode.NONE, BodyMode.STREAMED, BodyMode.GRPC) or not request.headers
     assume(free and first and then)
@@ -188,7 +189,7 @@ def test_headers_in_the_middle_of_a_full_duplex_body_are_answered_with_the_choic
 
 
 @pytest.mark.parametrize("mode", [BodyMode.STREAMED, BodyMode.NONE])
-def test_a_body_whose_headers_went_on_with_its_length_keeps_it(mode: BodyMode) -> None:
+def test_a_body_is_not_resized_after_its_headers_were_forwarded(mode: BodyMode) -> None:
     state = exchange(mode)
     assert state.receive(Message(Kind.REQUEST_BODY, True, data=b"{}")) == [RouteRequest({}, b"{}", None)]
     assert state.answer(WHERE, b"longer") == [Reply(Kind.REQUEST_BODY, destination=WHERE)]
@@ -220,14 +221,14 @@ def test_without_request_headers_the_body_alone_decides(mode: BodyMode) -> None:
     assert stream.outcomes("headers") == 1
 
 
-def test_a_body_of_a_model_that_nobody_serves_is_refused_without_headers_too() -> None:
+def test_an_unknown_model_is_refused_without_headers_too() -> None:
     body = Message(Kind.REQUEST_BODY, True, data=b'{"model": "nobody", "messages": []}')
     (reply,) = Stream().ask(on_the_wire(BodyMode.BUFFERED, body))
     assert reply.immediate_response.status.code == 404
 
 
 @pytest.mark.parametrize("data", [b"", b"not json", b"[]", b'{"prompt": 1}'])
-def test_a_body_that_says_nothing_goes_by_load(data: bytes) -> None:
+def test_a_body_without_a_prompt_is_routed_by_load(data: bytes) -> None:
     (reply,) = Stream().ask(on_the_wire(BodyMode.BUFFERED, Message(Kind.REQUEST_BODY, True, data=data)))
     assert reply.dynamic_metadata[names.LB][names.DESTINATION]
 
@@ -245,7 +246,7 @@ def test_only_a_post_needs_a_body(method: str, path: str, mode: BodyMode) -> Non
         assert sum(bool(answer.dynamic_metadata) for answer in answers) == 1
 
 
-def test_what_a_get_carries_is_not_read_as_a_prompt() -> None:
+def test_the_body_of_a_get_is_not_read_as_a_prompt() -> None:
     stream = Stream()
     stream.ask(head({":path": "/v1/completions", ":method": "GET"}))
     (reply,) = stream.ask(on_the_wire(BodyMode.BUFFERED, Message(Kind.REQUEST_BODY, True, data=b"no json")))

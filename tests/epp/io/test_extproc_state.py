@@ -54,9 +54,7 @@ TRAILERS = Message(Kind.REQUEST_TRAILERS)
     ],
     ids=["its body is whole", "no body", "a part is not shown", "a body in pieces", "no body in pieces"],
 )
-def test_before_its_trailers_a_request_is_decided_by_what_is_there(
-    mode: BodyMode, messages: list[Message], shown: bytes | None
-) -> None:
+def test_a_request_is_decided_before_its_trailers(mode: BodyMode, messages: list[Message], shown: bytes | None) -> None:
     x = exchange(mode)
     x.receive(head())
     outputs = [output for message in messages for output in x.receive(message)]
@@ -71,7 +69,7 @@ def test_without_a_body_every_mode_decides_at_the_headers(mode: BodyMode) -> Non
     assert x.request_phase is RequestPhase.DONE
 
 
-def test_the_end_of_a_long_body_delivered_twice_is_ignored() -> None:
+def test_a_repeated_end_of_a_long_body_is_ignored() -> None:
     x = exchange()
     x.receive(head())
     x.receive(body(b"abc", end=True))
@@ -132,7 +130,7 @@ def test_response_bodies_are_echoed_unread_in_full_duplex_and_left_alone_otherwi
 
 
 @pytest.mark.parametrize(("response", "finished"), [(BodyMode.NONE, True), (BodyMode.STREAMED, False), (DUPLEX, False)])
-def test_it_is_finished_with_the_responses_headers_where_no_body_follows(response: BodyMode, finished: bool) -> None:
+def test_an_exchange_without_a_response_body_ends_with_the_response_headers(response: BodyMode, finished: bool) -> None:
     x = exchange(response=response)
     x.receive(head(end=True))
     assert not x.finished
@@ -173,7 +171,7 @@ def test_illegal_order_is_a_typed_error_that_closes_the_exchange(illegal: list[M
     assert x.receive(head()) == []
 
 
-def test_answering_without_being_asked_is_a_bug_of_the_caller() -> None:
+def test_an_unrequested_decision_is_a_bug_of_the_caller() -> None:
     with pytest.raises(RuntimeError, match="without a RouteRequest"):
         exchange().answer(WHERE)
 
@@ -221,7 +219,7 @@ REQUEST_KINDS = {Kind.REQUEST_HEADERS, Kind.REQUEST_BODY, Kind.REQUEST_TRAILERS}
 
 
 def complain(outputs: list[Output], message: Message, x: ExtProcState) -> None:
-    """What holds for the outputs after any message."""
+    """Check the outputs' invariants after a message."""
     decides = [a for a in outputs if isinstance(a, RouteRequest)]
     assert len(decides) <= 1
     assert not decides or outputs[-1] is decides[0]

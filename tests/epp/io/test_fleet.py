@@ -1,4 +1,4 @@
-"""The whole picker without Envoy: engines with publishers, discovery, readiness, and what the tree comes to hold."""
+"""The whole picker without Envoy: engines with publishers, discovery, readiness, and the contents of the tree."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Runtime:
         return "--endpoint", f"{self.engine.name}={self.engine.address}"
 
     def describe(self) -> None:
-        """Let the engine's pages say what is."""
+        """Update the engine's pages to the current epoch and tokenizer."""
         self.engine.documents |= {
             "/server_info": {
                 "kv_events": self.publisher.kv_events(),
@@ -46,7 +46,7 @@ class Runtime:
         }
 
     async def restart(self, epoch: int) -> None:
-        """Another process on the same ports, with an empty cache."""
+        """Start another process on the same ports, with an empty cache."""
         await self.engine.stop()
         self.publisher.stop()
         self.publisher = FakePublisher(epoch=epoch, ports=self.publisher.ports)
@@ -74,7 +74,7 @@ async def runtimes(count: int = 1) -> AsyncIterator[list[Runtime]]:
 
 
 async def holds(picker: RunningPicker, name: str) -> set[int]:
-    """The blocks that the picker believes an endpoint to hold."""
+    """Return the blocks that the picker believes an endpoint holds."""
     page = (await picker.get(f"/debug/tree?pod={name}")).json()
     return {int(block) for block in page["blocks"]}
 
@@ -84,7 +84,7 @@ async def endpoint(picker: RunningPicker, name: str = "e0") -> dict[str, Any]:
     return dict(found)
 
 
-async def test_readiness_means_that_what_the_runtimes_hold_is_known() -> None:
+async def test_a_ready_picker_knows_the_runtimes_caches() -> None:
     async with runtimes(2) as made:
         first = stored(range(64))
         await made[0].publisher.store(first)
@@ -99,7 +99,7 @@ async def test_readiness_means_that_what_the_runtimes_hold_is_known() -> None:
         assert asked.count("/treeline/tokenizer") == 1  # equal tokenizers are fetched once
 
 
-async def test_what_is_stored_later_arrives_and_what_gets_lost_is_noticed() -> None:
+async def test_later_blocks_arrive_and_lost_ones_are_noticed() -> None:
     async with runtimes() as (runtime,), running_picker(*runtime.flags) as picker:
         publisher = runtime.publisher
         publisher.drop = {1, 4}
@@ -117,7 +117,7 @@ async def test_what_is_stored_later_arrives_and_what_gets_lost_is_noticed() -> N
         await until(converged, "the tree equals the cache")
 
 
-async def test_a_restarted_engine_holds_nothing_until_it_says_so() -> None:
+async def test_a_restarted_engine_holds_nothing_until_it_reports() -> None:
     async with runtimes() as (runtime,), running_picker(*runtime.flags) as picker:
         block = stored(range(32))
         await runtime.publisher.store(block)
@@ -136,7 +136,7 @@ async def test_a_restarted_engine_holds_nothing_until_it_says_so() -> None:
         await until(lambda: equal(holds(picker, "e0"), set(other.block_hashes)), "its own blocks are known")
 
 
-async def test_a_load_report_that_names_another_adapter_is_a_reason_to_ask() -> None:
+async def test_a_load_report_with_a_new_adapter_triggers_a_probe() -> None:
     async with runtimes() as (runtime,), running_picker(*runtime.flags) as picker:
         runtime.engine.models = ("tiny", "lora")
 
@@ -147,7 +147,7 @@ async def test_a_load_report_that_names_another_adapter_is_a_reason_to_ask() -> 
         await until(listed, "it was asked")
 
 
-async def test_a_load_report_that_says_draining_counts_at_once() -> None:
+async def test_a_load_report_of_draining_counts_at_once() -> None:
     async with runtimes() as (runtime,), running_picker(*runtime.flags) as picker:
 
         async def told() -> bool:
@@ -158,7 +158,7 @@ async def test_a_load_report_that_says_draining_counts_at_once() -> None:
         await until(told, "it drains")
 
 
-async def test_the_list_of_endpoints_tells_what_they_have_to_do_and_what_they_keep() -> None:
+async def test_the_list_of_endpoints_shows_their_load_and_their_cache() -> None:
     async with runtimes() as (runtime,), running_picker(*runtime.flags) as picker:
         await runtime.publisher.store(stored(range(100, 132)))
 
@@ -191,7 +191,7 @@ async def test_the_list_of_endpoints_tells_why_one_is_not_ready_and_whether_wait
         await until(lambda: told(False, f"{url}: Connection refused", False), "it is gone")
 
 
-async def test_engines_that_do_not_answer_do_not_keep_it_from_being_ready() -> None:
+async def test_unresponsive_engines_do_not_block_readiness() -> None:
     silent = await asyncio.start_server(lambda _r, _w: None, "127.0.0.1", 0)
     port = silent.sockets[0].getsockname()[1]
     async with running_picker("--endpoint", f"silent=127.0.0.1:{port}"):  # which waits until it is ready
@@ -199,7 +199,7 @@ async def test_engines_that_do_not_answer_do_not_keep_it_from_being_ready() -> N
     silent.close()
 
 
-async def test_keys_that_are_needed_and_missing_are_told_and_do_not_block_readiness() -> None:
+async def test_missing_keys_are_reported_and_do_not_block_readiness() -> None:
     async with runtimes() as (runtime,):
         info = runtime.engine.documents["/server_info"]
         info["kv_events"] = {**info["kv_events"], "curve": True}

@@ -1,4 +1,4 @@
-"""The whole picker before engines that nobody changed: it finds what their ranks publish, and follows it."""
+"""The whole picker with unmodified foreign engines: it finds their ranks' publishers and follows them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ async def described(picker: RunningPicker, name: str) -> dict[str, Any]:
 
 
 async def live(picker: RunningPicker, name: str, ranks: int = 2) -> dict[str, Any]:
-    """The endpoint, once all its ranks are followed."""
+    """Return the endpoint, once all its ranks are followed."""
 
     async def followed() -> dict[str, Any] | None:
         for found in (await picker.get("/debug/endpoints")).json()["endpoints"]:  # a changed one is away for a moment
@@ -48,7 +48,7 @@ async def comes_to_hold(picker: RunningPicker, name: str, *blocks: BlockStored |
     await until(equal, f"{name} to hold {len(wanted)} blocks")
 
 
-async def test_vllms_ranks_are_found_by_what_it_says_and_kept_apart(tmp_path: Path) -> None:
+async def test_vllms_ranks_are_found_by_its_report_and_kept_apart(tmp_path: Path) -> None:
     async with foreign_engine("vllm", topic="kv@pod@tiny") as vllm:
         vllm.says_as_vllm()
         first, second = vllm.ranks
@@ -71,7 +71,7 @@ async def test_vllms_ranks_are_found_by_what_it_says_and_kept_apart(tmp_path: Pa
         assert vllm.invalid == [], "no hello"
 
 
-async def test_what_is_published_on_another_topic_is_not_theirs(tmp_path: Path) -> None:
+async def test_events_of_another_topic_are_ignored(tmp_path: Path) -> None:
     async with foreign_engine("vllm", 1, topic="kv@a") as vllm:
         vllm.says_as_vllm()
         async with running_picker(*vllm.flags, *tokenizer_flags(tmp_path)) as picker:
@@ -82,7 +82,7 @@ async def test_what_is_published_on_another_topic_is_not_theirs(tmp_path: Path) 
             await comes_to_hold(picker, "vllm", SHARED)
 
 
-async def test_a_restart_behind_the_same_ports_is_seen(tmp_path: Path) -> None:
+async def test_a_restart_behind_the_same_ports_is_detected(tmp_path: Path) -> None:
     async with foreign_engine("vllm") as vllm:
         vllm.says_as_vllm()
         async with running_picker(*vllm.flags, *tokenizer_flags(tmp_path)) as picker:
@@ -96,7 +96,7 @@ async def test_a_restart_behind_the_same_ports_is_seen(tmp_path: Path) -> None:
             await comes_to_hold(picker, "vllm", OWN)
 
 
-async def test_a_restart_without_a_replay_socket_is_seen_by_the_next_event(tmp_path: Path) -> None:
+async def test_a_restart_without_a_replay_socket_is_detected_by_the_next_event(tmp_path: Path) -> None:
     async with foreign_engine("vllm", 1, replays=False) as vllm:
         vllm.says_as_vllm()
         async with running_picker(*vllm.flags, *tokenizer_flags(tmp_path)) as picker:
@@ -110,7 +110,7 @@ async def test_a_restart_without_a_replay_socket_is_seen_by_the_next_event(tmp_p
             await comes_to_hold(picker, "vllm", OWN)
 
 
-async def test_of_an_older_vllm_the_endpoints_file_says_where_it_publishes(tmp_path: Path) -> None:
+async def test_an_older_vllms_publisher_comes_from_the_endpoints_file(tmp_path: Path) -> None:
     async with foreign_engine("vllm", old=True) as vllm:
         file = tmp_path / "endpoints.yaml"
         entry = f"name: vllm, address: '{vllm.http.address}'"
@@ -158,7 +158,7 @@ async def test_sglangs_ranks_are_counted_from_its_base_ports_and_their_loads_add
 
 
 @pytest.mark.parametrize("owner", ["vllm", "sglang"])
-async def test_an_engine_that_publishes_nothing_says_so_and_delays_nothing(owner: str) -> None:
+async def test_an_engine_without_events_is_reported_and_delays_nothing(owner: str) -> None:
     async with foreign_engine(owner) as engine:
         if owner == "vllm":
             engine.ranks, gone = [], engine.ranks
@@ -170,7 +170,7 @@ async def test_an_engine_that_publishes_nothing_says_so_and_delays_nothing(owner
             assert "--kv-events-config" in found["no_events"]
 
 
-async def test_another_engine_may_come_back_at_an_address() -> None:
+async def test_another_engine_may_return_at_an_address() -> None:
     async with foreign_engine("vllm", 1) as engine:
         engine.says_as_vllm()
         async with running_picker(*engine.flags) as picker:

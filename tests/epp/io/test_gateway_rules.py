@@ -1,4 +1,4 @@
-"""Objectives and rewrites, as GIE 1.5 has them: precedence, weights, priorities, and whose headers count."""
+"""Objectives and rewrites of GIE 1.5: precedence, weights, priorities, and trusted headers."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_headers_count_only_where_they_are_trusted() -> None:
     assert pick(rules(), **said).model == "base-v2"
 
 
-def test_a_rule_goes_before_the_header_and_the_header_before_the_body() -> None:
+def test_a_rule_overrides_the_header_and_the_header_the_body() -> None:
     header = {names.MODEL_REWRITE: "base-v2"}
     parsed = pick(rules(), **header)
     assert (parsed.model, parsed.rewrite) == ("base-v2", "base-v2")
@@ -87,7 +87,7 @@ def test_a_rule_goes_before_the_header_and_the_header_before_the_body() -> None:
     assert pick(rules(), **both).model == "base-v2"
 
 
-def test_exact_goes_before_all_models_then_the_older_object_then_the_first_rule() -> None:
+def test_an_exact_match_wins_then_the_older_object_then_the_first_rule() -> None:
     old, new = "2025-01-01T00:00:00Z", "2026-06-01T00:00:00Z"
     general = rewrite("general", (None, "base-v2"), created=old)
     exact = rewrite("exact", ("alias", "base"), ("alias", "base-v2"), created=new)
@@ -99,7 +99,7 @@ def test_exact_goes_before_all_models_then_the_older_object_then_the_first_rule(
         assert pick(given, "base").model == "base-v2"
 
 
-def test_targets_are_drawn_by_weight_and_what_is_left_of_a_draw_is_even() -> None:
+def test_targets_are_drawn_by_weight_and_the_rest_of_a_draw_is_uniform() -> None:
     rule = RewriteRule((("a", 3), ("b", 0), ("c", 1)))
     drawn = [rule.draw(i / 1000) for i in range(1000)]
     assert Counter(name for name, _ in drawn) == {"a": 750, "c": 250}
@@ -109,7 +109,7 @@ def test_targets_are_drawn_by_weight_and_what_is_left_of_a_draw_is_even() -> Non
     assert Counter(even.draw(i / 10)[0] for i in range(10)) == {"a": 5, "b": 5}
 
 
-def test_a_target_that_nobody_serves_is_a_404_of_its_name() -> None:
+def test_a_target_that_no_pool_serves_is_a_404_of_its_name() -> None:
     refused = ask(rules(rewrite("r", ("base", "gone"))))
     assert isinstance(refused, Refusal)
     assert (refused.status, "gone" in refused.message) == (404, True)
@@ -130,7 +130,7 @@ def obj(spec: dict[str, Any], **meta: Any) -> msgspec.Raw:
 
 
 def test_a_rewrite_takes_no_name_that_another_pool_serves() -> None:
-    """However old it is; names that nobody serves are the oldest rewrite's."""
+    """It holds for a rewrite of any age; names that no pool serves belong to the oldest rewrite."""
     given = rules(rewrite("taker", ("base", "other"), ("free", "other"), pool="q", created="2020-01-01T00:00:00Z"))
     both = registry()
     both.set_endpoint("f", "q", ("other",), None)
@@ -138,7 +138,7 @@ def test_a_rewrite_takes_no_name_that_another_pool_serves() -> None:
         assert pick(given, model, both).pool == pool
 
 
-def test_objects_are_read_as_their_crds_have_them() -> None:
+def test_objects_are_read_by_their_crds() -> None:
     ref = {"name": "p"}
     found = read_objective(obj({"poolRef": ref, "priority": -3}))
     assert found is not None
@@ -167,7 +167,7 @@ def test_objects_are_read_as_their_crds_have_them() -> None:
         read_rewrite(obj({"rules": []}))
 
 
-def test_a_header_of_ones_own_says_whose_a_request_is_and_is_believed_alone() -> None:
+def test_a_configured_header_alone_identifies_the_client() -> None:
     headers = {names.FAIRNESS_ID: "told", "x-team": "ours"}
     assert rules().fairness_id(headers) == "told"
     assert rules(trust=False).fairness_id(headers) == ""

@@ -62,7 +62,7 @@ async def test_watch_tells_changes_only(health: tuple[Health, grpc.aio.Channel])
     unknown.cancel()
 
 
-async def test_a_watcher_that_does_not_read_holds_nobody_up(
+async def test_a_watcher_that_does_not_read_delays_no_other(
     health: tuple[Health, grpc.aio.Channel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served, channel = health

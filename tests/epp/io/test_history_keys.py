@@ -86,7 +86,7 @@ def test_other_roles_or_texts_have_another_key(first: list[tuple[str, str]], sec
     assert (rendered(first) == rendered(second)) == (first == second)
 
 
-def test_what_a_model_thought_does_not_matter_but_tools_and_names_do() -> None:
+def test_reasoning_does_not_change_a_key_but_tools_and_names_do() -> None:
     registry = served()
     hello = {"role": "user", "content": "hello"}
     plain = key_of({"messages": [hello]}, registry).key
@@ -117,7 +117,7 @@ def test_texts_and_ids_are_their_own_keys(path: str, body: dict[str, Any], key: 
 
 
 def test_the_key_of_a_long_conversation_begins_with_the_key_of_its_beginning() -> None:
-    """A body that is too large to be read is keyed by its first messages."""
+    """A body that is too large to be parsed is keyed by its first messages."""
     registry = served()
     chat = [{"role": "user", "content": f"{i} " + "word " * 4000} for i in range(20)]
     whole = json.dumps({"model": "m", "messages": chat}).encode()
@@ -133,7 +133,7 @@ def test_the_key_of_a_long_conversation_begins_with_the_key_of_its_beginning() -
     assert parsed.key.startswith(first)
 
 
-def test_what_cannot_be_a_prompt_has_no_key_and_what_is_too_deep_is_refused() -> None:
+def test_an_invalid_prompt_has_no_key_and_a_too_deep_one_is_refused() -> None:
     keyer = HistoryKeyer()
     bodies: list[dict[str, Any]] = [
         {},
@@ -150,7 +150,7 @@ def test_what_cannot_be_a_prompt_has_no_key_and_what_is_too_deep_is_refused() ->
         keyer.renderer.whole({"messages": [{"role": "user", "content": deep}]}, TREELINE)
 
 
-def test_a_conversation_stays_where_it_was() -> None:
+def test_a_conversation_stays_on_its_endpoint() -> None:
     """Two engines that publish nothing and have no tokenizer: the second turn goes where the first went."""
     registry, picker = ModelRegistry(), Picker()
     for name in "ab":

@@ -1,4 +1,4 @@
-"""Connections to engines: one is kept for each, one that was closed meanwhile is no news, keys go where they must."""
+"""Connections to engines: one is kept for each, a closed one is replaced silently, keys go only to their engines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HELLO = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nhi"
 
 @dataclass
 class Server:
-    """Answers the n-th request on its m-th connection as `says(m, n)` says; None cuts the connection."""
+    """A server that answers the n-th request on its m-th connection with `says(m, n)`; None cuts the connection."""
 
     says: Callable[[int, int], bytes | None] = lambda _connection, _request: HELLO
     heads: list[bytes] = field(default_factory=list)
@@ -73,7 +73,7 @@ async def test_one_connection_serves_one_request_after_another() -> None:
     assert (server.connections, len(server.heads)) == (1, 20)
 
 
-async def test_connections_that_nobody_asks_any_more_are_not_kept() -> None:
+async def test_unused_connections_are_closed() -> None:
     gone, asked, stays = Server(), Server(), Server()
     async with serving(stays) as client, serving(gone), serving(asked):
         for server in (gone, asked, stays, asked):
@@ -95,7 +95,7 @@ async def test_requests_at_the_same_time_have_their_own_and_one_is_kept() -> Non
         assert server.connections == 5
 
 
-async def test_a_kept_connection_that_was_closed_is_no_news() -> None:
+async def test_a_closed_kept_connection_is_replaced_silently() -> None:
     server = Server(says=lambda _connection, asked: HELLO if asked == 1 else None)  # cut at the second request
     async with serving(server) as client:
         for _ in range(3):
@@ -104,7 +104,7 @@ async def test_a_kept_connection_that_was_closed_is_no_news() -> None:
     assert len(server.heads) == 5, "each was asked twice but the first"
 
 
-async def test_a_new_connection_that_is_closed_without_an_answer_is() -> None:
+async def test_a_new_connection_closed_without_an_answer_is_an_error() -> None:
     server = Server(says=lambda _connection, _asked: None)
     async with serving(server) as client:
         with pytest.raises(NotHttp):
@@ -124,7 +124,7 @@ async def test_an_answer_that_breaks_off_is_an_error_on_a_kept_connection_too() 
     assert server.connections == 2
 
 
-async def test_what_comes_unasked_ends_the_connection_and_is_nobodys_answer() -> None:
+async def test_unrequested_data_ends_the_connection_and_is_no_answer() -> None:
     stale = b"HTTP/1.1 200 OK\r\ncontent-length: 3\r\n\r\nold"
     server = Server(says=lambda connection, _asked: HELLO + stale if connection == 1 else HELLO)
     async with serving(server) as client:
@@ -143,7 +143,7 @@ async def test_a_redirect_is_an_answer_and_not_followed() -> None:
     assert other.connections == 0
 
 
-async def test_requests_name_their_host_and_show_the_key_of_the_moment() -> None:
+async def test_requests_send_their_host_and_the_current_key() -> None:
     server, keys = Server(), ["", "secret"]
     async with serving(server):
         client = HttpClient(lambda: keys.pop(0))
@@ -163,12 +163,12 @@ async def test_ipv6_is_asked_too() -> None:
         assert await ask(client, server) == (200, b"hi")
 
 
-async def test_where_nobody_listens_there_is_no_connection() -> None:
+async def test_a_port_without_a_listener_is_a_connection_error() -> None:
     with pytest.raises(HttpError):
         await HttpClient().get(f"127.0.0.1:{free_base(1)}", "/", within_s=60, most=100)
 
 
-async def test_who_gives_up_leaves_no_connection_behind() -> None:
+async def test_a_cancelled_request_leaves_no_connection_behind() -> None:
     server = Server(says=lambda _connection, _asked: b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nhi")
     async with serving(server) as client:
         with pytest.raises(HttpTimeout):

@@ -1,4 +1,4 @@
-"""What a publisher may send before it is disconnected: frames, bytes, and messages that do not end."""
+"""Publishers are disconnected for too many frames, too many bytes, or a message that does not end."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ MIB = 1 << 20
 
 
 def endless(peer: socket.socket) -> None:
-    """Frames of a mebibyte; no more than two messages may have in all, then it waits."""
+    """Send frames of a mebibyte, twice as many as a message may have."""
     for _ in range(2 * MOST_BYTES["events"] // MIB):
         peer.sendall(frame(bytes(MIB), more=True))
 
 
 def empty(peer: socket.socket) -> None:
-    """Empty frames, until there are as many bytes."""
+    """Send empty frames of as many bytes."""
     for _ in range(2 * MOST_BYTES["events"] // MIB):
         peer.sendall(b"\x01\x00" * (MIB // 2))
 
 
 def many(peer: socket.socket) -> None:
-    """A message of six frames."""
+    """Send a message of six frames."""
     peer.sendall(5 * frame(b"", more=True) + frame(b"", more=False))
 
 
 def in_parts(peer: socket.socket) -> None:
-    """Three frames, each of them small enough."""
+    """Send three frames, each of them small enough."""
     part = bytes(MOST_BYTES["load"] // 2)
     peer.sendall(2 * frame(part, more=True) + frame(part, more=False))
 
@@ -93,7 +93,7 @@ async def test_a_connection_that_is_gone_before_its_handshake_is_noticed_ends_th
                 await until(lambda: script.disconnected, "its session ends", 30)
 
 
-async def test_a_replay_socket_that_is_lost_alone_is_missed(caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_loss_of_the_replay_socket_alone_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
     def hang_up(peer: socket.socket) -> None:
         peer.recv(1)
         peer.shutdown(socket.SHUT_RDWR)
@@ -147,7 +147,7 @@ def begun(ours: socket.socket, most_bytes: int = 1000) -> Intake:
     return intake
 
 
-def test_what_came_before_the_handshake_was_noticed_counts() -> None:
+def test_messages_before_the_noticed_handshake_count() -> None:
     with pair() as (ours, theirs):
         theirs.sendall(bytes(MIB + 2000))
         ours.recv(MIB + 2000, socket.MSG_WAITALL)
@@ -156,7 +156,7 @@ def test_what_came_before_the_handshake_was_noticed_counts() -> None:
             intake.look()
 
 
-def test_messages_that_were_read_before_the_handshake_was_noticed_do_not_count() -> None:
+def test_messages_read_before_the_noticed_handshake_do_not_count() -> None:
     with pair() as (ours, theirs):
         theirs.sendall(bytes(MIB + 2000))
         ours.recv(MIB + 2000, socket.MSG_WAITALL)
@@ -167,7 +167,7 @@ def test_messages_that_were_read_before_the_handshake_was_noticed_do_not_count()
         intake.look()
 
 
-def test_what_the_kernel_has_does_not_count() -> None:
+def test_bytes_in_the_kernel_do_not_count() -> None:
     with pair() as (ours, theirs):
         intake = begun(ours)
         for _ in range(3):
@@ -185,7 +185,7 @@ def test_what_the_kernel_has_does_not_count() -> None:
             intake.look()
 
 
-def test_another_connection_by_the_same_number_is_another() -> None:
+def test_a_new_connection_with_a_reused_number_is_another() -> None:
     with pair() as (ours, _), pair() as (later, _):
         intake = begun(ours)
         intake.look()
@@ -198,7 +198,7 @@ def test_another_connection_by_the_same_number_is_another() -> None:
             intake.look()
 
 
-async def test_of_many_publishers_some_are_looked_at_in_each_tick(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_each_tick_checks_some_of_many_publishers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "TICK_S", 0.0)
     ticker, ticks, looks = Ticker(), Counter[int](), Counter[int]()
     with contextlib.ExitStack() as stack:

@@ -1,4 +1,5 @@
-"""Whose cache a request uses: what the picker believes, matches in, and writes for engines that know salts alone."""
+"""Isolation of clients' caches: the names that the picker trusts, the namespace that it matches in, and the salts that
+it writes for engines."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ KEYS = {"ada": "sk-ada", "bob": "sk-bob"}
 
 
 def registry(**pools: bool) -> ModelRegistry:
-    """Pools of one endpoint; True: it keeps clients apart by itself."""
+    """Return a registry of pools with one endpoint each; True: the pool isolates clients itself."""
     made = ModelRegistry()
     fingerprint = made.add_keyer(small_bundle()).fingerprint
     for pool, isolates in pools.items():
@@ -65,14 +66,14 @@ def test_the_prefix_of_a_client_is_matched_where_our_runtime_caches_it() -> None
     assert ask(OURS, "ours", "ada").members is None, "the runtime reads the header itself"
 
 
-def test_without_trust_or_without_the_word_of_the_edge_a_clients_name_counts_for_nothing() -> None:
+def test_without_trust_or_the_edges_header_a_clients_name_is_ignored() -> None:
     assert namespace(OURS, "ours", "ada", isolation=NO_ISOLATION) is None
     assert namespace(OURS, "ours", "ada", word=names.SHARED) is None
     assert namespace(OURS, "ours", None) is None
     assert ask(THEIRS, "theirs", "ada", isolation=NO_ISOLATION).members is None
 
 
-def test_an_engine_that_knows_salts_alone_gets_one_that_is_also_where_its_events_are_matched() -> None:
+def test_an_engine_that_knows_only_salts_gets_the_salt_of_its_events_namespace() -> None:
     parsed = ask(THEIRS, "theirs", "ada", cache_salt="mine")
     salt = parsed.members["cache_salt"]
     assert re.fullmatch("[0-9a-f]{64}", salt)
@@ -94,7 +95,7 @@ def test_the_native_path_is_salted_in_both_members() -> None:
     assert members["extra_key"] == members["cache_salt"] == ask(THEIRS, "theirs", "ada").members["cache_salt"]
 
 
-def test_beside_one_engine_that_knows_salts_alone_every_body_is_salted() -> None:
+def test_one_engine_that_knows_only_salts_makes_every_body_salted() -> None:
     parsed = ask(MIXED, "ours", "ada")
     assert parsed.members is not None, "when its endpoint is gone, the proxy may choose the other"
     assert parsed.namespace == join_namespace(None, parsed.members["cache_salt"], "ada")
@@ -102,7 +103,7 @@ def test_beside_one_engine_that_knows_salts_alone_every_body_is_salted() -> None
     assert not MIXED.isolates_clients("theirs")
 
 
-def test_pickers_with_one_key_pair_derive_the_same_salts_and_others_do_not(tmp_path: Path) -> None:
+def test_only_pickers_with_the_same_key_pair_derive_the_same_salts(tmp_path: Path) -> None:
     pair = CurveKeys.generate(tmp_path / "a")
     one, again = Isolation.of(True, pair), Isolation.of(True, CurveKeys.load(tmp_path / "a"))
     other = Isolation.of(True, CurveKeys.generate(tmp_path / "b"))
@@ -115,7 +116,7 @@ def test_pickers_with_one_key_pair_derive_the_same_salts_and_others_do_not(tmp_p
 
 
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/responses", "/v1/messages", "/v1/audio/transcriptions"])
-def test_a_path_that_takes_no_salt_is_refused_where_one_is_needed(path: str) -> None:
+def test_a_path_without_salts_is_refused_if_one_is_needed(path: str) -> None:
     refused = ask(registry(theirs=False), "theirs", "ada", path=path)  # by the first request after a change, too
     assert isinstance(refused, Refusal)
     assert (refused.status, refused.code) == (400, "not_kept_apart")
@@ -125,7 +126,7 @@ def test_a_path_that_takes_no_salt_is_refused_where_one_is_needed(path: str) -> 
         assert isinstance(ask(THEIRS, "theirs", "ada", path=counting), Request)
 
 
-def test_a_body_that_the_proxy_does_not_show_is_refused_where_a_salt_is_needed() -> None:
+def test_a_body_hidden_by_the_proxy_is_refused_if_a_salt_is_needed() -> None:
     headers = {
         ":path": "/v1/completions",
         ":method": "POST",
@@ -138,7 +139,7 @@ def test_a_body_that_the_proxy_does_not_show_is_refused_where_a_salt_is_needed()
 
 
 @pytest.mark.parametrize("member", ["cache_salt", "extra_key"])
-def test_a_salt_that_is_no_string_is_refused_by_name_where_it_is_replaced(member: str) -> None:
+def test_a_salt_that_is_no_string_is_refused_by_name_if_it_is_replaced(member: str) -> None:
     refused = ask(THEIRS, "theirs", "ada", **{member: ["x"]})
     assert isinstance(refused, Refusal)
     assert refused.param == member
@@ -162,7 +163,7 @@ def test_clients_beyond_the_first_hundred_share_a_label() -> None:
 
 
 @pytest.mark.integration
-async def test_through_envoy_a_foreign_engine_sees_one_salt_a_client_whatever_callers_send(
+async def test_through_envoy_a_foreign_engine_sees_one_salt_for_each_client(
     tmp_path: Path,
 ) -> None:
     async with (
@@ -214,7 +215,7 @@ async def test_through_envoy_an_engine_that_separates_clients_gets_the_body_as_i
             assert "cache_salt" not in json.loads(seen.body)
 
 
-def test_sessions_are_of_a_pool_and_of_a_client_that_the_edge_knows() -> None:
+def test_sessions_belong_to_a_pool_and_an_identified_client() -> None:
     def session(client: str, pool: str | None = "p", isolation: Isolation = TRUSTING, named: str = "s") -> int:
         return isolation.session({names.CLIENT: client, names.SESSION_ID: named}, pool)
 
@@ -222,7 +223,9 @@ def test_sessions_are_of_a_pool_and_of_a_client_that_the_edge_knows() -> None:
     assert 0 < ada < 1 << 40
     assert ada == session("ada")
     assert len({ada, session("bob"), session("ada", "q"), session("ada", None), session("ada", named="t")}) == 5
-    assert session("ada", isolation=NO_ISOLATION) == session("bob", isolation=NO_ISOLATION), "nobody said who they are"
+    assert session("ada", isolation=NO_ISOLATION) == session("bob", isolation=NO_ISOLATION), (
+        "the edge has not identified them"
+    )
     assert session("ada", isolation=Isolation(True, b"another key")) != ada
     assert TRUSTING.session({names.CLIENT: "ada"}, "p") == session("ada", named="") == 0
     assert TRUSTING.session({names.CLIENT: "ada", "x-smg-routing-key": "s"}, "p") == ada, "as sgl-model-gateway has it"

@@ -1,4 +1,4 @@
-"""Large and hostile request bodies: others have their turn meanwhile, and the answer is that of the whole body."""
+"""Large and hostile request bodies: other requests run meanwhile, and the result is that of the whole body."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from treeline_wire.tokenizer import TokenizerBundle
 
 BUFFERED, DUPLEX = 2, 4
 TURN = 15
-"""Of `reference_s`: what one turn of the loop may take."""
+"""The most that one turn of the loop may take, in units of `reference_s`."""
 """No request may hold the event loop for longer."""
 MB = 1 << 20
 TINY = TokenizerBundle.from_dir(Path("models/tiny"))
@@ -53,7 +53,7 @@ def new_router() -> Router:
 
 
 def messages_of(path: str, body: bytes, mode: int, piece: int = 48_000) -> Iterator[bytes]:
-    """What a proxy sends."""
+    """Yield a proxy's messages for a request."""
     yield head({":path": path, ":method": "POST"}, mode).SerializeToString()
     size = len(body) if mode == BUFFERED else piece
     for start in range(0, len(body), size):
@@ -62,7 +62,7 @@ def messages_of(path: str, body: bytes, mode: int, piece: int = 48_000) -> Itera
 
 
 def longest_turn(router: Router, path: str, body: bytes, mode: int) -> tuple[float, list[pb.ProcessingResponse]]:
-    """Seconds of processor time between two turns of others, at most; and all answers."""
+    """Return the longest processor time, in seconds, between two turns of other tasks, and all replies."""
     stream = ExtProcSession(router, SessionLimits(64 * MB))
     replies: list[bytes] = []
     longest = 0.0
@@ -102,7 +102,7 @@ SLOW_MEMBERS = ("metadata", "messages", "prompt", "tools", "max_tokens")
 
 
 def slow(member: str, size: int) -> bytes:
-    """A body whose member is a list of numbers that take a thousand times as long as others."""
+    """Return a body with a list of numbers that take a thousand times as long as others."""
     many = b"[" + b"9.092e300," * (size // 10) + b"1]"
     return b'{"%s":%s,"model":"tiny"}' % (member.encode(), many)
 
@@ -147,7 +147,7 @@ HOSTILE: dict[str, Callable[[], bytes]] = {
 
 
 @pytest.mark.parametrize("shape", [shape for shape in HOSTILE if "slow numbers" in shape])
-def test_few_numbers_that_take_long_are_read(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_few_slow_numbers_are_read(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[int] = []
 
     def decode(data: bytes | str, **how: Any) -> Any:
@@ -265,7 +265,7 @@ def test_the_key_of_a_large_completion_is_the_beginning_of_its_whole_key(prompt:
     assert found.key_tokens_estimate < estimate
 
 
-def test_members_behind_a_large_prompt_count() -> None:
+def test_members_after_a_large_prompt_count() -> None:
     body = chat(WORDS * 20_000, max_tokens=7, cache_salt="s", lora_path="l")
     assert body.index(b'"model"') > MB
     found = parsed(body)
@@ -317,7 +317,7 @@ def test_a_large_body_that_is_no_request_is_a_400_that_says_why(body: bytes, say
     ],
 )
 @pytest.mark.parametrize("size", [0, MB])
-def test_what_is_nested_too_deep_for_a_template_is_a_400_at_the_picker(more: dict[str, Any], size: int) -> None:
+def test_too_deep_nesting_for_a_template_is_a_400_at_the_picker(more: dict[str, Any], size: int) -> None:
     deep = '{"a":' * 100 + "1" + "}" * 100
     body = chat("x", user="u" * size, **more).replace(b'"DEEP"', deep.encode())
     if is_large(body) or size:
@@ -351,7 +351,7 @@ def test_a_large_body_is_sent_on_as_it_came_or_with_another_model(mode: int) -> 
             assert common.header_mutation.set_headers[0].header.raw_value == b"10.0.0.1:8000"
 
 
-def test_bodies_that_wait_are_bounded_and_small_ones_pass() -> None:
+def test_waiting_bodies_are_bounded_and_small_ones_pass() -> None:
     router, waiting = new_router(), BodyBudget(MB)
     half = chat("y" * MB)[: MB // 2]
 
@@ -378,7 +378,7 @@ def test_bodies_that_wait_are_bounded_and_small_ones_pass() -> None:
     assert waiting.bytes == 0
 
 
-def test_an_answered_body_is_kept_no_longer() -> None:
+def test_an_answered_body_is_freed() -> None:
     router, waiting = new_router(), BodyBudget(4 * MB)
     stream = ExtProcSession(router, SessionLimits(64 * MB, waiting=waiting))
     for message in messages_of("/v1/chat/completions", chat("y" * MB), BUFFERED):

@@ -1,5 +1,5 @@
-"""Chats that are joined are, byte for byte, what their template renders; and templates whose output depends on more
-than the places of the texts are found out."""
+"""Joined chats equal the template's rendering byte for byte, and templates that depend on more than the places of texts
+are detected."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_every_template_joins_what_it_renders() -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_any_conversation_is_the_same_joined(name: str) -> None:
+def test_any_joined_conversation_equals_its_rendering(name: str) -> None:
     """Roles in any order, texts of every kind, each shape often enough to be learnt and then used with other texts."""
     full, learnt = both(FAMILIES[name])
     rng = random.Random(name)
@@ -127,7 +127,7 @@ def learnt_of(family: str) -> tuple[ChatTemplate, LearntTemplate]:
 
 @settings(max_examples=40)
 @given(st.sampled_from(sorted(FAMILIES)), TURNS)
-def test_generated_conversations_are_the_same_joined(name: str, turns: list[tuple[str, str]]) -> None:
+def test_generated_joined_conversations_equal_their_renderings(name: str, turns: list[tuple[str, str]]) -> None:
     full, learnt = learnt_of(name)
     learn(learnt, *(role for role, _ in turns))
     assert rendered(learnt, said(*turns)) == rendered(full, said(*turns))
@@ -175,7 +175,7 @@ DEPENDENT = {
 
 
 @pytest.mark.parametrize("name", DEPENDENT)
-def test_what_depends_on_texts_in_other_ways_is_rendered(name: str) -> None:
+def test_templates_that_depend_on_texts_otherwise_are_rendered(name: str) -> None:
     full, learnt = both(LOOP.replace("BODY", DEPENDENT[name] + "|{{ m.content }}"))
     learn(learnt, "user", "assistant")
     for texts in (("A", "A"), ("A", "B"), ("", "A,b"), ("rA", "ABC")):
@@ -200,7 +200,7 @@ CONDITIONS = {
 
 
 @pytest.mark.parametrize("name", CONDITIONS)
-def test_what_holds_for_most_texts_is_joined_for_those(name: str) -> None:
+def test_templates_that_join_only_most_texts_join_those(name: str) -> None:
     source, plain, others = CONDITIONS[name]
     full, learnt = both(LOOP.replace("BODY", source))
     learn(learnt, "user")
@@ -229,7 +229,7 @@ def test_texts_may_be_written_in_any_order_and_number() -> None:
     assert rendered(learnt, body) == rendered(full, body) == "<BB<AAuser"
 
 
-def test_a_new_day_is_learnt_anew() -> None:
+def test_a_new_day_is_learnt_again() -> None:
     _, learnt = both("{{ strftime_now('%d %B') }}: " + LOOP.replace("BODY", "{{ m.content }}"))
     assert learnt._traced is not None
     today = learnt._traced._tracing
@@ -239,7 +239,7 @@ def test_a_new_day_is_learnt_anew() -> None:
     assert not joins(learnt, said(("user", "A")))
 
 
-def test_a_difference_switches_it_off(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_difference_switches_joining_off(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(learnt_chats, "CHECK_EVERY", 3)
     full, learnt = both(FAMILIES["chatml"])
     learn(learnt, "user")
@@ -257,7 +257,7 @@ def test_a_difference_switches_it_off(monkeypatch: pytest.MonkeyPatch, caplog: p
     assert "A" not in caplog.text.replace("learnt of a", "").split("ERROR")[0]
 
 
-def test_shapes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_learnt_shapes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learnt_chats, "MAX_SHAPES", 16)
     _, learnt = both(FAMILIES["chatml"])
     for number in range(2 * learnt_chats.MAX_SHAPES):
@@ -268,7 +268,7 @@ def test_shapes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(learnt._seen) <= learnt_chats.MAX_SHAPES
 
 
-def test_keyers_use_it() -> None:
+def test_keyers_use_learnt_chats() -> None:
     keyer = PromptKeyer(TokenizerBundle.from_dir(ROOT / "models" / "tiny"))
     assert keyer.renderer is not None
     body = said(("user", "A"))

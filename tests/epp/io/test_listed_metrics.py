@@ -1,4 +1,4 @@
-"""What pickers show at /metrics is what docs/metrics.md lists."""
+"""The metrics that pickers show at /metrics are those listed in docs/metrics.md."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from treeline_tools import envoy_metrics, metrics
 
 LISTED = metrics.families()["picker"]
 ASKED_FOR = tuple(f"treeline_epp_{word}" for word in ("kube_", "flow_", "peer"))
-"""Of what a picker has only on Kubernetes, or with a flag; the tests of each look at them."""
+"""Metrics that a picker has only on Kubernetes, or with a flag; their own tests check them."""
 
 
 async def page_of(picker: RunningPicker) -> str:
@@ -24,7 +24,7 @@ async def page_of(picker: RunningPicker) -> str:
 
 
 def check_envoy(page: str) -> None:
-    """What dashboards and alerts use of Envoy's metrics is there, for our listener and clusters."""
+    """Check that Envoy's page has the metrics that dashboards and alerts use, for our listener and clusters."""
     kinds = dict(re.findall(r"^# TYPE (\S+) (\w+)$", page, re.MULTILINE))
     for family in envoy_metrics.FAMILIES:
         assert kinds.get(family.name) == family.kind, family.name
@@ -42,7 +42,7 @@ def check_envoy(page: str) -> None:
             assert set("12345") == {labels["envoy_response_code_class"] for labels in series}
 
 
-async def test_what_a_picker_and_its_envoy_show_after_some_requests_is_what_the_page_lists(tmp_path: Path) -> None:
+async def test_metrics_of_a_picker_and_its_envoy_equal_the_page(tmp_path: Path) -> None:
     async with engines() as fakes, data_plane(tmp_path, fakes) as plane:
         assert (await plane.complete()).status_code == 200
         assert (await plane.complete(model="nobody's")).status_code == 404
@@ -51,12 +51,12 @@ async def test_what_a_picker_and_its_envoy_show_after_some_requests_is_what_the_
     check_envoy(page)
     rest = {name for name in absent if not name.startswith(ASKED_FOR)}
     assert rest == {
-        "treeline_epp_kv_subscription_events_total",  # nobody publishes
+        "treeline_epp_kv_subscription_events_total",  # no engine publishes
         "treeline_epp_rejected_total",
     }
 
 
-async def test_what_a_picker_says_of_kubernetes_is_what_the_page_lists(tmp_path: Path) -> None:
+async def test_metrics_of_a_picker_on_kubernetes_equal_the_page(tmp_path: Path) -> None:
     async with fake_api() as api, engines(1) as fakes:
         api.collection(POOLS.format("team")).put(own_pool("p0", port=fakes[0].port))
         api.collection(PODS.format("team")).put(pod("pod-0", labels={"treeline.dev/pool": "p0"}, ip="127.0.0.1"))

@@ -51,7 +51,7 @@ SHAPES = [
 
 
 async def watch(longest: list[float]) -> None:
-    """Processor time of the loop's thread between two turns of this task."""
+    """Measure the processor time of the loop's thread between two turns of this task."""
     before = time.thread_time()
     while True:
         await asyncio.sleep(0)
@@ -62,7 +62,7 @@ async def watch(longest: list[float]) -> None:
 
 @pytest.mark.parametrize("mode", [2, 4], ids=["buffered", "duplex"])
 @pytest.mark.parametrize("shape", SHAPES)
-async def test_others_have_their_turn_while_a_hostile_body_arrives(shape: str, mode: int, tmp_path: Path) -> None:
+async def test_other_requests_are_served_while_a_hostile_body_arrives(shape: str, mode: int, tmp_path: Path) -> None:
     body, file = HOSTILE[shape](), tmp_path / "body"
     file.write_bytes(body)
     path = "/v1/chat/completions"

@@ -33,7 +33,7 @@ def all_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def grown(tokens: int) -> str:
-    """The tiny tokenizer with so many tokens more."""
+    """Return the tiny tokenizer with this many more tokens."""
     document = tiny()
     model = document["model"]
     vocab, merges = model["vocab"], model["merges"]
@@ -51,7 +51,7 @@ def grown(tokens: int) -> str:
 
 
 @pytest.mark.usefixtures("all_are_large")
-def test_what_the_child_makes_is_what_would_be_made_here() -> None:
+def test_the_childs_tokenizer_equals_one_made_in_process() -> None:
     text = json.dumps(tiny())
     made, here = proven_keys(text), PrefixKeys(text)
     assert made.table() == here.table()
@@ -59,7 +59,7 @@ def test_what_the_child_makes_is_what_would_be_made_here() -> None:
 
 
 @pytest.mark.usefixtures("all_are_large")
-def test_what_is_wrong_is_told_as_if_it_were_read_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_equal_those_of_reading_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="not a tokenizer"):
         proven_keys("{")
     lossy = tiny()
@@ -85,7 +85,7 @@ def test_a_child_that_is_killed_leaves_a_tokenizer_without_keys(monkeypatch: pyt
         proven_keys(json.dumps(tiny()))
 
 
-async def test_a_hundred_thousand_tokens_hold_up_nobody() -> None:
+async def test_a_hundred_thousand_tokens_do_not_block_the_loop() -> None:
     bundle = TokenizerBundle.build(await asyncio.to_thread(grown, 100_000))
     assert len(bundle.tokenizer_json) > made_apart.LARGE_CHARS
     # A call that lets no other thread run is processor time of the process during which the loop's has none.

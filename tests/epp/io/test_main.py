@@ -1,4 +1,4 @@
-"""The picker's process: flags, start, signals, end."""
+"""The picker's process: flags, start, signals, exit."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def test_a_wrong_path_is_an_error_that_names_it(flag: str, tmp_path: Path)
             pass
 
 
-async def test_the_debug_pages_are_there_only_if_asked_for() -> None:
+async def test_the_debug_pages_exist_only_if_enabled() -> None:
     async with running_picker("--endpoint", "a=127.0.0.1:1") as picker:
         assert (await picker.get("/live")).json() == {"live": True}
         assert (await picker.get("/debug/tree?pod=nobody")).status_code == 404

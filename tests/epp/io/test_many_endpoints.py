@@ -47,7 +47,7 @@ def test_more_endpoints_than_default_sockets_allow_are_live_and_heard() -> None:
     assert rows[f"picker.files.{COUNT}"] < 11 * COUNT + 100
 
 
-def test_a_context_has_all_sockets_that_the_library_can_have() -> None:
+def test_a_context_has_as_many_sockets_as_the_library_allows() -> None:
     context = new_context()
     try:
         assert context.get(zmq.MAX_SOCKETS) >= 20_000
@@ -55,7 +55,7 @@ def test_a_context_has_all_sockets_that_the_library_can_have() -> None:
         context.destroy()
 
 
-async def test_an_endpoint_for_which_no_sockets_are_left_is_told_and_followed_when_there_are(
+async def test_an_endpoint_without_sockets_is_reported_and_followed_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(connection, "_RETRY_S", 0.05)
@@ -81,8 +81,8 @@ async def test_an_endpoint_for_which_no_sockets_are_left_is_told_and_followed_wh
         context.destroy(linger=0)
 
 
-async def test_endpoints_that_come_and_go_at_once_do_so_in_slices() -> None:
-    """Nobody answers there. Counted is how many come or go between two turns of another task."""
+async def test_endpoints_are_added_and_removed_in_slices() -> None:
+    """No engine answers there. The test counts endpoints that appear or disappear between two turns of another task."""
     fleet = Fleet(Picker(), ModelRegistry(), Eds())
     step = 0
 
@@ -112,7 +112,7 @@ async def test_endpoints_that_come_and_go_at_once_do_so_in_slices() -> None:
 
 
 class Counted:
-    """How often something was done between two turns of another task, at most."""
+    """Counts the most calls between two turns of another task."""
 
     def __init__(self) -> None:
         self.most = self._now = 0
@@ -126,8 +126,8 @@ class Counted:
             await asyncio.sleep(0)
 
 
-async def test_envoy_and_the_picker_are_told_of_many_endpoints_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted is how many are looked at, and written for Envoy, between two turns of another task."""
+async def test_envoy_and_the_picker_learn_of_many_endpoints_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test counts endpoints looked at, and written for Envoy, between two turns of another task."""
     looked, written, many = Counted(), Counted(), 3000
     state, entry = Member.state.fget, eds._entry
     assert state is not None
@@ -167,7 +167,7 @@ async def test_envoy_and_the_picker_are_told_of_many_endpoints_in_slices(monkeyp
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_a_thousand_engines_are_asked_as_often_as_a_hundred() -> None:
+async def test_a_thousand_engines_are_probed_as_often_as_a_hundred() -> None:
     pace = ProbePace()
     pace.watch(True, 100)
     few = sum(100 / pace.pause(True, 5.0) for _ in range(200)) / 200
@@ -184,7 +184,7 @@ async def test_a_thousand_engines_are_asked_as_often_as_a_hundred() -> None:
     await asyncio.gather(*waiting, return_exceptions=True)
 
 
-async def test_engines_that_hang_do_not_keep_others_from_being_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_hanging_engines_do_not_delay_probes_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watcher, "_TURN_S", 0.01)
     pace, asked = ProbePace(), list[int]()
     hanging = [asyncio.create_task(_hangs(pace, asked, number)) for number in range(300)]
@@ -208,7 +208,7 @@ async def _hangs(pace: ProbePace, asked: list[int], number: int) -> None:
         await asyncio.Event().wait()
 
 
-async def test_an_engine_that_hangs_does_not_keep_the_tokenizer_from_others() -> None:
+async def test_a_hanging_engine_does_not_delay_the_tokenizer_of_others() -> None:
     bundle = small_bundle()
     keyers = EngineKeyers(ModelRegistry(), TokenizerSources())
     info = EngineInfo(fingerprint=bundle.fingerprint)
@@ -221,7 +221,7 @@ async def test_an_engine_that_hangs_does_not_keep_the_tokenizer_from_others() ->
 
 
 class _Serves:
-    """An engine's tokenizer; none where it hangs."""
+    """An engine's tokenizer page; no answer if the engine hangs."""
 
     def __init__(self, bundle: TokenizerBundle | None) -> None:
         self.name = "serving" if bundle is not None else "failing"

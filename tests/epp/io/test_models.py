@@ -1,4 +1,4 @@
-"""Names of models: rules, weights, criticality, fallbacks and a pool that the proxy has fixed, up to the reply."""
+"""Names of models: rules, weights, criticality, fallbacks and pools fixed by the proxy, up to the reply."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Bench:
         self.registry.set_endpoint(name, pool, models, None)
 
     def wait(self, name: str, seconds: float) -> None:
-        """Let an endpoint have so much work before it."""
+        """Give an endpoint a queue of this many seconds."""
         load = TreelineLoad(prefill_tokens_per_s=RATE, waiting_uncached_tokens=int(seconds * RATE))
         self.picker.on_load(name, load, 1.0)
 
@@ -68,7 +68,8 @@ class Bench:
         headers: Mapping[str, str] = {},
         ends: bool = True,
     ) -> Any:
-        """One request: the address and the body that arrives there, or the refusal. `ends`: its stream does, too."""
+        """Send one request. Return the address and the body that arrives there, or the refusal. `ends`: also end the
+        stream."""
         self.draws = self.draws or [0.0]
         stream = ExtProcSession(self.router, SessionLimits(1 << 20))
         fields = {"prompt": "hello", **({} if model is None else {"model": model})}
@@ -88,7 +89,7 @@ class Bench:
 
 
 class Routed:
-    """What a proxy makes of the replies."""
+    """The request after a proxy applied the replies."""
 
     def __init__(self, replies: list[pb.ProcessingResponse], body: bytes, length: str | None) -> None:
         self.body, self.length = body, length
@@ -126,7 +127,7 @@ def test_engines_names_need_no_rule_and_no_rewriting() -> None:
 
 
 @pytest.mark.parametrize("duplex", [False, True])
-def test_weighted_targets_share_as_they_weigh_and_only_the_name_changes(duplex: bool) -> None:
+def test_weighted_targets_share_by_weight_and_only_the_name_changes(duplex: bool) -> None:
     bench = Bench(rule("chat", "a", targets=(("a1", 3), ("a2", 1))))
     seen: Counter[str] = Counter()
     for step in range(8):
@@ -145,7 +146,7 @@ def test_an_unknown_length_stays_unknown() -> None:
     assert bench.ask("chat", length=False).length is None
 
 
-def test_who_asks_again_for_a_request_gets_its_own_body_back() -> None:
+def test_a_repeated_request_gets_its_own_body_back() -> None:
     bench = Bench(rule("gpt", "b"))
     sent = {"x-request-id": "r1"}
     first = bench.ask("gpt", headers=sent, ends=False)
@@ -154,7 +155,7 @@ def test_who_asks_again_for_a_request_gets_its_own_body_back() -> None:
     assert (again.address, again.model) == (first.address, "other")
 
 
-def test_a_sheddable_request_is_refused_when_all_it_may_use_is_saturated_and_others_go_on() -> None:
+def test_a_sheddable_request_is_refused_when_its_endpoints_are_saturated_and_others_pass() -> None:
     bench = Bench(
         rule("batch", "a", targets=(("a1", None),), criticality="Sheddable"),
         rule("chat", "a", targets=(("a1", None),)),
@@ -193,7 +194,7 @@ def test_a_pool_without_a_ready_endpoint_is_replaced_by_its_fallbacks_in_order()
     assert bench.ask("chat").address == "10.0.0.1:8000"
 
 
-def test_a_pool_of_which_no_endpoint_is_ready_is_missed_also_where_another_serves_for_it() -> None:
+def test_a_pool_without_ready_endpoints_is_reported_although_a_fallback_serves() -> None:
     bench = Bench(rule("chat", "a", targets=(("a1", None),), fallback_pools=("b",)))
 
     def missed() -> set[str]:
@@ -210,7 +211,7 @@ def test_a_pool_of_which_no_endpoint_is_ready_is_missed_also_where_another_serve
     assert missed() == {"a", "b"}
 
 
-def test_a_saturated_pool_is_not_left_for_a_fallback() -> None:
+def test_a_saturated_pool_is_refused_without_trying_a_fallback() -> None:
     bench = Bench(rule("batch", "a", criticality="Sheddable", targets=(("a1", 1),), fallback_pools=("b",)))
     bench.wait("a-0", 20.0)
     assert bench.ask("batch").status.code == 429
@@ -238,7 +239,7 @@ def test_a_configured_pool_without_endpoints_is_known_but_not_ready() -> None:
     assert bench.ask("alias").model == "other"
 
 
-def test_rules_come_and_go_while_it_runs() -> None:
+def test_rules_change_while_the_picker_runs() -> None:
     bench = Bench()
     assert bench.ask("chat").status.code == 404
     older = rule("chat", "b", created="2026-01-01T00:00:00Z")
@@ -252,13 +253,13 @@ def test_rules_come_and_go_while_it_runs() -> None:
     assert bench.ask("chat").status.code == 404
 
 
-def test_the_list_of_models_is_what_can_be_asked_for() -> None:
+def test_the_list_of_models_has_every_name_that_can_be_requested() -> None:
     bench = Bench(rule("chat", "a", targets=(("a1", None),)), rule("lost", "nowhere"))
     assert bench.registry.models() == ["a1", "a2", "b1", "chat"]
     assert bench.registry.models_by_pool() == {"a": ["a1", "a2", "chat"], "b": ["b1"]}
 
 
-def test_engines_that_name_no_models_take_any() -> None:
+def test_engines_without_model_names_take_any() -> None:
     registry = ModelRegistry()
     registry.set_pools(claims({"p": ()}), ())
     assert registry.empty
@@ -287,9 +288,7 @@ def test_engines_that_name_no_models_take_any() -> None:
         ("", "POST", "/anything", True),
     ],
 )
-def test_an_engine_of_a_known_type_is_asked_for_inference_only(
-    engine: str, method: str, path: str, served: bool
-) -> None:
+def test_an_engine_of_a_known_type_gets_only_inference_paths(engine: str, method: str, path: str, served: bool) -> None:
     picker, registry, metrics = Picker(PickerConfig()), ModelRegistry(), Metrics()
     picker.add_endpoint(EndpointSpec("a-0", "10.0.0.1:8000", pool="a", engine=engine))
     registry.set_endpoint("a-0", "a", ("a1",), None)
@@ -304,7 +303,7 @@ def test_an_engine_of_a_known_type_is_asked_for_inference_only(
         assert (result.status, result.code) == (404, "not_found")
 
 
-def test_of_tokenizers_that_nobody_uses_the_newest_few_are_kept() -> None:
+def test_the_newest_few_unused_tokenizers_are_kept() -> None:
     registry = ModelRegistry()
     bundles = [
         TokenizerBundle.build(small_bundle().tokenizer_json, chat_template=f"template {number}") for number in range(12)

@@ -12,8 +12,8 @@ from treeline_operator.envoy.listener import PICKED_FILTER
 
 
 def modes(**fields: str) -> Any:
-    """Another proxy's modes. It has no filter that looks for the picker's word in the headers, as ours does: where the
-    picker is not shown them, it speaks after that filter."""
+    """Set another proxy's modes. That proxy has no filter like ours that looks for the picker's headers: if the picker
+    does not get the headers, it answers after that filter."""
 
     def patch(bootstrap: dict[str, Any]) -> None:
         listener = bootstrap["static_resources"]["listeners"][0]
@@ -32,7 +32,7 @@ def modes(**fields: str) -> Any:
 @pytest.mark.deep
 @pytest.mark.parametrize("mode", ["STREAMED", "BUFFERED", "FULL_DUPLEX_STREAMED"])
 @pytest.mark.parametrize("left_out", ["request_header_mode", "response_header_mode"])
-async def test_headers_that_are_left_out_cost_neither_body(tmp_path: Path, mode: str, left_out: str) -> None:
+async def test_omitted_headers_lose_neither_body(tmp_path: Path, mode: str, left_out: str) -> None:
     settings = {"request_body_mode": mode, "response_body_mode": mode, "fail_open": False}
     trailers = {"request_trailer_mode": "SEND", "response_trailer_mode": "SEND"}
     patch = modes(**{left_out: "SKIP"}, **trailers)

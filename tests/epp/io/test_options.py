@@ -1,4 +1,4 @@
-"""The command line: sources of endpoints, flags of other pickers, and what is refused with which words."""
+"""The command line: sources of endpoints, flags of other pickers, and the words of refusals."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def scope(options: Options) -> tuple[object, ...]:
     return (options.gateway, options.pool_group, options.pool_name, options.pool_namespace)
 
 
-def test_without_kubernetes_it_binds_to_loopback_in_plain_text() -> None:
+def test_without_kubernetes_the_picker_binds_to_loopback_in_plain_text() -> None:
     options = options_of(["--endpoint", "a=127.0.0.1:1"])
     assert (options.kubernetes, options.host, options.secure_serving) == (False, "127.0.0.1", False)
 
@@ -46,7 +46,7 @@ def test_a_gateway_is_one_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     assert options_of(["--gateway", "g", "--pool-namespace", "x"]).pool_namespace == "x"
 
 
-def test_a_proxy_that_is_not_ours_gets_one_endpoint_and_gives_clients_all_headers_but_our_own() -> None:
+def test_our_own_proxy_is_recognised_by_the_flags() -> None:
     assert options_of(["--gateway", "g"]).own_proxy
     assert not options_of(["--gateway", "g", "--secure-serving"]).own_proxy
     assert not options_of(["--pool-name", "p"]).own_proxy
@@ -57,7 +57,7 @@ def test_a_proxy_that_is_not_ours_gets_one_endpoint_and_gives_clients_all_header
     assert not options_of(["--pool-name", "p", *mutual]).own_proxy
 
 
-def test_a_pool_by_name_is_upstreams_and_spoken_to_by_tls() -> None:
+def test_a_pool_by_name_is_an_upstream_pool_with_tls() -> None:
     options = options_of(["--pool-name", "p", "--pool-namespace", "ns"])
     assert scope(options) == ("", "inference.networking.k8s.io", "p", "ns")
     assert options.secure_serving, "gateways speak TLS to such pickers"
@@ -102,7 +102,7 @@ def test_a_pool_by_name_is_upstreams_and_spoken_to_by_tls() -> None:
         ("--gateway g --grpc-port 65536", "--grpc-port: must be at least 0 and at most 65535, got 65536"),
     ],
 )
-def test_what_makes_no_sense_is_refused(capsys: pytest.CaptureFixture[str], words: str, told: str) -> None:
+def test_contradictory_flags_are_refused(capsys: pytest.CaptureFixture[str], words: str, told: str) -> None:
     assert told in refused(capsys, *words.split())
 
 

@@ -1,4 +1,4 @@
-"""Pickers that tell each other over UDP what they have in flight."""
+"""Pickers report their requests in flight to each other over UDP."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def gossip() -> tuple[Picker, Gossip]:
     return picker, made
 
 
-async def test_three_find_each_other_by_names_their_own_among_them() -> None:
+async def test_three_pickers_find_each_other_by_names_including_their_own() -> None:
     loop = asyncio.get_running_loop()
     ports = free_ports(3)
     names = [(HOST, port) for port in ports]
@@ -51,7 +51,7 @@ async def test_three_find_each_other_by_names_their_own_among_them() -> None:
         await until(lambda: all(one.elsewhere == 0 for _, one in made), "and its end")
 
 
-async def test_one_that_is_known_to_nobody_is_answered_when_it_speaks() -> None:
+async def test_an_unknown_picker_is_answered_when_it_speaks() -> None:
     old, new = free_ports(2)
     (_, one), (_, other) = gossip(), gossip()
     async with talking(one, bound(HOST, old), []), talking(other, bound(HOST, new), [(HOST, old)]):
@@ -59,7 +59,7 @@ async def test_one_that_is_known_to_nobody_is_answered_when_it_speaks() -> None:
     assert one.in_step == 0, "it has said goodbye"
 
 
-async def test_a_name_that_is_nobodys_yet_is_told_once(
+async def test_an_unresolved_name_is_reported_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(driver, "RESOLVE_S", 0.005)
@@ -89,7 +89,7 @@ async def test_a_long_snapshot_arrives_whole() -> None:
         await until(lambda: other.elsewhere == 600, "all is known", state=lambda: other.elsewhere)
 
 
-async def test_pickers_that_are_told_of_each_other_say_on_their_pages_that_they_are(tmp_path: Path) -> None:
+async def test_pickers_show_their_peers_on_their_pages(tmp_path: Path) -> None:
     CurveKeys.generate(tmp_path / "keys")
     ports = free_ports(2)
     peers = ",".join(f"{HOST}:{port}" for port in ports)
@@ -123,7 +123,7 @@ async def test_pickers_that_are_told_of_each_other_say_on_their_pages_that_they_
         ("a:9005", "--peers needs --curve-dir"),
     ],
 )
-def test_a_wrong_list_of_peers_is_told(given: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_list_of_peers_is_reported(given: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         options_of(["--endpoint", "a=127.0.0.1:1", "--peers", given])
     assert said in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The one connection between Envoy and the picker, which all clients share: no client ends it."""
+"""The one connection between Envoy and the picker, shared by all clients: no client can end it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.deep]
 
 
 class Relay:
-    """Between Envoy and the picker; while `reading` is not set, what Envoy sends is left unread."""
+    """A relay between Envoy and the picker; while `reading` is not set, Envoy's data stay unread."""
 
     def __init__(self) -> None:
         self.reading = asyncio.Event()
@@ -57,7 +57,7 @@ class Relay:
             server.close()
 
 
-async def test_many_requests_that_are_given_up_while_the_picker_is_busy_leave_its_connection_to_others(
+async def test_many_cancelled_requests_do_not_end_the_busy_pickers_connection(
     tmp_path: Path,
 ) -> None:
     relay = Relay()

@@ -1,4 +1,4 @@
-"""docs/picker-protocol.md says what is so: its diagrams are replayed, its samples are read and, where we can, run."""
+"""docs/picker-protocol.md is correct: its diagrams are replayed, its samples are read and, where possible, run."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ DESTINATION = "10.0.0.1:8000,10.0.0.2:8000"
 
 
 def sections() -> dict[str, str]:
-    """The text below each heading."""
+    """Return the text below each heading."""
     parts = re.split(r"^##+ (.+)$", PAGE, flags=re.MULTILINE)
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
@@ -63,11 +63,11 @@ MODES = {
     "A refusal": (BodyMode.BUFFERED, BodyMode.NONE),
 }
 HALF = b"x" * 40_000
-"""Half of a body that goes back in two chunks."""
+"""Half of a body that returns in two chunks."""
 
 
 def spoken(output: Output) -> str:
-    """An answer in the words of the diagrams."""
+    """Return an answer in the words of the diagrams."""
     if isinstance(output, Immediate):
         return f"immediate_response {output.status}"
     assert isinstance(output, Reply)
@@ -78,7 +78,7 @@ def spoken(output: Output) -> str:
 
 
 def lines(diagram: str) -> Iterator[tuple[str, str]]:
-    """Who speaks, and what is said. A note over the picker alone is the picker's thought."""
+    """Yield the speaker and the text of each line. A note over the picker alone is a remark."""
     first, *rest = diagram.splitlines()
     assert first == "sequenceDiagram"
     for line in (one.strip() for one in rest):
@@ -89,7 +89,7 @@ def lines(diagram: str) -> Iterator[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("section", MODES)
-def test_a_diagram_is_what_happens(section: str) -> None:
+def test_a_diagram_equals_the_exchange(section: str) -> None:
     (diagram,) = blocks("mermaid", section)
     state = ExtProcState(*MODES[section], body_limit=1_000_000)
     waiting: list[Output] = []
@@ -126,7 +126,7 @@ def test_every_mode_has_its_diagram() -> None:
 
 
 def with_ports(node: Any, ports: dict[int, int]) -> Any:
-    """The sample on other ports."""
+    """Return the sample with other ports."""
     if isinstance(node, dict):
         return {k: ports[v] if k == "port_value" else with_ports(v, ports) for k, v in node.items()}
     return [with_ports(item, ports) for item in node] if isinstance(node, list) else node
@@ -134,7 +134,7 @@ def with_ports(node: Any, ports: dict[int, int]) -> Any:
 
 @pytest.mark.integration
 @pytest.mark.deep
-async def test_the_plain_envoy_sends_requests_where_the_picker_says(tmp_path: Path) -> None:
+async def test_the_plain_envoy_sends_requests_to_the_picked_endpoint(tmp_path: Path) -> None:
     (text,) = blocks("yaml", "Plain Envoy")
     listen, admin = free_ports(2)
     async with engines(2) as fakes:
@@ -184,7 +184,7 @@ def test_the_plain_envoy_lets_requests_wait_in_the_picker() -> None:
 
 
 def schemas(*folders: Path) -> dict[tuple[str, str], dict[str, Any]]:
-    """`(apiVersion, kind)` → what the API server would hold an object against."""
+    """Return the schemas by which the API server checks objects, by `(apiVersion, kind)`."""
     found = {}
     for path in (path for folder in folders for path in sorted(folder.glob("*.yaml"))):
         crd = yaml.load(path.read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
@@ -195,7 +195,7 @@ def schemas(*folders: Path) -> dict[tuple[str, str], dict[str, Any]]:
 
 
 def closed(schema: Any) -> Any:
-    """As the server has it: fields that are not known are errors, not ignored (`--validate=strict`)."""
+    """Return the schema with unknown fields as errors, as a server does under `--validate=strict`."""
     if isinstance(schema, list):
         return [closed(item) for item in schema]
     if not isinstance(schema, dict):
@@ -224,7 +224,7 @@ def check_kinds(found: list[dict[str, Any]], known: dict[tuple[str, str], dict[s
 
 
 @pytest.mark.parametrize(("section", "block"), [("Envoy Gateway", 1), ("Istio", 0)])
-def test_the_gateways_are_what_their_definitions_allow_and_what_the_route_names(section: str, block: int) -> None:
+def test_the_sample_gateways_are_valid_and_are_those_of_the_route(section: str, block: int) -> None:
     found = objects(section, block)
     known = schemas(CRDS / "gateway-api", CRDS / "inference-extension")
     check_kinds(found, known, {"ClientTrafficPolicy", "BackendTrafficPolicy", "DestinationRule"})
@@ -237,7 +237,7 @@ def test_the_gateways_are_what_their_definitions_allow_and_what_the_route_names(
         )
 
 
-def test_the_policies_of_envoy_gateway_are_what_its_definitions_allow() -> None:
+def test_the_policies_of_envoy_gateway_are_valid() -> None:
     chart = programs_or_skip("envoy-gateway")["envoy-gateway"] / "gateway-helm"
     known = schemas(chart / "charts/crds/crds/generated")
     found = objects("Envoy Gateway", 1)
@@ -246,7 +246,7 @@ def test_the_policies_of_envoy_gateway_are_what_its_definitions_allow() -> None:
     assert backend["spec"]["targetRefs"][0]["name"] == existing("pool")["HTTPRoute"]["metadata"]["name"]
 
 
-def test_the_values_of_envoy_gateway_are_those_that_the_journeys_install_with() -> None:
+def test_the_values_of_envoy_gateway_equal_the_journeys() -> None:
     nowhere: Any = {name: Path() for name in PROGRAMS}
     kube: Any = None
     used = EnvoyGateway(kube, nowhere, "")._gateway_values(extended=True)["config"]["envoyGateway"]
@@ -256,7 +256,7 @@ def test_the_values_of_envoy_gateway_are_those_that_the_journeys_install_with() 
     assert told["extensionApis"].items() <= used["extensionApis"].items()
 
 
-def test_istio_is_told_of_the_pickers_tls() -> None:
+def test_istio_is_configured_for_the_pickers_tls() -> None:
     (rule,) = [obj for obj in objects("Istio", 0) if obj["kind"] == "DestinationRule"]
     picker = existing("picker")
     assert rule["spec"]["host"] == picker["Service"]["metadata"]["name"]

@@ -1,4 +1,4 @@
-"""Mutual TLS between a real Envoy and the picker: who has no certificate of the right authority is not heard."""
+"""Mutual TLS between a real Envoy and the picker: peers without a certificate of the right authority are refused."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Authority:
         return cls(key, builder.add_extension(constraint, critical=True).sign(key, hashes.SHA256()))
 
     def secret(self, folder: Path, name: str = NAME) -> Path:
-        """The files of a Secret, replaced one by one where they are there already."""
+        """Write the files of a Secret, replacing existing ones one by one."""
         key = ec.generate_private_key(ec.SECP256R1())
         alternative = x509.SubjectAlternativeName([x509.DNSName(name)])
         signed = (
@@ -82,14 +82,14 @@ def _builder(subject: str, issuer: str, key: ec.EllipticCurvePublicKey) -> x509.
 
 
 def discovered(tls: PickerTls) -> PickerTls:
-    """With its discovery files written."""
+    """Write the discovery files and return the settings."""
     for name, text in picker_tls_files(tls).items():
         (Path(tls.discovery_dir) / name).write_text(text)
     return tls
 
 
 def impatient(bootstrap: dict[str, Any]) -> None:
-    """Start without a picker after half a second: most of these are not heard."""
+    """Let Envoy start without a picker after half a second: most pickers here are refused."""
     for cluster in bootstrap["static_resources"]["clusters"]:
         if "eds_cluster_config" in cluster:
             cluster["eds_cluster_config"]["eds_config"]["initial_fetch_timeout"] = "0.5s"
@@ -99,7 +99,8 @@ def impatient(bootstrap: dict[str, Any]) -> None:
 async def plane_with(
     folder: Path, fakes: list[FakeEngine], picker: Path, envoy: Path | None, *, name: str = NAME
 ) -> AsyncIterator[Plane]:
-    """A picker with the files of one folder and an Envoy with those of another; None for an Envoy without TLS."""
+    """Run a picker with the TLS files of one folder and an Envoy with those of another; None for an Envoy without
+    TLS."""
     tls = None if envoy is None else discovered(PickerTls(str(envoy), name, str(folder)))
     flags = ["--secure-serving", "--cert-path", str(picker), "--require-client-certificates"]
     async with data_plane(folder, fakes, *flags, picker_tls=tls, fail_open=False, patch=impatient) as plane:
@@ -121,7 +122,7 @@ def folder_in(parent: Path, name: str) -> Path:
     return folder
 
 
-async def test_an_envoy_of_another_authority_or_without_tls_is_not_heard(tmp_path: Path) -> None:
+async def test_an_envoy_of_another_authority_or_without_tls_is_refused(tmp_path: Path) -> None:
     ours = Authority.made().secret(tmp_path / "ours")
     other = Authority.made().secret(tmp_path / "other")
     (tmp_path / "mixed").mkdir()
@@ -141,13 +142,13 @@ async def test_an_envoy_of_another_authority_or_without_tls_is_not_heard(tmp_pat
         together.create_task(is_not_heard(folder_in(tmp_path, "3"), None))
 
 
-async def test_a_picker_of_another_authority_or_name_is_not_believed(tmp_path: Path) -> None:
+async def test_a_picker_of_another_authority_or_name_is_refused(tmp_path: Path) -> None:
     authority = Authority.made()
     ours = authority.secret(tmp_path / "ours")
     pretender = authority.secret(tmp_path / "pretender", name="other-epp.team.svc")
     (tmp_path / "stranger").mkdir()
     stranger = Authority.made().secret(tmp_path / "stranger")
-    # A picker that would let our Envoy in, and only cannot say who it is.
+    # A picker that accepts our Envoy, with a certificate of another authority.
     (stranger / "ca.crt").write_bytes((ours / "ca.crt").read_bytes())
 
     async def is_not_believed(folder: Path, picker: Path) -> None:

@@ -1,4 +1,4 @@
-"""The whole picker before engines that serve no tokenizer: one is given by flags, from a folder or from the Hub."""
+"""The whole picker with engines that serve no tokenizer: flags give one, from a folder or from the Hub."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TINY = Path(__file__).parents[3] / "models/tiny"
 
 
 def as_vllm_writes_it(tokens: Sequence[int], size: int = 16, first_hash: int = 1 << 60) -> bytes:
-    """A batch of vLLM's: arrays, one BlockStored of whole blocks, its hashes any numbers."""
+    """Encode a batch as vLLM writes it: arrays, one BlockStored of whole blocks, with arbitrary hashes."""
     count = len(tokens) // size
     stored = [
         "BlockStored",
@@ -50,7 +50,7 @@ def as_vllm_writes_it(tokens: Sequence[int], size: int = 16, first_hash: int = 1
 
 @contextlib.asynccontextmanager
 async def foreign(*, models: tuple[str, ...] = ("tiny",)) -> AsyncIterator[tuple[FakeEngine, FakePublisher]]:
-    """An engine that publishes and has no tokenizer to give."""
+    """Run an engine that publishes events and serves no tokenizer."""
     engine, publisher = FakeEngine("e0", models=models), FakePublisher()
     engine.documents["/server_info"] = {"kv_events": publisher.kv_events()}
     await engine.start()
@@ -67,7 +67,7 @@ async def routing(picker: RunningPicker, pool: str = "default") -> dict[str, Any
 
 
 async def routed_by(picker: RunningPicker, way: str, reason: str = "") -> dict[str, Any]:
-    """Wait until the pool is routed so."""
+    """Wait until the pool is routed in this way, and return its routing."""
     last: dict[str, Any] = {}
 
     async def so() -> bool:
@@ -79,7 +79,7 @@ async def routed_by(picker: RunningPicker, way: str, reason: str = "") -> dict[s
 
 
 async def unavailable(picker: RunningPicker, why: str) -> None:
-    """First it is being fetched."""
+    """Wait until the tokenizer is reported as unavailable; before that it is being fetched."""
     await until(lambda: so(routing(picker), lambda it: why in it.get("message", "")), f"that {why}")
     found = await routing(picker)
     assert (found["way"], found["reason"]) == ("history", "TokenizerUnavailable")
@@ -118,7 +118,7 @@ async def test_a_folders_tokenizer_turns_a_vllm_shaped_engines_events_into_hits(
         assert idle.seq == -1
 
 
-async def test_with_a_tokenizer_that_loses_text_requests_go_by_history_and_say_so(tmp_path: Path) -> None:
+async def test_with_a_lossy_tokenizer_requests_are_routed_by_history_with_a_reason(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     wordpiece().save(str(folder / "tokenizer.json"))
@@ -133,7 +133,7 @@ async def test_with_a_tokenizer_that_loses_text_requests_go_by_history_and_say_s
             assert 4 in (len(engine.served), len(other.served)), "each goes where the first one went"
 
 
-async def test_without_a_tokenizer_events_are_counted_and_requests_go_by_history(tmp_path: Path) -> None:
+async def test_without_a_tokenizer_events_are_counted_and_requests_are_routed_by_history(tmp_path: Path) -> None:
     async with foreign() as (engine, publisher), foreign() as (other, _):
         other.name = "e1"
         async with data_plane(tmp_path, [engine, other]) as plane:
@@ -158,7 +158,7 @@ async def test_without_a_tokenizer_events_are_counted_and_requests_go_by_history
             assert metrics[name] == 2
 
 
-async def test_a_tokenizer_for_another_name_is_told_with_both_names() -> None:
+async def test_a_tokenizer_for_another_name_is_reported_with_both_names() -> None:
     async with (
         foreign(models=("Qwen/Qwen3-4B", "more")) as (engine, _),
         running_picker(
@@ -169,7 +169,7 @@ async def test_a_tokenizer_for_another_name_is_told_with_both_names() -> None:
         assert "the engine serves Qwen/Qwen3-4B, more, and --tokenizer is given for qwen, b" in found["message"]
 
 
-async def test_the_only_tokenizer_is_that_of_an_engine_whose_models_nobody_knows() -> None:
+async def test_an_engine_with_unknown_models_uses_the_only_tokenizer() -> None:
     async with foreign() as (engine, publisher):
         engine.statuses["/v1/models"] = 401
         engine.documents["/version"] = {"version": "0.33.0"}
@@ -183,7 +183,7 @@ async def test_the_only_tokenizer_is_that_of_an_engine_whose_models_nobody_knows
             assert "serves unknown models, and --tokenizer is given for qwen, b" in found["message"]
 
 
-async def test_a_folder_that_comes_later_and_then_changes_is_taken_up(
+async def test_a_folder_that_appears_and_changes_is_read(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokenizer_watch, "LOOK_S", 0.05)
@@ -219,7 +219,7 @@ async def test_a_folder_that_comes_later_and_then_changes_is_taken_up(
         assert await held()
 
 
-async def test_a_hub_that_is_away_holds_nothing_up_and_is_taken_up_when_it_is_back(
+async def test_an_unreachable_hub_delays_nothing_and_is_used_when_it_returns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     files = {"tokenizer.json": small_bundle().tokenizer_json.encode()}
@@ -242,7 +242,7 @@ async def test_a_hub_that_is_away_holds_nothing_up_and_is_taken_up_when_it_is_ba
                 await unavailable(picker, "answers 503")
 
 
-async def test_an_engines_own_tokenizer_goes_first_unless_a_flag_names_a_model_of_its(tmp_path: Path) -> None:
+async def test_an_engines_own_tokenizer_wins_unless_a_flag_names_its_model(tmp_path: Path) -> None:
     own = {"tokenizer_fingerprint": small_bundle().fingerprint}
     async with foreign(models=("base", "adapter")) as (engine, publisher):
         engine.documents["/server_info"] = {"kv_events": publisher.kv_events(), **own}

@@ -1,4 +1,4 @@
-"""What clients notice of a picker that is killed: nothing, behind a real Envoy that has another one."""
+"""Clients notice nothing of a killed picker if a real Envoy has another one."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ QUESTION = {"model": "tiny", "prompt": "long"}
 async def plane_with_a_killable_picker(
     folder: Path, fakes: list[FakeEngine], *, beside_another: bool, **settings: Any
 ) -> AsyncIterator[tuple[Plane, Killable]]:
-    """Envoy asks a picker in a process of its own, which may be killed, in turns with another where there is one. It
-    never looks at the health of either, so that only what becomes of a request tells it of a death."""
+    """Run an Envoy that asks a killable picker in a process of its own, in turns with another one if given. Envoy never
+    checks the health of either, so only failed requests reveal a death."""
     grpc, *others = free_ports(4)
     flags = ("--grpc-port", "--grpc-health-port", "--metrics-port", "--admin-port")
     words = [word for flag, port in zip(flags, (grpc, *others), strict=True) for word in (flag, str(port))]
@@ -61,7 +61,7 @@ async def plane_with_a_killable_picker(
 
 
 @pytest.mark.parametrize("fail_open", [False, True], ids=["FailClose", "FailOpen"])
-async def test_requests_that_a_dying_picker_had_are_taken_to_another(tmp_path: Path, fail_open: bool) -> None:
+async def test_requests_of_a_dying_picker_move_to_another(tmp_path: Path, fail_open: bool) -> None:
     async with (
         engines(1) as fakes,
         plane_with_a_killable_picker(tmp_path, fakes, beside_another=True, fail_open=fail_open) as (plane, picker),
@@ -79,9 +79,7 @@ async def test_requests_that_a_dying_picker_had_are_taken_to_another(tmp_path: P
 
 
 @pytest.mark.parametrize("mode", ["NONE", "STREAMED"])
-async def test_an_answer_that_runs_outlives_its_picker_and_what_comes_then_is_refused(
-    tmp_path: Path, mode: str
-) -> None:
+async def test_a_running_answer_outlives_its_picker_and_later_requests_are_refused(tmp_path: Path, mode: str) -> None:
     settings = {"fail_open": False, "response_body_mode": mode}
     async with (
         engines(1) as fakes,

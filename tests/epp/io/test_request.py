@@ -68,7 +68,7 @@ def test_a_completion_gets_the_key_of_its_prompt() -> None:
         ("/v1/completions", {"max_tokens": 1e9}, None),
     ],
 )
-def test_the_longest_output_is_what_the_request_allows(path: str, body: dict[str, Any], most: int | None) -> None:
+def test_the_longest_output_is_read_from_the_request(path: str, body: dict[str, Any], most: int | None) -> None:
     assert pick(path, {"model": "tiny", **body}).max_output_tokens == most
 
 
@@ -89,7 +89,7 @@ def test_a_request_may_ask_for_many_outputs(path: str, body: dict[str, Any], out
     assert pick(path, {"model": "tiny", **body}).outputs == outputs
 
 
-def test_another_apis_bound_is_none() -> None:
+def test_bounds_of_another_api_are_ignored() -> None:
     body = {"model": "tiny", "prompt": "a", "max_tokens": 700, "max_completion_tokens": 1, "max_output_tokens": 1}
     assert pick("/v1/completions", body).max_output_tokens == 700
     assert pick("/v1/messages", {**body, "messages": []}).max_output_tokens == 700
@@ -126,7 +126,7 @@ def test_a_chat_is_rendered_with_the_models_own_template() -> None:
         {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "cache_salt": 7},
     ],
 )
-def test_what_only_the_runtime_can_judge_is_routed_without_a_key(body: Any) -> None:
+def test_requests_that_only_the_runtime_can_judge_are_routed_without_a_key(body: Any) -> None:
     assert pick("/v1/chat/completions", body).key is None
 
 
@@ -159,11 +159,11 @@ def test_an_unknown_model_is_404_and_a_missing_one_is_400_only_where_there_is_a_
     assert (typed.status, typed.param) == (400, "model")
 
 
-def test_before_any_engine_has_spoken_no_model_is_unknown() -> None:
+def test_before_any_engine_has_reported_no_model_is_unknown() -> None:
     assert pick("/v1/completions", {"model": "anything", "prompt": "x"}, served=ModelRegistry()).model == "anything"
 
 
-def test_paths_without_a_prompt_go_anywhere_that_has_the_model() -> None:
+def test_paths_without_a_prompt_go_to_any_endpoint_with_the_model() -> None:
     assert pick("/health", b"", method="GET") == Request("r1")
     assert pick("/v1/completions", None) == Request("r1")  # the proxy does not show the body
     assert pick("/v1/audio/speech", {"model": "huge", "input": "x"}, served=TWO).pool == "big"
@@ -176,7 +176,7 @@ def test_paths_without_a_prompt_go_anywhere_that_has_the_model() -> None:
 )
 @pytest.mark.parametrize("body", [b"\x00\x00\x00\x00\x07\n\x05hello", b"", b"\x00" * 100_000, None])
 @pytest.mark.parametrize("kind", ["application/grpc", "application/grpc+proto"])
-def test_grpc_of_engines_goes_by_load_whatever_its_calls_are_named(path: str, body: bytes | None, kind: str) -> None:
+def test_engines_grpc_calls_are_routed_by_load(path: str, body: bytes | None, kind: str) -> None:
     parsed = parse(RouteRequest({":path": path, ":method": "POST", "content-type": kind}, body, None, "big"), TWO)
     assert isinstance(parsed, Request), parsed
     assert (parsed.key, parsed.pool, parsed.rewrite, parsed.members) == (None, "big", None, None)
@@ -197,7 +197,7 @@ def test_vectors_are_routed_by_model_and_load_and_produce_no_tokens(path: str) -
     assert pick(path, b"{", served=TWO).model is None  # the engine says what is wrong with it
 
 
-def test_models_are_answered_without_an_endpoint() -> None:
+def test_the_list_of_models_is_answered_without_an_endpoint() -> None:
     listed = ask("/v1/models", b"", method="GET", served=TWO)
     assert isinstance(listed, Immediate)
     assert [m["id"] for m in json.loads(listed.body)["data"]] == ["tiny", "huge"]
@@ -234,12 +234,12 @@ BODIES = st.fixed_dictionaries(
     method=st.sampled_from(["GET", "POST"]),
     body=BODIES | st.binary(max_size=30),
 )
-def test_no_request_raises(path: str, method: str, body: Any) -> None:
+def test_any_request_is_routed_or_refused(path: str, method: str, body: Any) -> None:
     result = ask(path, body, method=method)
     assert isinstance(result, Request | Refusal | Immediate)
 
 
-def test_the_pickers_ways_to_say_no() -> None:
+def test_the_pickers_refusals_have_their_status_and_reason() -> None:
     saturated, empty, other = (
         of_pick(Saturated("full", 2.3)),
         of_pick(NoEndpoints("none")),
@@ -260,7 +260,7 @@ def test_the_bytes_of_a_token_are_learnt_from_reports() -> None:
     assert keyer.estimate_tokens(3000) == pytest.approx(1000, rel=0.02)
 
 
-def test_a_tokenizer_without_prefix_keys_is_told_and_gives_none() -> None:
+def test_a_tokenizer_without_prefix_keys_is_reported_and_gives_none() -> None:
     broken = TokenizerBundle.build('{"version": "1.0"}', chat_template="{{ unclosed")
     keyer = PromptKeyer(broken)
     assert keyer.keys is None
@@ -271,7 +271,7 @@ def test_a_tokenizer_without_prefix_keys_is_told_and_gives_none() -> None:
     assert pick("/v1/chat/completions", body, served=served).key is not None, "it is routed by history"
 
 
-def test_a_tokenizer_that_was_replaced_is_forgotten_with_its_last_endpoint() -> None:
+def test_a_replaced_tokenizer_is_forgotten_with_its_last_endpoint() -> None:
     served = registry(("default", ("tiny",)), ("default", ("tiny",)), bundle=small_bundle())
     old = small_bundle().fingerprint
     new = served.add_keyer(TokenizerBundle.build(small_bundle().tokenizer_json, chat_template="new"))
@@ -282,7 +282,7 @@ def test_a_tokenizer_that_was_replaced_is_forgotten_with_its_last_endpoint() -> 
     assert served.keyer_of("default") is new
 
 
-def test_a_pool_is_keyed_by_a_tokenizer_that_has_keys_if_one_of_its_endpoints_has_such() -> None:
+def test_a_pool_uses_a_tokenizer_with_keys_if_an_endpoint_has_one() -> None:
     served = registry(("default", ("tiny",)), bundle=TokenizerBundle.build("{}"))
     good = served.add_keyer(small_bundle())
     served.set_endpoint("e9", "default", ("tiny",), good.fingerprint)
@@ -301,7 +301,7 @@ def test_models_live_as_long_as_an_endpoint_that_serves_them() -> None:
 @pytest.mark.parametrize(
     ("said", "fork"), [("3", 3), ("0", 0), ("", 0), ("-1", 0), ("many", 0), ("²", 0), ("9" * 9, 4096), ("9" * 99, 0)]
 )
-def test_how_many_requests_will_follow_is_taken_from_a_header(said: str, fork: int) -> None:
+def test_the_number_of_following_requests_comes_from_a_header(said: str, fork: int) -> None:
     headers = {":path": "/generate", ":method": "POST", "x-treeline-fork": said}
     body = json.dumps({"text": "hello there", "sampling_params": {"max_new_tokens": 0}}).encode()
     parsed = parse(RouteRequest(headers, body, None), ONE)

@@ -1,4 +1,4 @@
-"""Other members in a body (model, salt): those values change, every other byte stays."""
+"""Edits of members in a body (model, salt): those values change, every other byte stays."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_long_prompt_costs_a_pass_and_not_more() -> None:
         (b'{"a":"\\"s\\":1","s":"}{"}', b'{"a":"\\"s\\":1","s":"new"}'),
     ],
 )
-def test_a_member_has_the_given_value_wherever_and_whatever_it_was(before: bytes, after: bytes) -> None:
+def test_a_member_gets_the_given_value_at_any_place_and_from_any_value(before: bytes, after: bytes) -> None:
     assert rewritten(before, None, {"s": "new", "t": None}) == after
 
 
@@ -115,6 +115,6 @@ def test_decoders_see_the_same_object_with_these_members(
     assert list(seen)[-len(body) :] == list(body) or not body
 
 
-def test_what_is_no_object_gets_no_member() -> None:
+def test_a_body_that_is_no_object_is_not_edited() -> None:
     with pytest.raises(ValueError, match="no JSON object"):
         rewritten(b"[1]", None, {"s": "x"})

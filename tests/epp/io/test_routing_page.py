@@ -1,4 +1,4 @@
-"""docs/routing.md says what is true: its commands run, its tables are the code's, its pool is one."""
+"""docs/routing.md is correct: its commands run, its tables match the code, its pool is valid."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ QUESTIONS = [line for line in COMMANDS if "treeline pick explain" in line]
 
 
 def table(heading: str) -> list[list[str]]:
-    """The rows of the first table below a heading, cell by cell."""
+    """Return the rows of the first table below a heading, cell by cell."""
     below = PAGE.split(f"## {heading}\n", 1)[1].split("\n## ", 1)[0]
     rows = [
         line.strip().removeprefix("|").removesuffix("|").split("|") for line in below.splitlines() if line[:1] == "|"
@@ -43,7 +43,7 @@ def code(cell: str) -> list[str]:
     return re.findall(r"`([^`]+)`", cell)
 
 
-def test_every_command_is_one_of_those_that_are_run() -> None:
+def test_every_command_of_the_page_is_run() -> None:
     assert len(SERVERS) == 3
     assert len(QUESTIONS) == 3
     assert len(SERVERS) + len(QUESTIONS) == len(COMMANDS)
@@ -55,7 +55,9 @@ def test_flags_are_understood(command: str) -> None:
     assert options.policy.partition(":")[0] in command + " predicted_ttft"
 
 
-async def test_questions_are_answered(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_the_pages_explain_commands_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     printed = re.findall(r"^```\npolicy .*?\n```$", PAGE, re.DOTALL | re.MULTILINE)[0].splitlines()[1:-1]
     async with engines(2) as made:
         flags = shlex.split(SERVERS[0])[2:]
@@ -87,7 +89,7 @@ def test_the_table_of_policies_is_the_registry() -> None:
                 choice_of(f"{name}:{parameter}")
 
 
-def test_the_other_tables_are_the_codes() -> None:
+def test_the_other_tables_match_the_code() -> None:
     assert [code(row[0])[0] for row in table("Filters")] == [one.name for one in FILTERS]
     terms = [name for name in Scored.__struct_fields__ if name.endswith("_s") and name not in ("cost_s", "ttft_s")]
     assert [code(row[0])[0] for row in table("Costs")] == terms
@@ -95,7 +97,7 @@ def test_the_other_tables_are_the_codes() -> None:
     assert states == [state.value for state in SubscriptionState]
 
 
-def test_the_pool_is_one_and_its_policy_reaches_the_picker() -> None:
+def test_the_sample_pool_is_valid_and_its_policy_reaches_the_picker() -> None:
     (text,) = re.findall(r"^```yaml\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
     found = yaml.safe_load(text)
     pool = InferencePool.model_validate(found)

@@ -1,4 +1,4 @@
-"""By which way pools are routed, and that it is told once."""
+"""The routing mode of pools, and its log lines: one for each change."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GOOD = TokenizerFacts(known=True, has_keys=True)
         (True, False, TokenizerFacts(known=True, problem="loses text"), "history", "TokenizerUnusable", "loses text"),
     ],
 )
-def test_an_endpoint_goes_by_events_if_nothing_is_missing(
+def test_an_endpoint_is_routed_by_events_if_nothing_is_missing(
     publishes: bool, keys_missing: bool, tokenizer: TokenizerFacts, way: str, reason: str, said: str
 ) -> None:
     found = way_of(publishes=publishes, keys_missing=keys_missing, tokenizer=tokenizer)
@@ -37,7 +37,7 @@ def test_an_endpoint_goes_by_events_if_nothing_is_missing(
     assert said in found.message
 
 
-def test_a_pool_goes_by_the_worst_way_of_its_endpoints() -> None:
+def test_a_pool_has_the_worst_routing_mode_of_its_endpoints() -> None:
     ways, none = RoutingWays(), Routing(Way.HISTORY, "NoEvents", "none")
     ways.set("a", "p", Routing(Way.EVENTS))
     ways.set("b", "p", none)
@@ -57,7 +57,7 @@ def test_a_pool_goes_by_the_worst_way_of_its_endpoints() -> None:
     assert ways.pools()["p"] == Routing(Way.EVENTS)
 
 
-def test_a_change_is_told_once_and_a_good_one_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_change_is_logged_once_and_an_improvement_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
     ways = RoutingWays()
 
     def told() -> list[tuple[str, str]]:

@@ -1,4 +1,5 @@
-"""Engines that push no load: their metrics over real sockets, and what becomes of those that answer badly or never."""
+"""Engines that push no load: their metrics are scraped over real sockets, also from those that answer badly or
+never."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ def answer(body: bytes = PAGE, status: str = "200 OK", *headers: str) -> bytes:
 
 @dataclass
 class Engine:
-    """An HTTP server that answers each GET as `says` has it: whole, or piece by piece until it blocks."""
+    """An HTTP server that answers each GET with `says`: whole, or piece by piece until it blocks."""
 
     says: Callable[[str], bytes | None]
     asked: list[str] = field(default_factory=list)
@@ -97,7 +98,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "TIMEOUT_S", 0.3)
 
 
-async def test_an_engine_is_looked_at_again_and_again_on_one_connection() -> None:
+async def test_an_engine_is_scraped_repeatedly_on_one_connection() -> None:
     began = time.monotonic()
     async with looking(lambda _: answer()) as it:
         await until(lambda: len(it.loads) >= 5, "five looks")
@@ -108,7 +109,7 @@ async def test_an_engine_is_looked_at_again_and_again_on_one_connection() -> Non
         assert it.scraping.scrapes >= 5
 
 
-async def test_an_engine_that_stalls_is_not_asked_twice_at_a_time() -> None:
+async def test_a_stalled_engine_is_not_scraped_twice_at_once() -> None:
     async with looking(lambda _: None) as it:
         await until(lambda: it.scraping.failures[Failure.TIMEOUT] >= 2, "two looks are given up")
         assert it.engine.most_open == 1
@@ -135,16 +136,14 @@ async def test_an_engine_that_stalls_is_not_asked_twice_at_a_time() -> None:
         (b"HTTP/1.1 200 OK\r\nx: " + b"y" * 99_999, Failure.UNREACHABLE),
     ],
 )
-async def test_an_answer_that_is_no_load_is_counted_by_its_reason_and_nothing_else_comes_of_it(
-    said: bytes, reason: Failure
-) -> None:
+async def test_an_invalid_load_page_is_only_counted_by_its_reason(said: bytes, reason: Failure) -> None:
     async with looking(lambda _: said) as it:
         await until(lambda: it.scraper.failing is not None, "it has failed")
         assert it.scraper.failing is reason
         assert it.loads == []
 
 
-async def test_the_loop_does_not_wait_for_a_long_page_that_takes_long_to_read(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_long_page_does_not_block_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two megabytes of short labels take half a second."""
     threads = []
 
@@ -165,7 +164,7 @@ async def test_the_loop_does_not_wait_for_a_long_page_that_takes_long_to_read(mo
         threads.clear()
 
 
-async def test_without_metrics_an_engine_is_hardly_asked_until_another_may_be_there() -> None:
+async def test_an_engine_without_metrics_is_rarely_scraped_until_it_may_be_another() -> None:
     async with looking(lambda _: answer(b"", "404 Not Found")) as it:
         await until(lambda: it.scraper.failing, "it has none")
         asked = len(it.engine.asked)
@@ -177,7 +176,7 @@ async def test_without_metrics_an_engine_is_hardly_asked_until_another_may_be_th
         await until(lambda: it.loads, "the new one is read at once")
 
 
-async def test_what_was_asked_of_an_engine_that_went_away_meanwhile_does_not_count() -> None:
+async def test_a_scrape_of_a_removed_engine_does_not_count() -> None:
     async with looking(lambda _: None) as it:
         await until(lambda: it.engine.open, "a look is open")
         it.scraper.follow(())
@@ -185,7 +184,7 @@ async def test_what_was_asked_of_an_engine_that_went_away_meanwhile_does_not_cou
         assert (it.loads, it.scraper.failing, it.scraper.following) == ([], None, False)
 
 
-async def test_pages_are_looked_for_where_engines_have_them() -> None:
+async def test_metrics_are_scraped_at_each_engines_own_path() -> None:
     page = b"trtllm_num_requests_running 3\ntrtllm_num_requests_waiting 2\n"
     pages = {"/metrics": answer(b'[{"iter": 1}]'), "/prometheus/metrics": answer(page)}
     async with looking(pages.__getitem__, KNOWN) as it:
@@ -194,7 +193,7 @@ async def test_pages_are_looked_for_where_engines_have_them() -> None:
         assert it.engine.asked[:3] == ["/metrics", "/prometheus/metrics", "/prometheus/metrics"]
 
 
-async def test_a_page_that_takes_long_to_read_is_read_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_slow_page_is_read_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
     read = PageReader.read
 
     def slow(self: PageReader, page: bytes) -> ScrapedLoad | None:
@@ -209,7 +208,7 @@ async def test_a_page_that_takes_long_to_read_is_read_seldom(monkeypatch: pytest
         assert len(other.loads) == 1
 
 
-def test_many_engines_are_looked_at_less_often_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_engines_are_scraped_less_often_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     scraping = Scraping()
     scraping.count(50)
@@ -243,7 +242,7 @@ async def served(plane: Plane, count: int) -> list[str]:
 
 
 @pytest.mark.integration
-async def test_of_two_engines_that_push_nothing_the_one_with_less_to_do_is_chosen(tmp_path: Path) -> None:
+async def test_the_less_loaded_of_two_scraped_engines_is_chosen(tmp_path: Path) -> None:
     async with engines(2) as made:
         made[0].documents["/metrics"], made[1].documents["/metrics"] = page(9, 40), page(1, 0)
         async with data_plane(tmp_path, made) as plane:
@@ -272,7 +271,7 @@ async def test_an_engine_whose_metrics_fail_is_as_ready_as_before() -> None:
         assert await in_flight(picker) == [None]
 
 
-async def test_an_engine_that_comes_back_is_looked_at_again() -> None:
+async def test_a_returning_engine_is_scraped_again() -> None:
     async with engines(1) as (engine,), running_picker("--endpoint", f"e0={engine.address}") as picker:
         engine.documents["/metrics"] = page(1, 0)
         await engine.stop()

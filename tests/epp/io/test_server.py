@@ -75,7 +75,7 @@ def response(served: str | None = None, **fields: str) -> pb.ProcessingRequest:
 
 
 def destination(reply: pb.ProcessingResponse, part: str = "request_body") -> str:
-    """The destination in an answer; header and metadata must agree."""
+    """Return the destination in an answer; header and metadata must agree."""
     common = getattr(reply, part).response
     (option,) = common.header_mutation.set_headers
     assert option.header.key == names.DESTINATION
@@ -104,7 +104,7 @@ def test_a_request_reserves_until_its_response_begins() -> None:
 
 
 @pytest.mark.parametrize("mode", [MODES.BUFFERED, MODES.FULL_DUPLEX_STREAMED])
-def test_a_message_that_is_too_large_to_be_read_is_413_as_a_body_is_that_is_a_little_too_large(mode: int) -> None:
+def test_a_too_large_message_is_413_like_a_slightly_too_large_body(mode: int) -> None:
     bench = Bench()
     stream, large = bench.stream(), bench.stream()
     for one in (stream, large):
@@ -118,7 +118,7 @@ def test_a_message_that_is_too_large_to_be_read_is_413_as_a_body_is_that_is_a_li
     large.close()
 
 
-def test_an_answer_that_is_too_large_to_be_read_is_no_refusal() -> None:
+def test_a_too_large_response_is_not_refused() -> None:
     bench = Bench()
     stream = bench.stream()
     replies(stream, headers())
@@ -129,9 +129,7 @@ def test_an_answer_that_is_too_large_to_be_read_is_no_refusal() -> None:
 
 
 @pytest.mark.parametrize(("decided", "lost", "counts"), [(True, True, 1), (True, False, 0), (False, True, 0)])
-def test_a_request_of_a_key_counts_on_where_its_connection_is_lost_and_it_may_go_on(
-    decided: bool, lost: bool, counts: int
-) -> None:
+def test_a_clients_request_still_counts_after_its_connection_is_lost(decided: bool, lost: bool, counts: int) -> None:
     bench = Bench()
     clients = Clients(1, 1000, clock=lambda: bench.now)
     stream = ExtProcSession(bench.router, SessionLimits(10_000, clients=clients))
@@ -145,7 +143,7 @@ def test_a_request_of_a_key_counts_on_where_its_connection_is_lost_and_it_may_go
     assert len(clients) == 0
 
 
-def test_a_proxy_that_asks_again_for_the_same_request_gets_the_same_answer_and_it_counts_once() -> None:
+def test_a_repeated_request_of_a_proxy_gets_the_same_answer_and_counts_once() -> None:
     bench = Bench()
     streams = [bench.stream() for _ in range(4)]
     replies(streams[0], headers())
@@ -164,7 +162,7 @@ def test_a_proxy_that_asks_again_for_the_same_request_gets_the_same_answer_and_i
     assert bench.counted("reported_prompt_tokens_total") == 40
 
 
-def test_a_destination_that_a_client_made_up_and_an_id_that_is_over_change_nothing() -> None:
+def test_an_invented_destination_and_an_expired_id_change_nothing() -> None:
     bench = Bench()
     first, other = bench.stream(), bench.stream()
     replies(first, headers())
@@ -183,7 +181,7 @@ def test_a_destination_that_a_client_made_up_and_an_id_that_is_over_change_nothi
     assert bench.reserved() == 1, "a request of its own"
 
 
-def test_a_stream_that_ends_early_gives_its_reservation_back() -> None:
+def test_a_stream_that_ends_early_releases_its_reservation() -> None:
     bench = Bench()
     stream = bench.stream()
     replies(stream, headers())
@@ -194,7 +192,7 @@ def test_a_stream_that_ends_early_gives_its_reservation_back() -> None:
     assert bench.counted("outcomes_total", outcome="cancelled") == 1
 
 
-def test_what_the_runtime_reports_is_counted_and_only_streams_give_a_first_token_time() -> None:
+def test_the_runtimes_report_is_counted_and_only_streams_give_a_ttft() -> None:
     bench = Bench()
     report = {names.CACHED_TOKENS: "16", names.PROMPT_TOKENS: "40"}
     for kind in ("application/json", "text/event-stream; charset=utf-8"):
@@ -209,7 +207,7 @@ def test_what_the_runtime_reports_is_counted_and_only_streams_give_a_first_token
     assert bench.counted("ttft_seconds_sum") == pytest.approx(0.25)
 
 
-def test_what_the_chosen_endpoint_held_is_counted_where_its_engine_reports_nothing() -> None:
+def test_the_predicted_hit_is_counted_if_the_engine_reports_none() -> None:
     bench = Bench()
     request = RouteRequest(
         {":path": "/v1/completions", ":method": "POST"}, b'{"model": "tiny", "prompt": "hello"}', None
@@ -227,7 +225,7 @@ def test_what_the_chosen_endpoint_held_is_counted_where_its_engine_reports_nothi
 
 
 @pytest.mark.parametrize("status", ["301", "400", "404", "422", "429"])
-def test_a_request_that_its_endpoint_refused_teaches_nothing(status: str) -> None:
+def test_a_refused_request_trains_nothing(status: str) -> None:
     bench = Bench()
     request = RouteRequest(
         {":path": "/v1/completions", ":method": "POST"}, b'{"model": "tiny", "prompt": "hello"}', None
@@ -247,7 +245,7 @@ def test_a_request_that_its_endpoint_refused_teaches_nothing(status: str) -> Non
     assert bench.reserved() == 0
 
 
-def test_where_nobody_else_does_the_picker_takes_the_report_out_of_the_response() -> None:
+def test_the_picker_removes_the_report_from_the_response_if_no_other_does() -> None:
     bench = Bench()
     stream = ExtProcSession(bench.router, SessionLimits(10_000, strip_response_headers=True))
     replies(stream, headers())
@@ -273,7 +271,7 @@ def test_a_nonsense_report_is_ignored(text: str) -> None:
     assert bench.reserved() == 0
 
 
-def test_errors_and_detours_make_the_fleet_look_and_overload_does_not() -> None:
+def test_errors_and_detours_trigger_a_probe_and_overload_does_not() -> None:
     bench = Bench()
 
     def run(request: pb.ProcessingRequest) -> list[str]:
@@ -316,7 +314,7 @@ def test_a_refusal_is_an_immediate_response_and_ends_the_stream() -> None:
     assert bench.counted("refusals_total", code="model_not_found") == 1
 
 
-def test_breaking_the_protocol_is_a_500_and_counted() -> None:
+def test_a_protocol_error_is_a_500_and_counted() -> None:
     bench, unknown = Bench(), pb.ProcessingRequest()
     for *before, request in ([headers(), headers()], [headers(), unknown], [unknown]):
         stream = bench.stream()
@@ -359,7 +357,7 @@ def test_a_decision_is_one_log_line_at_debug_level_without_prompt_text(
     assert "secret" not in json.dumps(fields)
 
 
-def test_a_proxy_that_tells_no_modes_gets_full_duplex() -> None:
+def test_a_proxy_without_modes_gets_full_duplex() -> None:
     bench = Bench()
     stream = bench.stream()
     first = headers()
@@ -388,7 +386,7 @@ REQUESTS = st.one_of(
 
 @settings(deadline=None)
 @given(st.lists(st.lists(REQUESTS, max_size=6), max_size=4))
-def test_whatever_proxies_send_nothing_raises_and_nothing_stays_reserved(
+def test_any_messages_of_proxies_raise_nothing_and_leave_no_reservation(
     sessions: list[list[pb.ProcessingRequest]],
 ) -> None:
     logging.disable(logging.WARNING)
@@ -406,7 +404,7 @@ def test_whatever_proxies_send_nothing_raises_and_nothing_stays_reserved(
         logging.disable(logging.NOTSET)
 
 
-def test_an_endpoint_that_has_gone_leaves_no_label_behind() -> None:
+def test_a_removed_endpoint_leaves_no_label_behind() -> None:
     bench = Bench()
     stream = bench.stream()
     replies(stream, headers())
@@ -423,13 +421,13 @@ def test_an_endpoint_that_has_gone_leaves_no_label_behind() -> None:
 
 
 def shown(request: pb.ProcessingRequest) -> pb.ProcessingRequest:
-    """As a proxy sends it that wants no answer."""
+    """Mark a message as observed only: the proxy waits for no answer."""
     request.observability_mode = True
     return request
 
 
 @pytest.mark.parametrize("mode", [MODES.NONE, MODES.STREAMED, MODES.FULL_DUPLEX_STREAMED])
-def test_what_a_proxy_only_shows_is_decided_but_neither_answered_nor_reserved(mode: int) -> None:
+def test_an_observed_request_is_decided_but_neither_answered_nor_reserved(mode: int) -> None:
     bench = Bench()
     stream = bench.stream()
     assert replies(stream, shown(headers(mode=mode))) == []
@@ -445,7 +443,7 @@ def test_what_a_proxy_only_shows_is_decided_but_neither_answered_nor_reserved(mo
     assert bench.troubles == []
 
 
-def test_what_is_only_shown_is_answered_by_nothing_and_its_stream_ends_whatever_it_is() -> None:
+def test_an_observed_message_is_never_answered_and_its_stream_ends_cleanly() -> None:
     bench = Bench()
     begun_before = [shown(headers(mode=MODES.STREAMED)), shown(body(b"no json"))]
     for shows in (begun_before, [shown(body())], [shown(pb.ProcessingRequest())], [shown(response())]):
@@ -456,6 +454,6 @@ def test_what_is_only_shown_is_answered_by_nothing_and_its_stream_ends_whatever_
     assert bench.counted("protocol_errors_total") == 1
 
 
-def test_what_is_no_message_is_an_error_of_the_reader() -> None:
+def test_an_invalid_message_is_an_error_of_the_reader() -> None:
     with pytest.raises(BadMessage):
         list(Bench().stream().answers(b"\x12\x05x"))

@@ -1,4 +1,4 @@
-"""What clients share of a bound in the keyers: what was learnt of their chats."""
+"""Clients share the keyers' memory of chats."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TREELINE = dialect_of("treeline")
 
 
 @given(st.lists(st.tuples(OWNERS, st.integers(0, 12), st.booleans()), max_size=80))
-def test_entries_are_bounded_together_and_whoever_has_most_gives_way(
+def test_entries_are_bounded_together_and_the_largest_client_loses_some(
     steps: list[tuple[str | None, int, bool]],
 ) -> None:
     shares, model = Shares[int, int](8), dict[str | None, dict[int, int]]()
@@ -45,7 +45,7 @@ def chat(role: str) -> dict[str, object]:
     return {"messages": [{"role": role, "content": "A"}]}
 
 
-def test_what_one_client_has_sent_makes_no_chat_of_another_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_clients_chats_make_no_other_clients_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(learnt_chats, "MAX_SHAPES", 16)
     renderer = BoundedRenderer(LearntTemplate(CHATML, special_tokens={}, inline_seconds=60.0))
 
@@ -64,7 +64,7 @@ def test_what_one_client_has_sent_makes_no_chat_of_another_faster(monkeypatch: p
     assert not joins("ada")
 
 
-def test_how_many_messages_fit_is_learnt_of_each_clients_chats(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fitting_number_of_messages_is_learnt_for_each_client(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prompt_keyer, "_REMEMBERED", 4)
     bounds = Bounds()
     bounds.keep(["x"], 20, "ada")
@@ -74,7 +74,7 @@ def test_how_many_messages_fit_is_learnt_of_each_clients_chats(monkeypatch: pyte
     assert bounds.of(["x"], "ada") == 20
 
 
-def test_the_client_is_known_beside_the_namespace_which_callers_choose() -> None:
+def test_the_client_is_identified_apart_from_the_namespace() -> None:
     asked = {names.CLIENT: "ada", names.ISOLATION: names.PER_KEY}
     for trusted, client in ((True, "ada"), (False, None)):
         isolation = Isolation(trust_edge=trusted)

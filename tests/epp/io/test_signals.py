@@ -1,4 +1,4 @@
-"""The demand that a picker counts, the picture of it, and the stream that an operator follows."""
+"""The demand that a picker counts, its snapshot, and the stream that an operator follows."""
 
 from __future__ import annotations
 
@@ -32,9 +32,7 @@ events = st.lists(
 
 
 @given(events, st.floats(0, 2 * RECENT_S))
-def test_what_is_counted_is_what_came_within_the_last_seconds(
-    told: list[tuple[float, str, str, bool, float]], after: float
-) -> None:
+def test_the_count_covers_the_last_seconds(told: list[tuple[float, str, str, bool, float]], after: float) -> None:
     demand = Demand()
     for at, pool, model, missed, number in sorted(told):
         if missed:
@@ -58,7 +56,7 @@ def test_what_is_counted_is_what_came_within_the_last_seconds(
                 assert sum(t <= (said.ttft_p90_s or 0.0) for t in times) >= 0.9 * len(times)
 
 
-def test_models_and_requests_without_end_take_no_memory_without_end() -> None:
+def test_endless_models_and_requests_take_bounded_memory() -> None:
     demand = Demand()
     for number in range(1000):
         demand.missed("", "p", f"m{number}", 0, 1.0)
@@ -71,7 +69,7 @@ def test_models_and_requests_without_end_take_no_memory_without_end() -> None:
     assert demand.asked(1.0 + 2 * RECENT_S) == {}
 
 
-def test_names_that_clients_choose_are_bounded_and_can_be_sent_on() -> None:
+def test_names_of_clients_are_bounded_and_can_be_encoded() -> None:
     demand = Demand()
     for model in ("\ud800", "x" * 100_000, "x" * 100_001):
         demand.missed("i" * 100_000, "p", model, 1, 1.0)
@@ -82,7 +80,7 @@ def test_names_that_clients_choose_are_bounded_and_can_be_sent_on() -> None:
     assert {name: one.picks for name, one in seen.pools["p"].models.items()} == {"?": 1, "x" * 256: 2}
 
 
-def test_a_request_that_is_tried_again_counts_once_while_it_is_tried() -> None:
+def test_a_retried_request_counts_once() -> None:
     demand = Demand()
     for at, id, tokens in ((0.0, "a", 7), (1.0, "b", 5), (9.0, "a", 0)):
         demand.missed(id, "p", "m", tokens, at)
@@ -95,7 +93,7 @@ class Queue(NamedTuple):
     uncached_tokens: int
 
 
-def test_what_is_held_is_told_by_whoever_holds_it() -> None:
+def test_held_requests_are_reported_by_their_holder() -> None:
     demand = Demand()
     demand.held = lambda: {"p": Queue(3, 507), "r": Queue(0, 0)}
     demand.missed("", "p", "m", 9, 1.0)
@@ -112,7 +110,7 @@ numbers = st.integers(-(1 << 63), (1 << 64) - 1)
 
 
 @given(st.lists(st.builds(LoadStat, *[numbers] * 10), max_size=3))
-def test_whatever_engines_report_can_be_read_by_who_listens(loads: list[LoadStat]) -> None:
+def test_any_report_of_engines_gives_a_readable_line(loads: list[LoadStat]) -> None:
     picker = Picker()
     for number, load in enumerate(loads):
         picker.add_endpoint(EndpointSpec(f"e{number}", f"10.0.0.{number}:1", pool="p"))
@@ -121,7 +119,7 @@ def test_whatever_engines_report_can_be_read_by_who_listens(loads: list[LoadStat
     assert decode(encode(seen)) == seen
 
 
-def test_endpoints_that_drain_are_no_room_and_their_work_is_no_demand() -> None:
+def test_draining_endpoints_count_neither_as_room_nor_as_demand() -> None:
     picker = Picker()
     for name in ("stays", "goes", "sick"):
         picker.add_endpoint(EndpointSpec(name, f"10.0.0.{len(name)}:1", pool="p"))
@@ -138,7 +136,7 @@ def test_endpoints_that_drain_are_no_room_and_their_work_is_no_demand() -> None:
     assert (later.ready, later.silent) == (1, 1), "its report is old"
 
 
-def test_a_line_comes_at_once_when_something_changes_and_now_and_then() -> None:
+def test_a_line_is_sent_on_change_and_periodically() -> None:
     seen = [Signals()]
 
     async def listen() -> list[tuple[float, Signals]]:
@@ -166,7 +164,7 @@ async def lines(picker: RunningPicker) -> AsyncGenerator[Signals]:
 
 
 async def told(heard: AsyncGenerator[Signals], so: Callable[[PoolSignals], bool]) -> PoolSignals:
-    """The next time that the pool is so."""
+    """Wait until the pool satisfies the condition, and return it."""
     async with asyncio.timeout(60):
         async for said in heard:
             if (pool := said.pools.get("default")) is not None and so(pool):
@@ -174,7 +172,7 @@ async def told(heard: AsyncGenerator[Signals], so: Callable[[PoolSignals], bool]
     raise AssertionError("the stream has ended")
 
 
-async def test_an_engine_that_comes_is_told_and_each_pick_and_the_stream_ends_with_the_picker() -> None:
+async def test_new_engines_and_picks_are_reported_and_the_stream_ends_with_the_picker() -> None:
     engine = FakeEngine(ready=False)
     await engine.start()
     try:
@@ -200,7 +198,9 @@ async def test_an_engine_that_comes_is_told_and_each_pick_and_the_stream_ends_wi
         await engine.stop()
 
 
-async def test_a_stream_outlives_the_time_of_pages_and_only_so_many_are_open(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stream_outlives_the_time_limit_of_pages_and_streams_are_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("treeline_epp.admin._TIMEOUT_S", 0.2)
     monkeypatch.setattr("treeline_epp.admin._MOST_STREAMS", 2)
     more, ended = asyncio.Event(), asyncio.Event()

@@ -1,4 +1,4 @@
-"""Subset hints: every spelling is read, and whatever is in one, the choice is within it."""
+"""Subset hints: every spelling is read, and the choice is always within the hint."""
 
 from __future__ import annotations
 
@@ -42,9 +42,7 @@ NO_PORTS: list[object] = [None, True, 80.5, -1, 65536, "", [], math.inf]
         (None, set()),
     ],
 )
-def test_a_hint_is_read_in_every_spelling_and_what_cannot_be_read_allows_nothing(
-    value: Any, expected: set[str]
-) -> None:
+def test_a_hint_is_read_in_every_spelling_and_an_unreadable_one_allows_nothing(value: Any, expected: set[str]) -> None:
     assert parse_subset(value) == expected
 
 
@@ -89,7 +87,7 @@ HINTS = st.one_of(ITEMS, st.lists(ITEMS, max_size=4))
 
 
 def mentions(value: Any) -> list[str]:
-    """Every text of a hint, however deep: no reader could find more."""
+    """Return every text of a hint, at any depth: no reader could find more."""
     if isinstance(value, list):
         return [text for item in value for text in mentions(item)]
     if isinstance(value, dict):
@@ -99,9 +97,7 @@ def mentions(value: Any) -> list[str]:
 
 @given(HINTS, HINTS, st.booleans())
 @settings(derandomize=True, max_examples=300, deadline=None)
-def test_the_pick_is_always_within_what_any_reader_could_take_the_hints_to_allow(
-    first: Any, second: Any, both: bool
-) -> None:
+def test_the_pick_is_always_within_every_reading_of_the_hints(first: Any, second: Any, both: bool) -> None:
     picker = Picker()
     for address in PODS:
         picker.add_endpoint(EndpointSpec(address, address))
@@ -123,5 +119,5 @@ def test_the_pick_is_always_within_what_any_reader_could_take_the_hints_to_allow
 
 @given(st.lists(st.sampled_from(PODS), min_size=1, max_size=3))
 @settings(derandomize=True, max_examples=50, deadline=None)
-def test_what_is_said_plainly_is_allowed(addresses: list[str]) -> None:
+def test_endpoints_of_a_plain_hint_are_allowed(addresses: list[str]) -> None:
     assert parse_subset(addresses) == parse_subset(",".join(addresses)) == frozenset(addresses)

@@ -24,12 +24,12 @@ pytestmark = [pytest.mark.integration, pytest.mark.deep]
 
 
 async def enough(plane: Plane, count: int, **request: Any) -> list[httpx.Response]:
-    """Some completions, one after the other."""
+    """Send `count` completions, one after another."""
     return [await plane.complete(f"prompt {i}", **request) for i in range(count)]
 
 
 def log_metadata(bootstrap: dict[str, Any]) -> None:
-    """Let the access log show the dynamic metadata that the picker set."""
+    """Add the dynamic metadata that the picker set to the access log."""
     listener = bootstrap["static_resources"]["listeners"][0]
     manager = listener["filter_chains"][0]["filters"][0]["typed_config"]
     line = manager["access_log"][0]["typed_config"]["log_format"]["json_format"]
@@ -37,7 +37,7 @@ def log_metadata(bootstrap: dict[str, Any]) -> None:
     line["served"] = f"%DYNAMIC_METADATA({names.LB}:{names.SERVED})%"
 
 
-async def test_a_request_goes_where_header_and_metadata_say(tmp_path: Path) -> None:
+async def test_a_request_goes_to_the_endpoint_of_header_and_metadata(tmp_path: Path) -> None:
     async with (
         engines() as fakes,
         data_plane(tmp_path, fakes, add_endpoint_header=True, patch=log_metadata) as plane,
@@ -91,7 +91,7 @@ async def test_our_messages_have_every_field_that_envoy_sends(
     assert (wanted, TYPE_URL, CLUSTER) in nodes
 
 
-async def test_the_access_log_has_the_tokens_that_clients_are_not_shown(tmp_path: Path) -> None:
+async def test_the_access_log_has_tokens_that_clients_do_not_see(tmp_path: Path) -> None:
     async with engines(1) as fakes, data_plane(tmp_path, fakes) as plane:
         fakes[0].reply_headers |= {names.PROMPT_TOKENS: "300", names.CACHED_TOKENS: "16"}
         answer = await plane.complete("hello")
@@ -123,7 +123,7 @@ async def test_every_body_mode_delivers_the_body_and_the_answer_unchanged(tmp_pa
         assert answer.status_code == 200
 
 
-async def test_what_clients_may_not_say_never_arrives(tmp_path: Path) -> None:
+async def test_forbidden_headers_of_clients_never_arrive(tmp_path: Path) -> None:
     async with engines() as fakes, data_plane(tmp_path, fakes) as plane:
         spoofed = {
             names.DESTINATION: "127.0.0.1:1",
@@ -154,7 +154,7 @@ async def test_without_a_picker_requests_are_spread_over_the_known_endpoints(tmp
         assert {a.json()["engine"] for a in answers} == {"e0", "e1"}
 
 
-async def test_without_a_picker_a_name_that_one_endpoint_does_not_know_is_tried_at_another(
+async def test_without_a_picker_a_name_unknown_to_one_endpoint_is_tried_at_another(
     tmp_path: Path,
 ) -> None:
     async with engines() as fakes, data_plane(tmp_path, fakes) as plane:
@@ -176,13 +176,13 @@ async def test_without_a_picker_a_name_that_one_endpoint_does_not_know_is_tried_
 
 
 def refuse_name(engine: FakeEngine) -> None:
-    """What our runtime answers then to a name that is not its own."""
+    """Let an engine answer as our runtime does to an unknown model name that no picker has checked."""
     engine.reply_status = 503
     engine.reply_headers = {names.ELSEWHERE: "true", "Retry-After": "1"}
     engine.reply_body = b'{"error": {"code": "picker_unavailable"}}'
 
 
-async def test_a_picker_that_goes_takes_no_answer_with_it_that_has_begun(tmp_path: Path) -> None:
+async def test_a_stopped_picker_interrupts_no_running_answer(tmp_path: Path) -> None:
     async with engines(1) as fakes, data_plane(tmp_path, fakes, fail_open=False) as plane:
         fakes[0].hold_body = asyncio.Event()
         async with client(base_url=plane.envoy.url, timeout=60) as user:
@@ -198,7 +198,7 @@ async def test_a_picker_that_goes_takes_no_answer_with_it_that_has_begun(tmp_pat
                 assert b"/v1/chat/completions" in await answer.aread()
 
 
-async def test_a_picker_that_returns_is_asked_again(tmp_path: Path) -> None:
+async def test_a_returning_picker_is_asked_again(tmp_path: Path) -> None:
     async with engines() as fakes, data_plane(tmp_path, fakes) as plane:
         old = plane.picker.options
         await plane.picker.stop()
@@ -233,7 +233,7 @@ async def test_a_dead_first_entry_is_retried_on_the_second(tmp_path: Path) -> No
         assert answer.json()["headers"][names.DESTINATION] == alive.address
 
 
-async def test_overload_is_tried_on_the_next_entry_and_told_if_all_are_full(tmp_path: Path) -> None:
+async def test_overload_is_retried_on_the_next_entry_and_returned_if_all_are_full(tmp_path: Path) -> None:
     async with engines() as fakes, data_plane(tmp_path, fakes, "--policy", "round_robin") as plane:
         full = fakes[0]
         full.reply_status, full.reply_headers = 503, {names.OVERLOADED: "1", "Retry-After": "2"}
@@ -278,7 +278,7 @@ async def test_a_body_over_the_limit_is_413_in_openai_shape(tmp_path: Path, mode
         assert len([s for fake in fakes for s in fake.served]) == 1
 
 
-async def test_api_keys_are_required_where_there_are_any(tmp_path: Path) -> None:
+async def test_api_keys_are_required_if_configured(tmp_path: Path) -> None:
     keys = {"ada": "sk-ada", "bob": "sk-bob"}
     async with engines() as fakes, data_plane(tmp_path, fakes, api_keys=keys) as plane:
         for headers in ({}, {"authorization": "Bearer wrong"}, {"x-api-key": "wrong"}):
@@ -331,7 +331,7 @@ async def test_no_endpoint_is_503_with_a_reason(tmp_path: Path) -> None:
         fakes[0].ready = True
 
 
-async def test_an_engine_that_drains_gets_nothing_new_and_finishes_what_it_has(tmp_path: Path) -> None:
+async def test_a_draining_engine_gets_no_new_requests_and_finishes_its_own(tmp_path: Path) -> None:
     async with engines() as fakes, data_plane(tmp_path, fakes, "--policy", "round_robin") as plane:
         hold = asyncio.Event()
         for fake in fakes:
@@ -376,9 +376,7 @@ async def test_endpoints_come_and_go_with_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("expose", [False, True])
-async def test_our_response_headers_are_for_the_picker_and_for_clients_only_if_told(
-    tmp_path: Path, expose: bool
-) -> None:
+async def test_our_response_headers_reach_clients_only_if_configured(tmp_path: Path, expose: bool) -> None:
     report = {names.CACHED_TOKENS: "32", names.PROMPT_TOKENS: "48"}
     fleet = engines(1, reply_headers=report)
     async with fleet as fakes, data_plane(tmp_path, fakes, expose_cached_tokens=expose) as plane:
@@ -420,7 +418,7 @@ async def test_the_listener_speaks_tls(tmp_path: Path) -> None:
             await plane.complete()
 
 
-async def test_a_drained_envoy_finishes_what_it_has_and_takes_nothing_new(tmp_path: Path) -> None:
+async def test_a_draining_envoy_finishes_its_requests_and_takes_no_new_ones(tmp_path: Path) -> None:
     async with engines(1) as fakes, data_plane(tmp_path, fakes) as plane:
         fakes[0].hold = asyncio.Event()
         held = asyncio.create_task(plane.complete())

@@ -1,4 +1,4 @@
-"""TLS on the ext_proc port: made at start, from files, and read again when they change."""
+"""TLS on the ext_proc port: a certificate made at start, or files that are read again when they change."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from treeline_epp.extproc.tls import Certificate, TlsError, self_signed
 
 
 def write(folder: Path, pair: tuple[bytes, bytes], stamp: int) -> None:
-    """As a mounted Secret, with a time of its own."""
+    """Write a certificate and its key, with the given modification time."""
     for name, data in zip(("tls.key", "tls.crt"), pair, strict=True):
         (folder / name).write_bytes(data)
         os.utime(folder / name, (stamp, stamp))
@@ -50,7 +50,8 @@ async def test_a_certificate_from_files_is_used_and_replaced_while_it_serves(tmp
 
 
 def mounted(folder: Path, pair: tuple[bytes, bytes], name: str) -> None:
-    """As the kubelet mounts a Secret, authority included: files are links into a folder that is replaced at once."""
+    """Write certificate, key and authority as the kubelet mounts a Secret: links into a folder that is replaced at
+    once."""
     (folder / name).mkdir()
     for file, data in (("tls.key", pair[0]), ("tls.crt", pair[1]), ("ca.crt", pair[1])):
         (folder / name / file).write_bytes(data)
@@ -62,7 +63,7 @@ def mounted(folder: Path, pair: tuple[bytes, bytes], name: str) -> None:
 
 
 async def health(port: int, pair: tuple[bytes, bytes]) -> int | None:
-    """What the port says to a client that trusts, and shows, this certificate; None where they do not agree on one."""
+    """Return the port's health for a client with this certificate; None if the handshake fails."""
     options = (("grpc.ssl_target_name_override", "localhost"), ("grpc.use_local_subchannel_pool", 1))
     keys = grpc.ssl_channel_credentials(pair[1], *pair)
     async with grpc.aio.secure_channel(f"127.0.0.1:{port}", keys, options) as channel:
@@ -98,7 +99,7 @@ async def test_both_ports_take_a_mounted_secret_that_is_replaced_under_a_running
                 assert await health(port, first) is None, "the old certificate opens nothing"
 
 
-async def test_without_files_one_is_made_and_health_is_served_there_if_asked_for() -> None:
+async def test_without_files_a_certificate_is_made_and_health_is_served_if_enabled() -> None:
     async with engines(1) as (engine,):
         flags = ("--endpoint", f"e0={engine.address}", "--secure-serving", "--health-checking")
         async with running_picker(*flags) as picker:
@@ -117,7 +118,7 @@ async def test_without_files_one_is_made_and_health_is_served_there_if_asked_for
                     assert (await check(HealthCheckRequest(service=name))).status == HealthCheckResponse.SERVING
 
 
-def test_files_that_cannot_be_used_are_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_unusable_files_are_reported(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(TlsError, match=r"cannot read .*tls\.key \(No such file or directory\): name a folder"):
         Certificate(tmp_path).context()
     write(tmp_path, (self_signed()[0], self_signed()[1]), 1)
@@ -133,7 +134,7 @@ def test_files_that_cannot_be_used_are_told(tmp_path: Path, capfd: pytest.Captur
     assert "ca.crt" in capfd.readouterr().err
 
 
-def test_a_key_that_wants_a_password_is_told_and_the_old_one_stays(
+def test_a_key_with_a_password_is_reported_and_the_old_one_stays(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     key, chain = self_signed()
@@ -150,7 +151,7 @@ def test_a_key_that_wants_a_password_is_told_and_the_old_one_stays(
         Certificate(tmp_path).context()
 
 
-def test_files_that_are_gone_are_told_once_and_used_when_they_are_back(
+def test_missing_files_are_reported_once_and_used_when_they_return(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     write(tmp_path, self_signed(), 1)

@@ -1,4 +1,4 @@
-"""Tokenizers of the Hub, through its own library, from a Hub on this machine."""
+"""Tokenizers of the Hub, fetched by its own library from a Hub on this machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from treeline_wire.tokenizer import MAX_BUNDLE_BYTES, TokenizerBundle
 
 
 def files(template: str = "{{ messages[0].content }}") -> dict[str, bytes]:
-    """A repository's, most of which no tokenizer needs."""
+    """Return a repository's files, most of which no tokenizer needs."""
     return {
         "tokenizer.json": small_bundle().tokenizer_json.encode(),
         "tokenizer_config.json": json.dumps({"eos_token": "</s>"}).encode(),
@@ -69,7 +69,7 @@ def test_only_the_tokenizers_files_are_fetched_and_make_its_bundle(hub: FakeHub,
 
 
 @pytest.mark.parametrize("commit", [None, "", "../../other", "..", "a b", "x" * 129, 7])
-def test_a_hub_that_names_no_commit_is_told_of(
+def test_a_hub_without_commits_is_reported(
     hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, commit: Any
 ) -> None:
     monkeypatch.setattr(FakeRepo, "commit", commit)
@@ -77,13 +77,13 @@ def test_a_hub_that_names_no_commit_is_told_of(
     assert hub.downloads() == []
 
 
-def test_a_large_file_is_where_the_hub_sends(hub: FakeHub, tmp_path: Path) -> None:
+def test_a_large_file_is_fetched_from_the_hubs_redirect(hub: FakeHub, tmp_path: Path) -> None:
     hub.repos["org/words"].large = ("tokenizer.json",)
     assert loader(tmp_path).load().tokenizer_json == small_bundle().tokenizer_json
     assert any("/store/" in path for _, path, _ in hub.asked)
 
 
-def test_a_mirror_that_would_send_more_than_it_lists_is_not_listened_to(
+def test_a_mirror_that_sends_more_than_it_lists_is_refused(
     hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tokenizer_hub, "MAX_BUNDLE_BYTES", 200)
@@ -92,7 +92,9 @@ def test_a_mirror_that_would_send_more_than_it_lists_is_not_listened_to(
     assert "tokenizer.json" not in hub.downloads()
 
 
-def test_a_token_opens_what_is_private_or_gated(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_opens_private_and_gated_repositories(
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hub.repos["org/words"].token = "hf_secret"
     said = problem(tmp_path)
     assert "hf://org/words is not on http" in said
@@ -114,7 +116,7 @@ def test_a_token_opens_what_is_private_or_gated(hub: FakeHub, tmp_path: Path, mo
         ("hf://org/words@v9", "hf://org/words@v9: there is no revision 'v9'; correct what is behind the @"),
     ],
 )
-def test_what_is_not_there_is_told_with_a_way_out(hub: FakeHub, tmp_path: Path, uri: str, said: str) -> None:
+def test_a_missing_repository_is_reported_with_a_remedy(hub: FakeHub, tmp_path: Path, uri: str, said: str) -> None:
     assert said in problem(tmp_path, uri)
 
 
@@ -135,13 +137,13 @@ def test_what_is_not_there_is_told_with_a_way_out(hub: FakeHub, tmp_path: Path, 
         (lambda hub: setattr(hub, "status", 418), "answers 418"),
     ],
 )
-def test_a_repository_or_hub_that_is_of_no_use_says_why(hub: FakeHub, tmp_path: Path, spoil: Any, said: str) -> None:
+def test_an_unusable_repository_or_hub_has_a_reason(hub: FakeHub, tmp_path: Path, spoil: Any, said: str) -> None:
     spoil(hub)
     assert said in problem(tmp_path)
     assert not [file for file in tmp_path.rglob("*") if file.suffix == ".json"], "nothing is kept of it"
 
 
-def test_a_full_disk_and_one_that_may_not_be_written_name_the_flag(
+def test_a_full_or_read_only_disk_error_names_the_flag(
     hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     blocked = tmp_path / "file"
@@ -153,7 +155,7 @@ def test_a_full_disk_and_one_that_may_not_be_written_name_the_flag(
     assert "make room, or give another directory with --tokenizer-cache" in said
 
 
-def test_without_the_hub_what_was_kept_is_used_and_the_way_out_is_told(
+def test_without_the_hub_the_cached_copy_is_used_and_a_remedy_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with running_hub(words=FakeRepo(files())) as hub:
@@ -166,7 +168,7 @@ def test_without_the_hub_what_was_kept_is_used_and_the_way_out_is_told(
     assert loader(tmp_path, "hf://org/words@main").kept() is None, "another revision is another tokenizer"
 
 
-def test_a_commit_that_is_kept_asks_nobody(hub: FakeHub, tmp_path: Path) -> None:
+def test_a_cached_commit_needs_no_request(hub: FakeHub, tmp_path: Path) -> None:
     uri = f"hf://org/words@{hub.repos['org/words'].commit}"
     first = loader(tmp_path, uri).load()
     hub.asked.clear()
@@ -176,7 +178,7 @@ def test_a_commit_that_is_kept_asks_nobody(hub: FakeHub, tmp_path: Path) -> None
     assert hub.asked == []
 
 
-def test_a_branch_that_moves_is_fetched_again_and_one_that_stays_is_not(hub: FakeHub, tmp_path: Path) -> None:
+def test_only_a_moved_branch_is_fetched_again(hub: FakeHub, tmp_path: Path) -> None:
     now = [0.0]
     found = TokenizerLoader(TokenizerSpec("m", HubModel("org/words")), origin(tmp_path), clock=lambda: now[0])
     first = found.load()
@@ -193,7 +195,7 @@ def test_a_branch_that_moves_is_fetched_again_and_one_that_stays_is_not(hub: Fak
     assert len(hub.downloads()) == 2 * fetched
 
 
-def test_a_kept_file_that_is_broken_or_of_another_is_fetched_anew(hub: FakeHub, tmp_path: Path) -> None:
+def test_a_broken_or_foreign_cached_file_is_fetched_again(hub: FakeHub, tmp_path: Path) -> None:
     loader(tmp_path).load()
     (kept,) = tmp_path.iterdir()
     document = kept.read_bytes()
@@ -205,7 +207,7 @@ def test_a_kept_file_that_is_broken_or_of_another_is_fetched_anew(hub: FakeHub, 
         assert loader(tmp_path).kept() is not None
 
 
-def test_the_cache_keeps_to_its_size_and_the_newest(tmp_path: Path) -> None:
+def test_the_cache_keeps_the_newest_within_its_size(tmp_path: Path) -> None:
     cache = TokenizerCache(tmp_path, most_bytes=3 * len(small_bundle().to_json()))
     for i in range(5):
         cache.put(f"hf://org/m{i}", "0" * 40, small_bundle())
@@ -214,7 +216,7 @@ def test_the_cache_keeps_to_its_size_and_the_newest(tmp_path: Path) -> None:
     assert [cache.get(f"hf://org/m{i}") is not None for i in range(5)] == [False, False, False, True, True]
 
 
-def test_what_a_dead_process_left_behind_is_swept(tmp_path: Path) -> None:
+def test_leftovers_of_a_dead_process_are_removed(tmp_path: Path) -> None:
     old, new = tmp_path / ".fetch-old", tmp_path / ".fetch-new"
     for folder in (old, new):
         folder.mkdir()

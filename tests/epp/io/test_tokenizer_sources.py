@@ -1,4 +1,4 @@
-"""What `--tokenizer` and `--chat-template` may say, and tokenizers in folders."""
+"""The values of `--tokenizer` and `--chat-template`, and tokenizers in folders."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_tokenizer_is_for_a_model_or_for_all(text: str, model: str, source: ob
         (["--chat-template", "t"], "--chat-template FILE needs --tokenizer URI"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_at_the_start(
+def test_impossible_values_are_refused_at_the_start(
     flags: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
@@ -87,7 +87,7 @@ def test_a_folder_is_read_again_when_it_changes_and_only_then(tmp_path: Path) ->
 
 
 def test_a_folder_that_is_swapped_by_a_link_is_read_again(tmp_path: Path) -> None:
-    """As Kubernetes replaces what is in a mounted volume."""
+    """Kubernetes replaces a mounted volume's contents in this way."""
     folder_at(tmp_path / "a")
     (folder_at(tmp_path / "b") / "chat_template.jinja").write_text("two")
     (tmp_path / "now").symlink_to("a")
@@ -98,7 +98,7 @@ def test_a_folder_that_is_swapped_by_a_link_is_read_again(tmp_path: Path) -> Non
     assert found.load().chat_template == "two"
 
 
-def test_a_template_of_its_own_replaces_the_models(tmp_path: Path) -> None:
+def test_a_given_template_replaces_the_models(tmp_path: Path) -> None:
     template = tmp_path / "mine.jinja"
     template.write_text("mine")
     found = loader(folder_at(tmp_path / "m"), template)
@@ -124,7 +124,7 @@ def test_a_template_of_its_own_replaces_the_models(tmp_path: Path) -> None:
         (lambda at: os.truncate(folder_at(at) / "tokenizer.json", MAX_BUNDLE_BYTES + 1), "more than any tokenizer"),
     ],
 )
-def test_a_folder_that_is_of_no_use_says_why(tmp_path: Path, spoil: object, said: str) -> None:
+def test_an_unusable_folder_has_a_reason(tmp_path: Path, spoil: object, said: str) -> None:
     assert callable(spoil)
     spoil(tmp_path / "m")
     found = loader(tmp_path / "m")
@@ -133,7 +133,7 @@ def test_a_folder_that_is_of_no_use_says_why(tmp_path: Path, spoil: object, said
             found.load()
 
 
-def test_a_name_of_the_hub_that_lacks_its_scheme_is_told_apart_from_a_wrong_path(tmp_path: Path) -> None:
+def test_a_hub_name_without_its_scheme_is_distinguished_from_a_wrong_path(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=r"a model of the Hub is hf://nobody/nothing$"):
         loader(Path("nobody/nothing")).load()
     with pytest.raises(SourceError, match=r"the volume that it is on$"):

@@ -1,4 +1,4 @@
-"""Tokenizers in the background: tried again, never in the way, one a model."""
+"""Tokenizers are fetched in the background: retried, without delaying requests, one for each model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from treeline_wire.tokenizer import TokenizerBundle
 
 
 class Scripted:
-    """An origin whose answers are given; the last one stays. `held` keeps it from answering."""
+    """An origin with scripted answers; the last one stays. `held` delays its answers."""
 
     recheck_s = 0.01
 
@@ -59,7 +59,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Told:
-    """A running source, and what it told."""
+    """A running source, and its notifications."""
 
     def __init__(self, one: TokenizerSource) -> None:
         self.seen: list[tuple[str | None, str | None]] = []
@@ -69,13 +69,15 @@ class Told:
         self.seen.append((one.bundle.chat_template if one.bundle else None, one.problem))
 
     async def until(self, true: Callable[[], bool]) -> None:
-        await until(true, "the source has told enough", state=lambda: self.seen)
+        await until(true, "the source has sent the expected notifications", state=lambda: self.seen)
         self.task.cancel()
         await asyncio.gather(self.task, return_exceptions=True)
 
 
 @pytest.mark.usefixtures("quick")
-async def test_each_change_is_told_once_and_what_was_had_stays_in_use(caplog: pytest.LogCaptureFixture) -> None:
+async def test_each_change_is_reported_once_and_the_old_tokenizer_stays_in_use(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     gone = SourceError("it is gone: bring it back")
     one = source(origin := Scripted(gone, gone, "one", "one", "two", gone, gone, gone, "two"))
     told = Told(one)
@@ -95,7 +97,7 @@ async def test_each_change_is_told_once_and_what_was_had_stays_in_use(caplog: py
 
 
 @pytest.mark.usefixtures("quick")
-async def test_what_was_kept_is_there_at_once_however_long_the_origin_takes() -> None:
+async def test_a_cached_tokenizer_is_available_at_once_however_slow_the_origin_is() -> None:
     origin = Scripted("new", kept="old")
     origin.held.clear()
     one = source(origin)
@@ -108,7 +110,7 @@ async def test_what_was_kept_is_there_at_once_however_long_the_origin_takes() ->
 
 
 @pytest.mark.usefixtures("quick")
-async def test_a_defect_is_a_problem_of_this_one_tokenizer(caplog: pytest.LogCaptureFixture) -> None:
+async def test_an_error_affects_only_its_own_tokenizer(caplog: pytest.LogCaptureFixture) -> None:
     one = source(origin := Scripted(ZeroDivisionError("secret"), ZeroDivisionError("secret"), "fine"))
     told = Told(one)
     await told.until(lambda: origin.asked > 3)
@@ -130,7 +132,7 @@ async def test_followers_do_not_wait_long_for_the_first_one(monkeypatch: pytest.
     await told.until(lambda: told.seen == [("late", None)])
 
 
-def test_the_first_model_that_a_flag_names_has_the_say() -> None:
+def test_the_first_model_named_by_a_flag_decides() -> None:
     named, for_all = source(Scripted("n"), "adapter"), source(Scripted("a"), "")
     sources = TokenizerSources([named, for_all])
     assert sources.of_models(("base", "adapter")) is named

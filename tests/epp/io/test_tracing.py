@@ -1,4 +1,4 @@
-"""Traces: the client's goes on through the picker to the engine, and what is not sampled is left alone."""
+"""Traces: the client's trace continues through the picker to the engine; unsampled requests are left alone."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Traced:
         return {span.name: span for span in found}
 
     def sent(self, **opened: Any) -> dict[str, str]:
-        """The request headers that the picker has the proxy set."""
+        """Return the request headers that the picker sets."""
         replies = self.proxy.open(**opened)
         mutation = replies[-1].request_body.response.header_mutation
         return {one.header.key: one.header.raw_value.decode() for one in mutation.set_headers}
@@ -90,7 +90,7 @@ def test_a_request_is_the_clients_child_and_the_engines_parent(traced: Traced) -
     assert choice.attributes["treeline.predicted_cached_tokens"] == 0
 
 
-def test_what_the_client_does_not_sample_is_neither_recorded_nor_changed(traced: Traced) -> None:
+def test_requests_that_the_client_does_not_sample_are_neither_recorded_nor_changed(traced: Traced) -> None:
     sent = traced.sent(headers={names.TRACEPARENT: UNSAMPLED})
     traced.proxy.close()
     assert traced.spans() == {}
@@ -98,9 +98,7 @@ def test_what_the_client_does_not_sample_is_neither_recorded_nor_changed(traced:
 
 
 @pytest.mark.parametrize("header", [None, "nonsense", f"{SAMPLED},{SAMPLED}"])
-def test_whom_nobody_samples_the_engine_does_not_sample_either(
-    monkeypatch: pytest.MonkeyPatch, header: str | None
-) -> None:
+def test_the_engine_does_not_sample_unsampled_requests(monkeypatch: pytest.MonkeyPatch, header: str | None) -> None:
     monkeypatch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_off")
     off = provider(InMemorySpanExporter(), SERVICE)
     proxy = Proxy([Tracing(off)])
@@ -124,7 +122,7 @@ def test_without_a_context_that_can_be_read_a_trace_begins(traced: Traced, heade
     assert int(sent[names.TRACEPARENT].removeprefix(begun), 16) & 1, "sampled"
 
 
-def test_what_a_proxy_tells_of_its_own_span_with_the_call_is_the_parent(traced: Traced) -> None:
+def test_the_proxys_own_span_is_the_parent(traced: Traced) -> None:
     own = f"00-{TRACE}-{'b' * 16}-01"
     traced.sent(headers={names.TRACEPARENT: SAMPLED}, metadata={names.TRACEPARENT: own, "te": "trailers"})
     traced.proxy.close()
@@ -171,7 +169,7 @@ def test_streams_that_end_early_leave_no_span_open_and_no_text_of_a_prompt_is_in
     assert statuses.count(False) == 1
 
 
-def test_without_the_flag_headers_go_on_as_they_came() -> None:
+def test_without_the_flag_headers_are_passed_on_unchanged() -> None:
     proxy = Proxy([])
     replies = proxy.open(headers={names.TRACEPARENT: SAMPLED})
     assert [h.header.key for h in replies[-1].request_body.response.header_mutation.set_headers] == [names.DESTINATION]
@@ -184,7 +182,7 @@ def test_without_the_flag_headers_go_on_as_they_came() -> None:
         ("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf", "there is grpc alone"),
     ],
 )
-def test_variables_that_ask_for_what_there_is_not_keep_the_picker_from_starting(
+def test_variables_for_unsupported_exporters_prevent_the_start(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], name: str, value: str, told: str
 ) -> None:
     monkeypatch.setenv(name, value)
@@ -196,7 +194,7 @@ def test_variables_that_ask_for_what_there_is_not_keep_the_picker_from_starting(
     ("parent", "state"),
     [("0" * 600, ""), (SAMPLED, "x" * 600), (SAMPLED, "no pair"), (SAMPLED, "a=1,a=2"), (SAMPLED, "UPPER=1")],
 )
-def test_clients_write_nothing_into_the_log(
+def test_clients_cannot_write_into_the_log(
     parent: str, state: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     traced = Traced(monkeypatch)

@@ -1,4 +1,4 @@
-"""Engines that say where they publish, and of which nothing arrives: by which way they are routed, and why."""
+"""Engines that name their publishers although no events arrive: how their pools are routed, and the reason given."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def routed(picker: RunningPicker, way: str, reason: str = "") -> str:
-    """Wait until the pool is routed so. Its message."""
+    """Wait until the pool is routed in this way, and return its message."""
     last: dict[str, Any] = {}
 
     async def so() -> bool:
@@ -48,7 +48,7 @@ def closed(_: ForeignEngine) -> None:
     ("change", "why"),
     [(closed, "nothing listens there, or a NetworkPolicy closes the port"), (connects, "write tcp://*:PORT")],
 )
-async def test_where_nobody_listens_the_way_is_history_until_somebody_does(
+async def test_without_a_publisher_requests_are_routed_by_history(
     tmp_path: Path, change: Callable[[ForeignEngine], None], why: str
 ) -> None:
     async with foreign_engine("vllm", 1) as vllm:
@@ -67,7 +67,7 @@ async def test_where_nobody_listens_the_way_is_history_until_somebody_does(
             assert await routed(picker, "events") == ""
 
 
-async def test_a_publisher_that_goes_while_its_server_stays_is_noticed_and_predictions_last(
+async def test_a_lost_publisher_is_noticed_and_predictions_last_longer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pods: list[Pod] = []
@@ -91,7 +91,7 @@ async def test_a_publisher_that_goes_while_its_server_stays_is_noticed_and_predi
             assert [pod.precise for pod in pods] == [False, False], "history alone tells what it holds"
 
 
-async def test_where_prompts_leave_no_event_the_way_is_history_until_one_comes(
+async def test_without_events_for_prompts_requests_are_routed_by_history(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hearing, "SILENT_PROMPTS", 0)
@@ -107,7 +107,7 @@ async def test_where_prompts_leave_no_event_the_way_is_history_until_one_comes(
             await routed(picker, "events")
 
 
-async def test_where_events_cannot_be_read_the_way_is_history_until_they_can(
+async def test_with_unreadable_events_requests_are_routed_by_history(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     unread = {"type": "BlockStored", "block_hashes": ["a text"], "token_ids": [], "block_size": 16}

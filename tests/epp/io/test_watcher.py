@@ -1,4 +1,4 @@
-"""What engines say about themselves, and the watcher that keeps asking."""
+"""Engines' descriptions of themselves, and the watcher that polls them."""
 
 from __future__ import annotations
 
@@ -55,9 +55,7 @@ async def test_other_engines_say_less(http: HttpClient, engine: FakeEngine) -> N
 @pytest.mark.parametrize(
     "host", ["*", "", "0.0.0.0", "::", "[::]", "127.0.0.1", "localhost", "::1", "[::1]", "127.1.2.3"]
 )
-async def test_a_host_that_means_here_is_the_endpoints_own_address(
-    http: HttpClient, engine: FakeEngine, host: str
-) -> None:
+async def test_a_wildcard_host_means_the_endpoints_own_address(http: HttpClient, engine: FakeEngine, host: str) -> None:
     engine.documents["/server_info"] = {"kv_events": {**KV, "endpoint_host": host}}
     info = await EngineClient(http, engine.address).info()
     assert info.sources == (KvSource("127.0.0.1", 5557, 5657, 5757),)
@@ -76,7 +74,7 @@ async def test_a_host_that_means_here_is_the_endpoints_own_address(
         "a\nb",
     ],
 )
-async def test_no_engine_chooses_with_whom_the_picker_talks(
+async def test_no_engine_makes_the_picker_connect_elsewhere(
     http: HttpClient, engine: FakeEngine, caplog: pytest.LogCaptureFixture, host: str
 ) -> None:
     engine.documents["/server_info"] = {"kv_events": {**KV, "endpoint_host": host}}
@@ -114,7 +112,7 @@ async def test_the_tokenizer_comes_from_the_engine(http: HttpClient, engine: Fak
     assert await client.tokenizer() == small_bundle()
 
 
-async def test_without_ready_there_is_health(http: HttpClient, engine: FakeEngine) -> None:
+async def test_without_ready_the_health_page_is_probed(http: HttpClient, engine: FakeEngine) -> None:
     engine.missing = {"/ready"}
     client = EngineClient(http, engine.address)
     assert await client.ready()
@@ -138,7 +136,7 @@ async def watched(http: HttpClient, fake: FakeEngine) -> AsyncIterator[tuple[Eng
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_the_watcher_tells_every_change_once(http: HttpClient, engine: FakeEngine) -> None:
+async def test_the_watcher_reports_every_change_once(http: HttpClient, engine: FakeEngine) -> None:
     engine.ready = False
     async with watched(http, engine) as (watcher, told):
         await until(lambda: told == [EngineState.STARTING], "starting")
@@ -167,7 +165,7 @@ async def test_the_watcher_tells_every_change_once(http: HttpClient, engine: Fak
     ]
 
 
-async def test_a_kick_makes_the_watcher_look_at_once(http: HttpClient, engine: FakeEngine) -> None:
+async def test_a_kick_makes_the_watcher_probe_at_once(http: HttpClient, engine: FakeEngine) -> None:
     engine.documents["/server_info"] = {"kv_events": KV}  # it pushes, so it is seldom asked
     async with watched(http, engine) as (watcher, told):
         await until(lambda: told == [EngineState.READY], "ready")
@@ -193,7 +191,7 @@ async def test_an_engine_without_models_is_not_ready_which_is_logged_once(
 
 
 async def state_of(http: HttpClient, address: str, *, trust_ready: bool) -> EngineState:
-    """What a watcher believes after its first look."""
+    """Return a watcher's state of the engine after its first probe."""
 
     async def report(_state: EngineState, _info: EngineInfo | None) -> None:
         pass
@@ -208,7 +206,7 @@ async def state_of(http: HttpClient, address: str, *, trust_ready: bool) -> Engi
     return watcher.state
 
 
-async def test_where_discovery_vouches_any_server_is_ready_that_answers_at_all(
+async def test_an_engine_trusted_by_discovery_is_ready_if_it_answers_at_all(
     http: HttpClient, engine: FakeEngine
 ) -> None:
     async def babble(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -237,7 +235,7 @@ async def test_an_engine_without_a_probe_is_ready_when_it_lists_models(http: Htt
     assert await state_of(http, engine.address, trust_ready=False) is EngineState.READY
 
 
-async def test_why_an_engine_is_not_ready_is_logged(
+async def test_the_reason_for_an_unready_engine_is_logged(
     http: HttpClient, engine: FakeEngine, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "treeline_epp")
@@ -291,9 +289,7 @@ async def _crumbs(writer: asyncio.StreamWriter) -> None:
         (_crumbs, "comes in crumbs"),
     ],
 )
-async def test_no_engine_takes_the_pickers_memory_or_time_by_its_answer(
-    http: HttpClient, answer: Answer, error: str
-) -> None:
+async def test_answers_of_engines_take_bounded_memory_and_time(http: HttpClient, answer: Answer, error: str) -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             await reader.readuntil(b"\r\n\r\n")

@@ -1,4 +1,4 @@
-"""Values that YAML's parser trips over, in every file that the picker reads: the file is refused, and nothing else."""
+"""Values that make YAML's parser fail, in every file that the picker reads: only that file is refused."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ VALUES = [
 
 
 @pytest.mark.parametrize("value", VALUES, ids=lambda value: value[:12].replace("\0", "zero"))
-def test_a_value_that_cannot_be_is_a_fault_of_the_file(value: str, tmp_path: Path) -> None:
+def test_an_impossible_value_is_an_error_of_the_file(value: str, tmp_path: Path) -> None:
     with pytest.raises(msgspec.DecodeError):
         decode_yaml(f"a: {value}", dict[str, int])
     quotas = tmp_path / "quotas.yaml"
@@ -55,7 +55,7 @@ BOMB = "\n".join([f"a0: &a0 {LIMITS}", *FEW])
 @pytest.mark.parametrize(
     "text", [BOMB, f"a: {LIMITS}\na: {{}}", f"a: {{<<: {LIMITS}, <<: {LIMITS}}}"], ids=["merged", "twice", "merges"]
 )
-def test_a_few_lines_are_not_gigabytes_and_a_name_is_there_once(text: str, tmp_path: Path) -> None:
+def test_expansion_is_bounded_and_duplicate_names_are_refused(text: str, tmp_path: Path) -> None:
     quotas = tmp_path / "quotas.yaml"
     quotas.write_text("clients:\n" + indent(text, "  "))
     with pytest.raises(QuotaFileError, match=r"more than 1000000 values|occurs twice - at `\$\.clients\.a"):
@@ -72,7 +72,7 @@ def test_lines_that_repeat_others_are_read(tmp_path: Path) -> None:
     assert table.clients == {"a": once, "b": once, "c": Limits(requests_per_day=1, tokens_per_day=5)}
 
 
-def test_what_is_no_regular_file_is_not_waited_for(tmp_path: Path) -> None:
+def test_a_file_that_is_not_regular_is_refused_at_once(tmp_path: Path) -> None:
     pipe, folder, large = tmp_path / "pipe", tmp_path / "folder", tmp_path / "large"
     os.mkfifo(pipe)
     folder.mkdir()
@@ -86,7 +86,7 @@ def test_what_is_no_regular_file_is_not_waited_for(tmp_path: Path) -> None:
         assert not EngineKey(file_)()
 
 
-async def test_a_file_that_cannot_be_read_at_the_moment_is_read_as_soon_as_it_can(tmp_path: Path) -> None:
+async def test_a_temporarily_unreadable_file_is_read_later(tmp_path: Path) -> None:
     file = tmp_path / "quotas.yaml"
     file.write_text(f"default: {LIMITS}")
     rights = [True]
@@ -106,7 +106,7 @@ async def test_a_file_that_cannot_be_read_at_the_moment_is_read_as_soon_as_it_ca
     assert (kept.error, kept.table.default) == ("", Limits(requests_per_day=25))
 
 
-async def test_quotas_stay_where_the_new_ones_cannot_be_read(tmp_path: Path) -> None:
+async def test_quotas_stay_if_the_new_ones_are_unreadable(tmp_path: Path) -> None:
     file = tmp_path / "quotas.yaml"
     file.write_text("default: {requests_per_day: 1}")
     kept = QuotaFile(file)
@@ -119,6 +119,6 @@ async def test_quotas_stay_where_the_new_ones_cannot_be_read(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("port", ["9" * 5000, "0", "65536", "-1", ""])
-def test_a_port_that_cannot_be_is_a_fault_of_the_file(port: str) -> None:
+def test_an_impossible_port_is_an_error_of_the_file(port: str) -> None:
     with pytest.raises(DiscoveryError):
         parse_file(f"endpoints: [{{name: a, address: '127.0.0.1:{port}'}}]")

@@ -1,4 +1,4 @@
-"""manifests/existing-pods: a picker by itself for an upstream InferencePool over pods that somebody else runs."""
+"""manifests/existing-pods: a standalone picker for an upstream InferencePool over pods that another system runs."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def container(deployment: dict[str, Any]) -> dict[str, Any]:
 
 
 def told() -> list[str]:
-    """The picker's flags but for tokenizers, which would be downloaded."""
+    """Return the picker's flags, without those for tokenizers, which would be downloaded."""
     return [arg for arg in container(PICKER["Deployment"])["args"] if not arg.startswith(OF_TOKENIZERS)]
 
 
 @pytest.fixture(scope="module")
 def plane() -> Iterator[ControlPlane]:
-    """An API server of these tests alone, with Gateway API and without our kinds."""
+    """An API server for these tests alone, with Gateway API and without our kinds."""
     plane = control_plane_or_skip(controllers=())
     plane.start()
     crds = ROOT / "e2e/gateway_api/crds"
@@ -84,7 +84,7 @@ def test_the_picker_understands_its_flags_and_speaks_tls() -> None:
 @pytest.mark.integration
 @pytest.mark.deep
 @pytest.mark.parametrize("file", FILES, ids=lambda path: path.stem)
-def test_a_file_is_taken_by_the_api_server(plane: ControlPlane, file: Path) -> None:
+def test_the_api_server_accepts_each_file(plane: ControlPlane, file: Path) -> None:
     apply = ("apply", "--server-side", "--dry-run=server", "--validate=strict", "-f", str(file))
     assert len(plane.kubectl(*apply).splitlines()) == len(list(yaml.safe_load_all(file.read_text())))
     head = file.read_text().split("apiVersion", 1)[0]

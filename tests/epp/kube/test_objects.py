@@ -36,7 +36,7 @@ def test_a_ready_pod_of_a_pool_is_an_endpoint() -> None:
     assert spec.address == "[fd00::1]:9000"
 
 
-def test_pods_of_other_pools_without_an_address_or_ended_are_none() -> None:
+def test_foreign_unaddressed_and_ended_pods_are_no_endpoints() -> None:
     ended = pod("e")
     ended["status"]["phase"] = "Failed"
     assert (
@@ -52,7 +52,7 @@ def test_pods_of_other_pools_without_an_address_or_ended_are_none() -> None:
     )
 
 
-def test_readiness_deletion_and_the_serving_label_say_how_far_a_pod_may_be_used() -> None:
+def test_readiness_deletion_and_the_serving_label_decide_the_use_of_a_pod() -> None:
     serving = {"treeline.dev/pool": "a", "treeline.dev/serving": "false", "treeline.dev/role": "both"}
     specs = found(
         pod("a", ip="10.0.0.1"),
@@ -68,7 +68,7 @@ def test_readiness_deletion_and_the_serving_label_say_how_far_a_pod_may_be_used(
     ]
 
 
-def test_a_restart_of_the_runtime_is_another_process_and_of_a_sidecar_is_not() -> None:
+def test_only_a_restart_of_the_runtime_counts_as_another_process() -> None:
     item = pod("p", uid="u", restarts=1)
     item["status"]["containerStatuses"].append({"name": "sidecar", "restartCount": 9})
     assert found(item)[0].uid == "u:1"
@@ -78,7 +78,7 @@ def test_a_restart_of_the_runtime_is_another_process_and_of_a_sidecar_is_not() -
     assert found(item)[0].uid == "u:0"
 
 
-def test_of_two_pods_with_one_address_the_newer_has_it() -> None:
+def test_the_newer_of_two_pods_has_their_common_address() -> None:
     old = pod("z", creationTimestamp="2026-01-01T00:00:00Z")
     new = pod("a", creationTimestamp="2026-01-02T00:00:00Z")
     assert [spec.name for spec in found(old, new)] == ["a"]
@@ -142,7 +142,7 @@ def test_a_pool_without_a_selector_has_no_pods() -> None:
         ({"uri": "hf://org/name", "name": "mine"}, "mine"),
     ],
 )
-def test_our_pools_serve_the_name_given_or_the_last_part_of_the_uri(model: dict[str, str], name: str) -> None:
+def test_our_pools_serve_the_given_name_or_the_last_part_of_the_uri(model: dict[str, str], name: str) -> None:
     obj = own_pool("a")
     obj["spec"]["model"] = model
     assert pools.own_pool(raw(obj)).models == (name,)
@@ -212,7 +212,7 @@ CONFIG = '{"enable_kv_cache_events": true, "endpoint": "tcp://*:5990", "replay_e
 
 
 def calling(*args: str, command: tuple[str, ...] = (), **meta: Any) -> dict[str, Any]:
-    """A pod whose engine is called like this."""
+    """Return a pod whose engine has this command line."""
     item = pod("p", **meta)
     item["spec"] = {"containers": [{"name": "sidecar"}, {"name": "x", "command": [*command], "args": [*args]}]}
     return item
@@ -227,7 +227,7 @@ def calling(*args: str, command: tuple[str, ...] = (), **meta: Any) -> dict[str,
         calling(f"exec vllm serve m \\\n --kv-events-config '{CONFIG}' -dp 2", command=("/bin/sh", "-c")),
     ],
 )
-def test_where_an_engine_publishes_is_read_from_its_arguments(item: dict[str, Any]) -> None:
+def test_an_engines_publisher_is_read_from_its_arguments(item: dict[str, Any]) -> None:
     (spec,) = found(item)
     assert spec.kv == KvPorts(5990, 5991, "t", 2)
 
@@ -250,7 +250,7 @@ def test_where_an_engine_publishes_is_read_from_its_arguments(item: dict[str, An
         ("sh -c 'vllm serve --kv-events-config {",),
     ],
 )
-def test_arguments_that_say_nothing_usable_say_nothing(arguments: tuple[str, ...]) -> None:
+def test_unusable_arguments_give_no_publisher(arguments: tuple[str, ...]) -> None:
     assert found(calling(*arguments))[0].kv is None
 
 
@@ -268,7 +268,7 @@ def test_arguments_that_say_nothing_usable_say_nothing(arguments: tuple[str, ...
         ({"publisher": "zmq", "endpoint": "tcp://*:5557", "bind": False}, False),
     ],
 )
-def test_at_an_endpoint_to_which_the_engine_connects_nobody_may_listen(config: dict[str, Any], listens: bool) -> None:
+def test_an_endpoint_that_the_engine_dials_is_detected(config: dict[str, Any], listens: bool) -> None:
     dials = "" if listens else config["endpoint"]
     assert found(calling("--kv-events-config", json.dumps(config)))[0].kv == KvPorts(5557, dials=dials)
 
@@ -280,7 +280,7 @@ def test_sglang_names_its_publisher_and_vllm_switches_it_on() -> None:
     assert found(calling("--kv-events-config", '{"enable_kv_cache_events": true}'))[0].kv == KvPorts(5557)
 
 
-def test_annotations_say_it_before_arguments_do() -> None:
+def test_annotations_override_arguments() -> None:
     told = {
         "treeline.dev/kv-events-port": "6000",
         "treeline.dev/kv-replay-port": "6100",
@@ -294,7 +294,7 @@ def test_annotations_say_it_before_arguments_do() -> None:
         assert found(calling(annotations={"treeline.dev/kv-events-port": port}))[0].kv is None
 
 
-def test_where_each_rank_has_a_port_of_its_own_it_publishes_for_itself() -> None:
+def test_ranks_with_their_own_ports_publish_separately() -> None:
     made = pools.upstream_pool(raw(UPSTREAM))
     item = calling("--kv-events-config", CONFIG, "-dp", "2", labels={"app": "vllm", "env": "x"})
     assert [spec.kv for spec in found(item, of=(made,))] == [
@@ -303,7 +303,7 @@ def test_where_each_rank_has_a_port_of_its_own_it_publishes_for_itself() -> None
     ]
 
 
-def test_another_place_of_events_is_another_endpoint() -> None:
+def test_a_changed_publisher_makes_another_endpoint() -> None:
     one = found(calling(annotations={"treeline.dev/kv-events-port": "6000"}))[0]
     other = found(calling(annotations={"treeline.dev/kv-events-port": "6001"}))[0]
     assert one.identity != other.identity

@@ -1,4 +1,4 @@
-"""The whole picker on a fake API server: what it lists, what it says of itself, and what stays when the server goes."""
+"""The whole picker on a fake API server: its endpoints, its pages, and its state after the server is gone."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ async def test_a_pool_chooses_its_policy_and_changes_it_while_the_picker_runs(tm
                 await until(lambda said=said: equal(policy(picker, "p0"), said), f"its policy is {said}")
 
 
-async def test_pods_come_drain_and_go(tmp_path: Path) -> None:
+async def test_pods_are_added_drained_and_removed(tmp_path: Path) -> None:
     async with cluster(tmp_path) as it, running_picker(*it.flags()) as picker:
         await listed_so(picker, "pod-0", ready=True, draining=False)
         it.put_pod(0, labels={"treeline.dev/serving": "false"})
@@ -171,7 +171,7 @@ async def test_a_model_that_is_being_deleted_gives_its_name_to_the_next_oldest(t
             it.put(MODELS_OF, own_model("other", "p1", model="chat"))
             await until(lambda: equal(models(picker, "p0"), {"m0", "chat"}), "the older has the name")
             assert await asked(picker, "chat") == it.engines[0].address
-            # A finalizer of somebody's keeps the object for as long as it likes.
+            # A foreign finalizer may keep the object for any time.
             gone["metadata"]["deletionTimestamp"] = "2026-01-02T00:00:00Z"
             it.put(MODELS_OF, gone)
             await until(lambda: equal(models(picker, "p1"), {"m1", "chat"}), "the next one has it")
@@ -195,7 +195,7 @@ async def test_a_label_does_not_make_a_picker_forget_and_a_restart_does(tmp_path
         assert len(it.engines[0].seen) > asked
 
 
-async def test_a_lost_server_changes_nothing_and_is_told(tmp_path: Path) -> None:
+async def test_a_lost_api_server_changes_nothing_and_is_reported(tmp_path: Path) -> None:
     async with cluster(tmp_path) as it, running_picker(*it.flags()) as picker:
         await listed_so(picker, "pod-0", ready=True)
         before = (await listing(picker))["pools"]
@@ -224,7 +224,7 @@ async def test_a_lost_server_changes_nothing_and_is_told(tmp_path: Path) -> None
         assert (await picker.metrics())['treeline_epp_kube_lists_total{kind="pods"}'] == 2
 
 
-async def test_a_thousand_changes_in_a_moment_are_taken_together(tmp_path: Path) -> None:
+async def test_a_thousand_changes_at_once_are_applied_together(tmp_path: Path) -> None:
     async with cluster(tmp_path, 1) as it:
         for i in range(500):
             it.put(MODELS_OF, own_model(f"r{i}", "p0", model=f"r{i}-0"))
@@ -269,9 +269,7 @@ async def test_without_pods_it_is_not_ready_until_they_may_be_read(tmp_path: Pat
             await until(lambda: so(picker.get("/ready"), lambda answer: answer.status_code == 200), "it is ready")
 
 
-async def test_what_a_newcomer_has_forgotten_is_told_once_with_the_fix(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_common_mistakes_are_reported_once_with_the_fix(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def lines(word: str) -> list[str]:
         return [record.message for record in caplog.records if word in record.message]
 
@@ -300,7 +298,7 @@ async def test_what_a_newcomer_has_forgotten_is_told_once_with_the_fix(
         ):
             it.api.refuse[POOLS_OF] = status
             async with running_picker(*it.flags(), ready=False):
-                await until(lambda reason=reason: lines(f"cannot be listed yet: {reason}"), "it is told")
+                await until(lambda reason=reason: lines(f"cannot be listed yet: {reason}"), "it is logged")
                 (line,) = lines(f"cannot be listed yet: {reason}")
                 assert fix in line
         await it.api.stop()
@@ -358,7 +356,7 @@ async def test_pods_of_a_selector_need_no_pool(tmp_path: Path) -> None:
 
 @contextlib.asynccontextmanager
 async def behind_envoy(picker: RunningPicker, folder: Path, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of an Envoy that asks this picker."""
+    """Return a client of an Envoy that asks this picker."""
     listen, admin = free_ports(2)
     config = EnvoyConfig(
         listen_port=listen,
@@ -377,7 +375,7 @@ async def behind_envoy(picker: RunningPicker, folder: Path, **settings: Any) -> 
 
 @contextlib.asynccontextmanager
 async def reporting(engine: FakeEngine, load: TreelineLoad) -> AsyncIterator[None]:
-    """The engine reports this load, again and again as engines do."""
+    """Let the engine report this load during the block, again and again as engines do."""
     publisher = FakePublisher()
     engine.documents["/server_info"] = {"kv_events": publisher.kv_events(), "epoch": publisher.epoch}
 
@@ -395,7 +393,7 @@ async def reporting(engine: FakeEngine, load: TreelineLoad) -> AsyncIterator[Non
         publisher.stop()
 
 
-async def test_through_envoy_a_sheddable_request_is_429_where_all_it_may_use_is_full_and_no_other_is(
+async def test_through_envoy_only_a_sheddable_request_is_429_when_its_endpoints_are_full(
     tmp_path: Path,
 ) -> None:
     full = TreelineLoad(epoch=1, prefill_tokens_per_s=1000.0, waiting_uncached_tokens=20_000)
@@ -468,7 +466,7 @@ async def test_through_envoy_weights_share_names_are_rewritten_and_a_fallback_se
                 assert (await http.post("/v1/completions", json={"model": "no", "prompt": "x"})).status_code == 404
 
 
-async def test_behind_a_shared_edge_no_engine_is_asked_what_only_another_engine_infers(
+async def test_behind_a_shared_edge_no_engine_gets_another_engines_paths(
     tmp_path: Path,
 ) -> None:
     async with cluster(tmp_path) as it:

@@ -22,7 +22,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.deep]
 async def serving(
     control_plane: ControlPlane, namespace: str, count: int = 1
 ) -> AsyncIterator[tuple[Cluster, list[FakeEngine]]]:
-    """Pools ``p<i>`` of one pod each, ``pod-<i>``, which is engine ``i`` with model ``m<i>``."""
+    """Create pools ``p<i>`` of one pod each, ``pod-<i>``, which is engine ``i`` with model ``m<i>``."""
     cluster = Cluster(control_plane, namespace)
     async with engines(count) as fakes:
         for i, fake in enumerate(fakes):
@@ -32,7 +32,7 @@ async def serving(
         yield cluster, fakes
 
 
-async def test_pods_and_models_live(control_plane: ControlPlane, namespace: str) -> None:
+async def test_pods_and_models_are_followed(control_plane: ControlPlane, namespace: str) -> None:
     async with serving(control_plane, namespace, 2) as (cluster, fakes), running_picker(*cluster.flags()) as picker:
         await listed_so(picker, "pod-0", ready=True, address=fakes[0].address)
         assert await asked(picker, "m0") == fakes[0].address
@@ -67,7 +67,7 @@ async def test_pods_and_models_live(control_plane: ControlPlane, namespace: str)
 
 
 async def listed_without_load(picker: RunningPicker) -> dict[str, dict[str, object]]:
-    """The endpoints without the requests in flight, which a cancelled question leaves only a moment later."""
+    """Return the endpoints without their requests in flight, which a cancelled probe updates only a moment later."""
     return {
         name: {field: value for field, value in endpoint.items() if field != "in_flight"}
         for name, endpoint in (await listed(picker)).items()
@@ -76,7 +76,8 @@ async def listed_without_load(picker: RunningPicker) -> dict[str, dict[str, obje
 
 @contextlib.asynccontextmanager
 async def restarting(control_plane: ControlPlane) -> AsyncIterator[asyncio.Task[None]]:
-    """The API server is restarted beside the block, and is back after it, whatever happens there: others share it."""
+    """Restart the API server during the block. It is back after the block, even after a failure: other tests share
+    it."""
     restarted = asyncio.create_task(asyncio.to_thread(control_plane.restart_apiserver))
     try:
         yield restarted
@@ -84,7 +85,7 @@ async def restarting(control_plane: ControlPlane) -> AsyncIterator[asyncio.Task[
         await restarted
 
 
-async def test_a_restart_of_the_api_server_is_not_felt(
+async def test_a_restart_of_the_api_server_has_no_effect_on_requests(
     control_plane: ControlPlane, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reflector, "Timing", partial(reflector.Timing, backoff_s=(0.2, 1.0)))
@@ -111,7 +112,7 @@ async def test_a_restart_of_the_api_server_is_not_felt(
         await until(lambda: equal(asked(picker, "chat"), fakes[0].address), "changes arrive again")
 
 
-async def test_an_api_server_that_hangs_is_not_felt(control_plane: ControlPlane, namespace: str) -> None:
+async def test_a_hanging_api_server_has_no_effect_on_requests(control_plane: ControlPlane, namespace: str) -> None:
     async with serving(control_plane, namespace) as (cluster, fakes), running_picker(*cluster.flags()) as picker:
         await listed_so(picker, "pod-0", ready=True)
         control_plane.pause("apiserver")

@@ -1,4 +1,4 @@
-"""Objectives and rewrites on a real API server, of the kinds as upstream publishes them, with an operator's rights."""
+"""Objectives and rewrites on a real API server, with upstream's published kinds and an operator's rights."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KINDS = {"inferenceobjectives": "InferenceObjective", "inferencemodelrewrites": 
 
 @pytest.fixture(scope="module")
 def plane(control_plane: ControlPlane) -> Iterator[ControlPlane]:
-    """The shared control plane, with upstream's own definitions and a stand-in for llm-d's, which we have not."""
+    """The shared control plane, with upstream's own definitions and a stand-in for llm-d's, which we do not have."""
     made = control_plane.install_crds(*(CRDS / f"{EXTENSION}_{plural}.yaml" for plural in KINDS))
     for plural, kind in KINDS.items():
         obj = crd(LLM_D, "v1alpha2", kind, plural)
@@ -69,9 +69,7 @@ async def answers(picker: RunningPicker, model: str, expected: object) -> None:
 
 
 @pytest.mark.parametrize("group", RULES_GROUPS)
-async def test_a_rewrite_acts_while_it_is_there_with_the_rights_that_the_operator_grants(
-    rules: Rules, group: str
-) -> None:
+async def test_a_rewrite_acts_while_it_exists_with_the_operators_rights(rules: Rules, group: str) -> None:
     rules.group = group
     user = f"picker-{rules.namespace}"
     await rules.grant(user, [need.rule() for need in (*PICKER, rules_need(group))])
@@ -104,7 +102,7 @@ Told = tuple[list[Objective], list[ModelRewrite]]
 
 
 class Listener:
-    """What a source tells of rules, and whoever waits for it."""
+    """Records the rules that a source reports, and waits for given ones."""
 
     def __init__(self) -> None:
         self.told: Told = ([], [])
@@ -126,7 +124,7 @@ class Listener:
 
 @contextlib.asynccontextmanager
 async def following(rules: Rules) -> AsyncIterator[tuple[KubernetesSource, Listener]]:
-    """A source of the pool ``p``, of which somebody takes the endpoints."""
+    """Run a source of the pool ``p``, whose endpoints are consumed."""
     client, listener = await Client.from_config(rules.plane.admin, None), Listener()
     scope = Scope(rules.namespace, pool="p", rules_group=rules.group)
     async with KubernetesSource(scope, client, lambda _pools, _models: None, listener) as source:
@@ -143,10 +141,10 @@ async def following(rules: Rules) -> AsyncIterator[tuple[KubernetesSource, Liste
             await asyncio.gather(task, return_exceptions=True)
 
 
-async def test_what_is_told_is_what_is_there_through_changes_and_a_restart(
+async def test_reported_rules_equal_the_objects_through_changes_and_a_restart(
     rules: Rules, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also what was changed while the API server was away, and what upstream's definitions fill in."""
+    """It includes changes made while the API server was away, and defaults of upstream's definitions."""
     monkeypatch.setattr(reflector, "Timing", partial(reflector.Timing, backoff_s=(0.2, 1.0)))
     monkeypatch.setattr(reflector, "LONGEST_RETRY_AFTER_S", 0.5)
     await rules.create_pool("p", 8000)

@@ -1,4 +1,4 @@
-"""Four pickers that share the requests of one trace choose as one that sees all of them would."""
+"""Four pickers that share the requests of one trace choose as one that sees them all."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def test_four_pickers_choose_as_one_and_spread_the_load_alike() -> None:
     computed = [sum(engine.computed for engine in pool.engines.values()) for pool in (one, four)]
     assert computed[1] <= 1.05 * computed[0], computed
     assert mean(four.ttfts) <= 1.05 * mean(one.ttfts), (mean(four.ttfts), mean(one.ttfts))
-    assert four.network.sent_bytes < 140 * len(TRACE), "bytes that each of the others is told, beats and all"
+    assert four.network.sent_bytes < 140 * len(TRACE), "bytes sent to each of the others, heartbeats included"
     for node in four.nodes:
         node.gossip.check()
         assert node.gossip.elsewhere == len(node.gossip.own) == 0
         assert not any(endpoint.load.reservations for endpoint in node.picker.endpoints.values())
 
 
-def test_without_a_word_they_do_not() -> None:
-    """Else the test before it would say nothing."""
+def test_without_gossip_four_pickers_choose_differently() -> None:
+    """It proves that the test above can fail."""
     silent = Pool(4, 8, gossip=False)
     silent.run(TRACE[:200])
     assert silent.same < 0.8 * silent.asked

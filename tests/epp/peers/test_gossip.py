@@ -1,4 +1,4 @@
-"""Pickers tell each other what they have in flight: whatever happens on the way, they agree, and nothing is left."""
+"""Pickers exchange their requests in flight: they agree in the end under any faults, and no record is left over."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from treeline_epp.picking.request import Request
 from treeline_wire.peers import Ask, Closed, Delta, How, Leave, Opened, Snapshot, decode, encode, endpoint_ref
 
 LONG = 40_000
-"""Tokens of a request that nobody expects to be done within these tests."""
+"""Tokens of a request that takes longer than these tests."""
 
 
 class World:
@@ -36,7 +36,7 @@ class World:
         self.nodes = [self.start(number) for number in range(pickers)]
 
     def _fate(self) -> Sequence[float]:
-        """A bad network loses a fifth, doubles a tenth, and lets each be overtaken by those after it."""
+        """Draw a datagram's delays: a bad network loses a fifth, doubles a tenth, and reorders them."""
         if not self.bad:
             return (0.001,)
         copies = self.rng.choices((0, 1, 2), (2, 7, 1))[0]
@@ -64,7 +64,7 @@ class World:
         node.picker.close(lease, self.clock.now, outcome, ttft_s=0.1)
 
     def die(self, place: int) -> None:
-        """Without a word, and its requests with it."""
+        """Kill a picker without a goodbye, and its requests with it."""
         node = self.nodes[place]
         del self.network.nodes[node.address]
         self.leases[node] = []
@@ -96,7 +96,7 @@ class World:
         return {name: endpoint.load.reservations.tokens for name, endpoint in node.picker.endpoints.items()}
 
     def assert_agreed(self) -> None:
-        """Each counts what all have in flight, at each endpoint."""
+        """Check that each picker counts the requests that all have in flight, at each endpoint."""
         truth = dict.fromkeys((f"pod-{number}" for number in range(self.endpoints)), 0)
         for node in self.alive:
             for lease in self.leases[node]:
@@ -108,7 +108,7 @@ class World:
 
 @settings(max_examples=20)
 @given(st.integers(0, 1 << 32), st.integers(2, 4))
-def test_whatever_is_lost_doubled_overtaken_or_restarted_they_agree_and_nothing_leaks(seed: int, pickers: int) -> None:
+def test_pickers_agree_and_leak_nothing_under_any_faults(seed: int, pickers: int) -> None:
     world = World(pickers, seed=seed)
     world.bad = True
     for _ in range(100):
@@ -139,7 +139,7 @@ def test_a_request_is_known_to_the_others_at_once_and_its_end_soon() -> None:
     world.assert_agreed()
 
 
-def test_the_dead_are_forgotten_with_their_requests() -> None:
+def test_dead_pickers_are_forgotten_with_their_requests() -> None:
     world = World(3)
     world.run(1)
     world.send(world.nodes[0])
@@ -152,7 +152,7 @@ def test_the_dead_are_forgotten_with_their_requests() -> None:
 
 
 @pytest.mark.parametrize(("leaves", "seconds"), [(True, 0.01), (False, 0.2)], ids=["it leaves", "one is in its place"])
-def test_whose_end_is_heard_of_is_forgotten_at_once(leaves: bool, seconds: float) -> None:
+def test_a_picker_that_says_goodbye_is_forgotten_at_once(leaves: bool, seconds: float) -> None:
     world = World(2)
     world.run(1)
     world.send(world.nodes[0])
@@ -166,7 +166,7 @@ def test_whose_end_is_heard_of_is_forgotten_at_once(leaves: bool, seconds: float
     world.assert_agreed()
 
 
-def test_a_prompt_that_another_has_sent_somewhere_is_sent_there_too() -> None:
+def test_a_prompt_follows_another_pickers_choice() -> None:
     world = World(2, endpoints=8)
     world.run(1)
     key = world.rng.randbytes(8000)
@@ -183,7 +183,7 @@ def test_a_prompt_that_another_has_sent_somewhere_is_sent_there_too() -> None:
         assert node.picker.pick(request, world.clock.now).best.candidate.cached_tokens == 0, "it came to nothing"
 
 
-def test_one_that_was_refused_for_want_of_room_is_full_for_all() -> None:
+def test_an_endpoint_that_refused_is_full_for_all_pickers() -> None:
     world = World(2, endpoints=1)
     world.run(1)
     world.end(world.nodes[0], world.send(world.nodes[0]), Outcome.OVERLOADED)
@@ -192,7 +192,7 @@ def test_one_that_was_refused_for_want_of_room_is_full_for_all() -> None:
     assert world.nodes[1].picker.pick(request, world.clock.now).best.full_s > 0.9
 
 
-def test_errors_are_judged_by_each_for_itself() -> None:
+def test_each_picker_judges_errors_itself() -> None:
     world = World(2, endpoints=1)
     world.run(1)
     for _ in range(20):
@@ -208,7 +208,7 @@ HOME = ("10.1.0.9", 9005)
 
 
 class Liar:
-    """Holds the key, and says what a test wants."""
+    """A peer that holds the key and sends any message."""
 
     def __init__(self, gossip: Gossip, key: bytes = KEY) -> None:
         self.gossip, self.seal = gossip, Seal(key)
@@ -216,7 +216,7 @@ class Liar:
         self.said: list[bytes] = []
 
     def say(self, message: Delta | Ask | Snapshot | Leave, now: float, address: tuple[str, int] = HOME) -> list[object]:
-        """What is answered."""
+        """Send a message and return the answers."""
         reader = Seal(KEY)
         self.said.append(self.seal.close(encode(message)))
         out = self.gossip.on_datagram(self.said[-1], address, now)
@@ -245,7 +245,7 @@ def gossip_of(endpoints: int = 2) -> tuple[Picker, Gossip]:
 REF = endpoint_ref("pod-0", "10.0.0.0:8000")
 
 
-def test_a_stranger_changes_nothing_and_is_answered_nothing() -> None:
+def test_a_stranger_changes_nothing_and_gets_no_answer() -> None:
     _, gossip = gossip_of()
     stranger = Liar(gossip, peer_key(b"another secret"))
     rng = random.Random(1)
@@ -257,8 +257,8 @@ def test_a_stranger_changes_nothing_and_is_answered_nothing() -> None:
     assert gossip.elsewhere == 0
 
 
-def test_what_was_recorded_cannot_be_said_again() -> None:
-    """A datagram of a picker that is no more, or an old one of one that is there: neither is news."""
+def test_a_recorded_datagram_is_not_accepted_again() -> None:
+    """The datagram is of a picker that is gone, or an old one of a picker that is there: neither is accepted."""
     picker, gossip = gossip_of()
     liar = Liar(gossip)
     recorded = liar.said
@@ -277,7 +277,7 @@ def test_what_was_recorded_cannot_be_said_again() -> None:
         assert picker.endpoints["pod-0"].load.reservations.tokens == 0
 
 
-def test_a_datagram_from_a_false_address_keeps_nobody_out() -> None:
+def test_a_datagram_from_a_false_address_blocks_no_picker() -> None:
     _, gossip = gossip_of()
     liar = Liar(gossip)
     assert len(liar.say(Delta(1), 0.0, ("10.9.9.9", 1))) == 1, "the question goes there first"
@@ -287,7 +287,7 @@ def test_a_datagram_from_a_false_address_keeps_nobody_out() -> None:
     assert set(gossip.addresses) == {HOME}
 
 
-def test_an_old_answer_from_a_false_address_ends_nobody() -> None:
+def test_an_old_answer_from_a_false_address_removes_no_picker() -> None:
     _, gossip = gossip_of()
     one, other = Liar(gossip), Liar(gossip)
     one.join(0.0)
@@ -301,7 +301,7 @@ def test_an_old_answer_from_a_false_address_ends_nobody() -> None:
     assert set(gossip.addresses) == {HOME, there}
 
 
-def test_absurd_claims_are_bounded_and_end() -> None:
+def test_absurd_claims_are_bounded_and_expire() -> None:
     picker, gossip = gossip_of()
     liar = Liar(gossip)
     liar.join(0.0)
@@ -335,7 +335,7 @@ def test_many_requests_and_many_pickers_are_bounded() -> None:
     assert gossip.in_step == 11, "those that have answered are kept"
 
 
-def test_an_unknown_endpoint_is_counted_and_its_end_is_nothing() -> None:
+def test_requests_of_an_unknown_endpoint_are_counted_and_ignored() -> None:
     picker, gossip = gossip_of(1)
     liar = Liar(gossip)
     liar.join(0.0)
@@ -350,7 +350,7 @@ def test_an_unknown_endpoint_is_counted_and_its_end_is_nothing() -> None:
     picker.on_tick(1.2)
 
 
-def test_two_endpoints_of_one_ref_are_neither(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_endpoints_with_one_reference_match_neither(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("treeline_epp.peers.ledger.endpoint_ref", lambda _name, _address: REF)
     picker, gossip = gossip_of(2)
     liar = Liar(gossip)
@@ -362,7 +362,7 @@ def test_two_endpoints_of_one_ref_are_neither(monkeypatch: pytest.MonkeyPatch) -
     assert gossip.elsewhere == 1
 
 
-def test_who_asks_too_often_is_answered_once() -> None:
+def test_a_picker_that_asks_too_often_is_answered_once() -> None:
     _, gossip = gossip_of()
     own = gossip.tick(0.0)[0][0]
     opened = Seal(KEY).open(own)
@@ -374,7 +374,7 @@ def test_who_asks_too_often_is_answered_once() -> None:
     assert liar.say(Ask(bytes(6), bytes(8)), 9.0) == [], "another is meant"
 
 
-def test_hearing_itself_is_no_news() -> None:
+def test_a_picker_ignores_its_own_datagrams() -> None:
     _, gossip = gossip_of()
     (datagram, _), *_ = gossip.tick(0.0)
     assert gossip.on_datagram(datagram, HOME, 0.0) == ()

@@ -1,4 +1,4 @@
-"""How far a prompt is foreseen to be held, told by a few hashes of it."""
+"""Peers' prefixes are predicted from a few hashes of a prompt."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ def reach(landmarks: Landmarks, key: bytes, now: float = 0.0, namespace: str | N
 
 
 @given(st.integers(0, 9000), st.integers(0, 4000), st.integers(0, 4000), st.integers(0, 13000))
-def test_never_more_than_what_is_shared_and_not_much_less(shared: int, one: int, other: int, confirmed: int) -> None:
+def test_a_predicted_hit_is_at_most_the_shared_prefix_and_little_less(
+    shared: int, one: int, other: int, confirmed: int
+) -> None:
     first = text("shared", shared) + b"1" + text("one", one)
     second = text("shared", shared) + b"2" + text("other", other)
     landmarks, (pod,) = Landmarks(SECRET), pods(1)
@@ -50,7 +52,7 @@ def test_never_more_than_what_is_shared_and_not_much_less(shared: int, one: int,
     landmarks.check()
 
 
-def test_what_goes_on_after_a_confirmed_prefix_costs_little() -> None:
+def test_continuations_of_a_confirmed_prefix_cost_little() -> None:
     key = text("long", 24_000)
     landmarks, (pod,) = Landmarks(SECRET), pods(1)
     news = opened(key, confirmed=on_grid(24_000) - 1)
@@ -68,7 +70,7 @@ def test_most_marks_are_near_the_end() -> None:
     assert [every.index(mark) for mark in marks[-3:]] == [18, 19, 20]
 
 
-def test_a_namespace_is_a_world_of_its_own() -> None:
+def test_predictions_do_not_cross_namespaces() -> None:
     key = text("key", 3000)
     landmarks, (pod,) = Landmarks(SECRET), pods(1)
     landmarks.add(opened(key, namespace="a"), pod, 10.0)
@@ -78,7 +80,7 @@ def test_a_namespace_is_a_world_of_its_own() -> None:
     assert landmarks.reach(landmarks.marks("other model", "a", key), 0.0) == {}
 
 
-def test_it_ends_with_its_time_with_the_pods_state_or_when_it_is_taken_back() -> None:
+def test_a_prediction_ends_by_time_pod_state_or_withdrawal() -> None:
     index = Index()
     one, two = index.add_pod("one", "m"), index.add_pod("two", "m")
     key = text("key", 3000)
@@ -98,7 +100,7 @@ def test_it_ends_with_its_time_with_the_pods_state_or_when_it_is_taken_back() ->
     landmarks.check()
 
 
-def test_a_later_request_is_not_taken_back_with_an_earlier_one() -> None:
+def test_withdrawing_a_request_keeps_later_ones() -> None:
     (pod,), landmarks, news = pods(1), Landmarks(SECRET), opened(text("key", 3000))
     first = landmarks.add(news, pod, 10.0)
     landmarks.add(news, pod, 11.0)
@@ -107,7 +109,7 @@ def test_a_later_request_is_not_taken_back_with_an_earlier_one() -> None:
     assert reach(landmarks, text("key", 3000)) == {pod: on_grid(3000)}
 
 
-def test_its_memory_has_a_bound_and_time_empties_it() -> None:
+def test_predictions_take_bounded_memory_and_expire() -> None:
     landmarks, (pod,) = Landmarks(SECRET, most=500), pods(1)
     for number in range(300):
         landmarks.add(opened(text(number, 2000)), pod, 10.0)
@@ -121,7 +123,7 @@ def test_its_memory_has_a_bound_and_time_empties_it() -> None:
     landmarks.check()
 
 
-def test_of_what_many_pods_hold_the_newest_are_known() -> None:
+def test_the_newest_of_many_holders_are_known() -> None:
     landmarks, many = Landmarks(SECRET), pods(3 * MOST_PODS)
     for pod in (*many, many[-MOST_PODS]):
         landmarks.add(opened(text("shared", 3000)), pod, 10.0)
@@ -131,7 +133,7 @@ def test_of_what_many_pods_hold_the_newest_are_known() -> None:
     assert reach(landmarks, text("shared", 3000)) == dict.fromkeys(known, on_grid(3000))
 
 
-def test_a_match_gets_what_is_foreseen_beyond_it() -> None:
+def test_a_match_includes_predictions_beyond_it() -> None:
     one, two, capped = pods(3)
     capped.hit_caps[None] = (0, 0.0)  # type: ignore[index]
     landmarks, key = Landmarks(SECRET), text("key", 3000)

@@ -1,4 +1,4 @@
-"""What of another picker is applied is always what it had at one moment, whatever arrives, in whatever order."""
+"""A peer's state, as applied here, always equals its state at one moment, in any order of arrival."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def opened(number: int) -> Opened:
 
 
 class Applied:
-    """The numbers of the deltas that were applied, each of which opens one request."""
+    """The numbers of the applied deltas, each of which opens one request."""
 
     def __init__(self) -> None:
         self.numbers: list[int] = []
@@ -27,17 +27,17 @@ class Applied:
 
 
 def answer(nonce: bytes, seq: int, parts: int) -> list[Snapshot]:
-    """All deltas up to this one, in so many parts."""
+    """Return a snapshot with all deltas up to this number, in `parts` parts."""
     records = [opened(number) for number in range(1, seq + 1)]
     each = -(-len(records) // parts) or 1
     return [Snapshot(nonce, seq, at, parts, tuple(records[at * each : (at + 1) * each])) for at in range(parts)]
 
 
 @given(st.lists(st.one_of(st.integers(1, 40), st.none()), max_size=120), st.integers(1, 4))
-def test_deltas_are_applied_in_order_each_once_and_what_is_missing_is_asked_for(
+def test_deltas_are_applied_once_in_order_and_missing_ones_are_requested(
     arrivals: list[int | None], parts: int
 ) -> None:
-    """A number is a delta that arrives; None is time that passes, and whatever is asked then is answered."""
+    """A number is an arriving delta; None lets time pass, and questions of that time are answered."""
     sequence, applied, now, sent = Sequence(0.0), Applied(), 0.0, 0
     for arrival in arrivals:
         if arrival is not None:
@@ -59,7 +59,7 @@ def test_deltas_are_applied_in_order_each_once_and_what_is_missing_is_asked_for(
         )
 
 
-def test_another_answer_than_to_the_last_question_does_not_count() -> None:
+def test_only_the_answer_to_the_last_question_counts() -> None:
     sequence = Sequence(0.0)
     first = sequence.question(0.0)
     assert sequence.question(ASK_AGAIN_S / 2) is None
@@ -74,7 +74,7 @@ def test_another_answer_than_to_the_last_question_does_not_count() -> None:
     assert sequence.on_part(whole[1], 1.0) == NOTHING
 
 
-def test_what_waits_for_a_missing_one_is_bounded() -> None:
+def test_deltas_that_wait_for_a_missing_one_are_bounded() -> None:
     sequence = Sequence(0.0)
     nonce = sequence.question(0.0)
     assert nonce is not None

@@ -1,4 +1,4 @@
-"""Reads what came back over a connection, complete or not, and finds the answers that nobody should ever get."""
+"""Reads the answers on a connection, complete or not, and finds those that no client should ever get."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from hyperframe.exceptions import HyperframeError
 
 _STATUS = re.compile(rb"(?:^|\n)HTTP/1\.[01] (\d{3})[^\n]*\r\n")
 THEIRS = frozenset({501, 505})
-"""What HTTP itself prescribes for a transfer coding or a version that nobody knows: the client's fault."""
+"""Statuses that HTTP itself prescribes for an unknown transfer coding or version: the client's fault."""
 FULL = re.compile(rb'"code": ?"(overloaded|rate_limited|too_many_requests|server_overloaded)"')
-"""An answer that says "no room for this now" is not a failure."""
+"""An answer that says "no room now" is no failure."""
 
 
 @dataclass
 class Answer:
-    """A status and as much of head and body as has come."""
+    """A status with the head and body that have arrived."""
 
     status: int
     text: bytes = field(default=b"")
 
     @property
     def is_defect(self) -> bool:
-        """A 5xx of our own making."""
+        """Return whether it is a 5xx of our own making."""
         return self.status >= 500 and self.status not in THEIRS and FULL.search(self.text) is None
 
 
 def read(data: bytes, http2: bool) -> list[Answer]:
-    """The answers in what a server has sent. Never raises: what cannot be read is left out."""
+    """Return the answers in a server's bytes. Never raises: unreadable ones are left out."""
     return _read2(data) if http2 and not data.startswith(b"HTTP/1") else _read1(data)
 
 

@@ -1,4 +1,4 @@
-"""What is sent over one connection, as bytes: no socket here. `http1` and `http2` make one attack from a generator."""
+"""Makes the bytes of an attack over one connection, without sockets. `http1` and `http2` make one from a generator."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hyperframe import frame as h2
 from . import bodies
 
 End = Literal["answer", "close", "reset", "hold"]
-"""After the last byte: read the answers, close at once, reset the connection, or keep it open without a word."""
+"""After the last byte: read the answers, close at once, reset the connection, or keep it open silently."""
 
 _PATHS = (
     "/v1/chat/completions",
@@ -95,7 +95,7 @@ _HEADERS = (
 
 @dataclass(frozen=True)
 class Attack:
-    """One connection. `name` says what kind; `sends` are written one after the other."""
+    """One connection. `name` is the kind; `sends` are written one after another."""
 
     name: str
     sends: tuple[bytes, ...]
@@ -108,7 +108,7 @@ def _end(rng: random.Random) -> End:
 
 
 def _split(rng: random.Random, data: bytes) -> tuple[bytes, ...]:
-    """The same bytes in up to four writes."""
+    """Split the same bytes into up to four writes."""
     cuts = sorted(rng.randrange(len(data) + 1) for _ in range(rng.randrange(4)))
     return tuple(data[a:b] for a, b in zip([0, *cuts], [*cuts, len(data)], strict=True) if b > a)
 
@@ -136,7 +136,7 @@ def _any_path(rng: random.Random) -> bytes:
 
 
 def _smuggled(rng: random.Random) -> bytes:
-    """Two opinions of where a body ends, with a request to the administration behind it."""
+    """Two contradictory ends of a body, with a request to the administration behind it."""
     inner = b"POST /flush_cache HTTP/1.1\r\nhost: a\r\ncontent-length: 0\r\n\r\n"
     lengths = rng.choice(
         (
@@ -177,7 +177,7 @@ def _chunked(rng: random.Random) -> bytes:
 
 
 def _half(rng: random.Random) -> bytes:
-    """Less than was promised."""
+    """Less data than announced."""
     body = bodies.any_body(rng)
     whole = _head(rng, _length(body + b"x" * 1000)) + body
     return whole[: rng.randrange(1, len(whole) + 1)]
@@ -203,7 +203,7 @@ _HTTP1 = (_with_body, _with_body, _with_body, _any_path, _smuggled, _chunked, _h
 
 
 def http1(rng: random.Random) -> Attack:
-    """One connection of HTTP/1.1, or of what looks like it."""
+    """One connection of HTTP/1.1, or of bytes like it."""
     make = rng.choice(_HTTP1)
     data = make(rng)
     end: End = rng.choice(("close", "reset", "hold")) if make is _half else _end(rng)
@@ -216,7 +216,7 @@ _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
 
 class _Writer:
-    """Frames of one connection, in order; breaks every rule that it is asked to."""
+    """Frames of one connection, in order, valid or not."""
 
     def __init__(self) -> None:
         self.encoder = hpack.Encoder()
@@ -257,7 +257,7 @@ def _h2_reset(rng: random.Random, out: _Writer) -> None:
 
 
 def _h2_headers(rng: random.Random, out: _Writer) -> None:
-    """Pseudo-headers and names that are not allowed; large and endless header blocks."""
+    """Forbidden pseudo-headers and names; large and endless header blocks."""
     odd = rng.choice(
         (
             [
@@ -310,7 +310,7 @@ def _h2_headers(rng: random.Random, out: _Writer) -> None:
 
 
 def _h2_flood(rng: random.Random, out: _Writer) -> None:
-    """Control frames, thousands of them."""
+    """Thousands of control frames."""
     make = rng.choice(
         (
             lambda: h2.PingFrame(0, opaque_data=b"12345678"),
@@ -325,7 +325,7 @@ def _h2_flood(rng: random.Random, out: _Writer) -> None:
 
 
 def _h2_slow_window(rng: random.Random, out: _Writer) -> None:
-    """Asks for answers and never lets them be sent."""
+    """Asks for answers and never opens the window for them."""
     out.add(h2.SettingsFrame(0, settings={4: 0}))
     for stream in range(1, 40, 2):
         out.request(stream, bodies.good(rng))
@@ -366,5 +366,5 @@ def http2(rng: random.Random) -> Attack:
 
 
 def attack(rng: random.Random) -> Attack:
-    """The next one."""
+    """Return the next attack."""
     return rng.choice((http1, http1, http2))(rng)

@@ -1,4 +1,4 @@
-"""Bodies of requests that somebody hostile would send. Deterministic: everything comes from the given generator."""
+"""Bodies of a hostile client's requests. Deterministic: everything comes from the given generator."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ _FIELDS = (
 
 
 def chat(text: Any = "hello", **fields: Any) -> dict[str, Any]:
-    """A request that is in order: one token for a user's text."""
+    """A valid request: one token for a user's text."""
     return {"model": "tiny", "messages": [{"role": "user", "content": text}], "max_tokens": 1, **fields}
 
 
@@ -182,5 +182,5 @@ ALL: tuple[Body, ...] = (wrong_fields, wrong_fields, mutated, mutated, deep, wid
 
 
 def any_body(rng: random.Random) -> bytes:
-    """One of all kinds."""
+    """A body of any kind."""
     return rng.choice(ALL)(rng)

@@ -1,4 +1,4 @@
-"""Attacks a running stack for a while, with a well-behaved client beside it, and says what did not hold.
+"""Attacks a running stack for a while, beside a well-behaved client, and reports each broken promise.
 
 What must hold: no 5xx of our own making, to anybody; the other client is always served, at most twice as slowly at the
 99th percentile; and no process is larger, or keeps more files open, when it is over.
@@ -38,7 +38,7 @@ GROWTH, GROWTH_BYTES, GROWTH_FILES = 0.25, 64 << 20, 24
 
 @dataclass
 class Attacked:
-    """What the attackers saw. `defects` name the attack by its number, which makes it again: see `of_number`."""
+    """The attackers' results. `defects` name an attack by its number, which makes it again: see `of_number`."""
 
     attacks: int = 0
     kinds: Counter[str] = field(default_factory=Counter)
@@ -48,7 +48,7 @@ class Attacked:
 
 @dataclass
 class Footprint:
-    """A process with its children: resident bytes and open files."""
+    """Resident bytes and open files of a process with its children."""
 
     rss_bytes: int
     files: int
@@ -56,13 +56,13 @@ class Footprint:
 
 @dataclass
 class Report:
-    """Everything that a run found."""
+    """The results of a run."""
 
     attacked: Attacked
     quiet_s: list[float]
     beside_s: list[float]
     failures: list[str]
-    """What the other client was refused."""
+    """Refused requests of the other client."""
     before: dict[str, Footprint]
     after: dict[str, Footprint]
 
@@ -73,7 +73,7 @@ class Report:
 
     @property
     def grown(self) -> list[str]:
-        """Processes that are larger than they were."""
+        """Return the processes that have grown."""
         found = []
         for name, was in self.before.items():
             now = self.after[name]
@@ -85,17 +85,17 @@ class Report:
 
 
 def p99(values: list[float]) -> float:
-    """Seconds."""
+    """Return the 99th percentile, in seconds."""
     return quantiles(values, n=100)[98]
 
 
 def of_number(seed: int, number: int) -> Attack:
-    """The attack of this number; the same each time."""
+    """Return the attack of this number; it is the same each time."""
     return attack(random.Random(f"{seed}:{number}"))
 
 
 async def perform(made: Attack, host: str, port: int, hold_s: float = HOLD_S) -> list[answers.Answer]:
-    """One attack over one connection; returns what was answered. hold_s: how long it waits, if it is one that waits."""
+    """Make one attack over one connection and return its answers. hold_s: the longest wait of an attack that waits."""
     reader, writer = await asyncio.open_connection(host, port, local_addr=(ATTACKER, 0))
     got = b""
     try:
@@ -184,7 +184,7 @@ class Assault:
         return self
 
     def result(self) -> Attacked:
-        """What they saw, when they are done."""
+        """Return the attackers' results when they have ended."""
         if not self._pipe.poll(self._seconds + 90):
             raise TimeoutError("the attackers do not end")
         try:
@@ -210,7 +210,7 @@ def _footprints(stack: Stack) -> dict[str, Footprint]:
 
 
 def _ask(client: httpx.Client, url: str, seconds: float, rate: float, failures: list[str]) -> list[float]:
-    """A well-behaved client: short chats at a fixed pace. Returns how long each took."""
+    """Send short chats at a fixed pace, as a well-behaved client. Return their latencies."""
     rng = random.Random(0)
     times: list[float] = []
     began = time.monotonic()
@@ -237,8 +237,8 @@ def run(
     settle_s: float = 12.0,
     hold_s: float = HOLD_S,
 ) -> Report:
-    """Warm up under attack, look, ask in quiet, ask under attack, let it settle, look again. Rates are per second;
-    hold_s: how long the attackers keep connections on which they say no more."""
+    """Warm up under attack, look, send quietly, send under attack, let it settle, look again. Rates are per second;
+    hold_s: how long the attackers keep silent connections open."""
     failures: list[str] = []
     warm = min(15.0, seconds / 2)
     with httpx.Client(timeout=60, trust_env=False) as client:

@@ -1,4 +1,4 @@
-"""Anthropic's API: what is sent and how answers are read, against a server that answers in the published format."""
+"""Anthropic's API: requests and answers, with a server that answers in the published format."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def message(*texts: str, **members: Any) -> dict[str, Any]:
 
 
 def events(*given: dict[str, Any]) -> Iterator[bytes]:
-    """Each as its type says, in the package's own words."""
+    """Return events by their type, as the package itself writes them."""
     for one in given:
         if one["type"] not in ("ping", "error"):
             TypeAdapter(anthropic.types.RawMessageStreamEvent).validate_python(one)
@@ -126,7 +126,7 @@ def test_the_address_is_read_from_the_environment(server: FakeOpenAI, monkeypatc
         ({"stop_reason": "refusal"}, {"type": "refusal"}),
     ],
 )
-def test_why_answers_end(server: FakeOpenAI, members: dict[str, Any], finish: dict[str, Any]) -> None:
+def test_finish_reasons_are_translated(server: FakeOpenAI, members: dict[str, Any], finish: dict[str, Any]) -> None:
     server.answer = lambda _: whole_answer(message("a", **members))
     with backend(server) as api:
         assert program().run(backend=api).get_meta_info("x")["finish_reason"] == finish
@@ -189,7 +189,7 @@ def test_an_overloaded_server_is_asked_again(server: FakeOpenAI) -> None:
     assert len(server.bodies) == 2
 
 
-def test_what_the_api_cannot_do(server: FakeOpenAI) -> None:
+def test_unsupported_features_of_the_api_are_refused(server: FakeOpenAI) -> None:
     refused: list[tuple[dict[str, Any], str]] = [
         ({"regex": "a"}, "json_schema"),
         ({"dtype": "int"}, "json_schema"),

@@ -1,4 +1,4 @@
-"""An engine in this process behind programs."""
+"""Programs on an engine in this process."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def capital(s: ProgramState) -> None:
     s += assistant(gen("answer", max_tokens=12))
 
 
-def test_a_chat_is_written_as_the_model_has_it(engine: Engine) -> None:
+def test_a_chat_is_written_by_the_models_template(engine: Engine) -> None:
     backend = EngineBackend(engine)
     state = capital.run(backend=backend, temperature=0)
     assert state["answer"] == "The capital of France is Paris."
@@ -128,7 +128,7 @@ def test_forks_find_the_prefix_that_was_sent_ahead(engine: Engine) -> None:
 
 
 async def test_within_a_running_loop(engine: Engine) -> None:
-    """As in a notebook: the body waits in its own thread, the loop goes on."""
+    """In a notebook, too, the body waits in its own thread while the loop goes on."""
     state = await asyncio.to_thread(capital.run, backend=EngineBackend(engine), temperature=0)
     pieces = [piece async for piece in state.text_async_iter("answer")]
     assert "".join(pieces) == "The capital of France is Paris."

@@ -1,4 +1,4 @@
-"""OpenAI's API: what is sent and how answers are read, against a server that answers as it is told."""
+"""OpenAI's API: requests and answers, with a scripted server."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_the_server_says_what_it_speaks() -> None:
         OpenAI(model="m", dialect="french")
 
 
-def test_a_turn_that_has_begun(server: FakeOpenAI) -> None:
+def test_a_begun_turn_is_continued(server: FakeOpenAI) -> None:
     @function
     def begun(s: ProgramState) -> None:
         s += user("Hi") + assistant("Well: " + gen("x"))
@@ -288,7 +288,7 @@ def test_select_by_echoed_logprobs(server: FakeOpenAI) -> None:
         assert state["x"] == "b"
 
 
-def test_what_cannot_select(server: FakeOpenAI) -> None:
+def test_a_backend_that_cannot_select_says_why(server: FakeOpenAI) -> None:
     @function
     def choosing(s: ProgramState, method: str | None = None) -> None:
         s += user("a or b?") + assistant(select("x", ["a", "b"], choices_method=method))

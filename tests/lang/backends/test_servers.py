@@ -1,4 +1,4 @@
-"""The backends against a real server of ours: what one of them makes, the others make."""
+"""The backends against a real server of ours: all give the same results."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def capital(s: ProgramState) -> None:
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_a_turn_that_has_begun(server: ServerProcess, name: str) -> None:
+def test_a_begun_turn_is_continued(server: ServerProcess, name: str) -> None:
     with BACKENDS[name](server.url) as backend:
         state = capital.run(backend=backend, temperature=0)
         assert state["answer"] == " France is Paris"

@@ -1,4 +1,4 @@
-"""Compiled programs: run like others, with their errors and their lines; interpreted where they cannot be compiled."""
+"""Compiled programs run like others, with their own errors and lines; those that cannot be compiled are interpreted."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from treeline_lang import (
 
 @function
 def qa(s, question, note=""):
-    """Asks."""
+    """Ask one question."""
     s += user("Q: " + question)
     s += note
     s += assistant(gen("answer", max_tokens=6))
@@ -44,7 +44,7 @@ def test_a_compiled_program_is_run_like_any_other():
     compiled = qa.compile()
     assert isinstance(compiled, Compiled)
     assert compiled.fallback is None
-    assert (compiled.__name__, compiled.__doc__) == ("qa", "Asks.")
+    assert (compiled.__name__, compiled.__doc__) == ("qa", "Ask one question.")
     assert repr(compiled) == "<program qa(question, note='')>"
     expected = qa.run("why?", backend=backend)
     for state in (compiled.run("why?", backend=backend), compiled.bind(question="why?").run(backend=backend)):
@@ -68,7 +68,7 @@ class Odd(str):
 
 
 @pytest.mark.parametrize(("word", "text"), [(Word.RED, "red"), (Odd("it"), "it")])
-def test_a_text_of_a_class_of_its_own_is_its_characters(word, text):
+def test_a_text_of_a_str_subclass_is_its_characters(word, text):
     @function
     def says(s, word):
         s += gen("x", max_tokens=1) + word + "!"
@@ -95,7 +95,7 @@ def test_the_function_is_not_run_again():
     assert len(runs) == 1
 
 
-def test_it_streams():
+def test_a_compiled_program_streams():
     state = qa.compile().run(question="why?", backend=FakeBackend(), stream=True)
     assert "".join(state.text_iter("answer")) == state["answer"]
     assert "".join(state.text_iter()) == state.text()
@@ -148,7 +148,7 @@ def test_an_argument_may_be_an_expression():
     assert compiled.run(ask=gen("x"), backend=backend)["x"] == asks.run(ask=gen("x"), backend=backend)["x"]
 
 
-def test_a_number_is_not_added_to_a_text_later_either():
+def test_a_number_is_not_added_to_a_text_when_compiled_either():
     @function
     def adds(s):
         s += gen_int("n")
@@ -163,7 +163,7 @@ def test_a_number_is_not_added_to_a_text_later_either():
 
 
 def failing():
-    """Refuses prompts with `bad` in them."""
+    """Return a backend that refuses prompts with `bad` in them."""
     backend = FakeBackend()
     backend.fails = lambda request: Refused("no such thing") if "bad" in request.text else None
     return backend
@@ -187,7 +187,7 @@ def test_an_error_is_that_of_its_line_and_its_branch_alone(program):
     assert refused.value.where.line == state.error().where.line
 
 
-def test_what_the_body_would_have_read_is_raised_by_run():
+def test_an_error_that_the_body_would_read_is_raised_by_run():
     with pytest.raises(Refused):
         qa.compile().run(question="bad", backend=failing())
 
@@ -208,7 +208,7 @@ def test_a_program_may_call_a_compiled_one():
 
 
 def test_steps_of_other_streams_do_not_wait():
-    """The second branch's call is under way while the first one's is."""
+    """The second branch's call is in flight while the first one's is."""
 
     backend = FakeBackend()
     with backend.holding("generate"), ThreadPoolExecutor(1) as pool:

@@ -63,7 +63,7 @@ def program(script: Script) -> Function:
 
 
 def act(s: ProgramState, script: Script, arguments: dict[str, Any], *, turn: bool) -> None:
-    """turn: one is open."""
+    """Run a script on a state. turn: a turn is open."""
     for op, *rest in script:
         if op in _FLAT:
             _FLAT[op](s, arguments, *rest)
@@ -90,7 +90,7 @@ def _read(s: ProgramState, _: dict[str, Any], name: str, joined: bool) -> None:
 
 
 def _value(s: ProgramState, name: str) -> Any:
-    """The first of nested lists. `a` is never a number."""
+    """Return a variable's value, the first of nested lists. `a` is never a number."""
     if name not in s:
         return None
     value = s[name]
@@ -114,7 +114,7 @@ def _set(s: ProgramState, arguments: dict[str, Any], name: str, kind: str) -> No
 
 
 def _sibling(s: ProgramState, arguments: dict[str, Any], kept: bool) -> None:
-    """What an earlier branch of the same fork has written."""
+    """Read a variable of an earlier branch of the same fork, and keep or append it."""
     for sibling in arguments["siblings"][:1]:
         value = _value(sibling, "a")
         if value is not None and kept:
@@ -195,7 +195,7 @@ ALIKE = [{"parallel": False}, {"hints": False}]
 
 
 def observed(state: ProgramState):
-    """All that a state shows, and the states that it returns."""
+    """Return everything observable of a state and of the states that it returns."""
     returned = dict(state.ret_value) if isinstance(state.ret_value, dict) else {}
     loose = [observed(one) for one in returned.pop("states", [])]
     names = list(state._stream.variables)
@@ -232,7 +232,7 @@ def test_interpreted_and_compiled(script):
 
 @given(scripts)
 @settings(max_examples=15)
-def test_the_options_of_a_run_change_nothing(script):
+def test_options_of_a_run_do_not_change_its_result(script):
     original = program(script)
     compiled = original.compile(strict=True)
     expected = outcome(original)

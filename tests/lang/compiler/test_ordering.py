@@ -1,4 +1,4 @@
-"""The order of a batch, and what is cached ahead of it."""
+"""The order of a batch, and the prefixes that are cached before it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_items_with_the_same_beginning_are_neighbours():
     assert [number % 4 for number in order] == sorted(number % 4 for number in range(16))
 
 
-def test_what_all_share_is_cached_before_anything_is_asked():
+def test_the_common_prefix_is_cached_before_the_first_request():
     backend = FakeBackend()
     states = qa.run_batch(ITEMS, backend=backend, num_threads=4)
     assert [state.error() for state in states] == [None] * 16
@@ -46,13 +46,13 @@ def test_what_all_share_is_cached_before_anything_is_asked():
     assert backend.texts("warm") == [OPENING]
 
 
-def test_prompts_are_those_that_the_programs_then_send():
+def test_traced_prompts_equal_those_that_the_programs_send():
     backend = FakeBackend()
     qa.run_batch(ITEMS, backend=backend, num_threads=1)
     assert backend.texts("generate") == sorted(backend.texts("generate"))
 
 
-def test_the_beginning_goes_on_in_the_first_branch_of_a_fork():
+def test_the_constant_beginning_extends_into_the_first_branch_of_a_fork():
     @function
     def forks(s, topic):
         s += "About "
@@ -64,7 +64,7 @@ def test_the_beginning_goes_on_in_the_first_branch_of_a_fork():
     assert list(plan(forks, [{"topic": topic} for topic in "cab"], backend)) == [1, 2, 0]
 
 
-def test_a_formatted_argument_orders_by_itself():
+def test_a_formatted_argument_determines_the_order_alone():
     @function
     def formats(s, word, unused):
         s += f"Say {word}"
@@ -99,7 +99,7 @@ def test_a_beginning_that_cannot_be_cached_fails_no_item():
 
 
 @pytest.mark.parametrize("options", [{"hints": False}, {"num_threads": 1}, {"order": "given"}])
-def test_nothing_is_cached_ahead_where_it_is_not_wanted_or_of_no_use(options):
+def test_nothing_is_cached_ahead_if_disabled_or_useless(options):
     backend = FakeBackend()
     qa.run_batch(ITEMS, backend=backend, **options)
     assert backend.texts("warm") == []
@@ -114,7 +114,7 @@ def test_the_given_order_is_kept_where_asked_for():
     ]
 
 
-def test_tracing_a_batch_does_not_run_what_follows_the_first_request_nor_change_arguments():
+def test_tracing_a_batch_stops_at_the_first_request_and_keeps_the_arguments():
     seen = []
 
     @function
@@ -128,7 +128,7 @@ def test_tracing_a_batch_does_not_run_what_follows_the_first_request_nor_change_
     assert (log, seen) == (["before"] * 2, ["after"] * 2)
 
 
-def test_cache_sends_what_is_constant():
+def test_cache_sends_the_constant_beginning():
     backend = FakeBackend()
     opening = "Example: " + "One shot of many. " * 4 + TEMPLATES["plain"].begin("user", True) + "Read: "
     assert qa.cache(backend=backend) == opening

@@ -1,4 +1,4 @@
-"""Code movement: what it does to a graph, says of it, and makes of a run."""
+"""Code movement: its effect on a graph, its report, and its effect on a run."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_the_report_is_a_diff_of_the_prompt():
     ]
 
 
-def test_nothing_outside_of_the_region_moves_and_nothing_is_lost():
+def test_only_texts_of_the_region_move_and_none_is_lost():
     graph = expert.trace()
     moved, _ = move_constants(graph)
     assert graph == expert.trace(), "the graph that it is given is as it was"
@@ -93,7 +93,7 @@ def test_a_region_with_more_than_texts_is_left_alone(act, obstacle):
     assert report.lines[0].endswith(f"left alone, as it holds {obstacle}")
 
 
-def test_programs_without_regions_are_as_they_were():
+def test_programs_without_regions_are_unchanged():
     graph = function(lambda s, word: s.__iadd__(word + "x")).trace()
     assert move_constants(graph) == (graph, move_constants(graph)[1])
     assert str(move_constants(graph)[1]) == "code movement:\n  nothing to do"

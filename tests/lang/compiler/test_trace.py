@@ -1,4 +1,4 @@
-"""What a trace records, and what it refuses, with the line and what to write instead."""
+"""A trace records a program; it refuses what it cannot know, with the line and the way to write it."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ REFUSED = {
 }
 
 
-def test_a_program_that_swallows_a_refusal_of_a_copy_is_not_compiled_either():
+def test_a_program_that_catches_a_refusal_of_a_copy_is_not_compiled():
     def swallows(s, word, items):
         try:
             s += str(len(copy.deepcopy(word)))
@@ -84,7 +84,7 @@ def test_a_program_that_swallows_a_refusal_of_a_copy_is_not_compiled_either():
 
 
 @pytest.mark.parametrize(("act", "reason"), REFUSED.values(), ids=REFUSED.keys())
-def test_what_needs_to_know_is_refused_with_its_line(act, reason):
+def test_operations_on_unknown_values_are_refused_with_their_line(act, reason):
     with pytest.raises(TraceError, match=reason) as refused:
         body(act).trace()
     assert refused.value.where is not None
@@ -124,7 +124,7 @@ def test_meta_data_and_streams_are_unknown_while_tracing():
         function(lambda s: [s.__iadd__(gen("x")), list(s.text_iter("x"))]).trace()
 
 
-def test_a_refusal_counts_even_where_the_program_catches_it():
+def test_a_refusal_counts_even_if_the_program_catches_it():
     @function
     def catches(s, word):
         try:
@@ -172,7 +172,7 @@ def test_texts_arguments_and_model_calls_are_recorded_with_their_lines():
     assert asked.where.line + 1 == answered.where.line == answered.parts[1].where.line
 
 
-def test_a_bare_argument_may_be_a_number_and_one_in_a_sum_may_not():
+def test_an_argument_may_be_a_number_alone_but_not_in_a_sum():
     @function
     def bare(s, n):
         s += n
@@ -183,7 +183,7 @@ def test_a_bare_argument_may_be_a_number_and_one_in_a_sum_may_not():
     assert [part.text for part in parts] == [False, True, False]
 
 
-def test_forks_joins_and_what_is_read_of_them():
+def test_forks_joins_and_their_variables_are_recorded():
     @function
     def judge(s):
         forks = s.fork(2)
@@ -209,7 +209,7 @@ def test_forks_joins_and_what_is_read_of_them():
     assert graph.returns == second
 
 
-def test_a_variable_that_is_set_again_is_another_one():
+def test_a_reassigned_variable_is_a_new_one():
     @function
     def twice(s):
         s += gen("x")
@@ -223,7 +223,7 @@ def test_a_variable_that_is_set_again_is_another_one():
     ]
 
 
-def test_choices_and_reasoning_take_what_is_not_known():
+def test_choices_and_reasoning_accept_unknown_values():
     @function
     def chooses(s, word):
         s += select("pick", ["yes", word, "no " + word])
@@ -236,7 +236,7 @@ def test_choices_and_reasoning_take_what_is_not_known():
     assert idea.expr.parts[:2] == (Text("Think of "), hole)
 
 
-def test_programs_that_are_called_are_recorded_inline_with_the_state_and_as_streams_without():
+def test_called_programs_are_recorded_inline_with_the_state_and_as_streams_without():
     @function
     def inner(s, word):
         s += "Inner " + word + gen("x")
@@ -254,7 +254,7 @@ def test_programs_that_are_called_are_recorded_inline_with_the_state_and_as_stre
     assert graph.of(1)[0].parts[1] == Hole(Variable(0, "x"), text=True)
 
 
-def test_constants_are_given_and_switches_are_their_defaults():
+def test_constants_must_be_given_and_switches_have_defaults():
     @function
     def switches(s, word, times=1, loud=False, hint=None):
         for _ in range(times):

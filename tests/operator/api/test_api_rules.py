@@ -1,4 +1,4 @@
-"""Every rule of the API on a real API server: what it refuses and in which words, and what it takes."""
+"""Every rule of the API on a real API server: refusals with their words, and accepted objects."""
 
 from __future__ import annotations
 
@@ -366,7 +366,7 @@ ACCEPTED_MODELS = [
 
 @pytest.fixture(scope="module")
 def refusal(control_plane: ControlPlane) -> Iterator[Callable[[dict[str, Any]], str]]:
-    """What the API server says of an object, by a dry run with strict validation; empty if it takes it."""
+    """A function that returns the API server's refusal of an object, by a strict dry run; empty if it accepts."""
     with control_plane.http() as http:
 
         def said(obj: dict[str, Any]) -> str:
@@ -378,7 +378,7 @@ def refusal(control_plane: ControlPlane) -> Iterator[Callable[[dict[str, Any]], 
 
 
 def broken(obj: dict[str, Any]) -> list[str]:
-    """The rules that an object breaks, as we see it without an API server."""
+    """Return the rules that an object breaks, judged without an API server."""
     return list(violations(KINDS[obj["kind"]].from_object(obj, strict=True)))
 
 
@@ -412,9 +412,7 @@ def test_wrong_shapes_are_refused(refusal, kind, text, message):
 
 
 @pytest.mark.parametrize(("kind", "text", "field"), HOSTILE_STRINGS)
-def test_a_string_that_could_be_taken_for_something_else_is_refused_by_the_api_server_and_by_us(
-    refusal, kind, text, field
-):
+def test_an_ambiguous_string_is_refused_by_the_api_server_and_by_us(refusal, kind, text, field):
     obj = document(kind, text)
     assert field in refusal(obj)
     with pytest.raises(ValidationError):

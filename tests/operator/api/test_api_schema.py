@@ -35,11 +35,11 @@ def nodes(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[st
             yield from nodes(schema[inner], f"{path}[]")
 
 
-def test_what_is_committed_is_what_is_generated():
+def test_committed_files_equal_the_generated_ones():
     assert main(["--root", str(ROOT), "--check"]) == 0
 
 
-def test_check_tells_what_differs(tmp_path, capsys):
+def test_check_reports_differences(tmp_path, capsys):
     assert main(["--root", str(tmp_path)]) == 0
     assert {p.relative_to(tmp_path) for p in tmp_path.rglob("*.*")} == set(documents())
     (tmp_path / "docs/api.md").write_text("old")
@@ -88,15 +88,15 @@ def test_unknown_fields_are_kept_in_foreign_fragments_only():
     ]
 
 
-def test_an_engine_type_is_known_to_all_who_ask_for_it():
-    """Whom the picker has no adapter for, as custom, is asked for all there might be."""
+def test_every_part_knows_each_engine_type():
+    """An engine type without an adapter in the picker, as custom, may have any field."""
     types = set(get_args(EngineType))
     assert set(ENGINES) == set(INFERENCE) == types
     assert set(ADAPTERS) - {"openai"} == types - {"custom"}
 
 
 def as_json_schema(node: Any) -> Any:
-    """A structural schema in the words of JSON Schema, refusing what it does not know."""
+    """Convert a structural schema to JSON Schema that refuses unknown fields."""
     if isinstance(node, list):
         return [as_json_schema(inner) for inner in node]
     if not isinstance(node, dict):
@@ -133,7 +133,7 @@ def test_accepted_objects_fit_the_schema(seed, kind):
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32), data=st.data())
-def test_refused_by_the_schema_means_refused_by_our_types(seed, data):
+def test_objects_refused_by_the_schema_are_refused_by_our_types(seed, data):
     spec = Chance(seed).spec("InferencePool")
     obj = {
         "apiVersion": "treeline.dev/v1alpha1",
@@ -152,7 +152,7 @@ def test_refused_by_the_schema_means_refused_by_our_types(seed, data):
 
 
 def _leaves(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Places of plain values, but not within fragments of other APIs, which nobody judges."""
+    """Yield the paths of plain values, except within fragments of other APIs, which are not judged."""
     items = value.items() if isinstance(value, dict) else enumerate(value)
     for key, inner in items:
         if key in ("template", "metrics", "triggers"):
@@ -171,7 +171,7 @@ def rows_of(table: str) -> dict[str, str]:
 
 
 def is_listed(field: str, rows: dict[str, str]) -> bool:
-    """Whether a reader finds the field: in a row of its own, or by the row of an object around it."""
+    """Return whether a reader finds the field: in a row of its own, or by the row of an object around it."""
     if field in rows:
         return True
     around, _, name = field.rpartition(".")
@@ -224,14 +224,14 @@ def test_the_page_has_every_field_and_every_rule():
         ("f.none", False),
     ],
 )
-def test_a_field_that_no_row_leads_to_is_found_missing(field, listed):
+def test_a_field_without_a_row_is_found_missing(field, listed):
     rows = {"a": "| `a` |", "a.size": "| `a.size` |", "b": "| `b` | Fields: as in `a`. |"}
     rows |= {"c": "| `c` | object with `name` |", "e": "| `e` | Fields: as in `a`. |"}
     rows |= {"f": "| `f` | object with `name` and `key` (`token`) |"}
     assert is_listed(field, rows) is listed
 
 
-def test_texts_cannot_be_taken_for_a_template_of_the_chart():
+def test_texts_contain_no_chart_templates():
     crd = crds.pools()
     crd["spec"]["names"]["kind"] = "{{ oops }}"
     with pytest.raises(ValueError, match="taken for a template"):

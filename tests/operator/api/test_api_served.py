@@ -56,7 +56,7 @@ def test_defaults_can_be_read_and_are_those_of_our_types(control_plane, namespac
     }
 
 
-def test_defaults_are_filled_in_beside_what_is_set(control_plane, namespace):
+def test_defaults_are_filled_in_beside_set_fields(control_plane, namespace):
     text = "{engine: {threads: 2}, gateway: {standalone: {port: 8080}}, rollout: {paused: true}}"
     spec = create(control_plane, namespace, pool("partly", text))["spec"]
     assert spec["engine"] == {
@@ -113,7 +113,7 @@ def condition(kind: str, status: str, reason: str) -> dict[str, Any]:
     }
 
 
-def test_columns_tell_what_people_look_for(control_plane, namespace):
+def test_columns_show_the_main_facts(control_plane, namespace):
     create(control_plane, namespace, pool("shown", "replicas: 3"))
     create(control_plane, namespace, document("InferenceModel", "poolRef: {name: shown}", "alias"))
     merge = "application/merge-patch+json"
@@ -146,7 +146,7 @@ def test_columns_tell_what_people_look_for(control_plane, namespace):
     assert both == ["inferencemodel.treeline.dev/alias", "inferencepool.treeline.dev/shown"]
 
 
-def test_the_spec_is_not_written_through_the_status(control_plane, namespace):
+def test_the_status_subresource_does_not_change_the_spec(control_plane, namespace):
     created = create(control_plane, namespace, pool("apart"))
     path = f"{BASE}/{namespace}/inferencepools/apart/status"
     changed = {"spec": {"replicas": 9}, "status": {"replicas": 1}}
@@ -160,7 +160,7 @@ def test_the_spec_is_not_written_through_the_status(control_plane, namespace):
 
 @pytest.fixture(scope="module")
 def judged(control_plane: ControlPlane) -> Iterator[str]:
-    """A namespace in which the policies hold, and nowhere else, since other tests share the API server."""
+    """A namespace in which alone the policies apply, since other tests share the API server."""
     name = "policies-hold"
     label = {"kubernetes.io/metadata.name": name}
     namespace = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}}
@@ -189,7 +189,8 @@ def attempt(plane: ControlPlane, namespace: str, obj: dict[str, Any], *, dry: bo
 
 
 def until_said(plane: ControlPlane, namespace: str, obj: dict[str, Any], words: str) -> str:
-    """What the API server answers once the words are in it: it notices policies and parameters after a moment."""
+    """Wait until the API server's answer has the words, and return it: policies and parameters take effect with a
+    delay."""
 
     def said() -> str:
         reply = attempt(plane, namespace, obj)
@@ -225,7 +226,7 @@ PRIVILEGED = [
 
 
 @pytest.mark.parametrize(("fragment", "message"), PRIVILEGED)
-def test_pods_that_own_the_node_need_the_namespace_s_leave(control_plane, judged, namespace, fragment, message):
+def test_privileged_pods_need_the_namespaces_permission(control_plane, judged, namespace, fragment, message):
     template = {"template": {"spec": yaml.safe_load(fragment)}}
     for spec in (template, {"endpointPicker": template}, {"gateway": {"standalone": template}}):
         obj = pool("privileged", json.dumps(spec))
@@ -234,7 +235,7 @@ def test_pods_that_own_the_node_need_the_namespace_s_leave(control_plane, judged
         assert attempt(control_plane, namespace, obj).is_success, "elsewhere the policy does not hold"
 
 
-def test_a_harmless_template_is_let_through(control_plane, judged):
+def test_a_harmless_template_is_admitted(control_plane, judged):
     until_said(control_plane, judged, pool("p", "template: {spec: {hostIPC: true}}"), "hostIPC")
     fragment = """
         template: {spec: {
@@ -249,7 +250,7 @@ def test_a_harmless_template_is_let_through(control_plane, judged):
     assert attempt(control_plane, judged, pool("p", "template: {metadata: {labels: {a: b}}}")).is_success
 
 
-def test_a_pool_that_was_there_before_can_be_changed_elsewhere_than_in_its_template(control_plane, judged):
+def test_an_older_pool_can_be_changed_outside_its_template(control_plane, judged):
     labelled = f"/api/v1/namespaces/{judged}"
     merge = "application/merge-patch+json"
     obj = pool("old", "template: {spec: {hostIPC: true}}")
@@ -270,7 +271,7 @@ def test_a_pool_that_was_there_before_can_be_changed_elsewhere_than_in_its_templ
         control_plane.request("PATCH", path, worse, content_type=merge)
 
 
-def test_a_second_model_of_the_same_name_is_warned_of(control_plane, judged):
+def test_a_second_model_of_the_same_name_causes_a_warning(control_plane, judged):
     assert attempt(control_plane, judged, document("InferenceModel", "", "first"), dry=False).is_success
     said = until_said(control_plane, judged, document("InferenceModel", "", "second"), "first")
     assert "InferenceModel first of the same pool has modelName chat" in said
@@ -280,7 +281,7 @@ def test_a_second_model_of_the_same_name_is_warned_of(control_plane, judged):
         assert "Warning" not in reply.headers
 
 
-def test_pools_that_disagree_on_their_gateway_are_warned_of(control_plane, judged):
+def test_pools_that_disagree_on_their_gateway_cause_a_warning(control_plane, judged):
     first = pool("elder", "gateway: {name: shared}")
     assert attempt(control_plane, judged, first, dry=False).is_success
     differing = "{gateway: {name: shared}, endpointPicker: {replicas: 2}}"
@@ -317,7 +318,7 @@ OPEN = {
 }
 
 
-def test_a_gateway_that_is_open_or_keeps_clients_less_apart_than_it_seems_is_warned_of(control_plane, judged):
+def test_an_open_or_weakly_isolated_gateway_causes_a_warning(control_plane, judged):
     until_said(control_plane, judged, pool("p", next(iter(OPEN))), "no apiKeysSecretRef")
     for text, warnings in OPEN.items():
         reply = attempt(control_plane, judged, pool("p", text))
@@ -329,7 +330,7 @@ def test_a_gateway_that_is_open_or_keeps_clients_less_apart_than_it_seems_is_war
             assert any(words in one for one in said), (text, said)
 
 
-def test_pools_of_a_gateway_that_differ_in_isolation_are_warned_of(control_plane, judged):
+def test_pools_of_a_gateway_that_differ_in_isolation_cause_a_warning(control_plane, judged):
     settings = f"gateway: {{name: kept, isolation: %s, standalone: {{{KEYS}}}}}"
     assert attempt(control_plane, judged, pool("kept", settings % "PerKey"), dry=False).is_success
     until_said(control_plane, judged, pool("other", settings % "Shared"), "InferencePool kept shares gateway kept")

@@ -1,4 +1,4 @@
-"""The typed kinds: what they read, what they make easy, and the words that the status uses."""
+"""The typed kinds: their parsing, their helpers, and the words of the status."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_invalid_percentages_are_refused_without_an_api_server(field, text):
         pool(field % json.dumps(text))
 
 
-def test_an_object_of_a_newer_version_is_read_and_a_file_with_a_slip_is_not():
+def test_an_object_of_a_newer_version_is_read_and_a_misspelt_file_is_refused():
     obj = document("InferencePool", "{engine: {warp: 9}, model: {shards: [1]}, accelerator: {spin: left}}")
     obj["metadata"] |= {"managedFields": [], "creationTimestamp": "2026-11-01T10:00:00Z", "uid": "u"}
     obj["status"] = {"replicas": 1, "mood": "good"}
@@ -70,7 +70,7 @@ def test_specs_cannot_be_changed_by_accident():
         ("builtin://tiny", Source("builtin", "tiny"), "tiny"),
     ],
 )
-def test_uris_are_taken_apart_and_name_the_model(uri, source, name):
+def test_uris_are_parsed_and_name_the_model(uri, source, name):
     model = pool(f"model: {{uri: '{uri}'}}").spec.model
     assert model.source == source
     assert model.served_name == name
@@ -89,7 +89,7 @@ def test_the_gateway_of_a_pool_is_ours_unless_it_names_parents():
     assert (ours.edge.port, ours.edge.service_type) == (80, "ClusterIP")
 
 
-def test_owner_references_say_what_goes_with_the_owner():
+def test_owner_references_mark_objects_deleted_with_the_owner():
     obj = document("InferencePool", "")
     obj["metadata"]["uid"] = "u"
     read = InferencePool.from_object(obj)
@@ -127,7 +127,7 @@ def test_invalid_quantities_are_refused():
         pool("model: {uri: hf://o/n, size: '-1'}")
 
 
-def test_broken_rules_are_reported_with_the_path_of_what_is_to_blame():
+def test_broken_rules_are_reported_with_the_path_of_the_culprit():
     told = list(
         violations(pool("{accelerator: {count: 2, class: H100}, gateway: {parentRefs: [{name: a}, {name: a}]}}"))
     )

@@ -46,7 +46,7 @@ def test_a_wrong_command_line_is_refused(argv: list[str]) -> None:
     assert ended.value.code == 2
 
 
-def test_a_port_that_is_taken_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_port_in_use_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         argv = [
@@ -86,7 +86,7 @@ current-context: c
         (NO_CERTIFICATE.encode(), "PEM"),
     ],
 )
-def test_without_a_cluster_it_says_so_in_one_line(
+def test_without_a_cluster_the_operator_says_so_in_one_line(
     content: bytes | None, complaint: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     file = tmp_path / "config"
@@ -100,7 +100,7 @@ def test_without_a_cluster_it_says_so_in_one_line(
     assert str(file) in line
 
 
-def test_the_defaults_are_those_that_the_documentation_names() -> None:
+def test_the_defaults_equal_the_documented_ones() -> None:
     given = parser().parse_args([])
     assert (given.health_port, given.metrics_port, given.resync_seconds) == (8081, 9090, 300.0)
     assert given.host == "127.0.0.1"

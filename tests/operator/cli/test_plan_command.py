@@ -40,7 +40,7 @@ def write(path: Path, text: str) -> str:
 
 
 def as_cluster(folder: Path, pool: str) -> Path:
-    """The plan's own outcome as a cluster would have it, with uids and times, and the pool itself."""
+    """Return the plan's own result as a cluster would store it, with uids and times, and the pool itself."""
     observed = folder / "observed"
     observed.mkdir()
     file = write(folder / "first.yaml", pool)
@@ -85,7 +85,7 @@ def test_a_new_pool_is_shown_whole_with_reasons(tmp_path: Path) -> None:
     assert "uid-of-" not in text
 
 
-def test_equal_objects_are_not_written(tmp_path: Path) -> None:
+def test_unchanged_objects_are_not_written(tmp_path: Path) -> None:
     observed = as_cluster(tmp_path, POOL)
     text = plan("-f", write(tmp_path / "p.yaml", POOL), "--observed", str(observed))
     # Keys are never read, so whether they exist is not known; the picker's Deployment says that they do.
@@ -141,7 +141,7 @@ SECURED = """
     ],
 )
 def test_fields_removed_from_a_pool_are_removed_from_its_objects(off: str, tmp_path: Path) -> None:
-    """The plan from one spec to another ends where the other's alone ends, whatever the first one had."""
+    """A plan over an earlier spec's objects ends in the same objects as a plan of the new spec alone."""
     whole = AFTER + SECURED
     less = whole.replace(f"{off}\n", "\n") if off else AFTER
     assert less != whole
@@ -157,7 +157,7 @@ def test_fields_removed_from_a_pool_are_removed_from_its_objects(off: str, tmp_p
         assert obj["metadata"].get("annotations") == alone["metadata"].get("annotations")
 
 
-def test_a_scale_down_shows_who_would_drain(tmp_path: Path) -> None:
+def test_a_scale_down_shows_the_draining_pods(tmp_path: Path) -> None:
     two = POOL.replace('"builtin://tiny"}', '"builtin://tiny"}, replicas: 2')
     observed = as_cluster(tmp_path, two)
     (made,) = (
@@ -209,7 +209,7 @@ def test_pickers_may_reach_an_api_server_on_other_ports(tmp_path: Path) -> None:
     assert {"ports": [{"port": p, "protocol": "TCP"} for p in (443, 16443)]} in egress
 
 
-def test_it_is_reported_where_the_operator_lives(tmp_path: Path) -> None:
+def test_the_operators_namespace_is_reported(tmp_path: Path) -> None:
     text = plan("-f", write(tmp_path / "p.yaml", POOL), "--lease-namespace", "ops", "--image-pull-secret", "registry")
     assert "kubernetes.io/metadata.name: ops" in text
     assert "treeline-system" not in text
@@ -280,7 +280,7 @@ def test_bad_input_is_refused_with_file_document_and_field(
     assert "Traceback" not in said
 
 
-def test_a_pool_is_planned_with_the_preset_that_the_values_of_the_chart_have(tmp_path: Path) -> None:
+def test_a_pool_is_planned_with_a_preset_of_the_charts_values(tmp_path: Path) -> None:
     values = write(tmp_path / "values.yaml", "presets: {big: {engine: {contextLength: 77}}}")
     shown = plan("-f", write(tmp_path / "p.yaml", AFTER + "  preset: big"), "--presets", values, "-o", "yaml")
     assert "--context-length=77" in shown
@@ -333,7 +333,7 @@ def test_files_that_are_not_there_are_refused(tmp_path: Path, capsys: pytest.Cap
     assert "Is a directory" in capsys.readouterr().err
 
 
-def test_secrets_are_not_looked_at(tmp_path: Path) -> None:
+def test_secrets_are_not_read(tmp_path: Path) -> None:
     (tmp_path / "o").mkdir()
     secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "s"}, "data": {"k": "aHVzaA=="}}
     write(tmp_path / "o" / "s.yaml", yaml.safe_dump(secret))
@@ -373,8 +373,6 @@ def test_lists_are_merged_by_the_keys_of_kubernetes() -> None:
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "a: " + "{a: " * 2000, "{" * 5000, "a: 2001-99-99"])
-def test_a_file_that_its_parser_trips_over_is_named(
-    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_crashes_the_parser_is_named(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["-f", write(tmp_path / "a.yaml", text)], io.StringIO(), NOW) == 2
     assert "a.yaml: " in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Pod templates that an API server refuses are refused by the plan, and what it takes is taken."""
+"""The plan refuses exactly the pod templates that an API server refuses."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_data_of_another_shape_is_reported_without_a_crash(spec: dict[str, Any])
     [*((spec, False) for spec, _ in INVALID.values()), *((spec, True) for spec in VALID.values())],
     ids=[*INVALID, *VALID],
 )
-def test_an_api_server_judges_alike(
+def test_an_api_server_gives_the_same_verdicts(
     control_plane: ControlPlane, namespace: str, spec: dict[str, Any], good: bool
 ) -> None:
     pods = template(template={"spec": spec})

@@ -1,4 +1,4 @@
-"""An object that is nested as deep as the API server takes is its owner's trouble alone."""
+"""A deeply nested object that the API server accepts harms only its owner."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def pod(name: str, version: int, state: str = "running") -> dict[str, Any]:
         ('{"bytes_done": 5}\n{"a":' + "[" * 100_000 + "]" * 100_000 + "}", (5, 0)),
     ],
 )
-def test_the_last_line_that_tells_counts(text: str, expected: tuple[int, int] | None) -> None:
+def test_the_last_progress_line_counts(text: str, expected: tuple[int, int] | None) -> None:
     said = parse(text)
     assert (said and (said.bytes_done, said.bytes_total)) == expected
 
@@ -109,7 +109,7 @@ def test_the_commit_of_a_download_is_reported_while_it_runs_and_the_first_one_co
     run(main())
 
 
-def test_pods_without_a_download_are_not_looked_at() -> None:
+def test_pods_without_a_download_are_ignored() -> None:
     async def main() -> None:
         store, source = Store(), Log()
         downloads = Downloads(store, source, lambda key: None)

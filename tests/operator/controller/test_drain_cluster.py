@@ -1,4 +1,4 @@
-"""Pods on their way out, on a real API server: its ReplicaSets give up those that were meant, and nobody else."""
+"""Draining pods on a real API server: its ReplicaSets remove exactly the intended ones."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.deep]
 
 
 class Picker:
-    """The page of a picker that sees the pods as they are, with the streams that the test gives them."""
+    """The page of a picker that sees the real pods, with the streams that the test sets."""
 
     def __init__(self, room: Room) -> None:
         self.room = room
@@ -53,7 +53,7 @@ async def picker_of(room: Room) -> AsyncIterator[tuple[Picker, int]]:
 
 
 async def runtimes(room: Room) -> list[Any]:
-    """The pool's pods that are not on their way out already."""
+    """Return the pool's pods that are not being deleted."""
     pods = await room.items(PODS)
     return [p for p in pods if POOL in p["metadata"]["labels"] and "deletionTimestamp" not in p["metadata"]]
 
@@ -64,7 +64,7 @@ async def names_where(room: Room, serving: str) -> set[str]:
 
 
 async def four_ready(room: Room, picker: Picker, *streams: int, **spec: Any) -> list[str]:
-    """A pool of four that serves so many streams, in the order of the pods' names."""
+    """Return a pool of four ready pods with these streams, in the order of the pods' names."""
     await room.create_pool("a", replicas=4, **spec)
 
     async def there() -> list[Any]:
@@ -98,7 +98,7 @@ async def messages(room: Room, reason: str) -> list[str]:
 
 
 async def said(room: Room, reason: str, words: str) -> str:
-    """The Event of this reason with these words, as soon as it is there."""
+    """Wait for the Event of this reason with these words, and return its message."""
 
     async def look() -> str:
         return next((one for one in await messages(room, reason) if words in one), "")
@@ -106,7 +106,7 @@ async def said(room: Room, reason: str, words: str) -> str:
     return str(await room.until(look, f"an Event {reason} with {words!r}"))
 
 
-async def test_an_autoscaler_takes_three_of_four_and_gives_one_back_half_way(room: Room) -> None:
+async def test_an_autoscaler_removes_three_of_four_pods_and_restores_one_midway(room: Room) -> None:
     async with (
         picker_of(room) as (picker, port),
         operator(room.plane.admin, room.namespace, picker_port=port),
@@ -149,7 +149,7 @@ async def test_an_autoscaler_takes_three_of_four_and_gives_one_back_half_way(roo
             await said(room, reason, words)
 
 
-async def test_the_successor_of_a_killed_operator_continues_and_waits_no_longer_than_it_was_asked_to(
+async def test_the_successor_of_a_killed_operator_continues_with_the_same_deadlines(
     room: Room,
 ) -> None:
     async with picker_of(room) as (picker, port):
@@ -178,13 +178,13 @@ async def test_the_successor_of_a_killed_operator_continues_and_waits_no_longer_
                 return await left(room, one, two)
 
             await room.until(both_gone, "the one without requests to go, and the other one to be cut off")
-            assert begun <= set(began.values()), "not begun anew"
+            assert begun <= set(began.values()), "not begun again"
             told = await said(room, "DrainTimeout", four)
             assert told == f"Warning: DrainTimeout Pod {four} (1 in flight)"
 
 
-async def test_a_pod_that_has_gone_is_not_made_by_marking_it(room: Room) -> None:
-    """Nor is another one of its name marked; whoever tries looks anew."""
+async def test_marking_a_deleted_pod_does_not_create_it(room: Room) -> None:
+    """A new pod of the same name is not marked either; the operator plans again."""
     body = {"containers": [{"name": "runtime", "image": "x"}]}
     meta = {"name": "p", "labels": {POOL: "a"}}
     there = await room.request("POST", PODS.format(room.namespace), {"kind": "Pod", "metadata": meta, "spec": body})

@@ -34,7 +34,7 @@ def obj(name: str, kind: str = "Service", **meta: Any) -> dict[str, Any]:
 
 
 class Server:
-    """Remembers what it is asked; ``faults`` are raised instead, by verb and name."""
+    """An API server that records its calls; ``faults`` are raised instead, by verb and name."""
 
     def __init__(self, *there: dict[str, Any], **faults: KubeError) -> None:
         self.there = {(o["kind"], o["metadata"]["name"]): o for o in there}
@@ -83,7 +83,7 @@ class Server:
 
 
 def seen(store: Store, name: str, kind: str = "Service") -> Ref:
-    """An object that was observed before."""
+    """Return an object as observed before."""
     thing = obj(name, kind)
     store.put({**thing, "metadata": {**thing["metadata"], "uid": f"u-{name}", "resourceVersion": "5"}})
     return Ref(thing["apiVersion"], kind, "n", name)
@@ -94,7 +94,7 @@ async def execute(server: Server, store: Store, *actions: Action) -> Done:
     return await executor.execute(Plan(actions))
 
 
-async def test_answers_are_known_at_once_and_reported_by_reason() -> None:
+async def test_answers_are_stored_at_once_and_reported_by_reason() -> None:
     store = Store()
     ref = seen(store, "old")
     runtime = seen(store, "d", "Deployment")
@@ -119,7 +119,7 @@ async def test_answers_are_known_at_once_and_reported_by_reason() -> None:
     assert deleted.object["metadata"]["deletionTimestamp"] == "2026-11-01T00:00:00Z"
 
 
-async def test_drift_is_distinguished_from_a_change_of_mind() -> None:
+async def test_drift_is_distinguished_from_a_changed_spec() -> None:
     store = Store()
     ref = seen(store, "s")
     done = await execute(Server(), store, Apply(obj("s"), "because", drift=("spec.ports[80]",)))
@@ -127,7 +127,7 @@ async def test_drift_is_distinguished_from_a_change_of_mind() -> None:
     assert not done.written
 
 
-async def test_in_a_namespace_that_is_being_deleted_nothing_more_is_tried() -> None:
+async def test_a_namespace_being_deleted_ends_all_attempts() -> None:
     going = Cause("", "NamespaceTerminating", "namespace n is being terminated")
     server = Server(apply_bad=Forbidden("403: no", code=403, causes=(going,)))
     done = await execute(server, Store(), Apply(obj("bad"), ""), Apply(obj("good"), ""))
@@ -136,7 +136,7 @@ async def test_in_a_namespace_that_is_being_deleted_nothing_more_is_tried() -> N
 
 
 @pytest.mark.parametrize("fault", [Invalid("422: no", code=422), Forbidden("403: no", code=403)])
-async def test_behind_a_refusal_others_are_applied_but_nothing_is_scaled_or_deleted(fault: KubeError) -> None:
+async def test_after_a_refusal_others_are_applied_but_nothing_is_scaled_or_deleted(fault: KubeError) -> None:
     store = Store()
     ref = seen(store, "old")
     runtime = seen(store, "d", "Deployment")
@@ -158,7 +158,7 @@ def service(**changes: Any) -> dict[str, Any]:
 
 
 def seen_service() -> Store:
-    """A Service whose port somebody has moved."""
+    """Return a Service whose port was changed by another owner."""
     store, moved = Store(), service(ports=[{"name": "http", "port": 81, "nodePort": 30000}])
     store.put({**moved, "metadata": {**moved["metadata"], "uid": "u-s", "resourceVersion": "5"}})
     return store
@@ -172,8 +172,8 @@ async def test_additions_are_cleared_before_the_apply() -> None:
     assert not done.refused
 
 
-async def test_an_apply_that_others_additions_keep_from_being_taken_clears_them() -> None:
-    """A second port of the same name is refused, for ever."""
+async def test_an_apply_refused_for_foreign_additions_clears_them() -> None:
+    """A second port of the same name is refused permanently."""
     first = Invalid("422: duplicate value", code=422)
 
     class Refusing(Server):
@@ -186,13 +186,13 @@ async def test_an_apply_that_others_additions_keep_from_being_taken_clears_them(
     server = Refusing()
     assert not (await execute(server, seen_service(), Apply(service(), ""))).refused
     assert server.calls == ["refused s", "replace s", "apply s"]
-    # What is wrong in itself is told in the words of the first refusal.
+    # An invalid object is reported in the words of the first refusal.
     hopeless = Server(apply_s=first, replace_s=Invalid("422: also", code=422))
     done = await execute(hopeless, seen_service(), Apply(service(), ""))
     assert [exc for _, exc in done.refused] == [first]
 
 
-async def test_a_broken_webhook_for_one_kind_does_not_keep_the_others_from_being_applied() -> None:
+async def test_a_broken_webhook_for_one_kind_does_not_block_others() -> None:
     server = Server(apply_bad=Unavailable("500: failed calling webhook", code=500))
     done = await execute(server, Store(), Apply(obj("bad"), ""), Apply(obj("good"), ""))
     assert [call for call in server.calls if call.startswith("apply")] == ["apply bad", "apply good"]
@@ -203,7 +203,7 @@ def mark(name: str, step: Any, **told: Any) -> Mark:
     return Mark(Ref("v1", "Pod", "n", name), f"u-{name}", {}, {}, "", step, **told)
 
 
-async def test_pods_that_begin_to_drain_come_back_or_are_cut_off_are_reported() -> None:
+async def test_pods_that_drain_return_or_are_cut_off_are_reported() -> None:
     actions = [
         mark("a", "drain", in_flight=3),
         mark("b", "drain"),
@@ -221,14 +221,14 @@ async def test_pods_that_begin_to_drain_come_back_or_are_cut_off_are_reported() 
     assert server.calls == [f"apply {name}" for name in "abcde"], "nothing is read"
 
 
-async def test_behind_a_refusal_pods_come_back_but_none_leaves() -> None:
+async def test_after_a_refusal_pods_return_but_none_leaves() -> None:
     server = Server(apply_bad=Invalid("422: no", code=422))
     actions = [Apply(obj("bad"), ""), mark("a", "drain"), mark("b", "release"), mark("c", "return")]
     await execute(server, Store(), *actions)
     assert [call for call in server.calls if not call.startswith("get")] == ["apply bad", "apply c"]
 
 
-async def test_behind_a_pod_that_has_gone_nothing_is_scaled_and_nothing_is_read() -> None:
+async def test_a_deleted_pod_stops_scaling_without_a_read() -> None:
     store = Store()
     pod, runtime = seen(store, "p", "Pod"), seen(store, "d", "Deployment")
     server = Server(apply_p=Conflict("409", code=409))
@@ -267,7 +267,7 @@ async def test_shared_objects_without_label_are_recognised_by_owner(owners: list
     assert server.calls == (["get s", "apply s"] if is_ours else ["get s"])
 
 
-async def test_something_that_one_of_our_owners_merely_holds_is_not_ours() -> None:
+async def test_an_object_merely_held_by_our_owner_is_not_ours() -> None:
     held = [{"kind": "InferencePool", "name": "p", "uid": "pool"}]
     server = Server(obj("s", labels={}, ownerReferences=held))
     assert (await execute(server, Store(), Apply(obj("s"), ""))).refused
@@ -289,7 +289,7 @@ async def test_unexpected_objects_are_read_and_planned_again() -> None:
 
 
 @pytest.mark.parametrize("fault", [Unavailable("503", code=503), LostLease("too late")])
-async def test_unfixable_errors_end_it(fault: KubeError) -> None:
+async def test_unfixable_errors_end_the_execution(fault: KubeError) -> None:
     server = Server(apply_a=fault)
     with pytest.raises(type(fault)):
         await execute(server, Store(), Apply(obj("a"), ""), Apply(obj("b"), ""))
@@ -304,7 +304,7 @@ async def test_keys_are_made_once_and_never_read() -> None:
     assert done == Done()
 
 
-def test_the_keys_are_those_that_pods_mount(tmp_path: Any) -> None:
+def test_the_created_keys_are_those_that_pods_mount(tmp_path: Any) -> None:
     made = with_keys(CreateKeys({"kind": "Secret", "metadata": {}}, ""))
     for name, value in made["data"].items():
         (tmp_path / name).write_bytes(base64.b64decode(value))
@@ -313,7 +313,7 @@ def test_the_keys_are_those_that_pods_mount(tmp_path: Any) -> None:
     assert with_keys(CreateKeys({}, ""))["data"] != made["data"]
 
 
-def test_a_key_to_administration_is_one_word_that_cannot_be_guessed() -> None:
+def test_an_admin_key_is_one_random_word() -> None:
     made = [with_keys(CreateKeys({}, "", fresh="word"))["data"] for _ in range(2)]
     words = [base64.b64decode(data.pop("key")) for data in made]
     assert made == [{}, {}]

@@ -1,4 +1,4 @@
-"""Gateways of other people: read where that is allowed, often while somebody waits for them, and seldom otherwise."""
+"""Gateways of other owners: read if allowed, often while a pool waits for them, and rarely otherwise."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def versions(gateways: Gateways, *refs: Ref, awaited: bool) -> list[str]:
     return [one.resource_version for one in await gateways.read(refs, awaited=awaited)]
 
 
-async def test_who_waits_reads_often_and_who_does_not_now_and_then(api: Api) -> None:
+async def test_a_waiting_pool_reads_often_and_others_rarely(api: Api) -> None:
     gateways = Gateways(api, clock=lambda: api.now)
     api.answers["edge"] = "1"
     assert await versions(gateways, EDGE, awaited=True) == ["1"]
@@ -55,7 +55,7 @@ async def test_who_waits_reads_often_and_who_does_not_now_and_then(api: Api) -> 
     assert len(api.asked) == 3
 
 
-async def test_one_that_may_not_be_read_is_not_known_and_not_asked_for_again_soon(api: Api) -> None:
+async def test_a_forbidden_gateway_is_unknown_and_not_read_again_soon(api: Api) -> None:
     gateways = Gateways(api, clock=lambda: api.now)
     api.answers |= {"edge": Forbidden("no", code=403), "other": "1"}
     assert await versions(gateways, EDGE, OTHER, awaited=True) == ["1"]
@@ -67,7 +67,7 @@ async def test_one_that_may_not_be_read_is_not_known_and_not_asked_for_again_soo
     assert api.asked.count("edge") == 2
 
 
-async def test_one_that_is_not_there_is_not_known_and_a_silent_server_changes_nothing(api: Api) -> None:
+async def test_a_missing_gateway_is_unknown_and_a_silent_server_changes_nothing(api: Api) -> None:
     gateways = Gateways(api, clock=lambda: api.now)
     api.answers["edge"] = NotFound("none", code=404)
     assert await versions(gateways, EDGE, awaited=True) == []

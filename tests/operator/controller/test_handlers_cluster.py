@@ -54,7 +54,7 @@ async def listening(room: Room, heard: Heard) -> AsyncIterator[asyncio.Task[None
 
 
 def kopf_threads() -> set[threading.Thread]:
-    """Those that live."""
+    """Return kopf's live threads."""
     return {thread for thread in threading.enumerate() if thread.name == "kopf"}
 
 
@@ -87,7 +87,7 @@ async def test_lists_and_changes_are_reported_in_our_loop(room: Room) -> None:
     assert heard.events == []
 
 
-async def test_it_ends_at_once_while_it_is_busy_with_what_it_has_just_heard(room: Room) -> None:
+async def test_kopf_ends_at_once_while_it_handles_an_event(room: Room) -> None:
     async with await Client.from_config(room.plane.kubeconfig("kopf", ("system:masters",))) as client:
         others, heard = kopf_threads(), asyncio.Event()
         for number in range(5):
@@ -101,7 +101,7 @@ async def test_it_ends_at_once_while_it_is_busy_with_what_it_has_just_heard(room
             await room.until(lambda: not kopf_threads() - others, "its thread to end")
 
 
-async def test_it_can_be_cancelled_before_it_has_begun(room: Room) -> None:
+async def test_kopf_can_be_cancelled_before_it_has_begun(room: Room) -> None:
     async with await Client.from_config(room.plane.kubeconfig("kopf", ("system:masters",))) as client:
         others = kopf_threads()
         task = asyncio.create_task(follow(OWN, [room.namespace], client.configuration, lambda *_: None))
@@ -112,7 +112,7 @@ async def test_it_can_be_cancelled_before_it_has_begun(room: Room) -> None:
         await room.until(lambda: not kopf_threads() - others, "its thread to end")
 
 
-async def test_nothing_is_written_and_no_signal_is_taken(room: Room) -> None:
+async def test_kopf_writes_nothing_and_handles_no_signal(room: Room) -> None:
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     await make(room, "old")
     heard = Heard()
@@ -123,7 +123,7 @@ async def test_nothing_is_written_and_no_signal_is_taken(room: Room) -> None:
     assert verbs == {"list", "watch"}
 
 
-async def test_credentials_that_are_refused_end_it_with_the_reason(room: Room) -> None:
+async def test_refused_credentials_end_kopf_with_the_reason(room: Room) -> None:
     async with await Client.from_config(room.plane.kubeconfig("kopf")) as client:
         configuration = client.configuration
         configuration.cert_file = configuration.key_file = None
@@ -132,7 +132,7 @@ async def test_credentials_that_are_refused_end_it_with_the_reason(room: Room) -
             await follow([KIND], [room.namespace], configuration, Heard())
 
 
-async def test_credentials_are_asked_for_again_when_they_are_refused(room: Room) -> None:
+async def test_refused_credentials_are_requested_again(room: Room) -> None:
     await make(room, "old")
     await room.request(
         "POST",
@@ -168,7 +168,7 @@ async def test_credentials_are_asked_for_again_when_they_are_refused(room: Room)
 
 
 @pytest.mark.parametrize("refused", [{"inferencemodels"}, {kind.plural for kind in OWN}], ids=["one", "both"])
-async def test_a_watch_that_is_refused_for_good_ends_it_with_the_reason_and_the_other_watch(
+async def test_a_permanently_refused_watch_ends_kopf_with_the_reason_and_the_other_watch(
     room: Room, tmp_path: Path, refused: set[str]
 ) -> None:
     def gone(request: web.Request) -> web.Response | None:

@@ -1,4 +1,4 @@
-"""The informer, with a cluster that the test plays in virtual time: what is listed, watched, told by kopf, and lost."""
+"""The informer, with a cluster that the test simulates in virtual time: lists, watches, kopf's reports, and losses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROUTES = OPTIONAL[0]
 FAULTS = [None, Unavailable, Unreachable, Timeout, Gone, Forbidden, NotFound, TypeError]
 
 
-def test_synced_means_that_all_of_the_first_lists_has_been_reported() -> None:
+def test_synced_means_that_all_first_lists_were_reported() -> None:
     async def act(scene: Scene) -> None:
         scene.world.put(POOLS, "x")
         await begin(scene)
@@ -93,7 +93,7 @@ def test_when_kopf_fails_it_is_started_again_with_a_growing_delay() -> None:
     play(act)
 
 
-def test_an_absent_kind_counts_as_empty_and_is_followed_when_it_comes() -> None:
+def test_an_absent_kind_counts_as_empty_and_is_followed_once_it_exists() -> None:
     async def act(scene: Scene) -> None:
         scene.world.failing["deployments"] = NotFound("404", code=404)
         await begin(scene)
@@ -131,7 +131,7 @@ def test_our_own_kinds_are_awaited_and_keep_their_objects_while_absent() -> None
     play(act)
 
 
-def test_a_namespace_that_is_taken_away_is_forgotten_and_holds_up_no_other() -> None:
+def test_a_removed_namespace_is_forgotten_and_delays_no_other() -> None:
     async def act(scene: Scene) -> None:
         scene.world.failing["namespaces/n/"] = Forbidden("403", code=403)
         await begin(scene)
@@ -169,7 +169,7 @@ def test_a_kind_that_may_not_be_read_is_not_synced_and_says_why() -> None:
     play(act)
 
 
-def test_an_api_server_that_is_away_ages_what_is_known_and_is_asked_ever_less() -> None:
+def test_an_unreachable_api_server_ages_the_store_and_is_asked_less_often() -> None:
     async def act(scene: Scene) -> None:
         await begin(scene)
         scene.world.failing["/"] = Unavailable("connection refused")
@@ -210,12 +210,12 @@ def test_optional_kinds_come_and_go() -> None:
         scene.world.failing["httproutes"] = refused
         await asyncio.sleep(300.0)
         assert ROUTES.resource.api not in scene.offered[-1]
-        assert max(scene.informer.ages().values()) < 61.0, "that one may not be read is no reason to begin anew"
+        assert max(scene.informer.ages().values()) < 61.0, "a forbidden kind does not restart the others"
 
     play(act)
 
 
-def test_an_optional_kind_that_may_not_be_read_holds_up_no_start() -> None:
+def test_a_forbidden_optional_kind_delays_no_start() -> None:
     async def act(scene: Scene) -> None:
         scene.world.failing["httproutes"] = Forbidden("403", code=403)
         await begin(scene)
@@ -273,7 +273,7 @@ def test_an_optional_kind_that_may_be_listed_and_not_watched_is_withdrawn_once_a
     play(act)
 
 
-def test_a_defect_in_following_a_kind_is_reported_and_ages_it_while_the_others_are_followed() -> None:
+def test_an_error_in_following_a_kind_is_reported_and_ages_only_that_kind() -> None:
     async def act(scene: Scene) -> None:
         scene.world.failing["pods"] = TypeError("a defect")
         scene.informer.start()
@@ -283,7 +283,7 @@ def test_a_defect_in_following_a_kind_is_reported_and_ages_it_while_the_others_a
         waiting.cancel()
         assert any("internal error" in trouble for trouble in scene.informer.troubles())
         assert scene.names() == ["a", "b"]
-        assert scene.informer.ages()[PODS.resource.api] > 210.0, "the kubelet begins the process anew"
+        assert scene.informer.ages()[PODS.resource.api] > 210.0, "the kubelet restarts the process"
 
     play(act)
 
@@ -321,7 +321,7 @@ HAPPENINGS = st.one_of(
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(HAPPENINGS, max_size=25))
-def test_whatever_is_lost_the_store_comes_to_equal_the_cluster(happenings: list[Any]) -> None:
+def test_the_store_converges_to_the_cluster_after_any_losses(happenings: list[Any]) -> None:
     """Events, refusals, dead watches, lost places and restarts of kopf in any order; then two minutes of peace."""
 
     async def act(scene: Scene) -> None:

@@ -1,4 +1,4 @@
-"""Leader election on a real API server: who leads, who takes over, who must stop to write."""
+"""Leader election on a real API server: who leads, who takes over, who must stop writing."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Candidates:
         return elector
 
     async def write(self, identity: str) -> None:
-        """A write as the operator does it."""
+        """Write as the operator does."""
         metadata = {"name": "written", "namespace": self.namespace}
         obj = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {"by": identity}}
         await self.clusters[identity].apply(obj)
@@ -64,7 +64,7 @@ async def candidates(control_plane: ControlPlane, namespace: str) -> AsyncIterat
         await cluster.close()
 
 
-async def test_of_two_one_leads_and_the_other_may_not_write(
+async def test_one_of_two_candidates_leads_and_the_other_may_not_write(
     candidates: Candidates, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "treeline_operator.controller.lease")
@@ -90,7 +90,7 @@ async def test_of_two_one_leads_and_the_other_may_not_write(
         task.cancel()
 
 
-async def test_a_leader_that_died_is_followed_when_its_lease_has_run_out(candidates: Candidates) -> None:
+async def test_a_dead_leader_is_replaced_when_its_lease_expires(candidates: Candidates) -> None:
     first, second = await candidates.add("first"), await candidates.add("second")
     await first.acquire()
     started = time.monotonic()
@@ -125,7 +125,7 @@ def of_pod(uid: str, process: str) -> tuple[str, str]:
 
 
 async def test_the_lease_of_the_pods_former_container_is_taken_over_at_once(candidates: Candidates) -> None:
-    """The container was killed: nobody released the lease, and it lasts for another minute."""
+    """The container was killed: the lease was not released, and is valid for another minute."""
     (before, pod), (after, same) = of_pod("uid-1", "a"), of_pod("uid-1", "b")
     assert pod == same
     former = await candidates.add(before, LONG, pod=pod)
@@ -138,7 +138,7 @@ async def test_the_lease_of_the_pods_former_container_is_taken_over_at_once(cand
 
 
 async def test_the_lease_of_another_pod_of_the_same_name_is_waited_for(candidates: Candidates) -> None:
-    """A pod of a StatefulSet whose node is lost may live on; and who has no uid can be anywhere."""
+    """A StatefulSet's pod may live on after its node is lost; a candidate without a uid may be anywhere."""
     leader, pod = of_pod("uid-1", "a")
     first = await candidates.add(leader, LONG, pod=pod)
     await first.acquire()
@@ -183,7 +183,7 @@ async def test_a_leader_without_an_api_server_stops_in_time(candidates: Candidat
 
 
 async def test_a_candidate_renews_while_its_callers_loop_stands_still(candidates: Candidates) -> None:
-    """A long plan, or a process that gets little of a processor."""
+    """The causes: a long plan, or a process that gets little processor time."""
     await candidates.add("looks on")
     made: list[Elector] = []
 
@@ -209,9 +209,7 @@ async def test_a_candidate_renews_while_its_callers_loop_stands_still(candidates
     assert (await candidates.lease())["holderIdentity"] == ""
 
 
-async def test_what_went_wrong_with_the_lease_has_a_name(
-    candidates: Candidates, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_an_error_with_the_lease_has_a_name(candidates: Candidates, caplog: pytest.LogCaptureFixture) -> None:
     elector = await candidates.add("first")
     await elector.acquire()
     with pytest.MonkeyPatch.context() as patch:
@@ -225,7 +223,7 @@ async def test_what_went_wrong_with_the_lease_has_a_name(
     assert "lease treeline-operator: TimeoutError: no answer in" in caplog.text
 
 
-async def test_an_outage_shorter_than_the_terms_is_survived(candidates: Candidates) -> None:
+async def test_an_outage_shorter_than_the_terms_keeps_the_leader(candidates: Candidates) -> None:
     elector = await candidates.add("first", LeaseTiming(duration_s=15, renew_s=10, retry_s=0.2))
     await elector.acquire()
     holding = asyncio.create_task(elector.hold())
@@ -265,7 +263,7 @@ async def test_a_lease_that_was_deleted_is_made_again(candidates: Candidates) ->
     holding.cancel()
 
 
-async def test_the_lease_goes_with_the_account_of_who_leads(candidates: Candidates, tmp_path: Path) -> None:
+async def test_the_lease_is_owned_by_the_leaders_account(candidates: Candidates, tmp_path: Path) -> None:
     former = await candidates.add("former")
     await former.acquire()
     assert "ownerReferences" not in await candidates.lease("metadata")
@@ -295,18 +293,18 @@ async def test_the_lease_goes_with_the_account_of_who_leads(candidates: Candidat
 
 
 def token_of(claims: dict[str, object], folder: Path) -> Path:
-    """A file as a pod has it."""
+    """Write a token file as a pod has it."""
     text = base64.urlsafe_b64encode(json.dumps({"kubernetes.io": claims}).encode()).decode().rstrip("=")
     token = folder / "token"
     token.write_text(f"e30.{text}.c2ln")
     return token
 
 
-def test_no_account_is_shown_where_it_would_be_wrong(tmp_path: Path) -> None:
+def test_an_uncertain_account_is_not_shown(tmp_path: Path) -> None:
     token = tmp_path / "token"
     assert own_account("here", token) is None, "not in a pod"
     for text in ("", "opaque", "a.b.c", "e30.e30.e30"):
         token.write_text(text)
         assert own_account("here", token) is None, text
     claims = {"namespace": "there", "serviceaccount": {"name": "a", "uid": "1"}}
-    assert own_account("here", token_of(claims, tmp_path)) is None, "owners of other namespaces are nobody's"
+    assert own_account("here", token_of(claims, tmp_path)) is None, "an owner must be in the same namespace"

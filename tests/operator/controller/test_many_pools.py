@@ -1,4 +1,4 @@
-"""A gateway with a thousand pools: what is looked at grows with the pools, not with their square."""
+"""A gateway with a thousand pools: the work grows with the pools, not with their square."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_looking_at_all_pools_of_a_gateway_is_linear_in_them_while_statuses_chan
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3), st.sampled_from("abcdef"), st.booleans()), max_size=30))
-def test_the_kept_pools_are_those_of_an_observer_that_keeps_nothing(
+def test_cached_pools_equal_those_of_an_observer_without_a_cache(
     steps: list[tuple[int, str, bool]],
 ) -> None:
     store = Store()

@@ -1,4 +1,4 @@
-"""What is seen of pools and models: shared gateways stay as they were decided, what does not fit is named."""
+"""The observed pools and models: statuses do not disturb shared gateways, and a misfit is named."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_a_status_changes_nothing_for_the_pools_beside_it() -> None:
     assert changed[1] is before[1]
 
 
-def test_a_model_that_does_not_fit_is_named_with_what_is_wrong() -> None:
+def test_a_misfitting_model_is_named_with_the_error() -> None:
     store = Store()
     observer = Observer(store, Platform())
     put(store, "good", 1, kind="InferenceModel", spec={"modelName": "chat", "poolRef": {"name": "a"}})

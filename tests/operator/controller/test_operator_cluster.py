@@ -35,9 +35,7 @@ async def events(room: Room, reason: str) -> list[str]:
     return [e["message"] for e in await room.items("/api/v1/namespaces/{}/events") if e["reason"] == reason]
 
 
-async def test_a_converged_world_is_written_to_no_more_however_often_it_is_looked_at(
-    room: Room, tmp_path: Path
-) -> None:
+async def test_a_converged_world_gets_no_more_writes(room: Room, tmp_path: Path) -> None:
     async with KubeProxy(room.plane.admin, tmp_path) as proxy:
         async with operator(proxy.kubeconfig, room.namespace, resync_s=0.3):
             await room.create_pool("a")
@@ -74,7 +72,7 @@ async def told_of_model(room: Room, name: str) -> bool:
 
 
 async def test_from_a_pool_to_a_url_and_back_to_nothing(room: Room) -> None:
-    """Pods, played by the test, become ready; the picker, played too, lists them; the pool is Ready, and then goes."""
+    """The test makes the pods ready and its picker lists them; the pool becomes Ready, and is then deleted."""
     listed: dict[str, Any] = {"synced": True, "pools": {}}
     app = web.Application()
     app.router.add_get("/endpoints", lambda _: web.json_response(listed))
@@ -139,7 +137,7 @@ async def test_fields_of_others_stay_and_ours_are_restored(room: Room) -> None:
             return (await runtime(room))["spec"]["replicas"] == 3
 
         await room.until(follows, "the Deployment to follow the autoscaler")
-        # A user labels and restarts the picker; somebody points a port elsewhere and takes our label away.
+        # A user labels and restarts the picker, points a port elsewhere and removes our label.
         restart = {"metadata": {"annotations": {"kubectl.kubernetes.io/restartedAt": "2026-11-28T12:00:00Z"}}}
         await room.patch(
             f"{DEPLOYMENTS}/treeline-epp",
@@ -171,7 +169,7 @@ async def test_fields_of_others_stay_and_ours_are_restored(room: Room) -> None:
 
 
 async def test_additions_to_selectors_ports_and_templates_are_removed(room: Room) -> None:
-    """Each of these ends the URL or changes pods, and an apply alone leaves it there or is refused for ever."""
+    """Each addition breaks the URL or changes pods, and an apply alone leaves it there or is refused forever."""
     async with operator(room.plane.admin, room.namespace, resync_s=1.0):
         await room.create_pool("a", gateway={"standalone": {"serviceType": "NodePort"}})
         await settled(room)
@@ -264,12 +262,12 @@ BAD = (
 
 
 @pytest.mark.parametrize(("field", "bad"), BAD, ids=[field for field, _ in BAD])
-async def test_a_refusal_is_reported_with_the_servers_words_and_tried_again(
+async def test_a_refusal_is_reported_with_the_servers_words_and_retried(
     room: Room, field: str, bad: dict[str, Any]
 ) -> None:
     async with operator(room.plane.admin, room.namespace):
         await room.create_pool("a", template={"spec": bad})
-        pool = await room.until(lambda: reason(room, "a", "Ready", "TemplateInvalid"), "the refusal to be told")
+        pool = await room.until(lambda: reason(room, "a", "Ready", "TemplateInvalid"), "the refusal to be reported")
         assert field.rpartition(".")[2] in condition(pool, "Ready")["message"]
         assert await room.get(f"{SERVICES}/a-pods"), "the other children are there"
         await room.patch(f"{POOLS}/a", {"spec": {"template": None}})
@@ -277,7 +275,7 @@ async def test_a_refusal_is_reported_with_the_servers_words_and_tried_again(
         await room.until(lambda: reason(room, "a", "Ready", "PodsStarting"), "the refusal to be forgotten")
 
 
-async def test_a_template_of_pickers_that_is_refused_is_reported_and_keeps_nothing_else_back(room: Room) -> None:
+async def test_a_refused_picker_template_is_reported_and_blocks_nothing_else(room: Room) -> None:
     async with operator(room.plane.admin, room.namespace):
         await room.create_pool("a", endpointPicker={"template": {"spec": {"nodeSelectr": {"disk": "fast"}}}})
         pool = await room.until(lambda: reason(room, "a", "EndpointPickerReady", "TemplateInvalid"), "the refusal")
@@ -287,8 +285,8 @@ async def test_a_template_of_pickers_that_is_refused_is_reported_and_keeps_nothi
         await settled(room)
 
 
-async def test_watches_that_are_cut_and_a_place_that_is_lost_are_recovered_from(room: Room, tmp_path: Path) -> None:
-    """What is made or deleted while no watch is open is noticed: by resuming, and after 410 by listing anew."""
+async def test_cut_watches_and_lost_versions_are_recovered(room: Room, tmp_path: Path) -> None:
+    """Objects made or deleted while no watch is open are noticed: by resuming, and after 410 by a new list."""
     sent_away: Counter[str] = Counter()
 
     def away(request: web.Request) -> web.Response | None:
@@ -320,7 +318,7 @@ async def test_watches_that_are_cut_and_a_place_that_is_lost_are_recovered_from(
         await room.until(lambda: room.get(f"{SERVICES}/a-pods"), "the Service that went unseen to be made anew")
 
 
-async def test_a_storm_of_429_is_sat_out(room: Room, tmp_path: Path) -> None:
+async def test_a_storm_of_429_is_survived(room: Room, tmp_path: Path) -> None:
     async with KubeProxy(room.plane.admin, tmp_path) as proxy:
         seen = 0
 

@@ -1,4 +1,4 @@
-"""What the operator tells on a real API server of what it does not watch, and of what is on its way out."""
+"""Statuses on a real API server about objects that the operator does not watch, and about objects being deleted."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def reason(room: Room, kind: str, wanted: str) -> Any:
     return found if found.get("reason") == wanted else None
 
 
-async def test_a_cause_that_only_an_event_tells_is_in_the_status(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_cause_known_only_from_an_event_is_in_the_status(room: Room, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warnings, "_EVERY_S", 0.3)
     async with operator(room.plane.admin, room.namespace):
         await room.create_pool("a")
@@ -66,7 +66,7 @@ async def test_pods_wait_for_the_keys_that_they_mount(room: Room, tmp_path: Path
 
 
 @pytest.mark.parametrize("propagation", ["Background", "Foreground"])
-async def test_a_pool_that_waits_for_its_end_says_so_and_makes_nothing(room: Room, propagation: str) -> None:
+async def test_a_pool_awaiting_deletion_says_so_and_creates_nothing(room: Room, propagation: str) -> None:
     async with operator(room.plane.admin, room.namespace, resync_s=0.5):
         await room.create_pool("a")
         await room.until(lambda: everything(room), "all that the operator makes")
@@ -94,7 +94,7 @@ async def test_a_pool_that_waits_for_its_end_says_so_and_makes_nothing(room: Roo
 
 
 async def everything(room: Room) -> bool:
-    """A pod of the runtime, and the last thing of the gateway: the two are made side by side."""
+    """Return whether a runtime pod and the gateway's last object exist: the two are created concurrently."""
     return bool(await runtime_pod(room)) and await room.get(f"{DEPLOYMENTS}/treeline-edge") is not None
 
 

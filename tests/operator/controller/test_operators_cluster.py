@@ -1,4 +1,4 @@
-"""Several operators at once on a real API server: who leads, who ends, who goes on; and the process of each."""
+"""Several operators at once on a real API server: leading, ending, taking over; and the process of each."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.deep]
 LEASES = "/apis/coordination.k8s.io/v1/namespaces/{}/leases"
 
 
-async def test_a_leader_that_freezes_in_the_middle_stands_by_and_the_next_one_completes_its_work(
+async def test_a_leader_that_freezes_midway_steps_down_and_the_next_one_completes_its_work(
     room: Room, tmp_path: Path
 ) -> None:
     async with KubeProxy(room.plane.admin, tmp_path) as proxy:
@@ -50,7 +50,7 @@ async def holder(room: Room, identity: str) -> bool:
     return lease is not None and lease["spec"]["holderIdentity"].startswith(identity)
 
 
-async def test_who_loses_the_lease_writes_nothing_until_it_has_it_again(
+async def test_an_operator_without_the_lease_writes_nothing_until_it_has_it_again(
     room: Room, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "treeline_operator.controller.run")
@@ -71,7 +71,7 @@ async def test_who_loses_the_lease_writes_nothing_until_it_has_it_again(
 
 
 async def test_two_operators_at_once_agree(room: Room, tmp_path: Path) -> None:
-    """Without a lease (or in the moment when two believe to hold it) they write the same: nothing flaps."""
+    """Without a lease (or in the moment when two believe they hold it) they write the same: nothing flaps."""
     async with (
         KubeProxy(room.plane.admin, tmp_path) as proxy,
         operator(proxy.kubeconfig, room.namespace, resync_s=0.3),
@@ -93,8 +93,8 @@ async def room_replicas(room: Room, count: int) -> bool:
     return (await runtime(room))["spec"]["replicas"] == count
 
 
-async def test_the_process_says_how_it_is_and_ends_in_order(room: Room) -> None:
-    """As a process of its own: its pages, its memory, a standby beside it, SIGTERM, the lease handed over."""
+async def test_the_process_reports_its_health_and_ends_in_order(room: Room) -> None:
+    """The operator as a process: its pages, its memory, a standby, SIGTERM, the handover of the lease."""
     command = [sys.executable, "-m", "treeline_operator", "--kubeconfig", str(room.plane.admin)]
     command += ["--namespace", room.namespace, "--lease-namespace", room.namespace, "--host", "127.0.0.1"]
     ports = free_ports(4)

@@ -19,7 +19,7 @@ from treeline_operator.world import Key, Ref
 POOL = Ref("treeline.dev/v1alpha1", "InferencePool", "n", "p")
 
 
-def test_metrics_say_what_was_done_and_how_it_is() -> None:
+def test_metrics_report_work_and_state() -> None:
     metrics = Metrics()
     metrics.finished(Key("pool", "n", "p"), Outcome("changed"), 0.2, 0.03)
     metrics.finished(Key("pool", "n", "p"), Outcome("conflict", retry=True), 0.2, 0.03)
@@ -47,7 +47,7 @@ def test_metrics_say_what_was_done_and_how_it_is() -> None:
         assert line in text, line
 
 
-async def test_pages_tell_health_and_readiness_apart() -> None:
+async def test_pages_distinguish_health_and_readiness() -> None:
     ages, oldest = {"v1/Pod": 5.0}, 0.0
     vitals = Vitals(watch_ages=lambda: ages, oldest_key=lambda: oldest, troubles=lambda: ["pods: forbidden"])
     pages = await Pages(vitals, Metrics()).open("127.0.0.1", 0, 0)
@@ -89,7 +89,7 @@ class Api:
         return obj
 
 
-def test_events_are_few_and_say_a_thing_once() -> None:
+def test_events_are_few_and_never_repeated() -> None:
     async def main() -> None:
         api, metrics = Api(), Metrics()
         recorder = Recorder(api, metrics, "me", lambda: datetime(2026, 11, 1, tzinfo=UTC))

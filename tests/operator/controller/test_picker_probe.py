@@ -34,7 +34,7 @@ def test_pickers_must_agree() -> None:
     assert merge([]) is None
 
 
-def test_a_pool_is_routed_as_by_the_picker_that_knows_least() -> None:
+def test_a_pools_routing_is_that_of_its_least_informed_picker() -> None:
     good, bad = PoolRouting("events"), PoolRouting("history", "TokenizerUnavailable", "it is gated")
     views = [PickerView(True, routing={"p": good}), PickerView(True, routing={"p": bad, "q": good}), PickerView(True)]
     for some in (views, views[::-1]):
@@ -53,7 +53,7 @@ def test_a_pool_is_routed_as_by_the_picker_that_knows_least() -> None:
         (((2, True), (None, False)), 2),
     ],
 )
-def test_one_picker_does_not_vouch_for_anothers_requests(told: Any, agreed: int | None) -> None:
+def test_one_picker_does_not_report_anothers_requests(told: Any, agreed: int | None) -> None:
     views = [PickerView(True, {"p": (PickerEndpoint("a", "a:1", False, d, n),)}, at=NOW) for n, d in told]
     merged = merge([*views[:-1], replace(views[-1], at=NOW - timedelta(seconds=1))])
     assert merged is not None
@@ -62,7 +62,7 @@ def test_one_picker_does_not_vouch_for_anothers_requests(told: Any, agreed: int 
 
 
 class Picker:
-    """Answers what it is told to, and notes when it was asked."""
+    """A picker with a settable answer, which records the times of requests."""
 
     def __init__(self) -> None:
         self.answer: dict[str, Any] | None = {"synced": True, "pools": {}}
@@ -112,7 +112,7 @@ def test_the_picker_is_asked_seldom_unless_a_pool_waits() -> None:
         probe.wait("n", "treeline", "p", True)
         await asyncio.sleep(1.7)
         assert picker.asked == [35, 35.5, 36, 36.5]
-        assert changed == [Key("pool", "n", "p")], "told once: that the picker answers at all"
+        assert changed == [Key("pool", "n", "p")], "reported once: the picker answers at all"
         picker.lists("a")
         await asyncio.sleep(1)
         assert changed == [Key("pool", "n", "p")] * 2
@@ -127,7 +127,7 @@ def test_the_picker_is_asked_seldom_unless_a_pool_waits() -> None:
     run(main())
 
 
-def test_load_of_pods_is_news_while_they_drain() -> None:
+def test_load_of_pods_is_a_change_while_they_drain() -> None:
     async def main() -> None:
         store, observer, picker, probe, changed = set_up()
         store.put(picker_pod(2))
@@ -156,7 +156,7 @@ def test_load_of_pods_is_news_while_they_drain() -> None:
     run(main())
 
 
-def test_another_way_of_routing_is_news() -> None:
+def test_another_routing_mode_is_a_change() -> None:
     async def main() -> None:
         store, observer, picker, probe, changed = set_up()
         store.put(picker_pod(2))
@@ -201,7 +201,7 @@ def test_a_pickers_report_is_forgotten_when_it_is_silent_or_gone() -> None:
         assert not observer.pickers
         asked = len(picker.asked)
         await asyncio.sleep(100)
-        assert len(picker.asked) == asked, "nobody is there to be asked"
+        assert len(picker.asked) == asked, "there is no picker to ask"
         assert len(changed) == 4
         await probe.stop()
         await task
@@ -235,7 +235,7 @@ def test_an_invalid_answer_gives_no_view(body: bytes) -> None:
     run(main())
 
 
-async def test_asking_over_http() -> None:
+async def test_a_picker_is_asked_over_http() -> None:
     app = web.Application()
     body = b"x" * 3_000_000
     replies = {"/endpoints": web.Response(body=body)}

@@ -19,7 +19,7 @@ async def test_a_stored_pool_has_its_own_fields_over_those_of_the_preset(room: R
     platform = Platform(operator_namespace=room.namespace, presets=PRESETS)
     async with operator(room.plane.admin, room.namespace, platform=platform):
         stored = await room.create_pool("a", preset="small", drain={"timeoutSeconds": 30})
-        assert stored["spec"]["engine"]["port"] == 8000, "a default of which nobody spoke"
+        assert stored["spec"]["engine"]["port"] == 8000, "a default that no spec sets"
         said = await room.until(args, "the pods of the pool")
         words = " ".join(said).replace("=", " ")
         assert all(flag in words for flag in ("--context-length 77", "--port 9000", "--drain-timeout 30")), said

@@ -28,7 +28,7 @@ class Tally:
 
 
 class ScheduleMachine(RuleBasedStateMachine):
-    """Against a model that only knows, per key, the latest time by which somebody asked for a look."""
+    """The queue against a model that only knows, for each key, the latest time by which a look was requested."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ def test_oldest_counts_waiting_and_running_but_not_delayed_keys() -> None:
     assert schedule.oldest(18.0) == 8.0
 
 
-def test_namespaces_take_turns_and_what_is_new_comes_first() -> None:
+def test_namespaces_take_turns_and_new_keys_come_first() -> None:
     schedule = Schedule()
     crowd = [Key("pool", "crowd", str(n)) for n in range(100)]
     for key in crowd:
@@ -249,7 +249,7 @@ def test_a_fatal_error_ends_the_run_and_stop_lets_the_others_finish() -> None:
     assert run(main()) == ["fatal", "ok"]
 
 
-def test_stop_cancels_what_outlasts_its_grace() -> None:
+def test_stop_cancels_runs_that_outlast_their_grace() -> None:
     async def main() -> int:
         async def reconcile(key: Key) -> Outcome:
             await asyncio.sleep(1000)

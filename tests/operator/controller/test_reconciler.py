@@ -1,4 +1,4 @@
-"""What one reconciliation says, with everything around it made up."""
+"""The results of one reconciliation, in a simulated environment."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NOW = datetime(2026, 11, 20, 12, tzinfo=UTC)
 
 
 class Api:
-    """Takes statuses and Events as they come."""
+    """Accepts statuses and Events."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -45,13 +45,13 @@ class Api:
         return []
 
     def see(self, key: Key, pods: Any) -> None:
-        """No pod downloads."""
+        """Follow no downloads."""
 
     def look(self, namespace: str, gateway: str) -> None:
-        """No picker is asked."""
+        """Ask no picker."""
 
     def wait(self, *_: Any) -> None:
-        """Nor waited for."""
+        """Wait for no picker."""
 
     def progress(self, key: Key) -> dict[str, Any]:
         return {}
@@ -90,7 +90,7 @@ def reconciler_of(store: Store, api: Api, wake: Callable[[Iterable[Key]], None] 
     )
 
 
-async def test_a_model_that_is_not_understood_says_so() -> None:
+async def test_an_invalid_model_is_reported() -> None:
     store = Store()
     api = Api(store)
     store.put(model("odd", criticality="Urgent"))
@@ -122,7 +122,7 @@ async def test_a_pool_without_a_status_gets_one_before_it_is_planned(
     store.put({**pool("a"), "status": {}})
     reconciler, one = reconciler_of(store, api), Key("pool", "shop", "a")
     with monkeypatch.context() as patch:
-        patch.setattr(module, "plan_pool", None)  # whoever plans fails
+        patch.setattr(module, "plan_pool", None)  # any planning fails
         outcome = await reconciler.reconcile(one)
     assert (outcome.result, outcome.after_s) == ("new", 0.0)
     (ready,) = api.statuses["a"]["conditions"]
@@ -143,7 +143,7 @@ async def test_events_are_not_listed_for_a_pool_that_is_no_longer_understood(mon
 
 
 async def test_in_one_turn_of_the_loop_there_is_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So probes and answers of the API server wait for one plan, however many pools there are."""
+    """Probes and answers of the API server then wait for at most one plan, however many pools there are."""
     store = Store()
     for number in range(20):
         store.put(pool(f"p{number}"))
@@ -191,7 +191,7 @@ async def test_a_plan_that_cannot_be_made_is_reported_by_the_status(monkeypatch:
         await reconciler.reconcile(key)
         await reconciler.reconcile(Key("pool", "shop", "a"))
         assert told()["reason"] != "ReconcileFailed", "it is over when a plan is made"
-    assert woken == [Key("pool", "shop", "a")] * 3, "pools are told of what befalls their gateway, and of its end"
+    assert woken == [Key("pool", "shop", "a")] * 3, "pools are notified of changes of their gateway, and of its end"
 
 
 async def test_a_status_does_not_wait_for_the_plan_of_the_gateway() -> None:
@@ -232,7 +232,7 @@ async def test_a_model_whose_pool_comes_a_moment_later_is_no_warning(monkeypatch
     assert len(api.events) == 1
 
 
-async def test_a_pool_says_what_its_gateway_lacks_and_looks_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_pool_reports_what_its_gateway_lacks_and_checks_again(monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store()
     api = Api(store)
     parent = {"group": "gateway.networking.k8s.io", "kind": "Gateway", "name": "front"}
@@ -267,7 +267,7 @@ async def test_a_pool_says_what_its_gateway_lacks_and_looks_again(monkeypatch: p
     assert outcome.after_s <= 10
 
 
-async def test_of_a_gateways_pools_only_those_that_a_change_affects_are_notified() -> None:
+async def test_only_affected_pools_of_a_gateway_are_notified() -> None:
     store, woken = Store(), []
     reconciler = reconciler_of(store, Api(store), woken.extend)
     gateway, names = Key("gateway", "shop", "treeline"), [f"p{number}" for number in range(8)]

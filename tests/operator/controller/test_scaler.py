@@ -1,4 +1,4 @@
-"""The loop that sets replicas, in virtual time with pickers and API server made up; and pickers that lie, over HTTP."""
+"""The loop that sets replicas, in virtual time with simulated pickers and API server; and lying pickers, over HTTP."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ IDLE = PoolSignals(ready=1)
 
 
 class World:
-    """A pool `p`, an API server that takes its scale and tells of it when `tells`, and pickers that say what they are
-    told to, a line every 2 s."""
+    """A pool `p`, an API server that takes its scale and reports it if `tells`, and pickers with settable reports, one
+    every 2 s."""
 
     def __init__(self, **auto: Any) -> None:
         self.store = Store()
@@ -58,7 +58,7 @@ class World:
         self.store.listeners.append(self.scaler.on_change)
 
     def put(self, **spec: Any) -> None:
-        """Somebody writes the pool."""
+        """Write the pool, as a user does."""
         self.version += 1
         self.spec |= spec
         meta = {"name": "p", "namespace": "n", "uid": "u", "resourceVersion": str(self.version)}
@@ -95,7 +95,7 @@ class World:
                 pass
 
     def say(self, address: Any, what: PoolSignals | None) -> None:
-        """The picker says something new, or nothing any more."""
+        """Let the picker report something new, or None for silence."""
         self.says[address] = what
         self.heard.setdefault(address, asyncio.Event()).set()
 
@@ -105,7 +105,7 @@ class World:
 
 
 def in_time(story: Callable[[World], Awaitable[None]], world: World) -> None:
-    """Tell a story beside the scaler."""
+    """Run a story beside the scaler."""
 
     async def main() -> None:
         task = asyncio.create_task(world.scaler.run())
@@ -147,13 +147,13 @@ def test_a_request_wakes_a_pool_at_once_and_idleness_puts_it_to_sleep_after_the_
     in_time(story, World())
 
 
-def test_what_was_written_is_not_written_again_before_it_comes_back() -> None:
+def test_a_written_scale_is_not_repeated_before_it_is_observed() -> None:
     async def story(world: World) -> None:
         world.tells = False
         world.say(A, PoolSignals(ready=1, in_flight_requests=65))
         await asyncio.sleep(60)
         assert [n for _, n in world.writes] == [3]
-        world.put(replicas=1)  # somebody sets it back meanwhile: that is another generation
+        world.put(replicas=1)  # a user sets it back meanwhile: that is another generation
         await asyncio.sleep(3)
         assert [n for _, n in world.writes] == [3, 3]
 
@@ -180,7 +180,7 @@ def test_a_pool_with_another_autoscaler_is_left_to_it(version: str) -> None:
     in_time(story, World())
 
 
-def test_a_picker_that_is_not_heard_keeps_pods_and_adds_none() -> None:
+def test_a_silent_picker_keeps_pods_and_adds_none() -> None:
     async def story(world: World) -> None:
         world.put(replicas=3)
         world.says[B] = None
@@ -247,7 +247,7 @@ LINE = encode(Signals(True, {"p": HELD}))
         (HEAD + b"y" * 300_000, 0, "longer than 200000 bytes"),
     ],
 )
-async def test_whatever_a_picker_answers_is_bounded(
+async def test_any_answer_of_a_picker_is_bounded(
     monkeypatch: pytest.MonkeyPatch, answer: bytes, lines: int, trouble: str
 ) -> None:
     monkeypatch.setattr(pickers, "_FOLLOWED", aiohttp.ClientTimeout(sock_read=0.2))
@@ -288,7 +288,7 @@ async def test_whatever_a_picker_answers_is_bounded(
     assert heard == lines
 
 
-def test_following_hears_each_picker_and_forgets_who_is_gone() -> None:
+def test_each_picker_is_followed_and_removed_ones_are_forgotten() -> None:
     async def main() -> None:
         world, told = World(), []
         loop = asyncio.get_running_loop()

@@ -1,4 +1,4 @@
-"""A pool that is scaled by what its picker sees: real picker, API server and controllers, and a fake engine."""
+"""A pool that is scaled by its picker's counts: real picker, API server and controllers, and a fake engine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def pods_of(room: Room, component: str) -> list[Any]:
 
 
 async def run_pods(room: Room, component: str) -> None:
-    """A kubelet for pods of this component: each is ready as soon as it is there."""
+    """Act as a kubelet for this component's pods: each is ready as soon as it exists."""
     told = set()
     while True:
         for pod in await pods_of(room, component):
@@ -120,7 +120,7 @@ async def story(room: Room, picker: RunningPicker, engine: FakeEngine, patch: py
     assert "HorizontalPodAutoscaler theirs" in (await scaling(room))["message"]
 
 
-async def test_only_the_pool_that_was_looked_at_is_scaled(room: Room) -> None:
+async def test_only_the_observed_pool_is_scaled(room: Room) -> None:
     before = (await room.create_pool("a"))["metadata"]["resourceVersion"]
     await room.patch(f"{POOLS}/a", {"spec": {"replicas": 2}})
     after = (await room.pool("a"))["metadata"]["resourceVersion"]

@@ -1,4 +1,4 @@
-"""What the operator may see of a real API server shrinks and grows while it works."""
+"""The operator works on while its view of a real API server shrinks and grows."""
 
 from __future__ import annotations
 
@@ -30,9 +30,7 @@ async def serve_definition(room: Room, yes: bool) -> None:
     await room.request("PATCH", DEFINITION, change, content_type="application/json-patch+json")
 
 
-async def test_a_definition_that_is_not_served_for_a_while_takes_nothing_down(
-    room: Room, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_temporarily_unserved_definition_deletes_nothing(room: Room, caplog: pytest.LogCaptureFixture) -> None:
     async with operator(room.plane.admin, room.namespace, resync_s=0.5):
         await room.create_pool("a")
         await served(room, "a")
@@ -60,9 +58,7 @@ async def wants(room: Room, pool: str, replicas: int) -> bool:
     )
 
 
-async def test_of_two_namespaces_one_that_is_gone_holds_up_nothing_in_the_other(
-    room: Room, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_a_deleted_namespace_delays_nothing_in_another(room: Room, caplog: pytest.LogCaptureFixture) -> None:
     gone, user = f"{room.namespace}-gone", f"operator-{room.namespace}"
     await room.request("POST", "/api/v1/namespaces", {"metadata": {"name": gone}})
     for namespace in (room.namespace, gone):

@@ -71,7 +71,7 @@ def test_managed_fields_are_not_kept() -> None:
     assert "managedFields" in obj["metadata"], "the caller's object is left alone"
 
 
-def test_a_list_drops_what_it_does_not_name_but_not_what_we_made_since() -> None:
+def test_a_list_drops_unlisted_objects_but_not_newer_ones_of_ours() -> None:
     store = Store()
     for name, version in (("a", 5), ("b", 6), ("c", 20)):
         store.put(child(name, version))
@@ -96,12 +96,12 @@ def test_an_answer_without_notify_is_reported_if_its_spec_is_newer() -> None:
     changes = heard(store)
     assert store.put(pool("p", 11, status={"url": "x"}), notify=False)
     assert changes == []
-    assert store.put(pool("p", 13, generation=2), notify=False), "somebody was faster than our status"
+    assert store.put(pool("p", 13, generation=2), notify=False), "another write was faster than our status"
     assert not store.put(pool("p", 12, generation=2)), "what the watch tells of it is old by then"
     assert len(changes) == 1
 
 
-def test_a_doomed_object_says_so_until_the_watch_does() -> None:
+def test_a_deleted_object_is_marked_until_the_watch_confirms() -> None:
     store = Store()
     store.put(child("d", 5))
     store.mark_deleting(ref("d"), "uid-d", "2026-11-01T00:00:00Z")
@@ -175,7 +175,8 @@ NAMES = ["a", "b", "c"]
 
 
 class StoreMachine(RuleBasedStateMachine):
-    """The watch and the answers to our writes tell the same history, each in its own order; the store must converge."""
+    """The watch and the answers to our writes report the same history, each in its own order; the store must
+    converge."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -210,7 +211,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(NAMES))
     def lose_the_label(self, name: str) -> None:
-        """For a watch by label that is a deletion, until a write of ours puts the label back."""
+        """A watch by label sees it as a deletion, until a write of ours restores the label."""
         if name in self.cluster and self.cluster[name] not in self.hidden:
             self.version += 1
             self.cluster[name] = {**self.cluster[name], "metadata": {**self.cluster[name]["metadata"]}}

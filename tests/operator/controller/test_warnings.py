@@ -1,4 +1,4 @@
-"""Warning Events: asked for seldom, only while somebody waits, and kept by whom they are about."""
+"""Warning Events: listed rarely, only while a pool waits, and kept by the object that they are about."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Lists:
 
 
 class Followed:
-    """Warnings that run on a virtual loop, and the pools that they told of."""
+    """Warnings on a virtual loop, and the pools that they reported."""
 
     def __init__(self, lists: Lists) -> None:
         self.changed: list[Key] = []
@@ -110,7 +110,7 @@ def test_events_of_replica_sets_belong_to_their_deployment() -> None:
     run(main())
 
 
-def test_nothing_is_asked_or_kept_of_a_namespace_where_no_pool_waits_any_more() -> None:
+def test_a_namespace_without_waiting_pools_is_neither_listed_nor_kept() -> None:
     async def main() -> None:
         lists = Lists(told("tiny-1"))
         with Followed(lists) as warnings:
@@ -133,7 +133,7 @@ def test_nothing_is_asked_or_kept_of_a_namespace_where_no_pool_waits_any_more() 
     ("error", "pause"),
     [(Forbidden("no", code=403), 300.0), (KubeError("away", code=503), 10.0), (TimeoutError(), 10.0)],
 )
-def test_without_the_list_work_goes_on(error: Exception, pause: float) -> None:
+def test_a_failed_list_of_events_does_not_stop_work(error: Exception, pause: float) -> None:
     async def main() -> None:
         lists = Lists(told("tiny-1"))
         lists.error = error

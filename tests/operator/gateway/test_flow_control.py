@@ -1,4 +1,4 @@
-"""Flow control as a pool asks for it: what reaches the picker is what its flags mean, and quotas are a mounted file."""
+"""Flow control in a pool: its fields become the picker's flags, and quotas a mounted file."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def planned(**flow: Any) -> Options:
     return picker_of(converged(pool("a", endpointPicker={"flowControl": flow})))
 
 
-def test_a_pool_that_says_nothing_is_as_before_and_so_is_one_that_turns_nothing_on() -> None:
+def test_pools_without_flow_control_or_with_everything_off_are_unchanged() -> None:
     plain = container(converged(pool("a")), "treeline-epp")
     assert not any("flow" in word or "quota" in word or "hold" in word for word in plain["args"])
     assert container(converged(pool("a", endpointPicker={"flowControl": {}})), "treeline-epp") == plain
@@ -69,13 +69,13 @@ def test_every_bound_reaches_the_picker() -> None:
 
 
 def shown(**picker: Any) -> str:
-    """What our own Envoy shows the picker of responses."""
+    """Return our Envoy's configuration for a pool with these picker settings."""
     cluster = converged(pool("a", endpointPicker=picker))
     (name,) = [name for name in cluster.names("ConfigMap") if name.startswith("treeline-edge")]
     return cluster.get("ConfigMap", name)["data"]["envoy.json"]
 
 
-def test_with_quotas_the_picker_sees_what_outputs_took() -> None:
+def test_with_quotas_the_picker_counts_output_tokens() -> None:
     asked = '"response_body_mode":"STREAMED"'
     quotas = {"quotas": {"secretRef": {"name": "q"}}}
     assert asked in shown(flowControl=quotas).replace(" ", "")
@@ -83,7 +83,7 @@ def test_with_quotas_the_picker_sees_what_outputs_took() -> None:
     assert asked not in shown().replace(" ", "")
 
 
-def test_a_pool_that_sleeps_can_have_its_requests_held_and_nothing_else() -> None:
+def test_a_sleeping_pool_can_hold_requests_without_other_flow_control() -> None:
     options = planned(holdEmptyPoolSeconds=300, maxRequests=9)
     assert options.flow_control.may_hold
     assert (
@@ -94,7 +94,7 @@ def test_a_pool_that_sleeps_can_have_its_requests_held_and_nothing_else() -> Non
 
 
 def test_unset_fields_have_the_pickers_defaults() -> None:
-    """The texts of the API name these."""
+    """The texts of the API name these defaults."""
     found = planned(enabled=True)
     defaults = FlowSettings()
     assert (
@@ -112,7 +112,7 @@ def test_unset_fields_have_the_pickers_defaults() -> None:
         ({"secretRef": {"name": "q", "key": "a.json"}}, {"secret": {"secretName": "q", "defaultMode": 0o440}}),
     ],
 )
-def test_quotas_are_mounted_as_a_folder_whatever_the_key_is_called(ref: dict[str, Any], source: dict[str, Any]) -> None:
+def test_quotas_are_mounted_as_a_folder_for_any_key_name(ref: dict[str, Any], source: dict[str, Any]) -> None:
     cluster = converged(pool("a", endpointPicker={"flowControl": {"quotas": ref}}))
     pod = cluster.get("Deployment", "treeline-epp")["spec"]["template"]["spec"]
     (volume,) = [one for one in pod["volumes"] if one["name"] == "quotas"]

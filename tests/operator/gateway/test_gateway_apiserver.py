@@ -1,4 +1,4 @@
-"""The gateway's plan on a real API server: accepted, let in by restricted Pod Security, and then at rest."""
+"""The gateway's plan on a real API server: accepted, admitted by restricted Pod Security, and then stable."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def cluster(control_plane: ControlPlane) -> AsyncIterator[Client]:
 
 
 async def observed(cluster: Client, namespace: str, *pools: InferencePool) -> GatewayWorld:
-    """What an operator sees of the gateway `treeline`."""
+    """Return the world of the gateway `treeline`, as an operator observes it."""
 
     async def everything(api_version: str, kind: str) -> tuple[Observed, ...]:
         found = cluster.list(api_version, kind, namespace, "treeline.dev/gateway=treeline")
@@ -62,12 +62,12 @@ async def do(cluster: Client, plan: Plan) -> None:
 
 
 def owned(uid: str, namespace: str, **spec: Any) -> InferencePool:
-    """The pool `llama` of a namespace, with its uid there."""
+    """Return the pool `llama` of a namespace, with its uid there."""
     made = pool("llama", **spec)
     return made.model_copy(update={"metadata": made.metadata.model_copy(update={"uid": uid, "namespace": namespace})})
 
 
-async def test_it_is_accepted_its_pods_are_let_in_and_it_rests(
+async def test_the_gateways_objects_are_accepted_and_stable(
     control_plane: ControlPlane, cluster: Client, namespace: str
 ) -> None:
     labels = {f"pod-security.kubernetes.io/{mode}": "restricted" for mode in ("enforce", "warn")}

@@ -1,4 +1,4 @@
-"""The gateway's plan while things change: who shares it, what is left, set back, made anew, and when pods roll."""
+"""The gateway's plan during changes: sharing, leaving, repairs, recreation, and rolls of pods."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from treeline_operator.plan.shared_gateway import FIELDS
 from treeline_operator.world import Images, Observed, Platform
 
 
-def test_going_to_a_gateway_that_exists_takes_envoy_away_and_back() -> None:
+def test_attaching_to_an_existing_gateway_removes_envoy_and_detaching_restores_it() -> None:
     cluster, standalone, attached = converged(pool("a")), pool("a"), pool("a", **ATTACHED)
     before = sorted(ref for ref in cluster.objects if ref.kind != "Pod")
     cluster.converge(attached)
@@ -24,7 +24,7 @@ def test_going_to_a_gateway_that_exists_takes_envoy_away_and_back() -> None:
     assert sorted(ref for ref in cluster.objects if ref.kind != "Pod") == before
 
 
-def test_pools_join_and_leave_without_rolling_anything_and_the_last_takes_all() -> None:
+def test_pools_join_and_leave_without_rolls_and_the_last_removes_everything() -> None:
     a, b = pool("a"), pool("b", created=1)
     cluster = converged(a)
     (plan,) = cluster.converge(a, b)
@@ -34,7 +34,7 @@ def test_pools_join_and_leave_without_rolling_anything_and_the_last_takes_all() 
     assert [action.ref.name for action in plan.actions] == ["treeline-gateway"]
     anchor = cluster.get("ConfigMap", "treeline-gateway")
     assert [owner["uid"] for owner in anchor["metadata"]["ownerReferences"]] == ["uid-b"]
-    # Being deleted, the last one changes nothing, whatever else it says.
+    # A last pool that is being deleted changes nothing.
     going = pool("b", created=1, deleting=True, endpointPicker={"policy": "random"})
     assert plan_gateway(cluster.world(going)).actions == ()
     cluster.roll_out()
@@ -53,7 +53,7 @@ def test_a_gateway_that_the_last_pool_left_for_another_is_taken_down() -> None:
     assert {ref.kind for ref in cluster.objects} <= {"Pod"}
 
 
-def test_a_pool_that_cannot_be_read_holds_the_gateway() -> None:
+def test_an_unreadable_pool_freezes_the_gateway() -> None:
     cluster, p = converged(pool("a")), pool("a")
     meta = {"name": "strange", "namespace": "ns", "uid": "uid-strange"}
     strange = Observed.of({"apiVersion": "treeline.dev/v1alpha1", "kind": "InferencePool", "metadata": meta})
@@ -68,7 +68,7 @@ def test_a_pool_that_cannot_be_read_holds_the_gateway() -> None:
     assert plan_gateway(dataclasses.replace(cluster.world(p), unreadable=(strange,))).actions == ()
 
 
-def test_the_oldest_pool_decides_but_for_protections_and_the_plan_says_whom_it_overrules() -> None:
+def test_the_oldest_pool_decides_except_protections_and_the_plan_names_overruled_pools() -> None:
     a, b = (
         pool("a"),
         pool("b", created=1, endpointPicker={"policy": "random", "replicas": 2, "failureMode": "FailClose"}),
@@ -99,8 +99,8 @@ def test_a_deleted_anchor_is_awaited_and_created_again() -> None:
 
 
 def test_children_of_a_former_gateway_are_awaited_not_adopted() -> None:
-    """A pool that is deleted and made anew at once meets the children of its former gateway before they are collected.
-    Its picker has keys that go too, and that nobody sees."""
+    """A pool that is deleted and created again meets the children of its former gateway before they are collected. The
+    former picker's keys disappear too, and the operator cannot see them."""
     cluster, p = converged(pool("a")), pool("a")
     cluster.get("ConfigMap", "treeline-gateway")["metadata"]["uid"] = "uid-of-the-next"
     plan = plan_gateway(cluster.world(p))
@@ -137,7 +137,7 @@ NEWER = Platform(images=Images(epp="epp:2", edge="edge:2"))
 
 
 def make_other_pods(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on pickers and Envoys are rendered as by another release of the operator."""
+    """Render pickers and Envoys from now on as another release of the operator does."""
     monkeypatch.setattr(gateway_common, "LINGER_S", 9)
     monkeypatch.setattr(edge, "_LINGER_S", 19)
     monkeypatch.setattr(edge, "ADMIN_PORT", 19901)
@@ -216,8 +216,8 @@ PARTS = {
 
 
 @pytest.mark.parametrize("what", PARTS)
-def test_pods_get_everything_that_a_change_of_a_pool_means_for_them(what: str) -> None:
-    """Pods are kept while their inputs are the same: an input that is missing there would keep a change from them."""
+def test_every_change_of_a_pool_reaches_the_pods(what: str) -> None:
+    """Pods stay while their inputs stay: a missing input would hide a change from them."""
     changed = pool("a", **PARTS[what])
     for first, then in ((pool("a"), changed), (changed, pool("a", gateway={"unprotected": [*FIELDS]}))):
         cluster = converged(first)

@@ -1,4 +1,4 @@
-"""What the gateway's plan says to Envoy: a configuration that it accepts, who is let in with which key, how much."""
+"""Envoy's configuration by the gateway's plan: Envoy accepts it, and it sets keys, access and limits."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_clients_see_the_routing_where_it_is_enabled_and_nowhere_else() -> None:
     assert f'"remove": "{headers.CACHED_TOKENS}"' not in shown
 
 
-def test_a_console_that_is_asked_for_is_reached_from_envoy_and_shows_nothing_private() -> None:
+def test_an_enabled_console_is_reachable_from_envoy_and_shows_nothing_private() -> None:
     cluster = converged(pool("a", gateway={"standalone": {"console": True}}))
     (host,) = envoys_listener(cluster)["route_config"]["virtual_hosts"]
     (console,) = [route for route in host["routes"] if route.get("route", {}).get("cluster") == "console"]
@@ -115,7 +115,7 @@ VLLM: dict[str, Any] = {"model": {"uri": "hf://org/name"}, "engine": {"type": "v
 
 
 def envoys_listener(cluster: Cluster) -> dict[str, Any]:
-    """The connection manager in the configuration that Envoy's pods mount."""
+    """Return the connection manager in the configuration that Envoy's pods mount."""
     volumes = cluster.get("Deployment", "treeline-edge")["spec"]["template"]["spec"]["volumes"]
     (config,) = [volume["configMap"]["name"] for volume in volumes if "configMap" in volume]
     document = json.loads(cluster.get("ConfigMap", config)["data"]["envoy.json"])
@@ -125,7 +125,7 @@ def envoys_listener(cluster: Cluster) -> dict[str, Any]:
 
 
 def told_by_the_edge(cluster: Cluster) -> str | None:
-    """What Envoy says of isolation; None where it says nothing."""
+    """Return the isolation header that Envoy adds; None if it adds none."""
     manager = envoys_listener(cluster)
     changes = manager["http_filters"][0]["typed_config"]["mutations"]["request_mutations"]
     appended = [change["append"]["header"] for change in changes if "append" in change]
@@ -152,7 +152,7 @@ def test_clients_with_keys_have_caches_of_their_own_unless_they_are_to_share(
 
 
 def fails_open(cluster: Cluster) -> bool:
-    """Whether a request that no picker named an endpoint for may pass."""
+    """Return whether a request without a picked endpoint may pass."""
     asked = [
         route["typed_per_filter_config"]
         for host in envoys_listener(cluster)["route_config"]["virtual_hosts"]
@@ -163,7 +163,7 @@ def fails_open(cluster: Cluster) -> bool:
     return not closed
 
 
-def test_without_a_picker_requests_are_refused_where_it_alone_keeps_clients_apart() -> None:
+def test_without_a_picker_requests_are_refused_if_only_it_isolates_clients() -> None:
     ours = pool("ours", gateway=KEYED)
     assert fails_open(converged(ours)), "the runtime reads the header itself"
     assert not fails_open(converged(pool("theirs", gateway=KEYED, **VLLM)))
@@ -172,14 +172,14 @@ def test_without_a_picker_requests_are_refused_where_it_alone_keeps_clients_apar
     assert fails_open(converged(pool("theirs", **VLLM)))
 
 
-def test_an_engine_that_joins_changes_envoys_configuration_where_it_must() -> None:
+def test_a_joining_engine_changes_envoys_configuration_if_necessary() -> None:
     cluster = converged(pool("ours", gateway=KEYED))
     before = cluster.get("Deployment", "treeline-edge")["metadata"]["annotations"][names.INPUTS]
     cluster.converge(pool("ours", gateway=KEYED), pool("theirs", gateway=KEYED, **VLLM))
     assert cluster.get("Deployment", "treeline-edge")["metadata"]["annotations"][names.INPUTS] != before
 
 
-def test_a_changed_configuration_is_a_new_one_and_the_old_stays_while_pods_mount_it() -> None:
+def test_a_changed_configuration_is_a_new_object_and_the_old_stays_while_mounted() -> None:
     cluster, changed = converged(pool("a")), pool("a", endpointPicker={"failureMode": "FailClose"})
     (old,) = [name for name in cluster.names("ConfigMap") if name != "treeline-gateway"]
     plan = plan_gateway(cluster.world(changed))
@@ -245,7 +245,7 @@ def test_envoys_buffers_follow_from_its_memory_limit(
     assert heap_limit(cluster) == heap_mib << 20
 
 
-def test_limits_reach_envoy_and_picker_and_each_change_rolls_only_who_is_concerned() -> None:
+def test_limits_reach_envoy_and_picker_and_each_change_rolls_only_affected_pods() -> None:
     plain = converged(pool("a"))
     limits = {"receiveTimeoutSeconds": 7, "connections": 77, "requestsPerSecond": 777}
     changed = converged(pool("a", gateway={"standalone": {"limits": limits}}))
@@ -296,7 +296,7 @@ def test_mutual_tls_is_mounted_into_both_and_configured_in_both(tmp_path: Path) 
     options = picker_options(container(cluster, "treeline-epp")["args"])
     assert (options.secure_serving, options.require_client_certificates) == (True, True)
     assert str(options.cert_path) == "/etc/treeline/tls"
-    # What is told to a Gateway's proxy by default is not what is told to our own.
+    # A Gateway's proxy has other default settings than our own.
     assert options.own_proxy
     (data,) = [obj["data"] for obj in cluster.objects.values() if "envoy.json" in obj.get("data", {})]
     assert data.keys() == {"envoy.json", "picker-certificate.json", "picker-authority.json"}

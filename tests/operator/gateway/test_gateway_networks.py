@@ -1,4 +1,4 @@
-"""Who may reach whom around a gateway: its NetworkPolicies, and that both ends of a path agree."""
+"""A gateway's NetworkPolicies, which agree at both ends of each path."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from treeline_operator.plan.runtime import deployment
 from treeline_operator.world import PROMETHEUS, Images, Platform
 
 
-def test_all_is_denied_but_the_paths_that_are_needed() -> None:
+def test_only_needed_network_paths_are_allowed() -> None:
     cluster = converged(pool("a"), pool("b", created=1, **FULL))
     deny = cluster.get("NetworkPolicy", "treeline-gateway-deny")["spec"]
     assert deny["policyTypes"] == ["Ingress", "Egress"]
@@ -59,7 +59,7 @@ def selector_of(component: str) -> dict[str, Any]:
     return {"matchLabels": {"treeline.dev/gateway": "treeline", "treeline.dev/component": component}}
 
 
-def test_a_gateway_that_exists_is_let_in_instead_of_an_envoy() -> None:
+def test_an_existing_gateway_is_admitted_instead_of_our_envoy() -> None:
     cluster = converged(pool("a", **ATTACHED))
     assert cluster.names("Deployment") == ["treeline-epp"]
     assert cluster.names("Service") == ["treeline-epp", "treeline-epp-peers"]

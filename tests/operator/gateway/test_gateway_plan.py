@@ -1,4 +1,4 @@
-"""The gateway's plan: what is made, that it comes to rest, who may see what, and where clients reach it."""
+"""The gateway's plan: its objects, its stability, the rights of pods, and its URL."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ BASE = "plain"
 
 
 def parts(case: str) -> dict[str, str]:
-    """Every object of a gateway, and of its configuration every file, as text."""
+    """Return every object of a gateway, and every file of its configuration, as text."""
     cluster = converged(pool("llama", **CASES[case]))
     shown: dict[str, Any] = {}
     for ref in sorted(cluster.objects):
@@ -60,8 +60,8 @@ def parts(case: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_objects_are_as_agreed(case: str) -> None:
-    """The whole of it, as text."""
+def test_objects_equal_the_reviewed_files(case: str) -> None:
+    """The whole plan is compared, as text."""
     golden.check(GOLDEN, case, parts(case), BASE, parts(BASE))
 
 
@@ -110,7 +110,7 @@ def test_the_anchor_comes_first_and_owns_the_rest() -> None:
     )
 
 
-def test_the_keys_are_made_once_and_again_only_for_a_picker_that_cannot_have_them() -> None:
+def test_keys_are_made_once_and_again_only_for_a_picker_without_them() -> None:
     p = pool("a")
     cluster = converged(p)
     assert cluster.secrets == ["treeline-kv-keys"]
@@ -169,7 +169,7 @@ def test_pods_are_restricted_and_only_the_picker_has_a_token(case: str) -> None:
     assert "secretKeyRef" not in everything
 
 
-def test_the_picker_may_read_what_was_declared_and_change_nothing() -> None:
+def test_the_picker_may_read_declared_kinds_and_change_nothing() -> None:
     cluster = converged(pool("a"))
     rules = cluster.get("Role", "treeline-epp")["rules"]
     assert rules == [need.rule() for need in (*rbac.PICKER, rbac.rules_need(rbac.RULES_GROUPS[0]))]
@@ -186,7 +186,7 @@ def test_the_picker_may_read_what_was_declared_and_change_nothing() -> None:
     assert binding["roleRef"]["name"] == binding["subjects"][0]["name"] == "treeline-epp"
 
 
-def test_everything_may_take_as_long_as_the_slowest_pool() -> None:
+def test_timeouts_follow_the_slowest_pool() -> None:
     cluster = converged(pool("a"), pool("b", created=1, drain={"timeoutSeconds": 61}))
     for name, flags in (
         ("treeline-epp", container(cluster, "treeline-epp")["args"]),
@@ -201,7 +201,7 @@ def test_everything_may_take_as_long_as_the_slowest_pool() -> None:
 
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 3600), min_size=1, max_size=4))
-def test_no_pod_of_a_pool_gets_longer_to_end_than_those_in_front_of_it(drains: list[int]) -> None:
+def test_no_pool_pod_has_a_longer_grace_than_the_gateways_pods(drains: list[int]) -> None:
     pools = [pool(f"p{i}", drain={"timeoutSeconds": s}) for i, s in enumerate(drains)]
     context = GatewayContext.of(Cluster().world(*pools), share(pools)["treeline"], "uid")
     for p in pools:
@@ -259,7 +259,7 @@ def test_registry_credentials_reach_picker_and_envoy() -> None:
         ({"serviceType": "LoadBalancer"}, [{"hostname": "lb.example"}], "http://lb.example"),
     ],
 )
-def test_the_url_is_where_clients_reach_it(settings: dict[str, Any], balancer: Any, url: str) -> None:
+def test_the_url_is_the_address_for_clients(settings: dict[str, Any], balancer: Any, url: str) -> None:
     p = pool("a", gateway={"standalone": settings})
     cluster = _with_anchor_only(p)
     assert (gateway_url(cluster.world(p)) or "").startswith(("http://treeline", "https://treeline"))
@@ -277,9 +277,7 @@ def test_the_url_of_a_route_is_its_first_name() -> None:
     assert gateway_url(Cluster().world()) is None
 
 
-def test_the_headers_of_objectives_are_believed_where_a_pool_says_so_and_rules_are_followed_where_there_are_any() -> (
-    None
-):
+def test_headers_of_objectives_are_trusted_if_a_pool_says_so_and_existing_rules_are_followed() -> None:
     def told(platform: Platform, **picker: Any) -> Any:
         cluster = Cluster()
         cluster.converge(pool("a", endpointPicker=picker), platform=platform)
@@ -295,7 +293,7 @@ def test_the_headers_of_objectives_are_believed_where_a_pool_says_so_and_rules_a
     assert (options.rules_group, len(groups)) == ("", 2)
 
 
-def test_a_monitor_exists_for_the_picker_where_it_can_be_and_the_monitor_outlives_a_moment_without() -> None:
+def test_a_picker_has_a_monitor_if_supported_which_survives_a_missing_api() -> None:
     cluster, pools = Cluster(), [pool("a")]
     cluster.converge(*pools)
     assert cluster.names("PodMonitor") == []
@@ -326,7 +324,7 @@ FRAGMENT: dict[str, Any] = {
 
 
 def with_templates(**main: Any) -> dict[str, Any]:
-    """A spec with the fragment for pickers and Envoys, and `main` for their containers."""
+    """Return a spec with the fragment for pickers and Envoys, and `main` for their containers."""
 
     def fragment(name: str) -> dict[str, Any]:
         return {**FRAGMENT, "spec": {**FRAGMENT["spec"], "containers": [{"name": name, **main}]}}
@@ -378,7 +376,7 @@ def test_the_operators_own_fragment_is_laid_under_the_pools() -> None:
 
 
 @pytest.mark.parametrize("name", ["treeline-epp", "treeline-edge"])
-def test_a_fragment_that_changes_rolls_the_pods_and_one_that_makes_no_sense_does_not(name: str) -> None:
+def test_a_changed_fragment_rolls_the_pods_and_an_invalid_one_does_not(name: str) -> None:
     cluster = converged(pool("a"))
     before = cluster.get("Deployment", name)["spec"]["template"]
     bad = pool("a", **with_templates(ports=[{"name": "x"}]))
@@ -391,7 +389,7 @@ def test_a_fragment_that_changes_rolls_the_pods_and_one_that_makes_no_sense_does
     assert cluster.get("Deployment", name)["spec"]["template"] != before
 
 
-def test_of_two_pools_fragments_the_one_that_does_not_hold_is_reported() -> None:
+def test_the_overruled_fragment_of_two_pools_is_reported() -> None:
     shared = share([pool("a", **with_templates()), pool("b", created=3)])["treeline"]
     told = shared.conflicts["b"]
     assert "endpointPicker.template.spec.nodeSelector.disk is unset here, fast in pool a (older)" in told

@@ -1,4 +1,4 @@
-"""Where the picker gets the tokenizers of engines that serve none: flags, volumes, network, and what a status says."""
+"""The picker's tokenizers for engines that serve none: flags, volumes, network and status."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def reaches_the_hub(cluster: Cluster) -> bool:
     return {"ports": [{"port": 443, "protocol": "TCP"}]} in egress
 
 
-def test_a_hub_tokenizer_needs_its_flag_a_cache_and_the_way_out() -> None:
+def test_a_hub_tokenizer_needs_a_flag_a_cache_and_egress() -> None:
     cluster = converged(pool("a", model=HF, **VLLM))
     assert told(cluster) == ["--tokenizer=name=hf://org/name@v1", "--tokenizer-cache=/var/cache/treeline"]
     assert reaches_the_hub(cluster)
@@ -66,13 +66,13 @@ def test_engines_that_serve_their_tokenizer_change_nothing_of_the_picker() -> No
     assert not reaches_the_hub(cluster)
 
 
-def test_the_tokenizers_own_uri_comes_before_the_models() -> None:
+def test_the_tokenizers_own_uri_overrides_the_models() -> None:
     model = {"uri": "path:///weights", "name": "mine", "tokenizer": "hf://org/words"}
     cluster = converged(pool("a", model=model, **VLLM))
     assert told(cluster)[0] == "--tokenizer=mine=hf://org/words"
 
 
-def test_a_claim_is_mounted_read_only_where_it_may_be_and_at_the_path_that_the_picker_gets() -> None:
+def test_a_claim_is_mounted_read_only_at_the_pickers_path() -> None:
     cluster = converged(pool("a", model=CLAIM, engine={"type": "sglang"}))
     assert told(cluster) == ["--tokenizer=qwen=/mnt/models/weights/qwen"]
     claim = {"claimName": "weights", "readOnly": True}
@@ -95,7 +95,7 @@ def test_unreadable_tokenizers_appear_in_the_status_only(model: dict[str, Any], 
     assert why in by_history(one)
     assert Tokenizers.of(shared(one)).flags == []
     blind = pool("a", model=model, endpointPicker={"policy": "round_robin"}, **VLLM)
-    assert by_history(blind) == "", "nobody would look at the caches"
+    assert by_history(blind) == "", "no policy would use the caches"
     silent = pool("a", model=model, engine={"type": "custom", "image": "i"})
     assert by_history(silent) == "", "it publishes nothing that would be missed"
 
@@ -110,7 +110,7 @@ def test_the_token_is_a_reference_that_no_pod_waits_for() -> None:
     assert {"name": "HF_ENDPOINT", "value": "https://hub.example"} in made["env"]
 
 
-def test_a_token_goes_nowhere_but_where_its_pool_sends_it() -> None:
+def test_a_token_is_sent_only_where_its_pool_says() -> None:
     gated = {**HF, "tokenSecretRef": {"name": "hf"}}
     older, younger = (
         pool("a", model=gated, **VLLM),
@@ -128,7 +128,7 @@ def test_a_token_goes_nowhere_but_where_its_pool_sends_it() -> None:
     assert not_held(plain, shared(older, plain)) == "", "it asked for nothing that does not hold"
 
 
-def test_a_token_whose_mirror_is_not_seen_is_not_used() -> None:
+def test_a_token_for_an_unknown_mirror_is_not_used() -> None:
     fragment = mirrored(None)
     (entry,) = fragment["spec"]["initContainers"][0]["env"]
     del entry["value"]
@@ -170,7 +170,7 @@ def test_engine_and_picker_render_by_the_same_template() -> None:
     assert Tokenizers.of(shared(unreachable)).flags == [], "a template is a part of a tokenizer"
 
 
-def test_who_reads_a_claim_is_not_what_runtime_pods_are_made_from() -> None:
+def test_reading_a_claim_does_not_change_runtime_pods() -> None:
     assert inputs(pool("a", model=CLAIM, **VLLM)) == inputs(
         pool("a", model={**CLAIM, "pickerReadsClaim": False}, **VLLM)
     )

@@ -25,12 +25,12 @@ VALUES: dict[str, Any] = {
 }
 
 
-def test_a_pool_can_choose_what_the_picker_has() -> None:
+def test_a_pool_can_choose_every_policy_of_the_picker() -> None:
     assert set(get_args(Policy)) == {*POLICIES, *ALIASES}
     assert set(get_args(Policy)) > HEEDING
 
 
-def test_parameters_are_those_of_the_picker() -> None:
+def test_policy_parameters_equal_the_pickers() -> None:
     for name in set(get_args(Policy)) - set(ALIASES):
         fields = {field.name for field in msgspec.structs.fields(POLICIES[name].parameters)}
         assert {to_camel(field) for field in fields} == {key for key, whose in PARAMETERS.items() if name in whose}

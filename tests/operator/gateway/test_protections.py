@@ -1,4 +1,4 @@
-"""What protects a gateway: the strictest statement holds, and is not lost with the pool that made it."""
+"""A gateway's protections: the strictest setting applies, and outlives the pool that made it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def seen(cluster: Cluster, *pools: InferencePool) -> SharedGateway:
 
 
 def envoy(cluster: Cluster) -> dict[str, Any]:
-    """What Envoy's pods mount, and its configuration."""
+    """Return the Secrets of Envoy's pods, their arguments and configuration."""
     deployment = cluster.get("Deployment", "treeline-edge")
     volumes = deployment["spec"]["template"]["spec"]["volumes"]
     secrets = {one["name"]: one["secret"]["secretName"] for one in volumes if "secret" in one}
@@ -62,7 +62,7 @@ def test_protections_outlive_the_oldest_pool_until_dropped(name: str) -> None:
     assert envoy(cluster) == before
 
 
-def test_clients_stay_apart_when_the_pool_with_the_keys_goes() -> None:
+def test_clients_stay_isolated_when_the_pool_with_the_keys_is_deleted() -> None:
     a, b = pool("a", gateway={"standalone": KEYS}), pool("b", created=1, gateway={"isolation": "Shared"})
     cluster = Cluster()
     cluster.converge(a, b)
@@ -77,7 +77,7 @@ def test_clients_stay_apart_when_the_pool_with_the_keys_goes() -> None:
 
 
 @pytest.mark.parametrize("name", STATEMENTS)
-def test_a_pool_takes_back_what_it_stated_itself(name: str) -> None:
+def test_a_pool_can_withdraw_its_own_protections(name: str) -> None:
     cluster = Cluster()
     cluster.converge(pool("a"), pool("b", created=1))
     before = envoy(cluster)
@@ -96,7 +96,7 @@ def test_a_pool_of_the_same_name_is_another_one() -> None:
     assert envoy(cluster)["api-keys"] == "clients"
 
 
-def test_of_two_secrets_that_of_the_oldest_pool_holds_and_the_other_pools_status_says_so() -> None:
+def test_the_oldest_pools_secret_wins_and_the_other_pools_status_says_so() -> None:
     other = {"gateway": {"standalone": {"apiKeysSecretRef": {"name": "others"}}, "isolation": "Shared"}}
     a, b = pool("a", **STATEMENTS["ApiKeys"]), pool("b", created=1, **other)
     cluster = Cluster()
@@ -115,7 +115,7 @@ SETS = st.sets(st.sampled_from(sorted(STATEMENTS)))
 
 
 @given(st.lists(st.tuples(SETS, SETS), min_size=1, max_size=4), st.dictionaries(st.sampled_from(sorted(FIELDS)), SETS))
-def test_nothing_is_dropped_but_by_a_pool_that_is_there(rows: Any, before: Any) -> None:
+def test_only_an_existing_pool_drops_protections(rows: Any, before: Any) -> None:
     members = []
     for index, (states, unprotected) in enumerate(rows):
         standalone = {key: value for name, part in (("ApiKeys", KEYS), ("Tls", TLS), ("PickerTls", PICKER_TLS))

@@ -1,4 +1,4 @@
-"""Which pool's settings hold for a gateway: the oldest's, whatever the order in which they are seen."""
+"""A gateway uses the settings of its oldest pool, in whatever order pools are seen."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def test_sharing_depends_on_nothing_but_the_pools(rows: list[Any], rng: random.R
         assert bool(conflicts(sharing, member)) is not same
 
 
-def test_of_hundreds_that_ask_for_the_same_only_the_owner_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_owner_among_hundreds_of_equal_pools_is_examined(monkeypatch: pytest.MonkeyPatch) -> None:
     looked: list[str] = []
     settings_of = module._settings
 

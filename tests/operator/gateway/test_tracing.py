@@ -27,12 +27,12 @@ OUT = {"ports": [{"port": 4400, "protocol": "TCP"}]}
 
 
 def engine(**spec: Any) -> tuple[list[str], dict[str, str]]:
-    """Arguments and environment of a pod's engine."""
+    """Return arguments and environment of a pod's engine."""
     made = template(**spec)["spec"]["containers"][0]
     return made["args"], {one["name"]: one.get("value", "") for one in made["env"]}
 
 
-def test_a_runtime_gets_it_by_flag_and_variables_and_is_another_revision() -> None:
+def test_a_runtime_gets_tracing_by_flag_and_variables_in_a_new_revision() -> None:
     args, env = engine(tracing=COLLECTOR)
     assert parse_args(args).tracing
     assert VARIABLES.items() <= env.items()
@@ -42,7 +42,7 @@ def test_a_runtime_gets_it_by_flag_and_variables_and_is_another_revision() -> No
     assert inputs(a_pool(tracing=COLLECTOR)) != inputs(a_pool())
 
 
-def test_vllm_gets_it_by_its_own_flag_and_an_engine_that_takes_none_is_not() -> None:
+def test_vllm_gets_tracing_by_its_own_flag_and_other_engines_are_not_traced() -> None:
     args, env = engine(**VLLM, tracing=COLLECTOR)
     assert args[args.index("--otlp-traces-endpoint") + 1] == COLLECTOR["endpoint"]
     assert {**VARIABLES, "OTEL_SERVICE_NAME": "vllm"}.items() <= env.items()
@@ -71,7 +71,7 @@ def test_picker_and_envoy_send_to_the_collector_of_the_gateways_owner() -> None:
         assert OUT in cluster.get("NetworkPolicy", name)["spec"]["egress"]
 
 
-def test_the_pods_may_reach_their_collector_and_no_other_pool_gets_a_way_out() -> None:
+def test_pods_may_reach_their_collector_and_other_pools_get_no_egress() -> None:
     def egress(of: InferencePool) -> list[Any]:
         found: list[Any] = pods_policy(of, (), Platform(), {})["spec"]["egress"]
         return found
@@ -79,7 +79,7 @@ def test_the_pods_may_reach_their_collector_and_no_other_pool_gets_a_way_out() -
     assert egress(pool("b", tracing=COLLECTOR)) == [*egress(pool("a")), OUT]
 
 
-def test_without_it_nothing_is_different() -> None:
+def test_without_tracing_nothing_changes() -> None:
     cluster = converged(pool("a"))
     assert "collector" not in json.dumps(envoys(cluster))
     assert "--tracing" not in container(cluster, "treeline-epp")["args"]
@@ -87,7 +87,7 @@ def test_without_it_nothing_is_different() -> None:
 
 
 @pytest.mark.parametrize("ratio", [-0.1, 1.5])
-def test_a_ratio_is_a_part_of_one(ratio: float) -> None:
+def test_a_ratio_lies_between_0_and_1(ratio: float) -> None:
     with pytest.raises(ValidationError, match="ratio"):
         a_pool(tracing={**COLLECTOR, "ratio": ratio})
 
@@ -99,7 +99,7 @@ def test_a_collector_that_cannot_be_reached_is_refused(url: str) -> None:
 
 
 @pytest.mark.parametrize("url", ["http://c", "http://c:1", "http://c:65535", "http://10.0.0.7:4317"])
-def test_every_url_that_is_taken_has_a_host_and_a_port(url: str) -> None:
+def test_every_accepted_url_has_a_host_and_a_port(url: str) -> None:
     tracing = a_pool(tracing={"endpoint": url}).spec.tracing
     assert tracing is not None
     host, port = tracing.collector

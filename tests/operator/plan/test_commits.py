@@ -1,4 +1,4 @@
-"""The commit of a model whose URI names none: the first pod's holds for all, and the status has it."""
+"""The commit of a model whose URI names none: the first pod's commit is used by all, and the status shows it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ONE, OTHER = "a" * 40, "b" * 40
 
 
 def downloaded(cluster: SimCluster, *commits: str, uri: str = URI) -> list[str]:
-    """The pods, the oldest first; their downloads have ended and reported these commits."""
+    """Return the pods, the oldest first; their downloads have ended and reported these commits."""
     pods = sorted(cluster.pods, key=lambda name: int(name.rsplit("-", 1)[1]))
     for age, (name, commit) in enumerate(zip(pods, commits, strict=True)):
         pod = cluster.pods[name]
@@ -48,7 +48,7 @@ def test_the_first_pods_commit_is_recorded_and_passed_to_the_next_ones() -> None
     pool = a_pool(replicas=1, **HF)
     cluster = SimCluster()
     cluster.converge(pool)
-    assert "ConfigMap" not in {ref.kind for ref in cluster.objects}, "nobody knows a commit yet"
+    assert "ConfigMap" not in {ref.kind for ref in cluster.objects}, "no commit is known yet"
     assert "modelCommit" not in pool_status(cluster.world(pool))
     downloaded(cluster, ONE)
     assert kinds(cluster.plan(pool)) == ["Apply ConfigMap tiny-commits"]
@@ -76,7 +76,7 @@ def test_recorded_commits_stay_when_pods_leave_and_branches_move() -> None:
     assert f"pod {first} has commit {OTHER} of {URI}, the pool's is {ONE}" in told["message"]
 
 
-def test_pods_that_have_one_commit_are_no_warning_and_a_second_model_has_its_own_line() -> None:
+def test_pods_with_one_commit_cause_no_warning_and_a_second_model_has_its_own_line() -> None:
     cluster = started(a_pool(replicas=2, **HF), ONE, ONE)
     assert warning(cluster, a_pool(replicas=2, **HF)) is None
     pool = a_pool(model={"uri": "hf://org/next@main"}, replicas=2)
@@ -87,7 +87,7 @@ def test_pods_that_have_one_commit_are_no_warning_and_a_second_model_has_its_own
     assert lines == [f"{URI} {ONE}", f"hf://org/next@main {OTHER}"], "going back finds the commit of before"
 
 
-def test_a_download_that_runs_tells_it_to_those_that_begin_meanwhile() -> None:
+def test_a_running_download_shares_its_commit_with_new_ones() -> None:
     pool = a_pool(**HF)
     cluster = SimCluster()
     cluster.converge(pool)

@@ -1,4 +1,4 @@
-"""The engines' adapters, and the page and manifests that name what is in them."""
+"""The engines' adapters agree with the page and the manifests that name their releases, annotations and ports."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PAGE = (ROOT / "docs" / "engines.md").read_text()
 
 
 @pytest.mark.parametrize("image", [SGLANG_IMAGE, VLLM_IMAGE])
-def test_the_page_names_the_releases_that_are_started(image: str) -> None:
+def test_the_page_names_the_planned_engine_releases(image: str) -> None:
     assert f"`{image}`" in PAGE
 
 
@@ -49,7 +49,7 @@ def test_existing_pods_publish_where_those_of_a_pool_do() -> None:
         (["x", "--api-key=y"], "--api-key (the picker has none"),
     ],
 )
-def test_only_what_the_picker_would_have_to_know_is_reported(args: list[str], found: str) -> None:
+def test_only_settings_that_the_picker_needs_are_reported(args: list[str], found: str) -> None:
     text = unseen_args(ENGINES["vllm"].unseen, args)
     assert found in text
     assert bool(text) is bool(found)

@@ -1,4 +1,4 @@
-"""Who reaches which port, by the NetworkPolicies that are planned, as Kubernetes reads them."""
+"""The planned NetworkPolicies open the right ports to the right peers, as Kubernetes reads them."""
 
 from __future__ import annotations
 
@@ -32,12 +32,13 @@ PROMETHEUS = Pod("monitoring", {"app.kubernetes.io/name": "prometheus"})
 OPERATOR = Pod("treeline-system", {"app.kubernetes.io/name": "treeline-operator"})
 IMPOSTOR = Pod("tenant", {"app.kubernetes.io/name": "prometheus"})
 NEIGHBOUR = Pod("ns", {"app.kubernetes.io/name": "prometheus"})
-"""In the pool's own namespace, where whoever made the pool may start pods."""
+"""A pod in the pool's own namespace, where the pool's author may start pods."""
 COLLEAGUE = Pod("monitoring", {"app.kubernetes.io/name": "grafana"})
 
 
 def selects(selector: dict[str, Any], labels: dict[str, str]) -> bool:
-    """`matchLabels` and `matchExpressions` with In, as far as our policies use them."""
+    """Return whether a selector matches: `matchLabels`, and `matchExpressions` with In, as far as our policies use
+    them."""
     assert selector.keys() <= {"matchLabels", "matchExpressions"}
     for expression in selector.get("matchExpressions", ()):
         assert expression["operator"] == "In"
@@ -59,7 +60,7 @@ def is_peer(peer: dict[str, Any], pod: Pod, home: str) -> bool:
 
 
 def reached(policies: list[dict[str, Any]], target: Pod, source: Pod) -> set[int]:
-    """The TCP ports of `target` that `source` may connect to."""
+    """Return the TCP ports of `target` that `source` may connect to."""
     mine = [p for p in policies if selects(p["spec"]["podSelector"], target.labels)]
     assert any("Ingress" in p["spec"]["policyTypes"] for p in mine), "otherwise all is allowed"
     found: set[int] = set()
@@ -74,7 +75,7 @@ def reached(policies: list[dict[str, Any]], target: Pod, source: Pod) -> set[int
 
 
 def everything(of: InferencePool, platform: Platform) -> tuple[list[dict[str, Any]], dict[str, Pod]]:
-    """The policies of a pool and its gateway, and a pod of each component."""
+    """Return the policies of a pool and its gateway, and a pod of each component."""
     cluster = Cluster()
     cluster.converge(of, platform=platform)
     policies = [cluster.get("NetworkPolicy", name) for name in cluster.names("NetworkPolicy")]
@@ -98,7 +99,7 @@ def test_prometheus_reaches_a_port_that_serves_metrics_and_no_other(spec: dict[s
 
 
 @pytest.mark.parametrize("stranger", [IMPOSTOR, NEIGHBOUR, COLLEAGUE], ids=lambda pod: f"{pod.namespace}")
-def test_who_only_calls_himself_prometheus_reaches_nothing_but_the_gateway(stranger: Pod) -> None:
+def test_a_pod_that_only_claims_to_be_prometheus_reaches_only_the_gateway(stranger: Pod) -> None:
     policies, pods = everything(pool("a"), Platform())
     got = {component: reached(policies, pod, stranger) for component, pod in pods.items()}
     assert got == {"runtime": set(), "epp": set(), "edge": {8080}}
@@ -128,7 +129,7 @@ def test_metrics_peers_can_be_chosen_or_none() -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_prometheus_reaches_an_engines_api_port_only_where_that_was_asked_for(engine: str) -> None:
+def test_prometheus_reaches_an_engines_api_port_only_if_enabled(engine: str) -> None:
     model = {"uri": "path:///weights", "name": "m"}
     asked = pool("a", model=model, engine=ENGINES[engine])
     policies, pods = everything(asked, Platform())
@@ -138,13 +139,13 @@ def test_prometheus_reaches_an_engines_api_port_only_where_that_was_asked_for(en
     assert reached(policies, pods["runtime"], IMPOSTOR) == set()
 
 
-def test_asking_for_the_api_ports_of_engines_does_not_open_that_of_ours() -> None:
+def test_enabling_api_ports_of_engines_does_not_open_ours() -> None:
     policies, pods = everything(pool("a"), Platform(scrape_api_ports=True))
     assert reached(policies, pods["runtime"], PROMETHEUS) == {ports.RUNTIME_METRICS}
 
 
 @pytest.mark.parametrize("port", [ports.RUNTIME_METRICS, ports.RUNTIME_ADMIN])
-def test_an_api_on_one_of_our_ports_moves_ours(port: int) -> None:
+def test_an_engines_api_on_one_of_our_ports_moves_ours(port: int) -> None:
     of = pool("a", engine={"port": port})
     policies, pods = everything(of, Platform())
     template = deployment(of, TargetRevision("r", None), 1, {"labels": {}}, Images())["spec"]["template"]

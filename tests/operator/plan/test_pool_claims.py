@@ -1,4 +1,4 @@
-"""What a pool downloads and where it is kept: the claims of a pool, and the way out."""
+"""A pool's volume claims for downloads, and its way to the internet."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from treeline_operator.actions import Apply, Delete
 from treeline_operator.api.pool import InferencePool
 
 
-def test_the_way_out_is_open_only_while_something_is_downloaded() -> None:
+def test_egress_is_open_only_during_a_download() -> None:
     pool = a_pool(**HF, replicas=2)
     cluster = SimCluster()
 
@@ -59,7 +59,7 @@ def test_a_claim_of_one_node_for_many_pods_is_reported() -> None:
     assert plan.notes == ()
 
 
-def test_the_claim_of_a_compile_cache_is_made_grows_and_outlives_a_change_of_mind() -> None:
+def test_a_compile_cache_claim_is_created_grows_and_survives_its_removal_from_the_spec() -> None:
     small, large = ({"engine": {"cache": {"size": size}}} for size in ("5Gi", "20Gi"))
     cluster = settled(a_pool(**small))
     made = cluster.get("PersistentVolumeClaim", "tiny-cache")

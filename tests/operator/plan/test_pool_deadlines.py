@@ -1,4 +1,4 @@
-"""How long the pods of a pool may take: to start, to be killed, to end."""
+"""The deadlines of a pool's pods: to start, to be killed, to end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from treeline_operator.world import Images
 
 @pytest.mark.parametrize("seconds", [1, 4, 60, 3600])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_the_grace_period_holds_everything_that_happens_in_it(seconds: int, engine: str) -> None:
+def test_the_grace_period_covers_all_steps_of_a_shutdown(seconds: int, engine: str) -> None:
     spec: dict[str, Any] = {"type": engine, "image": "x"}
     made = template(accelerator={"type": "nvidia"}, engine=spec, drain={"timeoutSeconds": seconds})["spec"]
     (container,) = made["containers"]

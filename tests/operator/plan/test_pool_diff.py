@@ -45,13 +45,13 @@ def test_quantities_keep_their_value(number: Decimal) -> None:
     assert quantity(shown) == number
 
 
-def test_words_of_users_are_no_quantities() -> None:
+def test_texts_of_users_are_not_treated_as_quantities() -> None:
     assert canonical({"labels": {"size": "1Gi"}}) != canonical({"labels": {"size": "1024Mi"}})
     assert canonical({"env": [{"name": "A", "value": "1000m"}]}) != canonical({"env": [{"name": "A", "value": "1"}]})
     assert canonical({"size": "1Gi"}) == canonical({"size": "1024Mi"})
 
 
-def test_nothing_and_emptiness_are_dropped_where_the_api_server_drops_them() -> None:
+def test_null_and_empty_fields_are_dropped_as_by_the_api_server() -> None:
     given = {"a": None, "b": "", "c": [], "labels": {}, "hostNetwork": False, "emptyDir": {}, "replicas": 0}
     assert canonical(given) == {"emptyDir": {}, "replicas": 0}
     kept = {"automountServiceAccountToken": False, "podSelector": {}}
@@ -85,7 +85,7 @@ DEPLOYMENT: dict[str, Any] = {
 
 
 def observed(**changes: Any) -> dict[str, Any]:
-    """The deployment as an API server shows it: defaults, a sidecar, a user's label."""
+    """Return the deployment as an API server shows it: with defaults, a sidecar, a user's label."""
     container = {
         "name": "runtime",
         "args": ["--a", "1"],
@@ -154,7 +154,7 @@ def test_a_policy_with_one_port_too_many_differs_and_a_service_with_one_does_not
     assert differences(service(3), service(2, 1)) == ("spec.ports[3,TCP]",)
 
 
-def test_an_empty_list_that_is_wanted_is_not_a_full_one() -> None:
+def test_a_wanted_empty_list_differs_from_a_full_one() -> None:
     assert differences({"spec": {"egress": []}}, {"spec": {}}) == ()
     assert differences({"spec": {"egress": []}}, {"spec": {"egress": [{}]}}) == ("spec.egress",)
 
@@ -205,7 +205,7 @@ def test_ignored_paths_cause_no_write() -> None:
     assert applying(wanting, as_seen(scaled), "mend", ignore_paths=ignore_paths) is None
 
 
-def test_a_field_that_is_set_no_more_is_a_write() -> None:
+def test_a_field_no_longer_set_causes_a_write() -> None:
     first = applying(DEPLOYMENT, None, "new")
     assert first is not None
     fewer = {**DEPLOYMENT, "spec": {k: v for k, v in DEPLOYMENT["spec"].items() if k != "replicas"}}

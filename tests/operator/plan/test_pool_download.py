@@ -1,4 +1,4 @@
-"""How a model reaches a pod: the download's command line, credentials that it alone sees, image volumes."""
+"""A pod gets its model: the download's command line, credentials that it alone sees, image volumes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pods that go: out of the rotation, waited for, given up; and what holds at every step of any story."""
+"""Draining pods: out of the rotation, waited for, released; and the invariants of every step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def pool(replicas: int, **spec: Any) -> InferencePool:
 
 
 def cluster_of(replicas: int, **streams: int) -> SimCluster:
-    """Ready pods `p1`, `p2`, … of one revision, a picker that lists them, and their streams."""
+    """Return a cluster with ready pods `p1`, `p2`, … of one revision, a picker that lists them, and their streams."""
     cluster = SimCluster()
     cluster.converge(pool(replicas))
     cluster.rename_pods("p{}")
@@ -100,7 +100,7 @@ def test_streams_are_waited_for_one_pod_at_a_time() -> None:
     assert (release.step, release.in_flight, release.cut_off) == ("release", 1, True)
 
 
-def test_marks_of_a_pod_that_leaves_and_returns() -> None:
+def test_a_pods_marks_are_set_on_leaving_and_cleared_on_return() -> None:
     cluster = cluster_of(2, p1=1)
     (drains,) = cluster.plan(pool(1)).actions
     assert isinstance(drains, Mark)
@@ -126,7 +126,7 @@ def test_marks_of_a_pod_that_leaves_and_returns() -> None:
     assert (back.labels, back.annotations) == ({SERVING: "true"}, {})
 
 
-def test_whoever_is_to_stay_after_all_serves_again_before_anybody_new_is_made() -> None:
+def test_a_pod_that_stays_after_all_serves_again_before_a_new_one_is_made() -> None:
     for steps in range(3):
         cluster = cluster_of(4)
         for _ in range(steps):
@@ -145,7 +145,7 @@ def test_whoever_is_to_stay_after_all_serves_again_before_anybody_new_is_made() 
         )
 
 
-def test_a_revert_after_the_number_fell_raises_it_before_it_takes_marks_away() -> None:
+def test_a_revert_after_a_scale_down_raises_replicas_before_clearing_marks() -> None:
     cluster = cluster_of(2)
     act(cluster, pool(1))
     later(cluster, SETTLE_S)
@@ -155,7 +155,7 @@ def test_a_revert_after_the_number_fell_raises_it_before_it_takes_marks_away() -
     assert set(cluster.pods) == {"p1", "p2"}
 
 
-def test_there_and_back_again_keeps_every_pod() -> None:
+def test_scaling_down_and_up_again_keeps_every_pod() -> None:
     other = {"engine": {"contextLength": 512}}
     cluster = cluster_of(3)
     before = set(cluster.pods)
@@ -184,7 +184,7 @@ def test_a_rollout_makes_no_more_pods_than_the_surge_allows_while_old_ones_drain
     assert len(cluster.pods) == 2
 
 
-def test_the_pool_that_replaces_waits_for_nothing() -> None:
+def test_a_replace_rollout_waits_for_nothing() -> None:
     replaces = {"rollout": {"strategy": "Replace"}}
     cluster = cluster_of(3, p1=1, p2=1, p3=1)
     assert act(cluster, pool(2, **replaces)) == ["release p3"]
@@ -203,8 +203,8 @@ def test_pods_that_never_served_go_at_once_and_first() -> None:
     assert set(cluster.pods) == {"p1", "p2"}
 
 
-def test_a_pod_is_not_released_while_one_that_goes_before_it_is_waited_for() -> None:
-    """A ReplicaSet gives up the one that is not ready, whatever costs say; and that one has a stream."""
+def test_a_pod_is_not_released_while_an_earlier_one_drains() -> None:
+    """A ReplicaSet removes the pod that is not ready first, whatever the deletion costs; that pod has a stream."""
     cluster = cluster_of(3, p2=1)
     status = cluster.pods["p2"]["status"]
     status["conditions"] = [c for c in status["conditions"] if c["type"] != "Ready"]
@@ -217,11 +217,11 @@ def test_a_pod_is_not_released_while_one_that_goes_before_it_is_waited_for() -> 
     assert act(cluster, pool(1)) == ["release p2", "release p3"]
 
 
-# ---- who cannot be asked ------------------------------------------------------------------------------------
+# ---- unreachable pickers ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("asked_s", [0, 30], ids=["there is none", "it falls silent while a pod is waited for"])
-def test_without_a_picker_pods_are_waited_for_as_long_as_it_may_be_back(asked_s: int) -> None:
+def test_without_a_picker_pods_are_waited_for_as_long_as_it_may_return(asked_s: int) -> None:
     cluster = cluster_of(2, p1=2, p2=1)
     act(cluster, pool(1))
     later(cluster, asked_s)
@@ -244,7 +244,7 @@ def test_a_picker_that_was_not_asked_yet_is_awaited() -> None:
 
 
 def listing(cluster: SimCluster, **changes: Any) -> None:
-    """The picker lists all pods so."""
+    """Let the picker list all pods in this state."""
     cluster.look()
     assert cluster.picker is not None
     told = {"ready": True, "draining": False, "in_flight": 0, **changes}
@@ -252,8 +252,8 @@ def listing(cluster: SimCluster, **changes: Any) -> None:
 
 
 @pytest.mark.parametrize("told", [{"in_flight": None, "draining": True}, {"in_flight": 0}])
-def test_an_endpoint_that_tells_nothing_is_waited_for_shortly(told: dict[str, Any]) -> None:
-    """An engine that does not report; a picker that has not heard that the pod drains."""
+def test_an_endpoint_without_reports_is_waited_for_briefly(told: dict[str, Any]) -> None:
+    """The causes: an engine that does not report, or a picker that does not know yet that the pod drains."""
     cluster = cluster_of(2)
     listing(cluster, **told)
     act(cluster, pool(1))
@@ -292,7 +292,7 @@ def test_a_picker_whose_answer_grows_old_is_not_waited_for_forever() -> None:
 
 
 @pytest.mark.parametrize("since", ["", "yesterday", "2027-01-01T00:00:00Z", "2026-11-01T00:00:00"])
-def test_a_time_that_cannot_be_is_rewritten(since: str) -> None:
+def test_an_impossible_time_is_rewritten(since: str) -> None:
     cluster = cluster_of(2)
     meta = cluster.pods["p2"]["metadata"]
     meta["labels"][SERVING] = "false"
@@ -307,7 +307,7 @@ def test_a_pod_taken_out_of_rotation_by_hand_serves_again() -> None:
     assert act(cluster, pool(2)) == ["return p1"]
 
 
-# ---- who goes -----------------------------------------------------------------------------------------------
+# ---- order --------------------------------------------------------------------------------------------------
 
 
 def a_pod(name: str, *, ready: bool = True, age_s: int = 0, **meta: Any) -> dict[str, Any]:
@@ -346,8 +346,8 @@ def test_a_cost_of_another_owner_is_left_alone() -> None:
 
 
 class DrainStory(RuleBasedStateMachine):
-    """A pool that is scaled and rolled back and forth while streams come and go, pickers too, and operators are killed
-    in the middle of what they do."""
+    """A pool is scaled and rolled back and forth while streams and pickers come and go, and operators are killed
+    midway."""
 
     @initialize(replicas=st.integers(1, 4), missing=st.sampled_from([0, 0, 1]), timeout=st.sampled_from([5, 60]))
     def begin(self, replicas: int, missing: int, timeout: int) -> None:
@@ -383,7 +383,7 @@ class DrainStory(RuleBasedStateMachine):
             self.cluster.streams[name] = self.cluster.streams.get(name, 0) + 1
 
     def reachable(self, pod: dict[str, Any]) -> bool:
-        """It serves, or did a moment ago: what was picked then arrives now."""
+        """Return whether requests may reach the pod: it serves, or did a moment ago and picks of then arrive now."""
         since = pod["metadata"].get("annotations", {}).get(names.DRAINING_SINCE)
         return since is None or stamp(self.cluster.now - timedelta(seconds=0.9)) < since
 
@@ -444,7 +444,7 @@ class DrainStory(RuleBasedStateMachine):
         self.served_enough = self.served_enough or self.serving() >= self.floor()
 
     def check_release(self, mark: Mark) -> None:
-        """A pod with streams is not given up before its time, where somebody can tell that it has them."""
+        """Check that a pod with streams is not released before its time, if a picker can report them."""
         cluster = self.cluster
         if cluster.streams.get(mark.ref.name) and is_ready(cluster.pods[mark.ref.name]):
             since = mark.annotations[names.DRAINING_SINCE]
@@ -452,7 +452,7 @@ class DrainStory(RuleBasedStateMachine):
             silent_since = cluster.silent_since if cluster.picker is None else cluster.picker.at
             assert silent_since is not None
             begun = max(stamp(silent_since), since)
-            unseen = stamp(cluster.now - timedelta(seconds=10)) >= begun  # nobody has told of it for so long
+            unseen = stamp(cluster.now - timedelta(seconds=10)) >= begun  # no report of it for so long
             assert waited or unseen, f"{mark.ref.name} has streams: {mark.why}"
 
     # ---- what always holds
@@ -463,7 +463,8 @@ class DrainStory(RuleBasedStateMachine):
             assert self.serving() >= self.floor()
 
     def teardown(self) -> None:
-        """Left alone, whether streams end or not and whether a picker is there or not, everything drains."""
+        """If nothing else happens, everything drains, whether streams end or not and whether a picker is there or
+        not."""
         if not hasattr(self, "cluster"):
             return
         self.cluster.converge(self.pool())

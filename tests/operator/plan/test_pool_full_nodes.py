@@ -1,4 +1,4 @@
-"""Rollouts where no node has room for one more pod: they come to an end, drop no stream, and keep serving meanwhile."""
+"""Rollouts on full nodes end, drop no stream, and keep serving meanwhile."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def pool(replicas: int, revision: int, **spec: Any) -> InferencePool:
 
 
 class Full:
-    """A cluster without spare room, second by second: pods that start take a while, streams begin and end."""
+    """A cluster without spare room, second by second: pods take time to start, streams begin and end."""
 
     def __init__(self, replicas: int, start_s: int = 40, seed: int = 0) -> None:
         self.cluster = SimCluster(capacity=replicas)
@@ -45,12 +45,12 @@ class Full:
         return (self.cluster.now - self.began).total_seconds()
 
     def serving(self) -> int:
-        """Pods that are ready and in the rotation."""
+        """Return the pods that are ready and in the rotation."""
         labels = [pod["metadata"]["labels"] for pod in self.cluster.pods.values() if is_ready(pod)]
         return sum(label[SERVING] == "true" for label in labels)
 
     def second(self, asked: InferencePool) -> tuple[str, ...]:
-        """One second passes; the planner's notes."""
+        """Let one second pass. Return the planner's notes."""
         cluster = self.cluster
         cluster.now += timedelta(seconds=STEP_S)
         self._streams()
@@ -123,7 +123,7 @@ def test_a_rollout_on_full_nodes_ends_in_bounded_time_and_drops_nothing(
     assert world.dropped == []
 
 
-def test_until_the_time_is_over_nothing_is_taken_away() -> None:
+def test_no_pod_is_removed_before_the_deadline() -> None:
     world, asked = Full(2), pool(2, 1)
     while world.elapsed < SURGE_S:
         notes = world.second(asked)
@@ -131,7 +131,7 @@ def test_until_the_time_is_over_nothing_is_taken_away() -> None:
     assert any(note.startswith("InsufficientCapacity: no node has room for 1 pod(s)") for note in notes)
 
 
-def test_nodes_that_come_in_time_spare_every_old_pod() -> None:
+def test_new_nodes_in_time_save_every_old_pod() -> None:
     world, asked = Full(2), pool(2, 1)
     for _ in range(60):
         world.second(asked)
@@ -139,7 +139,7 @@ def test_nodes_that_come_in_time_spare_every_old_pod() -> None:
     while not world.is_rolled(asked):
         world.second(asked)
         assert world.elapsed < 400
-    assert world.least == 2, "there was room, so nobody had to go first"
+    assert world.least == 2, "there was room, so no pod had to go first"
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_nodes_that_come_in_time_spare_every_old_pod() -> None:
     ],
 )
 @pytest.mark.parametrize("replicas", [1, pytest.param(3, marks=pytest.mark.deep)])
-def test_a_pod_that_would_not_fit_in_the_place_of_an_old_one_takes_none_away(
+def test_a_pod_that_does_not_fit_in_an_old_ones_place_removes_none(
     change: dict[str, Any], lacking: str, replicas: int
 ) -> None:
     world, asked = Full(replicas), pool(replicas, 1, **change)
@@ -170,7 +170,7 @@ def test_a_pod_that_would_not_fit_in_the_place_of_an_old_one_takes_none_away(
 
 
 def test_a_quota_that_is_used_up_makes_room_in_the_same_way() -> None:
-    """Pods that are refused do not exist: their Deployment says since when."""
+    """Pods that are refused do not exist: their Deployment shows since when."""
     cluster, asked = SimCluster(), pool(2, 1)
     cluster.look()
     cluster.converge(pool(2, 0))
@@ -186,7 +186,7 @@ def test_a_quota_that_is_used_up_makes_room_in_the_same_way() -> None:
 
 
 @pytest.mark.deep
-def test_a_rollout_back_in_the_middle_of_it_ends_too() -> None:
+def test_a_rollback_midway_ends_too() -> None:
     world, there, back = Full(3), pool(3, 1), pool(3, 0)
     while world.elapsed < SURGE_S + 90:
         world.second(there)

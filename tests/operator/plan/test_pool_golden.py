@@ -105,7 +105,7 @@ BASE = "cpu-tiny"
 
 
 def first_plan(name: str) -> dict[str, str]:
-    """Every object of the plan. Names, and the hashes that follow from what is shown, are the same in all samples."""
+    """Return every object of the plan. Names, and hashes of shown contents, are the same in all samples."""
     plan = SimCluster(Platform(apis=EVERY_API)).plan(a_pool("sample", **SAMPLES[name]))
     shown = {}
     for action in plan.actions:

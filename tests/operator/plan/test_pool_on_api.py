@@ -1,4 +1,4 @@
-"""Plans of pools on a real API server, by dry run: it takes every object, and its defaults are no reason to write."""
+"""Plans of pools on a real API server, by dry run: it accepts every object, and its defaults cause no writes."""
 
 from __future__ import annotations
 

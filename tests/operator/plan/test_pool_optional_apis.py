@@ -1,4 +1,4 @@
-"""What a pool's plan makes of APIs that a cluster may have: routes, the upstream pool, monitors."""
+"""A pool's plan uses the optional APIs of a cluster: routes, the upstream pool, monitors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_kind_that_may_not_be_read_is_not_reported_as_absent() -> None:
     assert "the operator may not list and watch gateway.networking.k8s.io/v1/HTTPRoute: check its role" in notes
 
 
-def test_an_api_that_discovery_misses_for_a_moment_takes_nothing_away() -> None:
+def test_an_api_briefly_missing_from_discovery_removes_nothing() -> None:
     pool = a_pool(gateway={"parentRefs": [{"name": "front"}]})
     cluster = SimCluster(Platform(apis=EVERY_API))
     cluster.converge(pool)
@@ -42,7 +42,7 @@ def test_an_api_that_discovery_misses_for_a_moment_takes_nothing_away() -> None:
     assert gone == {"HTTPRoute", "InferencePool"}, "what is not asked for any more goes"
 
 
-def test_of_several_pools_behind_a_gateway_the_oldest_takes_what_names_no_other() -> None:
+def test_the_oldest_of_several_pools_takes_unclaimed_names() -> None:
     gateway = {"parentRefs": [{"name": "front"}], "hostnames": ["llm.example.com"]}
     older = a_pool("older", uid="older-uid", gateway=gateway, endpointPicker={"failureMode": "FailClose"})
     young = {"creationTimestamp": "2026-11-02T00:00:00Z"}
@@ -71,7 +71,8 @@ def test_of_several_pools_behind_a_gateway_the_oldest_takes_what_names_no_other(
 def test_a_younger_pool_gets_no_route_for_a_name_that_an_older_one_has_at_the_same_host(
     hosts: tuple[str, ...], theirs: tuple[str, ...], parent: str, routed: bool
 ) -> None:
-    """It would match the model's name, and so go before the older pool's, which matches every name."""
+    """The younger pool's route would match the model's name, and so precede the older pool's, which matches every
+    name."""
     older = a_pool("older", uid="older-uid", gateway={"parentRefs": [{"name": "front"}], "hostnames": hosts})
     young = {"creationTimestamp": "2026-11-02T00:00:00Z"}
     younger = a_pool("younger", metadata=young, gateway={"parentRefs": [{"name": parent}], "hostnames": theirs})

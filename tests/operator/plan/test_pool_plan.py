@@ -1,4 +1,4 @@
-"""Plans of pools against a small cluster: they converge, repair, roll, keep and delete what they should."""
+"""Plans of pools against a small cluster: they converge, repair, roll, keep and delete the right objects."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SPECS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_a_plan_converges_and_then_nothing_remains(name: str) -> None:
+def test_a_plan_converges(name: str) -> None:
     pool = a_pool(**SPECS[name])
     cluster = SimCluster(Platform(apis=EVERY_API))
     assert cluster.converge(pool) <= 4
@@ -59,7 +59,7 @@ def test_pods_that_need_the_keys_wait_for_them_and_others_do_not() -> None:
     assert "Apply Service tiny-pods" in kinds(plan)
     (note,) = plan.notes
     assert "waits until gateway treeline has made its keys" in note
-    assert plan.recheck_s is None, "the gateway's children are told to its pools"
+    assert plan.recheck_s is None, "changes of the gateway's children are reported to its pools"
     for engine in ({"type": "custom", "image": "x:1"}, {"type": "vllm"}, {"type": "sglang"}):
         pool = a_pool(engine=engine, accelerator={"type": "nvidia"})
         assert any(action.ref.kind == "Deployment" for action in cluster.plan(pool).actions)
@@ -67,7 +67,7 @@ def test_pods_that_need_the_keys_wait_for_them_and_others_do_not() -> None:
     assert any(action.ref.kind == "Deployment" for action in cluster.plan(a_pool()).actions)
 
 
-def test_keys_that_are_gone_are_made_again_for_a_pod_that_waits_for_them() -> None:
+def test_missing_keys_are_made_again_for_a_waiting_pod() -> None:
     cluster = settled(a_pool())
     (pod,) = cluster.pods.values()
     placed = {"type": "PodScheduled", "status": "True", "lastTransitionTime": cluster.now.isoformat()}
@@ -151,7 +151,7 @@ def test_changed_pod_fields_make_a_new_revision(change: dict[str, Any]) -> None:
         {"gateway": {"standalone": {"port": 8080}}},
     ],
 )
-def test_other_fields_touch_no_pod(change: dict[str, Any]) -> None:
+def test_other_fields_change_no_pod(change: dict[str, Any]) -> None:
     cluster = settled(a_pool())
     assert cluster.plan(a_pool(**change)).actions == ()
 
@@ -166,7 +166,7 @@ def test_scaling_is_a_scale_and_nothing_else() -> None:
 # ---- rollouts -----------------------------------------------------------------------------------------------
 
 
-def test_a_revert_takes_the_old_revision_up_again() -> None:
+def test_a_revert_reuses_the_old_revision() -> None:
     first, second = a_pool(replicas=2), a_pool(replicas=2, engine={"contextLength": 512})
     cluster = settled(first)
     (before,) = cluster.deployments()
@@ -192,7 +192,7 @@ def test_history_is_bounded() -> None:
     story=st.lists(st.sampled_from(["flip", "ready", "ready", "crash", "up", "down"]), max_size=14),
     capacity=st.integers(3, 6),
 )
-def test_every_story_serves_on_and_ends_well(story: list[str], capacity: int) -> None:
+def test_every_random_rollout_keeps_serving_and_converges(story: list[str], capacity: int) -> None:
     """The whole planner over the simulated cluster; `test_pool_rollout` tells many more of these of its core."""
     specs = [a_pool(replicas=3), a_pool(replicas=3, engine={"contextLength": 512})]
     cluster, replicas, wanted = settled(specs[0]), 3, 0
@@ -253,7 +253,7 @@ def test_paused_keeps_everything() -> None:
 
 
 @pytest.mark.parametrize("budget", [1, 3, "25%"])
-def test_the_budget_is_as_asked(budget: int | str) -> None:
+def test_the_disruption_budget_follows_the_spec(budget: int | str) -> None:
     cluster = settled(a_pool(replicas=4, disruptionBudget={"maxUnavailable": budget}))
     assert cluster.get("PodDisruptionBudget", "tiny")["spec"]["maxUnavailable"] == budget
 

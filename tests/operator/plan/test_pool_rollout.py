@@ -1,4 +1,4 @@
-"""How replicas move between revisions: exact steps, and what holds at every step of any story."""
+"""Replicas move between revisions: exact steps, and the invariants of every step."""
 
 from __future__ import annotations
 
@@ -62,13 +62,15 @@ STEPS: list[tuple[str, int, RolloutPolicy, list[Revision], dict[str, int]]] = [
     ("what has converged stays, surging", 4, RolloutPolicy(max_surge=3), [rev("a", 4), rev("b", 0)], {"a": 4}),
     ("what has converged stays, without a surge", 4, TWO_MISSING, [rev("a", 4), rev("b", 0)], {"a": 4}),
 ]
-"""What is so, the replicas wanted, the policy, the target and the revisions before it → the replicas of each."""
+"""Description, wanted replicas, policy, the target and earlier revisions → the replicas of each."""
 
 
 @pytest.mark.parametrize(
     ("wanted", "policy", "revisions", "expected"), [row[1:] for row in STEPS], ids=[row[0] for row in STEPS]
 )
-def test_one_step(wanted: int, policy: RolloutPolicy, revisions: list[Revision], expected: dict[str, int]) -> None:
+def test_each_step_moves_the_expected_replicas(
+    wanted: int, policy: RolloutPolicy, revisions: list[Revision], expected: dict[str, int]
+) -> None:
     assert step(wanted, policy, *revisions) == expected
 
 
@@ -93,7 +95,7 @@ def test_a_surge_without_a_place_waits_for_nodes_and_then_replaces_one_by_one() 
     assert step(3, PATIENT, rev("b", 3, 2, waited_s=500, **pending), rev("a", 1)) == {"a": 0, "b": 3}
 
 
-def test_the_only_pod_goes_for_one_that_fits_in_its_place_and_for_no_other() -> None:
+def test_the_only_pod_is_replaced_only_by_one_that_fits_in_its_place() -> None:
     fits = rev("b", 1, 0, unschedulable=1, waited_s=120, fits=True)
     assert step(1, PATIENT, fits, rev("a", 1)) == {"a": 0, "b": 1}
     larger = rev("b", 1, 0, unschedulable=1, waited_s=9999, fits=False)
@@ -124,7 +126,7 @@ def test_a_failing_revision_takes_no_ready_pod() -> None:
 
 @dataclass
 class Pods:
-    """Pods of one revision: each starting, ready, pending (no place) or failing."""
+    """Pods of one revision: each is starting, ready, pending (no place) or failing."""
 
     states: list[str] = field(default_factory=list)
     replicas: int = 0
@@ -185,7 +187,7 @@ class RolloutStory(RuleBasedStateMachine):
 
     @rule()
     def one_pod_flaps(self) -> None:
-        """Not the planner's doing: what served enough before may not do so now."""
+        """A ready pod becomes unready, which is not the planner's doing: too few may serve now."""
         for pods in self.revisions.values():
             if "ready" in pods.states:
                 pods.states[pods.states.index("ready")] = "starting"
@@ -208,7 +210,7 @@ class RolloutStory(RuleBasedStateMachine):
         self.move()
 
     def teardown(self) -> None:
-        """Left alone with good pods and room for one more, if none may be missing, all ends with the target alone."""
+        """With good pods, and room for one more if none may be missing, the rollout ends with the target alone."""
         if not hasattr(self, "revisions"):
             return
         self.pause(paused=False)

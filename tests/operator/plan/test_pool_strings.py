@@ -1,4 +1,4 @@
-"""What users write stays one word of a command line, one path, one value: for every string that the API takes."""
+"""Every string that the API accepts stays one word of a command line, one path, one value."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def command_line(made: InferencePool) -> tuple[str, ...]:
 
 
 def flags(words: tuple[str, ...]) -> list[str]:
-    """The flags of a command line, without their values."""
+    """Return the flags of a command line, without their values."""
     return [word.split("=", 1)[0] for word in words if word.startswith("-")]
 
 
 @settings(deadline=None, max_examples=60)
 @given(uri=URIS, name=NAMES, policy=WORDS)
-def test_our_runtime_and_the_download_read_back_what_was_written(uri: str, name: str, policy: str) -> None:
+def test_our_runtime_and_the_download_read_back_every_text(uri: str, name: str, policy: str) -> None:
     made = pool("treeline", model={"uri": uri, "name": name}, schedulePolicy=policy)
     found = files(made)
     words = [word for word in command_line(made) if not word.startswith("--schedule-policy=")]
@@ -95,7 +95,7 @@ def test_no_string_becomes_a_flag_two_words_or_a_variable(
         schedulePolicy=word,
     )
     words = command_line(made)
-    assert flags(words) == flags(command_line(plain)), "the same flags, whatever the values"
+    assert flags(words) == flags(command_line(plain)), "the same flags for any values"
     assert len(words) == len(command_line(plain))
     found = files(made)
     (named,) = [word for word in words if word.startswith(f"{adapter[0]}=")]
@@ -142,7 +142,7 @@ HOSTILE = st.text(min_size=1, max_size=40) | st.sampled_from(
 
 
 def strings(text: str) -> Iterator[str]:
-    """What of our models takes the text as it is."""
+    """Yield the fields that accept the text unchanged."""
     for where, model in {
         "model.name": lambda: ModelSource.model_validate({"uri": "hf://o/n", "name": text}),
         "adapter.name": lambda: Adapter.model_validate({"name": text, "uri": "hf://o/n"}),
@@ -161,7 +161,7 @@ def strings(text: str) -> Iterator[str]:
 
 @settings(max_examples=500)
 @given(text=HOSTILE)
-def test_whatever_text_is_taken_is_printable_ascii_without_blanks_and_no_flag(text: str) -> None:
+def test_every_accepted_text_is_printable_ascii_without_blanks_and_no_flag(text: str) -> None:
     taken = list(strings(text))
     if taken:
         assert re.fullmatch(r"[!-~]+", text), taken
@@ -175,7 +175,7 @@ def test_ambiguous_texts_are_refused_everywhere(text: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ["sglang", "vllm"])
-def test_engines_of_others_get_flags_to_hide_hits_from_strangers_who_share_a_cache(engine: str) -> None:
+def test_foreign_engines_get_flags_that_hide_hits_in_a_shared_cache(engine: str) -> None:
     def tells(**gateway: Any) -> bool:
         body = {"model": {"uri": "path:///m"}, "engine": {"type": engine}, "gateway": gateway}
         made = InferencePool.from_object(
@@ -194,4 +194,4 @@ def test_engines_of_others_get_flags_to_hide_hits_from_strangers_who_share_a_cac
     assert tells(standalone=keyed), "each client sees its own hits alone"
     assert not tells(standalone=keyed, isolation="Shared")
     assert tells(standalone={**keyed, "exposeRouting": True}, isolation="Shared")
-    assert tells(isolation="Shared"), "without keys there is nobody to be a stranger"
+    assert tells(isolation="Shared"), "without keys there are no strangers"

@@ -1,4 +1,4 @@
-"""Pod templates: the user's fragment over ours, what it cannot change, command lines that the engines take, drains."""
+"""Pod templates: the user's fragment over ours, the fields that it cannot change, valid command lines, drains."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def patched(**container: Any) -> dict[str, Any]:
         {"spec": {}},
     ],
 )
-def test_maps_that_were_emptied_again_make_no_other_revision(left: dict[str, Any]) -> None:
+def test_emptied_maps_make_no_new_revision(left: dict[str, Any]) -> None:
     assert inputs(a_pool(template=left)) == inputs(a_pool())
 
 
@@ -86,7 +86,7 @@ def test_ports_are_merged_by_number_and_protocol_and_need_no_name() -> None:
             patched(ports=[bad])
 
 
-def test_maps_are_merged_and_a_null_takes_away() -> None:
+def test_maps_are_merged_and_null_removes() -> None:
     made = template(
         template={
             "metadata": {"annotations": {"a": "b"}},
@@ -218,8 +218,8 @@ def test_our_runtime_takes_the_command_line(engine: dict[str, Any]) -> None:
         assert args.threads == 2
 
 
-def test_the_words_that_a_pool_may_use_are_those_that_our_runtime_takes() -> None:
-    """Those of policies: tests/runtime/scheduler/test_policies.py."""
+def test_a_pools_values_equal_those_of_our_runtime() -> None:
+    """tests/runtime/scheduler/test_policies.py compares the policies."""
     fields = get_type_hints(EngineConfig)
     closed = {setting: get_args(fields[to_snake(setting)]) for setting in WORDS if not setting.endswith("Policy")}
     assert closed == {setting: WORDS[setting] for setting in ("dtype", "quantization", "kvCacheDtype")}
@@ -238,8 +238,8 @@ def test_settings_that_an_engine_lacks_are_refused_not_dropped(engine: str, aske
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_every_rank_of_an_engine_has_its_ports_and_the_picker_learns_where_they_begin(ranks: int) -> None:
-    """As SGLang and vLLM count: the port of rank r is the first one + r."""
+def test_every_rank_of_an_engine_has_its_ports_and_the_picker_knows_the_first(ranks: int) -> None:
+    """SGLang and vLLM count alike: the port of rank r is the first one + r."""
     devices = {"accelerator": {"type": "nvidia", "count": ranks}}
     for engine, sockets in (("vllm", (5557, 5657)), ("sglang", (5557, 5657, 5757))):
         made = template(**devices, engine={"type": engine, "dataParallel": ranks})
@@ -262,7 +262,7 @@ def test_sglangs_administration_needs_a_key_that_no_object_shows() -> None:
     assert given["valueFrom"] == {"secretKeyRef": {"name": "tiny-admin-key", "key": "key"}}
 
 
-def test_the_users_command_and_arguments_hold() -> None:
+def test_the_users_command_and_arguments_win() -> None:
     made = runtime(engine={"command": ["numactl", "serve"], "args": ["--more"]})
     assert made["command"] == ["numactl", "serve"]
     assert made["args"][-1] == "--more"
@@ -370,7 +370,7 @@ def test_local_storage_of_a_pod_is_limited() -> None:
         assert found["shm"] == {"emptyDir": {"medium": "Memory", "sizeLimit": size}}
 
 
-def test_the_cache_may_be_a_claim_of_ones_own_or_one_that_is_made() -> None:
+def test_the_cache_may_be_an_existing_claim_or_a_new_one() -> None:
     for cache, claim in (({"size": "9Gi"}, "tiny-cache"), ({"claimName": "ours"}, "ours")):
         found = volumes(engine={"cache": cache})
         assert found["cache"] == {"persistentVolumeClaim": {"claimName": claim}}
@@ -384,8 +384,8 @@ def test_the_cache_may_be_a_claim_of_ones_own_or_one_that_is_made() -> None:
         ("huggingface_hub", "constants.py", "HF_HOME"),
     ],
 )
-def test_the_names_of_caches_are_those_that_the_installed_libraries_read(package: str, module: str, name: str) -> None:
-    """Read, not run: inductor alone takes ten seconds to import."""
+def test_cache_variables_are_those_that_the_installed_libraries_read(package: str, module: str, name: str) -> None:
+    """The libraries are read, not run: inductor alone takes ten seconds to import."""
     spec = importlib.util.find_spec(package)
     assert spec is not None
     assert spec.origin is not None
@@ -426,7 +426,7 @@ def test_layers_are_split_over_the_devices_unless_configured_otherwise(
     assert found == flags
 
 
-def test_a_pool_that_begins_to_say_how_it_is_split_keeps_its_pods() -> None:
+def test_stating_the_default_split_keeps_the_pods() -> None:
     devices = {"accelerator": {"type": "nvidia", "count": 4}}
     said = a_pool(**devices, engine={"type": "vllm", "tensorParallel": 4})
     assert inputs(a_pool(**devices, engine={"type": "vllm"})) == inputs(said)

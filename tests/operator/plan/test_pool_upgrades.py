@@ -1,4 +1,4 @@
-"""What an upgrade of the operator does to pools that are there: it rolls nothing by itself."""
+"""An upgrade of the operator restarts no pods of existing pools."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_an_upgrade_rolls_no_pods_until_the_pool_changes(monkeypatch: pytest.Mon
     assert cluster.plan(changed).actions == ()
 
 
-def test_other_default_images_alone_touch_no_revision_and_drift_is_still_mended() -> None:
+def test_new_default_images_change_no_revision_and_drift_is_still_repaired() -> None:
     cluster = settled(a_pool())
     cluster.platform = replace(cluster.platform, images=Images(pull_secrets=("registry",)))
     assert cluster.plan(a_pool()).actions == ()
@@ -78,8 +78,9 @@ LATER: dict[str, Any] = {"ofALaterVersion": {"a": [1, None]}}
 
 
 @pytest.mark.parametrize("more", [{}, {"engine": {"type": "vllm"}, "accelerator": {"type": "nvidia"}}])
-def test_fields_of_a_later_version_are_passed_over_and_change_no_revision(more: dict[str, Any]) -> None:
-    """CRDs go first, and an operator may be rolled back: both leave an operator with fields that it does not know."""
+def test_fields_of_a_later_version_are_ignored_and_change_no_revision(more: dict[str, Any]) -> None:
+    """CRDs are upgraded first, and an operator may be rolled back: both give an operator fields that it does not
+    know."""
     known = {"model": {"uri": "builtin://tiny"}, "engine": {}, "gateway": {}, "drain": {}, **more}
     meta = {"name": "tiny", "namespace": "serving", "uid": "pool-uid"}
     body = {"apiVersion": "treeline.dev/v1alpha1", "kind": "InferencePool", "metadata": meta}

@@ -1,4 +1,4 @@
-"""Presets: a pool's own fields over those of the preset that it names, and what is said where that makes no pool."""
+"""Presets: a pool's own fields override its preset's, and invalid results are reported."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def over(preset: dict[str, Any], **spec: Any) -> InferencePool:
     return resolved(a_pool(preset="p", **spec), {"p": preset})
 
 
-def test_a_pool_that_says_its_model_alone_is_the_preset_with_that_model() -> None:
+def test_a_pool_with_only_a_model_is_the_preset_with_that_model() -> None:
     whole = {**H100, "model": {"uri": "hf://o/n"}}
     pool = resolved(a_pool(preset="p", model={"uri": "hf://o/n"}), {"p": H100})
     assert inputs(pool) == inputs(a_pool(**whole)), "the same pods as those of a pool that says all of it"
@@ -72,7 +72,7 @@ def test_the_pools_fields_win_and_lists_merge_by_key() -> None:
     assert spec.template["spec"]["nodeSelector"] == {"disk": "fast"}
 
 
-def test_a_null_in_the_pools_template_takes_away_what_preset_and_operator_say() -> None:
+def test_a_null_in_the_pools_template_removes_fields_of_preset_and_operator() -> None:
     preset = {"template": {"spec": {"nodeSelector": {"disk": "fast"}}}}
     pool = over(preset, template={"spec": {"nodeSelector": None, "securityContext": {"runAsUser": None}}})
     made = pod_template(pool, "r", Images())["spec"]
@@ -80,7 +80,7 @@ def test_a_null_in_the_pools_template_takes_away_what_preset_and_operator_say() 
     assert "runAsUser" not in made["securityContext"]
 
 
-def test_a_preset_that_is_not_there_is_named_with_those_that_are() -> None:
+def test_a_missing_preset_is_named_with_the_existing_ones() -> None:
     with pytest.raises(PresetProblem, match="unknown preset q; the operator has: a, p") as told:
         resolved(a_pool(preset="q"), {"p": {}, "a": {}})
     assert told.value.reason is Reason.PRESET_MISSING
@@ -110,7 +110,7 @@ def test_a_preset_that_makes_no_pool_is_a_conflict(preset: dict[str, Any], spec:
 
 
 @pytest.mark.parametrize("field", OWN)
-def test_a_preset_has_no_say_in_what_is_every_pools_own(field: str) -> None:
+def test_a_preset_cannot_set_a_pools_own_fields(field: str) -> None:
     preset: Any = 3
     for part in reversed(field.split(".")):
         preset = {part: preset}

@@ -1,4 +1,4 @@
-"""Replicas by demand: at once upwards, and downwards when a whole window asked for no more."""
+"""Replicas by demand: up at once, and down when a whole window needed no more."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ steps = st.lists(st.tuples(st.floats(0.0, 40.0), heard), min_size=1, max_size=25
 
 
 def asked_for(one: Heard | None, target: Target, replicas: int) -> int:
-    """The number before any window, in other words."""
+    """Compute the number before any window, independently of the code under test."""
     if one is None:
         wanted = replicas
     else:
@@ -45,7 +45,7 @@ def asked_for(one: Heard | None, target: Target, replicas: int) -> int:
 
 
 @given(targets, st.integers(0, 15), steps)
-def test_more_at_once_and_less_only_when_the_whole_window_asked_for_no_more(
+def test_replicas_rise_at_once_and_fall_only_after_a_quiet_window(
     target: Target, replicas: int, said: list[tuple[float, Heard | None]]
 ) -> None:
     now, history = 100.0, ()
@@ -70,8 +70,8 @@ def test_more_at_once_and_less_only_when_the_whole_window_asked_for_no_more(
 
 
 @given(targets, st.integers(0, 15), heard)
-def test_correct_values_stay(target: Target, replicas: int, one: Heard | None) -> None:
-    """The same demand, again and again: after one step up nothing changes, and after a window nothing ever."""
+def test_correct_replicas_stay(target: Target, replicas: int, one: Heard | None) -> None:
+    """After one step up the same demand changes nothing, and after a window nothing ever."""
     history: History = ()
     seen = []
     for now in (0.0, 1.0, 70.0, 140.0, 210.0):
@@ -134,7 +134,7 @@ def test_a_pool_goes_to_zero_when_it_was_idle_for_the_window() -> None:
     assert (found.replicas, "for 60 s demand was no higher" in found.why) == (0, True)
 
 
-def test_nothing_goes_for_a_window_after_silence_or_while_a_picker_is_missing() -> None:
+def test_no_pod_is_removed_for_a_window_after_silence_or_without_a_picker() -> None:
     found = step((), 2, 0.0)
     found = step(found.history, 2, 50.0, None)
     assert step(found.history, 2, 100.0).replicas == 2
@@ -143,7 +143,7 @@ def test_nothing_goes_for_a_window_after_silence_or_while_a_picker_is_missing() 
     assert step(found.history, 2, 111.0, PoolSignals(queued_tokens=5000), whole=False).replicas == 5
 
 
-def test_a_pool_that_was_woken_is_not_put_to_sleep_before_a_pod_was_ready() -> None:
+def test_a_woken_pool_does_not_sleep_before_a_pod_was_ready() -> None:
     found = step((), 1, 0.0, PoolSignals())
     found = step(found.history, 1, 500.0, PoolSignals())
     assert found.replicas == 1
@@ -160,7 +160,7 @@ def test_pods_whose_load_is_not_known_stay_while_requests_come() -> None:
     assert step(found.history, 3, 161.0, PoolSignals(ready=3, silent=2)).replicas == 0
 
 
-def test_bounds_hold_without_a_picker_and_the_spec_is_read() -> None:
+def test_bounds_of_the_spec_hold_without_a_picker() -> None:
     auto = Autoscaling.model_validate(
         {"type": "Picker", "minReplicas": 2, "maxReplicas": 4, "picker": {"ttftMilliseconds": 250, "queuedTokens": 7}}
     )

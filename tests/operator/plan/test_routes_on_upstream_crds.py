@@ -1,4 +1,5 @@
-"""What a pool asks of Gateway API, on an API server with the real definitions: taken as is, defaults are no drift."""
+"""An API server with the real Gateway API definitions accepts a pool's objects as they are; its defaults are no
+drift."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ GATEWAYS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def plane() -> Iterator[ControlPlane]:
-    """An API server of these tests alone: for the others there is no Gateway API."""
+    """An API server for these tests alone: the others have no Gateway API."""
     plane = control_plane_or_skip(controllers=())
     plane.start()
     crds = ROOT / "e2e/gateway_api/crds"
@@ -36,7 +37,7 @@ def plane() -> Iterator[ControlPlane]:
 
 @pytest.mark.parametrize("first", [True, False], ids=["oldest", "by-model"])
 @pytest.mark.parametrize("name", GATEWAYS)
-def test_taken_as_it_is(name: str, first: bool, plane: ControlPlane) -> None:
+def test_the_api_server_accepts_a_pools_objects_unchanged(name: str, first: bool, plane: ControlPlane) -> None:
     pool = a_pool("tiny", metadata={"namespace": "default"}, gateway=GATEWAYS[name])
     cluster = SimCluster(replace(Platform(), apis=frozenset({ROUTE, UPSTREAM})))
     if not first:

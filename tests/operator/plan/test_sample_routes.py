@@ -1,4 +1,4 @@
-"""The HTTPRoutes among the samples let through what an engine serves, and nothing else, as the operator's do."""
+"""The HTTPRoutes among the samples pass exactly the paths that an engine serves, as the operator's routes do."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from treeline_wire.paths import INFERENCE
 
 MANIFESTS = Path(__file__).parents[3] / "manifests"
 ENGINES = {"existing-pods/pool.yaml": "vllm"}
-"""By file, the engine of the pods behind its route."""
+"""The engine of the pods behind a route, by file."""
 
 
 def routes(file: Path) -> list[dict[str, Any]]:

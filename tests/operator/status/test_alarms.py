@@ -1,4 +1,4 @@
-"""Warnings come when something has been wrong for longer than a normal start or change takes, and once."""
+"""A warning comes once, when a problem has lasted longer than a normal start or change takes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_short_problems_are_never_reported():
     assert told(alarms, status(SICK, NOT_SO), 0) == ([], 60)
     assert told(alarms, status(SICK, NOT_SO), 59) == ([], 1)
     assert told(alarms, status(WELL), 60) == ([], None)
-    assert told(alarms, status(SICK), 61) == ([], 60), "it begins anew"
+    assert told(alarms, status(SICK), 61) == ([], 60), "the patience begins again"
 
 
 def test_lasting_problems_are_reported_once_with_their_conditions_message():
@@ -62,10 +62,10 @@ def test_lasting_problems_are_reported_once_with_their_conditions_message():
     assert told(alarms, sick, 5000, sick) == ([], None)
 
 
-def test_an_operator_that_starts_goes_on_where_its_predecessor_was():
+def test_a_new_operator_continues_its_predecessors_state():
     sick = status(SICK)
     assert told(Alarms(), sick, 45, sick) == ([], 15), "its predecessor had seen it for 45 s"
-    assert told(Alarms(), sick, 61, sick) == ([], None), "its predecessor has told of it"
+    assert told(Alarms(), sick, 61, sick) == ([], None), "its predecessor has reported it"
 
 
 def test_deleted_objects_are_forgotten():
@@ -79,7 +79,7 @@ def test_deleted_objects_are_forgotten():
 
 
 @given(st.lists(st.tuples(st.floats(0.1, 40), st.booleans()), max_size=20))
-def test_a_warning_comes_exactly_when_it_has_been_so_without_a_break_for_its_patience(story):
+def test_a_warning_comes_exactly_after_an_unbroken_problem_of_its_patience(story):
     alarms, at, since, before, expected, seen = Alarms(), 0.0, None, status(WELL), [], []
     for seconds, sick in story:
         at += seconds

@@ -1,4 +1,4 @@
-"""What the status keeps of the last time that the replicas were set by the pickers' demand."""
+"""The status keeps the last change of replicas that the pickers' demand caused."""
 
 from __future__ import annotations
 

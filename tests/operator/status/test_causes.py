@@ -1,4 +1,4 @@
-"""Why pods are not ready: one row for each kind of trouble, with statuses as kubelets and schedulers write them."""
+"""Causes of unready pods: one row for each kind of trouble, with statuses as kubelets and schedulers write them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ POOL = pool()
 
 
 def test_every_reason_that_may_be_a_cause_has_its_place_among_them():
-    """One without would be a KeyError when it is met beside another."""
+    """A reason without a place would be a KeyError when it meets another."""
     named = set(re.findall(r"Reason\.([A-Z_]+)", inspect.getsource(causes_module)))
     assert named == {reason.name for reason in causes_module._RANK}
 
 
 def test_a_cause_is_reported_with_the_pods_that_have_it_and_what_to_do():
-    """An evicted pod is nobody's any more to a pool's status, which tells of all the other troubles."""
+    """A pool's status ignores evicted pods; it reports every other trouble."""
     status, reason, text = TROUBLES["evicted"]
     pods = [pod(POOL, "tiny-0", **ready()).object, pod(POOL, POD, **status).object]
     (cause,) = diagnose(pods)
@@ -43,7 +43,7 @@ def test_a_cause_is_reported_with_the_pods_that_have_it_and_what_to_do():
         ((700, 0), "700 B of the weights are there"),
     ],
 )
-def test_a_download_tells_how_far_it_is(told, text):
+def test_a_download_reports_its_progress(told, text):
     pods = [pod(POOL, POD, **init(RUNNING)).object]
     causes = diagnose(pods, progress={} if told is None else {POD: told})
     assert text in causes[0].detail
@@ -72,7 +72,7 @@ def test_the_same_trouble_in_other_words_is_reported_in_those_of_most_pods():
 
 
 def test_messages_of_our_runtime_about_missing_models_are_recognised(tmp_path):
-    """Of no folder, of an empty one, of a file, and of one without weights."""
+    """The messages for a missing folder, an empty one, a file, and a folder without weights."""
     (file := tmp_path / "file").touch()
     (empty := tmp_path / "empty").mkdir()
     (half := tmp_path / "half").mkdir()
@@ -94,7 +94,7 @@ def test_a_long_last_line_is_cut():
 
 @pytest.mark.parametrize(("reason", "message"), REJECTIONS.items(), ids=REJECTIONS)
 def test_pods_that_cannot_be_made(reason, message):
-    """From the Deployment's condition, or from events while the condition is not there yet."""
+    """The cause is in the Deployment's condition, or in events while the condition is missing."""
     failed = {"type": "ReplicaFailure", "status": "True", "reason": "FailedCreate", "message": message}
     told = deployment("tiny-ab12", 2, 0, conditions=[failed]).object
     (cause,) = diagnose([], [told])
@@ -118,8 +118,8 @@ def test_pods_that_cannot_be_made(reason, message):
     ],
     ids=["mounted since", "mounted since, downloads", "started since"],
 )
-def test_old_news_is_no_cause(status, why, text):
-    """Events stay for an hour after what they tell of was mended."""
+def test_old_events_are_no_cause(status, why, text):
+    """Events stay for an hour after their problem is solved."""
     (cause,) = diagnose([pod(POOL, POD, **status).object], (), [event(POD, why, text)])
     assert cause.reason in (Reason.MODEL_LOADING, Reason.WEIGHTS_DOWNLOADING, Reason.PODS_STARTING)
     assert text not in cause.detail

@@ -47,7 +47,7 @@ def test_through_all_changes_times_move_only_forward_and_only_when_a_status_turn
 
 @settings(max_examples=50, deadline=None)
 @given(findings, st.randoms(use_true_random=False))
-def test_sameness_sees_through_order_times_and_empty_fields(found, shuffler):
+def test_equal_statuses_may_differ_in_order_times_and_empty_fields(found, shuffler):
     told = build(found, 1, (), NOW)
     mixed = [{**one, "lastTransitionTime": "2020-01-01T00:00:00Z"} for one in told]
     shuffler.shuffle(mixed)
@@ -65,20 +65,20 @@ def test_sameness_sees_through_order_times_and_empty_fields(found, shuffler):
             assert not same_status({"conditions": told}, {"conditions": other})
 
 
-def test_sameness_sees_every_figure():
+def test_statuses_with_different_figures_differ():
     assert not same_status({"replicas": 0}, {})
     assert not same_status({"endpoints": [{"name": "a"}]}, {"endpoints": [{"name": "b"}]})
     assert same_status({}, {"conditions": []})
 
 
-def test_a_message_says_what_is_so_and_then_what_to_do():
+def test_a_message_says_the_state_and_then_the_fix():
     assert (
         with_fix(Reason.QUOTA_EXCEEDED, "exceeded quota: gpus.")
         == "exceeded quota: gpus. Raise the ResourceQuota or lower replicas or resources."
     )
 
 
-def test_every_word_is_explained_and_what_is_bad_has_a_fix():
+def test_every_reason_is_explained_and_every_bad_one_has_a_fix():
     for reason in Reason:
         assert re.fullmatch(r"([A-Z][a-z]+)+", reason)
         assert reason.info.summary.endswith(".")

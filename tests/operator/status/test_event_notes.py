@@ -1,4 +1,4 @@
-"""Events: what somebody would want to hear of, once, and silence otherwise."""
+"""Events: important changes are reported once, others never."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ def test_a_conflict_warns_though_the_gateway_is_ready():
     assert [(note.type, note.reason) for note in transitions(SERVING, told)] == [("Warning", Reason.GATEWAY_CONFLICT)]
 
 
-def test_a_reason_that_was_there_is_not_reported_again_when_ready_takes_it_up():
+def test_a_known_reason_is_not_reported_again_as_readys():
     sick = (ConditionType.GATEWAY_READY, ("False", Reason.GATEWAY_NOT_READY, "no"))
     missing = (ConditionType.READY, ("False", Reason.WEIGHTS_MISSING, "none"))
     taken_up = (ConditionType.READY, ("False", Reason.GATEWAY_NOT_READY, "no"))
     assert reasons(status(sick, missing), status(sick, taken_up)) == []
 
 
-def test_models_are_reported_both_ways():
+def test_models_are_reported_when_they_fail_and_recover():
     yes = status((ConditionType.ACCEPTED, ("True", Reason.ACCEPTED, "yes")))
     no = status((ConditionType.ACCEPTED, ("False", Reason.MODEL_NAME_IN_USE, "no")))
     assert reasons({}, yes) == reasons(no, yes) == [Reason.ACCEPTED]

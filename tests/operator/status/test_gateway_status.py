@@ -1,4 +1,4 @@
-"""The status of what is in front of a pool: picker, gateway and routes."""
+"""The status of a pool's picker, gateway and routes."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def test_a_conflict_is_reported_without_denying_that_requests_succeed():
     assert pool_status(seen)["gateway"]["owner"] == "older"
 
 
-def test_ready_envoys_that_the_service_does_not_lead_to_are_no_ready_gateway():
-    """Its Deployment counts them as ready: that is not what clients meet."""
+def test_ready_envoys_outside_the_service_are_no_ready_gateway():
+    """The Deployment counts them as ready, but clients do not reach them."""
     picker, envoy, service, _ = gateway_children()
     selects_none = observed("EndpointSlice", "s", meta={"labels": {"kubernetes.io/service-name": service.ref.name}})
     running = envoy_pod("treeline-edge-1", "now", **ready())
@@ -72,7 +72,8 @@ def test_a_service_without_its_port_is_no_ready_gateway():
 
 
 def front_parts(revision, *, overdue=False):
-    """A gateway whose Envoy is to have a configuration, and has one ready pod, of whichever."""
+    """Return the parts of a gateway whose Envoy should have a configuration, and one ready pod with any
+    configuration."""
     late = [{"type": "Progressing", "status": "False", "reason": "ProgressDeadlineExceeded"}]
     picker, _, *front = gateway_children()
     made = deployment("treeline-edge", 1, 1, conditions=late if overdue else ()).object
@@ -86,8 +87,8 @@ def envoy_pod(name, revision, ending=False, **status):
     return observed("Pod", name, meta=meta, status=status)
 
 
-def test_envoys_with_former_settings_are_not_what_was_asked_for():
-    """With TLS or API keys switched on, status.url or the keys would not be those of who answers."""
+def test_envoys_with_former_settings_do_not_count_as_ready():
+    """After TLS or API keys are switched on, status.url and the keys would not match the old pods that still answer."""
     old = envoy_pod("treeline-edge-old", "before", **ready())
     new = envoy_pod(
         "treeline-edge-new", "now", phase="Pending", conditions=[{"type": "PodScheduled", "status": "True"}]
@@ -126,7 +127,7 @@ def test_envoys_with_former_settings_are_not_what_was_asked_for():
     assert conditions_of(over)[T.PROGRESSING]["reason"] == Reason.ROLLOUT_COMPLETE
 
 
-def test_envoys_that_never_come_to_their_settings_are_reported():
+def test_envoys_that_never_get_their_settings_are_reported():
     stuck = {"containerStatuses": [container("envoy", {"waiting": {"reason": "InvalidImageName"}})]}
     old, new = envoy_pod("edge-old", "now", **ready()), envoy_pod("edge-new", "now", **stuck)
     rolling = world(gateway_parts=front_parts("now"), gateway_pods=(old, new))
@@ -136,7 +137,7 @@ def test_envoys_that_never_come_to_their_settings_are_reported():
     assert (found["status"], found["reason"]) == ("False", Reason.IMAGE_PULL_FAILING)
 
 
-def test_the_picker_says_by_which_way_it_finds_prefixes():
+def test_the_pickers_routing_mode_is_reported():
     mine = pool()
     one = pod(mine, "tiny-1", **ready())
     for routing, end in (
@@ -190,7 +191,7 @@ def test_a_listener_that_is_not_programmed_keeps_the_routes_attached_to_it_from_
 
 
 def test_a_gateway_whose_envoys_are_made_from_former_settings_is_not_ready_yet():
-    """The gateway is planned by itself: a pool must not be told ready before its API keys are asked for."""
+    """The gateway is planned separately: a pool must not be reported ready before its API keys are required."""
     picker, envoy, service, slices = gateway_children()
     made = converged(plain := gateway_pool("a"))
 

@@ -1,4 +1,4 @@
-"""Pods that no node is large enough for, or that ask for devices that no node has, in the scheduler's own words."""
+"""Pods too large for every node, or with devices that no node has, in the scheduler's own words."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def cause(spec: dict[str, Any], message: str) -> Cause:
         (wanting(8), "", None),
     ],
 )
-def test_it_is_reported_only_where_the_scheduler_says_so_of_every_node(
+def test_a_lack_is_reported_only_if_the_scheduler_says_so_of_every_node(
     spec: dict[str, Any], message: str, reason: Reason | None
 ) -> None:
     assert cause(spec, message).reason is (reason or Reason.INSUFFICIENT_CAPACITY)
 
 
-def test_the_message_says_how_much_is_asked_for_and_quotes_the_scheduler() -> None:
+def test_the_message_has_the_request_and_quotes_the_scheduler() -> None:
     told = cause(wanting(8), SMALL).detail
     assert "the pod needs 8 of nvidia.com/gpu, and no eligible node has as much: 0/5 nodes are" in told
     assert "no eligible node offers nvidia.com/gpu: 0/5 nodes are" in cause(wanting(1), SMALL).detail
@@ -63,7 +63,7 @@ def test_the_message_says_how_much_is_asked_for_and_quotes_the_scheduler() -> No
 
 @pytest.fixture
 def scheduler(control_plane: ControlPlane) -> Iterator[ControlPlane]:
-    """With a node of four devices, and one of none."""
+    """Run a scheduler with a node of four devices, and one without."""
     folder = programs_or_skip("kubernetes")["kubernetes"]
     for name, devices in (("four", 4), ("none", 0)):
         node = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name, "labels": {"size": name}}}
@@ -87,7 +87,7 @@ def scheduler(control_plane: ControlPlane) -> Iterator[ControlPlane]:
 
 @pytest.mark.integration
 @pytest.mark.deep
-def test_a_real_scheduler_says_it_in_these_words(scheduler: ControlPlane, namespace: str) -> None:
+def test_a_real_scheduler_uses_these_words(scheduler: ControlPlane, namespace: str) -> None:
     def tried(name: str, spec: dict[str, Any]) -> tuple[dict[str, Any], str]:
         path = f"/api/v1/namespaces/{namespace}/pods"
         scheduler.request("POST", path, {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name}, "spec": spec})

@@ -1,4 +1,4 @@
-"""InferenceModels: whose name is served, what the others are told, and who comes next."""
+"""InferenceModels: which object owns a name, the status of the others, and the successor."""
 
 from __future__ import annotations
 

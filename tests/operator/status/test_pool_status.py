@@ -1,4 +1,4 @@
-"""The status of a pool: what each state of its pods and its model is called, and what is told of them in figures."""
+"""The status of a pool: the reason for each state of its pods and its model, and its figures."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_the_pools_status_names_the_cause_of_unready_pods(name):
     noise = event("tiny-7", "FailedMount", 'secret "other" not found')
     seen = troubled(status, [noise, *events])
     told = conditions_of(seen)
-    if status.get("phase") == "Failed":  # such a pod is nobody's any more; its Deployment makes another
+    if status.get("phase") == "Failed":  # such a pod does not count any more; its Deployment makes another
         reason, text = Reason.PODS_STARTING, ""
     workloads, whole = told[T.WORKLOADS_READY], told[T.READY]
     assert (workloads["status"], workloads["reason"]) == ("False", reason)
@@ -103,7 +103,7 @@ def test_pods_that_drain_are_no_replicas():
         ("custom", "history", "NoEvents", False),
     ],
 )
-def test_how_requests_find_the_caches_is_reported(engine: str, way: str, reason: str, warned: bool) -> None:
+def test_the_routing_mode_is_reported(engine: str, way: str, reason: str, warned: bool) -> None:
     seen = routed(pool(model={"uri": "hf://o/tiny"}, engine={"type": engine, "image": "x"}), way, reason)
     status = pool_status(seen)
     assert status["routing"] == ({"way": way, "reason": reason} if reason else {"way": way})
@@ -133,7 +133,7 @@ def test_draining_pods_are_reported_with_what_is_left_and_until_when():
     assert told["reason"] == "Draining"
 
 
-def test_a_rollout_says_who_drains():
+def test_a_rollout_names_the_draining_pods():
     seen = rolling(target_ready=1)
     extra = drains(9, "2026-11-20T11:59:50.000Z")
     told = conditions_of(dataclasses.replace(seen, pods=(*seen.pods, extra)))["Progressing"]
@@ -153,7 +153,7 @@ def test_downloads_are_added_up():
 
 
 def test_problems_that_need_action_come_first():
-    """The pods only start, but Envoy's image is wrong."""
+    """The pods are only starting, but Envoy's image is wrong."""
     status = {"containerStatuses": [container("envoy", {"waiting": {"reason": "InvalidImageName"}})]}
     meta = {"labels": {names.COMPONENT: "edge"}}
     seen = world(
@@ -184,7 +184,7 @@ def test_a_deployment_that_its_controller_has_not_read_is_not_settled():
     assert told[T.PROGRESSING]["status"] == "True"
 
 
-def test_a_spec_that_is_not_understood_keeps_the_figures_and_drops_stale_conditions():
+def test_an_invalid_spec_keeps_the_figures_and_drops_stale_conditions():
     before = pool_status(world())
     obj = {"metadata": {"name": "tiny", "generation": 9}, "status": before}
     problem = Cause(Reason.SPEC_NOT_UNDERSTOOD, "spec.engine.type: Input should be 'treeline'")
@@ -198,7 +198,7 @@ def test_a_spec_that_is_not_understood_keeps_the_figures_and_drops_stale_conditi
     assert again == status
 
 
-def test_conditions_that_have_no_meaning_any_more_are_gone():
+def test_meaningless_conditions_are_removed():
     before = pool_status(scaled(PICKER))
     assert T.SCALING_ACTIVE in conditions(before)
     after = conditions_of(with_status(world(), before))

@@ -1,4 +1,4 @@
-"""Ready is the truth: in worlds put together at random it is True exactly when a request would succeed."""
+"""Ready is true: in random worlds it is True exactly when a request would succeed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from treeline_operator.world import PoolWorld
 
 
 class Drawn(NamedTuple):
-    """A pod: ready or in trouble, of which revision, in rotation, draining or ending, listed or not."""
+    """A pod: ready or in trouble, its revision, in rotation, draining or ending, listed or not."""
 
     trouble: str
     current: bool
@@ -23,7 +23,7 @@ class Drawn(NamedTuple):
 
     @property
     def counts(self) -> bool:
-        """Whether it answers requests as the spec says: of an older revision nobody knows what it serves here."""
+        """Return whether it answers requests as the spec says: an older revision may serve another model."""
         return not self.trouble and self.current and self.serving and not self.deleting and self.listed
 
 

@@ -1,4 +1,4 @@
-"""Ready stays True while requests succeed: through scaling, rollouts, lost pods and an operator that starts anew."""
+"""Ready stays True while requests succeed: through scaling, rollouts, lost pods and an operator's restart."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ T = ConditionType
 
 
 def ready_of(seen):
-    """Ready alone, of what changes with time."""
+    """Return the Ready condition, the only one compared here."""
     return conditions(pool_status(seen))[T.READY]
 
 
@@ -46,7 +46,7 @@ def test_a_scale_up_keeps_the_pool_ready_and_is_progress():
 
 
 def rolling(old_spec, new_spec, **changes):
-    """A pool whose spec has changed: an old pod serves, the new one starts."""
+    """Return a pool whose spec has changed: an old pod serves, the new one starts."""
     before, now = pool(**old_spec), pool(**new_spec)
     old = revision(before, 1, 1)
     of_old = target_revision(before, ()).name
@@ -68,12 +68,12 @@ def test_a_rollout_to_another_model_name_is_not_ready_before_a_pod_serves_that_n
     uri = "builtin://tiny" if engine == "treeline" else "path:///weights"
     before = {**of, "model": {"uri": uri, "name": "old-name"}}
     found = conditions_of(rolling(before, {**of, "model": {"uri": uri, "name": "new-name"}}))
-    assert found[T.READY]["status"] == "False", "nobody answers to new-name yet"
+    assert found[T.READY]["status"] == "False", "no pod serves new-name yet"
     same = {**before, "drain": {"timeoutSeconds": 90}}
     assert conditions_of(rolling(before, same))[T.READY]["status"] == "True"
 
 
-def test_a_pool_that_serves_with_fewer_pods_says_for_want_of_what():
+def test_a_pool_that_serves_with_fewer_pods_says_why():
     mine = pool(replicas=2)
     waiting = {"state": {"waiting": {"reason": "CrashLoopBackOff"}}, "restartCount": 5, "ready": False}
     crashed = pod(mine, "tiny-2", containerStatuses=[{"name": "runtime", "image": "x", **waiting}])
@@ -105,4 +105,4 @@ def test_a_new_operator_keeps_the_pickers_state_for_half_a_minute():
     longer = dataclasses.replace(started, picker_silent_since=NOW - timedelta(seconds=30))
     assert (ready_of(longer)["status"], ready_of(longer)["reason"]) == ("Unknown", Reason.PICKER_UNREACHABLE)
     first = dataclasses.replace(well, picker=None)
-    assert conditions_of(first)[T.READY]["status"] == "Unknown", "nobody has ever heard that it is well"
+    assert conditions_of(first)[T.READY]["status"] == "Unknown", "it was never seen healthy"

@@ -1,4 +1,4 @@
-"""Each state of a pool and its gateway has its reason, and every reason comes from some state."""
+"""Each state of a pool and its gateway has its reason, and every reason belongs to a state."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ STATES = POOL_STATES | GATEWAY_STATES
 
 
 @pytest.mark.parametrize(("seen", "told", "text"), STATES.values(), ids=STATES)
-def test_a_state_has_its_name(seen, told, text):
+def test_each_state_has_its_reason(seen, told, text):
     kind, status, reason = told.split()
     condition = conditions_of(seen, PROGRESS)[kind]
     assert (condition["status"], condition["reason"]) == (status, reason), condition["message"]

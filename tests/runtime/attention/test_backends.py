@@ -1,4 +1,4 @@
-"""Every backend passes this suite, which knows the interface alone."""
+"""Every backend passes this suite, which uses the interface alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHAPES = [(4, 4, 8), (4, 2, 8), (6, 1, 16)]
 
 
 class World:
-    """Sequences whose keys and values are in a pool at scattered pages; the same numbers, contiguous, as the truth."""
+    """Sequences whose keys and values are in a pool at scattered pages; the same numbers, contiguous, are the truth."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class World:
         scales: list[tuple[float, float]] | None = None,
         scoring: Scoring = PLAIN,
     ) -> None:
-        """scales: of an fp8 cache's two layers; None: the cache is float32."""
+        """scales: for the two layers of an fp8 cache; None: the cache is float32."""
         self.scales = scales
         self.heads, self.kv_heads, self.dim = shape
         self.page_size = page_size
@@ -56,7 +56,7 @@ class World:
         self.buffers: Any = None
 
     def capture(self, sequences: int) -> bool:
-        """From now on steps are planned into buffers, if the backend has some."""
+        """Plan steps into buffers from now on, if the backend has some."""
         self.buffers = self.backend.capture_buffers(sequences)
         return self.buffers is not None
 
@@ -69,7 +69,7 @@ class World:
         np.testing.assert_allclose(out, expected, rtol=1e-4, atol=1e-5)
 
     def attend(self, lens: list[tuple[int, int]], layer: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-        """→ what the backend computes, and the truth."""
+        """Return the backend's result, and the truth."""
         free = self.random.sample(range(self.pool.num_pages), self.pool.num_pages)
         tables, qs, ks, vs, slots, expected = [], [], [], [], [], []
         for cached, new in lens:
@@ -142,7 +142,7 @@ STEPS = {
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("lens", STEPS.values(), ids=STEPS)
-def test_a_step_attends_to_what_it_should(
+def test_a_step_attends_to_the_right_tokens(
     backend: str,
     shape: tuple[int, int, int],
     page_size: int,
@@ -165,7 +165,7 @@ def test_each_layer_has_its_window(backend: str, window: int, page_size: int, mo
         world.check([(5, 1), (0, 9), (30, 1), (8, 6), (2, 1), (40, 1)], layer)
 
 
-def test_scores_are_scaled_and_capped_as_told(backend: str) -> None:
+def test_scores_are_scaled_and_capped_as_configured(backend: str) -> None:
     for scoring in (Scoring(scale=0.7), Scoring(softcap=1.5), Scoring(0.9, 2.0, (5, None))):
         world = World(backend, (6, 2, 8), 4, scoring=scoring)
         for layer in (0, 1):
@@ -216,7 +216,7 @@ SCORINGS = {
     ],
     ids=["prompt", "behind a prefix", "equal decodes", "unequal decodes", "mixed"],
 )
-def test_what_lies_in_slots_that_nobody_sees_changes_no_bit(
+def test_unseen_slots_change_no_bit(
     backend: str, page_size: int, lens: list[tuple[int, int]], scoring: Scoring
 ) -> None:
     outs = []
@@ -230,8 +230,8 @@ def test_what_lies_in_slots_that_nobody_sees_changes_no_bit(
         assert torch.equal(out, outs[0])
 
 
-def test_steps_that_are_planned_into_buffers_find_their_pages(backend: str) -> None:
-    """As a captured graph does: the plan of each step lies where that of the first did."""
+def test_steps_planned_into_buffers_find_their_pages(backend: str) -> None:
+    """A captured graph does the same: the plan of each step lies where the first one did."""
     world = World(backend, (4, 2, 8), 4, scoring=Scoring(windows=(None, 6)))
     if not world.capture(sequences=2):
         pytest.skip("steps of this backend cannot be captured")
@@ -241,10 +241,8 @@ def test_steps_that_are_planned_into_buffers_find_their_pages(backend: str) -> N
 
 @pytest.mark.parametrize("scales", [[(1.0, 1.0)] * 2, [(1.0, 1.0), (0.02, 0.005)]], ids=str)
 @pytest.mark.parametrize("lens", [[(0, 19)], [(16, 21)], [(7, 1), (30, 1)], [(5, 1), (0, 9), (12, 1), (0, 1)]], ids=str)
-def test_a_cache_of_fp8_is_seen_as_it_was_stored(
-    lens: list[tuple[int, int]], scales: list[tuple[float, float]]
-) -> None:
-    """By every token alike: those of the prompt that stored it, and those that find it."""
+def test_every_token_sees_the_stored_fp8_values(lens: list[tuple[int, int]], scales: list[tuple[float, float]]) -> None:
+    """It holds for every token alike: those of the prompt that stored it, and those that hit it."""
     World("torch_sdpa", (4, 2, 8), 4, scales=scales).check(lens)
 
 

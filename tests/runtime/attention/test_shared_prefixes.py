@@ -1,4 +1,4 @@
-"""Which prefixes are read together, and the segments that come of them."""
+"""The choice of prefixes that are read together, and their segments."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class World:
 
 @st.composite
 def worlds(draw: st.DrawFn) -> World:
-    """Rows as a tree of prefixes leaves them, with what others left behind their ends."""
+    """Draw rows of a tree of prefixes, with leftovers behind their ends."""
     page_size, block = draw(st.sampled_from([1, 3, 4, 9])), draw(st.sampled_from([2, 4]))
     kv_lens: list[int] = []
     tables: list[list[int]] = []
@@ -57,7 +57,7 @@ def worlds(draw: st.DrawFn) -> World:
 
 
 @given(worlds(), st.integers(1, 5))
-def test_members_have_the_pages_in_common_and_a_token_left(world: World, most: int) -> None:
+def test_members_share_their_pages_and_keep_a_token(world: World, most: int) -> None:
     prefixes = world.prefixes(most)
     members = [member for prefix in prefixes for member in prefix.members]
     assert len(members) == len(set(members))
@@ -71,7 +71,7 @@ def test_members_have_the_pages_in_common_and_a_token_left(world: World, most: i
 
 
 @given(worlds(), st.integers(2, 5))
-def test_nothing_is_shared_only_where_nobody_has_enough_in_common(world: World, most: int) -> None:
+def test_nothing_is_shared_only_if_no_prefix_is_long_enough(world: World, most: int) -> None:
     if world.prefixes(most):
         return
     for one in range(len(world.rows)):
@@ -106,7 +106,7 @@ def test_no_other_cut_of_the_order_saves_more(common: list[int], most: int) -> N
     assert saved(_cut(common, most), common) == max(saved(ranges, common) for ranges in allowed)
 
 
-def test_longer_prefixes_of_some_go_before_the_one_of_all() -> None:
+def test_longer_prefixes_of_some_win_over_the_common_one() -> None:
     """A system prompt of 4 blocks for 8 sequences, after which each 4 have 16 more in common; tiles of 4."""
     pages = np.arange(8 * 40).reshape(8, 40)
     pages[:, :4] = pages[0, :4]
@@ -153,7 +153,7 @@ def test_every_token_is_read_once_and_every_result_is_added_up(
     assert max(cells) < shares * most + 2 * len(kv_lens)
 
 
-def test_shares_get_prefixes_and_what_is_behind_them_in_turn() -> None:
+def test_shares_get_prefixes_and_their_continuations_in_turn() -> None:
     segments = Segments(5, 16, [SharedPrefix([3, 1], 2), SharedPrefix([0, 4], 3)])
     row = np.empty(segments.size, dtype=np.int32)
     segments.write(row, np.array([50, 33, 20, 64, 49]), 1)

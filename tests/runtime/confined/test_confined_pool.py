@@ -1,4 +1,4 @@
-"""A pool lends each process to one thread at a time, and in the end has ended every one."""
+"""A pool lends each process to one thread at a time, and ends every one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from treeline_runtime.confined.process import ConfinedProcess
 
 
 class Fake(ConfinedProcess):
-    """No process: what was done to it."""
+    """A stand-in for a process that records calls."""
 
     pids = itertools.count(1)
 
@@ -42,7 +42,7 @@ class Broken(Exception):
 
 
 class World:
-    """A pool, what it has started, and who has borrowed; a process serves three times."""
+    """A pool, its processes, and those that are lent out; a process serves three times."""
 
     def __init__(self) -> None:
         self.started = list[Fake]()
@@ -85,7 +85,7 @@ ACTIONS = st.tuples(st.sampled_from(["borrow", "return", "fail", "die"]), st.int
 
 
 @given(st.lists(ACTIONS, max_size=40))
-def test_each_is_lent_to_one_at_a_time_and_every_one_is_ended_once(actions: list[tuple[str, int]]) -> None:
+def test_each_process_is_lent_to_one_borrower_and_ended_once(actions: list[tuple[str, int]]) -> None:
     world = World()
     for action, which in actions:
         world.do(action, which)
@@ -134,7 +134,7 @@ def test_a_process_that_is_killed_by_close_before_it_is_ready_is_not_lent() -> N
     assert pool.pids() == []
 
 
-def test_what_cannot_be_started_is_not_kept() -> None:
+def test_a_process_that_fails_to_start_is_not_kept() -> None:
     def start() -> Fake:
         raise OSError("no memory")
 

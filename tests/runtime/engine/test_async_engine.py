@@ -42,7 +42,7 @@ def idle(engine: Engine) -> bool:
     return engine.scheduler.is_idle and engine.scheduler.cache.used_pages == 0
 
 
-def test_an_event_loop_gets_what_a_script_gets(engine: Engine) -> None:
+def test_async_results_equal_synchronous_ones(engine: Engine) -> None:
     expected = [output.token_ids for output in engine.generate(PROMPTS, GREEDY)]
 
     async def several() -> None:
@@ -62,7 +62,7 @@ def test_an_event_loop_gets_what_a_script_gets(engine: Engine) -> None:
     assert idle(engine)
 
 
-def test_who_leaves_early_ends_the_request(engine: Engine) -> None:
+def test_leaving_early_ends_the_request(engine: Engine) -> None:
     async def leave() -> None:
         async with aclosing(engine.async_stream(PROMPTS[0], LONG)) as stream:
             async for _ in stream:
@@ -79,9 +79,7 @@ def test_who_leaves_early_ends_the_request(engine: Engine) -> None:
     eventually(lambda: idle(engine), 60, "everything has ended")
 
 
-def test_ctrl_c_in_the_middle_ends_the_requests_and_the_engine_goes_on(
-    engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ctrl_c_ends_the_requests_and_the_engine_goes_on(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     take, main = engine._thread._take, threading.main_thread().ident
     assert main is not None
     seen = []
@@ -93,7 +91,7 @@ def test_ctrl_c_in_the_middle_ends_the_requests_and_the_engine_goes_on(
             signal.pthread_kill(main, signal.SIGINT)
 
     monkeypatch.setattr(engine._thread, "_take", interrupting)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever other tests have left there
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # other tests may have replaced it
     try:
         with pytest.raises(KeyboardInterrupt):
             engine.generate(PROMPTS, LONG)
@@ -104,7 +102,7 @@ def test_ctrl_c_in_the_middle_ends_the_requests_and_the_engine_goes_on(
     engine.scheduler.check_integrity()
 
 
-def test_a_scheduler_that_dies_is_an_error_for_everybody_who_waits(model: Path) -> None:
+def test_a_dead_scheduler_is_an_error_for_every_waiting_request(model: Path) -> None:
     engine = Engine(model, **SETTINGS)
     scheduler = engine.scheduler
     steps = []
@@ -146,7 +144,7 @@ def test_a_closed_or_forgotten_engine_leaves_nothing(model: Path) -> None:
     eventually(lambda: not closed.scheduler.is_idle, 60, "it runs")
     closed.close()
     waiting.join(60)
-    assert told, "whoever waited is told"
+    assert told, "every waiting request ends"
     with pytest.raises(EngineDead, match="closed"):
         closed.generate(PROMPTS[0], GREEDY)
     closed.close()

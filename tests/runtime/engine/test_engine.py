@@ -24,7 +24,7 @@ SETTINGS: dict[str, Any] = {"load_format": "dummy", "page_size": 4, "max_total_t
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Dummy weights and a tokenizer in which every token is a character."""
+    """Dummy weights, and a tokenizer with one token for each character."""
     path = write_config(tmp_path_factory.mktemp("model"))
     vocab = {chr(32 + i): i for i in range(VOCAB - 1)} | {"<end>": VOCAB - 1}
     tokenizer = Tokenizer(models.BPE(vocab, []))
@@ -131,7 +131,7 @@ def test_sampling_parameters_may_be_a_mapping_and_are_checked(model: Path) -> No
         assert engine.scheduler.is_idle
 
 
-def test_texts_are_neither_cut_nor_filled_up(model: Path, tmp_path: Path) -> None:
+def test_texts_are_neither_truncated_nor_padded(model: Path, tmp_path: Path) -> None:
     path = write_config(tmp_path)
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     tokenizer.enable_truncation(4)

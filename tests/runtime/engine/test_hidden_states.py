@@ -1,4 +1,4 @@
-"""Hidden states equal those of transformers, whatever was cached, chunked or retracted."""
+"""Hidden states equal those of transformers, for any caching, chunking and retraction."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def path(theirs: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def expected(theirs: Any, ids: list[int]) -> npt.NDArray[np.float32]:
-    """Of all positions but the last token's."""
+    """Return transformers' hidden states of all positions but the last."""
     with torch.no_grad():
         states = theirs(torch.tensor([ids[:-1]]), output_hidden_states=True).hidden_states[-1][0]
     found: npt.NDArray[np.float32] = states.numpy()
@@ -40,7 +40,7 @@ def expected(theirs: Any, ids: list[int]) -> npt.NDArray[np.float32]:
 
 
 @pytest.mark.parametrize("chunk", [8, 1024])
-def test_they_are_those_of_transformers_but_for_cached_positions(path: Path, theirs: Any, chunk: int) -> None:
+def test_hidden_states_equal_transformers_except_cached_positions(path: Path, theirs: Any, chunk: int) -> None:
     with Engine(path, **SETTINGS, chunked_prefill_size=chunk) as engine:
         cold, other = engine.generate([IDS, IDS[5:]], GREEDY, **WANTED)
         whole = expected(theirs, IDS + cold.token_ids)
@@ -61,7 +61,7 @@ def test_they_are_those_of_transformers_but_for_cached_positions(path: Path, the
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_a_retraction_leaves_no_gap_and_nothing_twice(path: Path, theirs: Any, depth: int) -> None:
+def test_a_retraction_causes_no_gap_and_no_repetition(path: Path, theirs: Any, depth: int) -> None:
     settings = {"load_format": "auto", "max_total_tokens": 96, "enable_return_hidden_states": True}
     engine = Harness(path, **settings, overlap_depth=depth, schedule_conservativeness=0.1)
     prompts = [[seed, *IDS[:9]] for seed in range(6)]

@@ -1,4 +1,4 @@
-"""Every message survives the wire, and each process refuses what is not meant for it."""
+"""Every message survives the wire, and each process refuses messages of other processes."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_messages_survive_the_wire() -> None:
             assert decode(m.encode(message)) == message
 
 
-def test_a_process_refuses_what_is_not_for_it() -> None:
+def test_a_process_refuses_messages_of_other_processes() -> None:
     for decode in EXAMPLES:
         for other, examples in EXAMPLES.items():
             for message in examples:

@@ -1,4 +1,4 @@
-"""Weights and KV memory that leave and come back, weights that are replaced, traces: the engine in-process."""
+"""Weights and KV memory that are released and restored, replaced weights, traces: the engine in-process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return make_checkpoint(folder / "a", seed=1), make_checkpoint(folder / "b", seed=2)
 
 
-def test_asleep_the_memory_is_the_systems_again(tmp_path: Path) -> None:
+def test_sleep_returns_the_memory_to_the_system(tmp_path: Path) -> None:
     path = write_config(tmp_path, hidden_size=512, intermediate_size=2048, num_hidden_layers=4)
     process = psutil.Process()
     with Engine(path, load_format="dummy", page_size=16, max_total_tokens=1 << 18, threads=1) as engine:
@@ -83,7 +83,7 @@ def test_nothing_sleeps_or_changes_while_requests_run(tmp_path: Path) -> None:
     assert len(engine.tokens("1")) == 8
 
 
-def test_new_weights_answer_as_an_engine_that_was_started_with_them(checkpoints: tuple[Path, Path]) -> None:
+def test_new_weights_answer_like_an_engine_started_with_them(checkpoints: tuple[Path, Path]) -> None:
     old, new = checkpoints
     with Engine(new, **SETTINGS) as engine:
         expected = engine.generate(IDS, GREEDY).token_ids
@@ -135,9 +135,7 @@ def _change(path: Path, **changes: Any) -> None:
     (path / "config.json").write_text(json.dumps(config | changes))
 
 
-def test_a_sleep_that_cannot_end_for_want_of_memory_goes_on(
-    checkpoints: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sleep_continues_if_memory_is_short(checkpoints: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     with Engine(checkpoints[0], **SETTINGS) as engine:
         before = engine.generate(IDS, GREEDY).token_ids
         engine.sleep(2)
@@ -155,10 +153,10 @@ def test_a_sleep_that_cannot_end_for_want_of_memory_goes_on(
         assert engine.generate(IDS, GREEDY).token_ids == before
 
 
-def test_a_models_tensors_go_to_the_host_and_come_back_as_they_were(
+def test_a_models_tensors_move_to_the_host_and_return_unchanged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a GPU does at level 1, on a CPU."""
+    """Level 1 as on a GPU, here on a CPU."""
     monkeypatch.setattr(onednn, "can_pack", lambda _: False)
     model = dummy_model(SchedulerConfig(model=str(write_config(tmp_path, num_hidden_layers=1)), load_format="dummy"))
     tensors = tensors_of(model)
@@ -206,7 +204,7 @@ def test_a_profile_ends_after_its_steps_or_when_it_is_stopped(checkpoints: tuple
     [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA error: out of memory")],
     ids=["torch", "CUDA"],
 )
-def test_out_of_memory_at_load_says_the_numbers_and_what_to_do(
+def test_out_of_memory_at_load_gives_the_numbers_and_the_fix(
     checkpoints: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, error: RuntimeError
 ) -> None:
     with pytest.raises(ConfigError, match=r"no memory left for the KV pool: .* GiB are free.*raise mem_fraction"):
@@ -220,10 +218,10 @@ def test_out_of_memory_at_load_says_the_numbers_and_what_to_do(
         Engine(checkpoints[0], **SETTINGS)
 
 
-def test_weights_that_do_not_fit_beside_leave_the_old_ones(
+def test_weights_that_do_not_fit_beside_the_old_ones_leave_them(
     checkpoints: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The failure comes after all of the new weights were read."""
+    """The failure comes after all new weights were read."""
     with Engine(checkpoints[0], **SETTINGS) as engine:
         before = engine.generate(IDS, GREEDY).token_ids
         executors = [Executor]

@@ -1,4 +1,4 @@
-"""Stop patterns: found where `re.search` finds them, in a bounded time, whatever the pattern."""
+"""Stop patterns match where `re.search` does, in bounded time for any pattern."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PATTERNS = [
 
 
 @given(st.sampled_from(PATTERNS), st.lists(st.text("abc\n", max_size=3), max_size=8))
-def test_a_text_in_pieces_has_a_match_when_re_finds_one(pattern: str, pieces: list[str]) -> None:
+def test_a_text_in_pieces_matches_where_re_does(pattern: str, pieces: list[str]) -> None:
     finder, text = RegexFinder((pattern,)), ""
     for piece in pieces:
         text += piece
@@ -48,12 +48,12 @@ def test_the_first_matching_pattern_is_reported_and_ignored_matches_are_searched
 @pytest.mark.parametrize(
     "pattern", [r"(a)\1", "(?=a)", r"\bword\b", "(", "a{300}", "(a{100}){100}", "(" * 2000 + ")" * 2000]
 )
-def test_what_is_not_regular_or_too_large_is_refused(pattern: str) -> None:
+def test_irregular_and_too_large_patterns_are_refused(pattern: str) -> None:
     with pytest.raises(GrammarError):
         Automaton(pattern)
 
 
-def test_a_character_takes_a_bounded_number_of_steps_also_for_a_pattern_that_makes_others_go_back() -> None:
+def test_a_character_takes_bounded_steps_even_for_a_backtracking_pattern() -> None:
     hostile = Automaton("(a|a?)+" * 60 + "b")
     assert len(hostile._next) <= MAX_POSITIONS
     state = hostile.start

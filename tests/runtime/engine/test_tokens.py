@@ -1,4 +1,4 @@
-"""Joined deltas are the full text up to the stop, whatever the ids are split into."""
+"""Joined deltas equal the full text up to the stop, however the ids are split."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def byte_level() -> Tokenizer:
 
 
 def metaspace() -> Tokenizer:
-    """SentencePiece style: a prefix space that decoding strips, bytes for what the vocabulary lacks."""
+    """SentencePiece style: a prefix space that decoding strips, bytes for unknown characters."""
     vocab = {f"<0x{i:02X}>": i for i in range(256)}
     for piece in ["▁", "▁The", "▁fox", "a", "b", "e", "n", "d", "▁end", "<|end|>"]:
         vocab[piece] = len(vocab)
@@ -58,7 +58,7 @@ def decode(name: str, ids: list[int]) -> str:
 
 
 def feed(name: str, pieces: list[list[int]], stop: tuple[str, ...] = (), trim: bool = True) -> tuple[str, str | None]:
-    """→ (joined deltas, matched stop). The generation ends with the last piece."""
+    """Return the joined deltas and the matched stop. The generation ends with the last piece."""
     detokenizer = IncrementalDetokenizer(lambda ids: decode(name, ids), stop=stop, no_stop_trim=not trim)
     text, matched = "", None
     for i, piece in enumerate(pieces):
@@ -72,7 +72,7 @@ def feed(name: str, pieces: list[list[int]], stop: tuple[str, ...] = (), trim: b
 
 
 def truncated(text: str, stop: tuple[str, ...], trim: bool) -> tuple[str, str | None]:
-    """The rule, plainly: the shortest beginning of the text that ends with a stop string."""
+    """Apply the rule naively: the shortest beginning of the text that ends with a stop string."""
     for end in range(len(text) + 1):
         found = [s for s in stop if text[:end].endswith(s)]
         if found:
@@ -82,7 +82,7 @@ def truncated(text: str, stop: tuple[str, ...], trim: bool) -> tuple[str, str | 
 
 
 def splits(ids: list[int]) -> list[list[list[int]]]:
-    """Token by token, all at once, at every single point, and with empty pieces."""
+    """Yield splits: token by token, all at once, at every single point, and with empty pieces."""
     ways = [[[i] for i in ids], [ids], [[], ids, []]]
     ways += [[ids[:cut], ids[cut:]] for cut in range(len(ids) + 1)]
     return ways
@@ -93,10 +93,8 @@ STOPS = st.lists(st.sampled_from(["\n", "ab", "b", "aba", " end", "The", "é", "
 
 @st.composite
 def id_lists(draw: st.DrawFn) -> tuple[str, list[int]]:
-    """Ids at random: incomplete characters, invalid bytes and special tokens wherever they fall.
-
-    With byte fallback only valid runs of bytes are decoded piecewise to the same text, so there texts are encoded.
-    """
+    """Draw random ids: incomplete characters, invalid bytes and special tokens anywhere. With byte fallback only valid
+    runs of bytes decode piecewise to the same text, so there texts are encoded."""
     name = draw(st.sampled_from(sorted(TOKENIZERS)))
     tokenizer = TOKENIZERS[name]
     if name == "byte_level":
@@ -111,7 +109,7 @@ def id_lists(draw: st.DrawFn) -> tuple[str, list[int]]:
 
 @settings(max_examples=300, deadline=None)
 @given(named=id_lists(), data=st.data(), stop=STOPS.map(tuple), trim=st.booleans())
-def test_any_ids_any_split_any_stops(
+def test_joined_deltas_are_the_text_for_any_ids_splits_and_stops(
     named: tuple[str, list[int]], data: st.DataObject, stop: tuple[str, ...], trim: bool
 ) -> None:
     name, ids = named
@@ -127,7 +125,7 @@ def test_an_invalid_run_of_bytes_keeps_released_text() -> None:
     assert feed("metaspace", [[i] for i in ids]) == ("A\ufffdb", None)
 
 
-def test_text_comes_as_soon_as_it_is_certain() -> None:
+def test_text_is_sent_as_soon_as_it_is_certain() -> None:
     tokenizer = TOKENIZERS["byte_level"]
     detokenizer = IncrementalDetokenizer(lambda ids: decode("byte_level", ids), stop=["END"])
     ids = [tokenizer.token_to_id(c) for c in "xENyEND!"]
@@ -136,14 +134,14 @@ def test_text_comes_as_soon_as_it_is_certain() -> None:
     assert [d.matched for d in deltas] == [None] * 6 + ["END", None]
 
 
-def test_a_character_leaves_when_its_last_byte_came() -> None:
+def test_a_character_is_sent_with_its_last_byte() -> None:
     tokenizer = TOKENIZERS["metaspace"]
     detokenizer = IncrementalDetokenizer(lambda ids: decode("metaspace", ids))
     ids = [tokenizer.token_to_id(f"<0x{byte:02X}>") for byte in "a🎉".encode()]
     assert [detokenizer.push([i]).text for i in ids] == ["a", "", "", "", "🎉"]
 
 
-def test_a_stop_token_is_not_text_unless_asked_for() -> None:
+def test_a_stop_token_is_not_text_unless_requested() -> None:
     tokenizer = TOKENIZERS["byte_level"]
     x, y = (tokenizer.token_to_id(c) for c in "xy")
     finish = FinishReason("stop", matched=y)
@@ -160,7 +158,7 @@ def test_a_stop_token_is_not_text_unless_asked_for() -> None:
     run=st.lists(st.sampled_from([0x80, 0xBF, 0xE4, 0xB8, 0xF0, 0xFF, 0xC3]), min_size=60, max_size=120),
     size=st.integers(1, 5),
 )
-def test_a_long_run_that_is_no_text_is_handed_on_as_it_is(tail: list[int], run: list[int], size: int) -> None:
+def test_a_long_run_of_invalid_bytes_is_passed_on(tail: list[int], run: list[int], size: int) -> None:
     alphabet = TOKENIZERS["byte_level"].get_vocab()
     by_byte = {byte: alphabet[char] for byte, char in enumerate(_byte_chars())}
     ids = [by_byte[byte] for byte in [*b"ok ", *run, *tail]]
@@ -176,7 +174,7 @@ def _byte_chars() -> list[str]:
 
 @pytest.mark.parametrize("token", ["<|end|>", "broken"])
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_tokens_that_never_make_text_cost_the_same_each(name: str, token: str) -> None:
+def test_tokens_without_text_cost_constant_time_each(name: str, token: str) -> None:
     tokenizer = TOKENIZERS[name]
     byte = "<0x80>" if name == "metaspace" else _byte_chars()[0x80]
     id = tokenizer.token_to_id(byte if token == "broken" else token)
@@ -239,8 +237,8 @@ def test_many_long_stop_strings_cost_little() -> None:
 
 @settings(max_examples=80)
 @given(st.sampled_from(list(TOKENIZERS)), st.sampled_from(TEXTS), st.data())
-def test_other_ids_in_the_place_of_the_last_ones_change_no_text(name: str, text: str, data: st.DataObject) -> None:
-    """At every message ids may be replaced that say the same, and more."""
+def test_replaced_ids_of_the_same_text_change_no_text(name: str, text: str, data: st.DataObject) -> None:
+    """Each message may replace ids by others of the same text, and add more."""
     ids = TOKENIZERS[name].encode(text, add_special_tokens=False).ids
     detokenizer = IncrementalDetokenizer(lambda some: decode(name, some))
     told, at, released = list[int](), 0, ""
@@ -261,7 +259,7 @@ def test_other_ids_in_the_place_of_the_last_ones_change_no_text(name: str, text:
 
 
 def pieces(name: str) -> dict[int, bytes]:
-    """Token → bytes."""
+    """Return each token's bytes."""
     tokenizer = TOKENIZERS[name]
     known = {id: piece for piece, id in tokenizer.get_vocab().items()}
     if name == "metaspace":
@@ -285,7 +283,7 @@ def is_whole(data: bytes) -> bool:
 
 
 def split(name: str, data: bytes, *, shortest: bool) -> list[int]:
-    """Tokens that say it: the shortest ones, or the longest."""
+    """Return tokens of a text: the shortest ones, or the longest."""
     by_bytes = {piece: id for id, piece in sorted(PIECES[name].items(), reverse=True) if piece}
     found = list[int]()
     lengths = range(1, 9) if shortest else range(8, 0, -1)

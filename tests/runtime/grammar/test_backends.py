@@ -1,4 +1,5 @@
-"""What both libraries keep: masks and `accept` agree, rolling back leaves nothing, each kind of grammar means it."""
+"""Promises of both libraries: masks and `accept` agree, a rollback leaves no trace, each kind of grammar is
+enforced."""
 
 from __future__ import annotations
 
@@ -49,9 +50,7 @@ def walker(backend: GrammarBackend) -> Walker:
 
 
 @pytest.mark.parametrize("grammar", GRAMMARS, ids=lambda grammar: f"{grammar.kind}{len(grammar.source)}")
-def test_after_a_roll_back_a_matcher_is_as_a_fresh_one(
-    backend: GrammarBackend, walker: Walker, grammar: Grammar
-) -> None:
+def test_a_rolled_back_matcher_equals_a_fresh_one(backend: GrammarBackend, walker: Walker, grammar: Grammar) -> None:
     compiled = backend.load(backend.compile(grammar))
     for seed in range(6):
         walk = walker.walk(compiled, seed, 20, 40)
@@ -74,8 +73,8 @@ def test_after_a_roll_back_a_matcher_is_as_a_fresh_one(
 
 
 @pytest.mark.parametrize("grammar", GRAMMARS, ids=lambda grammar: f"{grammar.kind}{len(grammar.source)}")
-def test_what_is_forced_is_what_follows(backend: GrammarBackend, walker: Walker, grammar: Grammar) -> None:
-    """Of each whole output, from each place in it on."""
+def test_forced_text_is_what_follows(backend: GrammarBackend, walker: Walker, grammar: Grammar) -> None:
+    """Check it at each place of each whole output."""
     compiled = backend.load(backend.compile(grammar))
     for seed in range(4):
         walk = walker.walk(compiled, seed, 10, 300)
@@ -117,7 +116,7 @@ def test_the_tokens_that_end_an_output_are_those_of_the_request(backend: Grammar
     assert matcher.accept(31)
 
 
-def test_many_rows_are_filled_at_once_and_the_others_stay(backend: GrammarBackend, walker: Walker) -> None:
+def test_many_rows_are_filled_at_once_and_others_stay_unchanged(backend: GrammarBackend, walker: Walker) -> None:
     compiled = [backend.load(backend.compile(grammar)) for grammar in GRAMMARS]
     matchers = [each.matcher([END]) for each in compiled]
     masks = torch.full((9, walker.mask.shape[1]), 77, dtype=torch.int32)
@@ -130,7 +129,7 @@ def test_many_rows_are_filled_at_once_and_the_others_stay(backend: GrammarBacken
 
 
 def _takes(compiled: Any, text: str) -> bool:
-    """Byte by byte."""
+    """Return whether a grammar takes a text, byte by byte."""
     matcher = compiled.matcher([END])
     return all(matcher.accept(VOCABULARY.texts.index(bytes([b]))) for b in text.encode()) and matcher.completed
 
@@ -172,7 +171,9 @@ PALINDROMES = (
 
 
 @pytest.mark.parametrize(("ebnf", "other"), [ARITHMETIC, LISP, PALINDROMES], ids=["arithmetic", "lisp", "palindromes"])
-def test_ebnf_takes_what_an_earley_parser_takes(backend: GrammarBackend, walker: Walker, ebnf: str, other: str) -> None:
+def test_ebnf_accepts_the_texts_of_an_earley_parser(
+    backend: GrammarBackend, walker: Walker, ebnf: str, other: str
+) -> None:
     parser = lark.Lark(other, parser="earley", lexer="dynamic")
     compiled = backend.load(backend.compile(Grammar("ebnf", ebnf)))
     whole = [walk.text.decode() for walk in (walker.walk(compiled, seed, 8, 60) for seed in range(20)) if walk.whole]
@@ -219,7 +220,7 @@ TAG = {
 }
 
 
-def test_structural_tags_hold_schemas_and_patterns_to_what_they_say() -> None:
+def test_structural_tags_enforce_schemas_and_patterns() -> None:
     backend = Backends(VOCABULARY)
     compiled = backend.load(backend.compile(Grammar("structural_tag", json.dumps(TAG))))
     walker, found = Walker(backend, VOCABULARY), 0
@@ -258,7 +259,7 @@ def test_white_space_in_a_tags_json_comes_to_an_end(said: dict[str, Any], spaces
         ({"type": "object", "propertyNames": {"pattern": "^x"}}, ['{"xy":1}'], ['{"a":1}']),
     ],
 )
-def test_a_tags_json_takes_what_it_says(schema: dict[str, Any], taken: list[str], others: list[str]) -> None:
+def test_a_tags_json_accepts_its_schemas_values(schema: dict[str, Any], taken: list[str], others: list[str]) -> None:
     backend = Backends(VOCABULARY)
     content = {"type": "json_schema", "json_schema": schema}
     compiled = backend.load(backend.compile(Grammar("structural_tag", json.dumps({"format": content}))))
@@ -278,13 +279,13 @@ def test_a_tags_json_takes_what_it_says(schema: dict[str, Any], taken: list[str]
         ({"patternProperties": {"^x": True}, "properties": {"a": True}}, "'patternProperties' at / of several, or"),
     ],
 )
-def test_words_that_tags_have_not_are_refused_by_name(schema: dict[str, Any], reason: str) -> None:
+def test_unknown_words_of_tags_are_refused_by_name(schema: dict[str, Any], reason: str) -> None:
     content = {"type": "json_schema", "json_schema": schema}
     with pytest.raises(GrammarError, match=reason):
         Backends(VOCABULARY).compile(Grammar("structural_tag", json.dumps({"format": content})))
 
 
-def test_structural_tags_are_refused_by_what_is_in_them() -> None:
+def test_structural_tags_with_unsupported_contents_are_refused() -> None:
     backend = Backends(VOCABULARY)
     tag = {
         "type": "tag",
@@ -305,7 +306,7 @@ def test_structural_tags_are_refused_by_what_is_in_them() -> None:
         ({"type": "token", "token": "<|im_start|>"}, "given by their ids"),
     ],
 )
-def test_what_the_library_would_pass_over_in_a_structural_tag_is_refused(format: dict[str, Any], reason: str) -> None:
+def test_parts_of_a_structural_tag_that_the_library_ignores_are_refused(format: dict[str, Any], reason: str) -> None:
     with pytest.raises(GrammarError, match=reason):
         Backends(VOCABULARY).compile(Grammar("structural_tag", json.dumps({"format": format})))
 
@@ -318,7 +319,7 @@ def test_what_the_library_would_pass_over_in_a_structural_tag_is_refused(format:
         ({"anyOf": [{"$ref": "#/anyOf/" + "9" * 5000}, True]}, "there is no"),
     ],
 )
-def test_what_is_no_schema_is_refused_by_name(backend: GrammarBackend, schema: Any, reason: str) -> None:
+def test_an_invalid_schema_is_refused_by_name(backend: GrammarBackend, schema: Any, reason: str) -> None:
     with pytest.raises(GrammarError, match=reason):
         backend.compile(Grammar("json", json.dumps(schema)))
 
@@ -332,15 +333,15 @@ def test_what_is_no_schema_is_refused_by_name(backend: GrammarBackend, schema: A
     ids=lambda grammar: grammar.kind,
 )
 def test_reported_grammar_memory_is_not_far_too_low(grammar: Grammar) -> None:
-    """Of the heap: 60 bytes for a character of llguidance's text, xgrammar's as many as it has serialised."""
+    """Compare with the heap: 60 bytes for a character of llguidance's text, for xgrammar its serialised bytes."""
     backend = Backends(synthetic_vocabulary(2000))
     compiled = backend.compile(grammar)
     least = 60 * (len(compiled) - 1) if grammar.kind == "choice" else len(compiled) - 1
     assert backend.load(compiled).num_bytes >= least
 
 
-def test_as_many_choices_as_a_request_may_have_can_be_said() -> None:
-    """Each in full; one may begin another, and may be empty."""
+def test_the_largest_number_of_choices_can_be_generated() -> None:
+    """Each is written in full; one may begin another, and one is empty."""
     backend = Backends(VOCABULARY)
     texts = ["", "a", "ab", *(f"c{i} is a choice" for i in range(4093))]
     compiled = backend.load(backend.compile(Grammar("choice", json.dumps(texts))))
@@ -358,7 +359,7 @@ def test_as_many_choices_as_a_request_may_have_can_be_said() -> None:
             said += VOCABULARY.texts[token]
 
 
-def test_a_step_behind_the_first_that_is_too_much_is_found_by_the_compilation() -> None:
+def test_a_too_costly_later_step_is_found_by_the_compilation() -> None:
     patterns = [{"type": "string", "pattern": f"^([a-z]{{1,{n}}}x){{1,99}}$"} for n in range(50, 90)]
     with pytest.raises(GrammarError, match="too many"):
         Backends(VOCABULARY).compile(Grammar("json", json.dumps({"anyOf": patterns, "minLength": 50})))

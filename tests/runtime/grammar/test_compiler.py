@@ -1,4 +1,4 @@
-"""Grammars are compiled once, elsewhere, and within limits."""
+"""Grammars are compiled once, in other processes, and within limits."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SLOW, ENDLESS = (
     Grammar("ebnf", "root ::= " + " | ".join(f'([a-z]{{1,{n}}} "x"){{1,{most}}}' for n in range(60, 99)))
     for most in (99, 999)
 )
-"""They take seconds with any vocabulary."""
+"""Grammars that take seconds with any vocabulary."""
 NewCompiler = Callable[..., GrammarCompiler]
 
 
@@ -63,7 +63,7 @@ def new_compiler() -> Iterator[NewCompiler]:
 
 
 class Held:
-    """Compilers whose processes answer when the test says so; every answer is a refusal without words."""
+    """Compilers whose processes answer when the test allows; every answer is a refusal without a message."""
 
     def __init__(self, new: NewCompiler) -> None:
         self._new = new
@@ -71,9 +71,9 @@ class Held:
         self._answers = dict[Grammar, Callable[[], None] | None]()
         self._free = 0
         self.begun = list[Grammar]()
-        """Those that are being compiled."""
+        """Grammars being compiled."""
         self.asked = list[Grammar]()
-        """In the order in which they began."""
+        """Grammars in the order in which they began."""
 
     def new(self, **more: Any) -> GrammarCompiler:
         compiler = self._new(**more)
@@ -81,12 +81,12 @@ class Held:
         return compiler
 
     def wait_for(self, count: int) -> None:
-        """Until so many are being compiled."""
+        """Wait until `count` grammars are being compiled."""
         with self._changed:
             assert self._changed.wait_for(lambda: len(self.begun) == count, 60), self.begun
 
     def go_on(self, count: int) -> None:
-        """So many more are answered, whichever they are."""
+        """Let `count` more compilations finish, in any order."""
         with self._changed:
             self._free += count
             self._changed.notify_all()
@@ -99,7 +99,7 @@ class Held:
         self._tell(grammar, end)
 
     def late(self, grammar: Grammar) -> None:
-        """Its first try is over; returns when it was told."""
+        """End the grammar's first try. Returns when the compiler knows."""
         self._tell(grammar, None)
 
     def _tell(self, grammar: Grammar, what: Callable[[], None] | None) -> None:
@@ -164,7 +164,7 @@ def test_a_grammar_is_compiled_once_for_all_requests_and_markers(new_compiler: N
     assert not done.acquire(blocking=False), "nothing else was compiled"
 
 
-def test_what_is_wrong_with_a_grammar_is_said_and_remembered(new_compiler: NewCompiler) -> None:
+def test_the_error_of_a_grammar_is_reported_and_remembered(new_compiler: NewCompiler) -> None:
     compiler = new_compiler()
     bad = Grammar("json", '{"type": "integer", "minimum": 2, "maximum": 1}')
     first = compiler.get(bad)
@@ -172,7 +172,7 @@ def test_what_is_wrong_with_a_grammar_is_said_and_remembered(new_compiler: NewCo
     assert compiler.get(bad) is first
 
 
-def test_an_unforeseen_failure_is_refused_and_the_process_survives(new_compiler: NewCompiler) -> None:
+def test_an_unexpected_failure_is_a_refusal_and_the_process_survives(new_compiler: NewCompiler) -> None:
     compiler = new_compiler(workers=1)
     assert compiler.get(integers(1)).result(60)
     pids = compiler._workers.pids()
@@ -182,7 +182,7 @@ def test_an_unforeseen_failure_is_refused_and_the_process_survives(new_compiler:
 
 
 @pytest.mark.deep
-def test_a_grammar_beyond_the_limits_is_stopped_and_tried_again_later(new_compiler: NewCompiler) -> None:
+def test_a_grammar_beyond_the_limits_is_stopped_and_retried_later(new_compiler: NewCompiler) -> None:
     clock = Clock()
     compiler = new_compiler(seconds=3.0, workers=1, clock=clock)
     assert compiler.get(integers(1)).result(60)
@@ -196,7 +196,7 @@ def test_a_grammar_beyond_the_limits_is_stopped_and_tried_again_later(new_compil
     assert not compiler.get(ENDLESS).done(), "it is tried again"
 
 
-def test_what_an_output_has_outgrown_is_refused_for_a_while(new_compiler: NewCompiler) -> None:
+def test_a_grammar_that_became_too_costly_is_refused_for_a_while(new_compiler: NewCompiler) -> None:
     clock = Clock()
     compiler = new_compiler(clock=clock, waiting=2)
     for kind, source in (("regex", "a"), ("ebnf", 'root ::= "a"'), ("regex", "b")):
@@ -217,7 +217,7 @@ def test_memory_is_limited_too(new_compiler: NewCompiler) -> None:
     assert "32 MiB" in refused(compiler.get(Grammar("ebnf", 'root ::= ("a"{1,300} "b"{1,300}){1,300}')))
 
 
-def test_so_many_wait_and_no_more(held: Held) -> None:
+def test_the_number_of_waiting_grammars_is_bounded(held: Held) -> None:
     compiler = held.new(waiting=2, workers=1)
     under_way = compiler.get(integers(0), client="a")
     held.wait_for(1)
@@ -246,7 +246,7 @@ def test_clients_take_turns(held: Held) -> None:
     assert held.asked == [integers(most) for most in (0, 1, 10, 20, 2, 11, 3, 4)]
 
 
-def test_what_outlasts_its_first_try_waits_until_it_may_take_long_and_others_pass(held: Held) -> None:
+def test_a_slow_grammar_waits_for_a_long_try_and_others_pass(held: Held) -> None:
     compiler = held.new(workers=2)
     slow = [compiler.get(integers(most), client="a") for most in range(4)]
     held.wait_for(2)
@@ -268,8 +268,8 @@ def test_what_outlasts_its_first_try_waits_until_it_may_take_long_and_others_pas
         refused(future)
 
 
-def test_a_client_that_has_used_up_its_seconds_is_refused_until_some_have_passed(held: Held) -> None:
-    """Other texts do not help it."""
+def test_a_client_without_seconds_left_is_refused_until_some_have_passed(held: Held) -> None:
+    """Asking for other grammars does not help it."""
     clock = Clock()
     compiler = held.new(workers=1, clock=clock, client_seconds=30.0, client_seconds_back=0.5)
     first = compiler.get(integers(0), client="a")
@@ -292,7 +292,7 @@ def test_a_client_that_has_used_up_its_seconds_is_refused_until_some_have_passed
     assert compiler._used.owed("a") == 29.5, "what is quick costs nothing"
 
 
-def test_what_one_namespace_has_sent_makes_nothing_faster_for_another(held: Held) -> None:
+def test_grammars_of_one_namespace_make_no_other_faster(held: Held) -> None:
     compiler = held.new(workers=1)
     first = compiler.get(integers(0), "a")
     held.answer(integers(0))
@@ -306,7 +306,7 @@ def test_what_one_namespace_has_sent_makes_nothing_faster_for_another(held: Held
     assert len(held.asked) == 3
 
 
-def test_a_refusal_for_a_while_is_of_the_namespace_that_asked(held: Held) -> None:
+def test_a_temporary_refusal_holds_only_for_its_namespace(held: Held) -> None:
     compiler = held.new(workers=1)
     future = compiler.get(integers(0), "a")
     held.answer(integers(0), Killed("late"))
@@ -319,10 +319,10 @@ def test_a_refusal_for_a_while_is_of_the_namespace_that_asked(held: Held) -> Non
 
 
 @pytest.mark.deep
-def test_the_small_grammar_of_another_client_is_ready_before_what_a_hostile_one_waits_for(
+def test_a_small_grammar_is_ready_before_a_hostile_clients(
     new_compiler: NewCompiler,
 ) -> None:
-    """With real processes."""
+    """It runs with real processes."""
     finished = list[str]()
     compiler = new_compiler(first_try_seconds=0.05, clock=time.monotonic, client_seconds=1e9)
     assert compiler.get(integers(0)).result(60)
@@ -367,7 +367,7 @@ def test_abandoned_grammars_are_not_compiled_and_free_their_place(new_compiler: 
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it ends with its request")
-def test_a_process_ends_with_the_thread_that_started_it_whatever_it_does() -> None:
+def test_a_process_ends_with_the_thread_that_started_it() -> None:
     found = list[ConfinedProcess]()
 
     def start() -> None:
@@ -388,7 +388,7 @@ def test_a_process_ends_with_the_thread_that_started_it_whatever_it_does() -> No
         process.end()
 
 
-def test_what_was_not_wanted_for_longest_is_forgotten(new_compiler: NewCompiler) -> None:
+def test_the_least_recently_used_grammar_is_forgotten(new_compiler: NewCompiler) -> None:
     compiler = new_compiler()
     size = compiler.get(integers(7)).result(60).num_bytes
     room = 3 * (size + 3200)
@@ -406,7 +406,7 @@ def test_what_was_not_wanted_for_longest_is_forgotten(new_compiler: NewCompiler)
 
 
 def test_refused_grammars_count_in_the_cache_per_namespace(new_compiler: NewCompiler) -> None:
-    """Many thousands are kept: the bound is on what they take, and the scheduler's thread does not go through them."""
+    """Many thousands are kept: the bound is on their bytes, and the scheduler's thread does not walk through them."""
     compiler = new_compiler(cache_bytes=100_000, waiting=100)
     compiler._ask = lambda *_: bytearray([Answer.REFUSED])  # type: ignore[method-assign]
     refused(compiler.get(Grammar("regex", "0")))  # the vocabulary is there
@@ -450,7 +450,7 @@ def test_a_process_that_dies_is_replaced(new_compiler: NewCompiler) -> None:
 
 @pytest.mark.deep
 def test_a_process_that_is_killed_is_no_fault_of_a_request(new_compiler: NewCompiler) -> None:
-    """Whether or not it has been noticed that it is gone."""
+    """It holds whether or not the death has been noticed."""
     compiler = new_compiler(workers=1)
     for most in range(1, 6):
         assert compiler.get(integers(most)).result(60)

@@ -1,4 +1,4 @@
-"""What the first grammar would wait for is made ready before."""
+"""The compiler is warmed, so that the first grammar does not wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever a grammar lets an output be is what was asked for: JSON Schemas by the thousand, judged by `jsonschema`."""
+"""Every finished output satisfies its grammar: thousands of JSON Schemas, judged by `jsonschema`."""
 
 from __future__ import annotations
 
@@ -37,11 +37,12 @@ REASONS = [
     r"(minProperties|maxProperties|minItems|maxItems) is (greater|less) than the number of",
     r"circular references with sibling keys are not supported",
 ]
-"""Why schemas of the corpus are refused: contradictions, and what README.md of the runtime says is not supported."""
+"""Reasons to refuse schemas of the corpus: contradictions, and keywords that the runtime's README.md lists as
+unsupported."""
 
 
 def _refusals(tag: bool, vocabulary: str, seeds: range, length: int) -> collections.Counter[str]:
-    """Walks over each of the schemas once. Returns why some were refused."""
+    """Walk over each schema once. Return the reasons of those that were refused."""
     tokens = VOCABULARIES[vocabulary]()
     grammars = Backends(tokens)
     walker, refused, unfinished = Walker(grammars, tokens), collections.Counter[str](), 0
@@ -71,7 +72,7 @@ def _check(schema: Any, text: bytes, seed: int) -> None:
 
 
 @pytest.mark.timeout(3600)
-def test_what_finishes_is_valid() -> None:
+def test_finished_outputs_are_valid() -> None:
     refused = _refusals(False, "synthetic", range(COUNT), length=16)
     unexplained = [reason for reason in refused if not any(re.search(known, reason) for known in REASONS)]
     assert not unexplained
@@ -80,6 +81,6 @@ def test_what_finishes_is_valid() -> None:
 
 
 @pytest.mark.parametrize("tag", [False, True])
-def test_what_finishes_is_valid_with_the_tokens_of_the_tiny_model(tag: bool) -> None:
+def test_finished_outputs_are_valid_with_the_tiny_models_tokens(tag: bool) -> None:
     seeds = range(COUNT, COUNT + COUNT // 10)
     assert _refusals(tag, "tiny", seeds, length=8).total() < 0.6 * len(seeds)

@@ -1,5 +1,5 @@
-"""What the tiny model says at a high temperature under generated schemas, patterns and grammars, is right by the
-judgement of libraries that nobody here wrote. `TREELINE_SCHEMAS` is how many schemas."""
+"""Outputs of the tiny model at a high temperature, under generated schemas, patterns and grammars, are correct by
+independent libraries. `TREELINE_SCHEMAS` is the number of schemas."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.deep
 
 
 def said(grammars: list[Grammar], most: int) -> list[str | None]:
-    """An answer to each, at temperature 1.5; None where it did not end by itself."""
+    """Return an answer for each grammar, at temperature 1.5; None if it did not end by itself."""
     with Engine(TINY, max_total_tokens=32768) as engine:
         params = [
             SamplingParams(temperature=1.5, seed=seed, max_new_tokens=most, grammar=grammar)
@@ -46,7 +46,7 @@ def said(grammars: list[Grammar], most: int) -> list[str | None]:
 
 
 def taken(schemas: list[Any]) -> list[Any]:
-    """Those that are not refused."""
+    """Return the schemas that are accepted."""
     backend, found = Backends(tiny_vocabulary()), []
     for schema in schemas:
         with contextlib.suppress(GrammarError):

@@ -1,4 +1,4 @@
-"""Grammars made to exhaust whoever compiles them: refused, or quick at every step afterwards."""
+"""Grammars made to exhaust the compiler are refused, or quick at every later step."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ REFUSED = {
 
 @pytest.mark.deep
 @pytest.mark.parametrize("name", HOSTILE)
-def test_what_compiles_is_quick_afterwards(name: str) -> None:
-    """In time of this thread: some ten times what a step may take."""
+def test_a_compiled_grammar_is_quick_at_every_step(name: str) -> None:
+    """In processor time of this thread: some ten times the limit of a step."""
     most_s = 20 * reference_s()
     backend = Backends(VOCABULARY)
     walker, draw = Walker(backend, VOCABULARY), random.Random(1)
@@ -69,19 +69,19 @@ def test_what_compiles_is_quick_afterwards(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_is_too_deep_or_too_long_is_refused(name: str) -> None:
+def test_too_deep_or_too_long_grammars_are_refused(name: str) -> None:
     with pytest.raises(GrammarError, match=r"nested|too long"):
         Backends(VOCABULARY).compile(REFUSED[name])
 
 
-def test_more_properties_than_a_step_can_go_through_are_not_given_to_llguidance() -> None:
+def test_too_many_properties_are_not_given_to_llguidance() -> None:
     schema = {"type": "object", "properties": {f"p{i}": {} for i in range(400)}}
     with pytest.raises(GrammarError, match="'properties' at / with more than 300 is not supported"):
         Backends(VOCABULARY).compile(_json(schema))
 
 
-def test_of_a_large_grammar_llguidance_forces_nothing() -> None:
-    """Each character that is forced takes up to a microsecond of the thread that serves all."""
+def test_llguidance_forces_nothing_for_a_large_grammar() -> None:
+    """Each forced character takes up to a microsecond of the thread that serves all requests."""
     backend = Backends(VOCABULARY)
     for words, forces in ((5000, True), (80_000, False)):
         compiled = backend.load(backend.compile(_json({"const": "word " * words})))
@@ -92,7 +92,7 @@ def test_of_a_large_grammar_llguidance_forces_nothing() -> None:
 
 
 SLOW = "(([a-z]{0,30}){0,30}){0,30}"
-"""Each step takes xgrammar some times as long as the one before it, seconds soon."""
+"""Each step takes xgrammar several times as long as the one before, soon seconds."""
 RULES = "a ::= b{0,30}\nb ::= c{0,30}\nc ::= [a-z]{0,30}"
 
 
@@ -105,21 +105,21 @@ RULES = "a ::= b{0,30}\nb ::= c{0,30}\nc ::= [a-z]{0,30}"
     ids=lambda grammar: grammar.kind,
 )
 @pytest.mark.deep
-def test_what_takes_xgrammar_longer_at_each_step_is_refused(grammar: Grammar) -> None:
+def test_a_grammar_that_slows_xgrammar_at_each_step_is_refused(grammar: Grammar) -> None:
     with pytest.raises(GrammarError, match="too ambiguous"):
         Backends(VOCABULARY).compile(grammar)
 
 
 @pytest.mark.deep
-def test_a_small_text_that_is_compiled_to_much_is_refused_by_its_bytes() -> None:
-    """Some 15 kB, which the server would read into 300 MB."""
+def test_a_small_text_with_a_large_compilation_is_refused_by_its_bytes() -> None:
+    """It has 15 kB, which the server would expand into 300 MB."""
     rules = [f'r{i} ::= "k{i}" [a-z]+ "=" [0-9]{{1,{3 + i % 9}}}' for i in range(340)]
     source = "\n".join(["root ::= " + " | ".join(f"r{i}" for i in range(len(rules))), *rules])
     with pytest.raises(GrammarError, match=r"too large: it is compiled to \d+ MiB, 32 are the most"):
         Backends(VOCABULARY).compile(Grammar("ebnf", source))
 
 
-def test_an_output_that_comes_to_what_takes_long_is_ended_and_its_neighbour_is_not() -> None:
+def test_an_output_that_reaches_a_slow_part_is_ended_and_its_neighbour_is_not() -> None:
     backend = Backends(VOCABULARY)
     late = backend.load(backend.compile(Grammar("ebnf", f"root ::= [0-9]{{80}} a\n{RULES}"))).matcher([END])
     other = backend.load(backend.compile(Grammar("regex", "[a-z]*"))).matcher([END])
@@ -138,7 +138,7 @@ def test_an_output_that_comes_to_what_takes_long_is_ended_and_its_neighbour_is_n
     assert not late.accept(letter)
 
 
-def test_as_many_choices_as_there_may_be_are_told_apart() -> None:
+def test_the_largest_number_of_choices_is_distinguished() -> None:
     backend = Backends(VOCABULARY)
     texts = [f"{number:04}" + "x" * 200 for number in range(4096)]
     walk = Walker(backend, VOCABULARY).walk(

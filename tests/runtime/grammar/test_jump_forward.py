@@ -1,4 +1,4 @@
-"""Forced text as tokens: what the tokenizer itself would make of the whole text, whatever follows it."""
+"""Forced text as tokens: those that the tokenizer makes of the whole text, whatever follows it."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def byte_level() -> Tokenizer:
 
 
 def sentencepiece(*, splits: bool) -> Tokenizer:
-    """A space before every text, bytes for what the vocabulary lacks. splits: into words before all else, as newer
-    files say; or not, as those of Llama 2."""
+    """SentencePiece with a space before every text and bytes for unknown characters. splits: first into words, as newer
+    files say; or not, as Llama 2's do."""
     pieces = [f"<0x{i:02X}>" for i in range(256)]
     metaspace = pre_tokenizers.Metaspace()
     trained = Tokenizer(models.BPE(byte_fallback=True))
@@ -134,11 +134,9 @@ def after(tokens: list[int], jump: Jump) -> list[int]:
 
 @settings(max_examples=250)
 @given(names, texts, forced_texts, texts)
-def test_the_tokens_are_those_of_the_whole_text_whatever_follows(
-    name: str, before: str, forced: str, then: str
-) -> None:
+def test_jump_tokens_are_those_of_the_whole_text(name: str, before: str, forced: str, then: str) -> None:
     tokens = encode(name, before)
-    assume(tokens)  # else some put a space before the forced text, which nobody forces
+    assume(tokens)  # else some put an unforced space before the forced text
     jump = MADE[name][1].jump(tokens, 0, forced)
     if jump is not None:
         found = after(tokens, jump)
@@ -148,10 +146,10 @@ def test_the_tokens_are_those_of_the_whole_text_whatever_follows(
 
 @settings(max_examples=200)
 @given(names, texts, forced_texts, st.integers(0, 40), st.randoms(use_true_random=False))
-def test_the_text_is_kept_whatever_the_tokens_were(
+def test_a_jump_keeps_the_text_of_any_tokens(
     name: str, before: str, forced: str, fixed: int, rng: random.Random
 ) -> None:
-    """Models may say a text in other tokens than its tokenizer."""
+    """Models may write a text in other tokens than its tokenizer."""
     tokens = split_freely(name, before, rng)
     fixed = min(fixed, len(tokens))
     jump = MADE[name][1].jump(tokens, fixed, forced)
@@ -184,7 +182,7 @@ CASES: list[tuple[str, list[str], str, int, list[str]]] = [
 
 
 @pytest.mark.parametrize(("name", "before", "forced", "take_back", "append"), CASES)
-def test_what_is_forced_in_json(name: str, before: list[str], forced: str, take_back: int, append: list[str]) -> None:
+def test_json_has_forced_text(name: str, before: list[str], forced: str, take_back: int, append: list[str]) -> None:
     tokens = [id for text in before for id in encode(name, text)]
     jump = MADE[name][1].jump(tokens, 0, forced)
     assert jump is not None
@@ -192,8 +190,8 @@ def test_what_is_forced_in_json(name: str, before: list[str], forced: str, take_
 
 
 @pytest.mark.parametrize("name", MADE)
-def test_json_is_mostly_decided(name: str) -> None:
-    """A jump that never came would have all of the properties above."""
+def test_most_of_json_is_forced(name: str) -> None:
+    """A jump that never happens would satisfy all properties above."""
     tokens = encode(name, '{"name": "Anna",')
     jump = MADE[name][1].jump(tokens, 0, ' "full_name": true, "age": 42, "is": "')
     assert jump is not None
@@ -208,14 +206,14 @@ def test_tokens_that_stay_are_never_replaced() -> None:
     assert said("tiny", jump.append) == b', "age":'
 
 
-def test_no_jump_from_within_a_character() -> None:
+def test_a_jump_never_starts_within_a_character() -> None:
     _, forward, texts = MADE["tiny"]
     first = texts.index("日".encode()[:1])
     assert forward.jump([first], 0, "name: name: name") is None
 
 
 @pytest.mark.parametrize("name", ["tiny", "byte-level"])
-def test_the_beginning_of_an_added_token_is_not_decided(name: str) -> None:
+def test_the_beginning_of_an_added_token_is_not_forced(name: str) -> None:
     jump = MADE[name][1].jump([], 0, "name is name <|im_e")
     assert jump is not None
     assert b"<" not in said(name, jump.append)
@@ -228,12 +226,12 @@ def test_text_that_looks_like_markup_is_one_token_or_none() -> None:
     assert tokenizer.token_to_id("<|im_end|>") in jump.append
 
 
-def test_nothing_forced_is_no_jump() -> None:
+def test_without_forced_text_there_is_no_jump() -> None:
     assert MADE["tiny"][1].jump(encode("tiny", "name"), 0, "") is None
 
 
 def test_a_tokenizer_that_changes_texts_does_not_jump() -> None:
-    """Its tokens would say another text than the grammar forces."""
+    """Its tokens would give another text than the grammar forces."""
     spec: dict[str, Any] = json.loads((TINY / "tokenizer.json").read_text())
     spec["normalizer"] = {"type": "Lowercase"}
     _, forward, _ = made(json.dumps(spec))
@@ -241,7 +239,7 @@ def test_a_tokenizer_that_changes_texts_does_not_jump() -> None:
     assert forward.jump([], 0, "name: name: name") is not None
 
 
-def test_what_one_namespace_has_encoded_makes_nothing_faster_for_another() -> None:
+def test_encodings_of_one_namespace_make_no_other_faster() -> None:
     forward = made(byte_level().to_str())[1]
     for namespace in ("a", "b", None):
         misses = forward._encode.cache_info().misses

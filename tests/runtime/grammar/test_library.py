@@ -1,4 +1,4 @@
-"""xgrammar is imported without what it would import besides."""
+"""xgrammar is imported without its optional heavy imports."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ print(*sorted({{"torch", "transformers"}} & sys.modules.keys()))
         pytest.param({"transformers"}, "", id="in an image, which has no transformers"),
     ],
 )
-def test_it_needs_neither_torch_nor_transformers(missing: set[str], imported: str) -> None:
+def test_importing_xgrammar_loads_neither_torch_nor_transformers(missing: set[str], imported: str) -> None:
     script = SCRIPT.format(missing=missing)
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=240, check=False)
     assert found.returncode == 0, found.stderr

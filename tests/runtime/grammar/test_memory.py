@@ -1,4 +1,4 @@
-"""What grammars take of a process, as the kernel sees it: when they are forgotten, it is as small as before."""
+"""The memory of grammars, as the kernel sees it: once they are forgotten, the process is as small as before."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ GRAMMARS = 16
 
 
 def resident() -> int:
-    """Bytes of this process that are no file's."""
+    """Return the anonymous resident bytes of this process."""
     status = Path("/proc/self/status").read_text()
     return int(status.partition("RssAnon:")[2].split()[0]) << 10
 
 
 def storm() -> None:
-    """Print what the process has grown by, at last and at most, when a grammar of 3 MB was read again and again."""
+    """Print the process's growth, at the end and at most, after reading a grammar of 3 MB again and again."""
     vocabulary = Vocabulary([*(bytes([i]) for i in range(256)), b""], {}, (256,))
     limits = CompileLimits(cache_bytes=CACHE, workers=2)
     compiler = GrammarCompiler(lambda: vocabulary, on_done=lambda: None, limits=limits)

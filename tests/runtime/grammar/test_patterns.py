@@ -1,4 +1,4 @@
-"""Regular expressions mean what `re` says they mean, alone, in JSON and in a tag, or are refused by name."""
+"""Regular expressions mean what `re` says, alone, in JSON and in a tag, or are refused by name."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ EVERYDAY = {
 
 @pytest.mark.parametrize("tag", [False, True])
 @pytest.mark.parametrize("pattern", EVERYDAY)
-def test_everyday_patterns_take_what_re_takes_in_ascii(backend: GrammarBackend, pattern: str, tag: bool) -> None:
+def test_everyday_patterns_match_like_re_in_ascii(backend: GrammarBackend, pattern: str, tag: bool) -> None:
     texts = EVERYDAY[pattern]
     readable = pattern.replace("(?<m>", "(?P<m>")
     expected = [bool(re.fullmatch(readable, text, re.ASCII) and re.fullmatch(readable, text)) for text in texts]
@@ -98,8 +98,8 @@ def _pattern(draw: random.Random, depth: int) -> str:
 
 @pytest.mark.parametrize("tag", [False, True])
 @pytest.mark.parametrize("kind", ["regex", "json"])
-def test_random_patterns_take_what_re_takes(backend: GrammarBackend, kind: str, tag: bool) -> None:
-    """Also what xgrammar's own automata would let in by the middle of an optional part."""
+def test_random_patterns_match_like_re(backend: GrammarBackend, kind: str, tag: bool) -> None:
+    """It includes texts that xgrammar's own automata would accept in the middle of an optional part."""
     taken = 0
     for seed in range(150):
         draw = random.Random(seed)
@@ -155,7 +155,7 @@ def test_a_pattern_of_a_schema_may_match_anywhere(backend: GrammarBackend, patte
         ("(?:x" * 280 + ")+y" * 280, "nested too deeply"),
     ],
 )
-def test_what_is_not_regular_is_refused_by_name(backend: GrammarBackend, pattern: str, name: str) -> None:
+def test_irregular_patterns_are_refused_by_name(backend: GrammarBackend, pattern: str, name: str) -> None:
     for tag in (False, True):
         for grammar in (_regex(pattern, tag=tag), _schema({"pattern": pattern}, tag=tag)):
             with pytest.raises(GrammarError, match=re.escape(name)):
@@ -172,7 +172,7 @@ def test_format_patterns_are_rewritten_as_re_reads_them(name: str) -> None:
 
 
 @given(st.text("ax9-.", max_size=12))
-def test_a_hostname_has_no_label_that_would_have_to_be_punycode(text: str) -> None:
+def test_a_hostname_has_no_invalid_punycode_label(text: str) -> None:
     labels = text.split(".")
     plain = all(re.fullmatch("[a-z0-9]([a-z0-9-]*[a-z0-9])?", label) and label[2:4] != "--" for label in labels)
     assert bool(re.fullmatch(FORMATS["hostname"], text)) == (plain and len(labels) <= 6)

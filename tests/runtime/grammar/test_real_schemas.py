@@ -1,5 +1,5 @@
-"""Schemas as people and libraries write them: older drafts, OpenAPI, words of their own, and what says what a value is
-not. What is taken is held; the rest is refused by name."""
+"""Schemas as people and libraries write them: older drafts, OpenAPI, extra keywords, and negations. Accepted ones are
+enforced; the rest are refused by name."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ VOCABULARY = synthetic_vocabulary(700)
 END = VOCABULARY.stop_ids[0]
 DRAFT_4, DRAFT_7 = (f"http://json-schema.org/draft-0{number}/schema#" for number in (4, 7))
 ZOD = pathlib.Path(__file__).with_name("zod.json")
-"""What zod 4.6's `toJSONSchema` makes of its types, for OpenAPI 3.0 and for each draft where that differs."""
+"""The schemas that zod 4.6's `toJSONSchema` makes of its types, for OpenAPI 3.0 and for each draft that differs."""
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +157,9 @@ def _tagged(kind: str, more: dict[str, Any]) -> dict[str, Any]:
     ],
     ids=lambda value: json.dumps(value)[:60] if isinstance(value, dict) else None,
 )  # fmt: skip
-def test_a_schema_takes_what_it_says(backend: GrammarBackend, schema: Any, taken: list[str], others: list[str]) -> None:
+def test_a_schema_accepts_its_values_and_no_others(
+    backend: GrammarBackend, schema: Any, taken: list[str], others: list[str]
+) -> None:
     assert [text for text in taken if not _takes(backend, schema, text)] == []
     assert [text for text in others if _takes(backend, schema, text)] == []
     if not (schema.get("format") in ("int32", "int64", "double") or "nullable" in schema):
@@ -198,7 +200,7 @@ def test_a_schema_takes_what_it_says(backend: GrammarBackend, schema: Any, taken
         ({"properties": {"a": True}, "oneOf": [{"required": [f"p{i}"]} for i in range(70)]}, "'oneOf' at / with more"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_held_is_refused_by_name(backend: GrammarBackend, schema: Any, name: str) -> None:
+def test_unenforceable_schemas_are_refused_by_name(backend: GrammarBackend, schema: Any, name: str) -> None:
     with pytest.raises(GrammarError, match=name):
         backend.compile(Grammar("json", json.dumps(schema)))
 
@@ -248,7 +250,7 @@ def test_what_cannot_be_held_is_refused_by_name(backend: GrammarBackend, schema:
     ],
     ids=lambda schema: json.dumps(schema)[:90],
 )  # fmt: skip
-def test_what_is_taken_is_held_and_the_rest_refused(backend: GrammarBackend, schema: Any) -> None:
+def test_accepted_schemas_are_enforced_and_the_rest_refused(backend: GrammarBackend, schema: Any) -> None:
     try:
         compiled = backend.load(backend.compile(Grammar("json", json.dumps(schema))))
     except GrammarError:
@@ -258,13 +260,13 @@ def test_what_is_taken_is_held_and_the_rest_refused(backend: GrammarBackend, sch
     assert [text for text in outputs if not judge(schema).is_valid(parse(text))] == []
 
 
-def test_a_property_cannot_be_said_in_other_letters(backend: GrammarBackend) -> None:
+def test_a_property_name_cannot_be_escaped_differently(backend: GrammarBackend) -> None:
     schema = {"properties": {"a": {"type": "integer"}}, "patternProperties": {"^b": {"type": "integer"}}}
     for text in ('{"\\u0061": "x"}', '{"\\u0062": "x"}', '{"a": "x"}', '{"b": "x"}'):
         assert not _takes(backend, schema, text)
 
 
-def test_words_that_say_nothing_are_named_once() -> None:
+def test_keywords_without_effect_are_named_once() -> None:
     inner = {"additonalProperties": False, "x-note": 1, "properties": {"faker": {"format": "datetime", "faker": 1}}}
     assert ignored({"$defs": {"a": inner}, "title": "t", "items": [inner], "id": "x", "nullable": True}) == [
         "additonalProperties",
@@ -287,7 +289,8 @@ class Dog(BaseModel):
 
 
 class Everything(BaseModel):
-    """Of each type that has a schema, but for sets of what is no short list: no grammar tells their items apart."""
+    """A field of each type that has a schema, except sets of items that no short list names: a grammar cannot keep
+    their items distinct."""
 
     a: str
     b: int
@@ -313,11 +316,11 @@ class Everything(BaseModel):
 
 
 @pytest.mark.parametrize("mode", ["validation", "serialization"])
-def test_the_types_of_pydantics_fields_are_taken(backend: GrammarBackend, mode: Any) -> None:
+def test_the_types_of_pydantics_fields_are_accepted(backend: GrammarBackend, mode: Any) -> None:
     backend.compile(Grammar("json", json.dumps(Everything.model_json_schema(mode=mode))))
 
 
-def test_zods_types_are_taken(backend: GrammarBackend) -> None:
+def test_zods_types_are_accepted(backend: GrammarBackend) -> None:
     refused = {}
     for name, schema in json.loads(ZOD.read_text()).items():
         try:

@@ -1,4 +1,4 @@
-"""What derives no finite text, or only long ones, is refused; what is forced after it ends."""
+"""Grammars with no finite text, or only long ones, are refused; forced text comes to an end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def backend() -> GrammarBackend:
 
 
 def _shortest(kind: str, source: str) -> float:
-    """Of the root; inf: none."""
+    """Return the length of the root's shortest text; inf if there is none."""
     parse = {
         "ebnf": "from_ebnf",
         "regex": "from_regex",
@@ -58,7 +58,7 @@ def test_the_shortest_text_of_a_grammar(kind: str, source: str, length: float) -
 
 
 def _grammar(seed: int) -> dict[str, list[list[str]]]:
-    """Rules by their alternatives, each a list of texts in quotes, of names and of repetitions; `root` is first."""
+    """Return rules by their alternatives, each a list of quoted texts, names and repetitions; `root` is first."""
     draw = random.Random(seed)
     names = ["root", *(f"r{i}" for i in range(draw.randint(1, 6)))]
 
@@ -72,7 +72,7 @@ def _grammar(seed: int) -> dict[str, list[list[str]]]:
 
 
 def _naive(rules: dict[str, list[list[str]]]) -> dict[str, float]:
-    """Lengths by iteration until nothing changes."""
+    """Compute lengths by iteration until nothing changes."""
     best: dict[str, float] = dict.fromkeys(rules, math.inf)
 
     def of(part: str) -> float:
@@ -89,7 +89,7 @@ def _naive(rules: dict[str, list[list[str]]]) -> dict[str, float]:
         best = new
 
 
-def test_shortest_texts_are_those_of_a_naive_iteration() -> None:
+def test_shortest_texts_equal_those_of_a_naive_iteration() -> None:
     finite = 0
     for seed in range(400):
         rules = _grammar(seed)
@@ -100,8 +100,8 @@ def test_shortest_texts_are_those_of_a_naive_iteration() -> None:
     assert 50 < finite < 350
 
 
-def test_what_compiles_forces_no_more_than_its_shortest_text_wherever_it_is(backend: GrammarBackend) -> None:
-    """A walk over random bytes of the masks, in every grammar that has nothing endless; the others are refused."""
+def test_a_compiled_grammar_never_forces_more_than_its_shortest_text(backend: GrammarBackend) -> None:
+    """Random bytes of the masks are walked, in every grammar without endless parts; the others are refused."""
     torch = pytest.importorskip("torch")
     compiled = 0
     for seed in range(150):
@@ -142,7 +142,7 @@ def _doubling(times: int) -> str:
     return json.dumps({"$ref": "#/$defs/d0", "$defs": {**defs, f"d{times}": {"type": "null"}}})
 
 
-def test_references_that_double_are_refused_for_the_length_of_what_they_ask_for(backend: GrammarBackend) -> None:
+def test_doubling_references_are_refused_for_their_length(backend: GrammarBackend) -> None:
     assert backend.load(backend.compile(_in_tag(json.loads(_doubling(5))))).matcher([END]).forced() == "["
     with pytest.raises(GrammarError, match=f"too long.*{MAX_SHORTEST} are the most"):
         backend.compile(_in_tag(json.loads(_doubling(40))))
@@ -155,7 +155,7 @@ def test_references_that_double_are_refused_for_the_length_of_what_they_ask_for(
         {"type": "string", "minLength": 10**6},
     ],
 )
-def test_what_asks_for_a_long_text_is_refused(backend: GrammarBackend, schema: dict[str, Any]) -> None:
+def test_a_grammar_of_only_long_texts_is_refused(backend: GrammarBackend, schema: dict[str, Any]) -> None:
     with pytest.raises(GrammarError, match="too long"):
         backend.compile(_in_tag(schema))
 

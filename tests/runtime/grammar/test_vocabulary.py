@@ -1,4 +1,4 @@
-"""Tokens as bytes: what a grammar sees is what an answer says."""
+"""Tokens as bytes: a grammar sees the bytes that an answer has."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ VOCABULARY = Vocabulary.of(TINY, SIZE + 5, (SIZE - 1,))
 
 
 @given(st.lists(st.integers(0, SIZE - 1), max_size=12))
-def test_texts_joined_are_what_is_decoded(ids: list[int]) -> None:
+def test_joined_token_texts_equal_the_decoded_text(ids: list[int]) -> None:
     joined = b"".join(VOCABULARY.texts[id] for id in ids)
     assert joined.decode(errors="replace") == TOKENIZER.decode(ids, skip_special_tokens=True)
 
 
-def test_there_is_a_text_for_each_row_of_the_head() -> None:
+def test_each_row_of_the_head_has_a_text() -> None:
     assert len(VOCABULARY.texts) == SIZE + 5
     assert VOCABULARY.texts[SIZE:] == [b""] * 5
 
@@ -32,7 +32,7 @@ def test_a_stop_token_is_no_text_and_no_mark() -> None:
     assert VOCABULARY.stop_ids == (SIZE - 1,)
     assert VOCABULARY.texts[SIZE - 1] == b""
     assert SIZE - 1 not in VOCABULARY.marks
-    assert Vocabulary.of(TINY, SIZE, (65,)).texts[65] == b"", "whatever it would be else"
+    assert Vocabulary.of(TINY, SIZE, (65,)).texts[65] == b"", "a stop token has no text"
 
 
 def test_added_tokens_are_text_and_special_ones_are_marks() -> None:

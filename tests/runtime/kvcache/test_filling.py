@@ -1,4 +1,4 @@
-"""Pages on their way: who waits for which filler, and that none is lost or freed too early, whatever fillers do."""
+"""Pages on their way: requests wait for fillers, and no page is lost or freed too early, whatever fillers do."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def insert(tree: RadixCache, tokens: list[int]) -> None:
     tree.insert(key_of(tokens), np.arange(len(tokens)), prompt_tokens=len(tokens))
 
 
-def test_what_is_on_its_way_is_coming_until_its_filler_ends() -> None:
+def test_pages_on_their_way_are_expected_until_their_filler_ends() -> None:
     tree = a_tree()
     first = tree.begin_filling(None, key_of([*LONG, 1]))
     second = tree.begin_filling(None, key_of([*LONG, 2]), "salt")
@@ -47,7 +47,7 @@ def test_what_is_on_its_way_is_coming_until_its_filler_ends() -> None:
     assert not list(tree._walk())
 
 
-def test_several_fill_one_node_and_the_last_to_leave_takes_it_along() -> None:
+def test_several_fillers_share_a_node_which_ends_with_the_last() -> None:
     tree = a_tree()
     fillers = [tree.begin_filling(None, key_of([*LONG[:40], i, i])) for i in range(3)]
     for i, filler in enumerate(fillers):
@@ -57,7 +57,7 @@ def test_several_fill_one_node_and_the_last_to_leave_takes_it_along() -> None:
     assert coming(tree, LONG) == 0
 
 
-def test_what_one_of_two_has_filled_is_on_the_device_and_kept_for_the_other() -> None:
+def test_pages_filled_by_one_of_two_are_kept_for_the_other() -> None:
     tree = a_tree()
     ours, theirs = (tree.begin_filling(None, key_of([*LONG, i])) for i in range(2))
     insert(tree, LONG[:20])
@@ -73,8 +73,8 @@ def test_what_one_of_two_has_filled_is_on_the_device_and_kept_for_the_other() ->
     assert len(tree.evict(30)) == 20
 
 
-def test_who_does_not_want_what_the_cache_has_fills_nothing() -> None:
-    """What it computes again is there, and may leave meanwhile."""
+def test_a_request_that_ignores_cached_pages_fills_nothing() -> None:
+    """The pages that it computes again are cached, and may be evicted meanwhile."""
     tree = a_tree()
     insert(tree, LONG)
     assert tree.begin_filling(None, key_of([*LONG, 1])) is None
@@ -82,7 +82,7 @@ def test_who_does_not_want_what_the_cache_has_fills_nothing() -> None:
     assert len(tree.evict(60)) == 60
 
 
-def test_a_tree_in_which_something_is_on_its_way_is_not_reset() -> None:
+def test_a_tree_with_pages_on_their_way_is_not_reset() -> None:
     tree = a_tree()
     tree.begin_filling(None, key_of(LONG))
     with pytest.raises(AssertionError, match="reset"):
@@ -94,7 +94,7 @@ PAGE_SIZE = 4
 
 
 class Outside:
-    """Fills pages, and is no request."""
+    """A filler of pages that is no request."""
 
     def __init__(self, tokens: list[int], pages: Pages, handle: Node | None) -> None:
         self.tokens = tokens
@@ -103,7 +103,8 @@ class Outside:
 
 
 class Machine(RuleBasedStateMachine):
-    """Requests are admitted, computed in chunks, some launches behind, and end; others fill pages beside them."""
+    """Requests are admitted, computed in chunks, with some launches in flight, and end; others fill pages beside
+    them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,13 +118,14 @@ class Machine(RuleBasedStateMachine):
         self.launched: deque[tuple[Req, int, Pages]] = deque()
         self.outside: list[Outside] = []
         self.fills: dict[Req | Outside, bool] = {}
-        """Whether what the cache lacked when it began is on its way: not where the cache had more than was used."""
+        """Whether the tokens that were missing at the beginning are on their way; False if more was cached than
+        used."""
         self.count = 0
 
     prompts = st.tuples(st.integers(0, 1), st.integers(1, 90), st.integers(0, 2)).map(
         lambda drawn: [drawn[0], *range(drawn[1]), 200 + drawn[2]]
     )
-    """Of two families, who begin alike."""
+    """Prompts of two families that share their beginnings."""
 
     @rule(tokens=prompts, priority=st.integers(0, 1))
     def arrive(self, tokens: list[int], priority: int) -> None:
@@ -134,7 +136,7 @@ class Machine(RuleBasedStateMachine):
         self.waiting.append(req)
 
     def fillers(self) -> list[list[int]]:
-        """What is being filled, by what each filler is known to do, in whole pages."""
+        """Return the tokens that each filler is known to fill, in whole pages."""
         alive = [filler for filler in (*self.computing(), *self.outside) if self.fills[filler]]
         return [filler.tokens[: len(filler.tokens) // PAGE_SIZE * PAGE_SIZE] for filler in alive]
 
@@ -259,7 +261,7 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def what_is_on_its_way_is_what_fillers_fill(self) -> None:
-        """Else somebody would wait for ever."""
+        """A page that no filler fills would be waited for forever."""
         coming = [node for node, _ in self.cache.tree._walk() if node.place is Place.ON_ITS_WAY]
         fillers = [key_of(tokens) for tokens in self.fillers()]
         for node in coming:
@@ -269,7 +271,7 @@ class Machine(RuleBasedStateMachine):
             assert any(filler.startswith(key) for filler in fillers)
 
     def teardown(self) -> None:
-        """Whatever becomes of the fillers: when they have ended, the pages are free or cached, and no request waits."""
+        """When all fillers have ended in any way, pages are free or cached, and no request waits."""
         while self.launched:
             self.take_the_oldest_result(succeeds=len(self.launched) % 2 == 0)
         while self.outside:

@@ -80,7 +80,7 @@ def test_a_pool_of_fp8_takes_a_byte_for_each_number_and_divides_it_by_its_layers
 
 
 @pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
-def test_fp8_that_was_not_finite_is_found_although_fp8_has_no_infinity(wrong: float) -> None:
+def test_infinities_stored_as_fp8_are_found(wrong: float) -> None:
     for layer in (0, 1):
         pool = fp8_pool()
         x = torch.full((2, 1, 4), 1e4)

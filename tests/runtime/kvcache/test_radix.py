@@ -13,7 +13,7 @@ from treeline_wire.events import block_hash, hash_of, root_digest
 
 
 def hashes(tokens: list[int], size: int, namespace: str | None = None) -> list[int]:
-    """The chain, computed plainly."""
+    """Compute the digest chain naively."""
     digest, found = root_digest(namespace), []
     for i in range(0, len(tokens) // size * size, size):
         digest = block_hash(digest, tokens[i : i + size])
@@ -101,7 +101,7 @@ def test_the_root_needs_no_lock() -> None:
         tree.cache.unlock(handle)
 
 
-def test_pages_that_a_lock_would_pin_are_known_before() -> None:
+def test_pages_that_a_lock_would_pin_are_counted_before() -> None:
     tree = Tree()
     tree.insert([1, 2, 3, 4, 5, 6])
     whole = tree.cache.match(key_of([1, 2, 3, 4, 5, 6]))
@@ -240,7 +240,7 @@ def test_events_of_a_step_are_merged_in_order() -> None:
     assert len(removed[0].block_hashes) == 3
 
 
-def test_blocks_lists_every_page_parents_first() -> None:
+def test_the_block_list_has_every_page_with_parents_first() -> None:
     tree = Tree()
     tree.insert([1, 2, 3, 4], prompt=2)
     tree.insert([1, 2, 5, 6], namespace="x")

@@ -17,7 +17,7 @@ Prefix = tuple[str | None, tuple[int, ...]]
 
 
 class TreeMachine(RuleBasedStateMachine):
-    """`model`: cached prefix → page. Locked prefixes are those below a handle. A mirror is fed by the events alone."""
+    """`model`: cached prefix → page. Locked prefixes are those below a handle. A mirror sees the events alone."""
 
     handles = Bundle("handles")
 
@@ -45,7 +45,7 @@ class TreeMachine(RuleBasedStateMachine):
     priorities = st.integers(-2, 2)
 
     def whole(self, tokens: list[int]) -> list[tuple[int, ...]]:
-        """Every prefix of whole pages."""
+        """Return every prefix of whole pages."""
         return [tuple(tokens[:i]) for i in range(self.size, len(tokens) + 1, self.size)]
 
     def cached(self, tokens: list[int], namespace: str | None) -> list[int]:
@@ -108,7 +108,7 @@ class TreeMachine(RuleBasedStateMachine):
         gone = {prefix for prefix, page in self.model.items() if page in set(pages)}
         assert gone <= free, "a locked page was evicted"
         if self.policy == "priority" and gone:
-            # whatever lies behind a prefix was used by nobody more urgent, so the least urgent page is at an end
+            # no page behind a prefix is more urgent than it, so the least urgent page is at an end
             most = max(self.priority[prefix] for prefix in gone)
             assert all(self.priority[prefix] >= most for prefix in free - gone)
         for prefix in gone:

@@ -1,4 +1,4 @@
-"""What adapters add to a projection is added, and they are asked for each projection by its name."""
+"""An adapter's delta is added to a projection, and the adapter is asked for each projection by its name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints as they come: served as transformers serves them, or refused by name. Never something in between."""
+"""Real-world checkpoints are served as transformers serves them, or refused by name, never anything in between."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def llama_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def llama(llama_path: Path, tmp_path: Path) -> Path:
-    """A copy of a small checkpoint, to be spoilt."""
+    """Return a copy of a small checkpoint, to be damaged."""
     return Path(shutil.copytree(llama_path, tmp_path / "llama"))
 
 
@@ -75,7 +75,7 @@ LLAMA3 = {
     ],
     ids=str,
 )
-def test_rope_settings_in_two_places_mean_what_they_mean_to_transformers(llama: Path, changes: dict[str, Any]) -> None:
+def test_rope_settings_in_two_places_mean_the_same_as_in_transformers(llama: Path, changes: dict[str, Any]) -> None:
     assert_same(edit(llama, **changes))
 
 
@@ -111,7 +111,7 @@ def test_a_tied_checkpoint_may_have_the_head_alone(llama: Path) -> None:
     ("architecture", "missing"),
     [("Llama", "num_key_value_heads"), ("Qwen3", "num_key_value_heads"), ("Llama", "eos_token_id")],
 )
-def test_a_missing_key_means_what_it_means_to_transformers(tmp_path: Path, architecture: str, missing: str) -> None:
+def test_a_missing_key_means_the_same_as_in_transformers(tmp_path: Path, architecture: str, missing: str) -> None:
     names = {"architectures": [f"{architecture}ForCausalLM"], "model_type": architecture.lower()}
     path = edit(write_config(tmp_path, **names, hidden_size=64, num_attention_heads=64, head_dim=2), **{missing: ...})
     expected = transformers.AutoConfig.from_pretrained(path)
@@ -197,7 +197,7 @@ def test_settings_without_effect_are_accepted(tmp_path: Path) -> None:
         ("adapter_config.json", "merge the adapter into the model"),
     ],
 )
-def test_files_that_change_what_the_weights_mean_are_refused_by_name(llama: Path, name: str, message: str) -> None:
+def test_files_that_change_the_meaning_of_weights_are_refused_by_name(llama: Path, name: str, message: str) -> None:
     (llama / name).write_text("{}")
     with pytest.raises(ModelError, match=message):
         ours(llama)
@@ -269,7 +269,7 @@ def test_files_that_the_index_does_not_name_are_not_read(shards: Path, caplog: p
     assert "consolidated.safetensors and others like it are not read" in caplog.text
 
 
-def test_files_without_an_index_are_not_guessed_at(shards: Path) -> None:
+def test_files_without_an_index_are_refused(shards: Path) -> None:
     (shards / "model.safetensors.index.json").unlink()
     with pytest.raises(ModelError, match="which of them belong to the model"):
         ours(shards)
@@ -301,7 +301,7 @@ def test_an_index_that_does_not_fit_its_files_is_refused(shards: Path) -> None:
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
 
 
-def test_dynamic_rope_within_the_trained_length_is_not_scaled_and_beyond_it_has_the_base_of_the_longest_sequence(
+def test_dynamic_rope_is_scaled_only_beyond_the_trained_length(
     tmp_path: Path,
 ) -> None:
     path = save(reference("Llama", {"max_position_embeddings": 32, "rope_parameters": DYNAMIC}), tmp_path)
@@ -373,7 +373,7 @@ def defaults(path: Path, **config: Any) -> SamplingDefaults:
     return SamplingDefaults.from_model(path)
 
 
-def test_what_generation_config_asks_for_is_done(tmp_path: Path) -> None:
+def test_generation_config_is_applied(tmp_path: Path) -> None:
     assert SamplingDefaults.from_model(tmp_path) == SamplingDefaults()
     assert defaults(tmp_path, temperature=0.6, top_k=0, min_p=0.1) == SamplingDefaults(temperature=0.6, min_p=0.1)
     assert defaults(tmp_path, do_sample=False, temperature=0.6).temperature == 0.0
@@ -408,7 +408,7 @@ def test_every_setting_that_transformers_writes_by_default_is_known(tmp_path: Pa
     ],
     ids=str,
 )
-def test_generation_settings_that_cannot_be_done_are_refused_by_name(
+def test_unsupported_generation_settings_are_refused_by_name(
     tmp_path: Path, config: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):

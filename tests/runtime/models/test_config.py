@@ -27,7 +27,7 @@ def test_several_eos_ids_come_from_generation_config(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("eos", ["x", {"a": 1}, [None], [[1]]], ids=str)
-def test_eos_ids_that_are_none_are_refused_wherever_they_are(tmp_path: Path, eos: Any) -> None:
+def test_invalid_eos_ids_are_refused_in_every_file(tmp_path: Path, eos: Any) -> None:
     write_config(tmp_path, eos_token_id=eos)
     with pytest.raises(ModelError):
         read_config(tmp_path)
@@ -74,7 +74,7 @@ def test_files_nested_too_deeply_are_refused(tmp_path: Path) -> None:
         ({"hidden_size": "many"}, "config.json: invalid literal"),
     ],
 )
-def test_what_cannot_be_served_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_unsupported_settings_are_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         read_config(write_config(tmp_path, **changes))
 

@@ -1,4 +1,5 @@
-"""What one family has and others have not: config.json as it is published, what is missing in it, what is refused."""
+"""Families differ in their config.json: published ones are read, missing keys get defaults, unsupported ones are
+refused."""
 
 from __future__ import annotations
 
@@ -72,7 +73,7 @@ PUBLISHED: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_configurations_as_they_are_published_mean_what_they_mean_to_transformers(name: str, tmp_path: Path) -> None:
+def test_published_configurations_mean_the_same_as_in_transformers(name: str, tmp_path: Path) -> None:
     family, settings, keys = PUBLISHED[name]
     path = edit(save(reference(family, settings), tmp_path), **(OLD | keys))
     expected = theirs_of(path)
@@ -80,7 +81,7 @@ def test_configurations_as_they_are_published_mean_what_they_mean_to_transformer
 
 
 @pytest.mark.parametrize("family", ["Mistral", "Gemma2", "Gemma3", "Phi3", "Olmo2"])
-def test_missing_keys_mean_what_they_mean_to_transformers(family: str, tmp_path: Path) -> None:
+def test_missing_keys_mean_the_same_as_in_transformers(family: str, tmp_path: Path) -> None:
     architecture = f"{family}ForCausalLM"
     config = SIZES | {"architectures": [architecture], "model_type": FAMILIES[architecture].model_type}
     config |= {"hidden_size": 32, "num_attention_heads": 16, "num_hidden_layers": 7, "rope_theta": 500.0}
@@ -145,7 +146,7 @@ def test_missing_keys_mean_what_they_mean_to_transformers(family: str, tmp_path:
     ],
     ids=str,
 )
-def test_what_a_family_does_not_have_is_refused_by_name(
+def test_unsupported_features_of_a_family_are_refused_by_name(
     family: str, changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     architecture = f"{family}ForCausalLM"
@@ -162,7 +163,7 @@ VALUES = (None, True, -1, 0, 1, 7, 2.5, 1e308, float("inf"), float("nan"), "x", 
 
 
 @pytest.mark.parametrize("architecture", FAMILIES)
-def test_whatever_a_key_holds_it_is_read_or_refused_in_words(architecture: str) -> None:
+def test_any_value_of_a_key_is_read_or_refused_with_a_message(architecture: str) -> None:
     known = {"architectures": [architecture], "model_type": FAMILIES[architecture].model_type}
     good = SIZES | known | {"sliding_window": 8} | (GEMMA if "Gemma" in architecture else {})
     for key in READ | FAMILIES[architecture].reads | {"layer_types", "hidden_act", "hidden_activation"}:
@@ -171,14 +172,14 @@ def test_whatever_a_key_holds_it_is_read_or_refused_in_words(architecture: str) 
                 parse_config(good | {key: value}, {})
 
 
-def test_a_window_that_hides_nothing_is_none(tmp_path: Path) -> None:
+def test_a_window_that_hides_no_token_is_dropped(tmp_path: Path) -> None:
     for size, expected in ((127, (127, 127)), (128, ()), (10**12, ())):
         config = SIZES | {"architectures": ["MistralForCausalLM"], "sliding_window": size}
         (tmp_path / "config.json").write_text(json.dumps(config))
         assert read_config(tmp_path).scoring.windows == expected
 
 
-def test_longrope_takes_the_factors_of_the_longest_sequence_that_is_served(tmp_path: Path) -> None:
+def test_longrope_uses_the_factors_of_the_longest_served_sequence(tmp_path: Path) -> None:
     settings = {"rope_parameters": LONGROPE, "original_max_position_embeddings": 40}
     path = save(reference("Phi3", settings), tmp_path)
     short = Runner(ours(path, context_length=40)).feed(IDS[:40])
@@ -190,7 +191,7 @@ def test_longrope_takes_the_factors_of_the_longest_sequence_that_is_served(tmp_p
 
 
 @pytest.mark.parametrize("name", ["su", "yarn"])
-def test_longrope_had_other_names(name: str, tmp_path: Path) -> None:
+def test_older_names_of_longrope_are_known(name: str, tmp_path: Path) -> None:
     found = []
     for rope_type in (name, "longrope"):
         config = SIZES | {"architectures": ["Phi3ForCausalLM"], "rope_scaling": LONGROPE | {"rope_type": rope_type}}
@@ -210,7 +211,7 @@ SIXTEEN_BITS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @pytest.mark.parametrize("case", SIXTEEN_BITS)
 def test_bfloat16_is_bfloat16_throughout(case: str, tmp_path: Path) -> None:
-    """Weights of norms that are kept in float32 must not make anything else float32."""
+    """Norm weights in float32 must not make other values float32."""
     path = save(reference(*SIXTEEN_BITS[case]).to(torch.bfloat16), tmp_path)
     runner = Runner(ours(path, dtype="bfloat16"))
     found = torch.cat((runner.feed(IDS[:30]), runner.feed(IDS[30:31])))
@@ -241,8 +242,8 @@ GENERATED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("case", GENERATED)
-def test_the_engine_generates_what_transformers_generates(case: str, tmp_path: Path) -> None:
-    """Beyond the window: in chunks, token by token, and behind a cached prefix."""
+def test_the_engine_generates_the_same_as_transformers(case: str, tmp_path: Path) -> None:
+    """Prompts go beyond the window: in chunks, token by token, and after a cached prefix."""
     model = reference(*GENERATED[case])
     path = save(model, tmp_path)
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""gpt-oss: logits equal those of transformers, with whole weights and with MXFP4; what differs is refused."""
+"""gpt-oss: logits equal those of transformers, with whole weights and with MXFP4; unsupported settings are refused."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_logits_equal_transformers(case: str, tmp_path: Path) -> None:
     assert_close(fed_in_pieces(model), logits)
 
 
-def test_many_sequences_at_once_are_what_transformers_generates(tmp_path: Path) -> None:
+def test_many_sequences_at_once_equal_transformers(tmp_path: Path) -> None:
     theirs = new_reference({})
     assert_generates_the_same(Harness(save(theirs, tmp_path), load_format="auto", chunked_prefill_size=16), theirs)
 
@@ -62,7 +62,7 @@ def test_many_sequences_at_once_are_what_transformers_generates(tmp_path: Path) 
 
 
 def packed(path: Path, theirs: Any) -> Path:
-    """The checkpoint with random MXFP4 experts, which the reference gets too, as transformers makes them whole."""
+    """Return the checkpoint with random MXFP4 experts; the reference gets them, too, unpacked by transformers."""
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
     save(theirs, path)
@@ -87,7 +87,7 @@ def test_mxfp4_experts_are_made_whole_as_transformers_makes_them(tmp_path: Path)
     assert_close(Runner(ours(path)).feed(IDS), logits_of(theirs))
 
 
-def test_every_byte_and_scale_of_mxfp4_is_the_number_that_the_format_says() -> None:
+def test_every_byte_and_scale_of_mxfp4_is_decoded_by_the_format() -> None:
     numbers = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 16, 16).expand(255, -1, -1)
     scales = torch.arange(255, dtype=torch.uint8)[:, None].expand(-1, 16)
@@ -162,6 +162,6 @@ def test_published_configs_are_accepted_with_the_defaults_of_transformers(tmp_pa
     ],
     ids=str,
 )
-def test_what_cannot_be_served_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+def test_unsupported_settings_are_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         read_config(config_of(tmp_path, "GptOss", **changes))

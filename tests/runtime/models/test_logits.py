@@ -1,4 +1,4 @@
-"""Logits equal those of transformers, whatever the configuration, the chunks and the way tokens arrive."""
+"""Logits equal those of transformers, for any configuration, any chunks and any order of tokens."""
 
 from __future__ import annotations
 

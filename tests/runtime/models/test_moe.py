@@ -1,4 +1,5 @@
-"""Mixtures of experts: logits equal those of transformers, from either layout of weights; what differs is refused."""
+"""Mixtures of experts: logits equal those of transformers, from either layout of weights; other settings are
+refused."""
 
 from __future__ import annotations
 
@@ -82,7 +83,7 @@ def test_stacked_experts_equal_those_that_are_named_one_by_one(case: str, tmp_pa
 
 
 @pytest.mark.parametrize("case", ["mixtral", "qwen2", "qwen3"])
-def test_every_token_to_the_same_experts_and_none_to_the_others(case: str, tmp_path: Path) -> None:
+def test_all_tokens_may_go_to_the_same_experts(case: str, tmp_path: Path) -> None:
     theirs = reference(*CASES[case])
     with torch.no_grad():
         for name, parameter in theirs.named_parameters():
@@ -91,7 +92,7 @@ def test_every_token_to_the_same_experts_and_none_to_the_others(case: str, tmp_p
     assert_close(Runner(ours(save(theirs, tmp_path))).feed(IDS), logits_of(theirs))
 
 
-def test_many_sequences_at_once_are_what_transformers_generates(tmp_path: Path) -> None:
+def test_many_sequences_at_once_equal_transformers(tmp_path: Path) -> None:
     theirs = reference(*CASES["qwen3-dense-among-sparse"])
     assert_generates_the_same(Harness(save(theirs, tmp_path), load_format="auto", chunked_prefill_size=16), theirs)
 
@@ -104,7 +105,7 @@ def test_a_nonfinite_expert_ends_only_requests_that_used_it(tmp_path: Path) -> N
     save_file(tensors, broken / "model.safetensors")
 
     def answers(path: Path) -> list[list[int] | None]:
-        """None: it ended with an error."""
+        """Return each request's tokens; None if it ended with an error."""
         engine = Harness(path, load_format="auto")
         for token in range(24):
             engine.submit(str(token), [token, token + 1], max_new_tokens=2)
@@ -164,7 +165,7 @@ def test_sorted_products_are_those_of_each_token(tokens: int, count: int, data: 
     torch.testing.assert_close(broken[1:], found[1:])
 
 
-def test_a_router_that_is_not_finite_still_names_experts() -> None:
+def test_a_non_finite_router_still_chooses_experts() -> None:
     logits = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
     logits[1, 3], logits[2, 5] = torch.nan, torch.inf
     for normalise in (True, False):
@@ -174,7 +175,7 @@ def test_a_router_that_is_not_finite_still_names_experts() -> None:
 
 
 class Asked:
-    """Adapters that change nothing and remember what they were asked for."""
+    """Adapters that change nothing and record the projections they were asked for."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -199,7 +200,7 @@ def test_adapters_are_asked_for_the_router_and_the_shared_expert(tmp_path: Path)
 
 
 class Counted:
-    """Weights that say how many of their tensors were in memory at once."""
+    """Weights that record how many of their tensors were in memory at once."""
 
     def __init__(self) -> None:
         self._given: list[weakref.ref[torch.Tensor]] = []
@@ -232,14 +233,14 @@ def test_random_weights_are_repeatable_and_of_the_right_sizes(tmp_path: Path) ->
     assert 0.1 < first.std() < 10
 
 
-def test_memory_is_kept_for_a_chunk_whose_tokens_all_go_to_their_experts(tmp_path: Path) -> None:
+def test_memory_is_reserved_for_a_chunk_with_all_its_experts(tmp_path: Path) -> None:
     moe = read_config(config_of(tmp_path / "moe", "Qwen3Moe"))
     dense = replace(moe, moe=None)
     kept = [reserved_bytes(StepLimits(64, 8192, 64, 0), 4096, model, 2) for model in (moe, dense)]
     assert kept[0] - kept[1] == 8192 * 8 * (768 + 2048) * 2
 
 
-def test_memory_is_kept_for_what_captured_steps_of_prompts_compute(tmp_path: Path) -> None:
+def test_memory_is_reserved_for_captured_prompt_steps(tmp_path: Path) -> None:
     moe = replace(read_config(config_of(tmp_path, "Qwen3Moe")), hidden_size=2048, intermediate_size=6144)
     for model, widest in ((moe, 8 * (768 + 2048)), (replace(moe, moe=None), 3 * 6144)):
         kept = [reserved_bytes(StepLimits(64, 8192, 64, tokens), 4096, model, 2) for tokens in (0, 1024)]
@@ -281,9 +282,7 @@ def test_checkpoints_whose_experts_do_not_fit_are_refused_by_name(tmp_path: Path
 
 
 @pytest.mark.parametrize("family", ["Mixtral", "Qwen2Moe", "Qwen3Moe"])
-def test_what_transformers_writes_is_accepted_and_a_missing_key_means_what_it_means_there(
-    family: str, tmp_path: Path
-) -> None:
+def test_transformers_own_configurations_are_accepted_with_its_defaults(family: str, tmp_path: Path) -> None:
     whole = read_config(config_of(tmp_path, family))
     assert whole.architecture == f"{family}ForCausalLM"
     names = (
@@ -334,6 +333,6 @@ def test_what_transformers_writes_is_accepted_and_a_missing_key_means_what_it_me
     ],
     ids=str,
 )
-def test_what_cannot_be_served_is_named(tmp_path: Path, family: str, changes: dict[str, Any], message: str) -> None:
+def test_unsupported_settings_are_named(tmp_path: Path, family: str, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         read_config(config_of(tmp_path, family, **changes))

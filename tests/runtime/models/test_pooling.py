@@ -1,4 +1,4 @@
-"""What a checkpoint is served for, by what its files say, and what is refused by name."""
+"""A checkpoint's files decide its task; unsupported ones are refused by name."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_logit_score_makes_a_reranker_of_a_language_model(tmp_path: Path) -> N
     assert pooling_of(path) == Pooling("score", answers=(9454,), activation="sigmoid")
 
 
-def test_one_that_is_asked_for_is_given_where_the_checkpoint_can(tmp_path: Path) -> None:
+def test_a_requested_task_is_served_if_the_checkpoint_supports_it(tmp_path: Path) -> None:
     assert pooling_of(checkpoint(tmp_path), "embed") == Pooling("embed", normalize=True)
     single = checkpoint(tmp_path / "single", "Qwen3ForSequenceClassification", **ONE)
     assert pooling_of(single, "reward") == Pooling("reward", labels=("LABEL_0",), activation="sigmoid")
@@ -116,7 +116,9 @@ def test_one_that_is_asked_for_is_given_where_the_checkpoint_can(tmp_path: Path)
         ("Qwen3ForSequenceClassification", "score", "with one label"),
     ],
 )
-def test_what_a_checkpoint_cannot_do_is_refused(tmp_path: Path, architecture: str, asked: Any, says: str) -> None:
+def test_an_unsupported_task_of_a_checkpoint_is_refused(
+    tmp_path: Path, architecture: str, asked: Any, says: str
+) -> None:
     with pytest.raises(ModelError, match=says):
         pooling_of(checkpoint(tmp_path, architecture), asked)
 
@@ -196,7 +198,7 @@ def test_settings_that_make_no_sense(tmp_path: Path, config: dict[str, Any], say
 
 
 @pytest.mark.parametrize("asked", ["auto", "generate", "embed", "score", "reward"])
-def test_whatever_a_key_holds_it_is_read_or_refused_in_words(tmp_path: Path, asked: Any) -> None:
+def test_any_value_of_a_key_is_read_or_refused_with_a_message(tmp_path: Path, asked: Any) -> None:
     values = (None, True, -1, 2.5, float("inf"), float("nan"), "x", [], {}, [1], [[]], ["x", None], {"a": 1}, {"0": []})
     keys = [
         "architectures",

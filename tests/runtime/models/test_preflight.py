@@ -1,4 +1,4 @@
-"""What config.json and the sizes of files say is refused before torch, or a process, is there."""
+"""Models are refused by config.json and file sizes before torch is imported or a process starts."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_the_size_of_weights_is_that_of_the_tensors_once_loaded(tmp_path: Path) 
     assert weight_bytes(tmp_path, 4) == first.numel() * 5, "what is quantised stays as it is"
 
 
-def test_before_weights_are_there_the_index_says_their_size(checkpoint: Path) -> None:
+def test_before_the_download_the_index_gives_the_size_of_weights(checkpoint: Path) -> None:
     assert weight_bytes(checkpoint, 4) is None
     index(change(checkpoint, torch_dtype="bfloat16"), 10 * GIB)
     assert weight_bytes(checkpoint, 4) == 20 * GIB
@@ -120,7 +120,7 @@ def test_weights_that_cannot_fit_are_refused_with_both_sizes(
         ({}, {"context_length": 10**6}, ConfigError, "context_length 1000000 exceeds the model's 8192 positions: set"),
     ],
 )
-def test_what_is_not_served_is_refused(
+def test_unsupported_models_are_refused(
     checkpoint: Path, changed: Any, settings: Any, error: type[Exception], said: str
 ) -> None:
     with pytest.raises(error) as refused:
@@ -149,9 +149,7 @@ def test_the_largest_gpu_counts_and_none_where_cuda_is_hidden(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("script", ["exit 9", "echo 'No devices were found'"])
-def test_a_gpu_that_cannot_be_told_refuses_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str
-) -> None:
+def test_an_unreadable_gpu_refuses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     nvidia_smi(tmp_path, script, monkeypatch)
     assert memory_of("auto") is None
 

@@ -34,7 +34,7 @@ BLOCKS = WEIGHTS | {"strategy": "block", "block_structure": [128, 128]}
 
 
 def compressed(weights: dict[str, Any] | None = None, inputs: Any = INPUTS, **more: Any) -> dict[str, Any]:
-    """As llm-compressor writes it, keys without effect included."""
+    """Return a configuration as llm-compressor writes it, including keys without effect."""
     group = {"targets": ["Linear"], "weights": (weights or WEIGHTS) | {"observer": "minmax", "observer_kwargs": {}}}
     group |= {"input_activations": inputs, "output_activations": None}
     return {
@@ -87,12 +87,12 @@ FORMATS: dict[str, tuple[dict[str, Any], str, str, dict[str, torch.Tensor], Inpu
         fp8.rounded_groups,
     ),
 }
-"""Settings, what has a scale, what that is called, other tensors, what becomes of a projection's inputs."""
+"""Settings, names of quantised tensors and of their scales, other tensors, and the change of a projection's inputs."""
 
 
 @pytest.fixture(scope="module")
 def wide_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Rows of more than one block, and not of whole ones."""
+    """Rows of more than one block, the last one partial."""
     sizes = {"hidden_size": 192, "intermediate_size": 320, "head_dim": 48}
     return save(reference("Qwen3", sizes), tmp_path_factory.mktemp("wide"))
 
@@ -103,7 +103,7 @@ def wide(wide_path: Path, tmp_path: Path) -> Path:
 
 
 def meant_by(path: Path, weights: dict[str, torch.Tensor], inputs: Inputs) -> torch.Tensor:
-    """Logits of transformers with these weights, and inputs of projections made fp8 by hooks."""
+    """Return transformers' logits with these weights, where hooks round the inputs of projections to fp8."""
     config = json.loads((path / "config.json").read_text()) | {"quantization_config": None}
     model = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**config)).eval()
     model.load_state_dict(weights)
@@ -120,7 +120,7 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_checkpoint_in_fp8_is_what_its_format_says(name: str, wide: Path) -> None:
+def test_a_checkpoint_in_fp8_follows_its_format(name: str, wide: Path) -> None:
     settings, kind, suffix, more, inputs = FORMATS[name]
     meant = fp8.quantise_checkpoint(wide, settings, kind, suffix, **more)
     expected = meant_by(wide, meant, inputs)
@@ -132,7 +132,7 @@ def test_a_checkpoint_in_fp8_is_what_its_format_says(name: str, wide: Path) -> N
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_one_projection_computes_what_its_format_says(name: str, wide: Path) -> None:
+def test_one_projection_follows_its_format(name: str, wide: Path) -> None:
     settings, kind, suffix, more, inputs = FORMATS[name]
     meant = fp8.quantise_checkpoint(wide, settings, kind, suffix, **more)
     model = ours(wide)
@@ -149,8 +149,8 @@ def a_context(adapters: Any = None) -> Context:
     return Context(None, None, nothing, nothing, nothing, adapters=adapters)  # type: ignore[arg-type]
 
 
-def test_the_weights_of_fine_grained_fp8_are_those_that_transformers_makes_of_them(tmp_path: Path) -> None:
-    """Its products are for GPUs; that it dequantises it does anywhere."""
+def test_weights_of_fine_grained_fp8_equal_transformers(tmp_path: Path) -> None:
+    """Its products need GPUs; dequantising works anywhere."""
     theirs = pytest.importorskip("transformers.integrations.finegrained_fp8").Fp8Dequantize(None)
     sizes = {"hidden_size": 256, "intermediate_size": 384, "head_dim": 64}
     path = save(reference("Qwen3", sizes), tmp_path)
@@ -187,13 +187,13 @@ def test_weights_are_quantised_at_load_with_a_scale_for_each_output(wide: Path) 
     assert torch.equal(*heads)  # it decides between near tokens: it stays as it is
 
 
-def test_a_quantised_checkpoint_stays_as_it_is_when_fp8_is_asked_for(wide: Path) -> None:
+def test_a_quantised_checkpoint_is_unchanged_when_fp8_is_requested(wide: Path) -> None:
     fp8.quantise_checkpoint(wide, compressed(), "channel")
     assert torch.equal(Runner(ours(wide, quantization="fp8")).feed(IDS), Runner(ours(wide)).feed(IDS))
 
 
-def test_modules_that_were_left_alone_are_computed_as_they_are(wide: Path) -> None:
-    """A whole layer in float: no scales there, and so nothing becomes of its inputs either."""
+def test_unquantised_modules_are_computed_in_float(wide: Path) -> None:
+    """A whole layer is in float: it has no scales, so its inputs are not rounded either."""
     original = load_file(wide / "model.safetensors")
     fp8.quantise_checkpoint(wide, compressed(ignore=["lm_head", "re:model.layers.0.*"]), "channel")
     tensors = load_file(wide / "model.safetensors")
@@ -244,7 +244,7 @@ def floats(rows: int, columns: int) -> st.SearchStrategy[Any]:
 
 
 @given(floats(2, 40), st.sampled_from([8, 16, 40]))
-def test_what_fp8_leaves_of_a_number_is_within_half_a_step(x: Any, group: int) -> None:
+def test_rounding_to_fp8_errs_by_at_most_half_a_step(x: Any, group: int) -> None:
     tensor = torch.from_numpy(x)
     values, scales = quantise(tensor, group)
     assert scales.shape == (-(-40 // group), 2)
@@ -265,7 +265,7 @@ def test_a_number_becomes_the_nearest_fp8(x: Any) -> None:
     assert np.array_equal(found, fp8.nearest(x.astype(np.float64)))
 
 
-def test_what_is_not_finite_is_not_a_number_in_fp8() -> None:
+def test_non_finite_numbers_become_nan_in_fp8() -> None:
     assert to_e4m3(torch.tensor([torch.inf, -torch.inf, torch.nan])).float().isnan().all()
     for wrong in (torch.inf, -torch.inf, torch.nan):
         for static in (None, 0.1):
@@ -391,7 +391,7 @@ def test_a_static_scheme_needs_its_scales_and_a_block_wise_one_the_shape_of_its_
         ours(wide)
 
 
-def test_static_scales_of_stacked_projections_that_differ_cut_nothing_off(wide: Path) -> None:
+def test_differing_static_scales_of_stacked_projections_clip_nothing(wide: Path) -> None:
     fp8.quantise_checkpoint(wide, STATIC, "tensor", input_scale=torch.tensor(STATIC_SCALE))
     tensors = load_file(wide / "model.safetensors") | {Q + "input_scale": torch.tensor(0.05)}
     save_file(tensors, wide / "model.safetensors")

@@ -1,4 +1,4 @@
-"""A projection that several ranks share: their parts, put together, are the whole."""
+"""A projection that several ranks share: the parts, put together, equal the whole."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_each_rank_gives_its_slice_of_each_projections_outputs(ranks: int) -> No
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_what_ranks_make_of_their_slices_of_the_input_adds_up(ranks: int) -> None:
+def test_partial_results_of_ranks_add_up(ranks: int) -> None:
     x = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
     parts = [
         random_linear(Shard(rank, ranks, INPUTS))(own, ALONE) for rank, own in enumerate(x.split(6 // ranks, dim=1))
@@ -59,7 +59,7 @@ def test_the_shards_of_a_checkpoints_tensor_are_the_tensor(ranks: int, dim: int)
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_compute_a_feed_forward_with_one_sum_at_its_end(ranks: int) -> None:
-    """Columns of gate and up, rows of down: of a checkpoint."""
+    """Columns of gate and up, rows of down, from a checkpoint."""
     prefix, ops = "model.layers.0.mlp.", TorchOps()
     with Checkpoint(TINY_MODEL, torch.float32, CPU) as weights:
         inner, hidden = weights.shape(f"{prefix}up_proj.weight")
@@ -75,7 +75,7 @@ def test_ranks_compute_a_feed_forward_with_one_sum_at_its_end(ranks: int) -> Non
         torch.testing.assert_close(sum(parts), computed((None, None)))
 
 
-def test_what_cannot_be_shared_is_named() -> None:
+def test_unsplittable_settings_are_named() -> None:
     with pytest.raises(ModelError, match="cannot be shared by 3 ranks"):
         random_linear(Shard(0, 3, OUTPUTS))
     with pytest.raises(ModelError, match=r"x\.q_proj is quantised"):

@@ -20,7 +20,7 @@ from treeline_runtime.models.weights import RandomWeights
 
 ROOT = Path(__file__).parents[3]
 PUBLIC = sorted((Path(__file__).parent / "configs").glob("*.json"))
-"""As they are published."""
+"""Published configurations."""
 TINY = ROOT / "models" / "tiny" / "config.json"
 
 
@@ -29,7 +29,7 @@ def parameters(config: dict[str, Any]) -> int:
 
 
 @pytest.mark.parametrize("path", [TINY, *PUBLIC], ids=lambda path: path.stem)
-def test_parameters_are_those_of_transformers(path: Path) -> None:
+def test_parameter_counts_equal_transformers(path: Path) -> None:
     config = json.loads(path.read_text())
     given = {key: value for key, value in config.items() if key != "quantization_config"}
     with torch.device("meta"):
@@ -48,7 +48,7 @@ KNOWN = {
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_published_counts(name: str) -> None:
+def test_parameter_counts_equal_the_published_ones(name: str) -> None:
     model = parse_config(json.loads((Path(__file__).parent / "configs" / f"{name}.json").read_text()), {})
     parts = parts_of(model, 2)
     active = sum(part.active or part.parameters for part in parts)
@@ -56,7 +56,7 @@ def test_published_counts(name: str) -> None:
 
 
 class Counted(RandomWeights):
-    """Counts what is taken."""
+    """Counts the elements of the tensors taken."""
 
     taken = 0
 
@@ -67,7 +67,7 @@ class Counted(RandomWeights):
 
 
 def small(path: Path) -> dict[str, Any]:
-    """The same architecture, small enough to be built."""
+    """Return the same architecture, small enough to build."""
     config = json.loads(path.read_text())
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "vocab_size": 120, "head_dim": 16}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "moe_intermediate_size": 32}
@@ -79,7 +79,7 @@ def small(path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("path", [TINY, *PUBLIC], ids=lambda path: path.stem)
-def test_parameters_are_what_the_decoder_takes(path: Path) -> None:
+def test_parameter_counts_equal_the_decoders(path: Path) -> None:
     config = small(path)
     model = parse_config(config, {})
     weights = Counted(0, torch.float32, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Tensors streamed to a device: the same as those in the files, whatever is asked for, and when."""
+"""Tensors streamed to a device equal those in the files, whichever are requested, and when."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def threads() -> int:
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors of several pieces, more pieces than buffers."""
+    """Return tensors of several pieces, more pieces than buffers."""
     monkeypatch.setattr(stream, "BUFFER_BYTES", 64)
     monkeypatch.setattr(stream, "BUFFERS", 3)
 
@@ -69,13 +69,13 @@ def test_tensors_are_right_in_any_order_of_requests(
     shutil.rmtree(folder)
 
 
-def test_layers_are_read_in_their_order_and_what_is_first_first() -> None:
+def test_layers_are_read_in_order_of_use() -> None:
     names = ["model.layers.10.a", "model.norm", "model.layers.2.b", "lm_head", "model.layers.2.a", "model.embed"]
     expected = ["model.embed", "lm_head", "model.layers.2.a", "model.layers.2.b", "model.layers.10.a", "model.norm"]
     assert reading_order(names, ("model.embed", "lm_head")) == expected
 
 
-def test_what_is_skipped_is_not_waited_for_and_the_rest_comes(tmp_path: Path) -> None:
+def test_skipped_tensors_are_not_awaited_and_the_rest_arrives(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file({"a": torch.ones(100), "b": torch.ones(1000), "c": torch.full((100,), 3.0)}, path)
     streamed = Streamed(entries_of([path]), CPU)
@@ -103,7 +103,7 @@ def test_a_file_that_ends_early_is_named_with_its_tensor(tmp_path: Path) -> None
     assert threads() == 0
 
 
-def test_a_type_that_nobody_knows_is_named(tmp_path: Path) -> None:
+def test_an_unknown_type_is_named(tmp_path: Path) -> None:
     header = json.dumps({"a": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}).encode()
     path = tmp_path / "model.safetensors"
     path.write_bytes(len(header).to_bytes(8, "little") + header + b"x")
@@ -133,7 +133,7 @@ def logits(path: Path, **settings: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("quantization", ["auto", "fp8"])
-def test_a_streamed_model_is_the_mapped_one(
+def test_a_streamed_model_equals_the_mapped_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, streaming: None, tied: bool, quantization: str
 ) -> None:
     changes = {"head_dim": 16, "tie_word_embeddings": tied}
@@ -189,7 +189,7 @@ def test_a_tensor_that_is_twice_in_a_file_is_refused(tmp_path: Path) -> None:
         ours(path)
 
 
-def test_the_log_says_how_far_loading_is(
+def test_the_log_shows_the_progress_of_loading(
     shards: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(weights, "PROGRESS_S", 0.0)

@@ -1,4 +1,5 @@
-"""Compares the kernels of attention with float64, all or the groups named; prints which. On CUDA, or interpreted."""
+"""Compares the kernels of attention with float64, all or the named groups, and prints their names. On CUDA, or
+interpreted."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ FP8_RULES = (RULES[0], RULES[-1])
 
 
 class Attended:
-    """Sequences of (cached, new) tokens in scattered pages of two layers, NaN everywhere else."""
+    """Sequences of (cached, new) tokens in scattered pages of two layers; everything else is NaN."""
 
     def __init__(
         self,
@@ -54,7 +55,7 @@ class Attended:
         page_size: int | None = None,
         begins_as: dict[int, tuple[int, int]] | None = None,
     ) -> None:
-        """begins_as: sequence i has so many of its first tokens in the pages of sequence j < i: i → (j, tokens)."""
+        """begins_as: the first tokens of sequence i are in the pages of sequence j < i: i → (j, tokens)."""
         query, kv, dim = shape
         self.sinks = 2 * noise(query) if scoring.sinks else None
         self.scoring, self.page_size, self.stored = scoring, page_size or RANDOM.choice([1, 16]), stored
@@ -98,13 +99,13 @@ class Attended:
         self.host = HostPages(table.numpy(), rows.tolist(), 0)
 
     def expected(self, layer: int) -> torch.Tensor:
-        """In float64: (new tokens, heads x dim)."""
+        """Return the result in float64: (new tokens, heads x dim)."""
         return torch.cat(
             [self._exact(q, *self._kept(layer, k, v), self.scoring.window(layer)) for q, k, v in self.each]
         )
 
     def _kept(self, layer: int, *parts: torch.Tensor) -> list[torch.Tensor]:
-        """Keys and values as the cache has them."""
+        """Return keys and values as the cache stores them."""
         if self.stored is None:
             return list(parts)
         return [(x.float() / s).to(self.stored).float() * s for x, s in zip(parts, SCALES[layer], strict=True)]
@@ -147,12 +148,13 @@ ONE_PREFIX = (
     [161, 177, 130, 161, 200, 19, 145],
     {1: (0, 144), 2: (0, 128), 3: (0, 160), 4: (0, 160), 6: (0, 144)},
 )
-"""Lengths, and which begin as others: more than a tile holds; whole blocks to the last token, which is left to each."""
+"""Lengths, and shared beginnings: more sequences than a tile holds, whole blocks up to the last token, which each
+computes."""
 NESTED = (
     [70, 150, 200, 71, 1, 149, 214],
     {1: (0, 64), 2: (1, 144), 3: (0, 64), 5: (1, 144), 6: (2, 192)},
 )
-"""A prefix of most, longer ones of some."""
+"""A prefix of most sequences, longer ones of some."""
 SHARING = (
     ((8, 2, 64, PLAIN), ONE_PREFIX, 16, 3, 2),
     ((8, 2, 64, PLAIN), NESTED, 1, 13, None),
@@ -160,11 +162,11 @@ SHARING = (
     ((2, 2, 128, PLAIN), ONE_PREFIX, 32, 13, 0),
     ((7, 1, 16, Scoring(windows=(None, 100), sinks=True)), NESTED, 16, 3, 1),
 )
-"""(rules, lengths, page size, shares, sequences of nobody behind them in captured buffers or None: no buffers)"""
+"""(rules, lengths, page size, shares, extra empty sequences in captured buffers; None: no buffers)"""
 
 
 def decode_shared(dtype: torch.dtype, stored: torch.dtype | None = None) -> None:
-    """Prefixes in the same pages are read once for several sequences; buffers are planned anew with other prefixes."""
+    """Prefixes in the same pages are read once for several sequences; buffers are planned again with other prefixes."""
     for (*shape, scoring), (lens, begins_as), page_size, shares, padding in SHARING if stored is None else SHARING[2:3]:
         world = Attended(tuple(shape), scoring, [(n - 1, 1) for n in lens], dtype, stored, page_size, begins_as)
         backend = Decode(TorchSDPA(world.pool, *shape, scoring))
@@ -199,7 +201,7 @@ def _decode_shared(world: Attended, backend: Decode, padding: int | None, dtype:
 
 
 def _blocks(plan: Any) -> int:
-    """That are read in layers without a window."""
+    """Return the number of blocks read in layers without a window."""
     return int(plan.buffers.segments[0, 4 * plan.buffers.shape.most])
 
 

@@ -1,4 +1,5 @@
-"""Compares the kernels with the reference, all or the groups named; prints which. On CUDA, or in the interpreter."""
+"""Compares the kernels with the reference, all or the named groups, and prints their names. On CUDA, or in the
+interpreter."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ from treeline_runtime.sampling.noise import row_keys  # noqa: E402
 
 FUSED, REFERENCE = TritonOps(), TorchOps()
 CONVERTS_FP8 = DEVICE == "cpu" or torch.cuda.get_device_capability() >= (8, 9)
-"""GPUs before Ada do not."""
+"""GPUs before Ada cannot."""
 
 
 if DEVICE == "cpu":
@@ -43,14 +44,16 @@ def noise(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def near(found: torch.Tensor, expected: torch.Tensor, *, rtol: float, atol: float, equal_nan: bool = False) -> None:
-    """As torch.testing.assert_close, which imports torch.distributed for it: longer than most comparisons here take."""
+    """Compare as torch.testing.assert_close does, without its import of torch.distributed, which takes longer than most
+    comparisons here."""
     assert (found.shape, found.dtype, found.device) == (expected.shape, expected.dtype, expected.device)
     off = ~torch.isclose(found, expected, rtol=rtol, atol=atol, equal_nan=equal_nan)
     assert not off.any(), (f"{off.sum()} of {off.numel()} differ", found[off][:10], expected[off][:10])
 
 
 def close(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
-    """As a whole to 1 %, with 16 bits: where numbers cancel, a rounding of one of them is much of what is left."""
+    """Compare 16-bit results as a whole to 1 %: where numbers cancel, one rounding error is a large part of the
+    result."""
     if dtype == torch.float32:
         near(found, expected, rtol=2e-5, atol=2e-5)
         return
@@ -108,7 +111,7 @@ def route(dtype: torch.dtype) -> None:
 
 
 def experts(dtype: torch.dtype) -> None:
-    """Tokens spread at random, evenly, all to the first experts, or all to the last; every tile, sorted and not."""
+    """Tokens go to random experts, evenly, all to the first, or all to the last; every tile, sorted and not."""
     spreads: dict[str, Callable[[int, int, int], torch.Tensor]] = {
         "random": lambda tokens, count, k: torch.rand(tokens, count, generator=GENERATOR).topk(k).indices,
         "even": lambda tokens, count, k: (torch.arange(tokens * k) % count).view(tokens, k),
@@ -144,7 +147,7 @@ def softcap(dtype: torch.dtype) -> None:
 
 
 SCALES = [(0.5, 0.25), (0.03, 2.0)]
-"""Of keys and values of two layers."""
+"""Scales of keys and values of two layers."""
 
 
 def a_context(
@@ -155,7 +158,7 @@ def a_context(
     rotary: int = 0,
     stored: torch.dtype | None = None,
 ) -> Any:
-    """With two ropes; rotary: elements of a head that they turn, 0 = all."""
+    """Return a context with two ropes; rotary: elements of a head that they turn, 0 = all."""
     device = torch.device(DEVICE)
     pool = KVPool(
         num_layers=2, num_pages=9, page_size=4, num_kv_heads=heads.kv, head_dim=heads.dim, dtype=dtype, device=device,
@@ -175,7 +178,7 @@ def a_context(
 
 
 def cells(dtype: torch.dtype) -> None:
-    """What a step reads of the tables, and where its tokens go."""
+    """Check the cells that a step reads from the tables, and those that it writes."""
     tokens, pages = torch.randint(0, 999, (5, 61), generator=GENERATOR), torch.randperm(5 * 15).view(5, 15)
     cos, sin = noise(2, 60, 24, dtype=dtype), noise(2, 60, 24, dtype=dtype)
     tables = Tables(tokens.to(DEVICE), pages.to(DEVICE), 4, cos, sin)
@@ -230,7 +233,7 @@ def rotate_and_store(dtype: torch.dtype) -> None:
 
 
 def rotate_and_store_fp8(dtype: torch.dtype) -> None:
-    """What is stored is the reference's to the bit, but where the unrounded numbers differ in their last bits."""
+    """Stored values equal the reference's bits, except where the unrounded numbers differ in their last bits."""
     if not CONVERTS_FP8:
         return
     heads, tokens = Heads(8, 2, 64, None, 1e-6), 6
@@ -260,7 +263,7 @@ def rotate_and_store_fp8(dtype: torch.dtype) -> None:
 
 
 def quantise_fp8(dtype: torch.dtype) -> None:
-    """Activations become the fp8 that they become by definition; a row that is not finite says so."""
+    """Activations are rounded to fp8 by definition; a row with an infinity or NaN is marked."""
     if not CONVERTS_FP8:
         return
     for columns, group, static in (
@@ -340,7 +343,7 @@ def choose(dtype: torch.dtype) -> None:
 
 
 def forbid() -> None:
-    """Bit by bit."""
+    """Logits are masked bit by bit."""
     for vocab in (1, 31, 32, 33, 50, VOCAB_BLOCK - 1, VOCAB_BLOCK, VOCAB_BLOCK + 1, 9000):
         for rows in (1, 5):
             logits = torch.randn(rows, vocab, generator=GENERATOR)

@@ -1,4 +1,4 @@
-"""Triton's interpreter (3.9), with one fault mended and the same work not done again and again."""
+"""Triton's interpreter (3.9), with one fault repaired and repeated work avoided."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from triton.runtime import interpreter
 
 
 def mend() -> None:
-    """Before the first kernel is called."""
+    """Apply the repairs. Call it before the first kernel."""
     _convert_fp8_as_torch_does()
     _patch_the_language_once_a_kernel()
     _leave_out_what_nobody_looks_at()
@@ -37,8 +37,8 @@ def _convert_fp8_as_torch_does() -> None:
 
 
 def _patch_the_language_once_a_kernel() -> None:
-    """A kernel looks through the whole language and replaces its functions by interpreted ones until it ends. Each call
-    of a function in it does all of that again, though a module in which it was done stays so: once will do."""
+    """A kernel replaces the language's functions by interpreted ones until it ends. Each call of a function in it
+    repeats all of that, though the replacement in a module lasts: once is enough."""
     theirs, run = interpreter._patch_lang, interpreter.GridExecutor.__call__
     done: set[int] = set()
 
@@ -57,8 +57,8 @@ def _patch_the_language_once_a_kernel() -> None:
 
 
 def _leave_out_what_nobody_looks_at() -> None:
-    """All sums and products of integers are made once more in 64 bits to see whether they fit, in a third of all the
-    time. Only with `debug` somebody looks at what comes of it."""
+    """The interpreter repeats all integer sums and products in 64 bits to check for overflow, a third of all time. Only
+    `debug` reads the result."""
     builder = interpreter.interpreter_builder
     assert not builder.options.debug
     builder.options = replace(builder.options, sanitize_overflow=False)

@@ -33,9 +33,9 @@ targets = pytest.importorskip("triton.backends.compiler")
 pytestmark = [pytest.mark.integration, pytest.mark.deep]
 
 SHARED_BYTES = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10}
-"""Of a thread block, by compute capability: A100, L4 and L40, H100."""
+"""Bytes of a thread block, by compute capability: A100, L4 and L40, H100."""
 REGISTERS = 64 << 10
-"""Of a processor, in all of them."""
+"""All registers of a multiprocessor."""
 DTYPES = {
     torch.bfloat16: "bf16",
     torch.float32: "fp32",
@@ -50,7 +50,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Shape:
-    """Of a model: its heads, and the sizes between which its projections go."""
+    """A model's shape: its heads, and the sizes of its projections."""
 
     query: int
     kv: int
@@ -86,13 +86,13 @@ class Launch:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Equal for what Triton compiles once."""
+        """A key that is equal for launches that Triton compiles once."""
         types = tuple(str(value.dtype) if isinstance(value, torch.Tensor) else value for value in self.args.values())
         return self.kernel.__name__, types, tuple(self.options.items())
 
     @property
     def variant(self) -> tuple[Any, ...]:
-        """What Triton takes for granted of the arguments that may vary: whether they are 1, or multiples of 16."""
+        """Return what Triton specialises on in variable arguments: whether they are 1, or multiples of 16."""
         found: list[Any] = []
         for parameter in self.kernel.params:
             value = self.args[parameter.name]
@@ -130,7 +130,7 @@ class Launch:
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
-    """What is launched in the test, instead of being run."""
+    """Record launches instead of running them."""
     found: list[Launch] = []
 
     def record(kernel: Any, *args: Any, grid: Any, **options: Any) -> None:
@@ -151,7 +151,7 @@ def noise(*shape: int) -> torch.Tensor:
 
 
 def operations(shape: Shape) -> None:
-    """Whatever a step launches but attention."""
+    """Launch every operation of a step except attention."""
     from treeline_runtime.ops.triton_ops import TritonOps
 
     ops = TritonOps()
@@ -173,7 +173,7 @@ def operations(shape: Shape) -> None:
 
 
 def storing(shape: Shape, pool: KVPool) -> None:
-    """Of keys and values."""
+    """Launch the storing of keys and values."""
     from treeline_runtime.ops.triton_ops import TritonOps
 
     norm = noise(shape.query + shape.kv, shape.dim).to(shape.norms) if shape.normed else None
@@ -191,7 +191,7 @@ def storing(shape: Shape, pool: KVPool) -> None:
 
 
 def products_of_fp8(shape: Shape) -> None:
-    """Of few tokens and many, with a scale for a row and for each block of it."""
+    """Launch products of few tokens and of many, with a scale for each row and for each block of a row."""
     from treeline_runtime.ops.fp8 import scaled_linear
 
     outputs, inputs = 2 * shape.inner, shape.hidden
@@ -226,7 +226,7 @@ def attention(shape: Shape, pool: KVPool | None = None, steps: tuple[tuple[int, 
 
 
 def prompts_of_float32(shape: Shape) -> None:
-    """Which no tensor core multiplies: what is held in registers is all that limits it."""
+    """Launch prompts in float32, which no tensor core multiplies: only registers limit them."""
     from treeline_runtime.attention.extend import Extend
 
     for dim in (128, 256):
@@ -239,7 +239,7 @@ def prompts_of_float32(shape: Shape) -> None:
 
 
 def experts(shape: Shape) -> None:
-    """Of gpt-oss-20b, which has all that others have and more: every tile, tokens sorted and not."""
+    """Launch the experts of gpt-oss-20b, a superset of other models': every tile, tokens sorted and not."""
     from treeline_runtime.ops.triton_ops import TritonOps
 
     ops, count, hidden, inner = TritonOps(), 32, 2880, 2880
@@ -271,7 +271,7 @@ CAPABILITIES = {
     experts: (90,),
     prompts_of_float32: (90,),
 }
-"""What is launched, and what it is compiled for."""
+"""Launches, and the capabilities that they are compiled for."""
 CASES = [
     (what, name) for what in (operations, attention) for name in SHAPES if (what, name) != (attention, "phi4_mini")
 ]
@@ -299,7 +299,7 @@ def test_the_kernels_compile(what: Any, shape: str, launches: list[Launch], tmp_
 
 
 def test_steps_of_all_sizes_share_their_kernels(launches: list[Launch]) -> None:
-    """Else the first step with one request, or with sixteen, has all others wait for the compiler."""
+    """Otherwise the first step with one request, or with sixteen, would make all others wait for the compiler."""
     from treeline_runtime.attention.decode import Decode
     from treeline_runtime.attention.extend import Extend
     from treeline_runtime.ops.fp8 import scaled_linear
@@ -336,8 +336,8 @@ def test_steps_of_all_sizes_share_their_kernels(launches: list[Launch]) -> None:
 
 
 def resources(cubin: bytes, path: Path) -> tuple[int, int]:
-    """A thread's registers, and bytes that it keeps in local memory, as the compiler's own tool says it. `path`: for
-    the tool to read."""
+    """Return a thread's registers and bytes of local memory, as the compiler's own tool reports them. `path`: for the
+    tool to read."""
     path.write_bytes(cubin)
     tool = Path(backends.__file__).parent / "bin" / "cuobjdump"
     said = subprocess.run([tool, "-res-usage", path], capture_output=True, text=True, check=True).stdout

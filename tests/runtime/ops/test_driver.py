@@ -1,4 +1,4 @@
-"""Triton's driver compiled beforehand: what an image without a compiler runs on."""
+"""Triton's driver is compiled beforehand: an image without a compiler runs on it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def look_again() -> None:
 
 @pytest.fixture
 def without_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    """No C compiler is found, and a compiled driver would lie at this path."""
+    """Hide all C compilers. Return the path at which a compiled driver would lie."""
     place = tmp_path / "driver.so"
     monkeypatch.setattr(driver, "_place", lambda source: place)
     monkeypatch.setattr(triton.knobs.build, "impl", None)
@@ -36,7 +36,7 @@ def without_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterato
     look_again()
 
 
-def test_without_a_compiler_the_kernels_need_what_was_compiled_before(without_compiler: Path) -> None:
+def test_without_a_compiler_the_kernels_need_the_prebuilt_driver(without_compiler: Path) -> None:
     assert "C compiler" in str(obstacle_to_triton(CPU))
     driver.use_prebuilt()
     assert triton.knobs.build.impl is None, "there is nothing to use"
@@ -45,9 +45,7 @@ def test_without_a_compiler_the_kernels_need_what_was_compiled_before(without_co
     assert obstacle_to_triton(CPU) is None
 
 
-def test_what_a_start_asks_for_again_and_again_is_looked_for_once(
-    without_compiler: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_repeated_lookups_of_a_start_are_cached(without_compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     without_compiler.touch()
     looked = itertools.count()
     monkeypatch.setattr(driver, "_place", lambda source: (next(looked), without_compiler)[1])
@@ -57,7 +55,7 @@ def test_what_a_start_asks_for_again_and_again_is_looked_for_once(
     assert next(looked) == 1
 
 
-def test_triton_takes_the_library_and_compiles_nothing_else(without_compiler: Path, tmp_path: Path) -> None:
+def test_triton_uses_the_library_and_compiles_nothing_else(without_compiler: Path, tmp_path: Path) -> None:
     without_compiler.touch()
     driver.use_prebuilt()
     arguments: tuple[list[str], ...] = ([], [], [], [])
@@ -75,7 +73,7 @@ def test_the_library_asks_for_the_driver_of_the_machine_it_runs_on(tmp_path: Pat
     assert str(tmp_path).encode() not in library, "nothing of where it was built"
 
 
-def test_a_library_of_another_release_is_not_taken(tmp_path: Path) -> None:
+def test_a_library_of_another_release_is_not_used(tmp_path: Path) -> None:
     places = []
     for text in ("one", "two"):
         (tmp_path / "driver.c").write_text(text)

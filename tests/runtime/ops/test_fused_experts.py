@@ -1,4 +1,4 @@
-"""How large the launches of a mixture of experts are: what the host says before it knows where tokens go."""
+"""The launch sizes of a mixture of experts, chosen by the host before it knows the routing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_blocks_suffice_however_tokens_are_spread(counts: list[int], tile: Tile)
     assert sum(-(-count // tile.rows) for count in counts) <= most_blocks(sum(counts), len(counts), tile.rows)
 
 
-def test_as_few_blocks_are_launched_as_some_spread_needs() -> None:
+def test_no_more_blocks_are_launched_than_some_spread_needs() -> None:
     assert most_blocks(8, 128, 16) == 8  # each pair alone
     assert most_blocks(64, 2, 16) == 5  # 1 and 63
     assert most_blocks(1, 128, 128) == 1

@@ -31,7 +31,7 @@ def product(dtype: torch.dtype, outputs: int = 40, inputs: int = 24) -> tuple[Pa
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("rows", [0, 1, 3, 8, 97, 128, 129, 256, 1700])
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_a_packed_product_is_the_product(dtype: torch.dtype, rows: int, with_bias: bool) -> None:
+def test_a_packed_product_equals_the_plain_one(dtype: torch.dtype, rows: int, with_bias: bool) -> None:
     packed, weight = product(dtype)
     wide = torch.randn((rows, 3, 24), generator=torch.Generator().manual_seed(rows)).to(dtype)
     bias = torch.arange(40, dtype=torch.float32).to(dtype) if with_bias else None
@@ -41,7 +41,7 @@ def test_a_packed_product_is_the_product(dtype: torch.dtype, rows: int, with_bia
         torch.testing.assert_close(y, F.linear(x, weight, bias), rtol=TYPES[dtype], atol=10 * TYPES[dtype])
 
 
-def test_what_fills_up_the_rows_is_nobodys() -> None:
+def test_rows_of_a_packed_product_are_independent() -> None:
     packed, weight = product(torch.float32)
     x = torch.ones(5, 24)
     x[3] = torch.nan
@@ -50,7 +50,7 @@ def test_what_fills_up_the_rows_is_nobodys() -> None:
     torch.testing.assert_close(y[4], weight.sum(1), rtol=1e-5, atol=1e-5)
 
 
-def test_kernels_are_few_whatever_lengths_come(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_kernels_serve_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     packed, _ = product(torch.float32)
     computed: list[int] = []
     real = onednn._product

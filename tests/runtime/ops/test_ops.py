@@ -23,8 +23,8 @@ GROUPS = {
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_the_kernels_compute_what_the_reference_does(group: str) -> None:
-    """In a process of its own: the interpreter is chosen where the kernels are imported."""
+def test_the_kernels_equal_the_reference(group: str) -> None:
+    """It runs in a process of its own: the interpreter is chosen when the kernels are imported."""
     script, compared = GROUPS[group]
     path = Path(__file__).with_name(script)
     result = subprocess.run([sys.executable, path, group], capture_output=True, text=True, timeout=240)

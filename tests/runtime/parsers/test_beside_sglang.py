@@ -1,4 +1,4 @@
-"""Our parsers beside SGLang's own: what they find in whole outputs, and each difference that is known, with its reason.
+"""Our parsers beside SGLang's own: the results on whole outputs, and each known difference with its reason.
 
 White space around what is said is left out of the comparison: SGLang strips some of it.
 """
@@ -120,7 +120,7 @@ def theirs(tools: str, text: str) -> tuple[list[Any], str]:
 
 
 @pytest.mark.parametrize(("tools", "text"), ALIKE)
-def test_the_same_is_found(tools: str, text: str) -> None:
+def test_both_parsers_find_the_same_calls(tools: str, text: str) -> None:
     assert ours(tools, text) == theirs(tools, text)
 
 
@@ -128,7 +128,7 @@ def test_the_same_is_found(tools: str, text: str) -> None:
     ("tools", "text", "said"),
     [pytest.param(*case, id=f"{why}: {case[0]}") for why, cases in DIFFERENT.items() for case in cases],
 )
-def test_where_something_would_be_lost_ours_says_it(
+def test_our_parser_keeps_text_that_sglangs_loses(
     tools: str, text: str, said: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.CRITICAL)
@@ -151,7 +151,7 @@ def test_where_something_would_be_lost_ours_says_it(
         ("kimi_k2", "KimiK2Detector", "<think>Hm.</think>Yes."),
     ],
 )
-def test_the_same_is_thought(reasoning: str, detector: str, text: str) -> None:
+def test_both_parsers_find_the_same_reasoning(reasoning: str, detector: str, text: str) -> None:
     found = dict(read(parsers.new(reasoning, None), text))
     they = getattr(load_parsers()["srt/parser/reasoning_parser"], detector)().detect_and_parse(text)
     assert found.get("thought", "") == they.reasoning_text.strip()

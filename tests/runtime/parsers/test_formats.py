@@ -1,4 +1,4 @@
-"""Calls in every other format, as models write them and as they do not."""
+"""Calls in every other format, valid and broken."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_calls_are_found_and_nothing_else_is_lost(tools: str, text: str, found: 
     same_however_cut(lambda: parsers.new(None, tools, FUNCTIONS), text, ())
 
 
-def test_an_id_that_the_model_gives_is_told() -> None:
+def test_an_id_given_by_the_model_is_kept() -> None:
     call, listed = f"get_weather[CALL_ID]0a1b2c3d4[ARGS]{ARGUMENTS}", '[{"id": "0a1b2c3d4", "name": "search"}]'
     for text in (call, listed):
         [begun, *_] = fed(parsers.new(None, "mistral", FUNCTIONS), [f"[TOOL_CALLS]{text}"])
@@ -165,7 +165,7 @@ FRAGMENTS = {
 @settings(max_examples=60)
 @given(data=st.data(), cuts=cut_places, reasoning=st.sampled_from([None, None, "deepseek_r1", "mistral"]))
 @pytest.mark.parametrize("tools", FRAGMENTS)
-def test_what_is_found_does_not_depend_on_where_the_text_was_cut(
+def test_results_do_not_depend_on_the_cuts_of_the_text(
     tools: str, data: st.DataObject, cuts: list[int], reasoning: str | None
 ) -> None:
     text = data.draw(near(FRAGMENTS[tools]))
@@ -214,7 +214,7 @@ def test_a_hostile_output_takes_time_in_proportion_to_its_length(tools: str) -> 
         ("gpt_oss", "gpt_oss", "<|start|>assistant", ""),
     ],
 )
-def test_a_grammar_holds_from_behind_the_reasoning(reasoning: str | None, tools: str, prompt: str, end: str) -> None:
+def test_a_grammar_holds_after_the_reasoning(reasoning: str | None, tools: str, prompt: str, end: str) -> None:
     assert parsers.reasoning_end(reasoning, prompt, tools) == end
 
 
@@ -225,7 +225,7 @@ def test_special_tokens_are_text_where_no_format_needs_them() -> None:
 @pytest.mark.parametrize(
     "value", ["-" * 50_000 + "1", "9" * 50_000 + "_0", "a" + ".a" * 30_000, "(" * 130 + ")" * 130, "'\x00'", "1j"]
 )
-def test_a_hostile_literal_is_none(value: str) -> None:
+def test_a_hostile_literal_is_no_call(value: str) -> None:
     text = f"[search(a={value})]"
     assert read(parsers.new(None, "pythonic", FUNCTIONS), text) == [said(text)]
 
@@ -241,7 +241,7 @@ BEGUN = {
 
 
 @pytest.mark.parametrize("tools", BEGUN)
-def test_arguments_are_told_as_they_come(tools: str) -> None:
+def test_arguments_are_streamed(tools: str) -> None:
     parser = parsers.new(None, tools, FUNCTIONS)
     assert parser.feed(BEGUN[tools]) == []
     assert parser.feed("{") == [CallBegun(0, "search"), CallArguments(0, "{")]
@@ -249,7 +249,7 @@ def test_arguments_are_told_as_they_come(tools: str) -> None:
         assert parser.feed(char) == [CallArguments(0, char)]
 
 
-def test_a_string_of_an_element_is_told_as_it_comes() -> None:
+def test_a_string_of_an_element_is_streamed() -> None:
     parser = parsers.new(None, "qwen3_coder", FUNCTIONS)
     assert parser.feed("<function=get_weather><parameter=city>\n")[0] == CallBegun(0, "get_weather")
     for char in "Paris":
@@ -261,7 +261,7 @@ def test_a_string_of_an_element_is_told_as_it_comes() -> None:
     [("hermes", '<tool_call>{"arguments": {"q": "'), ("pythonic", "[search(a='"), ("gpt-oss", "<|channel|>"),
      ("qwen3_coder", "<function=get_weather><parameter=days>"), ("mistral", "[TOOL_CALLS]")],
 )  # fmt: skip
-def test_what_waits_is_bounded(tools: str, begun: str) -> None:
+def test_held_back_text_is_bounded(tools: str, begun: str) -> None:
     parser = parsers.new(None, tools, FUNCTIONS)
     parts = parser.feed(begun)
     for _ in range(5):

@@ -1,4 +1,4 @@
-"""Reasoning between tags, and calls in Hermes' format, as models write them and as they do not."""
+"""Reasoning between tags, and calls in Hermes' format, valid and broken."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ FRAGMENTS = (
 
 
 @given(text=near(FRAGMENTS), cuts=cut_places, reasoning=st.sampled_from([None, "qwen3", "deepseek_r1"]))
-def test_what_is_found_does_not_depend_on_where_the_text_was_cut(text: str, cuts: list[int], reasoning: str) -> None:
+def test_results_do_not_depend_on_the_cuts_of_the_text(text: str, cuts: list[int], reasoning: str) -> None:
     found = same_however_cut(parser(reasoning, "hermes"), text, cuts)
     if reasoning is None and all(kind == "said" for kind, _ in found):
         assert "".join(value for _, value in found) == text.replace("<|im_end|>", "")

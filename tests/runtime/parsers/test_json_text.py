@@ -20,7 +20,7 @@ TEXTS = st.builds(json.dumps, OBJECTS, indent=st.sampled_from([None, 1]), ensure
 
 
 def scanned(parts: list[str]) -> tuple[str, str]:
-    """What the scanner wrote of a text in parts, and what it left; "" for the first if it never was done."""
+    """Scan a text in parts. Return what the scanner wrote ("" if it never finished) and what it left."""
     scanner, written, left = JsonScanner(), "", ""
     for part in parts:
         end = 0
@@ -46,9 +46,7 @@ def test_an_object_is_passed_on_as_it_is_up_to_its_end(
     ),
     cuts=cut_places,
 )
-def test_what_is_json_is_read_and_what_is_read_is_json(
-    text: str, places: list[tuple[int, str]], cuts: list[int]
-) -> None:
+def test_the_scanner_accepts_exactly_json(text: str, places: list[tuple[int, str]], cuts: list[int]) -> None:
     for place, char in places:
         place %= len(text) + 1
         text = text[:place] + char + text[place + 1 :]

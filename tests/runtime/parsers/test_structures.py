@@ -1,4 +1,5 @@
-"""What a structure lets through, its parser understands: outputs are drawn at random from xgrammar's own masks."""
+"""A parser understands every output that its structure allows: outputs are drawn at random from xgrammar's own
+masks."""
 
 from __future__ import annotations
 
@@ -62,7 +63,7 @@ def _tokenizer() -> Any:
 
 
 def drawn(structure: dict[str, Any], seed: int, longest: int = 250) -> str | None:
-    """An output that the structure lets through; None if none came to an end in time."""
+    """Draw an output that the structure allows; None if none ended in time."""
     tokens = _tokenizer()
     matcher = xgr.GrammarMatcher(xgr.GrammarCompiler(tokens, cache_enabled=False).compile_structural_tag(structure))
     mask = xgr.allocate_token_bitmask(1, tokens.vocab_size)
@@ -90,7 +91,7 @@ def drawn(structure: dict[str, Any], seed: int, longest: int = 250) -> str | Non
 
 
 def calls_in(found: Found, functions: tuple[Function, ...]) -> list[str]:
-    """The names of what is called, whose arguments are valid."""
+    """Return the names of the called functions, after validating their arguments."""
     schemas = {function.name: function.schema for function in functions}
     for kind, value in found:
         if kind == "call":
@@ -105,7 +106,7 @@ def parser(tools: str, functions: tuple[Function, ...]) -> Callable[[], parsers.
 
 @pytest.mark.deep
 @pytest.mark.parametrize("tools", FORMATS)
-def test_whatever_it_lets_through_is_parsed_into_valid_calls(tools: str) -> None:
+def test_every_allowed_output_is_parsed_into_valid_calls(tools: str) -> None:
     called: list[str] = []
     for seed in range(48):
         required, parallel, only = bool(seed & 1), bool(seed & 2), seed % 5 == 0
@@ -127,7 +128,7 @@ def test_whatever_it_lets_through_is_parsed_into_valid_calls(tools: str) -> None
 
 
 def accepts(structure: dict[str, Any], text: str) -> bool:
-    """Is that a whole output?"""
+    """Return whether that is a whole output."""
     matcher = xgr.GrammarMatcher(
         xgr.GrammarCompiler(_tokenizer()).compile_structural_tag(structure), terminate_without_stop_token=True
     )
@@ -135,7 +136,7 @@ def accepts(structure: dict[str, Any], text: str) -> bool:
 
 
 def accepts_so_far(structure: dict[str, Any], text: str) -> bool:
-    """May an output begin like that?"""
+    """Return whether an output may begin like that."""
     compiled = xgr.GrammarCompiler(_tokenizer()).compile_structural_tag(structure)
     return bool(xgr.GrammarMatcher(compiled).accept_string(text))
 
@@ -158,7 +159,7 @@ CALL = '<tool_call>\n{"name": "get", "arguments": {"q": "x"}}\n</tool_call>'
     ],
 )
 def test_a_structure_follows_the_choice(text: str, auto: bool, required: bool, single: bool) -> None:
-    """`single`: required, and not in parallel."""
+    """`single`: a call is required, and parallel calls are off."""
     for accepted, must, parallel in ((auto, False, True), (required, True, True), (single, True, False)):
         structure = parsers.structure("hermes", FUNCTIONS, required=must, parallel=parallel)
         assert accepts(structure, text) is accepted
@@ -166,7 +167,7 @@ def test_a_structure_follows_the_choice(text: str, auto: bool, required: bool, s
 
 @pytest.mark.parametrize("tools", FORMATS)
 @pytest.mark.parametrize("required", [False, True])
-def test_it_grows_with_the_functions_and_not_with_their_square(tools: str, required: bool) -> None:
+def test_a_structure_grows_linearly_with_its_functions(tools: str, required: bool) -> None:
     def size(count: int) -> int:
         functions = [Function(f"look_up_{i:04}", WEATHER.parameters) for i in range(count)]
         return len(json.dumps(parsers.structure(tools, functions, required=required, parallel=True)))
@@ -175,8 +176,8 @@ def test_it_grows_with_the_functions_and_not_with_their_square(tools: str, requi
 
 
 @pytest.mark.parametrize("tools", FORMATS)
-def test_what_it_is_compiled_to_grows_less_than_that(tools: str) -> None:
-    """With a vocabulary of words: how they begin is shared by all calls, and needs no masks for each."""
+def test_a_compiled_structure_grows_slower_than_its_functions(tools: str) -> None:
+    """A vocabulary of words is used: all calls share their beginnings, which need no masks for each."""
     backend = XGrammarBackend(vocabulary())
 
     def size(count: int) -> int:
@@ -189,7 +190,8 @@ def test_what_it_is_compiled_to_grows_less_than_that(tools: str) -> None:
 
 @pytest.mark.parametrize("count", [2, 200])
 def test_calls_of_many_functions_in_python_lists(count: int) -> None:
-    """Of few, several fit into a list in free text, of many one; where calls are required it is one list always."""
+    """With few functions, free text may hold a list of several calls, with many only lists of one; required calls are
+    always one list."""
     functions = [Function(f"f{i}") for i in range(count)]
     both, apart = "[f0(), f1()]", "[f0()] and [f1()]"
     required = parsers.structure("pythonic", functions, required=True, parallel=True)
@@ -205,7 +207,7 @@ def test_calls_of_many_functions_in_python_lists(count: int) -> None:
     assert [value[0] for kind, value in found if kind == "call"] == ["f0", "f1"]
 
 
-def test_arguments_are_an_object_whatever_a_schema_allows_besides() -> None:
+def test_arguments_are_an_object_even_if_the_schema_allows_more() -> None:
     structure = parsers.structure("hermes", [CHOICE], required=True, parallel=True)
     call = '<tool_call>\n{"name": "choose", "arguments": %s}\n</tool_call>'
     assert accepts(structure, call % '{"a": 1}')

@@ -16,14 +16,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def temp() -> Iterator[Path]:
-    """A folder for temporary files with a path short enough for sockets; it must be empty in the end."""
+    """A folder for temporary files with a path short enough for sockets; it must be empty at the end."""
     with tempfile.TemporaryDirectory(prefix="tl-", dir="/tmp") as name:
         yield Path(name)
 
 
 @pytest.fixture
 def start(model: Path, temp: Path) -> Iterator[Any]:
-    """Starts fake servers; in the end none of them may have left a process or a file."""
+    """Start fake servers; at the end none of them may have left a process or a file."""
     started: list[ServerProcess] = []
 
     def start(*flags: str, **environment: str) -> ServerProcess:

@@ -1,4 +1,4 @@
-"""A child that is told to stop while it starts: it goes at once, and says nothing on a terminal."""
+"""A child that is stopped while it starts ends at once, and prints nothing on a terminal."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FINDS_NO_FOLDER = """processes.NOTICE_S = 600
 
 
 def ended(tmp_path: Path, does: str) -> tuple[int, str]:
-    """Exit status and log of a child whose parent goes while it starts."""
+    """Return exit status and log of a child whose parent leaves while it starts."""
     folder = tmp_path / "sockets"
     folder.mkdir()
     spec = ChildSpec(ServerArgs(model="m"), Addresses(str(folder)), "m", 1)

@@ -1,4 +1,4 @@
-"""How a server ends by the death of a process or of its parent, by one that stands still, by one that never was."""
+"""A server ends when a process or its parent dies, hangs, or never starts."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_the_next_server_removes_a_killed_servers_folder(start: Any, temp: Path)
         assert client.post("/v1/completions", json={"prompt": "hi", "max_tokens": 2}).status_code == 200
 
 
-def test_a_scheduler_that_stands_still_is_noticed(start: Any) -> None:
+def test_a_stopped_scheduler_is_noticed(start: Any) -> None:
     server = start("--watchdog-timeout=1", STOP_S="1").ready()
     children = server.children()
     stream = Stream(server, tokens=5, prompt=[Magic.HANG])
@@ -87,7 +87,7 @@ def test_a_scheduler_that_stalls_says_where(start: Any) -> None:
     assert server.process.returncode == 1
 
 
-def test_a_detokenizer_or_a_publisher_that_stands_still_is_noticed(start: Any) -> None:
+def test_a_stopped_detokenizer_or_publisher_is_noticed(start: Any) -> None:
     servers = {victim: start("--watchdog-timeout=1", STOP_S="1") for victim in ("detokenizer", "publisher")}
     pids = {victim: server.ready().children()[victim] for victim, server in servers.items()}
     for pid in pids.values():

@@ -1,4 +1,4 @@
-"""Models from the Hugging Face Hub: what is asked of its library, and what its errors become."""
+"""Models from the Hugging Face Hub: the calls of its library, and the translation of its errors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_hub_id_is_downloaded_with_the_files_that_serving_needs(model: Path, m
     assert set(options["allow_patterns"]) - set(small["allow_patterns"]) == {"*.safetensors"}
 
 
-def test_what_cannot_be_served_is_refused_before_its_weights_are_downloaded(
+def test_an_unsupported_model_is_refused_before_its_weights_are_downloaded(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(directory: Path) -> None:
@@ -59,7 +59,9 @@ def test_what_cannot_be_served_is_refused_before_its_weights_are_downloaded(
         (RuntimeError, "could not be downloaded: RuntimeError"),
     ],
 )
-def test_the_hubs_errors_say_what_to_do(monkeypatch: pytest.MonkeyPatch, error: type[Exception], advice: str) -> None:
+def test_the_hubs_errors_are_reported_with_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, error: type[Exception], advice: str
+) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", Hub(error))
     with pytest.raises(ModelNotFound, match=advice):
         resolve_model("org/name@v9")
@@ -68,7 +70,7 @@ def test_the_hubs_errors_say_what_to_do(monkeypatch: pytest.MonkeyPatch, error: 
 @pytest.mark.parametrize(
     "name", ["name", "./org/name", "org/name/more", "org/", "/org/name", "or g/name", "org/name@", "org/name@a b"]
 )
-def test_what_is_no_hub_id_is_a_missing_folder(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_is_no_hub_id_is_a_missing_folder(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", Hub(RuntimeError))
     with pytest.raises(ModelNotFound, match="there is no folder"):
         resolve_model(name)

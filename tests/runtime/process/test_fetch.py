@@ -1,4 +1,4 @@
-"""The download in a pod: what is asked of the Hub, what is left on disk, what is said on the way and in the end."""
+"""The download in a pod: requests to the Hub, files on disk, progress and final messages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FILES = {"config.json": b"{}", "model.safetensors": b"w" * 5000}
 
 
 class Hub:
-    """Stands in for `snapshot_download`: `files` are what the repository has."""
+    """Stands in for `snapshot_download`: `files` are the repository's."""
 
     def __init__(self, files: dict[str, bytes] | None = None) -> None:
         self.files = FILES if files is None else files
@@ -83,9 +83,7 @@ def test_a_model_is_downloaded_once_and_found_by_the_next_pod(
     assert last["bytes_done"] == last["bytes_total"]
 
 
-def test_what_is_downloaded_is_reported_with_its_commit(
-    hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_download_is_reported_with_its_commit(hub: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     more = ["--tokenizer-uri", "hf://org/words", "--tokenizer-to", str(tmp_path / "words")]
     for _ in range(2):  # also by a pod that finds it complete
         assert run(tmp_path / "m", *more, uri="hf://org/name") == 0
@@ -141,14 +139,14 @@ def test_pods_that_share_a_volume_download_once(hub: Hub, tmp_path: Path) -> Non
     assert hub.downloads == 1
 
 
-def test_another_revision_in_the_same_folder_is_downloaded_anew(hub: Hub, tmp_path: Path) -> None:
+def test_another_revision_in_the_same_folder_is_downloaded_again(hub: Hub, tmp_path: Path) -> None:
     assert run(tmp_path / "m") == 0
     assert run(tmp_path / "m", uri="hf://org/name@v2") == 0
     assert hub.downloads == 2
     assert json.loads((tmp_path / "m" / MARKER).read_text())["revision"] == "v2"
 
 
-def test_a_folder_that_is_not_complete_is_made_so(hub: Hub, tmp_path: Path) -> None:
+def test_an_incomplete_folder_is_completed(hub: Hub, tmp_path: Path) -> None:
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "model.safetensors").write_bytes(b"half")
     (tmp_path / "m" / MARKER).write_text("{")
@@ -216,14 +214,14 @@ def test_a_repository_without_weights_is_refused(hub: Hub, tmp_path: Path) -> No
     assert (tmp_path / "termination-log").read_text().startswith("WeightsMissing: org/name has no *.safetensors")
 
 
-def test_a_repository_has_no_names_of_ours(hub: Hub, tmp_path: Path) -> None:
+def test_a_repository_may_not_use_our_file_names(hub: Hub, tmp_path: Path) -> None:
     hub.files = FILES | {".treeline-complete/config.json": b"{}"}
     assert run(tmp_path / "m") == 1
     assert hub.downloads == 0
     assert "a name that no model needs, '.treeline-complete/" in (tmp_path / "termination-log").read_text()
 
 
-def test_a_download_that_ends_short_is_a_failure(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_incomplete_download_is_a_failure(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def short(repo: str, *, dry_run: bool = False, **options: Any) -> Any:
         if dry_run:
             return hub(repo, dry_run=True, **options)
@@ -237,6 +235,6 @@ def test_a_download_that_ends_short_is_a_failure(hub: Hub, tmp_path: Path, monke
 
 
 @pytest.mark.parametrize("uri", ["org/name", "hf://name", "hf://org/name/more", "az://org/name"])
-def test_what_is_no_model_of_the_hub_is_said_so(uri: str, tmp_path: Path) -> None:
+def test_a_source_that_is_no_hub_model_is_reported(uri: str, tmp_path: Path) -> None:
     assert run(tmp_path / "m", uri=uri) == 1
     assert "is not a Hub model" in (tmp_path / "termination-log").read_text()

@@ -1,4 +1,4 @@
-"""Models in object stores: what is taken of a bucket, what is kept of a try, what is said where it cannot be read."""
+"""Models in object stores: the objects taken, the parts kept after a failure, and the errors."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ class FakeS3:
     public: bool = False
     url: str = ""
     page: list[str] | None = None
-    """The names of every page of a listing without an end, in the place of the objects."""
+    """The names of every page of an endless listing, in place of the objects."""
     pages: int = 0
 
     def put(self, files: dict[str, bytes], folder: str = "llama/") -> None:
         self.objects |= {folder + name: data for name, data in files.items()}
 
     def problem(self, request: BaseHTTPRequestHandler) -> str:
-        """The code of the error with which a request is refused; empty where it may be answered.
+        """Return the error code for a request to refuse; empty if it may be answered.
 
         Signature Version 4: https://docs.aws.amazon.com/AmazonS3/latest/API/sig-v4-header-based-auth.html
         """
@@ -139,7 +139,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def running_s3(store: FakeS3 | None = None) -> Iterator[FakeS3]:
-    """On a free port of loopback."""
+    """Run an S3 server on a free port of loopback."""
     store = store or FakeS3()
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"store": store}))
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -194,7 +194,7 @@ def test_a_folder_of_a_bucket_is_downloaded_once(
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, most: int = 1000) -> list[tuple[str, Any]]:
-    """The objects and ranges that are asked for; the one after `most` fails."""
+    """Record the requested objects and ranges; the one after `most` fails."""
     asked: list[tuple[str, Any]] = []
     really: Callable[..., Any] = obstore.get
 
@@ -216,9 +216,7 @@ def test_a_public_bucket_needs_no_credentials(store: FakeS3, tmp_path: Path, mon
     assert run(tmp_path / "m") == (0, "")
 
 
-def test_a_try_goes_on_where_the_one_before_ended(
-    store: FakeS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_retry_resumes_the_download(store: FakeS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store.put({"model.safetensors": bytes(range(250)) * 20})
     monkeypatch.setattr(bucket, "PIECE", 1000)
     with monkeypatch.context() as broken:
@@ -233,7 +231,7 @@ def test_a_try_goes_on_where_the_one_before_ended(
     assert (tmp_path / "m" / "model.safetensors").read_bytes() == bytes(range(250)) * 20
 
 
-def test_what_was_downloaded_of_other_contents_is_not_used(
+def test_partial_files_of_other_contents_are_not_used(
     store: FakeS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.put(FILES)
@@ -266,7 +264,7 @@ def test_an_object_that_is_replaced_meanwhile_is_refused(
     assert (tmp_path / "m" / "model.safetensors").read_bytes() == b"n" * 5000
 
 
-def test_files_are_what_the_folders_own_digests_say(store: FakeS3, tmp_path: Path) -> None:
+def test_files_are_checked_against_the_folders_digests(store: FakeS3, tmp_path: Path) -> None:
     good = hashlib.sha256(WEIGHTS).hexdigest()
     wrong = hashlib.sha256(b"other").hexdigest()
     files = {"config.json": b"{}", "model.safetensors": WEIGHTS}
@@ -291,7 +289,7 @@ def test_no_key_leads_out_of_the_folder(store: FakeS3, tmp_path: Path, key: str)
 
 
 @pytest.mark.parametrize("name", ["{}.json", "{}.gz", ""], ids=["wanted", "unwanted", "empty"])
-def test_a_listing_without_an_end_is_left(
+def test_an_endless_listing_is_given_up(
     store: FakeS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     store.page = [name.format(number) for number in range(1000)] if name else []
@@ -316,7 +314,7 @@ def test_a_listing_without_an_end_is_left(
     ],
     ids=lambda key: key[:25],
 )
-def test_names_that_no_file_of_a_model_has_are_refused(store: FakeS3, tmp_path: Path, key: str) -> None:
+def test_impossible_names_of_model_files_are_refused(store: FakeS3, tmp_path: Path, key: str) -> None:
     store.put(FILES | {key if key.endswith(".json") else f"{key}/a.json": b"{}"})
     status, said = run(tmp_path / "m")
     assert status == 1
@@ -327,7 +325,7 @@ def test_names_that_no_file_of_a_model_has_are_refused(store: FakeS3, tmp_path: 
     assert not list(tmp_path.glob("m*/*"))
 
 
-def test_what_is_kept_of_a_version_is_no_progress(
+def test_kept_partial_files_do_not_count_as_progress(
     store: FakeS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store.put(FILES)
@@ -348,9 +346,7 @@ def test_each_file_is_compared_once_however_often_the_digests_name_it(
     assert len(compared) == 1
 
 
-def test_digests_that_are_too_many_for_a_model_are_not_read(
-    store: FakeS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_many_digests_are_not_read(store: FakeS3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store.put(FILES | {"SHA256SUMS": bytes(5 << 20)})
     asked = counted(monkeypatch)
     status, said = run(tmp_path / "m")
@@ -391,7 +387,7 @@ def test_a_file_that_is_a_folder_too_is_refused(store: FakeS3, tmp_path: Path) -
         ),
     ],
 )
-def test_why_it_cannot_be_read_is_said_in_one_line(
+def test_an_unreadable_bucket_is_explained_in_one_line(
     store: FakeS3,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

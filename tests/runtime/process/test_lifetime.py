@@ -1,4 +1,4 @@
-"""How a server ends by a signal. Nothing is ever left behind."""
+"""A server ends by a signal and leaves nothing behind."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from treeline_runtime.config import ConfigError, SchedulerConfig
 from treeline_wire.settings import settings_of
 
 
-def test_every_setting_of_a_group_has_a_flag_with_words_and_no_other_has():
+def test_every_setting_of_a_group_has_a_flag_with_help_and_no_other_has():
     flags = {action.dest: action for action in build_parser()._actions}
     for name, (_, words) in settings_of(ServerArgs).items():
         assert (name in flags) == (words.group is not None), name

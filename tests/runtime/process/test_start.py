@@ -1,4 +1,4 @@
-"""Starting: what is wrong with the command line is said in one line, before anything slow happens."""
+"""The start: an error in the command line is reported in one line, before anything slow happens."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ OWN_PORTS = ("--port=0", "--metrics-port=0", "--admin-port=0")
 
 
 def run(*flags: str, environment: dict[str, str] | None = None) -> tuple[int, str]:
-    """Runs `treeline serve` until it ends; its status and what it wrote to standard error."""
+    """Run `treeline serve` until it ends. Return its status and standard error."""
     command = [sys.executable, "-m", "treeline_runtime", *flags]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, check=False)
     assert not done.stdout
@@ -61,7 +61,7 @@ def run(*flags: str, environment: dict[str, str] | None = None) -> tuple[int, st
         ),
     ],
 )
-def test_a_wrong_argument_is_named_between_the_usage_and_where_help_is(
+def test_a_wrong_argument_is_named_with_usage_and_a_hint_to_help(
     flags: list[str], named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(flags) == 2
@@ -80,7 +80,7 @@ def test_help_teaches(capsys: pytest.CaptureFixture[str]) -> None:
         assert word in shown
 
 
-def test_help_fits_two_screens_and_the_rest_of_the_flags_is_one_word_away(
+def test_help_fits_two_screens_and_help_all_lists_the_rest(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("COLUMNS", "120")
@@ -133,8 +133,8 @@ def test_an_error_is_one_line_and_status_1() -> None:
     assert "treeline serve: error: --model: there is no folder '/nowhere/at/all'" in log.splitlines()[-1]
 
 
-def test_elsewhere_than_on_a_terminal_each_line_of_the_log_is_a_json_object(model: Path) -> None:
-    """Of all processes of a server, from its first line to its last."""
+def test_with_json_each_line_of_the_log_is_a_json_object(model: Path) -> None:
+    """It holds for all processes of a server, from its first line to its last."""
     with (
         running(model, "--log-format=json", "--log-level=debug", environment={"PYTHONWARNINGS": "always"}) as server,
         server.client() as http,
@@ -171,7 +171,7 @@ PORT_FLAGS = ("--port", "--metrics-port", "--admin-port", "--events-port", "--re
 
 
 @pytest.mark.parametrize("flag", PORT_FLAGS)
-def test_a_busy_port_is_named_before_the_model_is_looked_at(flag: str) -> None:
+def test_a_busy_port_is_named_before_the_model_is_read(flag: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         flags = [f"{name}={port if name == flag else 0}" for name in PORT_FLAGS]

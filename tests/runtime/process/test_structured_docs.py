@@ -1,4 +1,4 @@
-"""docs/structured-output.md says what is true: its blocks are run, in order, against a real server."""
+"""The blocks of docs/structured-output.md run, in order, against a real server."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def url() -> Iterator[str]:
         yield server.url
 
 
-def test_every_block_runs(url: str) -> None:
+def test_every_block_of_the_page_runs(url: str) -> None:
     names: dict[str, Any] = {}
     assert len(BLOCKS) > 12
     for number, block in enumerate(BLOCKS):

@@ -1,4 +1,4 @@
-"""The index announces what a router can use, and its snapshot is always what its events add up to."""
+"""The index announces what a router can use, and its snapshot always equals the sum of its events."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_an_event_names_the_adapter_apart_from_the_salt() -> None:
     assert (event.lora_name, event.cache_salt, event.namespace) == ("poet", namespace, namespace)
 
 
-def test_announcing_stops_at_the_first_position_that_reencoding_does_not_give() -> None:
+def test_announcing_stops_at_the_first_position_not_reencoded() -> None:
     index = AnnouncedIndex(Cutting(at=5))
     (event,) = index.apply([stored([1, 2, 3, 4], output_from=2)])
     assert isinstance(event, BlockStored)
@@ -50,7 +50,7 @@ def test_announcing_stops_at_the_first_position_that_reencoding_does_not_give() 
     assert len(index) == 4
 
 
-def test_prompt_pages_are_announced_whatever_reencoding_gives() -> None:
+def test_prompt_pages_are_always_announced() -> None:
     index = AnnouncedIndex(Cutting(at=0))
     (event,) = index.apply([stored([1, 2, 3])])
     assert isinstance(event, BlockStored)
@@ -95,7 +95,7 @@ def test_neighbouring_removals_are_merged_and_a_clear_swallows_what_came_before(
     assert index.announced() == [7]
 
 
-def test_storing_a_known_page_again_says_nothing() -> None:
+def test_storing_a_known_page_again_sends_nothing() -> None:
     index = AnnouncedIndex(TrustingReencoder())
     index.apply([stored([1, 2])])
     (event,) = index.apply([stored([1, 2, 3])])
@@ -113,7 +113,7 @@ def test_runs_are_cut_at_their_longest() -> None:
 
 @settings(deadline=None, max_examples=150)
 @given(seed=st.integers(0, 10**9), steps=st.integers(1, 60), cut=st.sampled_from([0, 3, 6, 10**6]))
-def test_the_snapshot_is_what_the_events_add_up_to(seed: int, steps: int, cut: int) -> None:
+def test_the_snapshot_equals_the_sum_of_the_events(seed: int, steps: int, cut: int) -> None:
     rng = random.Random(seed)
     cache, index, live = Cache(rng), AnnouncedIndex(Cutting(at=cut)), Consumer()
     for _ in range(steps):
@@ -128,7 +128,7 @@ def test_the_snapshot_is_what_the_events_add_up_to(seed: int, steps: int, cut: i
 
 
 @pytest.mark.parametrize("order", [[1, 2, 3], [3, 2, 1], [2, 3, 1]])
-def test_parents_come_first_whatever_the_order_of_arrival(order: list[int]) -> None:
+def test_parents_come_first_in_any_order_of_arrival(order: list[int]) -> None:
     index = AnnouncedIndex(TrustingReencoder())
     index.apply([stored([1, 2, 3])])
     pages = index.pages()

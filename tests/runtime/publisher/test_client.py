@@ -14,7 +14,7 @@ from treeline_runtime.publisher.client import Block, PublisherClient, stored_run
 
 
 class Pipe:
-    """Room for so many messages."""
+    """Takes a limited number of messages."""
 
     def __init__(self) -> None:
         self.open = True
@@ -59,7 +59,7 @@ def test_after_an_overflow_the_whole_tree_is_sent_once_there_is_room() -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(seed=st.integers(0, 10**9))
-def test_whatever_is_dropped_the_mirror_converges(seed: int) -> None:
+def test_the_mirror_converges_after_any_drops(seed: int) -> None:
     rng = random.Random(seed)
     cache, pipe, tokens = Cache(rng), Pipe(), dict[int, list[int]]()
     client = PublisherClient(pipe.send, lambda: [(b, p, tokens[b], None) for b, p in cache.pages.items()])

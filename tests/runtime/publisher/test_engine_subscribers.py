@@ -1,5 +1,5 @@
-"""Our publisher's process is read by what reads vLLM and SGLang: their own typed decoders, and the ways in which their
-example subscriber and routers ask for what they missed."""
+"""vLLM's and SGLang's own code reads our publisher: their typed decoders, and the replay requests of their example
+subscriber and routers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def publisher() -> Iterator[PublisherProcess]:
 
 
 def told(decoder: Any, payload: bytes) -> list[tuple[Any, ...]]:
-    """A batch, read by an engine's own types."""
+    """Decode a batch by an engine's own types."""
     batch = decoder.decode(payload)
     assert batch.ts > 0
     said: list[tuple[Any, ...]] = []
@@ -59,7 +59,7 @@ def told(decoder: Any, payload: bytes) -> list[tuple[Any, ...]]:
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_what_we_publish_is_read_by_their_types_live_and_replayed(name: str, publisher: PublisherProcess) -> None:
+def test_the_engines_types_read_our_live_and_replayed_events(name: str, publisher: PublisherProcess) -> None:
     package, version, module = READERS[name]
     decoder = msgspec.msgpack.Decoder(load(package, version)[module].KVEventBatch)
     salt = SALT if package == "sglang" else None  # vLLM's types have no member for it

@@ -30,7 +30,7 @@ def ask(stream: EventStream, request: list[bytes]) -> list[frames.Reply]:
     return [frames.parse_reply(message) for message in answer]
 
 
-def test_a_step_without_news_uses_no_number() -> None:
+def test_a_step_without_changes_uses_no_number() -> None:
     made = stream()
     assert made.on_update(CacheUpdate([Removed([5])]), ts=0.0) is None
     assert made.newest is None
@@ -38,7 +38,7 @@ def test_a_step_without_news_uses_no_number() -> None:
     assert made.newest == 0
 
 
-def test_hello_tells_the_epoch_and_what_can_be_replayed() -> None:
+def test_hello_has_the_epoch_and_the_replayable_range() -> None:
     made = stream(ring=2)
     assert ask(made, frames.hello_request()) == [frames.Hello(7, None, None)]
     for block in (1, 2, 3):
@@ -46,7 +46,7 @@ def test_hello_tells_the_epoch_and_what_can_be_replayed() -> None:
     assert ask(made, frames.hello_request()) == [frames.Hello(7, 1, 2)]
 
 
-def test_replay_gives_the_numbers_asked_for_that_are_still_there() -> None:
+def test_replay_gives_the_requested_numbers_that_are_kept() -> None:
     made = stream(ring=3)
     live = [store(made, block) for block in range(1, 6)]
     *items, end = ask(made, frames.replay_request(1))

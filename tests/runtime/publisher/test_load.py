@@ -1,4 +1,5 @@
-"""Load reports leave on change, at most twenty a second, and once a second without; at once when all has ended."""
+"""Load reports are sent on change, at most twenty a second, and once a second without; at once when all requests have
+ended."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def test_changes_are_reported_at_most_every_fifty_milliseconds() -> None:
     assert ours.pages_cached == 7
 
 
-def test_that_the_last_request_has_ended_is_reported_at_once() -> None:
+def test_the_end_of_the_last_request_is_reported_at_once() -> None:
     stream = LoadStream(1, 16)
     stream.on_load(LoadUpdate(running=1), 0.0)
     stream.take(0.0)
@@ -51,7 +52,7 @@ def test_that_the_last_request_has_ended_is_reported_at_once() -> None:
     assert stream.take(0.003) == [], "it was idle before"
 
 
-def test_an_unchanged_load_is_not_news() -> None:
+def test_an_unchanged_load_is_not_reported() -> None:
     stream = LoadStream(1, 16)
     stream.on_load(LoadUpdate(running=1), 0.0)
     stream.take(0.0)
@@ -64,14 +65,14 @@ def test_load_reports_stop_while_the_scheduler_is_silent() -> None:
     stream.on_load(LoadUpdate(running=1), 0.0)
     sent = [second for second in range(60) if stream.take(float(second))]
     assert sent == [0, 1, 2, 3]
-    assert stream.due_at() == float("inf"), "nobody waits for it"
+    assert stream.due_at() == float("inf"), "no report is due"
     stream.on_draining()
-    assert stream.take(60.0), "what the router must know it is told"
+    assert stream.take(60.0), "the router gets the reports that it needs"
     stream.on_load(LoadUpdate(running=1), 70.0)
     assert stream.take(70.0)
 
 
-def test_draining_is_told_at_once_once_and_for_good() -> None:
+def test_draining_is_reported_at_once_and_permanently() -> None:
     stream = LoadStream(1, 16)
     stream.take(0.0)
     stream.on_draining()

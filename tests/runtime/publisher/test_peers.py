@@ -1,4 +1,4 @@
-"""What the peers of a publisher's sockets may send, and how many there may be."""
+"""Bounds for the peers of a publisher's sockets: their bytes, and their number."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def bound(kind: int) -> Iterator[tuple[zmq.Socket[bytes], int, Peers]]:
 
 
 def told(members: Peers, count: int) -> None:
-    """So many are known, and nobody is ended."""
+    """Wait until `count` peers are known; none may be disconnected."""
 
     def known() -> bool:
         assert not members.look(0.0)
@@ -47,7 +47,7 @@ def told(members: Peers, count: int) -> None:
     ],
     ids=["subscriptions", "empty frames of one", "empty frames of a request", "a request"],
 )
-def test_a_peer_that_sends_more_than_its_share_is_ended_and_others_stay(kind: int, theirs: bytes, sends: bytes) -> None:
+def test_a_peer_beyond_its_share_is_disconnected_and_others_stay(kind: int, theirs: bytes, sends: bytes) -> None:
     with bound(kind) as (_, port, members), raw_client(port, theirs) as other, raw_client(port, theirs) as hostile:
         told(members, 2)
         hostile.sendall(sends)
@@ -69,7 +69,7 @@ def test_heartbeats_are_never_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
         assert is_ended(peer)
 
 
-def test_who_asks_may_go_on_asking() -> None:
+def test_a_peer_may_send_many_requests() -> None:
     with bound(zmq.ROUTER) as (router, port, members), raw_client(port, b"DEALER") as peer:
         told(members, 1)
         for _ in range(3):
@@ -80,7 +80,7 @@ def test_who_asks_may_go_on_asking() -> None:
             assert members.look(0.0) == 0
 
 
-def test_who_comes_when_there_are_many_is_sent_away(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_peer_is_refused_when_there_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "MOST_PEERS", 2)
     with bound(zmq.PUB) as (_, port, members), contextlib.ExitStack() as stack:
         first: list[socket.socket] = [stack.enter_context(raw_client(port, b"SUB")) for _ in range(2)]

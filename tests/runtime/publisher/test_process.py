@@ -50,7 +50,7 @@ def start(tokenizer: Path) -> Iterator[Callable[..., PublisherProcess]]:
 
 
 def answers(socket: zmq.Socket[bytes], request: list[bytes]) -> Iterator[frames.Reply]:
-    """The whole answer to a request, as it comes."""
+    """Yield the replies to a request, up to the last."""
     socket.send_multipart(request)
     while True:
         reply = frames.parse_reply(receive(socket))
@@ -109,7 +109,7 @@ def test_a_big_snapshot_is_exact_and_does_not_hold_up_live_events(start: Callabl
     assert set(consumer.pages) == set(publisher.settled()["hashes"])
 
 
-def test_a_client_that_does_not_read_holds_up_nobody(start: Callable[..., PublisherProcess]) -> None:
+def test_a_client_that_does_not_read_delays_no_other(start: Callable[..., PublisherProcess]) -> None:
     publisher = start().started()
     for number in range(3000):
         publisher.store(*range(number * 100, number * 100 + 20))
@@ -139,7 +139,7 @@ def test_nonsense_on_the_replay_socket_is_dropped(start: Callable[..., Publisher
 
 
 @pytest.mark.parametrize(("port", "kind"), [("events_port", b"SUB"), ("load_port", b"SUB"), ("replay_port", b"DEALER")])
-def test_a_peer_whose_message_does_not_end_is_ended_and_others_hear(
+def test_a_peer_with_an_endless_message_is_disconnected_and_others_are_served(
     start: Callable[..., PublisherProcess], port: str, kind: bytes
 ) -> None:
     publisher = start().started()
@@ -175,7 +175,7 @@ def test_load_is_reported_in_both_forms_and_draining_with_it(start: Callable[...
     eventually(lambda: report(b"treeline.load").draining)
 
 
-def test_with_keys_only_those_who_hold_them_can_listen(start: Callable[..., PublisherProcess], tmp_path: Path) -> None:
+def test_with_keys_only_their_holders_can_listen(start: Callable[..., PublisherProcess], tmp_path: Path) -> None:
     keys = CurveKeys.generate(tmp_path / "keys")
     publisher = start(curve_dir=str(tmp_path / "keys")).started()
     assert publisher.ports["curve"] is True

@@ -1,4 +1,4 @@
-"""How far re-encoding gives a sequence back, with a real byte-level BPE tokenizer."""
+"""Re-encoding restores most of a sequence, with a real byte-level BPE tokenizer."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_a_special_token_shields_what_comes_after_it(tokenizer: Tokenizer, reenc
     assert reencoder.agreed_len(whole, len(prompt)) == len(whole)
 
 
-def test_an_unfinished_character_at_the_end_is_given_the_benefit_of_the_doubt(
+def test_an_unfinished_character_at_the_end_counts_as_agreeing(
     tokenizer: Tokenizer, reencoder: TokenizerReencoder
 ) -> None:
     tokens = ids(tokenizer, "hello 😀")
@@ -66,7 +66,7 @@ def test_an_unfinished_character_at_the_end_is_given_the_benefit_of_the_doubt(
         assert reencoder.agreed_len(tokens[:-cut], 0) == len(tokens) - cut
 
 
-def test_whatever_agrees_is_what_encoding_its_text_gives(tokenizer: Tokenizer, reencoder: TokenizerReencoder) -> None:
+def test_agreeing_tokens_equal_the_encoding_of_their_text(tokenizer: Tokenizer, reencoder: TokenizerReencoder) -> None:
     rng = random.Random(1)
     for _ in range(300):
         tokens = [rng.randrange(3, tokenizer.get_vocab_size()) for _ in range(rng.randint(1, 20))]

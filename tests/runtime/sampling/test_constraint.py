@@ -1,4 +1,4 @@
-"""Masks as constraints fill them, and what they leave of logits."""
+"""Masks that constraints fill, and the logits that remain."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 @given(
     st.integers(1, 100).flatmap(lambda vocab: st.tuples(st.just(vocab), st.lists(st.sets(st.integers(0, vocab - 1)))))
 )
-def test_what_is_left_is_what_the_constraints_allow(case: tuple[int, list[set[int]]]) -> None:
+def test_remaining_logits_are_those_that_the_constraints_allow(case: tuple[int, list[set[int]]]) -> None:
     vocab, allowed = case
     masks, failed = Masks(vocab, CPU).fill([Toy(lambda _, tokens=tokens: tokens) for tokens in allowed])  # type: ignore[misc]
     assert failed == {}
@@ -32,7 +32,8 @@ def test_what_is_left_is_what_the_constraints_allow(case: tuple[int, list[set[in
 
 
 class Full:
-    """Says more than there are tokens, as grammars do whose tokenizer is larger than the model or smaller."""
+    """A constraint that sets more bits than there are tokens, as grammars do whose tokenizer and model differ in
+    size."""
 
     finished = False
 
@@ -54,7 +55,7 @@ def test_bits_beyond_the_vocabulary_mean_nothing() -> None:
     assert logits.tolist() == [[0.0] * 40]
 
 
-def test_nan_that_is_forbidden_is_gone() -> None:
+def test_forbidden_nan_is_masked() -> None:
     masks, _ = Masks(4, CPU).fill([Toy(only(2))])
     logits = torch.tensor([[torch.nan, torch.inf, 1.0, torch.nan]])
     TorchOps().forbid(logits, masks)

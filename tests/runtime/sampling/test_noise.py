@@ -22,7 +22,7 @@ def keys(rows: list[tuple[int, int]], device: str = "cpu") -> torch.Tensor:
 
 
 def z_of(counts: torch.Tensor, expected: float) -> float:
-    """Chi-square of a flat histogram, in standard deviations from its mean."""
+    """Return the chi-square of a flat histogram, in standard deviations from its mean."""
     freedom = len(counts) - 1
     return (float(((counts.double() - expected) ** 2 / expected).sum()) - freedom) / math.sqrt(2 * freedom)
 
@@ -47,7 +47,7 @@ def test_the_variates_are_exponential_and_independent_of_their_neighbours() -> N
 
 
 @pytest.mark.parametrize("what", ["seed", "index"])
-def test_every_token_wins_as_often_as_the_others(what: str) -> None:
+def test_every_token_wins_equally_often(what: str) -> None:
     rows = [(i, 7) if what == "seed" else (5, i) for i in range(100_000)]
     winners = times(rows, 64).argmin(-1)
     assert abs(z_of(torch.bincount(winners, minlength=64), len(rows) / 64)) < 4
@@ -56,7 +56,7 @@ def test_every_token_wins_as_often_as_the_others(what: str) -> None:
 
 
 def test_very_small_variates_are_as_frequent_as_they_should_be() -> None:
-    """They are what makes unlikely tokens win."""
+    """Small variates make unlikely tokens win."""
     found = torch.cat([times([(seed, 0)], 100_000)[0] for seed in range(100)])
     for limit in (1e-3, 1e-4, 1e-5):
         expected = limit * len(found)
@@ -74,8 +74,8 @@ def test_a_variate_depends_on_seed_index_and_token_alone() -> None:
     assert torch.equal(chosen, together.gather(1, ids))
 
 
-def test_the_numbers_are_those_of_this_release() -> None:
-    """A change here changes what every seed produces: it belongs into the changelog."""
+def test_random_numbers_equal_those_of_this_release() -> None:
+    """A change here changes the output of every seed: put it into the changelog."""
     assert row_keys([0, 42], [0, 7]).tolist() == KEYS
     assert [round(x, 6) for x in times([(42, 7)], 5)[0].tolist()] == NUMBERS
 

@@ -1,4 +1,4 @@
-"""One logit processor at a time: those that are built in, beside a model that looks at the whole output each time."""
+"""One logit processor at a time: the built-in ones, beside a model that looks at the whole output each time."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_thinking_ends_when_its_budget_is_spent(said: list[int], budget: int, op
         ("thinking_budget", {"thinking_budget": 1, "end_token_id": VOCAB}, "not below"),
     ],
 )
-def test_wrong_params_are_refused_in_words(name: str, params: dict[str, Any], words: str) -> None:
+def test_wrong_params_are_refused_with_a_message(name: str, params: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         BUILT_IN[name](params, VOCAB)
 
@@ -86,7 +86,7 @@ def test_logits_stay_unchanged_and_output_arrives_incrementally() -> None:
     assert (seen, work.seen) == ([[], [1], [1, 0, 1]], 3)
 
 
-def test_what_it_does_to_the_output_ids_is_its_own_affair() -> None:
+def test_a_processors_changes_to_output_ids_have_no_effect() -> None:
     lengths = list[int]()
 
     def clears(output_ids: Any, logits: torch.Tensor) -> None:
@@ -99,7 +99,7 @@ def test_what_it_does_to_the_output_ids_is_its_own_affair() -> None:
     assert (lengths, work.seen) == ([0, 1, 1], 2)
 
 
-def test_an_error_is_told_in_few_words() -> None:
+def test_a_processors_error_is_reported_briefly() -> None:
     def raises(output_ids: Any, logits: torch.Tensor) -> None:
         raise ValueError("x" * 5000)
 
@@ -109,7 +109,7 @@ def test_an_error_is_told_in_few_words() -> None:
     assert len(failed) == 500
 
 
-def test_an_error_may_say_what_it_likes() -> None:
+def test_a_processors_error_may_have_any_text() -> None:
     class Odd(RuntimeError):
         def __repr__(self) -> str:
             raise NotImplementedError

@@ -33,14 +33,14 @@ def draw(logits: torch.Tensor = LOGITS, **fields: Any) -> int:
 
 
 def frequencies(count: int = 4000, **params: Any) -> dict[int, float]:
-    """Of `count` draws in one batch, each with its own seed."""
+    """Return each token's frequency in `count` draws of one batch, each with its own seed."""
     rows = [row(seed=i, **params) for i in range(count)]
     counts = Counter(sample(LOGITS.repeat(count, 1), rows).tolist())
     return {token: n / count for token, n in sorted(counts.items())}
 
 
 @pytest.mark.parametrize("params", [{"temperature": 0.0}, {"top_k": 1}, {"temperature": 1e-7}, {"top_p": 0.0}])
-def test_greedy_by_any_name_takes_the_likeliest(params: dict[str, Any]) -> None:
+def test_greedy_in_any_spelling_takes_the_likeliest_token(params: dict[str, Any]) -> None:
     assert [draw(seed=s, **params) for s in range(5)] == [1] * 5
 
 
@@ -61,7 +61,7 @@ def test_greedy_by_any_name_takes_the_likeliest(params: dict[str, Any]) -> None:
 def test_every_token_is_drawn_as_often_as_its_probability_says(
     params: dict[str, Any], ranked: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Chi-square against the distribution, computed the plain way; where too few tokens are ranked at first, too."""
+    """Chi-square against the distribution, computed naively; also where too few tokens are ranked at first."""
     monkeypatch.setattr("treeline_runtime.sampling.sampler.RANKED", ranked)
     vocab, draws = 300, 20_000
     logits = torch.randn(vocab, generator=torch.Generator().manual_seed(1)) * 2
@@ -84,7 +84,7 @@ def test_every_token_is_drawn_as_often_as_its_probability_says(
     assert abs(chi - freedom) < 4 * math.sqrt(2 * freedom)
 
 
-def test_equal_logits_are_kept_by_token_id_whatever_else_is_in_the_batch() -> None:
+def test_equal_logits_are_kept_by_token_id_in_any_batch() -> None:
     logits = torch.zeros(1, 64)
     for params in ({"top_k": 3}, {"top_p": 0.04}):
         alone = [int(sample(logits.clone(), [row(seed=s, **params)])[0]) for s in range(200)]
@@ -98,7 +98,7 @@ def test_equal_logits_are_kept_by_token_id_whatever_else_is_in_the_batch() -> No
 @pytest.mark.deep
 @pytest.mark.parametrize("params", [{}, {"top_p": 0.9}, {"top_k": 20, "top_p": 0.95}, {"min_p": 0.02}], ids=str)
 def test_the_last_bits_of_the_logits_hardly_ever_decide(params: dict[str, Any]) -> None:
-    """What the kernels' order of summation changes: here every logit moves by up to 1e-6 of its size."""
+    """Kernels sum in different orders; to imitate that, every logit moves by up to 1e-6 of its size."""
     generator = torch.Generator().manual_seed(3)
     rows, vocab = 2000, 4096
     logits = torch.randn(rows, vocab, generator=generator) * 3
@@ -125,7 +125,7 @@ def test_a_distribution_with_one_candidate_left() -> None:
         assert {draw(logits, seed=s, **params) for s in range(50)} == {5}
 
 
-def test_what_a_temperature_is_enough_for() -> None:
+def test_parameters_beyond_a_temperature_need_the_full_sampler() -> None:
     assert not needs_more(SamplingParams(temperature=0.0))
     assert not needs_more(SamplingParams(temperature=0.0, top_p=0.5))
     assert not needs_more(SamplingParams(temperature=0.7))
@@ -156,7 +156,7 @@ def test_what_a_temperature_is_enough_for() -> None:
         ({"stop_token_ids": (1,) * 129}, "stop_token_ids has 129 tokens"),
     ],
 )
-def test_parameters_that_make_no_sense_are_named(params: dict[str, Any], message: str) -> None:
+def test_invalid_parameters_are_named(params: dict[str, Any], message: str) -> None:
     assert message in (check_sampling(SamplingParams(**params), VOCAB) or "")
 
 

@@ -1,4 +1,4 @@
-"""What a chat costs the scheduler's process in Python calls: the same on every machine, however busy."""
+"""The Python calls of the scheduler's process for a chat: the same on every machine, however busy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from treeline_runtime.scheduler.scheduler import Scheduler
 
 MODEL = Path(__file__).resolve().parents[3] / "models" / "tiny"
 CHAT, STEP = 1780, 410
-"""Calls: of four tokens in all, and of each token more."""
+"""Calls: for four tokens in all, and for each further token."""
 
 
 def test_a_chat_of_four_tokens_takes_few_python_calls(monkeypatch: pytest.MonkeyPatch) -> None:

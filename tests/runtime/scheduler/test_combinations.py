@@ -1,4 +1,4 @@
-"""Everything at once: mixed chunks, priorities, time limits, hidden states, an fp8 cache, aborts."""
+"""All features together: mixed chunks, priorities, time limits, hidden states, an fp8 cache, aborts."""
 
 from __future__ import annotations
 
@@ -60,7 +60,9 @@ def states(out: TokenOut) -> Any:
         ("moe", "auto", False, 1),
     ],
 )
-def test_survivors_say_what_they_say_alone(tmp_path: Path, model: str, kv: str, mixed: bool, depth: int) -> None:
+def test_surviving_requests_get_the_tokens_that_they_get_alone(
+    tmp_path: Path, model: str, kv: str, mixed: bool, depth: int
+) -> None:
     path = write_config(tmp_path, **MODELS[model])
     rng, now = random.Random(f"{model} {kv} {mixed} {depth}"), [0.0]
     engine = Harness(

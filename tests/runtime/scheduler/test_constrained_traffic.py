@@ -23,8 +23,8 @@ pytestmark = pytest.mark.deep
         {"overlap_depth": 2, "page_size": 1, "max_total_tokens": 100, "max_running_requests": 4},
     ],
 )
-def test_random_traffic(tiny: Path, settings: dict[str, Any]) -> None:
-    """Survivors say what they say alone, whoever comes, is retracted, fails and leaves beside them."""
+def test_random_traffic_keeps_every_invariant(tiny: Path, settings: dict[str, Any]) -> None:
+    """Surviving requests get the tokens that they get alone, although others come, fail, leave and are retracted."""
     rng = random.Random(1)
     engine, calm = Constrained(tiny, **settings), Constrained(tiny)
     families = [prompt(seed, 12) for seed in range(3)]

@@ -1,4 +1,4 @@
-"""Constrained rows: launched with the others, sampled when their constraints know every token before."""
+"""Constrained rows: launched with the others, sampled when their constraints know all earlier tokens."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def ask_everybody(engine: Constrained, **options: Any) -> Constrained:
 
 @pytest.fixture(scope="module")
 def alone(tiny: Path) -> dict[str, list[int]]:
-    """What each request says with nobody beside it, and nothing in flight."""
+    """The tokens of each request when it runs alone, without overlap."""
     found = {}
     for rid, (ids, rule, options) in ASKED.items():
         engine = Constrained(tiny, overlap_depth=0)
@@ -55,8 +55,8 @@ def alone(tiny: Path) -> dict[str, list[int]]:
 
 
 def one_by_one(tiny: Path, ids: list[int], rule: Rule, count: int) -> list[int]:
-    """The greedy output under a rule without any constraint: each token is a request of its own, all that it may not be
-    biased away."""
+    """Return the greedy output under a rule, without any constraint: each token is a request of its own, with forbidden
+    tokens biased away."""
     engine, output = Harness(tiny), list[int]()
     for i in range(count):
         bias = {token: -torch.inf for token in range(VOCAB) if token not in rule(output)}
@@ -76,7 +76,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_everybody_says_together_what_they_say_alone(
+def test_requests_get_the_same_tokens_together_as_alone(
     tiny: Path, alone: dict[str, list[int]], settings: dict[str, Any]
 ) -> None:
     engine = ask_everybody(Constrained(tiny, **settings))
@@ -89,14 +89,14 @@ def test_everybody_says_together_what_they_say_alone(
 
 
 @pytest.mark.parametrize("rid", ["greedy", "sequence"])
-def test_a_greedy_output_is_the_likeliest_of_what_is_allowed(tiny: Path, alone: dict[str, list[int]], rid: str) -> None:
+def test_a_greedy_output_is_the_likeliest_allowed_one(tiny: Path, alone: dict[str, list[int]], rid: str) -> None:
     ids, rule, _ = ASKED[rid]
     assert rule is not None
     assert alone[rid] == one_by_one(tiny, ids, rule, len(alone[rid]))
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_who_may_say_anything_says_what_it_says_free(tiny: Path, depth: int) -> None:
+def test_a_constraint_that_allows_everything_changes_nothing(tiny: Path, depth: int) -> None:
     free, bound = Harness(tiny), Constrained(tiny, overlap_depth=depth)
     for rid, (ids, _, options) in ASKED.items():
         bound.ask(rid, ids, Toy(anything), **options)
@@ -110,7 +110,7 @@ def test_who_may_say_anything_says_what_it_says_free(tiny: Path, depth: int) -> 
 
 
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What the scheduler has the executor do, in order; batches are numbered as they are launched."""
+    """The executor's calls, in order; batches are numbered as they are launched."""
     calls: list[str] = []
     numbers: dict[Launched, int] = {}
     launch, sample, result = Executor.launch, Executor.sample_delayed, Launched.result
@@ -179,10 +179,10 @@ def test_a_batch_without_constrained_rows_is_sampled_at_once(tiny: Path, monkeyp
     assert len(engine.tokens("bound")) == 2
 
 
-def test_what_the_next_launch_overwrites_is_read_before(
+def test_results_are_read_before_the_next_launch_overwrites_them(
     tiny: Path, alone: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As with graphs, whose logits and tokens are where those of the next replay will be."""
+    """Graphs overwrite logits and tokens in this way at the next replay."""
     engine = ask_everybody(Constrained(tiny, overlap_depth=1))
     choose = engine.executor._forward.choose
     logits, ids = torch.zeros(16, VOCAB), torch.zeros(16, dtype=torch.int64)
@@ -217,7 +217,7 @@ def test_a_finished_constraint_ends_its_request(tiny: Path) -> None:
     assert engine.last("a").completion_tokens == len(SEQUENCE)
 
 
-def test_a_stop_token_that_is_allowed_ends_it_as_ever(tiny: Path) -> None:
+def test_an_allowed_stop_token_ends_the_request(tiny: Path) -> None:
     engine = Constrained(tiny, overlap_depth=1)
     engine.ask("a", prompt(1, 5), Toy(only(*SEQUENCE)), max_new_tokens=50, stop_token_ids=(SEQUENCE[4],))
     engine.run()
@@ -246,7 +246,7 @@ FAULTS: dict[str, tuple[Callable[[], Toy], dict[str, Any], int, str]] = {
 
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_fails_ends_one_request_with_the_reason(
+def test_a_failure_ends_one_request_with_the_reason(
     tiny: Path, alone: dict[str, list[int]], fault: str, depth: int
 ) -> None:
     toy, options, taken, reason = FAULTS[fault]
@@ -261,7 +261,7 @@ def test_what_fails_ends_one_request_with_the_reason(
 
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("rule", [alternating, only()])
-def test_logits_that_are_not_finite_are_the_fault_whatever_is_allowed(
+def test_non_finite_logits_are_an_error_under_any_constraint(
     tiny: Path, monkeypatch: pytest.MonkeyPatch, depth: int, rule: Rule
 ) -> None:
     expected = Harness(tiny).generate("x", prompt(1, 5), max_new_tokens=6)
@@ -293,7 +293,7 @@ def test_a_row_that_cannot_be_sampled_is_found_among_the_others(
     assert {rid: engine.tokens(rid) for rid in ASKED} == alone
 
 
-def test_results_that_do_not_get_on_their_way_end_their_batch_and_nothing_else(
+def test_a_failed_transfer_of_results_ends_only_its_batch(
     tiny: Path, alone: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = Constrained(tiny, overlap_depth=1)
@@ -313,14 +313,14 @@ def test_results_that_do_not_get_on_their_way_end_their_batch_and_nothing_else(
 
 @pytest.mark.parametrize("depth", [0, 1])
 def test_a_failed_launch_is_repeated_request_by_request(tiny: Path, alone: dict[str, list[int]], depth: int) -> None:
-    """Each of them is sampled before the next is launched, by constraints that know the step before."""
+    """Each request is sampled before the next is launched, by constraints that know the step before."""
     engine = ask_everybody(Constrained(tiny, overlap_depth=depth))
     engine.run_with_failing_launches()
     assert {rid: engine.tokens(rid) for rid in ASKED} == alone
 
 
 def test_requests_that_end_during_a_repeated_launch_are_skipped(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sampling the first takes the results of the step before, among them the other's last token."""
+    """Sampling the first request takes the results of the step before, among them the other's last token."""
     engine = Constrained(tiny, overlap_depth=1)
     engine.ask("first", prompt(1, 5), Toy(alternating), max_new_tokens=6)
     engine.ask("ends", prompt(2, 5), Toy(only(5, 6, 7)), max_new_tokens=6)
@@ -353,8 +353,8 @@ def test_requests_that_end_during_a_repeated_launch_are_skipped(tiny: Path, monk
         ),
     ],
 )
-def test_ending_a_request_at_every_point(tiny: Path, alone: dict[str, list[int]], victim: str, how: str) -> None:
-    """The harness asserts after every step that constraints are told what their requests took, and nothing else."""
+def test_a_request_may_end_at_every_point(tiny: Path, alone: dict[str, list[int]], victim: str, how: str) -> None:
+    """After every step the harness asserts that constraints got exactly their requests' tokens."""
     for point in range(1, 30, 2):
         engine = ask_everybody(Constrained(tiny, overlap_depth=1, chunked_prefill_size=16, max_running_requests=5))
         for _ in range(point):
@@ -371,7 +371,7 @@ def test_ending_a_request_at_every_point(tiny: Path, alone: dict[str, list[int]]
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_logprobs_are_the_models_whatever_is_allowed(tiny: Path, depth: int) -> None:
+def test_logprobs_are_the_models_under_any_constraint(tiny: Path, depth: int) -> None:
     engine = ask_everybody(Constrained(tiny, overlap_depth=depth), return_logprob=True, top_logprobs_num=3)
     engine.run()
     for rid, (ids, _, _) in ASKED.items():

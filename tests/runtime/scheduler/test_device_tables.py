@@ -1,4 +1,4 @@
-"""What goes to the device in one piece: the tables' news, and the inputs of a decode step."""
+"""Transfers to the device in one piece: changes of the tables, and the inputs of a decode step."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from treeline_runtime.scheduler.table import TableManager
 
 
 def tables_of_a_device() -> tuple[TableManager, DeviceTables]:
-    """As on CUDA: what the device has is a copy."""
+    """Return tables whose device side is a copy, as on CUDA."""
     there = DeviceTables(4, 64, 4, torch.device("cpu"), scratch_page=99)
     there.page_table = there.page_table.clone()
     there._mirrored = True
@@ -26,7 +26,7 @@ def tell(table: TableManager, there: DeviceTables) -> None:
     table.told()
 
 
-def test_what_is_written_reaches_the_device_with_the_next_plan() -> None:
+def test_writes_reach_the_device_with_the_next_plan() -> None:
     table, there = tables_of_a_device()
     row = table.alloc([5, 6, 7])
     table.write_pages(row, 0, np.array([8, 9]))
@@ -36,7 +36,7 @@ def test_what_is_written_reaches_the_device_with_the_next_plan() -> None:
     assert table.news() == (Writes(), Writes())
 
 
-def test_of_two_owners_of_a_row_between_plans_the_later_one_counts() -> None:
+def test_the_later_of_two_owners_of_a_row_counts() -> None:
     table, there = tables_of_a_device()
     first = table.alloc([1, 2, 3])
     table.write_pages(first, 0, np.array([1, 2]))
@@ -51,7 +51,7 @@ def test_of_two_owners_of_a_row_between_plans_the_later_one_counts() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 12), st.integers(1, 4)), max_size=20))
-def test_after_a_plan_all_tables_of_pages_are_the_same(writes: list[tuple[int, int, int]]) -> None:
+def test_after_a_plan_all_page_tables_are_equal(writes: list[tuple[int, int, int]]) -> None:
     table, there = tables_of_a_device()
     for number, (row, start, count) in enumerate(writes):
         table.write_pages(row, start, np.arange(count) + 10 * number)
@@ -62,7 +62,7 @@ def test_after_a_plan_all_tables_of_pages_are_the_same(writes: list[tuple[int, i
     assert (there.on_host([]).pages == there.page_table.numpy()).all()
 
 
-def test_rows_that_begin_with_other_pages_are_another_version() -> None:
+def test_rows_with_other_first_pages_have_a_new_version() -> None:
     table, there = tables_of_a_device()
     row = table.alloc([1])
     versions = []
@@ -73,7 +73,7 @@ def test_rows_that_begin_with_other_pages_are_another_version() -> None:
     assert versions == [1, 1, 1, 2]
 
 
-def test_the_row_of_nobody_has_pages_of_nobody() -> None:
+def test_the_scratch_row_has_scratch_pages() -> None:
     table, there = tables_of_a_device()
     assert (there.page_table[there.scratch_row] == 99).all()
     assert there.scratch_row not in [table.alloc([1]) for _ in range(4)]

@@ -36,7 +36,7 @@ from treeline_runtime.scheduler.executor import Launched
         ([1, 2], {"stop_token_ids": (VOCAB,)}, "stop_token_ids"),
     ],
 )
-def test_what_cannot_be_served_is_refused_at_once(tiny: Path, ids: list[int], options: Any, message: str) -> None:
+def test_an_impossible_request_is_refused_at_once(tiny: Path, ids: list[int], options: Any, message: str) -> None:
     engine = Harness(tiny)
     engine.submit("bad", ids, **options)
     engine.step()
@@ -56,7 +56,7 @@ def test_a_full_queue_refuses_with_503(tiny: Path) -> None:
     assert "the queue is full: 3" in str(engine.finish("7").message)
 
 
-def test_a_rid_in_use_is_not_taken_twice(tiny: Path) -> None:
+def test_a_rid_in_use_is_refused(tiny: Path) -> None:
     engine = Harness(tiny)
     engine.submit("a", prompt(1, 8))
     engine.submit("a", prompt(2, 8))
@@ -123,7 +123,7 @@ def test_flush_works_when_idle_and_is_refused_when_busy(tiny: Path) -> None:
     assert engine.last("b").cached_tokens == 0
 
 
-def test_state_can_be_asked_for(tiny: Path) -> None:
+def test_the_state_can_be_requested(tiny: Path) -> None:
     engine = Harness(tiny)
     engine.generate("a", prompt(1, 20))
     engine.inbox += [StateReq("r", "radix"), StateReq("l", "load")]
@@ -223,7 +223,7 @@ def test_one_message_aborts_several_requests_and_receipt_is_confirmed(tiny: Path
     assert [engine.finish(rid).type for rid in "abc"] == ["abort", "length", "abort"]
 
 
-def test_the_tree_is_told_as_it_was_published(tiny: Path) -> None:
+def test_the_reported_tree_equals_the_published_one(tiny: Path) -> None:
     """An abort in the same step as the question changes the tree first."""
     engine = Harness(tiny)
     engine.submit("a", prompt(1, 21), max_new_tokens=50)

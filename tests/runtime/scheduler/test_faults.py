@@ -1,4 +1,4 @@
-"""A request whose numbers overflow ends alone: nothing of it stays in the pool, the tree or the events."""
+"""A request whose numbers overflow ends alone: it leaves nothing in the pool, the tree or the events."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from treeline_runtime.scheduler.executor import Launched
 pytestmark = pytest.mark.deep
 
 POISON = VOCAB - 1
-"""A token that the prompts of `healthy` do not have; its embedding is made infinite."""
+"""A token that prompts of `healthy` never contain; its embedding is made infinite."""
 FAULT = "the model computed NaN or infinity"
 HEALTHY: dict[str, Any] = {"max_new_tokens": 12, "logit_bias": {POISON: -100.0}}
 
@@ -27,7 +27,7 @@ def healthy(seed: int, length: int) -> list[int]:
 
 
 def poisoned(engine: Harness, monkeypatch: pytest.MonkeyPatch, value: float = torch.inf) -> Harness:
-    """From here on a prompt with POISON overflows, as one does whose activations exceed float16."""
+    """Make prompts with POISON overflow from now on, as activations beyond float16 do."""
     model = engine.executor._model
     embedding = model._embedding.clone()
     embedding[POISON] = value
@@ -36,7 +36,7 @@ def poisoned(engine: Harness, monkeypatch: pytest.MonkeyPatch, value: float = to
 
 
 def not_finite(engine: Harness) -> int:
-    """Pages of the pool that hold NaN or infinity anywhere."""
+    """Return the pages of the pool that hold NaN or infinity."""
     pool = engine.executor.pool
     finite = torch.ones(pool.num_pages, dtype=torch.bool)
     for part in (*pool.keys, *pool.values):
@@ -49,14 +49,14 @@ def not_finite(engine: Harness) -> int:
 
 @pytest.fixture(scope="module")
 def forty_answers(tiny: Path) -> list[list[int]]:
-    """Of healthy requests, one after the other; how the memory is divided and what runs when changes none."""
+    """Forty answers of healthy requests, one after another; the split of memory and the batches do not change them."""
     fresh = Harness(tiny)
     return [fresh.generate(str(i), healthy(i, 20 + i), **HEALTHY) for i in range(40)]
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize("settings", [{}, {"overlap_depth": 1}, {"chunked_prefill_size": 64}])
-def test_after_eight_overflowing_prompts_forty_of_forty_healthy_requests_answer_as_before(
+def test_eight_overflowing_prompts_do_not_change_forty_healthy_answers(
     tiny: Path,
     forty_answers: list[list[int]],
     monkeypatch: pytest.MonkeyPatch,
@@ -111,7 +111,7 @@ def test_a_request_that_overflows_while_it_decodes_leaves_its_neighbours_alone(
 def test_keys_that_overflow_fail_the_request_even_where_its_logits_are_finite(
     tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such keys may hide behind a weight of zero; whoever continues that prefix would meet them."""
+    """Such keys may hide behind a weight of zero; a request that continues the prefix would meet them."""
     engine = Harness(tiny)
     store = engine.executor.pool.store
 
@@ -160,7 +160,7 @@ def test_pages_that_cannot_be_cleaned_do_not_stop_the_scheduler(tiny: Path, monk
     assert engine.generate("a", healthy(1, 9), **HEALTHY) == expected
 
 
-# ---- garbage where nobody may look ------------------------------------------------------------------------
+# ---- garbage in unused memory -----------------------------------------------------------------------------
 
 CONFIGS: list[dict[str, Any]] = [
     {"page_size": page_size, "attention_backend": backend} | settings
@@ -174,13 +174,13 @@ CONFIGS: list[dict[str, Any]] = [
 
 
 def fill_free_pages(engine: Harness, garbage: torch.Tensor) -> None:
-    """Before every batch, whatever is not owned by a request or the tree is overwritten; as are the ends of pages
-    that a request has not written yet, which it got with whatever was in them."""
+    """Before every batch, overwrite each page that neither a request nor the tree owns, and the part of each request's
+    last page that it has not written yet."""
     launch = engine._compute
 
     def launch_on_garbage(batch: Batch) -> Launched:
         pool = engine.executor.pool
-        free = torch.from_numpy(np.append(engine.cache.pool._is_free, True))  # and the page that is nobody's
+        free = torch.from_numpy(np.append(engine.cache.pool._is_free, True))  # and the scratch page
         for part in (*pool.keys, *pool.values):
             part[free] = garbage[torch.arange(part[free].numel()) % len(garbage)].view_as(part[free])
             slots = part.view(-1, *part.shape[2:])
@@ -195,7 +195,7 @@ def fill_free_pages(engine: Harness, garbage: torch.Tensor) -> None:
 
 
 def traffic(tiny: Path, settings: dict[str, Any], garbage: list[float], seed: int) -> dict[str, list[TokenOut]]:
-    """Everything that the engine sends while prompts with common beginnings come, decode, leave and are retracted."""
+    """Return the engine's messages while prompts with common beginnings arrive, decode, leave and are retracted."""
     engine = Harness(tiny, max_total_tokens=384, max_running_requests=8, **settings)
     engine.ratio.initial = engine.ratio.minimum = engine.ratio.value = 0.1  # optimistic: retractions happen
     fill_free_pages(engine, torch.tensor(garbage))
@@ -214,7 +214,7 @@ def traffic(tiny: Path, settings: dict[str, Any], garbage: list[float], seed: in
 
 
 @pytest.mark.parametrize("settings", CONFIGS, ids=str)
-def test_what_lies_in_unused_memory_changes_no_bit_of_any_answer(tiny: Path, settings: dict[str, Any]) -> None:
+def test_unused_memory_changes_no_bit_of_any_answer(tiny: Path, settings: dict[str, Any]) -> None:
     seed = CONFIGS.index(settings)
     clean = traffic(tiny, settings, [0.0], seed)
     if settings["page_size"] == 1:  # larger pages leave too few requests at once for that

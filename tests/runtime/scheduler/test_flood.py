@@ -1,4 +1,4 @@
-"""Thousands of generations of one client, from the HTTP process through the scheduler's inbox, and another's one."""
+"""Thousands of generations of one client and one of another, from the HTTP process through the scheduler's inbox."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from treeline_runtime.server.metrics import Metrics
 from treeline_runtime.tokenizer_manager import MAX_GENERATIONS_OF_CLIENT, InflightRequest, TokenizerManager
 
 STEPS = 8
-"""Two in which the inbox is emptied of what went before, and some in which the scheduler's answer comes back, the
-prompt is computed and its token is told."""
+"""Two steps in which the inbox is emptied of earlier messages, and some for the scheduler's answer, the prompt, and the
+delivery of its token."""
 
 
 class Line(deque[Any]):
@@ -26,7 +26,7 @@ class Line(deque[Any]):
 
 
 class World:
-    """As between processes: so many messages a step, and answers when it is over."""
+    """An engine and a manager as in two processes: a limited number of messages each step, and answers after it."""
 
     def __init__(self, model: Path) -> None:
         self.engine = Harness(model, max_running_requests=8)
@@ -46,7 +46,7 @@ class World:
         self.engine.replies.clear()
 
     def steps_until_told(self, inflight: InflightRequest) -> int:
-        """Of its first token."""
+        """Count the steps until the request's first token."""
         (id,) = inflight.ids
         for steps in range(1, 200):
             self.step()
@@ -56,7 +56,7 @@ class World:
 
 
 @pytest.mark.parametrize("closing", [False, True], ids=["as they come", "as they leave"])
-def test_a_single_request_is_told_within_a_few_steps(tiny: Path, closing: bool) -> None:
+def test_a_single_request_gets_its_token_within_a_few_steps(tiny: Path, closing: bool) -> None:
     world = World(tiny)
     hostile = [world.open("hostile", str(i), 1024, 100) for i in range(MAX_GENERATIONS_OF_CLIENT // 1024)]
     for _ in range(16 if closing else 3):

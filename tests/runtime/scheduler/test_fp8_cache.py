@@ -1,4 +1,4 @@
-"""A KV cache of fp8: half the memory, the same books, and answers that do not depend on what is cached."""
+"""A KV cache of fp8: half the memory, the same accounts, and answers that do not depend on cache hits."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_cache_holds_four_times_as_many_tokens_as_one_of_float32(
     assert plain.as_dict()["kv_dtype"] == plain.as_dict()["dtype"] == "float32"
 
 
-def test_an_answer_does_not_depend_on_chunks_nor_on_what_is_cached(tiny: Path) -> None:
+def test_an_answer_does_not_depend_on_chunks_nor_on_the_cache(tiny: Path) -> None:
     ids = prompt(3, 60)
     engine = Harness(tiny, kv_cache_dtype="fp8_e4m3")
     first = engine.generate("a", ids, max_new_tokens=12)
@@ -47,7 +47,7 @@ def test_an_answer_does_not_depend_on_chunks_nor_on_what_is_cached(tiny: Path) -
 
 @pytest.fixture
 def calibrated(tmp_path: Path) -> Path:
-    """Weights in fp8, and scales for a cache of it."""
+    """Return a checkpoint with fp8 weights, and scales for an fp8 cache."""
     path = save(reference("Llama", {}), tmp_path / "calibrated")
     layers = {
         f"model.layers.{layer}.self_attn.{kind}_scale": torch.tensor([scale])
@@ -58,7 +58,7 @@ def calibrated(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_scales_of_the_checkpoint_are_those_of_the_cache(calibrated: Path) -> None:
+def test_the_cache_uses_the_checkpoints_scales(calibrated: Path) -> None:
     model = ours(calibrated)
     assert model.kv_scales == [pytest.approx((0.03, 0.02)), pytest.approx((0.05, 0.01))]
     exact = Runner(model).feed(IDS)
@@ -75,14 +75,14 @@ def test_the_scales_of_the_checkpoint_are_those_of_the_cache(calibrated: Path) -
     torch.testing.assert_close(found, expected, rtol=1 / 15, atol=0.03 * 2**-9)
 
 
-def test_they_have_no_effect_on_a_cache_of_another_type(calibrated: Path) -> None:
+def test_scales_have_no_effect_on_a_cache_of_another_type(calibrated: Path) -> None:
     model = ours(calibrated)
     expected = Runner(model).feed(IDS)
     model.kv_scales = [(1.0, 1.0)] * 2
     assert torch.equal(Runner(model).feed(IDS), expected)
 
 
-def test_they_belong_to_quantised_checkpoints(calibrated: Path) -> None:
+def test_an_engine_loads_the_scales_of_a_quantised_checkpoint(calibrated: Path) -> None:
     assert "model.layers.0.self_attn.k_scale" in load_file(calibrated / "model.safetensors")
     engine = Harness(calibrated, load_format="auto", kv_cache_dtype="fp8_e4m3")
     assert len(engine.generate("a", IDS, max_new_tokens=4)) == 4

@@ -33,7 +33,7 @@ def test_cold_and_warm_cache_agree(tiny: Path, page_size: int, backend: str) -> 
 
 
 @pytest.mark.parametrize("chunk", [4, 8, 20])
-def test_chunks_agree(tiny: Path, chunk: int) -> None:
+def test_chunked_and_whole_prompts_agree(tiny: Path, chunk: int) -> None:
     ids = prompt(3, 71)
     engine = Harness(tiny, chunked_prefill_size=chunk)
     assert engine.generate("a", ids, max_new_tokens=N) == alone(tiny, ids)
@@ -127,7 +127,7 @@ def test_penalties_and_bias_reach_the_sampler(tiny: Path) -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"chunked_prefill_size": 8}, {"overlap_depth": 1}])
 def test_logprobs_agree_between_prefill_and_decode(tiny: Path, settings: dict[str, Any]) -> None:
-    """What was sampled with a probability has the same one as a prompt."""
+    """A sampled token has the same probability as part of a prompt."""
     engine = Harness(tiny, **settings)
     ids = prompt(9, 19)
     out = engine.generate("gen", ids, max_new_tokens=N, return_logprob=True, top_logprobs_num=3)
@@ -193,7 +193,7 @@ def test_a_warm_up_leaves_nothing_behind(tiny: Path) -> None:
     assert warm.generate("a", prompt(1, 20), max_new_tokens=5) == cold.generate("a", prompt(1, 20), max_new_tokens=5)
 
 
-def test_a_step_that_has_no_memory_is_told_before_anybody_asks(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_without_memory_is_reported_at_the_warm_up(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Harness(tiny)
 
     def fail(_: list[int]) -> None:

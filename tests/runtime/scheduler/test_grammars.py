@@ -1,4 +1,4 @@
-"""Requests with grammars: they wait while theirs is compiled, obey it, and end however they end."""
+"""Requests with grammars wait while theirs is compiled, obey it, and end in every way."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def engine() -> Iterator[Speaking]:
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_outputs_obey(depth: int) -> None:
+def test_outputs_obey_their_grammars(depth: int) -> None:
     engine = Speaking(overlap_depth=depth)
     for seed in range(8):
         options = {"grammar": (OBJECT, DIGITS, CITY)[seed % 3], "max_new_tokens": 64, "temperature": 1.5, "seed": seed}
@@ -80,11 +80,11 @@ def test_outputs_obey(depth: int) -> None:
 
 
 LATE = Grammar("regex", "(([a-c]{1,99}){1,99}){1,99}" + "#" * 99)
-"""Nobody can follow it for long."""
+"""A grammar that no backend can follow for long."""
 
 
-def test_what_takes_too_much_work_late_is_the_clients_to_mend_and_not_tried_for_ever(engine: Speaking) -> None:
-    """Then nothing is computed for it, for a while. Whoever has the same ends with it."""
+def test_a_grammar_too_costly_late_is_a_client_error_and_not_retried_forever(engine: Speaking) -> None:
+    """For a while nothing is computed for it, and other requests with the grammar end with it."""
     for rid in "ab":
         engine.submit(rid, PROMPT, grammar=LATE, max_new_tokens=400)
     engine.submit("free", PROMPT, max_new_tokens=30, ignore_eos=True)
@@ -102,7 +102,7 @@ def test_what_takes_too_much_work_late_is_the_clients_to_mend_and_not_tried_for_
     engine.check_integrity()
 
 
-def test_who_is_free_does_not_wait_for_who_is_not(engine: Speaking) -> None:
+def test_unconstrained_requests_do_not_wait_for_constrained_ones(engine: Speaking) -> None:
     engine.submit("bound", PROMPT, grammar=OBJECT, max_new_tokens=64)
     engine.submit("free", PROMPT, max_new_tokens=4, ignore_eos=True)
     engine.step()
@@ -115,7 +115,7 @@ def test_who_is_free_does_not_wait_for_who_is_not(engine: Speaking) -> None:
     jsonschema.validate(json.loads(engine.text("bound")), SCHEMA)
 
 
-def test_what_is_known_is_begun_at_once(engine: Speaking) -> None:
+def test_a_known_grammar_starts_at_once(engine: Speaking) -> None:
     engine.say("first", OBJECT)
     engine.submit("second", PROMPT, grammar=OBJECT, max_new_tokens=64)
     engine.step()
@@ -124,7 +124,7 @@ def test_what_is_known_is_begun_at_once(engine: Speaking) -> None:
     assert engine.text("second") == engine.text("first")
 
 
-def test_a_bad_grammar_is_the_clients_fault_and_nobody_elses(engine: Speaking) -> None:
+def test_a_bad_grammar_is_an_error_of_its_own_request_only(engine: Speaking) -> None:
     engine.submit("bad", PROMPT, grammar=Grammar("regex", "(a"))
     engine.submit("good", PROMPT, grammar=CITY, max_new_tokens=16)
     engine.run()
@@ -135,7 +135,7 @@ def test_a_bad_grammar_is_the_clients_fault_and_nobody_elses(engine: Speaking) -
     assert engine.text("good") in json.loads(CITY.source)
 
 
-def test_a_refusal_that_is_kept_holds_none_of_the_requests_that_got_it(engine: Speaking) -> None:
+def test_a_cached_refusal_keeps_no_requests_alive(engine: Speaking) -> None:
     bad = Grammar("regex", "(a")
     for i in range(3):
         engine.submit(f"bad{i}", PROMPT, grammar=bad)
@@ -146,7 +146,7 @@ def test_a_refusal_that_is_kept_holds_none_of_the_requests_that_got_it(engine: S
     assert error.__traceback__ is None
 
 
-def test_who_leaves_while_its_grammar_is_compiled_is_gone(engine: Speaking) -> None:
+def test_a_request_that_leaves_during_compilation_is_gone(engine: Speaking) -> None:
     engine.submit("aborted", PROMPT, grammar=OBJECT)
     engine.submit("stopped", PROMPT, grammar=OBJECT)
     engine.submit("stays", PROMPT, grammar=OBJECT, max_new_tokens=64)
@@ -161,7 +161,7 @@ def test_who_leaves_while_its_grammar_is_compiled_is_gone(engine: Speaking) -> N
     jsonschema.validate(json.loads(engine.text("stays")), SCHEMA)
 
 
-def test_a_grammar_is_given_up_with_the_last_who_waits_for_it(engine: Speaking) -> None:
+def test_a_grammar_is_abandoned_with_its_last_waiting_request(engine: Speaking) -> None:
     given_up = list[Grammar]()
     compiling: dict[Grammar, Future[Compiled]] = {OBJECT: Future(), CITY: Future()}
     engine.grammars._compiler.get = lambda grammar, *_: compiling[grammar]  # type: ignore[method-assign]
@@ -183,7 +183,7 @@ def test_a_grammar_is_given_up_with_the_last_who_waits_for_it(engine: Speaking) 
     assert not engine.grammars._wanted
 
 
-def test_who_waits_for_its_grammar_waits() -> None:
+def test_a_request_waits_for_its_grammar() -> None:
     now = [0.0]
     engine = Speaking(waiting_timeout=5.0, clock=lambda: now[0])
     compiling = Future[Compiled]()
@@ -200,7 +200,7 @@ def test_who_waits_for_its_grammar_waits() -> None:
 
 
 @pytest.mark.parametrize("compiled_first", [False, True])
-def test_the_queue_is_as_long_as_it_may_be_for_grammars_too(compiled_first: bool) -> None:
+def test_the_queue_limit_includes_requests_waiting_for_grammars(compiled_first: bool) -> None:
     engine = Speaking(max_running_requests=1, max_queued_requests=2)
     if compiled_first:
         engine.say("warm", CITY)
@@ -216,7 +216,7 @@ def test_the_queue_is_as_long_as_it_may_be_for_grammars_too(compiled_first: bool
         assert engine.text(rid) in json.loads(CITY.source)
 
 
-def test_what_one_client_waits_for_leaves_room_for_another_and_is_compiled_for_it_alone() -> None:
+def test_one_clients_grammars_leave_room_for_anothers() -> None:
     engine = Speaking(max_running_requests=1, max_queued_requests=2)
     get, asked = engine.grammars._compiler.get, list[tuple[Any, ...]]()
 
@@ -238,7 +238,7 @@ def test_what_one_client_waits_for_leaves_room_for_another_and_is_compiled_for_i
     engine.grammars.close()
 
 
-def test_a_client_without_seconds_left_is_told_429(engine: Speaking) -> None:
+def test_a_client_without_seconds_left_gets_429(engine: Speaking) -> None:
     spent = Future[Compiled]()
     spent.set_exception(GrammarBudgetError("try again in 7 s"))
     engine.grammars._compiler.get = lambda *_: spent  # type: ignore[method-assign]
@@ -291,13 +291,13 @@ def test_a_model_without_a_tokenizer_follows_no_grammar(tiny: Path) -> None:
     assert "does not support grammars" in finish.message
 
 
-def test_the_retracted_go_on_where_they_were() -> None:
-    """Twelve that need more pages than there are."""
+def test_retracted_requests_continue_where_they_were() -> None:
+    """Twelve requests need more pages than there are."""
     calm, tight = Speaking(), Speaking(max_total_tokens=88, page_size=4)
     rids = [str(i) for i in range(12)]
     for engine in (calm, tight):
         for i, rid in enumerate(rids):
-            prompt = PROMPT[i % 5 :]  # nobody shares another's pages
+            prompt = PROMPT[i % 5 :]  # no two share pages
             engine.submit(rid, prompt, grammar=WORDS, max_new_tokens=40, temperature=1.0, seed=i)
         while not engine.outs.keys() >= set(rids) or any(engine.last(rid).finish is None for rid in rids):
             engine.ratio.value = 0.0  # optimistic: more are admitted than can stay
@@ -316,13 +316,13 @@ def test_a_grammar_begins_after_its_marker(engine: Speaking) -> None:
     assert "{" not in thought
 
 
-def test_the_end_is_the_grammars(engine: Speaking) -> None:
-    """`ignore_eos` does not go beyond the grammar."""
+def test_the_grammar_decides_the_end(engine: Speaking) -> None:
+    """`ignore_eos` does not extend beyond the grammar."""
     assert engine.say("endless", CITY, ignore_eos=True) in json.loads(CITY.source)
 
 
-def test_special_tokens_are_no_text(engine: Speaking) -> None:
-    """Any text obeys, and none of the model's markup is in it."""
+def test_special_tokens_are_not_text(engine: Speaking) -> None:
+    """Any text obeys, and none contains the model's markup."""
     engine.generate("any", PROMPT, grammar=Grammar("regex", "[^\\n]{40}"), temperature=5.0, seed=3, max_new_tokens=64)
     ids = engine.tokens("any")
     assert len(TOKENIZER.decode(ids, skip_special_tokens=False).removesuffix("<|im_end|>")) <= 40 + len("<|endoftext|>")

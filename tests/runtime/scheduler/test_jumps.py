@@ -1,4 +1,4 @@
-"""Forced text is taken without being sampled: the same answer in fewer steps, whatever else happens."""
+"""Forced text is taken without sampling: the same answer in fewer steps, in all circumstances."""
 
 from __future__ import annotations
 
@@ -82,7 +82,8 @@ def engine_of(depth: int, **settings: Any) -> WithGrammars:
 
 @pytest.fixture(scope="module")
 def alone() -> dict[int, dict[str, list[int]]]:
-    """What each says with nobody beside it, by the overlap: one saved step is worth a jump, or is not."""
+    """The tokens of each request when it runs alone, by overlap depth: a jump is worth it for one saved step, or
+    not."""
     found: dict[int, dict[str, list[int]]] = {0: {}, 1: {}}
     for depth, said in found.items():
         engine = engine_of(depth)
@@ -114,7 +115,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_everybody_says_together_what_they_say_alone(
+def test_requests_get_the_same_tokens_together_as_alone(
     alone: dict[int, dict[str, list[int]]], name: str, depth: int
 ) -> None:
     engine = everybody(engine_of(depth, **SETTINGS[name]))
@@ -124,7 +125,7 @@ def test_everybody_says_together_what_they_say_alone(
 
 
 class ComputedGraphs:
-    """In the place of `DecodeGraphs`, which are captured on a device alone: what they replay is computed."""
+    """A stand-in for `DecodeGraphs`, which need a device to be captured: it computes what they replay."""
 
     def __init__(self, executor: Executor, largest: int) -> None:
         self.largest = largest
@@ -160,7 +161,7 @@ def test_a_step_with_jumps_is_a_graph_of_all_their_tokens(
     assert graphs.of_jumps >= 2
 
 
-def test_a_jump_that_would_read_too_much_again_is_computed_as_a_prompt_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_costly_jump_is_computed_like_a_prompt(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(executor, "_READ_AGAIN_BYTES", 0)
     engine = everybody(engine_of(1))
     graphs = ComputedGraphs(engine.executor, 64)
@@ -174,7 +175,7 @@ def test_a_jump_that_would_read_too_much_again_is_computed_as_a_prompt_is(monkey
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_it_takes_fewer_steps(depth: int) -> None:
+def test_jumps_take_fewer_steps(depth: int) -> None:
     on, off = engine_of(depth), engine_of(depth, jump_forward=False)
     for engine in (on, off):
         ask(engine, "long")
@@ -190,7 +191,7 @@ def test_it_takes_fewer_steps(depth: int) -> None:
 
 @pytest.fixture
 def sampled(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[int]]:
-    """Indices of the tokens of each request that were forced."""
+    """Record the indices of each request's sampled tokens, and of no forced ones."""
     found: dict[str, set[int]] = {}
     after = Jumps.after
 
@@ -209,7 +210,7 @@ def sampled(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[int]]:
 
 
 def likeliest(engine: WithGrammars, grammar: Grammar, ids: list[int], output: list[int]) -> int:
-    """The greedy token of an engine that computes prompt and output as a new prompt."""
+    """Return the greedy token of an engine that computes prompt and output as a new prompt."""
     ends = sorted(vocabulary().stop_ids)
     matcher = compiled(grammar).matcher(ends)
     assert all(matcher.accept(token) for token in output)
@@ -240,8 +241,8 @@ def test_greedy_tokens_are_the_most_likely_after_this_sequence(
 
 
 @pytest.mark.parametrize(("depth", "page_size"), [(0, 4), (1, 1)])
-def test_the_cache_holds_what_was_computed(depth: int, page_size: int) -> None:
-    """Who goes on from an answer that jumped finds in the cache what it would have computed."""
+def test_the_cache_holds_the_computed_tokens(depth: int, page_size: int) -> None:
+    """A request that continues an answer with jumps finds in the cache the tokens that it would have computed."""
     engine, fresh = engine_of(depth, page_size=page_size), engine_of(0)
     everybody(engine).run()
     for rid in ("person", "flags", "long", "flags again"):
@@ -257,8 +258,8 @@ def test_the_cache_holds_what_was_computed(depth: int, page_size: int) -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_the_tokens_are_those_of_the_tokenizer(depth: int) -> None:
-    """Where nothing but one token is left to the model."""
+def test_forced_tokens_are_those_of_the_tokenizer(depth: int) -> None:
+    """The grammar leaves one choice at every token."""
     engine = engine_of(depth)
     grammar = Grammar("regex", '\\{"the_full_name": true, "the_age_in_years": 7, "is_registered": false\\} and so on')
     engine.submit("a", prompt(1, 6), grammar=grammar, max_new_tokens=100)
@@ -272,7 +273,7 @@ def test_the_tokens_are_those_of_the_tokenizer(depth: int) -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_every_length(depth: int) -> None:
+def test_every_length_limit_is_kept_with_jumps(depth: int) -> None:
     engine = engine_of(depth)
     ask(engine, "person")
     engine.run()
@@ -290,7 +291,7 @@ def test_every_length(depth: int) -> None:
             assert engine.said(rid).encode() == whole
 
 
-def test_an_answer_that_is_forced_to_its_end_is_computed_in_no_time() -> None:
+def test_an_answer_forced_to_its_end_takes_few_steps() -> None:
     engine = engine_of(0)
     grammar = Grammar("choice", '["nothing else can be said of this by anybody"]')
     engine.submit("a", prompt(1, 9), grammar=grammar, max_new_tokens=50)
@@ -303,7 +304,7 @@ def test_an_answer_that_is_forced_to_its_end_is_computed_in_no_time() -> None:
 
 
 def test_a_stop_token_is_not_jumped_over() -> None:
-    """It is sampled, or something else is."""
+    """The model samples the stop token or another one."""
     engine = engine_of(0)
     ask(engine, "flags")
     engine.run()
@@ -317,7 +318,7 @@ def test_a_stop_token_is_not_jumped_over() -> None:
         assert (finish.matched == stop) == (engine.tokens(str(i))[-1] == stop)
 
 
-def test_a_long_word_is_not_looked_at_with_each_of_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_forced_word_is_not_examined_at_each_token(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, looked = engine_of(0), list[int]()
     forward = engine.grammars.jump_forward
     assert forward is not None
@@ -334,7 +335,7 @@ def test_a_long_word_is_not_looked_at_with_each_of_its_tokens(monkeypatch: pytes
 
 
 @pytest.mark.parametrize("option", ["return_logprob", "return_hidden_states"])
-def test_who_asks_what_was_sampled_does_not_jump(option: str) -> None:
+def test_requests_for_logprobs_do_not_jump(option: str) -> None:
     engine = engine_of(1, enable_return_hidden_states=True)
     ask(engine, "a", "flags", **{option: True})
     engine.run()
@@ -343,7 +344,7 @@ def test_who_asks_what_was_sampled_does_not_jump(option: str) -> None:
 
 
 def test_the_grammar_may_begin_later() -> None:
-    """Nothing that was said before its marker is replaced."""
+    """Text before the grammar's marker is not replaced."""
     engine = engine_of(1)
     marked = msgspec.structs.replace(FLAGS, after="e")
     engine.submit("a", prompt(3, 9), grammar=marked, max_new_tokens=200, temperature=1.0, seed=3, ignore_eos=True)
@@ -357,7 +358,7 @@ def test_the_grammar_may_begin_later() -> None:
 
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("how", ["abort", "stop"])
-def test_ending_one_at_every_step(alone: dict[int, dict[str, list[int]]], depth: int, how: str) -> None:
+def test_a_request_may_end_at_every_step(alone: dict[int, dict[str, list[int]]], depth: int, how: str) -> None:
     for point in range(1, 20, 6):
         engine = everybody(engine_of(depth, max_running_requests=6))
         for _ in range(point):
@@ -376,7 +377,7 @@ def test_a_failed_launch_is_repeated_request_by_request(alone: dict[int, dict[st
     assert answers(engine) == alone[depth]
 
 
-def test_a_jump_that_fails_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_jump_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = engine_of(1)
     assert engine.grammars.jump_forward is not None
     monkeypatch.setattr(engine.grammars, "jump_forward", object())
@@ -386,13 +387,13 @@ def test_a_jump_that_fails_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     obeys("flags", engine.said("flags"))
 
 
-# ---- what is told -------------------------------------------------------------------------------------------
+# ---- messages -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("stop", [(), ("is_reg",), ("years",), ('ue, "',)])
 def test_the_text_of_a_stream_is_exact(depth: int, stop: tuple[str, ...]) -> None:
-    """However the messages are put together."""
+    """It holds however the messages are merged."""
     tokenizer = Tokenizer.from_str(bundle().tokenizer_json)
     engine = engine_of(depth)
     for seed in range(12):
@@ -429,8 +430,8 @@ def test_the_text_of_a_stream_is_exact(depth: int, stop: tuple[str, ...]) -> Non
         {"overlap_depth": 1, "page_size": 1, "max_total_tokens": 160, "mixed_chunk": True, "chunked_prefill_size": 16},
     ],
 )
-def test_random_traffic(settings: dict[str, Any]) -> None:
-    """The books balance after every step; who survives obeys."""
+def test_random_traffic_keeps_every_invariant(settings: dict[str, Any]) -> None:
+    """The accounts balance after every step; surviving requests obey their grammars."""
     rng = random.Random(1)
     engine = WithGrammars(**settings)
     asked: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""What a request may take, in tokens, places and seconds: what exceeds it is told so, what does not is served."""
+"""Limits of a request in tokens, places and seconds: a request beyond one is refused, others are served."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from treeline_runtime.scheduler.waiting import TimeLimits
 
 
 class Clock:
-    """Seconds that pass when the test says so."""
+    """A clock that the test advances."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -54,8 +54,8 @@ def test_at_every_bound_a_prompt_is_refused_or_served(
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_equal_prompts_that_are_computed_twice_do_not_hold_memory_twice(tiny: Path, depth: int) -> None:
-    """Prompt logprobs make each compute all of it; the copies that the tree had already are given back at once."""
+def test_equal_prompts_computed_twice_do_not_hold_memory_twice(tiny: Path, depth: int) -> None:
+    """Prompt logprobs make each request compute everything; copies of pages that the tree has are freed at once."""
     engine = Harness(tiny, max_total_tokens=48, overlap_depth=depth, chunked_prefill_size=16)
     for i in range(4):
         engine.submit(str(i), prompt(1, 46), max_new_tokens=2, return_logprob=True, logprob_start_len=0)
@@ -64,8 +64,8 @@ def test_equal_prompts_that_are_computed_twice_do_not_hold_memory_twice(tiny: Pa
 
 
 @pytest.mark.parametrize("settings", [{}, {"overlap_depth": 1, "mixed_chunk": True}])
-def test_whatever_fits_alone_ends_in_company_too(tiny: Path, settings: dict[str, Any]) -> None:
-    """Requests of the pool's size each: none ends with an error, whatever the others hold."""
+def test_every_request_that_fits_alone_ends_among_others(tiny: Path, settings: dict[str, Any]) -> None:
+    """Each request needs the whole pool; none ends with an error, whatever pages the others hold."""
     engine = Harness(tiny, max_total_tokens=64, chunked_prefill_size=16, **settings)
     for i in range(6):
         engine.submit(str(i), prompt(i, 10 * i + 3), max_new_tokens=61 - 10 * i)
@@ -77,7 +77,7 @@ def test_whatever_fits_alone_ends_in_company_too(tiny: Path, settings: dict[str,
 # ---- what takes too long --------------------------------------------------------------------------------
 
 
-def test_who_waits_too_long_is_told_to_go_elsewhere(tiny: Path) -> None:
+def test_a_request_that_waits_too_long_is_sent_elsewhere(tiny: Path) -> None:
     clock = Clock()
     engine = Harness(tiny, clock=clock, max_running_requests=1, waiting_timeout=5.0)
     engine.submit("running", prompt(1, 8), max_new_tokens=20)
@@ -96,7 +96,7 @@ def test_who_waits_too_long_is_told_to_go_elsewhere(tiny: Path) -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_a_request_ends_when_its_time_is_over_wherever_it_is(tiny: Path, depth: int) -> None:
+def test_a_request_ends_when_its_time_is_over_in_every_state(tiny: Path, depth: int) -> None:
     clock = Clock()
     engine = Harness(
         tiny, clock=clock, overlap_depth=depth, max_running_requests=2, chunked_prefill_size=8, request_timeout=10.0
@@ -122,7 +122,7 @@ def test_a_request_ends_when_its_time_is_over_wherever_it_is(tiny: Path, depth: 
 
 
 def test_a_retracted_request_has_begun(tiny: Path) -> None:
-    """It may be streaming: only the time of the whole request ends it."""
+    """A retracted request may be streaming, so only the time limit of the whole request ends it."""
     clock = Clock()
     engine = Harness(tiny, clock=clock, max_total_tokens=88, waiting_timeout=5.0)
     engine.ratio.value = engine.ratio.initial = engine.ratio.minimum = 0.0
@@ -136,7 +136,7 @@ def test_a_retracted_request_has_begun(tiny: Path) -> None:
     assert all(engine.finish(str(i)) == FinishReason("length") for i in range(2))
 
 
-def test_a_limit_is_above_zero() -> None:
+def test_a_limit_must_be_above_zero() -> None:
     for name in ("waiting_timeout", "request_timeout"):
         with pytest.raises(ConfigError, match=f"{name} must be above 0, got 0"):
             SchedulerConfig(model="m", **{name: 0})
@@ -147,10 +147,10 @@ LIMIT = st.one_of(st.none(), st.integers(1, 10))
 
 @given(waiting_s=LIMIT, total_s=LIMIT, steps=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3)), max_size=30))
 @settings(max_examples=80, deadline=None)
-def test_exactly_those_beyond_a_limit_are_found(
+def test_exactly_the_requests_beyond_a_limit_are_found(
     waiting_s: int | None, total_s: int | None, steps: list[tuple[int, int]]
 ) -> None:
-    """Against the definition, for requests that come, begin and end."""
+    """It is checked against the definition, for requests that come, begin and end."""
     limits, now = TimeLimits(waiting_s, total_s), 0.0
     came: dict[Req, float] = {}
     waiting: list[Req] = []
@@ -212,8 +212,8 @@ def test_an_idle_client_gets_the_reserved_row_when_no_request_may_wait(tiny: Pat
 
 
 @given(st.lists(st.sampled_from(["a", "b", "c", None]), max_size=30), st.integers(0, 5))
-def test_who_is_refused_is_who_has_most(tiny: Path, clients: list[str | None], most: int) -> None:
-    """Beside a plain list: one request of `a` runs, and nobody else gets its row."""
+def test_the_client_with_most_requests_is_refused(tiny: Path, clients: list[str | None], most: int) -> None:
+    """It is checked beside a plain list: one request of `a` runs, and no other client gets its row."""
     engine = Harness(tiny, max_running_requests=1, max_queued_requests=most)
     engine.submit("runs", prompt(0, 8), max_new_tokens=99, client="a")
     engine.step()
@@ -236,6 +236,6 @@ def test_who_is_refused_is_who_has_most(tiny: Path, clients: list[str | None], m
 
 
 def refused(engine: Harness) -> list[str]:
-    """In the order in which they were told."""
+    """Return the refused requests, in the order of their refusals."""
     ended = {rid: outs[-1].finish for rid, outs in engine.outs.items()}
     return [rid for rid, end in ended.items() if end is not None and end.status == 503]

@@ -1,4 +1,4 @@
-"""What a step and an arrival look at, where thousands wait: not all of them."""
+"""A step and an arrival look at few of thousands of waiting requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from treeline_runtime.scheduler.waiting import Ranked
 
 
 class Counted(OrderedDict[str, Req]):
-    """A queue that knows how many of its requests were looked at in turn."""
+    """A queue that counts how many of its requests were looked at."""
 
     looks = 0
 
@@ -48,7 +48,7 @@ def crowded(tiny: Path, waiting: int, rows: int = 1, **settings: Any) -> Harness
 
 
 @pytest.mark.parametrize("waiting", [1000, 2000])
-def test_a_step_does_not_look_at_the_whole_queue(tiny: Path, waiting: int) -> None:
+def test_a_step_does_not_examine_the_whole_queue(tiny: Path, waiting: int) -> None:
     engine = crowded(tiny, waiting)
     engine.prefill.waiting = Counted(engine.prefill.waiting)
     Counted.looks = 0
@@ -99,7 +99,7 @@ def test_a_full_queue_is_not_searched_for_the_least_urgent_at_each_arrival(tiny:
         engine._handle(GenerateReq(f"urgent {i}", prompt(2, 8), SamplingParams(max_new_tokens=1), priority=5))
     assert Counted.looks == 0
     refused = [rid for rid, req in engine.outs.items() if req[-1].finish]
-    assert not refused, "nothing is told before the step ends"
+    assert not refused, "no refusal is sent before the step ends"
     Scheduler.step(engine)
     least = [rid for rid, outs in engine.outs.items() if outs[-1].finish]
     assert least == [str(i) for i in range(300, -1, -1) if i % 3 == 0][: len(least)]
@@ -112,7 +112,7 @@ def test_a_full_queue_is_not_searched_for_the_least_urgent_at_each_arrival(tiny:
     engine.run()
 
 
-def test_an_arrival_does_not_look_through_launched_batches(tiny: Path) -> None:
+def test_an_arrival_does_not_search_launched_batches(tiny: Path) -> None:
     engine = crowded(tiny, 0, rows=32)
     assert engine._pending
     for batch, _, _ in engine._pending:

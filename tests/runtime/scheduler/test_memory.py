@@ -158,5 +158,5 @@ def test_the_pool_is_sized_from_memory(tiny: Path, monkeypatch: pytest.MonkeyPat
         pages()
 
 
-def test_this_machine_has_memory() -> None:
+def test_this_machines_memory_is_read() -> None:
     assert resolve._available_memory() > 1 << 24

@@ -24,7 +24,7 @@ MIXED: dict[str, Any] = {"mixed_chunk": True, "chunked_prefill_size": 16}
 
 
 class Waiting(Recorder):
-    """Counts how many steps decodes had to wait for."""
+    """Counts the steps that decodes had to wait for."""
 
     wait = longest_wait = 0
 
@@ -44,7 +44,7 @@ def start(tiny: Path, kind: type[Harness] = Harness, **changes: Any) -> Harness:
 
 
 def said(engine: Harness, rid: str) -> tuple[list[int], list[int], list[int | None]]:
-    """Tokens, the tokens of their logprobs, those of the prompt's."""
+    """Return the tokens, the tokens of their logprobs, and the tokens of the prompt's logprobs."""
     scored = [pair for out in engine.outs[rid] for pair in out.input_token_logprobs or ()]
     return engine.tokens(rid), [t for _, t in engine.logprobs(rid)], [t for _, t in scored]
 
@@ -87,8 +87,8 @@ def test_answers_and_logprobs_are_those_of_separate_steps(tiny: Path, calm: Harn
 
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("victim", ["scored", "long", "same"])
-def test_an_abort_at_every_point(tiny: Path, calm: Harness, victim: str, depth: int) -> None:
-    """The harness asserts after every step that the books balance and that no page in flight is free."""
+def test_a_mixed_batch_survives_an_abort_at_every_point(tiny: Path, calm: Harness, victim: str, depth: int) -> None:
+    """The harness asserts after every step that the accounts balance and that no page in flight is free."""
     whole = start(tiny, overlap_depth=depth)
     begun = whole.steps
     whole.run()

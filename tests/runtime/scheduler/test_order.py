@@ -1,4 +1,4 @@
-"""Who is prefilled when: policies, shared prefixes, chunks, decode protection."""
+"""The order of prefills: policies, shared prefixes, chunks, decode protection."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_fcfs_keeps_the_order_of_arrival(tiny: Path) -> None:
     assert engine.prefills == [["0"], ["1"], ["2"], ["3"]]
 
 
-def test_lpm_prefers_what_is_cached(tiny: Path) -> None:
+def test_lpm_prefers_cached_prompts(tiny: Path) -> None:
     engine = Recorder(tiny, max_running_requests=1, schedule_policy="lpm")
     engine.generate("warm", prompt(9, 40), max_new_tokens=2)
     engine.submit("cold", prompt(1, 20), max_new_tokens=2)
@@ -33,7 +33,7 @@ def test_lpm_prefers_what_is_cached(tiny: Path) -> None:
 
 
 def on_their_way(engine: Harness) -> int:
-    """Pages"""
+    """Return how many pages are on their way."""
     nodes = [node for node, _ in engine.cache.tree._walk() if node.place is Place.ON_ITS_WAY]
     return sum(len(node.key) // (TOKEN_BYTES * engine.config.page_size) for node in nodes)
 
@@ -49,7 +49,7 @@ def test_the_others_wait_for_all_chunks_of_a_shared_prefix(tiny: Path) -> None:
 
 @pytest.mark.parametrize(("page_size", "waits"), [(1, True), (16, True), (64, False)])
 def test_a_request_does_not_wait_for_less_than_a_page(tiny: Path, page_size: int, waits: bool) -> None:
-    """40 tokens in common are no page of 64: the cache would have nothing of them."""
+    """The 40 common tokens are less than a page of 64: the cache would hold none of them."""
     engine = Recorder(tiny, page_size=page_size)
     for i in range(3):
         engine.submit(str(i), prompt(1, 40) + prompt(10 + i, 8), max_new_tokens=1)
@@ -59,8 +59,8 @@ def test_a_request_does_not_wait_for_less_than_a_page(tiny: Path, page_size: int
 
 @pytest.mark.parametrize("how", ["aborted", "failed"])
 @pytest.mark.parametrize("depth", [0, 1])
-def test_who_waits_for_one_that_dies_computes_it_itself(tiny: Path, depth: int, how: str) -> None:
-    """As soon as it is known; and what was known of it before is found."""
+def test_a_request_that_waits_for_a_dying_one_computes_the_prefix_itself(tiny: Path, depth: int, how: str) -> None:
+    """It begins as soon as the death is known, and finds the prefix that was cached before."""
     beginning = prompt(1, 48)
     engine = Harness(tiny, overlap_depth=depth, chunked_prefill_size=16)
     engine.submit("dies", beginning + prompt(2, 4))
@@ -80,7 +80,7 @@ def test_who_waits_for_one_that_dies_computes_it_itself(tiny: Path, depth: int, 
     assert engine.tokens("waits") == Harness(tiny).generate("alone", beginning + prompt(3, 4))
 
 
-def test_a_request_waits_for_whoever_fills_its_pages(tiny: Path) -> None:
+def test_a_request_waits_for_the_filler_of_its_pages(tiny: Path) -> None:
     engine = Harness(tiny)
     ids = prompt(1, 60)
     filler = engine.cache.tree.begin_filling(None, key_of(ids))

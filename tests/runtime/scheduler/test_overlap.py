@@ -1,4 +1,4 @@
-"""Results one step behind: nothing that a launched batch holds is released, whenever a request ends."""
+"""Results come one step behind: pages of a launched batch stay held, whenever a request ends."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def calm(tiny: Path) -> dict[str, list[int]]:
     return {rid: engine.tokens(rid) for rid in REQUESTS}
 
 
-def test_results_are_really_one_step_behind(tiny: Path) -> None:
+def test_results_come_one_step_behind(tiny: Path) -> None:
     engine = Harness(tiny, overlap_depth=1)
     engine.submit("a", prompt(1, 6), max_new_tokens=4)
     assert engine.step()
@@ -62,8 +62,8 @@ def steps_of(tiny: Path) -> int:
 @pytest.mark.parametrize(
     ("victim", "how"), [*((victim, "abort") for victim in REQUESTS), ("long", "stop"), ("long", "abort_all")]
 )
-def test_ending_a_request_at_every_point(tiny: Path, calm: dict[str, list[int]], victim: str, how: str) -> None:
-    """The harness asserts after every step that the books balance and that no page in flight is free."""
+def test_a_request_may_end_at_every_point(tiny: Path, calm: dict[str, list[int]], victim: str, how: str) -> None:
+    """The harness asserts after every step that the accounts balance and that no page in flight is free."""
     for point in range(steps_of(tiny)):
         engine = start(tiny)
         for _ in range(point):

@@ -1,4 +1,4 @@
-"""A step is computed from its plan alone: one made by hand, one that was sent as bytes, one with given embeddings."""
+"""A step is computed from its plan alone: one made by hand, one sent as bytes, one with given embeddings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from treeline_runtime.scheduler.plan import Embeddings, InputLogprobs, StepPlan,
 TINY_MODEL = Path(__file__).parents[3] / "models" / "tiny"
 IDS = prompt(7, 21)
 PAGES = [9, 2, 5, 11]
-"""Of 8 tokens, in any order."""
+"""Pages of 8 tokens, in any order."""
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def prompt_plan(**more: Any) -> StepPlan:
 
 
 def decode_plan(step: int) -> StepPlan:
-    """One more token, which only the executor knows."""
+    """Return a plan for one more token, which only the executor knows."""
     at = len(IDS) + step
     one: dict[str, Any] = {"sampling": [0], "temperatures": [0.0], "seeds": [1], "indices": [step + 1]}
     return StepPlan([3], [at], [at + 1], decodes=True, logprobs={0: 3}, **one)
@@ -76,7 +76,7 @@ def test_plans_made_by_hand_give_the_tokens_and_logprobs_of_transformers(executo
 
 
 def test_a_prompt_may_be_given_as_embeddings(executor: Executor, model: Decoder, theirs: Any) -> None:
-    """Those of other ids than the tokens that stand in the table."""
+    """The embeddings are of other ids than the tokens in the table."""
     ids = prompt(8, 5)
     whole = prompt_plan().tokens.values
     with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""Schedule policies: each is a permutation, none starves anybody, and the answers do not depend on them."""
+"""Schedule policies: each gives a permutation, none starves a request, and the answers do not depend on them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def request(
 
 
 def tree_of(*cached: list[int]) -> Callable[[Req], Match]:
-    """The matches of a cache with pages of one token."""
+    """Return the match function of a cache with pages of one token."""
     tree, page = RadixCache(1), 0
     for tokens in cached:
         tree.insert(key_of(tokens), np.arange(page, page + len(tokens)), prompt_tokens=len(tokens))
@@ -61,7 +61,7 @@ def order_of(policy: str, match: Callable[[Req], Match], starvation_bound: float
 
 
 def in_order(waiting: list[Req], match: Callable[[Req], Match]) -> list[Req]:
-    """By the longest cached prefix, of requests that came one after another."""
+    """Return the requests by the longest cached prefix, after they arrived one by one."""
     order = order_of("lpm", match)
     for req in waiting:
         order.put(req)
@@ -86,7 +86,7 @@ def test_an_unknown_policy_is_refused(tiny: Path) -> None:
         Harness(tiny, schedule_policy="magic")
 
 
-def test_pools_may_name_the_policies_that_there_are() -> None:
+def test_pools_may_name_the_existing_policies() -> None:
     assert sorted(WORDS["schedulePolicy"]) == sorted(POLICIES)
     assert sorted(WORDS["evictionPolicy"]) == sorted(EVICTION_POLICIES)
     assert get_args(get_type_hints(SchedulerConfig)["eviction_policy"]) == tuple(EVICTION_POLICIES)
@@ -98,7 +98,7 @@ def test_pools_may_name_the_policies_that_there_are() -> None:
 def by_definition(
     waiting: list[Req], policy: str, match: Callable[[Req], Match], now: float, bound: float
 ) -> list[Req]:
-    """All that wait, sorted anew; `waiting`: who was put at the front, then the others as they came."""
+    """Sort all waiting requests from scratch. `waiting`: requests put at the front, then the others by arrival."""
     overdue = [req for req in waiting if now - (req.waiting_since - req.waited_s) >= bound]
     others = [req for req in waiting if req not in overdue]
     if policy == "priority":
@@ -109,7 +109,7 @@ def by_definition(
 
 
 def one_of_each(orders: list[list[Req]]) -> list[Req]:
-    """The first of each, then the second of each that has one, and so on."""
+    """Interleave the orders: the first of each, then the second of each that has one, and so on."""
     return [req for turn in zip_longest(*orders) for req in turn if req is not None]
 
 
@@ -148,7 +148,7 @@ class Comings(RuleBasedStateMachine):
 
     @rule(skipped=st.lists(st.booleans(), min_size=1, max_size=6))
     def admit(self, skipped: list[bool]) -> None:
-        """In order, but for some that are passed over; each leaves as soon as it is given."""
+        """Admit requests in order, except the skipped ones; each leaves the queue as soon as it is yielded."""
         for req, skip in zip(self.order.in_order(self.now), skipped, strict=False):
             if not skip:
                 req.waited_s += self.now - req.waiting_since
@@ -178,7 +178,7 @@ class Comings(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_the_order_is_kept_as_requests_come_and_leave(policy: str) -> None:
+def test_the_order_stays_right_as_requests_come_and_leave(policy: str) -> None:
     machine = type("ComingsBy", (Comings,), {"policy": policy})
     run_state_machine_as_test(
         machine, settings=settings(max_examples=25, stateful_step_count=40, deadline=None, derandomize=True)
@@ -187,7 +187,7 @@ def test_the_order_is_kept_as_requests_come_and_leave(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_client_with_a_long_queue_delays_another_by_one_of_its_requests(tiny: Path, policy: str) -> None:
-    """Also when all of its requests have waited longer than the bound."""
+    """It holds even when all of its requests have waited longer than the bound."""
     engine = Timed(tiny, schedule_policy=policy, starvation_bound=1.0, max_running_requests=1, overlap_depth=0)
     for i in range(20):
         hostile(engine, policy, i, client="ada")
@@ -203,8 +203,8 @@ def test_a_client_with_a_long_queue_delays_another_by_one_of_its_requests(tiny: 
 
 @pytest.mark.deep
 @pytest.mark.parametrize("rows", [True, False], ids=["rows", "pages"])
-def test_long_answers_of_one_client_keep_no_other_out(tiny: Path, rows: bool) -> None:
-    """They take all rows, or all pages, but what is kept for clients of which nothing runs."""
+def test_long_answers_of_one_client_do_not_block_another(tiny: Path, rows: bool) -> None:
+    """The long answers take all rows, or all pages, except those reserved for clients without a running request."""
     engine = Timed(tiny, max_running_requests=16, max_total_tokens=16384 if rows else 4096)
     for i in range(40):
         engine.submit(f"long-{i}", prompt(i, 30), max_new_tokens=400, ignore_eos=True, client="ada")
@@ -224,8 +224,9 @@ def test_long_answers_of_one_client_keep_no_other_out(tiny: Path, rows: bool) ->
 
 
 @pytest.mark.parametrize("fits", [True, False])
-def test_a_large_prompt_beside_its_clients_long_answer_is_not_passed_for_ever(tiny: Path, fits: bool) -> None:
-    """Of another client small ones come without end. One that would not fit without them either holds up nobody."""
+def test_a_large_prompt_beside_its_clients_long_answer_is_not_starved(tiny: Path, fits: bool) -> None:
+    """Small prompts of another client come without end. A prompt that would not fit without them either holds up no
+    other."""
     engine = Timed(tiny, max_total_tokens=512, starvation_bound=5.0, max_running_requests=16)
     engine.submit("long", prompt(1, 30), max_new_tokens=150, ignore_eos=True, client="ada")
     small = 0
@@ -253,13 +254,13 @@ def ended(engine: Timed, rid: str) -> bool:
 
 
 def hostile(engine: Timed, policy: str, i: int, **options: Any) -> None:
-    """A request that `policy` prefers to one without priority and without anything cached."""
+    """Return a request that `policy` prefers to one without priority and without cached tokens."""
     priority = 5 if policy == "priority" else 0
     engine.submit(str(i), [*prompt(9, 40), i % 90], max_new_tokens=2, priority=priority, **options)
 
 
 def steps_until_served(tiny: Path, policy: str, *, bound: float, depth: int, limit: int = 250) -> int | None:
-    """An unlucky request meets a stream that never lets the queue run empty of preferred ones."""
+    """Count the steps until an unlucky request is served, while preferred requests never stop coming."""
     engine = Timed(tiny, schedule_policy=policy, starvation_bound=bound, max_running_requests=1, overlap_depth=depth)
     for i in range(4):
         hostile(engine, policy, i)
@@ -279,7 +280,7 @@ def steps_until_served(tiny: Path, policy: str, *, bound: float, depth: int, lim
 
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_stream_of_preferred_requests_starves_nobody(tiny: Path, policy: str, depth: int) -> None:
+def test_a_stream_of_preferred_requests_starves_no_other(tiny: Path, policy: str, depth: int) -> None:
     """Each step takes a second: at the bound of 30 s one request runs, which takes less than 5 s more."""
     steps = steps_until_served(tiny, policy, bound=30.0, depth=depth)
     assert steps is not None
@@ -287,7 +288,7 @@ def test_a_stream_of_preferred_requests_starves_nobody(tiny: Path, policy: str, 
 
 
 @pytest.mark.parametrize("policy", ["lpm", pytest.param("priority", marks=pytest.mark.deep)])
-def test_without_the_bound_that_stream_would_starve_it(tiny: Path, policy: str) -> None:
+def test_without_the_bound_preferred_requests_starve_others(tiny: Path, policy: str) -> None:
     assert steps_until_served(tiny, policy, bound=1e9, depth=0) is None
 
 

@@ -1,4 +1,4 @@
-"""Vectors in place of text: equal to those of transformers however the prompt is computed; endings, faults, limits."""
+"""Vectors instead of text equal those of transformers, however the prompt is computed; endings, faults, limits."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def engine(path: Path, **settings: Any) -> Harness:
 
 
 def hidden(theirs: Any, ids: list[int]) -> torch.Tensor:
-    """(tokens, hidden), normalised, as transformers computes them."""
+    """Return normalised hidden states (tokens, hidden), computed by transformers."""
     with torch.inference_mode():
         return (theirs if hasattr(theirs, "layers") else theirs.model)(torch.tensor([ids])).last_hidden_state[0]
 
@@ -127,7 +127,7 @@ def test_a_cached_prefix_is_reused_for_the_last_token(last: tuple[Any, Path]) ->
     assert running.last("c").cached_tokens == 0
 
 
-def test_a_mean_is_never_taken_of_a_part(mean: tuple[Any, Path]) -> None:
+def test_a_mean_always_covers_the_whole_prompt(mean: tuple[Any, Path]) -> None:
     running = engine(mean[1], chunked_prefill_size=16)
     alone = running.pool("a", IDS)
     running.submit("b", IDS, pools=True, max_new_tokens=0)
@@ -138,7 +138,7 @@ def test_a_mean_is_never_taken_of_a_part(mean: tuple[Any, Path]) -> None:
 
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("kind", ["last", "mean"])
-def test_many_at_once_with_aborts_among_them_get_what_each_gets_alone(
+def test_many_requests_with_aborts_get_the_same_vectors_as_alone(
     kind: str, depth: int, request: pytest.FixtureRequest
 ) -> None:
     path = request.getfixturevalue(kind)[1]
@@ -166,7 +166,7 @@ def test_many_at_once_with_aborts_among_them_get_what_each_gets_alone(
     assert sum(running.last(str(i)).vector is not None for i in range(24)) >= 19
 
 
-def test_a_batch_that_fails_is_tried_again_without_counting_twice(
+def test_a_failed_batch_is_retried_without_counting_twice(
     mean: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = [engine(mean[1]).pool("a", ids(i, 40)) for i in range(2)]
@@ -190,7 +190,7 @@ def test_a_batch_that_fails_is_tried_again_without_counting_twice(
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_one_that_is_retracted_in_the_middle_begins_anew(mean: tuple[Any, Path], depth: int) -> None:
+def test_a_retracted_vector_request_begins_again(mean: tuple[Any, Path], depth: int) -> None:
     expected = engine(mean[1]).pool("a", ids(1, 90))
     running = engine(mean[1], chunked_prefill_size=16, max_total_tokens=96, overlap_depth=depth)
     running.submit("long", ids(1, 90), pools=True, max_new_tokens=0)
@@ -204,7 +204,7 @@ def test_one_that_is_retracted_in_the_middle_begins_anew(mean: tuple[Any, Path],
     close(running.vector("long"), torch.from_numpy(expected.copy()))
 
 
-def test_load_counts_what_is_in_flight(last: tuple[Any, Path]) -> None:
+def test_load_counts_requests_in_flight(last: tuple[Any, Path]) -> None:
     running = engine(last[1], overlap_depth=1)
     for i in range(3):
         running.submit(str(i), ids(i, 20), pools=True, max_new_tokens=0)
@@ -235,11 +235,11 @@ def refused(running: Harness, prompt: list[int], **options: Any) -> str:
         ({"return_logprob": True}, "no log probabilities"),
     ],
 )
-def test_a_model_of_vectors_makes_nothing_else(last: tuple[Any, Path], options: dict[str, Any], says: str) -> None:
+def test_an_embedding_model_generates_no_text(last: tuple[Any, Path], options: dict[str, Any], says: str) -> None:
     assert says in refused(engine(last[1]), IDS, **options)
 
 
-def test_what_can_never_fit_is_refused_and_what_just_fits_is_not(last: tuple[Any, Path]) -> None:
+def test_a_prompt_that_never_fits_is_refused_and_one_that_just_fits_is_served(last: tuple[Any, Path]) -> None:
     theirs, path = last
     whole = ids(1, 128)
     running = engine(path)

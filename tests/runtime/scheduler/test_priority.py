@@ -1,4 +1,4 @@
-"""Priorities: who may have one, who goes first, and whose pages stay."""
+"""Priorities: which requests may have one, their order, and whose pages stay."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def order_of_endings(engine: Harness) -> list[str]:
     return ended
 
 
-# ---- who may have one -----------------------------------------------------------------------------------
+# ---- valid priorities -----------------------------------------------------------------------------------
 
 
-def test_a_priority_is_refused_where_nothing_goes_by_it(tiny: Path) -> None:
+def test_a_priority_is_refused_if_nothing_uses_it(tiny: Path) -> None:
     engine = Harness(tiny)
     engine.submit("none", prompt(1, 5), priority=0)
     engine.submit("some", prompt(1, 5), priority=1)
@@ -44,11 +44,11 @@ def test_a_priority_has_bounds(tiny: Path, settings: dict[str, Any]) -> None:
     assert [engine.finish(rid).status for rid in ("most", "least", "more")] == [None, None, 400]
 
 
-# ---- who goes first -------------------------------------------------------------------------------------
+# ---- order ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("low_first", "expected"), [(False, "running high mid low"), (True, "running low mid high")])
-def test_which_end_is_urgent_is_a_setting(tiny: Path, low_first: bool, expected: str) -> None:
+def test_a_setting_decides_which_priority_is_urgent(tiny: Path, low_first: bool, expected: str) -> None:
     engine = Harness(tiny, max_running_requests=1, schedule_low_priority_values_first=low_first, **PRIORITY)
     engine.submit("running", prompt(0, 8), max_new_tokens=2)
     engine.step()
@@ -68,7 +68,7 @@ def test_in_a_full_queue_the_least_urgent_request_gives_way(tiny: Path) -> None:
     assert statuses == {"running": None, "a": None, "b": 503, "equal": 503, "urgent": None}
 
 
-def test_who_has_begun_keeps_its_place_in_a_full_queue(tiny: Path) -> None:
+def test_a_started_request_keeps_its_place_in_a_full_queue(tiny: Path) -> None:
     engine = Harness(tiny, max_running_requests=1, max_queued_requests=1, **PRIORITY)
     engine.submit("begun", prompt(1, 8), max_new_tokens=20)
     engine.step()

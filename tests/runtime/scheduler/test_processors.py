@@ -1,4 +1,4 @@
-"""Logit processors of requests: called once for each token, among neighbours that do not notice."""
+"""Requests' logit processors: called once for each token, without an effect on other requests."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def calls() -> dict[str, list[list[int]]]:
 
 @pytest.fixture(scope="module")
 def alone(tiny: Path) -> dict[str, list[int]]:
-    """What each request says with nobody beside it, and nothing in flight."""
+    """The tokens of each request when it runs alone, without overlap."""
     found = {}
     for rid, (ids, rule, options) in ASKED.items():
         engine = Engines(tiny, overlap_depth=0)
@@ -79,7 +79,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_everybody_says_together_what_they_say_alone(
+def test_requests_get_the_same_tokens_together_as_alone(
     tiny: Path, alone: dict[str, list[int]], calls: dict[str, list[list[int]]], settings: dict[str, Any]
 ) -> None:
     engine = ask_everybody(Engines(tiny, **settings))
@@ -95,7 +95,7 @@ def test_everybody_says_together_what_they_say_alone(
 
 
 def test_a_mask_comes_after_the_processor(tiny: Path, alone: dict[str, list[int]]) -> None:
-    """The token that it favours is odd, so every second time it may not be."""
+    """The token that it favours is odd, so it is forbidden every second time."""
     assert obeys(alone["both"], alternating)
     assert alone["both"][1::2] == [7, 7, 7]
 
@@ -124,7 +124,7 @@ def test_logprobs_are_the_models_own(tiny: Path) -> None:
 
 
 @pytest.mark.parametrize("depth", [pytest.param(0, marks=pytest.mark.deep), 1])
-def test_what_a_grammar_forces_it_is_asked_of_too(calls: dict[str, list[list[int]]], depth: int) -> None:
+def test_a_processor_is_also_called_for_forced_tokens(calls: dict[str, list[list[int]]], depth: int) -> None:
     class Watches:
         def __init__(self, params: dict[str, Any], vocab_size: int) -> None: ...
 
@@ -157,7 +157,7 @@ FAULTS: dict[str, tuple[str, str]] = {
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 1.3, "seed": 1, "top_k": 9}], ids=["greedy", "drawn"])
 @pytest.mark.parametrize(("after", "depth"), [(0, 1), (2, 0), (2, 1)])
-def test_what_fails_ends_one_request_with_the_reason(
+def test_a_failure_ends_one_request_with_the_reason(
     tiny: Path, alone: dict[str, list[int]], after: int, depth: int, options: dict[str, Any]
 ) -> None:
     engine = Engines(tiny, overlap_depth=depth, max_running_requests=24)
@@ -176,7 +176,7 @@ def test_what_fails_ends_one_request_with_the_reason(
     assert {rid: engine.tokens(rid) for rid in ASKED} == alone
 
 
-def test_what_nothing_is_left_of_afterwards_says_so(tiny: Path) -> None:
+def test_a_processor_that_forbids_everything_is_an_error(tiny: Path) -> None:
     engine = Engines(tiny, overlap_depth=1)
     everything = [i for i in range(VOCAB) if i != 6]
     engine.ask("a", prompt(1, 5), Toy(only(5)), **wants("disallowed_tokens", token_ids=everything))
@@ -200,7 +200,9 @@ def refusal(engine: Harness, wanted: dict[str, Any], **options: Any) -> tuple[in
     return finish.status, finish.message or ""
 
 
-def test_what_cannot_begin_is_refused_before_anything_is_computed(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_processor_that_cannot_start_is_refused_before_any_computation(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = Engines(tiny)
     monkeypatch.setattr(engine, "_compute", lambda _: pytest.fail("launched"))
     for wanted, status, words in (
@@ -221,8 +223,8 @@ def test_what_cannot_begin_is_refused_before_anything_is_computed(tiny: Path, mo
     assert refusal(Harness(tiny), wants("favours", token=1)) == (400, NONE_THERE)
 
 
-def test_who_is_refused_takes_no_place_in_the_queue(tiny: Path) -> None:
-    """Of a full queue the least urgent gives way, but not to who would be refused anyway."""
+def test_a_refused_request_takes_no_place_in_the_queue(tiny: Path) -> None:
+    """A full queue evicts its least urgent request, but not for one that would be refused anyway."""
     engine = Engines(tiny, max_running_requests=1, max_queued_requests=1, schedule_policy="priority")
     engine.submit("runs", prompt(1, 5))
     engine.step()
@@ -237,7 +239,7 @@ def test_who_is_refused_takes_no_place_in_the_queue(tiny: Path) -> None:
 # ---- what else may happen -----------------------------------------------------------------------------------
 
 
-def test_ending_a_request_at_every_point(tiny: Path, alone: dict[str, list[int]]) -> None:
+def test_a_request_may_end_at_every_point(tiny: Path, alone: dict[str, list[int]]) -> None:
     for point in range(1, 24, 3):
         CALLS.clear()
         engine = ask_everybody(Engines(tiny, overlap_depth=1, chunked_prefill_size=16))
@@ -253,7 +255,9 @@ def test_ending_a_request_at_every_point(tiny: Path, alone: dict[str, list[int]]
 
 
 @pytest.mark.parametrize("depth", [0, 1])
-def test_retraction_calls_for_no_token_twice(tiny: Path, calls: dict[str, list[list[int]]], depth: int) -> None:
+def test_retraction_calls_a_processor_for_no_token_twice(
+    tiny: Path, calls: dict[str, list[list[int]]], depth: int
+) -> None:
     calm, engine = Engines(tiny), Engines(tiny, overlap_depth=depth, max_total_tokens=96)
     engine.ratio.value = engine.ratio.initial = engine.ratio.minimum = 0.0
     for i in range(5):
@@ -299,7 +303,7 @@ def test_a_row_that_cannot_be_sampled_asks_no_processor_again(
 # ---- at start -----------------------------------------------------------------------------------------------
 
 
-def test_what_is_named_at_start_is_imported() -> None:
+def test_processors_named_at_start_are_imported() -> None:
     found = NO_PROCESSORS.with_named(
         ["mine=support.processors:Favours", "quiet=disallowed_tokens", "disallowed_tokens"]
     )
@@ -328,7 +332,7 @@ def test_what_is_named_at_start_is_imported() -> None:
         ([""], "expected NAME=module:attribute"),
     ],
 )
-def test_what_cannot_be_had_ends_the_start_before_the_model_is_loaded(entries: list[str], words: str) -> None:
+def test_a_missing_processor_ends_the_start_before_the_model_is_loaded(entries: list[str], words: str) -> None:
     config = SchedulerConfig(model="/no/model", logit_processor=tuple(entries))
     with pytest.raises(ConfigError) as caught:
         start(config, Memory())

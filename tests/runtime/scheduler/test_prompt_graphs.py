@@ -1,4 +1,4 @@
-"""Steps of prompts in captured pieces: the same as without, whatever padding computes; captures that fail."""
+"""Prompt steps in captured pieces give the same results as without, whatever padding computes; captures may fail."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class FakeGraph:
 
 
 class FakeCuda:
-    """`torch.cuda` around captures, and which streams were made."""
+    """`torch.cuda` around captures, with a record of the streams."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.streams: list[object] = []
@@ -103,14 +103,14 @@ def captured(engine: Harness, largest: int) -> Harness:
     # on a CPU what is read back is the tensor itself, and no copy made before the next step overwrites it
     graphs.hidden = lambda *step: tuple(x.clone() for x in compute(*step))  # type: ignore[method-assign]
     for size in graphs._captured.values():
-        for call in size.calls:  # nobody attends for what pads a step: there is what others left in its memory
+        for call in size.calls:  # attention skips a step's padding, whose memory holds old values
             with torch.inference_mode():
                 call.out.fill_(float("nan"))
     return engine
 
 
 def traffic(engine: Harness, seed: int) -> tuple[dict[str, list[int]], dict[str, list[float]]]:
-    """→ by request, tokens, and all numbers that come with them."""
+    """Return each request's tokens, and all numbers that come with them."""
     rng = random.Random(seed)
     beginning = prompt(seed, 60)
     for i in range(14):
@@ -135,7 +135,7 @@ def traffic(engine: Harness, seed: int) -> tuple[dict[str, list[int]], dict[str,
 @pytest.mark.parametrize(
     "settings", [{}, {"mixed_chunk": True, "overlap_depth": 1}, {"overlap_depth": 1, "max_total_tokens": 200}]
 )
-def test_pieces_compute_what_a_whole_step_does(tiny: Path, cuda: FakeCuda, settings: dict[str, Any]) -> None:
+def test_captured_pieces_equal_a_whole_step(tiny: Path, cuda: FakeCuda, settings: dict[str, Any]) -> None:
     settings = {"chunked_prefill_size": 48, "enable_return_hidden_states": True, **settings}
     tokens, numbers = traffic(captured(Harness(tiny, **settings), 40), 1)
     same_tokens, same_numbers = traffic(Harness(tiny, **settings), 1)
@@ -145,8 +145,8 @@ def test_pieces_compute_what_a_whole_step_does(tiny: Path, cuda: FakeCuda, setti
     assert FakeGraph.ended == len(sizes_up_to(40)) * 3
 
 
-def test_a_failed_capture_is_over(tiny: Path, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else everything that is asked of the device is refused from then on, also what would give memory back."""
+def test_a_failed_capture_is_ended(tiny: Path, cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the device would refuse every later call, including those that free memory."""
     engine = Harness(tiny)
     original = engine.executor._forward._model.ops.gate
 
@@ -163,7 +163,7 @@ def test_a_failed_capture_is_over(tiny: Path, cuda: FakeCuda, monkeypatch: pytes
 
 
 def test_captures_of_a_process_share_a_stream(tiny: Path, cuda: FakeCuda) -> None:
-    """cuBLAS keeps a workspace for each: sleeping and waking would take more memory every time."""
+    """cuBLAS keeps a workspace for each stream: sleeping and waking would take more memory every time."""
     engine = Harness(tiny)
     for _ in range(3):
         graphs_of(engine, 16)

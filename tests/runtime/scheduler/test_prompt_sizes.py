@@ -1,4 +1,4 @@
-"""Which steps of prompts are captured. That they compute what others do needs a CUDA device."""
+"""The choice of captured prompt steps. Comparing their results with uncaptured ones needs a CUDA device."""
 
 import dataclasses
 from pathlib import Path
@@ -25,12 +25,12 @@ def test_sizes_reach_the_largest_and_leave_little_empty(largest: int) -> None:
         assert size % 16 == 0 or size == largest
 
 
-def test_there_are_few_sizes() -> None:
+def test_few_sizes_are_captured() -> None:
     assert len(sizes_up_to(512)) == 16
     assert len(sizes_up_to(4096)) == 28
 
 
-def test_the_larger_the_model_the_shorter_the_steps_that_are_worth_it() -> None:
+def test_larger_models_capture_shorter_steps() -> None:
     def tokens(hidden: int, inner: int, heads: int, kv_heads: int) -> int:
         config = dataclasses.replace(
             a_config(), hidden_size=hidden, intermediate_size=inner, num_heads=heads, num_kv_heads=kv_heads,
@@ -49,7 +49,7 @@ def a_config() -> ModelConfig:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_captured_steps_say_what_others_say() -> None:
+def test_captured_steps_equal_uncaptured_ones() -> None:
     prompts = [[7 + (i * j) % 900 for j in range(1, length)] for i, length in enumerate((2, 17, 40, 130, 300), 3)] * 2
     params = SamplingParams(max_new_tokens=12, temperature=0.0, ignore_eos=True)
     answers = []

@@ -1,4 +1,4 @@
-"""The queue by rank: its order, who leaves it, and what it costs."""
+"""The queue by rank: its order, removals, and its cost."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def request(number: int) -> Req:
 
 
 def filled(count: int) -> tuple[Ranked, list[Req]]:
-    """→ the queue, and its requests in order."""
+    """Return the queue, and its requests in order."""
     queue, reqs = Ranked(), [request(i) for i in range(count)]
     ranks = random.Random(1).sample(range(count), count)
     for req, rank in zip(reqs, ranks, strict=True):
@@ -41,7 +41,7 @@ def filled(count: int) -> tuple[Ranked, list[Req]]:
     return queue, sorted(reqs, key=lambda req: ranks[req.arrival])
 
 
-def test_the_first_of_many_cost_no_more_than_of_a_few() -> None:
+def test_taking_the_first_of_many_costs_no_more_than_of_a_few() -> None:
     queue, order = filled(20_000)
     Counted.compared = 0
     for _ in range(10):
@@ -54,7 +54,7 @@ def test_the_first_of_many_cost_no_more_than_of_a_few() -> None:
     assert Counted.compared < 100 * 80
 
 
-def test_those_who_left_are_forgotten() -> None:
+def test_removed_requests_are_forgotten() -> None:
     queue, order = filled(10)
     for i in range(3000):
         req = request(i)

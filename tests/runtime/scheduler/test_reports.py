@@ -41,7 +41,7 @@ def test_load_is_published_after_each_step_that_changes_it(tiny: Path) -> None:
     assert [load.pages_cached for load in engine.loads[count:]] == [0], "only the first flush changes anything"
 
 
-def test_what_waiting_prompts_share_is_reported_once(tiny: Path) -> None:
+def test_shared_tokens_of_waiting_prompts_are_reported_once(tiny: Path) -> None:
     engine = Harness(tiny, max_running_requests=1, chunked_prefill_size=16)
     engine.submit("running", prompt(8, 4), max_new_tokens=40)
     engine.step()
@@ -51,7 +51,7 @@ def test_what_waiting_prompts_share_is_reported_once(tiny: Path) -> None:
     engine.submit("alone", shared + own[0], max_new_tokens=2, namespace="another")
     engine.submit("short", shared[:32], max_new_tokens=2)
     engine.step()
-    assert engine.loads[-1].waiting_uncached_tokens == 64 + 4 * 12 + 76 + 32, "for 31 tokens nobody waits"
+    assert engine.loads[-1].waiting_uncached_tokens == 64 + 4 * 12 + 76 + 32, "no request waits for 31 tokens"
     engine.inbox.append(AbortReq("0"))
     engine.step()
     assert engine.loads[-1].waiting_uncached_tokens == 64 + 3 * 12 + 76 + 32, "the next one has to compute it"
@@ -71,7 +71,7 @@ def test_draining_is_reported_at_once(tiny: Path) -> None:
     assert engine.generate("a", prompt(1, 5), max_new_tokens=2), "requests go on"
 
 
-def test_the_first_prefill_and_decode_step_say_nothing_of_the_speed() -> None:
+def test_the_first_prefill_and_decode_step_do_not_count_for_the_speed() -> None:
     stats = SchedulerStats()
     stats.on_prefill(30, 2.0)
     stats.on_decode(1.0)
@@ -118,7 +118,7 @@ def test_an_engine_that_finds_prompts_in_its_cache_does_not_look_slow() -> None:
 
 
 def mirror(updates: list[CacheUpdate]) -> dict[int, int | None]:
-    """hash → parent, from the events alone."""
+    """Rebuild hash → parent from the events alone."""
     held: dict[int, int | None] = {}
     for update in updates:
         for event in update.events:
@@ -134,7 +134,7 @@ def mirror(updates: list[CacheUpdate]) -> dict[int, int | None]:
     return held
 
 
-def test_events_tell_what_the_tree_holds(tiny: Path) -> None:
+def test_events_reproduce_the_tree(tiny: Path) -> None:
     engine = Harness(tiny, max_total_tokens=160, chunked_prefill_size=16)
     for i in range(12):
         engine.submit(str(i), prompt(i % 5, 30 + i), max_new_tokens=5 + i)

@@ -1,4 +1,4 @@
-"""A step may give a request several tokens, or none: the answer is what it is with one at a time."""
+"""A step may give a request several tokens, or none: the answer equals that of one at a time."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from treeline_runtime.scheduler.executor import Launched, Sampled
 
 
 def accepting(engine: Harness, known: dict[str, list[TokenLogprob]], counts: random.Random) -> None:
-    """From now on a step that samples gives 0 to 5 of the tokens that are known to follow, a prompt one at least: as
-    if somebody had guessed them."""
+    """Make sampling steps give 0 to 5 of the known next tokens (a prompt at least one), as if they had been guessed."""
     compute = engine._compute
 
     def computing(batch: Batch) -> Launched:
@@ -42,11 +41,11 @@ def accepting(engine: Harness, known: dict[str, list[TokenLogprob]], counts: ran
 
 
 def guessing(engine: Harness, known: dict[str, list[TokenLogprob]], chance: random.Random) -> None:
-    """From now on a step of decoding computes up to 4 guesses, too, of which the first few are right, if any, and gives
-    those with the token that follows them: what is computed of the others is in the way."""
+    """Make decoding steps compute up to 4 guesses, of which the first few are right, if any, and give those with the
+    token after them; the wrong guesses leave computed values in the way."""
     next_batch, compute = engine.decode.next_batch, engine._compute
     guesses: dict[Req, tuple[int, int]] = {}
-    """The first token that the step gives, by its number in the output; how many guesses are right."""
+    """The index of the step's first token in the output, and the number of right guesses."""
 
     def with_guesses(reqs: list[Req]) -> Batch:
         batch = next_batch(reqs)
@@ -81,7 +80,7 @@ def guessing(engine: Harness, known: dict[str, list[TokenLogprob]], chance: rand
 
 
 def ask(engine: Harness, seed: int, stops: dict[str, int]) -> dict[str, list[int]]:
-    """Prompts with a beginning in common; some stop at a token, some are limited."""
+    """Submit prompts with a common beginning; some stop at a token, some are limited."""
     rng, prompts = random.Random(seed), dict[str, list[int]]()
     for i in range(5):
         ids = prompts[str(i)] = prompt(1, rng.randint(1, 50)) + prompt(50 + i, rng.randint(1, 20))
@@ -96,7 +95,7 @@ def ask(engine: Harness, seed: int, stops: dict[str, int]) -> dict[str, list[int
 @given(
     depth=st.integers(0, 1), seed=st.integers(0, 1 << 16), page_size=st.sampled_from([1, 4, 16]), mixed=st.booleans()
 )
-def test_several_tokens_at_a_time_are_the_answer_of_one_at_a_time(
+def test_several_tokens_at_a_time_give_the_same_answer(
     tiny: Path,
     several_at_a_time: Callable[[Harness, dict[str, list[TokenLogprob]], random.Random], None],
     depth: int,

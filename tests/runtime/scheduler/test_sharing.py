@@ -1,4 +1,4 @@
-"""What decode attention is told that sequences share is what they share, whatever happened to their rows."""
+"""Decode attention shares exactly the pages that sequences have in common, whatever happened to their rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BLOCK = 8
 
 
 class Checked(TorchSDPA):
-    """Has the kernels' backend plan every decode step, and looks what its kernels would read."""
+    """Makes the kernels' backend plan every decode step, and checks what its kernels would read."""
 
     def __init__(self, pool: KVPool, num_heads: int, num_kv_heads: int, head_dim: int, scoring: Scoring) -> None:
         from treeline_runtime.attention.decode import Decode
@@ -30,7 +30,7 @@ class Checked(TorchSDPA):
         self.decode = Decode(self)
         self.decode._block = BLOCK
         self.sharing: list[list[tuple[list[int], int]]] = []
-        """Of each decode step: rows of the table, and how many tokens they read together."""
+        """For each decode step: rows of the table, and how many tokens they read together."""
         self.wrong: list[Exception] = []
 
     def plan(self, layout: Layout, buffers: None = None) -> Any:
@@ -105,7 +105,7 @@ def test_hits_share_until_they_leave(an_engine: AnEngine) -> None:
     assert all(held == 16 for step in attention.sharing[-20:] for _, held in step)
 
 
-def test_what_was_computed_twice_is_shared_when_the_cache_has_it_once(an_engine: AnEngine) -> None:
+def test_pages_computed_twice_are_shared_once_cached(an_engine: AnEngine) -> None:
     engine, attention = an_engine(overlap_depth=1)
     for rid in "ab":
         engine.submit(rid, [*prompt(0, 25), ord(rid) % 90], max_new_tokens=9)  # too short to wait for each other
@@ -127,7 +127,7 @@ def test_a_row_that_changes_hands_between_two_steps_shares_nothing_any_more(an_e
     engine.submit("c", prompt(1, 60), max_new_tokens=30)
     while "c" not in engine.decode.running:
         engine.step()
-    assert len(attention.sharing) == steps, "nobody decoded meanwhile"
+    assert len(attention.sharing) == steps, "no request decoded meanwhile"
     engine.step()
     assert rows(engine, "a", "c") == before
     assert attention.sharing[-1] == []
@@ -143,7 +143,7 @@ def test_a_row_that_changes_hands_between_two_steps_shares_nothing_any_more(an_e
     ],
     ids=str,
 )
-def test_nobody_reads_the_pages_of_others(an_engine: AnEngine, settings: dict[str, Any]) -> None:
+def test_no_sequence_reads_the_pages_of_others(an_engine: AnEngine, settings: dict[str, Any]) -> None:
     engine, attention = an_engine(max_running_requests=6, **settings)
     engine.ratio.initial = engine.ratio.minimum = engine.ratio.value = 0.05  # optimistic: retractions happen
     rng = random.Random(0)

@@ -1,4 +1,5 @@
-"""Random traffic with aborts, stops, retractions, flushes: the books balance after every step, survivors are right."""
+"""Random traffic with aborts, stops, retractions, flushes: the accounts balance after every step, survivors are
+right."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ CONFIGS: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def expected(tiny: Path) -> dict[tuple[int, ...], list[int]]:
-    """Greedy outputs of every prompt that the traffic uses, each computed alone."""
+    """Greedy outputs of every prompt of the traffic, each computed alone."""
     engine = Harness(tiny, max_total_tokens=4096)
     found = {}
     for ids in prompts():
@@ -39,7 +40,7 @@ def expected(tiny: Path) -> dict[tuple[int, ...], list[int]]:
 
 
 def prompts() -> list[list[int]]:
-    """A few families with shared beginnings."""
+    """Return a few families of prompts with shared beginnings."""
     rng = random.Random(0)
     families = [prompt(seed, 70) for seed in range(4)]
     return [rng.choice(families)[: rng.randint(1, 70)] + prompt(100 + i, rng.randint(1, 9)) for i in range(30)]
@@ -47,7 +48,7 @@ def prompts() -> list[list[int]]:
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.deep)])
 @pytest.mark.parametrize("settings", CONFIGS)
-def test_random_traffic(
+def test_random_traffic_keeps_every_invariant(
     tiny: Path, expected: dict[tuple[int, ...], list[int]], settings: dict[str, Any], seed: int
 ) -> None:
     rng = random.Random(seed)

@@ -25,7 +25,7 @@ def fake(model: Path) -> Iterator[ServerProcess]:
 
 @pytest.fixture(scope="session")
 def keyed(model: Path) -> Iterator[ServerProcess]:
-    """Another one, with a key and a name for its model."""
+    """Another server, with a key and a name for its model."""
     flags = ("--api-key=correct-horse", "--no-events", "--served-model-name=mine")
     with running(model, *flags, fake=True) as server:
         yield server
@@ -33,7 +33,7 @@ def keyed(model: Path) -> Iterator[ServerProcess]:
 
 @pytest.fixture(scope="session")
 def speaking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
-    """A server of the model `speaks`: it says what the last message says (support.speaking)."""
+    """A server of the model `speaks`: it repeats the last message (support.speaking)."""
     folder = make_speaking_checkpoint(tmp_path_factory.mktemp("models") / "speaks")
     with running(folder, "--no-events", fake=True, environment={"FAKE_TOKEN_S": "0.001"}) as server:
         yield server
@@ -41,7 +41,7 @@ def speaking(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess
 
 @pytest.fixture(scope="module")
 def server(fake: ServerProcess) -> ServerProcess:
-    """Whom the clients below ask: a module may have another one of this name."""
+    """The server that the clients below use: a module may define another one of this name."""
     return fake
 
 

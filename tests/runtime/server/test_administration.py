@@ -1,4 +1,5 @@
-"""Sleep, new weights, profiles by HTTP: what runs, what waits, who is refused, what routers are told (real engine)."""
+"""Sleep, new weights, profiles by HTTP: effects on running and waiting requests, refusals, reports to routers (real
+engine)."""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ def told(answer: httpx.Response, status: int) -> str:
 
 
 def loads(server: ServerProcess, http: httpx.Client) -> Iterator[TreelineLoad]:
-    """What a picker is told."""
+    """Yield the load reports that a picker receives."""
     with zmq.Context() as context, context.socket(zmq.SUB) as reports:
         port = http.get("/server_info").json()["kv_events"]["load_endpoint_port_base"]
         reports.connect(f"tcp://127.0.0.1:{port}")
@@ -62,7 +63,7 @@ def loads(server: ServerProcess, http: httpx.Client) -> Iterator[TreelineLoad]:
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_asleep_nobody_is_served_and_routers_know(
+def test_a_sleeping_server_refuses_and_routers_know(
     server: ServerProcess, http: httpx.Client, admin: httpx.Client, level: int
 ) -> None:
     before = text(http)
@@ -93,7 +94,7 @@ def test_asleep_nobody_is_served_and_routers_know(
     assert not next(report for report in loads(server, http) if not report.draining).draining
 
 
-def test_sleep_ends_what_runs_or_waits_for_it(server: ServerProcess, http: httpx.Client, admin: httpx.Client) -> None:
+def test_sleep_ends_requests_or_waits_for_them(server: ServerProcess, http: httpx.Client, admin: httpx.Client) -> None:
     stream = Stream(server, 900, prompt="one", ignore_eos=True).underway()
     assert admin.post("/sleep?mode=abort").status_code == 200
     assert len(stream.ended()) < 900
@@ -114,7 +115,7 @@ def test_sleep_ends_what_runs_or_waits_for_it(server: ServerProcess, http: httpx
     assert text(http)
 
 
-def test_who_asked_and_left_before_it_began_changes_nothing(server: ServerProcess, http: httpx.Client) -> None:
+def test_a_cancelled_operation_that_had_not_begun_changes_nothing(server: ServerProcess, http: httpx.Client) -> None:
     stream = Stream(server, 900, prompt="two", ignore_eos=True).underway()
     host, port = server.admin_url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as caller:
@@ -165,7 +166,7 @@ def test_new_weights_are_waited_for(
     assert text(http) == old
 
 
-def test_a_profile_is_a_file_of_so_many_steps(http: httpx.Client, admin: httpx.Client, profiles: Path) -> None:
+def test_a_profile_is_a_file_of_the_requested_steps(http: httpx.Client, admin: httpx.Client, profiles: Path) -> None:
     started = admin.post("/start_profile", json={"num_steps": 1000}).json()
     assert told(admin.post("/start_profile"), 400).startswith("Refused: a profile is running")
     assert list(profiles.glob("treeline-profile-*")) == [Path(started["folder"])]

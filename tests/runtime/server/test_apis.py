@@ -19,7 +19,7 @@ RESPONSES_PATH, MESSAGES_PATH = "/v1/responses", "/v1/messages"
 
 
 def ids(http: httpx.Client, messages: list[Any] = MESSAGES, **more: Any) -> list[int]:
-    """Of the prompt of a chat."""
+    """Return the token ids of a chat's prompt."""
     tokens: list[int] = http.post("/tokenize", json={"messages": messages, **more}).json()["tokens"]
     return tokens
 
@@ -32,7 +32,7 @@ def text_of(http: httpx.Client, tokens: list[int]) -> str:
 # ---- answers --------------------------------------------------------------------------------------------------------
 
 
-def test_a_response_is_an_answer_to_the_chat_that_it_stands_for(client: openai.OpenAI, http: httpx.Client) -> None:
+def test_a_response_equals_the_answer_of_its_chat(client: openai.OpenAI, http: httpx.Client) -> None:
     prompt = ids(http, [{"role": "system", "content": "S"}, *MESSAGES])
     made = client.responses.create(
         model="random",
@@ -52,7 +52,7 @@ def test_a_response_is_an_answer_to_the_chat_that_it_stands_for(client: openai.O
     assert made.usage is not None
     assert (made.usage.input_tokens, made.usage.output_tokens) == (len(prompt), 9)
     assert made.usage.input_tokens_details.cached_tokens == 3
-    assert made.to_dict()["store"] is False, "whatever was asked for: nothing is"
+    assert made.to_dict()["store"] is False, "nothing is stored even on request"
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(made.id)
 
@@ -72,7 +72,7 @@ def test_a_stream_of_a_response_adds_up_to_the_response(client: openai.OpenAI) -
     assert last.response.usage == whole.usage
 
 
-def test_a_message_is_an_answer_to_the_chat_that_it_stands_for(claude: anthropic.Anthropic, http: httpx.Client) -> None:
+def test_a_message_equals_the_answer_of_its_chat(claude: anthropic.Anthropic, http: httpx.Client) -> None:
     prompt = ids(http, [{"role": "system", "content": "S"}, *MESSAGES])
     made = claude.messages.create(model="random", system="S", messages=MESSAGES, max_tokens=9)
     assert [block.to_dict() for block in made.content] == [{"type": "text", "text": text_of(http, prompt[:9])}]
@@ -87,7 +87,7 @@ def test_a_message_is_an_answer_to_the_chat_that_it_stands_for(claude: anthropic
     assert (final.content[0].to_dict(), final.usage) == (made.content[0].to_dict(), made.usage)
 
 
-def test_a_stop_sequence_is_told(claude: anthropic.Anthropic) -> None:
+def test_a_stop_sequence_is_reported(claude: anthropic.Anthropic) -> None:
     asked: dict[str, Any] = {"model": "random", "messages": MESSAGES, "max_tokens": 90, "stop_sequences": ["world"]}
     made = claude.messages.create(**asked)
     assert (made.stop_reason, made.stop_sequence) == ("stop_sequence", "world")
@@ -97,7 +97,7 @@ def test_a_stop_sequence_is_told(claude: anthropic.Anthropic) -> None:
     assert final.content[0].to_dict() == made.content[0].to_dict()
 
 
-def test_more_tokens_than_there_is_room_for_fill_the_context_of_a_message(
+def test_too_large_a_limit_fills_the_context_of_a_message(
     claude: anthropic.Anthropic, client: openai.OpenAI, http: httpx.Client
 ) -> None:
     context = http.get("/v1/models").json()["data"][0]["max_model_len"]
@@ -111,7 +111,7 @@ def test_more_tokens_than_there_is_room_for_fill_the_context_of_a_message(
     assert (refused.value.code, refused.value.param) == ("context_length_exceeded", "input")
 
 
-def test_the_tokens_of_a_message_are_counted_as_they_are(claude: anthropic.Anthropic) -> None:
+def test_the_token_count_of_a_message_equals_its_prompt(claude: anthropic.Anthropic) -> None:
     asked: dict[str, Any] = {
         "model": "random",
         "system": "S",
@@ -122,7 +122,7 @@ def test_the_tokens_of_a_message_are_counted_as_they_are(claude: anthropic.Anthr
     assert counted == usage.input_tokens + (usage.cache_read_input_tokens or 0)
 
 
-def test_the_tokens_of_a_response_are_counted_as_they_are(client: openai.OpenAI, http: httpx.Client) -> None:
+def test_the_token_count_of_a_response_equals_its_prompt(client: openai.OpenAI, http: httpx.Client) -> None:
     asked: dict[str, Any] = {
         "model": "random",
         "instructions": "S",
@@ -162,7 +162,9 @@ def test_an_echo_comes_first_whole_and_streamed(client: openai.OpenAI) -> None:
     assert streamed == [f"Well{text}" for text in plain]
 
 
-def test_a_large_body_is_read_elsewhere_to_the_same(claude: anthropic.Anthropic, client: openai.OpenAI) -> None:
+def test_a_large_body_is_read_in_a_process_with_the_same_result(
+    claude: anthropic.Anthropic, client: openai.OpenAI
+) -> None:
     long = "word " * 1200 + "x" * 4000
     large = [{"role": "user", "content": [{"type": "text", "text": long, "cache_control": {"type": "ephemeral"}}]}]
     with pytest.raises(anthropic.BadRequestError, match="maximum context length"):
@@ -200,7 +202,7 @@ PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 @pytest.fixture(scope="module")
 def scripted(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[ServerProcess]:
-    """A server whose prompts are what is said and nothing else: the first token of it is an order to the scheduler."""
+    """A server with a template that adds nothing: the first token of a prompt is an order to the scheduler."""
     folder = tmp_path_factory.mktemp("models") / "random"
     folder.mkdir()
     for file in model.iterdir():
@@ -213,14 +215,14 @@ def scripted(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[
 
 
 def order(server: ServerProcess, magic: int, then: int = 40) -> str:
-    """The text whose first tokens are these."""
+    """Return the text whose first tokens are these."""
     answer = httpx.post(
         f"{server.url}/detokenize", json={"tokens": [magic, then]}, headers={"x-api-key": "key"}, timeout=60
     )
     return str(answer.json()["text"])
 
 
-def test_an_error_in_the_midst_of_a_stream(scripted: ServerProcess) -> None:
+def test_an_error_within_a_stream_is_an_event(scripted: ServerProcess) -> None:
     text, held = order(scripted, Magic.BREAK), order(scripted, Magic.BREAK, Magic.HELD)
     with openai.OpenAI(base_url=f"{scripted.url}/v1", api_key="key", max_retries=0) as client:
         streamed = client.responses.create(model="random", input=held, stream=True)

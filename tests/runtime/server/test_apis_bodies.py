@@ -1,4 +1,4 @@
-"""Bodies of `/v1/responses` and `/v1/messages`: what is refused names its field, and no body is too much."""
+"""Bodies of `/v1/responses` and `/v1/messages`: refusals name the field, and no body is too much."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def item(**members: Any) -> dict[str, Any]:
         ("count_tokens", said({"type": "document"}), "messages[0].content[0].type"),
     ],
 )
-def test_what_cannot_be_done_is_refused_by_name(reader: Reader, kind: Kind, body: Any, param: str) -> None:
+def test_unsupported_fields_are_refused_by_name(reader: Reader, kind: Kind, body: Any, param: str) -> None:
     with pytest.raises(ApiError) as refused:
         read(reader, kind, (ASK if kind == "responses" else SAY) | body)
     assert refused.value.status == 400
@@ -209,13 +209,13 @@ def test_what_cannot_be_done_is_refused_by_name(reader: Reader, kind: Kind, body
         ),
     ],
 )
-def test_what_real_clients_send_is_taken(reader: Reader, kind: Kind, body: Any) -> None:
+def test_requests_of_popular_clients_are_accepted(reader: Reader, kind: Kind, body: Any) -> None:
     task = read(reader, kind, (ASK if kind == "responses" else SAY) | body)
     assert isinstance(task, ChatTask)
     assert task.stream == bool(body.get("stream"))
 
 
-def test_an_effort_is_a_hint_where_the_template_has_no_place_for_it(reader: Reader) -> None:
+def test_an_effort_is_a_hint_if_the_template_ignores_it(reader: Reader) -> None:
     bundle = TokenizerBundle.build(small_bundle().tokenizer_json, chat_template=SOURCE.replace("reasoning_effort", "x"))
     prompts = Prompts(bundle)
     try:
@@ -232,14 +232,14 @@ def test_an_effort_is_a_hint_where_the_template_has_no_place_for_it(reader: Read
         prompts.close()
 
 
-def test_a_client_is_told_to_go_on_without_threads() -> None:
+def test_a_refused_thread_has_anthropics_error_code() -> None:
     error = ApiError(400, "no", param="thread", code=NO_THREADS)
     told = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
     assert anthropic_error(error)["error"] == {"type": "invalid_request_error", "message": "no", "details": told}
     assert "details" not in anthropic_error(ApiError(400, "no", code="other"))["error"]
 
 
-def test_a_prompt_is_that_of_the_chat_and_counted_so(reader: Reader) -> None:
+def test_a_prompt_and_its_count_equal_the_chats(reader: Reader) -> None:
     chat = read(reader, "chat", {"messages": SAY["messages"], "cache_salt": "s"})
     asked = read(reader, "responses", ASK | {"cache_salt": "s"})
     told = read(reader, "messages", SAY | {"cache_salt": "s"})
@@ -255,7 +255,7 @@ LOOSE = {**SCHEMA, "additonalProperties": False, "x-note": 1, "properties": {"x"
 
 
 def _asked(strict: bool) -> dict[str, Any]:
-    """By each of the ways in which a schema is asked for."""
+    """Return a request for each way to ask for a schema."""
     wrapped = {"type": "json_schema", "json_schema": {"name": "n", "schema": LOOSE, "strict": strict}}
     function = {"type": "function", "function": {"name": "f", "parameters": LOOSE, "strict": strict}}
     called = {"tools": [function], "tool_choice": "required"}
@@ -263,7 +263,7 @@ def _asked(strict: bool) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("where", ["response_format.json_schema.schema", "tools.f"])
-def test_words_of_a_schema_that_say_nothing_are_named(
+def test_keywords_of_a_schema_without_effect_are_named(
     reader: Reader, where: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     asked = {strict: {"messages": SAY["messages"], **_asked(strict)[where]} for strict in (True, False)}
@@ -284,12 +284,12 @@ def test_words_of_a_schema_that_say_nothing_are_named(
         {"format": {"type": "or", "elements": [{"type": "json_schema", "json_schema": LOOSE}]}},
     ],
 )
-def test_words_of_a_schema_in_a_structural_tag_are_named_too(reader: Reader, tag: dict[str, Any]) -> None:
+def test_keywords_of_a_schema_in_a_structural_tag_are_named_too(reader: Reader, tag: dict[str, Any]) -> None:
     told = read(reader, "chat", {"messages": SAY["messages"], "structural_tag": tag}).ignored
     assert [name.rpartition("/")[2] for name in told] == ["additonalProperties", "format.zip"]
 
 
-def test_formats_of_outputs_are_a_chats_grammars(reader: Reader) -> None:
+def test_output_formats_become_the_chats_grammars(reader: Reader) -> None:
     def grammar(kind: Kind, body: Any) -> Any:
         return read(reader, kind, body).prompts[0].sampling.grammar
 
@@ -372,7 +372,7 @@ def status(reader: Reader, kind: Kind, body: Any) -> int:
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(BODY, st.sampled_from(["responses", "messages", "count_tokens"]), st.booleans())
-def test_no_body_is_the_servers_fault(reader: Reader, body: dict[str, Any], kind: Kind, whole: bool) -> None:
+def test_any_invalid_body_is_a_client_error(reader: Reader, body: dict[str, Any], kind: Kind, whole: bool) -> None:
     if whole:
         body = (ASK if kind == "responses" else SAY) | body
     assert status(reader, kind, body) in (200, 400, 404)

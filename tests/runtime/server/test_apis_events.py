@@ -38,7 +38,7 @@ REPEATED = json.dumps(
 ).encode()
 TASK = ChatTask(rid="resp_1", prompts=[GenerateReq("", [1] * 10, SamplingParams())], repeated=REPEATED)
 PROMPTS: Any = None
-"""Of a chat whose output is not parsed."""
+"""Prompts of a chat whose output is not parsed."""
 Event = dict[str, Any]
 STOP, LENGTH = FinishReason("stop", matched=3), FinishReason("length")
 WORK: list[Part] = [
@@ -70,7 +70,7 @@ def output(finish: FinishReason | None) -> TextOut:
 
 
 def told(events: EventMaker, parts: list[Part], finish: FinishReason = STOP) -> list[Event]:
-    """Each event as it was when it was told."""
+    """Return each event as it was when it was sent."""
 
     def all() -> Iterator[Event]:
         yield from events.begin(output(None))
@@ -82,7 +82,7 @@ def told(events: EventMaker, parts: list[Part], finish: FinishReason = STOP) -> 
 
 
 def answer(events: EventMaker) -> dict[str, Any]:
-    """As it leaves."""
+    """Return the answer as it is sent."""
     made: dict[str, Any] = json.loads(encode_json(events.answer))
     return made
 
@@ -110,7 +110,7 @@ def test_the_events_of_a_response_come_in_openais_order() -> None:
     assert [item.get("content", []) for item in added] == [[]] * 4, "each as it was then"
 
 
-def test_a_whole_response_is_what_its_stream_adds_up_to() -> None:
+def test_a_whole_response_equals_the_sum_of_its_stream() -> None:
     events = responses()
     last = told(events, WORK)[-1]
     made = answer(events)
@@ -131,7 +131,7 @@ def test_a_whole_response_is_what_its_stream_adds_up_to() -> None:
     }
 
 
-def test_a_response_that_is_cut_off_says_so_and_of_which_item() -> None:
+def test_a_truncated_response_marks_itself_and_its_item() -> None:
     events = responses()
     last = told(events, [Said("a"), CallBegun(0, "f"), CallArguments(0, '{"x')], LENGTH)[-1]
     assert (last["type"], last["response"]["status"]) == ("response.incomplete", "incomplete")
@@ -139,7 +139,7 @@ def test_a_response_that_is_cut_off_says_so_and_of_which_item() -> None:
     assert [item["status"] for item in last["response"]["output"]] == ["completed", "incomplete"]
 
 
-def test_a_response_that_fails_keeps_what_came() -> None:
+def test_a_failed_response_keeps_its_partial_output() -> None:
     events = responses()
     list(events.begin(output(None)))
     list(events.take(Said("so far")))
@@ -156,7 +156,7 @@ def test_a_response_that_fails_keeps_what_came() -> None:
     assert (aborted["type"], aborted["response"]["error"]["message"]) == ("response.failed", "aborted")
 
 
-def test_who_shares_the_cache_is_not_told_of_it() -> None:
+def test_clients_that_share_a_cache_get_no_cached_counts() -> None:
     task = msgspec.structs.replace(TASK, hides_cache=True)
     usage = told(ResponseEvents(task, PROMPTS, "m"), [Said("a")])[-1]["response"]["usage"]
     assert "input_tokens_details" not in usage
@@ -196,14 +196,14 @@ def test_the_events_of_a_message_come_in_anthropics_order() -> None:
         ([Said("a")], STOP, True, "end_turn"),
     ],
 )
-def test_why_a_message_ended(parts: list[Part], finish: FinishReason, fills: bool, reason: str) -> None:
+def test_a_message_has_its_stop_reason(parts: list[Part], finish: FinishReason, fills: bool, reason: str) -> None:
     events = messages(fills_context=fills)
     told(events, parts, finish)
     matched = finish.matched if isinstance(finish.matched, str) else None
     assert (events.answer.stop_reason, events.answer.stop_sequence) == (reason, matched)
 
 
-def test_a_message_that_somebody_ended_is_an_error() -> None:
+def test_a_message_ended_by_an_operator_is_an_error() -> None:
     with pytest.raises(ApiError, match="aborted"):
         told(messages(), [Said("a")], FinishReason("abort", message="aborted"))
 
@@ -220,7 +220,7 @@ def test_a_message_that_somebody_ended_is_an_error() -> None:
         ('{"x":' + "[" * 5000 + "]" * 5000 + "}", None),
     ],
 )
-def test_what_a_model_writes_as_arguments_is_an_object(arguments: str, input: Any) -> None:
+def test_a_models_arguments_become_an_object(arguments: str, input: Any) -> None:
     events = messages()
     told(events, [CallBegun(0, "f"), CallArguments(0, arguments)])
     made = json.loads(encode_json(events.answer))["content"][0]["input"]
@@ -234,7 +234,7 @@ TEXT = st.text(alphabet="ab \n", max_size=4)
 
 @st.composite
 def outputs(draw: st.DrawFn) -> list[Part]:
-    """Parts in an order in which parsers find them."""
+    """Draw parts in an order in which parsers find them."""
     parts = list[Part]()
     calls = itertools.count()
     for kind in draw(st.lists(st.sampled_from(["thought", "said", "call"]), max_size=6)):
@@ -282,7 +282,7 @@ def test_the_deltas_of_a_response_add_up_to_its_items(parts: list[Part], finish:
 
 @settings(max_examples=80, deadline=None)
 @given(outputs(), FINISHES)
-def test_both_apis_tell_the_same_of_an_output(parts: list[Part], finish: FinishReason) -> None:
+def test_both_apis_describe_an_output_equally(parts: list[Part], finish: FinishReason) -> None:
     of_openai, of_anthropic = responses(), messages()
     told(of_openai, parts, finish)
     events = told(of_anthropic, parts, finish)

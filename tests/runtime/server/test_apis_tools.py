@@ -1,7 +1,5 @@
-"""Tools, reasoning and structured output of `/v1/responses` and `/v1/messages`, through a real server.
-
-The scheduler has no model: it says what the last message says (`Magic.SPEAK`), so that outputs are ours.
-"""
+"""Tools, reasoning and structured output of `/v1/responses` and `/v1/messages`, through a real server. The scheduler
+has no model: it repeats the last message (`Magic.SPEAK`), so that the tests choose outputs."""
 
 from __future__ import annotations
 
@@ -86,7 +84,7 @@ def test_a_message_that_thinks_and_calls(claude: anthropic.Anthropic, http: http
             judge.answer("/v1/messages", kind="text/event-stream").validate(event)
 
 
-def test_what_was_answered_may_come_back(client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
+def test_an_answer_may_be_sent_back(client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
     made = client.responses.create(model="speaks", input=WORK, tools=TOOLS)
     items: list[Any] = [*says(WORK), *(item.to_dict() for item in made.output)]
     results = [
@@ -109,7 +107,7 @@ def test_what_was_answered_may_come_back(client: openai.OpenAI, claude: anthropi
     assert final.stop_reason == "end_turn"
 
 
-def test_a_tool_that_is_not_to_be_called_is_text(client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
+def test_a_call_of_a_forbidden_tool_is_text(client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
     made = client.responses.create(model="speaks", input=f"Hi {NOW}", tools=TOOLS, tool_choice="none")
     assert [item.type for item in made.output] == ["message"]
     none: Any = {"type": "none"}
@@ -119,7 +117,7 @@ def test_a_tool_that_is_not_to_be_called_is_text(client: openai.OpenAI, claude: 
     assert ([block.type for block in said.content], said.stop_reason) == (["text"], "end_turn")
 
 
-def test_one_call_where_one_is_allowed(client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
+def test_only_one_call_is_made_if_parallel_calls_are_off(client: openai.OpenAI, claude: anthropic.Anthropic) -> None:
     made = client.responses.create(model="speaks", input=f"{CALL}\n{NOW}", tools=TOOLS, parallel_tool_calls=False)
     assert [item.type for item in made.output] == ["function_call"]
     one: Any = {"type": "auto", "disable_parallel_tool_use": True}

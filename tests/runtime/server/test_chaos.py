@@ -1,5 +1,5 @@
 """64 clients at once through the real server, with a cache much smaller than their load: they leave in every phase,
-stop at random strings, ask for what cannot be. Whoever stays gets what a quiet server answers, and nothing is left.
+stop at random strings, send invalid requests. The others get a quiet server's answers, and nothing is left over.
 
 Retractions are rare here; tests/runtime/scheduler/test_stress.py has them for sure.
 
@@ -32,7 +32,7 @@ TOKENS = 24
 END = json.loads((TINY / "config.json").read_text())["eos_token_id"]
 FLAGS = ("--page-size=4", "--max-total-tokens=512", "--max-running-requests=32", "--chunked-prefill-size=96")
 RSS_GROWTH = 48 << 20
-"""Of all processes together, after the first third of the load."""
+"""Bytes of all processes together, after the first third of the load."""
 
 
 def prompts() -> list[str]:
@@ -48,7 +48,7 @@ def prompts() -> list[str]:
 
 @dataclass(frozen=True)
 class Quiet:
-    """What a server without other requests answers."""
+    """The answer of a server without other requests."""
 
     prompt: str
     ids: list[int]
@@ -121,7 +121,7 @@ class Chaos:
         assert (found["output_ids"], found["text"]) == (quiet.ids, quiet.text)
 
     async def leave_early(self, rng: random.Random, quiet: Quiet) -> None:
-        """While it waits, or its prompt is computed, or a little later."""
+        """Leave while the request waits, or its prompt is computed, or a little later."""
         try:
             async with asyncio.timeout(rng.uniform(0, 0.3)):
                 await self.http.post("/generate", json=body(quiet.prompt))
@@ -163,7 +163,7 @@ def resident(processes: list[psutil.Process]) -> int:
     return sum(process.memory_info().rss for process in processes)
 
 
-async def test_survivors_answers_are_right_and_nothing_is_left(
+async def test_surviving_clients_get_correct_answers_and_nothing_is_left(
     server: ServerProcess, expected: list[Quiet], request: pytest.FixtureRequest
 ) -> None:
     seconds = request.config.getoption("--chaos-seconds")

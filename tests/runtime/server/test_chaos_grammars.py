@@ -1,5 +1,5 @@
-"""Grammars in numbers through the real server: many at once, some hostile, clients gone while theirs is compiled.
-Whoever is free is served meanwhile, and nothing is left."""
+"""Many grammars at once through the real server: some are hostile, some clients leave while theirs is compiled. Free
+requests are served meanwhile, and nothing is left over."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def number(i: int) -> dict[str, Any]:
     return {"regex": f"{i}-[0-9]{{3}}"}
 
 
-def test_the_first_grammar_finds_everything_ready(tmp_path: Path) -> None:
-    """A large vocabulary is read, and a process started, in the background, without having been asked."""
+def test_the_first_grammar_does_not_wait_for_warming(tmp_path: Path) -> None:
+    """A large vocabulary is read, and a process started, in the background, before any request."""
     config = json.loads((make_checkpoint(tmp_path) / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"vocab_size": 40_000}))
     with running(tmp_path, "--load-format=dummy") as server, server.client() as http:
@@ -55,13 +55,13 @@ def test_the_first_grammar_finds_everything_ready(tmp_path: Path) -> None:
 
 
 def processes(server: ServerProcess) -> dict[int, str]:
-    """Those of the server that live, by id."""
+    """Return the server's live processes: id and command line."""
     found = psutil.Process(server.process.pid).children(recursive=True)
     return {one.pid: " ".join(one.cmdline()) for one in found if one.status() != psutil.STATUS_ZOMBIE}
 
 
 async def free_ones(http: httpx.AsyncClient, others: asyncio.Future[Any]) -> int:
-    """How many were answered until the others were."""
+    """Count the requests answered until the others are."""
     count = 0
     while not others.done():
         answer = await http.post("/generate", json=body(4, ignore_eos=True))
@@ -71,7 +71,7 @@ async def free_ones(http: httpx.AsyncClient, others: asyncio.Future[Any]) -> int
 
 
 async def leaves(http: httpx.AsyncClient, i: int) -> None:
-    """While its grammar, which nobody else has, waits or is compiled."""
+    """Send a request whose grammar no other has, and leave while it waits or is compiled."""
     asking = asyncio.create_task(http.post("/generate", json=body(**number(10_000 + i))))
     for _ in range(i % 7):
         await asyncio.sleep(0)
@@ -117,7 +117,7 @@ CHAT_FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": UNI
     ],
     ids=str,
 )
-def test_a_grammar_that_cannot_be_had_is_blamed_on_its_field(
+def test_an_impossible_grammar_is_blamed_on_its_field(
     server: ServerProcess, path: str, asked: dict[str, Any], param: str
 ) -> None:
     needed = {"messages": [{"role": "user", "content": "hi"}]} if path.endswith("/chat/completions") else {}
@@ -131,7 +131,7 @@ def test_a_grammar_that_cannot_be_had_is_blamed_on_its_field(
     assert f"Invalid value for {param!r}: " in refused.value.message
 
 
-def test_a_grammar_that_cannot_be_had_is_named_to_anthropics_client(server: ServerProcess) -> None:
+def test_an_impossible_grammar_is_named_to_anthropics_client(server: ServerProcess) -> None:
     said: dict[str, Any] = {"model": "tiny", "max_tokens": 5, "messages": [{"role": "user", "content": "hi"}]}
     format = {"type": "json_schema", "schema": UNIQUE}
     tool = {"name": "f", "strict": True, "input_schema": UNIQUE_TOOL}

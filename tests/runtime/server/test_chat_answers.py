@@ -1,4 +1,4 @@
-"""Deltas and messages of a choice, from outputs as they come (the engine's text is ours)."""
+"""Deltas and messages of a choice, from outputs as they come (the tests choose the engine's text)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def choice(shown: Shown = TOLD, reasoning: str | None = "qwen3", tools: str | No
 
 
 def takes(made: Choice, texts: list[str], finish: FinishReason) -> list[list[Part]]:
-    """What each output adds."""
+    """Return the parts that each output adds."""
 
     async def feed() -> list[list[Part]]:
         pacer = Pacer()
@@ -48,19 +48,19 @@ def takes(made: Choice, texts: list[str], finish: FinishReason) -> list[list[Par
 
 
 def told(made: Choice, texts: list[str]) -> list[dict[str, Any]]:
-    """As deltas."""
+    """Return the answer as deltas."""
     return [msgspec.to_builtins(delta) for parts in takes(made, texts, STOP) for delta in deltas(parts)]
 
 
 def whole(made: Choice, texts: list[str], finish: FinishReason = STOP, *, reasons: bool = False) -> dict[str, Any]:
-    """As a message."""
+    """Return the answer as a message."""
     parts = [part for some in takes(made, texts, finish) for part in some]
     found: dict[str, Any] = msgspec.to_builtins(message(parts, reasons=reasons))
     return found
 
 
 def plain(message: dict[str, Any]) -> dict[str, Any]:
-    """Without ids, which are others each time."""
+    """Return the message without ids, which differ each time."""
     calls = [call["function"] for call in message.get("tool_calls", ())]
     assert len({call["id"] for call in message.get("tool_calls", ())}) == len(calls)
     return {**message, "tool_calls": calls}
@@ -77,7 +77,7 @@ WHOLE: dict[str, Any] = {
 
 
 @given(st.lists(st.integers(0, 1000), max_size=20))
-def test_the_message_does_not_depend_on_where_the_text_was_cut(cuts: list[int]) -> None:
+def test_the_message_does_not_depend_on_the_cuts_of_the_text(cuts: list[int]) -> None:
     made = choice()
     found = plain(whole(made, pieces(OUTPUT, cuts), reasons=True))
     assert found == WHOLE
@@ -104,7 +104,7 @@ def test_the_official_client_puts_the_deltas_together(cuts: list[int]) -> None:
     assert all(call.id.startswith("call_") and call.type == "function" for call in found.tool_calls)
 
 
-def test_a_delta_begins_a_call_and_others_go_on_with_it() -> None:
+def test_a_delta_begins_a_call_and_others_continue_it() -> None:
     sent = [delta for delta in told(choice(), list(OUTPUT)) if "tool_calls" in delta]
     calls = [delta["tool_calls"][0] for delta in sent]
     begun = [index for index, call in enumerate(calls) if "id" in call]
@@ -115,7 +115,7 @@ def test_a_delta_begins_a_call_and_others_go_on_with_it() -> None:
     assert len(calls) > 10, "the arguments came as they were written"
 
 
-def test_what_comes_at_once_is_few_deltas() -> None:
+def test_text_that_arrives_at_once_is_few_deltas() -> None:
     assert [list(delta) for delta in told(choice(), [OUTPUT])] == [
         ["reasoning_content", "reasoning"],
         ["content"],
@@ -124,7 +124,7 @@ def test_what_comes_at_once_is_few_deltas() -> None:
     ]
 
 
-def test_content_is_null_where_there_are_calls_alone() -> None:
+def test_content_is_null_if_there_are_only_calls() -> None:
     found = whole(choice(reasoning=None), [CALLS])
     assert found["content"] is None
     assert "reasoning" not in found
@@ -146,14 +146,14 @@ def test_content_is_null_where_there_are_calls_alone() -> None:
         (FinishReason("abort"), "abort"),
     ],
 )
-def test_a_call_that_was_cut_off_is_told_as_far_as_it_came(finish: FinishReason, expected: str) -> None:
+def test_a_truncated_call_is_sent_as_far_as_it_came(finish: FinishReason, expected: str) -> None:
     made = choice(reasoning=None)
     (call,) = whole(made, [CALLS[: CALLS.index("Kiel") + 2]], finish)["tool_calls"]
     assert call["function"] == {"name": "weather", "arguments": '{"city": "Ki'}
     assert made.finish_reason(finish) == expected
 
 
-def test_an_answer_without_calls_ends_as_it_did() -> None:
+def test_an_answer_without_calls_keeps_its_finish_reason() -> None:
     made = Choice(None, TOLD, SpecialTokens([]))
     assert whole(made, ["a", "b"])["content"] == "ab"
     assert made.finish_reason(STOP) == "stop"

@@ -1,4 +1,4 @@
-"""What requests ask the engine for: grammars, special tokens, and how their outputs are read."""
+"""Requests are translated for the engine: grammars, special tokens, and the parsing of their outputs."""
 
 from __future__ import annotations
 
@@ -130,14 +130,14 @@ def test_each_prompt_of_a_batch_has_its_own_params_or_those_of_all(tokenizer: st
     assert told == [(0.5, True), (1.0, False), (0.25, False), (0.25, False)]
 
 
-def test_stop_tokens_are_told_once_and_shared_by_all_choices(tokenizer: str) -> None:
+def test_stop_tokens_are_sent_once_and_shared_by_all_choices(tokenizer: str) -> None:
     task = read(reader(tokenizer), "completion", prompt="a", n=3, seed=1, stop_token_ids=[5, 6, 5] * 40)
     first, *others = task.requests()
     assert first.sampling.stop_token_ids == (5, 6)
     assert all(other.sampling.stop_token_ids is first.sampling.stop_token_ids for other in others)
 
 
-def test_a_grammar_says_itself_where_it_ends(tokenizer: str) -> None:
+def test_a_grammar_determines_its_own_end(tokenizer: str) -> None:
     made = reader(tokenizer)
     assert "'min_tokens' and 'regex' contradict" in refused(made, "min_tokens", min_tokens=2, **REGEX)
     assert grammar(made, min_tokens=0, **REGEX) is not None
@@ -184,7 +184,7 @@ def test_only_calls_that_are_required_or_strict_are_constrained(tokenizer: str) 
         assert '"x": {"type": "integer"}' in found
 
 
-def test_an_answer_is_as_constrained_or_calls(tokenizer: str) -> None:
+def test_a_constrained_answer_may_be_calls_instead(tokenizer: str) -> None:
     made = reader(tokenizer, Formats(None, "hermes"))
     either = structure(made, tools=[TOOL], response_format={"type": "json_object"})
     assert either["type"] == "or"
@@ -196,7 +196,7 @@ def test_an_answer_is_as_constrained_or_calls(tokenizer: str) -> None:
     assert grammar(made, tools=[TOOL], tool_choice="none", **REGEX) == Grammar("regex", "a+")
 
 
-def test_harmony_has_reasoning_answer_and_calls_in_one(tokenizer: str) -> None:
+def test_harmony_combines_reasoning_answer_and_calls(tokenizer: str) -> None:
     made = reader(tokenizer, HARMONY)
     assert grammar(made, **REGEX) == Grammar("regex", "a+", "<|channel|>final<|message|>")
     assert structure(made, tools=[TOOL], tool_choice="required")
@@ -204,7 +204,7 @@ def test_harmony_has_reasoning_answer_and_calls_in_one(tokenizer: str) -> None:
     refused(made, "separate_reasoning", separate_reasoning=False)
 
 
-def test_what_is_looked_for_in_an_output(tokenizer: str) -> None:
+def test_outputs_are_parsed_by_the_requests_settings(tokenizer: str) -> None:
     made = reader(tokenizer)
     assert chat(reader(tokenizer, Formats())).parsing is None
     task = chat(made)
@@ -220,7 +220,7 @@ def test_what_is_looked_for_in_an_output(tokenizer: str) -> None:
     )
 
 
-def test_tools_must_reach_the_model_and_be_found(tokenizer: str) -> None:
+def test_tools_need_a_template_and_a_parser(tokenizer: str) -> None:
     assert "--tool-call-parser" in refused(reader(tokenizer, Formats("qwen3")), "tools", tools=[TOOL])
     assert "no place" in refused(reader(tokenizer, HERMES, "{{ messages[0].content }}"), "tools", tools=[TOOL])
     tokens = [
@@ -240,7 +240,7 @@ def test_tools_must_reach_the_model_and_be_found(tokenizer: str) -> None:
         ("{{ messages[0].content }}", ["none", None]),
     ],
 )
-def test_an_effort_is_for_templates_that_go_by_it(tokenizer: str, template: str, efforts: list[str | None]) -> None:
+def test_an_effort_reaches_templates_that_use_it(tokenizer: str, template: str, efforts: list[str | None]) -> None:
     made = reader(tokenizer, Formats(), template + "hi")
     for effort in efforts:
         assert chat(made, reasoning_effort=effort)
@@ -279,14 +279,14 @@ def test_formats_are_guessed_from_the_template(tokenizer: str, template: str, ex
     assert formats_of(bundle, "deepseek-r1", "pythonic") == Formats("deepseek_r1", "pythonic")
 
 
-def test_a_format_that_is_not_known_is_named(tokenizer: str) -> None:
+def test_an_unknown_format_is_named(tokenizer: str) -> None:
     bundle = TokenizerBundle.build(tokenizer)
     for reasoning, tools in (("hermit", "none"), ("none", "hermit")):
         with pytest.raises(ConfigError, match=r"unknown .* parser 'hermit'; known: "):
             formats_of(bundle, reasoning, tools)
 
 
-def test_a_server_does_not_start_with_a_format_that_is_not_known(model: Path) -> None:
+def test_a_server_does_not_start_with_an_unknown_format(model: Path) -> None:
     args = parse_args(["--model", str(model), "--tool-call-parser=hermit"])
     with pytest.raises(ServeError, match=r"^unknown tool call parser .hermit.; known: .*hermes"):
         ServedModel.read(args, model)
@@ -294,7 +294,7 @@ def test_a_server_does_not_start_with_a_format_that_is_not_known(model: Path) ->
     assert found.formats == Formats("deepseek_r1")
 
 
-def test_an_answer_comes_back_with_what_clients_keep_with_it() -> None:
+def test_an_answer_may_return_with_the_fields_that_clients_keep() -> None:
     kept = {"parsed": {"a": 1}, "provider_specific_fields": {"refusal": None}, "reasoning_details": [{"text": "x"}]}
     check_messages([{"role": "assistant", "content": "hi", **kept, "thinking_blocks": [{}]}], lambda name: False)
     for role in ("user", "tool"):
@@ -314,7 +314,7 @@ def prompt_of(made: Reader, **body: Any) -> str:
     return made.prompts.decode(chat(made, **body).prompts[0].input_ids, skip_special_tokens=False)
 
 
-def test_a_given_template_stands_in_place_of_the_models_as_transformers_renders_it(tokenizer: str) -> None:
+def test_a_given_template_replaces_the_models_and_renders_as_in_transformers(tokenizer: str) -> None:
     made = reader(tokenizer)
     judge = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer.from_str(tokenizer), **made.prompts.bundle.special_tokens
@@ -332,7 +332,7 @@ def test_a_given_template_stands_in_place_of_the_models_as_transformers_renders_
     assert msgspec.json.decode(tokens.body)["count"] == len(chat(made, chat_template=GIVEN).prompts[0].input_ids)
 
 
-def test_documents_are_ignored_where_the_template_has_no_place_for_them(tokenizer: str) -> None:
+def test_documents_are_ignored_if_the_template_does_not_use_them(tokenizer: str) -> None:
     assert chat(reader(tokenizer), documents=[{"text": "x"}]).ignored == ("documents",)
 
 
@@ -348,7 +348,7 @@ def test_documents_are_ignored_where_the_template_has_no_place_for_them(tokenize
         ("x" * 40_000, "32768"),
     ],
 )
-def test_what_a_given_template_may_do_is_bounded(tokenizer: str, template: str, said: str) -> None:
+def test_the_work_of_a_given_template_is_bounded(tokenizer: str, template: str, said: str) -> None:
     made = reader(tokenizer)
     with pytest.raises(ApiError) as caught:
         chat(made, chat_template=template)

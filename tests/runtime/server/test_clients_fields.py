@@ -1,4 +1,4 @@
-"""What the field's own clients send: copied from their sources, one request each, all answered."""
+"""Requests of popular clients, copied from their sources, one each, are all answered."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_the_usage_so_far_comes_with_each_chunk(http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("value", [2.0, 2])
-def test_an_integer_may_be_written_with_a_fraction_of_nothing(http: httpx.Client, value: float) -> None:
+def test_an_integer_may_be_written_with_a_zero_fraction(http: httpx.Client, value: float) -> None:
     for path, body in (
         (CHAT, {"messages": SAY, "max_tokens": value, "n": value, "seed": value, "top_k": value}),
         (TEXT, {"prompt": "a", "max_tokens": value, "min_tokens": value, "stop_token_ids": [value]}),
@@ -193,7 +193,7 @@ def test_an_integer_may_be_written_with_a_fraction_of_nothing(http: httpx.Client
 
 
 @pytest.mark.parametrize("value", ["1.5", "1e400", "-1e400", "1e300", "NaN", "true", '"1"', "-1.0", "9" * 400])
-def test_what_is_no_integer_is_refused(http: httpx.Client, value: str) -> None:
+def test_a_non_integer_is_refused(http: httpx.Client, value: str) -> None:
     for path, body in (
         (CHAT, '{"messages":[{"role":"user","content":"a"}],"max_tokens":%s}'),
         (TEXT, '{"prompt":"a","max_tokens":%s}'),
@@ -205,7 +205,7 @@ def test_what_is_no_integer_is_refused(http: httpx.Client, value: str) -> None:
         assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
-def test_server_info_says_what_kits_read(http: httpx.Client) -> None:
+def test_server_info_has_the_fields_that_kits_read(http: httpx.Client) -> None:
     info = http.get("/server_info").json()
     assert info["disable_radix_cache"] is False
     assert info["tokenizer_path"]
@@ -246,7 +246,7 @@ def test_min_tokens_holds_back_stop_strings(client: openai.OpenAI, http: httpx.C
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
-def test_a_large_answer_comes_whole(http: httpx.Client, path: str) -> None:
+def test_a_large_answer_is_sent_completely(http: httpx.Client, path: str) -> None:
     prompt = (
         {"messages": SAY, "logprobs": True, "top_logprobs": 1}
         if path == CHAT

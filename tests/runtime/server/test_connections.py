@@ -24,7 +24,7 @@ class Impatient(HttpProtocol):
 
 
 async def application(released: asyncio.Event, scope: dict[str, object], receive: object, send: object) -> None:
-    """Reads the body and answers; `/big` answers 32 MB, `/echo` the body, `/held` a half until `released`."""
+    """Reads the body and answers; `/big` with 32 MB, `/echo` with the body, `/held` with a half until `released`."""
     body = b""
     while True:
         message = await receive()  # type: ignore[operator]
@@ -49,7 +49,7 @@ async def application(released: asyncio.Event, scope: dict[str, object], receive
 
 
 class Conversation:
-    """One connection to a server whose patience is short."""
+    """One connection to a server with short time limits."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -62,7 +62,7 @@ class Conversation:
         self.writer.close()
 
     async def until_closed(self) -> bytes:
-        """What came, also where the end is a reset: of a connection into which was still written."""
+        """Return everything read until the end or a reset, which a client gets that still writes."""
         said = b""
         async with asyncio.timeout(60):
             with contextlib.suppress(ConnectionResetError):
@@ -72,7 +72,7 @@ class Conversation:
 
 
 class Served:
-    """uvicorn with our protocol, for the length of a block."""
+    """Runs uvicorn with our protocol during a block."""
 
     def __init__(self) -> None:
         self.released = asyncio.Event()
@@ -111,7 +111,7 @@ class Served:
         (b"POST / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n5\r\nabc", b"HTTP/1.1 408 "),
     ],
 )
-async def test_a_request_that_stops_half_way_is_ended(sent: bytes, answer: bytes) -> None:
+async def test_a_stalled_request_is_ended(sent: bytes, answer: bytes) -> None:
     async with Served() as port, Conversation(port) as talk:
         talk.writer.write(sent)
         said = await talk.until_closed()
@@ -123,7 +123,7 @@ async def test_a_request_that_stops_half_way_is_ended(sent: bytes, answer: bytes
     "half",
     [b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 10\r\n\r\nhalf", b"GET / HTTP/1.1\r\nhost: a\r\nx: "],
 )
-async def test_a_request_that_stops_half_way_behind_another_leaves_the_answer_of_that_alone(half: bytes) -> None:
+async def test_a_stalled_request_does_not_interrupt_the_previous_answer(half: bytes) -> None:
     served = Served()
     async with served as port, Conversation(port) as talk:
         talk.writer.write(b"GET /held HTTP/1.1\r\nhost: a\r\n\r\n" + half)
@@ -149,7 +149,7 @@ async def test_a_request_that_trickles_is_ended() -> None:
         assert time.monotonic() - started >= 1.0
 
 
-async def test_a_request_that_comes_in_parts_is_answered_and_the_connection_kept() -> None:
+async def test_a_request_in_parts_is_answered_and_the_connection_kept() -> None:
     async with Served() as port, Conversation(port) as talk:
         for _ in range(2):
             for part in (b"POST / HTTP/1.1\r\nhost", b": a\r\ncontent-length: 4\r\n\r\n", b"ab", b"cd"):
@@ -168,7 +168,7 @@ async def test_endless_headers_are_refused() -> None:
         assert (await talk.until_closed()).startswith(b"HTTP/1.1 431 ")
 
 
-async def test_a_client_that_takes_nothing_of_its_answer_is_left() -> None:
+async def test_a_client_that_reads_nothing_is_disconnected() -> None:
     async with Served() as port, Conversation(port) as talk:
         talk.writer.transport.pause_reading()  # type: ignore[attr-defined]
         talk.writer.write(b"GET /big HTTP/1.1\r\nhost: a\r\n\r\n")
@@ -191,7 +191,7 @@ UPGRADES = {
     [(b"content-length: 4", b"abcd"), (b"transfer-encoding: chunked", b"4\r\nabcd\r\n0\r\n\r\n")],
 )
 @pytest.mark.parametrize("apart", [False, True])
-async def test_an_offered_upgrade_is_ignored_and_the_body_kept(
+async def test_a_requested_upgrade_is_ignored_and_the_body_kept(
     offer: str, framing: bytes, body: bytes, apart: bool
 ) -> None:
     head = b"POST /echo HTTP/1.1\r\nhost: a\r\n" + UPGRADES[offer] + framing + b"\r\n\r\n"
@@ -210,7 +210,7 @@ async def test_an_offered_upgrade_is_ignored_and_the_body_kept(
             assert (await talk.reader.readuntil(b"ok")).startswith(b"HTTP/1.1 200 ")
 
 
-async def test_a_body_behind_an_offered_upgrade_must_arrive_in_time() -> None:
+async def test_a_body_after_a_requested_upgrade_must_arrive_in_time() -> None:
     async with Served() as port, Conversation(port) as talk:
         talk.writer.write(b"POST / HTTP/1.1\r\n" + UPGRADES["h2c"] + b"content-length: 4\r\n\r\nab")
         assert (await talk.until_closed()).startswith(b"HTTP/1.1 408 ")
@@ -240,7 +240,7 @@ def test_head_is_get_without_a_body(http: httpx.Client) -> None:
     assert http.head("/nowhere").status_code == 404
 
 
-def test_a_method_that_a_path_has_not_is_405_and_the_answer_names_the_one_it_has(http: httpx.Client) -> None:
+def test_a_wrong_method_is_405_and_the_answer_names_the_right_one(http: httpx.Client) -> None:
     for method, path, has in (
         ("GET", "/v1/completions", "POST"),
         ("DELETE", "/v1/models/some", "GET"),

@@ -1,4 +1,4 @@
-"""What every request passes before its endpoint."""
+"""The dependencies that every request passes before its endpoint."""
 
 from __future__ import annotations
 

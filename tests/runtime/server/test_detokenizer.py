@@ -35,7 +35,7 @@ def texts(turn: DetokenizerOutput) -> list[TextOut]:
     return [out for message in turn.to_http if isinstance(message, BatchTextOut) for out in message.outs]
 
 
-def test_outputs_that_overtake_their_init_wait_for_it() -> None:
+def test_outputs_that_arrive_before_their_init_wait_for_it() -> None:
     made = core()
     assert texts(made.take([tokens("a", "hi"), tokens("a", "!", LENGTH)])) == []
     outs = texts(made.take([DetokenizeInit("a")]))
@@ -44,7 +44,7 @@ def test_outputs_that_overtake_their_init_wait_for_it() -> None:
     assert made.open_requests == 0
 
 
-def test_a_stop_string_ends_the_text_and_tells_the_scheduler_once() -> None:
+def test_a_stop_string_ends_the_text_and_is_sent_to_the_scheduler_once() -> None:
     made = core()
     made.take([DetokenizeInit("a", stop=("END",))])
     turn = made.take([tokens("a", "some E"), tokens("a", "ND more")])
@@ -56,7 +56,7 @@ def test_a_stop_string_ends_the_text_and_tells_the_scheduler_once() -> None:
     assert (later.to_http, later.to_scheduler, made.open_requests) == ([], [], 0)
 
 
-def test_a_stop_string_in_the_last_output_needs_no_word_to_the_scheduler() -> None:
+def test_a_stop_string_in_the_last_output_is_not_sent_to_the_scheduler() -> None:
     made = core()
     made.take([DetokenizeInit("a", stop=("x",))])
     turn = made.take([tokens("a", "abx", LENGTH)])
@@ -71,7 +71,7 @@ def test_an_abort_releases_what_was_held_back() -> None:
     assert texts(made.take([tokens("a", "", FinishReason("abort"))]))[0].text == "E"
 
 
-def test_texts_of_a_turn_leave_as_one_message() -> None:
+def test_texts_of_a_turn_are_sent_as_one_message() -> None:
     made = core()
     made.take([DetokenizeInit("a"), DetokenizeInit("b")])
     turn = made.take([tokens("a", "x"), tokens("b", "y"), tokens("a", "z")])
@@ -79,7 +79,7 @@ def test_texts_of_a_turn_leave_as_one_message() -> None:
     assert [out.rid for out in texts(turn)] == ["a", "b", "a"]
 
 
-def test_texts_come_in_messages_of_bounded_size_and_in_order() -> None:
+def test_texts_are_sent_in_order_in_messages_of_bounded_size() -> None:
     made = core()
     made.take([DetokenizeInit("a")])
     rounds = [tokens("a", f"{number % 10}") for number in range(MESSAGE_SIZE + 44)]
@@ -95,14 +95,14 @@ LARGE = b"\0" * (LOGPROB_BYTES * 9)
 @pytest.mark.parametrize(
     "extra", [{"vector": LARGE}, {"hidden_states": HiddenStates(0, 4, LARGE)}], ids=["vector", "states"]
 )
-def test_what_is_large_fills_messages_sooner(extra: dict[str, Any]) -> None:
+def test_large_outputs_fill_messages_sooner(extra: dict[str, Any]) -> None:
     made = core()
     made.take([DetokenizeInit("a")])
     turn = made.take(BatchTokenOut([TokenOut("a", [], **extra)]) for _ in range(60))
     assert [len(message.outs) for message in turn.to_http if isinstance(message, BatchTextOut)] == [26, 26, 8]
 
 
-def test_a_request_that_a_stop_string_ended_ends_once_more_with_the_schedulers_last_word() -> None:
+def test_a_request_ended_by_a_stop_string_ends_again_with_the_schedulers_last_message() -> None:
     made = core()
     made.take([DetokenizeInit("a", stop=("END",), waits_for_end=True)])
     ended = made.take([tokens("a", "some END")])
@@ -145,7 +145,7 @@ def test_a_long_prompts_logprobs_come_in_parts_with_the_rest_in_the_last() -> No
     assert [len(part.input_tops or []) for part in parts] == [MESSAGE_SIZE, MESSAGE_SIZE, 7]
 
 
-def test_ids_that_are_withdrawn_change_no_text_and_the_stop_string_ends_at_its_token() -> None:
+def test_withdrawn_ids_change_no_text_and_a_stop_string_ends_at_its_token() -> None:
     made = DetokenizerCore(lambda ids, skip: "".join(chr(id % 1000) for id in ids))
     made.take([DetokenizeInit("a", stop=("lo w",))])
     said = [ord(char) for char in "hello "]

@@ -1,4 +1,4 @@
-"""The server with its real engine: what only the whole path can show."""
+"""The server with its real engine: tests that need the whole path."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def complete(http: httpx.Client, **fields: object) -> dict[str, object]:
     return dict(answer.json())
 
 
-def test_the_second_time_the_prompt_is_cached(http: httpx.Client, admin: httpx.Client) -> None:
+def test_a_repeated_prompt_is_cached(http: httpx.Client, admin: httpx.Client) -> None:
     assert admin.post("/flush_cache").status_code == 200
     first = http.post("/v1/completions", json={"prompt": LONG, "max_tokens": 8, "temperature": 0})
     second = http.post("/v1/completions", json={"prompt": LONG, "max_tokens": 8, "temperature": 0})
@@ -63,7 +63,7 @@ def test_the_second_time_the_prompt_is_cached(http: httpx.Client, admin: httpx.C
     assert salted["usage"]["prompt_tokens_details"]["cached_tokens"] == 0  # type: ignore[index]
 
 
-def test_streams_equal_answers_and_ids_equal_texts(http: httpx.Client) -> None:
+def test_streams_equal_answers_and_ids_decode_to_texts(http: httpx.Client) -> None:
     whole = complete(http)["choices"][0]["text"]  # type: ignore[index]
     ids = http.post("/tokenize", json={"prompt": LONG}).json()["tokens"]
     assert complete(http, prompt=ids)["choices"][0]["text"] == whole  # type: ignore[index]
@@ -128,7 +128,7 @@ def chat_of(http: httpx.Client, **fields: Any) -> httpx.Response:
     return http.post("/v1/chat/completions", json=body | fields)
 
 
-def test_token_ids_are_told_with_answers_and_with_streams(http: httpx.Client) -> None:
+def test_token_ids_come_with_answers_and_with_streams(http: httpx.Client) -> None:
     said = {"messages": [{"role": "user", "content": LONG}]}
     prompt = http.post("/tokenize", json=said).json()["tokens"]
     whole = chat_of(http, return_token_ids=True).json()
@@ -154,7 +154,7 @@ def test_token_ids_are_told_with_answers_and_with_streams(http: httpx.Client) ->
 
 
 @pytest.mark.parametrize("top", [0, 2])
-def test_prompt_logprobs_are_those_of_the_prompts_tokens_and_of_the_likeliest(http: httpx.Client, top: int) -> None:
+def test_prompt_logprobs_cover_the_prompts_tokens_and_the_likeliest(http: httpx.Client, top: int) -> None:
     native = {"text": LONG, "return_logprob": True, "logprob_start_len": 0, "top_logprobs_num": top}
     meta = http.post("/generate", json=native | {"sampling_params": {"max_new_tokens": 1}}).json()["meta_info"]
     tops = meta["input_top_logprobs"] if top else [None] * len(meta["input_token_logprobs"])
@@ -183,7 +183,7 @@ def test_prompt_logprobs_are_those_of_the_prompts_tokens_and_of_the_likeliest(ht
 
 @pytest.mark.parametrize("api", ["/v1/chat/completions", "/v1/completions", "/generate"])
 def test_priorities_reach_the_engine(http: httpx.Client, server: ServerProcess, api: str) -> None:
-    """All rows are taken; of two that wait the urgent one, which came later, gets the first that is free."""
+    """All rows are taken; of two waiting requests the urgent one, which came later, gets the first free row."""
 
     def body_of(tokens: int) -> dict[str, Any]:
         if api == "/generate":
@@ -218,7 +218,7 @@ def test_priorities_reach_the_engine(http: httpx.Client, server: ServerProcess, 
     eventually(server.idle, 60, "everything is released")
 
 
-def test_scoring_a_prompt(http: httpx.Client) -> None:
+def test_a_prompt_can_be_scored(http: httpx.Client) -> None:
     answer = complete(http, prompt="hello world", echo=True, max_tokens=0, logprobs=2)
     logprobs = answer["choices"][0]["logprobs"]  # type: ignore[index]
     assert "".join(logprobs["tokens"]) == "hello world"
@@ -227,13 +227,13 @@ def test_scoring_a_prompt(http: httpx.Client) -> None:
     assert answer["choices"][0]["finish_reason"] == "length"  # type: ignore[index]
 
 
-def test_chat_runs_to_the_end_of_the_context_unless_told_otherwise(http: httpx.Client) -> None:
+def test_a_chat_runs_to_the_end_of_the_context_by_default(http: httpx.Client) -> None:
     body = {"messages": [{"role": "user", "content": LONG}], "temperature": 0, "ignore_eos": True}
     usage = http.post("/v1/chat/completions", json=body).json()["usage"]
     assert usage["total_tokens"] == 1024
 
 
-def test_a_full_queue_is_503_and_then_works_again(http: httpx.Client, server: ServerProcess) -> None:
+def test_a_full_queue_is_503_and_the_server_recovers(http: httpx.Client, server: ServerProcess) -> None:
     statuses: list[int] = []
 
     def ask() -> None:
@@ -341,18 +341,18 @@ PROMPT = "The quick brown fox jumps over the lazy dog. " * 20
 
 @pytest.fixture
 def fresh(http: httpx.Client, admin: httpx.Client) -> httpx.Client:
-    """With an empty cache."""
+    """Return the client, after emptying the server's cache."""
     assert admin.post("/flush_cache", params={"timeout": 10}).status_code == 200
     return http
 
 
 def edge(client: str | None, isolation: str = headers.PER_KEY) -> dict[str, str]:
-    """The headers that our edge sets."""
+    """Return the headers that our edge sets."""
     return {headers.ISOLATION: isolation} | ({headers.CLIENT: client} if client else {})
 
 
 def cached(http: httpx.Client, told: dict[str, str], **body: Any) -> int:
-    """Tokens that a request found, by the header that the picker reads; the body says the same."""
+    """Return the cached tokens of a request, by the header that the picker reads; the body says the same."""
     answer = http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 1} | body, headers=told)
     assert answer.status_code == 200, answer.text
     found = int(answer.headers[headers.CACHED_TOKENS])
@@ -360,7 +360,7 @@ def cached(http: httpx.Client, told: dict[str, str], **body: Any) -> int:
     return found
 
 
-def test_a_client_finds_its_own_prompt_again_and_nobody_elses(fresh: httpx.Client) -> None:
+def test_a_client_hits_only_its_own_prompts(fresh: httpx.Client) -> None:
     assert cached(fresh, edge("ada")) == 0
     assert cached(fresh, edge("bob")) == 0
     assert cached(fresh, {}) == 0
@@ -383,7 +383,7 @@ def test_a_salt_separates_within_a_client(fresh: httpx.Client) -> None:
     assert cached(fresh, edge("ada"), cache_salt="s") > 0
 
 
-def test_a_clients_name_without_the_word_of_the_edge_separates_nothing(fresh: httpx.Client) -> None:
+def test_a_clients_name_without_the_edges_header_is_ignored(fresh: httpx.Client) -> None:
     cached(fresh, {headers.CLIENT: "ada"})
     assert cached(fresh, {headers.CLIENT: "bob"}) > 0
 
@@ -439,14 +439,14 @@ def test_the_server_says_that_it_separates_clients(fresh: httpx.Client) -> None:
 
 
 def test_an_idle_server_takes_no_cpu(server: ServerProcess) -> None:
-    """Heartbeats and load reports are all that is left: a few milliseconds of CPU time a second and process."""
+    """Heartbeats and load reports remain: a few milliseconds of CPU time a second and process."""
     eventually(server.idle, 60, "nothing runs")
     parent = psutil.Process(server.process.pid)
     processes = [parent, *parent.children(recursive=True)]
     assert len(processes) >= 4
 
     def took_ms(seconds: float) -> dict[str, float]:
-        """Of CPU time in each second."""
+        """Return each process's CPU milliseconds a second."""
         before = [sum(process.cpu_times()[:2]) for process in processes]
         time.sleep(seconds)  # which is what is measured
         after = [sum(process.cpu_times()[:2]) for process in processes]

@@ -175,7 +175,7 @@ VALUES: dict[str, Any] = {
     "truncation": "auto",
     "truncation_side": "left",
 }
-"""What asks for something, and not for what happens anyway."""
+"""Values with an effect that a request would not have anyway."""
 OTHERWISE: dict[tuple[Kind, str], Any] = {
     ("completion", "logprobs"): 2,
     ("completion", "add_special_tokens"): False,
@@ -190,7 +190,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "custom_params": {"custom_logit_processor": "a"},
     "vllm_xargs": {"custom_logit_processor": "a"},
 }
-"""What a field needs, in chats and completions."""
+"""Fields that a field needs, in chats and completions."""
 DISAGGREGATION = {
     "bootstrap_host",
     "bootstrap_port",
@@ -240,7 +240,7 @@ def reader() -> Iterator[Reader]:
 
 
 def read(reader: Reader, kind: Kind, **fields: Any) -> Any:
-    """What is made of a request with these besides what it needs."""
+    """Read a request with these fields besides the required ones."""
     return reader.read(kind, json.dumps(NEEDED[kind] | fields).encode(), Limits(4096, 4096), Caller())
 
 
@@ -266,7 +266,7 @@ def test_no_field_is_both_harmless_and_refused() -> None:
     assert set(VALUES) == named, "a value for each, and none for others"
 
 
-def test_what_the_engines_call_otherwise_means_the_same(reader: Reader) -> None:
+def test_the_engines_other_names_mean_the_same(reader: Reader) -> None:
     for kind in ("chat", "completion"):
         task = read(reader, kind, include_stop_str_in_output=True, request_id="mine", stop="x")
         assert task.rid == "mine"
@@ -300,12 +300,12 @@ def test_what_the_engines_call_otherwise_means_the_same(reader: Reader) -> None:
         ({"messages": [{"role": "assistant", "content": None}]}, ""),
     ],
 )
-def test_an_echo_is_what_the_answer_goes_on_with(reader: Reader, fields: dict[str, Any], echo: str) -> None:
+def test_an_echo_precedes_the_answer(reader: Reader, fields: dict[str, Any], echo: str) -> None:
     assert read(reader, "chat", echo=True, **fields).echo == echo
     assert read(reader, "chat", **fields).echo == ""
 
 
-def test_a_conversation_that_would_have_to_be_cut_is_refused_as_such(reader: Reader) -> None:
+def test_a_conversation_that_would_be_truncated_is_refused_as_such(reader: Reader) -> None:
     task = read(reader, "responses", truncation="auto", top_logprobs=3)
     shown = json.loads(task.repeated)
     assert (shown["truncation"], shown["top_logprobs"]) == ("auto", 3)
@@ -318,7 +318,7 @@ def test_a_conversation_that_would_have_to_be_cut_is_refused_as_such(reader: Rea
         read(reader, "responses", include=["message.output_text.logprobs"])
 
 
-def test_two_constraints_are_told_apart_in_the_apis_own_words(reader: Reader) -> None:
+def test_two_constraints_are_named_in_the_apis_own_words(reader: Reader) -> None:
     text = {"format": {"type": "json_object"}}
     with pytest.raises(ApiError, match=r"'text.format' and 'structured_outputs|structured_outputs.* and 'text.format'"):
         read(reader, "responses", text=text, structured_outputs={"regex": "a+"})

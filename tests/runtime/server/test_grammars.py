@@ -1,4 +1,4 @@
-"""Constraints in every spelling of OpenAI's API, SGLang and vLLM, and what is wrong with those that are refused."""
+"""Constraints in every spelling of OpenAI's API, SGLang and vLLM, and the errors of the refused ones."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_structural_tags_in_xgrammars_and_sglangs_spelling(field: str, value: An
         {"response_format": {"type": "text", "x": None}},
     ],
 )
-def test_no_constraint(body: dict[str, Any]) -> None:
+def test_requests_without_a_constraint_have_none(body: dict[str, Any]) -> None:
     assert read(body) is None
 
 
@@ -171,7 +171,7 @@ def test_no_constraint(body: dict[str, Any]) -> None:
     ],
     ids=lambda value: str(value)[:60],
 )
-def test_what_is_wrong_is_named(body: dict[str, Any], param: str) -> None:
+def test_errors_are_named(body: dict[str, Any], param: str) -> None:
     with pytest.raises(ApiError) as caught:
         read(body)
     assert (caught.value.status, caught.value.body["error"]["param"]) == (400, param)

@@ -24,7 +24,7 @@ ANSWERED = FinishReason("length")
 
 
 class Engine:
-    """The part of `Service` that a check uses: every generation ends as `finish` says, at once."""
+    """The part of `Service` that a check uses: every generation ends at once, as `finish` says."""
 
     def __init__(self) -> None:
         self.finish: FinishReason | None = ANSWERED
@@ -64,7 +64,7 @@ class World:
 
 
 async def watching(world: World, condition: Callable[[], bool]) -> None:
-    """Let the watch run until `condition`."""
+    """Run the watch until `condition`."""
     task = asyncio.create_task(world.health.watch())
     for _ in range(1000):
         if condition():
@@ -78,7 +78,7 @@ async def test_failures_in_a_row_are_a_problem_only_if_the_engine_cannot_answer_
     world = World()
     world.see(*[BROKEN] * 8)
     await watching(world, lambda: world.engine.asked > 0)
-    assert world.health.problem is None, "somebody sends prompts that overflow, and the engine is fine"
+    assert world.health.problem is None, "a client sends prompts that overflow, and the engine is fine"
     world.engine.finish = BROKEN
     world.see(*[BROKEN] * 3)
     await watching(world, lambda: world.health.problem is not None)
@@ -97,7 +97,7 @@ async def test_failures_in_a_row_are_a_problem_only_if_the_engine_cannot_answer_
     ],
     ids=["two", "not in a row", "refused", "queue full", "aborted", "too large"],
 )
-async def test_what_is_no_fault_of_the_engine_leads_to_no_check(finishes: list[FinishReason | None]) -> None:
+async def test_errors_of_clients_cause_no_check(finishes: list[FinishReason | None]) -> None:
     world = World()
     world.engine.finish = BROKEN
     world.see(*finishes)
@@ -133,7 +133,7 @@ async def test_no_answer_in_time_is_a_problem(monkeypatch: pytest.MonkeyPatch) -
     assert world.health.problem is not None
 
 
-async def test_a_server_that_takes_nothing_new_is_not_called_broken() -> None:
+async def test_a_server_that_takes_no_new_requests_is_not_called_broken() -> None:
     world = World()
     world.engine.refusal = ApiError(503, "The server is shutting down")
     with pytest.raises(ApiError, match="shutting down"):
@@ -141,7 +141,7 @@ async def test_a_server_that_takes_nothing_new_is_not_called_broken() -> None:
     assert world.health.problem is None
 
 
-async def test_ready_turns_at_once_and_live_when_nothing_has_worked_for_the_watchdog_timeout() -> None:
+async def test_readiness_fails_at_once_and_liveness_after_the_watchdog_timeout() -> None:
     world = World()
     info = ServerInfo(ServerArgs(model="m", watchdog_timeout=60.0), "1", 1, {}, 0.0)
     probes = Probes(world.engine, info)  # type: ignore[arg-type]

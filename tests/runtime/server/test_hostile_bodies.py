@@ -1,4 +1,4 @@
-"""Bodies made to hold up others: the event loop stays free, nothing is answered 500, memory stays bounded."""
+"""Bodies made to delay other requests: the event loop stays free, no answer is 500, memory stays bounded."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from support.runtime_server import ServerProcess, eventually, running
 pytestmark = [pytest.mark.integration, pytest.mark.deep]
 
 HELD = 15
-"""Of `reference_s`: how long a body may hold the loop."""
+"""The most that a body may hold the loop, in units of `reference_s`."""
 ANSWER_HELD = 45
-"""Of a giant answer: it is long in the making, and other tests run beside it."""
+"""The same for a giant answer: it takes long to write, and other tests run beside it."""
 TRIES = 3
-"""What holds the loop does so each time; a machine that is busy otherwise adds to one try or another."""
+"""A body that holds the loop does so each time; a busy machine disturbs one try or another."""
 NEVER_ANSWERED = ("128 prompts of 4,000 ids",)
-"""Accepted; the fake scheduler never answers them, so the client leaves when all of them run."""
+"""They are accepted, and the fake scheduler never answers them, so the client leaves when all of them run."""
 MB = 1 << 20
 CHAT, TEXT, NATIVE = "/v1/chat/completions", "/v1/completions", "/generate"
 
@@ -69,7 +69,7 @@ def raw_chat(member: str) -> bytes:
 
 
 def written(value: Any) -> bytes:
-    """JSON with characters beyond ASCII as they are."""
+    """Return JSON with characters beyond ASCII as they are."""
     return json.dumps(value, ensure_ascii=False).encode()
 
 
@@ -179,7 +179,7 @@ def test_no_body_holds_the_event_loop(watched: ServerProcess, holds: Holds, name
 
 @functools.lru_cache(maxsize=1)
 def body_of(name: str) -> bytes:
-    """Made once for all tries."""
+    """Return the body of that name, made once for all tries."""
     return BODIES[name][1]()
 
 
@@ -199,7 +199,7 @@ def post(server: ServerProcess, name: str) -> None:
 
 @contextmanager
 def being_answered(server: ServerProcess, http: httpx.Client, path: str, body: bytes, count: int) -> Iterator[None]:
-    """While so many generations of a request run; then its client leaves."""
+    """Keep `count` generations of a request running during the block; then its client leaves."""
 
     def running_now() -> int:
         return int(http.get("/v1/loads").json()["loads"][0]["running"])
@@ -212,7 +212,7 @@ def being_answered(server: ServerProcess, http: httpx.Client, path: str, body: b
 
 
 @pytest.mark.timeout(300)
-def test_many_of_them_at_once_leave_room_for_others(watched: ServerProcess, holds: Holds) -> None:
+def test_many_hostile_bodies_at_once_leave_room_for_others(watched: ServerProcess, holds: Holds) -> None:
     names = [
         *("deep objects", "nested template arguments", "nested documents", "nested tools", "nested content"),
         *("many messages in 8 kB", "a number beyond floats", "a number beyond integers"),
@@ -252,7 +252,7 @@ def test_a_giant_answer_does_not_hold_the_event_loop(
     assert min(held) < 1000 * ANSWER_HELD * reference_s(), held
 
 
-def test_memory_stays_where_it_was(watched: ServerProcess) -> None:
+def test_repeated_large_bodies_do_not_grow_the_memory(watched: ServerProcess) -> None:
     path, made = BODIES["30 MB of chat"]
     body = made()
     with watched.client() as http:
@@ -280,14 +280,14 @@ def test_requests_beyond_the_budget_get_a_retry_or_never_fit(model: Path) -> Non
             assert answer.headers["x-treeline-overloaded"] == "true"
             assert answer.json()["error"]["code"] == "overloaded"
             assert http.post(TEXT, content=text()).status_code == 200
-        for _ in range(8):  # what was taken is given back, whatever becomes of the request
+        for _ in range(8):  # the budget is returned in every case
             assert http.post(TEXT, content=text(prompt="a" * 3 * MB)).status_code == 400
         many = text(prompt=[[50] * 3_000], n=128, max_tokens=1)
         assert http.post(TEXT, content=many).status_code == 413
         assert http.post(TEXT, content=text()).status_code == 200
 
 
-def test_a_body_that_is_announced_too_large_is_not_waited_for(watched: ServerProcess) -> None:
+def test_a_body_announced_as_too_large_is_refused_at_once(watched: ServerProcess) -> None:
     with socket.create_connection(("127.0.0.1", httpx.URL(watched.url).port or 0), timeout=60) as client:
         client.sendall(f"POST {TEXT} HTTP/1.1\r\nhost: a\r\ncontent-length: {33 * MB}\r\n\r\n".encode())
         assert client.recv(1000).startswith(b"HTTP/1.1 413 ")
@@ -326,7 +326,7 @@ def rss_mb(pid: int) -> float:
 
 
 def readers(parent: int) -> list[int]:
-    """The pids of a server's reader processes."""
+    """Return the pids of a server's reader processes."""
     found = []
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit():

@@ -1,4 +1,4 @@
-"""Many texts, and large ones, to be made vectors of: the event loop stays free, nothing is answered 500."""
+"""Many and large texts for vectors: the event loop stays free, no answer is 500."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from support.runtime_server import ServerProcess, running
 pytestmark = [pytest.mark.integration, pytest.mark.deep]
 
 HELD = 15
-"""Of `reference_s`: how long a body may hold the loop."""
+"""The most that a body may hold the loop, in units of `reference_s`."""
 TRIES = 3
 MB = 1 << 20
 EMBEDDINGS, RERANK = "/v1/embeddings", "/v1/rerank"

@@ -1,4 +1,4 @@
-"""What one client may hold of the memory of all requests in flight."""
+"""Each client's share of the memory of requests in flight."""
 
 from contextlib import nullcontext, suppress
 from types import SimpleNamespace
@@ -55,7 +55,7 @@ def test_a_request_that_never_fits_is_refused_for_good() -> None:
 
 
 @given(st.lists(st.tuples(CLIENTS, st.integers(0, 300)), max_size=60))
-def test_every_sequence_keeps_within_the_budget_and_gives_all_back(steps: list[tuple[str | None, int]]) -> None:
+def test_every_sequence_stays_within_the_budget_and_returns_all(steps: list[tuple[str | None, int]]) -> None:
     budget = ByteBudget(1000)
     held: list[tuple[int, str | None]] = []
     for client, size in steps:
@@ -81,7 +81,7 @@ class Sent(list[Any]):
 
 
 def service(budget: int) -> tuple[Service, Sent]:
-    """One that sends to nobody."""
+    """Return a service whose messages are only recorded."""
     sent, metrics, nothing = Sent(), Metrics("m"), cast(Any, None)
     manager = TokenizerManager(metrics, sent, Sent())
     state = State(ready=True)
@@ -102,7 +102,7 @@ def service(budget: int) -> tuple[Service, Sent]:
     ],
     ids=["stop", "logit_bias", "stop_token_ids", "grammar", "processor", "name and salt"],
 )
-async def test_all_that_generations_carry_counts_as_bytes_in_flight(sampling: SamplingParams) -> None:
+async def test_everything_that_generations_carry_counts_as_bytes_in_flight(sampling: SamplingParams) -> None:
     made, sent = service(64 << 20)
     job = Generations(rid="r" * 128, prompts=[GenerateReq("", [1], sampling, "s" * 1024)] * 2, n=64)
     inflight = await made.open(job)
@@ -117,7 +117,7 @@ async def test_all_that_generations_carry_counts_as_bytes_in_flight(sampling: Sa
     assert made.budget.used == 0
 
 
-async def test_what_does_not_fit_is_refused_before_it_is_copied() -> None:
+async def test_a_request_that_does_not_fit_is_refused_before_a_copy() -> None:
     made, sent = service(1 << 20)
     with pytest.raises(ApiError) as refused:
         await made.open(
@@ -126,7 +126,7 @@ async def test_what_does_not_fit_is_refused_before_it_is_copied() -> None:
     assert (refused.value.status, sent, made.budget.used) == (413, [], 0)
 
 
-async def test_what_was_let_in_is_refused_when_an_operation_begins_while_it_is_counted(
+async def test_an_admitted_request_is_refused_if_an_operation_begins_meanwhile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     made, sent = service(1 << 20)
@@ -194,7 +194,7 @@ async def test_a_connection_keeps_nothing_of_ended_requests(answered: bool) -> N
 
 
 async def test_a_500_leaves_the_connection_open() -> None:
-    """What is raised out of the application closes it."""
+    """An exception that leaves the application closes the connection."""
     sent: list[Any] = []
 
     async def fails(_scope: Any, _receive: Any, send: Any) -> None:
@@ -222,7 +222,7 @@ SLOW = b'{"a":[' + b"9.092e300," * 100 + b"1]}"
         (b'{"a":"{' + SLOW.replace(b'"', b'\\"') + b'}"}', "in a process"),
     ],
 )
-async def test_bodies_that_are_large_or_have_many_slow_numbers_are_read_in_a_process(body: bytes, where: str) -> None:
+async def test_large_or_slow_bodies_are_read_in_a_process(body: bytes, where: str) -> None:
     read: list[str] = []
 
     class Pool:

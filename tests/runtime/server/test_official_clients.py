@@ -1,5 +1,5 @@
-"""The clients of OpenAI and Anthropic with what they do beyond one request: models of pydantic, streams that they parse
-as they come, loops of tools, histories made of their own objects."""
+"""OpenAI's and Anthropic's clients beyond single requests: pydantic models, streams parsed as they arrive, tool loops,
+histories of the clients' own objects."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_openais_client_parses_chats(client: openai.OpenAI) -> None:
     assert len(snapshots) > 1, "it is parsed as it comes"
 
 
-def test_openais_client_goes_on_with_its_own_objects(client: openai.OpenAI) -> None:
+def test_openais_client_continues_with_its_own_objects(client: openai.OpenAI) -> None:
     tools = [openai.pydantic_function_tool(Part)]
     asked: dict[str, Any] = {"model": "tiny", "tools": tools, "max_tokens": 200}
     with client.chat.completions.stream(
@@ -111,7 +111,7 @@ def test_anthropics_client_runs_tools(claude: anthropic.Anthropic, streamed: boo
 
     @anthropic.beta_tool
     def weather(city: Literal["Paris", "Rome"]) -> str:
-        """How it is there."""
+        """The weather in a city."""
         asked.append(city)
         return "sunny"
 

@@ -1,4 +1,4 @@
-"""The OpenAPI document and its page, held against the fields that are read and the answers that are given."""
+"""The OpenAPI document and its page, compared with the fields that are read and the answers that are given."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ BODIES: tuple[type[Body], ...] = (
 
 
 @pytest.mark.parametrize("body", BODIES)
-def test_a_body_has_the_fields_that_its_reader_knows(document: Schema, body: type[Body]) -> None:
+def test_documented_bodies_have_the_readers_fields(document: Schema, body: type[Body]) -> None:
     known = set(body.__struct_fields__)
     told = document["components"]["schemas"][body.__name__]["properties"]
     assert set(told) == known | set(body.harmless) | set(NEUTRAL) | ON_BY_DEFAULT
@@ -185,7 +185,7 @@ def test_the_document_and_the_reader_agree_on_a_body(
 # ---- the document and what is answered ------------------------------------------------------------------------------
 
 
-def test_every_path_is_there_with_its_method_and_no_other(http: httpx.Client, document: Schema) -> None:
+def test_the_document_has_exactly_the_paths_and_methods(http: httpx.Client, document: Schema) -> None:
     assert {CHAT, COMPLETION, "/generate", "/v1/models", "/server_info", "/ready"} < set(document["paths"])
     for path, operations in document["paths"].items():
         (method,) = operations
@@ -196,14 +196,14 @@ def test_every_path_is_there_with_its_method_and_no_other(http: httpx.Client, do
         assert (refused.status_code, refused.headers["allow"]) == (405, method.upper())
 
 
-def test_operation_ids_are_names_and_each_is_another(document: Schema) -> None:
+def test_operation_ids_are_distinct_names(document: Schema) -> None:
     ids = [found["operationId"] for operations in document["paths"].values() for found in operations.values()]
     assert all(id.isidentifier() for id in ids)
     assert len(set(ids)) == len(ids)
 
 
 def test_every_reference_leads_somewhere(document: Schema) -> None:
-    """And what FastAPI says of bodies that it validates is not there."""
+    """FastAPI's schemas of bodies that it validates itself are not in the document."""
     assert document["openapi"].startswith("3.1")
 
     def references(value: Any) -> Iterator[str]:
@@ -237,7 +237,7 @@ ASKED: list[tuple[str, Schema]] = [
 
 
 @pytest.mark.parametrize(("path", "body"), ASKED, ids=str)
-def test_answers_are_as_the_document_says(http: httpx.Client, judge: Judge, path: str, body: Schema) -> None:
+def test_answers_match_the_document(http: httpx.Client, judge: Judge, path: str, body: Schema) -> None:
     answer = http.post(path, json=body)
     assert answer.status_code == 200, answer.text
     judge.answer(path).validate(answer.json())
@@ -255,7 +255,7 @@ STREAMED = [(path, body) for path, body in ASKED if path not in ("/tokenize", "/
 
 
 @pytest.mark.parametrize(("path", "body"), STREAMED, ids=str)
-def test_events_are_as_the_document_says(http: httpx.Client, judge: Judge, path: str, body: Schema) -> None:
+def test_events_match_the_document(http: httpx.Client, judge: Judge, path: str, body: Schema) -> None:
     with http.stream("POST", path, json=body | {"stream": True}) as stream:
         assert stream.headers["content-type"].startswith("text/event-stream")
         events = sse(stream)
@@ -270,14 +270,14 @@ def test_events_are_as_the_document_says(http: httpx.Client, judge: Judge, path:
     ("method", "path"),
     [("GET", "/nothing"), ("PUT", CHAT), ("POST", CHAT), ("GET", "/v1/models/other"), ("GET", "/live/")],
 )
-def test_errors_are_as_the_document_says(http: httpx.Client, judge: Judge, method: str, path: str) -> None:
+def test_errors_match_the_document(http: httpx.Client, judge: Judge, method: str, path: str) -> None:
     answer = http.request(method, path)
     assert 400 <= answer.status_code < 500
     judge.error().validate(answer.json())
 
 
 @pytest.mark.parametrize("path", [MESSAGES, "/v1/messages/count_tokens"])
-def test_errors_of_anthropics_paths_are_as_the_document_says(http: httpx.Client, document: Schema, path: str) -> None:
+def test_errors_of_anthropics_paths_match_the_document(http: httpx.Client, document: Schema, path: str) -> None:
     default = document["paths"][path]["post"]["responses"]["default"]["content"]["application/json"]
     assert default["schema"] == {"$ref": "#/components/schemas/AnthropicError"}
     Judge(document).error("AnthropicError").validate(http.post(path, json={}).json())
@@ -309,7 +309,7 @@ def test_the_page_runs_nothing_and_loads_nothing(http: httpx.Client) -> None:
     assert not re.search(r"<script|<link|<img|\ssrc=|\son\w+=|\sstyle=|href=\"(?![#/])", page.text)
 
 
-def test_what_a_document_says_is_only_text() -> None:
+def test_texts_of_a_document_are_escaped() -> None:
     hostile = '<script>alert(1)</script>" onclick="x'
     kind = {"type": "object", "description": hostile, "properties": {hostile: {"enum": [hostile]}}}
     operation = {"summary": hostile, "description": hostile, "responses": {"200": {"description": hostile}}}
@@ -324,12 +324,12 @@ def test_what_a_document_says_is_only_text() -> None:
     assert '" onclick' not in page
 
 
-def test_the_other_listeners_have_neither(admin: httpx.Client, metrics: httpx.Client) -> None:
+def test_the_other_listeners_have_neither_document_nor_page(admin: httpx.Client, metrics: httpx.Client) -> None:
     for client in (admin, metrics):
         assert [client.get(path).status_code for path in ("/docs", "/openapi.json", "/redoc")] == [404] * 3
 
 
-def test_both_are_open_where_a_key_is_needed(keyed: ServerProcess) -> None:
+def test_document_and_page_need_no_key(keyed: ServerProcess) -> None:
     with keyed.client() as http:
         told = http.get("/openapi.json")
         assert http.get("/docs").status_code == 200
@@ -350,5 +350,5 @@ def counted(fake: ServerProcess) -> str:
 
 
 @pytest.mark.parametrize("path", ["/docs", "/openapi.json"])
-def test_they_are_counted_by_path(counted: str, path: str) -> None:
+def test_document_and_page_are_counted_by_path(counted: str, path: str) -> None:
     assert any(path in line and 'status="200"' in line for line in counted.splitlines())

@@ -1,4 +1,4 @@
-"""What requests for vectors ask for, read without a server: pairs as transformers renders them, bodies at random."""
+"""Requests for vectors, read without a server: pairs as transformers renders them, and random bodies."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TEXTS = ["The capital of France is Paris.", "hello world", "one two three four f
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Tokenizers, with and without a template for rerankers."""
+    """Return tokenizers, with and without a template for rerankers."""
     folder = tmp_path_factory.mktemp("t")
     made = {"plain": None, "template": RERANK_TEMPLATE}
     for name in made:
@@ -69,7 +69,7 @@ def test_a_pair_is_rendered_by_a_template_that_knows_it(
     assert pairs_of(reader, "score", text_1="the capital", text_2=TEXTS, instruct=instruct) == wanted
 
 
-def test_a_pair_is_joined_as_transformers_does_where_the_template_has_no_place_for_it(folders: dict[str, Path]) -> None:
+def test_a_pair_without_a_template_is_joined_as_in_transformers(folders: dict[str, Path]) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folders["plain"])
     reader = reader_of(folders["plain"], HEAD)
     wanted = [tokenizer("the capital", text)["input_ids"] for text in TEXTS]
@@ -91,7 +91,7 @@ MEMBERS = ("model", "input", "messages", "text_1", "text_2", "query", "documents
     st.dictionaries(st.sampled_from(MEMBERS), ANY),
 )
 @settings(deadline=None)
-def test_whatever_a_body_says_it_is_read_or_refused(folders: dict[str, Path], kind: Any, body: dict[str, Any]) -> None:
+def test_any_body_is_read_or_refused(folders: dict[str, Path], kind: Any, body: dict[str, Any]) -> None:
     reader = _READERS.setdefault("one", reader_of(folders["plain"], HEAD))
     task, status = None, 200
     try:

@@ -1,4 +1,4 @@
-"""Logit processors as requests ask for them: the fields, and a real server with the official client."""
+"""Logit processors in requests: the fields, and a real server with the official client."""
 
 from __future__ import annotations
 
@@ -58,7 +58,9 @@ def test_a_processor_is_named(name: str | None, given: dict[str, Any], found: Cu
         ("a", {"vllm_xargs": {"a": "\ud800"}}, "vllm_xargs", "surrogate"),
     ],
 )
-def test_what_names_none_is_refused(name: str | None, given: dict[str, Any], param: str, words: str) -> None:
+def test_a_value_that_names_no_processor_is_refused(
+    name: str | None, given: dict[str, Any], param: str, words: str
+) -> None:
     with pytest.raises(ApiError) as caught:
         read_processor({"custom_logit_processor": name}, given)
     assert caught.value.status == 400
@@ -66,7 +68,7 @@ def test_what_names_none_is_refused(name: str | None, given: dict[str, Any], par
     assert words in str(caught.value)
 
 
-def test_in_generate_it_is_said_once() -> None:
+def test_in_generate_a_processor_is_given_once() -> None:
     own = NativeSampling(custom_logit_processor="a", custom_params={"b": 1})
     assert read_native(own, None, {}) == CustomProcessor("a", '{"b":1}')
     assert read_native(NativeSampling(custom_params={"b": 1}), "a", None) == CustomProcessor("a", '{"b":1}')
@@ -126,7 +128,7 @@ def test_the_official_client_names_one(client: openai.OpenAI, http: httpx.Client
 
 
 @pytest.mark.deep
-def test_generate_takes_it_where_sglang_has_it(http: httpx.Client) -> None:
+def test_generate_takes_a_processor_in_sglangs_field(http: httpx.Client) -> None:
     params = {"max_new_tokens": 2, "temperature": 0}
     free = http.post("/generate", json={"text": "a", "sampling_params": params}).json()["output_ids"]
     forced = params | {"custom_params": {"token": 50}}
@@ -155,14 +157,14 @@ def test_generate_takes_it_where_sglang_has_it(http: httpx.Client) -> None:
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_is_refused_is_a_400(client: openai.OpenAI, fields: dict[str, Any], words: str, stream: bool) -> None:
+def test_a_refused_processor_is_a_400(client: openai.OpenAI, fields: dict[str, Any], words: str, stream: bool) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(model="random", messages=HELLO, max_tokens=3, stream=stream, extra_body=fields)
     assert words in str(caught.value)
 
 
 @pytest.mark.deep
-def test_one_that_fails_is_a_500_of_its_request(client: openai.OpenAI) -> None:
+def test_a_failing_processor_is_a_500_of_its_request(client: openai.OpenAI) -> None:
     fails = {"custom_logit_processor": "fails", "custom_params": {"how": "raises", "after": 0}}
     with pytest.raises(openai.InternalServerError, match="logit processor 'fails' failed: RuntimeError"):
         client.completions.create(model="random", prompt="a", max_tokens=3, extra_body=fails)

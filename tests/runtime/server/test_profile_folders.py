@@ -1,5 +1,5 @@
-"""The folder of a profile: it goes where the scheduler refuses, and stays where it may still begin. The scheduler is
-played."""
+"""The folder of a profile: removed if the scheduler refuses, kept if the profile may still begin. The scheduler is
+simulated."""
 
 from __future__ import annotations
 

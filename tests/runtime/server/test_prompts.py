@@ -1,4 +1,4 @@
-"""Chat templates of a model: which one is used, and whose fault it is when one fails."""
+"""Chat templates of a model: which one is used, and whose fault its failure is."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def prompts(tokenizer: str, template: str | None, **more: Any) -> Prompts:
 
 
 async def text_of(made: Prompts, **body: Any) -> str:
-    """As a server reads a chat: in the loop where that is certain to be short, else where it may take long."""
+    """Render a chat as a server does: in the loop if that is certain to be quick, else in a thread."""
     asked = {"messages": HI} | body
     try:
         ids = made.of_chat(asked)
@@ -39,7 +39,7 @@ async def text_of(made: Prompts, **body: Any) -> str:
     return made.decode(ids, skip_special_tokens=False)
 
 
-async def test_tools_have_their_own_template_where_the_model_has_one(tokenizer: str) -> None:
+async def test_tools_use_the_models_own_tool_template(tokenizer: str) -> None:
     made = prompts(tokenizer, "plain", tool_template="{{ tools[0].name }}")
     assert await text_of(made) == "plain"
     assert await text_of(made, tools=[{"name": "look_up"}]) == "look_up"
@@ -59,7 +59,9 @@ async def test_tools_have_their_own_template_where_the_model_has_one(tokenizer: 
         (None, 400, "no chat template"),
     ],
 )
-async def test_a_template_that_fails(tokenizer: str, template: str | None, status: int, message: str) -> None:
+async def test_a_failing_template_is_an_error_of_its_request(
+    tokenizer: str, template: str | None, status: int, message: str
+) -> None:
     with contextlib.closing(prompts(tokenizer, template)) as made, pytest.raises(ApiError) as caught:
         await text_of(made)
     error = caught.value
@@ -91,7 +93,7 @@ async def test_fields_of_messages_are_known_where_the_template_reads_them(tokeni
         ("{% set name = 'x' %}{{ messages[0].content }}", False),
     ],
 )
-def test_a_template_reads_what_it_names_not_what_it_says(tokenizer: str, template: str, reads: bool) -> None:
+def test_only_names_in_a_template_count_as_fields_not_its_texts(tokenizer: str, template: str, reads: bool) -> None:
     assert prompts(tokenizer, template).template_reads("name") is reads
 
 
@@ -108,7 +110,8 @@ async def test_without_a_worker_the_client_may_try_again(tokenizer: str) -> None
 
 
 async def test_the_event_loop_runs_while_hostile_templates_are_rendered(tokenizer: str) -> None:
-    """What the loop's thread itself spends on them, measured in its own time: others use this machine, too."""
+    """The loop's own processor time for them stays small; it is measured so because other processes use this machine
+    too."""
     with contextlib.closing(prompts(tokenizer, ENDLESS)) as made:
         renderings = [asyncio.create_task(text_of(made)) for _ in range(4)]
         turns, longest_s = 0, 0.0

@@ -24,12 +24,12 @@ pytestmark = [pytest.mark.integration, pytest.mark.deep]
 
 
 PLAYED: Any = SimpleNamespace(alive=lambda: True)
-"""In place of a process that nothing happens to."""
+"""A stand-in for a process to which nothing happens."""
 
 
 async def eventually(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110  the pool tells nobody of a process that it has replaced
+        while not condition():  # noqa: ASYNC110  the pool does not announce replaced processes
             await asyncio.sleep(0.02)
 
 
@@ -43,7 +43,7 @@ async def read(pool: ReaderPool, prompt: str) -> Answered:
 
 @contextlib.asynccontextmanager
 async def started(model: Path) -> AsyncIterator[ReaderPool]:
-    """A pool whose two processes have read something."""
+    """Return a pool whose two processes have read something."""
     pool = ReaderPool(ReaderSpec(str(model), "m", SamplingDefaults(), "warning"))
     pool.start()
     try:
@@ -63,7 +63,7 @@ async def test_a_body_of_every_endpoint_is_read(model: Path) -> None:
             assert refused.value.status == 400, kind
 
 
-async def test_an_idle_process_that_ends_is_replaced_before_there_is_a_body(model: Path) -> None:
+async def test_an_idle_process_that_ends_is_replaced_before_a_body_comes(model: Path) -> None:
     async with started(model) as pool:
         before = set(pool.pids)
         for pid in before:
@@ -72,7 +72,7 @@ async def test_an_idle_process_that_ends_is_replaced_before_there_is_a_body(mode
         assert b"tokens" in (await read(pool, "a b")).body
 
 
-async def test_processes_that_end_while_they_start_are_replaced_until_each_lane_reads_again(
+async def test_processes_that_end_during_their_start_are_replaced_until_each_lane_reads(
     model: Path,
 ) -> None:
     async with started(model) as pool:
@@ -86,7 +86,7 @@ async def test_processes_that_end_while_they_start_are_replaced_until_each_lane_
         assert b"tokens" in (await read(pool, "a b")).body
 
 
-async def test_a_body_that_comes_right_after_the_end_of_a_process_is_read_by_the_next(model: Path) -> None:
+async def test_a_body_right_after_the_end_of_a_process_is_read_by_the_next(model: Path) -> None:
     async with started(model) as pool:
         for lane in pool._lanes:
             assert lane.process is not None
@@ -94,9 +94,7 @@ async def test_a_body_that_comes_right_after_the_end_of_a_process_is_read_by_the
         assert b"tokens" in (await read(pool, "a b")).body
 
 
-async def test_a_process_that_was_stopped_is_late_for_no_fault_of_the_body(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_paused_process_is_not_blamed_on_the_body(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async with started(model) as pool:
         monkeypatch.setattr(reader_pool, "BASE_DEADLINE_S", 1.0)
         for pid in pool.pids:
@@ -149,7 +147,7 @@ async def test_clients_take_turns_and_the_one_with_most_waiting_is_refused_first
     reads.append(send("c"))
     await asyncio.sleep(0)
     left = await ordinary._next(PLAYED)
-    assert left.client == "c", "nobody waits for the other one any more"
+    assert left.client == "c", "the other one is no longer awaited"
     for body in (*taken, left):
         reader_pool._finish(body, ApiError(503, "over"))
     await asyncio.gather(*reads, return_exceptions=True)

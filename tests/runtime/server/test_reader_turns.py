@@ -1,4 +1,4 @@
-"""Bodies that take long to read: whom they delay, and what they cost their client. The processes are played."""
+"""Bodies that take long to read: whom they delay, and the cost for their client. The processes are simulated."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from treeline_runtime.server.sampling import SamplingDefaults
 
 @dataclass
 class Played:
-    """A pool whose processes read a body when the test says so, and compute `cost_s` for each."""
+    """A pool whose processes read a body when the test allows, and take `cost_s` for each."""
 
     pool: ReaderPool
     cost_s: float = 0.0
     asked: list[tuple[int, int]] = field(default_factory=list)
-    """Of the bodies that a process has taken: the lane, and the size."""
+    """Lane and size of the bodies that a process has taken."""
     free: set[int] = field(default_factory=set)
     """Sizes of the bodies that are read at once."""
     may_go: threading.Condition = field(default_factory=threading.Condition)
-    """Of `free`."""
+    """Guards `free`."""
     budget: ByteBudget = field(default_factory=lambda: ByteBudget(1 << 30))
 
     def let_go(self, *sizes: int) -> None:
@@ -45,7 +45,7 @@ class Played:
 
 
 class PlayedProcess(reader_pool._Process):
-    """One of a pool that is played."""
+    """A process of a simulated pool."""
 
     def __init__(self, played: Played) -> None:
         self.played = played
@@ -106,7 +106,7 @@ async def playing(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Played]:
         assert played.budget.used == 0
 
 
-async def test_a_body_that_takes_long_leaves_the_lane_for_ordinary_ones_and_its_client_does_too(
+async def test_a_slow_body_and_its_client_leave_the_ordinary_lane(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(reader_pool, "FIRST_TRY_S", 0.01)
@@ -139,7 +139,7 @@ async def test_only_the_client_whose_bodies_took_too_long_is_refused(
         played.let_go(5, 7, 8, 9)
         assert await answer(nobody) == "read"
         for size in (7, 8, 9):
-            assert await answer(played.send(size, None)) == "read", "nobody is refused whom the edge has not named"
+            assert await answer(played.send(size, None)) == "read", "an unnamed client is never refused"
         assert await answer(played.send(9, "other")) == "read"
 
 

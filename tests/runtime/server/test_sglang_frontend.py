@@ -53,7 +53,7 @@ def test_roles_and_gen_give_the_chats_answer(sgl: ModuleType, http: httpx.Client
     assert [message["role"] for message in state.messages()] == ["user", "assistant"]
 
 
-def test_a_system_prompt_and_several_turns_are_heeded(sgl: ModuleType) -> None:
+def test_a_system_prompt_and_several_turns_are_used(sgl: ModuleType) -> None:
     @sgl.function
     def program(s: Any) -> None:
         s += sgl.system("You are a helpful assistant. The code word is lantern.")
@@ -69,7 +69,7 @@ def test_a_system_prompt_and_several_turns_are_heeded(sgl: ModuleType) -> None:
     assert "42" in state["sum"]
 
 
-def test_a_stream_says_what_the_whole_answer_does(sgl: ModuleType) -> None:
+def test_a_stream_equals_the_whole_answer(sgl: ModuleType) -> None:
     program = ask(sgl)
     whole = program.run(question="Count from 1 to 5.")["answer"]
     streamed = program.run(question="Count from 1 to 5.", stream=True)
@@ -157,7 +157,7 @@ def test_a_batch_answers_each_and_its_common_text_is_cached_before(sgl: ModuleTy
 @pytest.mark.parametrize(
     "method", ["token_length_normalized", "greedy_token_selection", "unconditional_likelihood_normalized"]
 )
-def test_select_takes_the_choice_that_our_logprobs_speak_for(
+def test_select_chooses_by_our_logprobs(
     sgl: ModuleType, http: httpx.Client, method: str, prompt: str, choices: list[str], right: str | None
 ) -> None:
     @sgl.function
@@ -184,14 +184,14 @@ def tokens(http: httpx.Client, text: str) -> list[int]:
 
 
 def scores(http: httpx.Client, prompt: str | list[int], start: int) -> list[Any]:
-    """(logprob, id, text) of its tokens from `start` on."""
+    """Return (logprob, id, text) of its tokens from `start` on."""
     body = {"text" if isinstance(prompt, str) else "input_ids": prompt, "sampling_params": {"max_new_tokens": 0}}
     body |= {"return_logprob": True, "return_text_in_logprobs": True, "logprob_start_len": start}
     return list(http.post("/generate", json=body).json()["meta_info"]["input_token_logprobs"])
 
 
 def chosen(http: httpx.Client, method: str, rows: list[list[Any]]) -> int:
-    """The rules of the three methods, in our words."""
+    """Apply the rules of the three methods, written independently."""
     values = [np.array([value for value, _, _ in row]) for row in rows]
     if method == "token_length_normalized":
         return int(np.argmax([one.mean() for one in values]))
@@ -240,7 +240,7 @@ def test_output_keeps_to_a_regex_and_to_a_type(sgl: ModuleType) -> None:
     assert set(json.loads(state["json"][0])) == {"sum"}
 
 
-def test_logprobs_of_the_prompt_come_from_where_they_are_asked(sgl: ModuleType, http: httpx.Client) -> None:
+def test_logprobs_of_the_prompt_start_where_requested(sgl: ModuleType, http: httpx.Client) -> None:
     @sgl.function
     def program(s: Any) -> None:
         s += "The capital of France is" + sgl.gen(
@@ -253,7 +253,7 @@ def test_logprobs_of_the_prompt_come_from_where_they_are_asked(sgl: ModuleType, 
     assert len(meta["output_token_logprobs"]) == meta["completion_tokens"]
 
 
-def test_what_the_server_refuses_is_the_programs_error(sgl: ModuleType) -> None:
+def test_a_refusal_of_the_server_is_an_error_of_the_program(sgl: ModuleType) -> None:
     @sgl.function
     def program(s: Any) -> None:
         s += "a" + sgl.gen("x", max_tokens=8, temperature=-1.0)

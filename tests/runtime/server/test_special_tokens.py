@@ -1,4 +1,4 @@
-"""Special tokens are taken out of text, however it comes."""
+"""Special tokens are removed from text, however it is cut."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def fed(parts: list[str], tokens: SpecialTokens = TOKENS) -> str:
 
 
 @given(texts, st.lists(st.integers(0, 100), max_size=6))
-def test_it_does_not_depend_on_where_the_text_is_cut(text: str, cuts: list[int]) -> None:
+def test_removal_does_not_depend_on_the_cuts_of_the_text(text: str, cuts: list[int]) -> None:
     expected = re.sub("|".join(map(re.escape, TOKENS.texts)), "", text)
     assert fed(pieces(text, cuts)) == fed(list(text)) == expected
 
 
-def test_only_what_may_become_a_special_token_is_held_back() -> None:
+def test_only_text_that_may_become_a_special_token_is_held_back() -> None:
     clean = Unmarked(TOKENS)
     assert [clean.feed(piece) for piece in ("a<|im", "_e", "lse", "<|im_end|>b", "<|")] == [
         "a",

@@ -1,4 +1,4 @@
-"""Answers and streams, as the official client and a careful reader of bytes see them (fake scheduler)."""
+"""Answers and streams, as the official client and a byte-level reader see them (fake scheduler)."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_stream_frames_are_exact(http: httpx.Client) -> None:
     assert all("usage" not in event for event in events[:-1])
 
 
-def test_several_choices_are_told_apart(client: openai.OpenAI) -> None:
+def test_several_choices_are_distinguished(client: openai.OpenAI) -> None:
     answer = client.completions.create(model="random", prompt=["hello", "world wide"], n=2, max_tokens=2)
     assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
     assert answer.choices[0].text == answer.choices[1].text != answer.choices[2].text
@@ -144,7 +144,7 @@ def test_the_clients_exceptions(client: openai.OpenAI) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_error_before_the_first_token_is_an_error_answer(http: httpx.Client, stream: bool) -> None:
+def test_an_error_before_the_first_token_is_a_plain_error(http: httpx.Client, stream: bool) -> None:
     body = {"prompt": [Magic.REFUSE], "stream": stream}
     answer = http.post("/v1/completions", json=body)
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "overloaded")
@@ -182,7 +182,7 @@ def test_a_request_that_takes_too_long_is_a_504_or_ends_its_stream_with_an_error
 
 
 def connected(server: ServerProcess, path: str, body: dict[str, object]) -> socket.socket:
-    """Sends a request and leaves the answer unread."""
+    """Send a request and leave the answer unread."""
     host, port = server.url.removeprefix("http://").split(":")
     made = socket.create_connection((host, int(port)))
     content = json.dumps(body).encode()
@@ -226,7 +226,7 @@ def test_a_client_that_leaves_ends_its_request_also_with_another_one_sent_behind
     eventually(lambda: load(http) == 0, 60, "it is gone")
 
 
-def test_abort_request_ends_a_request_with_what_it_has(
+def test_abort_request_ends_a_request_with_its_partial_output(
     http: httpx.Client, admin: httpx.Client, fake: ServerProcess
 ) -> None:
     answers: list[httpx.Response] = []
@@ -285,10 +285,10 @@ def test_native_answers_are_cumulative(http: httpx.Client) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("top", "kinds"), [(0, ["token"]), (2, ["token", "top"])])
-def test_native_answers_have_every_list_of_logprobs_that_was_asked_for(
+def test_native_answers_have_every_requested_list_of_logprobs(
     http: httpx.Client, stream: bool, top: int, kinds: list[str]
 ) -> None:
-    """There are none of the prompt, and with no output none at all: the lists are there, and empty."""
+    """The prompt has no logprobs, and without output there are none at all: the lists are there, and empty."""
     names = [f"{side}_{kind}_logprobs" for kind in kinds for side in ("input", "output")]
     body = {
         "text": ["a", "b", "c"],
@@ -350,7 +350,7 @@ def test_tokenize_and_detokenize_are_inverse(http: httpx.Client) -> None:
     assert kept == {"text": "<|im_end|>"}
 
 
-def test_what_the_server_says_about_itself(http: httpx.Client, metrics: httpx.Client, fake: ServerProcess) -> None:
+def test_the_server_describes_itself(http: httpx.Client, metrics: httpx.Client, fake: ServerProcess) -> None:
     info = http.get("/server_info").json()
     assert info == {**http.get("/get_server_info").json(), "internal_states": info["internal_states"]}
     events = info["kv_events"]
@@ -384,7 +384,7 @@ def test_what_the_server_says_about_itself(http: httpx.Client, metrics: httpx.Cl
         assert f"treeline:{name}{{" in page
 
 
-def test_debug_radix_joins_the_tree_and_what_was_announced(http: httpx.Client, admin: httpx.Client) -> None:
+def test_debug_radix_joins_the_tree_and_the_announced_pages(http: httpx.Client, admin: httpx.Client) -> None:
     salted = {
         "prompt": "The quick brown fox jumps over the lazy dog " * 2,
         "max_tokens": 1,

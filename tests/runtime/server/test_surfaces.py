@@ -1,4 +1,4 @@
-"""Three listeners, each with its own routes: what is reachable where, by whom, and until when (fake scheduler)."""
+"""Three listeners, each with its own routes: which clients reach them, and until when (fake scheduler)."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_administration_is_404_on_the_main_port_and_the_answer_says_where_it_is(
     assert "--admin-port" in message(answer)
 
 
-def test_abort_all_on_the_main_port_ends_nobodys_stream(fake: ServerProcess, http: httpx.Client) -> None:
+def test_abort_all_on_the_main_port_ends_no_stream(fake: ServerProcess, http: httpx.Client) -> None:
     body: dict[str, Any] = {"prompt": "hello", "max_tokens": 40, "stream": True}
     with http.stream("POST", "/v1/completions", json=body) as stream:
         lines = stream.iter_lines()
@@ -76,14 +76,14 @@ def test_metrics_are_404_on_the_main_port_and_on_the_admin_port(fake: ServerProc
     assert ask(fake.admin_url, "GET", "/metrics").status_code == 404
 
 
-def test_the_metrics_page_is_not_to_be_had_by_way_of_the_loads(http: httpx.Client) -> None:
+def test_the_metrics_page_is_not_reachable_through_the_loads(http: httpx.Client) -> None:
     answer = http.get("/v1/loads?format=prometheus")
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "format")
     assert "--metrics-port" in message(answer)
     assert http.get("/v1/loads?format=json").status_code == 200
 
 
-def test_the_paths_of_other_servers_have_their_answers(http: httpx.Client) -> None:
+def test_paths_of_other_engines_get_a_helpful_answer(http: httpx.Client) -> None:
     assert http.get("/version").json() == {"version": importlib.metadata.version("treeline-runtime")}
     assert http.get("/load").json() == {"server_load": 0}
     assert http.get("/ping").status_code == 200
@@ -126,11 +126,11 @@ def test_the_metrics_port_takes_no_body(fake: ServerProcess, metrics: httpx.Clie
 
 
 @pytest.mark.parametrize("path", ["/flush_cache", "/abort_request"])
-def test_a_link_changes_nothing(fake: ServerProcess, path: str) -> None:
+def test_a_get_changes_nothing(fake: ServerProcess, path: str) -> None:
     assert ask(fake.admin_url, "GET", path).status_code == 405
 
 
-def test_switched_off_listeners_are_told_as_such(model: Path) -> None:
+def test_disabled_listeners_are_reported_as_such(model: Path) -> None:
     with running(model, "--no-events", "--metrics-port=off", "--admin-port=off", fake=True) as server:
         for path, flag in (("/metrics", "--metrics-port"), ("/flush_cache", "--admin-port")):
             answer = ask(server.url, "POST", path)
@@ -142,7 +142,7 @@ def test_switched_off_listeners_are_told_as_such(model: Path) -> None:
         assert len(listening) == 1, listening
 
 
-# ---- who may --------------------------------------------------------------------------------------------------------
+# ---- access ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("method", "path"), ADMINISTRATION)
@@ -178,7 +178,7 @@ def test_with_the_key_administration_is_served(keyed: ServerProcess) -> None:
     assert "--enable-debug-endpoints" in message(ask(keyed.admin_url, "GET", "/debug/radix", BEARER))
 
 
-def test_two_authorizations_are_none(keyed: ServerProcess) -> None:
+def test_two_authorization_headers_count_as_none(keyed: ServerProcess) -> None:
     headers = [("authorization", f"Bearer {KEY}"), ("authorization", "Bearer other")]
     assert httpx.post(f"{keyed.admin_url}/flush_cache", headers=headers, timeout=60).status_code == 401
 
@@ -203,7 +203,7 @@ REBOUND = ["evil.example", "evil.example:9700", "127.0.0.1.evil.example", "10.0.
 
 @pytest.mark.parametrize(("method", "path"), ADMINISTRATION)
 @pytest.mark.parametrize("host", REBOUND)
-def test_a_name_that_was_rebound_to_loopback_is_403(fake: ServerProcess, method: str, path: str, host: str) -> None:
+def test_a_name_rebound_to_loopback_is_403(fake: ServerProcess, method: str, path: str, host: str) -> None:
     answer = ask(fake.admin_url, method, path, {"host": host})
     assert answer.status_code == 403
     assert host in message(answer)
@@ -246,7 +246,7 @@ def test_without_a_key_administration_listens_on_loopback_alone(fake: ServerProc
         ("/is_sleeping?level=1", "level"),
     ],
 )
-def test_a_parameter_that_is_not_acted_on_is_named(fake: ServerProcess, path: str, named: str) -> None:
+def test_an_ignored_parameter_is_named(fake: ServerProcess, path: str, named: str) -> None:
     answer = ask(fake.admin_url, "GET" if path.startswith("/is_") else "POST", path)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, named)
 
@@ -254,7 +254,7 @@ def test_a_parameter_that_is_not_acted_on_is_named(fake: ServerProcess, path: st
 @pytest.mark.parametrize(
     ("path", "instead"), [("/release_memory_occupation", "/sleep"), ("/resume_memory_occupation", "/wake_up")]
 )
-def test_other_engines_paths_name_ours(fake: ServerProcess, path: str, instead: str) -> None:
+def test_paths_of_other_engines_name_ours(fake: ServerProcess, path: str, instead: str) -> None:
     for url in (fake.url, fake.admin_url):
         answer = ask(url, "POST", path)
         assert answer.status_code == 404

@@ -1,4 +1,4 @@
-"""Texts tokenized piece by piece, and remembered: the ids are those of the whole, for every kind of tokenizer."""
+"""Texts are tokenized piece by piece, and remembered: the ids equal those of the whole, for every kind of tokenizer."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def made(kind: str) -> tuple[Tokenizer, str]:
 
 
 def parts(text: str) -> st.SearchStrategy[str]:
-    """Added tokens, halves of them, white space around them, and words."""
+    """Draw added tokens, halves of them, white space around them, and words."""
     tokens = [spec["content"] for spec in json.loads(text).get("added_tokens", ())]
     halves = [token[: len(token) // 2] for token in tokens] + [token[1:] for token in tokens]
     return st.sampled_from(
@@ -97,7 +97,7 @@ def test_only_the_newest_turns_are_tokenized(counting: tuple[Counting, CachedTok
     assert counter.chars < 1.5 * turn
 
 
-def test_a_namespace_learns_nothing_of_another(counting: tuple[Counting, CachedTokenizer]) -> None:
+def test_tokenized_texts_do_not_cross_namespaces(counting: tuple[Counting, CachedTokenizer]) -> None:
     counter, cached = counting
     for namespace in (None, "a", "b"):
         counter.chars = 0
@@ -105,7 +105,7 @@ def test_a_namespace_learns_nothing_of_another(counting: tuple[Counting, CachedT
         assert counter.chars == len(conversation(4))
 
 
-def test_what_is_remembered_is_bounded() -> None:
+def test_remembered_texts_are_bounded() -> None:
     tokenizer, spec = made("llama3")
     cached = CachedTokenizer(tokenizer, spec, capacity_bytes=20_000)
     for i in range(50):
@@ -127,7 +127,7 @@ def test_short_and_plain_texts_are_tokenized_at_once(counting: tuple[Counting, C
     assert counter.chars == 2 * (len("<|im_start|>hi<|im_end|>") + 50 * len(wire.CORPUS[0]))
 
 
-def test_tokens_that_demand_word_boundaries_are_not_cut_at() -> None:
+def test_texts_are_not_cut_at_tokens_that_need_word_boundaries() -> None:
     tokenizer, _ = made("gpt2")
     own = Tokenizer.from_str(tokenizer.to_str())
     own.add_tokens([AddedToken("word", single_word=True, normalized=False)])

@@ -1,4 +1,4 @@
-"""Requests in flight: outputs reach who waits for them, and closing ends what has not ended, once."""
+"""Requests in flight: outputs reach their readers, and closing ends unfinished requests, once."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ class World:
         return [GenerateReq(rid, [1], SamplingParams(stop=("x",))) for rid in rids]
 
     def sent(self, rid: str) -> list[str]:
-        """The ids under which the scheduler knows what the client calls `rid`."""
+        """Return the scheduler's ids for the client's name `rid`."""
         return [m.rid for m in self.scheduler if isinstance(m, GenerateReq) and m.rid.split("#")[0] == rid]
 
     def arrive(self, *outs: TextOut) -> None:
-        """`outs` have the client's names, for the newest requests of these."""
+        """Deliver outputs. `outs` have the client's names; each goes to the newest request of its name."""
         self.manager.on_batch(BatchTextOut([msgspec.structs.replace(out, rid=self.sent(out.rid)[-1]) for out in outs]))
 
     def answer(self) -> bool:
-        """The scheduler answers the first question that it has not answered, if there is one."""
+        """Let the scheduler answer the oldest open question, if there is one."""
         questions = [m for m in self.scheduler if isinstance(m, HeardReq)]
         if len(questions) > self.answered:
             self.answered += 1
@@ -66,7 +66,7 @@ class World:
 DONE = FinishReason("length")
 
 
-async def test_the_detokenizer_is_told_before_the_scheduler() -> None:
+async def test_the_detokenizer_gets_a_request_before_the_scheduler() -> None:
     world = World()
     inflight = world.manager.open(world.requests("a"))
     (id,) = world.sent("a")
@@ -89,7 +89,7 @@ async def test_outputs_of_one_turn_are_merged_and_kept_apart_by_index() -> None:
     assert world.aborted == []
 
 
-async def test_who_wants_it_whole_is_woken_at_the_end_only() -> None:
+async def test_a_reader_of_whole_answers_is_woken_only_at_the_end() -> None:
     world = World()
     inflight = world.manager.open(world.requests("a"))
     task = asyncio.create_task(inflight.next(whole=True))
@@ -103,7 +103,7 @@ async def test_who_wants_it_whole_is_woken_at_the_end_only() -> None:
     inflight.close()
 
 
-async def test_closing_aborts_what_has_not_ended_and_only_once() -> None:
+async def test_closing_aborts_unfinished_requests_once() -> None:
     world = World()
     inflight = world.manager.open(world.requests("a", "b"))
     world.arrive(TextOut("a", "", [], DONE))
@@ -114,7 +114,7 @@ async def test_closing_aborts_what_has_not_ended_and_only_once() -> None:
     assert await inflight.next() == []
 
 
-async def test_closing_wakes_who_waits() -> None:
+async def test_closing_wakes_waiting_readers() -> None:
     world = World()
     inflight = world.manager.open(world.requests("a"))
     task = asyncio.create_task(inflight.next())
@@ -151,7 +151,7 @@ async def test_aborting_a_name_ends_all_of_its_requests() -> None:
     inflight.close()
 
 
-async def test_each_tenant_has_names_of_its_own_and_an_abort_ends_all_of_one_name() -> None:
+async def test_each_tenant_has_its_own_names_and_an_abort_ends_all_of_one_name() -> None:
     world = World()
     opened = [world.manager.open(world.requests("a"), name="a", tenant=tenant) for tenant in (None, "ada", "bob")]
     with pytest.raises(DuplicateRid):
@@ -166,7 +166,7 @@ async def test_each_tenant_has_names_of_its_own_and_an_abort_ends_all_of_one_nam
         inflight.close()
 
 
-async def test_a_closed_requests_end_does_not_end_one_of_the_same_name() -> None:
+async def test_the_end_of_a_closed_request_does_not_end_its_namesake() -> None:
     world = World()
     world.manager.open(world.requests("a"), name="a").close()
     again = world.manager.open(world.requests("a"), name="a")
@@ -179,7 +179,7 @@ async def test_a_closed_requests_end_does_not_end_one_of_the_same_name() -> None
 
 
 MANY = 2 * WINDOW_BYTES // GENERATION_BYTES
-"""Generations of which about half go without a word of the scheduler."""
+"""Generations of which about half can be sent before the scheduler confirms any."""
 
 
 def generations(world: World, client: str, count: int = MANY) -> list[GenerateReq]:
@@ -187,7 +187,7 @@ def generations(world: World, client: str, count: int = MANY) -> list[GenerateRe
 
 
 @pytest.mark.parametrize("how", ["closed", "aborted", "all aborted", "failed"])
-async def test_what_waits_for_its_turn_ends_without_the_scheduler(how: str) -> None:
+async def test_generations_waiting_for_their_turn_end_without_the_scheduler(how: str) -> None:
     world = World()
     inflight = world.manager.open(generations(world, "c"), name="c")
     sent = [m.rid for m in world.scheduler if isinstance(m, GenerateReq)]
@@ -226,7 +226,7 @@ async def test_an_operation_on_the_engine_comes_after_all_generations_before_it(
     inflight.close()
 
 
-async def test_when_everything_fails_everyone_is_told() -> None:
+async def test_a_general_failure_reaches_every_reader() -> None:
     world = World()
     inflight = world.manager.open(world.requests("a", "b"))
     asked = asyncio.create_task(world.manager.state("load"))
@@ -283,7 +283,7 @@ def test_merging_joins_lists_and_keeps_the_last_counts() -> None:
 
 
 class Unwalked(dict[str, Any]):
-    """Whoever goes through all of it fails."""
+    """A dict that must not be iterated."""
 
     def __iter__(self) -> Any:
         raise AssertionError("it may have a hundred thousand entries")
@@ -291,7 +291,7 @@ class Unwalked(dict[str, Any]):
     items = values = keys = __iter__
 
 
-async def test_an_abort_does_not_go_through_the_names_of_all_requests() -> None:
+async def test_an_abort_does_not_scan_all_requests() -> None:
     world = World()
     opened = [world.manager.open(world.requests(rid), tenant=tenant) for rid in "ab" for tenant in (None, "ada")]
     world.manager._named = Unwalked(world.manager._named)
@@ -304,8 +304,8 @@ async def test_an_abort_does_not_go_through_the_names_of_all_requests() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.lists(st.integers(0, 9), max_size=4)), min_size=1, max_size=8))
-def test_merging_keeps_what_was_withdrawn(changes: list[tuple[int, list[int]]]) -> None:
-    """Whatever is merged first, a reader ends with the same ids."""
+def test_merging_keeps_withdrawals(changes: list[tuple[int, list[int]]]) -> None:
+    """A reader ends with the same ids, whichever outputs are merged."""
     outs, ids = list[TextOut](), [100, 101, 102]
     for back, new in changes:
         back = min(back, len(ids))

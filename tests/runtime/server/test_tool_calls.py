@@ -1,7 +1,5 @@
-"""Tools, reasoning and structured output through a real server, as the official client sees them.
-
-The scheduler has no model: it says what the last message says (`Magic.SPEAK`), so that outputs are ours.
-"""
+"""Tools, reasoning and structured output through a real server, as the official client sees them. The scheduler has no
+model: it repeats the last message (`Magic.SPEAK`), so that the tests choose outputs."""
 
 from __future__ import annotations
 
@@ -92,7 +90,7 @@ def test_a_stream_that_calls_adds_up_to_the_answer(client: openai.OpenAI) -> Non
     assert sorted(event.name for event in done) == ["now", "now", "weather", "weather"]
 
 
-def test_the_first_chunk_has_the_role_and_the_last_why_it_ended(http: httpx.Client) -> None:
+def test_the_first_chunk_has_the_role_and_the_last_the_finish_reason(http: httpx.Client) -> None:
     body = {"messages": says(CALL), "tools": TOOLS, "stream": True, "stream_options": {"continuous_usage_stats": True}}
     with http.stream("POST", CHAT, json=body) as response:
         *events, done = sse(response)
@@ -127,7 +125,7 @@ def test_the_first_chunk_has_the_role_and_the_last_why_it_ended(http: httpx.Clie
         ("It is warm", {"stop": ["warm"]}, ("It is ", None)),
     ],
 )
-def test_what_was_thought_is_apart(
+def test_reasoning_is_separate_from_the_answer(
     http: httpx.Client, text: str, fields: dict[str, Any], expected: tuple[str, str | None]
 ) -> None:
     body = {"messages": says(text), **fields}
@@ -141,7 +139,7 @@ def test_what_was_thought_is_apart(
     assert "".join(delta.get("reasoning", "") for delta in deltas) == (expected[1] or "")
 
 
-def test_reasoning_may_be_left_where_it_is(http: httpx.Client) -> None:
+def test_reasoning_may_stay_in_the_answer(http: httpx.Client) -> None:
     answer = http.post(CHAT, json={"messages": says(THOUGHT + "Here"), "separate_reasoning": False})
     message = answer.json()["choices"][0]["message"]
     assert message == {"role": "assistant", "content": THOUGHT + "Here", "refusal": None}
@@ -155,7 +153,7 @@ def test_reasoning_may_come_in_one_piece(http: httpx.Client) -> None:
     assert [delta["reasoning"] for delta in deltas if "reasoning" in delta] == ["Where is it?"]
 
 
-def test_what_looks_like_a_call_is_said_where_none_may_be_made(client: openai.OpenAI) -> None:
+def test_text_like_a_call_stays_text_if_calls_are_off(client: openai.OpenAI) -> None:
     for choice in ({}, {"tools": TOOLS, "tool_choice": "none"}):
         answer = client.chat.completions.create(model="speaks", messages=says("No <call>"), **choice)  # type: ignore[call-overload]
         assert answer.choices[0].message.content == "No <call>"
@@ -166,7 +164,7 @@ def test_what_looks_like_a_call_is_said_where_none_may_be_made(client: openai.Op
     assert [call.function.name for call in called(one.choices[0].message)] == ["weather"]
 
 
-def test_the_conversation_goes_on_with_the_results(client: openai.OpenAI) -> None:
+def test_a_conversation_continues_with_the_results(client: openai.OpenAI) -> None:
     asked = says(CALL)
     message = client.chat.completions.create(model="speaks", messages=asked, tools=TOOLS).choices[0].message
     (call,) = called(message)
@@ -193,7 +191,7 @@ def test_the_conversation_goes_on_with_the_results(client: openai.OpenAI) -> Non
     ],
     ids=str,
 )
-def test_a_spoilt_call_of_an_earlier_turn_is_named(http: httpx.Client, call: Any, param: str) -> None:
+def test_an_invalid_call_of_an_earlier_turn_is_named(http: httpx.Client, call: Any, param: str) -> None:
     messages = [{"role": "assistant", "content": None, "tool_calls": [call]}, *says("x")]
     answer = http.post(CHAT, json={"messages": messages})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
@@ -202,7 +200,7 @@ def test_a_spoilt_call_of_an_earlier_turn_is_named(http: httpx.Client, call: Any
 @pytest.mark.integration
 @pytest.mark.deep
 def test_the_tiny_model_is_given_the_prompt_that_a_picker_expects() -> None:
-    """Its words are its own: it was not made for tools. It is shown them, the call and the result."""
+    """The model was not made for tools and answers in its own way. Its prompt shows them, the call and the result."""
     call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Köln"}'}}
     history = [
         {"role": "developer", "content": "Be brief."},

@@ -1,4 +1,4 @@
-"""Which tools a chat may call, and must: what is read of `tools`, `tool_choice` and `parallel_tool_calls`."""
+"""The tools that a chat may or must call, read from `tools`, `tool_choice` and `parallel_tool_calls`."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def allowed(mode: str, *names: str) -> dict[str, Any]:
     ],
     ids=str,
 )
-def test_what_may_be_called(body: dict[str, Any], expected: Calls | None) -> None:
+def test_the_callable_tools_are_read(body: dict[str, Any], expected: Calls | None) -> None:
     assert read_calls(body) == expected
 
 
@@ -87,7 +87,7 @@ def test_what_may_be_called(body: dict[str, Any], expected: Calls | None) -> Non
     ],
     ids=lambda value: str(value)[:70],
 )
-def test_what_is_wrong_is_named(body: dict[str, Any], param: str) -> None:
+def test_errors_are_named(body: dict[str, Any], param: str) -> None:
     with pytest.raises(ApiError) as caught:
         read_calls(body)
     assert (caught.value.status, caught.value.body["error"]["param"]) == (400, param)

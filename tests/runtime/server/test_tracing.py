@@ -1,4 +1,4 @@
-"""Traces of requests: whose they are, what is within, and what is not (fake scheduler, real OTLP)."""
+"""Traces of requests: their owner, their contents, and what they leave out (fake scheduler, real OTLP)."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def server(model: Path, collector: Collector) -> Iterator[ServerProcess]:
 
 
 def context(*, sampled: bool = True) -> tuple[str, dict[str, str]]:
-    """A trace, and the headers of a request in it."""
+    """Return a trace id, and the headers of a request in it."""
     trace = uuid.uuid4().hex
     return trace, {"traceparent": f"00-{trace}-{CALLER}-{int(sampled):02x}", "x-request-id": f"id-{trace[:8]}"}
 
@@ -54,7 +54,7 @@ def asked(
     body: dict[str, Any],
     on_headers: Callable[[], None] = lambda: None,
 ) -> tuple[httpx.Response, CollectedSpan, dict[str, CollectedSpan]]:
-    """The answer, the span of the request, and all of its trace by name."""
+    """Return the answer, the request's span, and all spans of its trace by name."""
     trace, headers = context()
     with http.stream("POST", path, json=body, headers=headers) as answer:
         on_headers()
@@ -133,7 +133,7 @@ def test_a_refusal_is_an_error_only_where_the_server_is_at_fault(http: httpx.Cli
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_an_error_in_the_middle_of_an_answer_is_the_spans(
+def test_an_error_within_an_answer_is_recorded_in_its_span(
     server: ServerProcess, http: httpx.Client, collector: Collector, stream: bool
 ) -> None:
     prompt = [Magic.BREAK, Magic.HELD if stream else 70]
@@ -203,7 +203,7 @@ def test_an_embedding_has_no_decode(tmp_path: Path, collector: Collector) -> Non
     assert "gen_ai.usage.output_tokens" not in span.attributes
 
 
-def test_variables_that_ask_for_what_there_is_not_end_the_start(model: Path) -> None:
+def test_variables_for_unsupported_exporters_end_the_start(model: Path) -> None:
     server = ServerProcess(model, "--no-events", "--tracing", fake=True, environment={"OTEL_TRACES_EXPORTER": "zipkin"})
     assert server.wait() == 1
     assert any("--tracing: OTEL_TRACES_EXPORTER=zipkin" in line for line in server.log)
@@ -213,7 +213,7 @@ def test_variables_that_ask_for_what_there_is_not_end_the_start(model: Path) -> 
 
 
 def recorded(*steps: Any) -> dict[str, ReadableSpan]:
-    """The spans of a request to which these happen, a second apart."""
+    """Return the spans of a request with these steps, a second apart."""
     memory, now = InMemorySpanExporter(), [10**18]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OTEL_TRACES_SAMPLER", "always_on")
@@ -260,7 +260,7 @@ def test_the_stages_are_the_schedulers_wait_the_first_token_and_the_last() -> No
     assert SECRET not in str(dict(told))
 
 
-def test_an_error_says_its_kind_and_nothing_of_what_was_asked() -> None:
+def test_a_recorded_error_has_its_kind_and_no_prompt_text() -> None:
     spans = recorded(lambda span: span.failed(ApiError(400, SECRET, code="invalid_value")))
     assert spans["request"].status.is_unset
     assert dict(spans["request"].attributes or {}) == {"http.response.status_code": 400, "error.type": "invalid_value"}

@@ -1,4 +1,4 @@
-"""What is refused, and how: always 400 (or 404), always OpenAI's shape, always naming the field."""
+"""Refusals are 400 (or 404), have OpenAI's shape and name the field."""
 
 from __future__ import annotations
 
@@ -217,7 +217,7 @@ def test_wrong_messages_are_named(http: httpx.Client, message: Any, param: str) 
     refused(chat(http, messages=[message]), param)
 
 
-def test_what_answers_carry_may_come_back_in_messages(http: httpx.Client) -> None:
+def test_fields_of_answers_may_return_in_messages(http: httpx.Client) -> None:
     answer = chat(http).json()["choices"][0]["message"]
     history = [
         *MESSAGES,
@@ -303,8 +303,8 @@ def test_a_models_name_in_a_path_may_be_percent_encoded(http: httpx.Client) -> N
     assert http.get("/v1/models/r%61nd%6Fm").json()["id"] == "random"
 
 
-def test_an_unknown_model_is_503_where_our_edge_could_ask_no_picker(http: httpx.Client) -> None:
-    """It may be the name of an InferenceModel, which only the picker knows, or of another pool's model."""
+def test_an_unknown_model_is_503_if_our_edge_reached_no_picker(http: httpx.Client) -> None:
+    """The name may be an InferenceModel's, which only the picker knows, or another pool's model."""
     edge = {headers.EDGE: "true"}
     picked = {**edge, headers.DESTINATION: "10.0.0.1:8000"}
     body = {"model": "alias", "prompt": "hello", "max_tokens": 1}
@@ -388,14 +388,14 @@ def test_a_body_that_is_too_large_is_413(http: httpx.Client) -> None:
     assert http.post(TEXT, content=b" " * (33 << 20)).status_code == 413
 
 
-def test_abort_needs_to_know_what(admin: httpx.Client) -> None:
+def test_an_abort_needs_a_request_id(admin: httpx.Client) -> None:
     refused(admin.post("/abort_request", json={}), "rid")
     refused(admin.post("/abort_request", json={"rid": "a", "abort_all": True}), "rid")
     assert admin.post("/abort_request", json={"rid": "unknown"}).status_code == 200
 
 
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/pooling", "/v1/rerank", "/classify"])
-def test_a_model_of_text_makes_no_vectors_and_says_what_to_ask_it(http: httpx.Client, path: str) -> None:
+def test_a_text_model_refuses_vectors_and_names_its_own_paths(http: httpx.Client, path: str) -> None:
     answer = http.post(path, json={"input": "hi"})
     refused(answer, None, code="unsupported_task")
     assert "makes text. Use /v1/chat/completions" in answer.json()["error"]["message"]
@@ -421,20 +421,20 @@ HALVES = [r"\ud800", r"\udc00", r"\ud800x", r"\uD83D\uD83D", r"\ude00\ud83d", r"
     ],
     ids=["content", "stop", "logit_bias", "tools", "prompt", "large", "rid", "input"],
 )
-def test_half_of_a_surrogate_pair_is_named_wherever_it_is(http: httpx.Client, path: str, body: str, half: str) -> None:
+def test_half_of_a_surrogate_pair_is_named_in_every_field(http: httpx.Client, path: str, body: str, half: str) -> None:
     answer = http.post(path, content=(body % half).encode(), headers={"content-type": "application/json"})
     refused(answer, None)
     assert "half of a surrogate pair" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("number", ["NaN", "-Infinity", "[1, Infinity]"])
-def test_what_is_no_number_in_json_is_named(http: httpx.Client, number: str) -> None:
+def test_an_invalid_number_in_json_is_named(http: httpx.Client, number: str) -> None:
     answer = http.post(TEXT, content=f'{{"prompt":"a \\ud83d\\ude00", "temperature": {number}}}'.encode())
     refused(answer, None)
     assert "NaN and Infinity" in answer.json()["error"]["message"]
 
 
-def test_what_is_cut_off_is_told_as_that(http: httpx.Client) -> None:
+def test_a_truncated_body_is_reported_as_such(http: httpx.Client) -> None:
     answer = http.post(TEXT, content=rb'{"prompt":"NaN \\ud800 \ud83d\ude00')
     refused(answer, None)
     assert "truncated" in answer.json()["error"]["message"]

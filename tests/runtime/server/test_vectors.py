@@ -109,14 +109,16 @@ def test_texts_and_their_tokens_give_the_same(embed: httpx.Client) -> None:
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_what_is_refused(embed: httpx.Client, body: dict[str, Any], param: str, says: str) -> None:
+def test_invalid_requests_for_vectors_are_refused(
+    embed: httpx.Client, body: dict[str, Any], param: str, says: str
+) -> None:
     answer = embed.post(EMBEDDINGS, content=json.dumps(body))
     error = answer.json()["error"]
     assert (answer.status_code, error["param"], error["type"]) == (400, param, "invalid_request_error"), error
     assert says in error["message"]
 
 
-def test_other_models_and_unknown_ones(embed: httpx.Client) -> None:
+def test_other_and_unknown_models_are_refused(embed: httpx.Client) -> None:
     assert embed.post(EMBEDDINGS, json={"model": "other", "input": "a"}).status_code == 404
     for body in (
         {"input": "a", "user": "me"},
@@ -137,14 +139,14 @@ def test_other_models_and_unknown_ones(embed: httpx.Client) -> None:
         ("/classify", {"input": "a"}),
     ],
 )
-def test_an_embedding_model_says_what_to_ask_it(embed: httpx.Client, path: str, body: dict[str, Any]) -> None:
+def test_an_embedding_model_names_its_own_paths(embed: httpx.Client, path: str, body: dict[str, Any]) -> None:
     answer = embed.post(path, json=body)
     error = answer.json()["error"]
     assert (answer.status_code, error["code"]) == (400, "unsupported_task")
     assert f"{path} is not for this model: 'vectors' makes embeddings. Use /v1/embeddings" in error["message"]
 
 
-def test_the_server_says_what_it_does_and_that_it_works(embed: httpx.Client, embedder: ServerProcess) -> None:
+def test_the_server_reports_its_task_and_its_health(embed: httpx.Client, embedder: ServerProcess) -> None:
     info = embed.get("/server_info").json()
     assert (info["task"], info["pooling"]["size"], info["pooling"]["dimensions"]) == ("embed", HIDDEN, [8, 16])
     assert embed.get("/model_info").json()["is_generation"] is False
@@ -200,7 +202,7 @@ def sigmoid(x: float) -> float:
 
 
 def outputs(http: httpx.Client, query: str, document: str) -> float:
-    """Without a post-processor the tokenizer joins the ids of both."""
+    """Return the expected score. Without a post-processor the tokenizer joins the ids of both."""
     return float(vector_of(tokens(http, query) + tokens(http, document), 1)[0])
 
 
@@ -279,7 +281,7 @@ def test_scores(reranker: httpx.Client, path: str) -> None:
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_what_rerankers_refuse(reranker: httpx.Client, path: str, body: dict[str, Any], param: str) -> None:
+def test_rerankers_refuse_other_requests(reranker: httpx.Client, path: str, body: dict[str, Any], param: str) -> None:
     answer = reranker.post(path, content=json.dumps(body))
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param), answer.text
 
@@ -301,7 +303,7 @@ def test_classes(judge_of_texts: httpx.Client) -> None:
     assert base64.b64decode(one["data"]) == made[0].tobytes()
 
 
-def test_a_conversation_is_judged_as_it_stands(judge_of_texts: httpx.Client) -> None:
+def test_a_conversation_is_classified_unchanged(judge_of_texts: httpx.Client) -> None:
     messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]
     for path, member in (("/classify", "probs"), ("/pooling", "data")):
         for asked in ({}, {"add_generation_prompt": True}):
@@ -340,7 +342,7 @@ def test_a_conversation_is_judged_as_it_stands(judge_of_texts: httpx.Client) -> 
     ],
     ids=str,
 )
-def test_bodies_and_answers_are_as_the_document_says(
+def test_bodies_and_answers_match_the_document(
     request: pytest.FixtureRequest, server: str, path: str, body: dict[str, Any]
 ) -> None:
     http: httpx.Client = request.getfixturevalue(server)
@@ -357,7 +359,7 @@ transformers = pytest.importorskip("transformers")
 
 
 def made(folder: Path, kind: str, **changes: Any) -> Any:
-    """A model of transformers for the tests' tokenizer, saved to `folder` with it."""
+    """Return a model of transformers for the tests' tokenizer, saved to `folder` with it."""
     folder.mkdir(parents=True)
     add_tokenizer(folder, template=changes.pop("template", None))
     theirs = reference("Qwen3", {"vocab_size": 400, "head_dim": 16, "max_position_embeddings": 512} | changes, kind)
@@ -386,7 +388,7 @@ def expected(theirs: Any, ids: list[int]) -> npt.NDArray[np.float32]:
 
 @pytest.mark.integration
 @pytest.mark.deep
-def test_the_openai_client_gets_what_transformers_computes(real: tuple[Any, ServerProcess]) -> None:
+def test_the_openai_client_gets_transformers_vectors(real: tuple[Any, ServerProcess]) -> None:
     theirs, server = real
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client, server.client() as http:
         texts = [*TEXTS, "The quick brown fox jumps over the lazy dog. " * 8]

@@ -24,7 +24,7 @@ from treeline_wire.template_inline import MAX_INPUT_CHARS
 LIMITS = PoolLimits(seconds=0.02, memory_bytes=64 << 20, workers=1)
 
 HELD_S = 0.02
-"""Seconds of the processor after which a rendering holds an event loop up."""
+"""Seconds of processor time after which a rendering counts as holding an event loop."""
 
 BOMBS: dict[str, str] = {
     # loops
@@ -210,8 +210,8 @@ _MESSAGES = [{"role": "user", "content": "hello"}, {"role": "user", "content": "
 
 
 def outcome(source: str, pool: TemplatePool | None) -> dict[str, object]:
-    """What became of one bomb, and the least that rendering it has taken of the processor: seconds, and `reference_s`
-    of this moment where that is not next to nothing."""
+    """Render one bomb. Return the outcome and the least processor time: seconds, and units of `reference_s` now unless
+    it is next to nothing."""
     render_cpu_s = 0.0
     try:
         template = ChatTemplate(source, special_tokens={}, pool=pool)
@@ -228,7 +228,8 @@ def outcome(source: str, pool: TemplatePool | None) -> dict[str, object]:
 def thread_seconds(
     template: ChatTemplate, messages: list[dict[str, Any]], arguments: dict[str, Any] | None = None
 ) -> tuple[str, float]:
-    """What became of one rendering, and the seconds of the processor that this thread spent on it.
+    """Render once. Return the outcome, and the processor seconds that this thread spent on it. Other processes raise
+    them, too (by cold caches): a test with a bound takes the least of a few.
 
     What else runs on the machine makes these more, too (by cold caches): whoever sets a bound takes the least of a few.
     """
@@ -245,7 +246,7 @@ def thread_seconds(
 def least_seconds(
     template: ChatTemplate, messages: list[dict[str, Any]], arguments: dict[str, Any] | None = None, *, tries: int = 3
 ) -> tuple[str, float]:
-    """`thread_seconds` of the rendering that took the least; one that holds nobody up is not repeated."""
+    """Return `thread_seconds` of the fastest rendering; one that holds no loop is not repeated."""
     result, least_s = thread_seconds(template, messages, arguments)
     for _ in range(tries - 1):
         if least_s < HELD_S:

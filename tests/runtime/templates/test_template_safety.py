@@ -1,4 +1,4 @@
-"""Hostile chat templates reach nothing and hold nobody up; honest ones with large requests are rendered."""
+"""Hostile chat templates reach nothing and delay no other request; honest ones with large requests are rendered."""
 
 import asyncio
 import contextlib
@@ -48,7 +48,7 @@ def pool() -> Iterator[TemplatePool]:
 
 
 def large() -> dict[str, str]:
-    """Template arguments that make a request too large to be rendered inline."""
+    """Return template arguments that make a request too large to be rendered inline."""
     return {"padding": "x" * MAX_INPUT_CHARS}
 
 
@@ -68,7 +68,7 @@ def test_the_corpora_are_large() -> None:
 
 
 def said_by(source: str, pool: TemplatePool | None, messages: list[dict[str, Any]], arguments: Any) -> str:
-    """What a client learns: the text, or the error's."""
+    """Return the text that a client sees: the rendered one, or the error's."""
     try:
         return ChatTemplate(source, special_tokens={}, pool=pool).render(messages, **arguments)
     except TemplateError as error:
@@ -88,7 +88,7 @@ def test_an_escape_reaches_nothing(name: str, pool: TemplatePool, monkeypatch: p
 
 
 def test_an_unguarded_jinja_leaks_to_most_of_the_corpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So the corpus attacks, and the check above would see it."""
+    """It proves that the corpus attacks, and that the check above would see it."""
     monkeypatch.setenv("TREELINE_CANARY", CANARY)
 
     def raise_exception(message: Any) -> None:
@@ -111,7 +111,7 @@ def test_an_unguarded_jinja_leaks_to_most_of_the_corpus(monkeypatch: pytest.Monk
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[tuple[str, str], dict[str, Any]]:
-    """What happened to each bomb in a process of its own, by name and place."""
+    """Render each bomb in a process of its own. Return the outcomes, by name and place."""
     script = str(Path(__file__).parent / "template_bombs.py")
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     run = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=600, check=False, env=env)
@@ -134,7 +134,7 @@ def test_a_bomb_is_stopped_in_time_inline_and_in_a_worker(
 
 @pytest.mark.deep
 @pytest.mark.timeout(660)
-def test_bombs_take_no_more_memory_than_they_may(outcomes: dict[tuple[str, str], dict[str, Any]]) -> None:
+def test_bombs_stay_within_the_memory_limit(outcomes: dict[tuple[str, str], dict[str, Any]]) -> None:
     memory = outcomes["memory", ""]
     assert memory["inline_growth_bytes"] < 64 << 20
     assert memory["worker_peak_bytes"] > 20 << 20, "it was measured"
@@ -171,7 +171,7 @@ def test_no_single_operation_holds_an_event_loop(operation: str, content: Any) -
     assert least_seconds(template, messages)[1] < 15 * reference_s()
 
 
-def test_time_that_others_take_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_of_other_processes_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine the clock runs on while the thread waits for a processor."""
     template = ChatTemplate("{% for i in range(100) %}x{% endfor %}", special_tokens={})
     jumping = iter(range(10**9))
@@ -347,7 +347,7 @@ def test_errors_show_the_authors_constant_words_or_ours(
     assert "text of a prompt" not in caplog.text
 
 
-def test_errors_say_whose_fault_it_is(pool: TemplatePool) -> None:
+def test_errors_distinguish_client_and_template(pool: TemplatePool) -> None:
     def at_fault(source: str, **options: Any) -> bool:
         with pytest.raises(TemplateError) as caught:
             ChatTemplate(source, special_tokens={}, pool=pool).render(HELLO, **options)
@@ -363,7 +363,7 @@ def test_errors_say_whose_fault_it_is(pool: TemplatePool) -> None:
     assert not at_fault("{# " + "x" * template_inline.MAX_SOURCE_CHARS + " #}{% for %}")
 
 
-def test_no_messages_is_the_callers_fault() -> None:
+def test_an_empty_chat_is_a_client_error() -> None:
     with pytest.raises(TemplateError) as caught:
         ChatTemplate("x", special_tokens={}).render([])
     assert caught.value.user_error
@@ -409,7 +409,7 @@ def test_a_request_that_is_deep_or_wide_is_refused_by_name(
 
 @pytest.mark.parametrize("name", ["self", "source", "variables", "loop", "range", "namespace", "context", "a-b", ""])
 def test_any_name_may_be_a_template_argument(name: str, pool: TemplatePool) -> None:
-    """Those of Python's and Jinja's own arguments made a request fail with a TypeError."""
+    """Names of Python's and Jinja's own arguments once failed a request with a TypeError."""
     template = ChatTemplate("{{ messages[0].content }}", special_tokens={}, pool=pool)
     body = {"messages": HELLO, "chat_template_kwargs": {name: 1}}
     assert prompt_of_chat(body, template).text == "hello"

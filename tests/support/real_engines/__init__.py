@@ -1,1 +1,1 @@
-"""Real vLLM and SGLang servers on CPUs, what they are asked, and what they say that they hold."""
+"""Real vLLM and SGLang servers on CPUs, requests to them, and their cache events."""

@@ -1,4 +1,5 @@
-"""How many prompt tokens engines had cached, by their own counts, beside what the best of all caches would have had."""
+"""Compares the prompt tokens that engines had cached, by their own counts, with those that an ideal cache would
+have."""
 
 from __future__ import annotations
 
@@ -14,14 +15,14 @@ from support.real_engines.traffic import Exchange
 
 @dataclass
 class Measured:
-    """Tokens of prompts as the server counts them: all, cached ones, and those that an endless cache would have."""
+    """Prompt tokens as the server counts them: all, cached ones, and those that an endless cache would have."""
 
     cached: int = 0
     prompt: int = 0
     possible: int = 0
 
     def take(self, exchanges: Sequence[Exchange], engine: Server) -> None:
-        """Count these. Raises BenchmarkError where a request was not answered, or its prompt was another one."""
+        """Count an exchange. Raises BenchmarkError if it was not answered, or its prompt differs."""
         oracle = Oracle(engine.block_tokens)
         sequences: list[tuple[int, int, list[int]]] = []
         for exchange in exchanges:

@@ -1,4 +1,4 @@
-"""What no router could beat: how much of each prompt is in one cache of all engines that never forgets."""
+"""The upper bound of any router's hits: one cache for all engines that never evicts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Oracle:
         self._known: set[int] = set()
 
     def cached_tokens(self, prompt: Sequence[int]) -> int:
-        """Of a prompt that is sent now, in tokens."""
+        """Return how many tokens of a prompt would be cached if it were sent now."""
         found = 0
         for chain in self._chains(prompt[:-1]):
             if chain not in self._known:
@@ -26,11 +26,11 @@ class Oracle:
         return found
 
     def remember(self, tokens: Sequence[int]) -> None:
-        """A prompt that was sent, or the same with its answer when that has come."""
+        """Add a prompt that was sent, or the same with its answer."""
         self._known.update(self._chains(tokens))
 
     def _chains(self, tokens: Sequence[int]) -> Iterator[int]:
-        """One key for each whole block, of it and all before it."""
+        """Yield one key for each whole block and all before it."""
         chain = 0
         for end in range(self._width, len(tokens) + 1, self._width):
             chain = hash((chain, tuple(tokens[end - self._width : end])))

@@ -1,4 +1,4 @@
-"""A real server of somebody else's, as a process on the CPU: where it is installed, how it is started and asked."""
+"""A foreign engine's real server, as a process on the CPU: its installation, its start, its requests."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from treeline_bench.context import ROOT, BenchmarkError
 
 @dataclass(frozen=True)
 class Installation:
-    """What a word of the Makefile installs into an environment of its own. `variable` may name another folder."""
+    """An engine that a make target installs into an environment of its own. `variable` may name another folder."""
 
     engine: str
     word: str
     variable: str
 
     def interpreter(self) -> Path:
-        """Its Python. Raises BenchmarkError where there is none."""
+        """Return its Python. Raises BenchmarkError if it is not installed."""
         folder = Path(os.environ.get(self.variable, ROOT / ".cache" / self.word))
         if not (folder / ".stamp").exists():
             how = f"`make {self.word}` does that once ({self.variable} may name its folder)"
@@ -47,7 +47,7 @@ class Server:
     more: tuple[str, ...] = ()
 
     engine: ClassVar[str]
-    """The picker's word for it."""
+    """The picker's name for it."""
     installation: ClassVar[Installation]
     block_tokens: ClassVar[int]
     start_s: ClassVar[float] = 300.0
@@ -61,15 +61,16 @@ class Server:
         return f"http://{self.address}"
 
     def command(self, max_tokens: int = 4096) -> list[str]:
-        """What starts it; `max_tokens` is the longest prompt with its answer. Raises BenchmarkError."""
+        """Return the command that starts the server; `max_tokens` is the longest prompt with its answer. Raises
+        BenchmarkError."""
         raise NotImplementedError
 
     def environment(self) -> Mapping[str, str]:
-        """Beside our own."""
+        """Return variables added to ours."""
         raise NotImplementedError
 
     def forget(self) -> None:
-        """Empty its prefix cache, and see to it that its subscribers hear of that. Raises BenchmarkError."""
+        """Empty its prefix cache, and make sure that its subscribers learn of it. Raises BenchmarkError."""
         raise NotImplementedError
 
     def tokens(self, messages: Sequence[Mapping[str, str]], *, answer_next: bool = True) -> list[int]:

@@ -18,7 +18,7 @@ _ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Sglang(Server):
-    """See the module."""
+    """SGLang on the CPU: see the module."""
 
     engine: ClassVar[str] = "sglang"
     installation: ClassVar[Installation] = INSTALLATION
@@ -51,5 +51,5 @@ class Sglang(Server):
         return _ENVIRONMENT
 
     def forget(self) -> None:
-        """Its subscribers are told at once."""
+        """Empty the cache. SGLang sends the event at once."""
         self.ask("POST", "/flush_cache", None)

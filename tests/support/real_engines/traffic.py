@@ -42,13 +42,13 @@ class Shape:
 
     @property
     def longest(self) -> int:
-        """The last prompt of a conversation with its answer, and room for what a template adds."""
+        """Return the length of the last prompt of a conversation with its answer, and room for the template."""
         return self.system + self.turns * (self.question + self.answer + 16) + 64
 
 
 @dataclass
 class Exchange:
-    """One turn: what was sent, and what became of it."""
+    """One turn: the request and its outcome."""
 
     conversation: int
     messages: list[Message]
@@ -58,7 +58,7 @@ class Exchange:
 
 @dataclass
 class _Talk:
-    """A conversation as it is going on."""
+    """A conversation in progress."""
 
     messages: list[Message]
     questions: list[str]
@@ -66,7 +66,7 @@ class _Talk:
 
 
 class Traffic:
-    """The same conversations and order for the same shape. `run` sends them; it may be run more than once."""
+    """Conversations and their order, equal for equal shapes. `run` sends them; it may be run more than once."""
 
     def __init__(self, shape: Shape, maker: PromptMaker, model: str) -> None:
         rng = random.Random(shape.seed)
@@ -84,7 +84,7 @@ class Traffic:
             self._order += round_
 
     async def run(self, host: str, port: int, progress: Callable[[int], None] = lambda done: None) -> list[Exchange]:
-        """All turns, in the order in which they were sent. Errors are in their records; nothing is raised for them."""
+        """Send all turns and return them in order. Errors are in their records; none is raised."""
         talks = [_Talk([{"role": "system", "content": system}], list(asked)) for system, asked in self._begun]
         order, sent = iter(self._order), list[Exchange]()
 

@@ -24,7 +24,7 @@ _ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Vllm(Server):
-    """See the module. Its attention on CPUs wants blocks that are multiples of 32 tokens."""
+    """vLLM on the CPU: see the module. Its attention on CPUs needs blocks that are multiples of 32 tokens."""
 
     engine: ClassVar[str] = "vllm"
     installation: ClassVar[Installation] = INSTALLATION
@@ -53,7 +53,7 @@ class Vllm(Server):
         return _ENVIRONMENT
 
     def forget(self) -> None:
-        """Its subscribers are told with the next step."""
+        """Empty the cache. vLLM sends the event with its next step, so one request follows."""
         if not json.loads(self.ask("POST", "/reset_prefix_cache", None)).get("success"):
             raise BenchmarkError(f"{self.name} did not empty its cache: requests are running")
         self.ask("POST", "/v1/completions", {"model": self.served_model, "prompt": "a", "max_tokens": 1})

@@ -1,4 +1,4 @@
-"""What an engine says it holds, by a subscriber that shares no code with the picker.
+"""Follows an engine's cache events by a subscriber that shares no code with the picker.
 
 The formats are those of vLLM's `vllm/distributed/kv_events.py` (0.32), and SGLang's (0.5.23) are the same: live
 messages of topic, sequence number (8 bytes, big-endian) and a msgpack batch `[ts, events, rank]`, each event a map with
@@ -22,10 +22,8 @@ _U64 = (1 << 64) - 1
 
 
 class Witness:
-    """Listens in a thread, from before the engine starts: a subscriber that comes late misses what was said.
-
-    `with Witness(port) as witness`. Hashes are unsigned 64-bit numbers, as the picker shows them.
-    """
+    """Listens in a thread, from before the engine starts: a later subscriber would miss events. `with Witness(port) as
+    witness`. Hashes are unsigned 64-bit numbers, as the picker shows them."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -49,7 +47,7 @@ class Witness:
 
     @property
     def blocks(self) -> set[int]:
-        """The hashes of the blocks that are there. Raises RuntimeError after a message that could not be read."""
+        """Return the hashes of the stored blocks. Raises RuntimeError after an unreadable message."""
         with self._lock:
             if self._broken is not None:
                 raise RuntimeError(f"the witness could not read a message: {self._broken!r}") from self._broken
@@ -57,19 +55,19 @@ class Witness:
 
     @property
     def next_seq(self) -> int:
-        """The number of the batch that comes next."""
+        """Return the number of the next batch."""
         with self._lock:
             return self._next_seq
 
     @property
     def missed(self) -> int:
-        """Batches that did not arrive since the cache was last emptied: anything but 0 makes `blocks` worthless."""
+        """Return the batches lost since the cache was last emptied: anything but 0 makes `blocks` worthless."""
         with self._lock:
             return self._missed
 
     @property
     def evicted(self) -> int:
-        """Copies that were removed so far, one by one."""
+        """Return how many copies were removed so far."""
         with self._lock:
             return self._evicted
 

@@ -1,4 +1,4 @@
-"""What is true of every policy, and how one is named."""
+"""Properties of every policy, and how policies are named."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAMES = [f"e{number}" for number in range(40)]
 
 @st.composite
 def rounds(draw: st.DrawFn) -> list[tuple[Request, dict[str, object]]]:
-    """Requests, and the endpoints that there are for each."""
+    """Draw requests, each with its endpoints."""
     made = []
     for at in range(draw(st.integers(1, 12))):
         names = draw(st.lists(st.sampled_from(NAMES), min_size=1, max_size=12, unique=True))
@@ -53,7 +53,7 @@ def test_a_ranking_has_distinct_candidates_and_is_reproducible(
 
 
 @pytest.mark.parametrize("name", sorted(POLICIES))
-def test_a_policy_changes_nothing_that_it_is_given(name: str) -> None:
+def test_a_policy_does_not_modify_its_input(name: str) -> None:
     group = candidates(NAMES, load=list(range(40)), cached=list(range(40)), cost=list(range(40)))
     before = [array.copy() for array in (group.cost_s, group.cached_tokens, group.identity)]
     policy = create_policy(name, random.Random(1))
@@ -62,7 +62,7 @@ def test_a_policy_changes_nothing_that_it_is_given(name: str) -> None:
     assert all((a == b).all() for a, b in zip(before, (group.cost_s, group.cached_tokens, group.identity), strict=True))
 
 
-def test_a_choice_reads_what_it_writes() -> None:
+def test_a_written_choice_is_read_back() -> None:
     text = "cache_aware:cache_threshold=0.5,balance_abs_threshold=8"
     assert str(Choice.parse(text)) == str(choice_of(text)) == text
     assert choice_of(" treeline ") == Choice("predicted_ttft")
@@ -88,7 +88,7 @@ def test_a_choice_reads_what_it_writes() -> None:
         ("bucket:bucket_adjust_interval_secs=0", "bucket_adjust_interval_secs"),
     ],
 )
-def test_a_wrong_choice_says_what_there_is(text: str, words: str) -> None:
+def test_a_wrong_choice_lists_the_valid_ones(text: str, words: str) -> None:
     with pytest.raises(PolicyError) as caught:
         choice_of(text)
     assert words in str(caught.value)
@@ -104,7 +104,7 @@ def test_a_wrong_choice_says_what_there_is(text: str, words: str) -> None:
         st.one_of(st.text(max_size=12), st.floats().map(str), st.integers().map(str), st.just("x-user")),
     )
 )
-def test_any_text_is_a_choice_that_can_be_written_again_or_an_error(text: str) -> None:
+def test_any_text_is_a_choice_that_round_trips_or_an_error(text: str) -> None:
     try:
         choice = choice_of(text)
     except PolicyError:

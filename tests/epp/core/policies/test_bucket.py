@@ -1,4 +1,4 @@
-"""`bucket`: long prompts apart from short ones, and no endpoint with far more than another."""
+"""`bucket`: long prompts and short ones go to different endpoints, and no endpoint gets far more than another."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def rank(policy: object, chars: int, names: list[str], now: float) -> str:
     return names[policy.rank(Request("id", key=b"a" * chars), group, 1)[0]]  # type: ignore[attr-defined]
 
 
-def test_short_prompts_have_endpoints_of_their_own() -> None:
+def test_short_prompts_have_their_own_endpoints() -> None:
     policy = create_policy("bucket:balance_abs_threshold=1000000,bucket_adjust_interval_secs=50", random.Random(1))
     names = sorted((f"pod-{n}" for n in range(4)), key=identity_of)
     rng = random.Random(2)
@@ -28,7 +28,7 @@ def test_short_prompts_have_endpoints_of_their_own() -> None:
     assert {rank(policy, chars, names, 40.0) for chars in range(6000, 8000, 100)} == set(names[1:])
 
 
-def test_whoever_got_the_fewest_characters_is_next_when_they_are_uneven() -> None:
+def test_the_endpoint_with_the_fewest_characters_is_next_when_loads_are_uneven() -> None:
     policy = create_policy("bucket:balance_abs_threshold=32", random.Random(1))
     names = sorted("abc", key=identity_of)
     assert rank(policy, 33, names, 0.0) == names[0]
@@ -51,7 +51,7 @@ def test_longer_prompts_never_go_to_an_endpoint_before_that_of_shorter_ones(leng
     assert chosen == sorted(chosen)
 
 
-def test_what_is_over_counts_no_more_and_a_flood_is_remembered_in_part() -> None:
+def test_old_requests_do_not_count_and_a_flood_is_kept_in_part() -> None:
     policy = create_policy("bucket", random.Random(1))
     assert isinstance(policy, Bucket)
     for _ in range(MOST_REQUESTS + 10):

@@ -1,4 +1,4 @@
-"""`prefix_hash`: what moves when endpoints come and go, and how even they stay."""
+"""`prefix_hash`: the keys that move when endpoints come and go, and the balance between endpoints."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def homes(names: list[str]) -> list[str]:
 
 @settings(max_examples=12, deadline=None)
 @given(size=st.integers(2, 24), leaving=st.integers(0, 23))
-def test_only_the_keys_of_who_leaves_move(size: int, leaving: int) -> None:
+def test_only_the_keys_of_a_leaving_endpoint_move(size: int, leaving: int) -> None:
     names = [f"pod-{n}" for n in range(size)]
     gone = names[leaving % size]
     before, after = homes(names), homes([name for name in names if name != gone])
@@ -45,7 +45,7 @@ def test_only_the_keys_of_who_leaves_move(size: int, leaving: int) -> None:
         assert max(heirs.values()) < moved / 2, "they spread over all others"
 
 
-def test_who_comes_takes_its_share_from_all_and_order_does_not_matter() -> None:
+def test_a_new_endpoint_takes_its_share_from_all_in_any_order() -> None:
     names = [f"pod-{n}" for n in range(9)]
     before, after = homes(names), homes(["new", *reversed(names)])
     moved = [old for old, new in zip(before, after, strict=True) if new != old]
@@ -55,7 +55,7 @@ def test_who_comes_takes_its_share_from_all_and_order_does_not_matter() -> None:
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.25, 2.0])
-def test_bounded_loads_are_kept_whatever_the_keys_are(factor: float) -> None:
+def test_loads_stay_bounded_for_any_keys(factor: float) -> None:
     policy = create_policy(f"prefix_hash:load_factor={factor}", random.Random(1))
     names, rng = [f"pod-{n}" for n in range(7)], random.Random(4)
     loads = [0.0] * 7
@@ -77,7 +77,7 @@ def test_a_hot_key_overflows_to_the_same_next_one() -> None:
     assert policy.rank(asking(7), candidates(names, load=loads), 1) == [third]
 
 
-def test_only_the_beginning_of_a_prompt_and_whose_it_is_count() -> None:
+def test_only_a_prompts_beginning_and_namespace_count() -> None:
     policy = create_policy("prefix_hash:prefix_token_count=4", random.Random(1))
     group = candidates([f"pod-{n}" for n in range(50)])
 

@@ -1,4 +1,4 @@
-"""`round_robin`, `random`, `least_load`, `power_of_two`, `cache_aware`: against what their descriptions say."""
+"""`round_robin`, `random`, `least_load`, `power_of_two`, `cache_aware`, against their descriptions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from treeline_epp.picking.request import Request
 ASK = Request("id", model="m")
 
 
-def test_round_robin_gives_everybody_a_turn() -> None:
+def test_round_robin_gives_each_endpoint_a_turn() -> None:
     policy = create_policy("round_robin", random.Random(3))
     names = list("cab")
     turns = [names[policy.rank(ASK, candidates(names), 1)[0]] for _ in range(9)]
@@ -23,7 +23,7 @@ def test_round_robin_gives_everybody_a_turn() -> None:
     assert sorted(turns[:3]) == list("abc")
 
 
-def test_round_robin_goes_on_behind_the_last_when_endpoints_come_and_go() -> None:
+def test_round_robin_continues_after_the_last_endpoint_when_endpoints_change() -> None:
     policy = create_policy("round_robin", random.Random(3))
     names = [f"e{n}" for n in range(10)]
     turns = [names[policy.rank(ASK, candidates(names), 1)[0]] for _ in range(10)]
@@ -86,7 +86,7 @@ def test_power_of_two_takes_the_lighter_of_two_and_never_the_heaviest() -> None:
     relative=st.sampled_from([1.0, 1.5, 2.0]),
     threshold=st.sampled_from([0.0, 0.3, 1.0]),
 )
-def test_cache_aware_does_what_is_written_of_it(
+def test_cache_aware_follows_its_description(
     state: list[tuple[int, int]], absolute: int, relative: float, threshold: float
 ) -> None:
     loads, cached = [load for load, _ in state], [held for _, held in state]

@@ -17,7 +17,7 @@ def for_adapter(name: str | None) -> Request:
     return Request("id", namespace=join_namespace(name, "salt"))
 
 
-def test_an_adapter_stays_where_it_is_loaded_until_waiting_costs_more() -> None:
+def test_an_adapter_stays_on_its_endpoint_until_waiting_costs_more() -> None:
     policy = create_policy("lora_affinity:load_s=0.5", random.Random(1))
     loaded = {"a": {"french"}}
     assert policy.rank(for_adapter("french"), candidates("abc", cost=COSTS, adapters=loaded), 3) == [0, 1, 2]

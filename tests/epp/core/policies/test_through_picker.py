@@ -67,7 +67,7 @@ def test_a_burst_sees_its_own_reservations(policy: str) -> None:
     assert max(seen.values()) <= most
 
 
-def test_least_load_counts_what_runs_and_what_reports_lack() -> None:
+def test_least_load_counts_running_and_unreported_requests() -> None:
     world = World("least_load", size=3)
     world.now = 10.0
     world.report("e0", running=2, waiting=1)
@@ -94,7 +94,7 @@ def test_cache_aware_follows_the_index_until_loads_are_uneven() -> None:
     assert seen[3] != "e1"
 
 
-def test_an_adapters_requests_go_where_events_have_named_it() -> None:
+def test_an_adapters_requests_go_to_endpoints_whose_events_named_it() -> None:
     world = World("lora_affinity", size=4)
     namespace = join_namespace("french", None)
     stored = OTHER.stored(lora_name="french")
