@@ -90,11 +90,6 @@ def test_an_unknown_command_is_refused_with_the_known_ones(capsys):
     ("word", "absent", "needs"),
     [
         ("serve", ["treeline_runtime"], "the runtime: pip install 'treeline-llm[runtime]'"),
-        (
-            "up",
-            ["treeline_runtime", "treeline_epp"],
-            "the runtime and the picker: pip install 'treeline-llm[runtime,picker]'",
-        ),
         ("up", ["treeline_epp"], "the picker: pip install 'treeline-llm[picker]'"),
         ("pick", ["treeline_epp"], "the picker: pip install 'treeline-llm[picker]'"),
         ("operate", ["treeline_operator"], "the operator: pip install 'treeline-llm[operator]'"),

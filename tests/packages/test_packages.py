@@ -174,7 +174,7 @@ def test_installed_by_pip_present_parts_work_and_missing_ones_say_how_to_install
 ):
     run(sys.executable, "-m", "venv", tmp_path / "venv")
     bin = tmp_path / "venv" / "bin"
-    asked = [f"treeline-llm[lang,operator]=={version}", "--find-links", built, "--constraint", constraints]
+    asked = [f"treeline-llm[lang,picker]=={version}", "--find-links", built, "--constraint", constraints]
     installed = run(bin / "pip", "install", "--quiet", *asked, env=CLEAN)
     assert installed.returncode == 0, installed.stderr
     program = "import treeline_lang; treeline_lang.gen('x', max_tokens=1)"
@@ -182,9 +182,19 @@ def test_installed_by_pip_present_parts_work_and_missing_ones_say_how_to_install
     pool = (ROOT / "manifests" / "samples" / "cpu-tiny.yaml").as_posix()
     planned = run(bin / "treeline", "operate", "plan", "-f", pool, env=CLEAN, cwd=tmp_path)
     assert "kind: Deployment" in planned.stdout, planned.stderr
-    refused = run(bin / "treeline", "up", env=CLEAN, cwd=tmp_path)
+    base = free_base(8)
+    refused = run(bin / "treeline", "up", "model", "--port-base", str(base), env=CLEAN, cwd=tmp_path)
     assert refused.returncode == 1
-    assert "pip install 'treeline-llm[runtime,picker]'" in refused.stderr
+    assert "a model needs the runtime: pip install 'treeline-llm[runtime]'" in refused.stderr
+    up = subprocess.Popen(
+        [bin / "treeline", "up", "--engine", "a=127.0.0.1:1", "--port-base", str(base)],
+        env=CLEAN, cwd=tmp_path, text=True, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert up.stderr is not None
+    shown = next((line for line in up.stderr if "engine a: not ready" in line), "")
+    up.send_signal(signal.SIGINT)
+    up.communicate()
+    assert "127.0.0.1:1" in shown, "the picker runs without a runtime"
     assert run(bin / "pip", "check", env=CLEAN).returncode == 0
 
 

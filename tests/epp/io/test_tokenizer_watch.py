@@ -92,7 +92,7 @@ async def test_each_change_is_reported_once_and_the_old_tokenizer_stays_in_use(
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert warnings == [
         f"the tokenizer of m is not there yet: {gone}",
-        f"the tokenizer of m stays as it is: {gone}",
+        f"the tokenizer of m stays unchanged: {gone}",
     ]
 
 

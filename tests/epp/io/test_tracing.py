@@ -179,7 +179,7 @@ def test_without_the_flag_headers_are_passed_on_unchanged() -> None:
     ("name", "value", "told"),
     [
         ("OTEL_TRACES_EXPORTER", "zipkin", "there are otlp, console and none"),
-        ("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf", "there is grpc alone"),
+        ("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf", "only grpc is supported"),
     ],
 )
 def test_variables_for_unsupported_exporters_prevent_the_start(
