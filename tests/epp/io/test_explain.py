@@ -143,5 +143,5 @@ async def test_who_cannot_be_asked_is_named_with_what_to_do(tmp_path: Path, caps
         await admin.stop()
     said = (await explain(capsys, str(body), "--url", url))[2]
     assert "admin port (Connection refused): start one, or give --url" in said
-    assert "is no address" in (await explain(capsys, str(body), "--url", "unix:/x"))[2]
+    assert "is not an address" in (await explain(capsys, str(body), "--url", "unix:/x"))[2]
     assert "No such file" in (await explain(capsys, str(tmp_path / "none"), "--url", url))[2]

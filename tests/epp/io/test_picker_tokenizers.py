@@ -214,7 +214,7 @@ async def test_a_folder_that_comes_later_and_then_changes_is_taken_up(
         await until(held, "and known again")
         assert respelled == ["tiny"]
         (folder / "tokenizer.json").write_text("{")
-        await until(lambda: "stays as it is" in caplog.text, "it is said that the file is broken")
+        await until(lambda: "stays unchanged" in caplog.text, "it is said that the file is broken")
         assert (await routing(picker))["way"] == "events"
         assert await held()
 

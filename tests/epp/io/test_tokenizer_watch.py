@@ -90,7 +90,7 @@ async def test_each_change_is_told_once_and_what_was_had_stays_in_use(caplog: py
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert warnings == [
         f"the tokenizer of m is not there yet: {gone}",
-        f"the tokenizer of m stays as it is: {gone}",
+        f"the tokenizer of m stays unchanged: {gone}",
     ]
 
 

@@ -181,7 +181,7 @@ def test_without_the_flag_headers_go_on_as_they_came() -> None:
     ("name", "value", "told"),
     [
         ("OTEL_TRACES_EXPORTER", "zipkin", "there are otlp, console and none"),
-        ("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf", "there is grpc alone"),
+        ("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf", "only grpc is supported"),
     ],
 )
 def test_variables_that_ask_for_what_there_is_not_keep_the_picker_from_starting(

@@ -290,7 +290,9 @@ async def test_what_a_newcomer_has_forgotten_is_told_once_with_the_fix(
 
                 assert await until(told, "it says what is missing") == missing
                 it.put(POOLS_OF, own_pool("p9", port=1))
-                assert lines(missing) == [f"{missing}: is --pool-namespace right? The pool is used as soon as it exists"]
+                assert lines(missing) == [
+                    f"{missing}: is --pool-namespace right? The pool is used as soon as it exists"
+                ]
         for status, reason, fix in (
             (401, "unauthorized", "log in again, or choose other credentials with --kubeconfig"),
             (403, "forbidden", f"grant `list` and `watch` of inferencepools.treeline.dev {where}"),
