@@ -80,20 +80,8 @@ def parser(prog: str) -> argparse.ArgumentParser:
     add("--engine", default=DEFAULT, choices=PRESETS, metavar="NAME", help="see below (default: %(default)s)")
     add("--kv-tokens", type=int, default=0, metavar="N", help="memory of an engine (default: the trace's or engine's)")
     add("--block-size", type=int, default=0, metavar="N", help="tokens of a block (default: the engine's)")
-    add(
-        "--news-ms",
-        type=float,
-        default=2.0,
-        metavar="MS",
-        help="delay of events and load to the picker (default: %(default)s)",
-    )
-    add(
-        "--event-loss",
-        type=float,
-        default=0.0,
-        metavar="SHARE",
-        help="share of KV batches and pickers' messages that get lost",
-    )
+    add("--news-ms", type=float, default=2.0, metavar="MS", help="delay of events and load (default: %(default)s)")
+    add("--event-loss", type=float, default=0.0, metavar="SHARE", help="share of KV and peer messages that get lost")
     add(
         "--restart",
         action="append",
