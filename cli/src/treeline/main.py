@@ -28,21 +28,19 @@ class Word:
     def run(self, name: str, argv: list[str]) -> int:
         """Imports its room only now: `treeline pick` must not load torch."""
         missing = missing_parts(self.parts)
-        module = None
         try:
             if not missing:
                 module = importlib.import_module(self.module)
+                if callable(signal.getsignal(signal.SIGINT)):  # not if ignored, as in a script's background command
+                    signal.signal(signal.SIGINT, signal.default_int_handler)
+                return int(module.main(argv))
         except ModuleNotFoundError:
             if not self.parts:
                 raise
             missing = self.parts  # installed without its dependencies, as in the image of another part
-        if module is None:
-            needs = " and ".join(PARTS[part].name for part in missing)
-            print(f"treeline {name}: this needs {needs}: {how_to_install(missing)}", file=sys.stderr)
-            return 1
-        if callable(signal.getsignal(signal.SIGINT)):  # not if it is ignored, as in a script's background command
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-        return int(module.main(argv))
+        needs = " and ".join(PARTS[part].name for part in missing)
+        print(f"treeline {name}: this needs {needs}: {how_to_install(missing)}", file=sys.stderr)
+        return 1
 
 
 class Part(NamedTuple):
@@ -150,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _discard_output()
         return 128 + signal.SIGPIPE
     except OSError as error:
-        if error.errno != errno.ENOSPC or error.filename is not None:
+        if error.errno != errno.ENOSPC or not _output_is_full():
             raise
         _discard_output()
         print(f"treeline: cannot write to standard output: {error.strerror}", file=sys.stderr)
@@ -168,6 +166,15 @@ def _run(argv: list[str]) -> int:
         argv = ["version"]
     word = top.parse_args(argv[:1]).word
     return WORDS[word].run(word, argv[1:])
+
+
+def _output_is_full() -> bool:
+    """Whether it is standard output that has no space, and not a file."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        return True
+    return False
 
 
 def _discard_output() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from msgspec import Struct, json
+import httpx
+from msgspec import MsgspecError, Struct, json
 
 
 class Endpoint(Struct):
@@ -32,6 +33,10 @@ class Listing(Struct):
 
 def url(admin_port: int) -> str:
     return f"http://127.0.0.1:{admin_port}/endpoints"
+
+
+UNREADABLE = (httpx.HTTPError, MsgspecError, UnicodeDecodeError)
+"""What is raised while the page cannot be had, or is another's."""
 
 
 def read(page: bytes) -> Listing:

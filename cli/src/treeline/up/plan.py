@@ -178,8 +178,9 @@ def _envoy(options: UpOptions, binary: Path, bootstrap: Path, engines: Iterable[
     return ChildSpec(
         name="envoy",
         argv=tuple(envoy.command(str(binary), str(bootstrap), concurrency=1, drain_s=5)),
-        # Through everything: Envoy asks the picker, the picker names a runtime, the runtime answers.
-        ready_url=f"{gateway_url(options)}/health",
+        # Through everything: Envoy asks the picker, the picker names a runtime, the runtime answers. An engine may have
+        # no /health; the picker has found it ready, and lists its models.
+        ready_url=f"{gateway_url(options)}/{'v1/models' if options.engines else 'health'}",
         ports={"gateway": (options.host, options.port)},
         after=("picker", *(engine.name for engine in engines)),
         ready_headers={"x-api-key": options.probe_key} if options.api_keys else {},

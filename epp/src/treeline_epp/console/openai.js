@@ -40,15 +40,19 @@ const lost = message => error => { throw error.name === "AbortError" ? error : n
 async function* events(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
-  for (;;) {
-    const {value = "\n", done} = await reader.read().catch(lost(BROKEN));
-    const lines = (rest + value).split("\n");
-    rest = lines.pop();
-    for (const line of lines) {
-      const data = line.startsWith("data:") ? line.slice(5).trim() : "";
-      if (data) yield data;
+  try {
+    for (;;) {
+      const {value = "\n", done} = await reader.read().catch(lost(BROKEN));
+      const lines = (rest + value).split("\n");
+      rest = lines.pop();
+      for (const line of lines) {
+        const data = line.startsWith("data:") ? line.slice(5).trim() : "";
+        if (data) yield data;
+      }
+      if (done) return;
     }
-    if (done) return;
+  } finally {
+    reader.cancel().catch(() => {}); // who stops reading ends the generation
   }
 }
 
@@ -70,8 +74,8 @@ export async function chat(body, key, signal, show) {
     for await (const data of events(response.body)) {
       done = data === "[DONE]";
       if (done) break;
-      const event = JSON.parse(data);
-      if (event.error) throw new Refused(500, event.error.message || BROKEN);
+      const event = parsed(data);
+      if (event.error) throw new Refused(500, event.error.message ?? event.error);
       if (event.usage) answer.usage = event.usage;
       const choice = event.choices?.[0];
       if (!choice) continue;
@@ -88,6 +92,14 @@ export async function chat(body, key, signal, show) {
     answer.stopped = true;
   }
   return answer;
+}
+
+function parsed(data) {
+  try {
+    return JSON.parse(data);
+  } catch { // cut within a line
+    throw new Refused(0, BROKEN);
+  }
 }
 
 function take(answer, delta) {

@@ -34,6 +34,10 @@ class NotHttp(HttpError):
     """The server speaks another protocol, or its answer broke off."""
 
 
+class BrokenOff(NotHttp):
+    """The connection ended before the answer did."""
+
+
 class BadAnswer(HttpError):
     """An answer whose body exceeds the bounds: it is too long, or compressed although we did not ask for that: a few
     kilobytes may unpack to gigabytes.
@@ -87,10 +91,10 @@ class AnswerReader:
         return self._answer() if self._whole else None
 
     def end(self) -> Answer:
-        """Take the end of the connection. Raises `NotHttp` if that leaves no answer."""
+        """Take the end of the connection. Raises `BrokenOff` if that leaves no answer."""
         sized = "content-length" in self._headers or "transfer-encoding" in self._headers
         if not self._status or sized:
-            raise NotHttp("the answer broke off" if self.heard else "the connection was closed without an answer")
+            raise BrokenOff("the answer broke off" if self.heard else "the connection was closed without an answer")
         return self._answer()
 
     def _answer(self) -> Answer:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Final, cast
 from urllib.parse import quote
 
-from treeline_epp.endpoints.http_answer import Answer, AnswerReader, HttpError, HttpTimeout, NotHttp
+from treeline_epp.endpoints.http_answer import Answer, AnswerReader, BrokenOff, HttpError, HttpTimeout
 from treeline_epp.endpoints.spec import split_address
 
 IDLE_S: Final = 60.0
@@ -127,7 +127,7 @@ class _Connection(asyncio.Protocol):
         answered: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         self._reader, self._answered = reader, answered
         if self._transport.is_closing():  # no callback will come
-            self._settle(_Unanswered(NotHttp("it ended the connection, or spoke, before it was asked")))
+            self._settle(_Unanswered(BrokenOff("it ended the connection, or spoke, before it was asked")))
         else:
             self._transport.write(request)
         return answered

@@ -20,7 +20,7 @@ from treeline_wire.tokenizer import TokenizerBundle
 from treeline_epp.endpoints.adapters.base import EngineAdapter, EngineInfo
 from treeline_epp.endpoints.adapters.registry import ANYTHING, PROBES, adapter_of, recognise
 from treeline_epp.endpoints.engine_http import EngineError, EngineHttp, UnusableError
-from treeline_epp.endpoints.http_answer import HttpError, HttpTimeout, NotHttp
+from treeline_epp.endpoints.http_answer import BrokenOff, HttpError, HttpTimeout, NotHttp
 from treeline_epp.endpoints.http_client import HttpClient
 from treeline_epp.endpoints.spec import EndpointSpec, KvPorts
 
@@ -265,11 +265,11 @@ class EngineWatcher:
         try:
             ready = await self._client.ready()
             self._failures = 0
-            self.problem = Problem("its health is not answered 200")
             if ready is not False:  # without a probe a list of models says that it serves
                 info = await self._client.info()
                 self.problem, self._logged = None, ""
                 return EngineState.READY, info
+            self.problem = Problem("its health is not answered 200")
         except HttpTimeout as error:
             self.problem = Problem(f"http://{self.spec.address}: {error}")
             self._failures += 1
@@ -278,7 +278,9 @@ class EngineWatcher:
         except HttpError as error:
             # Something answers, in a protocol that is not ours.
             strange = isinstance(error, NotHttp)
-            self.problem = Problem(f"http://{self.spec.address}: {_words_of(error):.200}", strange)
+            # a forwarder before an engine that still loads accepts connections, and ends them
+            lasting = strange and not isinstance(error, BrokenOff)
+            self.problem = Problem(f"http://{self.spec.address}: {_words_of(error):.200}", lasting)
             return trusted if self.spec.trust_ready and strange else (EngineState.DOWN, self.info)
         except EngineError as error:
             if self.spec.trust_ready:
