@@ -104,6 +104,16 @@ def test_a_command_whose_package_is_missing_says_what_to_install(word, absent, n
     assert capsys.readouterr().err == f"treeline {word}: this needs {needs}\n"
 
 
+def test_a_part_without_its_dependencies_is_missing_though_its_package_is_there(monkeypatch, capsys):
+    def main(_argv):
+        raise ModuleNotFoundError("No module named 'uvicorn'", name="uvicorn")
+
+    module = importlib.import_module(WORDS["serve"].module)
+    monkeypatch.setattr(module, "main", main)
+    assert status_of("serve") == 1
+    assert capsys.readouterr().err == "treeline serve: this needs the runtime: pip install 'treeline-llm[runtime]'\n"
+
+
 @pytest.mark.parametrize("words", [["up"], ["sim", "serve"]])
 def test_without_the_tiny_model_serve_names_its_package_and_asks_for_a_model(words, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "treeline_tiny", None)

@@ -148,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _discard_output()
         return 128 + signal.SIGPIPE
     except OSError as error:
-        if error.errno != errno.ENOSPC or not _output_is_full():
+        if error.errno != errno.ENOSPC or error.filename is not None:
             raise
         _discard_output()
         print(f"treeline: cannot write to standard output: {error.strerror}", file=sys.stderr)
@@ -166,15 +166,6 @@ def _run(argv: list[str]) -> int:
         argv = ["version"]
     word = top.parse_args(argv[:1]).word
     return WORDS[word].run(word, argv[1:])
-
-
-def _output_is_full() -> bool:
-    """Whether it is standard output that has no space, and not a file."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        return True
-    return False
 
 
 def _discard_output() -> None:

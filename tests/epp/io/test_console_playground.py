@@ -40,6 +40,7 @@ class Gateway:
     hold: bool = False
     finish: str | None = "stop"
     done: bool = True
+    cut_line: bool = False
     private: bool = True
     data_asked: int = 0
     status: int = 200
@@ -72,6 +73,9 @@ class Gateway:
             except asyncio.CancelledError:
                 self.left.set()
                 raise
+        if self.cut_line:
+            await response.write(b'data: {"choices": [{"delta": {"content": "o')
+            return response
         if self.finish is not None:
             await self._say(response, {"choices": [{"delta": {}, "finish_reason": self.finish}]})
         await self._say(response, {"choices": [], "usage": USAGE})
@@ -362,6 +366,15 @@ async def test_a_stream_that_ends_without_saying_so_is_shown_as_broken(
         await tab.run("document.querySelector('#retry').click()")
         await tab.until("document.querySelectorAll('#turns .figures a').length === 1")
         assert [one["messages"] for one in gateway.asked] == [[{"role": "user", "content": "Hello"}]] * 2
+
+
+async def test_a_stream_that_ends_within_a_line_is_shown_as_broken(tmp_path: Path) -> None:
+    async with playground(tmp_path, Gateway(answers=[[{"content": "Half"}]], cut_line=True)) as tab:
+        await listed(tab)
+        await fill(tab, "message", "Hello")
+        await tab.run("document.querySelector('#send').click()")
+        await tab.until("document.querySelector('#turns .trouble') !== null")
+        assert "broke off" in await tab.text("#turns .trouble")
 
 
 @pytest.mark.parametrize("index", [-1, 128, 1_000_000_000, 0.5, "__proto__"])

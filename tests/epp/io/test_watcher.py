@@ -10,11 +10,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 from support.epp_io import FakeEngine, small_bundle, until
 from treeline_epp.endpoints.adapters.base import EngineInfo, KvSource
-from treeline_epp.endpoints.engine_http import EngineError
+from treeline_epp.endpoints.adapters.registry import ANYTHING
+from treeline_epp.endpoints.engine_http import EngineError, UnusableError
 from treeline_epp.endpoints.http_answer import HttpTimeout
 from treeline_epp.endpoints.http_client import HttpClient
 from treeline_epp.endpoints.spec import EndpointSpec
-from treeline_epp.endpoints.watcher import EngineClient, EngineState, EngineWatcher, ProbePace
+from treeline_epp.endpoints.watcher import EngineClient, EngineState, EngineWatcher, ProbePace, Problem
 
 KV = {
     "publisher": "zmq",
@@ -309,3 +310,48 @@ async def test_a_list_of_models_has_a_bounded_length_and_usable_names(http: Http
         engine.documents["/v1/models"] = {"data": models}
         with pytest.raises(EngineError):
             await EngineClient(http, engine.address).info()
+
+
+class SlowToList:
+    """An engine that is healthy, and answers the question after its models late and without them."""
+
+    adapter = ANYTHING
+
+    def __init__(self) -> None:
+        self.asked, self.answers = asyncio.Semaphore(0), asyncio.Semaphore(0)
+
+    async def ready(self) -> bool:
+        return True
+
+    async def info(self) -> EngineInfo:
+        self.asked.release()
+        await self.answers.acquire()
+        raise UnusableError("it has no /v1/models")
+
+
+async def test_the_problem_of_an_engine_stays_while_it_is_asked_again() -> None:
+    engine = SlowToList()
+    watcher = EngineWatcher(EndpointSpec("e", "127.0.0.1:1"), engine, lambda *_: None, ProbePace())  # type: ignore[arg-type]
+    watching = asyncio.create_task(watcher.run())
+    await engine.asked.acquire()
+    for _ in range(3):
+        engine.answers.release()
+        watcher.probe_now()
+        await engine.asked.acquire()
+        assert watcher.problem == Problem("it has no /v1/models", lasting=True)
+    watching.cancel()
+
+
+async def test_waiting_helps_while_connections_are_accepted_and_ended() -> None:
+    """A forwarder of ports does so while the engine behind it loads."""
+    forwarder = await asyncio.start_server(lambda _reader, writer: writer.close(), "127.0.0.1", 0)
+    address = f"127.0.0.1:{forwarder.sockets[0].getsockname()[1]}"
+    http = HttpClient()
+    watcher = EngineWatcher(EndpointSpec("e", address), EngineClient(http, address), lambda *_: None, ProbePace())
+    watching = asyncio.create_task(watcher.run())
+    await watcher.probed.wait()
+    assert watcher.problem is not None
+    assert not watcher.problem.lasting
+    watching.cancel()
+    await http.close()
+    forwarder.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import httpx
 from msgspec import MsgspecError, Struct, json
 
 
@@ -35,8 +34,8 @@ def url(admin_port: int) -> str:
     return f"http://127.0.0.1:{admin_port}/endpoints"
 
 
-UNREADABLE = (httpx.HTTPError, MsgspecError, UnicodeDecodeError)
-"""What is raised while the page cannot be had, or is another's."""
+UNREADABLE = (MsgspecError, UnicodeDecodeError)
+"""The errors of reading a page that is not the picker's."""
 
 
 def read(page: bytes) -> Listing:

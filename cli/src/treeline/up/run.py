@@ -53,7 +53,7 @@ def _model(options: UpOptions) -> str:
         return options.served_model_name or (
             Path(options.model).name if Path(options.model).exists() else repository(options.model)
         )
-    with contextlib.suppress(*picker_page.UNREADABLE):
+    with contextlib.suppress(httpx.HTTPError, *picker_page.UNREADABLE):
         page = httpx.get(picker_page.url(options.picker_admin_port), timeout=2.0, trust_env=False).content
         listed = (model for pool in picker_page.read(page).pools.values() for model in pool.models)
         return printable(next(listed, "NAME"))

@@ -185,7 +185,7 @@ class Supervisor:
         async with httpx.AsyncClient(timeout=1.0, trust_env=False) as client:
             while True:
                 found = None
-                with contextlib.suppress(*picker_page.UNREADABLE):
+                with contextlib.suppress(httpx.HTTPError, *picker_page.UNREADABLE):
                     found = picker_page.read((await client.get(child.spec.ready_url)).content).endpoint(engine.name)
                 now = time.monotonic()
                 if found is not None:
