@@ -32,6 +32,7 @@ from treeline.up.command import parser as up_parser
 from treeline_bench.context import BenchmarkError
 from treeline_epp.options import options_of
 from treeline_epp.picking.policies import ALIASES, POLICIES
+from treeline_runtime.args import parse_args
 
 pytestmark = [pytest.mark.integration, pytest.mark.deep]
 
@@ -228,6 +229,8 @@ def test_the_programs_own_parser_takes_the_flags(page: str, words: list[str]) ->
     own, _, passed_on = (list(part) for part in _split(words[2:]))
     if words[1] == "pick":
         assert options_of(own)
+    elif words[1] == "serve":
+        assert parse_args(own)
     else:
         assert words[1] == "up"
         given = up_parser().parse_args(own)
