@@ -70,7 +70,7 @@ def fits(promised: str, line: str) -> bool:
 
 
 class Reader:
-    """A reader who follows a page, in an empty folder beside the repository's, on free ports."""
+    """A reader who follows a page in an empty folder outside the repository, on free ports."""
 
     def __init__(self, folder: Path, kubeconfig: Path | None = None, bin_: Path | None = None) -> None:
         self.folder, self.kubeconfig = folder, kubeconfig

@@ -12,6 +12,7 @@ from treeline_epp.endpoints.http_answer import (
     Answer,
     AnswerReader,
     BadAnswer,
+    BrokenOff,
     HttpError,
     NotHttp,
 )
@@ -125,7 +126,7 @@ def test_a_connection_is_kept_if_the_end_of_the_answer_is_certain(data: bytes, k
 @pytest.mark.parametrize(
     ("data", "error"),
     [
-        (b"", NotHttp),
+        (b"", BrokenOff),
         (b"HTTP/2 200\r\n\r\n", NotHttp),
         (b"SSH-2.0-OpenSSH_9.6\r\n", NotHttp),
         (b"HTTP/1.1 2000 OK\r\n\r\n", NotHttp),
@@ -134,7 +135,7 @@ def test_a_connection_is_kept_if_the_end_of_the_answer_is_certain(data: bytes, k
         (OK + b"x" * HEAD_BYTES, HttpError),
         (OK + b"no colon\r\n\r\n", NotHttp),
         (OK + b"a: b\r\n folded\r\n\r\n", NotHttp),
-        (OK + b"content-length: 2\r\n\r\nh", NotHttp),
+        (OK + b"content-length: 2\r\n\r\nh", BrokenOff),
         (OK + b"content-length: -2\r\n\r\nhi", NotHttp),
         (b"HTTP/1.1 200 OK\ncontent-length: 2\n\nhi", NotHttp),
         (OK + b"content-length: 9\r\ntransfer-encoding: chunked\r\n\r\n2\r\nhi\r\n0\r\n\r\n", NotHttp),
@@ -144,7 +145,7 @@ def test_a_connection_is_kept_if_the_end_of_the_answer_is_certain(data: bytes, k
         (OK + b"transfer-encoding: gzip, chunked\r\n\r\n", NotHttp),
         (OK + b"transfer-encoding: chunked\r\n\r\n3e9\r\n" + b"x" * 1001, BadAnswer),
         (OK + b"transfer-encoding: chunked\r\n\r\n" + b"f" * 400 + b"\r\n", NotHttp),
-        (OK + b"transfer-encoding: chunked\r\n\r\n1;" + b"x" * 5000, NotHttp),
+        (OK + b"transfer-encoding: chunked\r\n\r\n1;" + b"x" * 5000, BrokenOff),
         (OK + b"transfer-encoding: chunked\r\n\r\n1\r\nhi\r\n0\r\n\r\n", NotHttp),
         (OK + b"transfer-encoding: chunked\r\n\r\n" + b"1\r\nx\r\n" * 400, BadAnswer),
         (OK + b"transfer-encoding: chunked\r\n\r\n0\r\n" + b"t: 1\r\n" * HEAD_BYTES, BadAnswer),

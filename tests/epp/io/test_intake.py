@@ -26,13 +26,13 @@ MIB = 1 << 20
 
 
 def endless(peer: socket.socket) -> None:
-    """Send frames of a mebibyte, twice as many as a message may have."""
+    """Send one message in frames of 1 MiB, twice the bytes that a message may have."""
     for _ in range(2 * MOST_BYTES["events"] // MIB):
         peer.sendall(frame(bytes(MIB), more=True))
 
 
 def empty(peer: socket.socket) -> None:
-    """Send empty frames of as many bytes."""
+    """Send empty frames with that many bytes of headers."""
     for _ in range(2 * MOST_BYTES["events"] // MIB):
         peer.sendall(b"\x01\x00" * (MIB // 2))
 

@@ -166,7 +166,7 @@ class Spend:
         self.tokens = tokens
 
     def took(self, tokens: float, now: float) -> None:
-        """Set the request's tokens, all in all."""
+        """Set the number of tokens that the request has used so far, and charge the difference."""
         for bucket in self.account.tokens:
             bucket.take(tokens - self.tokens, now)
         self.tokens = tokens

@@ -371,7 +371,7 @@ def _base(run: BlockRun) -> int:
 
 
 def unite(members: int, unions: Sequence[int]) -> int:
-    """Complete each union that `members` touches."""
+    """Return `members` with all members of each union that has one of them. All are bit sets."""
     for union in unions:
         if members & union:
             members |= union

@@ -59,7 +59,7 @@ def common_prefix(text: bytes, offset: int, data: bytes, at: int) -> int:
 
 
 def end_of_unknown(keys: Sequence[int], start: int, known: Set[int]) -> int:
-    """Return the first index after `start`, whose key is unknown, with a known key; len(keys) if there is none."""
+    """`keys[start]` is unknown: return the first later index whose key is known; len(keys) if there is none."""
     if known.isdisjoint(keys[start:] if start else keys):
         return len(keys)
     return next(i for i in range(start + 1, len(keys)) if keys[i] in known)

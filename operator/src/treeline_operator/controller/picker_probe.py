@@ -122,15 +122,15 @@ class PickerProbe:
         self._waiting.pop((namespace, pool), None)
 
     def look(self, namespace: str, gateway: str) -> None:
-        """Ask soon, and then as long as the gateway has pods."""
+        """Probe the gateway's picker soon, and repeat that while the gateway has pods."""
         self._queue.add(Key("gateway", namespace, gateway))
 
     async def run(self) -> None:
-        """Until `stop`."""
+        """Probe until `stop`."""
         await self._queue.run()
 
     async def stop(self) -> None:
-        """Ask no more."""
+        """Stop probing."""
         await self._queue.stop(0.0)
 
     async def _probe(self, key: Key) -> Outcome:

@@ -365,9 +365,8 @@ def _isolation_header(config: EnvoyConfig) -> str | None:
 def _spans(config: EnvoyConfig) -> Message:
     """Envoy's own spans: of a request, of the picker's call and of each attempt at an endpoint; none without tracing.
 
-    Envoy writes the attempt's span into the request, over the picker's; the picker learns of Envoy's spans from the
-    call's metadata. So `ingress` has the picker's spans under its call, and a runtime's under the attempt that reached
-    it.
+    Envoy replaces the trace header of the request by the attempt's span, so a runtime's spans are children of the
+    attempt that reached it. The metadata of Envoy's call name the parent of the picker's spans.
     """
     asked = config.tracing
     if asked is None:

@@ -43,7 +43,7 @@ class Revision:
 
     @property
     def serving(self) -> int:
-        """The ready pods that its replicas allow it to keep."""
+        """The number of ready pods of this revision, at most its `replicas`."""
         return min(self.ready, self.replicas)
 
     @property

@@ -73,7 +73,8 @@ class Origin(Protocol):
 
 @dataclass(frozen=True)
 class Wanted:
-    """A model to fetch, and its folder. `weights`: not only the tokenizer. `uri`: for models of the Hub."""
+    """A model to fetch, and its folder. `weights`: whether weights are fetched, or only the tokenizer.
+    `uri`: for models of the Hub."""
 
     origin: Origin
     to: Path
