@@ -27,8 +27,8 @@ TIMEOUT_S = 120.0
 @dataclass(frozen=True)
 class Script:
     """The requests that each router gets. `speed`: engine time divided by wall time; arrivals are stretched by it,
-    so that engines are as busy as at the trace's own rate. `moments`: arrivals, in seconds of wall time; `endless_hit_rate`: the
-    hit rate of one endless cache, which no router exceeds."""
+    so that engines are as busy as at the trace's own rate. `moments`: arrivals, in seconds of wall time;
+    `endless_hit_rate`: the hit rate of one endless cache, which no router exceeds."""
 
     engine: EngineConfig
     speed: float
