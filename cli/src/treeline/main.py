@@ -169,7 +169,7 @@ def _run(argv: list[str]) -> int:
 
 
 def _discard_output() -> None:
-    """What is still in the buffer would fail again when Python ends."""
+    """Replace standard output: Python writes the rest of its buffer at the end, and that would fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

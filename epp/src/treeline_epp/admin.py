@@ -214,8 +214,8 @@ _OF_PROXIES = frozenset({b"forwarded", b"via", b"x-forwarded-host", b"x-forwarde
 
 
 def _passed_on(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
-    """Why a proxy in front must have passed a request on; None if it does not say so. (Our Envoy names one client in
-    `X-Forwarded-For`, and none of these; a proxy before it makes that two.)"""
+    """Return which header shows that a proxy passed the request on; None if no header does. Our Envoy sends none of
+    these and one address in `X-Forwarded-For`; a proxy before Envoy makes that two."""
     for name, value in headers:
         if name.lower() in _OF_PROXIES or (name.lower() == b"x-forwarded-for" and b"," in value):
             return f"a proxy passed it on ({name.decode('latin-1')}: {value.decode('latin-1')[:100]})"

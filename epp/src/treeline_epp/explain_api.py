@@ -1,4 +1,4 @@
-"""What `treeline pick explain` and the debug pages of a picker's admin port say to each other."""
+"""The messages between `treeline pick explain` and the debug pages of a picker's admin port."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the picker says of its endpoints, on its admin port."""
+"""Reads the page `/endpoints` of the picker's admin port."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from msgspec import MsgspecError, Struct, json
 
 
 class Endpoint(Struct):
-    """`problem` is why it is not ready; where that is `lasting`, waiting is in vain."""
+    """`problem` says why the endpoint is not ready. If it is `lasting`, waiting does not help."""
 
     name: str
     ready: bool
@@ -25,7 +25,7 @@ class Listing(Struct):
     pools: dict[str, Pool]
 
     def endpoint(self, name: str) -> Endpoint | None:
-        """The endpoint of this name, None while the picker has not heard of it."""
+        """Return the endpoint of this name; None if the picker does not list it yet."""
         found = (one for pool in self.pools.values() for one in pool.endpoints if one.name == name)
         return next(found, None)
 

@@ -1,4 +1,4 @@
-"""A run of `treeline up`: what is checked before anything starts, what is printed, and what is gone at the end."""
+"""A run of `treeline up`: the checks before anything starts, the printed text, and the clean-up at the end."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from treeline.up.progress import show
 from treeline.up.supervisor import ChildFailed, Supervisor
 
 PROBE = "~treeline-up"
-"""Who asks whether everything is ready: a name that no client can have."""
+"""The client name of readiness probes, which no API key can have."""
 
 
 def envoy_config(options: UpOptions) -> EnvoyConfig:
@@ -76,7 +76,7 @@ stop: Ctrl-C"""
 
 
 def _what_the_console_shows(options: UpOptions) -> str:
-    """A gateway that other machines reach shows nobody what is private."""
+    """Return which parts of the console the address shows: only chat if other machines reach the gateway."""
     if ipaddress.ip_address(options.host).is_loopback:
         return "(chat, load, decisions)"
     return f"(chat; load and decisions on this machine alone: http://127.0.0.1:{options.picker_admin_port}/console/)"
@@ -96,11 +96,11 @@ class _Refused(Exception):
 
 
 MOST_LINES = 10
-"""Of ports that cannot be had: a busy one is said."""
+"""The most ports that an error lists."""
 
 
 def _check(options: UpOptions) -> None:
-    """What can be known before anything is started: ports, then the model, which is downloaded here if need be.
+    """Check the ports, then the model, before anything starts. A model that is not here is downloaded.
 
     Raises _Refused, EnvoyNotFound; exits with status 2 for arguments that `treeline serve` does not take.
     """
@@ -147,7 +147,7 @@ async def _run(options: UpOptions, folder: Path, log_dir: Path, console: Console
 
 
 def _sweep() -> None:
-    """Remove the folders that killed processes have left: keys are in them, and none holds their locks."""
+    """Remove the folders of killed processes, which contain keys. Nobody holds their locks."""
     for old in Path(tempfile.gettempdir()).glob(f"{_WORKPLACE}*"):
         with contextlib.suppress(OSError):
             if old.lstat().st_uid == os.getuid():

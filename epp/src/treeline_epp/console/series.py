@@ -71,7 +71,7 @@ class Series(Observer):
         """Cells of the whole seconds after this one, the oldest first, each as `[second, endpoint, requests, errors,
         prompt tokens, cached tokens, [times to first token]]`.
 
-        At most `MOST_CELLS` and the rest of their second: whoever wants more asks on from the last one.
+        At most `MOST_CELLS` and the rest of their second; ask for the following ones from the last second on.
         """
         now = int(self._wall())
         found: list[list[object]] = []

@@ -9,13 +9,13 @@ from typing import Final, TypeVar
 
 T = TypeVar("T")
 PAUSE: Final = 9.0
-"""So many times as long as an answer took is the pause after it: they hold the event loop a tenth of the time."""
+"""The pause after an answer, in durations of that answer: answers hold the event loop a tenth of the time."""
 MOST_WAITING: Final = 8
 """The longest answers take 40 ms: the last of eight waits for a few seconds, and its connection lasts for ten."""
 
 
 class Turns:
-    """Answers are made one after another, in the order in which they were asked for."""
+    """Makes answers one at a time, in the order of the calls."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -24,7 +24,7 @@ class Turns:
         self._waiting = 0
 
     async def take(self, make: Callable[[], T]) -> T | None:
-        """What `make` returns, when it is its turn; None at once if `MOST_WAITING` wait."""
+        """Wait for a turn and return the result of `make`; return None at once if `MOST_WAITING` calls wait."""
         if self._waiting >= MOST_WAITING:
             return None
         self._waiting += 1
