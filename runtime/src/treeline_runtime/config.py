@@ -64,6 +64,15 @@ class EngineConfig:
     threads: int | None = setting(
         None, group="engine", rare=True, metavar="N", at_least=1, help="CPU threads of the model (default: all cores)"
     )
+    tp_size: int = setting(
+        1,
+        group="engine",
+        metavar="N",
+        at_least=1,
+        at_most=64,
+        help="split the model over N GPUs of this machine, cuda:0 to cuda:N-1 (on a CPU over N processes) "
+        "(default: %(default)s)",
+    )
     attention_backend: str = setting(
         "auto",
         group=None,
