@@ -53,7 +53,7 @@ class Runner:
     """Feeds one sequence in pieces through model, pool and attention. Returns the logits of every new position."""
 
     def __init__(self, model: Decoder, stored: torch.dtype | None = None) -> None:
-        shape = model.config
+        shape = model.own
         self.model = model
         self.page_size = 4
         pool = KVPool(

@@ -15,24 +15,34 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from treeline_runtime.collectives import ALONE, Ranks
 from treeline_runtime.context import Context
 from treeline_runtime.models.config import ModelConfig
 from treeline_runtime.models.pooler import Pooler
-from treeline_runtime.models.quantization.product import float_product, kv_scales, new_product, stack
+from treeline_runtime.models.quantization.product import (
+    Sizes,
+    cut_of,
+    float_product,
+    kv_scales,
+    new_product,
+    stack,
+    whole_sizes,
+)
 from treeline_runtime.models.rope import rope_tables
 from treeline_runtime.models.rope_config import RopeConfig
-from treeline_runtime.models.weights import EMBEDDING, HEAD, OUTPUTS, Shard, Weights
+from treeline_runtime.models.shards import INPUTS, OUTPUTS, Cut, own
+from treeline_runtime.models.weights import EMBEDDING, HEAD, Weights
 from treeline_runtime.ops import Activation, Heads, Ops, ops_for
 
 logger = logging.getLogger(__name__)
 
 
 class Linear:
-    """Stacked projections of one input, in any weight format. `names` → their output sizes.
+    """Stacked projections of one input, in any weight format. `names` → their output sizes, of all ranks.
 
-    shard: the part of one rank. With `OUTPUTS` (column-parallel) it gives its slice of each projection's outputs; with
-    `INPUTS` (row-parallel) it takes its slice of the input, and all ranks' outputs must be added. A packed projection
-    cannot be shared.
+    split: how ranks share it. With `OUTPUTS` (column-parallel) a rank gives its part of each projection's outputs, in
+    which units such as heads stay whole; with `INPUTS` (row-parallel) it takes its part of the input, and all ranks'
+    outputs must be added. None: each rank has all of it.
     """
 
     def __init__(
@@ -40,18 +50,23 @@ class Linear:
         weights: Weights,
         ops: Ops,
         prefix: str,
-        names: dict[str, int],
+        names: Sizes,
         size: int,
         *,
         bias: bool,
-        shard: Shard | None = None,
+        split: int | None = None,
+        unit: int = 1,
     ) -> None:
         self._name = prefix + "+".join(names)
-        self._product = new_product(weights, ops, prefix, names, size, shard)
+        self._product = new_product(weights, ops, prefix, names, size, split, unit)
         self._bias: torch.Tensor | None = None
-        if bias and (shard is None or shard.dim == OUTPUTS or shard.rank == 0):  # to a sum it is added once
-            own = shard if shard is not None and shard.dim == OUTPUTS else None
-            self._bias = stack([weights.take(f"{prefix}{n}.bias", out, shard=own) for n, out in names.items()])
+        if bias:
+            parts = []
+            for name, sizes in names.items():
+                cut = cut_of(weights, sizes, size, split, unit) if split == OUTPUTS else None
+                parts.append(weights.take(f"{prefix}{name}.bias", sum(whole_sizes(sizes)), cut=cut))
+            if split != INPUTS or weights.rank.index == 0:  # to a sum it is added once
+                self._bias = stack(parts)
 
     def __call__(self, x: torch.Tensor, context: Context) -> torch.Tensor:
         y = self._product(x, self._bias)
@@ -61,43 +76,85 @@ class Linear:
         return y if delta is None else y + delta
 
 
-def norm_weight(config: ModelConfig, weights: Weights, name: str, size: int) -> torch.Tensor:
+def norm_weight(config: ModelConfig, weights: Weights, name: str, size: int, cut: Cut | None = None) -> torch.Tensor:
     """The factor of normed values. 1 + weight stays float32, as in transformers: most weights are small, and 16 bits
     would round them to few values near 1."""
-    weight = weights.take(f"{name}.weight", size)
+    weight = weights.take(f"{name}.weight", size, cut=cut)
     return weight.float() + 1 if config.norm_adds_one else weight
 
 
 class Attention:
-    """A layer's self-attention: projections, optional query/key norm, rope, backend, output projection."""
+    """A layer's self-attention: projections, optional query/key norm, rope, backend, output projection. A rank has some
+    query heads and their key/value heads."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, layer: int) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, layer: int, ranks: Ranks) -> None:
         prefix = f"model.layers.{layer}.self_attn."
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
-        sizes = {"q_proj": heads * dim} | dict.fromkeys(("k_proj", "v_proj"), kv_heads * dim)
+        mine, rank = own(config, weights.rank), weights.rank
+        sizes: Sizes = {"q_proj": heads * dim, "k_proj": kv_heads * dim, "v_proj": kv_heads * dim}
         if config.packed:
-            sizes = {"qkv_proj": sum(sizes.values())}
+            sizes = {"qkv_proj": (heads * dim, kv_heads * dim, kv_heads * dim)}
+        hidden = config.hidden_size
         self._ops, self._layer = ops, layer
-        self._qkv = Linear(weights, ops, prefix, sizes, config.hidden_size, bias=config.qkv_bias)
-        self._o = Linear(weights, ops, prefix, {"o_proj": config.hidden_size}, heads * dim, bias=config.o_bias)
+        self._qkv = Linear(weights, ops, prefix, sizes, hidden, bias=config.qkv_bias, split=OUTPUTS, unit=dim)
+        self._o = Linear(weights, ops, prefix, {"o_proj": hidden}, heads * dim, bias=config.o_bias, split=INPUTS)
         norm: torch.Tensor | None = None
         if config.qk_norm:
             parts = []
-            for name, count in (("q_norm", heads), ("k_norm", kv_heads)):
-                size = count * dim if config.qk_norm_over_heads else dim
-                parts.append(norm_weight(config, weights, prefix + name, size).view(-1, dim).expand(count, dim))
+            for name, count, of_rank in (("q_norm", heads, mine.num_heads), ("k_norm", kv_heads, mine.num_kv_heads)):
+                size, cut = dim, None
+                if config.qk_norm_over_heads:
+                    size, cut = count * dim, rank.cut(0, count * dim, unit=dim)
+                weight = norm_weight(config, weights, prefix + name, size, cut)
+                parts.append(weight.view(-1, dim).expand(of_rank, dim))
             norm = torch.cat(parts)
-        self._sinks = weights.take(f"{prefix}sinks", heads).float() if config.scoring.sinks else None
+        self._norm_over_ranks: NormOverRanks | None = None
+        if norm is not None and config.qk_norm_over_heads and rank.count > 1:
+            self._norm_over_ranks, norm = NormOverRanks(config, norm, ranks), None
+        self._sinks: torch.Tensor | None = None
+        if config.scoring.sinks:
+            self._sinks = weights.take(f"{prefix}sinks", heads, cut=rank.cut(0, heads)).float()
         is_local = config.local_rope is not None and config.scoring.window(layer) is not None
-        self._heads = Heads(heads, kv_heads, dim, norm, config.rms_norm_eps, config.qk_norm_over_heads, int(is_local))
+        self._heads = Heads(
+            mine.num_heads,
+            mine.num_kv_heads,
+            dim,
+            norm,
+            config.rms_norm_eps,
+            config.qk_norm_over_heads,
+            int(is_local),
+        )
 
     def __call__(self, x: torch.Tensor, context: Context) -> torch.Tensor:
-        q, k, v = self._ops.rotate_and_store(self._qkv(x, context), self._heads, self._layer, context)
+        qkv = self._qkv(x, context)
+        if self._norm_over_ranks is not None:
+            self._norm_over_ranks(qkv)
+        q, k, v = self._ops.rotate_and_store(qkv, self._heads, self._layer, context)
         return self._o(context.attention.forward(self._layer, q, k, v, context.plan, self._sinks), context)
 
 
+class NormOverRanks:
+    """The RMS norms over all queries and over all keys of a token, of which each rank has some heads."""
+
+    def __init__(self, config: ModelConfig, weight: torch.Tensor, ranks: Ranks) -> None:
+        """weight (own query + key/value heads, dim)"""
+        mine, dim, count = own(config, ranks.rank), config.head_dim, ranks.rank.count
+        self._sizes = [mine.num_heads * dim, mine.num_kv_heads * dim]
+        self._weights = weight.flatten().split(self._sizes)
+        # a head that several ranks have counts as often
+        self._counts = (config.num_heads * dim, mine.num_kv_heads * count * dim)
+        self._eps, self._sum = config.rms_norm_eps, ranks.sum
+
+    def __call__(self, qkv: torch.Tensor) -> None:
+        """qkv (tokens, (query + 2 kv) x dim): changes queries and keys."""
+        parts = qkv[:, : sum(self._sizes)].split(self._sizes, dim=1)
+        squares = torch.stack([part.float().square().sum(1) for part in parts])
+        for part, weight, total, count in zip(parts, self._weights, self._sum(squares), self._counts, strict=True):
+            part.copy_(part * (total / count + self._eps).rsqrt()[:, None] * weight)
+
+
 class FeedForward:
-    """Gated feed-forward: gate and up, activation of gate times up, down."""
+    """Gated feed-forward: gate and up, activation of gate times up, down. A rank has a part of `inner`."""
 
     def __init__(
         self,
@@ -111,10 +168,10 @@ class FeedForward:
         packed: bool = False,
         activation: Activation = "silu",
     ) -> None:
-        sizes = {"gate_up_proj": 2 * inner} if packed else {"gate_proj": inner, "up_proj": inner}
+        sizes: Sizes = {"gate_up_proj": (inner, inner)} if packed else {"gate_proj": inner, "up_proj": inner}
         self._ops, self._activation = ops, activation
-        self._gate_up = Linear(weights, ops, prefix, sizes, hidden, bias=bias)
-        self._down = Linear(weights, ops, prefix, {"down_proj": hidden}, inner, bias=bias)
+        self._gate_up = Linear(weights, ops, prefix, sizes, hidden, bias=bias, split=OUTPUTS)
+        self._down = Linear(weights, ops, prefix, {"down_proj": hidden}, inner, bias=bias, split=INPUTS)
 
     def __call__(self, x: torch.Tensor, context: Context) -> torch.Tensor:
         return self._down(self._ops.gate(self._gate_up(x, context), self._activation), context)
@@ -130,16 +187,16 @@ class Sublayer:
 
 
 class Layer:
-    """Attention and feed-forward."""
+    """Attention and feed-forward, each of which gives a rank's summand."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, layer: int) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, layer: int, ranks: Ranks) -> None:
         prefix = f"model.layers.{layer}."
 
         def norm(name: str | None) -> torch.Tensor | None:
             return norm_weight(config, weights, prefix + name, config.hidden_size) if name else None
 
         names = config.norms
-        self._attention = Attention(config, weights, ops, layer)
+        self._attention = Attention(config, weights, ops, layer, ranks)
         self._feed_forward = self.new_feed_forward(config, weights, ops, layer)
         self.sublayers = (
             Sublayer(norm(names.before_attention), self._attention, norm(names.after_attention)),
@@ -163,21 +220,31 @@ class Layer:
 
 
 class Decoder:
-    """Embedding, layers, norm, head. `context_length` sizes the rope tables."""
+    """Embedding, layers, norm, head. `context_length` sizes the rope tables.
+
+    Of several ranks, which make the same calls together, each has its part of layers and vocabulary. Inputs, hidden
+    states and logits are whole.
+    """
 
     layer_type: type[Layer] = Layer
     pooler: Pooler | None = None
     """Makes vectors of hidden states, if the model is served for these."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, context_length: int) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, context_length: int, ranks: Ranks = ALONE) -> None:
+        """weights: of `ranks.rank`"""
         self.config = config
+        self.own = own(config, ranks.rank)
+        """The rank's sizes."""
+        self._ranks = ranks if ranks.rank.count > 1 else None
+        self._first = ranks.rank.rows(config.vocab_size)[0]
+        """The first token of the own part of the vocabulary."""
         self._embedding, head = _embedding_and_head(config, weights)
         dtype, device = self._embedding.dtype, self._embedding.device
         # rounded as the embedding is: transformers multiplies with a tensor of that type
         self._scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         self.ops = ops_for(device)
         self._head = float_product(self.ops, head, shared=head is self._embedding)
-        self._layers = [self.layer_type(config, weights, self.ops, i) for i in range(config.num_layers)]
+        self._layers = [self.layer_type(config, weights, self.ops, i, ranks) for i in range(config.num_layers)]
         self.kv_scales = kv_scales(weights, config.num_layers)
         self._norm = norm_weight(config, weights, "model.norm", config.hidden_size)
         ropes = [rope for rope in (config.rope, config.local_rope) if rope is not None]
@@ -198,17 +265,25 @@ class Decoder:
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """input_ids (tokens,) → (tokens, hidden), a new tensor."""
-        x = F.embedding(input_ids, self._embedding)
+        if self._ranks is None:
+            x = F.embedding(input_ids, self._embedding)
+        else:
+            rows, last = input_ids - self._first, len(self._embedding) - 1
+            x = F.embedding(rows.clamp(0, last), self._embedding)
+            x = self._ranks.sum(x.masked_fill_(((rows < 0) | (rows > last))[:, None], 0))
         return x if self._scale == 1 else x * self._scale
 
     def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
         """x (tokens, hidden), from `embed` or elsewhere → normalised hidden states (tokens, hidden)."""
         residual: torch.Tensor | None = None
         after: torch.Tensor | None = None
+        ranks = self._ranks
         for layer in self._layers:
             for sublayer in layer.sublayers:
                 x, residual = self._join(x, residual, after, sublayer.before)
                 x, after = sublayer.compute(x, context), sublayer.after
+                if ranks is not None:
+                    x = ranks.sum(x)
         return self._join(x, residual, after, self._norm)[0]
 
     def _join(
@@ -228,23 +303,35 @@ class Decoder:
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """(rows, hidden) → (rows, vocabulary), in `out` if given"""
         head = self._head
-        logits = head(hidden, None) if out is None else torch.mm(hidden, head.weight.t(), out=out)
+        if self._ranks is not None:
+            parts = self._ranks.gather(head(hidden, None))[:, : self.config.vocab_size]
+            logits = parts.contiguous() if out is None else out.copy_(parts)
+        else:
+            logits = head(hidden, None) if out is None else torch.mm(hidden, head.weight.t(), out=out)
         cap = self.config.logit_softcap
         return logits if cap is None else self.ops.softcap(logits, cap)
 
 
 def _embedding_and_head(config: ModelConfig, weights: Weights) -> tuple[torch.Tensor, torch.Tensor]:
-    """One matrix if config.json ties them, unless the checkpoint has two different ones, as in transformers."""
-    shape = (config.vocab_size, config.hidden_size)
+    """One matrix if config.json ties them, unless the checkpoint has two different ones, as in transformers. Of several
+    ranks each has as many rows of the vocabulary, the last with zeros for what is missing."""
+    vocab, count = config.vocab_size, weights.rank.count
+    cut = Cut(0, (weights.rank.rows(vocab),)) if count > 1 else None
+
+    def take(name: str) -> torch.Tensor:
+        rows = weights.take(name, vocab, config.hidden_size, cut=cut)
+        missing = -(-vocab // count) - len(rows)
+        return F.pad(rows, (0, 0, 0, missing)) if missing else rows
+
     if not config.tie_word_embeddings:
-        return weights.take(EMBEDDING, *shape), weights.take(HEAD, *shape)
+        return take(EMBEDDING), take(HEAD)
     if not weights.has(HEAD):
-        embedding = weights.take(EMBEDDING, *shape)
+        embedding = take(EMBEDDING)
         return embedding, embedding
-    head = weights.take(HEAD, *shape)
+    head = take(HEAD)
     if not weights.has(EMBEDDING):
         return head, head
-    embedding = weights.take(EMBEDDING, *shape)
+    embedding = take(EMBEDDING)
     if torch.equal(embedding, head):
         return embedding, embedding
     logger.warning("config.json ties embedding and head, but the checkpoint has two that differ: both are used")

@@ -1,6 +1,6 @@
 """Decoders with a mixture of experts: Mixtral, Qwen2-MoE, Qwen3-MoE, gpt-oss.
 
-Otherwise they are the dense decoder.
+Otherwise they are the dense decoder. A rank has a part of every expert.
 
 In gpt-oss checkpoints rows of gate and up alternate. Weights have their inputs first, as transformers multiplies them,
 or are MXFP4 with inputs last, converted while loading. MXFP4 is OCP's "Microscaling Formats" 1.0: 32 numbers of type
@@ -17,6 +17,7 @@ from treeline_runtime.context import Context
 from treeline_runtime.models.config import ModelConfig
 from treeline_runtime.models.decoder import Decoder, FeedForward, Layer, Linear
 from treeline_runtime.models.model_config import MoeConfig
+from treeline_runtime.models.shards import INPUTS, OUTPUTS, Cut
 from treeline_runtime.models.weights import Weights
 from treeline_runtime.ops import Experts, Ops
 
@@ -67,19 +68,22 @@ def take_experts(weights: Weights, prefix: str, moe: MoeConfig, hidden: int) -> 
     """Takes either layout: all experts in one tensor, as transformers 5 may save them, or a matrix each. Of the latter
     one copy exists beside the stack at a time."""
     count, inner = moe.num_experts, moe.intermediate_size
+    rank = weights.rank
     if weights.has(f"{prefix}gate_up_proj"):
         return Experts(
-            _laid_out(weights.take(f"{prefix}gate_up_proj", count, 2 * inner, hidden)),
-            _laid_out(weights.take(f"{prefix}down_proj", count, hidden, inner)),
+            _laid_out(weights.take(f"{prefix}gate_up_proj", count, 2 * inner, hidden, cut=rank.cut(1, inner, inner))),
+            _laid_out(weights.take(f"{prefix}down_proj", count, hidden, inner, cut=rank.cut(2, inner))),
         )
     names = MIXTRAL_NAMES if weights.has(f"{prefix}0.{MIXTRAL_NAMES[0]}.weight") else QWEN_NAMES
-    first = weights.take(f"{prefix}0.{names[0]}.weight", inner, hidden)
-    experts = Experts(new_stack(first, count, 2 * inner, hidden), new_stack(first, count, hidden, inner))
+    inward, outward = rank.cut(OUTPUTS, inner), rank.cut(INPUTS, inner)
+    first = weights.take(f"{prefix}0.{names[0]}.weight", inner, hidden, cut=inward)
+    own = len(first)
+    experts = Experts(new_stack(first, count, 2 * own, hidden), new_stack(first, count, hidden, own))
     for expert in range(count):
         gate, up = experts.gate_up[expert].chunk(2)
-        gate.copy_(weights.take(f"{prefix}{expert}.{names[0]}.weight", inner, hidden) if expert else first)
-        up.copy_(weights.take(f"{prefix}{expert}.{names[1]}.weight", inner, hidden))
-        experts.down[expert].copy_(weights.take(f"{prefix}{expert}.{names[2]}.weight", hidden, inner))
+        gate.copy_(weights.take(f"{prefix}{expert}.{names[0]}.weight", inner, hidden, cut=inward) if expert else first)
+        up.copy_(weights.take(f"{prefix}{expert}.{names[1]}.weight", inner, hidden, cut=inward))
+        experts.down[expert].copy_(weights.take(f"{prefix}{expert}.{names[2]}.weight", hidden, inner, cut=outward))
     return experts
 
 
@@ -137,19 +141,20 @@ class GptOssDecoder(Decoder):
 
 def take_gpt_oss_experts(weights: Weights, prefix: str, moe: MoeConfig, hidden: int) -> Experts:
     count, inner = moe.num_experts, moe.intermediate_size
-    biases = (
-        weights.take(f"{prefix}gate_up_proj_bias", count, 2 * inner),
-        weights.take(f"{prefix}down_proj_bias", count, hidden),
-    )
-    gate_up_of = _matrices(weights, f"{prefix}gate_up_proj", count, 2 * inner, hidden)
-    down_of = _matrices(weights, f"{prefix}down_proj", count, hidden, inner)
-    gate_up, down = new_stack(biases[0], count, 2 * inner, hidden), new_stack(biases[0], count, hidden, inner)
+    into_bias = weights.take(f"{prefix}gate_up_proj_bias", count, 2 * inner, cut=weights.rank.cut(1, 2 * inner))
+    out_bias = weights.take(f"{prefix}down_proj_bias", count, hidden)
+    if weights.rank.index:  # to a sum it is added once
+        out_bias = torch.zeros_like(out_bias)
+    gate_up_of = _matrices(weights, f"{prefix}gate_up_proj", count, 2 * inner, hidden, OUTPUTS)
+    down_of = _matrices(weights, f"{prefix}down_proj", count, hidden, inner, INPUTS)
+    own = into_bias.shape[1] // 2
+    gate_up, down = new_stack(into_bias, count, 2 * own, hidden), new_stack(into_bias, count, hidden, own)
     for expert in range(count):
         taking_turns = gate_up_of(expert)
-        gate_up[expert, :inner] = taking_turns[0::2]
-        gate_up[expert, inner:] = taking_turns[1::2]
+        gate_up[expert, :own] = taking_turns[0::2]
+        gate_up[expert, own:] = taking_turns[1::2]
         down[expert] = down_of(expert)
-    return Experts(gate_up, down, (_apart(biases[0]), biases[1].contiguous()), moe.clamped)
+    return Experts(gate_up, down, (_apart(into_bias), out_bias.contiguous()), moe.clamped)
 
 
 def _apart(gate_up: torch.Tensor) -> torch.Tensor:
@@ -157,15 +162,22 @@ def _apart(gate_up: torch.Tensor) -> torch.Tensor:
     return torch.cat((gate_up[..., 0::2], gate_up[..., 1::2]), dim=-1)
 
 
-def _matrices(weights: Weights, name: str, count: int, outputs: int, inputs: int) -> Callable[[int], torch.Tensor]:
-    """Returns each expert's matrix, (outputs, inputs)."""
+def _matrices(
+    weights: Weights, name: str, count: int, outputs: int, inputs: int, split: int
+) -> Callable[[int], torch.Tensor]:
+    """Returns each expert's matrix, (outputs, inputs), or the rank's part of it."""
+    rank, packed = weights.rank, torch.uint8
     if weights.has(name) or not weights.has(f"{name}_blocks"):
-        whole = weights.take(name, count, inputs, outputs)
+        cut = rank.cut(2, outputs) if split == OUTPUTS else rank.cut(1, inputs)
+        whole = weights.take(name, count, inputs, outputs, cut=cut)
         return lambda expert: whole[expert].t()
-    packed = torch.uint8
-    blocks = weights.take(f"{name}_blocks", count, outputs, inputs // BLOCK, BLOCK // 2, dtype=packed)
-    scales = weights.take(f"{name}_scales", count, outputs, inputs // BLOCK, dtype=packed)
-    return lambda expert: dequantise(blocks[expert], scales[expert])
+    begin, end = rank.part(inputs) if split == INPUTS else (0, inputs)
+    cut = rank.cut(1, outputs)
+    if split == INPUTS and rank.count > 1:  # a part may begin or end within a block
+        cut = Cut(2, ((begin // BLOCK, -(-end // BLOCK)),))
+    blocks = weights.take(f"{name}_blocks", count, outputs, inputs // BLOCK, BLOCK // 2, dtype=packed, cut=cut)
+    scales = weights.take(f"{name}_scales", count, outputs, inputs // BLOCK, dtype=packed, cut=cut)
+    return lambda expert: dequantise(blocks[expert], scales[expert]).narrow(1, begin % BLOCK, end - begin)
 
 
 # ---- MXFP4 ------------------------------------------------------------------------------------------------------

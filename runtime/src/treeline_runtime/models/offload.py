@@ -13,11 +13,14 @@ from typing import Any
 
 import torch
 
+from treeline_runtime import collectives
+
 _PACKAGE = __name__.partition(".")[0]
 
 
 def tensors_of(root: object) -> list[torch.Tensor]:
-    """All tensors reachable from `root` by attributes of our classes, torch modules, containers and closures."""
+    """All tensors reachable from `root` by attributes of our classes, torch modules, containers and closures. A
+    connection's to other ranks are none of them: the others have their addresses."""
     found: list[torch.Tensor] = []
     seen: dict[int, object] = {}
     waiting: list[object] = [root]
@@ -44,7 +47,8 @@ def _parts(value: Any) -> Iterable[object]:
         return (value.__self__, value.__func__)
     if isinstance(value, types.FunctionType):
         return [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
-    ours = type(value).__module__.partition(".")[0] == _PACKAGE
+    module = type(value).__module__
+    ours = module.partition(".")[0] == _PACKAGE and module != collectives.__name__
     return _attributes(value) if ours or isinstance(value, torch.nn.Module) else ()
 
 

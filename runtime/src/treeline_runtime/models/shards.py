@@ -1,12 +1,117 @@
-"""The division of a model among the ranks of a group. No torch here."""
+"""The division of a model among the ranks of a group. No torch here.
+
+Each rank has some heads, and of every feed-forward and every expert a part: of projections that read the stream its
+outputs, of those that write it its inputs, so that the ranks' results add up. Router and norms are whole on each.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from math import prod
 from typing import NamedTuple
 
+from treeline_runtime.models.model_config import ModelConfig
+from treeline_runtime.models.quantization.scheme import BLOCK
+from treeline_runtime.models.settings import ModelError
 
-class Rank(NamedTuple):
+OUTPUTS, INPUTS = 0, 1
+"""Dimensions of a projection's weights."""
+
+
+class Cut(NamedTuple):
+    """A part of a tensor: ranges of one dimension, joined."""
+
+    dim: int
+    ranges: tuple[tuple[int, int], ...]
+    """The begin and end of each."""
+
+    def shape(self, whole: tuple[int, ...]) -> tuple[int, ...]:
+        size = sum(end - begin for begin, end in self.ranges)
+        return (*whole[: self.dim], size, *whole[self.dim + 1 :])
+
+    def runs(self, whole: tuple[int, ...], itemsize: int) -> Iterator[tuple[int, int]]:
+        """The part's bytes within those of a row-major tensor, in order: begin and size of each run."""
+        inner, size = prod(whole[self.dim + 1 :]) * itemsize, whole[self.dim]
+        for outer in range(prod(whole[: self.dim])):
+            for begin, end in self.ranges:
+                yield (outer * size + begin) * inner, (end - begin) * inner
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
     """One of `count` processes that compute a model together, numbered from 0."""
 
     index: int
     count: int
+
+    def part(self, size: int) -> tuple[int, int]:
+        """Begin and end of the rank's equal part of so many things; of fewer things than ranks the one that it shares
+        with its neighbours."""
+        if size < self.count:
+            shared = self.index * size // self.count
+            return shared, shared + 1
+        return self.index * size // self.count, (self.index + 1) * size // self.count
+
+    def rows(self, vocabulary: int) -> tuple[int, int]:
+        """The same of a vocabulary; ranks have as many rows each, of which the last may be missing."""
+        size = -(-vocabulary // self.count)
+        return min(self.index * size, vocabulary), min((self.index + 1) * size, vocabulary)
+
+    def cut(self, dim: int, *sizes: int, unit: int = 1) -> Cut | None:
+        """The rank's part of each of the sections of a dimension, in which units stay whole. None: all of it."""
+        if self.count == 1:
+            return None
+        ranges, start = [], 0
+        for size in sizes:
+            begin, end = self.part(size // unit)
+            ranges.append((start + begin * unit, start + end * unit))
+            start += size
+        return Cut(dim, tuple(ranges))
+
+
+def check_ranks(config: ModelConfig, count: int) -> None:
+    """Raises ModelError, which names what so many ranks cannot share."""
+    heads, kv_heads, moe = config.num_heads, config.num_kv_heads, config.moe
+    shared = {"attention heads": heads}
+    if moe is None or len(moe.layers) < config.num_layers:
+        shared["elements of the feed-forward (intermediate_size)"] = config.intermediate_size
+    if moe is not None:
+        shared["elements of an expert"] = moe.intermediate_size
+        shared["elements of the shared expert"] = moe.shared_intermediate_size
+    for what, size in shared.items():
+        if size % count:
+            raise ModelError(f"{config.architecture} has {size} {what}, which --tp-size {count} does not divide")
+    if kv_heads % count and count % kv_heads:
+        raise ModelError(
+            f"{config.architecture} has {kv_heads} key/value heads: --tp-size must divide them or be a multiple of "
+            f"them, and {count} is neither"
+        )
+    if count > 1 and config.quantization is not None and config.quantization.weights == "blocks":
+        inputs = {"attention": heads * config.head_dim, "feed-forward": config.intermediate_size}
+        for what, size in inputs.items():
+            if size // count % BLOCK:
+                raise ModelError(
+                    f"--tp-size {count} gives a rank {size // count} of the {what}'s {size} elements, which are no "
+                    f"whole blocks of {BLOCK} (weight_block_size): take fewer ranks, or a checkpoint with a scale per "
+                    "channel"
+                )
+
+
+def own(config: ModelConfig, rank: Rank) -> ModelConfig:
+    """One rank's sizes. The vocabulary stays whole: each rank gets all logits."""
+    moe, count = config.moe, rank.count
+    if moe is not None:
+        moe = replace(
+            moe,
+            intermediate_size=moe.intermediate_size // count,
+            shared_intermediate_size=moe.shared_intermediate_size // count,
+        )
+    return replace(
+        config,
+        num_heads=config.num_heads // count,
+        num_kv_heads=max(config.num_kv_heads // count, 1),
+        # an unused one, where all layers have experts, may be any number
+        intermediate_size=max(config.intermediate_size // count, 1),
+        moe=moe,
+    )

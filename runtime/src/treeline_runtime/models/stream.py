@@ -2,7 +2,8 @@
 
 Threads read pieces into a ring of pinned buffers; the thread that asks for a tensor uploads them on a stream of its
 own. So the host holds no more than the ring, the device little more than was asked for. Tensors are read ahead in the
-order in which models usually ask; one asked for out of turn is next. The format:
+order in which models usually ask; one asked for out of turn is next. A rank reads its part of a tensor. As that is
+known when it is asked for, it is ahead of its turn where the same tensor of another layer was asked for. The format:
 https://huggingface.co/docs/safetensors.
 """
 
@@ -13,18 +14,26 @@ import os
 import queue
 import re
 import threading
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from math import prod
 from pathlib import Path
 
 import torch
 
 from treeline_runtime.models.config import ModelError
+from treeline_runtime.models.shards import Cut
 
 BUFFER_BYTES = 16 << 20
 BUFFERS = 16
 THREADS = 8
 """The most reading threads; reading from the page cache is limited by memory bandwidth."""
+SHORT_BYTES = 4096
+"""Gaps between the runs of a part that are read, too, and cut off on the device: calls for each short run would take
+longer, and a disk gives whole pages."""
+_LAYER = re.compile(r"\.\d+(?=\.)")
+"""The number of a layer or expert in a tensor's name."""
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
@@ -72,12 +81,16 @@ def reading_order(names: Iterable[str], first: Sequence[str]) -> list[str]:
     return sorted(names, key=key)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Piece:
+    """Of the bytes of a tensor that are read."""
+
     name: str
     offset: int
-    """Bytes into the tensor."""
-    size: int
+    """Of these bytes."""
+    size: int = 0
+    runs: list[tuple[int, int]] = field(default_factory=list)
+    """Begin in the file and size of each."""
 
 
 @dataclass(slots=True, eq=False)
@@ -89,22 +102,26 @@ class _Buffer:
 
 
 class Streamed:
-    """`entries` in reading order. Used by one thread; `close` ends its own."""
+    """`entries` in reading order. Used by one thread; `close` ends its own. in_parts: tensors may be asked for in
+    part."""
 
-    def __init__(self, entries: dict[str, Entry], device: torch.device) -> None:
+    def __init__(self, entries: dict[str, Entry], device: torch.device, *, in_parts: bool = False) -> None:
         self._entries = entries
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._lock = threading.Lock()
-        self._unread = {name: _pieces(name, entry.size) for name, entry in entries.items() if entry.size}
-        """Pieces that no thread has taken."""
+        self._changed = threading.Condition()
+        self._unread: dict[str, Iterator[_Piece] | None] = {
+            name: None if in_parts else _pieces(name, entry, None) for name, entry in entries.items() if entry.size
+        }
+        """Pieces that no thread has taken. None: it is not known yet which."""
+        self._cuts: dict[str, Cut | None] = {} if in_parts else dict.fromkeys(entries)
         self._next: str | None = None
         self._files = {path: os.open(path, os.O_RDONLY) for path in {entry.path for entry in entries.values()}}
         self._read: queue.SimpleQueue[tuple[_Piece, _Buffer, str | None]] = queue.SimpleQueue()
         """Pieces that were read, each with its error, if any."""
         self._free: queue.SimpleQueue[_Buffer | None] = queue.SimpleQueue()
         """None ends a thread."""
-        pieces = sum(map(len, self._unread.values()))
+        pieces = sum(-(-entry.size // BUFFER_BYTES) for entry in entries.values())
         for _ in range(min(BUFFERS, pieces)):
             self._free.put(_Buffer(torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=self._stream is not None)))
         self._given: set[str] = set()
@@ -119,15 +136,21 @@ class Streamed:
         for thread in self._threads:
             thread.start()
 
-    def read(self, name: str) -> torch.Tensor:
-        """The tensor, on the device in its current stream's order; once. Raises ModelError."""
+    def read(self, name: str, cut: Cut | None = None) -> torch.Tensor:
+        """The tensor, or a part that fits its shape, on the device in its current stream's order; once. Raises
+        ModelError."""
         entry = self._entries[name]
         assert name not in self._given, f"tensor {name} is taken twice"
         self._given.add(name)
-        if entry.size == 0:
-            return torch.empty(entry.shape, dtype=entry.dtype, device=self._device)
-        with self._lock:
+        shape = entry.shape if cut is None else cut.shape(entry.shape)
+        if prod(shape) == 0:
+            self.skip(name)
+            return torch.empty(shape, dtype=entry.dtype, device=self._device)
+        with self._changed:
             self._next = name
+            if self._unread.get(name, ()) is None:
+                self._plan(name, cut)
+        assert self._cuts[name] == cut, f"tensor {name} is cut in another way than in other layers"
         while self._missing.get(name) != 0:
             if problem := self._problems.get(name):
                 raise ModelError(f"cannot read tensor {name} of {entry.path}: {problem}")
@@ -135,11 +158,23 @@ class Streamed:
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
         del self._missing[name]
-        return self._arriving.pop(name).view(entry.dtype).view(entry.shape)
+        read = self._arriving.pop(name).view(entry.dtype)
+        if cut is None or not _reads_gaps(entry, cut):
+            return read.view(shape)
+        parts = [read.view(entry.shape).narrow(cut.dim, begin, end - begin) for begin, end in cut.ranges]
+        return torch.cat(parts, cut.dim)
+
+    def _plan(self, name: str, cut: Cut | None) -> None:
+        """Layers are alike: what has the same name but for numbers, and the same shape, is going to be cut alike."""
+        pattern, shape = _LAYER.sub("", name), self._entries[name].shape
+        for other, pieces in self._unread.items():
+            if pieces is None and _LAYER.sub("", other) == pattern and self._entries[other].shape == shape:
+                self._unread[other], self._cuts[other] = _pieces(other, self._entries[other], cut), cut
+        self._changed.notify_all()
 
     def skip(self, name: str) -> None:
         """Skips the unread parts of a tensor that nobody is going to read."""
-        with self._lock:
+        with self._changed:
             self._unread.pop(name, None)
 
     def _upload(self, piece: _Piece, buffer: _Buffer, problem: str | None) -> None:
@@ -148,7 +183,7 @@ class Streamed:
             self._free.put(buffer)
             return
         if piece.name not in self._arriving:
-            size = self._entries[piece.name].size
+            size = _read_bytes(self._entries[piece.name], self._cuts[piece.name])
             self._arriving[piece.name] = torch.empty(size, dtype=torch.uint8, device=self._device)
             self._missing[piece.name] = size
             if self._stream is not None:  # the memory may be what kernels launched before still read
@@ -164,7 +199,7 @@ class Streamed:
         self._free.put(buffer)
 
     def _work(self) -> None:
-        """Reads pieces until none is left."""
+        """Reads pieces until none is left, or nobody wants them."""
         while (buffer := self._free.get()) is not None:
             piece = self._take()
             if piece is None:
@@ -180,31 +215,37 @@ class Streamed:
             self._read.put((piece, buffer, problem))
 
     def _take(self) -> _Piece | None:
-        with self._lock:
-            name = self._next if self._next in self._unread else next(iter(self._unread), None)
-            if name is None:
-                return None
-            pieces = self._unread[name]
-            piece = pieces.pop(0)
-            if not pieces:
-                del self._unread[name]
-            return piece
+        with self._changed:
+            while self._unread:
+                wanted = self._next if self._next and self._unread.get(self._next) else None
+                name = wanted or next((name for name, pieces in self._unread.items() if pieces is not None), None)
+                if name is None:
+                    self._changed.wait()
+                elif piece := next(self._unread[name] or iter(()), None):
+                    return piece
+                else:
+                    del self._unread[name]
+            self._changed.notify_all()
+            return None
 
     def _fill(self, piece: _Piece, buffer: _Buffer) -> str | None:
         """Returns what went wrong."""
-        entry = self._entries[piece.name]
+        file = self._files[self._entries[piece.name].path]
         memory = memoryview(buffer.memory.numpy().data)[: piece.size]
-        done = 0
-        while done < piece.size:
-            count = os.preadv(self._files[entry.path], [memory[done:]], entry.begin + piece.offset + done)
-            if count == 0:
-                return "the file ends before it does"
-            done += count
+        for begin, size in piece.runs:
+            done = 0
+            while done < size:
+                count = os.preadv(file, [memory[done:size]], begin + done)
+                if count == 0:
+                    return "the file ends before it does"
+                done += count
+            memory = memory[size:]
         return None
 
     def close(self) -> None:
-        with self._lock:
+        with self._changed:
             self._unread.clear()
+            self._changed.notify_all()
         for _ in self._threads:
             self._free.put(None)
         for thread in self._threads:
@@ -216,5 +257,31 @@ class Streamed:
         self._arriving.clear()
 
 
-def _pieces(name: str, size: int) -> list[_Piece]:
-    return [_Piece(name, begin, min(BUFFER_BYTES, size - begin)) for begin in range(0, size, BUFFER_BYTES)]
+def _reads_gaps(entry: Entry, cut: Cut) -> bool:
+    """Whether the gaps between a part's runs are short."""
+    first, *others = islice(cut.runs(entry.shape, entry.dtype.itemsize), 2)
+    return bool(others) and others[0][0] - sum(first) < SHORT_BYTES
+
+
+def _read_bytes(entry: Entry, cut: Cut | None) -> int:
+    if cut is None or _reads_gaps(entry, cut):
+        return entry.size
+    return prod(cut.shape(entry.shape)) * entry.dtype.itemsize
+
+
+def _pieces(name: str, entry: Entry, cut: Cut | None) -> Iterator[_Piece]:
+    """A tensor or a part of it in pieces, each as large as a buffer but for the last."""
+    runs: Iterable[tuple[int, int]] = [(0, entry.size)]
+    if cut is not None and not _reads_gaps(entry, cut):
+        runs = cut.runs(entry.shape, entry.dtype.itemsize)
+    piece = _Piece(name, 0)
+    for begin, size in runs:
+        while size:
+            if piece.size == BUFFER_BYTES:
+                yield piece
+                piece = _Piece(name, piece.offset + piece.size)
+            fits = min(size, BUFFER_BYTES - piece.size)
+            piece.runs.append((entry.begin + begin, fits))
+            piece.size += fits
+            begin, size = begin + fits, size - fits
+    yield piece

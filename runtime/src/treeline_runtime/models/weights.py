@@ -6,13 +6,14 @@ import json
 import logging
 import time
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from treeline_runtime.models.config import ModelError
 from treeline_runtime.models.quantization.scheme import Scheme
+from treeline_runtime.models.shards import Cut, Rank
 from treeline_runtime.models.stream import Entry, Streamed, read_header, reading_order
 
 logger = logging.getLogger(__name__)
@@ -33,29 +34,13 @@ MAPPED = ("cpu",)
 """Devices that use memory-mapped files directly."""
 PROGRESS_S = 2.0
 """Seconds between progress lines of the log."""
+WHOLE = Rank(0, 1)
+"""The only rank, which has all of a model."""
 
 
-OUTPUTS, INPUTS = 0, 1
-"""Dimensions of a projection's weights."""
-
-
-class Shard(NamedTuple):
-    """One rank's part of a tensor: equal slices of a dimension in rank order."""
-
-    rank: int
-    ranks: int
-    dim: int
-
-    def size(self, whole: int) -> int:
-        """Raises ModelError if there are no equal slices."""
-        if whole % self.ranks:
-            raise ModelError(f"{whole} rows or columns of a projection cannot be shared by {self.ranks} ranks")
-        return whole // self.ranks
-
-    def cut(self, whole: torch.Tensor) -> torch.Tensor:
-        size = self.size(whole.shape[self.dim])
-        part = whole.narrow(self.dim, self.rank * size, size)
-        return part if part.device.type in MAPPED else part.clone()  # the rest of it is given back
+def cut_from(whole: torch.Tensor, cut: Cut) -> torch.Tensor:
+    """A copy, so that the rest can be given back."""
+    return torch.cat([whole.narrow(cut.dim, begin, end - begin) for begin, end in cut.ranges], cut.dim)
 
 
 class Weights(Protocol):
@@ -67,6 +52,8 @@ class Weights(Protocol):
     """The device that tensors are loaded to."""
     scheme: Scheme | None
     """The quantisation of projections; None if they have none."""
+    rank: Rank
+    """The rank that they are for; models say which cut of a tensor it gets."""
 
     def has(self, name: str) -> bool:
         """Whether `take` would find it."""
@@ -74,11 +61,9 @@ class Weights(Protocol):
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor that may have one of several. Raises ModelError if it is missing."""
 
-    def take(
-        self, name: str, *shape: int, dtype: torch.dtype | None = None, shard: Shard | None = None
-    ) -> torch.Tensor:
-        """The tensor of this shape on the engine's device, or a shard, in the engine's dtype or `dtype`; fp8 must be
-        fp8 in the checkpoint. Raises ModelError."""
+    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None, cut: Cut | None = None) -> torch.Tensor:
+        """The tensor of this shape on the engine's device, or a part of it, in the engine's dtype or `dtype`; fp8 must
+        be fp8 in the checkpoint. Raises ModelError."""
 
     def ignore(self, name: str) -> None:
         """Accepts that this tensor is never taken; it may be missing."""
@@ -93,10 +78,16 @@ class Checkpoint:
     """
 
     def __init__(
-        self, directory: str | Path, dtype: torch.dtype, device: torch.device, scheme: Scheme | None = None
+        self,
+        directory: str | Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        scheme: Scheme | None = None,
+        rank: Rank = WHOLE,
     ) -> None:
         self.dtype = dtype
         self.scheme = scheme
+        self.rank = rank
         self._dir = Path(directory)
         self.device = device
         self._open: dict[str, Any] = {}
@@ -104,7 +95,8 @@ class Checkpoint:
         self._untaken = set(self._file_of)
         self._bare = EMBEDDING.removeprefix(PREFIX) in self._file_of
         self._streamed = None if device.type in MAPPED else self._stream()
-        self._progress = _Progress(sum((self._dir / file).stat().st_size for file in set(self._file_of.values())))
+        size = sum((self._dir / file).stat().st_size for file in set(self._file_of.values()))
+        self._progress = _Progress(size // rank.count)
 
     def _find(self) -> dict[str, str]:
         """Tensor → file."""
@@ -161,6 +153,7 @@ class Checkpoint:
         return Streamed(
             {name: found[name] for name in reading_order(names, (self._saved(EMBEDDING), self._saved(HEAD)))},
             self.device,
+            in_parts=self.rank.count > 1,
         )
 
     def has(self, name: str) -> bool:
@@ -191,14 +184,18 @@ class Checkpoint:
         name = self._saved(name)
         return tuple(self._handle(self._file(name)).get_slice(name).get_shape())
 
-    def take(
-        self, name: str, *shape: int, dtype: torch.dtype | None = None, shard: Shard | None = None
-    ) -> torch.Tensor:
+    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None, cut: Cut | None = None) -> torch.Tensor:
         name = self._saved(name)
         file = self._file(name)
         streamed = self._streamed if name in self._untaken else None  # which gives a tensor once
         self._untaken.discard(name)
-        tensor: torch.Tensor = streamed.read(name) if streamed is not None else self._handle(file).get_tensor(name)
+        if cut is not None and (whole := self.shape(name)) != shape:
+            raise _misshapen(name, whole, shape)
+        if streamed is not None:
+            tensor = streamed.read(name, cut)
+        else:
+            tensor = self._handle(file).get_tensor(name)
+            tensor = tensor if cut is None else cut_from(tensor, cut)
         wanted = dtype or self.dtype
         if wanted not in DTYPES and tensor.dtype != wanted:
             raise ModelError(f"tensor {name} is {tensor.dtype}, but as it has a scale it should be {wanted}")
@@ -207,10 +204,10 @@ class Checkpoint:
                 f"tensor {name} is {tensor.dtype}; quantised tensors without a scale, or of other types than fp8 "
                 "(e4m3), are not supported"
             )
-        if tuple(tensor.shape) != shape:
-            raise ModelError(f"tensor {name} has shape {tuple(tensor.shape)}, config.json asks for {shape}")
+        if cut is None and tuple(tensor.shape) != shape:
+            raise _misshapen(name, tuple(tensor.shape), shape)
         self._progress.add(tensor.nbytes)
-        return (tensor if shard is None else shard.cut(tensor)).to(device=self.device, dtype=wanted)
+        return tensor.to(device=self.device, dtype=wanted)
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -231,12 +228,25 @@ class Checkpoint:
             )
 
 
-class RandomWeights:
-    """Seeded noise, scaled so that activations neither vanish nor explode; norms are ones."""
+def _misshapen(name: str, found: tuple[int, ...], shape: tuple[int, ...]) -> ModelError:
+    return ModelError(f"tensor {name} has shape {found}, config.json asks for {shape}")
 
-    def __init__(self, seed: int, dtype: torch.dtype, device: torch.device, scheme: Scheme | None = None) -> None:
+
+class RandomWeights:
+    """Seeded noise, scaled so that activations neither vanish nor explode; norms are ones. Ranks have parts of the same
+    numbers: each makes all of a tensor, and keeps its part."""
+
+    def __init__(
+        self,
+        seed: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        scheme: Scheme | None = None,
+        rank: Rank = WHOLE,
+    ) -> None:
         self.dtype = dtype
         self.scheme = scheme
+        self.rank = rank
         self._generator = torch.Generator(device).manual_seed(seed)
         self.device = device
 
@@ -249,15 +259,13 @@ class RandomWeights:
     def shape(self, name: str) -> tuple[int, ...]:
         raise ModelError(f"tensor {name}: random weights have any shape, and no scales")
 
-    def take(
-        self, name: str, *shape: int, dtype: torch.dtype | None = None, shard: Shard | None = None
-    ) -> torch.Tensor:
+    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None, cut: Cut | None = None) -> torch.Tensor:
         if "norm" in name:
-            tensor = torch.ones(shape, dtype=dtype or self.dtype, device=self.device)
-        else:
-            tensor = torch.randn(shape, generator=self._generator, device=self.device)
-            tensor = tensor.mul_(shape[-1] ** -0.5).to(dtype or self.dtype)
-        return tensor if shard is None else shard.cut(tensor)
+            part = shape if cut is None else cut.shape(shape)
+            return torch.ones(part, dtype=dtype or self.dtype, device=self.device)
+        tensor = torch.randn(shape, generator=self._generator, device=self.device)
+        tensor = tensor if cut is None else cut_from(tensor, cut)
+        return tensor.mul_(shape[-1] ** -0.5).to(dtype or self.dtype)
 
 
 class _Progress:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +11,8 @@ import torch
 from treeline_runtime.models.config import ModelError
 from treeline_runtime.models.quantization.fp8 import E4M3, dequantise, quantise, quantise_weight
 from treeline_runtime.models.quantization.scheme import BLOCK, Scheme
-from treeline_runtime.models.weights import Shard, Weights
+from treeline_runtime.models.shards import INPUTS, OUTPUTS, Cut
+from treeline_runtime.models.weights import Weights, cut_from
 from treeline_runtime.ops import Ops, obstacle_to_triton, onednn
 
 WEIGHT_SCALES = ("weight_scale", "weight_scale_inv")
@@ -22,6 +23,8 @@ OLDEST = (8, 9)
 SECOND_COPY_BYTES = 64 << 20
 """Bytes that may be spent on a second copy in a faster order."""
 
+Sizes = Mapping[str, int | tuple[int, ...]]
+"""Projections → their outputs; those of one that is several in the checkpoint one after another."""
 Product = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 """x (tokens, inputs), bias (outputs,) or None → (tokens, outputs)."""
 
@@ -100,27 +103,27 @@ class Fp8:
 
 
 def new_product(
-    weights: Weights, ops: Ops, prefix: str, names: dict[str, int], size: int, shard: Shard | None = None
+    weights: Weights, ops: Ops, prefix: str, names: Sizes, size: int, split: int | None = None, unit: int = 1
 ) -> Product:
-    """Takes the weights of these projections of one input, or a shard of each. `names` → their outputs; size: inputs.
-    Raises ModelError."""
+    """Takes the weights of these projections of one input, or the rank's part of each. size: inputs; split, unit: see
+    `Linear`. Raises ModelError."""
     scheme = weights.scheme
     if scheme is None or scheme.at_load:
         quantised = list(names) if scheme else []
     else:
         quantised = [name for name in names if _find(weights, f"{prefix}{name}.", WEIGHT_SCALES)]
+    cuts = {name: cut_of(weights, outputs, size, split, unit) for name, outputs in names.items()}
+    outputs = {name: sum(whole_sizes(sizes)) for name, sizes in names.items()}
     if scheme is None or not quantised:
-        parts = [weights.take(f"{prefix}{n}.weight", out, size, shard=shard) for n, out in names.items()]
+        parts = [weights.take(f"{prefix}{n}.weight", out, size, cut=cuts[n]) for n, out in outputs.items()]
         return float_product(ops, stack(parts))
-    if shard is not None:
-        raise ModelError(f"{prefix}{quantised[0]} is quantised, and cannot be shared by several ranks yet")
     if len(quantised) < len(names):
         other = next(name for name in names if name not in quantised)
         raise ModelError(
             f"{prefix}{quantised[0]} is quantised and {prefix}{other} is not: as both read the same input, they are "
             "one matrix here, and have to be quantised alike"
         )
-    matrices = [_take(weights, scheme, f"{prefix}{name}.", out, size) for name, out in names.items()]
+    matrices = [_take(weights, scheme, f"{prefix}{n}.", out, size, cuts[n]) for n, out in outputs.items()]
     static = [part.input_scale for part in matrices if part.input_scale is not None]
     matrix = Fp8Matrix(
         stack([part.values for part in matrices]),
@@ -130,6 +133,17 @@ def new_product(
         max(static) if static else None,
     )
     return Fp8(matrix) if multiplies_fp8(matrix.values.device) else Emulated(ops, matrix, weights.dtype)
+
+
+def whole_sizes(sizes: int | tuple[int, ...]) -> tuple[int, ...]:
+    return (sizes,) if isinstance(sizes, int) else sizes
+
+
+def cut_of(weights: Weights, outputs: int | tuple[int, ...], inputs: int, split: int | None, unit: int) -> Cut | None:
+    """The rank's part of a projection's weights."""
+    if split == OUTPUTS:
+        return weights.rank.cut(OUTPUTS, *whole_sizes(outputs), unit=unit)
+    return weights.rank.cut(INPUTS, inputs) if split == INPUTS else None
 
 
 def stack(parts: list[torch.Tensor]) -> torch.Tensor:
@@ -142,20 +156,34 @@ def multiplies_fp8(device: torch.device) -> bool:
     return obstacle_to_triton(device) is None
 
 
-def _take(weights: Weights, scheme: Scheme, module: str, outputs: int, inputs: int) -> Fp8Matrix:
+def _take(weights: Weights, scheme: Scheme, module: str, outputs: int, inputs: int, cut: Cut | None) -> Fp8Matrix:
+    """A rank that has a part of the inputs quantises its part of each row of activations, and at load of each row of
+    weights: its scale is not that of the row, nor are the results those of one rank to the last bit."""
     if scheme.at_load:
-        return Fp8Matrix(*quantise_weight(weights.take(f"{module}weight", outputs, inputs)), inputs, None)
-    values = weights.take(f"{module}weight", outputs, inputs, dtype=E4M3)
+        weight = weights.take(f"{module}weight", outputs, inputs, cut=cut)
+        return Fp8Matrix(*quantise_weight(weight), weight.shape[1], None)
+    values = weights.take(f"{module}weight", outputs, inputs, dtype=E4M3, cut=cut)
     name = module + _find(weights, module, WEIGHT_SCALES)
     if scheme.weights == "blocks":
         blocks = weights.take(name, -(-outputs // BLOCK), -(-inputs // BLOCK), dtype=torch.float32)
         scales = blocks.t().repeat_interleave(BLOCK, dim=1)[:, :outputs].contiguous()
-        return Fp8Matrix(values, scales, BLOCK, None)
+        return Fp8Matrix(values, _own_scales(scales, cut, BLOCK), BLOCK, None)
     shape = weights.shape(name)
     if shape not in ((), (1,), (1, 1), (outputs,), (outputs, 1)):
         raise ModelError(f"tensor {name} has shape {shape}: not one scale, nor one for each of {outputs} outputs")
     scales = weights.take(name, *shape, dtype=torch.float32).reshape(1, -1).expand(1, outputs).contiguous()
-    return Fp8Matrix(values, scales, inputs, _input_scale(weights, module) if scheme.inputs == "static" else None)
+    input_scale = _input_scale(weights, module) if scheme.inputs == "static" else None
+    return Fp8Matrix(values, _own_scales(scales, cut, inputs), values.shape[1], input_scale)
+
+
+def _own_scales(scales: torch.Tensor, cut: Cut | None, group: int) -> torch.Tensor:
+    """scales (groups, outputs) of all → of a cut of the weights, whose inputs are whole groups or part of the only
+    one."""
+    if cut is None:
+        return scales
+    if cut.dim == OUTPUTS:
+        return cut_from(scales, Cut(1, cut.ranges))
+    return cut_from(scales, Cut(0, tuple((begin // group, -(-end // group)) for begin, end in cut.ranges)))
 
 
 def _input_scale(weights: Weights, module: str) -> float:
