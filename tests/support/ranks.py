@@ -23,7 +23,8 @@ class Connected:
         self._group = distributed.ProcessGroupGloo(store, rank.index, rank.count)
 
     def sum(self, x: torch.Tensor, /) -> torch.Tensor:
-        self._group.allreduce([x.contiguous()]).wait()
+        x = x.contiguous()
+        self._group.allreduce([x]).wait()
         return x
 
     def gather(self, x: torch.Tensor, /) -> torch.Tensor:

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.mxfp4 import packed
 from support.runtime_engine import Harness, assert_generates_the_same
-from support.runtime_models import IDS, Runner, config_of, edit, fed_in_pieces, logits_of, ours, reference, save
+from support.runtime_models import IDS, Runner, config_of, fed_in_pieces, logits_of, ours, reference, save
 from treeline_runtime.models import ModelError, read_config
 from treeline_runtime.models.moe import GptOssDecoder, dequantise
 
@@ -59,26 +60,6 @@ def test_many_sequences_at_once_equal_transformers(tmp_path: Path) -> None:
 
 
 # ---- MXFP4 ------------------------------------------------------------------------------------------------
-
-
-def packed(path: Path, theirs: Any) -> Path:
-    """Return the checkpoint with random MXFP4 experts; the reference gets them, too, unpacked by transformers."""
-    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-
-    save(theirs, path)
-    tensors = load_file(path / "model.safetensors")
-    generator = torch.Generator().manual_seed(3)
-    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
-        experts, inputs, outputs = tensors.pop(name).shape
-        groups = (experts, outputs, inputs // 32)
-        blocks = torch.randint(0, 256, (*groups, 16), dtype=torch.uint8, generator=generator)
-        scales = torch.randint(122, 125, groups, dtype=torch.uint8, generator=generator)
-        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        with torch.no_grad():
-            theirs.get_parameter(name).copy_(convert_moe_packed_tensors(blocks, scales, dtype=torch.float32))
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    quantization = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
-    return edit(path, quantization_config=quantization)
 
 
 def test_mxfp4_experts_are_made_whole_as_transformers_makes_them(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from safetensors.torch import load_file, save_file
 from support import fp8
+from support.fp8 import BLOCKS, FINE_GRAINED, FORMATS, INPUTS, STATIC, STATIC_SCALE, WEIGHTS, Inputs, compressed
 from support.runtime_engine import Harness, write_config
 from support.runtime_models import IDS, Runner, ours, reference, save
 from treeline_runtime.context import Context
@@ -27,67 +27,6 @@ from treeline_runtime.models.weights import RandomWeights
 from treeline_runtime.ops.torch_ops import TorchOps
 
 transformers = pytest.importorskip("transformers")
-
-WEIGHTS = {"num_bits": 8, "type": "float", "symmetric": True, "dynamic": False, "strategy": "channel"}
-INPUTS = WEIGHTS | {"dynamic": True, "strategy": "token"}
-BLOCKS = WEIGHTS | {"strategy": "block", "block_structure": [128, 128]}
-
-
-def compressed(weights: dict[str, Any] | None = None, inputs: Any = INPUTS, **more: Any) -> dict[str, Any]:
-    """Return a configuration as llm-compressor writes it, including keys without effect."""
-    group = {"targets": ["Linear"], "weights": (weights or WEIGHTS) | {"observer": "minmax", "observer_kwargs": {}}}
-    group |= {"input_activations": inputs, "output_activations": None}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "float-quantized",
-        "config_groups": {"group_0": group},
-        "ignore": ["lm_head"],
-        "kv_cache_scheme": None,
-        "quantization_status": "compressed",
-        "global_compression_ratio": 1.5,
-        "sparsity_config": {},
-    } | more
-
-
-FINE_GRAINED = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128]}
-STATIC = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
-STATIC_SCALE = 0.02
-
-Inputs = Callable[[torch.Tensor], torch.Tensor]
-FORMATS: dict[str, tuple[dict[str, Any], str, str, dict[str, torch.Tensor], Inputs]] = {
-    "fp8 per tensor": (STATIC | {"activation_scheme": "dynamic"}, "tensor", "weight_scale", {}, fp8.rounded_rows),
-    "fp8 static": (
-        STATIC,
-        "tensor",
-        "weight_scale",
-        {"input_scale": torch.tensor([STATIC_SCALE])},
-        lambda x: fp8.rounded(x, STATIC_SCALE).to(x.dtype),
-    ),
-    "fp8 of transformers, static": (
-        STATIC,
-        "tensor",
-        "weight_scale_inv",
-        {"activation_scale": torch.tensor(STATIC_SCALE)},
-        lambda x: fp8.rounded(x, STATIC_SCALE).to(x.dtype),
-    ),
-    "fine-grained fp8": (FINE_GRAINED, "block", "weight_scale_inv", {}, fp8.rounded_groups),
-    "compressed-tensors per channel": (compressed(), "channel", "weight_scale", {}, fp8.rounded_rows),
-    "compressed-tensors per tensor": (
-        compressed(WEIGHTS | {"strategy": "tensor"}),
-        "tensor",
-        "weight_scale",
-        {},
-        fp8.rounded_rows,
-    ),
-    "compressed-tensors per block": (
-        compressed(BLOCKS, INPUTS | {"strategy": "group", "group_size": 128}),
-        "block",
-        "weight_scale",
-        {},
-        fp8.rounded_groups,
-    ),
-}
-"""Settings, names of quantised tensors and of their scales, other tensors, and the change of a projection's inputs."""
 
 
 @pytest.fixture(scope="module")

@@ -1,82 +1,323 @@
-"""A projection that several ranks share: the parts, put together, equal the whole."""
+"""The ranks of a group compute together what one computes alone; each reads and keeps its part."""
 
 from __future__ import annotations
 
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from treeline_runtime.context import Context
-from treeline_runtime.models import ModelError
-from treeline_runtime.models.decoder import Linear
-from treeline_runtime.models.quantization.scheme import ONLINE
-from treeline_runtime.models.weights import INPUTS, OUTPUTS, Checkpoint, RandomWeights, Shard, Weights
-from treeline_runtime.ops.torch_ops import TorchOps
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from support import fp8
+from support.mxfp4 import packed
+from support.ranks import on_ranks
+from support.runtime_models import IDS, Runner, config_of, reference, save
+from treeline_runtime.collectives import Ranks
+from treeline_runtime.config import EngineConfig
+from treeline_runtime.models import ModelError, read_config, stream, weights
+from treeline_runtime.models.decoder import Decoder
+from treeline_runtime.models.loader import load_model
+from treeline_runtime.models.offload import size_of, tensors_of
+from treeline_runtime.models.quantization.scheme import Scheme
+from treeline_runtime.models.shards import Cut, Rank, check_ranks, own
+from treeline_runtime.models.stream import Streamed, read_header
 
-TINY_MODEL = Path(__file__).parents[3] / "models" / "tiny"
-CPU = torch.device("cpu")
-NOTHING = torch.empty(0)
-ALONE = Context(None, None, NOTHING, NOTHING, NOTHING)  # type: ignore[arg-type]
-NAMES = {"q_proj": 8, "k_proj": 4, "v_proj": 4}
+transformers = pytest.importorskip("transformers")
 
+FULL, SLIDING = "full_attention", "sliding_attention"
+COUNTS = (2, 4, 8)
+HEADS = {"num_attention_heads": 8, "vocab_size": 131}
+"""Key/value heads are two, which more ranks have to share; the vocabulary has no equal parts."""
+BIASES = {"attention_bias": True, "mlp_bias": True}
+TIED = {"tie_word_embeddings": True}
+GEMMA = {"head_dim": 24, "query_pre_attn_scalar": 40, "sliding_window": 10}
+GPT_OSS = {"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 9}
+QWEN_MOE = {"num_experts": 6, "moe_intermediate_size": 24, "num_experts_per_tok": 3}
 
-def linear(weights: Weights, shard: Shard | None, *, bias: bool = True) -> Linear:
-    return Linear(weights, TorchOps(), "x.", NAMES, 6, bias=bias, shard=shard)
-
-
-def random_linear(shard: Shard | None) -> Linear:
-    return linear(RandomWeights(0, torch.float32, CPU), shard)
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_each_rank_gives_its_slice_of_each_projections_outputs(ranks: int) -> None:
-    x = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
-    whole = random_linear(None)(x, ALONE).split([8, 4, 4], dim=1)
-    own = [size // ranks for size in (8, 4, 4)]
-    each = [random_linear(Shard(rank, ranks, OUTPUTS))(x, ALONE).split(own, dim=1) for rank in range(ranks)]
-    for expected, *parts in zip(whole, *each, strict=True):
-        torch.testing.assert_close(torch.cat(parts, dim=1), expected)
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_partial_results_of_ranks_add_up(ranks: int) -> None:
-    x = torch.randn(5, 6, generator=torch.Generator().manual_seed(1))
-    parts = [
-        random_linear(Shard(rank, ranks, INPUTS))(own, ALONE) for rank, own in enumerate(x.split(6 // ranks, dim=1))
-    ]
-    torch.testing.assert_close(sum(parts), random_linear(None)(x, ALONE))
-
-
-@pytest.mark.parametrize("dim", [OUTPUTS, INPUTS])
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_the_shards_of_a_checkpoints_tensor_are_the_tensor(ranks: int, dim: int) -> None:
-    name = "model.layers.0.mlp.up_proj.weight"
-    with Checkpoint(TINY_MODEL, torch.float32, CPU) as weights:
-        shape = weights.shape(name)
-        parts = [weights.take(name, *shape, shard=Shard(rank, ranks, dim)) for rank in range(ranks)]
-        assert torch.equal(torch.cat(parts, dim), weights.take(name, *shape))
-
-
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_compute_a_feed_forward_with_one_sum_at_its_end(ranks: int) -> None:
-    """Columns of gate and up, rows of down, from a checkpoint."""
-    prefix, ops = "model.layers.0.mlp.", TorchOps()
-    with Checkpoint(TINY_MODEL, torch.float32, CPU) as weights:
-        inner, hidden = weights.shape(f"{prefix}up_proj.weight")
-        x = torch.randn(5, hidden, generator=torch.Generator().manual_seed(1))
-
-        def computed(shards: tuple[Shard, Shard] | tuple[None, None]) -> torch.Tensor:
-            names = dict.fromkeys(("gate_proj", "up_proj"), inner)
-            gate_up = Linear(weights, ops, prefix, names, hidden, bias=False, shard=shards[0])
-            down = Linear(weights, ops, prefix, {"down_proj": hidden}, inner, bias=False, shard=shards[1])
-            return down(ops.gate(gate_up(x, ALONE), "silu"), ALONE)
-
-        parts = [computed((Shard(rank, ranks, OUTPUTS), Shard(rank, ranks, INPUTS))) for rank in range(ranks)]
-        torch.testing.assert_close(sum(parts), computed((None, None)))
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "llama": ("Llama", {}, {}),
+    "llama, biases, tied": ("Llama", BIASES | TIED | {"num_key_value_heads": 8}, {}),
+    "qwen2": ("Qwen2", {}, {}),
+    "qwen3": ("Qwen3", {"head_dim": 16, "attention_bias": True}, {}),
+    "mistral, one key/value head": ("Mistral", {"sliding_window": 13, "num_key_value_heads": 1}, {}),
+    "gemma2, caps": ("Gemma2", GEMMA | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 4.0}, {}),
+    "gemma3": ("Gemma3", GEMMA | {"layer_types": [SLIDING, FULL], "num_key_value_heads": 4}, {}),
+    "phi3": ("Phi3", {}, {}),
+    "phi3, tied": ("Phi3", TIED | {"num_key_value_heads": 8}, {}),
+    "olmo2": ("Olmo2", {}, {}),
+    "olmo2, all heads, biases": ("Olmo2", {"num_key_value_heads": 8, "attention_bias": True}, {}),
+    "mixtral": ("Mixtral", {"num_local_experts": 4}, {}),
+    "qwen2 moe, shared expert": (
+        "Qwen2Moe",
+        QWEN_MOE | {"shared_expert_intermediate_size": 40, "decoder_sparse_step": 2},
+        {},
+    ),
+    "qwen3 moe, dense layer": ("Qwen3Moe", QWEN_MOE | {"head_dim": 16, "mlp_only_layers": [0]}, {}),
+    "qwen3 moe, stacked": ("Qwen3Moe", QWEN_MOE | {"head_dim": 16}, {"save_original_format": False}),
+    "gpt-oss": ("GptOss", GPT_OSS, {}),
+}
 
 
-def test_unsplittable_settings_are_named() -> None:
-    with pytest.raises(ModelError, match="cannot be shared by 3 ranks"):
-        random_linear(Shard(0, 3, OUTPUTS))
-    with pytest.raises(ModelError, match=r"x\.q_proj is quantised"):
-        linear(RandomWeights(0, torch.float32, CPU, ONLINE), Shard(0, 2, OUTPUTS), bias=False)
+@pytest.fixture(scope="module")
+def path_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a case's checkpoint, written once."""
+    written: dict[str, Path] = {}
+
+    def path(case: str) -> Path:
+        if case not in written:
+            family, changes, options = CASES[case]
+            theirs = reference(family, HEADS | changes)
+            written[case] = save(theirs, tmp_path_factory.mktemp("checkpoint"), **options)
+        return written[case]
+
+    return path
+
+
+def load(path: Path, ranks: Ranks | None = None, **settings: Any) -> Decoder:
+    config = EngineConfig(model=str(path), device="cpu", **settings)
+    return load_model(config) if ranks is None else load_model(config, ranks)
+
+
+def logits(model: Decoder) -> torch.Tensor:
+    """Of a prompt, a continued one and a single token."""
+    runner = Runner(model)
+    return torch.cat([runner.feed(IDS[:20]), runner.feed(IDS[20:29]), runner.feed(IDS[29:30])])
+
+
+def of_ranks(path: Path, count: int, **settings: Any) -> torch.Tensor:
+    first, *others = on_ranks(count, lambda ranks: logits(load(path, ranks, **settings)))
+    assert all(torch.equal(first, other) for other in others)
+    return first
+
+
+def distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).norm() / b.norm())
+
+
+def assert_same(found: torch.Tensor, alone: torch.Tensor) -> None:
+    torch.testing.assert_close(found, alone, rtol=1e-5, atol=1e-4)
+    assert torch.equal(found.argmax(1), alone.argmax(1))
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_compute_what_one_computes_alone(case: str, count: int, path_of: Callable[[str], Path]) -> None:
+    path = path_of(case)
+    assert_same(of_ranks(path, count), logits(load(path)))
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_a_rank_may_begin_within_a_block_of_mxfp4(count: int, tmp_path: Path) -> None:
+    path = packed(tmp_path, reference("GptOss", HEADS | GPT_OSS))
+    assert_same(of_ranks(path, count), logits(load(path)))
+
+
+@pytest.mark.parametrize("case", ["llama, biases, tied", "olmo2", "qwen2 moe, shared expert", "gpt-oss"])
+def test_ranks_have_parts_of_the_same_random_weights(case: str, path_of: Callable[[str], Path]) -> None:
+    path = path_of(case)
+    assert_same(of_ranks(path, 4, load_format="dummy"), logits(load(path, load_format="dummy")))
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("name", fp8.FORMATS)
+def test_ranks_compute_in_fp8_what_one_computes_alone(name: str, count: int, tmp_path: Path) -> None:
+    settings, kind, suffix, more, _ = fp8.FORMATS[name]
+    path = save(reference("Qwen3", HEADS | {"head_dim": 128, "intermediate_size": 1024}), tmp_path)
+    fp8.quantise_checkpoint(path, settings, kind, suffix, **more)
+    # where a scale is a whole row's, a rank takes that of its own part
+    dynamic_rows = kind != "block" and "input_scale" not in more and "activation_scale" not in more
+    assert distance(of_ranks(path, count), logits(load(path))) < (0.1 if dynamic_rows else 0.01)
+
+
+def test_ranks_quantise_their_parts_as_they_load_them(path_of: Callable[[str], Path]) -> None:
+    path = path_of("phi3")
+    alone = logits(load(path, quantization="fp8"))
+    assert distance(of_ranks(path, 4, quantization="fp8"), alone) < 0.2
+
+
+def test_logits_of_ranks_may_be_put_in_a_given_place(path_of: Callable[[str], Path]) -> None:
+    hidden = torch.randn(3, 64, generator=torch.Generator().manual_seed(1))
+
+    def put(ranks: Ranks) -> bool:
+        model, out = load(path_of("gemma2, caps"), ranks), torch.empty(3, 131)
+        with torch.inference_mode():
+            return model.logits(hidden.clone(), out) is out and torch.equal(out, model.logits(hidden))
+
+    assert on_ranks(2, put) == [True, True]
+
+
+def test_two_matrices_where_one_is_declared_are_both_in_parts(tmp_path: Path) -> None:
+    path = save(reference("Llama", HEADS), tmp_path)
+    config = json.loads((path / "config.json").read_text()) | TIED
+    (path / "config.json").write_text(json.dumps(config))
+    assert_same(of_ranks(path, 2), logits(load(path)))
+
+
+# ---- reading and memory -----------------------------------------------------------------------------------
+
+
+def own_bytes(path: Path, count: int) -> int:
+    """What a rank has of a Llama with two key/value heads and a vocabulary in equal parts."""
+    total = 0
+    for name, entry in read_header(path / "model.safetensors").items():
+        shared = 1 if "norm" in name else min(count, 2) if "k_proj" in name or "v_proj" in name else count
+        total += entry.size // shared
+    return total
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    return save(reference("Llama", HEADS | {"vocab_size": 128, "num_hidden_layers": 4}), tmp_path)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_a_rank_reads_no_more_than_its_part(llama: Path, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights, "MAPPED", ())
+    monkeypatch.setattr(stream, "SHORT_BYTES", 0)
+    read: list[int] = []
+
+    def counted(*args: Any) -> int:
+        read.append(preadv(*args))
+        return read[-1]
+
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", counted)
+    on_ranks(count, lambda ranks: load(llama, ranks))
+    assert sum(read) == count * own_bytes(llama, count)
+
+
+@pytest.mark.parametrize("short", [0, 4096])
+@pytest.mark.parametrize("case", ["llama", "phi3", "qwen3 moe, stacked", "mixtral", "gpt-oss"])
+def test_streamed_parts_equal_mapped_ones(
+    case: str, short: int, path_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = path_of(case)
+    mapped = of_ranks(path, 4)
+    monkeypatch.setattr(weights, "MAPPED", ())
+    monkeypatch.setattr(stream, "SHORT_BYTES", short)
+    monkeypatch.setattr(stream, "BUFFER_BYTES", 1000)
+    assert torch.equal(of_ranks(path, 4), mapped)
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_a_rank_keeps_its_part_in_memory(llama: Path, count: int) -> None:
+    for model in on_ranks(count, lambda ranks: load(llama, ranks)):
+        tables = sum(table.nbytes for table in model.rope)
+        assert size_of(model) == own_bytes(llama, count) + tables
+
+
+def test_a_connections_memory_is_none_of_the_models() -> None:
+    class Buffered:
+        buffer = torch.zeros(8)
+
+        def __init__(self) -> None:
+            self.memory = torch.zeros(8)
+
+        def sum(self, x: torch.Tensor) -> torch.Tensor:
+            return x
+
+    Buffered.__module__ = "treeline_runtime.collectives"
+    connection = Buffered()
+    assert tensors_of({"ranks": connection, "sum": connection.sum}) == []
+
+
+@given(data=st.data())
+def test_parts_are_read_as_they_are_cut(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    folder = tmp_path_factory.mktemp("parts")
+    shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
+    dim = data.draw(st.integers(0, len(shape) - 1))
+    ends = sorted(data.draw(st.lists(st.integers(0, shape[dim]), min_size=2, max_size=4)))
+    cut = Cut(dim, tuple(zip(ends[::2], ends[1::2], strict=False)))
+    tensors = {f"layers.{i}.w": torch.randn(shape, dtype=torch.float16) for i in range(5)} | {"other": torch.ones(3)}
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stream, "BUFFER_BYTES", 10)
+        patch.setattr(stream, "SHORT_BYTES", data.draw(st.sampled_from([0, 5, 4096])))
+        streamed = Streamed(read_header(folder / "model.safetensors"), torch.device("cpu"), in_parts=True)
+        try:
+            for name in data.draw(st.permutations(list(tensors))):
+                expected = weights.cut_from(tensors[name], cut) if name != "other" else tensors[name]
+                assert torch.equal(streamed.read(name, cut if name != "other" else None), expected)
+        finally:
+            streamed.close()
+
+
+# ---- division ---------------------------------------------------------------------------------------------
+
+
+@given(count=st.integers(1, 9), units=st.lists(st.integers(1, 5), min_size=1, max_size=3), unit=st.integers(1, 4))
+def test_the_parts_of_ranks_are_the_whole(count: int, units: list[int], unit: int) -> None:
+    sizes = [size * count * unit for size in units]
+    numbers = torch.arange(sum(sizes))
+    cuts = [Rank(index, count).cut(0, *sizes, unit=unit) for index in range(count)]
+    parts = [numbers if cut is None else weights.cut_from(numbers, cut) for cut in cuts]
+    each = [part.split([size // count for size in sizes]) for part in parts]
+    assert torch.equal(torch.cat([section for sections in zip(*each, strict=True) for section in sections]), numbers)
+
+
+def test_more_ranks_than_heads_share_each_head_with_their_neighbours() -> None:
+    assert [Rank(index, 8).part(2) for index in range(8)] == [(0, 1)] * 4 + [(1, 2)] * 4
+    assert [Rank(index, 4).rows(5) for index in range(4)] == [(0, 2), (2, 4), (4, 5), (5, 5)]
+
+
+def test_a_ranks_sizes_are_its_parts(tmp_path: Path) -> None:
+    model = read_config(config_of(tmp_path, "Qwen2Moe", num_attention_heads=16, num_key_value_heads=2))
+    mine = own(model, Rank(3, 4))
+    assert (mine.num_heads, mine.num_kv_heads) == (4, 1)
+    assert mine.moe is not None
+    assert model.moe is not None
+    assert mine.moe.intermediate_size * 4 == model.moe.intermediate_size
+    assert mine.moe.shared_intermediate_size * 4 == model.moe.shared_intermediate_size
+    assert (mine.vocab_size, mine.hidden_size) == (model.vocab_size, model.hidden_size)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "count", "message"),
+    [
+        ("Llama", {}, 3, "LlamaForCausalLM has 32 attention heads, which --tp-size 3 does not divide"),
+        ("Llama", {"num_key_value_heads": 8}, 64, "32 attention heads, which --tp-size 64"),
+        ("Llama", {"intermediate_size": 11009}, 2, r"11009 elements of the feed-forward \(intermediate_size\), which"),
+        (
+            "Llama",
+            {"num_attention_heads": 24, "num_key_value_heads": 6},
+            4,
+            "has 6 key/value heads: --tp-size must divide them or be a multiple of them, and 4 is neither",
+        ),
+        ("Qwen3Moe", {"moe_intermediate_size": 770}, 4, "770 elements of an expert, which --tp-size 4"),
+        ("Qwen2Moe", {"shared_expert_intermediate_size": 5634}, 4, "5634 elements of the shared expert"),
+    ],
+)
+def test_what_ranks_cannot_share_is_named(
+    tmp_path: Path, family: str, changes: dict[str, Any], count: int, message: str
+) -> None:
+    model = read_config(config_of(tmp_path, family, **changes))
+    with pytest.raises(ModelError, match=message):
+        check_ranks(model, count)
+    check_ranks(model, 1)
+
+
+def test_block_wise_fp8_is_shared_in_whole_blocks(tmp_path: Path) -> None:
+    model = replace(read_config(config_of(tmp_path, "Llama", intermediate_size=11264)), quantization=Scheme("blocks"))
+    check_ranks(model, 8)
+    with pytest.raises(ModelError, match=r"--tp-size 16 gives a rank 704 of the feed-forward's 11264 elements"):
+        check_ranks(model, 16)
+    check_ranks(replace(model, quantization=Scheme()), 16)
+
+
+def test_a_feed_forward_that_no_layer_has_may_have_any_size(tmp_path: Path) -> None:
+    check_ranks(read_config(config_of(tmp_path, "Qwen3Moe", intermediate_size=6145)), 4)
+
+
+def test_a_model_that_ranks_cannot_share_is_refused_before_its_weights_are_read(llama: Path) -> None:
+    def refused(ranks: Ranks) -> str:
+        with pytest.raises(ModelError) as error:
+            load(llama, ranks)
+        return str(error.value)
+
+    assert set(on_ranks(3, refused)) == {"LlamaForCausalLM has 8 attention heads, which --tp-size 3 does not divide"}
