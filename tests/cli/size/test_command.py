@@ -71,8 +71,26 @@ def test_a_model_that_does_not_fit_fails_with_a_setting_that_would(folder, capsy
     assert size(folder("Llama-3.1-70B"), "--gpu", "h200") == 1
     shown = capsys.readouterr().out
     assert "It does not fit on one h200: 15.0 GiB are missing." in shown
-    assert "tensor parallelism) is not there yet" in shown
+    assert "With --tp-size 2 it fits on 2 of them." in shown
     assert "It fits on b200. With --quantization fp8 it fits on b200, h200." in shown
+
+
+def test_gpus_that_share_a_model_hold_a_part_each(folder, capsys):
+    path, flags = folder("Llama-3.1-70B"), ("--gpu", "h100", "--context", 8192, "--concurrency", 100)
+    one, four, eight = (as_json(capsys, path, *flags, "--tp-size", n)["gpus"][0] for n in (1, 4, 8))
+    assert one["weight_bytes"] * 0.25 < four["weight_bytes"] < one["weight_bytes"] * 0.2501
+    assert (one["sequences"], one["kv_bytes_per_token"]) == (0, 4 * four["kv_bytes_per_token"])
+    assert eight["sequences"] > four["sequences"] > 0
+    assert four["gpus_for_concurrency"] == -(-100 // four["sequences"]) * 4
+    assert eight["estimate"]["tokens_s_one"] > four["estimate"]["tokens_s_one"]
+    assert size(path, "--gpu", "h100", "--context", 8192, "--tp-size", 4, "--count", 8) == 0
+    shown = capsys.readouterr().out
+    assert "is that of each of 4 GPUs that share the model" in shown
+    assert "8 GPUs are 2 replicas" in shown
+    assert size(path, "--gpu", "a10", "--tp-size", 2) == 1
+    assert "It does not fit on 2 a10: " in capsys.readouterr().out
+    assert size(path, "--tp-size", 3) == 1
+    assert "has 64 attention heads, which --tp-size 3 does not divide" in capsys.readouterr().err
 
 
 def test_a_sequence_that_does_not_fit_is_reported_with_the_longest_that_does(folder, capsys):

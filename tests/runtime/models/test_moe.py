@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from support.runtime_engine import Harness, assert_generates_the_same
 from support.runtime_models import IDS, Runner, config_of, fed_in_pieces, logits_of, ours, reference, save
+from treeline_runtime.collectives import ALONE
 from treeline_runtime.context import Context
 from treeline_runtime.memory import StepLimits, reserved_bytes
 from treeline_runtime.models import ModelError, read_config
@@ -202,6 +203,8 @@ def test_adapters_are_asked_for_the_router_and_the_shared_expert(tmp_path: Path)
 class Counted:
     """Weights that record how many of their tensors were in memory at once."""
 
+    rank = ALONE.rank
+
     def __init__(self) -> None:
         self._given: list[weakref.ref[torch.Tensor]] = []
         self.most = 0
@@ -209,7 +212,7 @@ class Counted:
     def has(self, name: str) -> bool:
         return "experts.0.gate_proj" in name
 
-    def take(self, name: str, *shape: int) -> torch.Tensor:
+    def take(self, name: str, *shape: int, cut: None) -> torch.Tensor:
         tensor = torch.zeros(shape)
         self._given.append(weakref.ref(tensor))
         self.most = max(self.most, sum(given() is not None for given in self._given))

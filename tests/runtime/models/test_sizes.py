@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from treeline_runtime.collectives import Alone
 from treeline_runtime.memory import bytes_per_token
 from treeline_runtime.models import read_config
 from treeline_runtime.models.config import parse_config
 from treeline_runtime.models.decoder import Decoder
 from treeline_runtime.models.loader import _decoder
 from treeline_runtime.models.quantization.scheme import ONLINE, Scheme
+from treeline_runtime.models.shards import Rank
 from treeline_runtime.models.sizes import parts_of
 from treeline_runtime.models.weights import RandomWeights
 
@@ -85,6 +87,24 @@ def test_parameter_counts_equal_the_decoders(path: Path) -> None:
     weights = Counted(0, torch.float32, torch.device("cpu"))
     _decoder(model)(model, weights, 32)
     assert weights.taken == parameters(config)
+
+
+class Apart(Alone):
+    """A rank that never meets the others."""
+
+    def __init__(self, rank: Rank) -> None:
+        self.rank = rank
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("path", [TINY, *PUBLIC], ids=lambda path: path.stem)
+def test_the_bytes_of_a_rank_are_those_that_its_decoder_takes(path: Path, count: int) -> None:
+    model = parse_config(small(path), {})
+    expected = sum(part.bytes for part in parts_of(model, 4, ranks=count))
+    for index in range(count):
+        weights = Counted(0, torch.float32, torch.device("cpu"), rank=Rank(index, count))
+        _decoder(model)(model, weights, 32, Apart(weights.rank))
+        assert weights.taken * 4 == expected
 
 
 def test_fp8_takes_a_byte_and_its_scales() -> None:

@@ -19,7 +19,7 @@ from treeline_runtime.models.config import ModelError
 from treeline_wire.command_line import Parser
 
 from treeline.printable import printable
-from treeline.size.estimate import BUSY, Fit, Load, Replicas, Speed, fit, replicas, with_fp8
+from treeline.size.estimate import BUSY, Fit, Load, Replicas, Speed, fit, replicas, smallest_tp_size, with_fp8
 from treeline.size.gpus import GIB, GPUS, Gpu, gpu
 from treeline.size.source import Source, read_source
 
@@ -47,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
     )
     size.add_argument("model", metavar="MODEL", help="a checkpoint folder, a Hugging Face id (org/name), or tiny")
     size.add_argument("--gpu", type=gpu, metavar="NAME", help=f"{', '.join(GPUS)}, or GiB (default: each of them)")
-    size.add_argument("--count", type=_positive, metavar="N", help="available GPUs; each serves the whole model")
+    size.add_argument("--count", type=_positive, metavar="N", help="available GPUs")
     size.add_argument("--context", type=_positive, metavar="TOKENS", help="length of a sequence (default: the longest)")
     size.add_argument("--concurrency", type=_positive, metavar="N", help="sequences that must fit at once")
     size.add_argument("--json", action="store_true", help="print JSON")
@@ -55,6 +55,7 @@ def parser() -> argparse.ArgumentParser:
     serve.add_argument("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
     serve.add_argument("--quantization", choices=("auto", "fp8"), default="auto", help="fp8 = quantised at load")
     serve.add_argument("--kv-dtype", choices=("auto", "fp8_e4m3"), default="auto", help="type of the KV cache")
+    serve.add_argument("--tp-size", type=_positive, metavar="N", default=1, help="GPUs that share the model")
     serve.add_argument("--mem-fraction", type=float, metavar="F", help="share of the GPU's memory (default: 0.85)")
     load = size.add_argument_group("replicas for a load")
     load.add_argument("--requests-per-s", type=_above_0, metavar="R", help="load to size for")
@@ -122,6 +123,7 @@ def main(argv: Sequence[str]) -> int:
             quantization=args.quantization,
             kv_cache_dtype=args.kv_dtype,
             mem_fraction=args.mem_fraction,
+            tp_size=args.tp_size,
         )
         source = read_source(args.model)
         tokens = args.context or source.model.max_position
@@ -148,17 +150,18 @@ def _row(source: Source, config: SchedulerConfig, gpu: Gpu, tokens: int, args: a
         load = Load(args.requests_per_s, args.prompt_tokens, args.output_tokens, args.prefix_share)
         needed = replicas(load, found, speed)
     sequences = found.sequences(tokens)
-    gpus = -(-args.concurrency // sequences) if args.concurrency and sequences else None
+    gpus = -(-args.concurrency // sequences) * found.tp_size if args.concurrency and sequences else None
     return Row(found, tokens, speed, needed, gpus)
 
 
 def _advice(source: Source, config: SchedulerConfig, rows: Sequence[Row]) -> str:
     """Says what is missing, and which GPU or setting would do, if the model fits on none of the GPUs."""
     least = min(rows, key=lambda row: row.fit.shortage).fit
-    said = (
-        f"It does not fit on one {least.gpu.name}: {_gib(least.shortage)} are missing. "
-        "A model on several GPUs (tensor parallelism) is not there yet."
-    )
+    one = f"one {least.gpu.name}" if least.tp_size == 1 else f"{least.tp_size} {least.gpu.name}"
+    each = "" if least.tp_size == 1 else " on each"
+    said = f"It does not fit on {one}: {_gib(least.shortage)} are missing{each}."
+    if tp_size := smallest_tp_size(source.model, config, least.gpu):
+        said += f" With --tp-size {tp_size} it fits on {tp_size} of them."
     larger = [gpu.name for gpu in GPUS.values() if fit(source.model, config, gpu).cache_tokens]
     if larger:
         said += f" It fits on {', '.join(larger)}."
@@ -193,6 +196,8 @@ def _show(args: argparse.Namespace, source: Source, rows: Sequence[Row], advice:
     total, active = (sum(getattr(part, name) for part in some.parts) for name in ("parameters", "active"))
     parts.add_row("[bold]all[/]", _count(total), _count(active), _gib(some.weights))
     console.print(parts)
+    if some.tp_size > 1:
+        console.print(f"Memory, here and below, is that of each of {some.tp_size} GPUs that share the model.")
     if source.stored_bytes is not None:
         console.print(f"In files: {_gib(source.stored_bytes)}.")
     each = some.kv_bytes_per_token
@@ -265,7 +270,8 @@ def _remarks(args: argparse.Namespace, rows: Sequence[Row], advice: str) -> list
             f"(--context {first.fit.cache_tokens})."
         )
     if args.count and first.sequences and args.gpu:
-        said.append(f"{args.count} GPUs are {args.count} replicas: {args.count * first.sequences:,} sequences at once.")
+        served = args.count // first.fit.tp_size
+        said.append(f"{args.count} GPUs are {served} replicas: {served * first.sequences:,} sequences at once.")
     if args.gpu and (needed := first.replicas):
         said.append(
             f"{needed.count} replicas for {args.requests_per_s:g} requests/s, {BUSY:.0%} busy: each has about "
@@ -304,6 +310,7 @@ def _row_as_json(row: Row) -> dict[str, Any]:
         "memory_bytes": found.gpu.memory,
         "dtype": found.dtype,
         "kv_dtype": found.kv_dtype,
+        "tp_size": found.tp_size,
         "weight_bytes": found.weights,
         "reserved_bytes": found.reserved,
         "kv_bytes_per_token": found.kv_bytes_per_token,

@@ -8,13 +8,16 @@ the measurements, and `tests/cli/size/test_estimate.py` checks them.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import dataclass, replace
 
 from treeline_runtime.config import ConfigError, SchedulerConfig
 from treeline_runtime.memory import bytes_per_token, kv_budget, reserved_bytes, resolve_context_length, step_limits
+from treeline_runtime.models.config import ModelError
 from treeline_runtime.models.model_config import ModelConfig
 from treeline_runtime.models.quantization.scheme import ONLINE
+from treeline_runtime.models.shards import Rank, check_ranks, own
 from treeline_runtime.models.sizes import Part, parts_of
 
 from treeline.size.gpus import Gpu
@@ -22,6 +25,8 @@ from treeline.size.gpus import Gpu
 BANDWIDTH_SHARE = 0.70
 STEP_S = 0.0005
 FLOP_SHARE = 0.48
+ALL_REDUCE_S = 8e-6
+"""Of a decode step's hidden states between GPUs, twice a layer: measured on two H200, 64 sequences."""
 BUSY = 0.7
 """Share of a replica's throughput that a load may take; the rest is for bursts."""
 CONTEXT_BYTES = 600 << 20
@@ -42,11 +47,13 @@ class Load:
 
 @dataclass(frozen=True)
 class Fit:
-    """A model on one GPU."""
+    """A model on one GPU, or on several that share it. Bytes are those of each."""
 
     gpu: Gpu
     dtype: str
     kv_dtype: str
+    tp_size: int
+    """GPUs that share the model."""
     parts: list[Part]
     reserved: int
     """Bytes for tables, workspaces, graphs and CUDA."""
@@ -69,8 +76,9 @@ class Fit:
 
 
 def fit(model: ModelConfig, config: SchedulerConfig, gpu: Gpu) -> Fit:
-    """Computes the fit with the defaults of `treeline serve`. Raises ConfigError if settings, model and GPU do not go
-    together."""
+    """Computes the fit with the defaults of `treeline serve`. Raises ConfigError or ModelError if settings, model and
+    GPU do not go together."""
+    check_ranks(model, config.tp_size)
     dtype = config.dtype if config.dtype != "auto" else "bfloat16" if gpu.has_bfloat16 else "float16"
     scheme = model.quantization or (ONLINE if config.quantization == "fp8" else None)
     if scheme is not None and model.moe is not None:
@@ -78,18 +86,20 @@ def fit(model: ModelConfig, config: SchedulerConfig, gpu: Gpu) -> Fit:
     if config.kv_cache_dtype != "auto" and not gpu.has_fp8:
         raise ConfigError(f"--kv-dtype {config.kv_cache_dtype} needs a GPU from Ada on; {gpu.name} is older")
     element = ELEMENT_BYTES[dtype]
-    kv_bytes = bytes_per_token(model, element if config.kv_cache_dtype == "auto" else 1)
+    mine = own(model, Rank(0, config.tp_size))
+    kv_bytes = bytes_per_token(mine, element if config.kv_cache_dtype == "auto" else 1)
     # an older GPU cannot multiply fp8, so it keeps the weights unquantised
-    parts = parts_of(model, element, scheme if gpu.has_fp8 else None)
-    limits = step_limits(config, model, gpu.memory)
+    parts = parts_of(model, element, scheme if gpu.has_fp8 else None, config.tp_size)
+    limits = step_limits(config, mine, gpu.memory)
     context_length = resolve_context_length(config, model)
-    reserved = reserved_bytes(limits, context_length, model, element) + CONTEXT_BYTES
+    reserved = reserved_bytes(limits, context_length, mine, element) + CONTEXT_BYTES
     left = kv_budget(config, gpu.memory - sum(part.bytes for part in parts), gpu.memory) - reserved
     page_bytes = kv_bytes * config.page_size
     return Fit(
         gpu=gpu,
         dtype=dtype,
         kv_dtype=dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
+        tp_size=config.tp_size,
         parts=parts,
         reserved=reserved,
         kv_bytes_per_token=kv_bytes,
@@ -113,7 +123,8 @@ class Speed:
     def step_s(self, batch: int, context: float) -> float:
         """Seconds of a decode step of `batch` sequences with `context` tokens each."""
         moved = self._weights(batch) + batch * self._seen(context) * self._fit.kv_bytes_per_token
-        return STEP_S + moved / self._bytes_s
+        sums = 2 * self._model.num_layers * ALL_REDUCE_S if self._fit.tp_size > 1 else 0.0
+        return STEP_S + sums + moved / self._bytes_s
 
     def prefill_s(self, tokens: float, cached: float = 0.0) -> float:
         """Seconds to compute `tokens` of a prompt that follow `cached` ones."""
@@ -121,7 +132,7 @@ class Speed:
         matrices = ("embedding", "language-model head")  # only a prompt's last token goes to the head
         weights = sum(part.active for part in self._fit.parts if part.name not in matrices)
         attention = 4 * model.num_layers * model.num_heads * model.head_dim * self._seen(cached + tokens / 2)
-        return tokens * (2 * weights + attention) / self._flop_s
+        return tokens * (2 * weights + attention) / (self._flop_s * self._fit.tp_size)
 
     def _weights(self, batch: int) -> float:
         """Bytes that a step of `batch` tokens reads; of the experts, only the chosen ones."""
@@ -174,3 +185,12 @@ def replicas(load: Load, found: Fit, speed: Speed) -> Replicas | None:
 
 def with_fp8(config: SchedulerConfig) -> SchedulerConfig:
     return replace(config, quantization="fp8")
+
+
+def smallest_tp_size(model: ModelConfig, config: SchedulerConfig, gpu: Gpu) -> int | None:
+    """GPUs of this kind that hold the model together: twice as many, four or eight times; None if these do not."""
+    for tp_size in (2 * config.tp_size, 4 * config.tp_size, 8 * config.tp_size):
+        with contextlib.suppress(ConfigError, ModelError):
+            if fit(model, replace(config, tp_size=tp_size), gpu).cache_tokens:
+                return tp_size
+    return None

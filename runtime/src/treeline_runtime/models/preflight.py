@@ -19,6 +19,7 @@ from treeline_runtime.config import ConfigError, EngineConfig
 from treeline_runtime.memory import resolve_context_length
 from treeline_runtime.models.config import ModelConfig, ModelError, read_config
 from treeline_runtime.models.pooling import pooling_of
+from treeline_runtime.models.shards import check_ranks
 
 INDEX = "model.safetensors.index.json"
 _FLOATS = ("F64", "F32", "F16", "BF16")
@@ -48,6 +49,7 @@ def check_before_loading(config: EngineConfig, directory: Path, copies: int = 1)
     pooling_of(directory, config.task, matryoshka=config.matryoshka)
     resolve_context_length(config, model)
     check_quantization(config, model)
+    check_ranks(model, config.tp_size)
     if config.load_format != "dummy" and (memory := memory_of(config.device)) is not None:
         _check_fit(config, directory, memory, copies)
 
@@ -63,14 +65,17 @@ def check_quantization(config: EngineConfig, model: ModelConfig) -> None:
 def _check_fit(config: EngineConfig, directory: Path, memory: Memory, copies: int) -> None:
     dtype = config.dtype if config.dtype != "auto" else "bfloat16" if memory.cuda else "float32"
     itemsize = 1 if config.quantization == "fp8" else _ITEMSIZES[dtype]
-    each = weight_bytes(directory, itemsize)
-    if each is None or each * copies <= memory.size:
+    ranks = config.tp_size if memory.cuda else 1  # on a CPU all of them share the memory
+    whole = weight_bytes(directory, itemsize)
+    if whole is None or (each := whole / ranks) * copies <= memory.size:
         return
     many = f"{copies} runtimes need {copies} times that: start fewer (--replicas), or " if each <= memory.size else ""
     smaller = "" if itemsize == 1 else "an fp8 checkpoint, " if itemsize == 2 else "--dtype bfloat16, "
+    more = "more memory, or split it over more GPUs (--tp-size)" if memory.cuda else "more memory"
+    part = f", {each / _GIB:.1f} GiB on each of {ranks} GPUs (--tp-size)" if ranks > 1 else ""
     raise ConfigError(
-        f"the weights of {config.model} take {each / _GIB:.1f} GiB as {'fp8' if itemsize == 1 else dtype}, and "
-        f"{memory.name} has {memory.size / _GIB:.1f} GiB: {many}take {smaller}a smaller model or more memory "
+        f"the weights of {config.model} take {whole / _GIB:.1f} GiB as {'fp8' if itemsize == 1 else dtype}{part}, and "
+        f"{memory.name} has {memory.size / _GIB:.1f} GiB: {many}take {smaller}a smaller model or {more} "
         f"(`treeline size {config.model}` says what it needs)"
     )
 

@@ -6,17 +6,18 @@ decoder's own and with transformers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from treeline_runtime.models.model_config import ModelConfig
 from treeline_runtime.models.quantization.scheme import BLOCK, Scheme
+from treeline_runtime.models.shards import Rank, own
 
 SCALE_BYTES = 4
 
 
 @dataclass(frozen=True)
 class Part:
-    """parameters: all; active: the ones that a single token is multiplied with."""
+    """parameters: all; active: the ones that a single token is multiplied with; bytes: of one rank."""
 
     name: str
     parameters: int
@@ -24,8 +25,14 @@ class Part:
     bytes: int
 
 
-def parts_of(model: ModelConfig, element_bytes: int, scheme: Scheme | None = None) -> list[Part]:
-    """element_bytes: of a number that is not quantised; scheme: how projections are."""
+def parts_of(model: ModelConfig, element_bytes: int, scheme: Scheme | None = None, ranks: int = 1) -> list[Part]:
+    """element_bytes: of a number that is not quantised; scheme: how projections are; ranks: how many share it."""
+    mine = replace(own(model, Rank(0, ranks)), vocab_size=-(-model.vocab_size // ranks))
+    each = {part.name: part.bytes for part in _parts(mine, element_bytes, scheme)}
+    return [replace(part, bytes=each[part.name]) for part in _parts(model, element_bytes, scheme)]
+
+
+def _parts(model: ModelConfig, element_bytes: int, scheme: Scheme | None) -> list[Part]:
     hidden, layers = model.hidden_size, model.num_layers
     dense = layers - (len(model.moe.layers) if model.moe else 0)
     matrix = model.vocab_size * hidden
