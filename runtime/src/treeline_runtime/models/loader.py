@@ -7,6 +7,7 @@ import logging
 
 import torch
 
+from treeline_runtime.collectives import ALONE, Ranks
 from treeline_runtime.config import ConfigError, EngineConfig
 from treeline_runtime.memory import resolve_context_length
 from treeline_runtime.models.config import ModelConfig, ModelError, read_config
@@ -72,7 +73,7 @@ def _decoder(config: ModelConfig) -> type[Decoder]:
 
 
 @torch.inference_mode()
-def load_model(config: EngineConfig) -> Decoder:
+def load_model(config: EngineConfig, ranks: "Ranks" = ALONE) -> Decoder:
     """Builds the model that `config` names. Raises ModelError or ConfigError."""
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
@@ -87,9 +88,12 @@ def load_model(config: EngineConfig) -> Decoder:
             "fp8 saves nothing here: products of fp8 need a GPU from Ada on (compute capability 8.9) and Triton, so "
             "weights are kept as %s", str(dtype).removeprefix("torch."),
         )  # fmt: skip
+    if False: pass
     if config.load_format == "dummy":
         random = RandomWeights(config.seed, dtype, device, ONLINE if scheme else None)
-        return _build(model_config, random, context_length, pooling)
+        model = _build(model_config, random, context_length, pooling)
+        model.ranks = ranks; model.own = model.config
+        return model
     with Checkpoint(config.model, dtype, device, scheme) as checkpoint:
         model = _build(model_config, checkpoint, context_length, pooling)
         checkpoint.check_all_taken()
@@ -102,6 +106,7 @@ def load_model(config: EngineConfig) -> Decoder:
             torch.cuda.synchronize(device)  # so that the reported time of loading is right
     if device.type == "cuda":
         torch.cuda.empty_cache()  # returns the memory that stacking weights has left reserved, for the KV pool
+    model.ranks = ranks; model.own = model.config
     return model
 
 

@@ -198,8 +198,9 @@ class Followers:
         assert pipe is not None
         with selectors.DefaultSelector() as selector:
             selector.register(pipe, selectors.EVENT_READ)
-            rest = b""
-            while selector.select(SILENT_S):
+            rest, patience = b"", None  # a process that imports torch says nothing yet
+            while selector.select(patience):
+                patience = SILENT_S
                 data = os.read(pipe.fileno(), 1 << 16)
                 if not data:
                     return f"rank {index} {_how(child.wait())}"
