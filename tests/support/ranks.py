@@ -3,43 +3,25 @@
 from __future__ import annotations
 
 import functools
+import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TypeVar
 
 import torch
-from torch import distributed
-from treeline_runtime.collectives import Ranks
+from treeline_runtime.collectives import Ranks, join
 from treeline_runtime.models.shards import Rank
 
 T = TypeVar("T")
 
 
-class Connected:
-    """A rank's connection."""
-
-    def __init__(self, rank: Rank, store: distributed.Store) -> None:
-        self.rank = rank
-        self._group = distributed.ProcessGroupGloo(store, rank.index, rank.count)
-
-    def sum(self, x: torch.Tensor, /) -> torch.Tensor:
-        x = x.contiguous()
-        self._group.allreduce([x]).wait()
-        return x
-
-    def gather(self, x: torch.Tensor, /) -> torch.Tensor:
-        parts = [torch.empty_like(x) for _ in range(self.rank.count)]
-        self._group.allgather([parts], [x.contiguous()]).wait()
-        return torch.cat(parts, dim=1)
-
-    def close(self) -> None:
-        """The connection lasts as long as the process."""
-
-
 @functools.cache
-def _group(count: int) -> tuple[ThreadPoolExecutor, list[Connected]]:
-    threads, store = ThreadPoolExecutor(count), distributed.HashStore()
-    return threads, list(threads.map(lambda index: Connected(Rank(index, count), store), range(count)))
+def _group(count: int) -> tuple[ThreadPoolExecutor, list[Ranks]]:
+    threads = ThreadPoolExecutor(count)
+    with tempfile.TemporaryDirectory() as folder:
+        meet = functools.partial(join, folder=Path(folder), device=torch.device("cpu"))
+        return threads, list(threads.map(lambda index: meet(Rank(index, count)), range(count)))
 
 
 def on_ranks(count: int, compute: Callable[[Ranks], T]) -> list[T]:

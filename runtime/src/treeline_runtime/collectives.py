@@ -7,11 +7,24 @@ another's memory, NCCL.
 
 from __future__ import annotations
 
+import os
+from datetime import timedelta
+from pathlib import Path
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
 from treeline_runtime.models.shards import Rank
+
+FOREVER = timedelta(days=365)
+"""No collective ends by its own clock: the group watches its ranks."""
+BUFFER_BYTES = 64 << 20
+"""Bytes of a GPU that the others read; more are summed in several parts."""
+ONE_SHOT_BYTES = 256 << 10
+"""Up to here each GPU reads all parts and adds them; beyond, each adds a slice and reads the others' sums, which is
+faster from 512 KiB on (two H200, inside CUDA graphs)."""
+LOOPBACK = "127.0.0.1"
 
 
 class Ranks(Protocol):
@@ -20,10 +33,14 @@ class Ranks(Protocol):
     rank: Rank
 
     def sum(self, x: torch.Tensor, /) -> torch.Tensor:
-        """The sum of all ranks' x, the same bits on every rank. May overwrite x."""
+        """The sum of all ranks' x, the same bits on every rank, until the next call. May overwrite x."""
 
     def gather(self, x: torch.Tensor, /) -> torch.Tensor:
-        """x (rows, n) → (rows, ranks x n), a new tensor: the ranks' parts in order."""
+        """x (rows, n) → on rank 0 a new tensor (rows, ranks x n), the ranks' parts in order; on the others one of this
+        shape with any content."""
+
+    def first(self, x: torch.Tensor, /) -> torch.Tensor:
+        """Rank 0's x on every rank. May overwrite x."""
 
     def close(self) -> None:
         """Leaves the group."""
@@ -40,8 +57,125 @@ class Alone:
     def gather(self, x: torch.Tensor, /) -> torch.Tensor:
         return x
 
+    def first(self, x: torch.Tensor, /) -> torch.Tensor:
+        return x
+
     def close(self) -> None:
         """There is nothing to leave."""
 
 
 ALONE = Alone()
+
+
+def join(rank: Rank, folder: Path, device: torch.device) -> Ranks:
+    """Meets the other ranks in `folder`, which only they use; waits until all are there."""
+    store = dist.FileStore(str(folder / "ranks"), rank.count)
+    if device.type == "cpu":
+        return Processes(rank, _gloo(rank, store), device)
+    torch.cuda.set_device(device)
+    first = device.index - rank.index
+    others = [first + index for index in range(rank.count) if index != rank.index]
+    # all GPUs of a group are seen by each of its processes, so that all decide alike
+    if all(torch.cuda.can_device_access_peer(device, other) for other in others):
+        return SymmetricMemory(rank, folder.name, store, device)
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    nccl = dist.ProcessGroupNCCL(store, rank.index, rank.count, dist.ProcessGroupNCCL.Options())
+    return Processes(rank, nccl, device)
+
+
+def _gloo(rank: Rank, store: dist.Store) -> dist.ProcessGroup:
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+    options._timeout = FOREVER
+    return dist.ProcessGroupGloo(store, rank.index, rank.count, options)
+
+
+class Processes:
+    """A process group of torch: gloo or NCCL."""
+
+    def __init__(self, rank: Rank, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.rank = rank
+        self._group = group
+        self.first(self.sum(torch.zeros(1, device=device)))  # connected now, not within a capture
+
+    def sum(self, x: torch.Tensor, /) -> torch.Tensor:
+        x = x.contiguous()
+        self._group.allreduce([x]).wait()
+        return x
+
+    def gather(self, x: torch.Tensor, /) -> torch.Tensor:
+        parts = [torch.empty_like(x) for _ in range(self.rank.count)]
+        self._group.allgather([parts], [x.contiguous()]).wait()
+        return torch.cat(parts, dim=1)
+
+    def first(self, x: torch.Tensor, /) -> torch.Tensor:
+        x = x.contiguous()
+        self._group.broadcast([x]).wait()
+        return x
+
+    def close(self) -> None:
+        del self._group
+
+
+class SymmetricMemory:
+    """Memory of each GPU that all GPUs of the group read and write. Every call can be captured.
+
+    The kernels are torch's (`torch.ops.symm_mem`). Multicast stays off: some machines forbid it.
+    """
+
+    def __init__(self, rank: Rank, name: str, store: dist.Store, device: torch.device) -> None:
+        """name: of the group, unique in this process."""
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+        from torch._C._distributed_c10d import _SymmetricMemory
+
+        self.rank = rank
+        self._name = name
+        _SymmetricMemory.set_group_info(name, rank.index, rank.count, store)
+        self._buffer = _SymmetricMemory.empty_strided_p2p((BUFFER_BYTES,), (1,), torch.uint8, device, name)
+        self._handle = _SymmetricMemory.rendezvous(self._buffer, name)
+
+    def sum(self, x: torch.Tensor, /) -> torch.Tensor:
+        if x.nbytes > BUFFER_BYTES:
+            x = x.contiguous()
+            for part in x.view(-1).split(BUFFER_BYTES // x.element_size()):
+                part.copy_(self.sum(part))
+            return x
+        mine = self._buffer.view(x.dtype)[: x.numel()].view(x.shape)
+        mine.copy_(x)
+        if x.nbytes <= ONE_SHOT_BYTES:
+            added: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce(mine, "sum", self._name)
+            return added
+        torch.ops.symm_mem.two_shot_all_reduce_(mine, "sum", self._name)
+        return mine
+
+    def gather(self, x: torch.Tensor, /) -> torch.Tensor:
+        whole = x.new_empty(len(x), self.rank.count * x.shape[1])
+        rows = max(1, BUFFER_BYTES // (x.shape[1] * x.element_size()))
+        for part, out in zip(x.split(rows), whole.split(rows), strict=True):
+            self._mine(part).copy_(part)
+            self._handle.barrier()
+            if self.rank.index == 0:
+                for index, there in enumerate(out.chunk(self.rank.count, dim=1)):
+                    there.copy_(self._of(index, part))
+            self._handle.barrier()  # read: it may be written again
+        return whole
+
+    def first(self, x: torch.Tensor, /) -> torch.Tensor:
+        if self.rank.index == 0:
+            self._mine(x).copy_(x)
+        self._handle.barrier()
+        if self.rank.index:
+            x.copy_(self._of(0, x))
+        self._handle.barrier()
+        return x
+
+    def _mine(self, like: torch.Tensor) -> torch.Tensor:
+        return self._buffer.view(like.dtype)[: like.numel()].view(like.shape)
+
+    def _of(self, index: int, like: torch.Tensor) -> torch.Tensor:
+        """The beginning of a rank's memory."""
+        there: torch.Tensor = self._handle.get_buffer(index, like.shape, like.dtype)
+        return there
+
+    def close(self) -> None:
+        """The memory is given back with this object."""

@@ -205,13 +205,13 @@ def run_child(process: str, run: Callable[[ChildSpec, zmq.Context[zmq.Socket[byt
         context.destroy(linger=0)
         return 0
     except StartError as error:
-        _report(context, spec, Failed(process, str(error)))
+        last_words(context, spec, Failed(process, str(error)))
     except Exception as error:
         if _told_to_stop.wait(NOTICE_S):  # the first to notice removes the folder of all children's sockets
             context.destroy(linger=0)
             return 0
         logger.exception("the %s process failed", process)
-        _report(context, spec, Failed(process, f"{type(error).__name__}: {error}"))
+        last_words(context, spec, Failed(process, f"{type(error).__name__}: {error}"))
     return 1
 
 
@@ -223,7 +223,8 @@ def _watch_parent(addresses: Addresses) -> None:
     os._exit(0)
 
 
-def _report(context: zmq.Context[zmq.Socket[bytes]], spec: ChildSpec, failure: Failed) -> None:
+def last_words(context: zmq.Context[zmq.Socket[bytes]], spec: ChildSpec, failure: Failed) -> None:
+    """Tells the parent why this process ends."""
     outbox = Outbox(context, spec.addresses.of("http"))
     outbox.send(failure)
     outbox.flush(timeout_ms=500)

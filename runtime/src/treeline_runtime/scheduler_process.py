@@ -12,7 +12,7 @@ from typing import Any
 import zmq
 
 from treeline_runtime.config import ConfigError
-from treeline_runtime.ipc import HEARTBEAT_S, Heartbeat, Inbox, Outbox, Ready
+from treeline_runtime.ipc import HEARTBEAT_S, Failed, Heartbeat, Inbox, Outbox, Ready
 from treeline_runtime.messages import (
     FromScheduler,
     LoadUpdate,
@@ -21,8 +21,9 @@ from treeline_runtime.messages import (
     decode_to_scheduler,
 )
 from treeline_runtime.models import ModelError
-from treeline_runtime.processes import ChildSpec, StartError, run_child
+from treeline_runtime.processes import ChildSpec, StartError, last_words, run_child
 from treeline_runtime.scheduler import start
+from treeline_runtime.scheduler.ranks.protocol import GroupFailed
 
 LOAD_INTERVAL_S = 0.05
 """The shortest interval of load reports to the HTTP process."""
@@ -34,6 +35,7 @@ class SocketTransport:
     """Implements `Transport` between processes; only `wait` blocks."""
 
     def __init__(self, spec: ChildSpec, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self._spec, self._context = spec, context
         self._inbox = Inbox(context, spec.addresses.of("scheduler"), decode_to_scheduler)
         self._detokenizer = Outbox(context, spec.addresses.of("detokenizer"))
         self._http = Outbox(context, spec.addresses.of("http"))
@@ -71,6 +73,10 @@ class SocketTransport:
     def wake(self) -> None:
         os.eventfd_write(self._woken, 1)
 
+    def fail(self, reason: str) -> None:
+        last_words(self._context, self._spec, Failed("scheduler", reason))
+        os._exit(1)  # the scheduler may wait for a lost rank
+
     def _beat(self) -> None:
         now = time.monotonic()
         if now - self._beat_at >= (HEARTBEAT_S if self._load_told else LOAD_INTERVAL_S):
@@ -82,8 +88,14 @@ class SocketTransport:
 
 def run(spec: ChildSpec, context: zmq.Context[zmq.Socket[bytes]]) -> None:
     try:
+        serve(spec, SocketTransport(spec, context))
+    except GroupFailed as failure:
+        raise StartError(str(failure)) from None
+
+
+def serve(spec: ChildSpec, transport: SocketTransport) -> None:
+    try:
         config = dataclasses.replace(spec.args, model=spec.model_dir)
-        transport = SocketTransport(spec, context)
         scheduler = start(config, transport)
     except (ConfigError, ModelError) as error:
         raise StartError(str(error)) from None

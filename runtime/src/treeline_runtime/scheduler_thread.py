@@ -17,7 +17,11 @@ from treeline_runtime.config import SchedulerConfig
 from treeline_runtime.messages import AbortReq, FromScheduler, ToPublisher, ToScheduler
 from treeline_runtime.scheduler import Scheduler, start
 from treeline_runtime.scheduler.processors import Processors
+from treeline_runtime.scheduler.ranks.protocol import GroupFailed
 from treeline_runtime.scheduler.resolve import let_go
+
+LOST_S = 3.0
+"""Time for the thread to end after a failure; it may wait for a lost rank for ever."""
 
 logger = logging.getLogger(__name__)
 
@@ -86,13 +90,15 @@ class SchedulerThread:
             self._closing = True
             self._arrived.notify()
         if threading.current_thread() is not self._thread:
-            self._thread.join()
+            self._thread.join(None if self.failure is None else LOST_S)
 
     # ---- the thread ---------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
             self._serve()
+        except GroupFailed as failure:
+            self.fail(str(failure))
         except BaseException as error:
             self.failure = error
             if self._loaded.is_set():
@@ -109,11 +115,13 @@ class SchedulerThread:
     def _serve(self) -> None:
         scheduler = self.scheduler = start(self._config, self, self._processors)
         self._loaded.set()
-        scheduler.run_forever(stop=lambda: self._closing)
-        self._inbox.append(AbortReq())
-        while scheduler.step():
-            pass
-        scheduler.grammars.close()
+        try:
+            scheduler.run_forever(stop=lambda: self._closing)
+            self._inbox.append(AbortReq())
+            while scheduler.step():
+                pass
+        finally:
+            scheduler.close()
 
     def _give_back(self) -> None:
         gc.collect()  # a model and its graphs may refer to each other in circles
@@ -140,6 +148,16 @@ class SchedulerThread:
         with self._arrived:
             self._arrived.wait_for(lambda: self._inbox or self._closing or self._woken)
             self._woken = False
+
+    def fail(self, reason: str) -> None:
+        with self._arrived:
+            if self.ended or self.failure is not None:
+                return
+            self.failure = RuntimeError(reason)
+            self._closing = self.ended = True
+            self._arrived.notify()
+        self._loaded.set()
+        self._on_death()
 
     def wake(self) -> None:
         with self._arrived:

@@ -222,8 +222,8 @@ class Layer:
 class Decoder:
     """Embedding, layers, norm, head. `context_length` sizes the rope tables.
 
-    Of several ranks, which make the same calls together, each has its part of layers and vocabulary. Inputs, hidden
-    states and logits are whole.
+    Of several ranks, which make the same calls together, each has its part of layers and vocabulary. Inputs and hidden
+    states are whole on each; logits are rank 0's.
     """
 
     layer_type: type[Layer] = Layer
@@ -235,7 +235,8 @@ class Decoder:
         self.config = config
         self.own = own(config, ranks.rank)
         """The rank's sizes."""
-        self._ranks = ranks if ranks.rank.count > 1 else None
+        self.ranks = ranks
+        self._others: Ranks | None = ranks if ranks.rank.count > 1 else None
         self._first = ranks.rank.rows(config.vocab_size)[0]
         """The first token of the own part of the vocabulary."""
         self._embedding, head = _embedding_and_head(config, weights)
@@ -265,25 +266,25 @@ class Decoder:
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """input_ids (tokens,) → (tokens, hidden), a new tensor."""
-        if self._ranks is None:
+        if self._others is None:
             x = F.embedding(input_ids, self._embedding)
-        else:
-            rows, last = input_ids - self._first, len(self._embedding) - 1
-            x = F.embedding(rows.clamp(0, last), self._embedding)
-            x = self._ranks.sum(x.masked_fill_(((rows < 0) | (rows > last))[:, None], 0))
-        return x if self._scale == 1 else x * self._scale
+            return x if self._scale == 1 else x * self._scale
+        rows, last = input_ids - self._first, len(self._embedding) - 1
+        x = F.embedding(rows.clamp(0, last), self._embedding)
+        x = self._others.sum(x.masked_fill_(((rows < 0) | (rows > last))[:, None], 0))
+        return x * self._scale  # the sum itself is gone at the next one
 
     def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
         """x (tokens, hidden), from `embed` or elsewhere → normalised hidden states (tokens, hidden)."""
         residual: torch.Tensor | None = None
         after: torch.Tensor | None = None
-        ranks = self._ranks
+        others = self._others
         for layer in self._layers:
             for sublayer in layer.sublayers:
                 x, residual = self._join(x, residual, after, sublayer.before)
                 x, after = sublayer.compute(x, context), sublayer.after
-                if ranks is not None:
-                    x = ranks.sum(x)
+                if others is not None:
+                    x = others.sum(x)
         return self._join(x, residual, after, self._norm)[0]
 
     def _join(
@@ -301,10 +302,10 @@ class Decoder:
         return (x if before is None else self.ops.norm(x, before, eps)), x
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """(rows, hidden) → (rows, vocabulary), in `out` if given"""
+        """(rows, hidden) → (rows, vocabulary), in `out` if given; with any content on other ranks than 0."""
         head = self._head
-        if self._ranks is not None:
-            parts = self._ranks.gather(head(hidden, None))[:, : self.config.vocab_size]
+        if self._others is not None:
+            parts = self._others.gather(head(hidden, None))[:, : self.config.vocab_size]
             logits = parts.contiguous() if out is None else out.copy_(parts)
         else:
             logits = head(hidden, None) if out is None else torch.mm(hidden, head.weight.t(), out=out)

@@ -99,7 +99,7 @@ def check_ranks(config: ModelConfig, count: int) -> None:
 
 
 def own(config: ModelConfig, rank: Rank) -> ModelConfig:
-    """One rank's sizes. The vocabulary stays whole: each rank gets all logits."""
+    """One rank's sizes; that of the vocabulary is still the model's."""
     moe, count = config.moe, rank.count
     if moe is not None:
         moe = replace(

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from treeline_runtime.collectives import ALONE
 from treeline_runtime.config import ConfigError, SchedulerConfig
 from treeline_runtime.messages import (
     MAX_PROFILE_STEPS,
@@ -36,6 +37,7 @@ from treeline_runtime.models.offload import Offloaded, size_of
 from treeline_runtime.models.pooling import Pooling
 from treeline_runtime.scheduler.cache import CacheManager
 from treeline_runtime.scheduler.executor import Executor
+from treeline_runtime.scheduler.ranks.protocol import Call, Group, as_one, together
 from treeline_runtime.scheduler.resolve import TO_LOAD, Resolved, give_back, let_go, told_as_settings
 
 AWAKE, WEIGHTS_ON_HOST, NO_WEIGHTS = 0, 1, 2
@@ -47,9 +49,13 @@ WARM_UP_TOKENS = 16
 class Residence:
     """Owns the model and its executor. `sleep`, `wake` and `update` need an idle scheduler."""
 
-    def __init__(self, config: SchedulerConfig, limits: Resolved, model: Decoder) -> None:
+    def __init__(
+        self, config: SchedulerConfig, limits: Resolved, model: Decoder, group: Group | None = None
+    ) -> None:
+        """group: the other ranks; what is done here, all of them do."""
         self._config = config
         self._limits = limits
+        self._group = group
         self._architecture = architecture_of(config)
         self._model: Decoder | None = model
         self._offloaded: Offloaded | None = None
@@ -68,13 +74,17 @@ class Residence:
         chunk = min(limits.chunked_prefill_size, limits.context_length)
         lengths = [1, chunk] if limits.device.type == "cuda" else [min(WARM_UP_TOKENS, chunk)]
         started = time.perf_counter()
-        with told_as_settings(f"a step of {chunk} prompt tokens", limits.device):
+        with as_one(self._group), told_as_settings(f"a step of {chunk} prompt tokens", limits.device):
             self.executor.warm_up(lengths)
         logger.info("warmed up with %s tokens: %.1f s", " and ".join(map(str, lengths)), time.perf_counter() - started)
 
     def sleep(self, level: int) -> None:
         """`WEIGHTS_ON_HOST` keeps a copy of the weights in host memory; `NO_WEIGHTS` reads them again at `wake`. On a
         CPU both memories are the same, and the former frees only the KV cache."""
+        self._tell(Call("sleep", level))
+        self._sleep(level)
+
+    def _sleep(self, level: int) -> None:
         assert self.level == AWAKE
         self._froze = gc.get_freeze_count() > 0
         if level == NO_WEIGHTS:
@@ -87,14 +97,14 @@ class Residence:
 
     def wake(self) -> None:
         """Raises ModelError or ConfigError if something is missing now, such as memory; then it stays asleep."""
+        self._tell(Call("wake"))
+        self._wake()
+
+    def _wake(self) -> None:
         assert self.level != AWAKE
         offloaded = self._offloaded
         try:
-            with told_as_settings("the weights", self._limits.device, hint=TO_LOAD):
-                if offloaded is not None:
-                    offloaded.restore()
-                elif self._model is None:
-                    self._model = load_model(self._config)
+            together(self._group, self._bring_weights)
             assert self._model is not None
             self._executor = self._new_executor(self._model)
             self.warm_up()
@@ -113,6 +123,21 @@ class Residence:
             gc.collect()
             gc.freeze()
 
+    def _bring_weights(self) -> None:
+        with told_as_settings("the weights", self._limits.device, hint=TO_LOAD):
+            if self._offloaded is not None:
+                self._offloaded.restore()
+            elif self._model is None:
+                self._model = load_model(self._config, ALONE if self._group is None else self._group.ranks)
+
+    def _tell(self, call: Call) -> None:
+        if self._group is not None:
+            self._group.tell(call)
+
+    def close(self) -> None:
+        if self._group is not None:
+            self._group.close()
+
     def check(self, path: str) -> None:
         """Raises ModelError unless the checkpoint at `path` has the served architecture."""
         if not Path(path).is_dir():
@@ -125,6 +150,7 @@ class Residence:
     def update(self, path: str) -> None:
         """Loads the weights at `path`, which passed `check`. Raises ModelError or ConfigError, and then keeps the old
         ones, which stay until all new ones are loaded. While asleep: `wake` will read them."""
+        self._tell(Call("update", path))
         started = time.perf_counter()
         config = dataclasses.replace(self._config, model=path, load_format="auto")
         if self.level != AWAKE:
@@ -132,15 +158,15 @@ class Residence:
             self._config, self.level = config, NO_WEIGHTS
             give_back(self._limits.device)
             return
-        self.sleep(WEIGHTS_ON_HOST)
+        self._sleep(WEIGHTS_ON_HOST)
         old, old_copy = (self._model, self._offloaded), self._config
         self._model = self._offloaded = None
         self._config = config
         try:
-            self.wake()
-        except BaseException:
+            self._wake()
+        except Exception:
             (self._model, self._offloaded), self._config = old, old_copy
-            self.wake()
+            self._wake()
             raise
         logger.info("weights from %s: %.1f s", path, time.perf_counter() - started)
 
@@ -151,7 +177,7 @@ class Residence:
             "KV pool": limits.max_total_tokens * limits.kv_bytes_per_token,
             "reserved": limits.reserved_bytes,
         }
-        with told_as_settings("the KV pool, workspaces and graphs", limits.device, sizes):
+        with as_one(self._group), told_as_settings("the KV pool, workspaces and graphs", limits.device, sizes):
             return Executor(
                 self._config,
                 model,
@@ -163,6 +189,7 @@ class Residence:
                 device=limits.device,
                 largest_graph=limits.max_graph_batch,
                 largest_prompt_graph=limits.max_graph_tokens,
+                group=self._group,
             )
 
 

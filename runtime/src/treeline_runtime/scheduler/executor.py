@@ -35,6 +35,7 @@ from treeline_runtime.scheduler.forward import DecodeInputs, DeviceTables, Forwa
 from treeline_runtime.scheduler.graphs import DecodeGraphs
 from treeline_runtime.scheduler.plan import StepPlan
 from treeline_runtime.scheduler.prompt_graphs import PromptGraphs
+from treeline_runtime.scheduler.ranks.protocol import Clear, Delayed, Group, Launch, as_one
 from treeline_runtime.transfer import Readback, upload
 
 logger = logging.getLogger(__name__)
@@ -223,11 +224,16 @@ class Executor:
         kv_dtype: torch.dtype | None = None,
         largest_graph: int = 0,
         largest_prompt_graph: int = 0,
+        group: Group | None = None,
     ) -> None:
         """num_rows: sequences at once. kv_dtype: of the KV cache; default: the model's. largest_graph: sequences of the
-        largest captured decode batch; largest_prompt_graph: tokens of the largest captured prompt step; 0: none."""
-        shape = model.config
+        largest captured decode batch; largest_prompt_graph: tokens of the largest captured prompt step; 0: none.
+        group: the other ranks, which compute their parts of the same steps."""
+        shape = model.own
         self._model = model
+        self._group = group
+        self._leads = group is None or group.ranks.rank.index == 0
+        """Whether it samples, and returns results; the other ranks take its tokens."""
         self._device = device
         self._masks = Masks(shape.vocab_size, device)
         self._token_bytes = bytes_per_token(shape, (kv_dtype or dtype).itemsize)
@@ -255,10 +261,19 @@ class Executor:
             self._prompts = PromptGraphs(self._forward, self._attention, table, largest_prompt_graph, device)
 
     def launch(self, plan: StepPlan) -> Launched:
-        """Computes the step; this executor owns its pages until it is done."""
-        with torch.inference_mode(), self._on_device():
+        """Computes the step; this executor owns its pages until it is done. Raises GroupFailed for any failure if it is
+        one of several."""
+        with as_one(self._group), torch.inference_mode(), self._on_device():
+            if self._group is not None:
+                self._group.begin(plan, self._how(plan))
             self._table.write(plan)
             return self._launch(plan)
+
+    def _how(self, plan: StepPlan) -> Launch:
+        if plan.decodes and self._is_graph(plan):
+            return Launch("decode graph", self._graphs.size_for(plan.num_tokens))
+        size = 0 if plan.embeddings else self._prompts.size_for(plan.num_tokens)
+        return Launch("prompt graph", size) if size else Launch("eager", 0)
 
     def _on_device(self) -> AbstractContextManager[Any]:
         """Triton and FlashInfer kernels, events and captures use the current device."""
@@ -281,7 +296,7 @@ class Executor:
             launched.pooled = Pooled(plan, hidden, self._model.pooler)
             return launched
         launched.input_logprobs = self._input_logprobs(plan, hidden)
-        launched.hidden_states = _hidden_states(plan, hidden) if plan.hidden else []
+        launched.hidden_states = _hidden_states(plan, hidden) if plan.hidden and self._leads else []
         if not plan.sampling:
             launched.read_back(kv_finite)
             return launched
@@ -323,7 +338,10 @@ class Executor:
             self._launch(msgspec.structs.replace(one, whole=[True])).result()
             return
         drawn = msgspec.structs.replace(one, sampling=[0], temperatures=[1.0], seeds=[0], indices=[0])
-        self._launch(drawn).result()
+        launched = self._launch(drawn)
+        if not self._leads:
+            return
+        launched.result()
         vocab = self._model.config.vocab_size
         masks = torch.zeros(1, mask_words(vocab), dtype=torch.int32, device=self._device)
         self._model.ops.forbid(torch.zeros(1, vocab, device=self._device), masks)
@@ -331,6 +349,8 @@ class Executor:
     @torch.inference_mode()
     def clear(self, pages: Pages) -> None:
         """Zeroes untrusted pages."""
+        if self._group is not None:
+            self._group.tell(Clear(pages.tolist()))
         self.pool.clear(pages)
 
     def _finish(self, launched: Launched, logits: torch.Tensor, tokens: Tokens, kv_finite: torch.Tensor) -> Launched:
@@ -338,14 +358,37 @@ class Executor:
         plan = launched.plan
         step = Step(plan, [(plan.rows[i], plan.ends[i]) for i in plan.sampling], logits, tokens, kv_finite)
         if more := [j for j in plan.rows_sampling if j not in plan.delayed]:
-            if any(plan.rows_sampling[j].params.excludes for j in more):
-                step.allowed = torch.ones(len(step.cells), dtype=torch.bool, device=self._device)
-            self._sample(step, more)
+            if self._leads:
+                if any(plan.rows_sampling[j].params.excludes for j in more):
+                    step.allowed = torch.ones(len(step.cells), dtype=torch.bool, device=self._device)
+                self._sample(step, more)
+            self._take_first(step, more)
         if plan.delayed:
             launched.delayed = step
-        else:
+        elif self._leads:
             self._read_back(launched, step)
         return launched
+
+    def _take_first(self, step: Step, rows: list[int]) -> None:
+        """Gives the other ranks rank 0's tokens of these rows."""
+        if self._group is not None:
+            where = upload(np.array(rows), self._device)
+            ids = self._group.ranks.first(step.tokens.ids[where])
+            if not self._leads:
+                self._keep(step, rows, where, ids)
+
+    def _keep(self, step: Step, rows: list[int], where: torch.Tensor, ids: torch.Tensor) -> None:
+        """Makes these the tokens of rows, in the result and for the next step."""
+        step.tokens.ids[where] = ids
+        cells = upload(np.array([step.cells[j] for j in rows]).T, self._device)
+        self._table.token_pool[cells[0], cells[1]] = ids
+
+    def follow_delayed(self, launched: Launched) -> None:
+        """`sample_delayed` of a rank that does not sample."""
+        step, launched.delayed = launched.delayed, None
+        assert step is not None
+        with as_one(self._group), torch.inference_mode(), self._on_device():
+            self._take_first(step, step.plan.delayed)
 
     def fill_masks(self, constraints: Sequence[Constraint]) -> tuple[torch.Tensor, dict[int, str]]:
         """Masks for `Choices`; also which constraints failed and why."""
@@ -356,7 +399,9 @@ class Executor:
         """Samples the newest step's delayed rows, then starts copying its results. A failure of a row is its result."""
         step, launched.delayed = launched.delayed, None
         assert step is not None
-        with torch.inference_mode(), self._on_device():
+        if self._group is not None:
+            self._group.tell(Delayed())
+        with as_one(self._group), torch.inference_mode(), self._on_device():
             if step.allowed is None:
                 step.allowed = torch.ones(len(step.cells), dtype=torch.bool, device=self._device)
             failed = self._process(step, choices)
@@ -368,6 +413,7 @@ class Executor:
                 unsampled = unsampled | self._sample_each(step, free)
             launched.unsampled = unsampled | failed
             launched.processors = {j: name for j, (name, _) in choices.processors.items()}
+            self._take_first(step, step.plan.delayed)
             self._read_back(launched, step)
 
     def _process(self, step: Step, choices: Choices) -> dict[int, str]:
@@ -408,9 +454,7 @@ class Executor:
         if masks is not None:
             self._model.ops.forbid(logits, masks)
         ids = sample(logits, [self._row(step, j) for j in rows])
-        step.tokens.ids[where] = ids
-        cells = upload(np.array([step.cells[j] for j in rows]).T, self._device)
-        self._table.token_pool[cells[0], cells[1]] = ids
+        self._keep(step, rows, where, ids)
         if step.allowed is not None:
             step.allowed[where] = logits.gather(1, ids[:, None]).squeeze(1) > float("-inf")
 
@@ -436,6 +480,8 @@ class Executor:
             for begin in range(one.low, one.high, ROWS_AT_ONCE):
                 end = min(begin + ROWS_AT_ONCE, one.high)
                 logits = self._model.logits(hidden[offset + begin : offset + end]).float()
+                if not self._leads:
+                    continue
                 targets = self._table.token_pool[plan.rows[one.sequence], begin + 1 : end + 1]
                 found.append((one.sequence, Logprobs(logits, targets, one.top)))
         return found

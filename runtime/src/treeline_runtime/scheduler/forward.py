@@ -171,7 +171,10 @@ class Forward:
         for given in embeddings:
             values = np.frombuffer(given.data, dtype="<f4").reshape(-1, x.shape[1])
             x[given.first : given.first + len(values)] = upload(values.astype(np.float32), x.device)
-        return self._model.forward(x, context), self._model.ops.stored_finite(context)
+        hidden, finite = self._model.forward(x, context), self._model.ops.stored_finite(context)
+        if (ranks := self._model.ranks).rank.count > 1:  # each has other heads
+            finite = ranks.sum(finite.float()) == ranks.rank.count
+        return hidden, finite
 
     def empty_logits(self, rows: int) -> torch.Tensor:
         """(rows, vocabulary), for `out`."""
@@ -184,7 +187,14 @@ class Forward:
         """hidden (rows, hidden) → logits (rows, vocabulary), in `out` if given; and tokens, also written to the
         table."""
         logits = self._model.logits(hidden, out)
-        tokens = Tokens(*self._model.ops.choose(logits, inputs.temperatures, inputs.keys))
+        ranks = self._model.ranks
+        if ranks.rank.index == 0:
+            tokens = Tokens(*self._model.ops.choose(logits, inputs.temperatures, inputs.keys))
+        else:
+            ids = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
+            tokens = Tokens(ids, torch.empty_like(ids, dtype=torch.bool))
+        if ranks.rank.count > 1:
+            tokens = Tokens(ranks.first(tokens.ids), tokens.finite)
         self._model.ops.put(tokens.ids, self._table.token_pool[:, 1:], inputs.targets, inputs.positions)
         return logits, tokens
 

@@ -87,6 +87,10 @@ class DecodeGraphs:
             taken / (1 << 30),
         )  # fmt: skip
 
+    def size_for(self, tokens: int) -> int:
+        """Sequences of the graph that computes so many."""
+        return self._size_for[tokens]
+
     def replay(self, inputs: DecodeInputs, ends: list[int]) -> tuple[torch.Tensor, Tokens, torch.Tensor]:
         """`Forward.decode` of at most `largest` sequences. The next replay overwrites the result."""
         n = len(ends)

@@ -197,17 +197,22 @@ class PromptGraphs:
         cells[0] = self._table.scratch_row
         return cells
 
+    def size_for(self, tokens: int) -> int:
+        """Tokens of the graph that computes so many; 0: none."""
+        at = bisect_left(self._sizes, tokens)
+        return self._sizes[at] if at < len(self._sizes) else 0
+
     def hidden(
         self, cells: npt.NDArray[np.int32], plan: Any, embeddings: Sequence[Embeddings] = ()
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`Forward.hidden` of cells (2, tokens): rows and positions. The next step may overwrite the result."""
         tokens = cells.shape[1]
-        at = bisect_left(self._sizes, tokens)
-        if at == len(self._sizes) or embeddings:
+        size = self.size_for(tokens)
+        if not size or embeddings:
             there = upload(cells, self._device)
             return self._forward.hidden(there[0], there[1], plan, embeddings=embeddings)
-        captured = self._captured[self._sizes[at]]
-        padded = self._cells(self._sizes[at])
+        captured = self._captured[size]
+        padded = self._cells(size)
         padded[:, :tokens] = cells
         captured.cells.copy_(pinned(padded, self._device), non_blocking=True)
         captured.graphs[0].replay()

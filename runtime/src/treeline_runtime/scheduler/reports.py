@@ -97,6 +97,10 @@ class Transport(Protocol):
     def wait(self) -> None:
         """Called when idle: returns when `receive` may have something, or after a while."""
 
+    def fail(self, reason: str) -> None:
+        """Called once, in any thread, when another rank has failed: the engine is at its end, and the scheduler may
+        wait for that rank for ever."""
+
     def wake(self) -> None:
         """Ends the current or next `wait`. Called by any thread."""
 

@@ -28,6 +28,7 @@ from treeline_runtime.memory import (
 from treeline_runtime.models.config import ModelConfig
 from treeline_runtime.models.decoder import Decoder
 from treeline_runtime.models.loader import resolve_device, resolve_dtype, resolve_kv_dtype
+from treeline_runtime.scheduler.ranks.protocol import Group, together
 
 CPU_POOL_LIMIT = 1 << 30
 """Bytes kept free on a CPU, where the pool shares the machine."""
@@ -200,26 +201,32 @@ class Resolved:
         return dataclasses.asdict(self) | derived | dtypes | {"device": str(self.device)}
 
 
-def resolve(config: SchedulerConfig, model: Decoder) -> Resolved:
-    """Raises ConfigError if settings and machine do not fit."""
+def resolve(config: SchedulerConfig, model: Decoder, group: Group | None = None) -> Resolved:
+    """The limits of all ranks of a group, which have as many pages as the one with the least memory. Raises ConfigError
+    if settings and machine do not fit."""
+    limits, pages = together(group, lambda: _resolve(config, model), lambda limits: limits.num_pages)
+    return dataclasses.replace(limits, num_pages=pages)
+
+
+def _resolve(config: SchedulerConfig, model: Decoder) -> Resolved:
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
     kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, dtype, device)
     on_cpu = device.type == "cpu"
     total = None if on_cpu else torch.cuda.get_device_properties(device).total_memory
-    limits = step_limits(config, model.config, total)
+    limits = step_limits(config, model.own, total)
     if model.pooler is not None:
         limits = dataclasses.replace(limits, graph_batch=0)  # nothing is decoded
     context_length = resolve_context_length(config, model.config)
-    reserved = 0 if on_cpu else reserved_bytes(limits, context_length, model.config, dtype.itemsize)
+    reserved = 0 if on_cpu else reserved_bytes(limits, context_length, model.own, dtype.itemsize)
     return Resolved(
         device=device,
         dtype=dtype,
         kv_dtype=kv_dtype,
         context_length=context_length,
         page_size=config.page_size,
-        num_pages=num_pages(config, model.config, kv_dtype, device, reserved),
-        kv_bytes_per_token=bytes_per_token(model.config, kv_dtype.itemsize),
+        num_pages=num_pages(config, model.own, kv_dtype, device, reserved),
+        kv_bytes_per_token=bytes_per_token(model.own, kv_dtype.itemsize),
         max_running_requests=limits.running,
         # chunks end at page boundaries
         chunked_prefill_size=-(-limits.chunk // config.page_size) * config.page_size,

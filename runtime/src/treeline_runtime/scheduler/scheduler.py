@@ -47,6 +47,7 @@ from treeline_runtime.scheduler.executor import Executor, Launched, Sampled
 from treeline_runtime.scheduler.grammars import Grammars, Jumps
 from treeline_runtime.scheduler.prefill import PrefillManager
 from treeline_runtime.scheduler.processors import NO_PROCESSORS, Processors, choices_of
+from treeline_runtime.scheduler.ranks.protocol import Group
 from treeline_runtime.scheduler.reports import Reporter, SchedulerStats, Transport, token_out
 from treeline_runtime.scheduler.resolve import resolve
 from treeline_runtime.scheduler.table import TableManager, plan_of
@@ -66,15 +67,16 @@ class Scheduler:
         *,
         clock: Callable[[], float] = time.monotonic,
         processors: Processors = NO_PROCESSORS,
+        group: Group | None = None,
     ) -> None:
-        """clock: seconds, for waiting times."""
+        """clock: seconds, for waiting times. group: the other ranks that compute the model."""
         self.config = config
-        limits = self.limits = resolve(config, model)
+        limits = self.limits = resolve(config, model, group)
         self.table = TableManager(limits.max_running_requests, limits.context_length, config.page_size)
         self.cache = CacheManager(config, limits.num_pages, self.table)
         self.prefill = PrefillManager(config, limits, self.cache, clock)
         self.decode = DecodeManager(self.cache, limits.chunked_prefill_size)
-        self.residence = Residence(config, limits, model)
+        self.residence = Residence(config, limits, model, group)
         self.ratio = NewTokenRatio(config.schedule_conservativeness)
         self._clock = clock
         self._time_limits = TimeLimits(config.waiting_timeout, config.request_timeout)
@@ -110,6 +112,11 @@ class Scheduler:
     @property
     def executor(self) -> Executor:
         return self.residence.executor
+
+    def close(self) -> None:
+        """Ends running compilations, and the other ranks."""
+        self.grammars.close()
+        self.residence.close()
 
     # ---- the loop -----------------------------------------------------------------------------------------
 

@@ -1,0 +1,172 @@
+"""A rank other than 0: its process computes what rank 0 tells it.
+
+Its standard input brings the orders, and ends when rank 0 does; its standard output takes its words.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+import numpy as np
+import torch
+import zmq
+from treeline_wire.logs import set_up
+
+from treeline_runtime.collectives import Ranks, join
+from treeline_runtime.config import ConfigError
+from treeline_runtime.confined.child import end_with_parent
+from treeline_runtime.models.shards import Rank
+from treeline_runtime.scheduler.administration import Residence
+from treeline_runtime.scheduler.executor import Launched
+from treeline_runtime.scheduler.plan import StepPlan
+from treeline_runtime.scheduler.ranks.protocol import (
+    Agreed,
+    Alive,
+    Call,
+    Clear,
+    Command,
+    Delayed,
+    Digests,
+    GroupFailed,
+    LastWords,
+    Launch,
+    Orders,
+    Settle,
+    Step,
+    Vote,
+    Word,
+    decode,
+    drift,
+    told,
+)
+from treeline_runtime.scheduler.start import begin
+
+ALIVE_S = 0.25
+
+logger = logging.getLogger(__name__)
+
+
+class Leader:
+    """Rank 0, as another rank sees it. Implements `Group`."""
+
+    def __init__(self, orders: Orders, out: BinaryIO) -> None:
+        """Meets the group. out: takes this rank's words."""
+        self._out = out
+        self._out_lock = threading.Lock()
+        self._digests = Digests()
+        self._step: Step | None = None
+        """The one being computed."""
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.bind(f"ipc://{orders.folder}/{orders.index}.ipc")
+        threading.Thread(target=self._live, name="alive", daemon=True).start()
+        self.settle()  # all processes are there: the connections take no time now
+        rank = Rank(orders.index, orders.count)
+        self.ranks: Ranks = join(rank, Path(orders.folder), torch.device(orders.config.device))
+
+    def _live(self) -> None:
+        while True:
+            self.say(Alive())
+            time.sleep(ALIVE_S)
+
+    def say(self, word: Word) -> None:
+        with self._out_lock:
+            self._out.write(msgspec.json.encode(word) + b"\n")
+
+    def next(self) -> Command:
+        """Waits for rank 0."""
+        command = decode(self._socket.recv())
+        self._step = command if isinstance(command, Step) else None
+        return command
+
+    # ---- Group --------------------------------------------------------------------------------------------
+
+    def begin(self, plan: StepPlan, launch: Launch) -> None:
+        assert self._step is not None
+        if self._digests.after(plan, launch) != self._step.digest:
+            raise GroupFailed(drift(self._step, launch))
+
+    def tell(self, command: Delayed | Clear | Call) -> None:
+        """Rank 0 has told all."""
+
+    def settle(self, problem: str | None = None, number: int = 0) -> tuple[str | None, int]:
+        self.say(Vote(problem, number))
+        settled = self.next()
+        assert isinstance(settled, Settle), settled
+        return settled.problem, settled.least
+
+    def close(self) -> None:
+        """It ends with rank 0."""
+
+    def failed(self, error: Exception) -> GroupFailed:
+        return GroupFailed(told(error))
+
+
+def follow(orders: Orders, leader: Leader) -> None:
+    """Computes what rank 0 tells, until it ends. Raises GroupFailed."""
+    residence = begin(orders.config, leader)
+    gc.collect()
+    gc.freeze()  # objects so far are permanent: later collections skip them
+    newest: Launched | None = None
+    while True:
+        command = leader.next()
+        if isinstance(command, Step):
+            newest = residence.executor.launch(command.plan)
+        elif isinstance(command, Delayed):
+            assert newest is not None
+            residence.executor.follow_delayed(newest)
+        elif isinstance(command, Clear):
+            residence.executor.clear(np.array(command.pages))
+        elif isinstance(command, Call):
+            newest = None
+            call(residence, command)
+        else:
+            raise GroupFailed(f"{command} was not asked for")
+
+
+def main() -> int:
+    end_with_parent()
+    out = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)  # what libraries print is no word
+    orders = msgspec.json.decode(sys.stdin.buffer.readline(), type=Orders)
+    threading.Thread(target=_end_with_rank_0, name="lifeline", daemon=True).start()
+    set_up(orders.log_level, "treeline_runtime", form=orders.log_format, process=f"rank {orders.index}")
+    leader = Leader(orders, out)
+    try:
+        follow(orders, leader)
+    except GroupFailed as failure:
+        # what failed in a step is mostly a collective, because another rank has ended
+        is_own = failure.__cause__ is None or isinstance(failure.__cause__, ConfigError)
+        leader.say(LastWords(str(failure), follows=not is_own))
+    except Agreed:  # rank 0 ends this process
+        threading.Event().wait()
+    except Exception as error:
+        logger.exception("rank %d failed", orders.index)
+        leader.say(LastWords(repr(error), follows=False))
+    return 1
+
+
+def call(residence: Residence, command: Call) -> None:
+    """Does what rank 0 does, which tells the user if it was not possible."""
+    arguments = () if command.argument is None else (command.argument,)
+    with contextlib.suppress(Agreed):
+        getattr(residence, command.name)(*arguments)
+
+
+def _end_with_rank_0() -> None:
+    while os.read(0, 1):
+        pass
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    os._exit(main())  # without waiting for threads and devices that may wait for a lost rank

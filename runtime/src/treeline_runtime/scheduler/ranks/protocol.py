@@ -1,0 +1,193 @@
+"""What rank 0 tells the other ranks, and the digests by which each of them sees that it computes the same step.
+
+Messages are msgpack on one socket per rank, in order. A rank answers none of them but `Settle`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Literal, NamedTuple, Protocol, TypeVar
+
+import msgspec
+
+from treeline_runtime.collectives import Ranks
+from treeline_runtime.config import ConfigError, SchedulerConfig
+from treeline_runtime.models.config import ModelError
+from treeline_runtime.scheduler.plan import StepPlan
+
+T = TypeVar("T")
+
+DIGEST_BYTES = 8
+
+
+class GroupFailed(BaseException):
+    """A rank has ended, is silent, or computes something else: so the group is at its end. Not an `Exception`: no
+    request is to blame, and none can go on."""
+
+
+class Agreed(ModelError):
+    """Why one of the ranks could not do what all had to; all of them know it, and none has done it."""
+
+
+class Launch(NamedTuple):
+    """How a rank computes a step."""
+
+    mode: Literal["decode graph", "prompt graph", "eager"]
+    bucket: int
+    """Sequences or tokens of the graph; 0: no graph."""
+
+
+class Step(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Compute this step."""
+
+    plan: StepPlan
+    launch: Launch
+    """How rank 0 computes it."""
+    digest: bytes
+
+
+class Delayed(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Rank 0 has sampled the delayed rows of the newest step: take its tokens."""
+
+
+class Clear(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Zero these pages."""
+
+    pages: list[int]
+
+
+class Call(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """Do the same with the residence."""
+
+    name: Literal["sleep", "wake", "update"]
+    argument: int | str | None = None
+
+
+class Settle(msgspec.Struct, tag=True, array_like=True, frozen=True):
+    """All ranks have done what all had to do."""
+
+    problem: str | None
+    """Why one of them could not."""
+    least: int
+    """The smallest of the ranks' numbers."""
+
+
+Command = Step | Delayed | Clear | Call | Settle
+
+encode = msgspec.msgpack.Encoder().encode
+decode = msgspec.msgpack.Decoder(Command).decode
+
+
+class Orders(msgspec.Struct, frozen=True):
+    """A rank's process gets them on standard input, as one line of JSON. The end of this input means: end."""
+
+    config: SchedulerConfig
+    index: int
+    count: int
+    folder: str
+    """The private folder of the group's sockets."""
+    log_level: str
+    log_format: str | None
+
+
+class Vote(msgspec.Struct, tag=True, frozen=True):
+    """A rank has done its part of what `Settle` will end."""
+
+    problem: str | None
+    number: int
+
+
+class LastWords(msgspec.Struct, tag=True, frozen=True):
+    """A rank ends, and says why."""
+
+    message: str
+    follows: bool
+    """It ends because another rank does not answer: that one knows the cause."""
+
+
+class Alive(msgspec.Struct, tag=True, frozen=True):
+    """A rank's process runs."""
+
+
+Word = Vote | LastWords | Alive
+"""What a rank says on standard output, each in a line of JSON."""
+
+
+class Digests:
+    """A rank's history of steps in eight bytes: equal if and only if all steps so far were."""
+
+    def __init__(self) -> None:
+        self._last = b""
+
+    def after(self, plan: StepPlan, launch: Launch) -> bytes:
+        """Adds a step: its rows, lengths, mode and graph."""
+        digest = hashlib.blake2b(self._last, digest_size=DIGEST_BYTES)
+        digest.update(array("q", (len(plan.rows), launch.bucket, *plan.rows, *plan.starts, *plan.ends)).tobytes())
+        digest.update(launch.mode.encode())
+        self._last = digest.digest()
+        return self._last
+
+
+def drift(step: Step, own: Launch) -> str:
+    """What differs between rank 0 and a rank that would compute a step as `own`."""
+    if own != step.launch:
+        told, mine = ("no graph" if not one.bucket else f"{one.mode} of {one.bucket}" for one in (step.launch, own))
+        return f"its step of {len(step.plan.rows)} sequences uses {mine}, rank 0's {told}"
+    return f"its steps before this one, of {len(step.plan.rows)} sequences, were not rank 0's"
+
+
+def told(error: Exception) -> str:
+    return str(error) if isinstance(error, ConfigError | ModelError) else repr(error)
+
+
+class Group(Protocol):
+    """The other ranks, as seen by one. What only rank 0 does is nothing on the others, so that all run the same code."""
+
+    ranks: Ranks
+
+    def begin(self, plan: StepPlan, launch: Launch) -> None:
+        """Rank 0 tells the others to compute this step; they compare. Raises GroupFailed."""
+
+    def tell(self, command: Delayed | Clear | Call) -> None:
+        """Rank 0 tells the others."""
+
+    def settle(self, problem: str | None = None, number: int = 0) -> tuple[str | None, int]:
+        """Waits until all ranks are here. Returns a problem if one has it, and the smallest number."""
+
+    def close(self) -> None:
+        """Rank 0 ends the others."""
+
+    def failed(self, error: Exception) -> GroupFailed:
+        """The first reason for which the group ends, now that something that all must do has failed here."""
+
+
+def together(group: Group | None, make: Callable[[], T], number: Callable[[T], int] = lambda _: 0) -> tuple[T, int]:
+    """Runs `make` on all ranks at once; returns this rank's result and the smallest of the ranks' numbers. If one of
+    them raises ModelError or ConfigError, raises Agreed on all."""
+    if group is None:
+        made = make()
+        return made, number(made)
+    try:
+        made = make()
+    except (ConfigError, ModelError) as error:
+        raise Agreed(group.settle(str(error))[0]) from None
+    problem, least = group.settle(None, number(made))
+    if problem is not None:
+        del made  # its memory is given back
+        raise Agreed(problem)
+    return made, least
+
+
+@contextmanager
+def as_one(group: Group | None) -> Iterator[None]:
+    """A context manager for what all ranks do with collectives: if one fails, the others wait for it, so that the group
+    is at its end. Raises GroupFailed for any error if there is a group."""
+    try:
+        yield
+    except Exception as error:
+        if group is None:
+            raise
+        raise group.failed(error) from error

@@ -1,0 +1,59 @@
+"""Loads the model and starts what computes it, on one rank or on all ranks of a group."""
+
+from __future__ import annotations
+
+import torch
+
+from treeline_runtime.collectives import ALONE
+from treeline_runtime.config import SchedulerConfig
+from treeline_runtime.models.decoder import Decoder
+from treeline_runtime.models.loader import architecture_of, load_model, resolve_device
+from treeline_runtime.models.shards import check_ranks
+from treeline_runtime.scheduler.administration import Residence
+from treeline_runtime.scheduler.processors import NO_PROCESSORS, Processors
+from treeline_runtime.scheduler.ranks.group import Followers
+from treeline_runtime.scheduler.ranks.protocol import Group, together
+from treeline_runtime.scheduler.reports import Transport
+from treeline_runtime.scheduler.resolve import TO_LOAD, resolve, told_as_settings
+from treeline_runtime.scheduler.scheduler import Scheduler
+
+
+def start(config: SchedulerConfig, transport: Transport, processors: Processors = NO_PROCESSORS) -> Scheduler:
+    """Returns a warm scheduler with the model that `config` names, on rank 0 of its group. Raises ModelError,
+    ConfigError or GroupFailed. processors: in addition to `config`'s."""
+    processors = processors.with_named(config.logit_processor)
+    group: Followers | None = None
+    if config.tp_size > 1:
+        check_ranks(architecture_of(config)[0], config.tp_size)
+        group = Followers(config, resolve_device(config.device), transport.fail)
+        config = group.config
+    try:
+        model = _load(config, group)
+        scheduler = Scheduler(config, model, transport, processors=processors, group=group)
+        del model  # the scheduler's alone: it may have to let go of it
+        scheduler.residence.warm_up()
+    except BaseException:
+        if group is not None:
+            group.close()
+        raise
+    return scheduler
+
+
+def begin(config: SchedulerConfig, group: Group) -> Residence:
+    """The same on another rank. Raises ModelError, ConfigError or GroupFailed on all ranks."""
+    model = _load(config, group)
+    residence = Residence(config, resolve(config, model, group), model, group)
+    del model
+    residence.warm_up()
+    return residence
+
+
+def _load(config: SchedulerConfig, group: Group | None) -> Decoder:
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+
+    def load() -> Decoder:
+        with told_as_settings("the weights", resolve_device(config.device), hint=TO_LOAD):
+            return load_model(config, ALONE if group is None else group.ranks)
+
+    return together(group, load)[0]
