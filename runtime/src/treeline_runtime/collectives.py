@@ -126,10 +126,15 @@ class SymmetricMemory:
     def __init__(self, rank: Rank, name: str, store: dist.Store, device: torch.device) -> None:
         """name: of the group, unique in this process."""
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-        from torch._C._distributed_c10d import _SymmetricMemory
+        from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
 
         self.rank = rank
         self._name = name
+        self._group = dist.ProcessGroup(store, rank.index, rank.count)
+        gloo = _gloo(rank, dist.PrefixStore("gloo", store))
+        self._group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+        self._group._set_group_name(name)
+        _register_process_group(name, self._group)
         _SymmetricMemory.set_group_info(name, rank.index, rank.count, store)
         self._buffer = _SymmetricMemory.empty_strided_p2p((BUFFER_BYTES,), (1,), torch.uint8, device, name)
         self._handle = _SymmetricMemory.rendezvous(self._buffer, name)
