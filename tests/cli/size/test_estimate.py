@@ -7,6 +7,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from treeline_runtime.memory import bytes_per_token
 from treeline_runtime.models import ModelConfig
 from treeline_runtime.models.config import parse_config
 from treeline_runtime.models.quantization.fp8 import E4M3
+from treeline_runtime.models.shards import Rank, own
 from treeline_runtime.scheduler import resolve
 
 ROOT = Path(__file__).parents[3]
@@ -51,7 +53,14 @@ def test_a_token_takes_what_the_pool_allocates_for_it(name, stored):
     assert bytes_of_pages == 3 * 16 * bytes_per_token(shape, 1 if stored else 2)  # a page pads batches
 
 
-VARIED = ({}, {"mem_fraction": 0.95}, {"context_length": 2048}, {"quantization": "fp8"}, {"kv_cache_dtype": "fp8_e4m3"})
+VARIED: tuple[dict[str, Any], ...] = (
+    {},
+    {"mem_fraction": 0.95},
+    {"context_length": 2048},
+    {"quantization": "fp8"},
+    {"kv_cache_dtype": "fp8_e4m3"},
+    {"tp_size": 4},
+)
 CASES = [
     (name, settings, gpu_name)
     for name in NAMES
@@ -75,7 +84,7 @@ def test_the_cache_has_as_many_tokens_as_serve_would_give_it(name, settings, gpu
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=device.memory))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (left, device.memory))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: found.weights)
-    decoder = SimpleNamespace(config=shape, pooler=None)
+    decoder = SimpleNamespace(config=shape, own=own(shape, Rank(0, config.tp_size)), pooler=None)
     if found.cache_tokens:
         limits = resolve.resolve(config, decoder)  # type: ignore[arg-type]
         assert limits.max_total_tokens == found.cache_tokens
