@@ -301,8 +301,8 @@ class Engine(Part):
     adapters: Annotated[tuple[Adapter, ...], Field(max_length=64, json_schema_extra=LIST_MAP)] = ()
     """LoRA adapters."""
     resources: Resources | None = None
-    """Resources of the runtime. Default requests on GPUs: 2 CPUs and 4Gi per device, and half of model.size (4Gi more per
-    device if unknown). `/dev/shm` counts as memory of the container."""
+    """Resources of the runtime. Default requests on GPUs: 2 CPUs and 4Gi per device, and half of model.size (4Gi more
+    per device if unknown). `/dev/shm` counts as memory of the container."""
     cache: Cache | None = None
     """Volume for compiled kernels and graphs; default an emptyDir. Anybody who can write to it can run code in the
     pods."""
