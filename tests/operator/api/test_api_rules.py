@@ -101,7 +101,15 @@ REFUSED_POOLS = [
         "{model: {uri: hf://o/n}, accelerator: {type: amd}, engine: {type: vllm}}",
         "set engine.image to one of your engine for ROCm",
     ),
-    ("accelerator: {type: nvidia, count: 2}", "set accelerator.count to 1 and raise replicas"),
+    (
+        "{accelerator: {type: nvidia, count: 3}, engine: {tensorParallel: 2}}",
+        "accelerator.count is not a multiple of tensorParallel",
+    ),
+    (
+        "{accelerator: {type: nvidia, count: 1}, engine: {tensorParallel: 2}}",
+        "set accelerator.count to tensorParallel times dataParallel",
+    ),
+    ("engine: {args: [--tp-size=2]}", "--tp-size (tensorParallel)"),
     (
         "{model: {uri: hf://o/n}, accelerator: {type: nvidia, count: 3}, engine: {type: vllm, tensorParallel: 2}}",
         "accelerator.count is not a multiple of tensorParallel",
@@ -111,7 +119,6 @@ REFUSED_POOLS = [
         " engine: {type: sglang, tensorParallel: 4, dataParallel: 2}}",
         "set accelerator.count to tensorParallel times dataParallel",
     ),
-    ("engine: {tensorParallel: 2}", "remove tensorParallel, or use engine sglang or vllm"),
     ("engine: {dataParallel: 2}", "remove dataParallel and raise replicas"),
     ("engine: {adapters: [{name: a, uri: hf://o/a}]}", "remove adapters, or use engine sglang or vllm"),
     ("engine: {port: 5557}", "ports 5557, 5657, 5757 and the following ones"),
@@ -322,6 +329,9 @@ ACCEPTED_POOLS = [
     "{model: {uri: hf://o/n}, engine: {type: sglang, quantization: w8a8_int8, schedulePolicy: lof}}",
     "engine: {threads: 2, contextLength: 8, evictionPolicy: lru, resources: {requests: {cpu: 1, memory: 1Gi}}}",
     "{accelerator: {type: nvidia, class: H100}, drain: {timeoutSeconds: 3600}}",
+    "accelerator: {type: nvidia, count: 4}",
+    "{accelerator: {type: nvidia, count: 4}, engine: {tensorParallel: 4}}",
+    "engine: {tensorParallel: 2}",
     "{model: {uri: hf://o/n}, accelerator: {type: nvidia, count: 8},"
     " engine: {type: sglang, tensorParallel: 8, dataParallel: 8, args: [--enable-dp-attention]}}",
     "{model: {uri: hf://o/n}, accelerator: {type: nvidia, count: 4},"

@@ -266,8 +266,8 @@ def test_the_operators_namespace_is_reported(tmp_path: Path) -> None:
         (AFTER + RUNTIME + "volumeMounts: [{name: x, mountPath: /x}]}]}}", "there is no volume x"),
         (AFTER + TEMPLATE + "{spec: {containers: [{name: runtme}]}}", "spec.containers[runtme]: image is required"),
         (
-            POOL.replace("spec: {", "spec: {engine: {tensorParallel: 2}, "),
-            "p.yaml: spec.engine.tensorParallel: ",
+            POOL.replace("spec: {", "spec: {engine: {dataParallel: 2}, "),
+            "p.yaml: spec.engine.dataParallel: ",
         ),
     ],
 )
@@ -287,6 +287,16 @@ def test_a_pool_is_planned_with_a_preset_of_the_charts_values(tmp_path: Path) ->
     assert "--context-length=78" in plan(
         "-f", write(tmp_path / "p.yaml", AFTER + "  preset: big\n  engine: {contextLength: 78}"), "--presets", values
     )
+
+
+def test_a_plan_says_how_many_gpus_a_replica_takes(tmp_path: Path) -> None:
+    for accelerator, said in (
+        ("", "of the spec\n"),
+        ("{type: nvidia}", "of the spec, 1 GPU per replica\n"),
+        ("{type: nvidia, count: 4}", "of the spec, 4 GPUs per replica\n"),
+    ):
+        more = f"  accelerator: {accelerator}" if accelerator else ""
+        assert said in plan("-f", write(tmp_path / "p.yaml", f"{AFTER}{more}\n"))
 
 
 @pytest.mark.parametrize("sample", sorted((MANIFESTS / "samples").glob("*.yaml")), ids=lambda path: path.stem)

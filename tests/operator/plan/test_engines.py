@@ -7,16 +7,45 @@ from pathlib import Path
 import pytest
 import yaml
 from support.pool_world import template
+from treeline_operator.api.pool import InferencePool
 from treeline_operator.plan.engines import ENGINES, SGLANG_IMAGE, VLLM_IMAGE, unseen_args
+from treeline_operator.plan.presets import resolved
+from treeline_operator.plan.runtime import pod_template
+from treeline_operator.world import Images
+from treeline_runtime.args import parse_args
 from treeline_wire import labels
 
 ROOT = Path(__file__).parents[3]
+MANIFESTS = ROOT / "manifests"
+OWN_POOLS = {
+    obj["metadata"]["name"]: obj
+    for path in sorted((MANIFESTS / "samples").glob("*.yaml"))
+    for obj in yaml.safe_load_all(path.read_text())
+    if obj["kind"] == "InferencePool" and obj["spec"].get("engine", {}).get("type", "treeline") == "treeline"
+}
 PAGE = (ROOT / "docs" / "engines.md").read_text()
 
 
 @pytest.mark.parametrize("image", [SGLANG_IMAGE, VLLM_IMAGE])
 def test_the_page_names_the_planned_engine_releases(image: str) -> None:
     assert f"`{image}`" in PAGE
+
+
+@pytest.mark.parametrize("name", OWN_POOLS)
+def test_our_runtime_takes_the_command_line_of_a_sample_and_uses_every_gpu(name: str) -> None:
+    presets = yaml.safe_load((MANIFESTS / "presets.yaml").read_text())["presets"]
+    sample = OWN_POOLS[name]
+    named = {**sample, "metadata": {"namespace": "default", "uid": "u", **sample["metadata"]}}
+    pool = resolved(InferencePool.from_object(named, strict=True), presets)
+    (ours,) = pod_template(pool, "abc", Images())["spec"]["containers"]
+    args = parse_args(ours["args"])
+    gpus = int(ours["resources"].get("limits", {}).get("nvidia.com/gpu", 0))
+    assert (args.device, args.tp_size) == (("cuda", gpus) if gpus else ("cpu", 1))
+
+
+def test_samples_show_a_model_on_several_gpus() -> None:
+    counts = {name: pool["spec"].get("accelerator", {}).get("count", 1) for name, pool in OWN_POOLS.items()}
+    assert {name: count for name, count in counts.items() if count > 1} == {"llama-70b": 4, "qwen-72b": 2}
 
 
 def test_the_page_names_the_annotations_that_pods_have() -> None:

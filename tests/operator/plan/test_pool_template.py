@@ -218,6 +218,26 @@ def test_our_runtime_takes_the_command_line(engine: dict[str, Any]) -> None:
         assert args.threads == 2
 
 
+@pytest.mark.parametrize(
+    ("spec", "ranks", "threads"),
+    [
+        ({"accelerator": {"type": "nvidia", "count": 4}}, 4, None),
+        ({"accelerator": {"type": "nvidia", "count": 4}, "engine": {"tensorParallel": 2}}, 2, None),
+        ({"accelerator": {"type": "nvidia", "count": 4}, "engine": {"tensorParallel": 1}}, 1, None),
+        ({"accelerator": {"type": "nvidia"}}, 1, None),
+        ({"engine": {"tensorParallel": 2}}, 2, None),
+        ({"engine": {"tensorParallel": 2, "resources": {"limits": {"cpu": 5}}}}, 2, 2),
+        ({"engine": {"tensorParallel": 4, "resources": {"limits": {"cpu": 2}}}}, 4, 1),
+        ({"engine": {"tensorParallel": 2, "threads": 3, "resources": {"limits": {"cpu": 4}}}}, 2, 3),
+    ],
+)
+def test_our_runtime_is_told_its_ranks_which_share_the_cpus(
+    spec: dict[str, Any], ranks: int, threads: int | None
+) -> None:
+    args = parse_args(runtime(**spec)["args"])
+    assert (args.tp_size, args.threads) == (ranks, threads)
+
+
 def test_a_pools_values_equal_those_of_our_runtime() -> None:
     """tests/runtime/scheduler/test_policies.py compares the policies."""
     fields = get_type_hints(EngineConfig)
@@ -309,8 +329,15 @@ def test_the_root_filesystem_is_writable_on_gpus_alone(engine: str) -> None:
                 "engine": {"type": "vllm"},
             },
             "16",
-            "74Gi",
+            "102Gi",
         ),
+        ({"accelerator": {"type": "nvidia", "count": 4}}, "8", "32Gi"),
+        (
+            {"model": {"uri": "hf://org/name", "size": "132Gi"}, "accelerator": {"type": "nvidia", "count": 4}},
+            "8",
+            "82Gi",
+        ),
+        ({"engine": {"tensorParallel": 2}}, "200m", "1024Mi"),
         ({"accelerator": {"type": "nvidia", "count": 4}, "engine": {"type": "sglang"}}, "8", "32Gi"),
     ],
 )
@@ -363,11 +390,31 @@ def test_local_storage_of_a_pod_is_limited() -> None:
         found = volumes(**GPU, engine={"type": engine})
         assert found["tmp"] == {"emptyDir": {"sizeLimit": "10Gi"}}
         assert found["cache"] == {"emptyDir": {"sizeLimit": "20Gi"}}
-    assert "shm" not in volumes()
     for count, size in ((1, "4Gi"), (2, "4Gi"), (8, "16Gi")):
         accelerator = {"type": "nvidia", "count": count}
         found = volumes(accelerator=accelerator, engine={"type": "vllm"})
         assert found["shm"] == {"emptyDir": {"medium": "Memory", "sizeLimit": size}}
+
+
+@pytest.mark.parametrize(
+    ("spec", "size"),
+    [
+        ({}, None),
+        (GPU, None),
+        ({"accelerator": {"type": "nvidia", "count": 2}}, "4Gi"),
+        ({"accelerator": {"type": "nvidia", "count": 8}}, "16Gi"),
+        ({"engine": {"tensorParallel": 2}}, "4Gi"),
+        ({"engine": {"tensorParallel": 4}}, "8Gi"),
+    ],
+)
+def test_ranks_of_our_runtime_have_shared_memory_and_one_process_has_none(
+    spec: dict[str, Any], size: str | None
+) -> None:
+    shared = {"emptyDir": {"medium": "Memory", "sizeLimit": size}}
+    assert volumes(**spec).get("shm") == (None if size is None else shared)
+    made = runtime(**spec)
+    assert ("/dev/shm" in [m["mountPath"] for m in made["volumeMounts"]]) is (size is not None)
+    assert made["securityContext"]["readOnlyRootFilesystem"] is ("accelerator" not in spec)
 
 
 def test_the_cache_may_be_an_existing_claim_or_a_new_one() -> None:
@@ -398,6 +445,9 @@ def test_cache_variables_are_those_that_the_installed_libraries_read(package: st
     [
         ({"type": "vllm"}, 8, {"--tensor-parallel-size": "8"}),
         ({"type": "sglang"}, 8, {"--tp-size": "8"}),
+        ({"type": "treeline"}, 8, {"--tp-size": "8"}),
+        ({"type": "treeline", "tensorParallel": 4}, 8, {"--tp-size": "4"}),
+        ({"type": "treeline"}, 1, {}),
         ({"type": "vllm"}, 1, {}),
         ({"type": "vllm", "tensorParallel": 2}, 8, {"--tensor-parallel-size": "2"}),
         ({"type": "vllm", "tensorParallel": 1}, 8, {}),
@@ -426,9 +476,11 @@ def test_layers_are_split_over_the_devices_unless_configured_otherwise(
     assert found == flags
 
 
-def test_stating_the_default_split_keeps_the_pods() -> None:
+@pytest.mark.parametrize("engine", ["treeline", "sglang", "vllm"])
+def test_stating_the_default_split_keeps_the_pods_and_another_makes_a_revision(engine: str) -> None:
     devices = {"accelerator": {"type": "nvidia", "count": 4}}
-    said = a_pool(**devices, engine={"type": "vllm", "tensorParallel": 4})
-    assert inputs(a_pool(**devices, engine={"type": "vllm"})) == inputs(said)
-    one = a_pool(**devices, engine={"type": "vllm", "tensorParallel": 1})
-    assert inputs(one) != inputs(said)
+    said = a_pool(**devices, engine={"type": engine, "tensorParallel": 4})
+    assert inputs(a_pool(**devices, engine={"type": engine})) == inputs(said)
+    one = a_pool(**devices, engine={"type": engine, "tensorParallel": 1})
+    two = a_pool(accelerator={"type": "nvidia", "count": 2}, engine={"type": engine})
+    assert len({inputs(said), inputs(one), inputs(two)}) == 3

@@ -51,7 +51,7 @@ FLAGS: Final[Mapping[str, Mapping[EngineType, str]]] = {
     },
     "schedule_policy": {"treeline": "--schedule-policy", "sglang": "--schedule-policy", "vllm": "--scheduling-policy"},
     "eviction_policy": {"treeline": "--eviction-policy", "sglang": "--radix-eviction-policy"},
-    "tensor_parallel": {"sglang": "--tp-size", "vllm": "--tensor-parallel-size"},
+    "tensor_parallel": {"treeline": "--tp-size", "sglang": "--tp-size", "vllm": "--tensor-parallel-size"},
     "data_parallel": {"sglang": "--dp-size", "vllm": "--data-parallel-size"},
 }
 """Setting → the engines that have it, each with its flag."""
@@ -82,6 +82,7 @@ OWN_FLAGS: Final[Mapping[EngineType, Mapping[str, str]]] = {
         "--port": "engine.port",
         "--drain-timeout": "drain.timeoutSeconds",
         "--device": "accelerator.type",
+        "--tp-size": "tensorParallel",
         **dict.fromkeys(("--host", "--metrics-host", "--metrics-port", "--curve-dir", "--pre-stop"), ""),
     },
     "sglang": {
@@ -230,11 +231,6 @@ class Engine(Part):
             reason="FieldValueRequired",
         ),
         forbidden(
-            "self.type != 'treeline' || !has(self.tensorParallel) || self.tensorParallel == 1",
-            "engine treeline computes on one device: remove tensorParallel, or use engine sglang or vllm",
-            field=".tensorParallel",
-        ),
-        forbidden(
             "self.type != 'treeline' || self.dataParallel == 1",
             "engine treeline runs one copy of the model in a pod: remove dataParallel and raise replicas",
             field=".dataParallel",
@@ -279,7 +275,7 @@ class Engine(Part):
     page_size: Annotated[StrictInt, Field(ge=1, le=1024)] | None = None
     """Tokens per page of the KV cache."""
     tensor_parallel: Annotated[StrictInt, Field(ge=1, le=16)] | None = None
-    """Devices that share each layer; default accelerator.count ÷ dataParallel."""
+    """Devices (on CPUs: processes) that share each layer; default accelerator.count ÷ dataParallel."""
     data_parallel: Annotated[StrictInt, Field(ge=1, le=64)] = 1
     """Copies of the model in one pod."""
     max_running_requests: Annotated[StrictInt, Field(ge=1)] | None = None
@@ -305,8 +301,8 @@ class Engine(Part):
     adapters: Annotated[tuple[Adapter, ...], Field(max_length=64, json_schema_extra=LIST_MAP)] = ()
     """LoRA adapters."""
     resources: Resources | None = None
-    """Resources of the runtime. Default requests on GPUs: 2 CPUs per device, and 4Gi plus half of model.size (8Gi per
-    device if unknown)."""
+    """Resources of the runtime. Default requests on GPUs: 2 CPUs and 4Gi per device, and half of model.size (4Gi more
+    per device if unknown). `/dev/shm` counts as memory of the container."""
     cache: Cache | None = None
     """Volume for compiled kernels and graphs; default an emptyDir. Anybody who can write to it can run code in the
     pods."""

@@ -90,11 +90,6 @@ class PoolSpec(Part):
             field=".engine.adapters",
         ),
         Rule(
-            "self.accelerator.type == 'cpu' || self.engine.type != 'treeline' || self.accelerator.count == 1",
-            "engine treeline computes on one device: set accelerator.count to 1 and raise replicas",
-            field=".accelerator.count",
-        ),
-        Rule(
             "self.accelerator.type == 'cpu' || !has(self.engine.tensorParallel)"
             " || self.accelerator.count % self.engine.tensorParallel == 0",
             "accelerator.count is not a multiple of tensorParallel: correct one of them",
@@ -172,10 +167,15 @@ class PoolSpec(Part):
         engine, accelerator = self.engine, self.accelerator
         if engine.tensor_parallel is not None:
             return engine.tensor_parallel
-        if not accelerator.is_gpu or engine.type not in ("sglang", "vllm") or self.splits_by_args:
+        if not accelerator.is_gpu or engine.type == "custom" or self.splits_by_args:
             return 1
         shares = engine.type == "sglang" and "--enable-dp-attention" in engine.args
         return accelerator.count if shares else max(1, accelerator.count // engine.data_parallel)
+
+    @property
+    def ranks(self) -> int:
+        """Processes of a pod that compute: one for each GPU, or those that share a CPU pod's layers."""
+        return max(self.accelerator.count, self.tensor_parallel)
 
     @property
     def unused_devices(self) -> int:

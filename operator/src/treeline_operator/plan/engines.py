@@ -150,7 +150,7 @@ def _treeline(pool: InferencePool, files: Files, images: Images) -> Launch:
     args += ["--metrics-host", "0.0.0.0", "--metrics-port", str(metrics)]
     args += ["--admin-host", "127.0.0.1", "--admin-port", str(_beside(pool, wire.RUNTIME_ADMIN))]
     args += _settings(pool)
-    threads = None if gpu or spec.engine.threads else _cpu_limit(pool)
+    threads = None if gpu or spec.engine.threads else _cpus_of_a_rank(pool)
     if threads is not None:
         args += ["--threads", str(threads)]
     args += ["--curve-dir", KEYS_DIR, "--start-timeout", str(start_seconds(pool))]
@@ -165,7 +165,7 @@ def _treeline(pool: InferencePool, files: Files, images: Images) -> Launch:
         ports=(*_kv_ports(pool, ("load", wire.LOAD)), ("metrics", metrics)),
         probes=_probes(pool, _http("/ready"), _http("/live"), period=2),
         keys=True,
-        shared_memory=False,
+        shared_memory=spec.ranks > 1,
         downloads=True,
     )
 
@@ -372,8 +372,8 @@ def _beside(pool: InferencePool, port: int) -> int:
     return port + (pool.spec.engine.port == port)
 
 
-def _cpu_limit(pool: InferencePool) -> int | None:
-    """Whole cores that the pool limits a pod to: more threads than that only wait for each other."""
+def _cpus_of_a_rank(pool: InferencePool) -> int | None:
+    """Whole cores for each process of a pod with a CPU limit: more threads than that only wait for each other."""
     asked = pool.spec.engine.resources or Resources()
     cores = quantity(asked.limits.get("cpu"))
-    return max(1, int(cores)) if cores is not None else None
+    return max(1, int(cores) // pool.spec.ranks) if cores is not None else None

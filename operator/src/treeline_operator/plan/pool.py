@@ -210,12 +210,13 @@ class _Planner:
         self.recheck_s = after_s if self.recheck_s is None else min(after_s, self.recheck_s)
 
     def _target(self, target: TargetRevision, replicas: int) -> Iterator[Action]:
-        meta = self._meta(names.deployment(self.pool.name, target.name))
-        images = self.world.platform.images
+        pool, images = self.pool, self.world.platform.images
+        meta = self._meta(names.deployment(pool.name, target.name))
         if target.existing is None:
-            desired = deployment(self.pool, target, replicas, meta, images)
+            desired = deployment(pool, target, replicas, meta, images)
             self.wanted.append(Ref.of(desired))
-            write = self._write(desired, f"revision {target.name} of the spec", ignore_paths=(_REPLICAS,))
+            why = f"revision {target.name} of the spec{_devices(pool)}"
+            write = self._write(desired, why, ignore_paths=(_REPLICAS,))
             if write is not None:
                 yield write
             return
@@ -397,6 +398,12 @@ def _around(out: DrainStep, there: ExistingRevision, writes: Iterable[Action]) -
     else:
         yield from out.marks
         yield from writes
+
+
+def _devices(pool: InferencePool) -> str:
+    """How many GPUs a replica takes; empty on CPUs."""
+    accelerator = pool.spec.accelerator
+    return f", {accelerator.count} GPU{'s' * (accelerator.count > 1)} per replica" if accelerator.is_gpu else ""
 
 
 def _other_controller(there: Observed | None, uid: str) -> str:

@@ -19,9 +19,11 @@ _CACHE: Final = "cache"
 _CACHE_LIMIT: Final = "20Gi"
 _TMP_LIMIT: Final = "10Gi"
 """A pod that writes more than the limit of an emptyDir is evicted, and the node is not filled up by it."""
-_CPUS_PER_DEVICE: Final = 2
-_MEMORY_GIB: Final = 4
-_UNKNOWN_MEMORY_GIB: Final = 8
+_CPU_RANK: Final = (100, 512)
+"""Milli-CPUs and MiB of a process that computes on CPUs."""
+_GPU_RANK: Final = (2, 4)
+"""CPUs and GiB of one that computes on a GPU."""
+_UNKNOWN_WEIGHTS_GIB: Final = 4
 _SHARED_GIB: Final = 2
 _LEAST_SHARED_GIB: Final = 4
 
@@ -43,14 +45,16 @@ def gib(size: str | None) -> float:
 
 
 def requests(pool: InferencePool) -> dict[str, str]:
-    """Default requests of a pod. On GPUs: two CPUs per device (one for its process, one for the tokenizer), and memory
-    for both and for the weights in transit. Weights pass in parts, so half of their size is enough, and pods fit on
-    small nodes."""
-    accelerator, size = pool.spec.accelerator, pool.spec.model.size
-    if not accelerator.is_gpu:
-        return {"cpu": "100m", "memory": "512Mi"}
-    memory = _MEMORY_GIB + math.ceil(gib(size) / 2) if size else _UNKNOWN_MEMORY_GIB * accelerator.count
-    return {"cpu": str(_CPUS_PER_DEVICE * accelerator.count), "memory": f"{memory}Gi"}
+    """Default requests of a pod, which grow with its ranks. On GPUs: two CPUs per device (one for its process, one for
+    the tokenizer), and memory for both, for their part of `/dev/shm`, and for the weights in transit. Weights pass in
+    parts, so half of their size is enough, and pods fit on small nodes."""
+    ranks, size = pool.spec.ranks, pool.spec.model.size
+    if not pool.spec.accelerator.is_gpu:
+        cpu, memory = _CPU_RANK
+        return {"cpu": f"{cpu * ranks}m", "memory": f"{memory * ranks}Mi"}
+    cpu, memory = _GPU_RANK
+    weights = math.ceil(gib(size) / 2) if size else _UNKNOWN_WEIGHTS_GIB * ranks
+    return {"cpu": str(cpu * ranks), "memory": f"{memory * ranks + weights}Gi"}
 
 
 def cache_env(own: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
@@ -75,7 +79,7 @@ def volumes(pool: InferencePool, *, shared_memory: bool) -> Iterator[dict[str, A
         yield {"name": _CACHE, "persistentVolumeClaim": {"claimName": claim}}
     if shared_memory:
         # Counts as the container's memory; without a limit it may use the whole node's.
-        size = max(_LEAST_SHARED_GIB, _SHARED_GIB * pool.spec.accelerator.count)
+        size = max(_LEAST_SHARED_GIB, _SHARED_GIB * pool.spec.ranks)
         yield {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": f"{size}Gi"}}
 
 
