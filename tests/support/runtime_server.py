@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -204,6 +205,11 @@ class ServerProcess:
                 found |= {name: child.pid for name in ("scheduler", "detokenizer", "publisher") if name in command}
         return found
 
+    def children_of_ranks(self, name: str) -> list[int]:
+        """Return the pids of one process of every data-parallel rank, in order."""
+        found = [child for child in psutil.Process(self.process.pid).children() if name in " ".join(child.cmdline())]
+        return [child.pid for child in sorted(found, key=lambda child: (child.create_time(), child.pid))]
+
     def idle(self) -> bool:
         """Return whether no request runs or waits, and no pages are used."""
         with self.client() as http:
@@ -234,6 +240,17 @@ def running(model: Path | str, *flags: str, **kwargs: Any) -> Iterator[ServerPro
         yield server.ready()
     finally:
         server.stop()
+
+
+def port_flags(ranks: int) -> list[str]:
+    """Return flags with ports of events, replay and load that are free, for so many ranks each."""
+    while True:
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+            first = stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
+            for port in range(first + 1, first + 3 * ranks):
+                stack.enter_context(socket.create_server(("127.0.0.1", port)))
+            flags = ("--events-port", "--replay-port", "--load-port")
+            return [f"{flag}={first + at * ranks}" for at, flag in enumerate(flags)]
 
 
 def eventually(condition: Callable[[], Any], timeout_s: float = 60.0, what: str = "") -> Any:
