@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -23,6 +22,7 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from support.fake_scheduler import Magic
+from support.ports import free_base
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -244,13 +244,7 @@ def running(model: Path | str, *flags: str, **kwargs: Any) -> Iterator[ServerPro
 
 def port_flags(ranks: int) -> list[str]:
     """Return flags with ports of events, replay and load that are free, for so many ranks each."""
-    while True:
-        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
-            first = stack.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
-            for port in range(first + 1, first + 3 * ranks):
-                stack.enter_context(socket.create_server(("127.0.0.1", port)))
-            flags = ("--events-port", "--replay-port", "--load-port")
-            return [f"{flag}={first + at * ranks}" for at, flag in enumerate(flags)]
+    return [f"{flag}={free_base(ranks)}" for flag in ("--events-port", "--replay-port", "--load-port")]
 
 
 def eventually(condition: Callable[[], Any], timeout_s: float = 60.0, what: str = "") -> Any:
