@@ -27,6 +27,7 @@ from treeline_epp.endpoints.adapters.base import EngineInfo, KvSource, LoadRepor
 from treeline_epp.endpoints.engine_http import EngineKey
 from treeline_epp.endpoints.http_client import HttpClient
 from treeline_epp.endpoints.model_server_metrics import MetricNames
+from treeline_epp.endpoints.scraped import ScrapedLoad
 from treeline_epp.endpoints.scraper import Scraper, Scraping
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.endpoints.watcher import EngineClient, EngineState, EngineWatcher, ProbePace, Sweep
@@ -226,9 +227,7 @@ class Fleet:
         http = HttpClient() if key_file is None else HttpClient(EngineKey(key_file))
         client = EngineClient(http, spec.address, spec.engine, spec.kv)
         watcher = EngineWatcher(spec, client, lambda state, info: self._on_report(member, state, info), self._pace)
-        scraper = Scraper(
-            spec.name, spec.address, self.scraping, lambda load, at: self.picker.on_load(spec.name, load, at)
-        )
+        scraper = Scraper(spec.name, spec.address, self.scraping, lambda loads, at: self._on_scraped(member, loads, at))
         member = Member(spec, client, watcher, scraper)
         self.members[spec.name] = member
         member.tasks.append(self._spawn(member.watcher.run, f"watch {spec.name}"))
@@ -273,7 +272,7 @@ class Fleet:
     def _on_report(self, member: Member, state: EngineState, info: EngineInfo | None) -> None:
         if state is EngineState.READY and info is not None:
             self._register(member, info)
-        member.scraper.follow(_scraped(member.client, state, info))
+        member.scraper.follow(_scraped(member.client, state, info), [one.rank for one in member.ranks] or (None,))
         self._announce_soon(member.spec.name)
 
     def _register(self, member: Member, info: EngineInfo) -> None:
@@ -433,6 +432,10 @@ class Fleet:
         if subscription is None or not isinstance(load, TreelineLoad):
             return ()
         return subscription.on_heartbeat(load.epoch, None, now)
+
+    def _on_scraped(self, member: Member, loads: Sequence[ScrapedLoad], at: float) -> None:
+        for one, load in zip(member.ranks, loads, strict=False):
+            self.picker.on_load(one.name, load, at)
 
     # --- the lists of Envoy and of the picker -------------------------------------------------------------------------
 
