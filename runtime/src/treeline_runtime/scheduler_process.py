@@ -89,7 +89,7 @@ class SocketTransport:
             self._http.send(Heartbeat("scheduler", self._load))
 
 
-def _config_of(spec: ChildSpec) -> ServerArgs:
+def config_of(spec: ChildSpec) -> ServerArgs:
     """The settings of a rank: its share of the machine's GPUs, or of CPU threads. Raises ConfigError."""
     args = dataclasses.replace(spec.args, model=spec.model_dir)
     if args.dp_size == 1:
@@ -116,7 +116,7 @@ def run(spec: ChildSpec, context: zmq.Context[zmq.Socket[bytes]]) -> None:
 
 def serve(spec: ChildSpec, transport: SocketTransport) -> None:
     try:
-        config = _config_of(spec)
+        config = config_of(spec)
         scheduler = start(config, transport)
     except (ConfigError, ModelError) as error:
         raise StartError(str(error)) from None
