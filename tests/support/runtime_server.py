@@ -22,6 +22,7 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from support.fake_scheduler import Magic
+from support.ports import free_base
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -204,6 +205,11 @@ class ServerProcess:
                 found |= {name: child.pid for name in ("scheduler", "detokenizer", "publisher") if name in command}
         return found
 
+    def children_of_ranks(self, name: str) -> list[int]:
+        """Return the pids of one process of every data-parallel rank, in order."""
+        found = [child for child in psutil.Process(self.process.pid).children() if name in " ".join(child.cmdline())]
+        return [child.pid for child in sorted(found, key=lambda child: (child.create_time(), child.pid))]
+
     def idle(self) -> bool:
         """Return whether no request runs or waits, and no pages are used."""
         with self.client() as http:
@@ -234,6 +240,11 @@ def running(model: Path | str, *flags: str, **kwargs: Any) -> Iterator[ServerPro
         yield server.ready()
     finally:
         server.stop()
+
+
+def port_flags(ranks: int) -> list[str]:
+    """Return flags with ports of events, replay and load that are free, for so many ranks each."""
+    return [f"{flag}={free_base(ranks)}" for flag in ("--events-port", "--replay-port", "--load-port")]
 
 
 def eventually(condition: Callable[[], Any], timeout_s: float = 60.0, what: str = "") -> Any:

@@ -19,6 +19,9 @@ Every runtime serves this as an OpenAPI document at `/openapi.json` and as a pag
 paths of OpenAI, Anthropic and SGLang; probes and information are on a runtime's own port.
 
 Unknown fields get a 400 that names them, unless their value asks for nothing (`null`, `false`, `[]`, `{}`).
+
+A server with `--dp-size` runs a request at the data-parallel rank that the header `X-data-parallel-rank` names, or the
+field `routed_dp_rank` or `data_parallel_rank` of any body with a prompt; else at the rank with the fewest in flight.
 """
 _FEW: Final = 2
 """Fields that the same bodies share are listed once if there are more of them."""

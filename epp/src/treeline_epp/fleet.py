@@ -2,7 +2,8 @@
 
 Each discovered endpoint has a *member* with two tasks: a watcher that asks the engine for its state, and a follower
 that gets its tokenizer and listens to its publisher. Everything is level-triggered: a task reports the present state,
-and the fleet makes picker, registry and EDS agree with it.
+and the fleet makes picker, registry and EDS agree with it. A server whose requests may name a data-parallel rank is one
+member, and one endpoint of the picker for each rank.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from treeline_epp.endpoints.adapters.base import EngineInfo, KvSource, LoadRepor
 from treeline_epp.endpoints.engine_http import EngineKey
 from treeline_epp.endpoints.http_client import HttpClient
 from treeline_epp.endpoints.model_server_metrics import MetricNames
+from treeline_epp.endpoints.scraped import ScrapedLoad
 from treeline_epp.endpoints.scraper import Scraper, Scraping
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.endpoints.watcher import EngineClient, EngineState, EngineWatcher, ProbePace, Sweep
@@ -35,6 +37,7 @@ from treeline_epp.kvevents.connection import KvCallbacks, KvConnection, KvStats,
 from treeline_epp.kvevents.hearing import Hearing
 from treeline_epp.kvevents.subscription import KvSubscription
 from treeline_epp.member import Member, RankLoads
+from treeline_epp.picking.endpoint import Endpoint
 from treeline_epp.picking.picker import Picker
 from treeline_epp.requests.model_registry import Adapters, ModelRegistry
 from treeline_epp.tokenizers.engine_keyers import EngineKeyers
@@ -166,9 +169,9 @@ class Fleet:
         """Probe engines whose events name a new adapter: it was loaded after they were last asked for their models."""
         news = self.picker.index.new_adapters
         if news:
-            for name, endpoint in self.picker.endpoints.items():
+            for endpoint in self.picker.endpoints.values():
                 if not news.isdisjoint(endpoint.pods):
-                    self.probe_now(name)
+                    self.probe_now(endpoint.spec.server)
             news.clear()
 
     async def _slices(self) -> AsyncIterator[list[Member]]:
@@ -224,9 +227,7 @@ class Fleet:
         http = HttpClient() if key_file is None else HttpClient(EngineKey(key_file))
         client = EngineClient(http, spec.address, spec.engine, spec.kv)
         watcher = EngineWatcher(spec, client, lambda state, info: self._on_report(member, state, info), self._pace)
-        scraper = Scraper(
-            spec.name, spec.address, self.scraping, lambda load, at: self.picker.on_load(spec.name, load, at)
-        )
+        scraper = Scraper(spec.name, spec.address, self.scraping, lambda loads, at: self._on_scraped(member, loads, at))
         member = Member(spec, client, watcher, scraper)
         self.members[spec.name] = member
         member.tasks.append(self._spawn(member.watcher.run, f"watch {spec.name}"))
@@ -237,10 +238,14 @@ class Fleet:
         member = self.members.pop(name)
         self._unsubscribe(member)
         await self._halt(member)
-        self.picker.remove_endpoint(name)
+        self._forget(member.ranks or (member.spec,))
         self.registry.remove_endpoint(name)
         self.ways.remove(name)
-        self._on_gone(name)
+
+    def _forget(self, endpoints: Iterable[EndpointSpec]) -> None:
+        for spec in endpoints:
+            self.picker.remove_endpoint(spec.name)
+            self._on_gone(spec.name)
 
     async def _halt(self, member: Member) -> None:
         tasks = [*member.tasks, *([member.follower] if member.follower else [])]
@@ -267,7 +272,7 @@ class Fleet:
     def _on_report(self, member: Member, state: EngineState, info: EngineInfo | None) -> None:
         if state is EngineState.READY and info is not None:
             self._register(member, info)
-        member.scraper.follow(_scraped(member.client, state, info))
+        member.scraper.follow(_scraped(member.client, state, info), [one.rank for one in member.ranks] or (None,))
         self._announce_soon(member.spec.name)
 
     def _register(self, member: Member, info: EngineInfo) -> None:
@@ -278,14 +283,17 @@ class Fleet:
             return
         if known is None or known.uid != spec.uid:
             self._unsubscribe(member)
-        self.picker.add_endpoint(spec, ready=False, ranks=max(1, len(info.sources)))
+        before, member.ranks = member.ranks, _ranks(spec, info)
+        self._forget(gone for gone in before if gone.name not in {one.name for one in member.ranks})
+        for one in member.ranks:
+            self.picker.add_endpoint(one, ready=False, ranks=max(1, len(info.sources)) if one.rank is None else 1)
         member.registered = spec
         self._set_served(spec, info, self._keyers.known(spec, info))
         if known is not None and known.uid == spec.uid:  # other models, the same process
             if self._keyers.source(known) is not self._keyers.source(spec):
                 self._follow_anew(member, info)
             return
-        member.reports_draining, member.reports_adapters = False, []
+        member.reports_draining, member.reports_adapters = set(), []
         self._start_following(member, info)
 
     def _start_following(self, member: Member, info: EngineInfo) -> None:
@@ -302,7 +310,7 @@ class Fleet:
         or none.
         """
         self._unsubscribe(member)
-        if (endpoint := self.picker.endpoints.get(member.spec.name)) is not None:
+        for endpoint in self.picker.present(member.ranks):
             for pod in endpoint.pods:
                 self.picker.index.clear(pod)
         self._start_following(member, info)
@@ -366,14 +374,21 @@ class Fleet:
             member.follows = False
             return
         async with asyncio.TaskGroup() as ranks:
-            for source, pod in zip(info.sources, self.picker.endpoints[name].pods, strict=False):
-                ranks.create_task(self._listen(member, source, pod, keyer, info.sources))
+            pods = ((one, pod) for one in self.picker.present(member.ranks) for pod in one.pods)
+            for source, (endpoint, pod) in zip(info.sources, pods, strict=False):
+                sharing = info.sources if endpoint.spec.rank is None else (source,)
+                ranks.create_task(self._listen(member, source, endpoint, pod, keyer, sharing))
 
     async def _listen(
-        self, member: Member, source: KvSource, pod: Pod, keyer: PromptKeyer | None, ranks: Sequence[KvSource]
+        self,
+        member: Member,
+        source: KvSource,
+        endpoint: Endpoint,
+        pod: Pod,
+        keyer: PromptKeyer | None,
+        ranks: Sequence[KvSource],
     ) -> None:
-        """Follow one rank's publisher until cancelled."""
-        endpoint = self.picker.endpoints[member.spec.name]
+        """Follow one rank's publisher until cancelled. `ranks`: those of its endpoint, whose loads add up."""
         # After a defect this task begins again, with the old subscription.
         subscription = member.subscriptions.get(source.rank)
         if subscription is None:
@@ -388,31 +403,39 @@ class Fleet:
         reporting = [one.rank for one in ranks if one.load_port is not None]
         callbacks = KvCallbacks(
             subscription=subscription,
-            on_load=lambda load: self._on_load(member, source.rank, reporting, load),
+            on_load=lambda load: self._on_load(member, endpoint.spec.name, source.rank, reporting, load),
             on_trouble=member.watcher.probe_now,
             in_flight=lambda: len(endpoint.load.reservations),
             stats=self.stats,
         )
         await KvConnection(self._zmq, self._ticker, source, callbacks, self._curve if source.curve else None).run()
 
-    def _on_load(self, member: Member, rank: int, reporting: Sequence[int], load: Load) -> Sequence[Request]:
-        """Take a load report of one of the ranks that send any; return the requests to send to its publisher."""
+    def _on_load(
+        self, member: Member, endpoint: str, rank: int, reporting: Sequence[int], load: Load
+    ) -> Sequence[Request]:
+        """Take a load report of one of an endpoint's ranks that send any; return the requests to send to its
+        publisher.
+        """
         now = time.monotonic()
         if isinstance(load, TreelineLoad) and load.adapters != member.reports_adapters:
             member.reports_adapters = load.adapters
             member.watcher.probe_now()
         draining = isinstance(load, TreelineLoad) and load.draining
-        if draining != member.reports_draining:
-            member.reports_draining = draining
+        if draining != (rank in member.reports_draining):
+            member.reports_draining ^= {rank}
             self._announce_soon(member.spec.name)
             member.watcher.probe_now()
         whole = load if isinstance(load, TreelineLoad) else member.rank_loads.take(rank, load, reporting)
         if whole is not None:
-            self.picker.on_load(member.spec.name, whole, now)
+            self.picker.on_load(endpoint, whole, now)
         subscription = member.subscriptions.get(rank)
         if subscription is None or not isinstance(load, TreelineLoad):
             return ()
         return subscription.on_heartbeat(load.epoch, None, now)
+
+    def _on_scraped(self, member: Member, loads: Sequence[ScrapedLoad], at: float) -> None:
+        for one, load in zip(member.ranks, loads, strict=False):
+            self.picker.on_load(one.name, load, at)
 
     # --- the lists of Envoy and of the picker -------------------------------------------------------------------------
 
@@ -447,12 +470,21 @@ class Fleet:
                 continue
             known = self.eds.selectable(member.spec.address)
             ready = member.state is EngineState.READY
-            self.picker.set_ready(name, ready and known)
-            self.picker.set_draining(name, member.state is EngineState.DRAINING)
+            for one in member.ranks:
+                self.picker.set_ready(one.name, ready and known)
+                self.picker.set_draining(one.name, member.state is EngineState.DRAINING)
             if ready and not known:
                 self._waiting.add(name)
             else:
                 self._waiting.discard(name)
+
+
+def _ranks(spec: EndpointSpec, info: EngineInfo) -> tuple[EndpointSpec, ...]:
+    """Return the endpoints that a server is to the picker."""
+    sources = info.sources
+    if not info.obeys_ranks or len(sources) < 2:
+        return (spec,)
+    return tuple(spec.at_rank(source.rank, len(sources)) for source in sources)
 
 
 def _process(spec: EndpointSpec, info: EngineInfo) -> str:

@@ -124,15 +124,16 @@ def listing(fleet: Fleet) -> dict[str, object]:
     now = time.monotonic()
     endpoints: dict[str, list[dict[str, object]]] = {}
     for name, member in sorted(fleet.members.items()):
-        known, problem = fleet.picker.endpoints.get(name), member.watcher.problem
+        ranks, problem = fleet.picker.present(member.ranks), member.watcher.problem
+        flights = [one.load.in_flight(now) for one in ranks]
         endpoints.setdefault(member.spec.pool, []).append(
             {
                 "name": name,
                 "address": member.spec.address,
-                "ready": (ready := known is not None and known.eligible),
+                "ready": (ready := any(one.eligible for one in ranks)),
                 "draining": member.state is EngineState.DRAINING or member.draining,
-                "in_flight": known.load.in_flight(now) if known is not None else None,
-                "cached_tokens": known.held_tokens if known is not None else 0,
+                "in_flight": sum(filter(None, flights)) if ranks and None not in flights else None,
+                "cached_tokens": sum(one.held_tokens for one in ranks),
                 "problem": None if ready or problem is None else problem.text,
                 "lasting": not ready and problem is not None and problem.lasting,
             }
@@ -156,7 +157,7 @@ def describe(fleet: Fleet, most: int | None = None) -> list[dict[str, object]]:
 
 
 def _describe(fleet: Fleet, name: str, member: Member) -> dict[str, object]:
-    endpoint = fleet.picker.endpoints.get(name)
+    ranks = fleet.picker.present(member.ranks)
     info = member.watcher.info
     publishers = [_publisher(fleet, rank, one) for rank, one in sorted(member.subscriptions.items())]
     behind = [one for one in publishers if not one["live"]]
@@ -173,15 +174,16 @@ def _describe(fleet: Fleet, name: str, member: Member) -> dict[str, object]:
         "unfollowed": any(one["unfollowed"] for one in publishers),
         "publishers": publishers,
     }
-    if endpoint is not None:
-        out["selectable"] = endpoint.eligible
-        out["failing"] = endpoint.breaker.tripped
-        out["silent"] = endpoint.load.silent(time.monotonic())
+    if ranks:
+        now = time.monotonic()
+        out["selectable"] = any(one.eligible for one in ranks)
+        out["failing"] = any(one.breaker.tripped for one in ranks)
+        out["silent"] = any(one.load.silent(now) for one in ranks)
         out["load"] = "scraped" if member.scraper.following else "pushed"
         out["load_failing"] = member.scraper.failing
-        out["reservations"] = len(endpoint.load.reservations)
-        out["skipped_blocks"] = dict(sum((pod.skipped for pod in endpoint.pods), Counter()))
-        out["reserved_tokens"] = endpoint.load.reservations.tokens
+        out["reservations"] = sum(len(one.load.reservations) for one in ranks)
+        out["skipped_blocks"] = dict(sum((pod.skipped for one in ranks for pod in one.pods), Counter()))
+        out["reserved_tokens"] = sum(one.load.reservations.tokens for one in ranks)
     return out
 
 

@@ -25,13 +25,14 @@ class Member:
         self.scraper = scraper
         # The spec that the picker has: with models, and the process's epoch.
         self.registered: EndpointSpec | None = None
+        self.ranks: tuple[EndpointSpec, ...] = ()  # the endpoints that it is to the picker: one, or one for each rank
         self.follows = False  # whether it publishes events, which readiness then waits for
         self.subscriptions: dict[int, KvSubscription] = {}  # by rank
         self.hearing = Hearing()
         self.rank_loads = RankLoads()
         self.keyer: PromptKeyer | None = None  # reads its events and makes the keys of its requests
         self.keyer_problem: str | None = None  # why its own tokenizer cannot be used
-        self.reports_draining = False
+        self.reports_draining: set[int] = set()  # ranks, by their last reports
         self.reports_adapters: list[str] = []  # loaded adapters, by its last report
         self.ready, self.draining = spec.ready, spec.draining  # from discovery; may change while it lives
         self.tasks: list[asyncio.Task[None]] = []

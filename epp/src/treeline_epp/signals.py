@@ -166,13 +166,15 @@ def _pool(asked: Asked, models: dict[str, Asked], endpoints: list[Endpoint], now
     return PoolSignals(
         asked,
         models,
-        ready=sum(endpoint.eligible for endpoint in endpoints),
+        ready=len({endpoint.spec.server for endpoint in endpoints if endpoint.eligible}),
         queued_tokens=_total(load.queue(now)[0] for load in loads),
         in_flight_requests=_total(
             len(load.reservations) if flight is None else flight for load, flight in zip(loads, flights, strict=True)
         ),
         in_flight_tokens=_total(load.reservations.tokens for load in loads),
-        silent=sum(flight is None and endpoint.eligible for flight, endpoint in zip(flights, endpoints, strict=True)),
+        silent=len(
+            {e.spec.server for flight, e in zip(flights, endpoints, strict=True) if flight is None and e.eligible}
+        ),
     )
 
 

@@ -74,8 +74,8 @@ class WayJudge:
 
     def _look_at(self, member: Member, info: EngineInfo, now: float) -> bool:
         followed = _followed(member, info)
-        endpoint = self._picker.endpoints.get(member.spec.name)
-        if endpoint is None or not followed:
+        endpoints = self._picker.present(member.ranks)
+        if not endpoints or not followed:
             return False
         subscriptions = [one for _, one in followed]
         return member.hearing.look(
@@ -83,7 +83,7 @@ class WayJudge:
             connected=not any(one.state is SubscriptionState.DISCONNECTED for one in subscriptions),
             breaks=sum(one.counts["disconnects"] for one in subscriptions),
             batches=sum(one.counts["applied"] + one.counts[SubscriptionState.SNAPSHOT] for one in subscriptions),
-            served=Prefills(endpoint.keyed_prompts, endpoint.new_tokens),
+            served=Prefills(sum(one.keyed_prompts for one in endpoints), sum(one.new_tokens for one in endpoints)),
             readings=Readings(
                 sum(one.counts["understood"] for one in subscriptions),
                 sum(one.applied.unread.total() for one in subscriptions),
@@ -94,8 +94,9 @@ class WayJudge:
         """Give an endpoint's predictions a long life: no event will confirm them. The next event to come undoes
         that.
         """
-        for pod in self._picker.endpoints[member.spec.name].pods:
-            pod.precise = False
+        for endpoint in self._picker.present(member.ranks):
+            for pod in endpoint.pods:
+                pod.precise = False
 
     def _unheard(self, member: Member, info: EngineInfo) -> Unheard | None:
         """Return why no events arrive, and what to do; None if they do, or before that is known."""

@@ -43,6 +43,10 @@ GROUPS = {
 """Groups of `--help`, in order: name → title."""
 
 
+MAX_RANKS = 64
+"""The most data-parallel ranks of a server."""
+
+
 def _origin(text: str) -> str:
     if text == "*" or re.fullmatch(r"[a-z][a-z0-9+.-]*://[A-Za-z0-9.\[\]:-]+", text):
         return text
@@ -137,6 +141,17 @@ class ServerArgs(SchedulerConfig):
         at_least=1 << 20,
         help="memory for bodies and prompts of all requests, half of it for one client; beyond it 503 (default: "
         "%(default)s)",
+    )
+
+    dp_size: int = setting(
+        1,
+        group="engine",
+        metavar="N",
+        at_least=1,
+        at_most=MAX_RANKS,
+        help="run N engines behind this server, each with the whole model, a cache and ports of its own: the ports of "
+        "events count up by rank, and so do CUDA devices; a router names a request's rank in the header "
+        "X-data-parallel-rank (default: %(default)s)",
     )
 
     metrics_host: str = setting(

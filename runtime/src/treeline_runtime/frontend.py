@@ -33,8 +33,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from treeline_runtime.args import ServerArgs
 from treeline_runtime.config import ConfigError
 from treeline_runtime.download import repository
-from treeline_runtime.ipc import Outbox
-from treeline_runtime.messages import FinishReason
+from treeline_runtime.messages import FinishReason, LoadUpdate
 from treeline_runtime.models.config import ModelError
 from treeline_runtime.models.pooling import Pooling, pooling_of
 from treeline_runtime.server.formats import Formats, formats_of
@@ -46,7 +45,7 @@ from treeline_runtime.server.prompts import Prompts
 from treeline_runtime.server.reader_pool import ReaderPool, ReaderSpec
 from treeline_runtime.server.sampling import SamplingDefaults
 from treeline_runtime.server.service import Service, State
-from treeline_runtime.tokenizer_manager import TokenizerManager
+from treeline_runtime.tokenizer_manager import Rank, TokenizerManager
 
 if TYPE_CHECKING:
     from treeline_runtime.server.tracing import Tracing
@@ -313,12 +312,10 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise ServeError(f"--model: cannot read {path}: {error}") from None
 
 
-def new_service(
-    args: ServerArgs, model: ServedModel, to_scheduler: Outbox, to_detokenizer: Outbox, to_publisher: Outbox | None
-) -> tuple[Service, ReaderPool]:
+def new_service(args: ServerArgs, model: ServedModel, ranks: Sequence[Rank]) -> tuple[Service, ReaderPool]:
     """The service that answers requests, with its reader processes. Raises ServeError."""
     name = served_name(args)
-    metrics = Metrics(name)
+    metrics = Metrics(name, len(ranks))
     pool = ReaderPool(
         ReaderSpec(
             str(model.directory.absolute()),
@@ -334,9 +331,9 @@ def new_service(
         model_name=name,
         prompts=model.prompts,
         defaults=model.defaults,
-        manager=TokenizerManager(metrics, to_scheduler, to_detokenizer, to_publisher),
+        manager=TokenizerManager(metrics, ranks),
         metrics=metrics,
-        state=State(),
+        state=State(loads=[LoadUpdate()] * len(ranks)),
         budget=ByteBudget(args.max_bytes_in_flight),
         pooling=model.pooling,
         formats=model.formats,

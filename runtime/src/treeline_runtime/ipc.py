@@ -1,9 +1,12 @@
 """Communication between the runtime's processes: each has one inbox (ZMQ PULL over ipc), and all others connect to it.
 
-    http process ──▶ scheduler.ipc, detokenizer.ipc, publisher.ipc
-    scheduler    ──▶ detokenizer.ipc, publisher.ipc, http.ipc (control only)
-    detokenizer  ──▶ http.ipc, scheduler.ipc (StopReq)
-    publisher    ──▶ http.ipc (control only)
+    http process ──▶ scheduler, detokenizer, publisher
+    scheduler    ──▶ detokenizer, publisher, http (control only)
+    detokenizer  ──▶ http, scheduler (StopReq)
+    publisher    ──▶ http (control only)
+
+Each data-parallel rank has these processes and inboxes of its own; the HTTP process is one, with an inbox per rank. So
+no message says a rank.
 
 Messages between engine parts are in `messages`; those below concern the processes. The sockets are in a folder of mode
 0700 that the parent creates and removes.
@@ -71,12 +74,13 @@ decode_to_publisher = msgspec.msgpack.Decoder(
 
 
 class Addresses(msgspec.Struct, frozen=True):
-    """The inboxes as ZMQ endpoints: sockets in a private folder."""
+    """The inboxes of a data-parallel rank as ZMQ endpoints: sockets in a private folder."""
 
     folder: str
+    rank: int = 0
 
     def of(self, process: str) -> str:
-        return f"ipc://{self.folder}/{process}.ipc"
+        return f"ipc://{self.folder}/{process}-{self.rank}.ipc"
 
     def remove(self) -> None:
         """Removes the sockets and the folder. Idempotent."""

@@ -105,6 +105,9 @@ def url_of(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+LAST_PORT = 65535
+
+
 class EventsError(Exception):
     """The event sockets cannot be opened; the message says what to change."""
 
@@ -122,14 +125,21 @@ def open_keys(args: ServerArgs) -> tuple[CurveKeys | None, str]:
 
 
 def check_event_ports(args: ServerArgs, host: str) -> None:
-    """Raises EventsError naming a port that is taken or given twice."""
+    """Raises EventsError naming a port that is taken or given twice. Each rank has three: ports count up by rank."""
     flags = dict[int, str]()
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    for flag, port in (
+    bases = (
         ("--events-port", args.events_port),
         ("--replay-port", args.replay_port),
         ("--load-port", args.load_port),
-    ):
+    )
+    for flag, base in bases if args.dp_size > 1 else ():
+        if not 0 < base <= LAST_PORT + 1 - args.dp_size:
+            raise EventsError(
+                f"{flag}: {base} is not the first of {args.dp_size} ports, one for each rank (--dp-size): give one "
+                f"from 1 to {LAST_PORT + 1 - args.dp_size} (--no-events = none)"
+            )
+    for flag, port in ((flag, base + rank) for flag, base in bases for rank in range(args.dp_size)):
         if port and (other := flags.setdefault(port, flag)) != flag:
             raise EventsError(f"{flag}: {port} is already the port of {other}: give another one (0 = any free port)")
         with socket.socket(family, socket.SOCK_STREAM) as probe:

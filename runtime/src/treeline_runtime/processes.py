@@ -56,6 +56,15 @@ class ChildSpec(msgspec.Struct, frozen=True):
     model_dir: str
     epoch: int
 
+    @property
+    def rank(self) -> int:
+        """The data-parallel rank."""
+        return self.addresses.rank
+
+    def name(self, process: str) -> str:
+        """The process's name in logs and messages: with its rank, where there are several."""
+        return process if self.args.dp_size == 1 else f"rank {self.rank} {process}"
+
 
 class StartError(Exception):
     """The child cannot work, for a reason that the user can fix."""
@@ -141,7 +150,7 @@ def _spawn(module: str) -> subprocess.Popen[bytes]:
 
 
 class ProcessGroup:
-    """Child processes. `on_end` is called in the event loop for each that ends."""
+    """Child processes by name. `on_end` is called in the event loop for each that ends."""
 
     def __init__(self, on_end: Callable[[Ended], None]) -> None:
         self._on_end = on_end
@@ -150,27 +159,27 @@ class ProcessGroup:
 
     def start(self, process: str, spec: ChildSpec) -> None:
         """Starts a child and sends its orders."""
-        child = _spawn(MODULES[process])
-        self._children[process] = child
+        child, name = _spawn(MODULES[process]), spec.name(process)
+        self._children[name] = child
         assert child.stdin is not None
         child.stdin.write(msgspec.json.encode(spec) + b"\n")
         child.stdin.flush()
         loop = asyncio.get_running_loop()
-        ended = self._ended[process] = loop.create_future()
+        ended = self._ended[name] = loop.create_future()
 
         def on_end(status: int) -> None:
             ended.set_result(None)
-            self._on_end(Ended(process, status))
+            self._on_end(Ended(name, status))
 
         def wait() -> None:
             status = child.wait()
             loop.call_soon_threadsafe(on_end, status)
 
-        threading.Thread(target=wait, daemon=True, name=f"{process} wait").start()
+        threading.Thread(target=wait, daemon=True, name=f"{name} wait").start()
 
-    def abort(self, process: str) -> None:
+    def abort(self, name: str) -> None:
         """Ends a stuck child so that its stacks are logged (`faulthandler`)."""
-        self._children[process].send_signal(signal.SIGABRT)
+        self._children[name].send_signal(signal.SIGABRT)
 
     async def stop(self) -> None:
         """Ends all children: closes their standard input, and kills them after `STOP_S`."""
@@ -180,8 +189,8 @@ class ProcessGroup:
             assert child.stdin is not None
             child.stdin.close()
         await asyncio.wait(self._ended.values(), timeout=STOP_S)
-        for process, child in self._children.items():
-            if not self._ended[process].done():
+        for name, child in self._children.items():
+            if not self._ended[name].done():
                 child.kill()
         await asyncio.wait(self._ended.values())
 
@@ -196,7 +205,7 @@ def run_child(process: str, run: Callable[[ChildSpec, zmq.Context[zmq.Socket[byt
     if process == "scheduler":
         end_with_parent()
     spec = msgspec.json.decode(sys.stdin.buffer.readline(), type=ChildSpec)
-    setup_logging(process, spec.args.log_level, spec.args.log_format)
+    setup_logging(spec.name(process), spec.args.log_level, spec.args.log_format)
     faulthandler.enable()  # the watchdog ends a stuck child with SIGABRT: then its stacks are in the log
     threading.Thread(target=_watch_parent, args=(spec.addresses,), name="lifeline", daemon=True).start()
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -210,7 +219,7 @@ def run_child(process: str, run: Callable[[ChildSpec, zmq.Context[zmq.Socket[byt
         if _told_to_stop.wait(NOTICE_S):  # the first to notice removes the folder of all children's sockets
             context.destroy(linger=0)
             return 0
-        logger.exception("the %s process failed", process)
+        logger.exception("the %s process failed", spec.name(process))
         last_words(context, spec, Failed(process, f"{type(error).__name__}: {error}"))
     return 1
 

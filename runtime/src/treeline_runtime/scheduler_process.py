@@ -9,8 +9,10 @@ import sys
 import time
 from typing import Any
 
+import torch
 import zmq
 
+from treeline_runtime.args import ServerArgs
 from treeline_runtime.config import ConfigError
 from treeline_runtime.ipc import HEARTBEAT_S, Failed, Heartbeat, Inbox, Outbox, Ready
 from treeline_runtime.messages import (
@@ -21,6 +23,7 @@ from treeline_runtime.messages import (
     decode_to_scheduler,
 )
 from treeline_runtime.models import ModelError
+from treeline_runtime.models.loader import resolve_device
 from treeline_runtime.processes import ChildSpec, StartError, last_words, run_child
 from treeline_runtime.scheduler import start
 from treeline_runtime.scheduler.ranks.protocol import GroupFailed
@@ -86,6 +89,24 @@ class SocketTransport:
             self._http.send(Heartbeat("scheduler", self._load))
 
 
+def config_of(spec: ChildSpec) -> ServerArgs:
+    """The settings of a rank: its share of the machine's GPUs, or of CPU threads. Raises ConfigError."""
+    args = dataclasses.replace(spec.args, model=spec.model_dir)
+    if args.dp_size == 1:
+        return args
+    device = resolve_device(args.device)
+    needed = args.dp_size * args.tp_size
+    if device.type == "cpu":
+        return dataclasses.replace(args, threads=args.threads or max(1, torch.get_num_threads() // needed))
+    first, there = device.index or 0, torch.cuda.device_count()
+    if first + needed > there:
+        raise ConfigError(
+            f"--dp-size {args.dp_size} with --tp-size {args.tp_size} needs {needed} GPUs, cuda:{first} to cuda:"
+            f"{first + needed - 1}, and this machine has {there}: make one of them smaller"
+        )
+    return dataclasses.replace(args, device=f"cuda:{first + spec.rank * args.tp_size}")
+
+
 def run(spec: ChildSpec, context: zmq.Context[zmq.Socket[bytes]]) -> None:
     try:
         serve(spec, SocketTransport(spec, context))
@@ -95,7 +116,7 @@ def run(spec: ChildSpec, context: zmq.Context[zmq.Socket[bytes]]) -> None:
 
 def serve(spec: ChildSpec, transport: SocketTransport) -> None:
     try:
-        config = dataclasses.replace(spec.args, model=spec.model_dir)
+        config = config_of(spec)
         scheduler = start(config, transport)
     except (ConfigError, ModelError) as error:
         raise StartError(str(error)) from None

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import gc
 import importlib.metadata
 import logging
@@ -38,6 +39,7 @@ from treeline_runtime.server import surfaces
 from treeline_runtime.server.administration import Administration
 from treeline_runtime.server.limits import Limits
 from treeline_runtime.server.probes import Probes, ServerInfo
+from treeline_runtime.tokenizer_manager import Rank
 
 INTERRUPT_DRAIN_S = 3.0
 """Time that Ctrl-C gives running requests."""
@@ -55,7 +57,7 @@ class Server:
         args: ServerArgs,
         listeners: Listeners,
         model: ServedModel,
-        addresses: Addresses,
+        socket_folder: Path,
         context: zmq.Context[zmq.Socket[bytes]],
         signals: asyncio.Queue[signal.Signals],
     ) -> None:
@@ -63,22 +65,27 @@ class Server:
         self._args = args
         self._listeners = listeners
         self._context = context
-        self._spec = ChildSpec(args, addresses, str(model.directory), secrets.randbits(64) or 1)
+        epoch = secrets.randbits(64) or 1
+        self._ranks = [
+            ChildSpec(args, Addresses(str(socket_folder), rank), str(model.directory), epoch)
+            for rank in range(args.dp_size)
+        ]
+        """By data-parallel rank: what its processes are told."""
         self._started = time.monotonic()
         self._failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._signals = signals
         self._children = ["scheduler", "detokenizer", *([] if args.no_events else ["publisher"])]
         self._ready: dict[str, dict[str, Any]] = {}
+        """What children said when they were ready, by name."""
         self._stopping = False
-        self._to_scheduler = Outbox(context, addresses.of("scheduler"))
-        self._to_publisher = None if args.no_events else Outbox(context, addresses.of("publisher"))
-        to_detokenizer = Outbox(context, addresses.of("detokenizer"))
-        self._service, self._pool = new_service(args, model, self._to_scheduler, to_detokenizer, self._to_publisher)
+        boxes = [{kind: Outbox(context, spec.addresses.of(kind)) for kind in self._children} for spec in self._ranks]
+        ranks = [Rank(one["scheduler"], one["detokenizer"], one.get("publisher")) for one in boxes]
+        self._service, self._pool = new_service(args, model, ranks)
         self._state = self._service.state
         info = ServerInfo(
             args=args,
             version=importlib.metadata.version("treeline-runtime"),
-            epoch=self._spec.epoch,
+            epoch=epoch,
             model_config=model.config,
             started_at=time.time(),
         )
@@ -90,11 +97,13 @@ class Server:
         """Serves until a signal or failure stops it; returns the exit status."""
         group = ProcessGroup(self._on_end)
         servers = self._servers()
-        inbox = None
+        inboxes = []
         try:
-            inbox = AsyncInbox(self._context, self._spec.addresses.of("http"), decode_to_http, self._on_message)
-            for process in self._children:
-                group.start(process, self._spec)
+            for spec in self._ranks:
+                on_message = functools.partial(self._on_message, spec)
+                inboxes.append(AsyncInbox(self._context, spec.addresses.of("http"), decode_to_http, on_message))
+                for process in self._children:
+                    group.start(process, spec)
             serving = [server.start() for server in servers]
             watchdog = asyncio.create_task(self._watch(group))
             health = asyncio.create_task(self._probes.health.watch())
@@ -111,7 +120,7 @@ class Server:
             if self._service.tracing is not None:
                 await self._service.tracing.stop(FAREWELL_S)
             await group.stop()
-            if inbox is not None:
+            for inbox in inboxes:
                 inbox.close()
 
     async def _until_stopped(self, serving: Sequence[asyncio.Task[None]]) -> int:
@@ -153,9 +162,10 @@ class Server:
         finished."""
         args, state = self._args, self._state
         state.draining = True
-        self._to_scheduler.send(DrainReq())
-        if self._to_publisher is not None:
-            self._to_publisher.send(DrainReq())
+        for rank in self._service.manager.ranks:
+            rank.scheduler.send(DrainReq())
+            if rank.publisher is not None:
+                rank.publisher.send(DrainReq())
         if number == signal.SIGTERM:
             logger.info("SIGTERM: draining, %d requests in flight", self._service.active)
             await asyncio.sleep(args.pre_stop)
@@ -184,7 +194,7 @@ class Server:
         while not state.ready:
             await asyncio.sleep(0.2)
             if time.monotonic() - self._started > args.start_timeout:
-                missing = [process for process in self._children if process not in self._ready]
+                missing = [name for name in self._names if name not in self._ready]
                 self._report(f"not ready after {args.start_timeout:g} s: waiting for {', '.join(missing)}")
                 return
         while args.watchdog_timeout:
@@ -197,48 +207,54 @@ class Server:
 
     # ---- what children say --------------------------------------------------------------------------------
 
-    def _on_message(self, message: ToHttp) -> None:
+    @property
+    def _names(self) -> list[str]:
+        return [spec.name(process) for spec in self._ranks for process in self._children]
+
+    def _on_message(self, spec: ChildSpec, message: ToHttp) -> None:
+        """`spec`: of the rank that it comes from."""
         match message:
             case BatchTextOut():
                 self._service.manager.on_batch(message)
-                self._probes.health.on_batch(message)
+                self._probes.health.on_batch(message, spec.rank)
             case Heartbeat():
                 if self._state.heartbeat_at:
-                    self._state.heartbeat_at[message.process] = time.monotonic()
+                    self._state.heartbeat_at[spec.name(message.process)] = time.monotonic()
                 self._state.heartbeats += 1
                 if message.load is not None:
-                    self._state.load = message.load
+                    self._state.loads[spec.rank] = message.load
             case Reply():
                 self._service.manager.on_reply(message)
             case Ready():
-                self._ready[message.process] = message.info
-                if len(self._ready) == len(self._children):
+                self._ready[spec.name(message.process)] = message.info
+                if len(self._ready) == len(self._names):
                     self._on_ready()
             case Failed():
-                self._report(f"the {message.process} process failed: {message.message}")
+                self._report(f"the {spec.name(message.process)} process failed: {message.message}")
 
     def _on_ready(self) -> None:
-        args, scheduler, service, metrics = self._args, self._ready["scheduler"], self._service, self._service.metrics
-        publisher = self._ready.get("publisher")
-        service.limits = Limits(
-            context_length=scheduler["context_length"], max_request_tokens=scheduler["longest_request"]
-        )
+        args, service, metrics = self._args, self._service, self._service.metrics
+        schedulers = [self._ready[spec.name("scheduler")] for spec in self._ranks]
+        scheduler = min(schedulers, key=lambda info: info["longest_request"])  # a request may go to any rank
+        publisher = self._ready.get(self._ranks[0].name("publisher"))
+        service.limits = Limits(scheduler["context_length"], scheduler["longest_request"], args.dp_size)
         self._probes.scheduler_info = scheduler
         self._probes.kv_events = None if publisher is None else _kv_events(publisher, args)
         self._pool.start()
         gc.collect()
         gc.freeze()  # objects so far are permanent: later collections skip them
-        self._state.heartbeat_at = dict.fromkeys(self._children, time.monotonic())
+        self._state.heartbeat_at = dict.fromkeys(self._names, time.monotonic())
         self._state.ready = True
         took_s = time.monotonic() - self._started
         metrics.set("startup_time_seconds", took_s)
         metrics.set("context_len", scheduler["context_length"])
         metrics.set("page_size", args.page_size)
         logger.info(
-            "ready after %.1f s: %s on %s, cache of %d tokens (%s, %d bytes each), contexts of %d",
+            "ready after %.1f s: %s on %s, %scache of %d tokens (%s, %d bytes each), contexts of %d",
             took_s,
             self._service.model_name,
             url(self._listeners.http),
+            "" if args.dp_size == 1 else f"{args.dp_size} ranks, each with a ",
             scheduler["max_total_tokens"],
             scheduler["kv_dtype"],
             scheduler["kv_bytes_per_token"],
@@ -288,7 +304,8 @@ async def _first(*futures: asyncio.Future[Any]) -> None:
 
 
 def _kv_events(publisher: dict[str, Any], args: ServerArgs) -> dict[str, Any]:
-    """The addresses at which this server publishes, under SGLang's names."""
+    """The addresses at which this server publishes, under SGLang's names. `publisher`: what rank 0's said when it was
+    ready; other ranks' ports follow."""
     return {
         "publisher": "zmq",
         "endpoint_host": "*" if publisher["host"] in ("0.0.0.0", "::") else publisher["host"],
@@ -298,7 +315,7 @@ def _kv_events(publisher: dict[str, Any], args: ServerArgs) -> dict[str, Any]:
         "topic": args.kv_events_topic,
         "load_topic": LOAD_TOPIC.decode(),
         "block_size": args.page_size,
-        "dp_size": 1,
+        "dp_size": args.dp_size,
         "curve": publisher["curve"],
     }
 
@@ -351,6 +368,6 @@ async def _run(args: ServerArgs, listeners: Listeners, model: ServedModel) -> in
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with SocketFolder() as folder:
         try:
-            return await Server(args, listeners, model, Addresses(str(folder)), context, signals).run()
+            return await Server(args, listeners, model, folder, context, signals).run()
         finally:
             context.destroy(linger=0)

@@ -10,6 +10,8 @@ processes see unique ids of ours: name, `#`, count. Each tenant has its own name
 Clients take turns in sending to the scheduler. The inboxes of scheduler and detokenizer do not know clients. So a
 client's generations wait here, unencoded, until the scheduler has confirmed most earlier messages. At most
 `WINDOW_BYTES`, and one generation of each waiting client, are ahead of another client's generation.
+
+All generations of a request run at one data-parallel rank: the one it names, else that with the fewest in flight.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ from treeline_runtime.server.pacing import Pacer
 T = TypeVar("T")
 
 MAX_GENERATIONS_OF_CLIENT = 16_384
-"""Generations of one client in flight at an HTTP process."""
+"""Generations of one client in flight at a rank."""
 WINDOW_BYTES = 2 << 20
 """The most bytes on the way, or one larger generation: a few milliseconds to send or read."""
 MARK_BYTES = WINDOW_BYTES // 4
@@ -129,6 +131,20 @@ class Sender(Protocol):
     def send(self, message: msgspec.Struct) -> bool: ...
 
 
+class Rank:
+    """A data-parallel rank: its processes, and its generations in flight."""
+
+    def __init__(self, scheduler: Sender, detokenizer: Sender, publisher: Sender | None = None) -> None:
+        self.scheduler = scheduler
+        self.detokenizer = detokenizer
+        self.publisher = publisher
+        self.gate = Gate[GenerateReq](size_of)
+        self.running = 0
+        """Generations in flight, waiting ones included."""
+        self.chosen_at = 0
+        """Count of the last choice: of equally busy ranks, the one chosen longest ago is next."""
+
+
 class DuplicateRid(Exception):
     """The request id is already in flight, or given twice."""
 
@@ -162,6 +178,7 @@ class InflightRequest:
         ids: Sequence[str],
         names: Iterable[tuple[str | None, str]],
         client: str | None,
+        rank: Rank,
     ) -> None:
         """`rids`: the clients' names of the generations; `ids`: ours."""
         self.rids = list(rids)
@@ -169,6 +186,7 @@ class InflightRequest:
         """(tenant, name) by which `abort` finds this request while it is open."""
         self.client = client
         """The client of the generations; clients take turns."""
+        self.rank = rank
         self._manager = manager
         now = time.monotonic()
         self._generations = {id: _Generation(self, index, now) for index, id in enumerate(ids)}
@@ -247,26 +265,17 @@ def merge(outs: Sequence[TextOut]) -> TextOut:
 
 
 class TokenizerManager:
-    """Sends generations to the scheduler and routes outputs back. All methods run in the event loop."""
+    """Sends generations to the schedulers and routes outputs back. All methods run in the event loop."""
 
-    def __init__(
-        self,
-        metrics: Metrics,
-        to_scheduler: Sender,
-        to_detokenizer: Sender,
-        to_publisher: Sender | None = None,
-    ) -> None:
+    def __init__(self, metrics: Metrics, ranks: Sequence[Rank]) -> None:
+        self.ranks = ranks
         self._metrics = metrics
-        self._to_scheduler = to_scheduler
-        self._to_detokenizer = to_detokenizer
-        self._to_publisher = to_publisher
         self._running: dict[str, _Generation] = {}
         """Running generations by our own ids."""
         self._named: dict[str, dict[str | None, list[str]]] = {}
         """Name that clients use for a request or a generation → tenant → our ids of the generations."""
-        self._gate = Gate[GenerateReq](size_of)
-        self._marks: dict[str, int] = {}
-        """Open questions to the scheduler whether it has taken all up to a mark: question's id → mark."""
+        self._marks: dict[str, tuple[Rank, int]] = {}
+        """Open questions to a scheduler whether it has taken all up to a mark, by the question's id."""
         self._all_sent = asyncio.Event()
         """No generation waits for its turn."""
         self._asked: dict[str, asyncio.Future[Reply]] = {}
@@ -280,21 +289,30 @@ class TokenizerManager:
         *,
         tenant: str | None = None,
         on_output: Callable[[int, TextOut], None] | None = None,
+        rank: int | None = None,
     ) -> InflightRequest:
         """Starts requests of one client, whose `rid` is the client's; `abort` takes these, and `name` for all. They
-        take turns with other clients' (`gate`).
+        take turns with other clients' (`gate`). `rank`: where to run them; None = where the fewest are in flight.
 
         The caller must `close` the result in any case; then `on_close` is called, but not if this raises. Raises
         DuplicateRid if the tenant has one of the names in flight, and TooManyGenerations.
         """
-        inflight = self._register(requests, name, tenant)
+        at = self._least_busy() if rank is None else self.ranks[rank]
+        inflight = self._register(requests, name, tenant, at)
         inflight.on_output, inflight.on_close = on_output, on_close
         for id, request in zip(inflight.ids, requests, strict=True):
-            self._gate.put(inflight.client, id, request)
-        self._pump()
+            at.gate.put(inflight.client, id, request)
+        self._pump(at)
         return inflight
 
-    def _register(self, requests: Sequence[GenerateReq], name: str | None, tenant: str | None) -> InflightRequest:
+    def _least_busy(self) -> Rank:
+        rank = min(self.ranks, key=lambda rank: (rank.running, rank.chosen_at))
+        rank.chosen_at = next(self._count)
+        return rank
+
+    def _register(
+        self, requests: Sequence[GenerateReq], name: str | None, tenant: str | None, rank: Rank
+    ) -> InflightRequest:
         rids = [request.rid for request in requests]
         ids = [self._new_id(rid) for rid in rids]
         names: dict[tuple[str | None, str], list[str]] = {}
@@ -307,25 +325,26 @@ class TokenizerManager:
                 raise DuplicateRid(name)
             names[tenant, name] = ids
         client = requests[0].client
-        self._gate.enter(client, len(ids))
+        rank.gate.enter(client, len(ids))
         for (_, known), ids_of_it in names.items():
             self._named.setdefault(known, {})[tenant] = ids_of_it
-        inflight = InflightRequest(self, rids, ids, names, client)
+        inflight = InflightRequest(self, rids, ids, names, client, rank)
         self._running.update(inflight._generations)
+        rank.running += len(ids)
         return inflight
 
-    def _pump(self) -> None:
+    def _pump(self, rank: Rank) -> None:
         """Sends what may go now."""
-        while (found := self._gate.take()) is not None:
+        while (found := rank.gate.take()) is not None:
             id, request = found
             self._metrics.requests.inc()
-            self._to_detokenizer.send(DetokenizeInit.of(request, id))
-            self._to_scheduler.send(msgspec.structs.replace(request, rid=id))
-            if (mark := self._gate.mark()) is not None:
+            rank.detokenizer.send(DetokenizeInit.of(request, id))
+            rank.scheduler.send(msgspec.structs.replace(request, rid=id))
+            if (mark := rank.gate.mark()) is not None:
                 question = self._new_id()
-                self._marks[question] = mark
-                self._to_scheduler.send(HeardReq(question))
-        (self._all_sent.clear if len(self._gate) else self._all_sent.set)()
+                self._marks[question] = rank, mark
+                rank.scheduler.send(HeardReq(question))
+        (self._all_sent.clear if any(len(rank.gate) for rank in self.ranks) else self._all_sent.set)()
 
     def forget(self, inflight: InflightRequest) -> None:
         """Aborts the unfinished rest of an abandoned request. Idempotent."""
@@ -337,35 +356,48 @@ class TokenizerManager:
             if not tenants:
                 del self._named[name]
         inflight.names = []
-        self._gate.leave(inflight.client, len(inflight.ids))
-        running = [id for id in inflight.ids if self._running.pop(id, None) is not None]
+        rank = inflight.rank
+        rank.gate.leave(inflight.client, len(inflight.ids))
+        running = [id for id in inflight.ids if self._take(id) is not None]
         self._metrics.aborted.inc(len(running))
-        self._abort(id for id in running if not self._gate.remove(inflight.client, id))
+        self._abort(rank, (id for id in running if not rank.gate.remove(inflight.client, id)))
 
-    def _abort(self, ids: Iterable[str]) -> None:
+    def _take(self, id: str) -> _Generation | None:
+        """Removes a generation from those in flight, if it is."""
+        generation = self._running.pop(id, None)
+        if generation is not None:
+            generation.inflight.rank.running -= 1
+        return generation
+
+    def _abort(self, rank: Rank, ids: Iterable[str]) -> None:
         """Aborts generations that were sent to the scheduler."""
         if gone := list(ids):
-            self._to_scheduler.send(AbortReq(gone))
-        self._pump()
+            rank.scheduler.send(AbortReq(gone))
+        self._pump(rank)
 
     def _end_waiting(self, id: str, finish: FinishReason) -> bool:
         """Ends a generation that was not sent yet. Returns whether it did."""
-        generation = self._running.get(id)
-        if generation is None or not self._gate.remove(generation.inflight.client, id):
+        inflight = self._running[id].inflight
+        if not inflight.rank.gate.remove(inflight.client, id):
             return False
         self._end(id, finish)
         return True
 
     def _end(self, id: str, finish: FinishReason) -> None:
-        generation = self._running.pop(id)
+        generation = self._take(id)
+        assert generation is not None
         generation.inflight._deliver(generation, TextOut(id, "", [], finish))
 
     def abort(self, name: str) -> None:
         """Ends the requests of one name in all tenants, or all with "". Waiting callers get the output so far, with
         reason `abort`."""
-        named = self._named.get(name, {}).values() if name else [list(self._running)]
-        for ids in named:
-            self._abort(id for id in ids if not self._end_waiting(id, ABORTED))
+        named = itertools.chain.from_iterable(self._named.get(name, {}).values()) if name else self._running
+        sent = dict[Rank, list[str]]()
+        for id in [id for id in named if id in self._running]:
+            if not self._end_waiting(id, ABORTED):
+                sent.setdefault(self._running[id].inflight.rank, []).append(id)
+        for rank in self.ranks:
+            self._abort(rank, sent.get(rank, ()))
 
     def fail_all(self, finish: FinishReason) -> int:
         """Ends everything in flight at once, without the scheduler; returns how many."""
@@ -373,7 +405,8 @@ class TokenizerManager:
         for id in running:
             if not self._end_waiting(id, finish):
                 self._end(id, finish)
-        self._pump()
+        for rank in self.ranks:
+            self._pump(rank)
         for future in self._asked.values():
             if not future.done():
                 future.set_exception(NoReply(finish.message or finish.type))
@@ -389,13 +422,14 @@ class TokenizerManager:
                 continue  # its client has gone
             self._measure(generation, out, now)
             if out.finish is not None:
-                del self._running[out.rid]
+                self._take(out.rid)
             generation.inflight._deliver(generation, out)
 
     def on_reply(self, reply: Reply) -> None:
-        if (mark := self._marks.pop(reply.id, None)) is not None:
-            self._gate.taken(mark)
-            self._pump()
+        if (marked := self._marks.pop(reply.id, None)) is not None:
+            rank, mark = marked
+            rank.gate.taken(mark)
+            self._pump(rank)
             return
         future = self._asked.get(reply.id)
         if future is not None and not future.done():
@@ -427,29 +461,29 @@ class TokenizerManager:
 
     # ---- questions ------------------------------------------------------------------------------------------
 
-    async def flush(self, timeout_s: float = 10.0) -> Reply:
+    async def flush(self, rank: Rank, timeout_s: float = 10.0) -> Reply:
         id = self._new_id()
-        return await self._ask(self._to_scheduler, FlushReq(id), id, timeout_s)
+        return await self._ask(rank.scheduler, FlushReq(id), id, timeout_s)
 
-    async def ask(self, question: Callable[[str], AdminReq], timeout_s: float = 60.0) -> Reply:
+    async def ask(self, rank: Rank, question: Callable[[str], AdminReq], timeout_s: float = 60.0) -> Reply:
         """The scheduler's answer to the message that `question` makes with an id. Raises NoReply."""
-        self._pump()
+        self._pump(rank)
         await self._all_sent.wait()
         id = self._new_id()
-        return await self._ask(self._to_scheduler, question(id), id, timeout_s)
+        return await self._ask(rank.scheduler, question(id), id, timeout_s)
 
-    async def state(self, what: str, timeout_s: float = 10.0) -> dict[str, Any]:
+    async def state(self, rank: Rank, what: str, timeout_s: float = 10.0) -> dict[str, Any]:
         """The scheduler's `radix` or `load`. Raises NoReply."""
         id = self._new_id()
         request = StateReq(id, what)  # type: ignore[arg-type]
-        return (await self._ask(self._to_scheduler, request, id, timeout_s)).data or {}
+        return (await self._ask(rank.scheduler, request, id, timeout_s)).data or {}
 
-    async def announced(self, after_updates: int, timeout_s: float = 10.0) -> dict[str, Any]:
+    async def announced(self, rank: Rank, after_updates: int, timeout_s: float = 10.0) -> dict[str, Any]:
         """Asks the publisher for the hashes announced after `after_updates` cache updates. Raises NoReply."""
-        if self._to_publisher is None:
+        if rank.publisher is None:
             return {"seq": None, "hashes": []}
         id = self._new_id()
-        return (await self._ask(self._to_publisher, AnnouncedReq(id, after_updates), id, timeout_s)).data or {}
+        return (await self._ask(rank.publisher, AnnouncedReq(id, after_updates), id, timeout_s)).data or {}
 
     async def _ask(self, sender: Sender, request: msgspec.Struct, id: str, timeout_s: float) -> Reply:
         future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()

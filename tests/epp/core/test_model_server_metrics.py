@@ -307,3 +307,12 @@ def test_an_unchanged_page_is_not_parsed_again(monkeypatch: pytest.MonkeyPatch) 
 )
 def test_engines_are_recognised_by_the_names_of_their_metrics(waiting: str, running: str) -> None:
     assert read(f"{waiting} 3\n{running} 4\n".encode(), KNOWN) == ScrapedLoad(running=4, waiting=3)
+
+
+def test_a_rank_that_is_an_endpoint_reads_its_own_series() -> None:
+    other = REAL.replace(b'engine="0"', b'engine="12"').replace(b'model_name="tiny"} 0.0', b'model_name="tiny"} 1.0')
+    page = other + REAL + other.replace(b"12", b"1").replace(b"} 1.0", b"} 3.0")
+    loads = [PageReader((VLLM,), rank).read(page) for rank in (0, 1, 12)]
+    assert [load and (load.running, load.waiting) for load in loads] == [(0, 0), (3, 3), (1, 1)]
+    assert loads[0] == read(REAL, (VLLM,))
+    assert PageReader((VLLM,), 2).read(page) is None

@@ -6,7 +6,7 @@ from support.epp_core import KEYS, WIDTH, Prompt
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.member import RankLoads
 from treeline_epp.picking.decision import Outcome
-from treeline_epp.picking.picker import Picker
+from treeline_epp.picking.picker import Picker, PickerConfig
 from treeline_epp.picking.request import Request
 from treeline_wire.events import AllBlocksCleared, BlockRemoved
 from treeline_wire.load import LoadStat
@@ -109,3 +109,51 @@ def test_the_engines_load_needs_a_report_of_every_rank() -> None:
     assert newer is not None
     assert newer.num_running == 12
     assert RankLoads().take(0, one, (0,)) is one
+
+
+def servers(*sizes: int) -> Picker:
+    """Return a picker of servers a, b, … with so many ranks each, which requests name."""
+    picker = Picker(PickerConfig(scored=8))
+    for number, ranks in enumerate(sizes):
+        server = EndpointSpec("abc"[number], f"10.0.0.{number + 1}:1")
+        for spec in [server.at_rank(rank, ranks) for rank in range(ranks)] if ranks > 1 else [server]:
+            picker.add_endpoint(spec)
+    return picker
+
+
+def test_a_named_rank_is_an_endpoint_of_its_own() -> None:
+    picker = servers(3)
+    assert list(picker.endpoints) == ["a", "a/1", "a/2"]
+    assert {one.spec.server for one in picker.endpoints.values()} == {"a"}
+    picker.index.apply(picker.endpoints["a/2"].pod, PROMPT.stored(), KEYS)
+    picker.on_load("a", LoadStat(num_waiting=4, num_waiting_uncached_tokens=40_000), 0.0)
+    picked = picker.pick(request(), 0.0)
+    assert (picked.endpoint.name, picked.endpoint.rank, picked.destinations) == ("a/2", 2, ("10.0.0.1:1",))
+    assert picker.pick(Request("other", prompt_tokens_estimate=9), 0.0).endpoint.name != "a", "it has work to do"
+    picker.index.check()
+
+
+def test_a_fallback_has_the_rank_that_the_request_names() -> None:
+    picker = servers(4, 2)
+    for rank, fallbacks in ((3, ()), (1, ("10.0.0.2:1",))):
+        picker.index.clear(picker.endpoints["a/3"].pod)
+        picker.index.apply(picker.endpoints[f"a/{rank}"].pod, PROMPT.stored(), KEYS)
+        decision = picker.pick(request(), 0.0)
+        assert (decision.endpoint.rank, decision.destinations[1:]) == (rank, fallbacks)
+
+
+def test_a_server_with_many_ranks_still_has_another_one_as_fallback() -> None:
+    picker = servers(8, 8)
+    for rank in range(8):
+        picker.index.apply(picker.endpoints["a" if rank == 0 else f"a/{rank}"].pod, PROMPT.stored(), KEYS)
+    assert picker.pick(request(), 0.0).destinations == ("10.0.0.1:1", "10.0.0.2:1")
+
+
+def test_a_prompt_that_a_fallback_answered_is_expected_at_the_rank_that_was_named() -> None:
+    picker = servers(2, 2)
+    picker.index.apply(picker.endpoints["a/1"].pod, PROMPT.stored(), KEYS)
+    lease = picker.reserve(picker.pick(request(), 0.0), 0.0)
+    assert lease.endpoint.spec.name == "a/1"
+    picker.close(lease, 1.0, Outcome.HEADERS, served="10.0.0.2:1")
+    found = {one.candidate.spec.name: one.candidate.hit.reach for one in picker.pick(request(), 1.0).ranked}
+    assert found["b/1"] > found["b"] == 0

@@ -99,7 +99,7 @@ async def test_an_answer_in_pieces_after_an_interim_one_is_read_and_so_is_the_ne
         await http.close()
         loads: list[ScrapedLoad] = []
         scraping = Scraping()
-        scraper = Scraper("e", address, scraping, lambda load, _at: loads.append(load))
+        scraper = Scraper("e", address, scraping, lambda found, _at: loads.append(found[0]))
         scraper.follow((VLLM,))
         task = asyncio.create_task(scraper.run())
         await until(lambda: len(loads) >= 3, "three looks")

@@ -15,9 +15,11 @@ from support.epp_io import (
     equal,
     running_picker,
     small_bundle,
+    so,
     stored,
     until,
 )
+from support.ports import free_base
 from treeline_wire.load import TREELINE_LOAD_TOPIC, TreelineLoad
 
 LIVE = ("live", "checking")
@@ -156,6 +158,42 @@ async def test_a_load_report_of_draining_counts_at_once() -> None:
             return state["state"] == "draining" and not state["selectable"]
 
         await until(told, "it drains")
+
+
+async def test_each_rank_of_a_runtime_is_an_endpoint_with_its_own_events_and_load() -> None:
+    async with runtimes() as (runtime,):
+        runtime.publisher.stop()
+        bases = [free_base(2) for _ in range(3)]
+        ranks = [FakePublisher(ports=(bases[0] + rank, bases[1] + rank, bases[2] + rank)) for rank in range(2)]
+        about = runtime.engine.documents["/server_info"]
+        about["kv_events"] = ranks[0].kv_events() | {"dp_size": 2}
+        block = stored(range(64))
+        await ranks[1].store(block)
+        async with running_picker(*runtime.flags) as picker:
+            assert (await picker.get("/debug/tree")).json()["pods"] == ["e0", "e0/1"]
+            assert await holds(picker, "e0") == set()
+            assert await holds(picker, "e0/1") == set(block.block_hashes)
+
+            async def told(*loads: TreelineLoad) -> dict[str, Any]:
+                for rank, load in zip(ranks, loads, strict=True):
+                    await rank.report(TREELINE_LOAD_TOPIC, load)
+                return dict((await picker.get("/endpoints")).json()["pools"]["default"]["endpoints"][0])
+
+            busy, idle = TreelineLoad(epoch=1, seq=0, in_flight=3), TreelineLoad(epoch=1, seq=0, in_flight=2)
+            await until(lambda: so(told(busy, idle), lambda it: it["in_flight"] == 5), "their requests add up")
+            draining = TreelineLoad(epoch=1, seq=0, draining=True)
+            await until(lambda: so(told(idle, draining), lambda it: it["draining"]), "one of them drains")
+            await until(lambda: so(told(idle, idle), lambda it: it["ready"]), "none drains")
+
+            about.update({"kv_events": ranks[0].kv_events(), "epoch": 2})
+
+            async def pods() -> list[str]:
+                await told(idle, TreelineLoad(epoch=2, seq=0, draining=True))  # a change makes the picker ask
+                return list((await picker.get("/debug/tree")).json()["pods"])
+
+            await until(lambda: equal(pods(), ["e0"]), "the new process has one rank")
+        for rank in ranks:
+            rank.stop()
 
 
 async def test_the_list_of_endpoints_shows_their_load_and_their_cache() -> None:

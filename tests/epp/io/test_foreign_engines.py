@@ -59,12 +59,13 @@ async def test_vllms_ranks_are_found_by_its_report_and_kept_apart(tmp_path: Path
             assert [one["peer"] for one in found["publishers"]] == ["foreign", "foreign"]
             await comes_to_hold(picker, "vllm", SHARED)
             await second.store(SHARED, OWN)
-            await comes_to_hold(picker, "vllm", SHARED, OWN)
+            await comes_to_hold(picker, "vllm/1", SHARED, OWN)
             await first.remove(SHARED.block_hashes)
             await first.store(stored(range(200, 216)))
-            await comes_to_hold(picker, "vllm", SHARED, OWN, stored(range(200, 216)))
-            await second.clear()
             await comes_to_hold(picker, "vllm", stored(range(200, 216)))
+            await comes_to_hold(picker, "vllm/1", SHARED, OWN)
+            await second.clear()
+            await comes_to_hold(picker, "vllm/1")
             metrics = await picker.metrics()
             assert metrics['treeline_epp_engines{engine="vllm",events="followed"}'] == 1
             assert metrics['treeline_epp_kv_subscriptions{state="live"}'] == 2
@@ -90,10 +91,12 @@ async def test_a_restart_behind_the_same_ports_is_detected(tmp_path: Path) -> No
             for rank in vllm.ranks:
                 for seed in range(5):
                     await rank.store(stored(range(seed, seed + 32)))
-            await comes_to_hold(picker, "vllm", *(stored(range(seed, seed + 32)) for seed in range(5)))
+            for name in ("vllm", "vllm/1"):
+                await comes_to_hold(picker, name, *(stored(range(seed, seed + 32)) for seed in range(5)))
             vllm.restart()
             await vllm.ranks[1].store(OWN)
-            await comes_to_hold(picker, "vllm", OWN)
+            await comes_to_hold(picker, "vllm/1", OWN)
+            await comes_to_hold(picker, "vllm")
 
 
 async def test_a_restart_without_a_replay_socket_is_detected_by_the_next_event(tmp_path: Path) -> None:

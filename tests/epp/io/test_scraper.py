@@ -78,7 +78,7 @@ async def looking(
     engine.port = server.sockets[0].getsockname()[1]
     scraping = scraping or Scraping()
     loads: list[tuple[ScrapedLoad, float]] = []
-    scraper = Scraper("e", f"127.0.0.1:{engine.port}", scraping, lambda load, at: loads.append((load, at)))
+    scraper = Scraper("e", f"127.0.0.1:{engine.port}", scraping, lambda found, at: loads.append((found[0], at)))
     scraper.follow(known)
     task = asyncio.create_task(scraper.run())
     try:

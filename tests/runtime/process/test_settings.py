@@ -5,8 +5,12 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
+from treeline_runtime import scheduler_process
 from treeline_runtime.args import GROUPS, ServerArgs, build_parser, parse_args
 from treeline_runtime.config import ConfigError, SchedulerConfig
+from treeline_runtime.ipc import Addresses
+from treeline_runtime.processes import ChildSpec
 from treeline_wire.settings import settings_of
 
 
@@ -44,3 +48,25 @@ def test_secrets_are_not_shown():
     shown = ServerArgs(model="m", api_key="a", admin_key="b").public()
     assert (shown["api_key"], shown["admin_key"], shown["model"]) == ("(set)", "(set)", "m")
     assert ServerArgs(model="m").public()["api_key"] is None
+
+
+def of_ranks(**settings: object) -> list[ServerArgs]:
+    """Return the settings of every rank's scheduler."""
+    args = dataclasses.replace(ServerArgs(model="m"), **settings)  # type: ignore[arg-type]
+    specs = [ChildSpec(args, Addresses("/sockets", rank), "/models/m", 1) for rank in range(args.dp_size)]
+    return [scheduler_process.config_of(spec) for spec in specs]
+
+
+def test_ranks_share_the_gpus_or_the_threads_of_the_machine(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    assert [(one.device, one.threads, one.model) for one in of_ranks(dp_size=1)] == [("auto", None, "/models/m")]
+    assert [one.threads for one in of_ranks(dp_size=3, device="cpu")] == [2, 2, 2]
+    assert [one.threads for one in of_ranks(dp_size=2, device="cpu", threads=1)] == [1, 1]
+    assert [one.threads for one in of_ranks(dp_size=2, tp_size=2, device="cpu")] == [2, 2], "for each of its two"
+    assert {one.threads for one in of_ranks(dp_size=9, device="cpu")} == {1}
+    monkeypatch.setattr(scheduler_process, "resolve_device", lambda name: torch.device(name.replace("auto", "cuda")))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    assert [one.device for one in of_ranks(dp_size=3)] == ["cuda:0", "cuda:1", "cuda:2"]
+    assert [one.device for one in of_ranks(dp_size=2, tp_size=2, device="cuda:4")] == ["cuda:4", "cuda:6"]
+    with pytest.raises(ConfigError, match=r"--dp-size 5 with --tp-size 2 needs 10 GPUs, cuda:0 to cuda:9, .* has 8"):
+        of_ranks(dp_size=5, tp_size=2)

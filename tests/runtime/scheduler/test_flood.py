@@ -12,7 +12,7 @@ from support.runtime_engine import Harness
 from treeline_runtime.ipc import READ_AT_ONCE
 from treeline_runtime.messages import GenerateReq, SamplingParams
 from treeline_runtime.server.metrics import Metrics
-from treeline_runtime.tokenizer_manager import MAX_GENERATIONS_OF_CLIENT, InflightRequest, TokenizerManager
+from treeline_runtime.tokenizer_manager import MAX_GENERATIONS_OF_CLIENT, InflightRequest, Rank, TokenizerManager
 
 STEPS = 8
 """Two steps in which the inbox is emptied of earlier messages, and some for the scheduler's answer, the prompt, and the
@@ -32,7 +32,7 @@ class World:
         self.engine = Harness(model, max_running_requests=8)
         self.engine.check_integrity = lambda: None  # type: ignore[method-assign]  # of thousands, in each step
         self.line = Line()
-        self.manager = TokenizerManager(Metrics("m"), self.line, Line())
+        self.manager = TokenizerManager(Metrics("m"), [Rank(self.line, Line())])
 
     def open(self, client: str, name: str, count: int, tokens: int) -> InflightRequest:
         sampling = SamplingParams(max_new_tokens=tokens, ignore_eos=True)

@@ -124,9 +124,9 @@ VALUES: dict[str, Any] = {
         False,
     ),
     **_each(
-        "best_of bootstrap_port bootstrap_room data_parallel_rank disagg_prefill_dp_rank n "
+        "best_of bootstrap_port bootstrap_room disagg_prefill_dp_rank n "
         "max_completion_tokens max_dynamic_patch max_output_tokens max_tokens max_tool_calls "
-        "min_dynamic_patch min_tokens priority prompt_logprobs routed_dp_rank seed top_k "
+        "min_dynamic_patch min_tokens priority prompt_logprobs seed top_k "
         "routed_experts_prompt_start routed_experts_start_len stream_interval thinking_token_budget "
         "top_logprobs truncate_prompt_tokens",
         2,
@@ -143,6 +143,7 @@ VALUES: dict[str, Any] = {
         "vllm_xargs watermark",
         {"a": "b"},
     ),
+    **_each("data_parallel_rank routed_dp_rank", 0),
     **_each("frequency_penalty presence_penalty repetition_penalty temperature top_p min_p", 0.5),
     **_each("allowed_token_ids input_ids logprob_token_ids stop_token_ids", [2]),
     "bad_words": ["a"],
@@ -322,3 +323,14 @@ def test_two_constraints_are_named_in_the_apis_own_words(reader: Reader) -> None
     text = {"format": {"type": "json_object"}}
     with pytest.raises(ApiError, match=r"'text.format' and 'structured_outputs|structured_outputs.* and 'text.format'"):
         read(reader, "responses", text=text, structured_outputs={"regex": "a+"})
+
+
+def test_the_engines_rank_counts_and_must_be_one_that_there_is(reader: Reader) -> None:
+    body = json.dumps(NEEDED["chat"] | {"data_parallel_rank": 1, "routed_dp_rank": 2}).encode()
+    task: Any = reader.read("chat", body, Limits(4096, 4096, dp_size=3), Caller())
+    assert (task.rank, task.ignored) == (2, ())
+    assert read(reader, "chat").rank is None
+    for value in (1, -1, "0", 0.5, True):
+        with pytest.raises(ApiError, match="there is one rank, 0") as refused:
+            read(reader, "completion", routed_dp_rank=value)
+        assert refused.value.body["error"]["param"] == "routed_dp_rank"

@@ -24,7 +24,7 @@ from treeline_runtime.server.metrics import Metrics
 from treeline_runtime.server.pacing import Pacer
 from treeline_runtime.server.sampling import SamplingDefaults
 from treeline_runtime.server.service import Service, State
-from treeline_runtime.tokenizer_manager import MAX_GENERATIONS_OF_CLIENT, TokenizerManager
+from treeline_runtime.tokenizer_manager import MAX_GENERATIONS_OF_CLIENT, Rank, TokenizerManager
 from treeline_wire import headers as wire_headers
 
 CLIENTS = st.sampled_from(["one", "two", "three", None])
@@ -83,7 +83,7 @@ class Sent(list[Any]):
 def service(budget: int) -> tuple[Service, Sent]:
     """Return a service whose messages are only recorded."""
     sent, metrics, nothing = Sent(), Metrics("m"), cast(Any, None)
-    manager = TokenizerManager(metrics, sent, Sent())
+    manager = TokenizerManager(metrics, [Rank(sent, Sent())])
     state = State(ready=True)
     made = Service("m", nothing, SamplingDefaults(), manager, metrics, state, ByteBudget(budget))
     made.limits = Limits(4096, 4096)
@@ -159,7 +159,7 @@ async def test_more_generations_than_a_client_may_have_are_429_and_another_clien
         await made.open(jobs[17], asking("hostile"))
     for inflight in opened:
         inflight.close()
-    assert (made.budget.used, len(made.manager._gate), made.manager._gate._in_flight) == (0, 0, {})
+    assert (made.budget.used, len(made.manager.ranks[0].gate), made.manager.ranks[0].gate._in_flight) == (0, 0, {})
 
 
 def asking(client: str | None = None, body: bytes = b"") -> ApiRequest:

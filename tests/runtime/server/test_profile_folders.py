@@ -32,7 +32,7 @@ async def test_the_folder_of_a_profile_that_may_still_begin_stays(
     def folders() -> list[Path]:
         return list(tmp_path.iterdir())
 
-    service: Any = SimpleNamespace(manager=SimpleNamespace(ask=ask))
+    service: Any = SimpleNamespace(manager=SimpleNamespace(ask=ask, ranks=[None]))
     asked: Any = SimpleNamespace(query_params={}, json_object=dict)
     with pytest.raises(ApiError) as refused:
         await Administration(service, ServerArgs(model="m")).start_profile(asked)

@@ -23,7 +23,7 @@ from treeline_runtime.messages import (
 )
 from treeline_runtime.server.limits import GENERATION_BYTES
 from treeline_runtime.server.metrics import Metrics
-from treeline_runtime.tokenizer_manager import WINDOW_BYTES, DuplicateRid, NoReply, TokenizerManager, merge
+from treeline_runtime.tokenizer_manager import WINDOW_BYTES, DuplicateRid, NoReply, Rank, TokenizerManager, merge
 
 
 class Sent(list[Any]):
@@ -35,7 +35,7 @@ class Sent(list[Any]):
 class World:
     def __init__(self) -> None:
         self.scheduler, self.detokenizer, self.answered = Sent(), Sent(), 0
-        self.manager = TokenizerManager(Metrics("m"), self.scheduler, self.detokenizer)
+        self.manager = TokenizerManager(Metrics("m"), [Rank(self.scheduler, self.detokenizer)])
 
     def requests(self, *rids: str) -> list[GenerateReq]:
         return [GenerateReq(rid, [1], SamplingParams(stop=("x",))) for rid in rids]
@@ -214,7 +214,7 @@ async def test_generations_waiting_for_their_turn_end_without_the_scheduler(how:
 async def test_an_operation_on_the_engine_comes_after_all_generations_before_it() -> None:
     world = World()
     inflight = world.manager.open(generations(world, "c"))
-    asked = asyncio.create_task(world.manager.ask(SleepReq, timeout_s=60))
+    asked = asyncio.create_task(world.manager.ask(world.manager.ranks[0], SleepReq, timeout_s=60))
     await asyncio.sleep(0)
     while world.answer():
         await asyncio.wait([asked], timeout=0)
@@ -229,7 +229,7 @@ async def test_an_operation_on_the_engine_comes_after_all_generations_before_it(
 async def test_a_general_failure_reaches_every_reader() -> None:
     world = World()
     inflight = world.manager.open(world.requests("a", "b"))
-    asked = asyncio.create_task(world.manager.state("load"))
+    asked = asyncio.create_task(world.manager.state(world.manager.ranks[0], "load"))
     await asyncio.sleep(0)
     world.arrive(TextOut("a", "hi", [1]))
     assert world.manager.fail_all(FinishReason("error", message="gone", status=503)) == 2
@@ -246,12 +246,12 @@ async def test_a_general_failure_reaches_every_reader() -> None:
 
 async def test_questions_are_answered_or_time_out() -> None:
     world = World()
-    asked = asyncio.create_task(world.manager.state("load"))
+    asked = asyncio.create_task(world.manager.state(world.manager.ranks[0], "load"))
     await asyncio.sleep(0)
     world.manager.on_reply(Reply(world.scheduler[0].id, data={"x": 1}))
     assert await asked == {"x": 1}
     with pytest.raises(NoReply):
-        await world.manager.state("load", timeout_s=0.01)
+        await world.manager.state(world.manager.ranks[0], "load", timeout_s=0.01)
     world.manager.on_reply(Reply("unknown"))
 
 
@@ -317,3 +317,53 @@ def test_merging_keeps_withdrawals(changes: list[tuple[int, list[int]]]) -> None
         for out in merged:
             seen = seen[: len(seen) - out.withdrawn] + out.token_ids
         assert seen == ids
+
+
+async def test_each_rank_gets_its_own_requests_and_aborts() -> None:
+    ranks = [Sent(), Sent()]
+    manager = TokenizerManager(Metrics("m", 2), [Rank(scheduler, Sent()) for scheduler in ranks])
+
+    def opened(rid: str, rank: int | None = None, count: int = 1) -> Any:
+        rids = [f"{rid}:{index}" for index in range(count)]
+        return manager.open([GenerateReq(rid, [1], SamplingParams()) for rid in rids], name=rid, rank=rank)
+
+    def took() -> list[list[str]]:
+        made = [[m.rid.split(":")[0] for m in rank if isinstance(m, GenerateReq)] for rank in ranks]
+        for rank in ranks:
+            rank.clear()
+        return made
+
+    big = opened("big", count=3)
+    small = opened("small")
+    assert took() == [["big"] * 3, ["small"]]
+    named = opened("named", rank=0)
+    opened("next").close()
+    assert took() == [["named"], ["next"]], "one has four, the other one"
+    assert [m.rid for m in ranks[1] if isinstance(m, AbortReq)] == []
+    manager.abort("big")
+    assert [len(m.rid) for m in ranks[0] if isinstance(m, AbortReq)] == [3]
+    assert not ranks[1]
+    manager.abort("")
+    assert [len(m.rid) for m in ranks[0] if isinstance(m, AbortReq)] == [3, 4]
+    assert [len(m.rid) for m in ranks[1] if isinstance(m, AbortReq)] == [1]
+    manager.on_batch(BatchTextOut([TextOut(id, "", [], DONE) for id in big.ids]))
+    assert [rank.running for rank in manager.ranks] == [1, 1]
+    for inflight in (big, small, named):
+        inflight.close()
+    assert [rank.running for rank in manager.ranks] == [0, 0]
+    took()
+    for rid in "abcd":
+        opened(rid).close()
+    assert [sorted(rids) for rids in took()] == [["a", "c"], ["b", "d"]], "equally busy ranks take turns"
+
+
+async def test_requests_to_one_rank_do_not_wait_for_another() -> None:
+    ranks = [Sent(), Sent()]
+    manager = TokenizerManager(Metrics("m", 2), [Rank(scheduler, Sent()) for scheduler in ranks])
+    large = [GenerateReq(f"r{i}", [1] * 60_000, SamplingParams()) for i in range(4)]
+    full = manager.open(large, rank=0)
+    assert sum(isinstance(m, GenerateReq) for m in ranks[0]) < 4, "it has not taken the first ones yet"
+    other = manager.open([GenerateReq("other", [1], SamplingParams())], rank=1)
+    assert sum(isinstance(m, GenerateReq) for m in ranks[1]) == 1
+    full.close()
+    other.close()

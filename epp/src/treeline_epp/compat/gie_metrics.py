@@ -291,7 +291,9 @@ class GieMetrics(Observer):
             means: dict[Labels, float] = {had: statistics.fmean(known) for had, known in values.items() if known}
             text = f"Mean over the endpoints that report it: {text}"
             yield shown(f"inference_pool_average_{name}", "gauge", text, pool_of, means)
-        ready: dict[Labels, float] = {(pool,): sum(one.eligible for one in ends) for pool, ends in pools.items()}
+        ready: dict[Labels, float] = {
+            (pool,): len({one.spec.server for one in ends if one.eligible}) for pool, ends in pools.items()
+        }
         yield shown("inference_pool_ready_pods", "gauge", "Endpoints that are ready for requests.", pool_of, ready)
         queues: dict[Labels, float] = {
             (pool, endpoint): value

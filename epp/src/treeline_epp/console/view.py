@@ -124,24 +124,27 @@ def endpoints(fleet: Fleet, now: float) -> dict[str, Any]:
 
 def _endpoint(fleet: Fleet, described: dict[str, object], now: float) -> dict[str, Any]:
     out: dict[str, Any] = {key: described[key] for key in _SHOWN if key in described}
-    known = fleet.picker.endpoints.get(str(described["name"]))
-    if known is not None:
-        load, report = known.load, known.load.report
-        tokens, requests = load.queue(now)
+    if ranks := fleet.picker.present(fleet.members[str(described["name"])].ranks):
+        loads = [one.load for one in ranks]
+        flights = [load.in_flight(now) for load in loads]
+        queues = [load.queue(now) for load in loads]
         out |= {
-            "in_flight": load.in_flight(now),
-            "queued_tokens": tokens,
-            "queued_requests": requests,
-            "prefill_tokens_per_s": load.own_rate() or None,
-            "cached_tokens": known.held_tokens,
+            "in_flight": None if None in flights else sum(filter(None, flights)),
+            "queued_tokens": sum(tokens for tokens, _ in queues),
+            "queued_requests": sum(requests for _, requests in queues),
+            "prefill_tokens_per_s": sum(load.own_rate() for load in loads) or None,
+            "cached_tokens": sum(one.held_tokens for one in ranks),
         }
-        if report is not None:
-            out["report_age_s"] = now - report.at
-            out["running"] = report.running
-            if load.fresh(now) and report.decode_step_s:
-                # Each running request gets a token in a step.
-                out["tokens_per_s"] = report.running / report.decode_step_s
-            out["memory_used"] = report.tokens_held / report.tokens_total if report.tokens_total else None
+        if reports := [load.report for load in loads if load.report is not None]:
+            out["report_age_s"] = now - min(report.at for report in reports)
+            out["running"] = sum(report.running for report in reports)
+            # Each running request gets a token in a step.
+            if steps := [
+                (one.running, one.decode_step_s) for one in reports if now <= one.fresh_until and one.decode_step_s
+            ]:
+                out["tokens_per_s"] = sum(running / step_s for running, step_s in steps)
+            total = sum(report.tokens_total for report in reports)
+            out["memory_used"] = sum(report.tokens_held for report in reports) / total if total else None
     return out
 
 

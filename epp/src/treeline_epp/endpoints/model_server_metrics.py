@@ -6,11 +6,13 @@ Names and meanings are those of vLLM 0.8.5 to 0.33 (`vllm/v1/metrics/loggers.py`
 has had several names for one thing, they are listed newest first, and the first that is present counts.
 
 One server may have many series of one name: a data parallel rank each (vLLM's label `engine`, SGLang's `dp_rank`),
-whose counts are added. The shards of one rank (`tp_rank` and the like) all report the same, so one of them counts.
+whose counts are added, unless each rank is an endpoint of its own: then it has its own series. The shards of one rank
+(`tp_rank` and the like) all report the same, so one of them counts.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from msgspec import Struct
@@ -127,13 +129,14 @@ KNOWN = (
 
 
 class PageReader:
-    """Reads the pages of one engine, by the first of these names whose prefix is on them. A page on which nothing with
-    that prefix has changed, as on an idle engine, is not parsed again, which takes a tenth of the time. Its length and
-    its 64-bit hash decide that, and no engine can foresee the hash.
+    """Reads the pages of one engine, or of one of its ranks, by the first of these names whose prefix is on them. A
+    page on which nothing with that prefix has changed, as on an idle engine, is not parsed again, which takes a tenth
+    of the time. Its length and its 64-bit hash decide that, and no engine can foresee the hash.
     """
 
-    def __init__(self, candidates: Iterable[MetricNames]) -> None:
+    def __init__(self, candidates: Iterable[MetricNames], rank: int | None = None) -> None:
         self._candidates = tuple(candidates)
+        self._rank = rank
         self._seen: tuple[MetricNames, int, int] | None = None
         self._said: ScrapedLoad | None = None
 
@@ -145,6 +148,8 @@ class PageReader:
             part = _part(page, names)
             if part is None:
                 continue
+            if self._rank is not None:
+                part = _of_rank(part, b"%d" % self._rank)
             seen = names, len(part), hash(part)
             if seen != self._seen:
                 self._seen, self._said = seen, _read(part, names)
@@ -161,6 +166,16 @@ def _part(page: bytes, names: MetricNames) -> bytes | None:
     last = page.rfind(b"\n" + prefix, first) + 1 or first
     end = page.find(b"\n", last)
     return page[first:] if end < 0 else page[first:end]
+
+
+_RANK = re.compile(rb'[{,]engine="([0-9]+)"')
+"""The rank of a series of vLLM, whose requests may name it."""
+
+
+def _of_rank(page: bytes, rank: bytes) -> bytes:
+    """Return the page without the series of other ranks."""
+    lines = page.split(b"\n")
+    return b"\n".join(line for line in lines if (found := _RANK.search(line)) is None or found[1] == rank)
 
 
 def _read(page: bytes, names: MetricNames) -> ScrapedLoad | None:

@@ -14,7 +14,7 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from treeline_epp.endpoints.http_answer import Answer, BadAnswer, HttpError, HttpTimeout
 from treeline_epp.endpoints.http_client import HttpClient
@@ -102,14 +102,16 @@ def urls(address: str, names: Sequence[MetricNames]) -> list[str]:
 
 
 class Scraper:
-    """The scraper of one engine. `on_load` gets its reports, each with the time of the request."""
+    """The scraper of one engine. `on_load` gets the reports of each page (one, or those of all ranks in order) and the
+    time of the request.
+    """
 
     def __init__(
         self,
         name: str,
         address: str,
         scraping: Scraping,
-        on_load: Callable[[ScrapedLoad, float], None],
+        on_load: Callable[[Sequence[ScrapedLoad], float], None],
     ) -> None:
         self.failing: Failure | None = None
         self.scraped_at: float | None = None
@@ -119,7 +121,7 @@ class Scraper:
         self._on_load = on_load
         self._known: tuple[MetricNames, ...] = ()
         self._followed = 0  # number of changes by `follow`
-        self._reader = PageReader(())
+        self._readers: list[PageReader] = []
         self._urls: list[str] = []
         self._changed = asyncio.Event()
         self._retry_s = _FIRST_RETRY_S
@@ -130,13 +132,13 @@ class Scraper:
         """Whether the engine is scraped."""
         return bool(self._known)
 
-    def follow(self, known: tuple[MetricNames, ...]) -> None:
-        """Scrape the engine for these names from now on; with none, stop."""
-        if known == self._known:
+    def follow(self, known: tuple[MetricNames, ...], ranks: Sequence[int | None] = (None,)) -> None:
+        """Scrape the engine for these names from now on; with none, stop. `ranks`: those with reports of their own."""
+        if (known, len(ranks)) == (self._known, len(self._readers)):
             return
         self._known = known
         self._followed += 1
-        self._reader = PageReader(known)
+        self._readers = [PageReader(known, rank) for rank in ranks]
         self._urls = urls(self._address, known)
         self._retry_s = _FIRST_RETRY_S
         self.failing = self.scraped_at = None
@@ -170,7 +172,7 @@ class Scraper:
         asked_at, since = time.monotonic(), self._followed
         self._scraping.scrapes += 1
         try:
-            load = await self._load()
+            loads = await self._load()
         except _Failed as failed:
             return self._failed(failed) if self._followed == since else 0.0
         if self._followed != since:
@@ -178,7 +180,7 @@ class Scraper:
         if self.failing is not None:
             log.info("endpoint %s: its metrics can be read again", self._name)
         self.failing, self._retry_s, self.scraped_at = None, _FIRST_RETRY_S, asked_at
-        self._on_load(load, asked_at)
+        self._on_load(loads, asked_at)
         return max(self._scraping.pause(), self._read_s / MOST_SHARE)
 
     def _failed(self, failed: _Failed) -> float:
@@ -195,34 +197,34 @@ class Scraper:
         pause, self._retry_s = self._retry_s, min(_LAST_RETRY_S, 2 * self._retry_s)
         return max(pause, self._scraping.pause(), self._read_s / MOST_SHARE) * random.uniform(1.0, 1.3)
 
-    async def _load(self) -> ScrapedLoad:
-        """Return the load on the first of its pages that has one. Raises `_Failed`."""
-        reader, since = self._reader, self._followed
+    async def _load(self) -> list[ScrapedLoad]:
+        """Return the loads on the first of its pages that has all. Raises `_Failed`."""
+        readers, since = self._readers, self._followed
         said: list[_Failed] = []
         for url in self._urls:
             try:
                 page = await self._page(url)
                 if len(page) <= _HERE_BYTES:
-                    load = self._read(page, reader)
+                    loads = self._read(page, readers)
                 else:
-                    load = await asyncio.to_thread(self._read, page, reader)
+                    loads = await asyncio.to_thread(self._read, page, readers)
             except _Failed as failed:
                 if failed.reason is not Failure.NO_METRICS:
                     raise
                 said.append(failed)
                 continue
-            if load is not None:
+            if len(loads) == len(readers):
                 if self._followed == since:
                     self._urls = [url]
-                return load
+                return loads
             said.insert(0, _Failed(Failure.NO_LOAD, f"{url} names neither {_UNKNOWN}"))
         raise said[0]
 
-    def _read(self, page: bytes, reader: PageReader) -> ScrapedLoad | None:
+    def _read(self, page: bytes, readers: Iterable[PageReader]) -> list[ScrapedLoad]:
         began = time.thread_time()
-        load = reader.read(page)
+        loads = [load for reader in readers if (load := reader.read(page)) is not None]
         self._read_s = time.thread_time() - began
-        return load
+        return loads
 
     async def _page(self, url: str) -> bytes:
         """Fetch the page. Raises `_Failed`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import ipaddress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,6 +33,7 @@ class EndpointSpec:
     discovery, not from the engine. `trust_ready`: `ready` is enough where the engine has no probes.
     `engine` is its type, empty where discovery does not say: then it may be asked for every path.
     `kv`: its publisher, if it does not name one itself. `key_file` has the API key that it requires.
+    `rank`: the data-parallel rank that its requests name, of the `ranks` behind its address; None: the engine chooses.
     """
 
     name: str
@@ -45,6 +47,17 @@ class EndpointSpec:
     engine: str = ""
     kv: KvPorts | None = None
     key_file: Path | None = None
+    rank: int | None = None
+    ranks: int = 1
+
+    def at_rank(self, rank: int, ranks: int) -> EndpointSpec:
+        """Return the endpoint that is one rank of this server. The first one has the server's name."""
+        return dataclasses.replace(self, name=f"{self.name}/{rank}" if rank else self.name, rank=rank, ranks=ranks)
+
+    @property
+    def server(self) -> str:
+        """The name of the server that it is a rank of; its own if it is no rank."""
+        return self.name.removesuffix(f"/{self.rank}") if self.rank else self.name
 
     @property
     def identity(self) -> tuple[object, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -85,6 +85,7 @@ class Picker:
         """The exchange with other pickers, if there are any."""
         self._table = Table()
         self._reserved: set[Endpoint] = set()
+        self._most_ranks = 1  # endpoints of one address, so that the best ones have fallbacks among them
         self.policies = PoolPolicies(self.config.policy, self.config.seed)
         self.sessions = Sessions()
 
@@ -102,6 +103,7 @@ class Picker:
                 self._table.add(known)
                 return known
             self.remove_endpoint(spec.name)
+        self._most_ranks = max(self._most_ranks, spec.ranks)
         row = self._table.take_row()
         names = (spec.name if rank == 0 else f"{spec.name}/{rank}" for rank in range(ranks))
         pods = tuple(self.index.add_pod(name, _scope(spec), row) for name in names)
@@ -120,6 +122,10 @@ class Picker:
                 self.index.remove_pod(pod)
                 pod.row = -1
             self._reserved.discard(endpoint)
+
+    def present(self, specs: Iterable[EndpointSpec]) -> list[Endpoint]:
+        """Return those of these endpoints that are known."""
+        return [self.endpoints[spec.name] for spec in specs if spec.name in self.endpoints]
 
     def set_ready(self, name: str, ready: bool) -> None:
         """Set readiness as polled or watched. Unknown names are ignored."""
@@ -168,7 +174,8 @@ class Picker:
         one alone, while others go to the best of the full endpoints.
         """
         policy, config = self.policies.of(request.pool), self.config
-        best, scored = self._ranked(request, policy, max(config.scored, config.fallbacks + 2), config.scored, now)
+        count = max(config.scored, (config.fallbacks + 2) * self._most_ranks)
+        best, scored = self._ranked(request, policy, count, config.scored, now)
         return Decision(request, scored, self._fallbacks(best), policy.name)
 
     def explain(self, request: Request, now: float) -> Explanation:
@@ -403,7 +410,7 @@ class Picker:
         request = lease.decision.request
         for row in self._table.at([address]):
             endpoint = self._table.at_row(row)
-            if endpoint.spec.address != address:
+            if endpoint.spec.address != address or endpoint.spec.rank not in (None, lease.endpoint.spec.rank):
                 continue
             if request.session:
                 self.sessions.remember(request.session, endpoint.spec.name, now)
@@ -491,9 +498,10 @@ class Picker:
         )
 
     def _fallbacks(self, best: Sequence[Endpoint]) -> tuple[EndpointSpec, ...]:
-        first = best[0].spec.address
+        first, rank = best[0].spec.address, best[0].spec.rank or 0
         chosen: dict[str, EndpointSpec] = {}
-        for endpoint in best[1:]:
-            if len(chosen) < self.config.fallbacks and endpoint.spec.address != first:
-                chosen.setdefault(endpoint.spec.address, endpoint.spec)
+        for spec in (endpoint.spec for endpoint in best[1:]):
+            # A fallback gets the same headers: it must have the rank that they name.
+            if len(chosen) < self.config.fallbacks and spec.address != first and rank < spec.ranks:
+                chosen.setdefault(spec.address, spec)
         return tuple(chosen.values())

@@ -244,6 +244,8 @@ class Router:
         if not _may_be_asked(asked, decision.endpoint.engine):
             return refusals.path_not_served()
         lease = self.picker.reserve(decision, now)
+        if decision.endpoint.rank is not None:
+            lease.added = ((names.RANK, str(decision.endpoint.rank)),)
         metrics.decided(decision.endpoint.name)
         if log.isEnabledFor(logging.DEBUG):
             log.debug("decision", extra={"fields": decision.explain()})
@@ -306,7 +308,7 @@ class Router:
         if isinstance(result, Refusal):
             self.observers.ended(exchange)
         elif isinstance(result, Lease):
-            result.added = tuple(exchange.added)
+            result.added += tuple(exchange.added)
             if self.observers or exchange.spend is not None or exchange.turn is not None:
                 self._exchanges[result] = exchange
         return result
@@ -357,7 +359,7 @@ class Router:
                 # Engines without such headers report their hits by events.
                 request.learn(hit.end, hit.tokens)
         if by_other or outcome is Outcome.ERROR:
-            self.on_trouble(decision.endpoint.name)
+            self.on_trouble(decision.endpoint.server)
 
     def _used(self, exchange: Exchange, usage: Usage) -> None:
         """Correct the costs of a request for its flow and its client, by the usage known so far."""

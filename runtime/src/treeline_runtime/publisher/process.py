@@ -96,9 +96,11 @@ class Publisher:
         self._inbox = Inbox(context, spec.addresses.of("publisher"), decode_to_publisher)
         self._http = Outbox(context, spec.addresses.of("http"))
         self._heartbeat = HeartbeatSender("publisher", self._http)
-        self._events, events_port = self._bind(context, zmq.PUB, args.events_port, "--events-port", PUB_HWM)
-        self._router, replay_port = self._bind(context, zmq.ROUTER, args.replay_port, "--replay-port", ANSWERS_HWM)
-        self._loads, load_port = self._bind(context, zmq.PUB, args.load_port, "--load-port", LOAD_HWM)
+        self._events, events_port = self._bind(context, zmq.PUB, args.events_port + spec.rank, "--events-port", PUB_HWM)
+        self._router, replay_port = self._bind(
+            context, zmq.ROUTER, args.replay_port + spec.rank, "--replay-port", ANSWERS_HWM
+        )
+        self._loads, load_port = self._bind(context, zmq.PUB, args.load_port + spec.rank, "--load-port", LOAD_HWM)
         self._subscribers = [Peers(sock, SUBSCRIBER_BYTES) for sock in (self._events, self._loads)]
         self._askers = Peers(self._router, CLIENT_BYTES)
         self._look_at = 0.0
@@ -235,8 +237,8 @@ def run(spec: ChildSpec, context: zmq.Context[zmq.Socket[bytes]]) -> None:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     index = AnnouncedIndex(TokenizerReencoder(tokenizer))
-    stream = EventStream(spec.epoch, index, topic=spec.args.kv_events_topic.encode())
-    Publisher(context, spec, stream, LoadStream(spec.epoch, spec.args.page_size)).run()
+    stream = EventStream(spec.epoch, index, topic=spec.args.kv_events_topic.encode(), rank=spec.rank)
+    Publisher(context, spec, stream, LoadStream(spec.epoch, spec.args.page_size, spec.rank)).run()
 
 
 if __name__ == "__main__":

@@ -35,13 +35,14 @@ Message = list[bytes]
 
 
 class EventStream:
-    """A publisher's numbered event stream. `epoch`: random, not 0, new at every start."""
+    """A publisher's numbered event stream. `epoch`: random, not 0, new at every start. `rank`: data-parallel."""
 
     def __init__(
-        self, epoch: int, index: AnnouncedIndex, *, topic: bytes = b"", ring_batches: int = RING_BATCHES
+        self, epoch: int, index: AnnouncedIndex, *, topic: bytes = b"", ring_batches: int = RING_BATCHES, rank: int = 0
     ) -> None:
         self.epoch = epoch
         self.index = index
+        self._rank = rank
         self._topic = topic
         self._ring: deque[tuple[int, bytes]] = deque(maxlen=ring_batches)
         self._next_seq = 0
@@ -62,7 +63,7 @@ class EventStream:
         if not events:
             return None
         seq, self._next_seq = self._next_seq, self._next_seq + 1
-        payload = encode_batch(ts, events)
+        payload = encode_batch(ts, events, self._rank)
         self._ring.append((seq, payload))
         return frames.live(self._topic, seq, payload)
 
@@ -96,8 +97,9 @@ class EventStream:
 class LoadStream:
     """Latest load in, messages out: SGLang's `LoadStat` and ours. Times are monotonic seconds."""
 
-    def __init__(self, epoch: int, page_size: int) -> None:
+    def __init__(self, epoch: int, page_size: int, rank: int = 0) -> None:
         self._epoch = epoch
+        self._rank = rank
         self._load = LoadUpdate(page_size=page_size)
         self._busy_when_sent = False
         self._draining = False
@@ -148,7 +150,7 @@ class LoadStream:
             num_waiting=load.waiting,
             num_tokens=load.tokens_used,
             max_total_num_tokens=load.tokens_total,
-            attn_dp_rank=0,
+            attn_dp_rank=self._rank,
             num_waiting_uncached_tokens=load.waiting_uncached_tokens,
             num_total_tokens=load.tokens_used + load.waiting_uncached_tokens,
             max_running_requests=load.max_running,

@@ -49,9 +49,7 @@ WARM_UP_TOKENS = 16
 class Residence:
     """Owns the model and its executor. `sleep`, `wake` and `update` need an idle scheduler."""
 
-    def __init__(
-        self, config: SchedulerConfig, limits: Resolved, model: Decoder, group: Group | None = None
-    ) -> None:
+    def __init__(self, config: SchedulerConfig, limits: Resolved, model: Decoder, group: Group | None = None) -> None:
         """group: the other ranks; what is done here, all of them do."""
         self._config = config
         self._limits = limits

@@ -4,7 +4,9 @@ One operation at a time. The caller chooses what happens to running requests: `s
 new ones (as in vLLM); `update_weights` waits or ends them, and holds new ones back until the new weights are loaded (as
 in SGLang). Once the scheduler has begun, an operation continues even if the caller disconnects.
 
-The scheduler is asked only after requests are refused or held back.
+The scheduler is asked only after requests are refused or held back. Each data-parallel rank has one: all are asked at
+once, and an operation has succeeded when all have. If one fails, the error says which, and which have done it: asked
+again, sleep concerns those that are awake, and wake_up those that sleep.
 """
 
 from __future__ import annotations
@@ -13,9 +15,9 @@ import asyncio
 import os
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from fastapi import APIRouter, Response
@@ -37,7 +39,9 @@ from treeline_runtime.server.errors import ApiError
 from treeline_runtime.server.fields import as_api_error, check_unknown, convert
 from treeline_runtime.server.http import Answer, ApiRequest, json_answer
 from treeline_runtime.server.service import Service
-from treeline_runtime.tokenizer_manager import NoReply
+from treeline_runtime.tokenizer_manager import NoReply, Rank
+
+T = TypeVar("T")
 
 NO_WEIGHTS = 2
 """A level of sleep."""
@@ -107,26 +111,24 @@ class Administration:
         `?mode=abort` ends running requests, `wait` waits for them."""
         query = _query(asked, SleepQuery)
         _no_body(asked)
-        state = self._service.state
+        sleeping, every = self._service.state.sleeping, range(self._args.dp_size)
 
-        def asleep(_: Reply) -> None:
-            state.asleep = query.level
+        def asleep(rank: int) -> None:
+            sleeping[rank] = query.level
 
         async with self._operation("going to sleep", refuses=True):
-            await self._carry_out(lambda id: SleepReq(id, query.level), asleep, abort=query.mode == "abort")
+            awake = [rank for rank in every if rank not in sleeping] or every
+            await self._carry_out(lambda id: SleepReq(id, query.level), asleep, awake, abort=query.mode == "abort")
         return json_answer({"asleep": query.level})
 
     async def wake_up(self, asked: Controlling) -> Response:
         """Wakes up with an empty cache."""
         _query(asked, NoFields)
         _no_body(asked)
-        state = self._service.state
-
-        def awake(_: Reply) -> None:
-            state.asleep = 0
-
+        sleeping = self._service.state.sleeping
         async with self._operation("waking up", refuses=True):
-            await self._carry_out(WakeReq, awake)
+            asleep = sorted(sleeping) or range(self._args.dp_size)
+            await self._carry_out(WakeReq, sleeping.pop, asleep)
         return json_answer({"asleep": 0})
 
     async def is_sleeping(self, asked: Controlling) -> Response:
@@ -140,15 +142,21 @@ class Administration:
         body = _body(asked, UpdateBody)
         state = self._service.state
 
-        def updated(_: Reply) -> None:
-            state.model_path = body.model_path
-            state.asleep = state.asleep and NO_WEIGHTS  # what the host kept were the old ones
-            state.weight_version = body.weight_version or body.model_path[-_NAME_CHARS:]
+        every = range(self._args.dp_size)
+        updated = set[int]()
+
+        def on_ok(rank: int) -> None:
+            updated.add(rank)
+            if rank in state.sleeping:
+                state.sleeping[rank] = NO_WEIGHTS  # what the host kept were the old ones
+            if len(updated) == len(every):
+                state.model_path = body.model_path
+                state.weight_version = body.weight_version or body.model_path[-_NAME_CHARS:]
 
         started = time.monotonic()
         async with self._operation("loading new weights", refuses=False):
             await self._carry_out(
-                lambda id: UpdateWeightsReq(id, body.model_path), updated, abort=body.abort_all_requests
+                lambda id: UpdateWeightsReq(id, body.model_path), on_ok, every, abort=body.abort_all_requests
             )
         seconds = time.monotonic() - started
         return json_answer({"success": True, "weight_version": state.weight_version, "seconds": seconds})
@@ -162,31 +170,38 @@ class Administration:
         except OSError as error:
             raise ApiError(503, f"There is no folder for a profile (TMPDIR): {error}", type="server_error") from None
         # A scheduler that does not answer may begin yet: then the folder stays.
-        reply = await self._reply(self._service.manager.ask(lambda id: StartProfileReq(id, folder, body.num_steps)))
-        if not reply.ok:
+        manager = self._service.manager
+        replies = await self._replies(
+            lambda rank: manager.ask(rank, lambda id: StartProfileReq(id, folder, body.num_steps))
+        )
+        if all(isinstance(reply, Reply) and not reply.ok for reply in replies.values()):
             os.rmdir(folder)
-            raise _refused(reply)
+        _check(replies)
         return json_answer({"num_steps": body.num_steps, "folder": folder})
 
     async def stop_profile(self, asked: Controlling) -> Response:
-        """Ends the profile before its last step; answers with the trace's file."""
+        """Ends the profile before its last step; answers with the trace's file, or each rank's."""
         _query(asked, NoFields)
         _no_body(asked)
-        reply = await self._reply(self._service.manager.ask(StopProfileReq))
-        if not reply.ok:
-            raise _refused(reply)
-        return json_answer(reply.data)
+        manager = self._service.manager
+        replies = await self._replies(lambda rank: manager.ask(rank, StopProfileReq))
+        paths = [(reply.data or {})["path"] for reply in _check(replies)]
+        return json_answer({"path": paths[0]} if len(paths) == 1 else {"paths": paths})
 
     async def flush_cache(self, asked: Controlling) -> Response:
         """Empties the prefix cache; 400 while requests run. `?timeout=S` waits up to S seconds for them."""
         deadline = time.monotonic() + _query(asked, FlushQuery).timeout
         _no_body(asked)
         while True:
-            reply = await self._reply(self._service.manager.flush())
-            if reply.ok:
+            replies = await self._replies(self._service.manager.flush)
+            busy = {rank: reply for rank, reply in replies.items() if isinstance(reply, Reply) and not reply.ok}
+            if not busy:
+                _check(replies)
                 return Answer(b"Cache flushed.\n", content_type=b"text/plain; charset=utf-8")
             if time.monotonic() >= deadline:
-                raise ApiError(400, reply.message or "The cache is in use", code="cache_busy")
+                rank, reply = next(iter(busy.items()))
+                where = "" if len(replies) == 1 else f"Rank {rank}: "
+                raise ApiError(400, f"{where}{reply.message}", code="cache_busy")
             await asyncio.sleep(POLL_S)
 
     async def abort_request(self, asked: Controlling) -> Response:
@@ -216,41 +231,81 @@ class Administration:
             state.operation, state.pausing, state.holding = None, False, False
 
     async def _carry_out(
-        self, question: Callable[[str], AdminReq], on_ok: Callable[[Reply], None], *, abort: bool = False
+        self,
+        question: Callable[[str], AdminReq],
+        on_ok: Callable[[int], object],
+        ranks: Sequence[int],
+        *,
+        abort: bool = False,
     ) -> None:
-        """Asks until no request runs. Raises ApiError if the scheduler refuses."""
+        """Asks these ranks until no request runs there; `on_ok` is called for each that has done it. Raises ApiError if
+        one refuses."""
+        manager, replies, left = self._service.manager, dict[int, Reply | NoReply](), list(ranks)
         while True:
             if abort:
-                self._service.manager.abort("")
-            reply = await _to_its_end(self._attempt(question, on_ok))
-            if reply.ok:
+                manager.abort("")
+            if len(left) > 1 and any(rank.running for rank in manager.ranks):  # all begin together, or none yet
+                await asyncio.sleep(POLL_S)
+                continue
+            replies |= await _to_its_end(self._attempt(question, on_ok, left))
+            left = [rank for rank, reply in replies.items() if _is_busy(reply)]
+            _check({rank: reply for rank, reply in replies.items() if rank not in left}, len(ranks))
+            if not left:
                 return
-            if not (reply.data or {}).get("busy"):
-                raise _refused(reply)
             await asyncio.sleep(POLL_S)
 
-    async def _attempt(self, question: Callable[[str], AdminReq], on_ok: Callable[[Reply], None]) -> Reply:
-        """The scheduler is silent while loading, and counts as alive for the loading timeout."""
-        state = self._service.state
+    async def _attempt(
+        self, question: Callable[[str], AdminReq], on_ok: Callable[[int], object], ranks: Sequence[int]
+    ) -> dict[int, Reply | NoReply]:
+        """The schedulers are silent while loading, and count as alive for the loading timeout."""
+        state, manager, limit_s = self._service.state, self._service.manager, self._args.start_timeout
         state.unheard = True
         try:
-            reply = await self._reply(self._service.manager.ask(question, timeout_s=self._args.start_timeout))
+            replies = await self._replies(lambda rank: manager.ask(rank, question, timeout_s=limit_s), ranks)
         finally:
             state.unheard = False
             state.heartbeat_at = dict.fromkeys(state.heartbeat_at, time.monotonic())
-        if reply.ok:
-            on_ok(reply)
-        return reply
+        for rank, reply in replies.items():
+            if isinstance(reply, Reply) and reply.ok:
+                on_ok(rank)
+        return replies
 
-    @staticmethod
-    async def _reply(asking: Awaitable[Reply]) -> Reply:
-        try:
-            return await asking
-        except NoReply as error:
-            raise ApiError(503, f"The scheduler does not answer: {error}", type="server_error") from None
+    async def _replies(
+        self, asking: Callable[[Rank], Awaitable[Reply]], ranks: Sequence[int] | None = None
+    ) -> dict[int, Reply | NoReply]:
+        """The answers of these ranks, or of all."""
+        all_ranks = self._service.manager.ranks
+
+        async def answer(rank: int) -> Reply | NoReply:
+            try:
+                return await asking(all_ranks[rank])
+            except NoReply as error:
+                return error
+
+        asked = range(len(all_ranks)) if ranks is None else ranks
+        return dict(zip(asked, await asyncio.gather(*map(answer, asked)), strict=True))
 
 
-async def _to_its_end(work: Awaitable[Reply]) -> Reply:
+def _is_busy(reply: Reply | NoReply) -> bool:
+    return isinstance(reply, Reply) and bool((reply.data or {}).get("busy"))
+
+
+def _check(replies: Mapping[int, Reply | NoReply], ranks: int | None = None) -> list[Reply]:
+    """The answers, all of success. Raises ApiError for the first rank that refused or did not answer, and says which
+    ranks have done it. `ranks`: how many were asked, if others are still to answer."""
+    done = {rank: reply for rank, reply in replies.items() if isinstance(reply, Reply) and reply.ok}
+    failed = next((rank for rank in replies if rank not in done), None)
+    if failed is None:
+        return list(done.values())
+    reply, several = replies[failed], (ranks or len(replies)) > 1
+    told = f" (ranks that have done it: {', '.join(map(str, done)) or 'none'})" if several else ""
+    if isinstance(reply, NoReply):
+        whose = f" of rank {failed}" if several else ""
+        raise ApiError(503, f"The scheduler{whose} does not answer: {reply}{told}", type="server_error")
+    raise ApiError(400, f"Refused{f' by rank {failed}' if several else ''}: {reply.message}{told}", code="refused")
+
+
+async def _to_its_end(work: Awaitable[T]) -> T:
     """Waits for `work` even when cancelled: the end of what the scheduler has begun must be known."""
     task = asyncio.ensure_future(work)
     try:
@@ -258,10 +313,6 @@ async def _to_its_end(work: Awaitable[Reply]) -> Reply:
     except asyncio.CancelledError:
         await asyncio.wait({task})
         raise
-
-
-def _refused(reply: Reply) -> ApiError:
-    return ApiError(400, f"Refused: {reply.message}", code="refused")
 
 
 def _query(asked: ApiRequest, type: type[Any]) -> Any:

@@ -43,8 +43,6 @@ HARMLESS: Mapping[str, str] = {
     "guided_decoding_backend": "vLLM's choice of a grammar library; the constraint is the same",
     "stream_interval": "chunks have one size (sent by SGLang's benchmarks)",
     "session_id": "a routing hint of SGLang's benchmarks",
-    "routed_dp_rank": "there is one rank (sent by SGLang's router)",
-    "data_parallel_rank": "there is one rank (sent by SGLang's router)",
     "custom_labels": "labels of SGLang's statistics",
     "length_penalty": "there is no beam search",
     "prediction": "a predicted answer, which would only save time",

@@ -15,7 +15,7 @@ from treeline_wire.json_values import MAX_SLOW, slow_numbers
 
 from treeline_runtime.server.errors import ApiError, ClientGone, Header
 from treeline_runtime.server.fields import json_object
-from treeline_runtime.server.limits import Reservation
+from treeline_runtime.server.limits import Limits, Reservation
 from treeline_runtime.server.pacing import encode_json
 
 if TYPE_CHECKING:
@@ -122,6 +122,11 @@ class ApiRequest(Request):
     def shares_cache(self) -> bool:
         """Clients that do not know each other share the cache, so cached counts would reveal other clients' prompts."""
         return self.headers.get(wire_headers.ISOLATION) == wire_headers.SHARED
+
+    def rank(self, limits: Limits) -> int | None:
+        """The data-parallel rank that its header names. Raises ApiError 400."""
+        named = self.headers.get(wire_headers.RANK)
+        return None if named is None else limits.rank_in(named, wire_headers.RANK)
 
     @property
     def content(self) -> bytes:

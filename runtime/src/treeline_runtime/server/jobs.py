@@ -66,6 +66,8 @@ class Generations(_Read, frozen=True, kw_only=True):
     hides_cache: bool = False
     """The answer's body hides cached counts."""
     stream: bool = False
+    rank: int | None = None
+    """The data-parallel rank that the body names."""
 
     @property
     def prompt_tokens(self) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 from treeline_runtime.server.errors import ApiError
 
@@ -113,6 +115,8 @@ class Limits:
     """Prompt + output."""
     max_request_tokens: int
     """The most tokens of one request that the KV pool can hold; at most `context_length`."""
+    dp_size: int = 1
+    """Data-parallel ranks of the server."""
 
     def max_new_tokens(self, prompt_len: int, asked: int | None, default: int | None, param: str) -> int:
         """Output tokens for a prompt: the requested number, `default`, or the rest of the context (None).
@@ -132,6 +136,17 @@ class Limits:
         if asked is not None:
             return asked
         return room if default is None else min(default, room)
+
+    def rank(self, value: Any, name: str) -> int:
+        """The data-parallel rank that a field of the request names. Raises ApiError 400."""
+        if type(value) is int and 0 <= value < self.dp_size:
+            return value
+        there = "there is one rank, 0" if self.dp_size == 1 else f"expected a rank from 0 to {self.dp_size - 1}"
+        raise ApiError(400, f"Invalid value for {name!r}: {there} (--dp-size)", param=name, code="invalid_value")
+
+    def rank_in(self, text: str, name: str) -> int:
+        """The same for a header or parameter."""
+        return self.rank(int(text) if re.fullmatch("[0-9]{1,4}", text) else text, name)
 
     def too_long(self, what: str, param: str) -> ApiError:
         longest = self.max_request_tokens

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
 from treeline_runtime.messages import LoadUpdate
@@ -25,19 +27,22 @@ E2E_BUCKETS = (
     *(20, 40, 60, 80, 100, 150, 200, 300, 600, 1200),
 )
 
-_GAUGES = (
+_LOADS = (
     ("num_running_reqs", "Requests that run."),
     ("num_queue_reqs", "Requests that wait for their turn."),
     ("num_used_tokens", "Tokens in the KV cache that running requests hold."),
     ("token_usage", "Share of the KV cache that running requests hold, from 0 to 1."),
     ("max_total_num_tokens", "Tokens that fit into the KV cache."),
     ("num_pages", "Pages that the KV cache has."),
-    ("page_size", "Tokens in a page of the KV cache."),
-    ("context_len", "Tokens that a prompt and its output may have together."),
     ("max_running_requests", "Requests that can run at the same time."),
     ("num_waiting_uncached_tokens", "Prompt tokens of waiting requests that are not cached."),
     ("prefill_tokens_per_second", "Prompt tokens that prefill computes in a second, as measured."),
     ("decode_step_seconds", "Seconds that a decode step takes, as measured."),
+)
+"""The load of a data-parallel rank: with the label `dp_rank` where there are several."""
+_GAUGES = (
+    ("page_size", "Tokens in a page of the KV cache."),
+    ("context_len", "Tokens that a prompt and its output may have together."),
     ("draining", "1 while the server drains: it finishes what it has and takes nothing new."),
     ("startup_time_seconds", "Seconds from the start of the process until it was ready."),
     ("http_requests_active", "HTTP requests that have no complete response yet."),
@@ -47,9 +52,10 @@ _GAUGES = (
 class Metrics:
     """One registry per HTTP process, so several fit in one test process."""
 
-    def __init__(self, model_name: str) -> None:
+    def __init__(self, model_name: str, ranks: int = 1) -> None:
         self._registry = CollectorRegistry()
         self._labels = {"model_name": model_name}
+        of_ranks = [{"dp_rank": str(rank)} if ranks > 1 else {} for rank in range(ranks)]
 
         self.requests = self._counter("num_requests_total", "Requests for text that were given to the scheduler.")
         self.aborted = self._counter(
@@ -70,7 +76,7 @@ class Metrics:
         self.forced_tokens = self._counter(
             "forced_tokens_total", "Output tokens that were not sampled because the grammar allowed no other."
         )
-        self._last_load = LoadUpdate()
+        self._last_loads = [LoadUpdate()] * ranks
         self.vectors = self._counter(
             "num_vectors_total", "Prompts that were turned into vectors: embeddings, scores and rewards."
         )
@@ -93,7 +99,8 @@ class Metrics:
             "e2e_request_latency_seconds", "Seconds from the arrival of a request to its last token.", E2E_BUCKETS
         )
 
-        self._gauges = {name: self._gauge(name, text) for name, text in _GAUGES}
+        self._gauges = {name: self._gauge(name, text, [{}])[0] for name, text in _GAUGES}
+        self._loads = {name: self._gauge(name, text, of_ranks) for name, text in _LOADS}
         self.http_requests = Counter(
             "treeline:http_responses_total",
             "HTTP responses, by path and status.",
@@ -104,20 +111,23 @@ class Metrics:
     def set(self, name: str, value: float) -> None:
         self._gauges[name].set(value)
 
-    def on_load(self, load: LoadUpdate) -> None:
-        self.set("num_running_reqs", load.running)
-        self.set("num_queue_reqs", load.waiting)
-        self.set("num_used_tokens", load.tokens_used)
-        self.set("token_usage", load.used_share)
-        self.set("num_pages", load.pages_total)
-        self.set("max_total_num_tokens", load.tokens_total)
-        self.set("max_running_requests", load.max_running)
-        self.set("num_waiting_uncached_tokens", load.waiting_uncached_tokens)
-        self.set("prefill_tokens_per_second", load.prefill_tokens_per_s)
-        self.set("decode_step_seconds", load.decode_step_ms / 1000)
-        self.jumps.inc(load.total_jumps - self._last_load.total_jumps)
-        self.forced_tokens.inc(load.total_forced_tokens - self._last_load.total_forced_tokens)
-        self._last_load = load
+    def on_load(self, load: LoadUpdate, rank: int = 0) -> None:
+        for name, value in (
+            ("num_running_reqs", load.running),
+            ("num_queue_reqs", load.waiting),
+            ("num_used_tokens", load.tokens_used),
+            ("token_usage", load.used_share),
+            ("num_pages", load.pages_total),
+            ("max_total_num_tokens", load.tokens_total),
+            ("max_running_requests", load.max_running),
+            ("num_waiting_uncached_tokens", load.waiting_uncached_tokens),
+            ("prefill_tokens_per_second", load.prefill_tokens_per_s),
+            ("decode_step_seconds", load.decode_step_ms / 1000),
+        ):
+            self._loads[name][rank].set(value)
+        last, self._last_loads[rank] = self._last_loads[rank], load
+        self.jumps.inc(load.total_jumps - last.total_jumps)
+        self.forced_tokens.inc(load.total_forced_tokens - last.total_forced_tokens)
 
     def render(self) -> bytes:
         """Prometheus' text format."""
@@ -127,9 +137,10 @@ class Metrics:
         counter = Counter(f"treeline:{name}", text, list(self._labels), registry=self._registry)
         return counter.labels(**self._labels)
 
-    def _gauge(self, name: str, text: str) -> Gauge:
-        gauge = Gauge(f"treeline:{name}", text, list(self._labels), registry=self._registry)
-        return gauge.labels(**self._labels)
+    def _gauge(self, name: str, text: str, more: Sequence[dict[str, str]]) -> list[Gauge]:
+        """A series for each of these further labels."""
+        gauge = Gauge(f"treeline:{name}", text, [*self._labels, *more[0]], registry=self._registry)
+        return [gauge.labels(**self._labels, **labels) for labels in more]
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         histogram = Histogram(f"treeline:{name}", text, list(self._labels), buckets=buckets, registry=self._registry)

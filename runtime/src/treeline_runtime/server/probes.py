@@ -4,7 +4,7 @@
 
 A failed request proves nothing: its prompt may overflow, and a client with a few of those must not take the server out
 of rotation. After `FAILURES` in a row without an answer, the engine must answer a test prompt. While it cannot,
-`problem` says why; any answer ends that.
+`problem` says why; any answer ends that. All this counts by data-parallel rank: one that fails is not hidden by others.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -51,7 +52,10 @@ class EngineHealth:
     def __init__(self, service: Service, clock: Callable[[], float] = time.monotonic) -> None:
         self._service = service
         self._clock = clock
-        self._failures = 0
+        self._failures = Counter[int]()
+        """In a row, by rank."""
+        self._failing = 0
+        """The rank that the problem is about."""
         self._suspected = asyncio.Event()
 
     @property
@@ -64,15 +68,15 @@ class EngineHealth:
         """Seconds since the first failed check; 0 without a problem."""
         return 0.0 if self.problem is None else self._clock() - self._service.state.failing_since
 
-    def on_batch(self, batch: BatchTextOut) -> None:
+    def on_batch(self, batch: BatchTextOut, rank: int = 0) -> None:
         for out in batch.outs:
             if out.finish is None:
                 continue
             if out.finish.type in ("stop", "length"):
-                self._recover()
+                self._recover(rank)
             elif out.finish.type == "error" and out.finish.status == 500:
-                self._failures += 1
-                if self._failures >= FAILURES:
+                self._failures[rank] += 1
+                if self._failures[rank] >= FAILURES:
                     self._suspected.set()
 
     async def watch(self) -> None:
@@ -82,43 +86,56 @@ class EngineHealth:
             try:
                 await self.check()
             except ApiError as error:
-                logger.error("%d requests in a row failed, and the check did: %s", self._failures, error)
+                logger.error("%d requests in a row failed, and the check did: %s", max(self._failures.values()), error)
                 await asyncio.sleep(RETRY_S)
 
     async def check(self) -> None:
-        """Has a few tokens generated, or a vector made. Raises ApiError 503 if requests fail or none is accepted."""
+        """Has each rank generate a few tokens, or make a vector. Raises ApiError 503 if requests fail or none is
+        accepted."""
         self._service.admit()
+        for rank in range(self._ranks):
+            await self._check(rank)
+
+    async def _check(self, rank: int) -> None:
         pools = self._service.pooling is not None
         few = SamplingParams(max_new_tokens=0 if pools else TOKENS, temperature=0.0, ignore_eos=True)
-        job = Generations(rid=new_rid("health"), prompts=[GenerateReq("", [0], few, pools=pools)])
+        job = Generations(rid=new_rid("health"), prompts=[GenerateReq("", [0], few, pools=pools)], rank=rank)
         inflight = await self._service.open(job)
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 await self._service.collect(inflight)
         except TimeoutError:
-            raise self._failed(f"no answer within {TIMEOUT_S:g} s") from None
+            raise self._failed(rank, f"no answer within {TIMEOUT_S:g} s") from None
         except ApiError as error:
             if error.status in (503, 504):  # a full queue, a limit of time, or the server is stopping
                 raise
-            raise self._failed(str(error)) from None
+            raise self._failed(rank, str(error)) from None
         finally:
             inflight.close()
-        self._recover()
+        self._recover(rank)
 
-    def _failed(self, why: str) -> ApiError:
-        problem = f"The engine cannot answer: {why}"
+    def _failed(self, rank: int, why: str) -> ApiError:
+        problem = f"The engine{self._of(rank)} cannot answer: {why}"
         state = self._service.state
         if state.problem is None:
             state.failing_since = self._clock()
-        state.problem = problem
+        state.problem, self._failing = problem, rank
         return ApiError(503, problem, type="server_error")
 
-    def _recover(self) -> None:
-        if self.problem is not None:
-            logger.info("the engine answers again")
+    def _recover(self, rank: int) -> None:
+        if self.problem is not None and rank == self._failing:
+            logger.info("the engine%s answers again", self._of(rank))
             self._service.state.problem = None
-        self._failures = 0
-        self._suspected.clear()
+        self._failures[rank] = 0
+        if max(self._failures.values()) < FAILURES:
+            self._suspected.clear()
+
+    @property
+    def _ranks(self) -> int:
+        return len(self._service.state.loads)
+
+    def _of(self, rank: int) -> str:
+        return "" if self._ranks == 1 else f" of rank {rank}"
 
 
 @dataclass(frozen=True)
@@ -288,7 +305,7 @@ class Probes:
                 "kv_events": self.kv_events,
                 # A picker need not write a client's salt into bodies: the edge's header separates the caches here.
                 "isolates_clients": True,
-                "internal_states": [_load_entry(service.state.load)],
+                "internal_states": [_load_entry(load, rank) for rank, load in enumerate(service.state.loads)],
             }
         )
 
@@ -301,25 +318,25 @@ class Probes:
         return Answer(bundle.to_json(), headers=((b"etag", etag.encode()),))
 
     async def loads(self, request: Request) -> Response:
-        """The scheduler's current load."""
+        """The schedulers' current loads, by data-parallel rank."""
         if request.query_params.get("format", "json") != "json":
             raise ApiError(
                 400,
                 "'format' must be json; metrics have a listener of their own (--metrics-port)",
                 param="format",
             )
+        manager = self._service.manager
         try:
-            data = await self._service.manager.state("load")
+            found = await asyncio.gather(*(manager.state(rank, "load") for rank in manager.ranks))
         except NoReply as error:
             raise ApiError(503, f"The scheduler does not answer: {error}", type="server_error") from None
-        load = msgspec.convert(data, LoadUpdate)
-        entry = _load_entry(load) | {"draining": self._service.state.draining}
-        return json_answer({"timestamp": time.time(), "dp_rank_count": 1, "loads": [entry]})
+        draining = {"draining": self._service.state.draining}
+        entries = [_load_entry(msgspec.convert(data, LoadUpdate), rank) | draining for rank, data in enumerate(found)]
+        return json_answer({"timestamp": time.time(), "dp_rank_count": len(entries), "loads": entries})
 
     async def load(self) -> Response:
         """Requests in flight, as last reported: vLLM's."""
-        load = self._service.state.load
-        return json_answer(answers.Load(load.running + load.waiting))
+        return json_answer(answers.Load(sum(load.running + load.waiting for load in self._service.state.loads)))
 
     async def version(self) -> Response:
         """Our version, at vLLM's and SGLang's path."""
@@ -327,18 +344,23 @@ class Probes:
 
     async def metrics(self) -> Response:
         metrics, state = self._service.metrics, self._service.state
-        metrics.on_load(state.load)
+        for rank, load in enumerate(state.loads):
+            metrics.on_load(load, rank)
         metrics.set("draining", state.draining)
         return Answer(metrics.render(), content_type=CONTENT_TYPE.encode())
 
-    async def debug_radix(self) -> Response:
-        """The cached blocks, from the scheduler's tree, and whether the publisher announced them to routers."""
+    async def debug_radix(self, request: Request) -> Response:
+        """The cached blocks, from the scheduler's tree, and whether the publisher announced them to routers.
+        `?dp_rank=R`: of that data-parallel rank."""
         if not self._info.args.enable_debug_endpoints:
             raise ApiError(404, "Start the server with --enable-debug-endpoints to see the cache", code="disabled")
-        manager = self._service.manager
+        limits, manager = self._service.limits, self._service.manager
+        if limits is None:
+            raise ApiError(503, "The model is still loading", type="server_error", headers=RETRY)
+        rank = manager.ranks[limits.rank_in(request.query_params.get("dp_rank", "0"), "dp_rank")]
         try:
-            tree = await manager.state("radix", timeout_s=30.0)
-            told = await manager.announced(int(tree["updates"]), timeout_s=30.0)
+            tree = await manager.state(rank, "radix", timeout_s=30.0)
+            told = await manager.announced(rank, int(tree["updates"]), timeout_s=30.0)
         except NoReply as error:
             raise ApiError(503, f"No answer: {error}", type="server_error") from None
         announced = set(map(str, told["hashes"]))
@@ -362,10 +384,10 @@ _PUBLISHERS = ("epoch", "seq", "in_flight", "adapters")
 """Members of a load report set by the publisher, or not yet."""
 
 
-def _load_entry(load: LoadUpdate) -> dict[str, Any]:
+def _load_entry(load: LoadUpdate, rank: int) -> dict[str, Any]:
     """An element of `/v1/loads`: SGLang's names, then ours."""
     return {
-        "dp_rank": 0,
+        "dp_rank": rank,
         "num_running_reqs": load.running,
         "num_waiting_reqs": load.waiting,
         "num_total_reqs": load.running + load.waiting,

@@ -36,6 +36,7 @@ from treeline_runtime.server.jobs import (
     ChatTask,
     CompletionTask,
     GenerateTask,
+    Generations,
     Kind,
     Shown,
     Task,
@@ -48,6 +49,8 @@ from treeline_runtime.server.tools import Calls, read_calls
 _ENGINE: Final = "treeline"
 MAX_SHOWN_BYTES: Final = 2 << 20
 """The most bytes that a response repeats of its request: a stream repeats them three times."""
+RANK_FIELDS: Final = ("data_parallel_rank", "routed_dp_rank")
+"""SGLang's fields of any body for the data-parallel rank; the last one counts."""
 DEFAULT_MAX_TOKENS = 16
 DEFAULT_MAX_NEW_TOKENS = 128
 """The default of `/generate`."""
@@ -81,9 +84,14 @@ class Reader(openai.ModelFacts):
         IGNORED.set(noted)
         grammars.STRICT.set(self.formats.strict_schemas)
         try:
-            task = readers[kind](json_object(body), limits, caller)
+            raw = json_object(body)
+            ranks = [(name, raw.pop(name)) for name in RANK_FIELDS if name in raw]
+            task = readers[kind](raw, limits, caller)
         except RecursionError:
             raise ApiError(400, "The body is nested too deeply") from None
+        for name, rank in ranks:
+            if rank is not None and limits is not None and isinstance(task, Generations):
+                task = replace(task, rank=limits.rank(rank, name))
         return msgspec.structs.replace(task, ignored=tuple(noted)) if noted else task
 
     def _completion(self, raw: Mapping[str, Any], limits: Limits, caller: Caller) -> CompletionTask:

@@ -76,13 +76,14 @@ class State:
     heartbeat_at: dict[str, float] = field(default_factory=dict)
     """Child → time of its last heartbeat, in monotonic seconds. Empty until all are ready."""
     heartbeats: int = 0
-    load: LoadUpdate = field(default_factory=LoadUpdate)
+    loads: list[LoadUpdate] = field(default_factory=lambda: [LoadUpdate()])
+    """By data-parallel rank."""
     problem: str | None = None
     """Why requests do not work (`health`); None if they do, as far as known."""
     failing_since: float = 0.0
     """Time at which a problem was first found, in monotonic seconds."""
-    asleep: int = 0
-    """Sleep level; 0 = awake."""
+    sleeping: dict[int, int] = field(default_factory=dict)
+    """Sleep levels of the data-parallel ranks that sleep: all or none, unless an operation failed."""
     operation: str | None = None
     """The running administration operation."""
     pausing: bool = False
@@ -101,6 +102,11 @@ class State:
         super().__setattr__(name, value)
         if name == "holding":
             (self._resumed.clear if value else self._resumed.set)()
+
+    @property
+    def asleep(self) -> int:
+        """Sleep level; 0 = awake. Requests need all ranks awake."""
+        return max(self.sleeping.values(), default=0)
 
     async def resumed(self) -> None:
         """Waits while new generations are held back."""
@@ -249,7 +255,8 @@ class Service:
     ) -> InflightRequest:
         """Starts the job's generations. They end with their request; without one (None) the caller closes them.
         `answer_bytes`: the answer's size besides prompts. Raises ApiError, TooMuchInFlight."""
-        self.admit()
+        limits = self.admit()
+        rank = None if asked is None else asked.rank(limits)
         if job.prompts[0].priority and not self.uses_priority and asked is not None:
             asked.ignored += ("priority",)
         client = OURSELVES if asked is None else asked.client
@@ -272,6 +279,7 @@ class Service:
                 on_close=reservation.release,
                 tenant=None if asked is None else asked.tenant,
                 on_output=None if span is None else span.came,
+                rank=job.rank if rank is None else rank,
             )
         except BaseException as error:
             reservation.release()

@@ -49,7 +49,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     endpoint of its `--kv-events-config`, if the engine may connect to it instead of listening there. `engine` is the
     name of the adapter that asked. `adapters` are the LoRA adapters among `models`, with the name that its events use
     for each. `wants_key`: without its key it does not list its models, so `models` is empty and it gets requests for
-    any model.
+    any model. `obeys_ranks`: a request runs at the data-parallel rank that its header names.
     """
 
     models: tuple[str, ...] = ()
@@ -63,6 +63,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     engine: str = ""
     adapters: dict[str, str] = {}
     wants_key: bool = False
+    obeys_ranks: bool = False
 
     @property
     def publishes(self) -> bool:

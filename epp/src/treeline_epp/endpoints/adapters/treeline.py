@@ -52,6 +52,7 @@ class TreelineAdapter(SGLangAdapter):
             fingerprint=about.tokenizer_fingerprint or "",
             sources=tuple(msgspec.structs.replace(source, hello=True) for source in known.sources),
             isolates_clients=about.isolates_clients,
+            obeys_ranks=True,
         )
 
     async def tokenizer(self, http: EngineHttp) -> TokenizerBundle:
