@@ -10,13 +10,14 @@ from __future__ import annotations
 import os
 from datetime import timedelta
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 
 from treeline_runtime.models.shards import Rank
 
+c10d: Any = getattr(torch._C, "_distributed_c10d", None)
+"""What torch.distributed is made of: its own groups belong to the application around the engine."""
 FOREVER = timedelta(days=365)
 """No collective ends by its own clock: the group watches its ranks."""
 BUFFER_BYTES = 64 << 20
@@ -24,6 +25,8 @@ BUFFER_BYTES = 64 << 20
 ONE_SHOT_BYTES = 256 << 10
 """Up to here each GPU reads all parts and adds them; beyond, each adds a slice and reads the others' sums, which is
 faster from 512 KiB on (two H200, inside CUDA graphs)."""
+SUMMED = (torch.bfloat16, torch.float32)
+"""Types that torch's kernels add."""
 LOOPBACK = "127.0.0.1"
 
 
@@ -42,9 +45,6 @@ class Ranks(Protocol):
     def first(self, x: torch.Tensor, /) -> torch.Tensor:
         """Rank 0's x on every rank. May overwrite x."""
 
-    def close(self) -> None:
-        """Leaves the group."""
-
 
 class Alone:
     """The only rank."""
@@ -60,40 +60,36 @@ class Alone:
     def first(self, x: torch.Tensor, /) -> torch.Tensor:
         return x
 
-    def close(self) -> None:
-        """There is nothing to leave."""
-
 
 ALONE = Alone()
 
 
 def join(rank: Rank, folder: Path, device: torch.device) -> Ranks:
     """Meets the other ranks in `folder`, which only they use; waits until all are there."""
-    store = dist.FileStore(str(folder / "ranks"), rank.count)
+    store = c10d.FileStore(str(folder / "ranks"), rank.count)
     if device.type == "cpu":
         return Processes(rank, _gloo(rank, store), device)
     torch.cuda.set_device(device)
     first = device.index - rank.index
     others = [first + index for index in range(rank.count) if index != rank.index]
-    # all GPUs of a group are seen by each of its processes, so that all decide alike
     if all(torch.cuda.can_device_access_peer(device, other) for other in others):
         return SymmetricMemory(rank, folder.name, store, device)
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    nccl = dist.ProcessGroupNCCL(store, rank.index, rank.count, dist.ProcessGroupNCCL.Options())
+    nccl = c10d.ProcessGroupNCCL(store, rank.index, rank.count, c10d.ProcessGroupNCCL.Options())
     return Processes(rank, nccl, device)
 
 
-def _gloo(rank: Rank, store: dist.Store) -> dist.ProcessGroup:
-    options = dist.ProcessGroupGloo._Options()
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+def _gloo(rank: Rank, store: Any) -> Any:
+    options = c10d.ProcessGroupGloo._Options()
+    options._devices = [c10d.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
     options._timeout = FOREVER
-    return dist.ProcessGroupGloo(store, rank.index, rank.count, options)
+    return c10d.ProcessGroupGloo(store, rank.index, rank.count, options)
 
 
 class Processes:
     """A process group of torch: gloo or NCCL."""
 
-    def __init__(self, rank: Rank, group: dist.ProcessGroup, device: torch.device) -> None:
+    def __init__(self, rank: Rank, group: Any, device: torch.device) -> None:
         self.rank = rank
         self._group = group
         self.first(self.sum(torch.zeros(1, device=device)))  # connected now, not within a capture
@@ -113,9 +109,6 @@ class Processes:
         self._group.broadcast([x]).wait()
         return x
 
-    def close(self) -> None:
-        del self._group
-
 
 class SymmetricMemory:
     """Memory of each GPU that all GPUs of the group read and write. Every call can be captured.
@@ -123,29 +116,27 @@ class SymmetricMemory:
     The kernels are torch's (`torch.ops.symm_mem`). Multicast stays off: some machines forbid it.
     """
 
-    def __init__(self, rank: Rank, name: str, store: dist.Store, device: torch.device) -> None:
+    def __init__(self, rank: Rank, name: str, store: Any, device: torch.device) -> None:
         """name: of the group, unique in this process."""
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
-        from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
-
         self.rank = rank
         self._name = name
-        self._group = dist.ProcessGroup(store, rank.index, rank.count)
-        gloo = _gloo(rank, dist.PrefixStore("gloo", store))
-        self._group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
-        self._group._set_group_name(name)
-        _register_process_group(name, self._group)
-        _SymmetricMemory.set_group_info(name, rank.index, rank.count, store)
-        self._buffer = _SymmetricMemory.empty_strided_p2p((BUFFER_BYTES,), (1,), torch.uint8, device, name)
-        self._handle = _SymmetricMemory.rendezvous(self._buffer, name)
+        group = c10d.ProcessGroup(store, rank.index, rank.count)
+        group._set_group_name(name)
+        c10d._register_process_group(name, group)
+        c10d._SymmetricMemory.set_group_info(name, rank.index, rank.count, store)
+        self._buffer = c10d._SymmetricMemory.empty_strided_p2p((BUFFER_BYTES,), (1,), torch.uint8, device, name)
+        self._handle = c10d._SymmetricMemory.rendezvous(self._buffer, name)
 
     def sum(self, x: torch.Tensor, /) -> torch.Tensor:
+        if x.dtype not in SUMMED:
+            return self.sum(x.float()).to(x.dtype)
         if x.nbytes > BUFFER_BYTES:
             x = x.contiguous()
             for part in x.view(-1).split(BUFFER_BYTES // x.element_size()):
                 part.copy_(self.sum(part))
             return x
-        mine = self._buffer.view(x.dtype)[: x.numel()].view(x.shape)
+        mine = self._mine(x)
         mine.copy_(x)
         if x.nbytes <= ONE_SHOT_BYTES:
             added: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce(mine, "sum", self._name)
@@ -181,6 +172,3 @@ class SymmetricMemory:
         """The beginning of a rank's memory."""
         there: torch.Tensor = self._handle.get_buffer(index, like.shape, like.dtype)
         return there
-
-    def close(self) -> None:
-        """The memory is given back with this object."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from treeline_runtime.models import ModelError
 from treeline_runtime.scheduler.executor import Executor
 from treeline_runtime.scheduler.ranks import group as group_module
 from treeline_runtime.scheduler.ranks.group import Followers
-from treeline_runtime.scheduler.ranks.protocol import Call, Clear, Command, Delayed, Launch, Settle, Step
+from treeline_runtime.scheduler.ranks.protocol import Call, Command, Delayed, Launch, Settle, Step
 from treeline_runtime.scheduler_thread import EngineDead
 
 pytestmark = pytest.mark.deep
@@ -135,18 +134,17 @@ def test_a_rank_that_cannot_load_keeps_the_others_from_waking(
         send = Followers._send
 
         def hide(self: Followers, command: Command) -> None:
-            """Rank 1 finds no weights, rank 0 does."""
-            if command != Call("wake"):
-                return send(self, command)
-            path.rename(away)
+            """Let rank 0 alone find weights."""
+            if command == Call("wake"):
+                path.rename(away)
             send(self, command)
-            vote = self._votes.get()
-            self._votes.put(vote)
-            away.rename(path)
+            if command == Call("wake"):
+                self._votes.put(self._votes.get())
+                away.rename(path)
 
         with monkeypatch.context() as patch:
             patch.setattr(Followers, "_send", hide)
-            with pytest.raises(RuntimeError, match="^rank 1: .* is not a directory"):
+            with pytest.raises(RuntimeError, match=r"^rank 1: .* is not a directory"):
                 engine.wake_up()
         engine.wake_up()
         assert engine.generate(IDS, GREEDY).token_ids == first
@@ -233,9 +231,7 @@ def test_of_four_ranks_the_one_that_died_first_is_named(
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode", "waking"])
-def test_a_stopped_rank_is_noticed(
-    phase: str, checkpoints: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_rank_is_noticed(phase: str, checkpoints: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group_module, "SILENT_S", 4.0)
     harm(monkeypatch, phase, 1, lambda pid: os.kill(pid, signal.SIGSTOP))
     with pytest.raises((EngineDead, RuntimeError), match="rank 1 has been silent for 4 s"):
@@ -259,7 +255,7 @@ def test_a_step_that_fails_on_rank_0_ends_the_engine_with_the_error(
         raise ValueError("no such thing")
 
     monkeypatch.setattr(Executor, "_launch", fail)
-    with pytest.raises((EngineDead, RuntimeError), match="rank 0: ValueError\\('no such thing'\\)"):
+    with pytest.raises((EngineDead, RuntimeError), match=r"rank 0: ValueError\('no such thing'\)"):
         work(checkpoints[0], 2)
 
 

@@ -137,7 +137,8 @@ class Followers:
     # ---- Group --------------------------------------------------------------------------------------------
 
     def begin(self, plan: StepPlan, launch: Launch) -> None:
-        self._send(Step(plan, launch, self._digests.after(plan, launch)))
+        encoded = encode(plan)
+        self._send(Step(msgspec.Raw(encoded), launch, self._digests.after(encoded, launch)))
 
     def tell(self, command: Delayed | Clear | Call) -> None:
         self._send(command)

@@ -45,6 +45,7 @@ from treeline_runtime.scheduler.ranks.protocol import (
     Vote,
     Word,
     decode,
+    decode_plan,
     drift,
     told,
 )
@@ -92,7 +93,7 @@ class Leader:
 
     def begin(self, plan: StepPlan, launch: Launch) -> None:
         assert self._step is not None
-        if self._digests.after(plan, launch) != self._step.digest:
+        if self._digests.after(self._step.plan, launch) != self._step.digest:
             raise GroupFailed(drift(self._step, launch))
 
     def tell(self, command: Delayed | Clear | Call) -> None:
@@ -120,7 +121,7 @@ def follow(orders: Orders, leader: Leader) -> None:
     while True:
         command = leader.next()
         if isinstance(command, Step):
-            newest = residence.executor.launch(command.plan)
+            newest = residence.executor.launch(decode_plan(command.plan))
         elif isinstance(command, Delayed):
             assert newest is not None
             residence.executor.follow_delayed(newest)

@@ -6,7 +6,6 @@ Messages are msgpack on one socket per rank, in order. A rank answers none of th
 from __future__ import annotations
 
 import hashlib
-from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal, NamedTuple, Protocol, TypeVar
@@ -43,7 +42,8 @@ class Launch(NamedTuple):
 class Step(msgspec.Struct, tag=True, array_like=True, frozen=True):
     """Compute this step."""
 
-    plan: StepPlan
+    plan: msgspec.Raw
+    """A StepPlan."""
     launch: Launch
     """How rank 0 computes it."""
     digest: bytes
@@ -79,6 +79,7 @@ Command = Step | Delayed | Clear | Call | Settle
 
 encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder(Command).decode
+decode_plan = msgspec.msgpack.Decoder(StepPlan).decode
 
 
 class Orders(msgspec.Struct, frozen=True):
@@ -117,26 +118,27 @@ Word = Vote | LastWords | Alive
 
 
 class Digests:
-    """A rank's history of steps in eight bytes: equal if and only if all steps so far were."""
+    """A rank's history of steps in eight bytes, which differ if one of its steps did."""
 
     def __init__(self) -> None:
         self._last = b""
 
-    def after(self, plan: StepPlan, launch: Launch) -> bytes:
-        """Adds a step: its rows, lengths, mode and graph."""
+    def after(self, plan: bytes | msgspec.Raw, launch: Launch) -> bytes:
+        """Adds a step: its encoded plan, which has rows and lengths, its mode and its graph."""
         digest = hashlib.blake2b(self._last, digest_size=DIGEST_BYTES)
-        digest.update(array("q", (len(plan.rows), launch.bucket, *plan.rows, *plan.starts, *plan.ends)).tobytes())
-        digest.update(launch.mode.encode())
+        digest.update(plan)
+        digest.update(f"{launch.mode} {launch.bucket}".encode())
         self._last = digest.digest()
         return self._last
 
 
 def drift(step: Step, own: Launch) -> str:
     """What differs between rank 0 and a rank that would compute a step as `own`."""
+    sequences = len(decode_plan(step.plan).rows)
     if own != step.launch:
         told, mine = ("no graph" if not one.bucket else f"{one.mode} of {one.bucket}" for one in (step.launch, own))
-        return f"its step of {len(step.plan.rows)} sequences uses {mine}, rank 0's {told}"
-    return f"its steps before this one, of {len(step.plan.rows)} sequences, were not rank 0's"
+        return f"its step of {sequences} sequences uses {mine}, rank 0's {told}"
+    return f"its steps up to this one, of {sequences} sequences, were not rank 0's"
 
 
 def told(error: Exception) -> str:
@@ -144,7 +146,7 @@ def told(error: Exception) -> str:
 
 
 class Group(Protocol):
-    """The other ranks, as seen by one. What only rank 0 does is nothing on the others, so that all run the same code."""
+    """The other ranks, as one sees them. What only rank 0 does is nothing on the others: all run the same code."""
 
     ranks: Ranks
 
