@@ -210,10 +210,10 @@ def test_out_of_memory_at_load_gives_the_numbers_and_the_fix(
     with pytest.raises(ConfigError, match=r"no memory left for the KV pool: .* GiB are free.*raise mem_fraction"):
         Engine(checkpoints[0], mem_fraction=1e-9)
 
-    def full(_: Any) -> None:
+    def full(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr("treeline_runtime.scheduler.load_model", full)
+    monkeypatch.setattr("treeline_runtime.scheduler.startup.load_model", full)
     with pytest.raises(ConfigError, match=r"no memory for the weights: .* GiB free: .*a smaller model \(CUDA .*out of"):
         Engine(checkpoints[0], **SETTINGS)
 

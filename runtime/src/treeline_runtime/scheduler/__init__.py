@@ -2,6 +2,6 @@
 
 from treeline_runtime.scheduler.reports import Transport
 from treeline_runtime.scheduler.scheduler import Scheduler
-from treeline_runtime.scheduler.start import start
+from treeline_runtime.scheduler.startup import start
 
 __all__ = ["Scheduler", "Transport", "start"]

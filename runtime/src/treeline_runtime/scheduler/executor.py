@@ -263,9 +263,14 @@ class Executor:
     def launch(self, plan: StepPlan) -> Launched:
         """Computes the step; this executor owns its pages until it is done. Raises GroupFailed for any failure if it is
         one of several."""
-        with as_one(self._group), torch.inference_mode(), self._on_device():
-            if self._group is not None:
+        if self._group is not None:
+            with as_one(self._group):
                 self._group.begin(plan, self._how(plan))
+                return self._compute(plan)
+        return self._compute(plan)
+
+    def _compute(self, plan: StepPlan) -> Launched:
+        with torch.inference_mode(), self._on_device():
             self._table.write(plan)
             return self._launch(plan)
 

@@ -49,7 +49,7 @@ from treeline_runtime.scheduler.ranks.protocol import (
     drift,
     told,
 )
-from treeline_runtime.scheduler.start import begin
+from treeline_runtime.scheduler.startup import begin
 
 ALIVE_S = 0.25
 
