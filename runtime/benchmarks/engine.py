@@ -15,7 +15,8 @@ A *shape* is a model's config.json with random weights; `tiny` is for a CPU. Pri
 Floors, as `floor.…`: a step moves all weights but the input embedding (of experts, the average number that its tokens
 use) and the cache of all its sequences through memory once. A prompt takes two operations per weight that a token uses,
 and four per pair of tokens, head and dimension, of which causality needs half. The device's limits are measured first:
-bytes read and written by a large copy, and a large matrix product of random bfloat16 numbers.
+bytes read and written by a large copy, and a large matrix product of random bfloat16 numbers. With `--ranks` each GPU
+has its part of weights, cache and operations, and sums take no time.
 """
 
 from __future__ import annotations
@@ -118,6 +119,7 @@ class Bench:
     def __init__(self, name: str, folder: Path, config: dict[str, Any]) -> None:
         self.name = name
         self.shape = SHAPES[name]
+        self.ranks = config.get("tp_size", 1)
         self.weight_bytes = 1 if config.get("quantization") == "fp8" else 2
         (folder / "config.json").write_text(json.dumps(self.shape | COMMON))
         started = time.perf_counter()
@@ -170,12 +172,12 @@ class Bench:
         attention = hidden * dim * (2 * heads + 2 * kv_heads)
         for batch, context in DECODE:
             layer = attention + feed_forward_weights(shape, batch)
-            weights = self.weight_bytes * layers * layer + 2 * hidden * shape["vocab_size"]
+            weights = (self.weight_bytes * layers * layer + 2 * hidden * shape["vocab_size"]) / self.ranks
             cache = batch * (context + (SHORT + LONG) / 2) * self.limits.kv_bytes_per_token
             report(f"floor.decode.{self.name}.b{batch}.ctx{context}", (weights + cache) / bandwidth * 1e3)
         layer = attention + feed_forward_weights(shape, 1)
         operations = 2 * layers * layer * PROMPT + 2 * layers * heads * dim * PROMPT**2
-        report(f"floor.prefill.{self.name}.{PROMPT}", PROMPT / (operations / rate))
+        report(f"floor.prefill.{self.name}.{PROMPT}", self.ranks * PROMPT / (operations / rate))
 
 
 def feed_forward_weights(shape: dict[str, Any], tokens: int) -> float:
@@ -217,6 +219,7 @@ def seconds_of(work: Any) -> float:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, required=True)
+    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="GPUs that share the model (default: 1)")
     parser.add_argument("--rounds", type=int, default=3, help="of each decode figure (default: 3)")
     parser.add_argument("--quick", action="store_true", help="small batches, one round: proves that it works")
     parser.add_argument("--set", default="{}", metavar="JSON", help='fields of the configuration, {"page_size": 64}')
@@ -226,7 +229,7 @@ def main() -> int:
         # before the engine takes the memory
         ceilings = (copy_bytes_s(), multiply_flop_s()) if torch.cuda.is_available() and not args.quick else None
         torch.cuda.empty_cache()
-        bench = Bench(args.shape, Path(folder), json.loads(args.set))
+        bench = Bench(args.shape, Path(folder), {"tp_size": args.ranks} | json.loads(args.set))
         if ceilings is None:
             report(f"decode.{args.shape}.b4.ctx64", bench.step_ms(4, 64, 1))
             report(f"prefill.{args.shape}.512", 512 / bench.run(1, 512, 1))

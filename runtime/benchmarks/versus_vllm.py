@@ -33,10 +33,10 @@ VLLM = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
 Compute = Callable[[Work], None]
 
 
-def ours(folder: str) -> Compute:
+def ours(folder: str, ranks: int) -> Compute:
     from treeline_runtime import Engine, SamplingParams
 
-    engine = Engine(folder, load_format="dummy", context_length=CONTEXT, max_running_requests=SEQUENCES)
+    engine = Engine(folder, load_format="dummy", context_length=CONTEXT, max_running_requests=SEQUENCES, tp_size=ranks)
 
     def compute(work: Work) -> None:
         lengths = [SamplingParams(temperature=0.6, ignore_eos=True, max_new_tokens=n) for n in work.lengths]
@@ -46,12 +46,12 @@ def ours(folder: str) -> Compute:
     return compute
 
 
-def theirs(folder: str) -> Compute:
+def theirs(folder: str, ranks: int) -> Compute:
     from vllm import LLM, SamplingParams  # type: ignore[import-not-found]
 
     llm = LLM(
         folder, load_format="dummy", skip_tokenizer_init=True, dtype="bfloat16", max_model_len=CONTEXT,
-        max_num_seqs=SEQUENCES, gpu_memory_utilization=0.85,
+        max_num_seqs=SEQUENCES, gpu_memory_utilization=0.85, tensor_parallel_size=ranks,
     )  # fmt: skip
 
     def compute(work: Work) -> None:
@@ -65,7 +65,7 @@ def theirs(folder: str) -> Compute:
     return compute
 
 
-ENGINES: dict[str, Callable[[str], Compute]] = {"ours": ours, "vllm": theirs}
+ENGINES: dict[str, Callable[[str, int], Compute]] = {"ours": ours, "vllm": theirs}
 
 
 def measure(compute: Compute, works: list[Work], rates: Path) -> None:
@@ -95,6 +95,7 @@ def by(engine: str, folder: Path, arguments: list[str], path: str | None) -> flo
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", required=True, help="as of engine.py")
+    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="GPUs that share the model (default: 1)")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--vllm-path", metavar="DIR", help="where vLLM is installed, if not beside this engine")
     parser.add_argument("--by", choices=ENGINES, help=argparse.SUPPRESS)
@@ -102,7 +103,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.by:
         works = [Work.of(256, 1024, seed) for seed in range(args.rounds)]
-        measure(ENGINES[args.by](args.folder), works, Path(args.folder) / f"{args.by}.json")
+        measure(ENGINES[args.by](args.folder, args.ranks), works, Path(args.folder) / f"{args.by}.json")
         return 0
     from dummy_model import write_config
     from engine import report

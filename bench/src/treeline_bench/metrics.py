@@ -387,7 +387,8 @@ HEADLINES = (
 )
 """The rows quoted in the README, in order."""
 
-METRICS: dict[str, Metric] = _ROUTING | _PICKER | _ENGINE | _SERVING | _PROGRAMS | _KUBERNETES
+_RANKS = {name.replace("engine.", "tp2."): each for name, each in _ENGINE.items() if name.startswith("engine.")}
+METRICS: dict[str, Metric] = _ROUTING | _PICKER | _ENGINE | _RANKS | _SERVING | _PROGRAMS | _KUBERNETES
 
 
 def metric(name: str) -> Metric:

@@ -196,6 +196,12 @@ def _vllm(context: Context) -> Iterator[tuple[str, Script]]:
         yield f"vllm: {shape}", Script("runtime/benchmarks/versus_vllm.py", must, tuple(args))
 
 
+def _ranks(context: Context) -> Iterator[tuple[str, Script]]:
+    shape = shapes()[0]
+    args = ("--shape", shape, "--ranks", "2", *_quick(context))
+    yield f"ranks: {shape}", Script("runtime/benchmarks/engine.py", (f"start.{shape}",), args, prefix="tp2.")
+
+
 def _radix(context: Context) -> Iterator[tuple[str, Script]]:
     script = Script("runtime/benchmarks/radix.py", ("radix.hit_vs_optimal",), _quick(context))
     yield "radix: share of time, hit rates", script
@@ -237,6 +243,7 @@ BENCHMARKS = (
     _benchmark("engine", "The engine", "decode, prompts and a batch without HTTP, on a GPU if there is one", _engine),
     _benchmark("server", "The server", "the same requests offline and through HTTP, idle GPU, start", _server),
     _benchmark("vllm", "Beside vLLM", "a batch by this engine and by vLLM, on a GPU", _vllm, only_by_name=True),
+    _benchmark("ranks", "One model on two GPUs", "as engine, with --tp-size 2", _ranks, only_by_name=True),
     _benchmark("radix", "The radix cache", "its share of the time, and hit rates beside the best", _radix),
     _benchmark("cpu", "The engine on a CPU", "beside transformers.generate, the tiny model", _cpu),
     _benchmark("structured", "Structured output", "jump-forward, and what grammars cost", _structured),
