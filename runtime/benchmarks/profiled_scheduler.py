@@ -22,7 +22,7 @@ from treeline_runtime import processes, scheduler_process, serve
 from treeline_runtime.core import Batch, Phase
 from treeline_runtime.processes import run_child
 from treeline_runtime.scheduler import Scheduler
-from treeline_runtime.scheduler.executor import Launched
+from treeline_runtime.scheduler.launched import Launched
 
 SKIP, STEPS = 50, 200
 WAITING_US = 5.0

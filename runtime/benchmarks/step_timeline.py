@@ -42,7 +42,8 @@ from torch.profiler import ProfilerActivity, record_function
 from treeline_runtime import SamplingParams
 from treeline_runtime.core import Batch, Phase
 from treeline_runtime.sampling import Masks
-from treeline_runtime.scheduler.executor import Executor, Launched
+from treeline_runtime.scheduler.executor import Executor
+from treeline_runtime.scheduler.launched import Launched
 from treeline_runtime.scheduler.scheduler import Scheduler
 
 SKIP, STEPS, SHOWN = 30, 12, 3

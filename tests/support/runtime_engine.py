@@ -37,7 +37,7 @@ from treeline_runtime.models.decoder import Decoder
 from treeline_runtime.models.loader import load_model
 from treeline_runtime.sampling import Factory
 from treeline_runtime.scheduler import Scheduler
-from treeline_runtime.scheduler.executor import Launched
+from treeline_runtime.scheduler.launched import Launched
 from treeline_runtime.scheduler.processors import Processors
 
 from support.runtime_models import IDS

@@ -13,8 +13,9 @@ from support.runtime_engine import VOCAB, Harness, prompt
 from treeline_runtime.core import Batch
 from treeline_runtime.messages import AbortReq, StopReq
 from treeline_runtime.sampling import Row
-from treeline_runtime.scheduler.executor import NOT_FINITE, NOTHING_ALLOWED, Choices, Executor, Launched, Step
+from treeline_runtime.scheduler.executor import Executor
 from treeline_runtime.scheduler.forward import Tokens
+from treeline_runtime.scheduler.launched import NOT_FINITE, NOTHING_ALLOWED, Choices, Launched, Step
 from treeline_runtime.scheduler.plan import StepPlan
 
 SEQUENCE = (90, 3, 3, 64, 31, 32, 0, 95)

@@ -19,7 +19,7 @@ from treeline_runtime.messages import (
     StateReq,
     StopReq,
 )
-from treeline_runtime.scheduler.executor import Launched
+from treeline_runtime.scheduler.launched import Launched
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 from support.runtime_engine import VOCAB, Harness, prompt
 from treeline_runtime.core import Batch
 from treeline_runtime.messages import TokenOut
-from treeline_runtime.scheduler.executor import Launched
+from treeline_runtime.scheduler.launched import Launched
 
 pytestmark = pytest.mark.deep
 

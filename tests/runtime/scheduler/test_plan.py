@@ -13,7 +13,8 @@ from support.runtime_engine import Harness, prompt
 from treeline_runtime.config import EngineConfig, SchedulerConfig
 from treeline_runtime.models.decoder import Decoder
 from treeline_runtime.models.loader import load_model
-from treeline_runtime.scheduler.executor import Executor, Launched
+from treeline_runtime.scheduler.executor import Executor
+from treeline_runtime.scheduler.launched import Launched
 from treeline_runtime.scheduler.plan import Embeddings, InputLogprobs, StepPlan, Writes
 
 TINY_MODEL = Path(__file__).parents[3] / "models" / "tiny"

@@ -12,7 +12,7 @@ import torch
 from support.pooling_models import add_logit_score, classifier, embedder
 from support.runtime_engine import Harness
 from support.runtime_models import IDS, reference, save
-from treeline_runtime.scheduler.executor import Launched, Sampled
+from treeline_runtime.scheduler.launched import Launched, Sampled
 
 pytest.importorskip("transformers")
 

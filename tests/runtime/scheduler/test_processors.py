@@ -15,7 +15,7 @@ from treeline_runtime.engine import Engine, GenerationError
 from treeline_runtime.messages import CustomProcessor, Grammar, SamplingParams
 from treeline_runtime.sampling.processor import BUILT_IN
 from treeline_runtime.scheduler import start
-from treeline_runtime.scheduler.executor import NOT_FINITE, NOTHING_ALLOWED, NOTHING_SOUND
+from treeline_runtime.scheduler.launched import NOT_FINITE, NOTHING_ALLOWED, NOTHING_SOUND
 from treeline_runtime.scheduler.processors import NO_PROCESSORS, NONE_THERE, Processors
 
 TINY_MODEL = Path(__file__).parents[3] / "models" / "tiny"

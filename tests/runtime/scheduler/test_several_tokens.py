@@ -14,7 +14,7 @@ from support.runtime_constraints import Toy
 from support.runtime_engine import VOCAB, Harness, prompt
 from treeline_runtime.core import Batch, Req
 from treeline_runtime.messages import GenerateReq, SamplingParams, TokenLogprob
-from treeline_runtime.scheduler.executor import Launched, Sampled
+from treeline_runtime.scheduler.launched import Launched, Sampled
 
 
 def accepting(engine: Harness, known: dict[str, list[TokenLogprob]], counts: random.Random) -> None:

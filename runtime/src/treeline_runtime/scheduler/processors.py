@@ -18,7 +18,7 @@ from treeline_runtime.logit_processors import split
 from treeline_runtime.messages import CustomProcessor, FinishReason
 from treeline_runtime.sampling import Constraint, Factory, Processing
 from treeline_runtime.sampling.processor import BUILT_IN, told
-from treeline_runtime.scheduler.executor import Choices
+from treeline_runtime.scheduler.launched import Choices
 
 logger = logging.getLogger(__name__)
 

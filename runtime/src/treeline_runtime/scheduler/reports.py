@@ -22,7 +22,7 @@ from treeline_runtime.messages import (
 )
 from treeline_runtime.publisher.client import PublisherClient
 from treeline_runtime.scheduler.cache import CacheManager
-from treeline_runtime.scheduler.executor import Sampled
+from treeline_runtime.scheduler.launched import Sampled
 
 FORGET = 0.9
 """Weight of the past in a moving average."""

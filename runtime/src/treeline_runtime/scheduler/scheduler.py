@@ -43,8 +43,9 @@ from treeline_runtime.scheduler.administration import AWAKE, Administration, Pro
 from treeline_runtime.scheduler.arrivals import Arrivals
 from treeline_runtime.scheduler.cache import CacheManager
 from treeline_runtime.scheduler.decode import DecodeManager, NewTokenRatio, retraction_order
-from treeline_runtime.scheduler.executor import Executor, Launched, Sampled
+from treeline_runtime.scheduler.executor import Executor
 from treeline_runtime.scheduler.grammars import Grammars, Jumps
+from treeline_runtime.scheduler.launched import Launched, Sampled
 from treeline_runtime.scheduler.prefill import PrefillManager
 from treeline_runtime.scheduler.processors import NO_PROCESSORS, Processors, choices_of
 from treeline_runtime.scheduler.ranks.protocol import Group

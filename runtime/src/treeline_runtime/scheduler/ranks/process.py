@@ -26,7 +26,7 @@ from treeline_runtime.config import ConfigError
 from treeline_runtime.confined.child import end_with_parent
 from treeline_runtime.models.shards import Rank
 from treeline_runtime.scheduler.administration import Residence
-from treeline_runtime.scheduler.executor import Launched
+from treeline_runtime.scheduler.launched import Launched
 from treeline_runtime.scheduler.plan import StepPlan
 from treeline_runtime.scheduler.ranks.protocol import (
     Agreed,
