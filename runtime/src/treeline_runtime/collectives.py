@@ -20,6 +20,8 @@ c10d: Any = getattr(torch._C, "_distributed_c10d", None)
 """What torch.distributed is made of: its own groups belong to the application around the engine."""
 FOREVER = timedelta(days=365)
 """No collective ends by its own clock: the group watches its ranks."""
+MEETING = timedelta(minutes=1)
+"""Time to connect, once all processes are there."""
 BUFFER_BYTES = 64 << 20
 """Bytes of a GPU that the others read; more are summed in several parts."""
 ONE_SHOT_BYTES = 256 << 10
@@ -75,15 +77,19 @@ def join(rank: Rank, folder: Path, device: torch.device) -> Ranks:
     if all(torch.cuda.can_device_access_peer(device, other) for other in others):
         return SymmetricMemory(rank, folder.name, store, device)
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    nccl = c10d.ProcessGroupNCCL(store, rank.index, rank.count, c10d.ProcessGroupNCCL.Options())
-    return Processes(rank, nccl, device)
+    os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")  # of the store, which is gone when all have met
+    options = c10d.ProcessGroupNCCL.Options()
+    options._timeout = FOREVER
+    return Processes(rank, c10d.ProcessGroupNCCL(store, rank.index, rank.count, options), device)
 
 
 def _gloo(rank: Rank, store: Any) -> Any:
     options = c10d.ProcessGroupGloo._Options()
     options._devices = [c10d.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
-    options._timeout = FOREVER
-    return c10d.ProcessGroupGloo(store, rank.index, rank.count, options)
+    options._timeout = MEETING
+    group = c10d.ProcessGroupGloo(store, rank.index, rank.count, options)
+    group._set_default_timeout(FOREVER)
+    return group
 
 
 class Processes:

@@ -1,7 +1,7 @@
 """The scheduler in a thread of this process; its transport is memory.
 
 Only this thread touches the scheduler, so a caller's Ctrl-C or cancelled task takes effect between two steps. There are
-no sockets and no other processes.
+no sockets, and no other processes but those of further ranks (`ranks`).
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,9 +16,10 @@ from support.pooling_models import configured
 from support.processors import Follows
 from support.runtime_engine import prompt
 from support.runtime_server import eventually, gone, make_checkpoint, running
-from treeline_runtime import Engine, SamplingParams
+from treeline_runtime import Engine, GenerationError, SamplingParams
 from treeline_runtime.messages import CustomProcessor, Grammar
 from treeline_runtime.models import ModelError
+from treeline_runtime.scheduler import Scheduler, administration
 from treeline_runtime.scheduler.executor import Executor
 from treeline_runtime.scheduler.ranks import group as group_module
 from treeline_runtime.scheduler.ranks.group import Followers
@@ -38,9 +40,13 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
-    yield
-    eventually(lambda: not rank_processes(), what="the ranks' processes end")
+def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        monkeypatch.setenv("TMPDIR", folder)
+        yield
+        eventually(lambda: not rank_processes(), what="the ranks' processes end")
+        eventually(lambda: not list(Path(folder).glob("treeline-*")), what="the folders of sockets are removed")
 
 
 def rank_processes() -> list[psutil.Process]:
@@ -59,7 +65,7 @@ def rank_processes() -> list[psutil.Process]:
 
 def kinds() -> list[SamplingParams]:
     """Return parameters of every kind that takes its own way through a step."""
-    common: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True}
+    common: dict[str, Any] = {"max_new_tokens": 24}
     return [
         SamplingParams(temperature=0.0, **common),
         SamplingParams(temperature=1.0, seed=1, **common),
@@ -78,12 +84,18 @@ def kinds() -> list[SamplingParams]:
 def answers(path: Path, ranks: int) -> list[Any]:
     """Return everything that an engine says to many requests at once, in a cache that is too small for them."""
     each = kinds() * 3
-    prompts = [prompt(i, 10 + 7 * i) for i in range(len(each))]
-    settings = SETTINGS | {"schedule_conservativeness": 0.1, "chunked_prefill_size": 32, "overlap_depth": 1}
+    prompts = [prompt(i, 10 + 4 * i) for i in range(len(each))]
+    settings = SETTINGS | {
+        "max_total_tokens": 240,
+        "schedule_conservativeness": 0.0,
+        "chunked_prefill_size": 32,
+        "overlap_depth": 1,
+    }
     with Engine(
         path, tp_size=ranks, logit_processors={"follows": Follows}, enable_return_hidden_states=True, **settings
     ) as engine:
         outputs = engine.generate(prompts, each, return_logprob=True, logprob_start_len=0, top_logprobs_num=2)
+        assert sum(output.retractions for output in outputs), "some requests lost their place"
         shown = engine.generate(IDS, GREEDY, return_hidden_states=True)
         return [
             [output.token_ids for output in outputs],
@@ -147,6 +159,59 @@ def test_a_rank_that_cannot_load_keeps_the_others_from_waking(
             with pytest.raises(RuntimeError, match=r"^rank 1: .* is not a directory"):
                 engine.wake_up()
         engine.wake_up()
+        assert engine.generate(IDS, GREEDY).token_ids == first
+
+
+def test_an_unexpected_error_of_one_rank_leaves_all_with_the_old_weights(
+    checkpoints: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = checkpoints
+
+    def fail(*_: object) -> None:
+        raise OSError("the disk is broken")
+
+    with Engine(old, tp_size=2, **SETTINGS) as engine:
+        first = engine.generate(IDS, GREEDY).token_ids
+        with monkeypatch.context() as patch:
+            patch.setattr(administration, "load_model", fail)
+            with pytest.raises(RuntimeError, match="the disk is broken"):
+                engine.update_weights(new)
+        assert engine.generate(IDS, GREEDY).token_ids == first
+        engine.update_weights(new)
+        assert engine.generate(IDS, GREEDY).token_ids != first
+
+
+def test_all_ranks_read_a_relative_path_from_where_the_engine_is(
+    checkpoints: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = checkpoints
+    with Engine(new, **SETTINGS) as engine:
+        expected = engine.generate(IDS, GREEDY).token_ids
+    monkeypatch.chdir(old.parent)
+    with Engine(old.name, tp_size=2, **SETTINGS) as engine:
+        monkeypatch.chdir(new)
+        first = engine.generate(IDS, GREEDY).token_ids
+        engine.sleep(2)
+        engine.wake_up()
+        assert engine.generate(IDS, GREEDY).token_ids == first
+        engine.update_weights(".")
+        assert engine.generate(IDS, GREEDY).token_ids == expected
+
+
+def test_a_request_at_fault_ends_alone(checkpoints: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ValueError("no such result")
+
+    with Engine(checkpoints[0], tp_size=2, **SETTINGS) as engine:
+        first = engine.generate(IDS, GREEDY).token_ids
+        with monkeypatch.context() as patch:
+            patch.setattr(Scheduler, "_advance", fail)
+            with pytest.raises(GenerationError, match="no such result"):
+                engine.generate(IDS, GREEDY)  # its pages are in the tree: none has to be cleared
+            with pytest.raises(GenerationError, match="no such result"):
+                engine.generate(prompt(2, 30), GREEDY)
+        with pytest.raises(GenerationError, match="OverflowError"):
+            engine.generate(IDS, SamplingParams(seed=1 << 70, top_k=4))
         assert engine.generate(IDS, GREEDY).token_ids == first
 
 
@@ -285,6 +350,17 @@ def test_requests_of_a_lost_group_end_with_an_error_though_the_scheduler_still_w
         let_go.set()
         killer.join()
         engine.close()
+
+
+def test_a_sleep_that_fails_on_one_rank_ends_the_engine_instead_of_leaving_it_half_asleep(
+    checkpoints: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_: object) -> None:
+        raise ValueError("no memory is given back")
+
+    monkeypatch.setattr(administration, "give_back", fail)
+    with pytest.raises((EngineDead, RuntimeError), match="rank 0: ValueError"):
+        work(checkpoints[0], 2)
 
 
 # ---- refused ------------------------------------------------------------------------------------------------------

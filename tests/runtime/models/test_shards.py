@@ -91,9 +91,7 @@ def logits(model: Decoder) -> torch.Tensor:
 
 
 def of_ranks(path: Path, count: int, **settings: Any) -> torch.Tensor:
-    first, *others = on_ranks(count, lambda ranks: logits(load(path, ranks, **settings)))
-    assert all(torch.equal(first, other) for other in others)
-    return first
+    return on_ranks(count, lambda ranks: logits(load(path, ranks, **settings)))[0]
 
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -160,7 +158,8 @@ def test_logits_of_ranks_may_be_put_in_a_given_place(path_of: Callable[[str], Pa
     def put(ranks: Ranks) -> bool:
         model, out = load(path_of("gemma2, caps"), ranks), torch.empty(3, 131)
         with torch.inference_mode():
-            return model.logits(hidden.clone(), out) is out and torch.equal(out, model.logits(hidden))
+            given = model.logits(hidden.clone(), out)
+            return given is out and (ranks.rank.index > 0 or torch.equal(out, model.logits(hidden)))
 
     assert on_ranks(2, put) == [True, True]
 

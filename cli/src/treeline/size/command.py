@@ -162,13 +162,15 @@ def _advice(source: Source, config: SchedulerConfig, rows: Sequence[Row]) -> str
     said = f"It does not fit on {one}: {_gib(least.shortage)} are missing{each}."
     if tp_size := smallest_tp_size(source.model, config, least.gpu):
         said += f" With --tp-size {tp_size} it fits on {tp_size} of them."
-    larger = [gpu.name for gpu in GPUS.values() if fit(source.model, config, gpu).cache_tokens]
+    together = "" if least.tp_size == 1 else f"{least.tp_size} of "
+    kinds = [gpu for gpu in GPUS.values() if gpu.has_fp8 or config.kv_cache_dtype == "auto"]
+    larger = [gpu.name for gpu in kinds if fit(source.model, config, gpu).cache_tokens]
     if larger:
-        said += f" It fits on {', '.join(larger)}."
+        said += f" It fits on {together}{', '.join(larger)}."
     if source.model.moe is None and source.model.quantization is None and config.quantization == "auto":
-        smaller = [gpu.name for gpu in GPUS.values() if fit(source.model, with_fp8(config), gpu).cache_tokens]
+        smaller = [gpu.name for gpu in kinds if fit(source.model, with_fp8(config), gpu).cache_tokens]
         if smaller:
-            said += f" With --quantization fp8 it fits on {', '.join(smaller)}."
+            said += f" With --quantization fp8 it fits on {together}{', '.join(smaller)}."
     return said
 
 
@@ -262,7 +264,11 @@ def _remarks(args: argparse.Namespace, rows: Sequence[Row], advice: str) -> list
     if any(row.speed for row in rows):
         said.append(
             "\nWhat fits is what `treeline serve` allocates. Speeds are estimates, for sequences that are half full: "
-            "on an H200 they are within a quarter of what was measured."
+            + (
+                "on an H200 they are within a quarter of what was measured."
+                if first.fit.tp_size == 1
+                else "with several GPUs they assume NVLink, and were not compared with measurements."
+            )
         )
     if args.gpu and first.fit.cache_tokens and not first.sequences:
         said.append(
@@ -271,7 +277,11 @@ def _remarks(args: argparse.Namespace, rows: Sequence[Row], advice: str) -> list
         )
     if args.count and first.sequences and args.gpu:
         served = args.count // first.fit.tp_size
-        said.append(f"{args.count} GPUs are {served} replicas: {served * first.sequences:,} sequences at once.")
+        said.append(
+            f"{args.count} GPUs are {served} replicas: {served * first.sequences:,} sequences at once."
+            if served
+            else f"{args.count} GPUs are too few for one replica."
+        )
     if args.gpu and (needed := first.replicas):
         said.append(
             f"{needed.count} replicas for {args.requests_per_s:g} requests/s, {BUSY:.0%} busy: each has about "

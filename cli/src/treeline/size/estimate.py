@@ -188,8 +188,8 @@ def with_fp8(config: SchedulerConfig) -> SchedulerConfig:
 
 
 def smallest_tp_size(model: ModelConfig, config: SchedulerConfig, gpu: Gpu) -> int | None:
-    """GPUs of this kind that hold the model together: twice as many, four or eight times; None if these do not."""
-    for tp_size in (2 * config.tp_size, 4 * config.tp_size, 8 * config.tp_size):
+    """GPUs of this kind that hold the model together, up to the eight of a machine; None if these do not."""
+    for tp_size in (size for size in (2, 4, 8) if size > config.tp_size):
         with contextlib.suppress(ConfigError, ModelError):
             if fit(model, replace(config, tp_size=tp_size), gpu).cache_tokens:
                 return tp_size

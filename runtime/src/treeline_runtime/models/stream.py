@@ -29,7 +29,7 @@ BUFFER_BYTES = 16 << 20
 BUFFERS = 16
 THREADS = 8
 """The most reading threads; reading from the page cache is limited by memory bandwidth."""
-SHORT_BYTES = 4096
+SHORT_BYTES = 32 << 10
 """Gaps between the runs of a part that are read, too, and cut off on the device: calls for each short run would take
 longer, and a disk gives whole pages."""
 _LAYER = re.compile(r"\.\d+(?=\.)")

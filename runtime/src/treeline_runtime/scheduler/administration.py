@@ -37,11 +37,12 @@ from treeline_runtime.models.offload import Offloaded, size_of
 from treeline_runtime.models.pooling import Pooling
 from treeline_runtime.scheduler.cache import CacheManager
 from treeline_runtime.scheduler.executor import Executor
-from treeline_runtime.scheduler.ranks.protocol import Call, Group, as_one, together
+from treeline_runtime.scheduler.ranks.protocol import Agreed, Call, Group, as_one, together
 from treeline_runtime.scheduler.resolve import TO_LOAD, Resolved, give_back, let_go, told_as_settings
 
 AWAKE, WEIGHTS_ON_HOST, NO_WEIGHTS = 0, 1, 2
 """Levels of sleep, numbered as in vLLM."""
+TO_COPY = "stop other programs, or use level 2, which reads the weights again"
 WARM_UP_TOKENS = 16
 """Tokens of warm-up on a CPU, which compiles nothing and is slow on long prompts."""
 
@@ -80,7 +81,8 @@ class Residence:
         """`WEIGHTS_ON_HOST` keeps a copy of the weights in host memory; `NO_WEIGHTS` reads them again at `wake`. On a
         CPU both memories are the same, and the former frees only the KV cache."""
         self._tell(Call("sleep", level))
-        self._sleep(level)
+        with as_one(self._group):
+            self._sleep(level)
 
     def _sleep(self, level: int) -> None:
         assert self.level == AWAKE
@@ -88,15 +90,36 @@ class Residence:
         if level == NO_WEIGHTS:
             self._model = None
         elif self._limits.device.type != "cpu":
-            self._offloaded = Offloaded(self._model)  # raises where the host has no room, and has changed nothing
+            try:
+                together(self._group, self._copy_weights)
+            except Agreed:  # some ranks have copied theirs
+                self._stay_awake()
+                raise
         self._executor = None
         self.level = level
         give_back(self._limits.device)
+        together(self._group, lambda: None)  # the memory of all ranks is free
+
+    def _copy_weights(self) -> None:
+        with told_as_settings("a copy of the weights on the host", torch.device("cpu"), hint=TO_COPY):
+            self._offloaded = Offloaded(self._model)  # raises where the host has no room, and has changed nothing
+
+    def _stay_awake(self) -> None:
+        self._executor = None
+        give_back(self._limits.device)
+        if self._offloaded is not None:
+            self._offloaded.restore()
+            self._offloaded = None
+        assert self._model is not None
+        self._executor = self._new_executor(self._model)
+        self.warm_up()
 
     def wake(self) -> None:
-        """Raises ModelError or ConfigError if something is missing now, such as memory; then it stays asleep."""
+        """Raises ModelError or ConfigError if something is missing now, such as memory; then it stays asleep. A group
+        ends if a rank lacks memory for anything but the weights."""
         self._tell(Call("wake"))
-        self._wake()
+        with as_one(self._group):
+            self._wake()
 
     def _wake(self) -> None:
         assert self.level != AWAKE
@@ -148,7 +171,12 @@ class Residence:
     def update(self, path: str) -> None:
         """Loads the weights at `path`, which passed `check`. Raises ModelError or ConfigError, and then keeps the old
         ones, which stay until all new ones are loaded. While asleep: `wake` will read them."""
+        path = os.path.abspath(path)  # a rank's process may have another working directory
         self._tell(Call("update", path))
+        with as_one(self._group):
+            self._update(path)
+
+    def _update(self, path: str) -> None:
         started = time.perf_counter()
         config = dataclasses.replace(self._config, model=path, load_format="auto")
         if self.level != AWAKE:

@@ -95,11 +95,11 @@ class Executor:
     def launch(self, plan: StepPlan) -> Launched:
         """Computes the step; this executor owns its pages until it is done. Raises GroupFailed for any failure if it is
         one of several."""
-        if self._group is not None:
-            with as_one(self._group):
-                self._group.begin(plan, self._how(plan))
-                return self._compute(plan)
-        return self._compute(plan)
+        if self._group is None:
+            return self._compute(plan)
+        self._group.begin(plan, self._how(plan))
+        with as_one(self._group):
+            return self._compute(plan)
 
     def _compute(self, plan: StepPlan) -> Launched:
         with torch.inference_mode(), self._on_device():

@@ -53,7 +53,8 @@ def num_pages(
     pages = config.max_total_tokens // config.page_size
     if pages == 0:
         raise ConfigError(f"max_total_tokens {config.max_total_tokens} is less than one page")
-    free = torch.cuda.mem_get_info(device)[0] - reserved if device.type == "cuda" else _available_memory()
+    on_cuda = device.type == "cuda"
+    free = torch.cuda.mem_get_info(device)[0] - reserved if on_cuda else _available_memory() // config.tp_size
     if pages * page_bytes > free:
         raise ConfigError(
             f"max_total_tokens {config.max_total_tokens} needs {_gib(pages * page_bytes)} of KV pool, but "
@@ -138,10 +139,10 @@ def _mib(size: int) -> str:
 
 
 def _cpu_budget(config: EngineConfig) -> int:
+    """Of the machine's memory each rank has the same share."""
     free = _available_memory()
-    if config.mem_fraction is not None:
-        return int(free * config.mem_fraction)
-    return min(int(free * 0.1), CPU_POOL_LIMIT)
+    pool = int(free * config.mem_fraction) if config.mem_fraction is not None else min(int(free * 0.1), CPU_POOL_LIMIT)
+    return pool // config.tp_size
 
 
 def _available_memory() -> int:

@@ -11,6 +11,7 @@ import logging
 import os
 import queue
 import selectors
+import shutil
 import signal
 import subprocess
 import sys
@@ -61,8 +62,9 @@ def rank_config(config: SchedulerConfig, index: int, device: torch.device) -> Sc
     """One rank's part of the machine. Its GPU is so many after the first; ranks on CPUs share the cores. Raises
     ConfigError if there are too few GPUs."""
     plain: dict[str, Any] = {name: getattr(config, name) for name in SchedulerConfig.__dataclass_fields__}
+    plain["model"] = os.path.abspath(config.model)  # the working directory may change
     if device.type != "cuda":
-        threads = config.threads or max(1, len(os.sched_getaffinity(0)) // config.tp_size)
+        threads = config.threads or max(1, torch.get_num_threads() // config.tp_size)
         return SchedulerConfig(**plain | {"device": "cpu", "threads": threads})
     first, there = device.index or 0, torch.cuda.device_count()
     if first + config.tp_size > there:
@@ -90,7 +92,8 @@ class Followers:
         self._votes: queue.SimpleQueue[Vote | None] = queue.SimpleQueue()
         """None: there will be no more."""
         own = rank_config(config, 0, device)
-        self._folder = SocketFolder()
+        self._files = contextlib.ExitStack()
+        self._folder = self._files.enter_context(SocketFolder())
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._sockets: list[zmq.Socket[bytes]] = []
         self._children: list[subprocess.Popen[bytes]] = []
@@ -98,7 +101,9 @@ class Followers:
             for index in range(1, config.tp_size):
                 self._start(config, index, device)
             self.settle()
-            self.ranks = join(Rank(0, config.tp_size), self._folder.path, torch.device(own.device))
+            self.ranks = join(Rank(0, config.tp_size), self._folder, torch.device(own.device))
+            self.settle()
+            self._files.close()  # all are connected: nothing is left if this process is killed
         except BaseException:
             self.close()
             raise
@@ -107,7 +112,7 @@ class Followers:
     def _start(self, config: SchedulerConfig, index: int, device: torch.device) -> None:
         socket = self._context.socket(zmq.PUSH)
         socket.setsockopt(zmq.SNDHWM, 0)
-        socket.connect(f"ipc://{self._folder.path}/{index}.ipc")
+        socket.connect(f"ipc://{self._folder}/{index}.ipc")
         self._sockets.append(socket)
         # Ctrl-C reaches the whole terminal group, but only the parent decides
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
@@ -116,6 +121,7 @@ class Followers:
                 [sys.executable, "-P", "-m", "treeline_runtime.scheduler.ranks.process"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
+                stderr=sys.__stderr__ or subprocess.DEVNULL,
                 bufsize=0,
             )
         finally:
@@ -126,7 +132,7 @@ class Followers:
             rank_config(config, index, device),
             index,
             config.tp_size,
-            str(self._folder.path),
+            str(self._folder),
             getattr(config, "log_level", "warning"),
             getattr(config, "log_format", None),
         )
@@ -171,6 +177,8 @@ class Followers:
 
     def close(self) -> None:
         """Ends the other ranks. Idempotent."""
+        if self._closing:
+            return
         self._closing = True
         for child in self._children:
             assert child.stdin is not None
@@ -183,7 +191,7 @@ class Followers:
                 child.kill()
                 child.wait()
         self._context.destroy(linger=0)
-        self._folder.__exit__()
+        self._files.close()
 
     # ---- a thread per rank --------------------------------------------------------------------------------
 
@@ -223,6 +231,7 @@ class Followers:
                 return
             self._reason = reason
         self._failed.set()
+        shutil.rmtree(self._folder, ignore_errors=True)
         for child in self._children:
             child.kill()  # also one that is stopped, or waits for a GPU
         for _ in self._children:

@@ -56,23 +56,13 @@ ALIVE_S = 0.25
 logger = logging.getLogger(__name__)
 
 
-class Leader:
-    """Rank 0, as another rank sees it. Implements `Group`."""
+class Words:
+    """What this rank says to rank 0. A thread says that it is alive."""
 
-    def __init__(self, orders: Orders, out: BinaryIO) -> None:
-        """Meets the group. out: takes this rank's words."""
+    def __init__(self, out: BinaryIO) -> None:
         self._out = out
-        self._out_lock = threading.Lock()
-        self._digests = Digests()
-        self._step: Step | None = None
-        """The one being computed."""
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.bind(f"ipc://{orders.folder}/{orders.index}.ipc")
+        self._lock = threading.Lock()
         threading.Thread(target=self._live, name="alive", daemon=True).start()
-        self.settle()  # all processes are there: the connections take no time now
-        rank = Rank(orders.index, orders.count)
-        self.ranks: Ranks = join(rank, Path(orders.folder), torch.device(orders.config.device))
 
     def _live(self) -> None:
         while True:
@@ -80,8 +70,26 @@ class Leader:
             time.sleep(ALIVE_S)
 
     def say(self, word: Word) -> None:
-        with self._out_lock:
+        with self._lock:
             self._out.write(msgspec.json.encode(word) + b"\n")
+
+
+class Leader:
+    """Rank 0, as another rank sees it. Implements `Group`."""
+
+    def __init__(self, orders: Orders, words: Words) -> None:
+        """Meets the group."""
+        self.say = words.say
+        self._digests = Digests()
+        self._step: Step | None = None
+        """The one being computed."""
+        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.bind(f"ipc://{orders.folder}/{orders.index}.ipc")
+        self.settle()  # all processes are there: the connections take no time now
+        rank = Rank(orders.index, orders.count)
+        self.ranks: Ranks = join(rank, Path(orders.folder), torch.device(orders.config.device))
+        self.settle()  # nobody needs the folder any more
 
     def next(self) -> Command:
         """Waits for rank 0."""
@@ -126,7 +134,7 @@ def follow(orders: Orders, leader: Leader) -> None:
             assert newest is not None
             residence.executor.follow_delayed(newest)
         elif isinstance(command, Clear):
-            residence.executor.clear(np.array(command.pages))
+            residence.executor.clear(np.array(command.pages, dtype=np.int64))
         elif isinstance(command, Call):
             newest = None
             call(residence, command)
@@ -141,18 +149,18 @@ def main() -> int:
     orders = msgspec.json.decode(sys.stdin.buffer.readline(), type=Orders)
     threading.Thread(target=_end_with_rank_0, name="lifeline", daemon=True).start()
     set_up(orders.log_level, "treeline_runtime", form=orders.log_format, process=f"rank {orders.index}")
-    leader = Leader(orders, out)
+    words = Words(out)
     try:
-        follow(orders, leader)
+        follow(orders, Leader(orders, words))
     except GroupFailed as failure:
         # what failed in a step is mostly a collective, because another rank has ended
         is_own = failure.__cause__ is None or isinstance(failure.__cause__, ConfigError)
-        leader.say(LastWords(str(failure), follows=not is_own))
+        words.say(LastWords(str(failure), follows=not is_own))
     except Agreed:  # rank 0 ends this process
         threading.Event().wait()
     except Exception as error:
         logger.exception("rank %d failed", orders.index)
-        leader.say(LastWords(repr(error), follows=False))
+        words.say(LastWords(told(error), follows=False))
     return 1
 
 

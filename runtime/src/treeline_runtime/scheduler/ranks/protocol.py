@@ -6,6 +6,7 @@ Messages are msgpack on one socket per rank, in order. A rank answers none of th
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal, NamedTuple, Protocol, TypeVar
@@ -16,6 +17,8 @@ from treeline_runtime.collectives import Ranks
 from treeline_runtime.config import ConfigError, SchedulerConfig
 from treeline_runtime.models.config import ModelError
 from treeline_runtime.scheduler.plan import StepPlan
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -167,15 +170,17 @@ class Group(Protocol):
 
 
 def together(group: Group | None, make: Callable[[], T], number: Callable[[T], int] = lambda _: 0) -> tuple[T, int]:
-    """Runs `make` on all ranks at once; returns this rank's result and the smallest of the ranks' numbers. If one of
-    them raises ModelError or ConfigError, raises Agreed on all."""
+    """Runs `make` on all ranks at once; returns this rank's result and the smallest of the ranks' numbers. If it fails
+    on one of them, raises Agreed on all."""
     if group is None:
         made = make()
         return made, number(made)
     try:
         made = make()
-    except (ConfigError, ModelError) as error:
-        raise Agreed(group.settle(str(error))[0]) from None
+    except Exception as error:
+        if not isinstance(error, ConfigError | ModelError):
+            logger.exception("rank %d failed", group.ranks.rank.index)
+        raise Agreed(group.settle(told(error))[0]) from None
     problem, least = group.settle(None, number(made))
     if problem is not None:
         del made  # its memory is given back
@@ -186,9 +191,11 @@ def together(group: Group | None, make: Callable[[], T], number: Callable[[T], i
 @contextmanager
 def as_one(group: Group | None) -> Iterator[None]:
     """A context manager for what all ranks do with collectives: if one fails, the others wait for it, so that the group
-    is at its end. Raises GroupFailed for any error if there is a group."""
+    is at its end. If there is a group, raises GroupFailed for any error but Agreed."""
     try:
         yield
+    except Agreed:
+        raise
     except Exception as error:
         if group is None:
             raise
