@@ -32,7 +32,7 @@ from treeline_runtime.server.jobs import Generations
 from treeline_runtime.server.limits import TooMuchInFlight
 from treeline_runtime.server.metrics import CONTENT_TYPE
 from treeline_runtime.server.openai import new_rid
-from treeline_runtime.server.service import Service
+from treeline_runtime.server.service import WEIGHTS_DIFFER, Service
 from treeline_runtime.tokenizer_manager import NoReply
 
 logger = logging.getLogger(__name__)
@@ -237,8 +237,9 @@ class Probes:
         if state.asleep or state.operation is not None:
             what = f"The engine is {state.operation or 'asleep'}"
             raise ApiError(503, what, type="server_error", code="asleep" if state.asleep else None, headers=RETRY)
-        if self.health.problem is not None:
-            raise ApiError(503, self.health.problem, type="server_error")
+        problem = WEIGHTS_DIFFER if state.weights_differ else self.health.problem
+        if problem is not None:
+            raise ApiError(503, problem, type="server_error")
         return json_answer(answers.Status("ready"))
 
     async def health_generate(self, _asked: Checking) -> Response:
@@ -310,6 +311,7 @@ class Probes:
                 "operation": service.state.operation,
                 "model_path": service.state.model_path or info.args.model,
                 "weight_version": service.state.weight_version,
+                "weights_differ": service.state.weights_differ,
                 "started_at": info.started_at,
                 "epoch": info.epoch,
                 "tokenizer_fingerprint": service.prompts.bundle.fingerprint,

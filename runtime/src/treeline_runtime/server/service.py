@@ -48,6 +48,7 @@ from treeline_runtime.tokenizer_manager import (
 if TYPE_CHECKING:
     from treeline_runtime.server.tracing import Tracing
 
+WEIGHTS_DIFFER = "The ranks have different weights: repeat /update_weights"
 BROKEN = ApiError(500, "The server failed to answer; its log says why", type="server_error")
 OURSELVES = ""
 """The client of our own requests, which do not wait behind unnamed clients."""
@@ -97,6 +98,8 @@ class State:
     model_path: str | None = None
     """The directory of the served weights, if they have changed since the start."""
     weight_version: str = "default"
+    weights_differ: bool = False
+    """An update succeeded at some data-parallel ranks only."""
 
     def __setattr__(self, name: str, value: object) -> None:
         super().__setattr__(name, value)
@@ -224,6 +227,8 @@ class Service:
             raise self.overloaded("The server is shutting down")
         if self.state.asleep or self.state.pausing:
             raise self.overloaded(f"The engine is {self.state.operation or 'asleep'}")
+        if self.state.weights_differ and not self.state.holding:
+            raise self.overloaded(WEIGHTS_DIFFER)
         return self.limits
 
     def overloaded(self, message: str) -> ApiError:
