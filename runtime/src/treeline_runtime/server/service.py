@@ -237,7 +237,7 @@ class Service:
 
     async def read(self, asked: ApiRequest, kind: Kind, inline_bytes: int = INLINE_BYTES) -> Read:
         """Reads the body into a task: here if it is small, else in another process. Raises ApiError."""
-        caller = Caller(asked.tenant, asked.shares_cache)
+        caller = Caller(asked.tenant, asked.shares_cache, asked.picked)
         task: Read | None = None
         small = asked.size <= inline_bytes and slow_numbers(asked.content) <= MAX_SLOW
         if self.pool is None or small:
@@ -261,7 +261,7 @@ class Service:
         """Starts the job's generations. They end with their request; without one (None) the caller closes them.
         `answer_bytes`: the answer's size besides prompts. Raises ApiError, TooMuchInFlight."""
         limits = self.admit()
-        rank = None if asked is None else asked.rank(limits)
+        rank = job.rank if asked is None else asked.rank(limits, job.rank)
         if job.prompts[0].priority and not self.uses_priority and asked is not None:
             asked.ignored += ("priority",)
         client = OURSELVES if asked is None else asked.client
@@ -284,7 +284,7 @@ class Service:
                 on_close=reservation.release,
                 tenant=None if asked is None else asked.tenant,
                 on_output=None if span is None else span.came,
-                rank=job.rank if rank is None else rank,
+                rank=rank,
             )
         except BaseException as error:
             reservation.release()
