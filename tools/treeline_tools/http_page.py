@@ -22,6 +22,7 @@ Unknown fields get a 400 that names them, unless their value asks for nothing (`
 
 A server with `--dp-size` runs a request at the data-parallel rank that the header `X-data-parallel-rank` names, or the
 field `routed_dp_rank` or `data_parallel_rank` of any body with a prompt; else at the rank with the fewest in flight.
+Different ranks in one request are a 400. Behind our edge the picker alone names the rank, and these fields are ignored.
 """
 _FEW: Final = 2
 """Fields that the same bodies share are listed once if there are more of them."""

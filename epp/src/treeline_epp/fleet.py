@@ -484,7 +484,7 @@ def _ranks(spec: EndpointSpec, info: EngineInfo) -> tuple[EndpointSpec, ...]:
     sources = info.sources
     if not info.obeys_ranks or len(sources) < 2:
         return (spec,)
-    return tuple(spec.at_rank(source.rank, len(sources)) for source in sources)
+    return tuple(spec.at_rank(source.rank, len(sources), info.unranked) for source in sources)
 
 
 def _process(spec: EndpointSpec, info: EngineInfo) -> str:

@@ -34,7 +34,7 @@ def samples(fleet: Fleet) -> Iterator[Sample]:
     yield from _engines(fleet)
     text = "Publishers that the picker cannot follow because it has no file descriptors or sockets left."
     yield "gauge", "endpoints_unfollowed", text, {}, len(fleet.stats.unfollowed)
-    failing = sum(e.breaker.tripped for e in fleet.picker.endpoints.values())
+    failing = len({e.spec.server for e in fleet.picker.endpoints.values() if e.breaker.tripped})
     text = "Endpoints that get no requests because they answered with errors only."
     yield "gauge", "endpoints_failing", text, {}, failing
     yield from _scraping(fleet)

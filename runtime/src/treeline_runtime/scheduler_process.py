@@ -90,14 +90,16 @@ class SocketTransport:
 
 
 def config_of(spec: ChildSpec) -> ServerArgs:
-    """The settings of a rank: its share of the machine's GPUs, or of CPU threads. Raises ConfigError."""
+    """The settings of a rank: its share of the machine's GPUs, or of CPU threads and memory. Raises ConfigError."""
     args = dataclasses.replace(spec.args, model=spec.model_dir)
     if args.dp_size == 1:
         return args
     device = resolve_device(args.device)
     needed = args.dp_size * args.tp_size
     if device.type == "cpu":
-        return dataclasses.replace(args, threads=args.threads or max(1, torch.get_num_threads() // needed))
+        threads = args.threads or max(1, torch.get_num_threads() // needed)
+        fraction = None if args.mem_fraction is None else args.mem_fraction / args.dp_size
+        return dataclasses.replace(args, threads=threads, mem_fraction=fraction)
     first, there = device.index or 0, torch.cuda.device_count()
     if first + needed > there:
         raise ConfigError(

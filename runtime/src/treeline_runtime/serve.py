@@ -327,7 +327,7 @@ def checked_model(args: ServerArgs, copies: int = 1) -> Path:
         return resolve_model(
             args.model,
             needs_weights=args.load_format != "dummy",
-            check=lambda directory: check_before_loading(args, directory, copies),
+            check=lambda directory: check_before_loading(args, directory, copies, args.dp_size),
         )
     except ModelError as error:
         raise ServeError(f"--model: {error}") from None

@@ -143,6 +143,8 @@ class Rank:
         """Generations in flight, waiting ones included."""
         self.chosen_at = 0
         """Count of the last choice: of equally busy ranks, the one chosen longest ago is next."""
+        self.all_sent = asyncio.Event()
+        """No generation waits for its turn."""
 
 
 class DuplicateRid(Exception):
@@ -276,8 +278,6 @@ class TokenizerManager:
         """Name that clients use for a request or a generation → tenant → our ids of the generations."""
         self._marks: dict[str, tuple[Rank, int]] = {}
         """Open questions to a scheduler whether it has taken all up to a mark, by the question's id."""
-        self._all_sent = asyncio.Event()
-        """No generation waits for its turn."""
         self._asked: dict[str, asyncio.Future[Reply]] = {}
         self._count = itertools.count()
 
@@ -344,7 +344,7 @@ class TokenizerManager:
                 question = self._new_id()
                 self._marks[question] = rank, mark
                 rank.scheduler.send(HeardReq(question))
-        (self._all_sent.clear if any(len(rank.gate) for rank in self.ranks) else self._all_sent.set)()
+        (rank.all_sent.clear if len(rank.gate) else rank.all_sent.set)()
 
     def forget(self, inflight: InflightRequest) -> None:
         """Aborts the unfinished rest of an abandoned request. Idempotent."""
@@ -466,11 +466,11 @@ class TokenizerManager:
         return await self._ask(rank.scheduler, FlushReq(id), id, timeout_s)
 
     async def ask(self, rank: Rank, question: Callable[[str], AdminReq], timeout_s: float = 60.0) -> Reply:
-        """The scheduler's answer to the message that `question` makes with an id. Raises NoReply."""
+        """The scheduler's answer to the message that `question` makes with an id, after all generations that wait for
+        their turn there. Raises NoReply."""
         self._pump(rank)
-        await self._all_sent.wait()
         id = self._new_id()
-        return await self._ask(rank.scheduler, question(id), id, timeout_s)
+        return await self._ask(rank.scheduler, question(id), id, timeout_s, rank.all_sent)
 
     async def state(self, rank: Rank, what: str, timeout_s: float = 10.0) -> dict[str, Any]:
         """The scheduler's `radix` or `load`. Raises NoReply."""
@@ -485,12 +485,16 @@ class TokenizerManager:
         id = self._new_id()
         return (await self._ask(rank.publisher, AnnouncedReq(id, after_updates), id, timeout_s)).data or {}
 
-    async def _ask(self, sender: Sender, request: msgspec.Struct, id: str, timeout_s: float) -> Reply:
+    async def _ask(
+        self, sender: Sender, request: msgspec.Struct, id: str, timeout_s: float, after: asyncio.Event | None = None
+    ) -> Reply:
         future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._asked[id] = future
         try:
-            sender.send(request)
             async with asyncio.timeout(timeout_s):
+                if after is not None:
+                    await after.wait()
+                sender.send(request)
                 return await future
         except TimeoutError:
             raise NoReply(f"no answer within {timeout_s:g} s") from None

@@ -276,11 +276,14 @@ def built(reply: Reply) -> bytes:
         part.response.clear_route_cache = True
     if reply.content_length is not None:
         set_headers.append(("content-length", b"%d" % reply.content_length))
-    set_headers += [(key, value.encode()) for key, value in reply.added]
+    set_headers += [(key, value.encode()) for key, value in reply.added if value is not None]
     for key, value in set_headers:
         header = pb.HeaderValue(key=key, raw_value=value)
         action = pb.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
         part.response.header_mutation.set_headers.add(header=header, append_action=action)
+    for key, value in reply.added:
+        if value is None:
+            part.response.header_mutation.remove_headers.append(key)
     if reply.body is not None:
         whole = reply.body if isinstance(reply.body, bytes) else reply.body.joined()
         part.response.body_mutation.body = whole
@@ -290,6 +293,11 @@ def built(reply: Reply) -> bytes:
     return response.SerializeToString()
 
 
+ADDED: list[tuple[tuple[str, str | None], ...]] = [
+    (),
+    (("traceparent", "00-1-2-01"), ("tracestate", "a=b")),
+    ((names.RANK, None), ("traceparent", "00-1-2-01")),
+]
 SIZES = [0, 1, 100, 127, 128, 5_000, 62_000]
 
 
@@ -299,7 +307,7 @@ def test_answers_have_the_bytes_that_protobuf_writes(kind: Kind) -> None:
     for destination in (None, "10.0.0.1:8000", "[::1]:1," + "10.0.0.1:8000," * 20):
         for length in (None, 0, 123456):
             for body in (None, b"", b"x" * 200, Body(), Body([b"ab", memoryview(b"c" * 200_000)])):
-                for added in ((), (("traceparent", "00-1-2-01"), ("tracestate", "a=b"))) if destination else ((),):
+                for added in ADDED if destination else ((),):
                     reply = Reply(kind, destination=destination, content_length=length, body=body, added=added)
                     assert to_response(reply) == built(reply), reply
 

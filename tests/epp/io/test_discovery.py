@@ -100,6 +100,9 @@ async def test_endpoints_by_flag_are_reported_once() -> None:
     assert [specs async for specs in discover([A], None)] == [(A,)]
     with pytest.raises(DiscoveryError, match="more than once"):
         unique([A, A])
+    with pytest.raises(DiscoveryError, match=r"name 'a/12' ends like that of a data-parallel rank"):
+        unique([A, EndpointSpec("a/12", "127.0.0.1:8001")])
+    assert unique([A, EndpointSpec("a/b1", "127.0.0.1:8001")])
 
 
 async def test_a_file_is_parsed_only_if_its_bytes_changed(

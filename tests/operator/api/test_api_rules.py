@@ -110,6 +110,7 @@ REFUSED_POOLS = [
         "set accelerator.count to tensorParallel times dataParallel",
     ),
     ("engine: {args: [--tp-size=2]}", "--tp-size (tensorParallel)"),
+    ("engine: {args: [--dp-size, '2']}", "remove --dp-size from args and raise replicas"),
     (
         "{model: {uri: hf://o/n}, accelerator: {type: nvidia, count: 3}, engine: {type: vllm, tensorParallel: 2}}",
         "accelerator.count is not a multiple of tensorParallel",

@@ -80,7 +80,7 @@ def test_broken_files_are_left_to_the_loader(checkpoint: Path, content: bytes, m
         ({"dtype": "bfloat16"}, 19, False, 1, "take 20.0 GiB as bfloat16, and this machine has 19.0 GiB: take an fp8"),
         ({}, 19, True, 1, "take 20.0 GiB as bfloat16, and this GPU (H1) has 19.0 GiB: take an fp8"),
         ({"quantization": "fp8"}, 9, True, 1, "take 10.0 GiB as fp8, and this GPU (H1) has 9.0 GiB: take a smaller"),
-        ({}, 79, False, 2, "2 runtimes need 2 times that: start fewer (--replicas), or take"),
+        ({}, 79, False, 2, "2 engines need 2 times that: start fewer (--replicas), or take"),
         ({}, 19, True, 1, "a smaller model or more memory, or split it over more GPUs (--tp-size) (`treeline size m`"),
         (
             {"tp_size": 2},
@@ -116,6 +116,23 @@ def test_weights_that_cannot_fit_are_refused_with_both_sizes(
     with pytest.raises(ConfigError) as refused:
         check_before_loading(config, checkpoint, copies)
     assert said in str(refused.value)
+
+
+def test_data_parallel_ranks_share_the_memory_of_a_machine_but_not_of_a_gpu(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index(change(checkpoint, torch_dtype="bfloat16"), 20 * GIB)
+    config = EngineConfig(model="m", dtype="bfloat16")
+    machine(monkeypatch, 79)
+    check_before_loading(config, checkpoint, 1, 3)
+    with pytest.raises(ConfigError, match=r"4 engines need 4 times that: start fewer \(--dp-size\), or take"):
+        check_before_loading(config, checkpoint, 1, 4)
+    with pytest.raises(
+        ConfigError, match=r"4 engines need 4 times that: start fewer \(--replicas or --dp-size\), or take"
+    ):
+        check_before_loading(config, checkpoint, 2, 2)
+    machine(monkeypatch, 20, True)
+    check_before_loading(config, checkpoint, 1, 4)
 
 
 @pytest.mark.parametrize(

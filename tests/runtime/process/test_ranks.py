@@ -67,7 +67,8 @@ def test_requests_run_at_the_rank_that_they_name(http: httpx.Client) -> None:
         (0, {"headers": {RANK: "0"}}),
         (1, {"json": BODY | {"routed_dp_rank": 1}}),
         (0, {"json": BODY | {"data_parallel_rank": 0}}),
-        (1, {"json": BODY | {"routed_dp_rank": 0}, "headers": {RANK: "1"}}),
+        (1, {"json": BODY | {"routed_dp_rank": 1}, "headers": {RANK: "1"}}),
+        (1, {"json": BODY | {"routed_dp_rank": 0}, "headers": {RANK: "1", "x-treeline-edge": "true"}}),
     ):
         before = computed(http)
         body: dict[str, Any] = {"json": BODY, **how}
@@ -75,6 +76,12 @@ def test_requests_run_at_the_rank_that_they_name(http: httpx.Client) -> None:
         assert http.post("/v1/completions", **body).status_code == 200
         grown = [after > then for after, then in zip(computed(http), before, strict=True)]
         assert grown == [rank == 0, rank == 1], how
+
+
+def test_a_header_and_a_body_that_name_different_ranks_are_refused(http: httpx.Client) -> None:
+    refused = http.post("/v1/completions", json=BODY | {"routed_dp_rank": 0}, headers={RANK: "1"})
+    assert refused.status_code == 400
+    assert "names rank 1, and the body names rank 0" in refused.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/generate"])

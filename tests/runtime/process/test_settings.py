@@ -64,6 +64,7 @@ def test_ranks_share_the_gpus_or_the_threads_of_the_machine(monkeypatch: pytest.
     assert [one.threads for one in of_ranks(dp_size=2, device="cpu", threads=1)] == [1, 1]
     assert [one.threads for one in of_ranks(dp_size=2, tp_size=2, device="cpu")] == [2, 2], "for each of its two"
     assert {one.threads for one in of_ranks(dp_size=9, device="cpu")} == {1}
+    assert [one.mem_fraction for one in of_ranks(dp_size=2, device="cpu", mem_fraction=0.5)] == [0.25, 0.25]
     monkeypatch.setattr(scheduler_process, "resolve_device", lambda name: torch.device(name.replace("auto", "cuda")))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     assert [one.device for one in of_ranks(dp_size=3)] == ["cuda:0", "cuda:1", "cuda:2"]

@@ -326,9 +326,18 @@ def test_two_constraints_are_named_in_the_apis_own_words(reader: Reader) -> None
 
 
 def test_the_engines_rank_counts_and_must_be_one_that_there_is(reader: Reader) -> None:
-    body = json.dumps(NEEDED["chat"] | {"data_parallel_rank": 1, "routed_dp_rank": 2}).encode()
-    task: Any = reader.read("chat", body, Limits(4096, 4096, dp_size=3), Caller())
-    assert (task.rank, task.ignored) == (2, ())
+    def of(caller: Caller, **ranks: object) -> tuple[object, object]:
+        body = json.dumps(NEEDED["chat"] | ranks).encode()
+        task: Any = reader.read("chat", body, Limits(4096, 4096, dp_size=3), caller)
+        return task.rank, task.ignored
+
+    assert of(Caller(), data_parallel_rank=2, routed_dp_rank=2) == (2, ())
+    assert of(Caller(), data_parallel_rank=1, routed_dp_rank=None) == (1, ())
+    assert of(Caller(picked=True), routed_dp_rank=7) == (None, ("routed_dp_rank",)), (
+        "behind our edge the picker names it"
+    )
+    with pytest.raises(ApiError, match="'routed_dp_rank': another field names rank 1"):
+        of(Caller(), data_parallel_rank=1, routed_dp_rank=2)
     assert read(reader, "chat").rank is None
     for value in (1, -1, "0", 0.5, True):
         with pytest.raises(ApiError, match="there is one rank, 0") as refused:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -11,23 +12,32 @@ import pytest
 from support.fake_scheduler import Magic
 from support.runtime_server import eventually, running
 from treeline_runtime.args import ServerArgs
-from treeline_runtime.messages import BatchTextOut, FinishReason, TextOut
+from treeline_runtime.messages import BatchTextOut, FinishReason, LoadUpdate, TextOut
 from treeline_runtime.server import probes as health
 from treeline_runtime.server.errors import ApiError
 from treeline_runtime.server.jobs import Generations
 from treeline_runtime.server.probes import EngineHealth, Probes, ServerInfo
 from treeline_runtime.server.service import State
-from treeline_runtime.tokenizer_manager import InflightRequest
 
 BROKEN = FinishReason("error", message="it broke", status=500)
+FULL = FinishReason("error", message="the queue is full", status=503)
 ANSWERED = FinishReason("length")
 
 
+@dataclass(frozen=True)
+class Opened:
+    finish: FinishReason | None
+
+    def close(self) -> None:
+        pass
+
+
 class Engine:
-    """The part of `Service` that a check uses: every generation ends at once, as `finish` says."""
+    """The part of `Service` that a check uses: every generation ends at once, as `finish` says, or `by_rank`."""
 
     def __init__(self) -> None:
         self.finish: FinishReason | None = ANSWERED
+        self.by_rank: dict[int | None, FinishReason | None] = {}
         self.refusal: ApiError | None = None
         self.asked = 0
         self.pooling = None
@@ -37,19 +47,17 @@ class Engine:
         if self.refusal is not None:
             raise self.refusal
 
-    async def open(self, job: Generations) -> Engine:
+    async def open(self, job: Generations) -> Opened:
         assert job.generations == 1
         self.asked += 1
-        return self
+        return Opened(self.by_rank.get(job.rank, self.finish))
 
-    async def collect(self, inflight: InflightRequest) -> None:
-        if self.finish is None:
+    async def collect(self, inflight: Opened) -> None:
+        await asyncio.sleep(0)
+        if inflight.finish is None:
             await asyncio.Event().wait()
-        elif self.finish.type == "error":
-            raise ApiError(500, self.finish.message or "")
-
-    def close(self) -> None:
-        pass
+        elif inflight.finish.type == "error":
+            raise ApiError(inflight.finish.status or 500, inflight.finish.message or "")
 
 
 class World:
@@ -58,9 +66,9 @@ class World:
         self.now = 100.0
         self.health = EngineHealth(self.engine, clock=lambda: self.now)  # type: ignore[arg-type]
 
-    def see(self, *finishes: FinishReason | None) -> None:
+    def see(self, *finishes: FinishReason | None, rank: int = 0) -> None:
         for finish in finishes:
-            self.health.on_batch(BatchTextOut([TextOut("r", "", [], finish)]))
+            self.health.on_batch(BatchTextOut([TextOut("r", "", [], finish)]), rank)
 
 
 async def watching(world: World, condition: Callable[[], bool]) -> None:
@@ -91,7 +99,7 @@ async def test_failures_in_a_row_are_a_problem_only_if_the_engine_cannot_answer_
         [BROKEN, BROKEN],
         [BROKEN, BROKEN, ANSWERED, BROKEN, None, BROKEN],
         [FinishReason("error", message="too long", status=400)] * 9,
-        [FinishReason("error", message="the queue is full", status=503)] * 9,
+        [FULL] * 9,
         [FinishReason("abort", message="aborted")] * 9,
         [FinishReason("abort", message="out of memory", status=500)] * 9,
     ],
@@ -139,6 +147,28 @@ async def test_a_server_that_takes_no_new_requests_is_not_called_broken() -> Non
     with pytest.raises(ApiError, match="shutting down"):
         await world.health.check()
     assert world.health.problem is None
+
+
+async def test_a_rank_that_fails_is_not_hidden_by_a_full_or_silent_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    world.engine.state.loads = [LoadUpdate() for _ in range(3)]
+    world.engine.by_rank = {0: FULL, 1: BROKEN}
+    with pytest.raises(ApiError, match=r"^The engine of rank 1 cannot answer: it broke$"):
+        await world.health.check()
+    world.engine.by_rank = {0: FULL}
+    with pytest.raises(ApiError, match=r"^the queue is full$"):
+        await world.health.check()
+    assert world.health.problem is None
+
+    monkeypatch.setattr(health, "TIMEOUT_S", 0.0)
+    world.engine.by_rank = {0: None, 1: BROKEN, 2: None}
+    with pytest.raises(ApiError, match="rank"):
+        await world.health.check()
+    for left in (2, 1, 0):
+        world.see(*[BROKEN] * 3, rank=left)
+        assert world.health.problem is not None
+        world.see(ANSWERED, rank=left)
+    assert world.health.problem is None, "all have answered"
 
 
 async def test_readiness_fails_at_once_and_liveness_after_the_watchdog_timeout() -> None:

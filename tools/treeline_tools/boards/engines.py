@@ -80,7 +80,7 @@ BOARD: Final = Board(
                         rate(f"{_R}generation_tokens_total", "namespace, pod, model_name", _ONE),
                         "Output tokens a second",
                     ),
-                    Query(f"max by (namespace, pod, model_name) ({_R}max_total_num_tokens{_HERE})", "KV cache, tokens"),
+                    Query(f"sum by (namespace, pod, model_name) ({_R}max_total_num_tokens{_HERE})", "KV cache, tokens"),
                 ),
                 kind="table",
             ),

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable, Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ log = logging.getLogger(__name__)
 
 MOST_BYTES = 8 * 1024 * 1024
 """Largest file: tens of thousands of endpoints."""
+_RANKED = re.compile(".*/[0-9]+", re.DOTALL)
 _POLL_S = 0.5
 """Seconds between two looks at the file: polling works on file systems that cannot be watched, too."""
 
@@ -113,8 +115,14 @@ def _spec(entry: _Entry) -> EndpointSpec:
 
 
 def unique(specs: Iterable[EndpointSpec]) -> tuple[EndpointSpec, ...]:
-    """Return the endpoints after a check: no name and no address twice. Raises `DiscoveryError`."""
+    """Return the endpoints after a check: no name and no address twice, and no name of a data-parallel rank. Raises
+    `DiscoveryError`.
+    """
     found = tuple(specs)
+    if (ranked := next((s.name for s in found if _RANKED.fullmatch(s.name)), None)) is not None:
+        raise DiscoveryError(
+            f"name {ranked!r} ends like that of a data-parallel rank, in a slash and a number: choose another"
+        )
     for what, values in (("name", [s.name for s in found]), ("address", [s.address for s in found])):
         if twice := [value for value, count in Counter(values).items() if count > 1]:
             raise DiscoveryError(f"{what} {min(twice)!r} occurs more than once")

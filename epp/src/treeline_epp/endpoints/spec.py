@@ -33,7 +33,8 @@ class EndpointSpec:
     discovery, not from the engine. `trust_ready`: `ready` is enough where the engine has no probes.
     `engine` is its type, empty where discovery does not say: then it may be asked for every path.
     `kv`: its publisher, if it does not name one itself. `key_file` has the API key that it requires.
-    `rank`: the data-parallel rank that its requests name, of the `ranks` behind its address; None: the engine chooses.
+    `rank`: the data-parallel rank that its requests name, of the `ranks` behind its address; None: the engine chooses,
+    as for all requests on the paths `unranked`.
     """
 
     name: str
@@ -49,10 +50,16 @@ class EndpointSpec:
     key_file: Path | None = None
     rank: int | None = None
     ranks: int = 1
+    unranked: frozenset[str] = frozenset()
 
-    def at_rank(self, rank: int, ranks: int) -> EndpointSpec:
+    def at_rank(self, rank: int, ranks: int, unranked: frozenset[str] = frozenset()) -> EndpointSpec:
         """Return the endpoint that is one rank of this server. The first one has the server's name."""
-        return dataclasses.replace(self, name=f"{self.name}/{rank}" if rank else self.name, rank=rank, ranks=ranks)
+        name = f"{self.name}/{rank}" if rank else self.name
+        return dataclasses.replace(self, name=name, rank=rank, ranks=ranks, unranked=unranked)
+
+    def rank_for(self, path: str) -> int | None:
+        """Return the rank that a request on this path names."""
+        return None if path in self.unranked else self.rank
 
     @property
     def server(self) -> str:

@@ -140,6 +140,7 @@ _NUMBERS = {kind: field_numbers(pb.ProcessingResponse.DESCRIPTOR, kind.value)[0]
 _RESPONSE, _HEADER_MUTATION, _SET_HEADERS = field_numbers(
     pb.HeadersResponse.DESCRIPTOR, "response", "header_mutation", "set_headers"
 )
+(_REMOVE_HEADERS,) = field_numbers(pb.HeaderMutation.DESCRIPTOR, "remove_headers")
 _BODY_MUTATION, _STREAMED, _STREAMED_BODY = field_numbers(
     pb.CommonResponse.DESCRIPTOR, "body_mutation", "streamed_response", "body"
 )
@@ -162,7 +163,11 @@ def _decided(reply: Reply) -> bytes:
     if reply.content_length is not None:
         options += _length_option(reply.content_length)
     for name, value in reply.added:
-        options += field(_SET_HEADERS, _serialize(_header(name, value.encode())))
+        if value is not None:
+            options += field(_SET_HEADERS, _serialize(_header(name, value.encode())))
+    for name, value in reply.added:
+        if value is None:
+            options += field(_REMOVE_HEADERS, name.encode())
     before = field(_HEADER_MUTATION, options) if options else b""
     pieces: list[Buffer] = []
     if reply.body is not None:

@@ -191,7 +191,7 @@ class Reply(msgspec.Struct, frozen=True, gc=False):
     duplex (`None`: the body stays unchanged), `end_of_stream` belongs to it. `body` replaces a buffered body.
     `content_length` is set if the proxy dropped the header, or the length has changed, and it is known. `served`
     goes to the client in a response header of conformance tests; `headers` are further response headers. `added` are
-    request headers that are sent besides the destination.
+    request headers that are sent besides the destination; those with None are removed.
     """
 
     kind: Kind
@@ -202,7 +202,7 @@ class Reply(msgspec.Struct, frozen=True, gc=False):
     content_length: int | None = None
     served: str | None = None
     headers: tuple[tuple[str, bytes], ...] = ()
-    added: tuple[tuple[str, str], ...] = ()
+    added: tuple[tuple[str, str | None], ...] = ()
 
 
 Output = Reply | Immediate | RouteRequest
@@ -283,12 +283,12 @@ class ExtProcState:
                 return given_back + self._on_response(response, message)
 
     def answer(
-        self, destination: str, body: bytes | Body | None = None, added: tuple[tuple[str, str], ...] = ()
+        self, destination: str, body: bytes | Body | None = None, added: tuple[tuple[str, str | None], ...] = ()
     ) -> list[Output]:
         """Return the replies that the proxy waits for, with the chosen endpoint list (`ip:port,ip:port`).
 
         `body` replaces the request's, which the `RouteRequest` must have shown; `added` are request headers to send
-        with it.
+        with it, or to remove (None).
         """
         if self.request_phase is not _DECIDING:
             raise RuntimeError(f"answer() without a RouteRequest: the stream is {self.request_phase.value}")

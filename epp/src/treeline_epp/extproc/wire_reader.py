@@ -46,6 +46,7 @@ USED_HEADERS: Final = frozenset(
         names.OBJECTIVE_LLMD,
         names.OVERLOADED,
         names.PROMPT_TOKENS,
+        names.RANK,
         names.REQUEST_ID,
         names.SELECTION,
         names.SESSION_ID,

@@ -20,7 +20,8 @@ from treeline_epp.picking.score import Scored
 class Lease:
     """A request with a destination, until its response has begun. The picker opens leases (`Picker.reserve`) and closes
     them (`Picker.close`): the endpoint's reservation, and the prediction that it will hold the prompt, last as long.
-    `added` are request headers to send to the endpoint. `pod` is its rank that is predicted to hold the prompt.
+    `added` are request headers to send to the endpoint; those with None are removed. `pod` is its rank that is
+    predicted to hold the prompt.
 
     `queued_tokens` were before the request when it was picked; `predicted_until` names the prediction of its prompt,
     None without one. `prefill` is the endpoint that computes the prompt, if another one does, and its reservation.
@@ -35,7 +36,7 @@ class Lease:
     predicted_until: float | None = None
     prefill: tuple[Endpoint, Reservation] | None = None
     closed: bool = False
-    added: tuple[tuple[str, str], ...] = ()
+    added: tuple[tuple[str, str | None], ...] = ()
 
     @property
     def destination(self) -> str:

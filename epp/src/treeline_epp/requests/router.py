@@ -244,8 +244,8 @@ class Router:
         if not _may_be_asked(asked, decision.endpoint.engine):
             return refusals.path_not_served()
         lease = self.picker.reserve(decision, now)
-        if decision.endpoint.rank is not None:
-            lease.added = ((names.RANK, str(decision.endpoint.rank)),)
+        if (rank := decision.endpoint.rank_for(asked.path)) is not None or names.RANK in asked.headers:
+            lease.added = ((names.RANK, None if rank is None else str(rank)),)
         metrics.decided(decision.endpoint.name)
         if log.isEnabledFor(logging.DEBUG):
             log.debug("decision", extra={"fields": decision.explain()})

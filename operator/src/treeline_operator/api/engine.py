@@ -236,6 +236,12 @@ class Engine(Part):
             field=".dataParallel",
         ),
         forbidden(
+            f"self.type != 'treeline' || !({_args_say(('--dp-size',))})",
+            "the operator does not support data-parallel ranks of engine treeline in a pod yet: remove --dp-size from"
+            " args and raise replicas",
+            field=".args",
+        ),
+        forbidden(
             "self.type != 'treeline' || !has(self.adapters) || self.adapters.size() == 0",
             "engine treeline cannot load adapters: remove adapters, or use engine sglang or vllm",
             field=".adapters",

@@ -41,9 +41,9 @@ class Memory(NamedTuple):
     cuda: bool
 
 
-def check_before_loading(config: EngineConfig, directory: Path, copies: int = 1) -> None:
-    """`copies`: how many runtimes with this configuration share the machine. Weights need not be there yet: then the
-    index beside config.json says their size. Raises ModelError or ConfigError.
+def check_before_loading(config: EngineConfig, directory: Path, copies: int = 1, dp_size: int = 1) -> None:
+    """`copies`: how many runtimes with this configuration share the machine, each with `dp_size` engines. Weights need
+    not be there yet: then the index beside config.json says their size. Raises ModelError or ConfigError.
     """
     model = read_config(directory)
     pooling_of(directory, config.task, matryoshka=config.matryoshka)
@@ -51,7 +51,7 @@ def check_before_loading(config: EngineConfig, directory: Path, copies: int = 1)
     check_quantization(config, model)
     check_ranks(model, config.tp_size)
     if config.load_format != "dummy" and (memory := memory_of(config.device)) is not None:
-        _check_fit(config, directory, memory, copies)
+        _check_fit(config, directory, memory, {"--replicas": copies, "--dp-size": 1 if memory.cuda else dp_size})
 
 
 def check_quantization(config: EngineConfig, model: ModelConfig) -> None:
@@ -62,14 +62,17 @@ def check_quantization(config: EngineConfig, model: ModelConfig) -> None:
         )
 
 
-def _check_fit(config: EngineConfig, directory: Path, memory: Memory, copies: int) -> None:
+def _check_fit(config: EngineConfig, directory: Path, memory: Memory, counts: dict[str, int]) -> None:
+    """`counts`: the engines that share the memory are the product of these, by flag."""
     dtype = config.dtype if config.dtype != "auto" else "bfloat16" if memory.cuda else "float32"
     itemsize = 1 if config.quantization == "fp8" else _ITEMSIZES[dtype]
     ranks = config.tp_size if memory.cuda else 1  # on a CPU all of them share the memory
     whole = weight_bytes(directory, itemsize)
-    if whole is None or (each := whole / ranks) * copies <= memory.size:
+    engines = math.prod(counts.values())
+    if whole is None or (each := whole / ranks) * engines <= memory.size:
         return
-    many = f"{copies} runtimes need {copies} times that: start fewer (--replicas), or " if each <= memory.size else ""
+    flags = " or ".join(flag for flag, count in counts.items() if count > 1)
+    many = f"{engines} engines need {engines} times that: start fewer ({flags}), or " if each <= memory.size else ""
     smaller = "" if itemsize == 1 else "an fp8 checkpoint, " if itemsize == 2 else "--dtype bfloat16, "
     more = "more memory, or split it over more GPUs (--tp-size)" if memory.cuda else "more memory"
     part = f", {each / _GIB:.1f} GiB on each of {ranks} GPUs (--tp-size)" if ranks > 1 else ""

@@ -117,6 +117,10 @@ class Administration:
             sleeping[rank] = query.level
 
         async with self._operation("going to sleep", refuses=True):
+            other = next((rank for rank, level in sleeping.items() if level != query.level), None)
+            if other is not None and len(sleeping) < len(every):
+                some = f"Rank {other} sleeps at level {sleeping[other]}"
+                raise ApiError(400, f"{some}: ask for that level, or /wake_up first", param="level", code="refused")
             awake = [rank for rank in every if rank not in sleeping] or every
             await self._carry_out(lambda id: SleepReq(id, query.level), asleep, awake, abort=query.mode == "abort")
         return json_answer({"asleep": query.level})
@@ -149,7 +153,8 @@ class Administration:
             updated.add(rank)
             if rank in state.sleeping:
                 state.sleeping[rank] = NO_WEIGHTS  # what the host kept were the old ones
-            if len(updated) == len(every):
+            state.weights_differ = len(updated) < len(every)
+            if not state.weights_differ:
                 state.model_path = body.model_path
                 state.weight_version = body.weight_version or body.model_path[-_NAME_CHARS:]
 
@@ -176,32 +181,34 @@ class Administration:
         )
         if all(isinstance(reply, Reply) and not reply.ok for reply in replies.values()):
             os.rmdir(folder)
-        _check(replies)
+        began = [rank for rank, reply in replies.items() if _is_ok(reply)]
+        if len(began) < len(replies):
+            stopped = await self._replies(lambda rank: manager.ask(rank, StopProfileReq), began)
+            _check({rank: reply for rank, reply in replies.items() if not _is_ok(stopped.get(rank))}, len(replies))
         return json_answer({"num_steps": body.num_steps, "folder": folder})
 
     async def stop_profile(self, asked: Controlling) -> Response:
-        """Ends the profile before its last step; answers with the trace's file, or each rank's."""
+        """Ends the profile before its last step; answers with the trace's file, or those of the ranks that still
+        traced."""
         _query(asked, NoFields)
         _no_body(asked)
         manager = self._service.manager
         replies = await self._replies(lambda rank: manager.ask(rank, StopProfileReq))
-        paths = [(reply.data or {})["path"] for reply in _check(replies)]
-        return json_answer({"path": paths[0]} if len(paths) == 1 else {"paths": paths})
+        done = {rank: reply for rank, reply in replies.items() if _is_ok(reply)}
+        paths = [(reply.data or {})["path"] for reply in _check(done or replies)]
+        return json_answer({"path": paths[0]} if len(replies) == 1 else {"paths": paths})
 
     async def flush_cache(self, asked: Controlling) -> Response:
         """Empties the prefix cache; 400 while requests run. `?timeout=S` waits up to S seconds for them."""
         deadline = time.monotonic() + _query(asked, FlushQuery).timeout
         _no_body(asked)
+        replies, left = dict[int, Reply | NoReply](), list(range(self._args.dp_size))
         while True:
-            replies = await self._replies(self._service.manager.flush)
-            busy = {rank: reply for rank, reply in replies.items() if isinstance(reply, Reply) and not reply.ok}
-            if not busy:
+            replies |= await self._replies(self._service.manager.flush, left)
+            left = [rank for rank, reply in replies.items() if _is_busy(reply)]
+            if not left or time.monotonic() >= deadline:
                 _check(replies)
                 return Answer(b"Cache flushed.\n", content_type=b"text/plain; charset=utf-8")
-            if time.monotonic() >= deadline:
-                rank, reply = next(iter(busy.items()))
-                where = "" if len(replies) == 1 else f"Rank {rank}: "
-                raise ApiError(400, f"{where}{reply.message}", code="cache_busy")
             await asyncio.sleep(POLL_S)
 
     async def abort_request(self, asked: Controlling) -> Response:
@@ -286,6 +293,10 @@ class Administration:
         return dict(zip(asked, await asyncio.gather(*map(answer, asked)), strict=True))
 
 
+def _is_ok(reply: Reply | NoReply | None) -> bool:
+    return isinstance(reply, Reply) and reply.ok
+
+
 def _is_busy(reply: Reply | NoReply) -> bool:
     return isinstance(reply, Reply) and bool((reply.data or {}).get("busy"))
 
@@ -302,7 +313,8 @@ def _check(replies: Mapping[int, Reply | NoReply], ranks: int | None = None) -> 
     if isinstance(reply, NoReply):
         whose = f" of rank {failed}" if several else ""
         raise ApiError(503, f"The scheduler{whose} does not answer: {reply}{told}", type="server_error")
-    raise ApiError(400, f"Refused{f' by rank {failed}' if several else ''}: {reply.message}{told}", code="refused")
+    said = f"Refused{f' by rank {failed}' if several else ''}: {reply.message}{told}"
+    raise ApiError(400, said, code="cache_busy" if _is_busy(reply) else "refused")
 
 
 async def _to_its_end(work: Awaitable[T]) -> T:

@@ -123,10 +123,25 @@ class ApiRequest(Request):
         """Clients that do not know each other share the cache, so cached counts would reveal other clients' prompts."""
         return self.headers.get(wire_headers.ISOLATION) == wire_headers.SHARED
 
-    def rank(self, limits: Limits) -> int | None:
-        """The data-parallel rank that its header names. Raises ApiError 400."""
+    @property
+    def picked(self) -> bool:
+        """It comes through our edge, where the picker alone names a data-parallel rank."""
+        return wire_headers.EDGE in self.headers
+
+    def rank(self, limits: Limits, of_body: int | None) -> int | None:
+        """The data-parallel rank that its header names, or its body. Raises ApiError 400."""
         named = self.headers.get(wire_headers.RANK)
-        return None if named is None else limits.rank_in(named, wire_headers.RANK)
+        if named is None:
+            return of_body
+        rank = limits.rank_in(named, wire_headers.RANK)
+        if of_body not in (None, rank):
+            raise ApiError(
+                400,
+                f"The header {wire_headers.RANK} names rank {rank}, and the body names rank {of_body}: leave one out",
+                param=wire_headers.RANK,
+                code="invalid_value",
+            )
+        return rank
 
     @property
     def content(self) -> bytes:

@@ -40,6 +40,8 @@ class Caller(msgspec.Struct, frozen=True, omit_defaults=True):
     """The client whose cache the request uses; None means the shared cache."""
     shares_cache: bool = False
     """Cached counts are not reported."""
+    picked: bool = False
+    """It comes through our edge, where the picker alone names a data-parallel rank."""
 
 
 class _Read(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):

@@ -29,9 +29,10 @@ from treeline_runtime.server.dependencies import Checking, Guarded
 from treeline_runtime.server.errors import RETRY, ApiError
 from treeline_runtime.server.http import Answer, json_answer
 from treeline_runtime.server.jobs import Generations
+from treeline_runtime.server.limits import TooMuchInFlight
 from treeline_runtime.server.metrics import CONTENT_TYPE
 from treeline_runtime.server.openai import new_rid
-from treeline_runtime.server.service import Service
+from treeline_runtime.server.service import WEIGHTS_DIFFER, Service
 from treeline_runtime.tokenizer_manager import NoReply
 
 logger = logging.getLogger(__name__)
@@ -54,8 +55,8 @@ class EngineHealth:
         self._clock = clock
         self._failures = Counter[int]()
         """In a row, by rank."""
-        self._failing = 0
-        """The rank that the problem is about."""
+        self._problems: dict[int, str] = {}
+        """By rank; `problem` is the first."""
         self._suspected = asyncio.Event()
 
     @property
@@ -93,42 +94,52 @@ class EngineHealth:
         """Has each rank generate a few tokens, or make a vector. Raises ApiError 503 if requests fail or none is
         accepted."""
         self._service.admit()
-        for rank in range(self._ranks):
-            await self._check(rank)
+        refusals = await asyncio.gather(*map(self._check, range(self._ranks)))
+        if self.problem is not None:
+            raise ApiError(503, self.problem, type="server_error")
+        for refusal in filter(None, refusals):
+            raise refusal
 
-    async def _check(self, rank: int) -> None:
+    async def _check(self, rank: int) -> Exception | None:
+        """Sets or ends the rank's problem; returns the error if it does not take the request, which proves nothing."""
         pools = self._service.pooling is not None
         few = SamplingParams(max_new_tokens=0 if pools else TOKENS, temperature=0.0, ignore_eos=True)
         job = Generations(rid=new_rid("health"), prompts=[GenerateReq("", [0], few, pools=pools)], rank=rank)
-        inflight = await self._service.open(job)
+        try:
+            inflight = await self._service.open(job)
+        except (ApiError, TooMuchInFlight) as error:
+            return error
         try:
             async with asyncio.timeout(TIMEOUT_S):
                 await self._service.collect(inflight)
         except TimeoutError:
-            raise self._failed(rank, f"no answer within {TIMEOUT_S:g} s") from None
+            self._failed(rank, f"no answer within {TIMEOUT_S:g} s")
         except ApiError as error:
             if error.status in (503, 504):  # a full queue, a limit of time, or the server is stopping
-                raise
-            raise self._failed(rank, str(error)) from None
+                return error
+            self._failed(rank, str(error))
+        else:
+            self._recover(rank)
         finally:
             inflight.close()
-        self._recover(rank)
+        return None
 
-    def _failed(self, rank: int, why: str) -> ApiError:
-        problem = f"The engine{self._of(rank)} cannot answer: {why}"
-        state = self._service.state
-        if state.problem is None:
-            state.failing_since = self._clock()
-        state.problem, self._failing = problem, rank
-        return ApiError(503, problem, type="server_error")
+    def _failed(self, rank: int, why: str) -> None:
+        if self.problem is None:
+            self._service.state.failing_since = self._clock()
+        self._problems[rank] = f"The engine{self._of(rank)} cannot answer: {why}"
+        self._tell()
 
     def _recover(self, rank: int) -> None:
-        if self.problem is not None and rank == self._failing:
+        if self._problems.pop(rank, None) is not None:
             logger.info("the engine%s answers again", self._of(rank))
-            self._service.state.problem = None
+            self._tell()
         self._failures[rank] = 0
         if max(self._failures.values()) < FAILURES:
             self._suspected.clear()
+
+    def _tell(self) -> None:
+        self._service.state.problem = next(iter(self._problems.values()), None)
 
     @property
     def _ranks(self) -> int:
@@ -226,8 +237,9 @@ class Probes:
         if state.asleep or state.operation is not None:
             what = f"The engine is {state.operation or 'asleep'}"
             raise ApiError(503, what, type="server_error", code="asleep" if state.asleep else None, headers=RETRY)
-        if self.health.problem is not None:
-            raise ApiError(503, self.health.problem, type="server_error")
+        problem = WEIGHTS_DIFFER if state.weights_differ else self.health.problem
+        if problem is not None:
+            raise ApiError(503, problem, type="server_error")
         return json_answer(answers.Status("ready"))
 
     async def health_generate(self, _asked: Checking) -> Response:
@@ -299,6 +311,7 @@ class Probes:
                 "operation": service.state.operation,
                 "model_path": service.state.model_path or info.args.model,
                 "weight_version": service.state.weight_version,
+                "weights_differ": service.state.weights_differ,
                 "started_at": info.started_at,
                 "epoch": info.epoch,
                 "tokenizer_fingerprint": service.prompts.bundle.fingerprint,

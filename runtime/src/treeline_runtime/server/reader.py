@@ -50,7 +50,7 @@ _ENGINE: Final = "treeline"
 MAX_SHOWN_BYTES: Final = 2 << 20
 """The most bytes that a response repeats of its request: a stream repeats them three times."""
 RANK_FIELDS: Final = ("data_parallel_rank", "routed_dp_rank")
-"""SGLang's fields of any body for the data-parallel rank; the last one counts."""
+"""SGLang's fields of any body for the data-parallel rank."""
 DEFAULT_MAX_TOKENS = 16
 DEFAULT_MAX_NEW_TOKENS = 128
 """The default of `/generate`."""
@@ -90,8 +90,14 @@ class Reader(openai.ModelFacts):
         except RecursionError:
             raise ApiError(400, "The body is nested too deeply") from None
         for name, rank in ranks:
-            if rank is not None and limits is not None and isinstance(task, Generations):
-                task = replace(task, rank=limits.rank(rank, name))
+            if rank is None or limits is None or not isinstance(task, Generations):
+                continue
+            if caller.picked:
+                noted[name] = None
+            elif task.rank not in (None, limits.rank(rank, name)):
+                raise invalid(name, f"another field names rank {task.rank}: leave one out")
+            else:
+                task = replace(task, rank=rank)
         return msgspec.structs.replace(task, ignored=tuple(noted)) if noted else task
 
     def _completion(self, raw: Mapping[str, Any], limits: Limits, caller: Caller) -> CompletionTask:

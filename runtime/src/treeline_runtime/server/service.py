@@ -48,6 +48,7 @@ from treeline_runtime.tokenizer_manager import (
 if TYPE_CHECKING:
     from treeline_runtime.server.tracing import Tracing
 
+WEIGHTS_DIFFER = "The ranks have different weights: repeat /update_weights"
 BROKEN = ApiError(500, "The server failed to answer; its log says why", type="server_error")
 OURSELVES = ""
 """The client of our own requests, which do not wait behind unnamed clients."""
@@ -97,6 +98,8 @@ class State:
     model_path: str | None = None
     """The directory of the served weights, if they have changed since the start."""
     weight_version: str = "default"
+    weights_differ: bool = False
+    """An update succeeded at some data-parallel ranks only."""
 
     def __setattr__(self, name: str, value: object) -> None:
         super().__setattr__(name, value)
@@ -224,6 +227,8 @@ class Service:
             raise self.overloaded("The server is shutting down")
         if self.state.asleep or self.state.pausing:
             raise self.overloaded(f"The engine is {self.state.operation or 'asleep'}")
+        if self.state.weights_differ and not self.state.holding:
+            raise self.overloaded(WEIGHTS_DIFFER)
         return self.limits
 
     def overloaded(self, message: str) -> ApiError:
@@ -232,7 +237,7 @@ class Service:
 
     async def read(self, asked: ApiRequest, kind: Kind, inline_bytes: int = INLINE_BYTES) -> Read:
         """Reads the body into a task: here if it is small, else in another process. Raises ApiError."""
-        caller = Caller(asked.tenant, asked.shares_cache)
+        caller = Caller(asked.tenant, asked.shares_cache, asked.picked)
         task: Read | None = None
         small = asked.size <= inline_bytes and slow_numbers(asked.content) <= MAX_SLOW
         if self.pool is None or small:
@@ -256,7 +261,7 @@ class Service:
         """Starts the job's generations. They end with their request; without one (None) the caller closes them.
         `answer_bytes`: the answer's size besides prompts. Raises ApiError, TooMuchInFlight."""
         limits = self.admit()
-        rank = None if asked is None else asked.rank(limits)
+        rank = job.rank if asked is None else asked.rank(limits, job.rank)
         if job.prompts[0].priority and not self.uses_priority and asked is not None:
             asked.ignored += ("priority",)
         client = OURSELVES if asked is None else asked.client
@@ -279,7 +284,7 @@ class Service:
                 on_close=reservation.release,
                 tenant=None if asked is None else asked.tenant,
                 on_output=None if span is None else span.came,
-                rank=job.rank if rank is None else rank,
+                rank=rank,
             )
         except BaseException as error:
             reservation.release()

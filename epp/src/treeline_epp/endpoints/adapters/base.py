@@ -49,7 +49,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     endpoint of its `--kv-events-config`, if the engine may connect to it instead of listening there. `engine` is the
     name of the adapter that asked. `adapters` are the LoRA adapters among `models`, with the name that its events use
     for each. `wants_key`: without its key it does not list its models, so `models` is empty and it gets requests for
-    any model. `obeys_ranks`: a request runs at the data-parallel rank that its header names.
+    any model. `obeys_ranks`: a request runs at the data-parallel rank that its header names, unless its path is one of
+    `unranked`.
     """
 
     models: tuple[str, ...] = ()
@@ -64,6 +65,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     adapters: dict[str, str] = {}
     wants_key: bool = False
     obeys_ranks: bool = False
+    unranked: frozenset[str] = frozenset()
 
     @property
     def publishes(self) -> bool:

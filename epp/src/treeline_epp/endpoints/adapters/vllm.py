@@ -66,6 +66,7 @@ class VllmAdapter(OpenAIAdapter):
             sources=tuple(found[:MAX_RANKS]),
             # a server that has only some of the ranks counts those that requests may name from 0
             obeys_ranks=[source.rank for source in found] == list(range(min(len(found), MAX_RANKS))),
+            unranked=frozenset({"/v1/responses"}),  # vLLM does not pass the header on there
             no_events="",
             foreign_host=next(filter(None, hosts), None),
             dials=next((endpoint for endpoint in named if place_of(endpoint)[1] and not listens(endpoint)), ""),
