@@ -9,7 +9,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
-from treeline_runtime.tokenizer_manager import MARK_BYTES, WINDOW_BYTES, Gate, TooManyGenerations
+from treeline_runtime.gate import MARK_BYTES, WINDOW_BYTES, Gate, TooManyGenerations
 
 CLIENTS = st.sampled_from(["one", "two", "three", None])
 SIZES = st.sampled_from([1 << 12, MARK_BYTES - 1, MARK_BYTES, WINDOW_BYTES, 3 * WINDOW_BYTES])

@@ -148,11 +148,10 @@ class FakeScheduler:
                     self.end(self.runs[rid], FinishReason("stop", matched=message.matched))
             case HeardReq(id=id):
                 self.detokenizer.send(Reply(id))
-            case FlushReq(id=id):
-                busy = bool(self.runs)
-                self.detokenizer.send(Reply(id, not busy, "requests are running" if busy else None))
-            case SleepReq() | UpdateWeightsReq() if self.runs:
+            case FlushReq() | SleepReq() | UpdateWeightsReq() if self.runs:
                 self.detokenizer.send(Reply(message.id, ok=False, message="requests are running", data={"busy": True}))
+            case FlushReq(id=id):
+                self.detokenizer.send(Reply(id))
             case SleepReq(id=id, level=level):
                 self.asleep = level
                 self.detokenizer.send(Reply(id))

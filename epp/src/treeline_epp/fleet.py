@@ -283,7 +283,7 @@ class Fleet:
             return
         if known is None or known.uid != spec.uid:
             self._unsubscribe(member)
-        before, member.ranks = member.ranks, _ranks(spec, info)
+        before, member.ranks = member.ranks, info.endpoints(spec)
         self._forget(gone for gone in before if gone.name not in {one.name for one in member.ranks})
         for one in member.ranks:
             self.picker.add_endpoint(one, ready=False, ranks=max(1, len(info.sources)) if one.rank is None else 1)
@@ -477,14 +477,6 @@ class Fleet:
                 self._waiting.add(name)
             else:
                 self._waiting.discard(name)
-
-
-def _ranks(spec: EndpointSpec, info: EngineInfo) -> tuple[EndpointSpec, ...]:
-    """Return the endpoints that a server is to the picker."""
-    sources = info.sources
-    if not info.obeys_ranks or len(sources) < 2:
-        return (spec,)
-    return tuple(spec.at_rank(source.rank, len(sources), info.unranked) for source in sources)
 
 
 def _process(spec: EndpointSpec, info: EngineInfo) -> str:

@@ -9,10 +9,11 @@ from typing import Any
 import msgspec
 import pytest
 from support.runtime_engine import Harness
+from treeline_runtime.gate import MAX_GENERATIONS_OF_CLIENT
 from treeline_runtime.ipc import READ_AT_ONCE
 from treeline_runtime.messages import GenerateReq, SamplingParams
 from treeline_runtime.server.metrics import Metrics
-from treeline_runtime.tokenizer_manager import MAX_GENERATIONS_OF_CLIENT, InflightRequest, Rank, TokenizerManager
+from treeline_runtime.tokenizer_manager import InflightRequest, Rank, TokenizerManager
 
 STEPS = 8
 """Two steps in which the inbox is emptied of earlier messages, and some for the scheduler's answer, the prompt, and the

@@ -7,6 +7,7 @@ from typing import Any, cast
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from treeline_runtime.gate import MAX_GENERATIONS_OF_CLIENT
 from treeline_runtime.messages import CustomProcessor, GenerateReq, Grammar, HeardReq, Reply, SamplingParams, encode
 from treeline_runtime.server.app import Observed
 from treeline_runtime.server.errors import RETRY, ApiError
@@ -24,7 +25,7 @@ from treeline_runtime.server.metrics import Metrics
 from treeline_runtime.server.pacing import Pacer
 from treeline_runtime.server.sampling import SamplingDefaults
 from treeline_runtime.server.service import Service, State
-from treeline_runtime.tokenizer_manager import MAX_GENERATIONS_OF_CLIENT, Rank, TokenizerManager
+from treeline_runtime.tokenizer_manager import Rank, TokenizerManager
 from treeline_wire import headers as wire_headers
 
 CLIENTS = st.sampled_from(["one", "two", "three", None])

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 from treeline_runtime.args import ServerArgs
+from treeline_runtime.gate import WINDOW_BYTES
 from treeline_runtime.messages import (
     AdminReq,
     FlushReq,
@@ -29,7 +30,7 @@ from treeline_runtime.server.errors import ApiError
 from treeline_runtime.server.limits import Limits
 from treeline_runtime.server.metrics import Metrics
 from treeline_runtime.server.service import Service, State
-from treeline_runtime.tokenizer_manager import WINDOW_BYTES, InflightRequest, NoReply, Rank, TokenizerManager
+from treeline_runtime.tokenizer_manager import InflightRequest, NoReply, Rank, TokenizerManager
 
 BUSY = {"busy": True}
 

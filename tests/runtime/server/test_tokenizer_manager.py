@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from treeline_runtime.gate import WINDOW_BYTES
 from treeline_runtime.messages import (
     AbortReq,
     BatchTextOut,
@@ -23,7 +24,7 @@ from treeline_runtime.messages import (
 )
 from treeline_runtime.server.limits import GENERATION_BYTES
 from treeline_runtime.server.metrics import Metrics
-from treeline_runtime.tokenizer_manager import WINDOW_BYTES, DuplicateRid, NoReply, Rank, TokenizerManager, merge
+from treeline_runtime.tokenizer_manager import DuplicateRid, NoReply, Rank, TokenizerManager, merge
 
 
 class Sent(list[Any]):

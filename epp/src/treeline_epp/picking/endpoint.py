@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -200,3 +201,14 @@ class Endpoint:
         """Whether new requests may go there."""
         report = self.load.report
         return self.ready and not self.draining and not (report is not None and report.draining)
+
+
+def fallbacks(best: Sequence[Endpoint], most: int) -> tuple[EndpointSpec, ...]:
+    """Return at most so many endpoints, of other addresses, that may answer instead of the first of the best ones."""
+    first, rank = best[0].spec.address, best[0].spec.rank or 0
+    chosen: dict[str, EndpointSpec] = {}
+    for spec in (endpoint.spec for endpoint in best[1:]):
+        # A fallback gets the same headers: it must have the rank that they name.
+        if len(chosen) < most and spec.address != first and rank < spec.ranks:
+            chosen.setdefault(spec.address, spec)
+    return tuple(chosen.values())

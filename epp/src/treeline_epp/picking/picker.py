@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,7 +21,7 @@ from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.index.index import Index
 from treeline_epp.index.pods import NO_HIT, Match
 from treeline_epp.picking.decision import Decision, Elsewhere, Lease, NoEndpoints, Outcome, PickError, Saturated
-from treeline_epp.picking.endpoint import AuditResult, Endpoint
+from treeline_epp.picking.endpoint import AuditResult, Endpoint, fallbacks
 from treeline_epp.picking.explanation import Explanation, dropped_by, explanation
 from treeline_epp.picking.filters import Saturation, rows_left
 from treeline_epp.picking.policies import Policy, PoolPolicies
@@ -176,7 +176,7 @@ class Picker:
         policy, config = self.policies.of(request.pool), self.config
         count = max(config.scored, (config.fallbacks + 2) * self._most_ranks)
         best, scored = self._ranked(request, policy, count, config.scored, now)
-        return Decision(request, scored, self._fallbacks(best), policy.name)
+        return Decision(request, scored, fallbacks(best, config.fallbacks), policy.name)
 
     def explain(self, request: Request, now: float) -> Explanation:
         """Return the decision of `pick`, and each endpoint's part in it. Changes nothing. O(endpoints), one by one."""
@@ -496,12 +496,3 @@ class Picker:
             rank=rank,
             fork=work.fork,
         )
-
-    def _fallbacks(self, best: Sequence[Endpoint]) -> tuple[EndpointSpec, ...]:
-        first, rank = best[0].spec.address, best[0].spec.rank or 0
-        chosen: dict[str, EndpointSpec] = {}
-        for spec in (endpoint.spec for endpoint in best[1:]):
-            # A fallback gets the same headers: it must have the rank that they name.
-            if len(chosen) < self.config.fallbacks and spec.address != first and rank < spec.ranks:
-                chosen.setdefault(spec.address, spec)
-        return tuple(chosen.values())

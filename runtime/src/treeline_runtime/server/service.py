@@ -15,6 +15,7 @@ from treeline_wire import headers as wire_headers
 from treeline_wire.chat import NeedsWorkerError
 from treeline_wire.json_values import MAX_SLOW, slow_numbers
 
+from treeline_runtime.gate import MAX_GENERATIONS_OF_CLIENT, TooManyGenerations
 from treeline_runtime.messages import FinishReason, LoadUpdate, TextOut
 from treeline_runtime.models.pooling import Pooling, Task
 from treeline_runtime.server import answers, errors
@@ -37,11 +38,9 @@ from treeline_runtime.server.reader import Reader
 from treeline_runtime.server.reader_pool import ReaderPool
 from treeline_runtime.server.sampling import SamplingDefaults
 from treeline_runtime.tokenizer_manager import (
-    MAX_GENERATIONS_OF_CLIENT,
     DuplicateRid,
     InflightRequest,
     TokenizerManager,
-    TooManyGenerations,
     merge,
 )
 

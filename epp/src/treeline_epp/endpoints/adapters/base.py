@@ -10,7 +10,7 @@ from treeline_wire.tokenizer import TokenizerBundle
 
 from treeline_epp.endpoints.engine_http import EngineHttp
 from treeline_epp.endpoints.model_server_metrics import MetricNames
-from treeline_epp.endpoints.spec import KvPorts
+from treeline_epp.endpoints.spec import EndpointSpec, KvPorts
 
 MAX_RANKS = 64
 """Most data-parallel ranks of one endpoint whose publishers are followed: each takes three sockets."""
@@ -66,6 +66,12 @@ class EngineInfo(msgspec.Struct, frozen=True):
     wants_key: bool = False
     obeys_ranks: bool = False
     unranked: frozenset[str] = frozenset()
+
+    def endpoints(self, server: EndpointSpec) -> tuple[EndpointSpec, ...]:
+        """Return the endpoints that a server is to the picker: one, or one for each rank that requests may name."""
+        if not self.obeys_ranks or len(self.sources) < 2:
+            return (server,)
+        return tuple(server.at_rank(source.rank, len(self.sources), self.unranked) for source in self.sources)
 
     @property
     def publishes(self) -> bool:
