@@ -40,7 +40,7 @@ async def test_a_treeline_runtime_says_everything(http: HttpClient, engine: Fake
     }
     source = KvSource("127.0.0.1", 5557, 5657, 5757, hello=True)
     info = await EngineClient(http, engine.address).info()
-    assert info == EngineInfo(("tiny",), str(2**63), "f", (source,), engine="treeline")
+    assert info == EngineInfo(("tiny",), str(2**63), "f", (source,), engine="treeline", obeys_ranks=True)
 
 
 async def test_other_engines_say_less(http: HttpClient, engine: FakeEngine) -> None:
