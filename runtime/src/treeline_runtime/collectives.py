@@ -48,24 +48,6 @@ class Ranks(Protocol):
         """Rank 0's x on every rank. May overwrite x."""
 
 
-class Alone:
-    """The only rank."""
-
-    rank = Rank(0, 1)
-
-    def sum(self, x: torch.Tensor, /) -> torch.Tensor:
-        return x
-
-    def gather(self, x: torch.Tensor, /) -> torch.Tensor:
-        return x
-
-    def first(self, x: torch.Tensor, /) -> torch.Tensor:
-        return x
-
-
-ALONE = Alone()
-
-
 def join(rank: Rank, folder: Path, device: torch.device) -> Ranks:
     """Meets the other ranks in `folder`, which only they use; waits until all are there."""
     store = c10d.FileStore(str(folder / "ranks"), rank.count)

@@ -213,7 +213,7 @@ def test_out_of_memory_at_load_gives_the_numbers_and_the_fix(
     def full(*_: Any) -> None:
         raise error
 
-    monkeypatch.setattr("treeline_runtime.scheduler.startup.load_model", full)
+    monkeypatch.setattr("treeline_runtime.scheduler.administration.load_model", full)
     with pytest.raises(ConfigError, match=r"no memory for the weights: .* GiB free: .*a smaller model \(CUDA .*out of"):
         Engine(checkpoints[0], **SETTINGS)
 

@@ -16,13 +16,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from support.runtime_engine import Harness, assert_generates_the_same
 from support.runtime_models import IDS, Runner, config_of, fed_in_pieces, logits_of, ours, reference, save
-from treeline_runtime.collectives import ALONE
 from treeline_runtime.context import Context
 from treeline_runtime.memory import StepLimits, reserved_bytes
 from treeline_runtime.models import ModelError, read_config
 from treeline_runtime.models.model_config import ClampedGate, MoeConfig
 from treeline_runtime.models.moe import MoeDecoder, new_moe, take_experts
-from treeline_runtime.models.weights import RandomWeights
+from treeline_runtime.models.weights import WHOLE, RandomWeights
 from treeline_runtime.ops import Experts
 from treeline_runtime.ops.torch_ops import TorchOps
 
@@ -203,7 +202,7 @@ def test_adapters_are_asked_for_the_router_and_the_shared_expert(tmp_path: Path)
 class Counted:
     """Weights that record how many of their tensors were in memory at once."""
 
-    rank = ALONE.rank
+    rank = WHOLE
 
     def __init__(self) -> None:
         self._given: list[weakref.ref[torch.Tensor]] = []

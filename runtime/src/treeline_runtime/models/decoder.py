@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from treeline_runtime.collectives import ALONE, Ranks
+from treeline_runtime.collectives import Ranks
 from treeline_runtime.context import Context
 from treeline_runtime.models.config import ModelConfig
 from treeline_runtime.models.pooler import Pooler
@@ -87,7 +87,7 @@ class Attention:
     """A layer's self-attention: projections, optional query/key norm, rope, backend, output projection. A rank has some
     query heads and their key/value heads."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, layer: int, ranks: Ranks) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, layer: int, ranks: Ranks | None) -> None:
         prefix = f"model.layers.{layer}.self_attn."
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
         mine, rank = own(config, weights.rank), weights.rank
@@ -109,7 +109,7 @@ class Attention:
                 parts.append(weight.view(-1, dim).expand(of_rank, dim))
             norm = torch.cat(parts)
         self._norm_over_ranks: NormOverRanks | None = None
-        if norm is not None and config.qk_norm_over_heads and rank.count > 1:
+        if norm is not None and config.qk_norm_over_heads and ranks is not None:
             self._norm_over_ranks, norm = NormOverRanks(config, norm, ranks), None
         self._sinks: torch.Tensor | None = None
         if config.scoring.sinks:
@@ -189,7 +189,7 @@ class Sublayer:
 class Layer:
     """Attention and feed-forward, each of which gives a rank's summand."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, layer: int, ranks: Ranks) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, layer: int, ranks: Ranks | None) -> None:
         prefix = f"model.layers.{layer}."
 
         def norm(name: str | None) -> torch.Tensor | None:
@@ -230,14 +230,13 @@ class Decoder:
     pooler: Pooler | None = None
     """Makes vectors of hidden states, if the model is served for these."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, context_length: int, ranks: Ranks = ALONE) -> None:
-        """weights: of `ranks.rank`"""
+    def __init__(self, config: ModelConfig, weights: Weights, context_length: int, ranks: Ranks | None = None) -> None:
+        """ranks: the connection of `weights.rank` to the others; None: there are no others."""
         self.config = config
-        self.own = own(config, ranks.rank)
+        self.own = own(config, weights.rank)
         """The rank's sizes."""
         self.ranks = ranks
-        self._others: Ranks | None = ranks if ranks.rank.count > 1 else None
-        self._first = ranks.rank.rows(config.vocab_size)[0]
+        self._first = weights.rank.rows(config.vocab_size)[0]
         """The first token of the own part of the vocabulary."""
         self._embedding, head = _embedding_and_head(config, weights)
         dtype, device = self._embedding.dtype, self._embedding.device
@@ -266,25 +265,25 @@ class Decoder:
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """input_ids (tokens,) → (tokens, hidden), a new tensor."""
-        if self._others is None:
+        if self.ranks is None:
             x = F.embedding(input_ids, self._embedding)
             return x if self._scale == 1 else x * self._scale
         rows, last = input_ids - self._first, len(self._embedding) - 1
         x = F.embedding(rows.clamp(0, last), self._embedding)
-        x = self._others.sum(x.masked_fill_(((rows < 0) | (rows > last))[:, None], 0))
+        x = self.ranks.sum(x.masked_fill_(((rows < 0) | (rows > last))[:, None], 0))
         return x * self._scale  # the sum itself is gone at the next one
 
     def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
         """x (tokens, hidden), from `embed` or elsewhere → normalised hidden states (tokens, hidden)."""
         residual: torch.Tensor | None = None
         after: torch.Tensor | None = None
-        others = self._others
+        ranks = self.ranks
         for layer in self._layers:
             for sublayer in layer.sublayers:
                 x, residual = self._join(x, residual, after, sublayer.before)
                 x, after = sublayer.compute(x, context), sublayer.after
-                if others is not None:
-                    x = others.sum(x)
+                if ranks is not None:
+                    x = ranks.sum(x)
         return self._join(x, residual, after, self._norm)[0]
 
     def _join(
@@ -304,8 +303,8 @@ class Decoder:
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """(rows, hidden) → (rows, vocabulary), in `out` if given; with any content on other ranks than 0."""
         head = self._head
-        if self._others is not None:
-            parts = self._others.gather(head(hidden, None))[:, : self.config.vocab_size]
+        if self.ranks is not None:
+            parts = self.ranks.gather(head(hidden, None))[:, : self.config.vocab_size]
             logits = parts.contiguous() if out is None else out.copy_(parts)
         else:
             logits = head(hidden, None) if out is None else torch.mm(hidden, head.weight.t(), out=out)

@@ -7,7 +7,7 @@ import logging
 
 import torch
 
-from treeline_runtime.collectives import ALONE, Ranks
+from treeline_runtime.collectives import Ranks
 from treeline_runtime.config import ConfigError, EngineConfig
 from treeline_runtime.memory import resolve_context_length
 from treeline_runtime.models.config import ModelConfig, ModelError, read_config
@@ -20,7 +20,7 @@ from treeline_runtime.models.quantization.fp8 import E4M3
 from treeline_runtime.models.quantization.product import OLDEST, WEIGHT_SCALES, multiplies_fp8
 from treeline_runtime.models.quantization.scheme import ONLINE
 from treeline_runtime.models.shards import check_ranks
-from treeline_runtime.models.weights import HEAD, Checkpoint, RandomWeights, Weights
+from treeline_runtime.models.weights import HEAD, WHOLE, Checkpoint, RandomWeights, Weights
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ def _decoder(config: ModelConfig) -> type[Decoder]:
 
 
 @torch.inference_mode()
-def load_model(config: EngineConfig, ranks: Ranks = ALONE) -> Decoder:
+def load_model(config: EngineConfig, ranks: Ranks | None = None) -> Decoder:
     """Builds the model that `config` names, or the part of one rank, on the rank's own device. Raises ModelError or
     ConfigError."""
     device = resolve_device(config.device)
@@ -84,7 +84,8 @@ def load_model(config: EngineConfig, ranks: Ranks = ALONE) -> Decoder:
     model_config, pooling = architecture_of(config)
     context_length = resolve_context_length(config, model_config)
     check_quantization(config, model_config)
-    check_ranks(model_config, ranks.rank.count)
+    rank = WHOLE if ranks is None else ranks.rank
+    check_ranks(model_config, rank.count)
     scheme = model_config.quantization or (ONLINE if config.quantization == "fp8" else None)
     if scheme is not None and device.type == "cuda" and not multiplies_fp8(device):
         logger.warning(
@@ -92,9 +93,9 @@ def load_model(config: EngineConfig, ranks: Ranks = ALONE) -> Decoder:
             "weights are kept as %s", str(dtype).removeprefix("torch."),
         )  # fmt: skip
     if config.load_format == "dummy":
-        random = RandomWeights(config.seed, dtype, device, ONLINE if scheme else None, ranks.rank)
+        random = RandomWeights(config.seed, dtype, device, ONLINE if scheme else None, rank)
         return _build(model_config, random, context_length, pooling, ranks)
-    with Checkpoint(config.model, dtype, device, scheme, ranks.rank) as checkpoint:
+    with Checkpoint(config.model, dtype, device, scheme, rank) as checkpoint:
         model = _build(model_config, checkpoint, context_length, pooling, ranks)
         checkpoint.check_all_taken()
         if scheme is not None and not (scheme.at_load or checkpoint.has_any(WEIGHT_SCALES)):
@@ -110,7 +111,7 @@ def load_model(config: EngineConfig, ranks: Ranks = ALONE) -> Decoder:
 
 
 def _build(
-    config: ModelConfig, weights: Weights, context_length: int, pooling: Pooling | None, ranks: Ranks
+    config: ModelConfig, weights: Weights, context_length: int, pooling: Pooling | None, ranks: Ranks | None
 ) -> Decoder:
     """A model for vectors needs no language-model head; the embedding takes its place."""
     if pooling is None:

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from treeline_runtime.collectives import ALONE
 from treeline_runtime.config import ConfigError, SchedulerConfig
 from treeline_runtime.messages import (
     MAX_PROFILE_STEPS,
@@ -32,7 +31,7 @@ from treeline_runtime.messages import (
 )
 from treeline_runtime.models.config import ModelConfig, ModelError
 from treeline_runtime.models.decoder import Decoder
-from treeline_runtime.models.loader import architecture_of, load_model
+from treeline_runtime.models.loader import architecture_of, load_model, resolve_device
 from treeline_runtime.models.offload import Offloaded, size_of
 from treeline_runtime.models.pooling import Pooling
 from treeline_runtime.scheduler.cache import CacheManager
@@ -45,6 +44,12 @@ AWAKE, WEIGHTS_ON_HOST, NO_WEIGHTS = 0, 1, 2
 TO_COPY = "stop other programs, or use level 2, which reads the weights again"
 WARM_UP_TOKENS = 16
 """Tokens of warm-up on a CPU, which compiles nothing and is slow on long prompts."""
+
+
+def load(config: SchedulerConfig, group: Group | None) -> Decoder:
+    """The model, or a rank's part of it. Raises ModelError or ConfigError."""
+    with told_as_settings("the weights", resolve_device(config.device), hint=TO_LOAD):
+        return load_model(config, None if group is None else group.ranks)
 
 
 class Residence:
@@ -145,11 +150,11 @@ class Residence:
             gc.freeze()
 
     def _bring_weights(self) -> None:
-        with told_as_settings("the weights", self._limits.device, hint=TO_LOAD):
-            if self._offloaded is not None:
+        if self._offloaded is not None:
+            with told_as_settings("the weights", self._limits.device, hint=TO_LOAD):
                 self._offloaded.restore()
-            elif self._model is None:
-                self._model = load_model(self._config, ALONE if self._group is None else self._group.ranks)
+        elif self._model is None:
+            self._model = load(self._config, self._group)
 
     def _tell(self, call: Call) -> None:
         if self._group is not None:

@@ -172,7 +172,7 @@ class Forward:
             values = np.frombuffer(given.data, dtype="<f4").reshape(-1, x.shape[1])
             x[given.first : given.first + len(values)] = upload(values.astype(np.float32), x.device)
         hidden, finite = self._model.forward(x, context), self._model.ops.stored_finite(context)
-        if (ranks := self._model.ranks).rank.count > 1:  # each has other heads
+        if (ranks := self._model.ranks) is not None:  # each has other heads
             finite = ranks.sum(finite.float()) == ranks.rank.count
         return hidden, finite
 
@@ -188,12 +188,12 @@ class Forward:
         table."""
         logits = self._model.logits(hidden, out)
         ranks = self._model.ranks
-        if ranks.rank.index == 0:
+        if ranks is None or ranks.rank.index == 0:
             tokens = Tokens(*self._model.ops.choose(logits, inputs.temperatures, inputs.keys))
         else:
             ids = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)
             tokens = Tokens(ids, torch.empty_like(ids, dtype=torch.bool))
-        if ranks.rank.count > 1:
+        if ranks is not None:
             tokens = Tokens(ranks.first(tokens.ids), tokens.finite)
         self._model.ops.put(tokens.ids, self._table.token_pool[:, 1:], inputs.targets, inputs.positions)
         return logits, tokens

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from treeline_runtime.collectives import ALONE
 from treeline_runtime.config import SchedulerConfig
 from treeline_runtime.models.decoder import Decoder
-from treeline_runtime.models.loader import architecture_of, load_model, resolve_device
+from treeline_runtime.models.loader import architecture_of, resolve_device
 from treeline_runtime.models.shards import check_ranks
-from treeline_runtime.scheduler.administration import Residence
+from treeline_runtime.scheduler.administration import Residence, load
 from treeline_runtime.scheduler.processors import NO_PROCESSORS, Processors
 from treeline_runtime.scheduler.ranks.group import Followers
 from treeline_runtime.scheduler.ranks.protocol import Group, together
 from treeline_runtime.scheduler.reports import Transport
-from treeline_runtime.scheduler.resolve import TO_LOAD, resolve, told_as_settings
+from treeline_runtime.scheduler.resolve import resolve
 from treeline_runtime.scheduler.scheduler import Scheduler
 
 
@@ -52,8 +51,4 @@ def _load(config: SchedulerConfig, group: Group | None) -> Decoder:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
 
-    def load() -> Decoder:
-        with told_as_settings("the weights", resolve_device(config.device), hint=TO_LOAD):
-            return load_model(config, ALONE if group is None else group.ranks)
-
-    return together(group, load)[0]
+    return together(group, lambda: load(config, group))[0]
