@@ -17,7 +17,7 @@ import torch
 from treeline_runtime.models.shards import Rank
 
 c10d: Any = getattr(torch._C, "_distributed_c10d", None)
-"""What torch.distributed is made of: its own groups belong to the application around the engine."""
+"""The classes behind torch.distributed. Its functions share one global state, which belongs to the application."""
 FOREVER = timedelta(days=365)
 """No collective ends by its own clock: the group watches its ranks."""
 MEETING = timedelta(minutes=1)
@@ -124,8 +124,7 @@ class SymmetricMemory:
             for part in x.view(-1).split(BUFFER_BYTES // x.element_size()):
                 part.copy_(self.sum(part))
             return x
-        mine = self._mine(x)
-        mine.copy_(x)
+        mine = self._put(x)
         if x.nbytes <= ONE_SHOT_BYTES:
             added: torch.Tensor = torch.ops.symm_mem.one_shot_all_reduce(mine, "sum", self._name)
             return added
@@ -136,7 +135,7 @@ class SymmetricMemory:
         whole = x.new_empty(len(x), self.rank.count * x.shape[1])
         rows = max(1, BUFFER_BYTES // (x.shape[1] * x.element_size()))
         for part, out in zip(x.split(rows), whole.split(rows), strict=True):
-            self._mine(part).copy_(part)
+            self._put(part)
             self._handle.barrier()
             if self.rank.index == 0:
                 for index, there in enumerate(out.chunk(self.rank.count, dim=1)):
@@ -146,15 +145,16 @@ class SymmetricMemory:
 
     def first(self, x: torch.Tensor, /) -> torch.Tensor:
         if self.rank.index == 0:
-            self._mine(x).copy_(x)
+            self._put(x)
         self._handle.barrier()
         if self.rank.index:
             x.copy_(self._of(0, x))
         self._handle.barrier()
         return x
 
-    def _mine(self, like: torch.Tensor) -> torch.Tensor:
-        return self._buffer.view(like.dtype)[: like.numel()].view(like.shape)
+    def _put(self, x: torch.Tensor) -> torch.Tensor:
+        """Copies x to where the other ranks read it; returns the copy."""
+        return self._buffer.view(x.dtype)[: x.numel()].view(x.shape).copy_(x)
 
     def _of(self, index: int, like: torch.Tensor) -> torch.Tensor:
         """The beginning of a rank's memory."""

@@ -56,9 +56,9 @@ class Engine:
         with Engine(model="models/tiny") as engine:
             print(engine.generate("Hello", SamplingParams(max_new_tokens=8)).text)
 
-    The scheduler runs in a thread (`scheduler_thread`), so scripts need no `__main__` guard. A
-    Ctrl-C ends only the requests of the interrupted call. Methods may be called from any thread, `async_…` ones from
-    any event loop. Raises EngineDead once it is closed or the scheduler has failed.
+    The scheduler runs in a thread (`scheduler_thread`), so scripts need no `__main__` guard. A Ctrl-C ends only the
+    requests of the interrupted call. Methods may be called from any thread, `async_…` ones from any event loop. Raises
+    EngineDead once it is closed or the scheduler has failed.
     """
 
     def __init__(

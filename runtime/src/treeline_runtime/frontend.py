@@ -45,7 +45,7 @@ from treeline_runtime.server.prompts import Prompts
 from treeline_runtime.server.reader_pool import ReaderPool, ReaderSpec
 from treeline_runtime.server.sampling import SamplingDefaults
 from treeline_runtime.server.service import Service, State
-from treeline_runtime.tokenizer_manager import Rank, TokenizerManager
+from treeline_runtime.tokenizer_manager import DpRank, TokenizerManager
 
 if TYPE_CHECKING:
     from treeline_runtime.server.tracing import Tracing
@@ -312,7 +312,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise ServeError(f"--model: cannot read {path}: {error}") from None
 
 
-def new_service(args: ServerArgs, model: ServedModel, ranks: Sequence[Rank]) -> tuple[Service, ReaderPool]:
+def new_service(args: ServerArgs, model: ServedModel, ranks: Sequence[DpRank]) -> tuple[Service, ReaderPool]:
     """The service that answers requests, with its reader processes. Raises ServeError."""
     name = served_name(args)
     metrics = Metrics(name, len(ranks))

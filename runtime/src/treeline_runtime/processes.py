@@ -87,14 +87,17 @@ class Ended:
     """Exit status; negative = minus the signal that killed it."""
 
     def __str__(self) -> str:
-        if self.status < 0:
-            try:
-                how = f"was killed by {signal.Signals(-self.status).name}"
-            except ValueError:
-                how = f"was killed by signal {-self.status}"
-        else:
-            how = f"ended with status {self.status}"
-        return f"the {self.process} process {how}"
+        return f"the {self.process} process {how_ended(self.status)}"
+
+
+def how_ended(status: int) -> str:
+    """Says it of a process with this exit status: "was killed by SIGKILL"."""
+    if status >= 0:
+        return f"ended with status {status}"
+    try:
+        return f"was killed by {signal.Signals(-status).name}"
+    except ValueError:
+        return f"was killed by signal {-status}"
 
 
 class SocketFolder:
@@ -134,15 +137,18 @@ def _remove_stale(base: Path) -> None:
                 os.close(descriptor)
 
 
-def _spawn(module: str) -> subprocess.Popen[bytes]:
-    """The child inherits blocked signals: Ctrl-C reaches the whole terminal group, but only the parent decides. Its
-    output goes to standard error."""
+def spawn(module: str, stdout: int | None = None) -> subprocess.Popen[bytes]:
+    """The child inherits blocked signals: Ctrl-C reaches the whole terminal group, but only the parent decides.
+
+    stdout: of the child; by default the parent's standard error.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         return subprocess.Popen(
             [sys.executable, "-P", "-m", module],
             stdin=subprocess.PIPE,
-            stdout=sys.__stderr__,
+            stdout=sys.__stderr__ if stdout is None else stdout,
+            stderr=sys.__stderr__ or subprocess.DEVNULL,
             env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
         )
     finally:
@@ -159,7 +165,7 @@ class ProcessGroup:
 
     def start(self, process: str, spec: ChildSpec) -> None:
         """Starts a child and sends its orders."""
-        child, name = _spawn(MODULES[process]), spec.name(process)
+        child, name = spawn(MODULES[process]), spec.name(process)
         self._children[name] = child
         assert child.stdin is not None
         child.stdin.write(msgspec.json.encode(spec) + b"\n")

@@ -39,7 +39,7 @@ from treeline_runtime.server import surfaces
 from treeline_runtime.server.administration import Administration
 from treeline_runtime.server.limits import Limits
 from treeline_runtime.server.probes import Probes, ServerInfo
-from treeline_runtime.tokenizer_manager import Rank
+from treeline_runtime.tokenizer_manager import DpRank
 
 INTERRUPT_DRAIN_S = 3.0
 """Time that Ctrl-C gives running requests."""
@@ -79,7 +79,7 @@ class Server:
         """What children said when they were ready, by name."""
         self._stopping = False
         boxes = [{kind: Outbox(context, spec.addresses.of(kind)) for kind in self._children} for spec in self._ranks]
-        ranks = [Rank(one["scheduler"], one["detokenizer"], one.get("publisher")) for one in boxes]
+        ranks = [DpRank(one["scheduler"], one["detokenizer"], one.get("publisher")) for one in boxes]
         self._service, self._pool = new_service(args, model, ranks)
         self._state = self._service.state
         info = ServerInfo(

@@ -52,7 +52,7 @@ class Sender(Protocol):
     def send(self, message: msgspec.Struct) -> bool: ...
 
 
-class Rank:
+class DpRank:
     """A data-parallel rank: its processes, and its generations in flight."""
 
     def __init__(self, scheduler: Sender, detokenizer: Sender, publisher: Sender | None = None) -> None:
@@ -101,7 +101,7 @@ class InflightRequest:
         ids: Sequence[str],
         names: Iterable[tuple[str | None, str]],
         client: str | None,
-        rank: Rank,
+        rank: DpRank,
     ) -> None:
         """`rids`: the clients' names of the generations; `ids`: ours."""
         self.rids = list(rids)
@@ -190,14 +190,14 @@ def merge(outs: Sequence[TextOut]) -> TextOut:
 class TokenizerManager:
     """Sends generations to the schedulers and routes outputs back. All methods run in the event loop."""
 
-    def __init__(self, metrics: Metrics, ranks: Sequence[Rank]) -> None:
+    def __init__(self, metrics: Metrics, ranks: Sequence[DpRank]) -> None:
         self.ranks = ranks
         self._metrics = metrics
         self._running: dict[str, _Generation] = {}
         """Running generations by our own ids."""
         self._named: dict[str, dict[str | None, list[str]]] = {}
         """Name that clients use for a request or a generation → tenant → our ids of the generations."""
-        self._marks: dict[str, tuple[Rank, int]] = {}
+        self._marks: dict[str, tuple[DpRank, int]] = {}
         """Open questions to a scheduler whether it has taken all up to a mark, by the question's id."""
         self._asked: dict[str, asyncio.Future[Reply]] = {}
         self._count = itertools.count()
@@ -226,13 +226,13 @@ class TokenizerManager:
         self._pump(at)
         return inflight
 
-    def _least_busy(self) -> Rank:
+    def _least_busy(self) -> DpRank:
         rank = min(self.ranks, key=lambda rank: (rank.running, rank.chosen_at))
         rank.chosen_at = next(self._count)
         return rank
 
     def _register(
-        self, requests: Sequence[GenerateReq], name: str | None, tenant: str | None, rank: Rank
+        self, requests: Sequence[GenerateReq], name: str | None, tenant: str | None, rank: DpRank
     ) -> InflightRequest:
         rids = [request.rid for request in requests]
         ids = [self._new_id(rid) for rid in rids]
@@ -254,7 +254,7 @@ class TokenizerManager:
         rank.running += len(ids)
         return inflight
 
-    def _pump(self, rank: Rank) -> None:
+    def _pump(self, rank: DpRank) -> None:
         """Sends what may go now."""
         while (found := rank.gate.take()) is not None:
             id, request = found
@@ -290,7 +290,7 @@ class TokenizerManager:
             generation.inflight.rank.running -= 1
         return generation
 
-    def _abort(self, rank: Rank, ids: Iterable[str]) -> None:
+    def _abort(self, rank: DpRank, ids: Iterable[str]) -> None:
         """Aborts generations that were sent to the scheduler."""
         if gone := list(ids):
             rank.scheduler.send(AbortReq(gone))
@@ -313,7 +313,7 @@ class TokenizerManager:
         """Ends the requests of one name in all tenants, or all with "". Waiting callers get the output so far, with
         reason `abort`."""
         named = itertools.chain.from_iterable(self._named.get(name, {}).values()) if name else self._running
-        sent = dict[Rank, list[str]]()
+        sent = dict[DpRank, list[str]]()
         for id in [id for id in named if id in self._running]:
             if not self._end_waiting(id, ABORTED):
                 sent.setdefault(self._running[id].inflight.rank, []).append(id)
@@ -382,24 +382,24 @@ class TokenizerManager:
 
     # ---- questions ------------------------------------------------------------------------------------------
 
-    async def flush(self, rank: Rank, timeout_s: float = 10.0) -> Reply:
+    async def flush(self, rank: DpRank, timeout_s: float = 10.0) -> Reply:
         id = self._new_id()
         return await self._ask(rank.scheduler, FlushReq(id), id, timeout_s)
 
-    async def ask(self, rank: Rank, question: Callable[[str], AdminReq], timeout_s: float = 60.0) -> Reply:
+    async def ask(self, rank: DpRank, question: Callable[[str], AdminReq], timeout_s: float = 60.0) -> Reply:
         """The scheduler's answer to the message that `question` makes with an id, after all generations that wait for
         their turn there. Raises NoReply."""
         self._pump(rank)
         id = self._new_id()
         return await self._ask(rank.scheduler, question(id), id, timeout_s, rank.all_sent)
 
-    async def state(self, rank: Rank, what: str, timeout_s: float = 10.0) -> dict[str, Any]:
+    async def state(self, rank: DpRank, what: str, timeout_s: float = 10.0) -> dict[str, Any]:
         """The scheduler's `radix` or `load`. Raises NoReply."""
         id = self._new_id()
         request = StateReq(id, what)  # type: ignore[arg-type]
         return (await self._ask(rank.scheduler, request, id, timeout_s)).data or {}
 
-    async def announced(self, rank: Rank, after_updates: int, timeout_s: float = 10.0) -> dict[str, Any]:
+    async def announced(self, rank: DpRank, after_updates: int, timeout_s: float = 10.0) -> dict[str, Any]:
         """Asks the publisher for the hashes announced after `after_updates` cache updates. Raises NoReply."""
         if rank.publisher is None:
             return {"seq": None, "hashes": []}

@@ -13,7 +13,7 @@ from treeline_runtime.gate import MAX_GENERATIONS_OF_CLIENT
 from treeline_runtime.ipc import READ_AT_ONCE
 from treeline_runtime.messages import GenerateReq, SamplingParams
 from treeline_runtime.server.metrics import Metrics
-from treeline_runtime.tokenizer_manager import InflightRequest, Rank, TokenizerManager
+from treeline_runtime.tokenizer_manager import DpRank, InflightRequest, TokenizerManager
 
 STEPS = 8
 """Two steps in which the inbox is emptied of earlier messages, and some for the scheduler's answer, the prompt, and the
@@ -33,7 +33,7 @@ class World:
         self.engine = Harness(model, max_running_requests=8)
         self.engine.check_integrity = lambda: None  # type: ignore[method-assign]  # of thousands, in each step
         self.line = Line()
-        self.manager = TokenizerManager(Metrics("m"), [Rank(self.line, Line())])
+        self.manager = TokenizerManager(Metrics("m"), [DpRank(self.line, Line())])
 
     def open(self, client: str, name: str, count: int, tokens: int) -> InflightRequest:
         sampling = SamplingParams(max_new_tokens=tokens, ignore_eos=True)

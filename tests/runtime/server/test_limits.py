@@ -25,7 +25,7 @@ from treeline_runtime.server.metrics import Metrics
 from treeline_runtime.server.pacing import Pacer
 from treeline_runtime.server.sampling import SamplingDefaults
 from treeline_runtime.server.service import Service, State
-from treeline_runtime.tokenizer_manager import Rank, TokenizerManager
+from treeline_runtime.tokenizer_manager import DpRank, TokenizerManager
 from treeline_wire import headers as wire_headers
 
 CLIENTS = st.sampled_from(["one", "two", "three", None])
@@ -84,7 +84,7 @@ class Sent(list[Any]):
 def service(budget: int) -> tuple[Service, Sent]:
     """Return a service whose messages are only recorded."""
     sent, metrics, nothing = Sent(), Metrics("m"), cast(Any, None)
-    manager = TokenizerManager(metrics, [Rank(sent, Sent())])
+    manager = TokenizerManager(metrics, [DpRank(sent, Sent())])
     state = State(ready=True)
     made = Service("m", nothing, SamplingDefaults(), manager, metrics, state, ByteBudget(budget))
     made.limits = Limits(4096, 4096)

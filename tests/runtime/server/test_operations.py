@@ -30,7 +30,7 @@ from treeline_runtime.server.errors import ApiError
 from treeline_runtime.server.limits import Limits
 from treeline_runtime.server.metrics import Metrics
 from treeline_runtime.server.service import Service, State
-from treeline_runtime.tokenizer_manager import InflightRequest, NoReply, Rank, TokenizerManager
+from treeline_runtime.tokenizer_manager import DpRank, InflightRequest, NoReply, TokenizerManager
 
 BUSY = {"busy": True}
 
@@ -41,7 +41,7 @@ class World:
     def __init__(self, ranks: int = 3) -> None:
         self.answers: dict[int, Any] = {}
         self.asked: list[tuple[int, type]] = []
-        self.manager = TokenizerManager(Metrics("m", ranks), [Rank(self._sender(r), self) for r in range(ranks)])
+        self.manager = TokenizerManager(Metrics("m", ranks), [DpRank(self._sender(r), self) for r in range(ranks)])
         self.state = State(ready=True, heartbeat_at={"scheduler": 0.0})
         self.engine = Administration(self, ServerArgs(model="m", dp_size=ranks, start_timeout=0.1))  # type: ignore[arg-type]
 

@@ -24,7 +24,7 @@ from treeline_runtime.messages import (
 )
 from treeline_runtime.server.limits import GENERATION_BYTES
 from treeline_runtime.server.metrics import Metrics
-from treeline_runtime.tokenizer_manager import DuplicateRid, NoReply, Rank, TokenizerManager, merge
+from treeline_runtime.tokenizer_manager import DpRank, DuplicateRid, NoReply, TokenizerManager, merge
 
 
 class Sent(list[Any]):
@@ -36,7 +36,7 @@ class Sent(list[Any]):
 class World:
     def __init__(self) -> None:
         self.scheduler, self.detokenizer, self.answered = Sent(), Sent(), 0
-        self.manager = TokenizerManager(Metrics("m"), [Rank(self.scheduler, self.detokenizer)])
+        self.manager = TokenizerManager(Metrics("m"), [DpRank(self.scheduler, self.detokenizer)])
 
     def requests(self, *rids: str) -> list[GenerateReq]:
         return [GenerateReq(rid, [1], SamplingParams(stop=("x",))) for rid in rids]
@@ -322,7 +322,7 @@ def test_merging_keeps_withdrawals(changes: list[tuple[int, list[int]]]) -> None
 
 async def test_each_rank_gets_its_own_requests_and_aborts() -> None:
     ranks = [Sent(), Sent()]
-    manager = TokenizerManager(Metrics("m", 2), [Rank(scheduler, Sent()) for scheduler in ranks])
+    manager = TokenizerManager(Metrics("m", 2), [DpRank(scheduler, Sent()) for scheduler in ranks])
 
     def opened(rid: str, rank: int | None = None, count: int = 1) -> Any:
         rids = [f"{rid}:{index}" for index in range(count)]
@@ -360,7 +360,7 @@ async def test_each_rank_gets_its_own_requests_and_aborts() -> None:
 
 async def test_requests_to_one_rank_do_not_wait_for_another() -> None:
     ranks = [Sent(), Sent()]
-    manager = TokenizerManager(Metrics("m", 2), [Rank(scheduler, Sent()) for scheduler in ranks])
+    manager = TokenizerManager(Metrics("m", 2), [DpRank(scheduler, Sent()) for scheduler in ranks])
     large = [GenerateReq(f"r{i}", [1] * 60_000, SamplingParams()) for i in range(4)]
     full = manager.open(large, rank=0)
     assert sum(isinstance(m, GenerateReq) for m in ranks[0]) < 4, "it has not taken the first ones yet"

@@ -26,7 +26,7 @@ BANDWIDTH_SHARE = 0.70
 STEP_S = 0.0005
 FLOP_SHARE = 0.48
 ALL_REDUCE_S = 8e-6
-"""Of a decode step's hidden states between GPUs, twice a layer: measured on two H200, 64 sequences."""
+"""Seconds for which GPUs add a decode step's hidden states, twice a layer: measured on two H200, 64 sequences."""
 BUSY = 0.7
 """Share of a replica's throughput that a load may take; the rest is for bursts."""
 CONTEXT_BYTES = 600 << 20

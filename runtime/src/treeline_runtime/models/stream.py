@@ -81,13 +81,18 @@ def reading_order(names: Iterable[str], first: Sequence[str]) -> list[str]:
     return sorted(names, key=key)
 
 
+def cut_from(whole: torch.Tensor, cut: Cut) -> torch.Tensor:
+    """Copies the part, so that the rest can be given back."""
+    return torch.cat([whole.narrow(cut.dim, begin, end - begin) for begin, end in cut.ranges], cut.dim)
+
+
 @dataclass(slots=True)
 class _Piece:
-    """Of the bytes of a tensor that are read."""
+    """Some of the bytes that are read of a tensor."""
 
     name: str
     offset: int
-    """Of these bytes."""
+    """The bytes of the tensor's earlier pieces."""
     size: int = 0
     runs: list[tuple[int, int]] = field(default_factory=list)
     """Begin in the file and size of each."""
@@ -161,8 +166,7 @@ class Streamed:
         read = self._arriving.pop(name).view(entry.dtype)
         if cut is None or not _reads_gaps(entry, cut):
             return read.view(shape)
-        parts = [read.view(entry.shape).narrow(cut.dim, begin, end - begin) for begin, end in cut.ranges]
-        return torch.cat(parts, cut.dim)
+        return cut_from(read.view(entry.shape), cut)
 
     def _plan(self, name: str, cut: Cut | None) -> None:
         """Layers are alike: what has the same name but for numbers, and the same shape, is going to be cut alike."""
@@ -199,7 +203,7 @@ class Streamed:
         self._free.put(buffer)
 
     def _work(self) -> None:
-        """Reads pieces until none is left, or nobody wants them."""
+        """Reads pieces until none is left or `close` is called."""
         while (buffer := self._free.get()) is not None:
             piece = self._take()
             if piece is None:

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from treeline_runtime.models.config import ModelError
 from treeline_runtime.models.quantization.scheme import Scheme
 from treeline_runtime.models.shards import Cut, Rank
-from treeline_runtime.models.stream import Entry, Streamed, read_header, reading_order
+from treeline_runtime.models.stream import Entry, Streamed, cut_from, read_header, reading_order
 
 logger = logging.getLogger(__name__)
 
@@ -36,11 +36,6 @@ PROGRESS_S = 2.0
 """Seconds between progress lines of the log."""
 WHOLE = Rank(0, 1)
 """The only rank, which has all of a model."""
-
-
-def cut_from(whole: torch.Tensor, cut: Cut) -> torch.Tensor:
-    """A copy, so that the rest can be given back."""
-    return torch.cat([whole.narrow(cut.dim, begin, end - begin) for begin, end in cut.ranges], cut.dim)
 
 
 class Weights(Protocol):

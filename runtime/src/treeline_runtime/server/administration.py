@@ -39,7 +39,7 @@ from treeline_runtime.server.errors import ApiError
 from treeline_runtime.server.fields import as_api_error, check_unknown, convert
 from treeline_runtime.server.http import Answer, ApiRequest, json_answer
 from treeline_runtime.server.service import Service
-from treeline_runtime.tokenizer_manager import NoReply, Rank
+from treeline_runtime.tokenizer_manager import DpRank, NoReply
 
 T = TypeVar("T")
 
@@ -278,7 +278,7 @@ class Administration:
         return replies
 
     async def _replies(
-        self, asking: Callable[[Rank], Awaitable[Reply]], ranks: Sequence[int] | None = None
+        self, asking: Callable[[DpRank], Awaitable[Reply]], ranks: Sequence[int] | None = None
     ) -> dict[int, Reply | NoReply]:
         """The answers of these ranks, or of all."""
         all_ranks = self._service.manager.ranks

@@ -12,7 +12,8 @@ from treeline_runtime.models.config import ModelError
 from treeline_runtime.models.quantization.fp8 import E4M3, dequantise, quantise, quantise_weight
 from treeline_runtime.models.quantization.scheme import BLOCK, Scheme
 from treeline_runtime.models.shards import INPUTS, OUTPUTS, Cut
-from treeline_runtime.models.weights import Weights, cut_from
+from treeline_runtime.models.stream import cut_from
+from treeline_runtime.models.weights import Weights
 from treeline_runtime.ops import Ops, obstacle_to_triton, onednn
 
 WEIGHT_SCALES = ("weight_scale", "weight_scale_inv")

@@ -1,7 +1,7 @@
 """Rank 0's side of a group: it starts the other ranks' processes, tells them what to compute, and watches them.
 
 Each rank has a pipe for its words; a thread here reads it. The first reason for which a rank ends is the group's: the
-other ranks are killed, and the engine is told.
+others are then killed, and the engine hears of it.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ import os
 import queue
 import selectors
 import shutil
-import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -27,7 +25,7 @@ import zmq
 from treeline_runtime.collectives import Ranks, join
 from treeline_runtime.config import ConfigError, SchedulerConfig
 from treeline_runtime.models.shards import Rank
-from treeline_runtime.processes import SocketFolder
+from treeline_runtime.processes import SocketFolder, how_ended, spawn
 from treeline_runtime.scheduler.plan import StepPlan
 from treeline_runtime.scheduler.ranks.protocol import (
     Call,
@@ -114,18 +112,7 @@ class Followers:
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.connect(f"ipc://{self._folder}/{index}.ipc")
         self._sockets.append(socket)
-        # Ctrl-C reaches the whole terminal group, but only the parent decides
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-        try:
-            child = subprocess.Popen(
-                [sys.executable, "-P", "-m", "treeline_runtime.scheduler.ranks.process"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=sys.__stderr__ or subprocess.DEVNULL,
-                bufsize=0,
-            )
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        child = spawn("treeline_runtime.scheduler.ranks.process", stdout=subprocess.PIPE)
         self._children.append(child)
         threading.Thread(target=self._watch, args=(index, child), name=f"rank {index}", daemon=True).start()
         orders = Orders(
@@ -138,7 +125,7 @@ class Followers:
         )
         assert child.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has ended; its thread says why
-            child.stdin.write(msgspec.json.encode(orders) + b"\n")
+            os.write(child.stdin.fileno(), msgspec.json.encode(orders) + b"\n")
 
     # ---- Group --------------------------------------------------------------------------------------------
 
@@ -170,7 +157,7 @@ class Followers:
         return settled.problem, settled.least
 
     def failed(self, error: Exception) -> GroupFailed:
-        # what failed here is mostly a collective, because another rank has ended
+        # mostly a collective has failed here, because another rank has ended
         self._failed.wait(2 * CAUSE_S)
         self._fail(f"rank 0: {told(error)}")
         return GroupFailed(self._reason)
@@ -212,7 +199,7 @@ class Followers:
                 patience = SILENT_S
                 data = os.read(pipe.fileno(), 1 << 16)
                 if not data:
-                    return f"rank {index} {_how(child.wait())}"
+                    return f"rank {index} {how_ended(child.wait())}"
                 *lines, rest = (rest + data).split(b"\n")
                 for word in map(_decode, lines):
                     if isinstance(word, Vote):
@@ -237,12 +224,3 @@ class Followers:
         for _ in self._children:
             self._votes.put(None)
         self._on_failure(reason)
-
-
-def _how(status: int) -> str:
-    if status >= 0:
-        return f"ended with status {status}"
-    try:
-        return f"was killed by {signal.Signals(-status).name}"
-    except ValueError:
-        return f"was killed by signal {-status}"

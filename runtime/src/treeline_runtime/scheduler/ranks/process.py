@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 
 
 class Words:
-    """What this rank says to rank 0. A thread says that it is alive."""
+    """Writes this rank's messages to rank 0. A thread writes that the process is alive."""
 
     def __init__(self, out: BinaryIO) -> None:
         self._out = out
