@@ -242,7 +242,7 @@ def test_both_engines_of_the_comparison_compute_the_same_work(monkeypatch: pytes
     script("dummy_model").write_config(tmp_path, "tiny")
     monkeypatch.setattr(found, "CONTEXT", 256)
     work = found.Work.of(3, 20, seed=0)
-    found.measure(found.ours(str(tmp_path)), [work], tmp_path / "ours.json")
+    found.measure(found.ours(str(tmp_path), ranks=1), [work], tmp_path / "ours.json")
     assert len(json.loads((tmp_path / "ours.json").read_text())) == 1
     rate = found.by("vllm", tmp_path, ["--shape", "tiny", "--rounds", "1"], str(folder))
     assert rate > 0

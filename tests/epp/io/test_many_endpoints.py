@@ -144,7 +144,7 @@ async def test_envoy_and_the_picker_learn_of_many_endpoints_in_slices(monkeypatc
     monkeypatch.setattr(Fleet, "_spawn", lambda _fleet, _run, _what: asyncio.create_task(asyncio.Event().wait()))
     await fleet._apply(specs)
     for member in fleet.members.values():
-        member.registered, member.watcher.state = member.spec, EngineState.READY
+        member.registered, member.ranks, member.watcher.state = member.spec, (member.spec,), EngineState.READY
         fleet.picker.add_endpoint(member.spec, ready=False)
     fleet.eds.set_synced()
     stream = fleet.eds.state.connect()
