@@ -14,7 +14,7 @@ from treeline_wire.command_line import Parser, one_of_two
 from treeline_wire.logs import FORMAT_HELP, FORMATS
 from treeline_wire.settings import add_flags, port_setting, setting, settings_of, shown, values
 
-from treeline_runtime.config import SchedulerConfig
+from treeline_runtime.config import ConfigError, SchedulerConfig
 
 EPILOG = """\
 examples:
@@ -154,6 +154,16 @@ class ServerArgs(SchedulerConfig):
         "X-data-parallel-rank (default: %(default)s)",
     )
 
+    node_rank: int = setting(
+        0,
+        group="engine",
+        metavar="K",
+        at_least=0,
+        env="LWS_WORKER_INDEX",
+        help="this machine's number among --nnodes; that with 0 serves, the others compute for it (default: "
+        "LWS_WORKER_INDEX, or 0)",
+    )
+
     metrics_host: str = setting(
         "127.0.0.1",
         group="surfaces",
@@ -257,6 +267,13 @@ class ServerArgs(SchedulerConfig):
     )
     log_format: str | None = setting(None, group="lifetime", choices=FORMATS, help=FORMAT_HELP)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.node_rank >= self.nnodes:
+            raise ConfigError(f"--node-rank {self.node_rank} is none of the {self.nnodes} machines (--nnodes), from 0")
+        if self.nnodes > 1 and self.dp_size > 1:
+            raise ConfigError("--dp-size is for one machine: with --nnodes start more servers instead")
+
     def public(self) -> dict[str, Any]:
         """The arguments for `/server_info`, without secrets."""
         return shown(self)
@@ -298,7 +315,10 @@ def parse_args(argv: Sequence[str] | None = None) -> ServerArgs:
     model = one_of_two(parser, given.word, given.model, "model")
     if not model:
         parser.error("which model? Give a checkpoint folder, or org/name on the Hugging Face Hub")
-    return ServerArgs(**values(ServerArgs, given) | {"model": model, "admin_key": _admin_key(parser)})
+    try:
+        return ServerArgs(**values(ServerArgs, given) | {"model": model, "admin_key": _admin_key(parser)})
+    except ConfigError as error:
+        parser.error(str(error))
 
 
 def _admin_key(parser: argparse.ArgumentParser) -> str | None:

@@ -8,8 +8,8 @@ another's memory, NCCL.
 from __future__ import annotations
 
 import os
+import socket
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -30,6 +30,7 @@ faster from 512 KiB on (two H200, inside CUDA graphs)."""
 SUMMED = (torch.bfloat16, torch.float32)
 """Types that torch's kernels add."""
 LOOPBACK = "127.0.0.1"
+"""The ranks of one machine are not to be reached from others."""
 
 
 class Ranks(Protocol):
@@ -48,16 +49,38 @@ class Ranks(Protocol):
         """Rank 0's x on every rank. May overwrite x."""
 
 
-def join(rank: Rank, folder: Path, device: torch.device) -> Ranks:
-    """Meets the other ranks in `folder`, which only they use; waits until all are there."""
-    store = c10d.FileStore(str(folder / "ranks"), rank.count)
+def open_store(place: str, count: int) -> Any:
+    """Where `count` ranks meet: the path of a file that only they use, or HOST:PORT of rank 0's `serve_store`."""
+    if place.startswith("/"):
+        return c10d.FileStore(place, count)
+    host, _, port = place.rpartition(":")
+    return c10d.TCPStore(host, int(port), count, False, MEETING)
+
+
+def serve_store(host: str, count: int) -> tuple[Any, str]:
+    """A store at this address of this machine, on any free port, and its place. It ends with the object."""
+    family = socket.getaddrinfo(host, None)[0][0]
+    listener = socket.create_server((host, 0), family=family)
+    port = listener.getsockname()[1]
+    store = c10d.TCPStore(
+        host, port, count, True, MEETING, wait_for_workers=False, master_listen_fd=listener.detach(), use_libuv=True
+    )
+    return store, f"{host}:{port}"
+
+
+def join(rank: Rank, store: Any, name: str, device: torch.device, host: str, nodes: int) -> Ranks:
+    """Meets the other ranks; waits until all are there.
+
+    name: of the group, unique in this process. host: the address at which other ranks reach this one. nodes: machines.
+    """
     if device.type == "cpu":
-        return Processes(rank, _gloo(rank, store), device)
+        return Processes(rank, _gloo(rank, store, host), device)
     torch.cuda.set_device(device)
-    first = device.index - rank.index
-    others = [first + index for index in range(rank.count) if index != rank.index]
-    if all(torch.cuda.can_device_access_peer(device, other) for other in others):
-        return SymmetricMemory(rank, folder.name, store, device)
+    if nodes == 1:
+        first = device.index - rank.index
+        others = [first + index for index in range(rank.count) if index != rank.index]
+        if all(torch.cuda.can_device_access_peer(device, other) for other in others):
+            return SymmetricMemory(rank, name, store, device)
     os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
     os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")  # of the store, which is gone when all have met
     options = c10d.ProcessGroupNCCL.Options()
@@ -65,9 +88,9 @@ def join(rank: Rank, folder: Path, device: torch.device) -> Ranks:
     return Processes(rank, c10d.ProcessGroupNCCL(store, rank.index, rank.count, options), device)
 
 
-def _gloo(rank: Rank, store: Any) -> Any:
+def _gloo(rank: Rank, store: Any, host: str) -> Any:
     options = c10d.ProcessGroupGloo._Options()
-    options._devices = [c10d.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+    options._devices = [c10d.ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = MEETING
     group = c10d.ProcessGroupGloo(store, rank.index, rank.count, options)
     group._set_default_timeout(FOREVER)

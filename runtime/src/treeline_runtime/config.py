@@ -6,12 +6,36 @@
 
 from __future__ import annotations
 
+import argparse
 from dataclasses import dataclass
 from typing import Literal
+from urllib.parse import urlsplit
 
+from treeline_wire.ports import RANKS
 from treeline_wire.settings import ConfigError, check, setting
 
 from treeline_runtime.logit_processors import entry
+
+
+def meeting_place(text: str) -> tuple[str, int]:
+    """HOST[:PORT] → host and port. Raises ConfigError."""
+    try:
+        place = urlsplit(f"//{text}")
+        host, port = place.hostname, place.port or RANKS
+    except ValueError:
+        host, port = None, RANKS
+    if not host or place.netloc != text or place.username is not None:
+        raise ConfigError(f"expected HOST or HOST:PORT, got {text!r}")
+    return host, port
+
+
+def _place(text: str) -> str:
+    try:
+        meeting_place(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
 
 __all__ = ["ConfigError", "EngineConfig", "SchedulerConfig"]
 
@@ -70,8 +94,26 @@ class EngineConfig:
         metavar="N",
         at_least=1,
         at_most=64,
-        help="split the model over N GPUs of this machine, cuda:0 to cuda:N-1 (on a CPU over N processes) "
-        "(default: %(default)s)",
+        help="split the model over N GPUs, cuda:0 and on; with --nnodes over those of all machines (on a CPU over N "
+        "processes) (default: %(default)s)",
+    )
+    nnodes: int = setting(
+        1,
+        group="engine",
+        metavar="N",
+        at_least=1,
+        at_most=64,
+        env="LWS_GROUP_SIZE",
+        help="machines that compute the model together, each with the same command but for --node-rank (default: "
+        "LWS_GROUP_SIZE, which a LeaderWorkerSet sets, or 1)",
+    )
+    dist_init_addr: str | None = setting(
+        None,
+        group="engine",
+        metavar="HOST[:PORT]",
+        parse=_place,
+        env="LWS_LEADER_ADDRESS",
+        help=f"address of the first machine, where it awaits the others (default: LWS_LEADER_ADDRESS; port {RANKS})",
     )
     attention_backend: str = setting(
         "auto",
@@ -134,6 +176,18 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check(self)
+        if self.tp_size % self.nnodes:
+            raise ConfigError(
+                f"--nnodes {self.nnodes} does not divide --tp-size {self.tp_size}, the number of the ranks of all "
+                "machines"
+            )
+        if self.nnodes > 1 and self.dist_init_addr is None:
+            raise ConfigError("--nnodes needs --dist-init-addr, the address of the first machine")
+
+    @property
+    def ranks_here(self) -> int:
+        """The ranks that share a machine."""
+        return self.tp_size // self.nnodes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -137,17 +138,17 @@ def _remove_stale(base: Path) -> None:
                 os.close(descriptor)
 
 
-def spawn(module: str, stdout: int | None = None) -> subprocess.Popen[bytes]:
+def spawn(module: str, channel: socket.socket | None = None) -> subprocess.Popen[bytes]:
     """The child inherits blocked signals: Ctrl-C reaches the whole terminal group, but only the parent decides.
 
-    stdout: of the child; by default the parent's standard error.
+    channel: the child's standard input and output. None: a pipe, and the parent's standard error.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         return subprocess.Popen(
             [sys.executable, "-P", "-m", module],
-            stdin=subprocess.PIPE,
-            stdout=sys.__stderr__ if stdout is None else stdout,
+            stdin=subprocess.PIPE if channel is None else channel.fileno(),
+            stdout=sys.__stderr__ if channel is None else channel.fileno(),
             stderr=sys.__stderr__ or subprocess.DEVNULL,
             env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},
         )

@@ -34,6 +34,7 @@ from treeline_runtime.listeners import Listeners, address, check_event_ports, li
 from treeline_runtime.messages import BatchTextOut, DrainReq, FinishReason, Reply
 from treeline_runtime.models.config import ModelError
 from treeline_runtime.models.preflight import check_before_loading
+from treeline_runtime.nodes import run_node
 from treeline_runtime.processes import ChildSpec, Ended, ProcessGroup, SocketFolder
 from treeline_runtime.server import surfaces
 from treeline_runtime.server.administration import Administration
@@ -336,9 +337,14 @@ def checked_model(args: ServerArgs, copies: int = 1) -> Path:
 
 
 def serve(args: ServerArgs) -> int:
-    """Runs a server until it is stopped; returns the exit status. Raises ListenError, ServeError, EventsError,
-    ModelNotFound.
+    """Runs a server, or a node's ranks for the server of node 0, until it is stopped; returns the exit status. Raises
+    ListenError, ServeError, EventsError, ModelNotFound.
     """
+    if args.node_rank:
+        try:
+            return run_node(args, checked_model(args))
+        except ConfigError as error:
+            raise ServeError(str(error)) from None
     with listening(args) as listeners:
         if not args.no_events:
             check_event_ports(args, open_keys(args)[1])

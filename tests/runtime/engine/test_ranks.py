@@ -272,7 +272,9 @@ def harm(monkeypatch: pytest.MonkeyPatch, phase: str, rank: int, deed: Callable[
     def harming(self: Followers, command: Command) -> None:
         send(self, command)
         if wanted(command):
-            deed(self._children[rank - 1].pid)
+            child = self._peers[rank - 1].child
+            assert child is not None
+            deed(child.pid)
 
     monkeypatch.setattr(Followers, "_send", harming)
 

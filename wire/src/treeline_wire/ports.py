@@ -14,3 +14,5 @@ PEERS = 9005
 METRICS = 9090
 """The picker's metrics."""
 GATEWAY = 8080
+RANKS = 29500
+"""Where the first of several machines that compute one model awaits the others."""

@@ -66,7 +66,7 @@ def _check_fit(config: EngineConfig, directory: Path, memory: Memory, counts: di
     """`counts`: the engines that share the memory are the product of these, by flag."""
     dtype = config.dtype if config.dtype != "auto" else "bfloat16" if memory.cuda else "float32"
     itemsize = 1 if config.quantization == "fp8" else _ITEMSIZES[dtype]
-    ranks = config.tp_size if memory.cuda else 1  # on a CPU all of them share the memory
+    ranks = config.tp_size if memory.cuda else config.nnodes  # on a CPU those of a machine share the memory
     whole = weight_bytes(directory, itemsize)
     engines = math.prod(counts.values())
     if whole is None or (each := whole / ranks) * engines <= memory.size:
@@ -75,7 +75,8 @@ def _check_fit(config: EngineConfig, directory: Path, memory: Memory, counts: di
     many = f"{engines} engines need {engines} times that: start fewer ({flags}), or " if each <= memory.size else ""
     smaller = "" if itemsize == 1 else "an fp8 checkpoint, " if itemsize == 2 else "--dtype bfloat16, "
     more = "more memory, or split it over more GPUs (--tp-size)" if memory.cuda else "more memory"
-    part = f", {each / _GIB:.1f} GiB on each of {ranks} GPUs (--tp-size)" if ranks > 1 else ""
+    parts = f"{ranks} GPUs (--tp-size)" if memory.cuda else f"{ranks} machines (--nnodes)"
+    part = f", {each / _GIB:.1f} GiB on each of {parts}" if ranks > 1 else ""
     raise ConfigError(
         f"the weights of {config.model} take {whole / _GIB:.1f} GiB as {'fp8' if itemsize == 1 else dtype}{part}, and "
         f"{memory.name} has {memory.size / _GIB:.1f} GiB: {many}take {smaller}a smaller model or {more} "

@@ -1,40 +1,44 @@
-"""Rank 0's side of a group: it starts the other ranks' processes, tells them what to compute, and watches them.
+"""Rank 0's side of a group: it starts the other ranks of its node and awaits those of others (`nodes`), tells all what
+to compute, and watches them.
 
-Each rank has a pipe for its words; a thread here reads it. The first reason for which a rank ends is the group's: the
-others are then killed, and the engine hears of it.
+A thread per rank reads what the rank says. The first reason for which a rank ends is the group's: the others are then
+killed, and the engine hears of it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import queue
 import selectors
 import shutil
+import socket
 import subprocess
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import torch
-import zmq
 
-from treeline_runtime.collectives import Ranks, join
+from treeline_runtime.collectives import LOOPBACK, Ranks, join, open_store, serve_store
 from treeline_runtime.config import ConfigError, SchedulerConfig
 from treeline_runtime.models.shards import Rank
+from treeline_runtime.nodes import RANK_MODULE, LastWords, listen, meet
 from treeline_runtime.processes import SocketFolder, how_ended, spawn
 from treeline_runtime.scheduler.plan import StepPlan
 from treeline_runtime.scheduler.ranks.protocol import (
+    LENGTH,
     Call,
     Clear,
     Command,
     Delayed,
     Digests,
     GroupFailed,
-    LastWords,
     Launch,
     Orders,
     Settle,
@@ -57,20 +61,32 @@ _decode = msgspec.json.Decoder(Word).decode
 
 
 def rank_config(config: SchedulerConfig, index: int, device: torch.device) -> SchedulerConfig:
-    """One rank's part of the machine. Its GPU is so many after the first; ranks on CPUs share the cores. Raises
-    ConfigError if there are too few GPUs."""
+    """One rank's part of its machine. Its GPU is so many after the first; ranks on CPUs share the cores. Raises
+    ConfigError if there are too few GPUs here."""
     plain: dict[str, Any] = {name: getattr(config, name) for name in SchedulerConfig.__dataclass_fields__}
     plain["model"] = os.path.abspath(config.model)  # the working directory may change
+    here = config.ranks_here
     if device.type != "cuda":
-        threads = config.threads or max(1, torch.get_num_threads() // config.tp_size)
+        threads = config.threads or max(1, torch.get_num_threads() // here)
         return SchedulerConfig(**plain | {"device": "cpu", "threads": threads})
     first, there = device.index or 0, torch.cuda.device_count()
-    if first + config.tp_size > there:
+    if first + here > there:
         raise ConfigError(
-            f"--tp-size {config.tp_size} needs the GPUs cuda:{first} to cuda:{first + config.tp_size - 1}; torch sees "
-            f"{there}"
+            f"--tp-size {config.tp_size} needs the GPUs cuda:{first} to cuda:{first + here - 1} of each machine; torch "
+            f"sees {there}"
         )
-    return SchedulerConfig(**plain | {"device": f"cuda:{first + index}"})
+    return SchedulerConfig(**plain | {"device": f"cuda:{first + index % here}"})
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Another rank."""
+
+    index: int
+    stream: socket.socket
+    child: subprocess.Popen[bytes] | None
+    """None: a process of another node."""
+    node: int
 
 
 class Followers:
@@ -89,43 +105,48 @@ class Followers:
         self._lock = threading.Lock()
         self._votes: queue.SimpleQueue[Vote | None] = queue.SimpleQueue()
         """None: there will be no more."""
+        self._peers: list[Peer] = []
         own = rank_config(config, 0, device)
-        self._files = contextlib.ExitStack()
-        self._folder = self._files.enter_context(SocketFolder())
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._sockets: list[zmq.Socket[bytes]] = []
-        self._children: list[subprocess.Popen[bytes]] = []
         try:
-            for index in range(1, config.tp_size):
-                self._start(config, index, device)
-            self.settle()
-            self.ranks = join(Rank(0, config.tp_size), self._folder, torch.device(own.device))
-            self.settle()
-            self._files.close()  # all are connected: nothing is left if this process is killed
+            with SocketFolder() as self._folder, contextlib.ExitStack() as files:
+                listener = files.enter_context(listen(config)) if config.nnodes > 1 else None
+                host, place = LOOPBACK, str(self._folder / "ranks")
+                if listener is None:
+                    store = open_store(place, config.tp_size)
+                else:
+                    host = listener.getsockname()[0]
+                    store, place = serve_store(host, config.tp_size)
+                level, form = getattr(config, "log_level", "warning"), getattr(config, "log_format", None)
+                orders = Orders(own, 0, config.tp_size, place, host, level, form)
+                for index in range(1, config.ranks_here):
+                    stream, other = socket.socketpair()
+                    with other:
+                        child = spawn(RANK_MODULE, other)
+                    self._add(Peer(index, stream, child, 0), orders, rank_config(config, index, device))
+                for hello, stream in meet(config, listener, self._check) if listener is not None else ():
+                    index = hello.node * config.ranks_here + hello.slot
+                    there = dataclasses.replace(rank_config(config, index, device), model=hello.model)
+                    reached = msgspec.structs.replace(orders, host=stream.getpeername()[0])
+                    self._add(Peer(index, stream, None, hello.node), reached, there)
+                self.settle()
+                rank, used = Rank(0, config.tp_size), torch.device(own.device)
+                self.ranks = join(rank, store, self._folder.name, used, host, config.nnodes)
+                self.settle()  # all are connected
         except BaseException:
             self.close()
             raise
         self.config = own
 
-    def _start(self, config: SchedulerConfig, index: int, device: torch.device) -> None:
-        socket = self._context.socket(zmq.PUSH)
-        socket.setsockopt(zmq.SNDHWM, 0)
-        socket.connect(f"ipc://{self._folder}/{index}.ipc")
-        self._sockets.append(socket)
-        child = spawn("treeline_runtime.scheduler.ranks.process", stdout=subprocess.PIPE)
-        self._children.append(child)
-        threading.Thread(target=self._watch, args=(index, child), name=f"rank {index}", daemon=True).start()
-        orders = Orders(
-            rank_config(config, index, device),
-            index,
-            config.tp_size,
-            str(self._folder),
-            getattr(config, "log_level", "warning"),
-            getattr(config, "log_format", None),
-        )
-        assert child.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended; its thread says why
-            os.write(child.stdin.fileno(), msgspec.json.encode(orders) + b"\n")
+    def _add(self, peer: Peer, orders: Orders, config: SchedulerConfig) -> None:
+        self._peers.append(peer)
+        threading.Thread(target=self._watch, args=(peer,), name=f"rank {peer.index}", daemon=True).start()
+        with contextlib.suppress(OSError):  # it has ended; its thread says why
+            found = msgspec.structs.replace(orders, config=config, index=peer.index)
+            peer.stream.sendall(msgspec.json.encode(found) + b"\n")
+
+    def _check(self) -> None:
+        if self._reason is not None:
+            raise GroupFailed(self._reason)
 
     # ---- Group --------------------------------------------------------------------------------------------
 
@@ -137,15 +158,18 @@ class Followers:
         self._send(command)
 
     def _send(self, command: Command) -> None:
-        if self._reason is not None:
-            raise GroupFailed(self._reason)
+        self._check()
         message = encode(command)
-        for socket in self._sockets:
-            socket.send(message, zmq.NOBLOCK)
+        message = LENGTH.pack(len(message)) + message
+        try:
+            for peer in self._peers:
+                peer.stream.sendall(message)
+        except OSError as error:  # that rank has ended
+            raise self.failed(error) from error
 
     def settle(self, problem: str | None = None, number: int = 0) -> tuple[str | None, int]:
         votes = [Vote(problem, number)]
-        for _ in self._children:
+        for _ in self._peers:
             vote = self._votes.get()
             if vote is None:
                 assert self._reason is not None
@@ -167,49 +191,54 @@ class Followers:
         if self._closing:
             return
         self._closing = True
-        for child in self._children:
-            assert child.stdin is not None
-            child.stdin.close()
+        for peer in self._peers:
+            _end(peer.stream, socket.SHUT_WR)
         deadline = time.monotonic() + END_S
-        for child in self._children:
+        for peer in self._peers:
+            if peer.child is None:
+                continue
             try:
-                child.wait(max(0.0, deadline - time.monotonic()))
+                peer.child.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                child.kill()
-                child.wait()
-        self._context.destroy(linger=0)
-        self._files.close()
+                peer.child.kill()
+                peer.child.wait()
 
     # ---- a thread per rank --------------------------------------------------------------------------------
 
-    def _watch(self, index: int, child: subprocess.Popen[bytes]) -> None:
+    def _watch(self, peer: Peer) -> None:
         """Reads a rank's words until it ends or is silent."""
-        reason = self._listen(index, child)
+        reason = self._listen(peer)
         if not self._closing:
             self._fail(reason)
+        peer.stream.close()
 
-    def _listen(self, index: int, child: subprocess.Popen[bytes]) -> str:
+    def _listen(self, peer: Peer) -> str:
         """Returns why the rank ended."""
-        pipe = child.stdout
-        assert pipe is not None
+        name = f"rank {peer.index}"
         with selectors.DefaultSelector() as selector:
-            selector.register(pipe, selectors.EVENT_READ)
+            selector.register(peer.stream, selectors.EVENT_READ)
             rest, patience = b"", None  # a process that imports torch says nothing yet
             while selector.select(patience):
                 patience = SILENT_S
-                data = os.read(pipe.fileno(), 1 << 16)
+                how = "has closed its connection"
+                try:
+                    data = peer.stream.recv(1 << 16)
+                except OSError as error:
+                    data, how = b"", f"is lost: {error}"
                 if not data:
-                    return f"rank {index} {how_ended(child.wait())}"
+                    if peer.child is None:
+                        return f"{name} (node {peer.node}) {how}"
+                    return f"{name} {how_ended(peer.child.wait())}"
                 *lines, rest = (rest + data).split(b"\n")
                 for word in map(_decode, lines):
                     if isinstance(word, Vote):
-                        problem = word.problem and f"rank {index}: {word.problem}"
+                        problem = word.problem and f"{name}: {word.problem}"
                         self._votes.put(Vote(problem, word.number))
                     elif isinstance(word, LastWords):
                         if word.follows:
                             self._failed.wait(CAUSE_S)
-                        return f"rank {index}: {word.message}"
-        return f"rank {index} has been silent for {SILENT_S:.0f} s: it is stopped, or its machine is overloaded"
+                        return f"{name}: {word.message}"
+        return f"{name} has been silent for {SILENT_S:.0f} s: it is stopped, or its machine is overloaded"
 
     def _fail(self, reason: str) -> None:
         """Only the first reason counts; others follow from it."""
@@ -218,9 +247,15 @@ class Followers:
                 return
             self._reason = reason
         self._failed.set()
-        shutil.rmtree(self._folder, ignore_errors=True)
-        for child in self._children:
-            child.kill()  # also one that is stopped, or waits for a GPU
-        for _ in self._children:
+        shutil.rmtree(self._folder, ignore_errors=True)  # the scheduler may still wait for a lost rank there
+        for peer in self._peers:
+            _end(peer.stream, socket.SHUT_RDWR)
+            if peer.child is not None:
+                peer.child.kill()  # also one that is stopped, or waits for a GPU
             self._votes.put(None)
         self._on_failure(reason)
+
+
+def _end(stream: socket.socket, how: int) -> None:
+    with contextlib.suppress(OSError):  # the other side has ended it
+        stream.shutdown(how)

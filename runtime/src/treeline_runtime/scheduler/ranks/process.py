@@ -1,6 +1,6 @@
 """A rank other than 0: its process computes what rank 0 tells it.
 
-Its standard input brings the orders, and ends when rank 0 does; its standard output takes its words.
+Standard input and output are its stream to rank 0, which ends when rank 0 does.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import contextlib
 import gc
 import logging
 import os
+import select
 import sys
 import threading
 import time
@@ -18,17 +19,18 @@ from typing import BinaryIO
 import msgspec
 import numpy as np
 import torch
-import zmq
 from treeline_wire.logs import set_up
 
-from treeline_runtime.collectives import Ranks, join
+from treeline_runtime.collectives import Ranks, join, open_store
 from treeline_runtime.config import ConfigError
 from treeline_runtime.confined.child import end_with_parent
 from treeline_runtime.models.shards import Rank
+from treeline_runtime.nodes import LastWords
 from treeline_runtime.scheduler.administration import Residence
 from treeline_runtime.scheduler.launched import Launched
 from treeline_runtime.scheduler.plan import StepPlan
 from treeline_runtime.scheduler.ranks.protocol import (
+    LENGTH,
     Agreed,
     Alive,
     Call,
@@ -37,7 +39,6 @@ from treeline_runtime.scheduler.ranks.protocol import (
     Delayed,
     Digests,
     GroupFailed,
-    LastWords,
     Launch,
     Orders,
     Settle,
@@ -83,17 +84,20 @@ class Leader:
         self._digests = Digests()
         self._step: Step | None = None
         """The one being computed."""
-        self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.PULL)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
-        self._socket.bind(f"ipc://{orders.folder}/{orders.index}.ipc")
         self.settle()  # all processes are there: the connections take no time now
-        rank = Rank(orders.index, orders.count)
-        self.ranks: Ranks = join(rank, Path(orders.folder), torch.device(orders.config.device))
-        self.settle()  # nobody needs the folder any more
+        rank, device = Rank(orders.index, orders.count), torch.device(orders.config.device)
+        store, name = open_store(orders.place, orders.count), Path(orders.place).parent.name
+        self.ranks: Ranks = join(rank, store, name, device, orders.host, orders.config.nnodes)
+        self.settle()  # nobody needs the store any more
 
     def next(self) -> Command:
-        """Waits for rank 0."""
-        command = decode(self._socket.recv())
+        """Waits for rank 0. Raises GroupFailed."""
+        read = sys.stdin.buffer.read
+        head = read(LENGTH.size)
+        message = read(*LENGTH.unpack(head)) if len(head) == LENGTH.size else b""
+        if not message:
+            raise GroupFailed("rank 0 has ended")
+        command = decode(message)
         self._step = command if isinstance(command, Step) else None
         return command
 
@@ -172,8 +176,9 @@ def call(residence: Residence, command: Call) -> None:
 
 
 def _end_with_rank_0() -> None:
-    while os.read(0, 1):
-        pass
+    ended = select.poll()
+    ended.register(0, select.POLLRDHUP)
+    ended.poll()
     os._exit(0)
 
 

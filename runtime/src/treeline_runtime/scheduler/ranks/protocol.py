@@ -1,12 +1,15 @@
 """What rank 0 tells the other ranks, and the digests by which each of them sees that it computes the same step.
 
-Messages are msgpack on one socket per rank, in order. A rank answers none of them but `Settle`.
+Each rank has a stream in both directions: a socket pair, or a TCP connection from another node. On it come `Orders`, a
+line of JSON, then commands in msgpack, each after its length. What a rank says are lines of JSON; it answers no command
+but `Settle`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal, NamedTuple, Protocol, TypeVar
@@ -16,6 +19,7 @@ import msgspec
 from treeline_runtime.collectives import Ranks
 from treeline_runtime.config import ConfigError, SchedulerConfig
 from treeline_runtime.models.config import ModelError
+from treeline_runtime.nodes import LastWords
 from treeline_runtime.scheduler.plan import StepPlan
 
 logger = logging.getLogger(__name__)
@@ -80,19 +84,24 @@ class Settle(msgspec.Struct, tag=True, array_like=True, frozen=True):
 
 Command = Step | Delayed | Clear | Call | Settle
 
+LENGTH = struct.Struct(">I")
+"""Of a command, in bytes."""
+
 encode = msgspec.msgpack.Encoder().encode
 decode = msgspec.msgpack.Decoder(Command).decode
 decode_plan = msgspec.msgpack.Decoder(StepPlan).decode
 
 
 class Orders(msgspec.Struct, frozen=True):
-    """A rank's process gets them on standard input, as one line of JSON. The end of this input means: end."""
+    """What a rank's process needs to know first."""
 
     config: SchedulerConfig
     index: int
     count: int
-    folder: str
-    """The private folder of the group's sockets."""
+    place: str
+    """Where the ranks meet (`collectives.open_store`)."""
+    host: str
+    """The address at which the others reach this rank."""
     log_level: str
     log_format: str | None
 
@@ -104,20 +113,12 @@ class Vote(msgspec.Struct, tag=True, frozen=True):
     number: int
 
 
-class LastWords(msgspec.Struct, tag=True, frozen=True):
-    """A rank ends, and says why."""
-
-    message: str
-    follows: bool
-    """It ends because another rank does not answer: that one knows the cause."""
-
-
 class Alive(msgspec.Struct, tag=True, frozen=True):
     """A rank's process runs."""
 
 
 Word = Vote | LastWords | Alive
-"""What a rank says on standard output, each in a line of JSON."""
+"""What a rank says."""
 
 
 class Digests:
