@@ -73,6 +73,15 @@ class EngineConfig:
         help="split the model over N GPUs of this machine, cuda:0 to cuda:N-1 (on a CPU over N processes) "
         "(default: %(default)s)",
     )
+    pp_size: int = setting(
+        1,
+        group="engine",
+        metavar="N",
+        at_least=1,
+        at_most=64,
+        help="split the model's layers into N stages, each on --tp-size GPUs, which compute one after another: for "
+        "GPUs without a fast link between them (default: %(default)s)",
+    )
     attention_backend: str = setting(
         "auto",
         group=None,
@@ -134,6 +143,11 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check(self)
+
+    @property
+    def ranks(self) -> int:
+        """Processes, each with a GPU of its own, that compute the model together."""
+        return self.tp_size * self.pp_size
 
 
 @dataclass(frozen=True, kw_only=True)

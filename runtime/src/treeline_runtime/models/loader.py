@@ -85,7 +85,7 @@ def load_model(config: EngineConfig, ranks: Ranks | None = None) -> Decoder:
     context_length = resolve_context_length(config, model_config)
     check_quantization(config, model_config)
     rank = WHOLE if ranks is None else ranks.rank
-    check_ranks(model_config, rank.count)
+    check_ranks(model_config, rank.count, rank.stages)
     scheme = model_config.quantization or (ONLINE if config.quantization == "fp8" else None)
     if scheme is not None and device.type == "cuda" and not multiplies_fp8(device):
         logger.warning(

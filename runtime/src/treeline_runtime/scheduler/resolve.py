@@ -54,7 +54,7 @@ def num_pages(
     if pages == 0:
         raise ConfigError(f"max_total_tokens {config.max_total_tokens} is less than one page")
     on_cuda = device.type == "cuda"
-    free = torch.cuda.mem_get_info(device)[0] - reserved if on_cuda else _available_memory() // config.tp_size
+    free = torch.cuda.mem_get_info(device)[0] - reserved if on_cuda else _available_memory() // config.ranks
     if pages * page_bytes > free:
         raise ConfigError(
             f"max_total_tokens {config.max_total_tokens} needs {_gib(pages * page_bytes)} of KV pool, but "
@@ -142,7 +142,7 @@ def _cpu_budget(config: EngineConfig) -> int:
     """Of the machine's memory each rank has the same share."""
     free = _available_memory()
     pool = int(free * config.mem_fraction) if config.mem_fraction is not None else min(int(free * 0.1), CPU_POOL_LIMIT)
-    return pool // config.tp_size
+    return pool // config.ranks
 
 
 def _available_memory() -> int:

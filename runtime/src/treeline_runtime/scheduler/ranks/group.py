@@ -62,13 +62,13 @@ def rank_config(config: SchedulerConfig, index: int, device: torch.device) -> Sc
     plain: dict[str, Any] = {name: getattr(config, name) for name in SchedulerConfig.__dataclass_fields__}
     plain["model"] = os.path.abspath(config.model)  # the working directory may change
     if device.type != "cuda":
-        threads = config.threads or max(1, torch.get_num_threads() // config.tp_size)
+        threads = config.threads or max(1, torch.get_num_threads() // config.ranks)
         return SchedulerConfig(**plain | {"device": "cpu", "threads": threads})
     first, there = device.index or 0, torch.cuda.device_count()
-    if first + config.tp_size > there:
+    if first + config.ranks > there:
         raise ConfigError(
-            f"--tp-size {config.tp_size} needs the GPUs cuda:{first} to cuda:{first + config.tp_size - 1}; torch sees "
-            f"{there}"
+            f"--tp-size {config.tp_size} and --pp-size {config.pp_size} need the GPUs cuda:{first} to "
+            f"cuda:{first + config.ranks - 1}; torch sees {there}"
         )
     return SchedulerConfig(**plain | {"device": f"cuda:{first + index}"})
 
@@ -96,10 +96,10 @@ class Followers:
         self._sockets: list[zmq.Socket[bytes]] = []
         self._children: list[subprocess.Popen[bytes]] = []
         try:
-            for index in range(1, config.tp_size):
+            for index in range(1, config.ranks):
                 self._start(config, index, device)
             self.settle()
-            self.ranks = join(Rank(0, config.tp_size), self._folder, torch.device(own.device))
+            self.ranks = join(Rank.of(0, config.tp_size, config.pp_size), self._folder, torch.device(own.device))
             self.settle()
             self._files.close()  # all are connected: nothing is left if this process is killed
         except BaseException:
@@ -118,7 +118,6 @@ class Followers:
         orders = Orders(
             rank_config(config, index, device),
             index,
-            config.tp_size,
             str(self._folder),
             getattr(config, "log_level", "warning"),
             getattr(config, "log_format", None),

@@ -87,7 +87,7 @@ class Leader:
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.bind(f"ipc://{orders.folder}/{orders.index}.ipc")
         self.settle()  # all processes are there: the connections take no time now
-        rank = Rank(orders.index, orders.count)
+        rank = Rank.of(orders.index, orders.config.tp_size, orders.config.pp_size)
         self.ranks: Ranks = join(rank, Path(orders.folder), torch.device(orders.config.device))
         self.settle()  # nobody needs the folder any more
 
