@@ -330,7 +330,7 @@ def test_a_stage_has_its_own_windows_and_experts(tmp_path: Path) -> None:
     stages = [own(moe, Rank(0, 1, stage, 2)) for stage in range(2)]
     assert [stage.num_layers for stage in stages] == [3, 2]
     assert [stage.moe and sorted(stage.moe.layers) for stage in stages] == [[1, 2], [1]]
-    gemma = read_config(config_of(tmp_path / "gemma", "Gemma2", num_hidden_layers=5))
+    gemma = read_config(config_of(tmp_path / "gemma", "Gemma2", num_hidden_layers=5, layer_types=...))
     both = [own(gemma, Rank(0, 1, stage, 2)).scoring.windows for stage in range(2)]
     assert (*both[0], *both[1]) == gemma.scoring.windows
 

@@ -244,6 +244,8 @@ class Decoder:
         """The first token of the own part of the vocabulary."""
         layers = weights.rank.layers(config.num_layers)
         weights.leave(*(f"model.layers.{i}." for i in range(config.num_layers) if i not in layers))
+        if not weights.rank.is_last_stage:
+            weights.leave("model.norm.")
         self._embedding, head = _embedding_and_head(config, weights)
         dtype, device = weights.dtype, weights.device
         # rounded as the embedding is: transformers multiplies with a tensor of that type
@@ -255,7 +257,6 @@ class Decoder:
         self._norm: torch.Tensor | None = None
         if weights.rank.is_last_stage:
             self._norm = norm_weight(config, weights, "model.norm", config.hidden_size)
-        weights.leave("model.norm.")
         ropes = [rope for rope in (config.rope, config.local_rope) if rope is not None]
         self._cos, self._sin = self._tables(ropes, context_length, dtype, device)
 
@@ -348,13 +349,12 @@ def _embedding_and_head(config: ModelConfig, weights: Weights) -> tuple[torch.Te
 
     tied = config.tie_word_embeddings
     if weights.rank.stages > 1:
-        embedding = head = None
-        if weights.rank.is_first_stage:
-            embedding = take(HEAD if tied and not weights.has(EMBEDDING) else EMBEDDING)
-        elif weights.rank.is_last_stage:
-            head = take(EMBEDDING if tied and not weights.has(HEAD) else HEAD)
-        weights.leave(EMBEDDING, HEAD)
-        return embedding, head
+        of_first = HEAD if tied and not weights.has(EMBEDDING) else EMBEDDING
+        of_last = EMBEDDING if tied and not weights.has(HEAD) else HEAD
+        mine = of_first if weights.rank.is_first_stage else of_last if weights.rank.is_last_stage else None
+        weights.leave(*{EMBEDDING, HEAD} - {mine})
+        matrix = None if mine is None else take(mine)
+        return (matrix, None) if weights.rank.is_first_stage else (None, matrix)
     if not tied:
         return take(EMBEDDING), take(HEAD)
     if not weights.has(HEAD):
