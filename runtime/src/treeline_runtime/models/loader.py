@@ -19,8 +19,8 @@ from treeline_runtime.models.preflight import check_quantization
 from treeline_runtime.models.quantization.fp8 import E4M3
 from treeline_runtime.models.quantization.product import OLDEST, WEIGHT_SCALES, multiplies_fp8
 from treeline_runtime.models.quantization.scheme import ONLINE
-from treeline_runtime.models.shards import check_ranks
-from treeline_runtime.models.weights import HEAD, WHOLE, Checkpoint, RandomWeights, Weights
+from treeline_runtime.models.shards import WHOLE, check_ranks
+from treeline_runtime.models.weights import HEAD, Checkpoint, RandomWeights, Weights
 
 logger = logging.getLogger(__name__)
 

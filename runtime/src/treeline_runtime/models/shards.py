@@ -97,6 +97,10 @@ class Rank:
         return Cut(dim, tuple(ranges))
 
 
+WHOLE = Rank(0, 1)
+"""The only rank, which has all of a model."""
+
+
 def check_ranks(config: ModelConfig, count: int, stages: int = 1) -> None:
     """Raises ModelError, which names what so many ranks cannot share, in each of so many stages."""
     if stages > config.num_layers:

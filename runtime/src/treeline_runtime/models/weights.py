@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from treeline_runtime.models.config import ModelError
 from treeline_runtime.models.quantization.scheme import Scheme
-from treeline_runtime.models.shards import Cut, Rank
+from treeline_runtime.models.shards import WHOLE, Cut, Rank
 from treeline_runtime.models.stream import Entry, Streamed, cut_from, read_header, reading_order
 
 logger = logging.getLogger(__name__)
@@ -35,8 +35,6 @@ MAPPED = ("cpu",)
 """Devices that use memory-mapped files directly."""
 PROGRESS_S = 2.0
 """Seconds between progress lines of the log."""
-WHOLE = Rank(0, 1)
-"""The only rank, which has all of a model."""
 
 
 class Weights(Protocol):
