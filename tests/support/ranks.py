@@ -17,15 +17,16 @@ T = TypeVar("T")
 
 
 @functools.cache
-def _group(count: int) -> tuple[ThreadPoolExecutor, list[Ranks]]:
+def _group(tp_size: int, pp_size: int) -> tuple[ThreadPoolExecutor, list[Ranks]]:
+    count = tp_size * pp_size
     threads = ThreadPoolExecutor(count)
     with tempfile.TemporaryDirectory() as folder:
         meet = functools.partial(join, folder=Path(folder), device=torch.device("cpu"))
-        return threads, list(threads.map(lambda index: meet(Rank(index, count)), range(count)))
+        return threads, list(threads.map(lambda number: meet(Rank.of(number, tp_size, pp_size)), range(count)))
 
 
 class Strict:
-    """Keep only what `Ranks` promises: a sum until the next call, and logits on rank 0."""
+    """Keep only what `Ranks` promises: a sum until the next call, logits on rank 0, what comes home there."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -47,13 +48,28 @@ class Strict:
         self._forget()
         return self._ranks.first(x)
 
+    def receive(self, x: torch.Tensor, /) -> torch.Tensor:
+        self._forget()
+        return self._ranks.receive(x)
+
+    def send(self, x: torch.Tensor, /) -> None:
+        self._ranks.send(x)
+        self._forget()
+
+    def home(self, x: torch.Tensor, /) -> torch.Tensor:
+        x = self._ranks.home(x)
+        return x.clone().fill_(torch.nan) if self.rank.number else x
+
+    def everywhere(self, x: torch.Tensor, /) -> torch.Tensor:
+        return self._ranks.everywhere(x)
+
     def _forget(self) -> None:
         if self._last is not None:
             self._last.fill_(torch.nan)
             self._last = None
 
 
-def on_ranks(count: int, compute: Callable[[Ranks], T]) -> list[T]:
-    """Call it on all ranks at once. Return each rank's result."""
-    threads, ranks = _group(count)
+def on_ranks(count: int, compute: Callable[[Ranks], T], stages: int = 1) -> list[T]:
+    """Call it on all ranks of all stages at once. Return each rank's result."""
+    threads, ranks = _group(count, stages)
     return list(threads.map(compute, map(Strict, ranks)))

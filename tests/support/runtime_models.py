@@ -62,7 +62,7 @@ class Runner:
             page_size=4,
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
-            dtype=model._embedding.dtype,
+            dtype=model.rope[0].dtype,
             device=torch.device("cpu"),
             stored=stored,
             scales=model.kv_scales,

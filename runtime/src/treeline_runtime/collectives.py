@@ -1,4 +1,5 @@
-"""Sums and gathers over the ranks of a group, each of which computes its part of one model.
+"""Sums and gathers over the ranks of a group, each of which computes its part of one model; and what the stages of a
+pipeline send each other.
 
 All ranks make the same calls in the same order. Between CPUs gloo moves the data; between GPUs of one machine torch's
 symmetric memory, whose kernels read the other GPUs' memory directly, without NVLink multicast; where a GPU cannot read
@@ -39,14 +40,27 @@ class Ranks(Protocol):
     rank: Rank
 
     def sum(self, x: torch.Tensor, /) -> torch.Tensor:
-        """The sum of all ranks' x, the same bits on every rank, until the next call. May overwrite x."""
+        """The sum of x over the ranks of the stage, the same bits on each, until the next call. May overwrite x."""
 
     def gather(self, x: torch.Tensor, /) -> torch.Tensor:
-        """x (rows, n) → on rank 0 a new tensor (rows, ranks x n), the ranks' parts in order; on the others one of this
-        shape with any content."""
+        """x (rows, n) → on the stage's rank 0 a new tensor (rows, ranks x n), the ranks' parts in order; on the others
+        one of this shape with any content."""
 
     def first(self, x: torch.Tensor, /) -> torch.Tensor:
-        """Rank 0's x on every rank. May overwrite x."""
+        """Rank 0's x on every rank of every stage. May overwrite x."""
+
+    def receive(self, x: torch.Tensor, /) -> torch.Tensor:
+        """What the same rank of the stage before has sent, in x; on the first stage x itself."""
+
+    def send(self, x: torch.Tensor, /) -> None:
+        """Gives x to the same rank of the next stage, if there is one, without waiting; x stays as it is until
+        `everywhere`."""
+
+    def home(self, x: torch.Tensor, /) -> torch.Tensor:
+        """The last stage's x on rank 0; any content elsewhere."""
+
+    def everywhere(self, x: torch.Tensor, /) -> torch.Tensor:
+        """x (n,) bool → whether it is true on all stages. Ends what `send` began."""
 
 
 def open_store(place: str, count: int) -> Any:
@@ -68,36 +82,115 @@ def serve_store(host: str, count: int) -> tuple[Any, str]:
     return store, f"{host}:{port}"
 
 
-def join(rank: Rank, store: Any, name: str, device: torch.device, host: str, nodes: int) -> Ranks:
+def join(rank: Rank, store: Any, name: str, device: torch.device, host: str, here: int) -> Ranks:
     """Meets the other ranks; waits until all are there.
 
-    name: of the group, unique in this process. host: the address at which other ranks reach this one. nodes: machines.
+    name: of the group, unique in this process. host: the address at which other ranks reach this one. here: ranks of
+    each machine.
     """
-    if device.type == "cpu":
-        return Processes(rank, _gloo(rank, store, host), device)
-    torch.cuda.set_device(device)
-    if nodes == 1:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if rank.stages == 1:
+        return _join_stage(rank, store, name, device, host, here)
+    stage: Ranks | None = None
+    if rank.count > 1:
+        own = f"stage-{rank.stage}"
+        stage = _join_stage(rank, c10d.PrefixStore(own, store), f"{name}-{own}", device, host, here)
+    all_store = c10d.PrefixStore("all", store)
+    return Pipeline(rank, stage, _process_group(all_store, rank.number, rank.count * rank.stages, device, host), device)
+
+
+def _join_stage(rank: Rank, store: Any, name: str, device: torch.device, host: str, here: int) -> Ranks:
+    if device.type == "cuda" and here % rank.count == 0:
         first = device.index - rank.index
         others = [first + index for index in range(rank.count) if index != rank.index]
         if all(torch.cuda.can_device_access_peer(device, other) for other in others):
             return SymmetricMemory(rank, name, store, device)
-    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
-    os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")  # of the store, which is gone when all have met
-    options = c10d.ProcessGroupNCCL.Options()
-    options._timeout = FOREVER
-    return Processes(rank, c10d.ProcessGroupNCCL(store, rank.index, rank.count, options), device)
+    return Processes(rank, _process_group(store, rank.index, rank.count, device, host), device)
 
 
-def _gloo(rank: Rank, store: Any, host: str) -> Any:
+def _process_group(store: Any, index: int, count: int, device: torch.device, host: str) -> Any:
+    """gloo or NCCL."""
+    if device.type == "cuda":
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+        os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")  # of the store, which is gone when all have met
+        options = c10d.ProcessGroupNCCL.Options()
+        options._timeout = FOREVER
+        return c10d.ProcessGroupNCCL(store, index, count, options)
     options = c10d.ProcessGroupGloo._Options()
     options._devices = [c10d.ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = MEETING
-    group = c10d.ProcessGroupGloo(store, rank.index, rank.count, options)
+    group = c10d.ProcessGroupGloo(store, index, count, options)
     group._set_default_timeout(FOREVER)
     return group
 
 
-class Processes:
+class Pipeline:
+    """Several stages. `stage` adds within one, None: it has one rank; a process group of torch connects all."""
+
+    def __init__(self, rank: Rank, stage: Ranks | None, group: Any, device: torch.device) -> None:
+        self.rank = rank
+        self._stage, self._group = stage, group
+        self._sent: list[tuple[Any, torch.Tensor]] = []
+        # connected now, while the others' addresses are known
+        self.send(self.receive(torch.ones(1, device=device)))
+        self.everywhere(self.home(self.first(torch.ones(1, device=device))))
+
+    def sum(self, x: torch.Tensor, /) -> torch.Tensor:
+        return x if self._stage is None else self._stage.sum(x)
+
+    def gather(self, x: torch.Tensor, /) -> torch.Tensor:
+        return x if self._stage is None else self._stage.gather(x)
+
+    def first(self, x: torch.Tensor, /) -> torch.Tensor:
+        x = x.contiguous()
+        self._group.broadcast([x]).wait()
+        return x
+
+    def receive(self, x: torch.Tensor, /) -> torch.Tensor:
+        if not self.rank.is_first_stage:
+            self._group.recv([x], self.rank.number - self.rank.count, 0).wait()
+        return x
+
+    def send(self, x: torch.Tensor, /) -> None:
+        if not self.rank.is_last_stage:
+            self._sent.append((self._group.send([x], self.rank.number + self.rank.count, 0), x))
+
+    def home(self, x: torch.Tensor, /) -> torch.Tensor:
+        rank = self.rank
+        if rank.number == 0:
+            x = torch.empty_like(x, memory_format=torch.contiguous_format)  # the given one may be on its way
+            self._group.recv([x], (rank.stages - 1) * rank.count, 0).wait()
+        elif rank.is_last_stage and rank.index == 0:
+            self._group.send([x.contiguous()], 0, 0).wait()
+        return x
+
+    def everywhere(self, x: torch.Tensor, /) -> torch.Tensor:
+        total = x.float()
+        self._group.allreduce([total]).wait()
+        for work, _ in self._sent:
+            work.wait()
+        self._sent.clear()
+        return total == self.rank.stages * self.rank.count
+
+
+class OneStage:
+    """What is between stages, where there is one."""
+
+    def receive(self, x: torch.Tensor, /) -> torch.Tensor:
+        return x
+
+    def send(self, x: torch.Tensor, /) -> None:
+        """There is no next one."""
+
+    def home(self, x: torch.Tensor, /) -> torch.Tensor:
+        return x
+
+    def everywhere(self, x: torch.Tensor, /) -> torch.Tensor:
+        return x
+
+
+class Processes(OneStage):
     """A process group of torch: gloo or NCCL."""
 
     def __init__(self, rank: Rank, group: Any, device: torch.device) -> None:
@@ -121,7 +214,7 @@ class Processes:
         return x
 
 
-class SymmetricMemory:
+class SymmetricMemory(OneStage):
     """Memory of each GPU that all GPUs of the group read and write. Every call can be captured.
 
     The kernels are torch's (`torch.ops.symm_mem`). Multicast stays off: some machines forbid it.

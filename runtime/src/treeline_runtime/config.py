@@ -115,6 +115,15 @@ class EngineConfig:
         env="LWS_LEADER_ADDRESS",
         help=f"address of the first machine, where it awaits the others (default: LWS_LEADER_ADDRESS; port {RANKS})",
     )
+    pp_size: int = setting(
+        1,
+        group="engine",
+        metavar="N",
+        at_least=1,
+        at_most=64,
+        help="split the model's layers into N stages, each on --tp-size GPUs, which compute one after another: for "
+        "GPUs without a fast link between them (default: %(default)s)",
+    )
     attention_backend: str = setting(
         "auto",
         group=None,
@@ -176,10 +185,10 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check(self)
-        if self.tp_size % self.nnodes:
+        if self.ranks % self.nnodes:
             raise ConfigError(
-                f"--nnodes {self.nnodes} does not divide --tp-size {self.tp_size}, the number of the ranks of all "
-                "machines"
+                f"--nnodes {self.nnodes} does not divide the {self.ranks} ranks of all machines (--tp-size times "
+                "--pp-size)"
             )
         if self.nnodes > 1 and self.dist_init_addr is None:
             raise ConfigError("--nnodes needs --dist-init-addr, the address of the first machine")
@@ -187,7 +196,12 @@ class EngineConfig:
     @property
     def ranks_here(self) -> int:
         """The ranks that share a machine."""
-        return self.tp_size // self.nnodes
+        return self.ranks // self.nnodes
+
+    @property
+    def ranks(self) -> int:
+        """Processes, each with a GPU of its own, that compute the model together."""
+        return self.tp_size * self.pp_size
 
 
 @dataclass(frozen=True, kw_only=True)

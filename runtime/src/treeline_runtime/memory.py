@@ -49,6 +49,8 @@ def step_limits(config: SchedulerConfig, model: ModelConfig, cuda_bytes: int | N
     running = config.max_running_requests or (64 if cuda_bytes is None else 256)
     graphs = min(running, LARGEST_GRAPH if config.max_graph_batch is None else config.max_graph_batch)
     prompts = min(worth_capturing(model) if config.max_graph_tokens is None else config.max_graph_tokens, chunk)
+    if config.pp_size > 1:  # what stages send each other is not captured
+        graphs = prompts = 0
     return StepLimits(running, chunk, graphs, prompts)
 
 

@@ -136,7 +136,7 @@ def _refusal(hello: Hello, missing: set[tuple[int, int]], config: EngineConfig) 
     told = f"rank {hello.slot} of node {hello.node}"
     if known:
         return f"{told} is there already: give each machine a --node-rank of its own"
-    return f"there is no {told}: node 0 has --nnodes {config.nnodes} and --tp-size {config.tp_size}"
+    return f"there is no {told}: node 0 has {config.nnodes} machines (--nnodes) and {config.ranks} ranks"
 
 
 def _watched(connection: socket.socket) -> None:

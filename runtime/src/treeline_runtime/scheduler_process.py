@@ -95,7 +95,7 @@ def config_of(spec: ChildSpec) -> ServerArgs:
     if args.dp_size == 1:
         return args
     device = resolve_device(args.device)
-    needed = args.dp_size * args.tp_size
+    needed = args.dp_size * args.ranks
     if device.type == "cpu":
         threads = args.threads or max(1, torch.get_num_threads() // needed)
         fraction = None if args.mem_fraction is None else args.mem_fraction / args.dp_size
@@ -103,10 +103,10 @@ def config_of(spec: ChildSpec) -> ServerArgs:
     first, there = device.index or 0, torch.cuda.device_count()
     if first + needed > there:
         raise ConfigError(
-            f"--dp-size {args.dp_size} with --tp-size {args.tp_size} needs {needed} GPUs, cuda:{first} to cuda:"
+            f"--dp-size {args.dp_size} needs {needed} GPUs, {args.ranks} for each engine, cuda:{first} to cuda:"
             f"{first + needed - 1}, and this machine has {there}: make one of them smaller"
         )
-    return dataclasses.replace(args, device=f"cuda:{first + spec.rank * args.tp_size}")
+    return dataclasses.replace(args, device=f"cuda:{first + spec.rank * args.ranks}")
 
 
 def run(spec: ChildSpec, context: zmq.Context[zmq.Socket[bytes]]) -> None:

@@ -60,6 +60,7 @@ VARIED: tuple[dict[str, Any], ...] = (
     {"quantization": "fp8"},
     {"kv_cache_dtype": "fp8_e4m3"},
     {"tp_size": 4},
+    {"pp_size": 2},
 )
 CASES = [
     (name, settings, gpu_name)
@@ -84,7 +85,9 @@ def test_the_cache_has_as_many_tokens_as_serve_would_give_it(name, settings, gpu
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=device.memory))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (left, device.memory))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: found.weights)
-    decoder = SimpleNamespace(config=shape, own=own(shape, Rank(0, config.tp_size)), pooler=None)
+    ranks = [Rank(0, config.tp_size, stage, config.pp_size) for stage in range(config.pp_size)]
+    # the last stage has no more room than another: it has head and norm, and as many layers
+    decoder = SimpleNamespace(config=shape, own=own(shape, ranks[-1]), pooler=None)
     if found.cache_tokens:
         limits = resolve.resolve(config, decoder)  # type: ignore[arg-type]
         assert limits.max_total_tokens == found.cache_tokens

@@ -21,6 +21,7 @@ from treeline_runtime.messages import CustomProcessor, Grammar
 from treeline_runtime.models import ModelError
 from treeline_runtime.scheduler import Scheduler, administration
 from treeline_runtime.scheduler.executor import Executor
+from treeline_runtime.scheduler.plan import StepPlan
 from treeline_runtime.scheduler.ranks import group as group_module
 from treeline_runtime.scheduler.ranks.group import Followers
 from treeline_runtime.scheduler.ranks.protocol import Call, Command, Delayed, Launch, Settle, Step
@@ -81,7 +82,7 @@ def kinds() -> list[SamplingParams]:
     ]
 
 
-def answers(path: Path, ranks: int) -> list[Any]:
+def answers(path: Path, **sizes: int) -> list[Any]:
     """Return everything that an engine says to many requests at once, in a cache that is too small for them."""
     each = kinds() * 3
     prompts = [prompt(i, 10 + 4 * i) for i in range(len(each))]
@@ -92,7 +93,7 @@ def answers(path: Path, ranks: int) -> list[Any]:
         "overlap_depth": 1,
     }
     with Engine(
-        path, tp_size=ranks, logit_processors={"follows": Follows}, enable_return_hidden_states=True, **settings
+        path, logit_processors={"follows": Follows}, enable_return_hidden_states=True, **settings, **sizes
     ) as engine:
         outputs = engine.generate(prompts, each, return_logprob=True, logprob_start_len=0, top_logprobs_num=2)
         assert sum(output.retractions for output in outputs), "some requests lost their place"
@@ -107,18 +108,52 @@ def answers(path: Path, ranks: int) -> list[Any]:
         ]
 
 
-def test_requests_of_all_kinds_get_the_answers_of_one_rank(checkpoints: tuple[Path, Path]) -> None:
-    for found, expected in zip(answers(checkpoints[0], 2), answers(checkpoints[0], 1), strict=True):
+SIZES = [{"tp_size": 2}, {"pp_size": 2}, {"tp_size": 2, "pp_size": 2}]
+
+
+@pytest.fixture(scope="module")
+def alone(checkpoints: tuple[Path, Path]) -> list[Any]:
+    """Return the answers of one rank."""
+    return answers(checkpoints[0])
+
+
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_requests_of_all_kinds_get_the_answers_of_one_rank(
+    sizes: dict[str, int], checkpoints: tuple[Path, Path], alone: list[Any]
+) -> None:
+    for found, expected in zip(answers(checkpoints[0], **sizes), alone, strict=True):
         assert found == pytest.approx(expected, abs=2e-3) if isinstance(found[0], float) else found == expected
 
 
-def test_four_ranks_sleep_wake_and_change_weights_as_one(checkpoints: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_large_step_passes_the_stages_in_micro_batches(
+    checkpoints: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts, parts = [prompt(i, 90 + 5 * i) for i in range(9)], []
+    settings = SETTINGS | {"max_total_tokens": 2048}
+    with Engine(checkpoints[0], **settings) as engine:
+        expected = [output.token_ids for output in engine.generate(prompts, GREEDY)]
+    micro_batches = StepPlan.micro_batches
+
+    def counted(self: StepPlan, stages: int) -> list[tuple[int, int]]:
+        parts.append(len(micro_batches(self, stages)))
+        return micro_batches(self, stages)
+
+    monkeypatch.setattr(StepPlan, "micro_batches", counted)
+    with Engine(checkpoints[0], pp_size=2, **settings) as engine:
+        assert [output.token_ids for output in engine.generate(prompts, GREEDY)] == expected
+    assert set(parts) == {1, 2}
+
+
+@pytest.mark.parametrize("sizes", [{"tp_size": 4}, {"tp_size": 2, "pp_size": 2}], ids=str)
+def test_four_ranks_sleep_wake_and_change_weights_as_one(
+    sizes: dict[str, int], checkpoints: tuple[Path, Path], tmp_path: Path
+) -> None:
     old, new = checkpoints
     with Engine(new, **SETTINGS) as engine:
         expected = engine.generate(IDS, GREEDY).token_ids
     broken = make_checkpoint(tmp_path / "broken")
     (broken / "model.safetensors").unlink()
-    with Engine(old, tp_size=4, **SETTINGS) as engine:
+    with Engine(old, **SETTINGS, **sizes) as engine:
         first = engine.generate(IDS, GREEDY).token_ids
         for level in (1, 2):
             engine.sleep(level)
@@ -217,12 +252,13 @@ def test_a_request_at_fault_ends_alone(checkpoints: tuple[Path, Path], monkeypat
 
 def test_vectors_of_two_ranks_are_those_of_one(tmp_path: Path) -> None:
     path = configured(tmp_path, "Qwen3Model")
-    one, two = (vectors(path, ranks) for ranks in (1, 2))
-    assert two == pytest.approx(one, abs=1e-5)
+    one = vectors(path)
+    assert vectors(path, "--tp-size", "2") == pytest.approx(one, abs=1e-5)
+    assert vectors(path, "--pp-size", "2") == pytest.approx(one, abs=1e-5)
 
 
-def vectors(path: Path, ranks: int) -> list[float]:
-    with running(path, "--device", "cpu", "--threads", "1", "--tp-size", str(ranks)) as server:
+def vectors(path: Path, *flags: str) -> list[float]:
+    with running(path, "--device", "cpu", "--threads", "1", *flags) as server:
         answer = server.ready().client().post("/v1/embeddings", json={"input": ["a word", "two words more"]})
         return [value for one in answer.json()["data"] for value in one["embedding"]]
 
@@ -254,9 +290,9 @@ PHASES: dict[str, Callable[[], Callable[[Command], bool]]] = {
 }
 
 
-def work(path: Path, ranks: int) -> None:
+def work(path: Path, ranks: int, stages: int = 1) -> None:
     """Go through all phases of an engine's life."""
-    with Engine(path, tp_size=ranks, **SETTINGS) as engine:
+    with Engine(path, tp_size=ranks, pp_size=stages, **SETTINGS) as engine:
         grammar = SamplingParams(temperature=0.0, grammar=Grammar("regex", "[a-f]{9}"), max_new_tokens=12)
         engine.generate([IDS, IDS], [GREEDY, grammar])
         engine.sleep(2)
@@ -295,6 +331,22 @@ def test_of_four_ranks_the_one_that_died_first_is_named(
     harm(monkeypatch, phase, 3, lambda pid: os.kill(pid, signal.SIGKILL))
     with pytest.raises((EngineDead, RuntimeError), match="rank 3 was killed by SIGKILL"):
         work(checkpoints[0], 4)
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+def test_of_two_stages_with_two_ranks_the_rank_that_died_first_is_named(
+    rank: int, checkpoints: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harm(monkeypatch, "decode", rank, lambda pid: os.kill(pid, signal.SIGKILL))
+    with pytest.raises((EngineDead, RuntimeError), match=f"rank {rank} was killed by SIGKILL"):
+        work(checkpoints[0], 2, stages=2)
+
+
+def test_a_stopped_stage_is_noticed(checkpoints: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_module, "SILENT_S", 4.0)
+    harm(monkeypatch, "prefill", 1, lambda pid: os.kill(pid, signal.SIGSTOP))
+    with pytest.raises((EngineDead, RuntimeError), match="rank 1 has been silent for 4 s"):
+        work(checkpoints[0], 1, stages=2)
 
 
 @pytest.mark.parametrize("phase", ["prefill", "decode", "waking"])
@@ -371,6 +423,8 @@ def test_a_sleep_that_fails_on_one_rank_ends_the_engine_instead_of_leaving_it_ha
 def test_a_model_that_cannot_be_divided_is_refused_before_any_process_starts(checkpoints: tuple[Path, Path]) -> None:
     with pytest.raises(ModelError, match="3"):
         Engine(checkpoints[0], tp_size=3, **SETTINGS)
+    with pytest.raises(ModelError, match="has 2 layers: --pp-size 3 leaves a stage without one"):
+        Engine(checkpoints[0], pp_size=3, **SETTINGS)
 
 
 def test_a_checkpoint_without_weights_is_refused_in_its_own_words(tmp_path: Path) -> None:

@@ -90,8 +90,8 @@ def logits(model: Decoder) -> torch.Tensor:
     return torch.cat([runner.feed(IDS[:20]), runner.feed(IDS[20:29]), runner.feed(IDS[29:30])])
 
 
-def of_ranks(path: Path, count: int, **settings: Any) -> torch.Tensor:
-    return on_ranks(count, lambda ranks: logits(load(path, ranks, **settings)))[0]
+def of_ranks(path: Path, count: int, stages: int = 1, **settings: Any) -> torch.Tensor:
+    return on_ranks(count, lambda ranks: logits(load(path, ranks, **settings)), stages)[0]
 
 
 def distance(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -110,6 +110,20 @@ def test_ranks_compute_what_one_computes_alone(case: str, count: int, path_of: C
     assert_same(of_ranks(path, count), logits(load(path)))
 
 
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("case", CASES)
+def test_stages_compute_what_one_rank_computes_alone(case: str, count: int, path_of: Callable[[str], Path]) -> None:
+    path = path_of(case)
+    assert_same(of_ranks(path, count, 2), logits(load(path)))
+
+
+@pytest.mark.parametrize("stages", [2, 3, 5])
+def test_stages_may_have_unequal_numbers_of_layers(stages: int, tmp_path: Path) -> None:
+    kinds = [SLIDING, FULL, SLIDING, SLIDING, FULL]
+    path = save(reference("Gemma3", HEADS | GEMMA | {"layer_types": kinds, "num_hidden_layers": 5}), tmp_path)
+    assert_same(of_ranks(path, 1, stages), logits(load(path)))
+
+
 @pytest.mark.parametrize("count", COUNTS)
 def test_a_rank_may_begin_within_a_block_of_mxfp4(count: int, tmp_path: Path) -> None:
     path = packed(tmp_path, reference("GptOss", HEADS | GPT_OSS))
@@ -119,7 +133,9 @@ def test_a_rank_may_begin_within_a_block_of_mxfp4(count: int, tmp_path: Path) ->
 @pytest.mark.parametrize("case", ["llama, biases, tied", "olmo2", "qwen2 moe, shared expert", "gpt-oss"])
 def test_ranks_have_parts_of_the_same_random_weights(case: str, path_of: Callable[[str], Path]) -> None:
     path = path_of(case)
-    assert_same(of_ranks(path, 4, load_format="dummy"), logits(load(path, load_format="dummy")))
+    alone = logits(load(path, load_format="dummy"))
+    assert_same(of_ranks(path, 4, load_format="dummy"), alone)
+    assert_same(of_ranks(path, 1, 2, load_format="dummy"), alone)
 
 
 @pytest.mark.parametrize("count", COUNTS)
@@ -169,6 +185,7 @@ def test_two_matrices_where_one_is_declared_are_both_in_parts(tmp_path: Path) ->
     config = json.loads((path / "config.json").read_text()) | TIED
     (path / "config.json").write_text(json.dumps(config))
     assert_same(of_ranks(path, 2), logits(load(path)))
+    assert_same(of_ranks(path, 1, 2), logits(load(path)))
 
 
 # ---- reading and memory -----------------------------------------------------------------------------------
@@ -202,6 +219,26 @@ def test_a_rank_reads_no_more_than_its_part(llama: Path, count: int, monkeypatch
     monkeypatch.setattr(os, "preadv", counted)
     on_ranks(count, lambda ranks: load(llama, ranks))
     assert sum(read) == count * own_bytes(llama, count)
+
+
+def test_a_stage_reads_and_keeps_no_more_than_its_layers(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {name: entry.size for name, entry in read_header(llama / "model.safetensors").items()}
+    of_layer = sum(size for name, size in sizes.items() if ".layers.0." in name)
+    first, last = (sizes[name] for name in (weights.EMBEDDING, weights.HEAD))
+    expected = [2 * of_layer + first, of_layer, of_layer + sizes["model.norm.weight"] + last]
+    monkeypatch.setattr(weights, "MAPPED", ())
+    monkeypatch.setattr(stream, "SHORT_BYTES", 0)
+    read: list[int] = []
+
+    def counted(*args: Any) -> int:
+        read.append(preadv(*args))
+        return read[-1]
+
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", counted)
+    models = on_ranks(1, lambda ranks: load(llama, ranks), 3)
+    assert [size_of(model) - sum(table.nbytes for table in model.rope) for model in models] == expected
+    assert sum(read) == sum(expected) == sum(sizes.values())
 
 
 @pytest.mark.parametrize("short", [0, 4096])
@@ -278,6 +315,26 @@ def test_more_ranks_than_heads_share_each_head_with_their_neighbours() -> None:
     assert [Rank(index, 4).rows(5) for index in range(4)] == [(0, 2), (2, 4), (4, 5), (5, 5)]
 
 
+@given(layers=st.integers(1, 40), data=st.data())
+def test_the_layers_of_stages_are_all_layers_as_equally_as_possible(layers: int, data: st.DataObject) -> None:
+    stages = data.draw(st.integers(1, layers))
+    each = [Rank(0, 1, stage, stages).layers(layers) for stage in range(stages)]
+    assert [layer for of_stage in each for layer in of_stage] == list(range(layers))
+    sizes = [len(of_stage) for of_stage in each]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes[0] - sizes[-1] <= 1
+
+
+def test_a_stage_has_its_own_windows_and_experts(tmp_path: Path) -> None:
+    moe = read_config(config_of(tmp_path / "moe", "Qwen3Moe", num_hidden_layers=5, mlp_only_layers=[0, 3]))
+    stages = [own(moe, Rank(0, 1, stage, 2)) for stage in range(2)]
+    assert [stage.num_layers for stage in stages] == [3, 2]
+    assert [stage.moe and sorted(stage.moe.layers) for stage in stages] == [[1, 2], [1]]
+    gemma = read_config(config_of(tmp_path / "gemma", "Gemma2", num_hidden_layers=5, layer_types=...))
+    both = [own(gemma, Rank(0, 1, stage, 2)).scoring.windows for stage in range(2)]
+    assert (*both[0], *both[1]) == gemma.scoring.windows
+
+
 def test_a_ranks_sizes_are_its_parts(tmp_path: Path) -> None:
     model = read_config(config_of(tmp_path, "Qwen2Moe", num_attention_heads=16, num_key_value_heads=2))
     mine = own(model, Rank(3, 4))
@@ -312,6 +369,13 @@ def test_what_ranks_cannot_share_is_named(
     with pytest.raises(ModelError, match=message):
         check_ranks(model, count)
     check_ranks(model, 1)
+
+
+def test_more_stages_than_layers_are_refused(tmp_path: Path) -> None:
+    model = read_config(config_of(tmp_path, "Llama", num_hidden_layers=3))
+    check_ranks(model, 1, 3)
+    with pytest.raises(ModelError, match="LlamaForCausalLM has 3 layers: --pp-size 4 leaves a stage without one"):
+        check_ranks(model, 1, 4)
 
 
 def test_block_wise_fp8_is_shared_in_whole_blocks(tmp_path: Path) -> None:

@@ -93,11 +93,21 @@ def test_parameter_counts_equal_the_decoders(path: Path) -> None:
 @pytest.mark.parametrize("path", [TINY, *PUBLIC], ids=lambda path: path.stem)
 def test_the_bytes_of_a_rank_are_those_that_its_decoder_takes(path: Path, count: int) -> None:
     model = parse_config(small(path), {})
-    expected = sum(part.bytes for part in parts_of(model, 4, ranks=count))
+    expected = sum(part.bytes for part in parts_of(model, 4, rank=Rank(0, count)))
     for index in range(count):
         weights = Counted(0, torch.float32, torch.device("cpu"), rank=Rank(index, count))
         _decoder(model)(model, weights, 32, SimpleNamespace(rank=weights.rank))  # type: ignore[arg-type]
         assert weights.taken * 4 == expected
+
+
+@pytest.mark.parametrize("path", [TINY, *PUBLIC], ids=lambda path: path.stem)
+def test_the_bytes_of_each_stage_are_those_that_its_decoder_takes(path: Path) -> None:
+    model = parse_config(small(path), {})
+    for stage in range(model.num_layers):
+        rank = Rank(0, 1, stage, model.num_layers)
+        weights = Counted(0, torch.float32, torch.device("cpu"), rank=rank)
+        _decoder(model)(model, weights, 32, SimpleNamespace(rank=rank))  # type: ignore[arg-type]
+        assert weights.taken * 4 == sum(part.bytes for part in parts_of(model, 4, rank=rank))
 
 
 def test_fp8_takes_a_byte_and_its_scales() -> None:

@@ -31,11 +31,11 @@ def free_port() -> int:
 
 
 class Group:
-    """Node 0, which serves, and node 1, each with two ranks."""
+    """Node 0, which serves, and node 1."""
 
-    def __init__(self, model: Path, per_node: int = 1) -> None:
+    def __init__(self, model: Path, *ranks: str) -> None:
         place = f"127.0.0.1:{free_port()}"
-        flags = ["--no-events", "--device=cpu", f"--tp-size={2 * per_node}", "--nnodes=2", f"--dist-init-addr={place}"]
+        flags = ["--no-events", "--device=cpu", *ranks, "--nnodes=2", f"--dist-init-addr={place}"]
         self.worker = ServerProcess(model, *flags, environment={"LWS_WORKER_INDEX": "1"})
         self.server = ServerProcess(model, *flags)
 
@@ -70,7 +70,7 @@ def answer(server: ServerProcess) -> dict[str, Any]:
 def test_two_nodes_answer_like_one_and_end_when_both_are_asked_to(model: Path) -> None:
     with running(model, "--no-events") as alone:
         expected = answer(alone)
-    with Group(model, per_node=2) as group:
+    with Group(model, "--tp-size=2", "--pp-size=2") as group:
         found = answer(group.server)
         assert found["text"] == expected["text"]
         assert found["logprobs"]["token_logprobs"] == pytest.approx(expected["logprobs"]["token_logprobs"], abs=1e-3)
@@ -102,7 +102,7 @@ LOSSES: dict[str, tuple[Callable[[Group], None], str]] = {
 @pytest.mark.parametrize("loss", LOSSES)
 def test_a_lost_rank_of_another_node_ends_the_server_by_name(loss: str, model: Path) -> None:
     deed, said = LOSSES[loss]
-    with Group(model) as group:
+    with Group(model, "--tp-size=2") as group:
         deed(group)
         assert group.server.wait() == 1
         group.server.wait_for_log(said)
@@ -112,7 +112,7 @@ def test_a_lost_rank_of_another_node_ends_the_server_by_name(loss: str, model: P
 @deep
 @pytest.mark.integration
 def test_a_node_ends_with_an_error_when_rank_0_is_lost(model: Path) -> None:
-    with Group(model) as group:
+    with Group(model, "--tp-size=2") as group:
         group.server.process.kill()
         assert group.worker.wait() == 1
         group.worker.wait_for_log("rank 0 has ended")
@@ -163,7 +163,7 @@ def test_strangers_are_refused_and_the_ranks_still_meet(monkeypatch: pytest.Monk
 
         assert say(b"") == say(b"GET / HTTP/1.1\r\n") == say(b"x" * 5000) == say(b"[]\n") == say(b"\xff\n") == ""
         assert "it has Treeline 0.0, node 0 has" in say(hello(version="0.0"))
-        assert "there is no rank 2 of node 1: node 0 has --nnodes 2 and --tp-size 4" in say(hello(slot=2))
+        assert "there is no rank 2 of node 1: node 0 has 2 machines (--nnodes) and 4 ranks" in say(hello(slot=2))
         assert "there is no rank 0 of node 2" in say(hello(node=2))
         assert "there is no rank -1 of node 1" in say(hello(slot=-1))
         assert "there is no rank 0 of node 0" in say(hello(node=0))
@@ -215,7 +215,7 @@ def test_the_port_of_a_meeting_place_may_be_left_out(text: str, place: tuple[str
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--nnodes 2", "--nnodes 2 does not divide --tp-size 1, the number of the ranks of all machines"),
+        ("--nnodes 2", "--nnodes 2 does not divide the 1 ranks of all machines (--tp-size times --pp-size)"),
         ("--nnodes 2 --tp-size 2", "--nnodes needs --dist-init-addr, the address of the first machine"),
         ("--nnodes 2 --tp-size 2 --dist-init-addr http://a", "expected HOST or HOST:PORT, got 'http://a'"),
         ("--nnodes 2 --tp-size 2 --dist-init-addr a:b", "expected HOST or HOST:PORT, got 'a:b'"),

@@ -69,5 +69,6 @@ def test_ranks_share_the_gpus_or_the_threads_of_the_machine(monkeypatch: pytest.
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     assert [one.device for one in of_ranks(dp_size=3)] == ["cuda:0", "cuda:1", "cuda:2"]
     assert [one.device for one in of_ranks(dp_size=2, tp_size=2, device="cuda:4")] == ["cuda:4", "cuda:6"]
-    with pytest.raises(ConfigError, match=r"--dp-size 5 with --tp-size 2 needs 10 GPUs, cuda:0 to cuda:9, .* has 8"):
+    with pytest.raises(ConfigError, match=r"--dp-size 5 needs 10 GPUs, 2 for each engine, cuda:0 to cuda:9, .* 8"):
         of_ranks(dp_size=5, tp_size=2)
+    assert [one.device for one in of_ranks(dp_size=2, tp_size=2, pp_size=2)] == ["cuda:0", "cuda:4"]

@@ -9,13 +9,15 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from support.runtime_engine import Harness, prompt
 from treeline_runtime.config import EngineConfig, SchedulerConfig
 from treeline_runtime.models.decoder import Decoder
 from treeline_runtime.models.loader import load_model
 from treeline_runtime.scheduler.executor import Executor
 from treeline_runtime.scheduler.launched import Launched
-from treeline_runtime.scheduler.plan import Embeddings, InputLogprobs, StepPlan, Writes
+from treeline_runtime.scheduler.plan import MICRO_BATCH_TOKENS, Embeddings, InputLogprobs, StepPlan, Writes
 
 TINY_MODEL = Path(__file__).parents[3] / "models" / "tiny"
 IDS = prompt(7, 21)
@@ -122,3 +124,24 @@ def test_a_scheduler_whose_plans_are_sent_as_bytes_answers_the_same(
     assert answers[0] == answers[1]
     assert any(plan.rows_sampling for plan in seen)
     assert {plan.decodes for plan in seen} == {True, False}
+
+
+# ---- micro-batches ------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(1, 1500), min_size=1, max_size=60), st.integers(1, 8))
+def test_micro_batches_are_all_sequences_in_order_and_about_equal(lengths: list[int], stages: int) -> None:
+    step = StepPlan(list(range(len(lengths))), [0] * len(lengths), lengths)
+    parts = step.micro_batches(stages)
+    assert [i for begin, end in parts for i in range(begin, end)] == list(range(len(lengths)))
+    assert all(begin < end for begin, end in parts)
+    count = max(1, min(stages, sum(lengths) // MICRO_BATCH_TOKENS))
+    assert len(parts) <= count
+    for begin, end in parts:  # each end is off by half a sequence at most
+        assert sum(lengths[begin:end]) <= sum(lengths) / count + max(lengths)
+
+
+def test_a_small_step_and_one_sequence_are_not_cut() -> None:
+    assert StepPlan([0, 1], [0, 0], [255, 256]).micro_batches(2) == [(0, 2)]
+    assert StepPlan([0, 1], [0, 0], [256, 256]).micro_batches(2) == [(0, 1), (1, 2)]
+    assert StepPlan([0], [0], [4096]).micro_batches(4) == [(0, 1)]

@@ -56,6 +56,7 @@ def parser() -> argparse.ArgumentParser:
     serve.add_argument("--quantization", choices=("auto", "fp8"), default="auto", help="fp8 = quantised at load")
     serve.add_argument("--kv-dtype", choices=("auto", "fp8_e4m3"), default="auto", help="type of the KV cache")
     serve.add_argument("--tp-size", type=_positive, metavar="N", default=1, help="GPUs that share the model")
+    serve.add_argument("--pp-size", type=_positive, metavar="N", default=1, help="stages, each on --tp-size GPUs")
     serve.add_argument("--mem-fraction", type=float, metavar="F", help="share of the GPU's memory (default: 0.85)")
     load = size.add_argument_group("replicas for a load")
     load.add_argument("--requests-per-s", type=_above_0, metavar="R", help="load to size for")
@@ -124,6 +125,7 @@ def main(argv: Sequence[str]) -> int:
             kv_cache_dtype=args.kv_dtype,
             mem_fraction=args.mem_fraction,
             tp_size=args.tp_size,
+            pp_size=args.pp_size,
         )
         source = read_source(args.model)
         tokens = args.context or source.model.max_position
@@ -150,19 +152,19 @@ def _row(source: Source, config: SchedulerConfig, gpu: Gpu, tokens: int, args: a
         load = Load(args.requests_per_s, args.prompt_tokens, args.output_tokens, args.prefix_share)
         needed = replicas(load, found, speed)
     sequences = found.sequences(tokens)
-    gpus = -(-args.concurrency // sequences) * found.tp_size if args.concurrency and sequences else None
+    gpus = -(-args.concurrency // sequences) * found.gpus if args.concurrency and sequences else None
     return Row(found, tokens, speed, needed, gpus)
 
 
 def _advice(source: Source, config: SchedulerConfig, rows: Sequence[Row]) -> str:
     """Says what is missing, and which GPU or setting would do, if the model fits on none of the GPUs."""
     least = min(rows, key=lambda row: row.fit.shortage).fit
-    one = f"one {least.gpu.name}" if least.tp_size == 1 else f"{least.tp_size} {least.gpu.name}"
-    each = "" if least.tp_size == 1 else " on each"
+    one = f"one {least.gpu.name}" if least.gpus == 1 else f"{least.gpus} {least.gpu.name}"
+    each = "" if least.gpus == 1 else " on each"
     said = f"It does not fit on {one}: {_gib(least.shortage)} are missing{each}."
     if tp_size := smallest_tp_size(source.model, config, least.gpu):
-        said += f" With --tp-size {tp_size} it fits on {tp_size} of them."
-    together = "" if least.tp_size == 1 else f"{least.tp_size} of "
+        said += f" With --tp-size {tp_size} it fits on {tp_size * least.pp_size} of them."
+    together = "" if least.gpus == 1 else f"{least.gpus} of "
     kinds = [gpu for gpu in GPUS.values() if gpu.has_fp8 or config.kv_cache_dtype == "auto"]
     larger = [gpu.name for gpu in kinds if fit(source.model, config, gpu).cache_tokens]
     if larger:
@@ -198,8 +200,8 @@ def _show(args: argparse.Namespace, source: Source, rows: Sequence[Row], advice:
     total, active = (sum(getattr(part, name) for part in some.parts) for name in ("parameters", "active"))
     parts.add_row("[bold]all[/]", _count(total), _count(active), _gib(some.weights))
     console.print(parts)
-    if some.tp_size > 1:
-        console.print(f"Memory, here and below, is that of each of {some.tp_size} GPUs that share the model.")
+    if some.gpus > 1:
+        console.print(f"Memory, here and below, is that of each of {some.gpus} GPUs that share the model.")
     if source.stored_bytes is not None:
         console.print(f"In files: {_gib(source.stored_bytes)}.")
     each = some.kv_bytes_per_token
@@ -266,7 +268,7 @@ def _remarks(args: argparse.Namespace, rows: Sequence[Row], advice: str) -> list
             "\nWhat fits is what `treeline serve` allocates. Speeds are estimates, for sequences that are half full: "
             + (
                 "on an H200 they are within a quarter of what was measured."
-                if first.fit.tp_size == 1
+                if first.fit.gpus == 1
                 else "with several GPUs they assume NVLink, and were not compared with measurements."
             )
         )
@@ -276,7 +278,7 @@ def _remarks(args: argparse.Namespace, rows: Sequence[Row], advice: str) -> list
             f"(--context {first.fit.cache_tokens})."
         )
     if args.count and first.sequences and args.gpu:
-        served = args.count // first.fit.tp_size
+        served = args.count // first.fit.gpus
         said.append(
             f"{args.count} GPUs are {served} replicas: {served * first.sequences:,} sequences at once."
             if served
@@ -321,6 +323,7 @@ def _row_as_json(row: Row) -> dict[str, Any]:
         "dtype": found.dtype,
         "kv_dtype": found.kv_dtype,
         "tp_size": found.tp_size,
+        "pp_size": found.pp_size,
         "weight_bytes": found.weights,
         "reserved_bytes": found.reserved,
         "kv_bytes_per_token": found.kv_bytes_per_token,

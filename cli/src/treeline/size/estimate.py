@@ -53,7 +53,7 @@ class Fit:
     dtype: str
     kv_dtype: str
     tp_size: int
-    """GPUs that share the model."""
+    pp_size: int
     parts: list[Part]
     reserved: int
     """Bytes for tables, workspaces, graphs and CUDA."""
@@ -67,6 +67,11 @@ class Fit:
     """Requests that are computed at once, at most."""
 
     @property
+    def gpus(self) -> int:
+        """GPUs that share the model."""
+        return self.tp_size * self.pp_size
+
+    @property
     def weights(self) -> int:
         return sum(part.bytes for part in self.parts)
 
@@ -76,9 +81,14 @@ class Fit:
 
 
 def fit(model: ModelConfig, config: SchedulerConfig, gpu: Gpu) -> Fit:
-    """Computes the fit with the defaults of `treeline serve`. Raises ConfigError or ModelError if settings, model and
-    GPU do not go together."""
-    check_ranks(model, config.tp_size)
+    """Computes the fit with the defaults of `treeline serve`, for the stage with the least room. Raises ConfigError or
+    ModelError if settings, model and GPU do not go together."""
+    check_ranks(model, config.tp_size, config.pp_size)
+    ranks = (Rank(0, config.tp_size, stage, config.pp_size) for stage in range(config.pp_size))
+    return min((_fit_of(model, config, gpu, rank) for rank in ranks), key=lambda one: (one.cache_tokens, -one.shortage))
+
+
+def _fit_of(model: ModelConfig, config: SchedulerConfig, gpu: Gpu, rank: Rank) -> Fit:
     dtype = config.dtype if config.dtype != "auto" else "bfloat16" if gpu.has_bfloat16 else "float16"
     scheme = model.quantization or (ONLINE if config.quantization == "fp8" else None)
     if scheme is not None and model.moe is not None:
@@ -86,10 +96,10 @@ def fit(model: ModelConfig, config: SchedulerConfig, gpu: Gpu) -> Fit:
     if config.kv_cache_dtype != "auto" and not gpu.has_fp8:
         raise ConfigError(f"--kv-dtype {config.kv_cache_dtype} needs a GPU from Ada on; {gpu.name} is older")
     element = ELEMENT_BYTES[dtype]
-    mine = own(model, Rank(0, config.tp_size))
+    mine = own(model, rank)
     kv_bytes = bytes_per_token(mine, element if config.kv_cache_dtype == "auto" else 1)
     # an older GPU cannot multiply fp8, so it keeps the weights unquantised
-    parts = parts_of(model, element, scheme if gpu.has_fp8 else None, config.tp_size)
+    parts = parts_of(model, element, scheme if gpu.has_fp8 else None, rank)
     limits = step_limits(config, mine, gpu.memory)
     context_length = resolve_context_length(config, model)
     reserved = reserved_bytes(limits, context_length, mine, element) + CONTEXT_BYTES
@@ -100,6 +110,7 @@ def fit(model: ModelConfig, config: SchedulerConfig, gpu: Gpu) -> Fit:
         dtype=dtype,
         kv_dtype=dtype if config.kv_cache_dtype == "auto" else config.kv_cache_dtype,
         tp_size=config.tp_size,
+        pp_size=config.pp_size,
         parts=parts,
         reserved=reserved,
         kv_bytes_per_token=kv_bytes,
@@ -124,7 +135,7 @@ class Speed:
         """Seconds of a decode step of `batch` sequences with `context` tokens each."""
         moved = self._weights(batch) + batch * self._seen(context) * self._fit.kv_bytes_per_token
         sums = 2 * self._model.num_layers * ALL_REDUCE_S if self._fit.tp_size > 1 else 0.0
-        return STEP_S + sums + moved / self._bytes_s
+        return STEP_S + sums + self._fit.pp_size * moved / self._bytes_s  # one stage after another
 
     def prefill_s(self, tokens: float, cached: float = 0.0) -> float:
         """Seconds to compute `tokens` of a prompt that follow `cached` ones."""

@@ -95,7 +95,9 @@ class Attention:
         if config.packed:
             sizes = {"qkv_proj": (heads * dim, kv_heads * dim, kv_heads * dim)}
         hidden = config.hidden_size
-        self._ops, self._layer = ops, layer
+        self._ops = ops
+        self._layer = layer - rank.layers(config.num_layers).start
+        """Its number within the stage, as in the KV pool."""
         self._qkv = Linear(weights, ops, prefix, sizes, hidden, bias=config.qkv_bias, split=OUTPUTS, unit=dim)
         self._o = Linear(weights, ops, prefix, {"o_proj": hidden}, heads * dim, bias=config.o_bias, split=INPUTS)
         norm: torch.Tensor | None = None
@@ -109,7 +111,7 @@ class Attention:
                 parts.append(weight.view(-1, dim).expand(of_rank, dim))
             norm = torch.cat(parts)
         self._norm_over_ranks: NormOverRanks | None = None
-        if norm is not None and config.qk_norm_over_heads and ranks is not None:
+        if norm is not None and config.qk_norm_over_heads and ranks is not None and rank.count > 1:
             self._norm_over_ranks, norm = NormOverRanks(config, norm, ranks), None
         self._sinks: torch.Tensor | None = None
         if config.scoring.sinks:
@@ -223,7 +225,8 @@ class Decoder:
     """Embedding, layers, norm, head. `context_length` sizes the rope tables.
 
     Of several ranks, which make the same calls together, each has its part of layers and vocabulary. Inputs and hidden
-    states are whole on each; logits are rank 0's.
+    states are whole on each; logits are rank 0's. In a pipeline the first stage has the embedding, the last one norm
+    and head, and each gives the next the residual stream: hidden states are the last stage's.
     """
 
     layer_type: type[Layer] = Layer
@@ -236,17 +239,24 @@ class Decoder:
         self.own = own(config, weights.rank)
         """The rank's sizes."""
         self.ranks = ranks
+        self.is_first_stage = weights.rank.is_first_stage
         self._first = weights.rank.rows(config.vocab_size)[0]
         """The first token of the own part of the vocabulary."""
+        layers = weights.rank.layers(config.num_layers)
+        weights.leave(*(f"model.layers.{i}." for i in range(config.num_layers) if i not in layers))
+        if not weights.rank.is_last_stage:
+            weights.leave("model.norm.")
         self._embedding, head = _embedding_and_head(config, weights)
-        dtype, device = self._embedding.dtype, self._embedding.device
+        dtype, device = weights.dtype, weights.device
         # rounded as the embedding is: transformers multiplies with a tensor of that type
         self._scale = torch.tensor(config.embedding_scale, dtype=dtype).item()
         self.ops = ops_for(device)
-        self._head = float_product(self.ops, head, shared=head is self._embedding)
-        self._layers = [self.layer_type(config, weights, self.ops, i, ranks) for i in range(config.num_layers)]
-        self.kv_scales = kv_scales(weights, config.num_layers)
-        self._norm = norm_weight(config, weights, "model.norm", config.hidden_size)
+        self._head = None if head is None else float_product(self.ops, head, shared=head is self._embedding)
+        self._layers = [self.layer_type(config, weights, self.ops, i, ranks) for i in layers]
+        self.kv_scales = kv_scales(weights, layers)
+        self._norm: torch.Tensor | None = None
+        if weights.rank.is_last_stage:
+            self._norm = norm_weight(config, weights, "model.norm", config.hidden_size)
         ropes = [rope for rope in (config.rope, config.local_rope) if rope is not None]
         self._cos, self._sin = self._tables(ropes, context_length, dtype, device)
 
@@ -264,7 +274,11 @@ class Decoder:
         return self._cos, self._sin
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """input_ids (tokens,) → (tokens, hidden), a new tensor."""
+        """input_ids (tokens,) → (tokens, hidden), a new tensor: the input of the stage's first layer."""
+        if self._embedding is None:
+            assert self.ranks is not None
+            shape = (len(input_ids), self.config.hidden_size)
+            return self.ranks.receive(torch.empty(shape, dtype=self._cos.dtype, device=input_ids.device))
         if self.ranks is None:
             x = F.embedding(input_ids, self._embedding)
             return x if self._scale == 1 else x * self._scale
@@ -274,7 +288,8 @@ class Decoder:
         return x * self._scale  # the sum itself is gone at the next one
 
     def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
-        """x (tokens, hidden), from `embed` or elsewhere → normalised hidden states (tokens, hidden)."""
+        """x (tokens, hidden), from `embed` or elsewhere → normalised hidden states (tokens, hidden); except on the last
+        stage with any content."""
         residual: torch.Tensor | None = None
         after: torch.Tensor | None = None
         ranks = self.ranks
@@ -284,7 +299,10 @@ class Decoder:
                 x, after = sublayer.compute(x, context), sublayer.after
                 if ranks is not None:
                     x = ranks.sum(x)
-        return self._join(x, residual, after, self._norm)[0]
+        x = self._join(x, residual, after, self._norm)[0]
+        if self._norm is None and ranks is not None:
+            ranks.send(x)
+        return x
 
     def _join(
         self,
@@ -302,19 +320,25 @@ class Decoder:
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """(rows, hidden) → (rows, vocabulary), in `out` if given; with any content on other ranks than 0."""
-        head = self._head
+        head, vocab = self._head, self.config.vocab_size
         if self.ranks is not None:
-            parts = self.ranks.gather(head(hidden, None))[:, : self.config.vocab_size]
+            if head is None:
+                parts = hidden.new_empty(len(hidden), vocab)
+            else:
+                parts = self.ranks.gather(head(hidden, None))[:, :vocab]
+            parts = self.ranks.home(parts)
             logits = parts.contiguous() if out is None else out.copy_(parts)
         else:
+            assert head is not None
             logits = head(hidden, None) if out is None else torch.mm(hidden, head.weight.t(), out=out)
         cap = self.config.logit_softcap
         return logits if cap is None else self.ops.softcap(logits, cap)
 
 
-def _embedding_and_head(config: ModelConfig, weights: Weights) -> tuple[torch.Tensor, torch.Tensor]:
+def _embedding_and_head(config: ModelConfig, weights: Weights) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """One matrix if config.json ties them, unless the checkpoint has two different ones, as in transformers. Of several
-    ranks each has as many rows of the vocabulary, the last with zeros for what is missing."""
+    ranks each has as many rows of the vocabulary, the last with zeros for what is missing; of several stages the first
+    has the embedding, the last the head."""
     vocab, count = config.vocab_size, weights.rank.count
     cut = Cut(0, (weights.rank.rows(vocab),)) if count > 1 else None
 
@@ -323,7 +347,15 @@ def _embedding_and_head(config: ModelConfig, weights: Weights) -> tuple[torch.Te
         missing = -(-vocab // count) - len(rows)
         return F.pad(rows, (0, 0, 0, missing)) if missing else rows
 
-    if not config.tie_word_embeddings:
+    tied = config.tie_word_embeddings
+    if weights.rank.stages > 1:
+        of_first = HEAD if tied and not weights.has(EMBEDDING) else EMBEDDING
+        of_last = EMBEDDING if tied and not weights.has(HEAD) else HEAD
+        mine = of_first if weights.rank.is_first_stage else of_last if weights.rank.is_last_stage else None
+        weights.leave(*{EMBEDDING, HEAD} - {mine})
+        matrix = None if mine is None else take(mine)
+        return (matrix, None) if weights.rank.is_first_stage else (None, matrix)
+    if not tied:
         return take(EMBEDDING), take(HEAD)
     if not weights.has(HEAD):
         embedding = take(EMBEDDING)

@@ -19,8 +19,8 @@ from treeline_runtime.models.preflight import check_quantization
 from treeline_runtime.models.quantization.fp8 import E4M3
 from treeline_runtime.models.quantization.product import OLDEST, WEIGHT_SCALES, multiplies_fp8
 from treeline_runtime.models.quantization.scheme import ONLINE
-from treeline_runtime.models.shards import check_ranks
-from treeline_runtime.models.weights import HEAD, WHOLE, Checkpoint, RandomWeights, Weights
+from treeline_runtime.models.shards import WHOLE, check_ranks
+from treeline_runtime.models.weights import HEAD, Checkpoint, RandomWeights, Weights
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,7 @@ def load_model(config: EngineConfig, ranks: Ranks | None = None) -> Decoder:
     context_length = resolve_context_length(config, model_config)
     check_quantization(config, model_config)
     rank = WHOLE if ranks is None else ranks.rank
-    check_ranks(model_config, rank.count)
+    check_ranks(model_config, rank.count, rank.stages)
     scheme = model_config.quantization or (ONLINE if config.quantization == "fp8" else None)
     if scheme is not None and device.type == "cuda" and not multiplies_fp8(device):
         logger.warning(

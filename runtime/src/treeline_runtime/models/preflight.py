@@ -49,7 +49,7 @@ def check_before_loading(config: EngineConfig, directory: Path, copies: int = 1,
     pooling_of(directory, config.task, matryoshka=config.matryoshka)
     resolve_context_length(config, model)
     check_quantization(config, model)
-    check_ranks(model, config.tp_size)
+    check_ranks(model, config.tp_size, config.pp_size)
     if config.load_format != "dummy" and (memory := memory_of(config.device)) is not None:
         _check_fit(config, directory, memory, {"--replicas": copies, "--dp-size": 1 if memory.cuda else dp_size})
 
@@ -66,7 +66,7 @@ def _check_fit(config: EngineConfig, directory: Path, memory: Memory, counts: di
     """`counts`: the engines that share the memory are the product of these, by flag."""
     dtype = config.dtype if config.dtype != "auto" else "bfloat16" if memory.cuda else "float32"
     itemsize = 1 if config.quantization == "fp8" else _ITEMSIZES[dtype]
-    ranks = config.tp_size if memory.cuda else config.nnodes  # on a CPU those of a machine share the memory
+    ranks = config.ranks if memory.cuda else config.nnodes  # on a CPU those of a machine share the memory
     whole = weight_bytes(directory, itemsize)
     engines = math.prod(counts.values())
     if whole is None or (each := whole / ranks) * engines <= memory.size:
@@ -74,9 +74,8 @@ def _check_fit(config: EngineConfig, directory: Path, memory: Memory, counts: di
     flags = " or ".join(flag for flag, count in counts.items() if count > 1)
     many = f"{engines} engines need {engines} times that: start fewer ({flags}), or " if each <= memory.size else ""
     smaller = "" if itemsize == 1 else "an fp8 checkpoint, " if itemsize == 2 else "--dtype bfloat16, "
-    more = "more memory, or split it over more GPUs (--tp-size)" if memory.cuda else "more memory"
-    parts = f"{ranks} GPUs (--tp-size)" if memory.cuda else f"{ranks} machines (--nnodes)"
-    part = f", {each / _GIB:.1f} GiB on each of {parts}" if ranks > 1 else ""
+    more = "more memory, or split it over more GPUs (--tp-size, --pp-size)" if memory.cuda else "more memory"
+    part = f", {each / _GIB:.1f} GiB on each of {ranks} {'GPUs' if memory.cuda else 'machines'}" if ranks > 1 else ""
     raise ConfigError(
         f"the weights of {config.model} take {whole / _GIB:.1f} GiB as {'fp8' if itemsize == 1 else dtype}{part}, and "
         f"{memory.name} has {memory.size / _GIB:.1f} GiB: {many}take {smaller}a smaller model or {more} "

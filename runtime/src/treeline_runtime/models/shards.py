@@ -1,5 +1,6 @@
 """The division of a model among the ranks of a group. No torch here.
 
+A stage of a pipeline has a range of the layers, and its ranks share them.
 Each rank has some heads, and of every feed-forward and every expert a part: of projections that read the stream its
 outputs, of those that write it its inputs, so that the ranks' results add up. Router and norms are whole on each.
 """
@@ -40,10 +41,36 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """One of `count` processes that compute a model together, numbered from 0."""
+    """One of the processes that compute a model together: of `count` that share each layer of a stage, numbered from
+    0."""
 
     index: int
     count: int
+    stage: int = 0
+    stages: int = 1
+
+    @classmethod
+    def of(cls, number: int, tp_size: int, pp_size: int) -> Rank:
+        """number: among all, stage by stage."""
+        return cls(number % tp_size, tp_size, number // tp_size, pp_size)
+
+    @property
+    def number(self) -> int:
+        return self.stage * self.count + self.index
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.stage == self.stages - 1
+
+    def layers(self, count: int) -> range:
+        """The stage's part of so many layers; the first stages have one more if they are not equal."""
+        size, more = divmod(count, self.stages)
+        first = self.stage * size + min(self.stage, more)
+        return range(first, first + size + (self.stage < more))
 
     def part(self, size: int) -> tuple[int, int]:
         """Begin and end of the rank's equal part of so many things; of fewer things than ranks the one that it shares
@@ -70,8 +97,16 @@ class Rank:
         return Cut(dim, tuple(ranges))
 
 
-def check_ranks(config: ModelConfig, count: int) -> None:
-    """Raises ModelError, which names what so many ranks cannot share."""
+WHOLE = Rank(0, 1)
+"""The only rank, which has all of a model."""
+
+
+def check_ranks(config: ModelConfig, count: int, stages: int = 1) -> None:
+    """Raises ModelError, which names what so many ranks cannot share, in each of so many stages."""
+    if stages > config.num_layers:
+        raise ModelError(
+            f"{config.architecture} has {config.num_layers} layers: --pp-size {stages} leaves a stage without one"
+        )
     heads, kv_heads, moe = config.num_heads, config.num_kv_heads, config.moe
     shared = {"attention heads": heads}
     if moe is None or len(moe.layers) < config.num_layers:
@@ -99,16 +134,20 @@ def check_ranks(config: ModelConfig, count: int) -> None:
 
 
 def own(config: ModelConfig, rank: Rank) -> ModelConfig:
-    """One rank's sizes; that of the vocabulary is still the model's."""
+    """One rank's sizes and layers, numbered within its stage; the vocabulary's size is still the model's."""
     moe, count = config.moe, rank.count
+    layers = rank.layers(config.num_layers)
     if moe is not None:
         moe = replace(
             moe,
+            layers=frozenset(layer - layers.start for layer in moe.layers if layer in layers),
             intermediate_size=moe.intermediate_size // count,
             shared_intermediate_size=moe.shared_intermediate_size // count,
         )
     return replace(
         config,
+        num_layers=len(layers),
+        scoring=replace(config.scoring, windows=config.scoring.windows[layers.start : layers.stop]),
         num_heads=config.num_heads // count,
         num_kv_heads=max(config.num_kv_heads // count, 1),
         # an unused one, where all layers have experts, may be any number

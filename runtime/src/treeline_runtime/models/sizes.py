@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 
 from treeline_runtime.models.model_config import ModelConfig
 from treeline_runtime.models.quantization.scheme import BLOCK, Scheme
-from treeline_runtime.models.shards import Rank, own
+from treeline_runtime.models.shards import WHOLE, Rank, own
 
 SCALE_BYTES = 4
 
 
 @dataclass(frozen=True)
 class Part:
-    """parameters: all; active: the ones that a single token is multiplied with; bytes: of one rank."""
+    """parameters: all; active: the ones that a single token is multiplied with; bytes: of a rank."""
 
     name: str
     parameters: int
@@ -25,27 +25,30 @@ class Part:
     bytes: int
 
 
-def parts_of(model: ModelConfig, element_bytes: int, scheme: Scheme | None = None, ranks: int = 1) -> list[Part]:
-    """element_bytes: of a number that is not quantised; scheme: how projections are; ranks: how many share it."""
-    mine = replace(own(model, Rank(0, ranks)), vocab_size=-(-model.vocab_size // ranks))
-    each = {part.name: part.bytes for part in _parts(mine, element_bytes, scheme)}
-    return [replace(part, bytes=each[part.name]) for part in _parts(model, element_bytes, scheme)]
+def parts_of(model: ModelConfig, element_bytes: int, scheme: Scheme | None = None, rank: Rank = WHOLE) -> list[Part]:
+    """element_bytes: of a number that is not quantised; scheme: how projections are; rank: of those that share it."""
+    mine = replace(own(model, rank), vocab_size=-(-model.vocab_size // rank.count))
+    each = {part.name: part.bytes for part in _parts(mine, element_bytes, scheme, rank)}
+    return [replace(part, bytes=each.get(part.name, 0)) for part in _parts(model, element_bytes, scheme, WHOLE)]
 
 
-def _parts(model: ModelConfig, element_bytes: int, scheme: Scheme | None) -> list[Part]:
+def _parts(model: ModelConfig, element_bytes: int, scheme: Scheme | None, stage: Rank) -> list[Part]:
+    """Of a model that has the layers of a stage alone."""
     hidden, layers = model.hidden_size, model.num_layers
     dense = layers - (len(model.moe.layers) if model.moe else 0)
     matrix = model.vocab_size * hidden
     gated = _gated(hidden, model.intermediate_size, model.mlp_bias)
-    head = 0 if model.tie_word_embeddings else matrix
+    tied = model.tie_word_embeddings
+    embedding = matrix if stage.is_first_stage or (tied and stage.is_last_stage) else 0
+    head = matrix if stage.is_last_stage and not tied else 0
     found = [
         # of the embedding a token reads one row; where it is the head too, all of it
-        Part("embedding", matrix, 0 if head else matrix, matrix * element_bytes),
+        Part("embedding", embedding, embedding if tied else 0, embedding * element_bytes),
         Part("language-model head", head, head, head * element_bytes),
         _projections("attention", layers, _attention(model), _attention_rest(model), element_bytes, scheme),
         _projections("feed-forward", dense, gated, 0, element_bytes, scheme),
         *_experts(model, element_bytes),
-        _norms(model, element_bytes),
+        _norms(model, element_bytes, stage),
     ]
     return [part for part in found if part.parameters]
 
@@ -101,10 +104,10 @@ def _experts(model: ModelConfig, element_bytes: int) -> list[Part]:
     return [Part(name, count, active, count * element_bytes) for name, (count, active) in counts.items()]
 
 
-def _norms(model: ModelConfig, element_bytes: int) -> Part:
+def _norms(model: ModelConfig, element_bytes: int, stage: Rank) -> Part:
     names = model.norms
     a_layer = sum(
         name is not None for name in (names.before_attention, names.after_attention, names.before_mlp, names.after_mlp)
     )
-    count = (a_layer * model.num_layers + 1) * model.hidden_size
+    count = (a_layer * model.num_layers + stage.is_last_stage) * model.hidden_size
     return Part("norms", count, count, count * (4 if model.norm_adds_one else element_bytes))

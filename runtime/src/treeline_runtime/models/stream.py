@@ -138,14 +138,15 @@ class Streamed:
         time."""
         count = min(THREADS, os.cpu_count() or 1, max(pieces, 1))
         self._threads = [threading.Thread(target=self._work, name="weights", daemon=True) for _ in range(count)]
-        for thread in self._threads:
-            thread.start()
 
     def read(self, name: str, cut: Cut | None = None) -> torch.Tensor:
         """The tensor, or a part that fits its shape, on the device in its current stream's order; once. Raises
         ModelError."""
         entry = self._entries[name]
         assert name not in self._given, f"tensor {name} is taken twice"
+        if not self._given:  # until now some may be skipped
+            for thread in self._threads:
+                thread.start()
         self._given.add(name)
         shape = entry.shape if cut is None else cut.shape(entry.shape)
         if prod(shape) == 0:
@@ -252,7 +253,7 @@ class Streamed:
             self._changed.notify_all()
         for _ in self._threads:
             self._free.put(None)
-        for thread in self._threads:
+        for thread in self._threads if self._given else ():
             thread.join()
         if self._stream is not None:
             self._stream.synchronize()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import time
+import zlib
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from treeline_runtime.models.config import ModelError
 from treeline_runtime.models.quantization.scheme import Scheme
-from treeline_runtime.models.shards import Cut, Rank
+from treeline_runtime.models.shards import WHOLE, Cut, Rank
 from treeline_runtime.models.stream import Entry, Streamed, cut_from, read_header, reading_order
 
 logger = logging.getLogger(__name__)
@@ -34,8 +35,6 @@ MAPPED = ("cpu",)
 """Devices that use memory-mapped files directly."""
 PROGRESS_S = 2.0
 """Seconds between progress lines of the log."""
-WHOLE = Rank(0, 1)
-"""The only rank, which has all of a model."""
 
 
 class Weights(Protocol):
@@ -62,6 +61,9 @@ class Weights(Protocol):
 
     def ignore(self, name: str) -> None:
         """Accepts that this tensor is never taken; it may be missing."""
+
+    def leave(self, *beginnings: str) -> None:
+        """Leaves tensors whose names begin so, and that were not taken, to other stages."""
 
 
 class Checkpoint:
@@ -91,7 +93,7 @@ class Checkpoint:
         self._bare = EMBEDDING.removeprefix(PREFIX) in self._file_of
         self._streamed = None if device.type in MAPPED else self._stream()
         size = sum((self._dir / file).stat().st_size for file in set(self._file_of.values()))
-        self._progress = _Progress(size // rank.count)
+        self._progress = _Progress(size // (rank.count * rank.stages))
 
     def _find(self) -> dict[str, str]:
         """Tensor → file."""
@@ -161,6 +163,12 @@ class Checkpoint:
         if self._streamed is not None:
             self._streamed.skip(self._saved(name))
 
+    def leave(self, *beginnings: str) -> None:
+        if self.rank.stages > 1:
+            saved = tuple(map(self._saved, beginnings))
+            for name in [name for name in self._untaken if name.startswith(saved)]:
+                self.ignore(name)
+
     def _saved(self, name: str) -> str:
         """Its name in the files."""
         return name.removeprefix(PREFIX) if self._bare else name
@@ -229,7 +237,7 @@ def _misshapen(name: str, found: tuple[int, ...], shape: tuple[int, ...]) -> Mod
 
 class RandomWeights:
     """Seeded noise, scaled so that activations neither vanish nor explode; norms are ones. Ranks have parts of the same
-    numbers: each makes all of a tensor, and keeps its part."""
+    numbers: each makes all of a tensor, from a seed of its own, and keeps its part."""
 
     def __init__(
         self,
@@ -242,7 +250,8 @@ class RandomWeights:
         self.dtype = dtype
         self.scheme = scheme
         self.rank = rank
-        self._generator = torch.Generator(device).manual_seed(seed)
+        self._seed = seed
+        self._generator = torch.Generator(device)
         self.device = device
 
     def has(self, name: str) -> bool:
@@ -251,6 +260,9 @@ class RandomWeights:
     def ignore(self, name: str) -> None:
         """There is nothing to leave out."""
 
+    def leave(self, *beginnings: str) -> None:
+        """Nor to leave to others."""
+
     def shape(self, name: str) -> tuple[int, ...]:
         raise ModelError(f"tensor {name}: random weights have any shape, and no scales")
 
@@ -258,6 +270,7 @@ class RandomWeights:
         if "norm" in name:
             part = shape if cut is None else cut.shape(shape)
             return torch.ones(part, dtype=dtype or self.dtype, device=self.device)
+        self._generator.manual_seed(zlib.crc32(name.encode(), self._seed & 0xFFFFFFFF))
         tensor = torch.randn(shape, generator=self._generator, device=self.device)
         tensor = tensor if cut is None else cut_from(tensor, cut)
         return tensor.mul_(shape[-1] ** -0.5).to(dtype or self.dtype)

@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from treeline_runtime.attention import Layout, new_attention
@@ -64,7 +65,7 @@ class Executor:
         shape = model.own
         self._model = model
         self._group = group
-        self._leads = group is None or group.ranks.rank.index == 0
+        self._leads = group is None or group.ranks.rank.number == 0
         """Whether it samples, and returns results; the other ranks take its tokens."""
         self._device = device
         self._masks = Masks(shape.vocab_size, device)
@@ -123,10 +124,9 @@ class Executor:
         rows = np.array(plan.rows, dtype=np.int64)
         positions = [np.arange(start, end) for start, end in zip(plan.starts, plan.ends, strict=True)]
         cells = np.stack((np.repeat(rows, q_lens), np.concatenate(positions))).astype(np.int32)
-        layout = Layout(
-            q_lens, plan.ends, self._table.page_table, upload(rows, self._device), self._table.on_host(plan.rows)
-        )
-        hidden, kv_finite = self._prompts.hidden(cells, self._attention.plan(layout), plan.embeddings)
+        hidden, kv_finite = self._hidden(plan, rows, cells)
+        if self._group is not None and (plan.hidden or self._model.pooler is not None):
+            hidden = self._group.ranks.home(hidden)
         launched = Launched(plan)
         if self._model.pooler is not None:
             launched.read_back(kv_finite)
@@ -141,6 +141,27 @@ class Executor:
             hidden = hidden[upload(np.array(plan.lasts), self._device)]
         logits, tokens = self._forward.choose(hidden, DecodeInputs.of(plan).on(self._device))
         return self._finish(launched, logits, tokens, kv_finite)
+
+    def _hidden(
+        self, plan: StepPlan, rows: npt.NDArray[np.int64], cells: npt.NDArray[np.int32]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`Forward.hidden` of the step. In a pipeline a stage computes a micro-batch while the next stage computes the
+        one before."""
+        ranks = None if self._group is None else self._group.ranks
+        bounds, table = [0, *accumulate(plan.q_lens)], self._table
+        parts = []
+        for begin, end in plan.micro_batches(1 if ranks is None else ranks.rank.stages):
+            layout = Layout(
+                plan.q_lens[begin:end],
+                plan.ends[begin:end],
+                table.page_table,
+                upload(rows[begin:end], self._device),
+                table.on_host(plan.rows[begin:end]),
+            )
+            of_tokens = cells[:, bounds[begin] : bounds[end]]
+            parts.append(self._prompts.hidden(of_tokens, self._attention.plan(layout), plan.embeddings))
+        hidden, finite = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
+        return hidden, finite if ranks is None else ranks.everywhere(finite)
 
     def _is_graph(self, plan: StepPlan) -> bool:
         """Whether a decode step replays a graph, in which every token is a sequence of its own and reads everything

@@ -168,11 +168,11 @@ class Forward:
         attention = self._attention if attention is None else attention
         context = Context(attention, plan, found.slots, found.cos, found.sin, found.unfinite)
         x = self._model.embed(found.ids)
-        for given in embeddings:
+        for given in embeddings if self._model.is_first_stage else ():
             values = np.frombuffer(given.data, dtype="<f4").reshape(-1, x.shape[1])
             x[given.first : given.first + len(values)] = upload(values.astype(np.float32), x.device)
         hidden, finite = self._model.forward(x, context), self._model.ops.stored_finite(context)
-        if (ranks := self._model.ranks) is not None:  # each has other heads
+        if (ranks := self._model.ranks) is not None:  # each of a stage has other heads
             finite = ranks.sum(finite.float()) == ranks.rank.count
         return hidden, finite
 
@@ -188,7 +188,7 @@ class Forward:
         table."""
         logits = self._model.logits(hidden, out)
         ranks = self._model.ranks
-        if ranks is None or ranks.rank.index == 0:
+        if ranks is None or ranks.rank.number == 0:
             tokens = Tokens(*self._model.ops.choose(logits, inputs.temperatures, inputs.keys))
         else:
             ids = torch.empty(len(hidden), dtype=torch.int64, device=hidden.device)

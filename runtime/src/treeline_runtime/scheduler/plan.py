@@ -6,13 +6,16 @@ Sequences are numbered by their order in the step; sampled ones also among thems
 
 from __future__ import annotations
 
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from treeline_runtime.messages import SamplingParams
+
+MICRO_BATCH_TOKENS = 256
+"""Tokens of a micro-batch, about: a GPU computes fewer no faster, since it reads all weights for them."""
 
 
 class Writes(msgspec.Struct, array_like=True, frozen=True):
@@ -97,6 +100,14 @@ class StepPlan(msgspec.Struct, omit_defaults=True, frozen=True):
     @property
     def num_tokens(self) -> int:
         return sum(self.ends) - sum(self.starts)
+
+    def micro_batches(self, stages: int) -> list[tuple[int, int]]:
+        """Cuts the step between sequences into parts of about as many tokens, at most one for each stage of a pipeline.
+        Returns each one's first sequence and the one after its last."""
+        count = 1 if self.embeddings else max(1, min(stages, self.num_tokens // MICRO_BATCH_TOKENS))
+        ends = np.cumsum([0, *self.q_lens])
+        cuts = (int(np.abs(ends - self.num_tokens * i / count).argmin()) for i in range(count + 1))
+        return list(pairwise(sorted(set(cuts))))
 
     @property
     def lasts(self) -> list[int]:

@@ -22,8 +22,8 @@ def start(config: SchedulerConfig, transport: Transport, processors: Processors 
     ConfigError or GroupFailed. processors: in addition to `config`'s."""
     processors = processors.with_named(config.logit_processor)
     group: Followers | None = None
-    if config.tp_size > 1:
-        check_ranks(architecture_of(config)[0], config.tp_size)
+    if config.ranks > 1:
+        check_ranks(architecture_of(config)[0], config.tp_size, config.pp_size)
         group = Followers(config, resolve_device(config.device), transport.fail)
         config = group.config
     try:

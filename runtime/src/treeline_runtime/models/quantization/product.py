@@ -208,13 +208,13 @@ def _find(weights: Weights, module: str, names: tuple[str, ...]) -> str:
 KV_SCALES = ("k_scale", "v_scale")
 
 
-def kv_scales(weights: Weights, num_layers: int) -> list[tuple[float, float]]:
+def kv_scales(weights: Weights, layers: range) -> list[tuple[float, float]]:
     """Scales of each layer's keys and values, which are stored divided by them. 1 if the checkpoint has none: e4m3
     reaches 448, with equal precision for small and large values. Raises ModelError."""
     if weights.scheme is None or weights.scheme.at_load:
-        return [(1.0, 1.0)] * num_layers
+        return [(1.0, 1.0)] * len(layers)
     scales = []
-    for layer in range(num_layers):
+    for layer in layers:
         names = [f"model.layers.{layer}.self_attn.{name}" for name in KV_SCALES]
         keys, values = (take_scale(weights, name) if weights.has(name) else 1.0 for name in names)
         scales.append((keys, values))

@@ -72,8 +72,8 @@ def rank_config(config: SchedulerConfig, index: int, device: torch.device) -> Sc
     first, there = device.index or 0, torch.cuda.device_count()
     if first + here > there:
         raise ConfigError(
-            f"--tp-size {config.tp_size} needs the GPUs cuda:{first} to cuda:{first + here - 1} of each machine; torch "
-            f"sees {there}"
+            f"--tp-size {config.tp_size} and --pp-size {config.pp_size} need the GPUs cuda:{first} to "
+            f"cuda:{first + here - 1} of each machine; torch sees {there}"
         )
     return SchedulerConfig(**plain | {"device": f"cuda:{first + index % here}"})
 
@@ -112,12 +112,12 @@ class Followers:
                 listener = files.enter_context(listen(config)) if config.nnodes > 1 else None
                 host, place = LOOPBACK, str(self._folder / "ranks")
                 if listener is None:
-                    store = open_store(place, config.tp_size)
+                    store = open_store(place, config.ranks)
                 else:
                     host = listener.getsockname()[0]
-                    store, place = serve_store(host, config.tp_size)
+                    store, place = serve_store(host, config.ranks)
                 level, form = getattr(config, "log_level", "warning"), getattr(config, "log_format", None)
-                orders = Orders(own, 0, config.tp_size, place, host, level, form)
+                orders = Orders(own, 0, place, host, level, form)
                 for index in range(1, config.ranks_here):
                     stream, other = socket.socketpair()
                     with other:
@@ -129,8 +129,8 @@ class Followers:
                     reached = msgspec.structs.replace(orders, host=stream.getpeername()[0])
                     self._add(Peer(index, stream, None, hello.node), reached, there)
                 self.settle()
-                rank, used = Rank(0, config.tp_size), torch.device(own.device)
-                self.ranks = join(rank, store, self._folder.name, used, host, config.nnodes)
+                rank, used = Rank.of(0, config.tp_size, config.pp_size), torch.device(own.device)
+                self.ranks = join(rank, store, self._folder.name, used, host, config.ranks_here)
                 self.settle()  # all are connected
         except BaseException:
             self.close()

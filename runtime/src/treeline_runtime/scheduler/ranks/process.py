@@ -85,9 +85,10 @@ class Leader:
         self._step: Step | None = None
         """The one being computed."""
         self.settle()  # all processes are there: the connections take no time now
-        rank, device = Rank(orders.index, orders.count), torch.device(orders.config.device)
-        store, name = open_store(orders.place, orders.count), Path(orders.place).parent.name
-        self.ranks: Ranks = join(rank, store, name, device, orders.host, orders.config.nnodes)
+        config, device = orders.config, torch.device(orders.config.device)
+        store, name = open_store(orders.place, config.ranks), Path(orders.place).parent.name
+        rank = Rank.of(orders.index, config.tp_size, config.pp_size)
+        self.ranks: Ranks = join(rank, store, name, device, orders.host, config.ranks_here)
         self.settle()  # nobody needs the store any more
 
     def next(self) -> Command:

@@ -97,7 +97,6 @@ class Orders(msgspec.Struct, frozen=True):
 
     config: SchedulerConfig
     index: int
-    count: int
     place: str
     """Where the ranks meet (`collectives.open_store`)."""
     host: str
@@ -180,7 +179,7 @@ def together(group: Group | None, make: Callable[[], T], number: Callable[[T], i
         made = make()
     except Exception as error:
         if not isinstance(error, ConfigError | ModelError):
-            logger.exception("rank %d failed", group.ranks.rank.index)
+            logger.exception("rank %d failed", group.ranks.rank.number)
         raise Agreed(group.settle(told(error))[0]) from None
     problem, least = group.settle(None, number(made))
     if problem is not None:
