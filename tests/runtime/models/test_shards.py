@@ -180,6 +180,21 @@ def test_logits_of_ranks_may_be_put_in_a_given_place(path_of: Callable[[str], Pa
     assert on_ranks(2, put) == [True, True]
 
 
+def test_what_is_false_on_one_stage_is_false_everywhere() -> None:
+    def agree(ranks: Ranks) -> list[bool]:
+        return ranks.everywhere(torch.tensor([True, ranks.rank.stage != 1])).tolist()
+
+    assert on_ranks(2, agree, stages=2) == [[True, False]] * 4
+
+
+def test_only_rank_0_gets_what_the_last_stage_has() -> None:
+    def hidden(ranks: Ranks) -> float:
+        mine = torch.full((2, 3), float(ranks.rank.stage))
+        return ranks.home(mine).sum().item() + mine.sum().item()
+
+    assert on_ranks(1, hidden, stages=3)[0] == 12, "and its own stays as it was"
+
+
 def test_two_matrices_where_one_is_declared_are_both_in_parts(tmp_path: Path) -> None:
     path = save(reference("Llama", HEADS), tmp_path)
     config = json.loads((path / "config.json").read_text()) | TIED

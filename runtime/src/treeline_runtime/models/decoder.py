@@ -239,7 +239,6 @@ class Decoder:
         self.own = own(config, weights.rank)
         """The rank's sizes."""
         self.ranks = ranks
-        self.is_first_stage = weights.rank.is_first_stage
         self._first = weights.rank.rows(config.vocab_size)[0]
         """The first token of the own part of the vocabulary."""
         layers = weights.rank.layers(config.num_layers)

@@ -168,11 +168,12 @@ class Forward:
         attention = self._attention if attention is None else attention
         context = Context(attention, plan, found.slots, found.cos, found.sin, found.unfinite)
         x = self._model.embed(found.ids)
-        for given in embeddings if self._model.is_first_stage else ():
+        ranks = self._model.ranks
+        for given in embeddings if ranks is None or ranks.rank.is_first_stage else ():
             values = np.frombuffer(given.data, dtype="<f4").reshape(-1, x.shape[1])
             x[given.first : given.first + len(values)] = upload(values.astype(np.float32), x.device)
         hidden, finite = self._model.forward(x, context), self._model.ops.stored_finite(context)
-        if (ranks := self._model.ranks) is not None:  # each of a stage has other heads
+        if ranks is not None:  # each of a stage has other heads
             finite = ranks.sum(finite.float()) == ranks.rank.count
         return hidden, finite
 
