@@ -73,6 +73,14 @@ class EngineConfig:
         help="split the model over N GPUs of this machine, cuda:0 to cuda:N-1 (on a CPU over N processes) "
         "(default: %(default)s)",
     )
+    ep_size: int = setting(
+        1,
+        group="engine",
+        metavar="N",
+        at_least=1,
+        help="divide a model's experts, each of them whole, over N GPUs: the --tp-size N that share the model "
+        "(default: %(default)s: each GPU has a slice of every expert)",
+    )
     attention_backend: str = setting(
         "auto",
         group=None,
@@ -134,6 +142,11 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check(self)
+        if self.ep_size not in (1, self.tp_size):
+            raise ConfigError(
+                f"--ep-size {self.ep_size} with --tp-size {self.tp_size}: experts are divided over all GPUs that share "
+                f"the model, or sliced: use --ep-size {self.tp_size} or leave it out"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

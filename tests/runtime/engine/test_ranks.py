@@ -81,7 +81,7 @@ def kinds() -> list[SamplingParams]:
     ]
 
 
-def answers(path: Path, ranks: int) -> list[Any]:
+def answers(path: Path, ranks: int, ep_size: int = 1) -> list[Any]:
     """Return everything that an engine says to many requests at once, in a cache that is too small for them."""
     each = kinds() * 3
     prompts = [prompt(i, 10 + 4 * i) for i in range(len(each))]
@@ -92,7 +92,12 @@ def answers(path: Path, ranks: int) -> list[Any]:
         "overlap_depth": 1,
     }
     with Engine(
-        path, tp_size=ranks, logit_processors={"follows": Follows}, enable_return_hidden_states=True, **settings
+        path,
+        tp_size=ranks,
+        ep_size=ep_size,
+        logit_processors={"follows": Follows},
+        enable_return_hidden_states=True,
+        **settings,
     ) as engine:
         outputs = engine.generate(prompts, each, return_logprob=True, logprob_start_len=0, top_logprobs_num=2)
         assert sum(output.retractions for output in outputs), "some requests lost their place"
@@ -109,6 +114,13 @@ def answers(path: Path, ranks: int) -> list[Any]:
 
 def test_requests_of_all_kinds_get_the_answers_of_one_rank(checkpoints: tuple[Path, Path]) -> None:
     for found, expected in zip(answers(checkpoints[0], 2), answers(checkpoints[0], 1), strict=True):
+        assert found == pytest.approx(expected, abs=2e-3) if isinstance(found[0], float) else found == expected
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_with_whole_experts_give_the_answers_of_one(ranks: int, tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, experts=8)
+    for found, expected in zip(answers(path, ranks, ranks), answers(path, 1), strict=True):
         assert found == pytest.approx(expected, abs=2e-3) if isinstance(found[0], float) else found == expected
 
 

@@ -1,7 +1,8 @@
 """The division of a model among the ranks of a group. No torch here.
 
 Each rank has some heads, and of every feed-forward and every expert a part: of projections that read the stream its
-outputs, of those that write it its inputs, so that the ranks' results add up. Router and norms are whole on each.
+outputs, of those that write it its inputs, so that the ranks' results add up. Or it has some experts as a whole, and
+the others' add nothing to its result. Router and norms are whole on each.
 """
 
 from __future__ import annotations
@@ -70,15 +71,23 @@ class Rank:
         return Cut(dim, tuple(ranges))
 
 
-def check_ranks(config: ModelConfig, count: int) -> None:
-    """Raises ModelError, which names what so many ranks cannot share."""
+def check_ranks(config: ModelConfig, count: int, ep_size: int = 1) -> None:
+    """Raises ModelError, which names what so many ranks cannot share. ep_size: over how many whole experts are
+    divided; 1: each rank has a slice of every expert."""
     heads, kv_heads, moe = config.num_heads, config.num_kv_heads, config.moe
     shared = {"attention heads": heads}
     if moe is None or len(moe.layers) < config.num_layers:
         shared["elements of the feed-forward (intermediate_size)"] = config.intermediate_size
     if moe is not None:
-        shared["elements of an expert"] = moe.intermediate_size
+        if ep_size == 1:
+            shared["elements of an expert"] = moe.intermediate_size
+        elif moe.num_experts % ep_size:
+            raise ModelError(
+                f"{config.architecture} has {moe.num_experts} experts, which --ep-size {ep_size} does not divide"
+            )
         shared["elements of the shared expert"] = moe.shared_intermediate_size
+    elif ep_size > 1:
+        raise ModelError(f"{config.architecture} has no experts: leave --ep-size out")
     for what, size in shared.items():
         if size % count:
             raise ModelError(f"{config.architecture} has {size} {what}, which --tp-size {count} does not divide")
@@ -98,13 +107,14 @@ def check_ranks(config: ModelConfig, count: int) -> None:
                 )
 
 
-def own(config: ModelConfig, rank: Rank) -> ModelConfig:
-    """One rank's sizes; that of the vocabulary is still the model's."""
+def own(config: ModelConfig, rank: Rank, ep_size: int = 1) -> ModelConfig:
+    """One rank's sizes; those of the vocabulary, and of the experts' number, are still the model's. ep_size: see
+    `check_ranks`."""
     moe, count = config.moe, rank.count
     if moe is not None:
         moe = replace(
             moe,
-            intermediate_size=moe.intermediate_size // count,
+            intermediate_size=moe.intermediate_size // (count if ep_size == 1 else 1),
             shared_intermediate_size=moe.shared_intermediate_size // count,
         )
     return replace(

@@ -25,10 +25,15 @@ class Part:
     bytes: int
 
 
-def parts_of(model: ModelConfig, element_bytes: int, scheme: Scheme | None = None, ranks: int = 1) -> list[Part]:
-    """element_bytes: of a number that is not quantised; scheme: how projections are; ranks: how many share it."""
-    mine = replace(own(model, Rank(0, ranks)), vocab_size=-(-model.vocab_size // ranks))
+def parts_of(
+    model: ModelConfig, element_bytes: int, scheme: Scheme | None = None, ranks: int = 1, ep_size: int = 1
+) -> list[Part]:
+    """element_bytes: of a number that is not quantised; scheme: how projections are; ranks: how many share it; ep_size:
+    over how many whole experts are divided."""
+    mine = replace(own(model, Rank(0, ranks), ep_size), vocab_size=-(-model.vocab_size // ranks))
     each = {part.name: part.bytes for part in _parts(mine, element_bytes, scheme)}
+    if ep_size > 1:
+        each["experts"] //= ep_size
     return [replace(part, bytes=each[part.name]) for part in _parts(model, element_bytes, scheme)]
 
 
