@@ -6,11 +6,10 @@ import functools
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TypeVar
 
 import torch
-from treeline_runtime.collectives import Ranks, join
+from treeline_runtime.collectives import LOOPBACK, Ranks, join, open_store
 from treeline_runtime.models.shards import Rank
 
 T = TypeVar("T")
@@ -21,8 +20,12 @@ def _group(tp_size: int, pp_size: int) -> tuple[ThreadPoolExecutor, list[Ranks]]
     count = tp_size * pp_size
     threads = ThreadPoolExecutor(count)
     with tempfile.TemporaryDirectory() as folder:
-        meet = functools.partial(join, folder=Path(folder), device=torch.device("cpu"))
-        return threads, list(threads.map(lambda number: meet(Rank.of(number, tp_size, pp_size)), range(count)))
+
+        def meet(number: int) -> Ranks:
+            rank, store = Rank.of(number, tp_size, pp_size), open_store(f"{folder}/ranks", count)
+            return join(rank, store, folder, torch.device("cpu"), LOOPBACK, count)
+
+        return threads, list(threads.map(meet, range(count)))
 
 
 class Strict:

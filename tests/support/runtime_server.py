@@ -57,8 +57,9 @@ def make_tokenizer(folder: Path) -> int:
     return int(tokenizer.get_vocab_size())
 
 
-def make_checkpoint(folder: Path, *, seed: int = 0) -> Path:
-    """Write a random Qwen3 model of a few thousand weights, with tokenizer and chat template."""
+def make_checkpoint(folder: Path, *, seed: int = 0, experts: int = 0) -> Path:
+    """Write a random Qwen3 model of a few thousand weights, with tokenizer and chat template. `experts`: in each layer;
+    0: it is dense."""
     folder.mkdir(parents=True, exist_ok=True)
     vocab = make_tokenizer(folder)
     hidden, inner, layers, heads, kv_heads, head = 32, 64, 2, 4, 2, 8
@@ -82,6 +83,15 @@ def make_checkpoint(folder: Path, *, seed: int = 0) -> Path:
         "bos_token_id": None,
         "torch_dtype": "float32",
     }
+    if experts:
+        config |= {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "num_experts": experts,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": inner,
+            "norm_topk_prob": True,
+        }
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.9, "top_k": 50, "top_p": 0.95}))
     rng = np.random.default_rng(seed)
@@ -104,10 +114,15 @@ def make_checkpoint(folder: Path, *, seed: int = 0) -> Path:
             name + "self_attn.o_proj.weight": matrix(hidden, heads * head),
             name + "self_attn.q_norm.weight": np.ones(head, np.float32),
             name + "self_attn.k_norm.weight": np.ones(head, np.float32),
-            name + "mlp.gate_proj.weight": matrix(inner, hidden),
-            name + "mlp.up_proj.weight": matrix(inner, hidden),
-            name + "mlp.down_proj.weight": matrix(hidden, inner),
         }
+        if experts:
+            weights[name + "mlp.gate.weight"] = matrix(experts, hidden)
+        for block in [f"mlp.experts.{expert}." for expert in range(experts)] or ["mlp."]:
+            weights |= {
+                name + block + "gate_proj.weight": matrix(inner, hidden),
+                name + block + "up_proj.weight": matrix(inner, hidden),
+                name + block + "down_proj.weight": matrix(hidden, inner),
+            }
     save_file(weights, folder / "model.safetensors")
     return folder
 

@@ -124,6 +124,14 @@ class EngineConfig:
         help="split the model's layers into N stages, each on --tp-size GPUs, which compute one after another: for "
         "GPUs without a fast link between them (default: %(default)s)",
     )
+    ep_size: int = setting(
+        1,
+        group="engine",
+        metavar="N",
+        at_least=1,
+        help="divide a model's experts, each of them whole, over N GPUs: the --tp-size N that share the model "
+        "(default: %(default)s: each GPU has a slice of every expert)",
+    )
     attention_backend: str = setting(
         "auto",
         group=None,
@@ -185,6 +193,11 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check(self)
+        if self.ep_size not in (1, self.tp_size):
+            raise ConfigError(
+                f"--ep-size {self.ep_size} with --tp-size {self.tp_size}: experts are divided over all GPUs that share "
+                f"the model, or sliced: use --ep-size {self.tp_size} or leave it out"
+            )
         if self.ranks % self.nnodes:
             raise ConfigError(
                 f"--nnodes {self.nnodes} does not divide the {self.ranks} ranks of all machines (--tp-size times "

@@ -125,6 +125,13 @@ def test_requests_of_all_kinds_get_the_answers_of_one_rank(
         assert found == pytest.approx(expected, abs=2e-3) if isinstance(found[0], float) else found == expected
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_with_whole_experts_give_the_answers_of_one(ranks: int, tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, experts=8)
+    for found, expected in zip(answers(path, tp_size=ranks, ep_size=ranks), answers(path), strict=True):
+        assert found == pytest.approx(expected, abs=2e-3) if isinstance(found[0], float) else found == expected
+
+
 def test_a_large_step_passes_the_stages_in_micro_batches(
     checkpoints: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

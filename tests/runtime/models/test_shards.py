@@ -19,7 +19,7 @@ from support.mxfp4 import packed
 from support.ranks import on_ranks
 from support.runtime_models import IDS, Runner, config_of, reference, save
 from treeline_runtime.collectives import Ranks
-from treeline_runtime.config import EngineConfig
+from treeline_runtime.config import ConfigError, EngineConfig
 from treeline_runtime.models import ModelError, read_config, stream, weights
 from treeline_runtime.models.decoder import Decoder
 from treeline_runtime.models.loader import load_model
@@ -37,8 +37,8 @@ HEADS = {"num_attention_heads": 8, "vocab_size": 131}
 BIASES = {"attention_bias": True, "mlp_bias": True}
 TIED = {"tie_word_embeddings": True}
 GEMMA = {"head_dim": 24, "query_pre_attn_scalar": 40, "sliding_window": 10}
-GPT_OSS = {"head_dim": 16, "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 9}
-QWEN_MOE = {"num_experts": 6, "moe_intermediate_size": 24, "num_experts_per_tok": 3}
+GPT_OSS = {"head_dim": 16, "num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 9}
+QWEN_MOE = {"num_experts": 8, "moe_intermediate_size": 24, "num_experts_per_tok": 3}
 
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama": ("Llama", {}, {}),
@@ -62,6 +62,22 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "qwen3 moe, stacked": ("Qwen3Moe", QWEN_MOE | {"head_dim": 16}, {"save_original_format": False}),
     "gpt-oss": ("GptOss", GPT_OSS, {}),
 }
+WHOLE_EXPERTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "mixtral, whole experts": ("Mixtral", {"num_local_experts": 4, "intermediate_size": 95}, {}),
+    "qwen2 moe, whole experts": (
+        "Qwen2Moe",
+        QWEN_MOE | {"shared_expert_intermediate_size": 40, "moe_intermediate_size": 21, "decoder_sparse_step": 2},
+        {},
+    ),
+    "qwen3 moe, whole experts": ("Qwen3Moe", QWEN_MOE | {"head_dim": 16, "moe_intermediate_size": 21}, {}),
+    "qwen3 moe, stacked whole experts": (
+        "Qwen3Moe",
+        QWEN_MOE | {"head_dim": 16, "moe_intermediate_size": 21},
+        {"save_original_format": False},
+    ),
+    "gpt-oss, whole experts": ("GptOss", GPT_OSS | {"intermediate_size": 95}, {}),
+}
+"""With experts of a size that ranks do not divide."""
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +87,7 @@ def path_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
     def path(case: str) -> Path:
         if case not in written:
-            family, changes, options = CASES[case]
+            family, changes, options = (CASES | WHOLE_EXPERTS)[case]
             theirs = reference(family, HEADS | changes)
             written[case] = save(theirs, tmp_path_factory.mktemp("checkpoint"), **options)
         return written[case]
@@ -124,6 +140,20 @@ def test_stages_may_have_unequal_numbers_of_layers(stages: int, tmp_path: Path) 
     assert_same(of_ranks(path, 1, stages), logits(load(path)))
 
 
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("case", WHOLE_EXPERTS)
+def test_ranks_with_whole_experts_compute_what_one_computes_alone(
+    case: str, count: int, path_of: Callable[[str], Path]
+) -> None:
+    path = path_of(case)
+    assert_same(of_ranks(path, count, tp_size=count, ep_size=count), logits(load(path)))
+
+
+def test_mxfp4_experts_stay_whole(tmp_path: Path) -> None:
+    path = packed(tmp_path, reference("GptOss", HEADS | GPT_OSS))
+    assert_same(of_ranks(path, 2, tp_size=2, ep_size=2), logits(load(path)))
+
+
 @pytest.mark.parametrize("count", COUNTS)
 def test_a_rank_may_begin_within_a_block_of_mxfp4(count: int, tmp_path: Path) -> None:
     path = packed(tmp_path, reference("GptOss", HEADS | GPT_OSS))
@@ -136,6 +166,8 @@ def test_ranks_have_parts_of_the_same_random_weights(case: str, path_of: Callabl
     alone = logits(load(path, load_format="dummy"))
     assert_same(of_ranks(path, 4, load_format="dummy"), alone)
     assert_same(of_ranks(path, 1, 2, load_format="dummy"), alone)
+    if "llama" not in case and "olmo2" not in case:
+        assert_same(of_ranks(path, 4, load_format="dummy", tp_size=4, ep_size=4), alone)
 
 
 @pytest.mark.parametrize("count", COUNTS)
@@ -222,6 +254,11 @@ def llama(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("count", COUNTS)
 def test_a_rank_reads_no_more_than_its_part(llama: Path, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert bytes_read(llama, count, monkeypatch) == count * own_bytes(llama, count)
+
+
+def bytes_read(path: Path, count: int, monkeypatch: pytest.MonkeyPatch, **settings: Any) -> int:
+    """Return what all ranks read of a checkpoint, other than its headers."""
     monkeypatch.setattr(weights, "MAPPED", ())
     monkeypatch.setattr(stream, "SHORT_BYTES", 0)
     read: list[int] = []
@@ -232,8 +269,22 @@ def test_a_rank_reads_no_more_than_its_part(llama: Path, count: int, monkeypatch
 
     preadv = os.preadv
     monkeypatch.setattr(os, "preadv", counted)
-    on_ranks(count, lambda ranks: load(llama, ranks))
-    assert sum(read) == count * own_bytes(llama, count)
+    on_ranks(count, lambda ranks: load(path, ranks, **settings))
+    return sum(read)
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("case", [*WHOLE_EXPERTS, "mxfp4"])
+def test_a_rank_reads_no_more_experts_than_its_own(
+    case: str, count: int, path_of: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = packed(tmp_path, reference("GptOss", HEADS | GPT_OSS)) if case == "mxfp4" else path_of(case)
+    expected = 0
+    for name, entry in read_header(path / "model.safetensors").items():
+        is_whole = any(word in name for word in ("norm", "gate.weight", "router", "o_proj.bias"))
+        is_shared = "k_proj" in name or "v_proj" in name
+        expected += entry.size * (count if is_whole or "shared_expert_gate" in name else count // 2 if is_shared else 1)
+    assert bytes_read(path, count, monkeypatch, tp_size=count, ep_size=count) == expected
 
 
 def test_a_stage_reads_and_keeps_no_more_than_its_layers(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -391,6 +442,25 @@ def test_more_stages_than_layers_are_refused(tmp_path: Path) -> None:
     check_ranks(model, 1, 3)
     with pytest.raises(ModelError, match="LlamaForCausalLM has 3 layers: --pp-size 4 leaves a stage without one"):
         check_ranks(model, 1, 4)
+
+
+def test_whole_experts_may_have_any_size_but_must_be_equally_many(tmp_path: Path) -> None:
+    model = read_config(config_of(tmp_path, "Qwen3Moe", moe_intermediate_size=770))
+    check_ranks(model, 4, ep_size=4)
+    mine = own(model, Rank(0, 4), 4).moe
+    assert mine is not None
+    assert mine.intermediate_size == 770
+    model = read_config(config_of(tmp_path, "Qwen3Moe", num_experts=126, num_local_experts=126))
+    with pytest.raises(ModelError, match="has 126 experts, which --ep-size 4 does not divide"):
+        check_ranks(model, 4, ep_size=4)
+    with pytest.raises(ModelError, match="LlamaForCausalLM has no experts: leave --ep-size out"):
+        check_ranks(read_config(config_of(tmp_path, "Llama")), 4, ep_size=4)
+
+
+@pytest.mark.parametrize(("tp_size", "ep_size"), [(1, 2), (4, 2), (2, 4)])
+def test_experts_are_divided_over_all_ranks_or_sliced(tp_size: int, ep_size: int) -> None:
+    with pytest.raises(ConfigError, match=f"use --ep-size {tp_size} or leave it out"):
+        EngineConfig(model="m", tp_size=tp_size, ep_size=ep_size)
 
 
 def test_block_wise_fp8_is_shared_in_whole_blocks(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from treeline_runtime.models.loader import _decoder
 from treeline_runtime.models.quantization.scheme import ONLINE, Scheme
 from treeline_runtime.models.shards import Rank
 from treeline_runtime.models.sizes import parts_of
-from treeline_runtime.models.weights import RandomWeights
+from treeline_runtime.models.weights import WHOLE, RandomWeights
 
 ROOT = Path(__file__).parents[3]
 PUBLIC = sorted((Path(__file__).parent / "configs").glob("*.json"))
@@ -93,11 +93,14 @@ def test_parameter_counts_equal_the_decoders(path: Path) -> None:
 @pytest.mark.parametrize("path", [TINY, *PUBLIC], ids=lambda path: path.stem)
 def test_the_bytes_of_a_rank_are_those_that_its_decoder_takes(path: Path, count: int) -> None:
     model = parse_config(small(path), {})
-    expected = sum(part.bytes for part in parts_of(model, 4, rank=Rank(0, count)))
-    for index in range(count):
-        weights = Counted(0, torch.float32, torch.device("cpu"), rank=Rank(index, count))
-        _decoder(model)(model, weights, 32, SimpleNamespace(rank=weights.rank))  # type: ignore[arg-type]
-        assert weights.taken * 4 == expected
+    for ep_size in (1, count) if model.moe is not None else (1,):
+        expected = sum(part.bytes for part in parts_of(model, 4, rank=Rank(0, count), ep_size=ep_size))
+        for index in range(count):
+            rank = Rank(index, count)
+            experts = rank if ep_size > 1 else WHOLE
+            weights = Counted(0, torch.float32, torch.device("cpu"), rank=rank, experts=experts)
+            _decoder(model)(model, weights, 32, SimpleNamespace(rank=rank))  # type: ignore[arg-type]
+            assert weights.taken * 4 == expected
 
 
 @pytest.mark.parametrize("path", [TINY, *PUBLIC], ids=lambda path: path.stem)

@@ -137,6 +137,14 @@ def experts(dtype: torch.dtype) -> None:
             close(FUSED.experts(x, weights, scores, ids), expected, dtype)
             for tile in fused_experts.TILES if DEVICE == "cuda" else (next(tiles),):
                 close(fused_experts.compute(x, weights, scores, ids, tile, is_sorted=True), expected, dtype)
+            # as on a rank with all experts but the first; with one expert it has none of the pairs' own
+            rest = (part[1:].clone() for part in (weights.gate_up, weights.down))
+            biases_here = None if weights.biases is None else (weights.biases[0][1:], weights.biases[1][1:])
+            local = torch.tensor([count - 1, *range(count - 1)], dtype=torch.int32, device=DEVICE)
+            some = Experts(*rest, biases_here, weights.clamped, local)
+            expected = REFERENCE.experts(x, weights, scores * (ids != 0), ids)
+            close(REFERENCE.experts(x, some, scores, ids), expected, dtype)
+            close(FUSED.experts(x, some, scores, ids), expected, dtype)
 
 
 def softcap(dtype: torch.dtype) -> None:

@@ -57,6 +57,9 @@ def parser() -> argparse.ArgumentParser:
     serve.add_argument("--kv-dtype", choices=("auto", "fp8_e4m3"), default="auto", help="type of the KV cache")
     serve.add_argument("--tp-size", type=_positive, metavar="N", default=1, help="GPUs that share the model")
     serve.add_argument("--pp-size", type=_positive, metavar="N", default=1, help="stages, each on --tp-size GPUs")
+    serve.add_argument(
+        "--ep-size", type=_positive, metavar="N", default=1, help="these N GPUs share its experts as a whole"
+    )
     serve.add_argument("--mem-fraction", type=float, metavar="F", help="share of the GPU's memory (default: 0.85)")
     load = size.add_argument_group("replicas for a load")
     load.add_argument("--requests-per-s", type=_above_0, metavar="R", help="load to size for")
@@ -126,6 +129,7 @@ def main(argv: Sequence[str]) -> int:
             mem_fraction=args.mem_fraction,
             tp_size=args.tp_size,
             pp_size=args.pp_size,
+            ep_size=args.ep_size,
         )
         source = read_source(args.model)
         tokens = args.context or source.model.max_position

@@ -83,7 +83,7 @@ class Fit:
 def fit(model: ModelConfig, config: SchedulerConfig, gpu: Gpu) -> Fit:
     """Computes the fit with the defaults of `treeline serve`, for the stage with the least room. Raises ConfigError or
     ModelError if settings, model and GPU do not go together."""
-    check_ranks(model, config.tp_size, config.pp_size)
+    check_ranks(model, config.tp_size, config.pp_size, config.ep_size)
     ranks = (Rank(0, config.tp_size, stage, config.pp_size) for stage in range(config.pp_size))
     return min((_fit_of(model, config, gpu, rank) for rank in ranks), key=lambda one: (one.cache_tokens, -one.shortage))
 
@@ -96,10 +96,10 @@ def _fit_of(model: ModelConfig, config: SchedulerConfig, gpu: Gpu, rank: Rank) -
     if config.kv_cache_dtype != "auto" and not gpu.has_fp8:
         raise ConfigError(f"--kv-dtype {config.kv_cache_dtype} needs a GPU from Ada on; {gpu.name} is older")
     element = ELEMENT_BYTES[dtype]
-    mine = own(model, rank)
+    mine = own(model, rank, config.ep_size)
     kv_bytes = bytes_per_token(mine, element if config.kv_cache_dtype == "auto" else 1)
     # an older GPU cannot multiply fp8, so it keeps the weights unquantised
-    parts = parts_of(model, element, scheme if gpu.has_fp8 else None, rank)
+    parts = parts_of(model, element, scheme if gpu.has_fp8 else None, rank, config.ep_size)
     limits = step_limits(config, mine, gpu.memory)
     context_length = resolve_context_length(config, model)
     reserved = reserved_bytes(limits, context_length, mine, element) + CONTEXT_BYTES
@@ -202,6 +202,7 @@ def smallest_tp_size(model: ModelConfig, config: SchedulerConfig, gpu: Gpu) -> i
     """GPUs of this kind that hold the model together, up to the eight of a machine; None if these do not."""
     for tp_size in (size for size in (2, 4, 8) if size > config.tp_size):
         with contextlib.suppress(ConfigError, ModelError):
-            if fit(model, replace(config, tp_size=tp_size), gpu).cache_tokens:
+            ep_size = tp_size if config.ep_size > 1 else 1
+            if fit(model, replace(config, tp_size=tp_size, ep_size=ep_size), gpu).cache_tokens:
                 return tp_size
     return None

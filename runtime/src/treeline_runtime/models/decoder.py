@@ -236,7 +236,7 @@ class Decoder:
     def __init__(self, config: ModelConfig, weights: Weights, context_length: int, ranks: Ranks | None = None) -> None:
         """ranks: the connection of `weights.rank` to the others; None: there are no others."""
         self.config = config
-        self.own = own(config, weights.rank)
+        self.own = own(config, weights.rank, weights.experts.count)
         """The rank's sizes."""
         self.ranks = ranks
         self._first = weights.rank.rows(config.vocab_size)[0]

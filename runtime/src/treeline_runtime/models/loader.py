@@ -85,7 +85,8 @@ def load_model(config: EngineConfig, ranks: Ranks | None = None) -> Decoder:
     context_length = resolve_context_length(config, model_config)
     check_quantization(config, model_config)
     rank = WHOLE if ranks is None else ranks.rank
-    check_ranks(model_config, rank.count, rank.stages)
+    experts = rank if config.ep_size > 1 else WHOLE
+    check_ranks(model_config, rank.count, rank.stages, experts.count)
     scheme = model_config.quantization or (ONLINE if config.quantization == "fp8" else None)
     if scheme is not None and device.type == "cuda" and not multiplies_fp8(device):
         logger.warning(
@@ -93,9 +94,9 @@ def load_model(config: EngineConfig, ranks: Ranks | None = None) -> Decoder:
             "weights are kept as %s", str(dtype).removeprefix("torch."),
         )  # fmt: skip
     if config.load_format == "dummy":
-        random = RandomWeights(config.seed, dtype, device, ONLINE if scheme else None, rank)
+        random = RandomWeights(config.seed, dtype, device, ONLINE if scheme else None, rank, experts)
         return _build(model_config, random, context_length, pooling, ranks)
-    with Checkpoint(config.model, dtype, device, scheme, rank) as checkpoint:
+    with Checkpoint(config.model, dtype, device, scheme, rank, experts) as checkpoint:
         model = _build(model_config, checkpoint, context_length, pooling, ranks)
         checkpoint.check_all_taken()
         if scheme is not None and not (scheme.at_load or checkpoint.has_any(WEIGHT_SCALES)):

@@ -1,6 +1,6 @@
 """Decoders with a mixture of experts: Mixtral, Qwen2-MoE, Qwen3-MoE, gpt-oss.
 
-Otherwise they are the dense decoder. A rank has a part of every expert.
+Otherwise they are the dense decoder. A rank has a part of every expert, or some experts as a whole.
 
 In gpt-oss checkpoints rows of gate and up alternate. Weights have their inputs first, as transformers multiplies them,
 or are MXFP4 with inputs last, converted while loading. MXFP4 is OCP's "Microscaling Formats" 1.0: 32 numbers of type
@@ -10,20 +10,24 @@ E2M1, two per byte, the first in the lower half, and a power of two of type E8M0
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 
 import torch
 
+from treeline_runtime.collectives import Ranks
 from treeline_runtime.context import Context
 from treeline_runtime.models.config import ModelConfig
 from treeline_runtime.models.decoder import Decoder, FeedForward, Layer, Linear
 from treeline_runtime.models.model_config import MoeConfig
-from treeline_runtime.models.shards import INPUTS, OUTPUTS, Cut
+from treeline_runtime.models.shards import INPUTS, OUTPUTS, WHOLE, Cut
 from treeline_runtime.models.weights import Weights
 from treeline_runtime.ops import Experts, Ops
 
 QWEN_NAMES = ("gate_proj", "up_proj", "down_proj")
 MIXTRAL_NAMES = ("w1", "w3", "w2")
 """Gate, up and down of an expert, in checkpoints with one matrix per expert."""
+BLOCKS = ("mlp.", "block_sparse_moe.")
+"""The second is Mixtral's, which transformers 5 no longer has in memory, and may not save."""
 
 
 class Moe:
@@ -68,23 +72,53 @@ def take_experts(weights: Weights, prefix: str, moe: MoeConfig, hidden: int) -> 
     """Takes either layout: all experts in one tensor, as transformers 5 may save them, or a matrix each. Of the latter
     one copy exists beside the stack at a time."""
     count, inner = moe.num_experts, moe.intermediate_size
-    rank = weights.rank
+    local = local_numbers(weights, count)
     if weights.has(f"{prefix}gate_up_proj"):
+        inward, outward = cut_of_stack(weights, count, 1, inner, inner), cut_of_stack(weights, count, 2, inner)
         return Experts(
-            _laid_out(weights.take(f"{prefix}gate_up_proj", count, 2 * inner, hidden, cut=rank.cut(1, inner, inner))),
-            _laid_out(weights.take(f"{prefix}down_proj", count, hidden, inner, cut=rank.cut(2, inner))),
+            _laid_out(weights.take(f"{prefix}gate_up_proj", count, 2 * inner, hidden, cut=inward)),
+            _laid_out(weights.take(f"{prefix}down_proj", count, hidden, inner, cut=outward)),
+            local=local,
         )
-    names = MIXTRAL_NAMES if weights.has(f"{prefix}0.{MIXTRAL_NAMES[0]}.weight") else QWEN_NAMES
+    begin, end = weights.experts.part(count)
+    names = MIXTRAL_NAMES if weights.has(f"{prefix}{begin}.{MIXTRAL_NAMES[0]}.weight") else QWEN_NAMES
+    rank = weights.rank if local is None else WHOLE
     inward, outward = rank.cut(OUTPUTS, inner), rank.cut(INPUTS, inner)
-    first = weights.take(f"{prefix}0.{names[0]}.weight", inner, hidden, cut=inward)
+    first = weights.take(f"{prefix}{begin}.{names[0]}.weight", inner, hidden, cut=inward)
     own = len(first)
-    experts = Experts(new_stack(first, count, 2 * own, hidden), new_stack(first, count, hidden, own))
-    for expert in range(count):
-        gate, up = experts.gate_up[expert].chunk(2)
-        gate.copy_(weights.take(f"{prefix}{expert}.{names[0]}.weight", inner, hidden, cut=inward) if expert else first)
+    experts = Experts(
+        new_stack(first, end - begin, 2 * own, hidden), new_stack(first, end - begin, hidden, own), local=local
+    )
+    for at, expert in enumerate(range(begin, end)):
+        gate, up = experts.gate_up[at].chunk(2)
+        gate.copy_(weights.take(f"{prefix}{expert}.{names[0]}.weight", inner, hidden, cut=inward) if at else first)
         up.copy_(weights.take(f"{prefix}{expert}.{names[1]}.weight", inner, hidden, cut=inward))
-        experts.down[expert].copy_(weights.take(f"{prefix}{expert}.{names[2]}.weight", hidden, inner, cut=outward))
+        experts.down[at].copy_(weights.take(f"{prefix}{expert}.{names[2]}.weight", hidden, inner, cut=outward))
     return experts
+
+
+def cut_of_stack(weights: Weights, count: int, dim: int, *sizes: int) -> Cut | None:
+    """Of a tensor with so many experts the rank's own ones, or its part of each."""
+    return weights.experts.cut(0, count) or weights.rank.cut(dim, *sizes)
+
+
+def local_numbers(weights: Weights, count: int) -> torch.Tensor | None:
+    """`Experts.local` of so many experts."""
+    if weights.experts.count == 1:
+        return None
+    begin, end = weights.experts.part(count)
+    local = torch.full((count,), end - begin, dtype=torch.int32, device=weights.device)
+    local[begin:end] = torch.arange(end - begin, dtype=torch.int32)
+    return local
+
+
+def leave_out(weights: Weights, moe: MoeConfig) -> None:
+    """Ignores other ranks' experts, where each is a tensor of its own. Before any is taken: with the first one, those
+    of all layers begin to be read."""
+    begin, end = weights.experts.part(moe.num_experts)
+    others = [expert for expert in range(moe.num_experts) if not begin <= expert < end]
+    for layer, block, expert, name in product(moe.layers, BLOCKS, others, QWEN_NAMES + MIXTRAL_NAMES):
+        weights.ignore(f"model.layers.{layer}.{block}experts.{expert}.{name}.weight")
 
 
 def new_stack(like: torch.Tensor, count: int, outputs: int, inputs: int) -> torch.Tensor:
@@ -110,13 +144,17 @@ class MoeLayer(Layer):
         if moe is None or layer not in moe.layers:
             return Layer.new_feed_forward(config, weights, ops, layer)
         prefix = f"model.layers.{layer}."
-        # Mixtral's name, which transformers 5 no longer has in memory, and may not save
-        block = "block_sparse_moe." if weights.has(f"{prefix}block_sparse_moe.gate.weight") else "mlp."
+        block = BLOCKS[1] if weights.has(f"{prefix}{BLOCKS[1]}gate.weight") else BLOCKS[0]
         return new_moe(moe, weights, ops, prefix + block, config.hidden_size)
 
 
 class MoeDecoder(Decoder):
     layer_type = MoeLayer
+
+    def __init__(self, config: ModelConfig, weights: Weights, context_length: int, ranks: Ranks | None = None) -> None:
+        assert config.moe is not None
+        leave_out(weights, config.moe)
+        super().__init__(config, weights, context_length, ranks)
 
 
 # ---- gpt-oss --------------------------------------------------------------------------------------------------
@@ -141,20 +179,22 @@ class GptOssDecoder(Decoder):
 
 def take_gpt_oss_experts(weights: Weights, prefix: str, moe: MoeConfig, hidden: int) -> Experts:
     count, inner = moe.num_experts, moe.intermediate_size
-    into_bias = weights.take(f"{prefix}gate_up_proj_bias", count, 2 * inner, cut=weights.rank.cut(1, 2 * inner))
-    out_bias = weights.take(f"{prefix}down_proj_bias", count, hidden)
-    if weights.rank.index:  # to a sum it is added once
+    local = local_numbers(weights, count)
+    into_cut = cut_of_stack(weights, count, 1, 2 * inner)
+    into_bias = weights.take(f"{prefix}gate_up_proj_bias", count, 2 * inner, cut=into_cut)
+    out_bias = weights.take(f"{prefix}down_proj_bias", count, hidden, cut=weights.experts.cut(0, count))
+    if local is None and weights.rank.index:  # to a sum it is added once
         out_bias = torch.zeros_like(out_bias)
     gate_up_of = _matrices(weights, f"{prefix}gate_up_proj", count, 2 * inner, hidden, OUTPUTS)
     down_of = _matrices(weights, f"{prefix}down_proj", count, hidden, inner, INPUTS)
-    own = into_bias.shape[1] // 2
-    gate_up, down = new_stack(into_bias, count, 2 * own, hidden), new_stack(into_bias, count, hidden, own)
-    for expert in range(count):
+    here, own = into_bias.shape[0], into_bias.shape[1] // 2
+    gate_up, down = new_stack(into_bias, here, 2 * own, hidden), new_stack(into_bias, here, hidden, own)
+    for expert in range(here):
         taking_turns = gate_up_of(expert)
         gate_up[expert, :own] = taking_turns[0::2]
         gate_up[expert, own:] = taking_turns[1::2]
         down[expert] = down_of(expert)
-    return Experts(gate_up, down, (_apart(into_bias), out_bias.contiguous()), moe.clamped)
+    return Experts(gate_up, down, (_apart(into_bias), out_bias.contiguous()), moe.clamped, local)
 
 
 def _apart(gate_up: torch.Tensor) -> torch.Tensor:
@@ -165,14 +205,14 @@ def _apart(gate_up: torch.Tensor) -> torch.Tensor:
 def _matrices(
     weights: Weights, name: str, count: int, outputs: int, inputs: int, split: int
 ) -> Callable[[int], torch.Tensor]:
-    """Returns each expert's matrix, (outputs, inputs), or the rank's part of it."""
-    rank, packed = weights.rank, torch.uint8
+    """Returns the matrix, (outputs, inputs), of each expert that is here, or the rank's part of it."""
+    rank, packed = weights.rank if weights.experts.count == 1 else WHOLE, torch.uint8
     if weights.has(name) or not weights.has(f"{name}_blocks"):
-        cut = rank.cut(2, outputs) if split == OUTPUTS else rank.cut(1, inputs)
+        cut = cut_of_stack(weights, count, *((2, outputs) if split == OUTPUTS else (1, inputs)))
         whole = weights.take(name, count, inputs, outputs, cut=cut)
         return lambda expert: whole[expert].t()
     begin, end = rank.part(inputs) if split == INPUTS else (0, inputs)
-    cut = rank.cut(1, outputs)
+    cut = cut_of_stack(weights, count, 1, outputs)
     if split == INPUTS and rank.count > 1:  # a part may begin or end within a block
         cut = Cut(2, ((begin // BLOCK, -(-end // BLOCK)),))
     blocks = weights.take(f"{name}_blocks", count, outputs, inputs // BLOCK, BLOCK // 2, dtype=packed, cut=cut)

@@ -49,7 +49,7 @@ def check_before_loading(config: EngineConfig, directory: Path, copies: int = 1,
     pooling_of(directory, config.task, matryoshka=config.matryoshka)
     resolve_context_length(config, model)
     check_quantization(config, model)
-    check_ranks(model, config.tp_size, config.pp_size)
+    check_ranks(model, config.tp_size, config.pp_size, config.ep_size)
     if config.load_format != "dummy" and (memory := memory_of(config.device)) is not None:
         _check_fit(config, directory, memory, {"--replicas": copies, "--dp-size": 1 if memory.cuda else dp_size})
 

@@ -2,7 +2,8 @@
 
 A stage of a pipeline has a range of the layers, and its ranks share them.
 Each rank has some heads, and of every feed-forward and every expert a part: of projections that read the stream its
-outputs, of those that write it its inputs, so that the ranks' results add up. Router and norms are whole on each.
+outputs, of those that write it its inputs, so that the ranks' results add up. Or it has some experts as a whole, and
+the others' add nothing to its result. Router and norms are whole on each.
 """
 
 from __future__ import annotations
@@ -101,8 +102,9 @@ WHOLE = Rank(0, 1)
 """The only rank, which has all of a model."""
 
 
-def check_ranks(config: ModelConfig, count: int, stages: int = 1) -> None:
-    """Raises ModelError, which names what so many ranks cannot share, in each of so many stages."""
+def check_ranks(config: ModelConfig, count: int, stages: int = 1, ep_size: int = 1) -> None:
+    """Raises ModelError, which names what so many ranks cannot share, in each of so many stages. ep_size: over how many
+    of them whole experts are divided; 1: each has a slice of every expert."""
     if stages > config.num_layers:
         raise ModelError(
             f"{config.architecture} has {config.num_layers} layers: --pp-size {stages} leaves a stage without one"
@@ -112,8 +114,15 @@ def check_ranks(config: ModelConfig, count: int, stages: int = 1) -> None:
     if moe is None or len(moe.layers) < config.num_layers:
         shared["elements of the feed-forward (intermediate_size)"] = config.intermediate_size
     if moe is not None:
-        shared["elements of an expert"] = moe.intermediate_size
+        if ep_size == 1:
+            shared["elements of an expert"] = moe.intermediate_size
+        elif moe.num_experts % ep_size:
+            raise ModelError(
+                f"{config.architecture} has {moe.num_experts} experts, which --ep-size {ep_size} does not divide"
+            )
         shared["elements of the shared expert"] = moe.shared_intermediate_size
+    elif ep_size > 1:
+        raise ModelError(f"{config.architecture} has no experts: leave --ep-size out")
     for what, size in shared.items():
         if size % count:
             raise ModelError(f"{config.architecture} has {size} {what}, which --tp-size {count} does not divide")
@@ -133,15 +142,16 @@ def check_ranks(config: ModelConfig, count: int, stages: int = 1) -> None:
                 )
 
 
-def own(config: ModelConfig, rank: Rank) -> ModelConfig:
-    """One rank's sizes and layers, numbered within its stage; the vocabulary's size is still the model's."""
+def own(config: ModelConfig, rank: Rank, ep_size: int = 1) -> ModelConfig:
+    """One rank's sizes and layers, numbered within its stage; the sizes of the vocabulary and the number of experts are
+    still the model's. ep_size: see `check_ranks`."""
     moe, count = config.moe, rank.count
     layers = rank.layers(config.num_layers)
     if moe is not None:
         moe = replace(
             moe,
             layers=frozenset(layer - layers.start for layer in moe.layers if layer in layers),
-            intermediate_size=moe.intermediate_size // count,
+            intermediate_size=moe.intermediate_size // (count if ep_size == 1 else 1),
             shared_intermediate_size=moe.shared_intermediate_size // count,
         )
     return replace(

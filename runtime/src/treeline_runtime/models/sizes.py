@@ -25,10 +25,15 @@ class Part:
     bytes: int
 
 
-def parts_of(model: ModelConfig, element_bytes: int, scheme: Scheme | None = None, rank: Rank = WHOLE) -> list[Part]:
-    """element_bytes: of a number that is not quantised; scheme: how projections are; rank: of those that share it."""
-    mine = replace(own(model, rank), vocab_size=-(-model.vocab_size // rank.count))
+def parts_of(
+    model: ModelConfig, element_bytes: int, scheme: Scheme | None = None, rank: Rank = WHOLE, ep_size: int = 1
+) -> list[Part]:
+    """element_bytes: of a number that is not quantised; scheme: how projections are; rank: of those that share it;
+    ep_size: over how many whole experts are divided."""
+    mine = replace(own(model, rank, ep_size), vocab_size=-(-model.vocab_size // rank.count))
     each = {part.name: part.bytes for part in _parts(mine, element_bytes, scheme, rank)}
+    if "experts" in each:
+        each["experts"] //= ep_size
     return [replace(part, bytes=each.get(part.name, 0)) for part in _parts(model, element_bytes, scheme, WHOLE)]
 
 

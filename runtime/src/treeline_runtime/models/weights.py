@@ -48,6 +48,8 @@ class Weights(Protocol):
     """The quantisation of projections; None if they have none."""
     rank: Rank
     """The rank that they are for; models say which cut of a tensor it gets."""
+    experts: Rank
+    """Its place among the ranks over which whole experts are divided; `WHOLE`: experts are not divided."""
 
     def has(self, name: str) -> bool:
         """Whether `take` would find it."""
@@ -81,10 +83,11 @@ class Checkpoint:
         device: torch.device,
         scheme: Scheme | None = None,
         rank: Rank = WHOLE,
+        experts: Rank = WHOLE,
     ) -> None:
         self.dtype = dtype
         self.scheme = scheme
-        self.rank = rank
+        self.rank, self.experts = rank, experts
         self._dir = Path(directory)
         self.device = device
         self._open: dict[str, Any] = {}
@@ -150,7 +153,7 @@ class Checkpoint:
         return Streamed(
             {name: found[name] for name in reading_order(names, (self._saved(EMBEDDING), self._saved(HEAD)))},
             self.device,
-            in_parts=self.rank.count > 1,
+            in_parts=max(self.rank.count, self.experts.count) > 1,
         )
 
     def has(self, name: str) -> bool:
@@ -246,10 +249,11 @@ class RandomWeights:
         device: torch.device,
         scheme: Scheme | None = None,
         rank: Rank = WHOLE,
+        experts: Rank = WHOLE,
     ) -> None:
         self.dtype = dtype
         self.scheme = scheme
-        self.rank = rank
+        self.rank, self.experts = rank, experts
         self._seed = seed
         self._generator = torch.Generator(device)
         self.device = device

@@ -43,6 +43,9 @@ class Experts:
     biases: tuple[torch.Tensor, torch.Tensor] | None = None
     """(experts, 2 x inner) and (experts, hidden)"""
     clamped: ClampedGate | None = None
+    local: torch.Tensor | None = None
+    """(experts of the model,) int32: the place of each in these stacks, or their length if another rank has it. None:
+    all of them are here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +123,8 @@ class Ops(Protocol):
     def experts(self, x: torch.Tensor, experts: Experts, scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """x (tokens, hidden), scores and ids of `route` → (tokens, hidden).
 
-        The sum over a token's experts of score x feed-forward; that is two products with `gate` or `ClampedGate`
-        between.
+        The sum over a token's experts, those that are here, of score x feed-forward; that is two products with `gate`
+        or `ClampedGate` between.
         """
 
     def rotate_and_store(

@@ -57,13 +57,16 @@ class FusedExperts:
 
     def __call__(self, x: torch.Tensor, experts: Experts, scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """See `Ops.experts`."""
-        pairs, count = ids.numel(), experts.down.shape[0]
+        local = experts.local
+        pairs, count = ids.numel(), len(experts.down if local is None else local)
         shape = (x.dtype, experts.down.shape, ids.shape[1])
         if shape not in self._compiled:
             self._compiled.add(shape)
             for tile in TILES:
                 compute(x[:1], experts, scores[:1], ids[:1], tile, is_sorted=True)
-        return compute(x, experts, scores, ids, tile_for(pairs, count), is_sorted=pairs * _FEW > count)
+        # sorting leaves out the pairs of other ranks' experts
+        is_sorted = pairs * _FEW > count or local is not None
+        return compute(x, experts, scores, ids, tile_for(pairs, count), is_sorted=is_sorted)
 
 
 def compute(
@@ -72,10 +75,13 @@ def compute(
     count, hidden, inner = experts.down.shape
     tokens, top_k = ids.shape
     pairs = tokens * top_k
+    if experts.local is not None:
+        ids = experts.local[ids]
     blocks = most_blocks(pairs, count, tile.rows) if is_sorted else pairs
     order, block_experts, num_blocks = _sort(ids, count, tile.rows, blocks) if is_sorted else (ids, ids, ids)
     between = torch.empty(pairs, inner, dtype=x.dtype, device=x.device)
-    out = torch.empty(tokens, top_k, hidden, dtype=x.dtype, device=x.device)
+    new = torch.empty if experts.local is None else torch.zeros
+    out = new(tokens, top_k, hidden, dtype=x.dtype, device=x.device)
     into_bias, out_bias = experts.biases or (experts.gate_up, experts.down)
     alpha, limit = (experts.clamped.alpha, experts.clamped.limit) if experts.clamped is not None else (0.0, 0.0)
     common = {

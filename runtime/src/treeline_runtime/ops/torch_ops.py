@@ -64,12 +64,12 @@ class TorchOps:
     def experts(self, x: torch.Tensor, experts: Experts, scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """A product per expert that has tokens, after making these neighbours."""
         tokens, top_k = ids.shape
-        flat = ids.flatten()
+        flat = (ids if experts.local is None else experts.local[ids]).flatten()
         order = flat.argsort(stable=True)
         sorted_x = x[order // top_k]
-        sorted_y = torch.empty_like(sorted_x)
+        sorted_y = torch.zeros_like(sorted_x)
         end = 0
-        for expert, count in enumerate(flat.bincount().tolist()):
+        for expert, count in enumerate(flat.bincount()[: len(experts.down)].tolist()):
             if count:
                 start, end = end, end + count
                 sorted_y[start:end] = self._expert(sorted_x[start:end], experts, expert)

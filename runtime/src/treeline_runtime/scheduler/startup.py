@@ -23,7 +23,7 @@ def start(config: SchedulerConfig, transport: Transport, processors: Processors 
     processors = processors.with_named(config.logit_processor)
     group: Followers | None = None
     if config.ranks > 1:
-        check_ranks(architecture_of(config)[0], config.tp_size, config.pp_size)
+        check_ranks(architecture_of(config)[0], config.tp_size, config.pp_size, config.ep_size)
         group = Followers(config, resolve_device(config.device), transport.fail)
         config = group.config
     try:
