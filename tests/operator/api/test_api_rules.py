@@ -110,7 +110,7 @@ REFUSED_POOLS = [
         "set accelerator.count to tensorParallel times dataParallel",
     ),
     ("engine: {args: [--tp-size=2]}", "--tp-size (tensorParallel)"),
-    ("engine: {args: [--dp-size, '2']}", "remove --dp-size from args and raise replicas"),
+    ("engine: {args: [--dp-size, '2']}", "--dp-size (dataParallel)"),
     (
         "{model: {uri: hf://o/n}, accelerator: {type: nvidia, count: 3}, engine: {type: vllm, tensorParallel: 2}}",
         "accelerator.count is not a multiple of tensorParallel",
@@ -120,7 +120,6 @@ REFUSED_POOLS = [
         " engine: {type: sglang, tensorParallel: 4, dataParallel: 2}}",
         "set accelerator.count to tensorParallel times dataParallel",
     ),
-    ("engine: {args: [--dp-size=2]}", "--dp-size (dataParallel)"),
     ("engine: {args: [--nnodes=2]}", "--nnodes (accelerator.nodes)"),
     ("engine: {args: [--dist-init-addr, 'h:1']}", "remove them from args"),
     (
