@@ -44,6 +44,7 @@ package_of() { # NAME: what is built: the wrapper's main package, or a command t
 
 files_of() { # NAME: what comes along from the module, so that it is of the program's version
   case $1 in
+    leader-worker-set) echo LICENSE config ;;
     envoy-gateway) echo LICENSE charts/gateway-helm ;;
     ai-gateway) echo LICENSE manifests/charts/ai-gateway-helm manifests/charts/ai-gateway-crds-helm ;;
   esac

@@ -311,6 +311,8 @@ class PoolStatus(TypedDict, total=False):
     """How the picker knows cached prefixes."""
 
 
+_MAX_NAME_OF_GROUPS: Final = 37
+"""With a revision and the number of a group it makes the name of a StatefulSet, which has 52 characters at most."""
 _RESERVED: Final = ("-gateway", "-epp", "-edge", "-kv-keys", "-gie", "-pods")
 
 
@@ -326,6 +328,12 @@ class InferencePool(Resource):
         Rule(
             f"self.metadata.name.matches('{SHORT_NAME_PATTERN}')",
             "names of Services are made from the pool's: use small letters, digits and '-', a letter first",
+            field=".metadata.name",
+        ),
+        Rule(
+            f"self.spec.accelerator.nodes == 1 || self.metadata.name.size() <= {_MAX_NAME_OF_GROUPS}",
+            "the name is too long for replicas of several pods, since names of StatefulSets are made from it: use"
+            f" {_MAX_NAME_OF_GROUPS} characters or fewer",
             field=".metadata.name",
         ),
         Rule(
