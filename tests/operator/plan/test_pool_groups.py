@@ -11,6 +11,7 @@ from support.pool_world import EVERY_API, SimCluster, a_pool, is_ready, kinds, s
 from treeline_operator.actions import Apply, Mark, Scale
 from treeline_operator.api.conditions import ConditionType, Reason
 from treeline_operator.api.pool import InferencePool
+from treeline_operator.api.rules import violations
 from treeline_operator.plan.drain import SETTLE_S
 from treeline_operator.status.pool import pool_status
 from treeline_operator.world import Platform
@@ -250,3 +251,17 @@ def test_our_engine_is_told_how_its_ranks_share_the_devices(
     assert given == flags
     ports = [port["name"] for port in ours["ports"] if port["name"].startswith("kv-events")]
     assert len(ports) == parallel.get("dataParallel", 1)
+
+
+@pytest.mark.parametrize(("nodes", "length", "fits"), [(1, 40, True), (2, 37, True), (2, 38, False)])
+def test_names_of_groups_fit_the_stateful_sets_made_for_them(nodes: int, length: int, fits: bool) -> None:
+    pool = InferencePool.from_object(
+        {
+            "apiVersion": "treeline.dev/v1alpha1",
+            "kind": "InferencePool",
+            "metadata": {"name": "p" * length, "namespace": "default"},
+            "spec": {"model": {"uri": "builtin://tiny"}, "accelerator": {"type": "nvidia", "nodes": nodes}},
+        },
+        strict=True,
+    )
+    assert [said.partition(":")[0] for said in violations(pool)] == ([] if fits else ["metadata.name"])
