@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Build the programs of a real Kubernetes cluster from their Go modules, once, and print the folder of each.
 #   scripts/control_plane.sh [--check] [NAME…]    NAME is a folder of e2e/cluster/components (default: all but gateways,
-#                                                 pickers, Prometheus and promtool)
+#                                                 pickers, LeaderWorkerSet, Prometheus, promtool)
 #   --check               build nothing: exit 3 when something is missing
 #   GO_FALLBACKS="GO…"    where to look for Go besides the PATH
 #   TREELINE_CACHE=DIR    where they are kept (default ~/.cache/treeline): DIR/bin/NAME-VERSION-HASH/
@@ -22,6 +22,7 @@ module_of() { # NAME: the Go module whose version is the component's
     helm) echo helm.sh/helm/v4 ;;
     coredns) echo github.com/coredns/coredns ;;
     prometheus|promtool) echo github.com/prometheus/prometheus ;;
+    leader-worker-set) echo sigs.k8s.io/lws ;;
     envoy-gateway) echo github.com/envoyproxy/gateway ;;
     ai-gateway) echo github.com/envoyproxy/ai-gateway ;;
     *-picker) echo sigs.k8s.io/gateway-api-inference-extension ;;
@@ -32,6 +33,7 @@ package_of() { # NAME: what is built: the wrapper's main package, or a command t
   case $1 in
     helm) echo helm.sh/helm/v4/cmd/helm ;;
     prometheus|promtool) echo "github.com/prometheus/prometheus/cmd/$1" ;;
+    leader-worker-set) echo sigs.k8s.io/lws/cmd ;;
     envoy-gateway) echo github.com/envoyproxy/gateway/cmd/envoy-gateway ;;
     ai-gateway) echo github.com/envoyproxy/ai-gateway/cmd/controller ;;
     gie-picker) echo sigs.k8s.io/gateway-api-inference-extension/cmd/epp ;;
@@ -42,6 +44,7 @@ package_of() { # NAME: what is built: the wrapper's main package, or a command t
 
 files_of() { # NAME: what comes along from the module, so that it is of the program's version
   case $1 in
+    leader-worker-set) echo LICENSE config ;;
     envoy-gateway) echo LICENSE charts/gateway-helm ;;
     ai-gateway) echo LICENSE manifests/charts/ai-gateway-helm manifests/charts/ai-gateway-crds-helm ;;
   esac
@@ -70,7 +73,7 @@ usual_time() { # NAME: of a first build on two cores
   case $1 in
     kubernetes) echo "about 5 minutes" ;;
     helm|coredns) echo "about 2 minutes" ;;
-    *-gateway|*-picker|prometheus|promtool) echo "about 4 minutes" ;;
+    *-gateway|*-picker|prometheus|promtool|leader-worker-set) echo "about 4 minutes" ;;
     *) echo "about half a minute" ;;
   esac
 }
@@ -118,8 +121,8 @@ build() { # NAME VERSION FOLDER
 }
 
 mapfile -t all < <(cd "$components" && dirname */go.mod)
-# Gateways are for one journey, pickers for `make conformance`, promtool and Prometheus for one test each.
-mapfile -t usual < <(printf '%s\n' "${all[@]}" | grep -vE -- '-(gateway|picker)$|^prom(etheus|tool)$')
+# Gateways and LeaderWorkerSet are for one journey, pickers for `make conformance`, promtool and Prometheus for one test.
+mapfile -t usual < <(printf '%s\n' "${all[@]}" | grep -vE -- '-(gateway|picker|set)$|^prom(etheus|tool)$')
 work=
 trap '[ -z "$work" ] || rm -rf "$work"' EXIT
 check=

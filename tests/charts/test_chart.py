@@ -107,12 +107,12 @@ def test_a_namespaced_install_has_no_cluster_wide_objects_but_definitions():
 
 
 def test_only_enabled_features_get_rights():
-    off = ("--set", "rbac.gatewayApi=false,rbac.prometheus=false")
+    off = ("--set", "rbac.gatewayApi=false,rbac.leaderWorkerSet=false,rbac.prometheus=false")
     (role,) = [
         item for item in of_kind(helm.render(*off), "ClusterRole") if item["metadata"]["name"].endswith("-operator")
     ]
     written = {g for rule in role["rules"] if "create" in rule["verbs"] for g in rule["apiGroups"]}
-    assert not {g for g in written if g.startswith(("gateway.", "inference.", "monitoring."))}
+    assert not {g for g in written if g.startswith(("gateway.", "inference.", "leaderworkerset.", "monitoring."))}
 
 
 def test_pickers_follow_no_objectives_without_the_right():

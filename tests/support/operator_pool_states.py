@@ -82,6 +82,11 @@ POOL_STATES = {
         "WorkloadsReady False KeysPending",
         "once gateway treeline has its keys",
     ),
+    "no groups": (
+        world(pool(accelerator={"type": "nvidia", "nodes": 2}), children=(), pods=()),
+        "WorkloadsReady False LeaderWorkerSetMissing",
+        "the cluster does not have leaderworkerset.x-k8s.io/v1/LeaderWorkerSet",
+    ),
     "no keys needed": (
         world(pool(engine={"type": "custom", "image": "x"}), children=(), pods=(), gateway_parts=()),
         "WorkloadsReady False Pending",

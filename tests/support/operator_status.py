@@ -12,7 +12,7 @@ from treeline_operator.api.conditions import ConditionType, Reason
 from treeline_operator.api.model import InferenceModel
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.plan.revision import target_revision
-from treeline_operator.plan.runtime import deployment as rendered
+from treeline_operator.plan.runtime import workload as rendered
 from treeline_operator.status.conditions import same_status
 from treeline_operator.status.pool import pool_status
 from treeline_operator.world import (

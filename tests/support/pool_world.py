@@ -23,13 +23,14 @@ from treeline_operator.world import (
     PoolWorld,
     Ref,
 )
-from treeline_wire.labels import SERVING
+from treeline_wire.labels import GROUP_INDEX, SERVING, WORKER_INDEX
 
 NOW = datetime(2026, 11, 1, tzinfo=UTC)
 EVERY_API = frozenset(
     {
         "gateway.networking.k8s.io/v1/HTTPRoute",
         "inference.networking.k8s.io/v1/InferencePool",
+        "leaderworkerset.x-k8s.io/v1/LeaderWorkerSet",
         "monitoring.coreos.com/v1/PodMonitor",
     }
 )
@@ -171,13 +172,16 @@ class SimCluster:
     def deployments(self) -> dict[str, dict[str, Any]]:
         return {ref.name: obj for ref, obj in self.objects.items() if ref.kind == "Deployment"}
 
+    def groups(self) -> dict[str, dict[str, Any]]:
+        return {ref.name: obj for ref, obj in self.objects.items() if ref.kind == "LeaderWorkerSet"}
+
     def get(self, kind: str, name: str) -> dict[str, Any]:
         return next(obj for ref, obj in self.objects.items() if (ref.kind, ref.name) == (kind, name))
 
     # ---- the cluster's side ---------------------------------------------------------------------------------
 
     def controllers(self) -> None:
-        """Take the next step of the deployment controller and the scheduler."""
+        """Take the next step of the deployment controller, of LeaderWorkerSet's, and of the scheduler."""
         for name, obj in self.deployments().items():
             labels = obj["spec"]["template"]["metadata"]["labels"]
             mine = [p for p in self.pods.values() if p["metadata"]["labels"][names.REVISION] == labels[names.REVISION]]
@@ -188,22 +192,40 @@ class SimCluster:
                 del self.pods[extra["metadata"]["name"]]
             for _ in range(wanted - len(mine)):
                 self._serial += 1
-                pod_name = f"{name}-{self._serial}"
-                self.pods[pod_name] = {
-                    "apiVersion": "v1",
-                    "kind": "Pod",
-                    "metadata": {
-                        "name": pod_name,
-                        "namespace": "serving",
-                        "uid": pod_name,
-                        "labels": dict(labels),
-                        "creationTimestamp": self.now.isoformat(),
-                    },
-                    "spec": dict(obj["spec"]["template"]["spec"]),
-                    "status": {"phase": "Pending", "conditions": []},
-                }
+                self._start(f"{name}-{self._serial}", obj["spec"]["template"])
             obj["status"] = {"observedGeneration": obj["metadata"]["generation"], "replicas": wanted}
+        for name, obj in self.groups().items():
+            self._start_groups(name, obj)
         self.schedule()
+
+    def _start_groups(self, name: str, obj: dict[str, Any]) -> None:
+        """Make the groups up to the number wanted, and end the others, whatever their pods do."""
+        parts, wanted = obj["spec"]["leaderWorkerTemplate"], obj["spec"]["replicas"]
+        for pod in [p for p in self.pods.values() if p["metadata"]["name"].startswith(f"{name}-")]:
+            if int(pod["metadata"]["labels"][GROUP_INDEX]) >= wanted:
+                del self.pods[pod["metadata"]["name"]]
+        for group in range(wanted):
+            for worker in range(parts["size"]):
+                pod_name = f"{name}-{group}" + (f"-{worker}" if worker else "")
+                if pod_name not in self.pods:
+                    marks = {GROUP_INDEX: str(group), WORKER_INDEX: str(worker)}
+                    self._start(pod_name, parts["workerTemplate" if worker else "leaderTemplate"], marks)
+        obj["status"] = {"replicas": wanted, "conditions": []}
+
+    def _start(self, name: str, template: dict[str, Any], marks: dict[str, str] | None = None) -> None:
+        self.pods[name] = {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {
+                "name": name,
+                "namespace": "serving",
+                "uid": name,
+                "labels": {**template["metadata"]["labels"], **(marks or {})},
+                "creationTimestamp": self.now.isoformat(),
+            },
+            "spec": dict(template["spec"]),
+            "status": {"phase": "Pending", "conditions": []},
+        }
 
     def schedule(self) -> None:
         """Give pods a node while there is room; mark the others unschedulable."""

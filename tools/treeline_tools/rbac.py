@@ -148,6 +148,11 @@ WATCHED: Final = (
         value="gatewayApi",
     ),
     Feature(
+        "groups",
+        (Need("leaderworkerset.x-k8s.io", ("leaderworkersets",), CHILD, "replicas of several pods"),),
+        value="leaderWorkerSet",
+    ),
+    Feature(
         "prometheus",
         (Need("monitoring.coreos.com", ("podmonitors",), CHILD, "metrics of pods, pickers and Envoys"),),
         value="prometheus",

@@ -25,6 +25,7 @@ from treeline_operator.api.pool import InferencePool
 from treeline_operator.api.rules import violations
 from treeline_operator.controller.kinds import EVERY
 from treeline_operator.controller.store import MODEL, POOL
+from treeline_operator.plan.facts import pod_template
 from treeline_operator.plan.gateway import template_problem as gateway_problem
 from treeline_operator.plan.presets import PresetProblem, resolved
 from treeline_operator.plan.runtime import template_problem
@@ -223,9 +224,10 @@ def check_pods(simulation: Simulation) -> None:
         if problem := gateway_problem(world.gateway) or template_problem(world.pool):
             raise BadInput(f"{Reason.TEMPLATE_INVALID}: {problem}")
     for step in _final(simulation):
-        if step.after is not None and step.action.ref.kind == "Deployment":
-            of = f"the pods of Deployment {step.action.ref.namespace}/{step.action.ref.name}"
-            if found := "; ".join(problems(_template(step.after))):
+        ref = step.action.ref
+        if step.after is not None and ref.kind in ("Deployment", "LeaderWorkerSet"):
+            of = f"the pods of {ref.kind} {ref.namespace}/{ref.name}"
+            if found := "; ".join(problems(dict(pod_template(step.after)))):
                 raise BadInput(f"{Reason.TEMPLATE_INVALID}: {of} are invalid: {found}")
 
 
@@ -276,10 +278,6 @@ def _documents_of(simulation: Simulation, explaining: bool) -> Iterator[str]:
             yield from ("---", yaml.safe_dump(_unowned(step.after), sort_keys=False).rstrip())
     if explaining:
         yield from _notes(simulation)
-
-
-def _template(deployment: Object | None) -> Object:
-    return {} if deployment is None else deployment["spec"].get("template", {})
 
 
 def _lines(before: Object | None, after: Object | None, name: str) -> Iterator[str]:

@@ -47,6 +47,7 @@ def test_foreign_unaddressed_and_ended_pods_are_no_endpoints() -> None:
             ended,
             pod("r", labels={"treeline.dev/pool": "a", "treeline.dev/role": "prefill"}),
             pod("s", labels={"treeline.dev/pool": "a", "treeline.dev/role": "decode"}),
+            pod("t", labels={"treeline.dev/pool": "a", "leaderworkerset.sigs.k8s.io/worker-index": "1"}),
         )
         == ()
     )

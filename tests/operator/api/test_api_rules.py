@@ -110,7 +110,7 @@ REFUSED_POOLS = [
         "set accelerator.count to tensorParallel times dataParallel",
     ),
     ("engine: {args: [--tp-size=2]}", "--tp-size (tensorParallel)"),
-    ("engine: {args: [--dp-size, '2']}", "remove --dp-size from args and raise replicas"),
+    ("engine: {args: [--dp-size, '2']}", "--dp-size (dataParallel)"),
     (
         "{model: {uri: hf://o/n}, accelerator: {type: nvidia, count: 3}, engine: {type: vllm, tensorParallel: 2}}",
         "accelerator.count is not a multiple of tensorParallel",
@@ -120,7 +120,27 @@ REFUSED_POOLS = [
         " engine: {type: sglang, tensorParallel: 4, dataParallel: 2}}",
         "set accelerator.count to tensorParallel times dataParallel",
     ),
-    ("engine: {dataParallel: 2}", "remove dataParallel and raise replicas"),
+    ("engine: {args: [--nnodes=2]}", "--nnodes (accelerator.nodes)"),
+    ("engine: {args: [--dist-init-addr, 'h:1']}", "remove them from args"),
+    (
+        "{accelerator: {type: nvidia, count: 3}, engine: {dataParallel: 4}}",
+        "set accelerator.count to tensorParallel times dataParallel",
+    ),
+    (
+        "{model: {uri: hf://o/n}, accelerator: {type: nvidia, nodes: 2}, engine: {type: vllm}}",
+        "only engine treeline is started over several pods",
+    ),
+    ("{accelerator: {type: nvidia, count: 2, nodes: 2}, engine: {dataParallel: 2}}", "set accelerator.nodes or data"),
+    ("accelerator: {nodes: 2}", "on CPUs, to a multiple of accelerator.nodes"),
+    ("{accelerator: {nodes: 2}, engine: {tensorParallel: 3}}", "tensorParallel counts the devices of all pods"),
+    *(
+        (
+            f"{{accelerator: {{type: nvidia, count: 4, nodes: 2}}, engine: {{tensorParallel: {ranks}}}}}",
+            "set it to accelerator.count times accelerator.nodes",
+        )
+        for ranks in (4, 16)
+    ),
+    ("accelerator: {nodes: 0}", "accelerator.nodes"),
     ("engine: {adapters: [{name: a, uri: hf://o/a}]}", "remove adapters, or use engine sglang or vllm"),
     ("engine: {port: 5557}", "ports 5557, 5657, 5757 and the following ones"),
     (
@@ -332,6 +352,11 @@ ACCEPTED_POOLS = [
     "{accelerator: {type: nvidia, class: H100}, drain: {timeoutSeconds: 3600}}",
     "accelerator: {type: nvidia, count: 4}",
     "{accelerator: {type: nvidia, count: 4}, engine: {tensorParallel: 4}}",
+    "{accelerator: {type: nvidia, count: 4}, engine: {dataParallel: 4}}",
+    "{accelerator: {type: nvidia, count: 4}, engine: {tensorParallel: 2, dataParallel: 2}}",
+    "{accelerator: {type: nvidia, count: 8, nodes: 2}}",
+    "{accelerator: {type: nvidia, count: 8, nodes: 4}, engine: {tensorParallel: 32}}",
+    "{accelerator: {nodes: 2}, engine: {tensorParallel: 4}}",
     "engine: {tensorParallel: 2}",
     "{model: {uri: hf://o/n}, accelerator: {type: nvidia, count: 8},"
     " engine: {type: sglang, tensorParallel: 8, dataParallel: 8, args: [--enable-dp-attention]}}",

@@ -266,7 +266,7 @@ def test_the_operators_namespace_is_reported(tmp_path: Path) -> None:
         (AFTER + RUNTIME + "volumeMounts: [{name: x, mountPath: /x}]}]}}", "there is no volume x"),
         (AFTER + TEMPLATE + "{spec: {containers: [{name: runtme}]}}", "spec.containers[runtme]: image is required"),
         (
-            POOL.replace("spec: {", "spec: {engine: {dataParallel: 2}, "),
+            POOL.replace("spec: {", "spec: {accelerator: {type: nvidia, nodes: 2}, engine: {dataParallel: 2}, "),
             "p.yaml: spec.engine.dataParallel: ",
         ),
     ],
@@ -303,8 +303,11 @@ def test_a_plan_says_how_many_gpus_a_replica_takes(tmp_path: Path) -> None:
 def test_a_sample_can_be_planned(sample: Path, capsys: pytest.CaptureFixture[str]) -> None:
     objects = list(yaml.safe_load_all(sample.read_text()))
     pools = [obj for obj in objects if obj["kind"] == "InferencePool"]
-    shown = plan("-f", str(sample), "--presets", str(MANIFESTS / "presets.yaml"))
-    assert all(f"# create Deployment default/{pool['metadata']['name']}-" in shown for pool in pools)
+    groups = ("--api", "leaderworkerset.x-k8s.io/v1/LeaderWorkerSet")
+    shown = plan("-f", str(sample), "--presets", str(MANIFESTS / "presets.yaml"), *groups)
+    for pool in pools:
+        kind = "LeaderWorkerSet" if pool["spec"].get("accelerator", {}).get("nodes", 1) > 1 else "Deployment"
+        assert f"# create {kind} default/{pool['metadata']['name']}-" in shown
     passed_over = [line.split(": ")[2] for line in capsys.readouterr().err.splitlines()]
     foreign = [obj for obj in objects if not obj["kind"].startswith("Inference")]
     assert passed_over == [f"{obj['apiVersion']} {obj['kind']} is not ours, ignored" for obj in foreign]

@@ -8,7 +8,7 @@ from support.gateway_cluster import ATTACHED, FULL, container, converged, pool
 from treeline_operator import names
 from treeline_operator.plan.network import pods_policy
 from treeline_operator.plan.revision import TargetRevision
-from treeline_operator.plan.runtime import deployment
+from treeline_operator.plan.runtime import workload
 from treeline_operator.world import PROMETHEUS, Images, Platform
 
 
@@ -48,7 +48,7 @@ def test_only_needed_network_paths_are_allowed() -> None:
         assert set(numbers(let_in["edge"])) <= set(numbers(envoy["egress"][1]))
         reached = {port[0] if isinstance(port, tuple) else port for port in numbers(to_pods)}
         assert {port[0] if isinstance(port, tuple) else port for port in numbers(let_in["epp"])} <= reached
-        template = deployment(p, TargetRevision("r", None), 1, {"labels": {}}, Images())["spec"]["template"]
+        template = workload(p, TargetRevision("r", None), 1, {"labels": {}}, Images())["spec"]["template"]
         assert to_pods["to"][0]["podSelector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
     for name, policy in (("edge", envoy), ("epp", picker)):
         template = cluster.get("Deployment", f"treeline-{name}")["spec"]["template"]["metadata"]["labels"]

@@ -22,7 +22,7 @@ from treeline_operator.plan.gateway import gateway_url, plan_gateway
 from treeline_operator.plan.gateway_common import GatewayContext
 from treeline_operator.plan.objects import POD_MONITOR
 from treeline_operator.plan.revision import TargetRevision
-from treeline_operator.plan.runtime import deployment
+from treeline_operator.plan.runtime import workload
 from treeline_operator.plan.shared_gateway import share
 from treeline_operator.world import Images, Platform
 from treeline_wire import ports
@@ -205,7 +205,7 @@ def test_no_pool_pod_has_a_longer_grace_than_the_gateways_pods(drains: list[int]
     pools = [pool(f"p{i}", drain={"timeoutSeconds": s}) for i, s in enumerate(drains)]
     context = GatewayContext.of(Cluster().world(*pools), share(pools)["treeline"], "uid")
     for p in pools:
-        template = deployment(p, TargetRevision("r", None), 1, {"labels": {}}, Images())["spec"]["template"]
+        template = workload(p, TargetRevision("r", None), 1, {"labels": {}}, Images())["spec"]["template"]
         assert template["spec"]["terminationGracePeriodSeconds"] <= context.grace_s
 
 

@@ -39,13 +39,17 @@ def test_our_runtime_takes_the_command_line_of_a_sample_and_uses_every_gpu(name:
     pool = resolved(InferencePool.from_object(named, strict=True), presets)
     (ours,) = pod_template(pool, "abc", Images())["spec"]["containers"]
     args = parse_args(ours["args"])
-    gpus = int(ours["resources"].get("limits", {}).get("nvidia.com/gpu", 0))
+    gpus = int(ours["resources"].get("limits", {}).get("nvidia.com/gpu", 0)) * pool.spec.accelerator.nodes
     assert (args.device, args.tp_size) == (("cuda", gpus) if gpus else ("cpu", 1))
 
 
 def test_samples_show_a_model_on_several_gpus() -> None:
     counts = {name: pool["spec"].get("accelerator", {}).get("count", 1) for name, pool in OWN_POOLS.items()}
-    assert {name: count for name, count in counts.items() if count > 1} == {"llama-70b": 4, "qwen-72b": 2}
+    assert {name: count for name, count in counts.items() if count > 1} == {
+        "llama-70b": 4,
+        "llama-70b-nodes": 2,
+        "qwen-72b": 2,
+    }
 
 
 def test_the_page_names_the_annotations_that_pods_have() -> None:

@@ -10,7 +10,7 @@ from support.gateway_cluster import ATTACHED, Cluster, pool
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.plan.network import pods_policy
 from treeline_operator.plan.revision import TargetRevision
-from treeline_operator.plan.runtime import deployment
+from treeline_operator.plan.runtime import workload
 from treeline_operator.world import Images, Platform
 from treeline_wire import ports
 
@@ -80,7 +80,7 @@ def everything(of: InferencePool, platform: Platform) -> tuple[list[dict[str, An
     cluster.converge(of, platform=platform)
     policies = [cluster.get("NetworkPolicy", name) for name in cluster.names("NetworkPolicy")]
     policies.append(pods_policy(of, of.spec.gateway.parent_refs, platform, {}))
-    template = deployment(of, TargetRevision("r", None), 1, {"labels": {}}, Images())["spec"]["template"]
+    template = workload(of, TargetRevision("r", None), 1, {"labels": {}}, Images())["spec"]["template"]
     pods = {"runtime": Pod("ns", template["metadata"]["labels"])}
     for component in ("epp", "edge"):
         name = f"treeline-{component}"
@@ -148,7 +148,7 @@ def test_enabling_api_ports_of_engines_does_not_open_ours() -> None:
 def test_an_engines_api_on_one_of_our_ports_moves_ours(port: int) -> None:
     of = pool("a", engine={"port": port})
     policies, pods = everything(of, Platform())
-    template = deployment(of, TargetRevision("r", None), 1, {"labels": {}}, Images())["spec"]["template"]
+    template = workload(of, TargetRevision("r", None), 1, {"labels": {}}, Images())["spec"]["template"]
     (container,) = template["spec"]["containers"]
     numbers = {p["name"]: p["containerPort"] for p in container["ports"]}
     flags = dict(zip(container["args"][::2], container["args"][1::2], strict=False))

@@ -5,6 +5,11 @@ ROLE = "treeline.dev/role"
 SERVING = "treeline.dev/serving"
 """"true" while the pod may get new requests, "false" while it drains."""
 
+GROUP_INDEX = "leaderworkerset.sigs.k8s.io/group-index"
+WORKER_INDEX = "leaderworkerset.sigs.k8s.io/worker-index"
+"""Labels of a LeaderWorkerSet's pods: which group a pod is of, and which one of it. Pod 0, the leader, serves the
+requests."""
+
 MIRROR_SUFFIX = "-gie"
 """Suffix of the name of the upstream InferencePool that mirrors one of ours."""
 

@@ -42,6 +42,11 @@ class Pod(msgspec.Struct, frozen=True):
     kv: KvPorts | None = None
 
     @property
+    def worker(self) -> bool:
+        """Whether it only computes for the leader of its group, which serves the requests of all."""
+        return self.labels.get(labels.WORKER_INDEX, "0") != "0"
+
+    @property
     def draining(self) -> bool:
         """Whether it only finishes its requests: it is being deleted, or its label says that it serves no more."""
         return self.terminating or self.labels.get(labels.SERVING) == "false"
@@ -76,7 +81,7 @@ def endpoints(pools: Iterable[Pool], pods: Iterable[Pod]) -> tuple[EndpointSpec,
     others = [pool for pool in known if not _is_own(pool)]
     by_address: dict[str, EndpointSpec] = {}
     for pod in sorted(pods, key=lambda pod: (pod.created, pod.name)):
-        if pod.ip is None or pod.ended or pod.labels.get(labels.ROLE) in _OTHER_ROLES:
+        if pod.ip is None or pod.ended or pod.worker or pod.labels.get(labels.ROLE) in _OTHER_ROLES:
             continue
         pool = by_label.get(pod.labels.get(labels.POOL, ""))
         if pool is None:

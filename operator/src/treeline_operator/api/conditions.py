@@ -184,6 +184,12 @@ class Reason(StrEnum):
         "Pods wait for the Secret with the keys of KV events.",
         "Wait some seconds; if it lasts, see GatewayReady and EndpointPickerReady.",
     )
+    LEADER_WORKER_SET_MISSING = _needs_you(
+        "LeaderWorkerSetMissing",
+        "The cluster has no LeaderWorkerSet, or the operator may not read it: replicas of several pods need it.",
+        "Install LeaderWorkerSet (sigs.k8s.io/lws), grant the rights of the chart, or set accelerator.nodes to 1.",
+        patience_s=60,
+    )
     KEY_SECRET_MISSING = _needs_you(
         "KeySecretMissing",
         "The Secret with the keys of KV events was deleted.",

@@ -52,7 +52,7 @@ FLAGS: Final[Mapping[str, Mapping[EngineType, str]]] = {
     "schedule_policy": {"treeline": "--schedule-policy", "sglang": "--schedule-policy", "vllm": "--scheduling-policy"},
     "eviction_policy": {"treeline": "--eviction-policy", "sglang": "--radix-eviction-policy"},
     "tensor_parallel": {"treeline": "--tp-size", "sglang": "--tp-size", "vllm": "--tensor-parallel-size"},
-    "data_parallel": {"sglang": "--dp-size", "vllm": "--data-parallel-size"},
+    "data_parallel": {"treeline": "--dp-size", "sglang": "--dp-size", "vllm": "--data-parallel-size"},
 }
 """Setting → the engines that have it, each with its flag."""
 
@@ -83,7 +83,10 @@ OWN_FLAGS: Final[Mapping[EngineType, Mapping[str, str]]] = {
         "--drain-timeout": "drain.timeoutSeconds",
         "--device": "accelerator.type",
         "--tp-size": "tensorParallel",
+        "--dp-size": "dataParallel",
+        "--nnodes": "accelerator.nodes",
         **dict.fromkeys(("--host", "--metrics-host", "--metrics-port", "--curve-dir", "--pre-stop"), ""),
+        **dict.fromkeys(("--node-rank", "--dist-init-addr"), ""),
     },
     "sglang": {
         "--model-path": "model.uri",
@@ -149,7 +152,7 @@ _GPU_ONLY: Final = "is for GPUs only: remove it, or set type to nvidia or amd"
 
 
 class Accelerator(Part):
-    """Devices of a pod."""
+    """Devices of a pod, and pods of a replica."""
 
     RULES = (
         forbidden(
@@ -173,6 +176,9 @@ class Accelerator(Part):
     """Kind of device."""
     count: Annotated[StrictInt, Field(ge=1, le=16)] = 1
     """Devices per pod. For GPUs."""
+    nodes: Annotated[StrictInt, Field(ge=1, le=16)] = 1
+    """Pods per replica, over which the model is split: for models that need more devices than a node has. More than one
+    needs LeaderWorkerSet in the cluster, and engine treeline."""
     class_: Annotated[str, StringConstraints(pattern=LABEL_VALUE_PATTERN, min_length=1, max_length=63)] | None = Field(
         default=None, alias="class"
     )
@@ -231,17 +237,6 @@ class Engine(Part):
             reason="FieldValueRequired",
         ),
         forbidden(
-            "self.type != 'treeline' || self.dataParallel == 1",
-            "engine treeline runs one copy of the model in a pod: remove dataParallel and raise replicas",
-            field=".dataParallel",
-        ),
-        forbidden(
-            f"self.type != 'treeline' || !({_args_say(('--dp-size',))})",
-            "the operator does not support data-parallel ranks of engine treeline in a pod yet: remove --dp-size from"
-            " args and raise replicas",
-            field=".args",
-        ),
-        forbidden(
             "self.type != 'treeline' || !has(self.adapters) || self.adapters.size() == 0",
             "engine treeline cannot load adapters: remove adapters, or use engine sglang or vllm",
             field=".adapters",
@@ -280,8 +275,9 @@ class Engine(Part):
     """Share of the device's memory for weights and KV cache."""
     page_size: Annotated[StrictInt, Field(ge=1, le=1024)] | None = None
     """Tokens per page of the KV cache."""
-    tensor_parallel: Annotated[StrictInt, Field(ge=1, le=16)] | None = None
-    """Devices (on CPUs: processes) that share each layer; default accelerator.count ÷ dataParallel."""
+    tensor_parallel: Annotated[StrictInt, Field(ge=1, le=64)] | None = None
+    """Devices (on CPUs: processes) that share each layer, in all pods of a replica; default accelerator.count × nodes ÷
+    dataParallel."""
     data_parallel: Annotated[StrictInt, Field(ge=1, le=64)] = 1
     """Copies of the model in one pod."""
     max_running_requests: Annotated[StrictInt, Field(ge=1)] | None = None

@@ -90,14 +90,33 @@ class PoolSpec(Part):
             field=".engine.adapters",
         ),
         Rule(
-            "self.accelerator.type == 'cpu' || !has(self.engine.tensorParallel)"
+            "self.accelerator.type == 'cpu' || self.accelerator.nodes > 1 || !has(self.engine.tensorParallel)"
             " || self.accelerator.count % self.engine.tensorParallel == 0",
             "accelerator.count is not a multiple of tensorParallel: correct one of them",
             field=".accelerator.count",
         ),
+        forbidden(
+            "self.accelerator.nodes == 1 || self.engine.type == 'treeline'",
+            "only engine treeline is started over several pods: set accelerator.nodes to 1, or use engine treeline",
+            field=".accelerator.nodes",
+        ),
+        forbidden(
+            "self.accelerator.nodes == 1 || self.engine.dataParallel == 1",
+            "one copy of the model cannot span pods that hold several: set accelerator.nodes or dataParallel to 1",
+            field=".engine.dataParallel",
+        ),
+        Rule(
+            "self.accelerator.nodes == 1 || (has(self.engine.tensorParallel)"
+            " ? (self.accelerator.type == 'cpu' ? self.engine.tensorParallel % self.accelerator.nodes == 0"
+            " : self.engine.tensorParallel == self.accelerator.count * self.accelerator.nodes)"
+            " : self.accelerator.type != 'cpu')",
+            "tensorParallel counts the devices of all pods of a replica: set it to accelerator.count times"
+            " accelerator.nodes or, on CPUs, to a multiple of accelerator.nodes",
+            field=".engine.tensorParallel",
+        ),
         Rule(
             "self.accelerator.type == 'cpu'"
-            " || self.accelerator.count >="
+            " || self.accelerator.count * self.accelerator.nodes >="
             " (has(self.engine.tensorParallel) ? self.engine.tensorParallel : 1) * self.engine.dataParallel"
             f" || (has(self.engine.args) && self.engine.args.exists(a, a in {list(_OTHER_SPLITS)}))",
             "every copy of the model needs its devices: set accelerator.count to tensorParallel times dataParallel",
@@ -133,11 +152,11 @@ class PoolSpec(Part):
     preset: DnsLabel | None = None
     """Preset of the chart (`presets`); it sets fields that are at their defaults here."""
     replicas: Annotated[StrictInt, Field(ge=0, le=1000)] = 1
-    """Number of pods; also set by `kubectl scale` and autoscalers."""
+    """Number of replicas, each a pod (or `accelerator.nodes` pods); also set by `kubectl scale` and autoscalers."""
     template: Annotated[dict[str, Any], WithJsonSchema(_TEMPLATE)] | None = None
     """PodTemplate fragment, merged into the pods; the engine's container is `runtime`."""
     accelerator: Accelerator = Field(default_factory=Accelerator)
-    """Devices of a pod."""
+    """Devices of a pod, and pods of a replica."""
     engine: Engine = Field(default_factory=Engine)
     """The server in the pods."""
     endpoint_picker: EndpointPicker = Field(default_factory=EndpointPicker)
@@ -170,22 +189,23 @@ class PoolSpec(Part):
         if not accelerator.is_gpu or engine.type == "custom" or self.splits_by_args:
             return 1
         shares = engine.type == "sglang" and "--enable-dp-attention" in engine.args
-        return accelerator.count if shares else max(1, accelerator.count // engine.data_parallel)
+        devices = accelerator.count * accelerator.nodes
+        return devices if shares else max(1, devices // engine.data_parallel)
 
     @property
     def ranks(self) -> int:
         """Processes of a pod that compute: one for each GPU, or those that share a CPU pod's layers."""
-        return max(self.accelerator.count, self.tensor_parallel)
+        return max(self.accelerator.count, self.tensor_parallel * self.engine.data_parallel // self.accelerator.nodes)
 
     @property
     def unused_devices(self) -> int:
-        """Devices of a pod that the engine does not use, as far as its settings show."""
+        """Devices of a replica that the engine does not use, as far as its settings show."""
         engine, accelerator = self.engine, self.accelerator
         if not accelerator.is_gpu or engine.type == "custom" or self.splits_by_args:
             return 0
         if not set(_OTHER_SPLITS).isdisjoint(engine.args):
             return 0
-        return accelerator.count - self.tensor_parallel * engine.data_parallel
+        return accelerator.count * accelerator.nodes - self.tensor_parallel * engine.data_parallel
 
     @property
     def splits_by_args(self) -> bool:
@@ -291,6 +311,8 @@ class PoolStatus(TypedDict, total=False):
     """How the picker knows cached prefixes."""
 
 
+_MAX_NAME_OF_GROUPS: Final = 37
+"""With a revision and the number of a group it makes the name of a StatefulSet, which has 52 characters at most."""
 _RESERVED: Final = ("-gateway", "-epp", "-edge", "-kv-keys", "-gie", "-pods")
 
 
@@ -306,6 +328,12 @@ class InferencePool(Resource):
         Rule(
             f"self.metadata.name.matches('{SHORT_NAME_PATTERN}')",
             "names of Services are made from the pool's: use small letters, digits and '-', a letter first",
+            field=".metadata.name",
+        ),
+        Rule(
+            f"self.spec.accelerator.nodes == 1 || self.metadata.name.size() <= {_MAX_NAME_OF_GROUPS}",
+            "the name is too long for replicas of several pods, since names of StatefulSets are made from it: use"
+            f" {_MAX_NAME_OF_GROUPS} characters or fewer",
             field=".metadata.name",
         ),
         Rule(

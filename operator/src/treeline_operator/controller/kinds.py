@@ -45,6 +45,7 @@ OPTIONAL: Final = (
     _made("gateway.networking.k8s.io/v1", "HTTPRoute", "httproutes"),
     _made("inference.networking.k8s.io/v1", "InferencePool", "inferencepools"),
     _made("monitoring.coreos.com/v1", "PodMonitor", "podmonitors"),
+    _made("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", "leaderworkersets"),
 )
 """Followed where they exist, and looked for now and then where they do not."""
 

@@ -25,7 +25,8 @@ _EVERY_S: Final = 10.0
 _REFUSED_S: Final = 300.0
 _PATIENCE_S: Final = 5.0
 _MOST: Final = 2000
-_KINDS: Final = frozenset(("Pod", "ReplicaSet", "Deployment"))
+_KINDS: Final = frozenset(("Pod", "ReplicaSet", "Deployment", "StatefulSet", "LeaderWorkerSet"))
+"""A LeaderWorkerSet's StatefulSets have its name, and those of its leaders."""
 
 
 _Named = dict[str, list[Event]]
@@ -129,10 +130,10 @@ def is_stuck(world: PoolWorld) -> bool:
     if any(not is_ready(pod) and not is_leaving(pod) for pod in pods):
         return True
     children = (*world.children, *world.gateway.children)
-    return any(_lacks_pods(child.object) for child in children if child.ref.kind == "Deployment")
+    return any(_lacks_pods(child.object) for child in children if child.ref.kind in ("Deployment", "LeaderWorkerSet"))
 
 
-def _lacks_pods(deployment: dict[str, Any]) -> bool:
-    status = deployment.get("status") or {}
-    wanted: int = (deployment.get("spec") or {}).get("replicas", 1)
-    return "observedGeneration" in status and status.get("replicas", 0) < wanted
+def _lacks_pods(workload: dict[str, Any]) -> bool:
+    status = workload.get("status") or {}
+    wanted: int = (workload.get("spec") or {}).get("replicas", 1)
+    return bool(status) and status.get("replicas", 0) < wanted

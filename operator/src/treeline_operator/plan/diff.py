@@ -37,6 +37,7 @@ _KEY_DEFAULTS: Final = {"protocol": "TCP"}
 _WHOLE: Final[dict[str, tuple[str, ...]]] = {
     "Service": ("selector", "ports"),
     "Deployment": ("template",),
+    "LeaderWorkerSet": ("leaderWorkerTemplate",),
     "PersistentVolumeClaim": (),
 }
 """The fields of a `spec` that are the operator's with all that is in them: what others add there is removed. Of the
@@ -182,7 +183,7 @@ def whole_spec(desired: dict[str, Any], there: dict[str, Any]) -> dict[str, Any]
         ports = {port.get("name"): port[_NODE_PORT] for port in there["spec"].get("ports", ()) if _NODE_PORT in port}
         known = ({_NODE_PORT: ports[port["name"]]} if port["name"] in ports else {} for port in spec["ports"])
         spec["ports"] = [{**more, **port} for port, more in zip(spec["ports"], known, strict=True)]
-    elif restarted := (there["spec"]["template"].get("metadata", {}).get("annotations") or {}).get(_RESTARTED):
+    elif restarted := (there["spec"].get("template", {}).get("metadata", {}).get("annotations") or {}).get(_RESTARTED):
         meta = spec["template"]["metadata"]
         annotations = {**meta.get("annotations", {}), _RESTARTED: restarted}
         spec["template"] = {**spec["template"], "metadata": {**meta, "annotations": annotations}}

@@ -6,6 +6,8 @@ A pod leaves in three steps, which only its labels and annotations record:
 2. *released*: it has no requests left, or its time is up; it gets the lowest deletion cost;
 3. the Deployment has one replica less, and its ReplicaSet deletes a pod of the lowest cost.
 
+Of a LeaderWorkerSet, the groups with the highest numbers end, whatever their state: their leaders leave in this order.
+
 If a pod should stay after all (a revert, a scale-up), it gets its labels back before any new pod is made. A ReplicaSet
 deletes pods without a node first, then pending, then not ready ones, at any cost; so pods are chosen in this order, and
 none is released while an earlier one is still draining.
@@ -114,23 +116,24 @@ def drain_step(pods: Sequence[Pod], wanted: int, replicas: int, policy: DrainPol
     """The steps that leave `wanted` of these pods, while the Deployment asks for `replicas`. `why` is the reason."""
     leaving = victims(pods, wanted, policy)
     chosen = {pod["metadata"]["name"] for pod in leaving}
+    groups = any(facts.group_index(pod) is not None for pod in leaving)
     stay = [pod for pod in pods if pod["metadata"]["name"] not in chosen]
     marks = [_mark(pod, "return", "it stays") for pod in stay if _is_marked(pod)]
     notes: list[str] = []
     again: list[float] = []
     waiting = 0
-    blocked = -1  # place of the first pod that must wait: pods of later places would not be deleted before it
+    blocked: int | None = None  # place of the first pod that must wait: later ones would not be deleted before it
     for pod in leaving:
         if _is_released(pod):
             continue
-        waiting += 1
+        waiting = max(waiting, (facts.group_index(pod) or 0) + 1 - wanted) if groups else waiting + 1
         decision = _may_release(pod, policy)
         place = _place(pod)
-        if decision.may_go and blocked in (-1, place):
+        if decision.may_go and blocked in (None, place):
             marks.append(_released(pod, policy, f"{why}; {decision.why}", cut_off=decision.cut_off))
             continue
         if not decision.may_go:
-            blocked = place if blocked == -1 else blocked
+            blocked = place if blocked is None else blocked
             again.append(decision.again_s)
             notes.append(f"pod {pod['metadata']['name']} leaves: {decision.why}")
         if _since(pod, policy.now) is None and not _is_undecided(pod, policy):
@@ -142,7 +145,7 @@ def drain_step(pods: Sequence[Pod], wanted: int, replicas: int, policy: DrainPol
 
 def victims(pods: Sequence[Pod], wanted: int, policy: DrainPolicy) -> list[Pod]:
     """The pods beyond `wanted`, in the order in which they leave: among equally ready ones those already leaving, then
-    those with the fewest requests, the coldest cache, the newest."""
+    those with the fewest requests, the coldest cache, the newest. Of leaders, those with the highest numbers."""
 
     def order(pod: Pod) -> tuple[Any, ...]:
         endpoint = policy.endpoint(pod)
@@ -151,7 +154,10 @@ def victims(pods: Sequence[Pod], wanted: int, policy: DrainPolicy) -> list[Pod]:
         age, name = -created(pod).timestamp(), pod["metadata"]["name"]
         return _place(pod), stage, policy.in_flight(pod) or 0, cached, age, name
 
-    return sorted(pods, key=order)[: max(0, len(pods) - wanted)]
+    ordered = sorted(pods, key=order)
+    if any(facts.group_index(pod) is not None for pod in pods):
+        return [pod for pod in ordered if (facts.group_index(pod) or 0) >= wanted]
+    return ordered[: max(0, len(pods) - wanted)]
 
 
 def deadline(pod: Pod, timeout: timedelta, now: datetime) -> datetime | None:
@@ -200,11 +206,14 @@ def _unseen(policy: DrainPolicy, since: datetime, left_s: float) -> _ReleaseDeci
 
 def _is_undecided(pod: Pod, policy: DrainPolicy) -> bool:
     """Whether another pod may be a better choice, as far as is known before the picker is asked."""
-    return not policy.fresh and facts.is_ready(pod) and not facts.is_draining(pod)
+    chosen = facts.group_index(pod) is not None
+    return not chosen and not policy.fresh and facts.is_ready(pod) and not facts.is_draining(pod)
 
 
 def _place(pod: Pod) -> int:
-    """The order in which a ReplicaSet deletes pods before it looks at their costs."""
+    """The order in which a ReplicaSet deletes pods before it looks at their costs; a LeaderWorkerSet's is by number."""
+    if (index := facts.group_index(pod)) is not None:
+        return -index
     if facts.is_ready(pod):
         return 3
     if not pod.get("spec", {}).get("nodeName"):

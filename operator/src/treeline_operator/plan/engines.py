@@ -165,7 +165,7 @@ def _treeline(pool: InferencePool, files: Files, images: Images) -> Launch:
         ports=(*_kv_ports(pool, ("load", wire.LOAD)), ("metrics", metrics)),
         probes=_probes(pool, _http("/ready"), _http("/live"), period=2),
         keys=True,
-        shared_memory=spec.ranks > 1,
+        shared_memory=spec.ranks * spec.accelerator.nodes > 1,
         downloads=True,
     )
 

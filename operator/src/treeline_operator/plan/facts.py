@@ -67,7 +67,9 @@ def created(obj: Mapping[str, Any]) -> datetime:
 
 
 def is_observed(obj: Mapping[str, Any]) -> bool:
-    """Whether its controller has processed the present spec."""
+    """Whether its controller has processed the present spec; of a LeaderWorkerSet, whether it has seen it at all."""
+    if obj["kind"] == "LeaderWorkerSet":
+        return bool(obj.get("status"))
     read: int = (obj.get("status") or {}).get("observedGeneration", 0)
     written: int = obj["metadata"].get("generation", 0)
     return read >= written
@@ -88,6 +90,26 @@ def condition_of(obj: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
     """A condition of an object's status by its type; empty where it is not reported."""
     reported: Iterable[Mapping[str, Any]] = (obj.get("status") or {}).get("conditions") or ()
     return next((one for one in reported if one["type"] == kind), {})
+
+
+def pod_template(workload: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The template of the pods that serve, in a Deployment or a LeaderWorkerSet."""
+    spec: Mapping[str, Any] = workload["spec"]
+    found: Mapping[str, Any] = (
+        spec["template"] if "template" in spec else spec["leaderWorkerTemplate"]["leaderTemplate"]
+    )
+    return found
+
+
+def group_index(pod: Mapping[str, Any]) -> int | None:
+    """The number of the pod's group in its LeaderWorkerSet; None for pods of a Deployment."""
+    index = label(pod, labels.GROUP_INDEX)
+    return int(index) if index else None
+
+
+def is_worker(pod: Mapping[str, Any]) -> bool:
+    """Whether it is a pod of a group other than the leader, which alone serves."""
+    return label(pod, labels.WORKER_INDEX) not in ("", "0")
 
 
 def is_leaving(pod: Mapping[str, Any]) -> bool:

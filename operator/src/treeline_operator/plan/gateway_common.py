@@ -14,7 +14,7 @@ from treeline_operator.api.parts import Resources
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.plan import objects
 from treeline_operator.plan.canonical import canonical
-from treeline_operator.plan.facts import condition_of, container_statuses, find, since, state_of
+from treeline_operator.plan.facts import condition_of, container_statuses, find, pod_template, since, state_of
 from treeline_operator.plan.merge import laid_over, merged
 from treeline_operator.plan.objects import Object, manifest
 from treeline_operator.plan.shared_gateway import SharedGateway
@@ -224,9 +224,9 @@ def admin_key(pool: str, meta: dict[str, Any]) -> CreateKeys:
     return CreateKeys(secret, "a key to the engines' administration", fresh="word")
 
 
-def hands_admin_key(deployment: Mapping[str, Any], pool: str) -> bool:
-    """Whether the pods of a Deployment mount that key, so it existed before."""
-    containers = deployment["spec"]["template"]["spec"].get("containers", ())
+def hands_admin_key(workload: Mapping[str, Any], pool: str) -> bool:
+    """Whether the pods of a Deployment or LeaderWorkerSet mount that key, so it existed before."""
+    containers = pod_template(workload)["spec"].get("containers", ())
     given = (env.get("valueFrom") or {} for one in containers for env in one.get("env") or ())
     return any((source.get("secretKeyRef") or {}).get("name") == names.admin_key(pool) for source in given)
 

@@ -40,8 +40,11 @@ def pods_policy(pool: InferencePool, parents: Sequence[ParentRef], platform: Pla
         ingress.append({"from": list(platform.metrics_from), "ports": [port(metrics[1])]})
     if parents:
         ingress.append({"from": _proxies(parents, pool.namespace), "ports": http})
+    # The ranks of a group choose their ports as they connect; no policy can name the pods of one group alone.
+    group = [{"podSelector": {"matchLabels": selector(pool.name)}}] if pool.spec.accelerator.nodes > 1 else []
+    ingress += [{"from": group}] if group else []
     dns = {"to": [{"namespaceSelector": {}}, {"ipBlock": {"cidr": _NODE_LOCAL_DNS}}], **_DNS}
-    egress = [dns, *_collector(pool.spec.tracing)]
+    egress = [dns, *([{"to": group}] if group else []), *_collector(pool.spec.tracing)]
     return _policy(meta, {"matchLabels": selector(pool.name)}, ingress=ingress, egress=egress)
 
 

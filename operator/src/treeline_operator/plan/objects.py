@@ -34,6 +34,26 @@ def deployment(meta: Object, match: dict[str, str], template: Object, replicas: 
     return manifest("apps/v1", "Deployment", meta, spec=spec)
 
 
+LEADER_WORKER_SET: Final = "leaderworkerset.x-k8s.io/v1/LeaderWorkerSet"
+
+
+def leader_worker_set(meta: Object, leader: Object, worker: Object, size: int, replicas: int) -> Object:
+    """A LeaderWorkerSet: groups of `size` pods that start, restart and are replaced together, a new one before an old
+    one ends."""
+    template = {
+        "size": size,
+        # A rank that comes back alone finds no others: they ended with it.
+        "restartPolicy": "RecreateGroupOnPodRestart",
+        "leaderTemplate": leader,
+        "workerTemplate": worker,
+    }
+    surge = {"type": "RollingUpdate", "rollingUpdateConfiguration": {"maxSurge": 1, "maxUnavailable": 0}}
+    # The leader gets ready with its workers, so they must not wait for that.
+    more = {"startupPolicy": "LeaderCreated", "rolloutStrategy": surge}
+    spec = {"replicas": replicas, "leaderWorkerTemplate": template, **more}
+    return manifest("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", meta, spec=spec)
+
+
 def disruption_budget(meta: Object, match: dict[str, str], max_unavailable: int | str = 1) -> Object:
     """A budget for draining nodes: `max_unavailable` pods may be evicted at once, and broken ones always. It must be at
     least 1: 0 would block draining."""

@@ -31,7 +31,14 @@ from treeline_operator.plan.gateway_common import (
 )
 from treeline_operator.plan.model_names import names_of
 from treeline_operator.plan.network import download_policy, pods_policy, scraped_port
-from treeline_operator.plan.objects import POD_MONITOR, disruption_budget, manifest, pod_monitor, service_port
+from treeline_operator.plan.objects import (
+    LEADER_WORKER_SET,
+    POD_MONITOR,
+    disruption_budget,
+    manifest,
+    pod_monitor,
+    service_port,
+)
 from treeline_operator.plan.revision import (
     ExistingRevision,
     TargetRevision,
@@ -43,12 +50,12 @@ from treeline_operator.plan.revision import (
 from treeline_operator.plan.rollout import Revision, RolloutPolicy, RolloutStep, next_step
 from treeline_operator.plan.routes import ROUTE, UPSTREAM, http_route, upstream_pool
 from treeline_operator.plan.runtime import (
-    deployment,
     images_of,
     needs_admin_key,
     needs_keys,
     selector,
     template_problem,
+    workload,
 )
 from treeline_operator.world import Observed, PoolWorld, Ref
 
@@ -77,7 +84,7 @@ class _Planner:
         pool = self.pool
         there = existing_revisions(self.world)
         target = target_revision(pool, there)
-        problem = template_problem(pool) or self._missing_keys(target)
+        problem = template_problem(pool) or lacking_groups(self.world) or self._missing_keys(target)
         if problem:
             self.notes.append(f"{problem}; the pods stay as they are")
         step = self._step(there, target) if not problem else RolloutStep({one.name: one.replicas for one in there})
@@ -213,7 +220,7 @@ class _Planner:
         pool, images = self.pool, self.world.platform.images
         meta = self._meta(names.deployment(pool.name, target.name))
         if target.existing is None:
-            desired = deployment(pool, target, replicas, meta, images)
+            desired = workload(pool, target, replicas, meta, images)
             self.wanted.append(Ref.of(desired))
             why = f"revision {target.name} of the spec{_devices(pool)}"
             write = self._write(desired, why, ignore_paths=(_REPLICAS,))
@@ -233,13 +240,13 @@ class _Planner:
         assert target.existing is not None
         there, ours = target.existing.observed, self.world.platform.images
         for images in (ours, images_of(target.existing, ours)):
-            desired = deployment(self.pool, target, replicas, meta, images)
+            desired = workload(self.pool, target, replicas, meta, images)
             write = applying(desired, there, f"revision {target.name}", ignore_paths=(_REPLICAS,))
             if write is None or write.drift:
                 return write
         if not annotation(there.object, names.APPLIED):  # somebody removed that too
             differing = differences(desired, there.object)
-            if not any(path.startswith("spec.template") for path in differing):
+            if not any(path.startswith(("spec.template", "spec.leaderWorkerTemplate")) for path in differing):
                 return write
         self.notes.append(f"revision {target.name} would be made differently now; it stays unchanged")
         return None
@@ -256,11 +263,13 @@ class _Planner:
 
     def _wants_download(self, there: tuple[ExistingRevision, ...], target: TargetRevision, step: RolloutStep) -> bool:
         """Whether a pod, present or about to be made, has to download."""
-        pods = {one.name: one.pods for one in there}
+        pods = {one.name: (*one.pods, *one.workers) for one in there}
+        nodes = {one.name: one.nodes for one in there} | {target.name: self.pool.spec.accelerator.nodes}
         fetching = {one.name: one.downloads for one in there}
         fetching[target.name] = fetching.get(target.name, False) or bool(files(self.pool).fetches)
         return any(
-            fetching[name] and sum(facts.downloaded(pod) is not None for pod in pods.get(name, ())) < replicas
+            fetching[name]
+            and sum(facts.downloaded(pod) is not None for pod in pods.get(name, ())) < replicas * nodes[name]
             for name, replicas in step.replicas.items()
         )
 
@@ -292,7 +301,11 @@ class _Planner:
         }
         meta = self._meta(f"{pool.name}-pods")
         yield from self._apply(manifest("v1", "Service", meta, spec=service), "identity of the pods")
-        budget = disruption_budget(self._meta(pool.name), match, pool.spec.disruption_budget.max_unavailable)
+        allowed = pool.spec.disruption_budget.max_unavailable
+        if pool.spec.accelerator.nodes > 1:
+            # Each evicted pod takes its group with it, so a share of the pods would be too many.
+            allowed = max(1, pods_of(allowed, pool.spec.replicas, up=True))
+        budget = disruption_budget(self._meta(pool.name), match, allowed)
         yield from self._apply(budget, "how many pods may be evicted at once")
         if POD_MONITOR not in self.world.platform.apis:
             self._leave(POD_MONITOR)
@@ -338,6 +351,8 @@ class _Planner:
         gone = {one.observed.ref for one in outdated(there, target.name)}
         for one in outdated(there, target.name):
             yield Delete(one.observed.ref, one.observed.uid, "an old revision without pods")
+        if self.world.platform.lacking(LEADER_WORKER_SET):
+            self._leave(LEADER_WORKER_SET)
         yield from prune(self.world.children, self.wanted, self.pool.metadata.uid, kept=gone)
 
     # ---- helpers --------------------------------------------------------------------------------------------
@@ -403,7 +418,14 @@ def _around(out: DrainStep, there: ExistingRevision, writes: Iterable[Action]) -
 def _devices(pool: InferencePool) -> str:
     """How many GPUs a replica takes; empty on CPUs."""
     accelerator = pool.spec.accelerator
-    return f", {accelerator.count} GPU{'s' * (accelerator.count > 1)} per replica" if accelerator.is_gpu else ""
+    gpus, pods = accelerator.count * accelerator.nodes, accelerator.nodes
+    on = f" in {pods} pods" if pods > 1 else ""
+    return f", {gpus} GPU{'s' * (gpus > 1)}{on} per replica" if accelerator.is_gpu else ""
+
+
+def lacking_groups(world: PoolWorld) -> str:
+    """Why the cluster cannot start a replica of several pods; empty if it can, or if the pool's are single ones."""
+    return world.platform.lacking(LEADER_WORKER_SET) if world.pool.spec.accelerator.nodes > 1 else ""
 
 
 def _other_controller(there: Observed | None, uid: str) -> str:

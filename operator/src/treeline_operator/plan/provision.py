@@ -152,7 +152,7 @@ def unshareable(pool: InferencePool, asked: Wanted, observed: Observed | None) -
     modes = set(asked.cache.access_modes or ("ReadWriteOnce",))
     if observed is not None:
         modes = set(observed.object["spec"].get("accessModes", ())) or modes
-    most = max(pool.spec.replicas, pool.spec.autoscaling.max_replicas or 0)
+    most = max(pool.spec.replicas, pool.spec.autoscaling.max_replicas or 0) * pool.spec.accelerator.nodes
     how = f"set {asked.field}.accessModes to [ReadWriteMany], of a storage class that has it"
     again = f" (delete claim {asked.name} to have it created again)" if observed is not None else ""
     if "ReadWriteMany" in modes:

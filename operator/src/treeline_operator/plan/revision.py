@@ -1,4 +1,5 @@
-"""The revisions that a pool has and should have. Each is a Deployment, named by a hash of its pods' inputs."""
+"""The revisions that a pool has and should have. Each is a Deployment or, for replicas of several pods, a
+LeaderWorkerSet, named by a hash of its pods' inputs."""
 
 from __future__ import annotations
 
@@ -58,12 +59,14 @@ def inputs(pool: InferencePool) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ExistingRevision:
-    """A present revision: its Deployment, decoded, and its pods that are not being deleted."""
+    """A present revision: its Deployment or LeaderWorkerSet, decoded, and its pods that are not being deleted: those
+    that serve, one a replica, and the workers of their groups."""
 
     name: str
     observed: Observed
     object: dict[str, Any]
     pods: tuple[dict[str, Any], ...]
+    workers: tuple[dict[str, Any], ...] = ()
 
     @property
     def replicas(self) -> int:
@@ -79,8 +82,18 @@ class ExistingRevision:
     @property
     def downloads(self) -> bool:
         """Whether its pods download the model before they start."""
-        pod = self.object["spec"]["template"]["spec"]
+        pod = facts.pod_template(self.object)["spec"]
         return any(container["name"] == facts.DOWNLOAD for container in pod.get("initContainers", ()))
+
+    @property
+    def nodes(self) -> int:
+        """Pods of a replica."""
+        return int(self.object["spec"].get("leaderWorkerTemplate", {}).get("size", 1))
+
+    def group(self, leader: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
+        """All pods of a replica, by the one that serves."""
+        index = facts.group_index(leader)
+        return leader, *(pod for pod in self.workers if facts.group_index(pod) == index)
 
     def measured(
         self, picker: Collection[str] | None, now: datetime, olds: Collection[ExistingRevision] = ()
@@ -94,14 +107,15 @@ class ExistingRevision:
         if picker is not None:
             ready = [pod for pod in ready if pod["metadata"]["name"] in picker]
         refused = max(0, self.replicas - len(self.pods)) if self._refusal else 0
-        homeless = [pod for pod in self.pods if facts.is_unschedulable(pod)]
+        groups = [self.group(pod) for pod in self.pods]
+        homeless = [pod for pod in (*self.pods, *self.workers) if facts.is_unschedulable(pod)]
         since = str(self._refusal.get("lastTransitionTime") or "") if refused else ""
         return Revision(
             self.name,
             self.replicas,
             ready=len(ready),
-            unschedulable=refused + len(homeless),
-            failing=sum(facts.is_failing(pod) for pod in self.pods),
+            unschedulable=refused + sum(any(map(facts.is_unschedulable, group)) for group in groups),
+            failing=sum(any(map(facts.is_failing, group)) for group in groups),
             waited_s=facts.waited_s(homeless, since, now),
             fits=self._fits(homeless, olds),
         )
@@ -112,9 +126,11 @@ class ExistingRevision:
         by_quota = "quota" in str(self._refusal.get("message", ""))
         if not homeless and not by_quota:
             return False
-        ours = self.object["spec"]["template"]["spec"]
-        theirs = [old.object["spec"]["template"]["spec"] for old in olds if old.replicas]
-        return bool(theirs) and all(facts.fits_in_place(homeless, ours, old) for old in theirs)
+        ours = facts.pod_template(self.object)["spec"]
+        theirs = [(facts.pod_template(old.object)["spec"], old.nodes) for old in olds if old.replicas]
+        return bool(theirs) and all(
+            self.nodes <= nodes and facts.fits_in_place(homeless, ours, old) for old, nodes in theirs
+        )
 
     @property
     def _refusal(self) -> Mapping[str, Any]:
@@ -132,12 +148,16 @@ def existing_revisions(world: PoolWorld) -> tuple[ExistingRevision, ...]:
             by_revision.setdefault(label(pod, names.REVISION), []).append(pod)
     found = []
     for child in world.children:
-        if child.ref.kind == "Deployment":
+        if child.ref.kind in ("Deployment", "LeaderWorkerSet"):
             obj = child.object
             if is_ours(obj["metadata"], world.pool.metadata.uid):
                 # The name cannot be changed; labels and annotations are repaired from it.
                 revision = child.ref.name.removeprefix(f"{world.pool.name}-")
-                found.append(ExistingRevision(revision, child, obj, tuple(by_revision.get(revision, ()))))
+                mine = by_revision.get(revision, ())
+                workers = tuple(pod for pod in mine if facts.is_worker(pod))
+                found.append(
+                    ExistingRevision(revision, child, obj, tuple(p for p in mine if p not in workers), workers)
+                )
     return tuple(sorted(found, key=lambda one: (created(one.object), one.name)))
 
 

@@ -1,4 +1,5 @@
-"""The pods of a pool: the Deployment of one revision, from the spec and the user's fragment of a template."""
+"""The pods of a pool: the Deployment or LeaderWorkerSet of one revision, from the spec and the user's fragment of a
+template."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from treeline_operator.plan import objects
 from treeline_operator.plan.download import Files, files, init_container
 from treeline_operator.plan.engines import KEYS_DIR, TEMPLATE_DIR, Launch, engine_of, start_seconds
 from treeline_operator.plan.facts import CONTAINER, DOWNLOAD
+from treeline_operator.plan.facts import pod_template as pod_template_of
 from treeline_operator.plan.merge import TemplateInvalid, laid_over, merged, overruled
 from treeline_operator.plan.objects import (
     Object,
@@ -34,6 +36,7 @@ _LONGEST_NOTICE_S: Final = 5
 """The picker hears of a deletion by its watch, at once; what follows EndpointSlices (a Service, a Gateway) takes a
 second or two. A pod without requests ends right after it."""
 _DEPLOY_MARGIN_S: Final = 3600
+_ZONE: Final = "topology.kubernetes.io/zone"
 
 
 def selector(pool: str) -> dict[str, str]:
@@ -56,13 +59,17 @@ def needs_admin_key(pool: InferencePool) -> bool:
     return bool(engine_of(pool).launch(pool, files(pool), Images()).admin_key)
 
 
-def deployment(pool: InferencePool, target: TargetRevision, replicas: int, meta: Object, images: Images) -> Object:
-    """The Deployment of a revision. Its template is made once and never edited."""
-    own = {"labels": {**meta["labels"], names.REVISION: target.name}}
+def workload(pool: InferencePool, target: TargetRevision, replicas: int, meta: Object, images: Images) -> Object:
+    """The Deployment of a revision, or the LeaderWorkerSet if a replica is several pods. Its template is made once and
+    never edited."""
+    meta = {**meta, "labels": {**meta["labels"], names.REVISION: target.name}}
+    template, nodes = pod_template(pool, target.name, images), pool.spec.accelerator.nodes
+    if nodes > 1:
+        return objects.leader_worker_set(meta, template, _worker_template(template), nodes, replicas)
     return objects.deployment(
-        {**meta, **own},
+        meta,
         {**selector(pool.name), names.REVISION: target.name},
-        pod_template(pool, target.name, images),
+        template,
         replicas,
         revisionHistoryLimit=1,
         progressDeadlineSeconds=start_seconds(pool) + _DEPLOY_MARGIN_S,
@@ -72,6 +79,28 @@ def deployment(pool: InferencePool, target: TargetRevision, replicas: int, meta:
 def pod_template(pool: InferencePool, revision: str, images: Images) -> Object:
     """The pods of a revision, with the user's fragment laid over them. Raises TemplateInvalid."""
     return laid_over(_own_template(pool, revision, images), _fragments(pool), CONTAINER)
+
+
+def _worker_template(leader: Object) -> Object:
+    """The other pods of a group: like the leader, but they serve nothing, and are placed in its zone if there is
+    room."""
+    labels_ = {k: v for k, v in leader["metadata"]["labels"].items() if k != labels.SERVING}
+    kept = {k: v for k, v in leader["spec"].items() if k != "topologySpreadConstraints"}
+    serving = {"ports", "startupProbe", "readinessProbe", "livenessProbe", "lifecycle"}
+    containers = [
+        {k: v for k, v in container.items() if container["name"] != CONTAINER or k not in serving}
+        for container in kept["containers"]
+    ]
+    near = {
+        "labelSelector": {"matchLabels": {labels.POOL: labels_[labels.POOL]}},
+        "matchLabelKeys": ["leaderworkerset.sigs.k8s.io/group-key"],
+        "topologyKey": _ZONE,
+    }
+    affinity = {
+        "podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [{"weight": 100, "podAffinityTerm": near}]}
+    }
+    spec = {"affinity": affinity, **kept, "containers": containers}
+    return {"metadata": {**leader["metadata"], "labels": labels_}, "spec": spec}
 
 
 def template_overruled(pool: InferencePool) -> tuple[str, ...]:
@@ -108,7 +137,7 @@ def template_problem(pool: InferencePool) -> str:
 def images_of(there: ExistingRevision, otherwise: Images) -> Images:
     """The images that a revision was made with, for pools that name none: an upgrade of the operator changes only the
     defaults of new revisions."""
-    pod = there.object["spec"]["template"]["spec"]
+    pod = pod_template_of(there.object)["spec"]
     fetch = _container(pod.get("initContainers", ()), DOWNLOAD)
     seen = fetch or _container(pod.get("containers", ()), CONTAINER)
     image = seen.get("image", otherwise.runtime)
@@ -117,9 +146,9 @@ def images_of(there: ExistingRevision, otherwise: Images) -> Images:
     return Images(runtime=image, runtime_cuda=image, epp=image, pull_policy=policy, pull_secrets=secrets)
 
 
-def names_model(deployment: Mapping[str, Any], name: str) -> bool:
+def names_model(there: Mapping[str, Any], name: str) -> bool:
     """Whether the pods of a revision were started with this model name."""
-    main = _container(deployment["spec"]["template"]["spec"].get("containers", ()), CONTAINER)
+    main = _container(pod_template_of(there)["spec"].get("containers", ()), CONTAINER)
     reported = [arg.rpartition("=")[2] for arg in main.get("args", ()) if arg.startswith("--served-model-name=")]
     args = list(main.get("args", ()))
     reported += [after for flag, after in pairwise(args) if flag == "--served-model-name"]
@@ -240,7 +269,7 @@ def _spread(pool: InferencePool, revision: str) -> list[Object]:
     match = {"matchLabels": {**selector(pool.name), names.REVISION: revision}}
     return [
         {"maxSkew": 1, "topologyKey": key, "whenUnsatisfiable": "ScheduleAnyway", "labelSelector": match}
-        for key in ("topology.kubernetes.io/zone", "kubernetes.io/hostname")
+        for key in (_ZONE, "kubernetes.io/hostname")
     ]
 
 

@@ -1,5 +1,5 @@
-"""Finds why pods are not ready, from pods, their containers' states, Events, Deployments. The best cause comes
-first."""
+"""Finds why pods are not ready, from pods, their containers' states, Events, and what makes the pods. The best cause
+comes first."""
 
 from __future__ import annotations
 
@@ -95,12 +95,12 @@ class Cause(NamedTuple):
 
 def diagnose(
     pods: Iterable[Json],
-    deployments: Iterable[Json] = (),
+    workloads: Iterable[Json] = (),
     events: Iterable[Event] = (),
     progress: Progress | None = None,
 ) -> list[Cause]:
-    """Find why these pods are not ready: each reason once, the most useful first. `deployments` make the pods, `events`
-    are the namespace's Warning events; both may contain others.
+    """Find why these pods are not ready: each reason once, the most useful first. `workloads` (Deployments,
+    LeaderWorkerSets) make the pods, `events` are the namespace's Warning events; both may contain others.
     """
     there = sorted(pods, key=lambda pod: str(pod["metadata"]["name"]))
     reported = _Events(events)
@@ -110,7 +110,7 @@ def diagnose(
         grouped.setdefault(cause.reason, []).append(cause)
     causes = [_together(causes, len(there)) for causes in grouped.values()]
     seen = set(grouped)
-    for cause in creation_failures(deployments, reported):
+    for cause in creation_failures(workloads, reported):
         if cause.reason not in seen:
             seen.add(cause.reason)
             causes.append(cause)
@@ -134,19 +134,21 @@ def of_pod(pod: Json, events: _Events, progress: Progress) -> Cause | None:
     return Cause(best[0], best[1], (meta["name"],))
 
 
-def creation_failures(deployments: Iterable[Json], events: _Events) -> Iterator[Cause]:
-    """Why Deployments cannot make pods: quotas, policies, what the API server finds invalid."""
-    for deployment in deployments:
-        name = deployment["metadata"]["name"]
-        refusal = condition_of(deployment, "ReplicaFailure")
+def creation_failures(workloads: Iterable[Json], events: _Events) -> Iterator[Cause]:
+    """Why Deployments and LeaderWorkerSets cannot make pods: quotas, policies, what the API server finds invalid."""
+    for workload in workloads:
+        kind, name = workload["kind"], workload["metadata"]["name"]
+        refusal = condition_of(workload, "ReplicaFailure")
         said = [refusal.get("message", "")] if refusal.get("status") == "True" else []
-        wanted = (deployment.get("spec") or {}).get("replicas") or 0
-        if not said and (deployment.get("status") or {}).get("replicas", 0) < wanted:
-            # The Deployment's controller repeats the ReplicaSet's problem a moment later.
-            said = events.of_replica_sets(name)
+        wanted = (workload.get("spec") or {}).get("replicas") or 0
+        # A group counts before its workers exist.
+        there = (workload.get("status") or {}).get("replicas" if kind == "Deployment" else "readyReplicas", 0)
+        if not said and there < wanted:
+            # The Deployment's controller repeats the ReplicaSet's problem a moment later; LeaderWorkerSet's never.
+            said = events.of_makers(name)
         for message in said[:1]:
             text = _REFUSED_POD.sub("", _line(message))
-            yield Cause(_creation_reason(text), f"Deployment {name} cannot make pods: {text}")
+            yield Cause(_creation_reason(text), f"{kind} {name} cannot make pods: {text}")
 
 
 class _Events:
@@ -160,10 +162,10 @@ class _Events:
         uid = meta.get("uid")
         return [event for event in self._all if event.name == meta["name"] and (event.uid or uid) == uid]
 
-    def of_replica_sets(self, deployment: str) -> list[str]:
-        """Why the ReplicaSets of a Deployment could not make pods."""
+    def of_makers(self, name: str) -> list[str]:
+        """Why the ReplicaSets of a Deployment, or the StatefulSets of a LeaderWorkerSet, could not make pods."""
         failed = (event for event in self._all if event.reason == "FailedCreate")
-        return [event.message for event in failed if event.name.rpartition("-")[0] == deployment]
+        return [event.message for event in failed if name in (event.name, event.name.rpartition("-")[0])]
 
 
 def _of_scheduling(pod: Json) -> Iterator[tuple[Reason, str]]:

@@ -20,6 +20,7 @@ from treeline_operator.plan.engines import engine_of, overridden, unseen_args
 from treeline_operator.plan.facts import find, is_observed, is_overdue, label
 from treeline_operator.plan.gateway import protections_record, template_problem
 from treeline_operator.plan.gateway_common import has_keys
+from treeline_operator.plan.pool import lacking_groups
 from treeline_operator.plan.replicas import Target
 from treeline_operator.plan.shared_gateway import SharedGateway, share
 from treeline_operator.plan.tokenizers import by_history, not_held
@@ -29,6 +30,7 @@ from treeline_operator.status.conditions import Judgement, build, few, timestamp
 from treeline_operator.world import PoolRouting, PoolWorld, Ref
 
 _MESSAGE: Final = 512
+_WORKLOADS: Final = ("Deployment", "LeaderWorkerSet")
 
 _ABOUT_THE_MODEL: Final = frozenset(
     (
@@ -124,9 +126,9 @@ def refusal(code: int, kind: str, message: str) -> Cause:
     text = " ".join(message.split())
     if code == 403 and "quota" in text:
         return Cause(Reason.QUOTA_EXCEEDED, text)
-    if code in (400, 403, 422) and kind == "Deployment" and ("denied" in text or "violates" in text):
+    if code in (400, 403, 422) and kind in _WORKLOADS and ("denied" in text or "violates" in text):
         return Cause(Reason.POD_REJECTED, text)
-    if code in (400, 422) and kind == "Deployment":
+    if code in (400, 422) and kind in _WORKLOADS:
         return Cause(Reason.TEMPLATE_INVALID, text)
     return Cause(Reason.RECONCILE_FAILED, text)
 
@@ -163,9 +165,13 @@ class _PoolView:
 
     @cached_property
     def live(self) -> list[dict[str, Any]]:
-        """All pods that are not being deleted."""
-        decoded = sorted((pod.object for pod in self.world.pods), key=lambda pod: str(pod["metadata"]["name"]))
-        return [pod for pod in decoded if not facts.is_leaving(pod)]
+        """All pods that serve, one a replica, and are not being deleted."""
+        return [pod for pod in self.pods if not facts.is_leaving(pod) and not facts.is_worker(pod)]
+
+    @cached_property
+    def pods(self) -> list[dict[str, Any]]:
+        """All pods, also the workers of groups."""
+        return sorted((pod.object for pod in self.world.pods), key=lambda pod: str(pod["metadata"]["name"]))
 
     @cached_property
     def active(self) -> list[dict[str, Any]]:
@@ -210,8 +216,7 @@ class _PoolView:
     @cached_property
     def draining(self) -> list[dict[str, Any]]:
         """Pods that finish their requests: taken out of rotation, or asked to end."""
-        ending = [pod.object for pod in self.world.pods]
-        ending = [pod for pod in ending if "deletionTimestamp" in pod["metadata"]]
+        ending = [pod for pod in self.pods if "deletionTimestamp" in pod["metadata"] and not facts.is_worker(pod)]
         return [*ending, *(pod for pod in self.live if label(pod, labels.SERVING) != "true")]
 
     @property
@@ -233,8 +238,10 @@ class _PoolView:
     @cached_property
     def causes(self) -> list[Cause]:
         """Why the current revision's pods are not all ready."""
-        deployments = [self.target.existing.object] if self.target.existing is not None else []
-        return diagnose(self.current, deployments, self.world.events, self.progress)
+        there = self.target.existing
+        if there is None:
+            return diagnose(self.current, (), self.world.events, self.progress)
+        return diagnose((*self.current, *there.workers), (there.object,), self.world.events, self.progress)
 
 
 def _judged(view: _PoolView) -> dict[ConditionType, Judgement]:
@@ -304,12 +311,15 @@ def _workloads(view: _PoolView) -> Judgement:
         return "False", view.refused.reason, view.refused.detail
     if view.target.existing is None and (problem := runtime.template_problem(view.world.pool)):
         return "False", Reason.TEMPLATE_INVALID, problem + _meanwhile(view)
+    if view.target.existing is None and (lacking := lacking_groups(view.world)):
+        return "False", Reason.LEADER_WORKER_SET_MISSING, lacking + _meanwhile(view)
     if view.target.existing is None:
-        name = names.deployment(view.world.pool.name, view.target.name)
+        kind = _WORKLOADS[view.world.pool.spec.accelerator.nodes > 1]
+        name = f"{kind} {names.deployment(view.world.pool.name, view.target.name)}"
         if runtime.needs_keys(view.world.pool) and not has_keys(view.world.gateway):
-            text = f"Deployment {name} is created once gateway {view.shared.name} has its keys"
+            text = f"{name} is created once gateway {view.shared.name} has its keys"
             return "False", Reason.KEYS_PENDING, text + _meanwhile(view)
-        return "False", Reason.PENDING, f"Deployment {name} is not there yet{_meanwhile(view)}"
+        return "False", Reason.PENDING, f"{name} is not there yet{_meanwhile(view)}"
     if desired == 0:
         return "True", Reason.SCALED_TO_ZERO, "no pods are wanted"
     if ready >= desired and view.observed:
