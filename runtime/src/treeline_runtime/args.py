@@ -257,6 +257,15 @@ class ServerArgs(SchedulerConfig):
     )
     log_format: str | None = setting(None, group="lifetime", choices=FORMATS, help=FORMAT_HELP)
 
+    @property
+    def expert_ranks(self) -> int:
+        return self.tp_size if self.tp_size > 1 else self.dp_size
+
+    @property
+    def shares_experts(self) -> bool:
+        """Whether data-parallel ranks do, and so take every step together."""
+        return self.ep_size > self.tp_size
+
     def public(self) -> dict[str, Any]:
         """The arguments for `/server_info`, without secrets."""
         return shown(self)

@@ -47,6 +47,13 @@ class Ranks(Protocol):
     def first(self, x: torch.Tensor, /) -> torch.Tensor:
         """Rank 0's x on every rank. May overwrite x."""
 
+    def all_gather(self, x: torch.Tensor, /) -> torch.Tensor:
+        """x (rows, n) → a new tensor (ranks x rows, n), the ranks' rows in order."""
+
+    def reduce_scatter(self, x: torch.Tensor, /) -> torch.Tensor:
+        """x (ranks x rows, n) → the rank's rows (rows, n) of the sum of all ranks' x, until the next call. May
+        overwrite x."""
+
 
 def join(rank: Rank, folder: Path, device: torch.device) -> Ranks:
     """Meets the other ranks in `folder`, which only they use; waits until all are there."""
@@ -96,6 +103,14 @@ class Processes:
         x = x.contiguous()
         self._group.broadcast([x]).wait()
         return x
+
+    def all_gather(self, x: torch.Tensor, /) -> torch.Tensor:
+        parts = [torch.empty_like(x) for _ in range(self.rank.count)]
+        self._group.allgather([parts], [x.contiguous()]).wait()
+        return torch.cat(parts)
+
+    def reduce_scatter(self, x: torch.Tensor, /) -> torch.Tensor:
+        return self.sum(x).chunk(self.rank.count)[self.rank.index]  # gloo has nothing better
 
 
 class SymmetricMemory:
@@ -151,6 +166,29 @@ class SymmetricMemory:
             x.copy_(self._of(0, x))
         self._handle.barrier()
         return x
+
+    def all_gather(self, x: torch.Tensor, /) -> torch.Tensor:
+        whole = x.new_empty(self.rank.count, *x.shape)
+        rows = max(1, BUFFER_BYTES // (x.shape[1] * x.element_size()))
+        for part, out in zip(x.split(rows), whole.split(rows, dim=1), strict=True):
+            self._put(part)
+            self._handle.barrier()
+            for index, there in enumerate(out):
+                there.copy_(self._of(index, part))
+            self._handle.barrier()  # read: it may be written again
+        return whole.flatten(0, 1)
+
+    def reduce_scatter(self, x: torch.Tensor, /) -> torch.Tensor:
+        count, index = self.rank.count, self.rank.index
+        parts = x.unflatten(0, (count, -1))
+        mine = torch.empty_like(parts[0])
+        rows = max(1, BUFFER_BYTES // (count * x.shape[1] * x.element_size()))
+        for part, out in zip(parts.split(rows, dim=1), mine.split(rows), strict=True):
+            self._put(part)
+            self._handle.barrier()
+            torch.stack([self._of(other, part)[index] for other in range(count)]).sum(0, out=out)
+            self._handle.barrier()
+        return mine
 
     def _put(self, x: torch.Tensor) -> torch.Tensor:
         """Copies x to where the other ranks read it; returns the copy."""

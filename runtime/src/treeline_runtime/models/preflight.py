@@ -51,7 +51,8 @@ def check_before_loading(config: EngineConfig, directory: Path, copies: int = 1,
     check_quantization(config, model)
     check_ranks(model, config.tp_size, config.ep_size)
     if config.load_format != "dummy" and (memory := memory_of(config.device)) is not None:
-        _check_fit(config, directory, memory, {"--replicas": copies, "--dp-size": 1 if memory.cuda else dp_size})
+        each = 1 if memory.cuda or config.ep_size > config.tp_size else dp_size
+        _check_fit(config, directory, memory, {"--replicas": copies, "--dp-size": each})
 
 
 def check_quantization(config: EngineConfig, model: ModelConfig) -> None:
@@ -66,7 +67,8 @@ def _check_fit(config: EngineConfig, directory: Path, memory: Memory, counts: di
     """`counts`: the engines that share the memory are the product of these, by flag."""
     dtype = config.dtype if config.dtype != "auto" else "bfloat16" if memory.cuda else "float32"
     itemsize = 1 if config.quantization == "fp8" else _ITEMSIZES[dtype]
-    ranks = config.tp_size if memory.cuda else 1  # on a CPU all of them share the memory
+    # at least: engines that share experts have the rest each; on a CPU all ranks share the memory
+    ranks = max(config.tp_size, config.ep_size) if memory.cuda else 1
     whole = weight_bytes(directory, itemsize)
     engines = math.prod(counts.values())
     if whole is None or (each := whole / ranks) * engines <= memory.size:
@@ -75,7 +77,8 @@ def _check_fit(config: EngineConfig, directory: Path, memory: Memory, counts: di
     many = f"{engines} engines need {engines} times that: start fewer ({flags}), or " if each <= memory.size else ""
     smaller = "" if itemsize == 1 else "an fp8 checkpoint, " if itemsize == 2 else "--dtype bfloat16, "
     more = "more memory, or split it over more GPUs (--tp-size)" if memory.cuda else "more memory"
-    part = f", {each / _GIB:.1f} GiB on each of {ranks} GPUs (--tp-size)" if ranks > 1 else ""
+    flag = "--tp-size" if config.tp_size > 1 else "--ep-size"
+    part = f", {each / _GIB:.1f} GiB on each of {ranks} GPUs ({flag})" if ranks > 1 else ""
     raise ConfigError(
         f"the weights of {config.model} take {whole / _GIB:.1f} GiB as {'fp8' if itemsize == 1 else dtype}{part}, and "
         f"{memory.name} has {memory.size / _GIB:.1f} GiB: {many}take {smaller}a smaller model or {more} "
