@@ -186,7 +186,7 @@ class SymmetricMemory:
         for part, out in zip(parts.split(rows, dim=1), mine.split(rows), strict=True):
             self._put(part)
             self._handle.barrier()
-            torch.stack([self._of(other, part)[index] for other in range(count)]).sum(0, out=out)
+            torch.sum(torch.stack([self._of(other, part)[index] for other in range(count)]), 0, out=out)
             self._handle.barrier()
         return mine
 

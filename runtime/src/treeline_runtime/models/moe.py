@@ -170,7 +170,7 @@ class MoeLayer(Layer):
 
 
 class MoeDecoder(Decoder):
-    layer_type = MoeLayer
+    layer_type: type[Layer] = MoeLayer
 
     def __init__(self, config: ModelConfig, weights: Weights, context_length: int, ranks: Ranks | None = None) -> None:
         assert config.moe is not None

@@ -12,7 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -21,7 +21,6 @@ from treeline_runtime.messages import StepRow, ToScheduler
 from treeline_runtime.models.moe import Exchange
 from treeline_runtime.models.shards import Rank
 from treeline_runtime.scheduler.ranks.protocol import GroupFailed, Launch, told
-from treeline_runtime.scheduler.reports import Transport
 
 CAUSE_S = 1.0
 """Time in which the server notices that another rank has ended, after a collective has failed here."""
@@ -78,13 +77,21 @@ class Agreement:
         return SharedStep(max(row.tokens for row in working), launch)
 
 
+class Inbox(Protocol):
+    """This rank's, of a `Transport`."""
+
+    def receive(self) -> list[ToScheduler]: ...
+
+    def wait(self) -> None: ...
+
+
 class Peers:
     """The other ranks, as one sees them. Their rows come with this rank's other messages."""
 
-    def __init__(self, rank: Rank, folder: Path, transport: Transport, tell: Callable[[StepRow], None]) -> None:
+    def __init__(self, rank: Rank, folder: Path, inbox: Inbox, tell: Callable[[StepRow], None]) -> None:
         """folder: where all meet; tell: sends a row to all other schedulers."""
         self._rank, self._folder = rank, folder
-        self._transport, self._tell = transport, tell
+        self._inbox, self._tell = inbox, tell
         self._agreement = Agreement(rank)
         self._kept: list[ToScheduler] = []
         """Messages that came before the others' rows: a step is not changed once it is said."""
@@ -95,13 +102,13 @@ class Peers:
         self.exchange = Exchange(join(self._rank, self._folder, device))
 
     def receive(self) -> list[ToScheduler]:
-        """The transport's messages, but for the rows of others."""
+        """The inbox's messages, but for the rows of others."""
         kept, self._kept = self._kept, []
         return kept + self._take()
 
     def _take(self) -> list[ToScheduler]:
         others: list[ToScheduler] = []
-        for message in self._transport.receive():
+        for message in self._inbox.receive():
             if isinstance(message, StepRow):
                 self._agreement.hear(message)
             else:
@@ -117,7 +124,7 @@ class Peers:
         """Waits for all ranks' rows; see `Agreement`."""
         self._tell(self._agreement.say(tokens, launch))
         while not self._agreement.is_complete:
-            self._transport.wait()
+            self._inbox.wait()
             self._kept += self._take()
         return self._agreement.end()
 
