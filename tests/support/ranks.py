@@ -66,6 +66,16 @@ class Strict:
     def everywhere(self, x: torch.Tensor, /) -> torch.Tensor:
         return self._ranks.everywhere(x)
 
+    def all_gather(self, x: torch.Tensor, /) -> torch.Tensor:
+        self._forget()
+        return self._ranks.all_gather(x)
+
+    def reduce_scatter(self, x: torch.Tensor, /) -> torch.Tensor:
+        self._forget()
+        self._last = self._ranks.reduce_scatter(x.clone())
+        x.fill_(torch.nan)
+        return self._last
+
     def _forget(self) -> None:
         if self._last is not None:
             self._last.fill_(torch.nan)

@@ -274,6 +274,15 @@ class ServerArgs(SchedulerConfig):
         if self.nnodes > 1 and self.dp_size > 1:
             raise ConfigError("--dp-size is for one machine: with --nnodes start more servers instead")
 
+    @property
+    def expert_ranks(self) -> int:
+        return self.tp_size if self.ranks > 1 else self.dp_size
+
+    @property
+    def shares_experts(self) -> bool:
+        """Whether data-parallel ranks do, and so take every step together."""
+        return self.ep_size > self.tp_size
+
     def public(self) -> dict[str, Any]:
         """The arguments for `/server_info`, without secrets."""
         return shown(self)

@@ -63,6 +63,17 @@ class Ranks(Protocol):
         """x (n,) bool → whether it is true on all stages. Ends what `send` began."""
 
 
+class Stage(Ranks, Protocol):
+    """The ranks of one stage can do more."""
+
+    def all_gather(self, x: torch.Tensor, /) -> torch.Tensor:
+        """x (rows, n) → a new tensor (ranks x rows, n), the ranks' rows in order."""
+
+    def reduce_scatter(self, x: torch.Tensor, /) -> torch.Tensor:
+        """x (ranks x rows, n) → the rank's rows (rows, n) of the sum of all ranks' x, until the next call. May
+        overwrite x."""
+
+
 def open_store(place: str, count: int) -> Any:
     """Where `count` ranks meet: the path of a file that only they use, or HOST:PORT of rank 0's `serve_store`."""
     if place.startswith("/"):
@@ -82,7 +93,7 @@ def serve_store(host: str, count: int) -> tuple[Any, str]:
     return store, f"{host}:{port}"
 
 
-def join(rank: Rank, store: Any, name: str, device: torch.device, host: str, here: int) -> Ranks:
+def join(rank: Rank, store: Any, name: str, device: torch.device, host: str, here: int) -> Stage | Pipeline:
     """Meets the other ranks; waits until all are there.
 
     name: of the group, unique in this process. host: the address at which other ranks reach this one. here: ranks of
@@ -92,7 +103,7 @@ def join(rank: Rank, store: Any, name: str, device: torch.device, host: str, her
         torch.cuda.set_device(device)
     if rank.stages == 1:
         return _join_stage(rank, store, name, device, host, here)
-    stage: Ranks | None = None
+    stage: Stage | None = None
     if rank.count > 1:
         own = f"stage-{rank.stage}"
         stage = _join_stage(rank, c10d.PrefixStore(own, store), f"{name}-{own}", device, host, here)
@@ -100,7 +111,7 @@ def join(rank: Rank, store: Any, name: str, device: torch.device, host: str, her
     return Pipeline(rank, stage, _process_group(all_store, rank.number, rank.count * rank.stages, device, host), device)
 
 
-def _join_stage(rank: Rank, store: Any, name: str, device: torch.device, host: str, here: int) -> Ranks:
+def _join_stage(rank: Rank, store: Any, name: str, device: torch.device, host: str, here: int) -> Stage:
     if device.type == "cuda" and here % rank.count == 0:
         first = device.index - rank.index
         others = [first + index for index in range(rank.count) if index != rank.index]
@@ -213,6 +224,14 @@ class Processes(OneStage):
         self._group.broadcast([x]).wait()
         return x
 
+    def all_gather(self, x: torch.Tensor, /) -> torch.Tensor:
+        parts = [torch.empty_like(x) for _ in range(self.rank.count)]
+        self._group.allgather([parts], [x.contiguous()]).wait()
+        return torch.cat(parts)
+
+    def reduce_scatter(self, x: torch.Tensor, /) -> torch.Tensor:
+        return self.sum(x).chunk(self.rank.count)[self.rank.index]  # gloo has nothing better
+
 
 class SymmetricMemory(OneStage):
     """Memory of each GPU that all GPUs of the group read and write. Every call can be captured.
@@ -267,6 +286,29 @@ class SymmetricMemory(OneStage):
             x.copy_(self._of(0, x))
         self._handle.barrier()
         return x
+
+    def all_gather(self, x: torch.Tensor, /) -> torch.Tensor:
+        whole = x.new_empty(self.rank.count, *x.shape)
+        rows = max(1, BUFFER_BYTES // (x.shape[1] * x.element_size()))
+        for part, out in zip(x.split(rows), whole.split(rows, dim=1), strict=True):
+            self._put(part)
+            self._handle.barrier()
+            for index, there in enumerate(out):
+                there.copy_(self._of(index, part))
+            self._handle.barrier()  # read: it may be written again
+        return whole.flatten(0, 1)
+
+    def reduce_scatter(self, x: torch.Tensor, /) -> torch.Tensor:
+        count, index = self.rank.count, self.rank.index
+        parts = x.unflatten(0, (count, -1))
+        mine = torch.empty_like(parts[0])
+        rows = max(1, BUFFER_BYTES // (count * x.shape[1] * x.element_size()))
+        for part, out in zip(parts.split(rows, dim=1), mine.split(rows), strict=True):
+            self._put(part)
+            self._handle.barrier()
+            torch.sum(torch.stack([self._of(other, part)[index] for other in range(count)]), 0, out=out)
+            self._handle.barrier()
+        return mine
 
     def _put(self, x: torch.Tensor) -> torch.Tensor:
         """Copies x to where the other ranks read it; returns the copy."""

@@ -129,8 +129,8 @@ class EngineConfig:
         group="engine",
         metavar="N",
         at_least=1,
-        help="divide a model's experts, each of them whole, over N GPUs: the --tp-size N that share the model "
-        "(default: %(default)s: each GPU has a slice of every expert)",
+        help="divide a model's experts, each of them whole, over N GPUs: the --tp-size N that share the model, or "
+        "those of --dp-size N engines, which then take every step together (default: %(default)s: each is sliced)",
     )
     attention_backend: str = setting(
         "auto",
@@ -193,10 +193,10 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         check(self)
-        if self.ep_size not in (1, self.tp_size):
+        if self.ep_size not in (1, self.expert_ranks):
             raise ConfigError(
-                f"--ep-size {self.ep_size} with --tp-size {self.tp_size}: experts are divided over all GPUs that share "
-                f"the model, or sliced: use --ep-size {self.tp_size} or leave it out"
+                f"--ep-size {self.ep_size} is not supported with these sizes: use --ep-size {self.expert_ranks}, of "
+                "--tp-size, or without that of --dp-size; or leave it out"
             )
         if self.ranks % self.nnodes:
             raise ConfigError(
@@ -215,6 +215,11 @@ class EngineConfig:
     def ranks(self) -> int:
         """Processes, each with a GPU of its own, that compute the model together."""
         return self.tp_size * self.pp_size
+
+    @property
+    def expert_ranks(self) -> int:
+        """The ranks over which whole experts may be divided."""
+        return self.tp_size
 
 
 @dataclass(frozen=True, kw_only=True)

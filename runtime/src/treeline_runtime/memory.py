@@ -63,13 +63,15 @@ def worth_capturing(model: ModelConfig) -> int:
     return min(max(tokens, _LEAST), _MOST)
 
 
-def reserved_bytes(limits: StepLimits, context_length: int, model: ModelConfig, element_bytes: int) -> int:
-    """Bytes on a CUDA device besides weights and KV pool."""
+def reserved_bytes(
+    limits: StepLimits, context_length: int, model: ModelConfig, element_bytes: int, ranks: int = 1
+) -> int:
+    """Bytes on a CUDA device besides weights and KV pool. ranks: whose tokens the experts here compute."""
     tables = 2 * 8 * (limits.running + 1) * context_length
     logits = limits.graph_batch * model.vocab_size * element_bytes
     experts = 0
     if model.moe is not None:  # each token of a step as often as it has experts, between their products and after
-        experts = model.moe.top_k * (model.moe.intermediate_size + model.hidden_size)
+        experts = ranks * model.moe.top_k * (model.moe.intermediate_size + model.hidden_size)
     # a step's intermediate tensors stay with its graphs: the stream, plain and normed, and the widest one between
     heads = 3 * model.num_heads + 2 * model.num_kv_heads
     captured = 2 * model.hidden_size + max(3 * model.intermediate_size, heads * model.head_dim, experts)

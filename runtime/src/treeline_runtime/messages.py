@@ -212,6 +212,19 @@ class StopReq(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
     matched: str | None = None
 
 
+class StepRow(msgspec.Struct, tag=True, frozen=True):
+    """From another data-parallel rank that shares experts: what it would compute in the next step."""
+
+    step: int
+    """The number of the step."""
+    rank: int
+    tokens: int
+    """0: it has no work."""
+    mode: Literal["decode graph", "prompt graph", "eager"]
+    bucket: int
+    """As in `Launch`."""
+
+
 # ---- to the detokenizer ----------------------------------------------------------------------------------
 
 
@@ -413,7 +426,7 @@ class LoadUpdate(TreelineLoad, tag=True, frozen=True, omit_defaults=True):
 # ---- encoding --------------------------------------------------------------------------------------------
 
 AdminReq = FlushReq | SleepReq | WakeReq | UpdateWeightsReq | StartProfileReq | StopProfileReq
-ToScheduler = GenerateReq | AbortReq | HeardReq | StateReq | DrainReq | StopReq | AdminReq
+ToScheduler = GenerateReq | AbortReq | HeardReq | StateReq | DrainReq | StopReq | StepRow | AdminReq
 ToDetokenizer = DetokenizeInit | BatchTokenOut | Reply
 ToTokenizer = BatchTextOut | Reply
 ToPublisher = CacheUpdate | LoadUpdate

@@ -7,6 +7,7 @@ import gc
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,18 +15,21 @@ import zmq
 
 from treeline_runtime.args import ServerArgs
 from treeline_runtime.config import ConfigError
-from treeline_runtime.ipc import HEARTBEAT_S, Failed, Heartbeat, Inbox, Outbox, Ready
+from treeline_runtime.ipc import HEARTBEAT_S, Addresses, Failed, Heartbeat, Inbox, Outbox, Ready
 from treeline_runtime.messages import (
     FromScheduler,
     LoadUpdate,
+    StepRow,
     ToPublisher,
     ToScheduler,
     decode_to_scheduler,
 )
 from treeline_runtime.models import ModelError
 from treeline_runtime.models.loader import resolve_device
+from treeline_runtime.models.shards import Rank
 from treeline_runtime.processes import ChildSpec, StartError, last_words, run_child
 from treeline_runtime.scheduler import start
+from treeline_runtime.scheduler.peers import Peers
 from treeline_runtime.scheduler.ranks.protocol import GroupFailed
 
 LOAD_INTERVAL_S = 0.05
@@ -49,6 +53,18 @@ class SocketTransport:
         self._load_told = True
         self._beat_at = float("-inf")
         self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+
+    def peers(self) -> Peers:
+        """The other data-parallel ranks."""
+        own, count = self._spec.addresses, self._spec.args.dp_size
+        others = [Addresses(own.folder, rank) for rank in range(count) if rank != own.rank]
+        outboxes = [Outbox(self._context, other.of("scheduler")) for other in others]
+
+        def tell(row: StepRow) -> None:
+            for outbox in outboxes:
+                outbox.send(row)
+
+        return Peers(Rank(own.rank, count), Path(own.folder), self, tell)
 
     def announce_ready(self, limits: dict[str, Any], load: LoadUpdate) -> None:
         """Tells the HTTP process that the scheduler is ready, and routers that it is idle."""
@@ -119,7 +135,7 @@ def run(spec: ChildSpec, context: zmq.Context[zmq.Socket[bytes]]) -> None:
 def serve(spec: ChildSpec, transport: SocketTransport) -> None:
     try:
         config = config_of(spec)
-        scheduler = start(config, transport)
+        scheduler = start(config, transport, peers=transport.peers() if config.shares_experts else None)
     except (ConfigError, ModelError) as error:
         raise StartError(str(error)) from None
     gc.collect()

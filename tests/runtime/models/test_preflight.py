@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 from support.ports import free_base
+from treeline_runtime.args import ServerArgs
 from treeline_runtime.config import ConfigError, EngineConfig
 from treeline_runtime.models import preflight
 from treeline_runtime.models.config import ModelError
@@ -141,6 +142,22 @@ def test_data_parallel_ranks_share_the_memory_of_a_machine_but_not_of_a_gpu(
         check_before_loading(config, checkpoint, 2, 2)
     machine(monkeypatch, 20, True)
     check_before_loading(config, checkpoint, 1, 4)
+
+
+def test_engines_that_share_experts_have_at_least_an_equal_part_of_the_weights(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+    change(checkpoint, architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", torch_dtype="bfloat16", **experts)
+    index(checkpoint, 20 * GIB)
+    args = ServerArgs(model="m", dtype="bfloat16", dp_size=2, ep_size=2)
+    machine(monkeypatch, 20)
+    check_before_loading(args, checkpoint, 1, 2)
+    machine(monkeypatch, 10, True)
+    check_before_loading(args, checkpoint, 1, 2)
+    machine(monkeypatch, 9, True)
+    with pytest.raises(ConfigError, match=r"10.0 GiB on each of 2 GPUs \(--ep-size\)"):
+        check_before_loading(args, checkpoint, 1, 2)
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from treeline_runtime.config import ConfigError, EngineConfig
 from treeline_runtime.models import ModelError, read_config, stream, weights
 from treeline_runtime.models.decoder import Decoder
 from treeline_runtime.models.loader import load_model
+from treeline_runtime.models.moe import Exchange
 from treeline_runtime.models.offload import size_of, tensors_of
 from treeline_runtime.models.quantization.scheme import Scheme
 from treeline_runtime.models.shards import Cut, Rank, check_ranks, own
@@ -147,6 +148,25 @@ def test_ranks_with_whole_experts_compute_what_one_computes_alone(
 ) -> None:
     path = path_of(case)
     assert_same(of_ranks(path, count, tp_size=count, ep_size=count), logits(load(path)))
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("case", WHOLE_EXPERTS)
+def test_experts_of_other_ranks_compute_the_tokens_of_each(
+    case: str, count: int, path_of: Callable[[str], Path]
+) -> None:
+    """Each rank has other tokens, and more of them than the one before."""
+    path = path_of(case)
+
+    def own_logits(ranks: Ranks) -> torch.Tensor:
+        exchange = Exchange(ranks)
+        exchange.rows = 10 + 4 * count
+        model = load_model(EngineConfig(model=str(path), device="cpu"), exchange=exchange)
+        return Runner(model).feed(IDS[: 10 + 4 * ranks.rank.index])
+
+    alone = load(path)
+    for index, found in enumerate(on_ranks(count, own_logits)):
+        assert_same(found, Runner(alone).feed(IDS[: 10 + 4 * index]))
 
 
 def test_mxfp4_experts_stay_whole(tmp_path: Path) -> None:
@@ -459,7 +479,7 @@ def test_whole_experts_may_have_any_size_but_must_be_equally_many(tmp_path: Path
 
 @pytest.mark.parametrize(("tp_size", "ep_size"), [(1, 2), (4, 2), (2, 4)])
 def test_experts_are_divided_over_all_ranks_or_sliced(tp_size: int, ep_size: int) -> None:
-    with pytest.raises(ConfigError, match=f"use --ep-size {tp_size} or leave it out"):
+    with pytest.raises(ConfigError, match=f"use --ep-size {tp_size}, of"):
         EngineConfig(model="m", tp_size=tp_size, ep_size=ep_size)
 
 

@@ -50,6 +50,17 @@ def test_secrets_are_not_shown():
     assert ServerArgs(model="m").public()["api_key"] is None
 
 
+@pytest.mark.parametrize(
+    ("sizes", "use"),
+    [({"dp_size": 4, "ep_size": 2}, 4), ({"tp_size": 2, "dp_size": 2, "ep_size": 4}, 2), ({"ep_size": 2}, 1)],
+)
+def test_experts_are_divided_over_all_ranks_that_could_share_them(sizes: dict[str, int], use: int):
+    with pytest.raises(ConfigError, match=f"use --ep-size {use}, of"):
+        ServerArgs(model="m", **sizes)  # type: ignore[arg-type]
+    right = ServerArgs(model="m", **sizes | {"ep_size": use})  # type: ignore[arg-type]
+    assert right.shares_experts is ("tp_size" not in sizes and use > 1)
+
+
 def of_ranks(**settings: object) -> list[ServerArgs]:
     """Return the settings of every rank's scheduler."""
     args = dataclasses.replace(ServerArgs(model="m"), **settings)  # type: ignore[arg-type]

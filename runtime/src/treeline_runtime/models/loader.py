@@ -12,7 +12,7 @@ from treeline_runtime.config import ConfigError, EngineConfig
 from treeline_runtime.memory import resolve_context_length
 from treeline_runtime.models.config import ModelConfig, ModelError, read_config
 from treeline_runtime.models.decoder import Decoder
-from treeline_runtime.models.moe import GptOssDecoder, MoeDecoder
+from treeline_runtime.models.moe import Exchange, GptOssDecoder, MoeDecoder
 from treeline_runtime.models.pooler import Pooler
 from treeline_runtime.models.pooling import Pooling, pooling_of
 from treeline_runtime.models.preflight import check_quantization
@@ -74,9 +74,9 @@ def _decoder(config: ModelConfig) -> type[Decoder]:
 
 
 @torch.inference_mode()
-def load_model(config: EngineConfig, ranks: Ranks | None = None) -> Decoder:
-    """Builds the model that `config` names, or the part of one rank, on the rank's own device. Raises ModelError or
-    ConfigError."""
+def load_model(config: EngineConfig, ranks: Ranks | None = None, exchange: Exchange | None = None) -> Decoder:
+    """Builds the model that `config` names, or the part of one rank, on the rank's own device; with an exchange, only
+    its experts are a part. Raises ModelError or ConfigError."""
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
     if device.index is not None:
@@ -85,7 +85,7 @@ def load_model(config: EngineConfig, ranks: Ranks | None = None) -> Decoder:
     context_length = resolve_context_length(config, model_config)
     check_quantization(config, model_config)
     rank = WHOLE if ranks is None else ranks.rank
-    experts = rank if config.ep_size > 1 else WHOLE
+    experts = exchange.ranks.rank if exchange is not None else rank if config.ep_size > 1 else WHOLE
     check_ranks(model_config, rank.count, rank.stages, experts.count)
     scheme = model_config.quantization or (ONLINE if config.quantization == "fp8" else None)
     if scheme is not None and device.type == "cuda" and not multiplies_fp8(device):
@@ -95,9 +95,9 @@ def load_model(config: EngineConfig, ranks: Ranks | None = None) -> Decoder:
         )  # fmt: skip
     if config.load_format == "dummy":
         random = RandomWeights(config.seed, dtype, device, ONLINE if scheme else None, rank, experts)
-        return _build(model_config, random, context_length, pooling, ranks)
+        return _build(model_config, random, context_length, pooling, ranks, exchange)
     with Checkpoint(config.model, dtype, device, scheme, rank, experts) as checkpoint:
-        model = _build(model_config, checkpoint, context_length, pooling, ranks)
+        model = _build(model_config, checkpoint, context_length, pooling, ranks, exchange)
         checkpoint.check_all_taken()
         if scheme is not None and not (scheme.at_load or checkpoint.has_any(WEIGHT_SCALES)):
             raise ModelError(
@@ -112,13 +112,22 @@ def load_model(config: EngineConfig, ranks: Ranks | None = None) -> Decoder:
 
 
 def _build(
-    config: ModelConfig, weights: Weights, context_length: int, pooling: Pooling | None, ranks: Ranks | None
+    config: ModelConfig,
+    weights: Weights,
+    context_length: int,
+    pooling: Pooling | None,
+    ranks: Ranks | None,
+    exchange: Exchange | None,
 ) -> Decoder:
     """A model for vectors needs no language-model head; the embedding takes its place."""
-    if pooling is None:
-        return _decoder(config)(config, weights, context_length, ranks)
-    pooler = Pooler(pooling, weights, config)
-    weights.ignore(HEAD)
-    model = _decoder(config)(dataclasses.replace(config, tie_word_embeddings=True), weights, context_length, ranks)
+    pooler = None
+    if pooling is not None:
+        pooler = Pooler(pooling, weights, config)
+        weights.ignore(HEAD)
+        config = dataclasses.replace(config, tie_word_embeddings=True)
+    model = _decoder(config)(config, weights, context_length, ranks)
     model.pooler = pooler
+    if exchange is not None:
+        assert isinstance(model, MoeDecoder)
+        model.exchange_over(exchange)
     return model

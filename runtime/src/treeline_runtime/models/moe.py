@@ -13,8 +13,9 @@ from collections.abc import Callable
 from itertools import product
 
 import torch
+import torch.nn.functional as F
 
-from treeline_runtime.collectives import Ranks
+from treeline_runtime.collectives import Ranks, Stage
 from treeline_runtime.context import Context
 from treeline_runtime.models.config import ModelConfig
 from treeline_runtime.models.decoder import Decoder, FeedForward, Layer, Linear
@@ -28,6 +29,22 @@ MIXTRAL_NAMES = ("w1", "w3", "w2")
 """Gate, up and down of an expert, in checkpoints with one matrix per expert."""
 BLOCKS = ("mlp.", "block_sparse_moe.")
 """The second is Mixtral's, which transformers 5 no longer has in memory, and may not save."""
+
+
+class Exchange:
+    """Lets the experts of all data-parallel ranks compute the tokens of all."""
+
+    rows = 0
+    """What each rank's tokens are padded to; all of them know it. 0: they have equally many."""
+
+    def __init__(self, ranks: Stage) -> None:
+        self.ranks = ranks
+
+    def over(self, x: torch.Tensor, compute: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """x (tokens, hidden) → the same. compute: of any tokens, what the experts here add."""
+        tokens = len(x)
+        everyones = self.ranks.all_gather(F.pad(x, (0, 0, 0, max(self.rows, tokens) - tokens)))
+        return self.ranks.reduce_scatter(compute(everyones))[:tokens]
 
 
 class Moe:
@@ -47,10 +64,14 @@ class Moe:
         """shared: its gate and itself."""
         self._ops, self._top_k, self._normalise = ops, moe.top_k, moe.normalise
         self._router, self._experts, self._shared = router, experts, shared
+        self.exchange: Exchange | None = None
 
     def __call__(self, x: torch.Tensor, context: Context) -> torch.Tensor:
-        scores, ids = self._ops.route(self._router(x, context), self._top_k, normalise=self._normalise)
-        y = self._ops.experts(x, self._experts, scores, ids)
+        def routed(x: torch.Tensor) -> torch.Tensor:
+            scores, ids = self._ops.route(self._router(x, context), self._top_k, normalise=self._normalise)
+            return self._ops.experts(x, self._experts, scores, ids)
+
+        y = routed(x) if self.exchange is None else self.exchange.over(x, routed)
         if self._shared is None:
             return y
         gate, expert = self._shared
@@ -149,12 +170,19 @@ class MoeLayer(Layer):
 
 
 class MoeDecoder(Decoder):
-    layer_type = MoeLayer
+    layer_type: type[Layer] = MoeLayer
 
     def __init__(self, config: ModelConfig, weights: Weights, context_length: int, ranks: Ranks | None = None) -> None:
         assert config.moe is not None
         leave_out(weights, config.moe)
         super().__init__(config, weights, context_length, ranks)
+
+    def exchange_over(self, exchange: Exchange) -> None:
+        """Lets other ranks' experts compute tokens, too: those that are not here."""
+        for layer in self._layers:
+            for sublayer in layer.sublayers:
+                if isinstance(sublayer.compute, Moe):
+                    sublayer.compute.exchange = exchange
 
 
 # ---- gpt-oss --------------------------------------------------------------------------------------------------
@@ -173,7 +201,7 @@ class GptOssLayer(Layer):
         )
 
 
-class GptOssDecoder(Decoder):
+class GptOssDecoder(MoeDecoder):
     layer_type = GptOssLayer
 
 

@@ -51,7 +51,8 @@ def check_before_loading(config: EngineConfig, directory: Path, copies: int = 1,
     check_quantization(config, model)
     check_ranks(model, config.tp_size, config.pp_size, config.ep_size)
     if config.load_format != "dummy" and (memory := memory_of(config.device)) is not None:
-        _check_fit(config, directory, memory, {"--replicas": copies, "--dp-size": 1 if memory.cuda else dp_size})
+        each = 1 if memory.cuda or config.ep_size > config.tp_size else dp_size
+        _check_fit(config, directory, memory, {"--replicas": copies, "--dp-size": each})
 
 
 def check_quantization(config: EngineConfig, model: ModelConfig) -> None:
@@ -66,7 +67,8 @@ def _check_fit(config: EngineConfig, directory: Path, memory: Memory, counts: di
     """`counts`: the engines that share the memory are the product of these, by flag."""
     dtype = config.dtype if config.dtype != "auto" else "bfloat16" if memory.cuda else "float32"
     itemsize = 1 if config.quantization == "fp8" else _ITEMSIZES[dtype]
-    ranks = config.ranks if memory.cuda else config.nnodes  # on a CPU those of a machine share the memory
+    # on a CPU the ranks of a machine share the memory; engines that share experts have the rest each
+    ranks = max(config.ranks, config.ep_size) if memory.cuda else config.nnodes
     whole = weight_bytes(directory, itemsize)
     engines = math.prod(counts.values())
     if whole is None or (each := whole / ranks) * engines <= memory.size:

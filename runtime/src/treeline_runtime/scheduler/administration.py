@@ -36,6 +36,7 @@ from treeline_runtime.models.offload import Offloaded, size_of
 from treeline_runtime.models.pooling import Pooling
 from treeline_runtime.scheduler.cache import CacheManager
 from treeline_runtime.scheduler.executor import Executor
+from treeline_runtime.scheduler.peers import Peers
 from treeline_runtime.scheduler.ranks.protocol import Agreed, Call, Group, as_one, together
 from treeline_runtime.scheduler.resolve import TO_LOAD, Resolved, give_back, let_go, told_as_settings
 
@@ -46,20 +47,28 @@ WARM_UP_TOKENS = 16
 """Tokens of warm-up on a CPU, which compiles nothing and is slow on long prompts."""
 
 
-def load(config: SchedulerConfig, group: Group | None) -> Decoder:
+def load(config: SchedulerConfig, group: Group | None, peers: Peers | None = None) -> Decoder:
     """The model, or a rank's part of it. Raises ModelError or ConfigError."""
     with told_as_settings("the weights", resolve_device(config.device), hint=TO_LOAD):
-        return load_model(config, None if group is None else group.ranks)
+        return load_model(config, None if group is None else group.ranks, None if peers is None else peers.exchange)
 
 
 class Residence:
     """Owns the model and its executor. `sleep`, `wake` and `update` need an idle scheduler."""
 
-    def __init__(self, config: SchedulerConfig, limits: Resolved, model: Decoder, group: Group | None = None) -> None:
-        """group: the other ranks; what is done here, all of them do."""
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        limits: Resolved,
+        model: Decoder,
+        group: Group | None = None,
+        peers: Peers | None = None,
+    ) -> None:
+        """group: the other ranks; what is done here, all of them do. peers: of them, only steps are done by all."""
         self._config = config
         self._limits = limits
         self._group = group
+        self._peers = peers
         self._architecture = architecture_of(config)
         self._model: Decoder | None = model
         self._offloaded: Offloaded | None = None
@@ -78,7 +87,7 @@ class Residence:
         chunk = min(limits.chunked_prefill_size, limits.context_length)
         lengths = [1, chunk] if limits.device.type == "cuda" else [min(WARM_UP_TOKENS, chunk)]
         started = time.perf_counter()
-        with as_one(self._group), told_as_settings(f"a step of {chunk} prompt tokens", limits.device):
+        with as_one(self._group or self._peers), told_as_settings(f"a step of {chunk} prompt tokens", limits.device):
             self.executor.warm_up(lengths)
         logger.info("warmed up with %s tokens: %.1f s", " and ".join(map(str, lengths)), time.perf_counter() - started)
 
@@ -164,6 +173,14 @@ class Residence:
         if self._group is not None:
             self._group.close()
 
+    def check_alone(self) -> None:
+        """Raises ConfigError if its peers would have to sleep, wake or change weights at the same step."""
+        if self._peers is not None:
+            raise ConfigError(
+                "engines that share experts (--dp-size with --ep-size) neither sleep nor change their weights: restart "
+                "the server"
+            )
+
     def check(self, path: str) -> None:
         """Raises ModelError unless the checkpoint at `path` has the served architecture."""
         if not Path(path).is_dir():
@@ -208,7 +225,10 @@ class Residence:
             "KV pool": limits.max_total_tokens * limits.kv_bytes_per_token,
             "reserved": limits.reserved_bytes,
         }
-        with as_one(self._group), told_as_settings("the KV pool, workspaces and graphs", limits.device, sizes):
+        with (
+            as_one(self._group or self._peers),
+            told_as_settings("the KV pool, workspaces and graphs", limits.device, sizes),
+        ):
             return Executor(
                 self._config,
                 model,
@@ -221,6 +241,7 @@ class Residence:
                 largest_graph=limits.max_graph_batch,
                 largest_prompt_graph=limits.max_graph_tokens,
                 group=self._group,
+                peers=self._peers,
             )
 
 
@@ -356,6 +377,7 @@ class Administration:
         return Reply(message.id)
 
     def _sleep(self, message: SleepReq) -> Reply:
+        self._residence.check_alone()
         if self._residence.level != AWAKE:
             return Reply(message.id, ok=False, message=f"it is already asleep, at level {self._residence.level}")
         if (busy := self._busy(message.id)) is not None:
@@ -371,6 +393,7 @@ class Administration:
         return Reply(message.id)
 
     def _update(self, message: UpdateWeightsReq) -> Reply:
+        self._residence.check_alone()
         if (busy := self._busy(message.id)) is not None:
             return busy
         self._residence.check(message.path)

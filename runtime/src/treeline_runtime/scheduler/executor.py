@@ -30,6 +30,7 @@ from treeline_runtime.sampling.sampler import ROWS_AT_ONCE, Logprobs
 from treeline_runtime.scheduler.forward import DecodeInputs, DeviceTables, Forward, Tokens
 from treeline_runtime.scheduler.graphs import DecodeGraphs
 from treeline_runtime.scheduler.launched import Choices, Launched, Pooled, Step
+from treeline_runtime.scheduler.peers import EAGER, Peers
 from treeline_runtime.scheduler.plan import StepPlan
 from treeline_runtime.scheduler.prompt_graphs import PromptGraphs
 from treeline_runtime.scheduler.ranks.protocol import Clear, Delayed, Group, Launch, as_one
@@ -58,13 +59,18 @@ class Executor:
         largest_graph: int = 0,
         largest_prompt_graph: int = 0,
         group: Group | None = None,
+        peers: Peers | None = None,
     ) -> None:
         """num_rows: sequences at once. kv_dtype: of the KV cache; default: the model's. largest_graph: sequences of the
         largest captured decode batch; largest_prompt_graph: tokens of the largest captured prompt step; 0: none.
-        group: the other ranks, which compute their parts of the same steps."""
+        group: the other ranks, which compute their parts of the same steps. peers: those with steps of their own, which
+        share experts."""
         shape = model.own
         self._model = model
         self._group = group
+        self._peers = peers
+        self._shared: Launch | None = None
+        """How all peers compute the step that is being launched."""
         self._leads = group is None or group.ranks.rank.number == 0
         """Whether it samples, and returns results; the other ranks take its tokens."""
         self._device = device
@@ -96,11 +102,29 @@ class Executor:
     def launch(self, plan: StepPlan) -> Launched:
         """Computes the step; this executor owns its pages until it is done. Raises GroupFailed for any failure if it is
         one of several."""
+        if self._peers is not None:
+            return self._with_peers(plan, plan.num_tokens, self._how(plan), self._peers)
         if self._group is None:
             return self._compute(plan)
         self._group.begin(plan, self._how(plan))
         with as_one(self._group):
             return self._compute(plan)
+
+    def idle(self) -> None:
+        """Computes the experts that are here for the peers' tokens, with one token of nobody."""
+        assert self._peers is not None
+        self._with_peers(self._of_nobody(1), 0, EAGER, self._peers)
+
+    def _with_peers(self, plan: StepPlan, tokens: int, launch: Launch, peers: Peers) -> Launched:
+        with as_one(peers):
+            step = peers.agree(tokens, launch)
+            if step is None:
+                return Launched(plan)
+            self._shared, peers.exchange.rows = step.launch, step.tokens
+            try:
+                return self._compute(plan)
+            finally:
+                self._shared, peers.exchange.rows = None, 0
 
     def _compute(self, plan: StepPlan) -> Launched:
         with torch.inference_mode(), self._on_device():
@@ -118,13 +142,17 @@ class Executor:
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
     def _launch(self, plan: StepPlan) -> Launched:
-        if plan.decodes and self._is_graph(plan):
-            return self._replay(plan)
+        if self._shared is not None:
+            is_graph, size = self._shared.mode == "decode graph", self._shared.bucket
+        else:
+            is_graph, size = plan.decodes and self._is_graph(plan), None
+        if is_graph:
+            return self._replay(plan, size)
         q_lens = plan.q_lens
         rows = np.array(plan.rows, dtype=np.int64)
         positions = [np.arange(start, end) for start, end in zip(plan.starts, plan.ends, strict=True)]
         cells = np.stack((np.repeat(rows, q_lens), np.concatenate(positions))).astype(np.int32)
-        hidden, kv_finite = self._hidden(plan, rows, cells)
+        hidden, kv_finite = self._hidden(plan, rows, cells, size)
         if self._group is not None and (plan.hidden or self._model.pooler is not None):
             hidden = self._group.ranks.home(hidden)
         launched = Launched(plan)
@@ -143,7 +171,7 @@ class Executor:
         return self._finish(launched, logits, tokens, kv_finite)
 
     def _hidden(
-        self, plan: StepPlan, rows: npt.NDArray[np.int64], cells: npt.NDArray[np.int32]
+        self, plan: StepPlan, rows: npt.NDArray[np.int64], cells: npt.NDArray[np.int32], size: int | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`Forward.hidden` of the step. In a pipeline a stage computes a micro-batch while the next stage computes the
         one before."""
@@ -159,7 +187,7 @@ class Executor:
                 table.on_host(plan.rows[begin:end]),
             )
             of_tokens = cells[:, bounds[begin] : bounds[end]]
-            parts.append(self._prompts.hidden(of_tokens, self._attention.plan(layout), plan.embeddings))
+            parts.append(self._prompts.hidden(of_tokens, self._attention.plan(layout), plan.embeddings, size))
         hidden, finite = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
         return hidden, finite if ranks is None else ranks.everywhere(finite)
 
@@ -173,12 +201,12 @@ class Executor:
         again = sum((n - 1) * end for n, end in zip(plan.q_lens, plan.ends, strict=True))
         return again * self._token_bytes <= _READ_AGAIN_BYTES
 
-    def _replay(self, plan: StepPlan) -> Launched:
+    def _replay(self, plan: StepPlan, size: int | None) -> Launched:
         launched = Launched(plan)
         if len(plan.sampling) == len(plan.rows) == plan.num_tokens:
-            return self._finish(launched, *self._graphs.replay(DecodeInputs.of(plan), plan.ends))
+            return self._finish(launched, *self._graphs.replay(DecodeInputs.of(plan), plan.ends, size))
         inputs = DecodeInputs.spread(plan, self._table.scratch_row)
-        logits, tokens, kv_finite = self._graphs.replay(inputs, [at + 1 for at in inputs.positions])
+        logits, tokens, kv_finite = self._graphs.replay(inputs, [at + 1 for at in inputs.positions], size)
         lasts = upload(np.array(plan.lasts), self._device)
         chosen = Tokens(tokens.ids[lasts], tokens.finite[lasts])
         return self._finish(launched, logits[lasts], chosen, kv_finite)
@@ -190,16 +218,19 @@ class Executor:
             for length in lengths:
                 self._compute_for_nobody(length)
 
-    def _compute_for_nobody(self, length: int) -> None:
+    def _of_nobody(self, length: int) -> StepPlan:
         one = StepPlan([self._table.scratch_row], [0], [length])
         if self._model.pooler is not None:
-            self._launch(msgspec.structs.replace(one, whole=[True])).result()
-            return
-        drawn = msgspec.structs.replace(one, sampling=[0], temperatures=[1.0], seeds=[0], indices=[0])
-        launched = self._launch(drawn)
+            return msgspec.structs.replace(one, whole=[True])
+        return msgspec.structs.replace(one, sampling=[0], temperatures=[1.0], seeds=[0], indices=[0])
+
+    def _compute_for_nobody(self, length: int) -> None:
+        launched = self._launch(self._of_nobody(length))
         if not self._leads:
             return
         launched.result()
+        if self._model.pooler is not None:
+            return
         vocab = self._model.config.vocab_size
         masks = torch.zeros(1, mask_words(vocab), dtype=torch.int32, device=self._device)
         self._model.ops.forbid(torch.zeros(1, vocab, device=self._device), masks)

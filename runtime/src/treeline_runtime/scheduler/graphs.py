@@ -91,10 +91,13 @@ class DecodeGraphs:
         """Sequences of the graph that computes so many."""
         return self._size_for[tokens]
 
-    def replay(self, inputs: DecodeInputs, ends: list[int]) -> tuple[torch.Tensor, Tokens, torch.Tensor]:
-        """`Forward.decode` of at most `largest` sequences. The next replay overwrites the result."""
+    def replay(
+        self, inputs: DecodeInputs, ends: list[int], size: int | None = None
+    ) -> tuple[torch.Tensor, Tokens, torch.Tensor]:
+        """`Forward.decode` of at most `largest` sequences. size: of the graph; by default the smallest that suffices.
+        The next replay overwrites the result."""
         n = len(ends)
-        captured = self._captured[self._size_for[n]]
+        captured = self._captured[self._size_for[n] if size is None else size]
         size = len(captured.packed) // PACKED
         packed = pinned(inputs.packed(size, self._table.scratch_row), self._device)
         captured.packed.copy_(packed, non_blocking=True)

@@ -203,11 +203,16 @@ class PromptGraphs:
         return self._sizes[at] if at < len(self._sizes) else 0
 
     def hidden(
-        self, cells: npt.NDArray[np.int32], plan: Any, embeddings: Sequence[Embeddings] = ()
+        self,
+        cells: npt.NDArray[np.int32],
+        plan: Any,
+        embeddings: Sequence[Embeddings] = (),
+        size: int | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`Forward.hidden` of cells (2, tokens): rows and positions. The next step may overwrite the result."""
+        """`Forward.hidden` of cells (2, tokens): rows and positions. size: of the graph, 0 = none; by default the
+        smallest that suffices. The next step may overwrite the result."""
         tokens = cells.shape[1]
-        size = self.size_for(tokens)
+        size = self.size_for(tokens) if size is None else size
         if not size or embeddings:
             there = upload(cells, self._device)
             return self._forward.hidden(there[0], there[1], plan, embeddings=embeddings)

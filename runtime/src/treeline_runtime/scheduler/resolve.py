@@ -219,7 +219,8 @@ def _resolve(config: SchedulerConfig, model: Decoder) -> Resolved:
     if model.pooler is not None:
         limits = dataclasses.replace(limits, graph_batch=0)  # nothing is decoded
     context_length = resolve_context_length(config, model.config)
-    reserved = 0 if on_cpu else reserved_bytes(limits, context_length, model.own, dtype.itemsize)
+    ranks = max(config.ep_size // config.tp_size, 1)
+    reserved = 0 if on_cpu else reserved_bytes(limits, context_length, model.own, dtype.itemsize, ranks)
     return Resolved(
         device=device,
         dtype=dtype,

@@ -46,6 +46,7 @@ from treeline_runtime.scheduler.decode import DecodeManager, NewTokenRatio, retr
 from treeline_runtime.scheduler.executor import Executor
 from treeline_runtime.scheduler.grammars import Grammars, Jumps
 from treeline_runtime.scheduler.launched import Launched, Sampled
+from treeline_runtime.scheduler.peers import Peers
 from treeline_runtime.scheduler.prefill import PrefillManager
 from treeline_runtime.scheduler.processors import NO_PROCESSORS, Processors, choices_of
 from treeline_runtime.scheduler.ranks.protocol import Group
@@ -69,15 +70,17 @@ class Scheduler:
         clock: Callable[[], float] = time.monotonic,
         processors: Processors = NO_PROCESSORS,
         group: Group | None = None,
+        peers: Peers | None = None,
     ) -> None:
-        """clock: seconds, for waiting times. group: the other ranks that compute the model."""
+        """clock: seconds, for waiting times. group: the other ranks that compute the model. peers: those that share its
+        experts, and take every step together."""
         self.config = config
         limits = self.limits = resolve(config, model, group)
         self.table = TableManager(limits.max_running_requests, limits.context_length, config.page_size)
         self.cache = CacheManager(config, limits.num_pages, self.table)
         self.prefill = PrefillManager(config, limits, self.cache, clock)
         self.decode = DecodeManager(self.cache, limits.chunked_prefill_size)
-        self.residence = Residence(config, limits, model, group)
+        self.residence = Residence(config, limits, model, group, peers)
         self.ratio = NewTokenRatio(config.schedule_conservativeness)
         self._clock = clock
         self._time_limits = TimeLimits(config.waiting_timeout, config.request_timeout)
@@ -95,6 +98,7 @@ class Scheduler:
         self._processed_at = 0.0
         self._prefills_in_a_row = 0
         self._transport = transport
+        self._peers = peers
         self.reporter = Reporter(transport, self.cache)
         self.profiler = Profiler(limits.device)
         administration = Administration(
@@ -130,7 +134,7 @@ class Scheduler:
 
     def step(self) -> bool:
         """One turn of the loop. Returns whether anything was done; False means that only a message can change that."""
-        messages = self._transport.receive()
+        messages = (self._peers or self._transport).receive()
         for message in messages:
             self._handle(message)
         ready = self.grammars.take_ready()
@@ -146,7 +150,10 @@ class Scheduler:
             self._launch(batch)
             self._sample_delayed()
             self.profiler.step()
-        worked = bool(messages or ready or self._pending or self.reporter.has_tokens)
+        is_called = batch is None and self._peers is not None and self._peers.is_called
+        if is_called:
+            self.executor.idle()
+        worked = bool(messages or ready or self._pending or self.reporter.has_tokens or is_called)
         self._process_all_but(self.limits.overlap_depth if batch is not None else 0)
         if worked:
             self._end_step()

@@ -9,6 +9,7 @@ from treeline_runtime.models.decoder import Decoder
 from treeline_runtime.models.loader import architecture_of, resolve_device
 from treeline_runtime.models.shards import check_ranks
 from treeline_runtime.scheduler.administration import Residence, load
+from treeline_runtime.scheduler.peers import Peers
 from treeline_runtime.scheduler.processors import NO_PROCESSORS, Processors
 from treeline_runtime.scheduler.ranks.group import Followers
 from treeline_runtime.scheduler.ranks.protocol import Group, together
@@ -17,18 +18,25 @@ from treeline_runtime.scheduler.resolve import resolve
 from treeline_runtime.scheduler.scheduler import Scheduler
 
 
-def start(config: SchedulerConfig, transport: Transport, processors: Processors = NO_PROCESSORS) -> Scheduler:
+def start(
+    config: SchedulerConfig,
+    transport: Transport,
+    processors: Processors = NO_PROCESSORS,
+    peers: Peers | None = None,
+) -> Scheduler:
     """Returns a warm scheduler with the model that `config` names, on rank 0 of its group. Raises ModelError,
-    ConfigError or GroupFailed. processors: in addition to `config`'s."""
+    ConfigError or GroupFailed. processors: in addition to `config`'s. peers: data-parallel ranks that share experts."""
     processors = processors.with_named(config.logit_processor)
     group: Followers | None = None
     if config.ranks > 1:
         check_ranks(architecture_of(config)[0], config.tp_size, config.pp_size, config.ep_size)
         group = Followers(config, resolve_device(config.device), transport.fail)
         config = group.config
+    if peers is not None:
+        peers.meet(resolve_device(config.device))
     try:
-        model = _load(config, group)
-        scheduler = Scheduler(config, model, transport, processors=processors, group=group)
+        model = _load(config, group, peers)
+        scheduler = Scheduler(config, model, transport, processors=processors, group=group, peers=peers)
         del model  # the scheduler's alone: it may have to let go of it
         scheduler.residence.warm_up()
     except BaseException:
@@ -47,8 +55,8 @@ def begin(config: SchedulerConfig, group: Group) -> Residence:
     return residence
 
 
-def _load(config: SchedulerConfig, group: Group | None) -> Decoder:
+def _load(config: SchedulerConfig, group: Group | None, peers: Peers | None = None) -> Decoder:
     if config.threads is not None:
         torch.set_num_threads(config.threads)
 
-    return together(group, lambda: load(config, group))[0]
+    return together(group, lambda: load(config, group, peers))[0]

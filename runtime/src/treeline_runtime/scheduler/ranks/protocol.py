@@ -188,8 +188,15 @@ def together(group: Group | None, make: Callable[[], T], number: Callable[[T], i
     return made, least
 
 
+class Fails(Protocol):
+    """What ends with one of several ranks."""
+
+    def failed(self, error: Exception) -> GroupFailed:
+        """See `Group.failed`."""
+
+
 @contextmanager
-def as_one(group: Group | None) -> Iterator[None]:
+def as_one(group: Fails | None) -> Iterator[None]:
     """A context manager for what all ranks do with collectives: if one fails, the others wait for it, so that the group
     is at its end. If there is a group, raises GroupFailed for any error but Agreed."""
     try:
