@@ -257,11 +257,11 @@ def test_a_request_at_fault_ends_alone(checkpoints: tuple[Path, Path], monkeypat
         assert engine.generate(IDS, GREEDY).token_ids == first
 
 
-def test_vectors_of_two_ranks_are_those_of_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("flag", ["--tp-size", "--pp-size"])
+def test_vectors_of_two_ranks_are_those_of_one(flag: str, tmp_path: Path) -> None:
     path = configured(tmp_path, "Qwen3Model")
-    one = vectors(path)
-    assert vectors(path, "--tp-size", "2") == pytest.approx(one, abs=1e-5)
-    assert vectors(path, "--pp-size", "2") == pytest.approx(one, abs=1e-5)
+    one, two = (vectors(path, flag, count) for count in ("1", "2"))
+    assert two == pytest.approx(one, abs=1e-5)
 
 
 def vectors(path: Path, *flags: str) -> list[float]:
