@@ -37,6 +37,7 @@ UNASKED: dict[Right, str] = {
 
 OPTIONAL = (
     crd("monitoring.coreos.com", "v1", "PodMonitor", "podmonitors"),
+    crd("leaderworkerset.x-k8s.io", "v1", "LeaderWorkerSet", "leaderworkersets"),
     crd("gateway.networking.k8s.io", "v1", "HTTPRoute", "httproutes"),
     crd("gateway.networking.k8s.io", "v1", "Gateway", "gateways"),
     crd("inference.networking.k8s.io", "v1", "InferencePool", "inferencepools"),
@@ -215,6 +216,16 @@ async def test_every_right_of_an_optional_feature_is_used_by_it(room: Room) -> N
         await witness.uses_all_of("prometheus")  # there is no Envoy to be read any more
         await change(room, "a", gateway={"parentRefs": None})
         await witness.uses_all_of("gateway-api")
+
+        await witness.has_only_read("groups")
+        groups = "/apis/leaderworkerset.x-k8s.io/v1/namespaces/{}/leaderworkersets"
+        over_two = {"accelerator": {"nodes": 2}, "engine": {"tensorParallel": 2}}
+        for seconds in (10, 20, 30):
+            await change(room, "a", drain={"timeoutSeconds": seconds}, **over_two)
+            await said(room, "a")
+            for name in await room.until(lambda: names_of(room, groups, "a-"), "the groups of the revision"):
+                await room.patch(f"{groups}/{name}", {"status": {"replicas": 0}})
+        await witness.uses_all_of("groups")  # the oldest revision is deleted
     events = witness.events()
     assert refused(events) == []
     assert used(events) <= rbac.granted(witness.features)

@@ -14,7 +14,7 @@ from treeline_operator.api.pool import InferencePool
 from treeline_operator.api.rules import violations
 from treeline_operator.plan.drain import SETTLE_S
 from treeline_operator.status.pool import pool_status
-from treeline_operator.world import Platform
+from treeline_operator.world import Event, Platform
 from treeline_wire.labels import GROUP_INDEX, POOL, SERVING, WORKER_INDEX
 
 PLATFORM = Platform(apis=EVERY_API)
@@ -265,3 +265,24 @@ def test_names_of_groups_fit_the_stateful_sets_made_for_them(nodes: int, length:
         strict=True,
     )
     assert [said.partition(":")[0] for said in violations(pool)] == ([] if fits else ["metadata.name"])
+
+
+def test_workers_that_a_quota_refuses_are_told_while_they_are_missing() -> None:
+    cluster = SimCluster(PLATFORM)
+    cluster.do(cluster.plan(grouped()))
+    cluster.controllers()
+    name = group_set(cluster)["metadata"]["name"]
+    worker = cluster.pods.pop(f"{name}-0-1")
+    said = (
+        f'create Pod {name}-0-1 in StatefulSet {name}-0 failed error: pods "{name}-0-1" is forbidden: exceeded quota: q'
+    )
+    refused = Event("FailedCreate", said, "2026-11-01T00:00:00Z", f"{name}-0", "")
+
+    def reason() -> str:
+        status = pool_status(replace(cluster.world(grouped()), events=(refused,)))
+        (told,) = (one for one in status["conditions"] if one["type"] == ConditionType.WORKLOADS_READY)
+        return str(told["reason"])
+
+    assert reason() == Reason.QUOTA_EXCEEDED
+    cluster.pods[f"{name}-0-1"] = worker
+    assert reason() != Reason.QUOTA_EXCEEDED

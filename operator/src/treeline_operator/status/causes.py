@@ -110,7 +110,7 @@ def diagnose(
         grouped.setdefault(cause.reason, []).append(cause)
     causes = [_together(causes, len(there)) for causes in grouped.values()]
     seen = set(grouped)
-    for cause in creation_failures(workloads, reported):
+    for cause in creation_failures(workloads, reported, len(there)):
         if cause.reason not in seen:
             seen.add(cause.reason)
             causes.append(cause)
@@ -134,15 +134,17 @@ def of_pod(pod: Json, events: _Events, progress: Progress) -> Cause | None:
     return Cause(best[0], best[1], (meta["name"],))
 
 
-def creation_failures(workloads: Iterable[Json], events: _Events) -> Iterator[Cause]:
-    """Why Deployments and LeaderWorkerSets cannot make pods: quotas, policies, what the API server finds invalid."""
+def creation_failures(workloads: Iterable[Json], events: _Events, pods: int) -> Iterator[Cause]:
+    """Why Deployments and LeaderWorkerSets cannot make pods: quotas, policies, what the API server finds invalid.
+    `pods` is the number of those that are there."""
     for workload in workloads:
         kind, name = workload["kind"], workload["metadata"]["name"]
         refusal = condition_of(workload, "ReplicaFailure")
         said = [refusal.get("message", "")] if refusal.get("status") == "True" else []
-        wanted = (workload.get("spec") or {}).get("replicas") or 0
-        # A group counts before its workers exist.
-        there = (workload.get("status") or {}).get("replicas" if kind == "Deployment" else "readyReplicas", 0)
+        spec = workload.get("spec") or {}
+        wanted, there = spec.get("replicas") or 0, (workload.get("status") or {}).get("replicas", 0)
+        if kind == "LeaderWorkerSet":  # it counts a group before its workers exist
+            wanted, there = wanted * spec["leaderWorkerTemplate"]["size"], pods
         if not said and there < wanted:
             # The Deployment's controller repeats the ReplicaSet's problem a moment later; LeaderWorkerSet's never.
             said = events.of_makers(name)
