@@ -40,6 +40,11 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return make_checkpoint(folder / "a", seed=1), make_checkpoint(folder / "b", seed=2)
 
 
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("experts"), experts=8)
+
+
 @pytest.fixture(autouse=True)
 def nothing_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with tempfile.TemporaryDirectory(dir="/tmp") as folder:
@@ -126,9 +131,8 @@ def test_requests_of_all_kinds_get_the_answers_of_one_rank(
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_ranks_with_whole_experts_give_the_answers_of_one(ranks: int, tmp_path: Path) -> None:
-    path = make_checkpoint(tmp_path, experts=8)
-    for found, expected in zip(answers(path, tp_size=ranks, ep_size=ranks), answers(path), strict=True):
+def test_ranks_with_whole_experts_give_the_answers_of_one(ranks: int, experts: Path) -> None:
+    for found, expected in zip(answers(experts, tp_size=ranks, ep_size=ranks), answers(experts), strict=True):
         assert found == pytest.approx(expected, abs=2e-3) if isinstance(found[0], float) else found == expected
 
 
