@@ -6,9 +6,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from support.runtime_engine import Memory, dummy_model
+from support.runtime_engine import Memory
 from treeline_runtime.config import SchedulerConfig
 from treeline_runtime.messages import GenerateReq, SamplingParams
+from treeline_runtime.models.loader import load_model
 from treeline_runtime.ops import onednn
 from treeline_runtime.scheduler.scheduler import Scheduler
 
@@ -21,7 +22,7 @@ def test_a_chat_of_four_tokens_takes_few_python_calls(monkeypatch: pytest.Monkey
     monkeypatch.setattr(onednn, "can_pack", lambda _: False)  # the same products on every processor
     transport = Memory()
     config = SchedulerConfig(model=str(MODEL), load_format="dummy", max_total_tokens=4096, device="cpu", threads=1)
-    scheduler = Scheduler(config, dummy_model(config), transport)
+    scheduler = Scheduler(config, load_model(config), transport)
 
     def calls(rid: str, tokens: int) -> int:
         count = 0
