@@ -138,7 +138,7 @@ REFUSED_POOLS = [
             f"{{accelerator: {{type: nvidia, count: 4, nodes: 2}}, engine: {{tensorParallel: {ranks}}}}}",
             "set it to accelerator.count times accelerator.nodes",
         )
-        for ranks in (4, 16)
+        for ranks in (2, 6, 16)
     ),
     ("accelerator: {nodes: 0}", "accelerator.nodes"),
     ("engine: {adapters: [{name: a, uri: hf://o/a}]}", "remove adapters, or use engine sglang or vllm"),
@@ -356,6 +356,7 @@ ACCEPTED_POOLS = [
     "{accelerator: {type: nvidia, count: 4}, engine: {tensorParallel: 2, dataParallel: 2}}",
     "{accelerator: {type: nvidia, count: 8, nodes: 2}}",
     "{accelerator: {type: nvidia, count: 8, nodes: 4}, engine: {tensorParallel: 32}}",
+    "{accelerator: {type: nvidia, count: 8, nodes: 4}, engine: {tensorParallel: 8}}",
     "{accelerator: {nodes: 2}, engine: {tensorParallel: 4}}",
     "engine: {tensorParallel: 2}",
     "{model: {uri: hf://o/n}, accelerator: {type: nvidia, count: 8},"

@@ -56,6 +56,24 @@ def test_a_group_is_one_template_of_which_the_leader_alone_serves() -> None:
     assert parts["leaderTemplate"]["spec"][grace] == parts["workerTemplate"]["spec"][grace]
 
 
+@pytest.mark.parametrize(
+    ("tensor_parallel", "flags"),
+    [
+        (None, ["--tp-size=16"]),
+        (16, ["--tp-size=16"]),
+        (8, ["--tp-size=8", "--pp-size=2"]),
+        (4, ["--tp-size=4", "--pp-size=4"]),
+    ],
+)
+def test_devices_beyond_tensor_parallel_are_stages(tensor_parallel: int | None, flags: list[str]) -> None:
+    gpus = {"type": "nvidia", "count": 4, "nodes": 4}
+    pool = a_pool(accelerator=gpus, engine={} if tensor_parallel is None else {"tensorParallel": tensor_parallel})
+    assert not [*violations(pool)]
+    args = engine(group_set(settled(pool, platform=PLATFORM))["spec"]["leaderWorkerTemplate"]["leaderTemplate"])["args"]
+    assert [arg for arg in args if arg.startswith(("--tp-size", "--pp-size"))] == flags
+    assert pool.spec.unused_devices == 0
+
+
 def test_the_fragment_of_a_user_reaches_leader_and_workers() -> None:
     own = {
         "name": "runtime",

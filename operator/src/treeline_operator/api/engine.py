@@ -277,7 +277,7 @@ class Engine(Part):
     """Tokens per page of the KV cache."""
     tensor_parallel: Annotated[StrictInt, Field(ge=1, le=64)] | None = None
     """Devices (on CPUs: processes) that share each layer, in all pods of a replica; default accelerator.count × nodes ÷
-    dataParallel."""
+    dataParallel. accelerator.count with several nodes: each pod has a part of the layers."""
     data_parallel: Annotated[StrictInt, Field(ge=1, le=64)] = 1
     """Copies of the model in one pod."""
     max_running_requests: Annotated[StrictInt, Field(ge=1)] | None = None

@@ -108,10 +108,11 @@ class PoolSpec(Part):
         Rule(
             "self.accelerator.nodes == 1 || (has(self.engine.tensorParallel)"
             " ? (self.accelerator.type == 'cpu' ? self.engine.tensorParallel % self.accelerator.nodes == 0"
-            " : self.engine.tensorParallel == self.accelerator.count * self.accelerator.nodes)"
+            " : self.engine.tensorParallel % self.accelerator.count == 0"
+            " && self.accelerator.count * self.accelerator.nodes % self.engine.tensorParallel == 0)"
             " : self.accelerator.type != 'cpu')",
-            "tensorParallel counts the devices of all pods of a replica: set it to accelerator.count times"
-            " accelerator.nodes or, on CPUs, to a multiple of accelerator.nodes",
+            "tensorParallel counts devices of whole pods: set it to accelerator.count times accelerator.nodes, or to"
+            " accelerator.count for a stage in each pod; on CPUs to a multiple of accelerator.nodes",
             field=".engine.tensorParallel",
         ),
         Rule(
@@ -193,6 +194,15 @@ class PoolSpec(Part):
         return devices if shares else max(1, devices // engine.data_parallel)
 
     @property
+    def stages(self) -> int:
+        """Parts of the layers that the devices of several pods compute one after another: where `tensorParallel` leaves
+        more devices than one part takes."""
+        accelerator = self.accelerator
+        if accelerator.nodes == 1 or not accelerator.is_gpu or self.splits_by_args:
+            return 1
+        return accelerator.count * accelerator.nodes // self.tensor_parallel
+
+    @property
     def ranks(self) -> int:
         """Processes of a pod that compute: one for each GPU, or those that share a CPU pod's layers."""
         return max(self.accelerator.count, self.tensor_parallel * self.engine.data_parallel // self.accelerator.nodes)
@@ -205,7 +215,7 @@ class PoolSpec(Part):
             return 0
         if not set(_OTHER_SPLITS).isdisjoint(engine.args):
             return 0
-        return accelerator.count * accelerator.nodes - self.tensor_parallel * engine.data_parallel
+        return accelerator.count * accelerator.nodes - self.tensor_parallel * self.stages * engine.data_parallel
 
     @property
     def splits_by_args(self) -> bool:

@@ -302,7 +302,7 @@ def _settings(pool: InferencePool) -> list[str]:
         parallel = setting in ("tensor_parallel", "data_parallel")
         if value is not None and not (parallel and value == 1):
             args.append(f"{flag}={value:g}" if isinstance(value, float) else f"{flag}={value}")
-    return args
+    return args if pool.spec.stages == 1 else [*args, f"--pp-size={pool.spec.stages}"]
 
 
 def _traces(pool: InferencePool, *more: tuple[str, str]) -> tuple[tuple[str, str], ...]:

@@ -104,7 +104,9 @@ class StepPlan(msgspec.Struct, omit_defaults=True, frozen=True):
     def micro_batches(self, stages: int) -> list[tuple[int, int]]:
         """Cuts the step between sequences into parts of about as many tokens, at most one for each stage of a pipeline.
         Returns each one's first sequence and the one after its last."""
-        count = 1 if self.embeddings else max(1, min(stages, self.num_tokens // MICRO_BATCH_TOKENS))
+        count = 1 if self.embeddings else min(stages, self.num_tokens // MICRO_BATCH_TOKENS)
+        if count <= 1:
+            return [(0, len(self.rows))]
         ends = np.cumsum([0, *self.q_lens])
         cuts = (int(np.abs(ends - self.num_tokens * i / count).argmin()) for i in range(count + 1))
         return list(pairwise(sorted(set(cuts))))
