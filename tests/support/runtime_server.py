@@ -57,6 +57,14 @@ def make_tokenizer(folder: Path) -> int:
     return int(tokenizer.get_vocab_size())
 
 
+MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts_per_tok": 2,
+    "norm_topk_prob": True,
+}
+
+
 def make_checkpoint(folder: Path, *, seed: int = 0, experts: int = 0) -> Path:
     """Write a random Qwen3 model of a few thousand weights, with tokenizer and chat template. `experts`: in each layer;
     0: it is dense."""
@@ -84,14 +92,7 @@ def make_checkpoint(folder: Path, *, seed: int = 0, experts: int = 0) -> Path:
         "torch_dtype": "float32",
     }
     if experts:
-        config |= {
-            "architectures": ["Qwen3MoeForCausalLM"],
-            "model_type": "qwen3_moe",
-            "num_experts": experts,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": inner,
-            "norm_topk_prob": True,
-        }
+        config |= MOE | {"num_experts": experts, "moe_intermediate_size": inner}
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.9, "top_k": 50, "top_p": 0.95}))
     rng = np.random.default_rng(seed)
@@ -109,8 +110,7 @@ def make_checkpoint(folder: Path, *, seed: int = 0, experts: int = 0) -> Path:
             name + "input_layernorm.weight": np.ones(hidden, np.float32),
             name + "post_attention_layernorm.weight": np.ones(hidden, np.float32),
             name + "self_attn.q_proj.weight": matrix(heads * head, hidden),
-            name + "self_attn.k_proj.weight": matrix(kv_heads * head, hidden),
-            name + "self_attn.v_proj.weight": matrix(kv_heads * head, hidden),
+            **{name + f"self_attn.{part}_proj.weight": matrix(kv_heads * head, hidden) for part in "kv"},
             name + "self_attn.o_proj.weight": matrix(hidden, heads * head),
             name + "self_attn.q_norm.weight": np.ones(head, np.float32),
             name + "self_attn.k_norm.weight": np.ones(head, np.float32),
@@ -118,11 +118,9 @@ def make_checkpoint(folder: Path, *, seed: int = 0, experts: int = 0) -> Path:
         if experts:
             weights[name + "mlp.gate.weight"] = matrix(experts, hidden)
         for block in [f"mlp.experts.{expert}." for expert in range(experts)] or ["mlp."]:
-            weights |= {
-                name + block + "gate_proj.weight": matrix(inner, hidden),
-                name + block + "up_proj.weight": matrix(inner, hidden),
-                name + block + "down_proj.weight": matrix(hidden, inner),
-            }
+            for part in ("gate", "up"):
+                weights[f"{name}{block}{part}_proj.weight"] = matrix(inner, hidden)
+            weights[f"{name}{block}down_proj.weight"] = matrix(hidden, inner)
     save_file(weights, folder / "model.safetensors")
     return folder
 

@@ -19,7 +19,7 @@ from support.mxfp4 import packed
 from support.ranks import on_ranks
 from support.runtime_models import IDS, Runner, config_of, reference, save
 from treeline_runtime.collectives import Ranks
-from treeline_runtime.config import ConfigError, EngineConfig
+from treeline_runtime.config import EngineConfig
 from treeline_runtime.models import ModelError, read_config, stream, weights
 from treeline_runtime.models.decoder import Decoder
 from treeline_runtime.models.loader import load_model
@@ -475,12 +475,6 @@ def test_whole_experts_may_have_any_size_but_must_be_equally_many(tmp_path: Path
         check_ranks(model, 4, ep_size=4)
     with pytest.raises(ModelError, match="LlamaForCausalLM has no experts: leave --ep-size out"):
         check_ranks(read_config(config_of(tmp_path, "Llama")), 4, ep_size=4)
-
-
-@pytest.mark.parametrize(("tp_size", "ep_size"), [(1, 2), (4, 2), (2, 4)])
-def test_experts_are_divided_over_all_ranks_or_sliced(tp_size: int, ep_size: int) -> None:
-    with pytest.raises(ConfigError, match=f"use --ep-size {tp_size}, of"):
-        EngineConfig(model="m", tp_size=tp_size, ep_size=ep_size)
 
 
 def test_block_wise_fp8_is_shared_in_whole_blocks(tmp_path: Path) -> None:

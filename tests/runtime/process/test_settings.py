@@ -8,7 +8,7 @@ import pytest
 import torch
 from treeline_runtime import scheduler_process
 from treeline_runtime.args import GROUPS, ServerArgs, build_parser, parse_args
-from treeline_runtime.config import ConfigError, SchedulerConfig
+from treeline_runtime.config import ConfigError, EngineConfig, SchedulerConfig
 from treeline_runtime.ipc import Addresses
 from treeline_runtime.processes import ChildSpec
 from treeline_wire.settings import settings_of
@@ -83,3 +83,9 @@ def test_ranks_share_the_gpus_or_the_threads_of_the_machine(monkeypatch: pytest.
     with pytest.raises(ConfigError, match=r"--dp-size 5 needs 10 GPUs, 2 for each engine, cuda:0 to cuda:9, .* 8"):
         of_ranks(dp_size=5, tp_size=2)
     assert [one.device for one in of_ranks(dp_size=2, tp_size=2, pp_size=2)] == ["cuda:0", "cuda:4"]
+
+
+@pytest.mark.parametrize(("tp_size", "ep_size"), [(1, 2), (4, 2), (2, 4)])
+def test_experts_are_divided_over_all_ranks_or_sliced(tp_size: int, ep_size: int) -> None:
+    with pytest.raises(ConfigError, match=f"use --ep-size {tp_size}, of"):
+        EngineConfig(model="m", tp_size=tp_size, ep_size=ep_size)
