@@ -20,7 +20,7 @@ from treeline_runtime.models.shards import Rank
 c10d: Any = getattr(torch._C, "_distributed_c10d", None)
 """The classes behind torch.distributed. Its functions share one global state, which belongs to the application."""
 FOREVER = timedelta(days=365)
-"""No collective ends by its own clock: the group watches its ranks."""
+"""No collective ends by its own clock: the group watches its ranks. gloo's `recv` must be told each time."""
 MEETING = timedelta(minutes=1)
 """Time to connect, once all processes are there."""
 BUFFER_BYTES = 64 << 20
@@ -160,7 +160,7 @@ class Pipeline:
 
     def receive(self, x: torch.Tensor, /) -> torch.Tensor:
         if not self.rank.is_first_stage:
-            self._group.recv([x], self.rank.number - self.rank.count, 0).wait()
+            self._group.recv([x], self.rank.number - self.rank.count, 0).wait(FOREVER)
         return x
 
     def send(self, x: torch.Tensor, /) -> None:
@@ -171,16 +171,16 @@ class Pipeline:
         rank = self.rank
         if rank.number == 0:
             x = torch.empty_like(x, memory_format=torch.contiguous_format)  # the given one may be on its way
-            self._group.recv([x], (rank.stages - 1) * rank.count, 0).wait()
+            self._group.recv([x], (rank.stages - 1) * rank.count, 0).wait(FOREVER)
         elif rank.is_last_stage and rank.index == 0:
-            self._group.send([x.contiguous()], 0, 0).wait()
+            self._group.send([x.contiguous()], 0, 0).wait(FOREVER)
         return x
 
     def everywhere(self, x: torch.Tensor, /) -> torch.Tensor:
         total = x.float()
         self._group.allreduce([total]).wait()
         for work, _ in self._sent:
-            work.wait()
+            work.wait(FOREVER)
         self._sent.clear()
         return total == self.rank.stages * self.rank.count
 

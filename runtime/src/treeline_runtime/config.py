@@ -21,10 +21,11 @@ def meeting_place(text: str) -> tuple[str, int]:
     """HOST[:PORT] → host and port. Raises ConfigError."""
     try:
         place = urlsplit(f"//{text}")
-        host, port = place.hostname, place.port or RANKS
+        host, port = place.hostname or "", RANKS if place.port is None else place.port
+        host.encode("idna")
     except ValueError:
-        host, port = None, RANKS
-    if not host or place.netloc != text or place.username is not None:
+        host, port = "", 0
+    if not host or not port or place.netloc != text or place.username is not None or text.split() != [text]:
         raise ConfigError(f"expected HOST or HOST:PORT, got {text!r}")
     return host, port
 

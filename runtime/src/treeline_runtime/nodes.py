@@ -11,13 +11,18 @@ to be closed to others.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.metadata
+import ipaddress
 import logging
 import os
+import select
+import selectors
 import signal
 import socket
+import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from pathlib import Path
 
 import msgspec
@@ -29,10 +34,11 @@ from treeline_runtime.processes import how_ended, spawn
 RANK_MODULE = "treeline_runtime.scheduler.ranks.process"
 TURN_S = 0.5
 GREETING_S = 3.0
-"""Time for a rank's line. One after another is heard."""
-ANSWER_S = 60.0
+"""Time for a rank's line."""
 MOST_BYTES = 4096
 """The longest line of a greeting."""
+MOST_STRANGERS = 64
+"""Connections that may be about to introduce themselves."""
 REMIND_S = 10.0
 LOST_S = 15
 """A machine that does not answer for so long is lost."""
@@ -46,9 +52,13 @@ class Hello(msgspec.Struct, frozen=True):
     node: int
     slot: int
     """Its number among the node's ranks."""
+    ranks: int
+    """Of the node."""
     version: str
     model: str
     """The checkpoint's folder on its node."""
+    checkpoint: str
+    """See `digest_of`."""
 
 
 class LastWords(msgspec.Struct, tag=True, frozen=True):
@@ -76,31 +86,101 @@ class Reminder:
 
 def meet(
     config: EngineConfig, listener: socket.socket, check: Callable[[], None]
-) -> Iterator[tuple[Hello, socket.socket]]:
-    """Yields the connections of all ranks of the other nodes, in any order. check: called twice a second; may raise."""
+) -> Iterator[tuple[Hello, socket.socket, str]]:
+    """Yields the connections of all ranks of the other nodes, in any order, with the address of each. check: called
+    twice a second; may raise."""
     missing = {(node, slot) for node in range(1, config.nnodes) for slot in range(config.ranks_here)}
-    reminder = Reminder()
-    while missing:
-        check()
-        nodes = ", ".join(map(str, sorted({node for node, _ in missing})))
-        reminder.say("waiting at %s for the ranks of node %s (--node-rank)", config.dist_init_addr, nodes)
+    checkpoint, reminder = digest_of(Path(config.model)), Reminder()
+    with selectors.DefaultSelector() as selector:
+        selector.register(listener, selectors.EVENT_READ)
         try:
-            connection, (host, *_) = listener.accept()
-        except TimeoutError:
-            continue
+            while missing:
+                check()
+                nodes = ", ".join(map(str, sorted({node for node, _ in missing})))
+                reminder.say("waiting at %s:%d for the ranks of node %s", *listener.getsockname()[:2], nodes)
+                for key, _ in selector.select(TURN_S):
+                    if key.fileobj is listener:
+                        _accept(listener, selector)
+                        continue
+                    connection = key.fileobj
+                    assert isinstance(connection, socket.socket)
+                    stranger: Stranger = key.data
+                    if not stranger.hear(connection):
+                        continue
+                    selector.unregister(connection)
+                    if (hello := stranger.answer(connection, missing, config, checkpoint)) is not None:
+                        missing.remove((hello.node, hello.slot))
+                        yield hello, connection, stranger.address
+                for connection, stranger in _strangers(selector).items():
+                    if stranger.is_late:
+                        selector.unregister(connection)
+                        stranger.refuse(connection, "it did not introduce itself in time")
+        finally:
+            for connection in _strangers(selector):
+                connection.close()
+
+
+class Stranger:
+    """A connection whose first line is awaited."""
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._until = time.monotonic() + GREETING_S
+        self._said = b""
+
+    @property
+    def is_late(self) -> bool:
+        return time.monotonic() > self._until
+
+    def hear(self, connection: socket.socket) -> bool:
+        """Reads what there is. Returns whether it has said all that it may."""
         try:
-            hello = msgspec.json.decode(_line(connection, GREETING_S), type=Hello)
-            refusal = _refusal(hello, missing, config)
+            data = connection.recv(MOST_BYTES)
+        except BlockingIOError:
+            return False
+        except OSError:
+            data = b""
+        self._said += data
+        return not data or b"\n" in data or len(self._said) > MOST_BYTES
+
+    def answer(
+        self, connection: socket.socket, missing: Set[tuple[int, int]], config: EngineConfig, checkpoint: str
+    ) -> Hello | None:
+        """Returns who it is; None, and closes the connection, if it is not wanted."""
+        try:
+            hello = msgspec.json.decode(self._said, type=Hello)
+            refusal = _refusal(hello, missing, config, checkpoint)
+            connection.setblocking(True)
             connection.sendall(f"{refusal}\n".encode())
-        except (OSError, msgspec.MsgspecError, UnicodeError) as error:
+            if not refusal and has_ended(connection):
+                refusal = "it has closed the connection"
+            if not refusal:
+                _watched(connection)
+                return hello
+        except (OSError, ValueError, RecursionError) as error:
             refusal = f"it did not introduce itself as a rank: {error}"
-        if refusal:
-            logger.warning("a connection from %s was refused: %s", host, refusal)
-            connection.close()
-            continue
-        _watched(connection)
-        missing.remove((hello.node, hello.slot))
-        yield hello, connection
+        self.refuse(connection, refusal)
+        return None
+
+    def refuse(self, connection: socket.socket, why: str) -> None:
+        logger.warning("a connection from %s was refused: %s", self.address, why)
+        connection.close()
+
+
+def _accept(listener: socket.socket, selector: selectors.BaseSelector) -> None:
+    try:
+        connection, (address, *_) = listener.accept()
+    except OSError:  # it has gone
+        return
+    if len(_strangers(selector)) == MOST_STRANGERS:
+        connection.close()
+        return
+    connection.setblocking(False)
+    selector.register(connection, selectors.EVENT_READ, Stranger(address))
+
+
+def _strangers(selector: selectors.BaseSelector) -> dict[socket.socket, Stranger]:
+    return {key.fileobj: key.data for key in selector.get_map().values() if key.data is not None}  # type: ignore[misc]
 
 
 def listen(config: EngineConfig) -> socket.socket:
@@ -121,44 +201,56 @@ def listen(config: EngineConfig) -> socket.socket:
                 f"free port: {error}"
             ) from None
         else:
-            listener.settimeout(TURN_S)
+            if ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_unspecified:
+                listener.close()
+                raise ConfigError(f"--dist-init-addr: {host} is no address at which other machines reach this one")
+            listener.setblocking(False)
             return listener
 
 
-def _refusal(hello: Hello, missing: set[tuple[int, int]], config: EngineConfig) -> str:
+def _refusal(hello: Hello, missing: Set[tuple[int, int]], config: EngineConfig, checkpoint: str) -> str:
     """Returns why the rank is not wanted, or nothing."""
     version = _version()
     if hello.version != version:
         return f"it has Treeline {hello.version}, node 0 has {version}"
-    if (hello.node, hello.slot) in missing:
-        return ""
-    known = 0 < hello.node < config.nnodes and 0 <= hello.slot < config.ranks_here
-    told = f"rank {hello.slot} of node {hello.node}"
-    if known:
-        return f"{told} is there already: give each machine a --node-rank of its own"
-    return f"there is no {told}: node 0 has {config.nnodes} machines (--nnodes) and {config.ranks} ranks"
+    if not 0 < hello.node < config.nnodes or hello.ranks != config.ranks_here or not 0 <= hello.slot < hello.ranks:
+        return (
+            f"rank {hello.slot} of the {hello.ranks} of node {hello.node} does not belong to the {config.nnodes} "
+            f"machines with {config.ranks_here} ranks each that node 0 knows: give all of them the same --nnodes, "
+            "--tp-size and --pp-size"
+        )
+    if hello.checkpoint != checkpoint:
+        return f"its checkpoint in {hello.model} is not that of node 0: config.json or the sizes of weights differ"
+    if (hello.node, hello.slot) not in missing:
+        return f"rank {hello.slot} of node {hello.node} is there already: give each machine a --node-rank of its own"
+    return ""
+
+
+def digest_of(model: Path) -> str:
+    """What differs between two checkpoints, most likely: config.json, and names and sizes of the files of weights."""
+    digest = hashlib.blake2b(digest_size=16)
+    with contextlib.suppress(OSError):  # the loader says what is missing
+        digest.update((model / "config.json").read_bytes())
+        files = sorted((file.name, file.stat().st_size) for file in model.glob("*.safetensors"))
+        digest.update(repr(files).encode())
+    return digest.hexdigest()
+
+
+def has_ended(connection: socket.socket) -> bool:
+    """Whether the other side has closed it, even if there is something to be read."""
+    events = select.poll()
+    events.register(connection, select.POLLRDHUP)
+    return bool(events.poll(0))
 
 
 def _watched(connection: socket.socket) -> None:
-    """From now on it blocks, and fails once the other machine has not answered for `LOST_S`."""
+    """From now on it blocks, and ends once the other machine has not answered for `LOST_S`."""
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, LOST_S // 3)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, LOST_S // 3)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * LOST_S)
-
-
-def _line(connection: socket.socket, seconds: float) -> bytes:
-    """Reads a line and not a byte more. Raises OSError."""
-    line, until = bytearray(), time.monotonic() + seconds
-    connection.settimeout(seconds)
-    while not line.endswith(b"\n"):
-        byte = connection.recv(1)
-        if not byte or len(line) == MOST_BYTES or time.monotonic() > until:
-            raise ConnectionError("the first line did not come, or was too long")
-        line += byte
-    return bytes(line)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
 
 
 def _version() -> str:
@@ -174,7 +266,7 @@ def run_node(args: ServerArgs, model: Path) -> int:
     SIGTERM lets rank 0 finish its requests: whoever ends the group tells all nodes at once. Raises ConfigError.
     """
     asked: list[int] = []
-    ranks: dict[int, tuple[socket.socket, int]] = {}
+    ranks: dict[int, tuple[subprocess.Popen[bytes], socket.socket]] = {}
 
     def on_signal(number: int, _frame: object) -> None:
         if number == signal.SIGTERM and not asked and ranks:
@@ -185,37 +277,56 @@ def run_node(args: ServerArgs, model: Path) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)
-    for slot in range(args.ranks_here):
-        connection = _connect(args, Hello(args.node_rank, slot, _version(), str(model.absolute())))
-        ranks[spawn(RANK_MODULE, connection).pid] = connection, slot
+    streams = _connect(args, model)
+    children = [spawn(RANK_MODULE, stream) for stream in streams]
+    ranks.update((child.pid, (child, stream)) for child, stream in zip(children, streams, strict=True))
     logger.info("node %d computes for rank 0 at %s", args.node_rank, args.dist_init_addr)
-    pid, wait_status = os.wait()
-    connection, slot = ranks[pid]
-    status = os.waitstatus_to_exitcode(wait_status)
+    ended = os.wait()
+    while ended[0] not in ranks:  # process 1 of a container gets orphans
+        ended = os.wait()
+    (child, stream), status = ranks[ended[0]], os.waitstatus_to_exitcode(ended[1])
     if status == 0:
         logger.log(logging.INFO if asked else logging.ERROR, "rank 0 has ended; stopping")
         return 0 if asked else 1
     with contextlib.suppress(OSError):  # rank 0 heard of it from the rank itself, unless that was killed
-        connection.sendall(msgspec.json.encode(LastWords(f"its process {how_ended(status)}", follows=False)) + b"\n")
-    logger.error("the process of rank %d of this node %s; stopping", slot, how_ended(status))
+        stream.sendall(msgspec.json.encode(LastWords(f"its process {how_ended(status)}", follows=False)) + b"\n")
+    logger.error("the process of rank %d of this node %s; stopping", children.index(child), how_ended(status))
     return 1
 
 
-def _connect(args: ServerArgs, hello: Hello) -> socket.socket:
-    """Waits until rank 0 is there, and introduces a rank. Raises ConfigError if it is not wanted."""
+def _connect(args: ServerArgs, model: Path) -> list[socket.socket]:
+    """Waits until rank 0 is there, and introduces this node's ranks. Raises ConfigError if one is not wanted."""
     assert args.dist_init_addr is not None
-    place = meeting_place(args.dist_init_addr)
+    place, here, checkpoint = meeting_place(args.dist_init_addr), args.ranks_here, digest_of(model)
+    streams: list[socket.socket] = []
     reminder = Reminder()
-    while True:
+    while len(streams) < here:
+        if any(map(has_ended, streams)):
+            raise ConfigError(f"rank 0 at {place[0]}:{place[1]} has ended before all ranks had met")
+        hello = Hello(args.node_rank, len(streams), here, _version(), str(model.absolute()), checkpoint)
         try:
-            connection = socket.create_connection(place, GREETING_S)
-            connection.sendall(msgspec.json.encode(hello) + b"\n")
-            refusal = _line(connection, ANSWER_S).decode(errors="replace").strip()
+            stream = socket.create_connection(place, GREETING_S)
+            _watched(stream)
+            stream.sendall(msgspec.json.encode(hello) + b"\n")
+            refusal = _line(stream)
         except OSError as error:
             reminder.say("waiting for rank 0 at %s:%d: %s", *place, error)
             time.sleep(TURN_S)
             continue
         if refusal:
             raise ConfigError(f"rank 0 at {place[0]}:{place[1]} refuses this node: {refusal}")
-        _watched(connection)
-        return connection
+        # this side always has something to say, and rank 0 a thread that hears it
+        stream.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * LOST_S)
+        streams.append(stream)
+    return streams
+
+
+def _line(connection: socket.socket) -> str:
+    """Reads a line and not a byte more: what follows is for the rank. Raises OSError."""
+    line = bytearray()
+    while not line.endswith(b"\n"):
+        byte = connection.recv(1)
+        if not byte or len(line) == MOST_BYTES:
+            raise ConnectionError("it closed the connection without an answer")
+        line += byte
+    return line.decode(errors="replace").strip()

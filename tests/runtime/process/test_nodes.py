@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -18,7 +19,7 @@ from support.runtime_server import ServerProcess, Stream, eventually, gone, runn
 from treeline_runtime import nodes
 from treeline_runtime.args import ServerArgs, parse_args
 from treeline_runtime.config import ConfigError, EngineConfig, meeting_place
-from treeline_runtime.nodes import Hello, listen, meet
+from treeline_runtime.nodes import Hello, digest_of, listen, meet
 
 BODY = {"prompt": "hello world, how are you?", "max_tokens": 16, "temperature": 0, "logprobs": 2}
 deep = pytest.mark.deep
@@ -129,66 +130,102 @@ def test_a_node_that_waits_for_rank_0_says_so_and_ends_when_asked(model: Path) -
         assert worker.wait() == 128 + number
 
 
+@deep
+@pytest.mark.integration
+def test_a_node_of_which_only_a_part_has_joined_ends_with_rank_0(model: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        place = f"127.0.0.1:{listener.getsockname()[1]}"
+        flags = ("--tp-size=4", "--nnodes=2", "--node-rank=1", f"--dist-init-addr={place}")
+        worker = ServerProcess(model, *flags)
+        first = listener.accept()[0]
+        first.sendall(b"\n")
+        second = listener.accept()[0]
+        first.close()
+        second.close()
+        assert worker.wait() == 1
+        worker.wait_for_log("has ended before all ranks had met")
+
+
 # ---- who may join -------------------------------------------------------------------------------------------------
 
-CONFIG = EngineConfig(model="m", tp_size=4, nnodes=2, dist_init_addr="127.0.0.1:0")
 VERSION = nodes._version()
 
 
-def hello(node: int = 1, slot: int = 0, version: str = VERSION) -> bytes:
-    return json.dumps({"node": node, "slot": slot, "version": version, "model": "/m"}).encode() + b"\n"
+@pytest.fixture
+def config(model: Path) -> EngineConfig:
+    return EngineConfig(model=str(model), tp_size=4, nnodes=2, dist_init_addr=f"127.0.0.1:{free_port()}")
 
 
-def test_strangers_are_refused_and_the_ranks_still_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+def hello(model: Path, **other: Any) -> bytes:
+    said = {"node": 1, "slot": 0, "ranks": 2, "version": VERSION, "model": "/m", "checkpoint": digest_of(model)}
+    return json.dumps(said | other).encode() + b"\n"
+
+
+def test_strangers_are_refused_and_the_ranks_still_meet(
+    model: Path, config: EngineConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(nodes, "GREETING_S", 0.2)
     with ExitStack() as open_ones:
-        listener = open_ones.enter_context(listen(CONFIG))
-        joined: list[Hello] = []
+        listener = open_ones.enter_context(listen(config))
+        joined: list[tuple[Hello, str]] = []
 
         def serve() -> None:
-            for said, connection in meet(CONFIG, listener, lambda: None):
-                joined.append(said)
+            for said, connection, address in meet(config, listener, lambda: None):
+                joined.append((said, address))
                 open_ones.enter_context(connection)
 
         meeting = threading.Thread(target=serve)
         meeting.start()
 
-        def say(data: bytes) -> str:
-            """Return the answer to a rank's first line."""
+        def connected(data: bytes) -> socket.socket:
             connection = open_ones.enter_context(socket.create_connection(listener.getsockname(), 60))
             connection.sendall(data)
-            with connection.makefile("rb") as answers, suppress(ConnectionResetError):
+            return connection
+
+        def say(data: bytes) -> str:
+            """Return the answer to a rank's first line."""
+            with connected(data).makefile("rb") as answers, suppress(ConnectionResetError):
                 return answers.readline().decode()
             return ""
 
-        assert say(b"") == say(b"GET / HTTP/1.1\r\n") == say(b"x" * 5000) == say(b"[]\n") == say(b"\xff\n") == ""
-        assert "it has Treeline 0.0, node 0 has" in say(hello(version="0.0"))
-        assert "there is no rank 2 of node 1: node 0 has 2 machines (--nnodes) and 4 ranks" in say(hello(slot=2))
-        assert "there is no rank 0 of node 2" in say(hello(node=2))
-        assert "there is no rank -1 of node 1" in say(hello(slot=-1))
-        assert "there is no rank 0 of node 0" in say(hello(node=0))
-        assert say(hello(slot=1)) == "\n"
-        assert "rank 1 of node 1 is there already: give each machine a --node-rank of its own" in say(hello(slot=1))
-        assert say(hello()) == "\n"
+        silent = [connected(b"{") for _ in range(10)]
+        gone = connected(hello(model)[:-1])
+        for data in (b"GET / HTTP/1.1\r\n", b"x" * 5000, b"[]\n", b"\xff\n", b'{"x":' + b"[" * 4000 + b"\n"):
+            assert say(data) == ""
+        gone.close()
+        assert "it has Treeline 0.0, node 0 has" in say(hello(model, version="0.0"))
+        for other in ({"slot": 2}, {"node": 2}, {"slot": -1}, {"node": 0}, {"ranks": 1}, {"ranks": 4, "slot": 3}):
+            assert "does not belong to the 2 machines with 2 ranks each that node 0 knows" in say(hello(model, **other))
+        assert "its checkpoint in /m is not that of node 0" in say(hello(model, checkpoint=digest_of(model / "other")))
+        assert say(hello(model, slot=1)) == "\n"
+        assert "rank 1 of node 1 is there already: give each" in say(hello(model, slot=1))
+        assert say(hello(model)) == "\n"
         meeting.join(60)
-        assert [(one.node, one.slot, one.model) for one in joined] == [(1, 1, "/m"), (1, 0, "/m")]
+        assert [(one.node, one.slot, address) for one, address in joined] == [(1, 1, "127.0.0.1"), (1, 0, "127.0.0.1")]
+        for one in silent:
+            with suppress(ConnectionResetError):
+                assert one.recv(1) == b"", "it was told to go"
 
 
-def test_a_meeting_ends_with_the_group() -> None:
+def test_a_meeting_ends_with_the_group(config: EngineConfig) -> None:
     def check() -> None:
         raise RuntimeError("rank 1 was killed")
 
-    with listen(CONFIG) as listener, pytest.raises(RuntimeError, match="rank 1 was killed"):
-        next(meet(CONFIG, listener, check))
+    with listen(config) as listener, pytest.raises(RuntimeError, match="rank 1 was killed"):
+        next(meet(config, listener, check))
 
 
-def test_an_address_of_another_machine_or_a_busy_port_is_refused() -> None:
-    with listen(CONFIG) as listener:
-        place = f"127.0.0.1:{listener.getsockname()[1]}"
-        with pytest.raises(ConfigError, match=rf"--dist-init-addr: cannot listen on {place}, .* a free port"):
-            listen(EngineConfig(model="m", tp_size=2, nnodes=2, dist_init_addr=place))
-    with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1:9000, which must be an address of this"):
-        listen(EngineConfig(model="m", tp_size=2, nnodes=2, dist_init_addr="192.0.2.1:9000"))
+@pytest.mark.parametrize(
+    ("place", "said"),
+    [
+        (None, r"--dist-init-addr: cannot listen on 127\.0\.0\.1:\d+, .* a free port"),
+        ("192.0.2.1:9000", r"cannot listen on 192\.0\.2\.1:9000, which must be an address of this machine"),
+        ("0.0.0.0:9000", r"0\.0\.0\.0 is no address at which other machines reach this one"),
+    ],
+)
+def test_an_address_at_which_nobody_can_meet_is_refused(place: str | None, said: str, config: EngineConfig) -> None:
+    with listen(config), pytest.raises(ConfigError, match=said):
+        listen(dataclasses.replace(config, dist_init_addr=place or config.dist_init_addr))
 
 
 # ---- settings -----------------------------------------------------------------------------------------------------
@@ -220,6 +257,8 @@ def test_the_port_of_a_meeting_place_may_be_left_out(text: str, place: tuple[str
         ("--nnodes 2 --tp-size 2 --dist-init-addr http://a", "expected HOST or HOST:PORT, got 'http://a'"),
         ("--nnodes 2 --tp-size 2 --dist-init-addr a:b", "expected HOST or HOST:PORT, got 'a:b'"),
         ("--nnodes 2 --tp-size 2 --dist-init-addr :9", "expected HOST or HOST:PORT, got ':9'"),
+        ("--nnodes 2 --tp-size 2 --dist-init-addr a:0", "expected HOST or HOST:PORT, got 'a:0'"),
+        ("--nnodes 2 --tp-size 2 --dist-init-addr a..b", "expected HOST or HOST:PORT, got 'a..b'"),
         ("--node-rank 1", "--node-rank 1 is none of the 1 machines (--nnodes), from 0"),
         (
             "--nnodes 2 --tp-size 2 --dist-init-addr a --dp-size 2",

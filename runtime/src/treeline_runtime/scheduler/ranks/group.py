@@ -123,10 +123,10 @@ class Followers:
                     with other:
                         child = spawn(RANK_MODULE, other)
                     self._add(Peer(index, stream, child, 0), orders, rank_config(config, index, device))
-                for hello, stream in meet(config, listener, self._check) if listener is not None else ():
+                for hello, stream, address in meet(config, listener, self._check) if listener is not None else ():
                     index = hello.node * config.ranks_here + hello.slot
                     there = dataclasses.replace(rank_config(config, index, device), model=hello.model)
-                    reached = msgspec.structs.replace(orders, host=stream.getpeername()[0])
+                    reached = msgspec.structs.replace(orders, host=address)
                     self._add(Peer(index, stream, None, hello.node), reached, there)
                 self.settle()
                 rank, used = Rank.of(0, config.tp_size, config.pp_size), torch.device(own.device)
@@ -207,7 +207,10 @@ class Followers:
 
     def _watch(self, peer: Peer) -> None:
         """Reads a rank's words until it ends or is silent."""
-        reason = self._listen(peer)
+        try:
+            reason = self._listen(peer)
+        except msgspec.MsgspecError as error:
+            reason = f"rank {peer.index} says what no rank says: {error}"
         if not self._closing:
             self._fail(reason)
         peer.stream.close()
