@@ -13,6 +13,7 @@ from treeline_operator.api.conditions import ConditionType, Reason
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.api.rules import violations
 from treeline_operator.plan.drain import SETTLE_S
+from treeline_operator.plan.runtime import template_overruled
 from treeline_operator.status.pool import pool_status
 from treeline_operator.world import Event, Platform
 from treeline_wire.labels import GROUP_INDEX, POOL, SERVING, WORKER_INDEX
@@ -304,3 +305,29 @@ def test_workers_that_a_quota_refuses_are_told_while_they_are_missing() -> None:
     assert reason() == Reason.QUOTA_EXCEEDED
     cluster.pods[f"{name}-0-1"] = worker
     assert reason() != Reason.QUOTA_EXCEEDED
+
+
+@pytest.mark.parametrize("forged", ["first", "²", "-1"])
+def test_a_forged_number_of_a_group_stops_no_plan_and_hides_no_pod(forged: str) -> None:
+    cluster = cluster_of(1)
+    leader = cluster.pods[f"{group_set(cluster)['metadata']['name']}-0"]
+    leader["metadata"]["labels"][GROUP_INDEX] = forged
+    assert cluster.plan(grouped(1)).actions == ()
+    single = settled(a_pool(replicas=2), platform=PLATFORM)
+    for pod in single.pods.values():
+        pod["metadata"]["labels"][WORKER_INDEX] = "1"
+    assert pool_status(single.world(a_pool(replicas=2)))["replicaSummary"] == "2/2"
+    single.converge(a_pool(replicas=1))
+    assert len(single.pods) == 1
+
+
+def test_the_labels_and_annotations_of_groups_are_not_the_users() -> None:
+    given = {WORKER_INDEX: "1", "team": "x"}
+    pool = a_pool(template={"metadata": {"labels": given, "annotations": given}})
+    made = template(template=pool.spec.template)["metadata"]
+    for kind in ("labels", "annotations"):
+        assert made[kind]["team"] == "x"
+        assert WORKER_INDEX not in made[kind]
+    told = template_overruled(pool)
+    assert len(told) == 2
+    assert all(WORKER_INDEX in path for path in told)

@@ -154,7 +154,8 @@ def existing_revisions(world: PoolWorld) -> tuple[ExistingRevision, ...]:
                 # The name cannot be changed; labels and annotations are repaired from it.
                 revision = child.ref.name.removeprefix(f"{world.pool.name}-")
                 mine = by_revision.get(revision, ())
-                workers = tuple(pod for pod in mine if facts.is_worker(pod))
+                grouped = child.ref.kind == "LeaderWorkerSet"
+                workers = tuple(pod for pod in mine if grouped and facts.is_worker(pod))
                 found.append(
                     ExistingRevision(revision, child, obj, tuple(p for p in mine if p not in workers), workers)
                 )

@@ -165,8 +165,14 @@ class _PoolView:
 
     @cached_property
     def live(self) -> list[dict[str, Any]]:
-        """All pods that serve, one a replica, and are not being deleted."""
-        return [pod for pod in self.pods if not facts.is_leaving(pod) and not facts.is_worker(pod)]
+        """All pods that serve and are not being deleted."""
+        return [pod for pod in self.leaders if not facts.is_leaving(pod)]
+
+    @cached_property
+    def leaders(self) -> list[dict[str, Any]]:
+        """All pods that serve, one a replica."""
+        single = {one.name for one in self.existing if one.nodes == 1}
+        return [pod for pod in self.pods if label(pod, names.REVISION) in single or not facts.is_worker(pod)]
 
     @cached_property
     def pods(self) -> list[dict[str, Any]]:
@@ -216,7 +222,7 @@ class _PoolView:
     @cached_property
     def draining(self) -> list[dict[str, Any]]:
         """Pods that finish their requests: taken out of rotation, or asked to end."""
-        ending = [pod for pod in self.pods if "deletionTimestamp" in pod["metadata"] and not facts.is_worker(pod)]
+        ending = [pod for pod in self.leaders if "deletionTimestamp" in pod["metadata"]]
         return [*ending, *(pod for pod in self.live if label(pod, labels.SERVING) != "true")]
 
     @property
