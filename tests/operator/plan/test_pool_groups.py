@@ -167,9 +167,12 @@ def test_a_group_that_has_no_leader_now_does_not_cost_another_one_its_streams() 
     del cluster.pods[f"{name}-0"]  # its group is being made again
     cluster.streams = {f"{name}-1": 1, f"{name}-2": 1}
     cluster.look()
+    assert act(cluster, grouped(2)) == [], "two leaders are left and two wanted, but group 2 is the one that would end"
+    cluster.make_ready(f"{name}-0")
+    cluster.look()
     assert act(cluster, grouped(2)) == ["drain 2"]
     later(cluster, SETTLE_S)
-    assert act(cluster, grouped(2)) == [], "two leaders are left and two wanted, but group 2 is the one that ends"
+    assert act(cluster, grouped(2)) == []
     assert group_set(cluster)["spec"]["replicas"] == 3
 
 
@@ -178,6 +181,60 @@ def test_a_group_returns_when_it_is_wanted_again() -> None:
     cluster.look()
     assert act(cluster, grouped(1)) == ["drain 1"]
     assert act(cluster, grouped(2)) == ["return 1"]
+
+
+def broken(cluster: SimCluster, group: int) -> str:
+    """Let the leader of a group crash; return its name."""
+    name = f"{group_set(cluster)['metadata']['name']}-{group}"
+    cluster.crash(name)
+    cluster.look()
+    return name
+
+
+def test_groups_that_serve_stay_while_a_lower_one_is_broken() -> None:
+    cluster = cluster_of(3)
+    leader = broken(cluster, 0)
+    assert act(cluster, grouped(1)) == ["drain 2"], "group 1 is the first that serves"
+    assert any("2 groups stay, not 1" in note for note in cluster.plan(grouped(1)).notes)
+    later(cluster, SETTLE_S)
+    act(cluster, grouped(1))
+    assert act(cluster, grouped(1)) == ["scale to 2"]
+    assert cluster.plan(grouped(1)).actions == ()
+    cluster.make_ready(leader)
+    cluster.look()
+    assert act(cluster, grouped(1)) == ["drain 1"], "group 0 serves again"
+
+
+def test_a_group_that_drains_returns_when_a_lower_one_breaks() -> None:
+    cluster = cluster_of(2)
+    cluster.look()
+    assert act(cluster, grouped(1)) == ["drain 1"]
+    broken(cluster, 0)
+    assert act(cluster, grouped(1)) == ["return 1"]
+
+
+def test_no_groups_stay_for_broken_ones_of_a_pool_scaled_to_zero() -> None:
+    cluster = cluster_of(2)
+    broken(cluster, 0)
+    assert act(cluster, grouped(0)) == ["drain 1", "drain 0"]
+
+
+def test_a_broken_group_below_others_costs_none_of_them_before_new_ones_are_ready() -> None:
+    cluster, changed = cluster_of(3), grouped(3, drain={"timeoutSeconds": 5})
+    dead, ready = broken(cluster, 0), []
+    cluster.picker, cluster.silent_since = None, cluster.now
+    for _ in range(60):
+        plan = cluster.plan(changed)
+        cluster.do(plan)
+        cluster.controllers()
+        serving = [p for p in cluster.pods.values() if p["metadata"]["labels"].get(SERVING) == "true"]
+        ready.append(sum(is_ready(pod) for pod in serving))
+        for name in {*cluster.pods} - {dead}:
+            cluster.make_ready(name)
+        cluster.now += timedelta(seconds=plan.recheck_s or 0)
+    assert min(ready) >= 2, "as many as served before"
+    assert cluster.plan(changed).actions == ()
+    assert ready[-1] == 3
 
 
 def test_a_rollout_replaces_whole_groups_and_a_deployment_by_groups() -> None:

@@ -17,7 +17,7 @@ from treeline_operator.api.pool import InferencePool
 from treeline_operator.plan import download, facts, provision
 from treeline_operator.plan.diff import applying, differences, prune
 from treeline_operator.plan.download import files
-from treeline_operator.plan.drain import DrainPolicy, DrainStep, drain_step
+from treeline_operator.plan.drain import DrainPolicy, DrainStep, drain_step, least_replicas
 from treeline_operator.plan.facts import annotation, find
 from treeline_operator.plan.gateway import context_of, shared
 from treeline_operator.plan.gateway_common import (
@@ -202,7 +202,13 @@ class _Planner:
             yield from self._target(target, step.beside(Revision(target.name, 0), others))
             return
         wanted = step.beside(there.measured(None, self.world.now), others)
-        out = self._out(there, wanted, draining, self._why_fewer(wanted))
+        # In a rollout, other revisions serve meanwhile, and more replicas here would take their room.
+        least = wanted if others else min(least_replicas(there.pods, wanted), max(wanted, there.replicas))
+        if least > wanted:
+            self.notes.append(
+                f"{least} groups stay, not {wanted}: LeaderWorkerSet would end ready ones before broken ones"
+            )
+        out = self._out(there, least, draining, self._why_fewer(wanted))
         yield from _around(out, there, self._target(target, out.replicas))
 
     def _out(self, one: ExistingRevision, wanted: int, draining: DrainPolicy, why: str) -> DrainStep:

@@ -108,6 +108,7 @@ class ExistingRevision:
             ready = [pod for pod in ready if pod["metadata"]["name"] in picker]
         refused = max(0, self.replicas - len(self.pods)) if self._refusal else 0
         groups = [self.group(pod) for pod in self.pods]
+        last = max((facts.group_index(pod) or 0 for pod in self.pods if facts.is_ready(pod)), default=0)
         homeless = [pod for pod in (*self.pods, *self.workers) if facts.is_unschedulable(pod)]
         since = str(self._refusal.get("lastTransitionTime") or "") if refused else ""
         return Revision(
@@ -116,6 +117,11 @@ class ExistingRevision:
             ready=len(ready),
             unschedulable=refused + sum(any(map(facts.is_unschedulable, group)) for group in groups),
             failing=sum(any(map(facts.is_failing, group)) for group in groups),
+            held=sum(
+                any(facts.is_unschedulable(pod) or facts.is_failing(pod) for pod in group)
+                for group in groups
+                if (number := facts.group_index(group[0])) is not None and number < last
+            ),
             waited_s=facts.waited_s(homeless, since, now),
             fits=self._fits(homeless, olds),
         )
