@@ -91,7 +91,7 @@ class _Planner:
         first = [
             *self._keys(),
             *self._admin_key(there, target),
-            *self._network(self._wants_download(there, target, step)),
+            *self._network(there, self._wants_download(there, target, step)),
             *self._claims(),
             *self._commits(),
         ]
@@ -279,9 +279,11 @@ class _Planner:
             for name, replicas in step.replicas.items()
         )
 
-    def _network(self, downloading: bool) -> Iterator[Action]:
+    def _network(self, there: tuple[ExistingRevision, ...], downloading: bool) -> Iterator[Action]:
         meta = self._meta(f"{self.pool.name}-pods")
-        yield from self._apply(pods_policy(self.pool, self._parents(), self.world.platform, meta), "access to the pods")
+        groups = self.pool.spec.accelerator.nodes > 1 or any(one.nodes > 1 and not one.is_empty for one in there)
+        policy = pods_policy(self.pool, self._parents(), self.world.platform, meta, groups=groups)
+        yield from self._apply(policy, "access to the pods")
         if downloading:
             policy = download_policy(self.pool, self._meta(f"{self.pool.name}-download"))
             yield from self._apply(policy, "a pod must download the model")
