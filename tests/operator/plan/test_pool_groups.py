@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import pytest
+from support.api_specs import document
 from support.pool_world import EVERY_API, SimCluster, a_pool, is_ready, kinds, settled, template
 from treeline_operator.actions import Apply, Mark, Scale
 from treeline_operator.api.conditions import ConditionType, Reason
@@ -16,7 +18,9 @@ from treeline_operator.plan.drain import SETTLE_S
 from treeline_operator.plan.runtime import template_overruled
 from treeline_operator.status.pool import pool_status
 from treeline_operator.world import Event, Platform
+from treeline_runtime.args import MAX_RANKS
 from treeline_wire.labels import GROUP_INDEX, POOL, SERVING, WORKER_INDEX
+from treeline_wire.ports import RANKS
 
 PLATFORM = Platform(apis=EVERY_API)
 GPUS = {"type": "nvidia", "count": 2, "nodes": 2}
@@ -75,6 +79,26 @@ def test_devices_beyond_tensor_parallel_are_stages(tensor_parallel: int | None, 
     assert pool.spec.unused_devices == 0
 
 
+@pytest.mark.parametrize(
+    ("devices", "engine", "said"),
+    [
+        (GPUS, {"args": ["--pp-size=2"]}, "remove --pp-size from args"),
+        (GPUS, {"args": ["--pp-size", "2"]}, "remove --pp-size from args"),
+        (GPUS, {"port": RANKS}, f"the pods of a replica meet at port {RANKS}"),
+        ({**GPUS, "count": 8, "nodes": 9}, {}, f"a replica has at most {MAX_RANKS} devices"),
+        ({**GPUS, "count": 8, "nodes": 8}, {}, None),
+        ({**GPUS, "nodes": 1}, {"port": RANKS, "args": ["--pp-size=2"]}, None),
+    ],
+)
+def test_what_the_ranks_of_a_group_cannot_have_is_refused_by_name(
+    devices: dict[str, Any], engine: dict[str, Any], said: str | None
+) -> None:
+    asked = json.dumps({"accelerator": devices, "engine": engine})
+    told = [*violations(InferencePool.from_object(document("InferencePool", asked)))]
+    assert len(told) == (said is not None)
+    assert all(str(said) in text for text in told)
+
+
 def test_the_fragment_of_a_user_reaches_leader_and_workers() -> None:
     own = {
         "name": "runtime",
@@ -120,6 +144,24 @@ def test_the_pods_of_a_pool_reach_each_other_on_every_port_and_nobody_else_does(
     assert {"to": from_pods["from"]} in policy["egress"]
     single = settled(a_pool()).get("NetworkPolicy", "tiny-pods")["spec"]
     assert all("ports" in rule for rule in single["ingress"])
+
+
+def test_groups_that_still_serve_keep_their_network_when_a_replica_becomes_one_pod() -> None:
+    cluster, single = cluster_of(1), a_pool()
+
+    def is_open() -> bool:
+        return any("ports" not in rule for rule in cluster.get("NetworkPolicy", "tiny-pods")["spec"]["ingress"])
+
+    opened = []
+    for _ in range(20):
+        plan = cluster.plan(single)
+        cluster.do(plan)
+        opened.append((is_open(), any(WORKER_INDEX in pod["metadata"]["labels"] for pod in cluster.pods.values())))
+        cluster.controllers()
+        cluster.make_ready()
+        cluster.now += timedelta(seconds=plan.recheck_s or 0)
+    assert all(is_open for is_open, has_groups in opened if has_groups)
+    assert opened[-1] == (False, False)
 
 
 def later(cluster: SimCluster, seconds: float) -> None:
