@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from support.api_specs import document
-from support.pool_world import EVERY_API, SimCluster, a_pool, is_ready, kinds, settled, template
+from support.pool_world import EVERY_API, SimCluster, a_pool, grouped, is_ready, kinds, settled, template
 from treeline_operator.actions import Apply, Mark, Scale
 from treeline_operator.api.conditions import ConditionType, Reason
 from treeline_operator.api.pool import InferencePool
@@ -25,11 +25,6 @@ from treeline_wire.ports import RANKS
 PLATFORM = Platform(apis=EVERY_API)
 GPUS = {"type": "nvidia", "count": 2, "nodes": 2}
 SERVES = {"ports", "startupProbe", "readinessProbe", "livenessProbe", "lifecycle"}
-
-
-def grouped(replicas: int = 1, **spec: Any) -> InferencePool:
-    """Return a pool whose replicas are two pods each, on CPUs."""
-    return a_pool(replicas=replicas, **{"accelerator": {"nodes": 2}, "engine": {"tensorParallel": 2}, **spec})
 
 
 def cluster_of(replicas: int) -> SimCluster:
@@ -430,3 +425,10 @@ def test_the_labels_and_annotations_of_groups_are_not_the_users() -> None:
     told = template_overruled(pool)
     assert len(told) == 2
     assert all(WORKER_INDEX in path for path in told)
+
+
+def test_a_claim_that_one_node_can_mount_is_no_claim_for_a_group() -> None:
+    cached = {"uri": "hf://org/name", "cache": {"size": "5Gi"}}
+    (said,) = (note for note in SimCluster(PLATFORM).plan(grouped(model=cached)).notes if "claim" in note)
+    assert "a pod of a group that is on another node cannot start" in said
+    assert "ReadWriteMany" in said

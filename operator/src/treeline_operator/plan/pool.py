@@ -40,6 +40,7 @@ from treeline_operator.plan.objects import (
     service_port,
 )
 from treeline_operator.plan.revision import (
+    UNSEEN_S,
     ExistingRevision,
     TargetRevision,
     existing_revisions,
@@ -88,6 +89,9 @@ class _Planner:
         if problem:
             self.notes.append(f"{problem}; the pods stay as they are")
         step = self._step(there, target) if not problem else RolloutStep({one.name: one.replicas for one in there})
+        made = target.existing
+        if made is not None and made.nodes > 1 and not facts.is_observed(made.object):
+            self._look_again(UNSEEN_S)
         first = [
             *self._keys(),
             *self._admin_key(there, target),

@@ -26,6 +26,9 @@ from treeline_operator.world import Observed, PickerView, PoolWorld
 KEPT_HISTORY: Final = 1
 """Old revisions without pods that stay, so that going back costs nothing but the pods."""
 
+UNSEEN_S: Final = 60
+"""Seconds in which a controller that runs processes a new object."""
+
 
 def inputs(pool: InferencePool) -> str:
     """Hash of everything in the spec that the pods are made from; the name of their revision.
@@ -89,6 +92,11 @@ class ExistingRevision:
     def nodes(self) -> int:
         """Pods of a replica."""
         return int(self.object["spec"].get("leaderWorkerTemplate", {}).get("size", 1))
+
+    def is_unseen(self, now: datetime) -> bool:
+        """Whether LeaderWorkerSet's controller, which has had UNSEEN_S, has not processed it."""
+        waited_s = (now - created(self.object)).total_seconds()
+        return self.nodes > 1 and not is_observed(self.object) and waited_s >= UNSEEN_S
 
     def group(self, leader: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
         """All pods of a replica, by the one that serves."""
