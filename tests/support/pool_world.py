@@ -63,6 +63,11 @@ def a_pool(
     return pool
 
 
+def grouped(replicas: int = 1, **spec: Any) -> InferencePool:
+    """Return a pool whose replicas are two pods each, on CPUs."""
+    return a_pool(replicas=replicas, **{"accelerator": {"nodes": 2}, "engine": {"tensorParallel": 2}, **spec})
+
+
 class SimCluster:
     """The cluster's objects. ``capacity`` is the number of pods that find a node."""
 

@@ -131,8 +131,12 @@ REFUSED_POOLS = [
         "only engine treeline is started over several pods",
     ),
     ("{accelerator: {type: nvidia, count: 2, nodes: 2}, engine: {dataParallel: 2}}", "set accelerator.nodes or data"),
-    ("accelerator: {nodes: 2}", "on CPUs, to a multiple of accelerator.nodes"),
-    ("{accelerator: {nodes: 2}, engine: {tensorParallel: 3}}", "tensorParallel counts the devices of all pods"),
+    ("{accelerator: {type: nvidia, nodes: 2}, engine: {args: [--pp-size=2]}}", "remove --pp-size from args"),
+    ("{accelerator: {type: nvidia, nodes: 2}, engine: {args: [--pp-size, '2']}}", "remove --pp-size from args"),
+    ("accelerator: {type: nvidia, count: 8, nodes: 9}", "a replica has at most 64 devices"),
+    ("{accelerator: {type: nvidia, nodes: 2}, engine: {port: 29500}}", "the pods of a replica meet at port 29500"),
+    ("accelerator: {nodes: 2}", "on CPUs to a multiple of accelerator.nodes"),
+    ("{accelerator: {nodes: 2}, engine: {tensorParallel: 3}}", "tensorParallel counts devices of whole pods"),
     *(
         (
             f"{{accelerator: {{type: nvidia, count: 4, nodes: 2}}, engine: {{tensorParallel: {ranks}}}}}",

@@ -2,29 +2,29 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import pytest
-from support.pool_world import EVERY_API, SimCluster, a_pool, is_ready, kinds, settled, template
+from support.api_specs import document
+from support.pool_world import EVERY_API, SimCluster, a_pool, grouped, is_ready, kinds, settled, template
 from treeline_operator.actions import Apply, Mark, Scale
 from treeline_operator.api.conditions import ConditionType, Reason
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.api.rules import violations
 from treeline_operator.plan.drain import SETTLE_S
+from treeline_operator.plan.runtime import template_overruled
 from treeline_operator.status.pool import pool_status
 from treeline_operator.world import Event, Platform
+from treeline_runtime.args import MAX_RANKS
 from treeline_wire.labels import GROUP_INDEX, POOL, SERVING, WORKER_INDEX
+from treeline_wire.ports import RANKS
 
 PLATFORM = Platform(apis=EVERY_API)
 GPUS = {"type": "nvidia", "count": 2, "nodes": 2}
 SERVES = {"ports", "startupProbe", "readinessProbe", "livenessProbe", "lifecycle"}
-
-
-def grouped(replicas: int = 1, **spec: Any) -> InferencePool:
-    """Return a pool whose replicas are two pods each, on CPUs."""
-    return a_pool(replicas=replicas, **{"accelerator": {"nodes": 2}, "engine": {"tensorParallel": 2}, **spec})
 
 
 def cluster_of(replicas: int) -> SimCluster:
@@ -74,6 +74,26 @@ def test_devices_beyond_tensor_parallel_are_stages(tensor_parallel: int | None, 
     assert pool.spec.unused_devices == 0
 
 
+@pytest.mark.parametrize(
+    ("devices", "engine", "said"),
+    [
+        (GPUS, {"args": ["--pp-size=2"]}, "remove --pp-size from args"),
+        (GPUS, {"args": ["--pp-size", "2"]}, "remove --pp-size from args"),
+        (GPUS, {"port": RANKS}, f"the pods of a replica meet at port {RANKS}"),
+        ({**GPUS, "count": 8, "nodes": 9}, {}, f"a replica has at most {MAX_RANKS} devices"),
+        ({**GPUS, "count": 8, "nodes": 8}, {}, None),
+        ({**GPUS, "nodes": 1}, {"port": RANKS, "args": ["--pp-size=2"]}, None),
+    ],
+)
+def test_what_the_ranks_of_a_group_cannot_have_is_refused_by_name(
+    devices: dict[str, Any], engine: dict[str, Any], said: str | None
+) -> None:
+    asked = json.dumps({"accelerator": devices, "engine": engine})
+    told = [*violations(InferencePool.from_object(document("InferencePool", asked)))]
+    assert len(told) == (said is not None)
+    assert all(str(said) in text for text in told)
+
+
 def test_the_fragment_of_a_user_reaches_leader_and_workers() -> None:
     own = {
         "name": "runtime",
@@ -121,6 +141,24 @@ def test_the_pods_of_a_pool_reach_each_other_on_every_port_and_nobody_else_does(
     assert all("ports" in rule for rule in single["ingress"])
 
 
+def test_groups_that_still_serve_keep_their_network_when_a_replica_becomes_one_pod() -> None:
+    cluster, single = cluster_of(1), a_pool()
+
+    def is_open() -> bool:
+        return any("ports" not in rule for rule in cluster.get("NetworkPolicy", "tiny-pods")["spec"]["ingress"])
+
+    opened = []
+    for _ in range(20):
+        plan = cluster.plan(single)
+        cluster.do(plan)
+        opened.append((is_open(), any(WORKER_INDEX in pod["metadata"]["labels"] for pod in cluster.pods.values())))
+        cluster.controllers()
+        cluster.make_ready()
+        cluster.now += timedelta(seconds=plan.recheck_s or 0)
+    assert all(is_open for is_open, has_groups in opened if has_groups)
+    assert opened[-1] == (False, False)
+
+
 def later(cluster: SimCluster, seconds: float) -> None:
     cluster.now += timedelta(seconds=seconds)
     cluster.look()
@@ -166,9 +204,12 @@ def test_a_group_that_has_no_leader_now_does_not_cost_another_one_its_streams() 
     del cluster.pods[f"{name}-0"]  # its group is being made again
     cluster.streams = {f"{name}-1": 1, f"{name}-2": 1}
     cluster.look()
+    assert act(cluster, grouped(2)) == [], "two leaders are left and two wanted, but group 2 is the one that would end"
+    cluster.make_ready(f"{name}-0")
+    cluster.look()
     assert act(cluster, grouped(2)) == ["drain 2"]
     later(cluster, SETTLE_S)
-    assert act(cluster, grouped(2)) == [], "two leaders are left and two wanted, but group 2 is the one that ends"
+    assert act(cluster, grouped(2)) == []
     assert group_set(cluster)["spec"]["replicas"] == 3
 
 
@@ -177,6 +218,60 @@ def test_a_group_returns_when_it_is_wanted_again() -> None:
     cluster.look()
     assert act(cluster, grouped(1)) == ["drain 1"]
     assert act(cluster, grouped(2)) == ["return 1"]
+
+
+def broken(cluster: SimCluster, group: int) -> str:
+    """Let the leader of a group crash; return its name."""
+    name = f"{group_set(cluster)['metadata']['name']}-{group}"
+    cluster.crash(name)
+    cluster.look()
+    return name
+
+
+def test_groups_that_serve_stay_while_a_lower_one_is_broken() -> None:
+    cluster = cluster_of(3)
+    leader = broken(cluster, 0)
+    assert act(cluster, grouped(1)) == ["drain 2"], "group 1 is the first that serves"
+    assert any("2 groups stay, not 1" in note for note in cluster.plan(grouped(1)).notes)
+    later(cluster, SETTLE_S)
+    act(cluster, grouped(1))
+    assert act(cluster, grouped(1)) == ["scale to 2"]
+    assert cluster.plan(grouped(1)).actions == ()
+    cluster.make_ready(leader)
+    cluster.look()
+    assert act(cluster, grouped(1)) == ["drain 1"], "group 0 serves again"
+
+
+def test_a_group_that_drains_returns_when_a_lower_one_breaks() -> None:
+    cluster = cluster_of(2)
+    cluster.look()
+    assert act(cluster, grouped(1)) == ["drain 1"]
+    broken(cluster, 0)
+    assert act(cluster, grouped(1)) == ["return 1"]
+
+
+def test_no_groups_stay_for_broken_ones_of_a_pool_scaled_to_zero() -> None:
+    cluster = cluster_of(2)
+    broken(cluster, 0)
+    assert act(cluster, grouped(0)) == ["drain 1", "drain 0"]
+
+
+def test_a_broken_group_below_others_costs_none_of_them_before_new_ones_are_ready() -> None:
+    cluster, changed = cluster_of(3), grouped(3, drain={"timeoutSeconds": 5})
+    dead, ready = broken(cluster, 0), []
+    cluster.picker, cluster.silent_since = None, cluster.now
+    for _ in range(60):
+        plan = cluster.plan(changed)
+        cluster.do(plan)
+        cluster.controllers()
+        serving = [p for p in cluster.pods.values() if p["metadata"]["labels"].get(SERVING) == "true"]
+        ready.append(sum(is_ready(pod) for pod in serving))
+        for name in {*cluster.pods} - {dead}:
+            cluster.make_ready(name)
+        cluster.now += timedelta(seconds=plan.recheck_s or 0)
+    assert min(ready) >= 2, "as many as served before"
+    assert cluster.plan(changed).actions == ()
+    assert ready[-1] == 3
 
 
 def test_a_rollout_replaces_whole_groups_and_a_deployment_by_groups() -> None:
@@ -304,3 +399,36 @@ def test_workers_that_a_quota_refuses_are_told_while_they_are_missing() -> None:
     assert reason() == Reason.QUOTA_EXCEEDED
     cluster.pods[f"{name}-0-1"] = worker
     assert reason() != Reason.QUOTA_EXCEEDED
+
+
+@pytest.mark.parametrize("forged", ["first", "²", "-1"])
+def test_a_forged_number_of_a_group_stops_no_plan_and_hides_no_pod(forged: str) -> None:
+    cluster = cluster_of(1)
+    leader = cluster.pods[f"{group_set(cluster)['metadata']['name']}-0"]
+    leader["metadata"]["labels"][GROUP_INDEX] = forged
+    assert cluster.plan(grouped(1)).actions == ()
+    single = settled(a_pool(replicas=2), platform=PLATFORM)
+    for pod in single.pods.values():
+        pod["metadata"]["labels"][WORKER_INDEX] = "1"
+    assert pool_status(single.world(a_pool(replicas=2)))["replicaSummary"] == "2/2"
+    single.converge(a_pool(replicas=1))
+    assert len(single.pods) == 1
+
+
+def test_the_labels_and_annotations_of_groups_are_not_the_users() -> None:
+    given = {WORKER_INDEX: "1", "team": "x"}
+    pool = a_pool(template={"metadata": {"labels": given, "annotations": given}})
+    made = template(template=pool.spec.template)["metadata"]
+    for kind in ("labels", "annotations"):
+        assert made[kind]["team"] == "x"
+        assert WORKER_INDEX not in made[kind]
+    told = template_overruled(pool)
+    assert len(told) == 2
+    assert all(WORKER_INDEX in path for path in told)
+
+
+def test_a_claim_that_one_node_can_mount_is_no_claim_for_a_group() -> None:
+    cached = {"uri": "hf://org/name", "cache": {"size": "5Gi"}}
+    (said,) = (note for note in SimCluster(PLATFORM).plan(grouped(model=cached)).notes if "claim" in note)
+    assert "a pod of a group that is on another node cannot start" in said
+    assert "ReadWriteMany" in said

@@ -186,8 +186,10 @@ class Reason(StrEnum):
     )
     LEADER_WORKER_SET_MISSING = _needs_you(
         "LeaderWorkerSetMissing",
-        "The cluster has no LeaderWorkerSet, or the operator may not read it: replicas of several pods need it.",
-        "Install LeaderWorkerSet (sigs.k8s.io/lws), grant the rights of the chart, or set accelerator.nodes to 1.",
+        "The cluster has no LeaderWorkerSet, the operator may not read it, or its controller does not run: replicas of "
+        "several pods need it.",
+        "Install LeaderWorkerSet (sigs.k8s.io/lws) and see that its controller runs, grant the rights of the chart, or "
+        "set accelerator.nodes to 1.",
         patience_s=60,
     )
     KEY_SECRET_MISSING = _needs_you(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, StrictInt, StringConstraints, WithJsonSchema
-from treeline_wire import labels
+from treeline_wire import labels, ports
 from typing_extensions import TypedDict
 
 from treeline_operator.api.engine import TENSOR_PARALLEL_FLAGS, Accelerator, Engine
@@ -47,6 +47,8 @@ _OWN_SPLITS: Final = frozenset(
 """Flags in `engine.args` that say by themselves how the devices are shared out."""
 
 
+_MAX_RANKS: Final = 64
+"""Most processes that compute a replica, as engine treeline bounds them."""
 _TOLD_BY_CUSTOM: Final = [labels.KV_EVENTS_PORT, labels.KV_REPLAY_PORT, labels.KV_EVENTS_TOPIC]
 """Annotations of a custom engine's pods that say where they publish KV events."""
 
@@ -114,6 +116,23 @@ class PoolSpec(Part):
             "tensorParallel counts devices of whole pods: set it to accelerator.count times accelerator.nodes, or to"
             " accelerator.count for a stage in each pod; on CPUs to a multiple of accelerator.nodes",
             field=".engine.tensorParallel",
+        ),
+        forbidden(
+            "self.accelerator.nodes == 1 || !has(self.engine.args)"
+            " || !self.engine.args.exists(a, a.matches('^--pp-size(=|$)'))",
+            "tensorParallel makes the stages of several pods: remove --pp-size from args, and set tensorParallel to"
+            " accelerator.count for a stage in each pod",
+            field=".engine.args",
+        ),
+        Rule(
+            f"self.accelerator.count * self.accelerator.nodes <= {_MAX_RANKS}",
+            f"a replica has at most {_MAX_RANKS} devices: lower accelerator.count or accelerator.nodes",
+            field=".accelerator.nodes",
+        ),
+        Rule(
+            f"self.accelerator.nodes == 1 || self.engine.port != {ports.RANKS}",
+            f"the pods of a replica meet at port {ports.RANKS}: choose another",
+            field=".engine.port",
         ),
         Rule(
             "self.accelerator.type == 'cpu'"

@@ -160,6 +160,13 @@ def victims(pods: Sequence[Pod], wanted: int, policy: DrainPolicy) -> list[Pod]:
     return ordered[: max(0, len(pods) - wanted)]
 
 
+def least_replicas(pods: Sequence[Pod], wanted: int) -> int:
+    """The replicas that keep `wanted` groups ready, or all that are: a LeaderWorkerSet ends those with higher numbers
+    than a broken one's. `wanted` for pods of a Deployment, or if that many of the lowest groups are ready."""
+    ready = sorted(number for pod in pods if facts.is_ready(pod) and (number := facts.group_index(pod)) is not None)
+    return max(wanted, *(number + 1 for number in ready[:wanted]), 0)
+
+
 def deadline(pod: Pod, timeout: timedelta, now: datetime) -> datetime | None:
     """Until when a pod that drains is waited for; None where it does not say since when it does."""
     since = _since(pod, now)

@@ -102,13 +102,13 @@ def pod_template(workload: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def group_index(pod: Mapping[str, Any]) -> int | None:
-    """The number of the pod's group in its LeaderWorkerSet; None for pods of a Deployment."""
+    """The number of the pod's group in its LeaderWorkerSet; None for pods of a Deployment, or if the label is none."""
     index = label(pod, labels.GROUP_INDEX)
-    return int(index) if index else None
+    return int(index) if index.isdecimal() else None
 
 
 def is_worker(pod: Mapping[str, Any]) -> bool:
-    """Whether it is a pod of a group other than the leader, which alone serves."""
+    """Whether a pod of a LeaderWorkerSet is another than its group's leader, which alone serves."""
     return label(pod, labels.WORKER_INDEX) not in ("", "0")
 
 

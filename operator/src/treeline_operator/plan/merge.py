@@ -19,6 +19,8 @@ _BY_KEY: Final = {
 }
 _ADDED: Final = frozenset({"tolerations"})
 _HANDLERS: Final = frozenset({"exec", "httpGet", "tcpSocket", "grpc", "sleep"})
+_OF_GROUPS: Final = "leaderworkerset.sigs.k8s.io/"
+"""Prefix of the labels and annotations that LeaderWorkerSet's controller sets."""
 _HANDLED: Final = frozenset({"startupProbe", "readinessProbe", "livenessProbe", "preStop", "postStart"})
 
 
@@ -51,12 +53,11 @@ def _over(ours: Object, fragments: Iterable[Object]) -> Object:
 
 
 def _kept(ours: Object, made: Object, container: str) -> Object:
-    """Restore the fields that a fragment cannot change: our labels, the ports that others connect to, and time to
-    drain."""
-    metadata = {
-        **made["metadata"],
-        "labels": {**made["metadata"].get("labels", {}), **ours["metadata"]["labels"]},
-    }
+    """Restore the fields that a fragment cannot change: our labels, the numbers of groups, the ports that others
+    connect to, and time to drain."""
+    metadata = {**made["metadata"], "labels": {**made["metadata"].get("labels", {}), **ours["metadata"]["labels"]}}
+    for name in metadata.keys() & {"labels", "annotations"}:
+        metadata[name] = {key: value for key, value in metadata[name].items() if not key.startswith(_OF_GROUPS)}
     spec = {**made["spec"]}
     grace = ours["spec"]["terminationGracePeriodSeconds"]
     asked = spec.get("terminationGracePeriodSeconds")

@@ -27,9 +27,12 @@ _DNS: Final = {"ports": [{"port": 53, "protocol": "UDP"}, {"port": 53, "protocol
 _EVENT_PORTS: Final = (ports.EVENTS, ports.REPLAY, ports.LOAD)
 
 
-def pods_policy(pool: InferencePool, parents: Sequence[ParentRef], platform: Platform, meta: Object) -> Object:
-    """Policies for the life of the pool. `parents` are the Gateways that send it requests. Nothing admits traffic to
-    administration, which listens on the pod's loopback."""
+def pods_policy(
+    pool: InferencePool, parents: Sequence[ParentRef], platform: Platform, meta: Object, *, groups: bool
+) -> Object:
+    """Policies for the life of the pool. `parents` are the Gateways that send it requests; `groups` says whether some
+    replica is or will be several pods. Nothing admits traffic to administration, which listens on the pod's loopback.
+    """
     gateway, http = pool.spec.gateway.name, [port(pool.spec.engine.port)]
     ingress = [
         {"from": [_pods(gateway, "edge")], "ports": http},
@@ -41,7 +44,7 @@ def pods_policy(pool: InferencePool, parents: Sequence[ParentRef], platform: Pla
     if parents:
         ingress.append({"from": _proxies(parents, pool.namespace), "ports": http})
     # The ranks of a group choose their ports as they connect; no policy can name the pods of one group alone.
-    group = [{"podSelector": {"matchLabels": selector(pool.name)}}] if pool.spec.accelerator.nodes > 1 else []
+    group = [{"podSelector": {"matchLabels": selector(pool.name)}}] if groups else []
     ingress += [{"from": group}] if group else []
     dns = {"to": [{"namespaceSelector": {}}, {"ipBlock": {"cidr": _NODE_LOCAL_DNS}}], **_DNS}
     egress = [dns, *([{"to": group}] if group else []), *_collector(pool.spec.tracing)]

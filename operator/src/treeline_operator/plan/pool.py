@@ -17,7 +17,7 @@ from treeline_operator.api.pool import InferencePool
 from treeline_operator.plan import download, facts, provision
 from treeline_operator.plan.diff import applying, differences, prune
 from treeline_operator.plan.download import files
-from treeline_operator.plan.drain import DrainPolicy, DrainStep, drain_step
+from treeline_operator.plan.drain import DrainPolicy, DrainStep, drain_step, least_replicas
 from treeline_operator.plan.facts import annotation, find
 from treeline_operator.plan.gateway import context_of, shared
 from treeline_operator.plan.gateway_common import (
@@ -40,6 +40,7 @@ from treeline_operator.plan.objects import (
     service_port,
 )
 from treeline_operator.plan.revision import (
+    UNSEEN_S,
     ExistingRevision,
     TargetRevision,
     existing_revisions,
@@ -88,10 +89,13 @@ class _Planner:
         if problem:
             self.notes.append(f"{problem}; the pods stay as they are")
         step = self._step(there, target) if not problem else RolloutStep({one.name: one.replicas for one in there})
+        made = target.existing
+        if made is not None and made.nodes > 1 and not facts.is_observed(made.object):
+            self._look_again(UNSEEN_S)
         first = [
             *self._keys(),
             *self._admin_key(there, target),
-            *self._network(self._wants_download(there, target, step)),
+            *self._network(there, self._wants_download(there, target, step)),
             *self._claims(),
             *self._commits(),
         ]
@@ -202,7 +206,13 @@ class _Planner:
             yield from self._target(target, step.beside(Revision(target.name, 0), others))
             return
         wanted = step.beside(there.measured(None, self.world.now), others)
-        out = self._out(there, wanted, draining, self._why_fewer(wanted))
+        # In a rollout, other revisions serve meanwhile, and more replicas here would take their room.
+        least = wanted if others else min(least_replicas(there.pods, wanted), max(wanted, there.replicas))
+        if least > wanted:
+            self.notes.append(
+                f"{least} groups stay, not {wanted}: LeaderWorkerSet would end ready ones before broken ones"
+            )
+        out = self._out(there, least, draining, self._why_fewer(wanted))
         yield from _around(out, there, self._target(target, out.replicas))
 
     def _out(self, one: ExistingRevision, wanted: int, draining: DrainPolicy, why: str) -> DrainStep:
@@ -273,9 +283,11 @@ class _Planner:
             for name, replicas in step.replicas.items()
         )
 
-    def _network(self, downloading: bool) -> Iterator[Action]:
+    def _network(self, there: tuple[ExistingRevision, ...], downloading: bool) -> Iterator[Action]:
         meta = self._meta(f"{self.pool.name}-pods")
-        yield from self._apply(pods_policy(self.pool, self._parents(), self.world.platform, meta), "access to the pods")
+        groups = self.pool.spec.accelerator.nodes > 1 or any(one.nodes > 1 and not one.is_empty for one in there)
+        policy = pods_policy(self.pool, self._parents(), self.world.platform, meta, groups=groups)
+        yield from self._apply(policy, "access to the pods")
         if downloading:
             policy = download_policy(self.pool, self._meta(f"{self.pool.name}-download"))
             yield from self._apply(policy, "a pod must download the model")

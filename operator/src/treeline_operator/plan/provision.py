@@ -162,6 +162,11 @@ def unshareable(pool: InferencePool, asked: Wanted, observed: Observed | None) -
             f"claim {asked.name} is ReadWriteOncePod: one pod at a time can have it, also while a rollout "
             f"starts a new one; {how}{again}"
         )
+    if pool.spec.accelerator.nodes > 1:
+        return (
+            f"claim {asked.name} is {' and '.join(sorted(modes))}: a pod of a group that is on another node cannot "
+            f"start, and then its group never serves; {how}{again}"
+        )
     if most > 1:
         return (
             f"claim {asked.name} is {' and '.join(sorted(modes))}: all {most} pods must be on one node, and pods "

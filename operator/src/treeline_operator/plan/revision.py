@@ -26,6 +26,9 @@ from treeline_operator.world import Observed, PickerView, PoolWorld
 KEPT_HISTORY: Final = 1
 """Old revisions without pods that stay, so that going back costs nothing but the pods."""
 
+UNSEEN_S: Final = 60
+"""Seconds in which a controller that runs processes a new object."""
+
 
 def inputs(pool: InferencePool) -> str:
     """Hash of everything in the spec that the pods are made from; the name of their revision.
@@ -90,6 +93,11 @@ class ExistingRevision:
         """Pods of a replica."""
         return int(self.object["spec"].get("leaderWorkerTemplate", {}).get("size", 1))
 
+    def is_unseen(self, now: datetime) -> bool:
+        """Whether LeaderWorkerSet's controller, which has had UNSEEN_S, has not processed it."""
+        waited_s = (now - created(self.object)).total_seconds()
+        return self.nodes > 1 and not is_observed(self.object) and waited_s >= UNSEEN_S
+
     def group(self, leader: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
         """All pods of a replica, by the one that serves."""
         index = facts.group_index(leader)
@@ -108,6 +116,7 @@ class ExistingRevision:
             ready = [pod for pod in ready if pod["metadata"]["name"] in picker]
         refused = max(0, self.replicas - len(self.pods)) if self._refusal else 0
         groups = [self.group(pod) for pod in self.pods]
+        last = max((facts.group_index(pod) or 0 for pod in self.pods if facts.is_ready(pod)), default=0)
         homeless = [pod for pod in (*self.pods, *self.workers) if facts.is_unschedulable(pod)]
         since = str(self._refusal.get("lastTransitionTime") or "") if refused else ""
         return Revision(
@@ -116,6 +125,11 @@ class ExistingRevision:
             ready=len(ready),
             unschedulable=refused + sum(any(map(facts.is_unschedulable, group)) for group in groups),
             failing=sum(any(map(facts.is_failing, group)) for group in groups),
+            held=sum(
+                any(facts.is_unschedulable(pod) or facts.is_failing(pod) for pod in group)
+                for group in groups
+                if (number := facts.group_index(group[0])) is not None and number < last
+            ),
             waited_s=facts.waited_s(homeless, since, now),
             fits=self._fits(homeless, olds),
         )
@@ -154,7 +168,8 @@ def existing_revisions(world: PoolWorld) -> tuple[ExistingRevision, ...]:
                 # The name cannot be changed; labels and annotations are repaired from it.
                 revision = child.ref.name.removeprefix(f"{world.pool.name}-")
                 mine = by_revision.get(revision, ())
-                workers = tuple(pod for pod in mine if facts.is_worker(pod))
+                grouped = child.ref.kind == "LeaderWorkerSet"
+                workers = tuple(pod for pod in mine if grouped and facts.is_worker(pod))
                 found.append(
                     ExistingRevision(revision, child, obj, tuple(p for p in mine if p not in workers), workers)
                 )

@@ -29,6 +29,7 @@ Strategy = Literal["SurgeIfCapacity", "Replace"]
 class Revision:
     """One revision: `replicas` requested, and how many of its pods are ready, unscheduled or failing.
 
+    `held` are the unscheduled or failing groups that a LeaderWorkerSet ends only after a ready one.
     `waited_s` is how long one of its pods has had no node; `fits` says that it would fit in the place of an older
     revision's pod.
     """
@@ -38,6 +39,7 @@ class Revision:
     ready: int = 0
     unschedulable: int = 0
     failing: int = 0
+    held: int = 0
     waited_s: float = 0.0
     fits: bool = False
 
@@ -48,8 +50,8 @@ class Revision:
 
     @property
     def useless(self) -> int:
-        """Replicas that do not serve and will not by waiting alone."""
-        return min(self.unschedulable + self.failing, self.replicas - self.serving)
+        """Replicas that do not serve, will not by waiting alone, and are the first to end."""
+        return max(0, min(self.unschedulable + self.failing, self.replicas - self.serving) - self.held)
 
 
 @dataclass(frozen=True, slots=True)

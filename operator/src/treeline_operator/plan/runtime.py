@@ -4,6 +4,7 @@ template."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from datetime import datetime, timedelta
 from itertools import pairwise
 from typing import Any, Final
 
@@ -11,7 +12,7 @@ from treeline_wire import labels
 
 from treeline_operator import names
 from treeline_operator.api.pool import InferencePool
-from treeline_operator.plan import objects
+from treeline_operator.plan import facts, objects
 from treeline_operator.plan.download import Files, files, init_container
 from treeline_operator.plan.engines import KEYS_DIR, TEMPLATE_DIR, Launch, engine_of, start_seconds
 from treeline_operator.plan.facts import CONTAINER, DOWNLOAD
@@ -74,6 +75,16 @@ def workload(pool: InferencePool, target: TargetRevision, replicas: int, meta: O
         revisionHistoryLimit=1,
         progressDeadlineSeconds=start_seconds(pool) + _DEPLOY_MARGIN_S,
     )
+
+
+def is_late(pool: InferencePool, revision: Object, now: datetime) -> bool:
+    """Whether a revision's newest pods should have become ready by now. A Deployment's controller says it itself;
+    groups have as long since not all of them are ready."""
+    if revision["kind"] == "Deployment":
+        return facts.is_overdue(revision)
+    begun = facts.since(revision, "Progressing") or facts.created(revision)
+    allowed = timedelta(seconds=start_seconds(pool) + _DEPLOY_MARGIN_S)
+    return facts.condition_of(revision, "Progressing").get("status") != "False" and now - begun >= allowed
 
 
 def pod_template(pool: InferencePool, revision: str, images: Images) -> Object:

@@ -118,13 +118,14 @@ def diagnose(
 
 
 def of_pod(pod: Json, events: _Events, progress: Progress) -> Cause | None:
-    """Why one pod is not ready; None for one that is, or that ends."""
+    """Why one pod is not ready; None for one that is, or that ends, unless its end is its group's."""
     meta, status = pod["metadata"], pod.get("status") or {}
-    if meta.get("deletionTimestamp") or is_ready(pod) or status.get("phase") == "Succeeded":
+    own = events.about(meta)
+    troubles = list(_of_group(pod, own))
+    if not troubles and (meta.get("deletionTimestamp") or is_ready(pod) or status.get("phase") == "Succeeded"):
         return None
-    troubles = list(_of_scheduling(pod))
+    troubles = troubles or list(_of_scheduling(pod))
     if not troubles:
-        own = events.about(meta)
         for init in (True, False):
             for container in container_statuses(pod, init=init):
                 troubles.extend(_of_container(container, init, own, progress.get(meta["name"])))
@@ -205,6 +206,18 @@ def _lack(pod: Json, said: str, text: str) -> tuple[Reason, str]:
             return Reason.DEVICES_MISSING, f"no eligible node offers {name}: {text}"
     wants = " and ".join(f"{asked.get(name, 'more')} of {name}" for name in sorted(lacking))
     return Reason.NODES_TOO_SMALL, f"the pod needs {wants}, and no eligible node has as much: {text}"
+
+
+def _of_group(pod: Json, events: Sequence[Event]) -> Iterator[tuple[Reason, str]]:
+    """The ends of containers in a pod of a group. The first one ends the group, so the pod is being deleted already, or
+    it looks ready, as it has no probe."""
+    if facts.group_index(pod) is None:
+        return
+    for container in container_statuses(pod):
+        for state in (container.get("state"), container.get("lastState")):
+            ended = (state or {}).get("terminated") or {}
+            if ended.get("exitCode", 0) not in _ASKED_TO_END or ended.get("reason") == "OOMKilled":
+                yield _after(container, ended, events)
 
 
 def _has_begun(pod: Json) -> bool:

@@ -17,7 +17,7 @@ from treeline_operator.plan import download, facts, provision, runtime
 from treeline_operator.plan import revision as revisions
 from treeline_operator.plan.drain import DrainPolicy, deadline, requests
 from treeline_operator.plan.engines import engine_of, overridden, unseen_args
-from treeline_operator.plan.facts import find, is_observed, is_overdue, label
+from treeline_operator.plan.facts import find, is_observed, label
 from treeline_operator.plan.gateway import protections_record, template_problem
 from treeline_operator.plan.gateway_common import has_keys
 from treeline_operator.plan.pool import lacking_groups
@@ -165,8 +165,14 @@ class _PoolView:
 
     @cached_property
     def live(self) -> list[dict[str, Any]]:
-        """All pods that serve, one a replica, and are not being deleted."""
-        return [pod for pod in self.pods if not facts.is_leaving(pod) and not facts.is_worker(pod)]
+        """All pods that serve and are not being deleted."""
+        return [pod for pod in self.leaders if not facts.is_leaving(pod)]
+
+    @cached_property
+    def leaders(self) -> list[dict[str, Any]]:
+        """All pods that serve, one a replica."""
+        single = {one.name for one in self.existing if one.nodes == 1}
+        return [pod for pod in self.pods if label(pod, names.REVISION) in single or not facts.is_worker(pod)]
 
     @cached_property
     def pods(self) -> list[dict[str, Any]]:
@@ -216,7 +222,7 @@ class _PoolView:
     @cached_property
     def draining(self) -> list[dict[str, Any]]:
         """Pods that finish their requests: taken out of rotation, or asked to end."""
-        ending = [pod for pod in self.pods if "deletionTimestamp" in pod["metadata"] and not facts.is_worker(pod)]
+        ending = [pod for pod in self.leaders if "deletionTimestamp" in pod["metadata"]]
         return [*ending, *(pod for pod in self.live if label(pod, labels.SERVING) != "true")]
 
     @property
@@ -241,7 +247,9 @@ class _PoolView:
         there = self.target.existing
         if there is None:
             return diagnose(self.current, (), self.world.events, self.progress)
-        return diagnose((*self.current, *there.workers), (there.object,), self.world.events, self.progress)
+        mine = (pod for pod in self.pods if label(pod, names.REVISION) == self.target.name)
+        ended = [pod for pod in mine if there.nodes > 1 and facts.is_leaving(pod)]
+        return diagnose((*self.current, *there.workers, *ended), (there.object,), self.world.events, self.progress)
 
 
 def _judged(view: _PoolView) -> dict[ConditionType, Judgement]:
@@ -320,6 +328,10 @@ def _workloads(view: _PoolView) -> Judgement:
             text = f"{name} is created once gateway {view.shared.name} has its keys"
             return "False", Reason.KEYS_PENDING, text + _meanwhile(view)
         return "False", Reason.PENDING, f"{name} is not there yet{_meanwhile(view)}"
+    if view.target.existing.is_unseen(view.world.now):
+        name = view.target.existing.observed.ref.name
+        text = f"no controller has seen LeaderWorkerSet {name}: is LeaderWorkerSet's controller running?"
+        return "False", Reason.LEADER_WORKER_SET_MISSING, text + _meanwhile(view)
     if desired == 0:
         return "True", Reason.SCALED_TO_ZERO, "no pods are wanted"
     if ready >= desired and view.observed:
@@ -369,7 +381,8 @@ def _progressing(view: _PoolView, picker: Judgement) -> Judgement:
     if view.old and view.world.pool.spec.rollout.paused:
         return "False", Reason.PAUSED, f"{state}; kept of older revisions: {_pods(len(view.old))}"
     settled = view.observed and ready >= desired and len(view.current) == desired
-    if not settled and view.target.existing is not None and is_overdue(view.target.existing.object):
+    there = view.target.existing
+    if not settled and there is not None and runtime.is_late(view.world.pool, there.object, view.world.now):
         return "False", Reason.ROLLOUT_STALLED, state
     if view.old:
         text = f"{state}; left of older revisions: {_pods(len(view.old))}"
