@@ -276,12 +276,14 @@ REFUSED_MODELS = [
     ("targetModels: [{name: a, weight: 1}, {name: b}]", "give every target a weight, or none"),
     ("fallbackPools: [{name: tiny}]", "remove it from fallbackPools"),
 ]
+GROUPS = "{accelerator: {nodes: 2}, engine: {tensorParallel: 2}}"
 REFUSED_NAMES = [
-    ("InferencePool", "a" * 41, "use 40 characters or fewer"),
-    ("InferencePool", "1st", "a letter first"),
-    ("InferencePool", "a.b", "a letter first"),
-    ("InferencePool", "tiny-epp", "are reserved for the operator's objects: choose another name"),
-    ("InferenceModel", "a" * 41, "use 40 characters or fewer"),
+    ("InferencePool", "", "a" * 41, "use 40 characters or fewer"),
+    ("InferencePool", GROUPS, "a" * 38, "use 37 characters or fewer"),
+    ("InferencePool", "", "1st", "a letter first"),
+    ("InferencePool", "", "a.b", "a letter first"),
+    ("InferencePool", "", "tiny-epp", "are reserved for the operator's objects: choose another name"),
+    ("InferenceModel", "", "a" * 41, "use 40 characters or fewer"),
 ]
 REFUSED_BY_SHAPE = [
     ("InferencePool", "replicas: 1001", "spec.replicas"),
@@ -440,9 +442,9 @@ def test_invalid_specs_are_refused_with_the_fix(refusal, kind, text, message):
     assert message in "\n".join(ours) or message.startswith("no model URI")
 
 
-@pytest.mark.parametrize(("kind", "name", "message"), REFUSED_NAMES)
-def test_names_are_bounded_so_that_derived_names_fit(refusal, kind, name, message):
-    obj = document(kind, "", name)
+@pytest.mark.parametrize(("kind", "text", "name", "message"), REFUSED_NAMES)
+def test_names_are_bounded_so_that_derived_names_fit(refusal, kind, text, name, message):
+    obj = document(kind, text, name)
     assert message in refusal(obj)
     assert any(message in one for one in broken(obj))
 
