@@ -157,6 +157,7 @@ class ServerArgs(SchedulerConfig):
     node_rank: int = setting(
         0,
         group="engine",
+        rare=True,
         metavar="K",
         at_least=0,
         env="LWS_WORKER_INDEX",

@@ -101,6 +101,7 @@ class EngineConfig:
     nnodes: int = setting(
         1,
         group="engine",
+        rare=True,
         metavar="N",
         at_least=1,
         at_most=64,
@@ -111,6 +112,7 @@ class EngineConfig:
     dist_init_addr: str | None = setting(
         None,
         group="engine",
+        rare=True,
         metavar="HOST[:PORT]",
         parse=_place,
         env="LWS_LEADER_ADDRESS",
@@ -119,6 +121,7 @@ class EngineConfig:
     pp_size: int = setting(
         1,
         group="engine",
+        rare=True,
         metavar="N",
         at_least=1,
         at_most=64,
@@ -128,6 +131,7 @@ class EngineConfig:
     ep_size: int = setting(
         1,
         group="engine",
+        rare=True,
         metavar="N",
         at_least=1,
         help="divide a model's experts, each of them whole, over N GPUs: the --tp-size N that share the model, or "

@@ -39,7 +39,7 @@ def test_defaults_can_be_read_and_are_those_of_our_types(control_plane, namespac
     assert made["spec"] == {
         "model": {"uri": "builtin://tiny", "pickerReadsClaim": False},
         "replicas": 1,
-        "accelerator": {"type": "cpu", "count": 1, "resourceName": "nvidia.com/gpu"},
+        "accelerator": {"type": "cpu", "count": 1, "nodes": 1, "resourceName": "nvidia.com/gpu"},
         "engine": {"type": "treeline", "port": 8000, "dataParallel": 1},
         "endpointPicker": {"policy": "treeline", "failureMode": "FailOpen", "replicas": 1},
         "gateway": {"name": "treeline"},

@@ -202,7 +202,7 @@ def test_adapters_are_asked_for_the_router_and_the_shared_expert(tmp_path: Path)
 class Counted:
     """Weights that record how many of their tensors were in memory at once."""
 
-    rank = WHOLE
+    rank = experts = WHOLE
 
     def __init__(self) -> None:
         self._given: list[weakref.ref[torch.Tensor]] = []
