@@ -97,8 +97,9 @@ class Executor:
         launch = self._how(plan)
         if self._peers is not None:
             return self._with_peers(plan, plan.num_tokens, launch, self._peers)
-        if self._group is not None:
-            self._group.begin(plan, launch)
+        if self._group is None:
+            return self._compute(plan, launch)
+        self._group.begin(plan, launch)
         with as_one(self._group):
             return self._compute(plan, launch)
 
