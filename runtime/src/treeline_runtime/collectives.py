@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -20,7 +21,7 @@ from treeline_runtime.models.shards import Rank
 c10d: Any = getattr(torch._C, "_distributed_c10d", None)
 """The classes behind torch.distributed. Its functions share one global state, which belongs to the application."""
 FOREVER = timedelta(days=365)
-"""No collective ends by its own clock: the group watches its ranks. gloo's `recv` must be told each time."""
+"""Collectives have no time limit: the group notices when a rank has ended. For gloo's `recv` each call must say so."""
 MEETING = timedelta(minutes=1)
 """Time to connect, once all processes are there."""
 BUFFER_BYTES = 64 << 20
@@ -49,18 +50,25 @@ class Ranks(Protocol):
     def first(self, x: torch.Tensor, /) -> torch.Tensor:
         """Rank 0's x on every rank of every stage. May overwrite x."""
 
+    # ---- between the stages of a pipeline: by default there is one -------------------------------------------
+
     def receive(self, x: torch.Tensor, /) -> torch.Tensor:
-        """What the same rank of the stage before has sent, in x; on the first stage x itself."""
+        """Fills x with what the same rank of the stage before has sent, and returns it; on the first stage x stays as
+        it is."""
+        return x
 
     def send(self, x: torch.Tensor, /) -> None:
         """Gives x to the same rank of the next stage, if there is one, without waiting; x stays as it is until
         `everywhere`."""
+        return
 
     def home(self, x: torch.Tensor, /) -> torch.Tensor:
         """The last stage's x on rank 0; any content elsewhere."""
+        return x
 
     def everywhere(self, x: torch.Tensor, /) -> torch.Tensor:
         """x (n,) bool → whether it is true on all stages. Ends what `send` began."""
+        return x
 
 
 class Stage(Ranks, Protocol):
@@ -136,7 +144,7 @@ def _process_group(store: Any, index: int, count: int, device: torch.device, hos
     return group
 
 
-class Pipeline:
+class Pipeline(Ranks):
     """Several stages. `stage` adds within one, None: it has one rank; a process group of torch connects all."""
 
     def __init__(self, rank: Rank, stage: Ranks | None, group: Any, device: torch.device) -> None:
@@ -185,23 +193,7 @@ class Pipeline:
         return total == self.rank.stages * self.rank.count
 
 
-class OneStage:
-    """What is between stages, where there is one."""
-
-    def receive(self, x: torch.Tensor, /) -> torch.Tensor:
-        return x
-
-    def send(self, x: torch.Tensor, /) -> None:
-        """There is no next one."""
-
-    def home(self, x: torch.Tensor, /) -> torch.Tensor:
-        return x
-
-    def everywhere(self, x: torch.Tensor, /) -> torch.Tensor:
-        return x
-
-
-class Processes(OneStage):
+class Processes(Stage):
     """A process group of torch: gloo or NCCL."""
 
     def __init__(self, rank: Rank, group: Any, device: torch.device) -> None:
@@ -215,9 +207,7 @@ class Processes(OneStage):
         return x
 
     def gather(self, x: torch.Tensor, /) -> torch.Tensor:
-        parts = [torch.empty_like(x) for _ in range(self.rank.count)]
-        self._group.allgather([parts], [x.contiguous()]).wait()
-        return torch.cat(parts, dim=1)
+        return torch.cat(self._parts(x), dim=1)
 
     def first(self, x: torch.Tensor, /) -> torch.Tensor:
         x = x.contiguous()
@@ -225,15 +215,19 @@ class Processes(OneStage):
         return x
 
     def all_gather(self, x: torch.Tensor, /) -> torch.Tensor:
-        parts = [torch.empty_like(x) for _ in range(self.rank.count)]
-        self._group.allgather([parts], [x.contiguous()]).wait()
-        return torch.cat(parts)
+        return torch.cat(self._parts(x))
 
     def reduce_scatter(self, x: torch.Tensor, /) -> torch.Tensor:
         return self.sum(x).chunk(self.rank.count)[self.rank.index]  # gloo has nothing better
 
+    def _parts(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """The x of all ranks."""
+        parts = [torch.empty_like(x) for _ in range(self.rank.count)]
+        self._group.allgather([parts], [x.contiguous()]).wait()
+        return parts
 
-class SymmetricMemory(OneStage):
+
+class SymmetricMemory(Stage):
     """Memory of each GPU that all GPUs of the group read and write. Every call can be captured.
 
     The kernels are torch's (`torch.ops.symm_mem`). Multicast stays off: some machines forbid it.
@@ -268,53 +262,42 @@ class SymmetricMemory(OneStage):
 
     def gather(self, x: torch.Tensor, /) -> torch.Tensor:
         whole = x.new_empty(len(x), self.rank.count * x.shape[1])
-        rows = max(1, BUFFER_BYTES // (x.shape[1] * x.element_size()))
-        for part, out in zip(x.split(rows), whole.split(rows), strict=True):
-            self._put(part)
-            self._handle.barrier()
+        for theirs, out in self._exchanged(x, whole):
             if self.rank.index == 0:
-                for index, there in enumerate(out.chunk(self.rank.count, dim=1)):
-                    there.copy_(self._of(index, part))
-            self._handle.barrier()  # read: it may be written again
+                torch.cat(theirs, 1, out=out)
         return whole
 
     def first(self, x: torch.Tensor, /) -> torch.Tensor:
-        if self.rank.index == 0:
-            self._put(x)
-        self._handle.barrier()
-        if self.rank.index:
-            x.copy_(self._of(0, x))
-        self._handle.barrier()
+        for theirs, out in self._exchanged(x, x):
+            if self.rank.index:
+                out.copy_(theirs[0])
         return x
 
     def all_gather(self, x: torch.Tensor, /) -> torch.Tensor:
         whole = x.new_empty(self.rank.count, *x.shape)
-        rows = max(1, BUFFER_BYTES // (x.shape[1] * x.element_size()))
-        for part, out in zip(x.split(rows), whole.split(rows, dim=1), strict=True):
-            self._put(part)
-            self._handle.barrier()
-            for index, there in enumerate(out):
-                there.copy_(self._of(index, part))
-            self._handle.barrier()  # read: it may be written again
+        for theirs, out in self._exchanged(x, whole, out_dim=1):
+            for part, there in zip(theirs, out, strict=True):
+                there.copy_(part)
         return whole.flatten(0, 1)
 
     def reduce_scatter(self, x: torch.Tensor, /) -> torch.Tensor:
-        count, index = self.rank.count, self.rank.index
-        parts = x.unflatten(0, (count, -1))
+        parts = x.unflatten(0, (self.rank.count, -1))
         mine = torch.empty_like(parts[0])
-        rows = max(1, BUFFER_BYTES // (count * x.shape[1] * x.element_size()))
-        for part, out in zip(parts.split(rows, dim=1), mine.split(rows), strict=True):
+        for theirs, out in self._exchanged(parts, mine, dim=1):
+            torch.sum(torch.stack([their[self.rank.index] for their in theirs]), 0, out=out)
+        return mine
+
+    def _exchanged(
+        self, x: torch.Tensor, out: torch.Tensor, dim: int = 0, out_dim: int = 0
+    ) -> Iterator[tuple[list[torch.Tensor], torch.Tensor]]:
+        """Yields all ranks' parts of x, and the same part of out: as many rows at once as the memory has room for."""
+        rows = max(1, BUFFER_BYTES * x.shape[dim] // x.nbytes)
+        for part, there in zip(x.split(rows, dim), out.split(rows, out_dim), strict=True):
             self._put(part)
             self._handle.barrier()
-            torch.sum(torch.stack([self._of(other, part)[index] for other in range(count)]), 0, out=out)
-            self._handle.barrier()
-        return mine
+            yield [self._handle.get_buffer(index, part.shape, part.dtype) for index in range(self.rank.count)], there
+            self._handle.barrier()  # all have read: it may be written again
 
     def _put(self, x: torch.Tensor) -> torch.Tensor:
         """Copies x to where the other ranks read it; returns the copy."""
         return self._buffer.view(x.dtype)[: x.numel()].view(x.shape).copy_(x)
-
-    def _of(self, index: int, like: torch.Tensor) -> torch.Tensor:
-        """The beginning of a rank's memory."""
-        there: torch.Tensor = self._handle.get_buffer(index, like.shape, like.dtype)
-        return there

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import urlsplit
@@ -18,7 +17,7 @@ from treeline_runtime.logit_processors import entry
 
 
 def meeting_place(text: str) -> tuple[str, int]:
-    """HOST[:PORT] → host and port. Raises ConfigError."""
+    """The HOST[:PORT] of --dist-init-addr → host and port. Raises ConfigError."""
     try:
         place = urlsplit(f"//{text}")
         host, port = place.hostname or "", RANKS if place.port is None else place.port
@@ -26,16 +25,8 @@ def meeting_place(text: str) -> tuple[str, int]:
     except ValueError:
         host, port = "", 0
     if not host or not port or place.netloc != text or place.username is not None or text.split() != [text]:
-        raise ConfigError(f"expected HOST or HOST:PORT, got {text!r}")
+        raise ConfigError(f"--dist-init-addr: expected HOST or HOST:PORT, got {text!r}")
     return host, port
-
-
-def _place(text: str) -> str:
-    try:
-        meeting_place(text)
-    except ConfigError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-    return text
 
 
 __all__ = ["ConfigError", "EngineConfig", "SchedulerConfig"]
@@ -114,7 +105,6 @@ class EngineConfig:
         group="engine",
         rare=True,
         metavar="HOST[:PORT]",
-        parse=_place,
         env="LWS_LEADER_ADDRESS",
         help=f"address of the first machine, where it awaits the others (default: LWS_LEADER_ADDRESS; port {RANKS})",
     )
@@ -208,7 +198,9 @@ class EngineConfig:
                 f"--nnodes {self.nnodes} does not divide the {self.ranks} ranks of all machines (--tp-size times "
                 "--pp-size)"
             )
-        if self.nnodes > 1 and self.dist_init_addr is None:
+        if self.dist_init_addr is not None:
+            meeting_place(self.dist_init_addr)
+        elif self.nnodes > 1:
             raise ConfigError("--nnodes needs --dist-init-addr, the address of the first machine")
 
     @property

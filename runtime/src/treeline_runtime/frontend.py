@@ -51,16 +51,6 @@ if TYPE_CHECKING:
     from treeline_runtime.server.tracing import Tracing
 
 
-SILENT_S = 75.0
-"""Seconds until the first request of a new connection. Browsers and proxies open some in advance."""
-HEADERS_S = 15.0
-"""Seconds for headers, from their first byte."""
-BODY_PAUSE_S = 20.0
-"""Seconds between parts of a body."""
-BODY_S = 180.0
-"""Seconds for a whole body."""
-STALLED_S = 300.0
-"""Seconds for a client that does not read its answer."""
 LINGER_S = 1.0
 """Seconds in which a client that still sends can read why it was refused."""
 MAX_HEADER_BYTES = 64 << 10
@@ -69,13 +59,16 @@ MAX_HEADER_BYTES = 64 << 10
 class HttpProtocol(HttpToolsProtocol):
     """A connection. A request that does not arrive in time gets a 408, and the connection is closed."""
 
-    silent_s, headers_s, body_pause_s, body_s, stalled_s = (
-        SILENT_S,
-        HEADERS_S,
-        BODY_PAUSE_S,
-        BODY_S,
-        STALLED_S,
-    )
+    silent_s = 75.0
+    """Seconds until the first request of a new connection. Browsers and proxies open some in advance."""
+    headers_s = 15.0
+    """Seconds for headers, from their first byte."""
+    body_pause_s = 20.0
+    """Seconds between parts of a body."""
+    body_s = 180.0
+    """Seconds for a whole body."""
+    stalled_s = 300.0
+    """Seconds for a client that does not read its answer."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -42,15 +42,13 @@ class Listeners:
 def listening(args: ServerArgs) -> Iterator[Listeners]:
     """A context manager with the sockets for `args`. Raises ListenError."""
     with contextlib.ExitStack() as stack:
-        http = listen(args.host, args.port, "")
-        stack.enter_context(contextlib.closing(http))
+        http = stack.enter_context(listen(args.host, args.port, ""))
         metrics = admin = None
         if args.metrics_port is not None:
-            metrics = listen(args.metrics_host, args.metrics_port, "metrics-")
-            stack.enter_context(contextlib.closing(metrics))
+            metrics = stack.enter_context(listen(args.metrics_host, args.metrics_port, "metrics-"))
         if args.admin_port is not None:
-            admin = listen(args.admin_host, args.admin_port, "admin-", closed=args.admin_key is None)
-            stack.enter_context(contextlib.closing(admin))
+            closed = args.admin_key is None
+            admin = stack.enter_context(listen(args.admin_host, args.admin_port, "admin-", closed=closed))
         yield Listeners(http, metrics, admin)
 
 

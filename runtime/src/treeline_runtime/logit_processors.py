@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 from typing import Final
+
+from treeline_wire.settings import ConfigError
 
 MAX_NAME_CHARS: Final = 64
 _NAME: Final = re.compile(rf"[A-Za-z0-9_.-]{{1,{MAX_NAME_CHARS}}}")
@@ -16,11 +17,11 @@ def is_name(text: str) -> bool:
 
 
 def split(text: str) -> tuple[str, str]:
-    """An entry's name, and `module:attribute` or a built-in's name. Raises ValueError."""
+    """An entry's name, and `module:attribute` or a built-in's name. Raises ConfigError."""
     name, given, place = text.partition("=")
     place = place if given else name
     if not is_name(name) or not (_PLACE.fullmatch(place) or is_name(place)):
-        raise ValueError(
+        raise ConfigError(
             f"expected NAME=module:attribute, or the NAME of a built-in, got {text!r} (a name has up to "
             f"{MAX_NAME_CHARS} of A-Z, a-z, 0-9, _, . and -)"
         )
@@ -29,8 +30,5 @@ def split(text: str) -> tuple[str, str]:
 
 def entry(text: str) -> str:
     """Checks a flag's value."""
-    try:
-        split(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    split(text)
     return text

@@ -280,13 +280,9 @@ class HiddenStates(msgspec.Struct, frozen=True, gc=False):
     """(rows x size,) float32, little-endian."""
 
 
-class TokenOut(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The new tokens and the state of a request after one step. With `finish` it is the request's last message."""
+class RequestState(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
+    """A request's state after one step."""
 
-    rid: str
-    token_ids: list[int]
-    """New since the last message."""
-    finish: FinishReason | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0
     """Prompt tokens from the cache when the request was first admitted."""
@@ -295,18 +291,27 @@ class TokenOut(msgspec.Struct, frozen=True, omit_defaults=True):
     retractions: int = 0
     queued_s: float = 0.0
     """The request's time in the queue, in its first message."""
-    output_token_logprobs: list[TokenLogprob] | None = None
-    """One per entry of `token_ids`, if requested."""
-    output_top_logprobs: list[list[TokenLogprob]] | None = None
-    input_token_logprobs: list[TokenLogprob] | None = None
-    """Prompt tokens from `logprob_start_len` on; only in the first message."""
-    input_top_logprobs: list[list[TokenLogprob] | None] | None = None
     vector: bytes | None = None
     """float32 numbers of a vector request, in its last message."""
     hidden_states: HiddenStates | None = None
     """With `finish`, if requested."""
     withdrawn: int = 0
     """Number of the last ids sent before that these replace: `token_ids` begin with their text."""
+
+
+class TokenOut(RequestState, frozen=True, omit_defaults=True):
+    """The new tokens and the state of a request after one step. With `finish` it is the request's last message."""
+
+    rid: str
+    token_ids: list[int]
+    """New since the last message."""
+    finish: FinishReason | None = None
+    output_token_logprobs: list[TokenLogprob] | None = None
+    """One per entry of `token_ids`, if requested."""
+    output_top_logprobs: list[list[TokenLogprob]] | None = None
+    input_token_logprobs: list[TokenLogprob] | None = None
+    """Prompt tokens from `logprob_start_len` on; only in the first message."""
+    input_top_logprobs: list[list[TokenLogprob] | None] | None = None
 
 
 class BatchTokenOut(msgspec.Struct, tag=True, frozen=True):
@@ -337,25 +342,16 @@ class Logprobs(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     input_tops: list[list[TextLogprob] | None] | None = None
 
 
-class TextOut(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """TokenOut with text. A request's joined `text` is its whole text, cut at the stop string."""
+class TextOut(RequestState, frozen=True, omit_defaults=True, gc=False):
+    """TokenOut with text, which is new even where ids are withdrawn. A request's joined `text` is its whole text, cut
+    at the stop string."""
 
     rid: str
     text: str
     token_ids: list[int]
     finish: FinishReason | None = None
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    completion_tokens: int = 0
-    retractions: int = 0
-    queued_s: float = 0.0
-    """As in TokenOut."""
     logprobs: list[msgspec.Raw] = []
     """`Logprobs`, encoded, in order: an answer may have millions, decoded only where they are shown."""
-    vector: bytes | None = None
-    hidden_states: HiddenStates | None = None
-    withdrawn: int = 0
-    """As in TokenOut; the text is new in any case."""
 
 
 class BatchTextOut(msgspec.Struct, tag=True, frozen=True):

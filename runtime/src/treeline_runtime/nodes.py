@@ -16,11 +16,12 @@ import importlib.metadata
 import ipaddress
 import logging
 import os
+import queue
 import select
-import selectors
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator, Set
 from pathlib import Path
@@ -37,8 +38,6 @@ GREETING_S = 3.0
 """Time for a rank's line."""
 MOST_BYTES = 4096
 """The longest line of a greeting."""
-MOST_STRANGERS = 64
-"""Connections that may be about to introduce themselves."""
 REMIND_S = 10.0
 LOST_S = 15
 """A machine that does not answer for so long is lost."""
@@ -53,12 +52,16 @@ class Hello(msgspec.Struct, frozen=True):
     slot: int
     """Its number among the node's ranks."""
     ranks: int
-    """Of the node."""
+    """Ranks that the node has."""
     version: str
     model: str
     """The checkpoint's folder on its node."""
     checkpoint: str
     """See `digest_of`."""
+
+
+Greeting = tuple[Hello, socket.socket, str]
+"""Who has connected, the connection, and the address from which it came."""
 
 
 class LastWords(msgspec.Struct, tag=True, frozen=True):
@@ -84,103 +87,52 @@ class Reminder:
 # ---- node 0 -------------------------------------------------------------------------------------------------------
 
 
-def meet(
-    config: EngineConfig, listener: socket.socket, check: Callable[[], None]
-) -> Iterator[tuple[Hello, socket.socket, str]]:
-    """Yields the connections of all ranks of the other nodes, in any order, with the address of each. check: called
-    twice a second; may raise."""
+def meet(config: EngineConfig, listener: socket.socket, check: Callable[[], None]) -> Iterator[Greeting]:
+    """Yields the greetings of all ranks of the other nodes, in any order. check: called twice a second; may raise."""
     missing = {(node, slot) for node in range(1, config.nnodes) for slot in range(config.ranks_here)}
     checkpoint, reminder = digest_of(Path(config.model)), Reminder()
-    with selectors.DefaultSelector() as selector:
-        selector.register(listener, selectors.EVENT_READ)
+    greetings = queue.SimpleQueue[Greeting]()
+    threading.Thread(target=_accept, args=(listener, greetings.put), name="accept ranks", daemon=True).start()
+    while missing:
+        check()
+        nodes = ", ".join(map(str, sorted({node for node, _ in missing})))
+        reminder.say("waiting at %s:%d for the ranks of node %s", *listener.getsockname()[:2], nodes)
         try:
-            while missing:
-                check()
-                nodes = ", ".join(map(str, sorted({node for node, _ in missing})))
-                reminder.say("waiting at %s:%d for the ranks of node %s", *listener.getsockname()[:2], nodes)
-                for key, _ in selector.select(TURN_S):
-                    if key.fileobj is listener:
-                        _accept(listener, selector)
-                        continue
-                    connection = key.fileobj
-                    assert isinstance(connection, socket.socket)
-                    stranger: Stranger = key.data
-                    if not stranger.hear(connection):
-                        continue
-                    selector.unregister(connection)
-                    if (hello := stranger.answer(connection, missing, config, checkpoint)) is not None:
-                        missing.remove((hello.node, hello.slot))
-                        yield hello, connection, stranger.address
-                for connection, stranger in _strangers(selector).items():
-                    if stranger.is_late:
-                        selector.unregister(connection)
-                        stranger.refuse(connection, "it did not introduce itself in time")
-        finally:
-            for connection in _strangers(selector):
-                connection.close()
-
-
-class Stranger:
-    """A connection whose first line is awaited."""
-
-    def __init__(self, address: str) -> None:
-        self.address = address
-        self._until = time.monotonic() + GREETING_S
-        self._said = b""
-
-    @property
-    def is_late(self) -> bool:
-        return time.monotonic() > self._until
-
-    def hear(self, connection: socket.socket) -> bool:
-        """Reads what there is. Returns whether it has said all that it may."""
-        try:
-            data = connection.recv(MOST_BYTES)
-        except BlockingIOError:
-            return False
-        except OSError:
-            data = b""
-        self._said += data
-        return not data or b"\n" in data or len(self._said) > MOST_BYTES
-
-    def answer(
-        self, connection: socket.socket, missing: Set[tuple[int, int]], config: EngineConfig, checkpoint: str
-    ) -> Hello | None:
-        """Returns who it is; None, and closes the connection, if it is not wanted."""
-        try:
-            hello = msgspec.json.decode(self._said, type=Hello)
-            refusal = _refusal(hello, missing, config, checkpoint)
-            connection.setblocking(True)
+            hello, connection, address = greetings.get(timeout=TURN_S)
+        except queue.Empty:
+            continue
+        refusal = _refusal(hello, missing, config, checkpoint)
+        with contextlib.suppress(OSError):
             connection.sendall(f"{refusal}\n".encode())
-            if not refusal and has_ended(connection):
-                refusal = "it has closed the connection"
-            if not refusal:
-                _watched(connection)
-                return hello
-        except (OSError, ValueError, RecursionError) as error:
-            refusal = f"it did not introduce itself as a rank: {error}"
-        self.refuse(connection, refusal)
-        return None
-
-    def refuse(self, connection: socket.socket, why: str) -> None:
-        logger.warning("a connection from %s was refused: %s", self.address, why)
-        connection.close()
+        if refusal or has_ended(connection):
+            _refuse(connection, address, refusal or "it has closed the connection")
+            continue
+        missing.remove((hello.node, hello.slot))
+        yield hello, connection, address
 
 
-def _accept(listener: socket.socket, selector: selectors.BaseSelector) -> None:
+def _accept(listener: socket.socket, on_greeting: Callable[[Greeting], None]) -> None:
+    """Until the listener is closed. Each connection has a thread: one that says nothing keeps no other waiting."""
+    while listener.fileno() >= 0:
+        with contextlib.suppress(OSError):  # nobody came, or has gone already
+            connection, (address, *_) = listener.accept()
+            threading.Thread(target=_hear, args=(connection, address, on_greeting), daemon=True).start()
+
+
+def _hear(connection: socket.socket, address: str, on_greeting: Callable[[Greeting], None]) -> None:
     try:
-        connection, (address, *_) = listener.accept()
-    except OSError:  # it has gone
-        return
-    if len(_strangers(selector)) == MOST_STRANGERS:
-        connection.close()
-        return
-    connection.setblocking(False)
-    selector.register(connection, selectors.EVENT_READ, Stranger(address))
+        connection.settimeout(GREETING_S)
+        hello = msgspec.json.decode(_line(connection), type=Hello)
+        _watched(connection)
+    except (OSError, ValueError, RecursionError) as error:
+        _refuse(connection, address, f"it did not introduce itself as a rank: {error}")
+    else:
+        on_greeting((hello, connection, address))
 
 
-def _strangers(selector: selectors.BaseSelector) -> dict[socket.socket, Stranger]:
-    return {key.fileobj: key.data for key in selector.get_map().values() if key.data is not None}  # type: ignore[misc]
+def _refuse(connection: socket.socket, address: str, why: str) -> None:
+    logger.warning("a connection from %s was refused: %s", address, why)
+    connection.close()
 
 
 def listen(config: EngineConfig) -> socket.socket:
@@ -204,7 +156,7 @@ def listen(config: EngineConfig) -> socket.socket:
             if ipaddress.ip_address(listener.getsockname()[0].partition("%")[0]).is_unspecified:
                 listener.close()
                 raise ConfigError(f"--dist-init-addr: {host} is no address at which other machines reach this one")
-            listener.setblocking(False)
+            listener.settimeout(TURN_S)
             return listener
 
 
@@ -227,7 +179,7 @@ def _refusal(hello: Hello, missing: Set[tuple[int, int]], config: EngineConfig, 
 
 
 def digest_of(model: Path) -> str:
-    """What differs between two checkpoints, most likely: config.json, and names and sizes of the files of weights."""
+    """A digest of config.json and of the names and sizes of weight files: enough to tell most checkpoints apart."""
     digest = hashlib.blake2b(digest_size=16)
     with contextlib.suppress(OSError):  # the loader says what is missing
         digest.update((model / "config.json").read_bytes())
@@ -308,7 +260,7 @@ def _connect(args: ServerArgs, model: Path) -> list[socket.socket]:
             stream = socket.create_connection(place, GREETING_S)
             _watched(stream)
             stream.sendall(msgspec.json.encode(hello) + b"\n")
-            refusal = _line(stream)
+            refusal = _line(stream).decode().strip()
         except OSError as error:
             reminder.say("waiting for rank 0 at %s:%d: %s", *place, error)
             time.sleep(TURN_S)
@@ -321,12 +273,10 @@ def _connect(args: ServerArgs, model: Path) -> list[socket.socket]:
     return streams
 
 
-def _line(connection: socket.socket) -> str:
+def _line(connection: socket.socket) -> bytes:
     """Reads a line and not a byte more: what follows is for the rank. Raises OSError."""
-    line = bytearray()
-    while not line.endswith(b"\n"):
-        byte = connection.recv(1)
-        if not byte or len(line) == MOST_BYTES:
-            raise ConnectionError("it closed the connection without an answer")
-        line += byte
-    return line.decode(errors="replace").strip()
+    with connection.makefile("rb", buffering=0) as stream:
+        line = stream.readline(MOST_BYTES)
+    if not line.endswith(b"\n"):
+        raise ConnectionError("it sent no complete line")
+    return line

@@ -126,23 +126,17 @@ def config_of(spec: ChildSpec) -> ServerArgs:
 
 
 def run(spec: ChildSpec, context: zmq.Context[zmq.Socket[bytes]]) -> None:
-    try:
-        serve(spec, SocketTransport(spec, context))
-    except GroupFailed as failure:
-        raise StartError(str(failure)) from None
-
-
-def serve(spec: ChildSpec, transport: SocketTransport) -> None:
+    transport = SocketTransport(spec, context)
     try:
         config = config_of(spec)
         scheduler = start(config, transport, peers=transport.peers() if config.shares_experts else None)
-    except (ConfigError, ModelError) as error:
+        gc.collect()
+        gc.freeze()  # objects so far are permanent: later collections skip them
+        transport.announce_ready(scheduler.limits.as_dict(), scheduler.load())
+        scheduler.grammars.warm()
+        scheduler.run_forever(stop=lambda: False)  # ends with the process
+    except (ConfigError, ModelError, GroupFailed) as error:
         raise StartError(str(error)) from None
-    gc.collect()
-    gc.freeze()  # objects so far are permanent: later collections skip them
-    transport.announce_ready(scheduler.limits.as_dict(), scheduler.load())
-    scheduler.grammars.warm()
-    scheduler.run_forever(stop=lambda: False)  # ends with the process
 
 
 if __name__ == "__main__":

@@ -12,12 +12,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.runtime_engine import Harness, prompt
-from treeline_runtime.config import EngineConfig, SchedulerConfig
+from treeline_runtime.config import SchedulerConfig
 from treeline_runtime.models.decoder import Decoder
 from treeline_runtime.models.loader import load_model
 from treeline_runtime.scheduler.executor import Executor
 from treeline_runtime.scheduler.launched import Launched
 from treeline_runtime.scheduler.plan import MICRO_BATCH_TOKENS, Embeddings, InputLogprobs, StepPlan, Writes
+from treeline_runtime.scheduler.resolve import resolve
 
 TINY_MODEL = Path(__file__).parents[3] / "models" / "tiny"
 IDS = prompt(7, 21)
@@ -38,8 +39,9 @@ def model() -> Decoder:
 
 @pytest.fixture
 def executor(model: Decoder) -> Executor:
-    config, cpu = EngineConfig(model=str(TINY_MODEL), page_size=8), torch.device("cpu")
-    return Executor(config, model, num_rows=4, context_length=64, num_pages=12, dtype=torch.float32, device=cpu)
+    sizes = {"page_size": 8, "max_running_requests": 4, "context_length": 64, "max_total_tokens": 96}
+    config = SchedulerConfig(model=str(TINY_MODEL), dtype="float32", **sizes)
+    return Executor(config, model, resolve(config, model))
 
 
 def as_bytes(plan: StepPlan) -> StepPlan:

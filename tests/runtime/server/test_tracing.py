@@ -238,7 +238,8 @@ JOB = Generations(rid="r", prompts=[GenerateReq("", [1, 2, 3], SamplingParams(st
 
 
 def out(*tokens: int, finish: FinishReason | None = None, queued_s: float = 0.0) -> TextOut:
-    return TextOut("r", "text", list(tokens), finish, 3, 2, len(tokens), queued_s=queued_s)
+    counts = {"prompt_tokens": 3, "cached_tokens": 2, "completion_tokens": len(tokens)}
+    return TextOut("r", "text", list(tokens), finish, **counts, queued_s=queued_s)
 
 
 def test_the_stages_are_the_schedulers_wait_the_first_token_and_the_last() -> None:

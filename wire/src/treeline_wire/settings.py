@@ -42,7 +42,8 @@ class Setting:
     choices: Iterable[Any] | None = None
     """The allowed values. None: those of a `Literal`, or any."""
     parse: Callable[[str], Any] | None = None
-    """Text → value; None: by the field's type. A bool with a parser may be given with or without a value."""
+    """Text → value, or a ConfigError that says what is expected; None: by the field's type. A bool with a parser may be
+    given with or without a value."""
     repeated: bool = False
     """A tuple field: the given values, each once, or else the default."""
     either: bool = False
@@ -162,6 +163,8 @@ def _parser(words: Setting, hint: Any) -> Callable[[str], Any]:
     def parse(text: str) -> Any:
         try:
             value = (words.parse or kind)(text)
+        except ConfigError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
         except ValueError:
             raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}") from None
         if problem := _out_of_bounds(words, value):

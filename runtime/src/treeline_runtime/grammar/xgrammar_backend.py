@@ -48,12 +48,14 @@ class XGrammarBackend:
         self._library: Any = load_library()
         self._threads = max(1, min(MAX_THREADS, (os.cpu_count() or 1) // 2))
         self._size = len(vocabulary.texts)
-        self._text = self._tokenizer_info(vocabulary, vocabulary.texts)
-        self._marked = self._tokenizer_info(vocabulary, vocabulary.with_marks()) if vocabulary.marks else self._text
+        text = self._tokenizer_info(vocabulary, vocabulary.texts)
+        marked = self._tokenizer_info(vocabulary, vocabulary.with_marks()) if vocabulary.marks else text
+        self._infos = {False: text, True: marked}
+        """By whether special tokens are part of the vocabulary."""
 
     def compile(self, grammar: Grammar) -> bytes:
         compiler = self._library.GrammarCompiler(
-            self._info(grammar.kind == "structural_tag"), max_threads=self._threads, cache_enabled=False
+            self._infos[grammar.kind == "structural_tag"], max_threads=self._threads, cache_enabled=False
         )
         try:
             rules = mended(self._rules(grammar).serialize_json())
@@ -76,7 +78,7 @@ class XGrammarBackend:
         return written
 
     def load(self, compiled: bytes) -> Compiled:
-        info = self._info(compiled[:1] == _MARKED[True])
+        info = self._infos[compiled[:1] == _MARKED[True]]
         loaded = self._library.CompiledGrammar.deserialize_json(compiled[1:].decode(), info)
         return _Compiled(self._library, loaded, len(compiled))
 
@@ -123,9 +125,6 @@ class XGrammarBackend:
         return library.TokenizerInfo(
             texts, library.VocabType.RAW, vocab_size=len(texts), stop_token_ids=list(vocabulary.stop_ids)
         )
-
-    def _info(self, marked: bool) -> Any:
-        return self._marked if marked else self._text
 
     def _rules(self, grammar: Grammar) -> Any:
         if grammar.kind == "ebnf":

@@ -7,6 +7,7 @@ graphs. Objects that hold addresses (attention backends, CUDA graphs) are made a
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import logging
 import os
@@ -49,6 +50,8 @@ WARM_UP_TOKENS = 16
 
 def load(config: SchedulerConfig, group: Group | None, peers: Peers | None = None) -> Decoder:
     """The model, or a rank's part of it. Raises ModelError or ConfigError."""
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
     with told_as_settings("the weights", resolve_device(config.device), hint=TO_LOAD):
         return load_model(config, None if group is None else group.ranks, None if peers is None else peers.exchange)
 
@@ -101,32 +104,25 @@ class Residence:
     def _sleep(self, level: int) -> None:
         assert self.level == AWAKE
         self._froze = gc.get_freeze_count() > 0
+        problem: Agreed | None = None
         if level == NO_WEIGHTS:
             self._model = None
         elif self._limits.device.type != "cpu":
             try:
                 together(self._group, self._copy_weights)
-            except Agreed:  # some ranks have copied theirs
-                self._stay_awake()
-                raise
+            except Agreed as error:
+                problem = error
         self._executor = None
         self.level = level
         give_back(self._limits.device)
         together(self._group, lambda: None)  # the memory of all ranks is free
+        if problem is not None:
+            self._wake()  # some ranks have copied their weights
+            raise problem
 
     def _copy_weights(self) -> None:
         with told_as_settings("a copy of the weights on the host", torch.device("cpu"), hint=TO_COPY):
             self._offloaded = Offloaded(self._model)  # raises where the host has no room, and has changed nothing
-
-    def _stay_awake(self) -> None:
-        self._executor = None
-        give_back(self._limits.device)
-        if self._offloaded is not None:
-            self._offloaded.restore()
-            self._offloaded = None
-        assert self._model is not None
-        self._executor = self._new_executor(self._model)
-        self.warm_up()
 
     def wake(self) -> None:
         """Raises ModelError or ConfigError if something is missing now, such as memory; then it stays asleep. A group
@@ -168,10 +164,6 @@ class Residence:
     def _tell(self, call: Call) -> None:
         if self._group is not None:
             self._group.tell(call)
-
-    def close(self) -> None:
-        if self._group is not None:
-            self._group.close()
 
     def check_alone(self) -> None:
         """Raises ConfigError if its peers would have to sleep, wake or change weights at the same step."""
@@ -229,44 +221,32 @@ class Residence:
             as_one(self._group or self._peers),
             told_as_settings("the KV pool, workspaces and graphs", limits.device, sizes),
         ):
-            return Executor(
-                self._config,
-                model,
-                num_rows=limits.max_running_requests,
-                context_length=limits.context_length,
-                num_pages=limits.num_pages,
-                dtype=limits.dtype,
-                kv_dtype=limits.kv_dtype,
-                device=limits.device,
-                largest_graph=limits.max_graph_batch,
-                largest_prompt_graph=limits.max_graph_tokens,
-                group=self._group,
-                peers=self._peers,
-            )
+            return Executor(self._config, model, limits, self._group, self._peers)
 
 
 def _difference(found: ModelConfig, pools: Pooling | None, served: ModelConfig, served_pools: Pooling | None) -> str:
     """The first differing setting of two architectures, in words."""
-    for field in dataclasses.fields(found):
-        here, there = getattr(found, field.name), getattr(served, field.name)
-        if here != there:
-            return f"{field.name} is {here!r}, not {there!r}"
-    for field in dataclasses.fields(Pooling) if pools and served_pools else ():
-        here, there = getattr(pools, field.name), getattr(served_pools, field.name)
-        if here != there:
-            return f"{field.name} of its pooling is {here!r}, not {there!r}"
+    pairs: list[tuple[Any, Any, str]] = [(found, served, "")]
+    if pools and served_pools:
+        pairs.append((pools, served_pools, " of its pooling"))
+    for new, old, of in pairs:
+        for field in dataclasses.fields(new):
+            here, there = getattr(new, field.name), getattr(old, field.name)
+            if here != there:
+                return f"{field.name}{of} is {here!r}, not {there!r}"
     makes, made = ("vectors" if one else "text" for one in (pools, served_pools))
     return f"it makes {makes}, not {made}"
 
 
 logger = logging.getLogger(__name__)
 
-BUSY = {"busy": True}
-"""Data of a reply that would differ once no request runs."""
+
+class Refused(Exception):
+    """It cannot be done now; the message says why."""
 
 
-class ProfilerError(Exception):
-    """The profiler cannot do that now."""
+class Busy(Refused):
+    """It can be done once no request runs."""
 
 
 class Profiler:
@@ -283,16 +263,16 @@ class Profiler:
         self._count = 0
 
     def start(self, folder: str, steps: int) -> None:
-        """Traces the next so many steps. Raises ProfilerError."""
+        """Traces the next so many steps. Raises Refused."""
         if self._running is not None:
-            raise ProfilerError(f"a profile is running, {self._left} steps are left: POST /stop_profile ends it")
+            raise Refused(f"a profile is running, {self._left} steps are left: POST /stop_profile ends it")
         if not 1 <= steps <= MAX_PROFILE_STEPS:
-            raise ProfilerError(f"a profile has 1 to {MAX_PROFILE_STEPS} steps, not {steps}")
+            raise Refused(f"a profile has 1 to {MAX_PROFILE_STEPS} steps, not {steps}")
         self._folder = Path(folder)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ProfilerError(f"cannot write to the profile folder: {error}") from None
+            raise Refused(f"cannot write to the profile folder: {error}") from None
         self._left = steps
         running = profile(activities=self._activities)
         running.start()
@@ -305,14 +285,14 @@ class Profiler:
         if self._left == 0:
             try:
                 self.stop()
-            except ProfilerError:
+            except Refused:
                 logger.exception("the profile is lost")
 
     def stop(self) -> str:
-        """Returns the trace's file. Raises ProfilerError."""
+        """Returns the trace's file. Raises Refused."""
         running, self._running = self._running, None
         if running is None:
-            raise ProfilerError("no profile is running: it has ended, or was never started")
+            raise Refused("no profile is running: it has ended, or was never started")
         running.stop()
         self._count += 1
         now = time.strftime("%Y%m%d-%H%M%S")
@@ -320,7 +300,7 @@ class Profiler:
         try:
             running.export_chrome_trace(str(path))
         except (OSError, RuntimeError) as error:
-            raise ProfilerError(f"the trace could not be written to {path}: {error}") from None
+            raise Refused(f"the trace could not be written to {path}: {error}") from None
         logger.info("profile: %s", path)
         return str(path)
 
@@ -342,68 +322,64 @@ class Administration:
         self._profiler = profiler
         self._is_idle = is_idle
         self._reply = reply
+        handlers: dict[type, Callable[[Any], dict[str, Any] | None]] = {
+            FlushReq: self._flush,
+            SleepReq: self._sleep,
+            WakeReq: self._wake,
+            UpdateWeightsReq: self._update,
+            StartProfileReq: self._start_profile,
+            StopProfileReq: self._stop_profile,
+        }
         self.handlers: Mapping[type, Callable[[Any], None]] = {
-            FlushReq: self._answering(self._flush),
-            SleepReq: self._answering(self._sleep),
-            WakeReq: self._answering(self._wake),
-            UpdateWeightsReq: self._answering(self._update),
-            StartProfileReq: self._answering(self._start_profile),
-            StopProfileReq: self._answering(self._stop_profile),
+            kind: functools.partial(self._answer, handler) for kind, handler in handlers.items()
         }
 
-    def _answering(self, handler: Callable[[Any], Reply]) -> Callable[[Any], None]:
-        def handle(message: Any) -> None:
-            started = time.perf_counter()
-            try:
-                reply = handler(message)
-            except (ConfigError, ModelError, ProfilerError) as error:
-                reply = Reply(message.id, ok=False, message=str(error))
-            except Exception as error:
-                logger.exception("a %s failed", type(message).__name__)
-                reply = Reply(message.id, ok=False, message=f"internal error: {error!r}")
-            if not isinstance(message, FlushReq):
-                logger.info("%s: %s in %.2f s", message, reply.message or "done", time.perf_counter() - started)
-            self._reply(reply)
+    def _answer(self, handler: Callable[[Any], dict[str, Any] | None], message: Any) -> None:
+        """handler: returns the data of the reply."""
+        started = time.perf_counter()
+        try:
+            reply = Reply(message.id, data=handler(message))
+        except (ConfigError, ModelError, Refused) as error:
+            data = {"busy": True} if isinstance(error, Busy) else None
+            reply = Reply(message.id, ok=False, message=str(error), data=data)
+        except Exception as error:
+            logger.exception("a %s failed", type(message).__name__)
+            reply = Reply(message.id, ok=False, message=f"internal error: {error!r}")
+        if not isinstance(message, FlushReq):
+            logger.info("%s: %s in %.2f s", message, reply.message or "done", time.perf_counter() - started)
+        self._reply(reply)
 
-        return handle
+    def _check_idle(self) -> None:
+        if not self._is_idle():
+            raise Busy("requests are running or waiting")
 
-    def _busy(self, id: str) -> Reply | None:
-        return None if self._is_idle() else Reply(id, ok=False, message="requests are running or waiting", data=BUSY)
-
-    def _flush(self, message: FlushReq) -> Reply:
-        if (busy := self._busy(message.id)) is not None:
-            return busy
+    def _flush(self, _: FlushReq) -> None:
+        self._check_idle()
         self._cache.flush()
-        return Reply(message.id)
 
-    def _sleep(self, message: SleepReq) -> Reply:
+    def _sleep(self, message: SleepReq) -> dict[str, Any]:
         self._residence.check_alone()
         if self._residence.level != AWAKE:
-            return Reply(message.id, ok=False, message=f"it is already asleep, at level {self._residence.level}")
-        if (busy := self._busy(message.id)) is not None:
-            return busy
+            raise Refused(f"it is already asleep, at level {self._residence.level}")
+        self._check_idle()
         self._cache.flush()
         self._residence.sleep(message.level)
-        return Reply(message.id, data={"level": message.level})
+        return {"level": message.level}
 
-    def _wake(self, message: WakeReq) -> Reply:
+    def _wake(self, _: WakeReq) -> None:
         if self._residence.level == AWAKE:
-            return Reply(message.id, ok=False, message="it is awake")
+            raise Refused("it is awake")
         self._residence.wake()
-        return Reply(message.id)
 
-    def _update(self, message: UpdateWeightsReq) -> Reply:
+    def _update(self, message: UpdateWeightsReq) -> None:
         self._residence.check_alone()
-        if (busy := self._busy(message.id)) is not None:
-            return busy
+        self._check_idle()
         self._residence.check(message.path)
         self._cache.flush()
         self._residence.update(message.path)
-        return Reply(message.id)
 
-    def _start_profile(self, message: StartProfileReq) -> Reply:
+    def _start_profile(self, message: StartProfileReq) -> None:
         self._profiler.start(message.folder, message.steps)
-        return Reply(message.id)
 
-    def _stop_profile(self, message: StopProfileReq) -> Reply:
-        return Reply(message.id, data={"path": self._profiler.stop()})
+    def _stop_profile(self, _: StopProfileReq) -> dict[str, Any]:
+        return {"path": self._profiler.stop()}

@@ -41,16 +41,8 @@ class Arrivals:
 
     def new_req(self, message: GenerateReq) -> Req | FinishReason:
         """Returns a reason instead if it can never be served (400)."""
-        finish = refusal(
-            message,
-            vocab_size=self._model.vocab_size,
-            longest_request=self._longest_request,
-            hidden_size=self._model.hidden_size if self._config.enable_return_hidden_states else None,
-            uses_priority=self._config.uses_priority,
-            pools=self._pooling is not None,
-        )
-        if finish is not None:
-            return finish
+        if (problem := self._problem(message)) is not None:
+            return FinishReason("error", message=problem, status=400)
         processor = self._processors.begin(message.sampling.logit_processor, self._model.vocab_size)
         if isinstance(processor, FinishReason):
             return processor
@@ -68,56 +60,41 @@ class Arrivals:
         req.processor = processor
         return req
 
+    def _problem(self, message: GenerateReq) -> str | None:
+        """Why it can never be served; None if it can."""
+        length = len(message.input_ids)
+        answer = min(message.sampling.max_new_tokens, 1)
+        pools, longest_request, vocab_size = self._pooling is not None, self._longest_request, self._model.vocab_size
+        if message.pools != pools:
+            return "this model makes vectors, not text" if pools else "this model makes text, not vectors"
+        if message.pools and message.sampling.max_new_tokens:
+            return "a request for a vector produces no tokens: max_new_tokens must be 0"
+        if message.pools and (message.return_logprob or message.logprob_start_len >= 0 or message.return_hidden_states):
+            return "a request for a vector has no log probabilities and no hidden states"
+        if length == 0:
+            return "the prompt is empty"
+        if length + answer > longest_request:
+            most = f"{longest_request - 1} fit, with one for the answer" if answer else f"{longest_request} fit"
+            return f"the prompt has {length} tokens; at most {most}"
+        if not 0 <= min(message.input_ids) <= max(message.input_ids) < vocab_size:
+            return f"the prompt has token ids outside the vocabulary of {vocab_size}"
+        if not -1 <= message.logprob_start_len <= length:
+            return f"logprob_start_len {message.logprob_start_len} is outside the prompt"
+        if message.top_logprobs_num < 0:
+            return f"top_logprobs_num is negative: {message.top_logprobs_num}"
+        if message.priority and not self._config.uses_priority:
+            return NO_PRIORITY
+        if abs(message.priority) > LARGEST_PRIORITY:
+            return f"priority {message.priority} is out of range: at most {LARGEST_PRIORITY} either way"
+        if message.return_hidden_states and (why := self._without_hidden_states(message)):
+            return why
+        return check_sampling(message.sampling, vocab_size)
 
-def refusal(
-    message: GenerateReq,
-    *,
-    vocab_size: int,
-    longest_request: int,
-    hidden_size: int | None,
-    uses_priority: bool = True,
-    pools: bool = False,
-) -> FinishReason | None:
-    """Why it can never be served (400); None if it can.
-
-    hidden_size: None if requests may not have hidden states. pools: the model makes vectors, not text.
-    """
-    length = len(message.input_ids)
-    answer = min(message.sampling.max_new_tokens, 1)
-    problem: str | None
-    if message.pools != pools:
-        problem = "this model makes vectors, not text" if pools else "this model makes text, not vectors"
-    elif message.pools and message.sampling.max_new_tokens:
-        problem = "a request for a vector produces no tokens: max_new_tokens must be 0"
-    elif message.pools and (message.return_logprob or message.logprob_start_len >= 0 or message.return_hidden_states):
-        problem = "a request for a vector has no log probabilities and no hidden states"
-    elif length == 0:
-        problem = "the prompt is empty"
-    elif length + answer > longest_request:
-        most = f"{longest_request - 1} fit, with one for the answer" if answer else f"{longest_request} fit"
-        problem = f"the prompt has {length} tokens; at most {most}"
-    elif not 0 <= min(message.input_ids) <= max(message.input_ids) < vocab_size:
-        problem = f"the prompt has token ids outside the vocabulary of {vocab_size}"
-    elif not -1 <= message.logprob_start_len <= length:
-        problem = f"logprob_start_len {message.logprob_start_len} is outside the prompt"
-    elif message.top_logprobs_num < 0:
-        problem = f"top_logprobs_num is negative: {message.top_logprobs_num}"
-    elif message.priority and not uses_priority:
-        problem = NO_PRIORITY
-    elif abs(message.priority) > LARGEST_PRIORITY:
-        problem = f"priority {message.priority} is out of range: at most {LARGEST_PRIORITY} either way"
-    elif message.return_hidden_states and (why := _without_hidden_states(message, hidden_size, longest_request)):
-        problem = why
-    else:
-        problem = check_sampling(message.sampling, vocab_size)
-    return None if problem is None else FinishReason("error", message=problem, status=400)
-
-
-def _without_hidden_states(message: GenerateReq, hidden_size: int | None, longest_request: int) -> str | None:
-    if hidden_size is None:
-        return "return_hidden_states needs an engine that was started with enable_return_hidden_states"
-    most = MAX_HIDDEN_STATES_BYTES // (4 * hidden_size)
-    tokens = min(len(message.input_ids) + message.sampling.max_new_tokens, longest_request)
-    if tokens > most:
-        return f"hidden states of {tokens} tokens of prompt and output are too large for an answer: at most {most}"
-    return None
+    def _without_hidden_states(self, message: GenerateReq) -> str | None:
+        if not self._config.enable_return_hidden_states:
+            return "return_hidden_states needs an engine that was started with enable_return_hidden_states"
+        most = MAX_HIDDEN_STATES_BYTES // (4 * self._model.hidden_size)
+        tokens = min(len(message.input_ids) + message.sampling.max_new_tokens, self._longest_request)
+        if tokens > most:
+            return f"hidden states of {tokens} tokens of prompt and output are too large for an answer: at most {most}"
+        return None

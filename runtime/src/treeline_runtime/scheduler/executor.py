@@ -23,7 +23,6 @@ import torch
 from treeline_runtime.attention import Layout, new_attention
 from treeline_runtime.config import EngineConfig
 from treeline_runtime.kvcache import KVPool, Pages
-from treeline_runtime.memory import bytes_per_token
 from treeline_runtime.models.decoder import Decoder
 from treeline_runtime.sampling import Constraint, Masks, Row, mask_words, needs_history, sample
 from treeline_runtime.sampling.sampler import ROWS_AT_ONCE, Logprobs
@@ -34,6 +33,7 @@ from treeline_runtime.scheduler.peers import EAGER, Peers
 from treeline_runtime.scheduler.plan import StepPlan
 from treeline_runtime.scheduler.prompt_graphs import PromptGraphs
 from treeline_runtime.scheduler.ranks.protocol import Clear, Delayed, Group, Launch, as_one
+from treeline_runtime.scheduler.resolve import Resolved
 from treeline_runtime.transfer import Readback, upload
 
 logger = logging.getLogger(__name__)
@@ -49,66 +49,59 @@ class Executor:
         self,
         config: EngineConfig,
         model: Decoder,
-        *,
-        num_rows: int,
-        context_length: int,
-        num_pages: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        kv_dtype: torch.dtype | None = None,
-        largest_graph: int = 0,
-        largest_prompt_graph: int = 0,
+        limits: Resolved,
         group: Group | None = None,
         peers: Peers | None = None,
     ) -> None:
-        """num_rows: sequences at once. kv_dtype: of the KV cache; default: the model's. largest_graph: sequences of the
-        largest captured decode batch; largest_prompt_graph: tokens of the largest captured prompt step; 0: none.
-        group: the other ranks, which compute their parts of the same steps. peers: those with steps of their own, which
-        share experts."""
-        shape = model.own
+        """group: the other ranks, which compute their parts of the same steps. peers: those with steps of their own,
+        which share experts."""
+        shape, device = model.own, limits.device
         self._model = model
         self._group = group
         self._peers = peers
-        self._shared: Launch | None = None
-        """How all peers compute the step that is being launched."""
         self._leads = group is None or group.ranks.rank.number == 0
         """Whether it samples, and returns results; the other ranks take its tokens."""
         self._device = device
         self._masks = Masks(shape.vocab_size, device)
-        self._token_bytes = bytes_per_token(shape, (kv_dtype or dtype).itemsize)
+        self._token_bytes = limits.kv_bytes_per_token
         with self._on_device():
             table = self._table = DeviceTables(
-                num_rows, context_length, config.page_size, device, scratch_page=num_pages
+                limits.max_running_requests,
+                limits.context_length,
+                limits.page_size,
+                device,
+                scratch_page=limits.num_pages,
             )
             self.pool = KVPool(
                 num_layers=shape.num_layers,
-                num_pages=num_pages,
-                page_size=config.page_size,
+                num_pages=limits.num_pages,
+                page_size=limits.page_size,
                 num_kv_heads=shape.num_kv_heads,
                 head_dim=shape.head_dim,
-                dtype=dtype,
+                dtype=limits.dtype,
                 device=device,
-                stored=kv_dtype,
+                stored=limits.kv_dtype,
                 scales=model.kv_scales,
             )
-            scoring = shape.scoring.within(table.page_table.shape[1] * config.page_size)
+            scoring = shape.scoring.within(table.page_table.shape[1] * limits.page_size)
             self._attention = new_attention(
                 config.attention_backend, self.pool, shape.num_heads, shape.num_kv_heads, shape.head_dim, scoring
             )
             self._forward = Forward(model, self._attention, table)
-            self._graphs = DecodeGraphs(self._forward, self._attention, table, largest_graph, device)
-            self._prompts = PromptGraphs(self._forward, self._attention, table, largest_prompt_graph, device)
+            self._graphs = DecodeGraphs(self._forward, self._attention, table, limits.max_graph_batch, device)
+            self._prompts = PromptGraphs(self._forward, self._attention, table, limits.max_graph_tokens, device)
 
     def launch(self, plan: StepPlan) -> Launched:
         """Computes the step; this executor owns its pages until it is done. Raises GroupFailed for any failure if it is
         one of several."""
+        launch = self._how(plan)
         if self._peers is not None:
-            return self._with_peers(plan, plan.num_tokens, self._how(plan), self._peers)
+            return self._with_peers(plan, plan.num_tokens, launch, self._peers)
         if self._group is None:
-            return self._compute(plan)
-        self._group.begin(plan, self._how(plan))
+            return self._compute(plan, launch)
+        self._group.begin(plan, launch)
         with as_one(self._group):
-            return self._compute(plan)
+            return self._compute(plan, launch)
 
     def idle(self) -> None:
         """Computes the experts that are here for the peers' tokens, with one token of nobody."""
@@ -120,39 +113,35 @@ class Executor:
             step = peers.agree(tokens, launch)
             if step is None:
                 return Launched(plan)
-            self._shared, peers.exchange.rows = step.launch, step.tokens
+            peers.exchange.rows = step.tokens
             try:
-                return self._compute(plan)
+                return self._compute(plan, step.launch)
             finally:
-                self._shared, peers.exchange.rows = None, 0
+                peers.exchange.rows = 0
 
-    def _compute(self, plan: StepPlan) -> Launched:
+    def _compute(self, plan: StepPlan, launch: Launch) -> Launched:
         with torch.inference_mode(), self._on_device():
             self._table.write(plan)
-            return self._launch(plan)
+            return self._launch(plan, launch)
 
     def _how(self, plan: StepPlan) -> Launch:
         if plan.decodes and self._is_graph(plan):
             return Launch("decode graph", self._graphs.size_for(plan.num_tokens))
         size = 0 if plan.embeddings else self._prompts.size_for(plan.num_tokens)
-        return Launch("prompt graph", size) if size else Launch("eager", 0)
+        return Launch("prompt graph", size) if size else EAGER
 
     def _on_device(self) -> AbstractContextManager[Any]:
         """Triton and FlashInfer kernels, events and captures use the current device."""
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
-    def _launch(self, plan: StepPlan) -> Launched:
-        if self._shared is not None:
-            is_graph, size = self._shared.mode == "decode graph", self._shared.bucket
-        else:
-            is_graph, size = plan.decodes and self._is_graph(plan), None
-        if is_graph:
-            return self._replay(plan, size)
+    def _launch(self, plan: StepPlan, launch: Launch) -> Launched:
+        if launch.mode == "decode graph":
+            return self._replay(plan, launch.bucket)
         q_lens = plan.q_lens
         rows = np.array(plan.rows, dtype=np.int64)
         positions = [np.arange(start, end) for start, end in zip(plan.starts, plan.ends, strict=True)]
         cells = np.stack((np.repeat(rows, q_lens), np.concatenate(positions))).astype(np.int32)
-        hidden, kv_finite = self._hidden(plan, rows, cells, size)
+        hidden, kv_finite = self._hidden(plan, rows, cells, launch.bucket)
         if self._group is not None and (plan.hidden or self._model.pooler is not None):
             hidden = self._group.ranks.home(hidden)
         launched = Launched(plan)
@@ -171,7 +160,7 @@ class Executor:
         return self._finish(launched, logits, tokens, kv_finite)
 
     def _hidden(
-        self, plan: StepPlan, rows: npt.NDArray[np.int64], cells: npt.NDArray[np.int32], size: int | None
+        self, plan: StepPlan, rows: npt.NDArray[np.int64], cells: npt.NDArray[np.int32], size: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`Forward.hidden` of the step. In a pipeline a stage computes a micro-batch while the next stage computes the
         one before."""
@@ -201,7 +190,7 @@ class Executor:
         again = sum((n - 1) * end for n, end in zip(plan.q_lens, plan.ends, strict=True))
         return again * self._token_bytes <= _READ_AGAIN_BYTES
 
-    def _replay(self, plan: StepPlan, size: int | None) -> Launched:
+    def _replay(self, plan: StepPlan, size: int) -> Launched:
         launched = Launched(plan)
         if len(plan.sampling) == len(plan.rows) == plan.num_tokens:
             return self._finish(launched, *self._graphs.replay(DecodeInputs.of(plan), plan.ends, size))
@@ -225,7 +214,8 @@ class Executor:
         return msgspec.structs.replace(one, sampling=[0], temperatures=[1.0], seeds=[0], indices=[0])
 
     def _compute_for_nobody(self, length: int) -> None:
-        launched = self._launch(self._of_nobody(length))
+        plan = self._of_nobody(length)
+        launched = self._launch(plan, self._how(plan))
         if not self._leads:
             return
         launched.result()

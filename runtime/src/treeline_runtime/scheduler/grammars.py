@@ -179,9 +179,7 @@ class Jumps:
         forward, constraint = self._forward(), req.constraint
         if forward is None or constraint is None or req.output_len < req.jumps_from:
             return None
-        if req.return_logprob or req.return_hidden_states or req.processor is not None:
-            return None
-        if req.sampling.excludes:
+        if req.return_logprob or req.return_hidden_states or req.processor is not None or req.sampling.excludes:
             return None
         fixed = max(req.prompt_len, req.tree_len, len(req.tokens) - constraint.reversible)
         began = time.thread_time()

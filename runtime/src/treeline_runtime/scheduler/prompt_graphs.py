@@ -198,25 +198,20 @@ class PromptGraphs:
         return cells
 
     def size_for(self, tokens: int) -> int:
-        """Tokens of the graph that computes so many; 0: none."""
+        """Tokens of the smallest graph that computes so many; 0: none."""
         at = bisect_left(self._sizes, tokens)
         return self._sizes[at] if at < len(self._sizes) else 0
 
     def hidden(
-        self,
-        cells: npt.NDArray[np.int32],
-        plan: Any,
-        embeddings: Sequence[Embeddings] = (),
-        size: int | None = None,
+        self, cells: npt.NDArray[np.int32], plan: Any, embeddings: Sequence[Embeddings], size: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`Forward.hidden` of cells (2, tokens): rows and positions. size: of the graph, 0 = none; by default the
-        smallest that suffices. The next step may overwrite the result."""
+        """`Forward.hidden` of cells (2, tokens): rows and positions. size: of the graph, 0 = none; then there may be
+        embeddings. The next step may overwrite the result."""
         tokens = cells.shape[1]
-        size = self.size_for(tokens) if size is None else size
-        if not size or embeddings:
+        captured = self._captured.get(size)
+        if captured is None:
             there = upload(cells, self._device)
             return self._forward.hidden(there[0], there[1], plan, embeddings=embeddings)
-        captured = self._captured[size]
         padded = self._cells(size)
         padded[:, :tokens] = cells
         captured.cells.copy_(pinned(padded, self._device), non_blocking=True)

@@ -49,7 +49,7 @@ from treeline_runtime.scheduler.launched import Launched, Sampled
 from treeline_runtime.scheduler.peers import Peers
 from treeline_runtime.scheduler.prefill import PrefillManager
 from treeline_runtime.scheduler.processors import NO_PROCESSORS, Processors, choices_of
-from treeline_runtime.scheduler.ranks.protocol import Group
+from treeline_runtime.scheduler.ranks.group import Followers
 from treeline_runtime.scheduler.reports import Reporter, SchedulerStats, Transport, token_out
 from treeline_runtime.scheduler.resolve import resolve
 from treeline_runtime.scheduler.table import TableManager, plan_of
@@ -69,7 +69,7 @@ class Scheduler:
         *,
         clock: Callable[[], float] = time.monotonic,
         processors: Processors = NO_PROCESSORS,
-        group: Group | None = None,
+        group: Followers | None = None,
         peers: Peers | None = None,
     ) -> None:
         """clock: seconds, for waiting times. group: the other ranks that compute the model. peers: those that share its
@@ -98,6 +98,7 @@ class Scheduler:
         self._processed_at = 0.0
         self._prefills_in_a_row = 0
         self._transport = transport
+        self._group = group
         self._peers = peers
         self.reporter = Reporter(transport, self.cache)
         self.profiler = Profiler(limits.device)
@@ -121,7 +122,8 @@ class Scheduler:
     def close(self) -> None:
         """Ends running compilations, and the other ranks."""
         self.grammars.close()
-        self.residence.close()
+        if self._group is not None:
+            self._group.close()
 
     # ---- the loop -----------------------------------------------------------------------------------------
 

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-
 from treeline_runtime.config import SchedulerConfig
-from treeline_runtime.models.decoder import Decoder
 from treeline_runtime.models.loader import architecture_of, resolve_device
 from treeline_runtime.models.shards import check_ranks
 from treeline_runtime.scheduler.administration import Residence, load
@@ -35,7 +32,7 @@ def start(
     if peers is not None:
         peers.meet(resolve_device(config.device))
     try:
-        model = _load(config, group, peers)
+        model, _ = together(group, lambda: load(config, group, peers))
         scheduler = Scheduler(config, model, transport, processors=processors, group=group, peers=peers)
         del model  # the scheduler's alone: it may have to let go of it
         scheduler.residence.warm_up()
@@ -48,15 +45,8 @@ def start(
 
 def begin(config: SchedulerConfig, group: Group) -> Residence:
     """The same on another rank. Raises ModelError, ConfigError or GroupFailed on all ranks."""
-    model = _load(config, group)
+    model, _ = together(group, lambda: load(config, group))
     residence = Residence(config, resolve(config, model, group), model, group)
     del model
     residence.warm_up()
     return residence
-
-
-def _load(config: SchedulerConfig, group: Group | None, peers: Peers | None = None) -> Decoder:
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-
-    return together(group, lambda: load(config, group, peers))[0]

@@ -47,6 +47,8 @@ NO_WEIGHTS = 2
 """A level of sleep."""
 POLL_S = 0.05
 """Seconds between two checks whether requests still run."""
+SILENT = {"silent": True}
+"""Data of a reply that did not come."""
 _NAME_CHARS = 256
 
 
@@ -179,12 +181,13 @@ class Administration:
         replies = await self._replies(
             lambda rank: manager.ask(rank, lambda id: StartProfileReq(id, folder, body.num_steps))
         )
-        if all(isinstance(reply, Reply) and not reply.ok for reply in replies.values()):
+        began = [rank for rank, reply in replies.items() if reply.ok]
+        if not began and SILENT not in (reply.data for reply in replies.values()):
             os.rmdir(folder)
-        began = [rank for rank, reply in replies.items() if _is_ok(reply)]
         if len(began) < len(replies):
             stopped = await self._replies(lambda rank: manager.ask(rank, StopProfileReq), began)
-            _check({rank: reply for rank, reply in replies.items() if not _is_ok(stopped.get(rank))}, len(replies))
+            ended = [rank for rank, reply in stopped.items() if reply.ok]
+            _check({rank: reply for rank, reply in replies.items() if rank not in ended}, len(replies))
         return json_answer({"num_steps": body.num_steps, "folder": folder})
 
     async def stop_profile(self, asked: Controlling) -> Response:
@@ -194,7 +197,7 @@ class Administration:
         _no_body(asked)
         manager = self._service.manager
         replies = await self._replies(lambda rank: manager.ask(rank, StopProfileReq))
-        done = {rank: reply for rank, reply in replies.items() if _is_ok(reply)}
+        done = {rank: reply for rank, reply in replies.items() if reply.ok}
         paths = [(reply.data or {})["path"] for reply in _check(done or replies)]
         return json_answer({"path": paths[0]} if len(replies) == 1 else {"paths": paths})
 
@@ -202,7 +205,7 @@ class Administration:
         """Empties the prefix cache; 400 while requests run. `?timeout=S` waits up to S seconds for them."""
         deadline = time.monotonic() + _query(asked, FlushQuery).timeout
         _no_body(asked)
-        replies, left = dict[int, Reply | NoReply](), list(range(self._args.dp_size))
+        replies, left = dict[int, Reply](), list(range(self._args.dp_size))
         while True:
             replies |= await self._replies(self._service.manager.flush, left)
             left = [rank for rank, reply in replies.items() if _is_busy(reply)]
@@ -247,7 +250,7 @@ class Administration:
     ) -> None:
         """Asks these ranks until no request runs there; `on_ok` is called for each that has done it. Raises ApiError if
         one refuses."""
-        manager, replies, left = self._service.manager, dict[int, Reply | NoReply](), list(ranks)
+        manager, replies, left = self._service.manager, dict[int, Reply](), list(ranks)
         while True:
             if abort:
                 manager.abort("")
@@ -263,7 +266,7 @@ class Administration:
 
     async def _attempt(
         self, question: Callable[[str], AdminReq], on_ok: Callable[[int], object], ranks: Sequence[int]
-    ) -> dict[int, Reply | NoReply]:
+    ) -> dict[int, Reply]:
         """The schedulers are silent while loading, and count as alive for the loading timeout."""
         state, manager, limit_s = self._service.state, self._service.manager, self._args.start_timeout
         state.unheard = True
@@ -273,46 +276,42 @@ class Administration:
             state.unheard = False
             state.heartbeat_at = dict.fromkeys(state.heartbeat_at, time.monotonic())
         for rank, reply in replies.items():
-            if isinstance(reply, Reply) and reply.ok:
+            if reply.ok:
                 on_ok(rank)
         return replies
 
     async def _replies(
         self, asking: Callable[[DpRank], Awaitable[Reply]], ranks: Sequence[int] | None = None
-    ) -> dict[int, Reply | NoReply]:
-        """The answers of these ranks, or of all."""
+    ) -> dict[int, Reply]:
+        """The answers of these ranks, or of all; a failure where none came."""
         all_ranks = self._service.manager.ranks
 
-        async def answer(rank: int) -> Reply | NoReply:
+        async def answer(rank: int) -> Reply:
             try:
                 return await asking(all_ranks[rank])
             except NoReply as error:
-                return error
+                return Reply("", ok=False, message=str(error), data=SILENT)
 
         asked = range(len(all_ranks)) if ranks is None else ranks
         return dict(zip(asked, await asyncio.gather(*map(answer, asked)), strict=True))
 
 
-def _is_ok(reply: Reply | NoReply | None) -> bool:
-    return isinstance(reply, Reply) and reply.ok
+def _is_busy(reply: Reply) -> bool:
+    return "busy" in (reply.data or {})
 
 
-def _is_busy(reply: Reply | NoReply) -> bool:
-    return isinstance(reply, Reply) and bool((reply.data or {}).get("busy"))
-
-
-def _check(replies: Mapping[int, Reply | NoReply], ranks: int | None = None) -> list[Reply]:
+def _check(replies: Mapping[int, Reply], ranks: int | None = None) -> list[Reply]:
     """The answers, all of success. Raises ApiError for the first rank that refused or did not answer, and says which
     ranks have done it. `ranks`: how many were asked, if others are still to answer."""
-    done = {rank: reply for rank, reply in replies.items() if isinstance(reply, Reply) and reply.ok}
-    failed = next((rank for rank in replies if rank not in done), None)
+    failed = next((rank for rank, reply in replies.items() if not reply.ok), None)
     if failed is None:
-        return list(done.values())
+        return list(replies.values())
     reply, several = replies[failed], (ranks or len(replies)) > 1
-    told = f" (ranks that have done it: {', '.join(map(str, done)) or 'none'})" if several else ""
-    if isinstance(reply, NoReply):
+    done = ", ".join(str(rank) for rank, reply in replies.items() if reply.ok) or "none"
+    told = f" (ranks that have done it: {done})" if several else ""
+    if reply.data == SILENT:
         whose = f" of rank {failed}" if several else ""
-        raise ApiError(503, f"The scheduler{whose} does not answer: {reply}{told}", type="server_error")
+        raise ApiError(503, f"The scheduler{whose} does not answer: {reply.message}{told}", type="server_error")
     said = f"Refused{f' by rank {failed}' if several else ''}: {reply.message}{told}"
     raise ApiError(400, said, code="cache_busy" if _is_busy(reply) else "refused")
 

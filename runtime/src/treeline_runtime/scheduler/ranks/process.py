@@ -26,7 +26,6 @@ from treeline_runtime.config import ConfigError
 from treeline_runtime.confined.child import end_with_parent
 from treeline_runtime.models.shards import Rank
 from treeline_runtime.nodes import LastWords
-from treeline_runtime.scheduler.administration import Residence
 from treeline_runtime.scheduler.launched import Launched
 from treeline_runtime.scheduler.plan import StepPlan
 from treeline_runtime.scheduler.ranks.protocol import (
@@ -118,9 +117,6 @@ class Leader:
         assert isinstance(settled, Settle), settled
         return settled.problem, settled.least
 
-    def close(self) -> None:
-        """It ends with rank 0."""
-
     def failed(self, error: Exception) -> GroupFailed:
         return GroupFailed(told(error))
 
@@ -142,7 +138,9 @@ def follow(orders: Orders, leader: Leader) -> None:
             residence.executor.clear(np.array(command.pages, dtype=np.int64))
         elif isinstance(command, Call):
             newest = None
-            call(residence, command)
+            arguments = () if command.argument is None else (command.argument,)
+            with contextlib.suppress(Agreed):  # rank 0 tells the user that it was not possible
+                getattr(residence, command.name)(*arguments)
         else:
             raise GroupFailed(f"{command} was not asked for")
 
@@ -167,13 +165,6 @@ def main() -> int:
         logger.exception("rank %d failed", orders.index)
         words.say(LastWords(told(error), follows=False))
     return 1
-
-
-def call(residence: Residence, command: Call) -> None:
-    """Does what rank 0 does, which tells the user if it was not possible."""
-    arguments = () if command.argument is None else (command.argument,)
-    with contextlib.suppress(Agreed):
-        getattr(residence, command.name)(*arguments)
 
 
 def _end_with_rank_0() -> None:

@@ -148,7 +148,14 @@ def told(error: Exception) -> str:
     return str(error) if isinstance(error, ConfigError | ModelError) else repr(error)
 
 
-class Group(Protocol):
+class Fails(Protocol):
+    """What ends as a whole when something fails that all ranks must do."""
+
+    def failed(self, error: Exception) -> GroupFailed:
+        """The first reason for which it ends, now that this has failed here."""
+
+
+class Group(Fails, Protocol):
     """The other ranks, as one sees them. What only rank 0 does is nothing on the others: all run the same code."""
 
     ranks: Ranks
@@ -161,12 +168,6 @@ class Group(Protocol):
 
     def settle(self, problem: str | None = None, number: int = 0) -> tuple[str | None, int]:
         """Waits until all ranks are here. Returns a problem if one has it, and the smallest number."""
-
-    def close(self) -> None:
-        """Rank 0 ends the others."""
-
-    def failed(self, error: Exception) -> GroupFailed:
-        """The first reason for which the group ends, now that something that all must do has failed here."""
 
 
 def together(group: Group | None, make: Callable[[], T], number: Callable[[T], int] = lambda _: 0) -> tuple[T, int]:
@@ -186,13 +187,6 @@ def together(group: Group | None, make: Callable[[], T], number: Callable[[T], i
         del made  # its memory is given back
         raise Agreed(problem)
     return made, least
-
-
-class Fails(Protocol):
-    """What ends with one of several ranks."""
-
-    def failed(self, error: Exception) -> GroupFailed:
-        """See `Group.failed`."""
 
 
 @contextmanager
