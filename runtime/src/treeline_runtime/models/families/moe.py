@@ -26,16 +26,13 @@ _BIAS_UNREAD: dict[str, tuple[object, ...]] = {"attention_bias": (False, True)}
 
 
 def _mixtral(common: ModelConfig, config: Config) -> ModelConfig:
+    return replace(common, moe=_on_all_layers(common, config), scoring=window_on_all(common, config))
+
+
+def _on_all_layers(common: ModelConfig, config: Config) -> MoeConfig:
     experts, top_k = count_experts(config, "num_local_experts", "num_experts")
-    moe = MoeConfig(
-        num_experts=experts,
-        top_k=top_k,
-        intermediate_size=whole(config, "intermediate_size"),
-        normalise=True,
-        shared_intermediate_size=0,
-        layers=frozenset(range(common.num_layers)),
-    )
-    return replace(common, moe=moe, scoring=window_on_all(common, config))
+    layers = frozenset(range(common.num_layers))
+    return MoeConfig(experts, top_k, whole(config, "intermediate_size"), layers)
 
 
 def _qwen2(common: ModelConfig, config: Config) -> ModelConfig:
@@ -69,9 +66,9 @@ def _qwen_moe(common: ModelConfig, config: Config, shared: int, *counts: str) ->
         num_experts=experts,
         top_k=top_k,
         intermediate_size=whole(config, "moe_intermediate_size"),
+        layers=_sparse_layers(config, common.num_layers),
         normalise=flag(config, "norm_topk_prob"),
         shared_intermediate_size=shared,
-        layers=_sparse_layers(config, common.num_layers),
     )
 
 
@@ -154,8 +151,8 @@ _GPT_OSS_ROPE: dict[str, Any] = {
 
 
 def _gpt_oss(common: ModelConfig, config: Config) -> ModelConfig:
-    experts, top_k = count_experts(config, "num_local_experts", "num_experts")
-    if config.get("experts_per_token") not in (None, top_k):  # a remark, which transformers does not read
+    moe = _on_all_layers(common, config)  # the softmax is over a token's experts alone: normalising comes to the same
+    if config.get("experts_per_token") not in (None, moe.top_k):  # a remark, which transformers does not read
         raise ModelError("config.json has num_experts_per_tok and another experts_per_token: which is it?")
     alpha, limit = positive(config, "swiglu_alpha"), positive(config, "swiglu_limit")
     if alpha is None or limit is None:
@@ -167,15 +164,7 @@ def _gpt_oss(common: ModelConfig, config: Config) -> ModelConfig:
         qkv_bias=bias,
         o_bias=bias,
         scoring=Scoring(windows=windows(layer_types(config, pattern), config.get("sliding_window")), sinks=True),
-        moe=MoeConfig(
-            num_experts=experts,
-            top_k=top_k,
-            intermediate_size=whole(config, "intermediate_size"),
-            normalise=True,  # the softmax is over a token's experts alone, which comes to the same
-            shared_intermediate_size=0,
-            layers=frozenset(range(common.num_layers)),
-            clamped=ClampedGate(alpha, limit),
-        ),
+        moe=replace(moe, clamped=ClampedGate(alpha, limit)),
     )
 
 
