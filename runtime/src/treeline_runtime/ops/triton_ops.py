@@ -8,7 +8,7 @@ import triton
 
 from treeline_runtime.context import Context
 from treeline_runtime.ops import expert_kernels, kernels
-from treeline_runtime.ops.base import Activation, Experts, Found, Heads, Tables
+from treeline_runtime.ops.base import Activation, Found, Heads, Tables
 from treeline_runtime.ops.early_kernels import early_launch
 from treeline_runtime.ops.fused_experts import FusedExperts
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from treeline_runtime.attention import AttentionBackend, Layout
-from treeline_runtime.scheduler.forward import PACKED, DecodeInputs, DeviceTables, Forward, OnDevice, Tokens
+from treeline_runtime.scheduler.forward import DecodeInputs, DeviceTables, Forward, OnDevice, Tokens
 from treeline_runtime.transfer import pinned
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ def sizes_up_to(largest: int) -> list[int]:
 class _Captured:
     graph: torch.cuda.CUDAGraph
     packed: torch.Tensor
-    """(PACKED x size,) int32: of `DecodeInputs`."""
+    """(PACKED x size,) int32: see `DecodeInputs.packed`."""
     buffers: Any
     """The attention backend's buffers."""
     outputs: tuple[torch.Tensor, Tokens, torch.Tensor]
@@ -91,14 +91,10 @@ class DecodeGraphs:
         """Sequences of the graph that computes so many."""
         return self._size_for[tokens]
 
-    def replay(
-        self, inputs: DecodeInputs, ends: list[int], size: int | None = None
-    ) -> tuple[torch.Tensor, Tokens, torch.Tensor]:
-        """`Forward.decode` of at most `largest` sequences. size: of the graph; by default the smallest that suffices.
-        The next replay overwrites the result."""
-        n = len(ends)
-        captured = self._captured[self._size_for[n] if size is None else size]
-        size = len(captured.packed) // PACKED
+    def replay(self, inputs: DecodeInputs, ends: list[int], size: int) -> tuple[torch.Tensor, Tokens, torch.Tensor]:
+        """`Forward.decode` of at most `largest` sequences. size: of the graph. The next replay overwrites the
+        result."""
+        n, captured = len(ends), self._captured[size]
         packed = pinned(inputs.packed(size, self._table.scratch_row), self._device)
         captured.packed.copy_(packed, non_blocking=True)
         self._plan(size, inputs.rows, ends, captured.packed, captured.buffers)

@@ -48,12 +48,9 @@ def _qwen2(common: ModelConfig, config: Config) -> ModelConfig:
 
 
 def _qwen3(common: ModelConfig, config: Config) -> ModelConfig:
-    bias = flag(config, "attention_bias")
     window = config.get("sliding_window") if flag(config, "use_sliding_window") else None
     return replace(
         common,
-        qkv_bias=bias,
-        o_bias=bias,
         qk_norm=True,
         moe=_qwen_moe(common, config, 0, "num_experts", "num_local_experts"),
         scoring=window_on_all(common, {**config, "sliding_window": window}),
@@ -158,11 +155,8 @@ def _gpt_oss(common: ModelConfig, config: Config) -> ModelConfig:
     if alpha is None or limit is None:
         raise ModelError("config.json: swiglu_alpha and swiglu_limit must be numbers above 0, not null")
     pattern = [FULL if layer % 2 else SLIDING for layer in range(common.num_layers)]
-    bias = flag(config, "attention_bias")
     return replace(
         common,
-        qkv_bias=bias,
-        o_bias=bias,
         scoring=Scoring(windows=windows(layer_types(config, pattern), config.get("sliding_window")), sinks=True),
         moe=replace(moe, clamped=ClampedGate(alpha, limit)),
     )
