@@ -67,9 +67,7 @@ class Runner:
             stored=stored,
             scales=model.kv_scales,
         )
-        self.attention = ATTENTION_BACKENDS.get("torch_sdpa")(
-            pool, shape.num_heads, shape.num_kv_heads, shape.head_dim, shape.scoring
-        )
+        self.attention = ATTENTION_BACKENDS.get("torch_sdpa")(pool, shape.num_heads, shape.scoring)
         self.pages = torch.randperm(64, generator=torch.Generator().manual_seed(1))
         self.length = 0
 

@@ -52,7 +52,7 @@ class World:
         )
         self.scoring = scoring
         self.sinks = 2 * self.noise(self.heads) if scoring.sinks else None
-        self.backend: AttentionBackend = ATTENTION_BACKENDS.get(name)(self.pool, *shape, scoring)
+        self.backend: AttentionBackend = ATTENTION_BACKENDS.get(name)(self.pool, self.heads, scoring)
         self.buffers: Any = None
 
     def capture(self, sequences: int) -> bool:

@@ -371,7 +371,8 @@ def test_a_stopped_rank_is_noticed(phase: str, checkpoints: tuple[Path, Path], m
 def test_a_rank_that_would_compute_a_step_otherwise_ends_the_engine_before_it_does(
     checkpoints: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Executor, "_how", lambda self, plan: Launch("prompt graph", 64))
+    begin = Followers.begin
+    monkeypatch.setattr(Followers, "begin", lambda self, plan, _: begin(self, plan, Launch("prompt graph", 64)))
     with pytest.raises(
         (EngineDead, RuntimeError), match="rank 1: its step of 1 sequences uses no graph, rank 0's prompt graph of 64"
     ):
@@ -396,11 +397,11 @@ def test_requests_of_a_lost_group_end_with_an_error_though_the_scheduler_still_w
     stuck, let_go = threading.Event(), threading.Event()
     launch = Executor._launch
 
-    def wait(self: Executor, plan: Any) -> Any:
+    def wait(self: Executor, plan: Any, how: Launch) -> Any:
         if plan.decodes:
             stuck.set()
             let_go.wait()
-        return launch(self, plan)
+        return launch(self, plan, how)
 
     engine = Engine(checkpoints[0], tp_size=2, **SETTINGS)
     monkeypatch.setattr(Executor, "_launch", wait)

@@ -30,7 +30,7 @@ def context(adapters: LowRank | None) -> Context:
 
 
 def test_an_adapter_gives_what_its_merged_weights_give() -> None:
-    sizes = {"q_proj": 6, "k_proj": 4}
+    sizes = {"q_proj": (6,), "k_proj": (4,)}
     linear = Linear(RandomWeights(0, torch.float32, torch.device("cpu")), TorchOps(), "layers.0.", sizes, 8, bias=False)
     generator = torch.Generator().manual_seed(1)
     x, down, up = (torch.randn(shape, generator=generator) for shape in ((3, 8), (8, 2), (2, 10)))

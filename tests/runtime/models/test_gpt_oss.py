@@ -14,7 +14,7 @@ from support.mxfp4 import packed
 from support.runtime_engine import Harness, assert_generates_the_same
 from support.runtime_models import IDS, Runner, config_of, fed_in_pieces, logits_of, ours, reference, save
 from treeline_runtime.models import ModelError, read_config
-from treeline_runtime.models.moe import GptOssDecoder, dequantise
+from treeline_runtime.models.moe import MoeDecoder, dequantise
 
 transformers = pytest.importorskip("transformers")
 
@@ -48,7 +48,7 @@ def assert_close(found: torch.Tensor, logits: torch.Tensor) -> None:
 def test_logits_equal_transformers(case: str, tmp_path: Path) -> None:
     theirs = new_reference(CASES[case])
     model = ours(save(theirs, tmp_path))
-    assert isinstance(model, GptOssDecoder)
+    assert isinstance(model, MoeDecoder)
     logits = logits_of(theirs)
     assert_close(Runner(model).feed(IDS), logits)
     assert_close(fed_in_pieces(model), logits)

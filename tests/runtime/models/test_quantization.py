@@ -149,7 +149,7 @@ def test_unquantised_modules_are_computed_in_float(wide: Path) -> None:
 
 
 def test_an_adapter_adds_to_a_projection_in_fp8() -> None:
-    sizes = {"q_proj": 6, "k_proj": 4}
+    sizes = {"q_proj": (6,), "k_proj": (4,)}
     random = RandomWeights(0, torch.float32, torch.device("cpu"), ONLINE)
     linear = Linear(random, TorchOps(), "layers.0.", sizes, 8, bias=False)
     x, delta = torch.ones(3, 8), torch.arange(30.0).view(3, 10)

@@ -133,7 +133,7 @@ def decode(dtype: torch.dtype, stored: torch.dtype | None = None) -> None:
             if stored is not None and len(lens) not in (3, 4):
                 continue
             world = Attended(tuple(shape), scoring, [(n - 1, 1) for n in lens], dtype, stored)
-            backend = Decode(TorchSDPA(world.pool, *shape, scoring))
+            backend = Decode(TorchSDPA(world.pool, shape[0], scoring))
             for layer in range(len(scoring.kinds)):
                 expected = world.expected(layer)
                 for shares, captured in ((1, True), (3, False), (13, True)):
@@ -169,7 +169,7 @@ def decode_shared(dtype: torch.dtype, stored: torch.dtype | None = None) -> None
     """Prefixes in the same pages are read once for several sequences; buffers are planned again with other prefixes."""
     for (*shape, scoring), (lens, begins_as), page_size, shares, padding in SHARING if stored is None else SHARING[2:3]:
         world = Attended(tuple(shape), scoring, [(n - 1, 1) for n in lens], dtype, stored, page_size, begins_as)
-        backend = Decode(TorchSDPA(world.pool, *shape, scoring))
+        backend = Decode(TorchSDPA(world.pool, shape[0], scoring))
         backend._shares, backend._block = shares, 16
         _decode_shared(world, backend, padding, dtype)
 
@@ -214,7 +214,7 @@ def extend(dtype: torch.dtype, stored: torch.dtype | None = None) -> None:
             if stored is not None and len(lens) != 4:
                 continue
             world = Attended(tuple(shape), scoring, lens, dtype, stored)
-            backend = Extend(world.pool, *shape, scoring)
+            backend = Extend(world.pool, shape[0], scoring)
             for programs in (1, 64):
                 backend._programs = programs
                 backend._partial = torch.full((2000, *shape[::2]), torch.nan, device=DEVICE)

@@ -216,7 +216,7 @@ def attention(shape: Shape, pool: KVPool | None = None, steps: tuple[tuple[int, 
     from treeline_runtime.attention.decode import Decode
     from treeline_runtime.attention.extend import Extend
 
-    prompts = Extend(pool or a_pool(shape), shape.query, shape.kv, shape.dim, shape.scoring)
+    prompts = Extend(pool or a_pool(shape), shape.query, shape.scoring)
     backend = Decode(prompts)
     table, rows = torch.zeros(2, 64, dtype=torch.int64), torch.arange(2)
     for q_len, programs in steps:
@@ -231,7 +231,7 @@ def prompts_of_float32(shape: Shape) -> None:
 
     for dim in (128, 256):
         pool = a_pool(dataclasses.replace(shape, dim=dim), dtype=torch.float32)
-        prompts, q = Extend(pool, shape.query, shape.kv, dim), torch.zeros(200, shape.query, dim)
+        prompts, q = Extend(pool, shape.query), torch.zeros(200, shape.query, dim)
         for programs in (1, 1000):
             prompts._programs, prompts._partial = programs, torch.empty(4000, 1)
             layout = Layout([100] * 2, [5000] * 2, torch.zeros(2, 64, dtype=torch.int64), torch.arange(2))
@@ -306,7 +306,7 @@ def test_steps_of_all_sizes_share_their_kernels(launches: list[Launch]) -> None:
     from treeline_runtime.ops.triton_ops import TritonOps
 
     shape = SHAPES["llama8b"]
-    prompts = Extend(a_pool(shape), shape.query, shape.kv, shape.dim)
+    prompts = Extend(a_pool(shape), shape.query)
     prompts._partial = torch.empty(100_000, 1)
     backend, ops = Decode(prompts), TritonOps()
     values = torch.empty(shape.hidden, shape.hidden, dtype=torch.float8_e4m3fn)

@@ -23,10 +23,10 @@ BLOCK = 8
 class Checked(TorchSDPA):
     """Makes the kernels' backend plan every decode step, and checks what its kernels would read."""
 
-    def __init__(self, pool: KVPool, num_heads: int, num_kv_heads: int, head_dim: int, scoring: Scoring) -> None:
+    def __init__(self, pool: KVPool, num_heads: int, scoring: Scoring) -> None:
         from treeline_runtime.attention.decode import Decode
 
-        super().__init__(pool, num_heads, num_kv_heads, head_dim, scoring)
+        super().__init__(pool, num_heads, scoring)
         self.decode = Decode(self)
         self.decode._block = BLOCK
         self.sharing: list[list[tuple[list[int], int]]] = []

@@ -19,64 +19,60 @@ __all__ = ["ATTENTION_BACKENDS", "AttentionBackend", "HostPages", "Layout", "new
 logger = logging.getLogger(__name__)
 
 
-def _triton(pool: KVPool, num_heads: int, num_kv_heads: int, head_dim: int, scoring: Scoring) -> AttentionBackend:
+def _triton(pool: KVPool, num_heads: int, scoring: Scoring) -> AttentionBackend:
     """Decode and prompts in our own kernels."""
     if obstacle := _obstacle_to_our_kernels(pool.keys[0].device):
         raise ConfigError(f"attention_backend triton: {obstacle}")
     from treeline_runtime.attention.decode import Decode
     from treeline_runtime.attention.extend import Extend
 
-    return Decode(Extend(pool, num_heads, num_kv_heads, head_dim, scoring))
+    return Decode(Extend(pool, num_heads, scoring))
 
 
-def _flashinfer(pool: KVPool, num_heads: int, num_kv_heads: int, head_dim: int, scoring: Scoring) -> AttentionBackend:
+def _flashinfer(pool: KVPool, num_heads: int, scoring: Scoring) -> AttentionBackend:
     """Decode in our own kernel, prompts in FlashInfer's."""
-    if obstacle := _obstacle(pool.keys[0].device, pool.dtype, head_dim, scoring):
+    if obstacle := _obstacle(pool, scoring):
         raise ConfigError(f"attention_backend flashinfer: {obstacle}")
     from treeline_runtime.attention.decode import Decode
     from treeline_runtime.attention.flashinfer import FlashInfer
 
-    return Decode(FlashInfer(pool, num_heads, num_kv_heads, head_dim, scoring))
+    return Decode(FlashInfer(pool, num_heads, scoring))
 
 
 def _obstacle_to_our_kernels(device: torch.device) -> str | None:
     return obstacle_to_triton(device) if device.type == "cuda" else "it needs a CUDA device"
 
 
-def _obstacle(device: torch.device, dtype: torch.dtype, head_dim: int, scoring: Scoring) -> str | None:
+def _obstacle(pool: KVPool, scoring: Scoring) -> str | None:
     """Why FlashInfer cannot serve this model here; None if it can."""
-    if obstacle := _obstacle_to_our_kernels(device):
+    if obstacle := _obstacle_to_our_kernels(pool.keys[0].device):
         return obstacle
     if find_spec("flashinfer") is None:
         return "it is not installed: pip install 'treeline-llm[cuda]'"
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"it has no kernels for {str(dtype).removeprefix('torch.')}"
+    if pool.dtype not in (torch.bfloat16, torch.float16):
+        return f"it has no kernels for {str(pool.dtype).removeprefix('torch.')}"
     if scoring.sinks:
         return "it has no attention sinks"
-    if head_dim not in (64, 128, 256):
+    if (head_dim := pool.keys[0].shape[-1]) not in (64, 128, 256):
         return f"it has no kernels for heads of {head_dim}"
     return None
 
 
-def new_attention(
-    name: str, pool: KVPool, num_heads: int, num_kv_heads: int, head_dim: int, scoring: Scoring
-) -> AttentionBackend:
+def new_attention(name: str, pool: KVPool, num_heads: int, scoring: Scoring) -> AttentionBackend:
     """The backend of that name; "auto" is the fastest that works for the model here. Raises ConfigError."""
-    shape = (pool, num_heads, num_kv_heads, head_dim, scoring)
     if name != "auto":
-        return ATTENTION_BACKENDS.get(name)(*shape)
-    device = pool.keys[0].device
-    if _obstacle_to_our_kernels(device):
-        return TorchSDPA(*shape)
+        return ATTENTION_BACKENDS.get(name)(pool, num_heads, scoring)
+    if _obstacle_to_our_kernels(pool.keys[0].device):
+        return TorchSDPA(pool, num_heads, scoring)
     try:
-        return _flashinfer(*shape)
+        return _flashinfer(pool, num_heads, scoring)
     except ConfigError as error:
         obstacle = str(error)
     except Exception as error:  # its import, or a compiler that is missing or fails: there is another way
         logger.debug("FlashInfer", exc_info=True)
         obstacle = f"FlashInfer cannot be used here: {error!r:.500}"
     logger.info("prompts use our own kernel, which is slower for long prompts than FlashInfer: %s", obstacle)
-    return _triton(*shape)
+    return _triton(pool, num_heads, scoring)
 
 
 ATTENTION_BACKENDS.register("torch_sdpa", TorchSDPA)

@@ -17,7 +17,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -59,17 +59,14 @@ class Layout:
 class AttentionBackend(ABC):
     """Attention over a paged pool. An instance serves one pool; a plan is valid until the next `plan`."""
 
-    def __init__(
-        self, pool: KVPool, num_heads: int, num_kv_heads: int, head_dim: int, scoring: Scoring = PLAIN
-    ) -> None:
-        assert num_heads % num_kv_heads == 0
+    def __init__(self, pool: KVPool, num_heads: int, scoring: Scoring = PLAIN) -> None:
         assert len(scoring.windows) in (0, len(pool.keys))
         self.pool = pool
         self.num_heads = num_heads
-        self.num_kv_heads = num_kv_heads
-        self.head_dim = head_dim
+        self.num_kv_heads, self.head_dim = pool.keys[0].shape[-2:]
+        assert num_heads % self.num_kv_heads == 0
         self.scoring = scoring
-        self.scale = head_dim**-0.5 if scoring.scale is None else scoring.scale
+        self.scale = self.head_dim**-0.5 if scoring.scale is None else scoring.scale
 
     def capture_buffers(self, sequences: int) -> Any | None:
         """Device memory for plans of steps with this many sequences of one new token each, so that captured kernels
@@ -102,26 +99,19 @@ class AttentionBackend(ABC):
         """
 
 
-ATTENTION_BACKENDS: Registry[Callable[[KVPool, int, int, int, Scoring], AttentionBackend]] = Registry(
-    "attention backend"
-)
+ATTENTION_BACKENDS: Registry[Callable[[KVPool, int, Scoring], AttentionBackend]] = Registry("attention backend")
 
 
 _LOG2_E = 1.4426950408889634
 
 
-class Processors(NamedTuple):
-    number: int
-    shared_bytes: int
-    """Shared memory that a program may use, in bytes."""
-
-
-def processors_of(device: torch.device) -> Processors:
-    """On a CPU, where kernels are interpreted: one processor with room for any block."""
+def processors_of(device: torch.device) -> tuple[int, int]:
+    """Returns the number of processors, and the bytes of shared memory that a program may use. On a CPU, where kernels
+    are interpreted: one processor with room for any block."""
     if device.type != "cuda":
-        return Processors(1, 1 << 20)
+        return 1, 1 << 20
     properties = torch.cuda.get_device_properties(device)
-    return Processors(properties.multi_processor_count, properties.shared_memory_per_block_optin)
+    return properties.multi_processor_count, properties.shared_memory_per_block_optin
 
 
 def factors(backend: AttentionBackend, layer: int) -> tuple[float, float, float]:

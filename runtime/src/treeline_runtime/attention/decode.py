@@ -64,7 +64,7 @@ class Decode(AttentionBackend):
     """Handles steps of one new token each; another backend of the same pool handles the rest."""
 
     def __init__(self, others: AttentionBackend) -> None:
-        super().__init__(others.pool, others.num_heads, others.num_kv_heads, others.head_dim, others.scoring)
+        super().__init__(others.pool, others.num_heads, others.scoring)
         self._others = others
         self._windows = self.scoring.kinds
         self._device = self.pool.keys[0].device

@@ -43,14 +43,12 @@ class _Step:
 class Extend(AttentionBackend):
     """Handles any step, but is meant for prompts: `attention.decode` is faster for single new tokens."""
 
-    def __init__(
-        self, pool: KVPool, num_heads: int, num_kv_heads: int, head_dim: int, scoring: Scoring = PLAIN
-    ) -> None:
-        super().__init__(pool, num_heads, num_kv_heads, head_dim, scoring)
+    def __init__(self, pool: KVPool, num_heads: int, scoring: Scoring = PLAIN) -> None:
+        super().__init__(pool, num_heads, scoring)
         self._device = pool.keys[0].device
         processors, shared_bytes = processors_of(self._device)
-        group = num_heads // num_kv_heads
-        self._block_dim = max(16, triton.next_power_of_2(head_dim))
+        group = num_heads // self.num_kv_heads
+        self._block_dim = max(16, triton.next_power_of_2(self.head_dim))
         self._narrower = max(1, self._block_dim // (128 if pool.dtype.itemsize < 4 else 32))
         """Wider heads take more registers, and float32, which tensor cores do not multiply, far more: fewer rows and
         tokens at once make up for it."""
@@ -59,8 +57,8 @@ class Extend(AttentionBackend):
         self._block, self._stages = self._largest(shared_bytes - _SPARE_BYTES, pool.dtype.itemsize)
         self._programs = 2 * processors
         """Programs that run at once; if a step has fewer, keys are split."""
-        parts = self._programs // num_kv_heads * self._tokens
-        self._partial = torch.empty(parts, num_heads, head_dim, dtype=torch.float32, device=self._device)
+        parts = self._programs // self.num_kv_heads * self._tokens
+        self._partial = torch.empty(parts, num_heads, self.head_dim, dtype=torch.float32, device=self._device)
         self._scores = torch.empty(parts, num_heads, dtype=torch.float32, device=self._device)
 
     def _largest(self, room_bytes: int, element_size: int) -> tuple[int, int]:

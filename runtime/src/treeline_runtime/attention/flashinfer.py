@@ -38,6 +38,7 @@ class _Wrapper:
         # FlashInfer's FlashAttention 3 reads fp8 only for queries that are fp8 too
         hopper = torch.cuda.get_device_capability(workspace.device) == (9, 0) and not is_fp8
         self._wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa3" if hopper else "fa2")
+        self.run = self._wrapper.run
         self._window_left = -1 if window is None else window - 1  # the token itself is not counted
         pinned = self._wrapper._pin_memory_int_workspace_buffer
         self._pinned: Iterator[tuple[torch.Tensor, torch.cuda.Event]] = cycle(
@@ -51,17 +52,12 @@ class _Wrapper:
         self._wrapper.plan(*arguments, window_left=self._window_left, **options)
         copied.record()
 
-    def run(self, q: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], **options: Any) -> None:
-        self._wrapper.run(q, cache, **options)
-
 
 class FlashInfer(AttentionBackend):
     """Handles any step, but is meant for prompts: `attention.decode` is faster for single new tokens."""
 
-    def __init__(
-        self, pool: KVPool, num_heads: int, num_kv_heads: int, head_dim: int, scoring: Scoring = PLAIN
-    ) -> None:
-        super().__init__(pool, num_heads, num_kv_heads, head_dim, scoring)
+    def __init__(self, pool: KVPool, num_heads: int, scoring: Scoring = PLAIN) -> None:
+        super().__init__(pool, num_heads, scoring)
         self._device = pool.keys[0].device
         self._dtype, self._stored = pool.dtype, pool.keys[0].dtype
         # layers run one after another: one workspace is enough

@@ -50,6 +50,7 @@ def parse_config(config: Mapping[str, Any], generation: Mapping[str, Any]) -> Mo
         heads = int(config["num_attention_heads"])
         hidden = int(config["hidden_size"])
         max_position = int(config["max_position_embeddings"])
+        bias = "attention_bias" in family.reads and flag(config, "attention_bias")
         common = ModelConfig(
             architecture=family.architecture,
             vocab_size=int(config["vocab_size"]),
@@ -65,6 +66,8 @@ def parse_config(config: Mapping[str, Any], generation: Mapping[str, Any]) -> Mo
             rope=family.rope(config, max_position),
             eos_token_ids=_eos_ids(generation) or _eos_ids(config),
             quantization=quantization,
+            qkv_bias=bias,
+            o_bias=bias,
         )
         if common.num_layers > MOST_LAYERS:  # families make lists of that length
             raise ModelError(f"config.json: num_hidden_layers is {common.num_layers}, more than {MOST_LAYERS}")

@@ -19,17 +19,8 @@ from treeline_runtime.collectives import Ranks
 from treeline_runtime.context import Context
 from treeline_runtime.models.config import ModelConfig
 from treeline_runtime.models.pooler import Pooler
-from treeline_runtime.models.quantization.product import (
-    Sizes,
-    cut_of,
-    float_product,
-    kv_scales,
-    new_product,
-    stack,
-    whole_sizes,
-)
+from treeline_runtime.models.quantization.product import Sizes, cut_of, float_product, kv_scales, new_product, stack
 from treeline_runtime.models.rope import rope_tables
-from treeline_runtime.models.rope_config import RopeConfig
 from treeline_runtime.models.shards import INPUTS, OUTPUTS, Cut, own
 from treeline_runtime.models.weights import EMBEDDING, HEAD, Weights
 from treeline_runtime.ops import Activation, Heads, Ops, ops_for
@@ -64,7 +55,7 @@ class Linear:
             parts = []
             for name, sizes in names.items():
                 cut = cut_of(weights, sizes, size, split, unit) if split == OUTPUTS else None
-                parts.append(weights.take(f"{prefix}{name}.bias", sum(whole_sizes(sizes)), cut=cut))
+                parts.append(weights.take(f"{prefix}{name}.bias", sum(sizes), cut=cut))
             if split != INPUTS or weights.rank.index == 0:  # to a sum it is added once
                 self._bias = stack(parts)
 
@@ -91,7 +82,7 @@ class Attention:
         prefix = f"model.layers.{layer}.self_attn."
         heads, kv_heads, dim = config.num_heads, config.num_kv_heads, config.head_dim
         mine, rank = own(config, weights.rank), weights.rank
-        sizes: Sizes = {"q_proj": heads * dim, "k_proj": kv_heads * dim, "v_proj": kv_heads * dim}
+        sizes: Sizes = {"q_proj": (heads * dim,), "k_proj": (kv_heads * dim,), "v_proj": (kv_heads * dim,)}
         if config.packed:
             sizes = {"qkv_proj": (heads * dim, kv_heads * dim, kv_heads * dim)}
         hidden = config.hidden_size
@@ -99,7 +90,7 @@ class Attention:
         self._layer = layer - rank.layers(config.num_layers).start
         """Its number within the stage, as in the KV pool."""
         self._qkv = Linear(weights, ops, prefix, sizes, hidden, bias=config.qkv_bias, split=OUTPUTS, unit=dim)
-        self._o = Linear(weights, ops, prefix, {"o_proj": hidden}, heads * dim, bias=config.o_bias, split=INPUTS)
+        self._o = Linear(weights, ops, prefix, {"o_proj": (hidden,)}, heads * dim, bias=config.o_bias, split=INPUTS)
         norm: torch.Tensor | None = None
         if config.qk_norm:
             parts = []
@@ -170,10 +161,10 @@ class FeedForward:
         packed: bool = False,
         activation: Activation = "silu",
     ) -> None:
-        sizes: Sizes = {"gate_up_proj": (inner, inner)} if packed else {"gate_proj": inner, "up_proj": inner}
+        sizes: Sizes = {"gate_up_proj": (inner, inner)} if packed else {"gate_proj": (inner,), "up_proj": (inner,)}
         self._ops, self._activation = ops, activation
         self._gate_up = Linear(weights, ops, prefix, sizes, hidden, bias=bias, split=OUTPUTS)
-        self._down = Linear(weights, ops, prefix, {"down_proj": hidden}, inner, bias=bias, split=INPUTS)
+        self._down = Linear(weights, ops, prefix, {"down_proj": (hidden,)}, inner, bias=bias, split=INPUTS)
 
     def __call__(self, x: torch.Tensor, context: Context) -> torch.Tensor:
         return self._down(self._ops.gate(self._gate_up(x, context), self._activation), context)
@@ -189,7 +180,7 @@ class Sublayer:
 
 
 class Layer:
-    """Attention and feed-forward, each of which gives a rank's summand."""
+    """Attention and feed-forward. Each computes a summand: the sum over all ranks is the result."""
 
     def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, layer: int, ranks: Ranks | None) -> None:
         prefix = f"model.layers.{layer}."
@@ -242,9 +233,9 @@ class Decoder:
         self._first = weights.rank.rows(config.vocab_size)[0]
         """The first token of the own part of the vocabulary."""
         layers = weights.rank.layers(config.num_layers)
-        weights.leave(*(f"model.layers.{i}." for i in range(config.num_layers) if i not in layers))
+        weights.ignore(*(f"model.layers.{i}" for i in range(config.num_layers) if i not in layers))
         if not weights.rank.is_last_stage:
-            weights.leave("model.norm.")
+            weights.ignore("model.norm")
         self._embedding, head = _embedding_and_head(config, weights)
         dtype, device = weights.dtype, weights.device
         # rounded as the embedding is: transformers multiplies with a tensor of that type
@@ -256,28 +247,19 @@ class Decoder:
         self._norm: torch.Tensor | None = None
         if weights.rank.is_last_stage:
             self._norm = norm_weight(config, weights, "model.norm", config.hidden_size)
+        dim, trained = config.head_dim, config.max_position
         ropes = [rope for rope in (config.rope, config.local_rope) if rope is not None]
-        self._cos, self._sin = self._tables(ropes, context_length, dtype, device)
-
-    def _tables(
-        self, ropes: list[RopeConfig], length: int, dtype: torch.dtype, device: torch.device
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns cos, sin, each (ropes, length, rotated elements of a head)."""
-        dim, trained = self.config.head_dim, self.config.max_position
-        cos, sin = zip(*(rope_tables(rope, dim, trained, length, dtype, device) for rope in ropes), strict=True)
-        return torch.stack(cos), torch.stack(sin)
-
-    @property
-    def rope(self) -> tuple[torch.Tensor, torch.Tensor]:
+        tables = (rope_tables(rope, dim, trained, context_length, dtype, device) for rope in ropes)
+        cos, sin = zip(*tables, strict=True)
+        self.rope = torch.stack(cos), torch.stack(sin)
         """Cosines and sines, each (ropes, positions, rotated elements of a head)."""
-        return self._cos, self._sin
 
     def embed(self, input_ids: torch.Tensor) -> torch.Tensor:
         """input_ids (tokens,) → (tokens, hidden), a new tensor: the input of the stage's first layer."""
         if self._embedding is None:
             assert self.ranks is not None
             shape = (len(input_ids), self.config.hidden_size)
-            return self.ranks.receive(torch.empty(shape, dtype=self._cos.dtype, device=input_ids.device))
+            return self.ranks.receive(torch.empty(shape, dtype=self.rope[0].dtype, device=input_ids.device))
         if self.ranks is None:
             x = F.embedding(input_ids, self._embedding)
             return x if self._scale == 1 else x * self._scale
@@ -347,23 +329,17 @@ def _embedding_and_head(config: ModelConfig, weights: Weights) -> tuple[torch.Te
         return F.pad(rows, (0, 0, 0, missing)) if missing else rows
 
     tied = config.tie_word_embeddings
+    of_last = EMBEDDING if tied and not weights.has(HEAD) else HEAD
+    of_first = of_last if tied and not weights.has(EMBEDDING) else EMBEDDING
     if weights.rank.stages > 1:
-        of_first = HEAD if tied and not weights.has(EMBEDDING) else EMBEDDING
-        of_last = EMBEDDING if tied and not weights.has(HEAD) else HEAD
         mine = of_first if weights.rank.is_first_stage else of_last if weights.rank.is_last_stage else None
-        weights.leave(*{EMBEDDING, HEAD} - {mine})
+        weights.ignore(*{EMBEDDING, HEAD} - {mine})
         matrix = None if mine is None else take(mine)
         return (matrix, None) if weights.rank.is_first_stage else (None, matrix)
-    if not tied:
-        return take(EMBEDDING), take(HEAD)
-    if not weights.has(HEAD):
-        embedding = take(EMBEDDING)
-        return embedding, embedding
-    head = take(HEAD)
-    if not weights.has(EMBEDDING):
-        return head, head
-    embedding = take(EMBEDDING)
-    if torch.equal(embedding, head):
-        return embedding, embedding
-    logger.warning("config.json ties embedding and head, but the checkpoint has two that differ: both are used")
+    embedding = take(of_first)
+    head = embedding if of_last == of_first else take(of_last)
+    if tied and head is not embedding:
+        if torch.equal(embedding, head):
+            return embedding, embedding
+        logger.warning("config.json ties embedding and head, but the checkpoint has two that differ: both are used")
     return embedding, head

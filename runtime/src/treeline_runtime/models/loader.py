@@ -12,7 +12,7 @@ from treeline_runtime.config import ConfigError, EngineConfig
 from treeline_runtime.memory import resolve_context_length
 from treeline_runtime.models.config import ModelConfig, ModelError, read_config
 from treeline_runtime.models.decoder import Decoder
-from treeline_runtime.models.moe import Exchange, GptOssDecoder, MoeDecoder
+from treeline_runtime.models.moe import Exchange, MoeDecoder
 from treeline_runtime.models.pooler import Pooler
 from treeline_runtime.models.pooling import Pooling, pooling_of
 from treeline_runtime.models.preflight import check_quantization
@@ -68,15 +68,13 @@ def architecture_of(config: EngineConfig) -> tuple[ModelConfig, Pooling | None]:
 
 
 def _decoder(config: ModelConfig) -> type[Decoder]:
-    if config.moe is None:
-        return Decoder
-    return MoeDecoder if config.moe.clamped is None else GptOssDecoder
+    return Decoder if config.moe is None else MoeDecoder
 
 
 @torch.inference_mode()
 def load_model(config: EngineConfig, ranks: Ranks | None = None, exchange: Exchange | None = None) -> Decoder:
-    """Builds the model that `config` names, or the part of one rank, on the rank's own device; with an exchange, only
-    its experts are a part. Raises ModelError or ConfigError."""
+    """Builds the model that `config` names, or one rank's part of it, on the rank's own device. exchange: this rank has
+    some of the experts, and all of the rest. Raises ModelError or ConfigError."""
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device)
     if device.index is not None:

@@ -78,12 +78,12 @@ class MoeConfig:
     """Experts per token."""
     intermediate_size: int
     """The intermediate size of an expert."""
-    normalise: bool
-    """Whether the scores of a token's experts are divided by their sum."""
-    shared_intermediate_size: int
-    """The size of the expert that every token uses, behind a gate; 0: no such expert."""
     layers: frozenset[int]
     """Layers with experts; the others are dense."""
+    normalise: bool = True
+    """Whether the scores of a token's experts are divided by their sum."""
+    shared_intermediate_size: int = 0
+    """The size of the expert that every token uses, behind a gate; 0: no such expert."""
     clamped: ClampedGate | None = None
     """None: silu of gate, times up."""
 

@@ -35,13 +35,14 @@ class Exchange:
     """Lets the experts of all data-parallel ranks compute the tokens of all."""
 
     rows = 0
-    """What each rank's tokens are padded to; all of them know it. 0: they have equally many."""
+    """The number of tokens to which every rank pads its own, the same on all ranks. 0: all have equally many."""
 
     def __init__(self, ranks: Stage) -> None:
         self.ranks = ranks
 
     def over(self, x: torch.Tensor, compute: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """x (tokens, hidden) → the same. compute: of any tokens, what the experts here add."""
+        """x (tokens, hidden) → what all ranks' experts add to it. compute: the sum of this rank's experts, of any
+        tokens."""
         tokens = len(x)
         everyones = self.ranks.all_gather(F.pad(x, (0, 0, 0, max(self.rows, tokens) - tokens)))
         return self.ranks.reduce_scatter(compute(everyones))[:tokens]
@@ -80,11 +81,11 @@ class Moe:
 
 def new_moe(moe: MoeConfig, weights: Weights, ops: Ops, prefix: str, hidden: int) -> Moe:
     """prefix: of the names, up to the block's own dot."""
-    router = Linear(weights, ops, prefix, {"gate": moe.num_experts}, hidden, bias=False)
+    router = Linear(weights, ops, prefix, {"gate": (moe.num_experts,)}, hidden, bias=False)
     experts = take_experts(weights, f"{prefix}experts.", moe, hidden)
     if not moe.shared_intermediate_size:
         return Moe(ops, moe, router, experts)
-    gate = Linear(weights, ops, prefix, {"shared_expert_gate": 1}, hidden, bias=False)
+    gate = Linear(weights, ops, prefix, {"shared_expert_gate": (1,)}, hidden, bias=False)
     shared = FeedForward(weights, ops, f"{prefix}shared_expert.", hidden, moe.shared_intermediate_size, bias=False)
     return Moe(ops, moe, router, experts, (gate, shared))
 
@@ -119,12 +120,13 @@ def take_experts(weights: Weights, prefix: str, moe: MoeConfig, hidden: int) -> 
 
 
 def cut_of_stack(weights: Weights, count: int, dim: int, *sizes: int) -> Cut | None:
-    """Of a tensor with so many experts the rank's own ones, or its part of each."""
+    """The rank's part of a tensor that has `count` experts in dimension 0: some experts as a whole, or else a part of
+    every expert. dim, sizes: the dimension that is divided then, and its sections (see `Rank.cut`)."""
     return weights.experts.cut(0, count) or weights.rank.cut(dim, *sizes)
 
 
 def local_numbers(weights: Weights, count: int) -> torch.Tensor | None:
-    """`Experts.local` of so many experts."""
+    """`Experts.local` for `count` experts."""
     if weights.experts.count == 1:
         return None
     begin, end = weights.experts.part(count)
@@ -134,12 +136,12 @@ def local_numbers(weights: Weights, count: int) -> torch.Tensor | None:
 
 
 def leave_out(weights: Weights, moe: MoeConfig) -> None:
-    """Ignores other ranks' experts, where each is a tensor of its own. Before any is taken: with the first one, those
+    """Ignores other ranks' experts, where each is a module of its own. Before any is taken: with the first one, those
     of all layers begin to be read."""
     begin, end = weights.experts.part(moe.num_experts)
-    others = [expert for expert in range(moe.num_experts) if not begin <= expert < end]
-    for layer, block, expert, name in product(moe.layers, BLOCKS, others, QWEN_NAMES + MIXTRAL_NAMES):
-        weights.ignore(f"model.layers.{layer}.{block}experts.{expert}.{name}.weight")
+    others = [*range(begin), *range(end, moe.num_experts)]
+    modules = product(moe.layers, BLOCKS, others)
+    weights.ignore(*(f"model.layers.{layer}.{block}experts.{expert}" for layer, block, expert in modules))
 
 
 def new_stack(like: torch.Tensor, count: int, outputs: int, inputs: int) -> torch.Tensor:
@@ -164,13 +166,15 @@ class MoeLayer(Layer):
         moe = config.moe
         if moe is None or layer not in moe.layers:
             return Layer.new_feed_forward(config, weights, ops, layer)
-        prefix = f"model.layers.{layer}."
+        prefix, hidden = f"model.layers.{layer}.", config.hidden_size
+        if moe.clamped is not None:
+            return new_gpt_oss_moe(moe, weights, ops, f"{prefix}mlp.", hidden)
         block = BLOCKS[1] if weights.has(f"{prefix}{BLOCKS[1]}gate.weight") else BLOCKS[0]
-        return new_moe(moe, weights, ops, prefix + block, config.hidden_size)
+        return new_moe(moe, weights, ops, prefix + block, hidden)
 
 
 class MoeDecoder(Decoder):
-    layer_type: type[Layer] = MoeLayer
+    layer_type = MoeLayer
 
     def __init__(self, config: ModelConfig, weights: Weights, context_length: int, ranks: Ranks | None = None) -> None:
         assert config.moe is not None
@@ -188,21 +192,9 @@ class MoeDecoder(Decoder):
 # ---- gpt-oss --------------------------------------------------------------------------------------------------
 
 
-class GptOssLayer(Layer):
-    @staticmethod
-    def new_feed_forward(
-        config: ModelConfig, weights: Weights, ops: Ops, layer: int
-    ) -> Callable[[torch.Tensor, Context], torch.Tensor]:
-        assert config.moe is not None
-        prefix = f"model.layers.{layer}.mlp."
-        router = Linear(weights, ops, prefix, {"router": config.moe.num_experts}, config.hidden_size, bias=True)
-        return Moe(
-            ops, config.moe, router, take_gpt_oss_experts(weights, f"{prefix}experts.", config.moe, config.hidden_size)
-        )
-
-
-class GptOssDecoder(MoeDecoder):
-    layer_type = GptOssLayer
+def new_gpt_oss_moe(moe: MoeConfig, weights: Weights, ops: Ops, prefix: str, hidden: int) -> Moe:
+    router = Linear(weights, ops, prefix, {"router": (moe.num_experts,)}, hidden, bias=True)
+    return Moe(ops, moe, router, take_gpt_oss_experts(weights, f"{prefix}experts.", moe, hidden))
 
 
 def take_gpt_oss_experts(weights: Weights, prefix: str, moe: MoeConfig, hidden: int) -> Experts:
@@ -218,9 +210,7 @@ def take_gpt_oss_experts(weights: Weights, prefix: str, moe: MoeConfig, hidden: 
     here, own = into_bias.shape[0], into_bias.shape[1] // 2
     gate_up, down = new_stack(into_bias, here, 2 * own, hidden), new_stack(into_bias, here, hidden, own)
     for expert in range(here):
-        taking_turns = gate_up_of(expert)
-        gate_up[expert, :own] = taking_turns[0::2]
-        gate_up[expert, own:] = taking_turns[1::2]
+        gate_up[expert] = _apart(gate_up_of(expert).t()).t()
         down[expert] = down_of(expert)
     return Experts(gate_up, down, (_apart(into_bias), out_bias.contiguous()), moe.clamped, local)
 
@@ -233,7 +223,7 @@ def _apart(gate_up: torch.Tensor) -> torch.Tensor:
 def _matrices(
     weights: Weights, name: str, count: int, outputs: int, inputs: int, split: int
 ) -> Callable[[int], torch.Tensor]:
-    """Returns the matrix, (outputs, inputs), of each expert that is here, or the rank's part of it."""
+    """Returns a function from an expert that is here to its matrix (outputs, inputs), or the rank's part of that."""
     rank, packed = weights.rank if weights.experts.count == 1 else WHOLE, torch.uint8
     if weights.has(name) or not weights.has(f"{name}_blocks"):
         cut = cut_of_stack(weights, count, *((2, outputs) if split == OUTPUTS else (1, inputs)))

@@ -6,8 +6,6 @@ captured again.
 
 from __future__ import annotations
 
-import functools
-import types
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -19,8 +17,8 @@ _PACKAGE = __name__.partition(".")[0]
 
 
 def tensors_of(root: object) -> list[torch.Tensor]:
-    """All tensors reachable from `root` by attributes of our classes, torch modules, containers and closures. A
-    connection's to other ranks are none of them: the others have their addresses."""
+    """All tensors reachable from `root` by attributes of our classes and by containers, except those of a connection to
+    other ranks: the others know their addresses."""
     found: list[torch.Tensor] = []
     seen: dict[int, object] = {}
     waiting: list[object] = [root]
@@ -41,15 +39,9 @@ def _parts(value: Any) -> Iterable[object]:
         return value.values()
     if isinstance(value, list | tuple | set | frozenset):
         return value
-    if isinstance(value, functools.partial):
-        return (value.func, value.args, value.keywords)
-    if isinstance(value, types.MethodType):
-        return (value.__self__, value.__func__)
-    if isinstance(value, types.FunctionType):
-        return [cell.cell_contents for cell in value.__closure__ or () if cell != types.CellType()]
     module = type(value).__module__
     ours = module.partition(".")[0] == _PACKAGE and module != collectives.__name__
-    return _attributes(value) if ours or isinstance(value, torch.nn.Module) else ()
+    return _attributes(value) if ours else ()
 
 
 def _attributes(value: object) -> Iterator[object]:

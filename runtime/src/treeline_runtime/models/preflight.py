@@ -67,7 +67,7 @@ def _check_fit(config: EngineConfig, directory: Path, memory: Memory, counts: di
     """`counts`: the engines that share the memory are the product of these, by flag."""
     dtype = config.dtype if config.dtype != "auto" else "bfloat16" if memory.cuda else "float32"
     itemsize = 1 if config.quantization == "fp8" else _ITEMSIZES[dtype]
-    # on a CPU the ranks of a machine share the memory; engines that share experts have the rest each
+    # on a CPU the ranks of a machine share its memory; of engines that share experts, each has all other weights
     ranks = max(config.ranks, config.ep_size) if memory.cuda else config.nnodes
     whole = weight_bytes(directory, itemsize)
     engines = math.prod(counts.values())

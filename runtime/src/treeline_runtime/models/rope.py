@@ -26,12 +26,7 @@ def rope_tables(
     """→ cos, sin, each (length, rotated elements of a head), for `rotate`."""
     positions = torch.arange(length, dtype=torch.float32)
     dim = rope.dim(head_dim)
-    if rope.type == "dynamic":
-        frequencies, scale = _plain(_dynamic_base(rope, dim, max_position, length), dim), 1.0
-    elif rope.type == "longrope":
-        frequencies, scale = _longrope(rope, dim, length), _longrope_scale(rope)
-    else:
-        frequencies, scale = _frequencies(rope, dim)
+    frequencies, scale = _frequencies(rope, dim, max_position, length)
     angles = positions[:, None] * frequencies
     cos, sin = angles.cos() * scale, angles.sin() * scale
     # rotate() multiplies sin with the swapped halves: the sign of the rotation is folded in here
@@ -53,7 +48,7 @@ def _plain(theta: float, dim: int) -> torch.Tensor:
     return 1.0 / (theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))
 
 
-def _frequencies(rope: RopeConfig, dim: int) -> tuple[torch.Tensor, float]:
+def _frequencies(rope: RopeConfig, dim: int, trained: int, length: int) -> tuple[torch.Tensor, float]:
     """→ (dim / 2 inverse frequencies, factor on cos and sin)."""
     plain = _plain(rope.theta, dim)
     if rope.type == "linear":
@@ -62,6 +57,10 @@ def _frequencies(rope: RopeConfig, dim: int) -> tuple[torch.Tensor, float]:
         return _llama3(rope, plain), 1.0
     if rope.type == "yarn":
         return _yarn(rope, dim), _yarn_scale(rope)
+    if rope.type == "dynamic":
+        return _plain(_dynamic_base(rope, dim, trained, length), dim), 1.0
+    if rope.type == "longrope":
+        return _longrope(rope, dim, length), _longrope_scale(rope)
     return plain, 1.0
 
 

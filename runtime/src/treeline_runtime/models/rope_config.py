@@ -15,6 +15,8 @@ ROPE_NEEDS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "longrope": ("short_factor", "long_factor"),
 }
+_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
+"""Settings that have the default of `RopeConfig` where they are missing or 0."""
 
 
 @dataclass(frozen=True)
@@ -95,16 +97,12 @@ def parse_rope(given: Mapping[str, Any], config: Mapping[str, Any], max_position
         type=kind,
         theta=float(10000.0 if theta is None else theta),
         partial_rotary_factor=1.0 if partial is None else float(partial),
-        factor=float(values.get("factor") or 1.0),
         original_max_position=original,
-        low_freq_factor=float(values.get("low_freq_factor") or 1.0),
-        high_freq_factor=float(values.get("high_freq_factor") or 4.0),
-        beta_fast=float(values.get("beta_fast") or 32.0),
-        beta_slow=float(values.get("beta_slow") or 1.0),
         attention_factor=positive(values, "attention_factor") if kind == "longrope" else values.get("attention_factor"),
         mscale=values.get("mscale"),
         mscale_all_dim=values.get("mscale_all_dim"),
         truncate=bool(values.get("truncate", True)),
         short_factor=tuple(map(float, values.get("short_factor") or ())),
         long_factor=tuple(map(float, values.get("long_factor") or ())),
+        **{key: float(values[key]) for key in _NUMBERS if values.get(key)},
     )

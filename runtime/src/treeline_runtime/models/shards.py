@@ -1,9 +1,9 @@
 """The division of a model among the ranks of a group. No torch here.
 
-A stage of a pipeline has a range of the layers, and its ranks share them.
-Each rank has some heads, and of every feed-forward and every expert a part: of projections that read the stream its
-outputs, of those that write it its inputs, so that the ranks' results add up. Or it has some experts as a whole, and
-the others' add nothing to its result. Router and norms are whole on each.
+A stage of a pipeline has a range of the layers, and its ranks share each of them. A rank has some attention heads, and
+a part of each feed-forward and each expert: of a projection that reads the residual stream some outputs, of one that
+writes to it some inputs. So the ranks' results add up to the layer's. Or a rank has some experts as a whole, and adds
+nothing for the others. Every rank has the whole router and all norms.
 """
 
 from __future__ import annotations
@@ -74,20 +74,20 @@ class Rank:
         return range(first, first + size + (self.stage < more))
 
     def part(self, size: int) -> tuple[int, int]:
-        """Begin and end of the rank's equal part of so many things; of fewer things than ranks the one that it shares
-        with its neighbours."""
+        """Begin and end of the rank's part of `size` things, of which all ranks have equally many. If there are fewer
+        things than ranks, neighbours share one."""
         if size < self.count:
             shared = self.index * size // self.count
             return shared, shared + 1
         return self.index * size // self.count, (self.index + 1) * size // self.count
 
     def rows(self, vocabulary: int) -> tuple[int, int]:
-        """The same of a vocabulary; ranks have as many rows each, of which the last may be missing."""
+        """Begin and end of the rank's rows of a vocabulary: as many as the other ranks have, or fewer at its end."""
         size = -(-vocabulary // self.count)
         return min(self.index * size, vocabulary), min((self.index + 1) * size, vocabulary)
 
     def cut(self, dim: int, *sizes: int, unit: int = 1) -> Cut | None:
-        """The rank's part of each of the sections of a dimension, in which units stay whole. None: all of it."""
+        """The rank's part of each section of a dimension; a unit, such as a head, stays whole. None: all of it."""
         if self.count == 1:
             return None
         ranges, start = [], 0
@@ -103,8 +103,8 @@ WHOLE = Rank(0, 1)
 
 
 def check_ranks(config: ModelConfig, count: int, stages: int = 1, ep_size: int = 1) -> None:
-    """Raises ModelError, which names what so many ranks cannot share, in each of so many stages. ep_size: over how many
-    of them whole experts are divided; 1: each has a slice of every expert."""
+    """Raises ModelError if `count` ranks cannot share each of `stages` stages; it names what they cannot divide.
+    ep_size: the ranks over which whole experts are divided; 1: each rank has a part of every expert."""
     if stages > config.num_layers:
         raise ModelError(
             f"{config.architecture} has {config.num_layers} layers: --pp-size {stages} leaves a stage without one"
@@ -143,8 +143,8 @@ def check_ranks(config: ModelConfig, count: int, stages: int = 1, ep_size: int =
 
 
 def own(config: ModelConfig, rank: Rank, ep_size: int = 1) -> ModelConfig:
-    """One rank's sizes and layers, numbered within its stage; the sizes of the vocabulary and the number of experts are
-    still the model's. ep_size: see `check_ranks`."""
+    """The sizes of one rank's part, and its layers, numbered within its stage. The vocabulary and the number of experts
+    remain the model's. ep_size: see `check_ranks`."""
     moe, count = config.moe, rank.count
     layers = rank.layers(config.num_layers)
     if moe is not None:

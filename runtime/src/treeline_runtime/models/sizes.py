@@ -6,7 +6,7 @@ decoder's own and with transformers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 from treeline_runtime.models.model_config import ModelConfig
 from treeline_runtime.models.quantization.scheme import BLOCK, Scheme
@@ -28,8 +28,8 @@ class Part:
 def parts_of(
     model: ModelConfig, element_bytes: int, scheme: Scheme | None = None, rank: Rank = WHOLE, ep_size: int = 1
 ) -> list[Part]:
-    """element_bytes: of a number that is not quantised; scheme: how projections are; rank: of those that share it;
-    ep_size: over how many whole experts are divided."""
+    """element_bytes: of a number that is not quantised. scheme: how projections are quantised. rank: whose bytes are
+    counted. ep_size: the ranks over which whole experts are divided."""
     mine = replace(own(model, rank, ep_size), vocab_size=-(-model.vocab_size // rank.count))
     each = {part.name: part.bytes for part in _parts(mine, element_bytes, scheme, rank)}
     if "experts" in each:
@@ -38,7 +38,7 @@ def parts_of(
 
 
 def _parts(model: ModelConfig, element_bytes: int, scheme: Scheme | None, stage: Rank) -> list[Part]:
-    """Of a model that has the layers of a stage alone."""
+    """The parts of a model that consists of one stage's layers. stage: says whether it has embedding, norm and head."""
     hidden, layers = model.hidden_size, model.num_layers
     dense = layers - (len(model.moe.layers) if model.moe else 0)
     matrix = model.vocab_size * hidden
@@ -110,9 +110,6 @@ def _experts(model: ModelConfig, element_bytes: int) -> list[Part]:
 
 
 def _norms(model: ModelConfig, element_bytes: int, stage: Rank) -> Part:
-    names = model.norms
-    a_layer = sum(
-        name is not None for name in (names.before_attention, names.after_attention, names.before_mlp, names.after_mlp)
-    )
+    a_layer = sum(name is not None for name in astuple(model.norms))
     count = (a_layer * model.num_layers + stage.is_last_stage) * model.hidden_size
     return Part("norms", count, count, count * (4 if model.norm_adds_one else element_bytes))

@@ -2,9 +2,9 @@
 
 Threads read pieces into a ring of pinned buffers; the thread that asks for a tensor uploads them on a stream of its
 own. So the host holds no more than the ring, the device little more than was asked for. Tensors are read ahead in the
-order in which models usually ask; one asked for out of turn is next. A rank reads its part of a tensor. As that is
-known when it is asked for, it is ahead of its turn where the same tensor of another layer was asked for. The format:
-https://huggingface.co/docs/safetensors.
+order in which models usually ask; one asked for out of turn is next. A rank reads only its part of a tensor. It is
+known when the tensor is asked for; from then on the same tensor of other layers, which is cut alike, is read ahead. The
+format: https://huggingface.co/docs/safetensors.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ BUFFERS = 16
 THREADS = 8
 """The most reading threads; reading from the page cache is limited by memory bandwidth."""
 SHORT_BYTES = 32 << 10
-"""Gaps between the runs of a part that are read, too, and cut off on the device: calls for each short run would take
-longer, and a disk gives whole pages."""
+"""Shorter gaps between a part's runs are read, too, and cut off on the device: a call for each run would take longer,
+and a disk gives whole pages."""
 _LAYER = re.compile(r"\.\d+(?=\.)")
 """The number of a layer or expert in a tensor's name."""
 _DTYPES = {
@@ -165,7 +165,7 @@ class Streamed:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
         del self._missing[name]
         read = self._arriving.pop(name).view(entry.dtype)
-        if cut is None or not _reads_gaps(entry, cut):
+        if cut is None or read.numel() == prod(shape):
             return read.view(shape)
         return cut_from(read.view(entry.shape), cut)
 
@@ -188,7 +188,7 @@ class Streamed:
             self._free.put(buffer)
             return
         if piece.name not in self._arriving:
-            size = _read_bytes(self._entries[piece.name], self._cuts[piece.name])
+            size = sum(size for _, size in _runs(self._entries[piece.name], self._cuts[piece.name]))
             self._arriving[piece.name] = torch.empty(size, dtype=torch.uint8, device=self._device)
             self._missing[piece.name] = size
             if self._stream is not None:  # the memory may be what kernels launched before still read
@@ -262,25 +262,20 @@ class Streamed:
         self._arriving.clear()
 
 
-def _reads_gaps(entry: Entry, cut: Cut) -> bool:
-    """Whether the gaps between a part's runs are short."""
-    first, *others = islice(cut.runs(entry.shape, entry.dtype.itemsize), 2)
-    return bool(others) and others[0][0] - sum(first) < SHORT_BYTES
-
-
-def _read_bytes(entry: Entry, cut: Cut | None) -> int:
-    if cut is None or _reads_gaps(entry, cut):
-        return entry.size
-    return prod(cut.shape(entry.shape)) * entry.dtype.itemsize
+def _runs(entry: Entry, cut: Cut | None) -> Iterable[tuple[int, int]]:
+    """The bytes of a tensor that are read for a part of it, begin and size of each run: all where the gaps between the
+    part's runs are short."""
+    if cut is not None:
+        first, *others = islice(cut.runs(entry.shape, entry.dtype.itemsize), 2)
+        if not others or others[0][0] - sum(first) >= SHORT_BYTES:
+            return cut.runs(entry.shape, entry.dtype.itemsize)
+    return [(0, entry.size)]
 
 
 def _pieces(name: str, entry: Entry, cut: Cut | None) -> Iterator[_Piece]:
     """A tensor or a part of it in pieces, each as large as a buffer but for the last."""
-    runs: Iterable[tuple[int, int]] = [(0, entry.size)]
-    if cut is not None and not _reads_gaps(entry, cut):
-        runs = cut.runs(entry.shape, entry.dtype.itemsize)
     piece = _Piece(name, 0)
-    for begin, size in runs:
+    for begin, size in _runs(entry, cut):
         while size:
             if piece.size == BUFFER_BYTES:
                 yield piece

@@ -6,6 +6,7 @@ import json
 import logging
 import time
 import zlib
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -47,9 +48,9 @@ class Weights(Protocol):
     scheme: Scheme | None
     """The quantisation of projections; None if they have none."""
     rank: Rank
-    """The rank that they are for; models say which cut of a tensor it gets."""
+    """The rank that takes them; the model says which part of a tensor it takes."""
     experts: Rank
-    """Its place among the ranks over which whole experts are divided; `WHOLE`: experts are not divided."""
+    """Its place among the ranks over which whole experts are divided; `WHOLE`: it has a part of every expert."""
 
     def has(self, name: str) -> bool:
         """Whether `take` would find it."""
@@ -61,11 +62,8 @@ class Weights(Protocol):
         """The tensor of this shape on the engine's device, or a part of it, in the engine's dtype or `dtype`; fp8 must
         be fp8 in the checkpoint. Raises ModelError."""
 
-    def ignore(self, name: str) -> None:
-        """Accepts that this tensor is never taken; it may be missing."""
-
-    def leave(self, *beginnings: str) -> None:
-        """Leaves tensors whose names begin so, and that were not taken, to other stages."""
+    def ignore(self, *modules: str) -> None:
+        """Does not read these tensors, or all tensors of these modules: they are never taken, and may be missing."""
 
 
 class Checkpoint:
@@ -159,18 +157,15 @@ class Checkpoint:
     def has(self, name: str) -> bool:
         return self._saved(name) in self._file_of
 
-    def ignore(self, name: str) -> None:
-        """Treats the tensor as absent from now on."""
-        self._untaken.discard(self._saved(name))
-        self._file_of.pop(self._saved(name), None)
-        if self._streamed is not None:
-            self._streamed.skip(self._saved(name))
-
-    def leave(self, *beginnings: str) -> None:
-        if self.rank.stages > 1:
-            saved = tuple(map(self._saved, beginnings))
-            for name in [name for name in self._untaken if name.startswith(saved)]:
-                self.ignore(name)
+    def ignore(self, *modules: str) -> None:
+        """Treats them as absent from now on."""
+        ignored = set(map(self._saved, modules))
+        for name in list(self._file_of):
+            if not ignored.isdisjoint(accumulate(name.split("."), "{}.{}".format)):
+                del self._file_of[name]
+                self._untaken.discard(name)
+                if self._streamed is not None:
+                    self._streamed.skip(name)
 
     def _saved(self, name: str) -> str:
         """Its name in the files."""
@@ -261,11 +256,8 @@ class RandomWeights:
     def has(self, name: str) -> bool:
         return name != HEAD  # so that a tied one is tied
 
-    def ignore(self, name: str) -> None:
-        """There is nothing to leave out."""
-
-    def leave(self, *beginnings: str) -> None:
-        """Nor to leave to others."""
+    def ignore(self, *modules: str) -> None:
+        """Nothing is read."""
 
     def shape(self, name: str) -> tuple[int, ...]:
         raise ModelError(f"tensor {name}: random weights have any shape, and no scales")

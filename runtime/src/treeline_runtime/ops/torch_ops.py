@@ -30,6 +30,7 @@ class TorchOps:
         tokens[rows, positions] = ids
 
     linear = staticmethod(F.linear)
+    choose = staticmethod(choose)
 
     def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         if weight.dtype != torch.float32:
@@ -104,11 +105,6 @@ class TorchOps:
 
     def stored_finite(self, context: Context) -> torch.Tensor:
         return context.attention.pool.are_finite(context.slots)
-
-    def choose(
-        self, logits: torch.Tensor, temperatures: torch.Tensor, keys: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return choose(logits, temperatures, keys)
 
     def forbid(self, logits: torch.Tensor, masks: torch.Tensor) -> None:
         places = torch.arange(32, dtype=torch.int32, device=masks.device)

@@ -8,7 +8,7 @@ import triton
 
 from treeline_runtime.context import Context
 from treeline_runtime.ops import expert_kernels, kernels
-from treeline_runtime.ops.base import Activation, Experts, Found, Heads, Tables
+from treeline_runtime.ops.base import Activation, Found, Heads, Tables
 from treeline_runtime.ops.early_kernels import early_launch
 from treeline_runtime.ops.fused_experts import FusedExperts
 
@@ -25,7 +25,7 @@ class TritonOps:
     def __init__(self, device: torch.device | None = None) -> None:
         """device: of the tensors, to use features of some GPUs only."""
         self._early = early_launch(device)
-        self._experts = FusedExperts()
+        self.experts = FusedExperts()
 
     def look_up(self, rows: torch.Tensor, positions: torch.Tensor, tables: Tables) -> Found:
         tokens, (ropes, length, size) = len(rows), tables.cos.shape
@@ -134,9 +134,6 @@ class TritonOps:
             BLOCK=triton.next_power_of_2(experts), BLOCK_K=triton.next_power_of_2(top_k), num_warps=1,
         )  # fmt: skip
         return scores, ids
-
-    def experts(self, x: torch.Tensor, experts: Experts, scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        return self._experts(x, experts, scores, ids)
 
     def rotate_and_store(
         self, qkv: torch.Tensor, heads: Heads, layer: int, context: Context

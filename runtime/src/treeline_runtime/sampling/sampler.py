@@ -43,15 +43,13 @@ def check_sampling(params: SamplingParams, vocab_size: int) -> str | None:
         return f"min_new_tokens {params.min_new_tokens} exceeds max_new_tokens {params.max_new_tokens}"
     if params.min_new_tokens and params.grammar is not None:
         return "min_new_tokens beside a grammar, which decides where it ends"
-    if params.logit_bias:
-        for token, bias in params.logit_bias.items():
-            if not 0 <= token < vocab_size:
-                return f"logit_bias names token {token}; the vocabulary has {vocab_size}"
-            if math.isnan(bias) or bias == math.inf:
-                return f"logit_bias of token {token} is {bias}"
+    for token, bias in (params.logit_bias or {}).items():
+        if math.isnan(bias) or bias == math.inf:
+            return f"logit_bias of token {token} is {bias}"
     if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         return f"stop_token_ids has {len(params.stop_token_ids)} tokens; at most {MAX_STOP_TOKEN_IDS} are looked for"
     named = {
+        "logit_bias": params.logit_bias or (),
         "stop_token_ids": params.stop_token_ids,
         "allowed_token_ids": params.allowed_token_ids,
         "bad_words": [token for word in params.bad_words for token in word],

@@ -12,12 +12,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from itertools import accumulate
 from typing import Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from treeline_runtime.attention import Layout, new_attention
@@ -84,9 +82,7 @@ class Executor:
                 scales=model.kv_scales,
             )
             scoring = shape.scoring.within(table.page_table.shape[1] * limits.page_size)
-            self._attention = new_attention(
-                config.attention_backend, self.pool, shape.num_heads, shape.num_kv_heads, shape.head_dim, scoring
-            )
+            self._attention = new_attention(config.attention_backend, self.pool, shape.num_heads, scoring)
             self._forward = Forward(model, self._attention, table)
             self._graphs = DecodeGraphs(self._forward, self._attention, table, limits.max_graph_batch, device)
             self._prompts = PromptGraphs(self._forward, self._attention, table, limits.max_graph_tokens, device)
@@ -94,14 +90,14 @@ class Executor:
     def launch(self, plan: StepPlan) -> Launched:
         """Computes the step; this executor owns its pages until it is done. Raises GroupFailed for any failure if it is
         one of several."""
-        launch = self._how(plan)
+        how = self._how(plan)
         if self._peers is not None:
-            return self._with_peers(plan, plan.num_tokens, launch, self._peers)
+            return self._with_peers(plan, plan.num_tokens, how, self._peers)
         if self._group is None:
-            return self._compute(plan, launch)
-        self._group.begin(plan, launch)
+            return self._compute(plan, how)
+        self._group.begin(plan, how)
         with as_one(self._group):
-            return self._compute(plan, launch)
+            return self._compute(plan, how)
 
     def idle(self) -> None:
         """Computes the experts that are here for the peers' tokens, with one token of nobody."""
@@ -119,13 +115,13 @@ class Executor:
             finally:
                 peers.exchange.rows = 0
 
-    def _compute(self, plan: StepPlan, launch: Launch) -> Launched:
+    def _compute(self, plan: StepPlan, how: Launch) -> Launched:
         with torch.inference_mode(), self._on_device():
             self._table.write(plan)
-            return self._launch(plan, launch)
+            return self._launch(plan, how)
 
     def _how(self, plan: StepPlan) -> Launch:
-        if plan.decodes and self._is_graph(plan):
+        if self._is_decode_graph(plan):
             return Launch("decode graph", self._graphs.size_for(plan.num_tokens))
         size = 0 if plan.embeddings else self._prompts.size_for(plan.num_tokens)
         return Launch("prompt graph", size) if size else EAGER
@@ -134,14 +130,10 @@ class Executor:
         """Triton and FlashInfer kernels, events and captures use the current device."""
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
-    def _launch(self, plan: StepPlan, launch: Launch) -> Launched:
-        if launch.mode == "decode graph":
-            return self._replay(plan, launch.bucket)
-        q_lens = plan.q_lens
-        rows = np.array(plan.rows, dtype=np.int64)
-        positions = [np.arange(start, end) for start, end in zip(plan.starts, plan.ends, strict=True)]
-        cells = np.stack((np.repeat(rows, q_lens), np.concatenate(positions))).astype(np.int32)
-        hidden, kv_finite = self._hidden(plan, rows, cells, launch.bucket)
+    def _launch(self, plan: StepPlan, how: Launch) -> Launched:
+        if how.mode == "decode graph":
+            return self._replay(plan, how.bucket)
+        hidden, kv_finite = self._hidden(plan, how.bucket)
         if self._group is not None and (plan.hidden or self._model.pooler is not None):
             hidden = self._group.ranks.home(hidden)
         launched = Launched(plan)
@@ -159,31 +151,28 @@ class Executor:
         logits, tokens = self._forward.choose(hidden, DecodeInputs.of(plan).on(self._device))
         return self._finish(launched, logits, tokens, kv_finite)
 
-    def _hidden(
-        self, plan: StepPlan, rows: npt.NDArray[np.int64], cells: npt.NDArray[np.int32], size: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`Forward.hidden` of the step. In a pipeline a stage computes a micro-batch while the next stage computes the
-        one before."""
-        ranks = None if self._group is None else self._group.ranks
-        bounds, table = [0, *accumulate(plan.q_lens)], self._table
-        parts = []
+    def _hidden(self, plan: StepPlan, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """`Forward.hidden` of the step. size: of its graph, 0: none. In a pipeline, which has no graphs, a stage
+        computes a micro-batch while the next stage computes the one before."""
+        ranks, cells, table, parts = self._model.ranks, plan.cells(), self._table, []
         for begin, end in plan.micro_batches(1 if ranks is None else ranks.rank.stages):
+            rows = plan.rows[begin:end]
             layout = Layout(
                 plan.q_lens[begin:end],
                 plan.ends[begin:end],
                 table.page_table,
-                upload(rows[begin:end], self._device),
-                table.on_host(plan.rows[begin:end]),
+                upload(np.array(rows, dtype=np.int64), self._device),
+                table.on_host(rows),
             )
-            of_tokens = cells[:, bounds[begin] : bounds[end]]
-            parts.append(self._prompts.hidden(of_tokens, self._attention.plan(layout), plan.embeddings, size))
+            of_tokens = cells[:, plan.bounds[begin] : plan.bounds[end]]
+            parts.append(self._prompts.hidden(of_tokens, self._attention.plan(layout), size, plan.embeddings))
         hidden, finite = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
         return hidden, finite if ranks is None else ranks.everywhere(finite)
 
-    def _is_graph(self, plan: StepPlan) -> bool:
-        """Whether a decode step replays a graph, in which every token is a sequence of its own and reads everything
-        before it. A long jump in a long sequence is faster as a prompt."""
-        if plan.hidden or plan.embeddings:  # which graphs neither keep nor take
+    def _is_decode_graph(self, plan: StepPlan) -> bool:
+        """Whether a step replays a graph in which every token is a sequence of its own and reads everything before it.
+        A long jump in a long sequence is faster as a prompt."""
+        if not plan.decodes or plan.hidden or plan.embeddings:  # graphs give no hidden states, take no embeddings
             return False
         if plan.num_tokens > self._graphs.largest or not plan.sampling:
             return False
@@ -205,25 +194,20 @@ class Executor:
         memory."""
         with torch.inference_mode(), self._on_device():
             for length in lengths:
-                self._compute_for_nobody(length)
+                plan = self._of_nobody(length)
+                launched = self._launch(plan, self._how(plan))
+                if self._leads:
+                    launched.result()
+            if self._leads and self._model.pooler is None:
+                vocab = self._model.config.vocab_size
+                masks = torch.zeros(1, mask_words(vocab), dtype=torch.int32, device=self._device)
+                self._model.ops.forbid(torch.zeros(1, vocab, device=self._device), masks)
 
     def _of_nobody(self, length: int) -> StepPlan:
         one = StepPlan([self._table.scratch_row], [0], [length])
         if self._model.pooler is not None:
             return msgspec.structs.replace(one, whole=[True])
         return msgspec.structs.replace(one, sampling=[0], temperatures=[1.0], seeds=[0], indices=[0])
-
-    def _compute_for_nobody(self, length: int) -> None:
-        plan = self._of_nobody(length)
-        launched = self._launch(plan, self._how(plan))
-        if not self._leads:
-            return
-        launched.result()
-        if self._model.pooler is not None:
-            return
-        vocab = self._model.config.vocab_size
-        masks = torch.zeros(1, mask_words(vocab), dtype=torch.int32, device=self._device)
-        self._model.ops.forbid(torch.zeros(1, vocab, device=self._device), masks)
 
     @torch.inference_mode()
     def clear(self, pages: Pages) -> None:
@@ -353,9 +337,8 @@ class Executor:
 
     def _input_logprobs(self, plan: StepPlan, hidden: torch.Tensor) -> list[tuple[int, Logprobs]]:
         found: list[tuple[int, Logprobs]] = []
-        firsts = [0, *accumulate(plan.q_lens)]
         for one in plan.input_logprobs:
-            offset = firsts[one.sequence] - plan.starts[one.sequence]
+            offset = plan.bounds[one.sequence] - plan.starts[one.sequence]
             for begin in range(one.low, one.high, ROWS_AT_ONCE):
                 end = min(begin + ROWS_AT_ONCE, one.high)
                 logits = self._model.logits(hidden[offset + begin : offset + end]).float()
@@ -368,5 +351,4 @@ class Executor:
 
 def _hidden_states(plan: StepPlan, hidden: torch.Tensor) -> list[tuple[int, Readback]]:
     """hidden (tokens of the step, hidden) → the parts of requesting sequences, being copied to the host."""
-    bounds = [0, *accumulate(plan.q_lens)]
-    return [(i, Readback(hidden[bounds[i] : bounds[i + 1]].float())) for i in plan.hidden]
+    return [(i, Readback(hidden[plan.bounds[i] : plan.bounds[i + 1]].float())) for i in plan.hidden]

@@ -73,8 +73,7 @@ class DecodeInputs:
         """Makes the inputs of a step in which some sequences have several tokens: a row per token. Only after a sampled
         sequence's last token a token is kept."""
         those, lasts = cls.of(plan), plan.lasts
-        rows = np.repeat(plan.rows, plan.q_lens).tolist()
-        positions = [at for start, end in zip(plan.starts, plan.ends, strict=True) for at in range(start, end)]
+        rows, positions = plan.cells().tolist()
         targets, temperatures = [scratch_row] * len(rows), [0.0] * len(rows)
         keys = np.zeros((len(rows), 2), dtype=np.int32)
         keys[lasts] = those.keys

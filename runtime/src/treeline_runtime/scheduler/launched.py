@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -87,11 +86,10 @@ class Pooled:
 
     def __init__(self, plan: StepPlan, hidden: torch.Tensor, pooler: Pooler) -> None:
         """hidden (tokens of the step, hidden)"""
-        bounds = [0, *accumulate(plan.q_lens)]
         self._sequences = [i for i, is_whole in enumerate(plan.whole) if is_whole or pooler.pooling.needs_all]
         self._readback: Readback | None = None
         if self._sequences:
-            self._readback = Readback(pooler.select(hidden, bounds[:-1], bounds[1:], plan.whole))
+            self._readback = Readback(pooler.select(hidden, plan.bounds[:-1], plan.bounds[1:], plan.whole))
 
     def get(self) -> Iterator[tuple[int, Vector, bool]]:
         """Returns the sequences' numbers, each one's contribution, and whether all are finite."""
@@ -139,8 +137,8 @@ class Launched:
         if sampled:
             self._take_tokens(results, *(copy.tolist() for copy in sampled))
         if not kv_finite.all():
-            firsts = np.cumsum([0, *self.plan.q_lens[:-1]])
-            for result, is_finite in zip(results, np.logical_and.reduceat(kv_finite, firsts), strict=True):
+            of_each = np.logical_and.reduceat(kv_finite, self.plan.bounds[:-1])
+            for result, is_finite in zip(results, of_each, strict=True):
                 if not is_finite:
                     result.failed = NOT_FINITE
         self._take_logprobs(results)

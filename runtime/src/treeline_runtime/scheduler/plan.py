@@ -6,6 +6,7 @@ Sequences are numbered by their order in the step; sampled ones also among thems
 
 from __future__ import annotations
 
+from functools import cached_property
 from itertools import accumulate, pairwise
 
 import msgspec
@@ -15,7 +16,7 @@ import numpy.typing as npt
 from treeline_runtime.messages import SamplingParams
 
 MICRO_BATCH_TOKENS = 256
-"""Tokens of a micro-batch, about: a GPU computes fewer no faster, since it reads all weights for them."""
+"""The least tokens of a micro-batch, about: fewer take as long on a GPU, which reads all weights for them."""
 
 
 class Writes(msgspec.Struct, array_like=True, frozen=True):
@@ -60,7 +61,7 @@ class Embeddings(msgspec.Struct, array_like=True, frozen=True):
     """(tokens, hidden) little-endian float32, like `Decoder.embed`'s output."""
 
 
-class StepPlan(msgspec.Struct, omit_defaults=True, frozen=True):
+class StepPlan(msgspec.Struct, omit_defaults=True, frozen=True, dict=True):
     """Sequence i, in row rows[i] of the tables, is computed from position starts[i] to ends[i]."""
 
     rows: list[int]
@@ -92,14 +93,24 @@ class StepPlan(msgspec.Struct, omit_defaults=True, frozen=True):
     whole: list[bool] = []
     """For vector models, by sequence: whether the step computes its last token."""
 
-    @property
+    @cached_property
     def q_lens(self) -> list[int]:
         """Tokens computed per sequence."""
         return [end - start for start, end in zip(self.starts, self.ends, strict=True)]
 
+    @cached_property
+    def bounds(self) -> list[int]:
+        """The index of each sequence's first token among all tokens of the step, and at the end their number."""
+        return [0, *accumulate(self.q_lens)]
+
     @property
     def num_tokens(self) -> int:
-        return sum(self.ends) - sum(self.starts)
+        return self.bounds[-1]
+
+    def cells(self) -> npt.NDArray[np.int32]:
+        """(2, tokens): the row and the position of each token."""
+        positions = [np.arange(start, end) for start, end in zip(self.starts, self.ends, strict=True)]
+        return np.stack((np.repeat(self.rows, self.q_lens), np.concatenate(positions))).astype(np.int32)
 
     def micro_batches(self, stages: int) -> list[tuple[int, int]]:
         """Cuts the step between sequences into parts of about as many tokens, at most one for each stage of a pipeline.
@@ -107,12 +118,11 @@ class StepPlan(msgspec.Struct, omit_defaults=True, frozen=True):
         count = 1 if self.embeddings else min(stages, self.num_tokens // MICRO_BATCH_TOKENS)
         if count <= 1:
             return [(0, len(self.rows))]
-        ends = np.cumsum([0, *self.q_lens])
-        cuts = (int(np.abs(ends - self.num_tokens * i / count).argmin()) for i in range(count + 1))
+        bounds = np.array(self.bounds)
+        cuts = (int(np.abs(bounds - self.num_tokens * i / count).argmin()) for i in range(count + 1))
         return list(pairwise(sorted(set(cuts))))
 
     @property
     def lasts(self) -> list[int]:
         """The index of each sampled sequence's last token among all tokens of the step."""
-        ends = list(accumulate(self.q_lens))
-        return [ends[i] - 1 for i in self.sampling]
+        return [self.bounds[i + 1] - 1 for i in self.sampling]

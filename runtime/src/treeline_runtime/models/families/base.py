@@ -24,8 +24,8 @@ class Family:
     architecture: str
     model_type: str
     describe: Callable[[ModelConfig, Config], ModelConfig]
-    """Completes the config that every family starts from (a Llama without biases). Raises ModelError, or an error of a
-    value's conversion."""
+    """Completes the config that every family starts from: a Llama without biases, or with those that `attention_bias`
+    names if it is among `reads`. Raises ModelError, or an error of a value's conversion."""
     reads: frozenset[str] = frozenset()
     """Keys used by `describe` and `rope`, besides those read for all."""
     defaults: Config = field(default_factory=dict)

@@ -19,8 +19,7 @@ from treeline_runtime.models.settings import FULL, SLIDING, ModelError, flag, la
 
 
 def _llama(common: ModelConfig, config: Config) -> ModelConfig:
-    bias = flag(config, "attention_bias")
-    return replace(common, qkv_bias=bias, o_bias=bias, mlp_bias=flag(config, "mlp_bias"))
+    return replace(common, mlp_bias=flag(config, "mlp_bias"))
 
 
 LLAMA = Family(
@@ -71,8 +70,7 @@ def _qwen2(common: ModelConfig, config: Config) -> ModelConfig:
 
 
 def _qwen3(common: ModelConfig, config: Config) -> ModelConfig:
-    bias = flag(config, "attention_bias")
-    return replace(common, qkv_bias=bias, o_bias=bias, qk_norm=True, scoring=_qwen_scoring(common, config))
+    return replace(common, qk_norm=True, scoring=_qwen_scoring(common, config))
 
 
 QWEN2 = Family(
@@ -130,8 +128,7 @@ _OLMO2_NORMS = Norms(after_attention="post_attention_layernorm", after_mlp="post
 
 
 def _olmo2(common: ModelConfig, config: Config) -> ModelConfig:
-    bias = flag(config, "attention_bias")
-    return replace(common, qkv_bias=bias, o_bias=bias, norms=_OLMO2_NORMS, qk_norm=True, qk_norm_over_heads=True)
+    return replace(common, norms=_OLMO2_NORMS, qk_norm=True, qk_norm_over_heads=True)
 
 
 OLMO2 = Family(

@@ -12,7 +12,6 @@ from treeline_runtime.models.settings import (
     FULL,
     SLIDING,
     ModelError,
-    flag,
     layer_types,
     needed,
     positive,
@@ -39,11 +38,8 @@ def _gemma(common: ModelConfig, config: Config, every: int) -> ModelConfig:
     """every: one of so many layers, the last, has no window."""
     pattern = [FULL if (layer + 1) % every == 0 else SLIDING for layer in range(common.num_layers)]
     scalar = needed(config, "query_pre_attn_scalar")
-    bias = flag(config, "attention_bias")
     return replace(
         common,
-        qkv_bias=bias,
-        o_bias=bias,
         norms=_NORMS,
         norm_adds_one=True,
         activation="gelu_tanh",

@@ -26,16 +26,13 @@ _BIAS_UNREAD: dict[str, tuple[object, ...]] = {"attention_bias": (False, True)}
 
 
 def _mixtral(common: ModelConfig, config: Config) -> ModelConfig:
+    return replace(common, moe=_on_all_layers(common, config), scoring=window_on_all(common, config))
+
+
+def _on_all_layers(common: ModelConfig, config: Config) -> MoeConfig:
     experts, top_k = count_experts(config, "num_local_experts", "num_experts")
-    moe = MoeConfig(
-        num_experts=experts,
-        top_k=top_k,
-        intermediate_size=whole(config, "intermediate_size"),
-        normalise=True,
-        shared_intermediate_size=0,
-        layers=frozenset(range(common.num_layers)),
-    )
-    return replace(common, moe=moe, scoring=window_on_all(common, config))
+    layers = frozenset(range(common.num_layers))
+    return MoeConfig(experts, top_k, whole(config, "intermediate_size"), layers)
 
 
 def _qwen2(common: ModelConfig, config: Config) -> ModelConfig:
@@ -51,12 +48,9 @@ def _qwen2(common: ModelConfig, config: Config) -> ModelConfig:
 
 
 def _qwen3(common: ModelConfig, config: Config) -> ModelConfig:
-    bias = flag(config, "attention_bias")
     window = config.get("sliding_window") if flag(config, "use_sliding_window") else None
     return replace(
         common,
-        qkv_bias=bias,
-        o_bias=bias,
         qk_norm=True,
         moe=_qwen_moe(common, config, 0, "num_experts", "num_local_experts"),
         scoring=window_on_all(common, {**config, "sliding_window": window}),
@@ -69,9 +63,9 @@ def _qwen_moe(common: ModelConfig, config: Config, shared: int, *counts: str) ->
         num_experts=experts,
         top_k=top_k,
         intermediate_size=whole(config, "moe_intermediate_size"),
+        layers=_sparse_layers(config, common.num_layers),
         normalise=flag(config, "norm_topk_prob"),
         shared_intermediate_size=shared,
-        layers=_sparse_layers(config, common.num_layers),
     )
 
 
@@ -154,28 +148,17 @@ _GPT_OSS_ROPE: dict[str, Any] = {
 
 
 def _gpt_oss(common: ModelConfig, config: Config) -> ModelConfig:
-    experts, top_k = count_experts(config, "num_local_experts", "num_experts")
-    if config.get("experts_per_token") not in (None, top_k):  # a remark, which transformers does not read
+    moe = _on_all_layers(common, config)  # the softmax is over a token's experts alone: normalising comes to the same
+    if config.get("experts_per_token") not in (None, moe.top_k):  # a remark, which transformers does not read
         raise ModelError("config.json has num_experts_per_tok and another experts_per_token: which is it?")
     alpha, limit = positive(config, "swiglu_alpha"), positive(config, "swiglu_limit")
     if alpha is None or limit is None:
         raise ModelError("config.json: swiglu_alpha and swiglu_limit must be numbers above 0, not null")
     pattern = [FULL if layer % 2 else SLIDING for layer in range(common.num_layers)]
-    bias = flag(config, "attention_bias")
     return replace(
         common,
-        qkv_bias=bias,
-        o_bias=bias,
         scoring=Scoring(windows=windows(layer_types(config, pattern), config.get("sliding_window")), sinks=True),
-        moe=MoeConfig(
-            num_experts=experts,
-            top_k=top_k,
-            intermediate_size=whole(config, "intermediate_size"),
-            normalise=True,  # the softmax is over a token's experts alone, which comes to the same
-            shared_intermediate_size=0,
-            layers=frozenset(range(common.num_layers)),
-            clamped=ClampedGate(alpha, limit),
-        ),
+        moe=replace(moe, clamped=ClampedGate(alpha, limit)),
     )
 
 

@@ -24,8 +24,8 @@ OLDEST = (8, 9)
 SECOND_COPY_BYTES = 64 << 20
 """Bytes that may be spent on a second copy in a faster order."""
 
-Sizes = Mapping[str, int | tuple[int, ...]]
-"""Projections → their outputs; those of one that is several in the checkpoint one after another."""
+Sizes = Mapping[str, tuple[int, ...]]
+"""Projections of the checkpoint → their outputs: one number, or several where it has packed several into one."""
 Product = Callable[[torch.Tensor, torch.Tensor | None], torch.Tensor]
 """x (tokens, inputs), bias (outputs,) or None → (tokens, outputs)."""
 
@@ -113,8 +113,8 @@ def new_product(
         quantised = list(names) if scheme else []
     else:
         quantised = [name for name in names if _find(weights, f"{prefix}{name}.", WEIGHT_SCALES)]
-    cuts = {name: cut_of(weights, outputs, size, split, unit) for name, outputs in names.items()}
-    outputs = {name: sum(whole_sizes(sizes)) for name, sizes in names.items()}
+    cuts = {name: cut_of(weights, sizes, size, split, unit) for name, sizes in names.items()}
+    outputs = {name: sum(sizes) for name, sizes in names.items()}
     if scheme is None or not quantised:
         parts = [weights.take(f"{prefix}{n}.weight", out, size, cut=cuts[n]) for n, out in outputs.items()]
         return float_product(ops, stack(parts))
@@ -136,14 +136,10 @@ def new_product(
     return Fp8(matrix) if multiplies_fp8(matrix.values.device) else Emulated(ops, matrix, weights.dtype)
 
 
-def whole_sizes(sizes: int | tuple[int, ...]) -> tuple[int, ...]:
-    return (sizes,) if isinstance(sizes, int) else sizes
-
-
-def cut_of(weights: Weights, outputs: int | tuple[int, ...], inputs: int, split: int | None, unit: int) -> Cut | None:
+def cut_of(weights: Weights, outputs: tuple[int, ...], inputs: int, split: int | None, unit: int) -> Cut | None:
     """The rank's part of a projection's weights."""
     if split == OUTPUTS:
-        return weights.rank.cut(OUTPUTS, *whole_sizes(outputs), unit=unit)
+        return weights.rank.cut(OUTPUTS, *outputs, unit=unit)
     return weights.rank.cut(INPUTS, inputs) if split == INPUTS else None
 
 
@@ -158,8 +154,8 @@ def multiplies_fp8(device: torch.device) -> bool:
 
 
 def _take(weights: Weights, scheme: Scheme, module: str, outputs: int, inputs: int, cut: Cut | None) -> Fp8Matrix:
-    """A rank that has a part of the inputs quantises its part of each row of activations, and at load of each row of
-    weights: its scale is not that of the row, nor are the results those of one rank to the last bit."""
+    """A rank that has a part of the inputs quantises only this part of each row of activations (at load, of weights).
+    So its scales are not those of whole rows, and results differ a little from those of a single rank."""
     if scheme.at_load:
         weight = weights.take(f"{module}weight", outputs, inputs, cut=cut)
         return Fp8Matrix(*quantise_weight(weight), weight.shape[1], None)

@@ -18,43 +18,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from treeline_runtime.models.settings import words
+
 BLOCK = 128
 """Outputs and inputs that share a scale in block-wise checkpoints."""
 WHAT_TO_DO = (
     "take the unquantised checkpoint (--quantization fp8 quantises it at load), or an fp8 one (quant_method fp8, or "
     "compressed-tensors in format float-quantized)"
 )
-_FP8_KEYS = frozenset(
-    [
-        "quant_method",
-        "activation_scheme",
-        "weight_block_size",
-        "ignored_layers",
-        "modules_to_not_convert",
-        "fmt",
-        "scale_fmt",
-        "kv_cache_scheme",
-        "dequantize",
-        "expert_dtype",
-    ]
+_FP8_KEYS = words(
+    "activation_scheme dequantize expert_dtype fmt ignored_layers kv_cache_scheme modules_to_not_convert quant_method "
+    "scale_fmt weight_block_size"
 )
-_COMPRESSED_KEYS = frozenset(
-    [
-        "quant_method",
-        "format",
-        "config_groups",
-        "ignore",
-        "kv_cache_scheme",
-        "quantization_status",
-        "global_compression_ratio",
-        "sparsity_config",
-        "transform_config",
-        "version",
-    ]
+_COMPRESSED_KEYS = words(
+    "config_groups format global_compression_ratio ignore kv_cache_scheme quant_method quantization_status "
+    "sparsity_config transform_config version"
 )
-_GROUP_KEYS = frozenset(["targets", "weights", "input_activations", "output_activations", "format"])
-_REMARKS = frozenset(["observer", "observer_kwargs"])
-"""How scales were chosen; has no effect."""
+_GROUP_KEYS = words("format input_activations output_activations targets weights")
+_TENSOR_KEYS = words(
+    "actorder block_structure dynamic group_size num_bits scale_dtype strategy symmetric type zp_dtype "
+    # how scales were chosen; has no effect
+    "observer observer_kwargs"
+)
 _OTHER_KEYS = ("compression_config", "quantization", "quant_config")
 """Keys by which older tools and other programs describe unsupported formats."""
 
@@ -159,11 +144,7 @@ def _fp8_tensor(settings: Any, where: str, strategies: Sequence[str], dynamic: S
     """Returns its strategy, one of those given."""
     if not isinstance(settings, dict):
         raise NotServed(f"{where} = {settings!r} is not an object")
-    known = _REMARKS | {
-        "num_bits", "type", "symmetric", "strategy", "dynamic", "group_size", "block_structure", "actorder",
-        "scale_dtype", "zp_dtype",
-    }  # fmt: skip
-    _only(settings, known, where)
+    _only(settings, _TENSOR_KEYS, where)
     _one_of(settings, "num_bits", (8,), where)
     _one_of(settings, "type", ("float",), where)
     _one_of(settings, "symmetric", (True,), where)
@@ -186,6 +167,6 @@ def _one_of(settings: Mapping[str, Any], key: str, values: Sequence[Any], where:
     return given
 
 
-def _only(settings: Mapping[str, Any], known: frozenset[str] | set[str], where: str) -> None:
+def _only(settings: Mapping[str, Any], known: frozenset[str], where: str) -> None:
     if unknown := [f"{where}.{key} = {value!r}" for key, value in settings.items() if value and key not in known]:
         raise NotServed(f"settings that are not known here and may change the result: {', '.join(unknown)}")
