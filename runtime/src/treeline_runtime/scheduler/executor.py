@@ -204,26 +204,20 @@ class Executor:
         """Computes prompts of these lengths for no request: builds or chooses kernels, loads libraries, takes
         memory."""
         with torch.inference_mode(), self._on_device():
-            for length in lengths:
-                self._compute_for_nobody(length)
+            for plan in map(self._of_nobody, lengths):
+                launched = self._launch(plan, self._how(plan))
+                if self._leads:
+                    launched.result()
+            if self._leads and self._model.pooler is None:
+                vocab = self._model.config.vocab_size
+                masks = torch.zeros(1, mask_words(vocab), dtype=torch.int32, device=self._device)
+                self._model.ops.forbid(torch.zeros(1, vocab, device=self._device), masks)
 
     def _of_nobody(self, length: int) -> StepPlan:
         one = StepPlan([self._table.scratch_row], [0], [length])
         if self._model.pooler is not None:
             return msgspec.structs.replace(one, whole=[True])
         return msgspec.structs.replace(one, sampling=[0], temperatures=[1.0], seeds=[0], indices=[0])
-
-    def _compute_for_nobody(self, length: int) -> None:
-        plan = self._of_nobody(length)
-        launched = self._launch(plan, self._how(plan))
-        if not self._leads:
-            return
-        launched.result()
-        if self._model.pooler is not None:
-            return
-        vocab = self._model.config.vocab_size
-        masks = torch.zeros(1, mask_words(vocab), dtype=torch.int32, device=self._device)
-        self._model.ops.forbid(torch.zeros(1, vocab, device=self._device), masks)
 
     @torch.inference_mode()
     def clear(self, pages: Pages) -> None:
