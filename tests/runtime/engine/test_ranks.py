@@ -189,7 +189,7 @@ def test_a_rank_that_cannot_load_keeps_the_others_from_waking(
         first = engine.generate(IDS, GREEDY).token_ids
         engine.sleep(2)
         away = path.with_name("away")
-        send = Followers._send
+        send = Followers.tell
 
         def hide(self: Followers, command: Command) -> None:
             """Let rank 0 alone find weights."""
@@ -201,7 +201,7 @@ def test_a_rank_that_cannot_load_keeps_the_others_from_waking(
                 away.rename(path)
 
         with monkeypatch.context() as patch:
-            patch.setattr(Followers, "_send", hide)
+            patch.setattr(Followers, "tell", hide)
             with pytest.raises(RuntimeError, match=r"^rank 1: .* is not a directory"):
                 engine.wake_up()
         engine.wake_up()
@@ -314,7 +314,7 @@ def work(path: Path, ranks: int, stages: int = 1) -> None:
 
 def harm(monkeypatch: pytest.MonkeyPatch, phase: str, rank: int, deed: Callable[[int], None]) -> None:
     """Do that to a rank's process when rank 0 has told it of this phase."""
-    wanted, send = PHASES[phase](), Followers._send
+    wanted, send = PHASES[phase](), Followers.tell
 
     def harming(self: Followers, command: Command) -> None:
         send(self, command)
@@ -323,7 +323,7 @@ def harm(monkeypatch: pytest.MonkeyPatch, phase: str, rank: int, deed: Callable[
             assert child is not None
             deed(child.pid)
 
-    monkeypatch.setattr(Followers, "_send", harming)
+    monkeypatch.setattr(Followers, "tell", harming)
 
 
 @pytest.mark.parametrize("phase", PHASES)

@@ -86,15 +86,13 @@ class Arrivals:
             return NO_PRIORITY
         if abs(message.priority) > LARGEST_PRIORITY:
             return f"priority {message.priority} is out of range: at most {LARGEST_PRIORITY} either way"
-        if message.return_hidden_states and (why := self._without_hidden_states(message)):
-            return why
+        if message.return_hidden_states:
+            if not self._config.enable_return_hidden_states:
+                return "return_hidden_states needs an engine that was started with enable_return_hidden_states"
+            room = MAX_HIDDEN_STATES_BYTES // (4 * self._model.hidden_size)
+            tokens = min(length + message.sampling.max_new_tokens, longest_request)
+            if tokens > room:
+                return (
+                    f"hidden states of {tokens} tokens of prompt and output are too large for an answer: at most {room}"
+                )
         return check_sampling(message.sampling, vocab_size)
-
-    def _without_hidden_states(self, message: GenerateReq) -> str | None:
-        if not self._config.enable_return_hidden_states:
-            return "return_hidden_states needs an engine that was started with enable_return_hidden_states"
-        most = MAX_HIDDEN_STATES_BYTES // (4 * self._model.hidden_size)
-        tokens = min(len(message.input_ids) + message.sampling.max_new_tokens, self._longest_request)
-        if tokens > most:
-            return f"hidden states of {tokens} tokens of prompt and output are too large for an answer: at most {most}"
-        return None

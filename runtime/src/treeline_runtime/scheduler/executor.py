@@ -193,8 +193,7 @@ class Executor:
         """Computes prompts of these lengths for no request: builds or chooses kernels, loads libraries, takes
         memory."""
         with torch.inference_mode(), self._on_device():
-            for length in lengths:
-                plan = self._of_nobody(length)
+            for plan in map(self._of_nobody, lengths):
                 launched = self._launch(plan, self._how(plan))
                 if self._leads:
                     launched.result()

@@ -33,10 +33,7 @@ from treeline_runtime.processes import SocketFolder, how_ended, spawn
 from treeline_runtime.scheduler.plan import StepPlan
 from treeline_runtime.scheduler.ranks.protocol import (
     LENGTH,
-    Call,
-    Clear,
     Command,
-    Delayed,
     Digests,
     GroupFailed,
     Launch,
@@ -152,12 +149,9 @@ class Followers:
 
     def begin(self, plan: StepPlan, launch: Launch) -> None:
         encoded = encode(plan)
-        self._send(Step(msgspec.Raw(encoded), launch, self._digests.after(encoded, launch)))
+        self.tell(Step(msgspec.Raw(encoded), launch, self._digests.after(encoded, launch)))
 
-    def tell(self, command: Delayed | Clear | Call) -> None:
-        self._send(command)
-
-    def _send(self, command: Command) -> None:
+    def tell(self, command: Command) -> None:
         self._check()
         message = encode(command)
         message = LENGTH.pack(len(message)) + message
@@ -177,7 +171,7 @@ class Followers:
             votes.append(vote)
         problem = next((vote.problem for vote in votes if vote.problem is not None), None)
         settled = Settle(problem, min(vote.number for vote in votes))
-        self._send(settled)
+        self.tell(settled)
         return settled.problem, settled.least
 
     def failed(self, error: Exception) -> GroupFailed:
