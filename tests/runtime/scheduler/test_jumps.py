@@ -132,9 +132,10 @@ class ComputedGraphs:
         self.of_jumps = 0
         self._executor = executor
 
-    def replay(
-        self, inputs: DecodeInputs, ends: list[int], size: int | None = None
-    ) -> tuple[torch.Tensor, Tokens, torch.Tensor]:
+    def size_for(self, tokens: int) -> int:
+        return tokens
+
+    def replay(self, inputs: DecodeInputs, ends: list[int], size: int) -> tuple[torch.Tensor, Tokens, torch.Tensor]:
         table = self._executor._table
         there = inputs.on(torch.device("cpu"))
         rows = torch.tensor(inputs.rows)

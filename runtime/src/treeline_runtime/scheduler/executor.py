@@ -99,8 +99,9 @@ class Executor:
         how = self._how(plan)
         if self._peers is not None:
             return self._with_peers(plan, plan.num_tokens, how, self._peers)
-        if self._group is not None:
-            self._group.begin(plan, how)
+        if self._group is None:
+            return self._compute(plan, how)
+        self._group.begin(plan, how)
         with as_one(self._group):
             return self._compute(plan, how)
 
