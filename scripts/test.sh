@@ -8,7 +8,7 @@ case ${1:-} in
   # Each worker imports and runs rooms of its own (`HEAVY` in tests/conftest.py): two would import everything twice.
   "") set -- --dist each --tx popen//env:TREELINE_ROOMS=heavy --tx popen//env:TREELINE_ROOMS=others \
     -o console_output_style=classic -m "not deep and not engines" --hypothesis-profile quick ;;
-  # A file's tests stay together: they share servers.
-  --all) shift; set -- --numprocesses 2 --dist loadfile --durations 10 -m "not engines" "$@" ;;
+  # A file's tests stay together: they share servers. The order of files is that of tests/conftest.py.
+  --all) shift; set -- --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 10 -m "not engines" "$@" ;;
 esac
 exec .venv/bin/python -m pytest -q "$@"

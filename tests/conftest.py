@@ -80,6 +80,9 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Files that start servers and clusters come first: the last ones are short, so all workers end together.
+    long = {item.path for item in items if item.get_closest_marker("deep") or item.get_closest_marker("integration")}
+    items.sort(key=lambda item: item.path not in long)
     if settings.get_current_profile_name() != "quick":
         return
     for item in items:

@@ -15,13 +15,13 @@ from typing import Any
 
 import psutil
 import pytest
-from support.runtime_server import ServerProcess, Stream, eventually, gone, running
-from treeline_runtime import nodes
+from support.runtime_server import ServerProcess, Stream, eventually, gone
+from treeline_runtime import Engine, SamplingParams, nodes
 from treeline_runtime.args import ServerArgs, parse_args
 from treeline_runtime.config import ConfigError, EngineConfig, meeting_place
 from treeline_runtime.nodes import Hello, digest_of, listen, meet
 
-BODY = {"prompt": "hello world, how are you?", "max_tokens": 16, "temperature": 0, "logprobs": 2}
+PROMPT, TOKENS = "hello world, how are you?", 16
 deep = pytest.mark.deep
 
 
@@ -60,21 +60,18 @@ class Group:
             return []
 
 
-def answer(server: ServerProcess) -> dict[str, Any]:
-    with server.client() as http:
-        choice: dict[str, Any] = http.post("/v1/completions", json=BODY).raise_for_status().json()["choices"][0]
-        return choice
-
-
 @deep
 @pytest.mark.integration
 def test_two_nodes_answer_like_one_and_end_when_both_are_asked_to(model: Path) -> None:
-    with running(model, "--no-events") as alone:
-        expected = answer(alone)
+    with Engine(model, device="cpu", threads=1) as alone:
+        expected = alone.generate(PROMPT, SamplingParams(temperature=0.0, max_new_tokens=TOKENS), return_logprob=True)
     with Group(model, "--tp-size=2", "--pp-size=2") as group:
-        found = answer(group.server)
-        assert found["text"] == expected["text"]
-        assert found["logprobs"]["token_logprobs"] == pytest.approx(expected["logprobs"]["token_logprobs"], abs=1e-3)
+        body = {"prompt": PROMPT, "max_tokens": TOKENS, "temperature": 0, "logprobs": 2}
+        with group.server.client() as http:
+            found = http.post("/v1/completions", json=body).raise_for_status().json()["choices"][0]
+        assert found["text"] == expected.text
+        logprobs = [value for value, _ in expected.output_token_logprobs]
+        assert found["logprobs"]["token_logprobs"] == pytest.approx(logprobs, abs=1e-3)
         stream = Stream(group.server, 200, ignore_eos=True).underway()
         for one in (group.worker, group.server):
             one.process.send_signal(signal.SIGTERM)

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 from support.runtime_server import ServerProcess, eventually, gone, make_checkpoint, port_flags, running
+from treeline_runtime import Engine, SamplingParams
 
 pytestmark = [pytest.mark.integration, pytest.mark.deep]
 
@@ -30,13 +31,18 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def expected(path: Path) -> list[Any]:
     """Return what one engine answers."""
-    with running(path, *FLAGS, "--no-events") as server, server.client() as http:
-        return [answer(http, i) for i in range(len(PROMPTS))]
+    prompts, greedy = [], []
+    for prompt, tokens in PROMPTS:
+        prompts.append(prompt)
+        greedy.append(SamplingParams(temperature=0.0, max_new_tokens=tokens, ignore_eos=True))
+    with Engine(path, device="cpu", threads=1, max_total_tokens=4096, chunked_prefill_size=64) as engine:
+        outputs = engine.generate(prompts, greedy, return_logprob=True)
+    return [(output.token_ids, [value for value, _ in output.output_token_logprobs]) for output in outputs]
 
 
 @pytest.fixture(scope="module")
 def server(path: Path) -> Iterator[ServerProcess]:
-    with running(path, *FLAGS, "--dp-size=2", "--ep-size=2", *port_flags(2)) as server:
+    with running(path, *FLAGS, "--dp-size=2", "--ep-size=2", "--drain-timeout=0", *port_flags(2)) as server:
         yield server
 
 
@@ -125,13 +131,13 @@ def test_a_killed_rank_ends_the_server_by_name(path: Path, rank: int) -> None:
             eventually(lambda pid=pid: gone(pid), what="all ranks end")  # type: ignore[misc]
 
 
-def test_a_server_stops_while_its_ranks_take_steps(path: Path) -> None:
-    with running(path, *FLAGS, "--dp-size=2", "--ep-size=2", "--no-events", "--drain-timeout=0") as server:
-        pids = server.children_of_ranks("treeline_runtime.scheduler_process")
-        body = {"prompt": "hello", "max_tokens": 900, "stream": True, "ignore_eos": True}
-        with server.client() as http, http.stream("POST", "/v1/completions", json=body) as stream:
-            next(stream.iter_lines())
-            server.process.send_signal(signal.SIGTERM)
-            assert server.wait() == 0
-        for pid in pids:
-            eventually(lambda pid=pid: gone(pid), what="all ranks end")  # type: ignore[misc]
+def test_a_server_stops_while_its_ranks_take_steps(server: ServerProcess) -> None:
+    """The last test: it ends the server of all."""
+    pids = server.children_of_ranks("treeline_runtime.scheduler_process")
+    body = {"prompt": "hello", "max_tokens": 900, "stream": True, "ignore_eos": True}
+    with server.client() as http, http.stream("POST", "/v1/completions", json=body) as stream:
+        next(stream.iter_lines())
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait() == 0
+    for pid in pids:
+        eventually(lambda pid=pid: gone(pid), what="all ranks end")  # type: ignore[misc]
