@@ -92,6 +92,9 @@ class KVPool:
         told = self._all.view(E4M3) if self.is_fp8 else self._all
         self.keys = [layer[0] for layer in told]
         self.values = [layer[1] for layer in told]
+        bytes_of_all = self._all.view(num_layers, 2, num_pages + 1, -1).view(torch.uint8)
+        # a kernel that copies words is faster than one that copies bytes
+        self._words = bytes_of_all.view(torch.int64) if bytes_of_all.shape[-1] % 8 == 0 else bytes_of_all
         self._paged = [(layer[0], layer[1]) for layer in self._all]
         self._flat = [(layer[0], layer[1]) for layer in self._slots]
 
@@ -130,6 +133,24 @@ class KVPool:
             # a sum is NaN or infinite if anything in it is; one pass, where isfinite() and all() need three
             total += stored.sum((0, 1, 3, 4), dtype=torch.float32)
         return total.isfinite()
+
+    def copy_out(self, page: int, to: npt.NDArray[np.uint8]) -> None:
+        """Copies a page of all layers to host memory (bytes of the page,), laid out [layers, 2, page_size, kv_heads,
+        head_dim]. On CUDA the copy is in stream order."""
+        self._copy(self._words[:, :, page], to, inward=False)
+
+    def copy_in(self, page: int, of: npt.NDArray[np.uint8]) -> None:
+        """The reverse of `copy_out`."""
+        self._copy(self._words[:, :, page], of, inward=True)
+
+    def _copy(self, here: torch.Tensor, there: npt.NDArray[np.uint8], *, inward: bool) -> None:
+        host = torch.from_numpy(there).view(here.dtype).view(here.shape)
+        if here.is_cuda:  # one kernel between the layers and a staging buffer, and one copy of it
+            (here.copy_ if inward else host.copy_)(host if inward else here, non_blocking=True)
+        elif inward:  # numpy's copies start no threads of their own beside those that compute
+            np.copyto(here.numpy(), host.numpy())
+        else:
+            np.copyto(host.numpy(), here.numpy())
 
     def clear(self, pages: Pages) -> None:
         """Zeroes whole pages in every layer."""

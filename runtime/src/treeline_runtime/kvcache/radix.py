@@ -22,15 +22,16 @@ being filled belong to its fillers until it is inserted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from treeline_wire.events import block_hash, hash_of, root_digest
 
+from treeline_runtime.kvcache.event_log import EventLog
 from treeline_runtime.kvcache.node import EVICTION_POLICIES, EvictionQueue, Node, Place
 from treeline_runtime.kvcache.pool import NO_PAGES, Pages
-from treeline_runtime.messages import CacheEvent, Cleared, Removed, Stored
+from treeline_runtime.messages import CacheEvent, Stored
 
 TOKEN_BYTES = 4
 
@@ -63,44 +64,6 @@ def common_prefix(a: bytes, b: bytes) -> int:
     return low
 
 
-class EventLog:
-    """Collects Stored, Removed and Cleared in order. A run that continues the previous one is merged with it."""
-
-    def __init__(self) -> None:
-        self._events: list[CacheEvent] = []
-
-    def stored(self, run: Stored) -> None:
-        last = self._events[-1] if self._events else None
-        if (
-            not isinstance(last, Stored)
-            or last.namespace != run.namespace
-            or last.block_hashes[-1] != run.parent_hash
-            # one index must describe the joined run: prompt, then output
-            or (run.output_from and last.output_from < len(last.token_ids))
-        ):
-            self._events.append(run)
-            return
-        output_from = last.output_from
-        if output_from == len(last.token_ids):
-            output_from += run.output_from
-        hashes, tokens = last.block_hashes + run.block_hashes, last.token_ids + run.token_ids
-        self._events[-1] = Stored(hashes, last.parent_hash, tokens, run.namespace, output_from)
-
-    def removed(self, block_hashes: list[int]) -> None:
-        last = self._events[-1] if self._events else None
-        if isinstance(last, Removed):
-            last.block_hashes.extend(block_hashes)
-        else:
-            self._events.append(Removed(block_hashes))
-
-    def cleared(self) -> None:
-        self._events = [Cleared()]
-
-    def take(self) -> list[CacheEvent]:
-        events, self._events = self._events, []
-        return events
-
-
 @dataclass(frozen=True, slots=True)
 class Match:
     """The longest cached prefix of a key. Valid until the tree next changes."""
@@ -129,6 +92,8 @@ class RadixCache:
         self.page_size = page_size
         self._page_bytes = page_size * TOKEN_BYTES
         self._eviction_key = EVICTION_POLICIES[eviction_policy]
+        self.on_evicted: Callable[[list[bytes]], None] = lambda _: None
+        """Gets the digests of pages that are evicted."""
         self._events = EventLog()
         self._clear()
 
@@ -179,6 +144,14 @@ class RadixCache:
             parts.append(node.pages)
             node = node.parent
         return np.concatenate(parts[::-1]) if len(parts) > 1 else parts[0]
+
+    def digests_of(self, node: Node | None) -> list[bytes]:
+        """Digests from the root to the end of `node`, which is on the device."""
+        parts = list[list[bytes]]()
+        while node is not None and node.parent is not None:
+            parts.append(node.digests)
+            node = node.parent
+        return [digest for part in reversed(parts) for digest in part]
 
     def whole(self, node: Node) -> Match:
         """The match that ends with `node`, which is on the device."""
@@ -325,6 +298,7 @@ class RadixCache:
             taken.append(leaf.pages[keep:])
             missing -= len(leaf.pages) - keep
             self._events.removed([hash_of(digest) for digest in reversed(leaf.digests[keep:])])
+            self.on_evicted(leaf.digests[keep:])
             if keep:
                 leaf.pages = leaf.pages[:keep].copy()
                 leaf.digests = leaf.digests[:keep]

@@ -19,6 +19,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from treeline_runtime.config import ConfigError, SchedulerConfig
+from treeline_runtime.kvcache.page import PageFormat, format_of
 from treeline_runtime.messages import (
     MAX_PROFILE_STEPS,
     FlushReq,
@@ -80,6 +81,27 @@ class Residence:
     def executor(self) -> Executor:
         assert self._executor is not None, "asleep: requests should have been refused earlier"
         return self._executor
+
+    def page_format(self) -> PageFormat:
+        """The identity of the pages that the model computes with the weights as they are now."""
+        config, limits, model = self._config, self._limits, self._architecture[0]
+        random = config.seed if config.load_format == "dummy" else None
+        return format_of(
+            Path(config.model),
+            num_layers=model.num_layers,
+            page_size=limits.page_size,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            element_bytes=limits.kv_dtype.itemsize,
+            also=(
+                limits.kv_dtype,
+                limits.dtype,
+                limits.device.type,
+                limits.context_length,
+                config.quantization,
+                random,
+            ),
+        )
 
     def warm_up(self) -> None:
         """Does one-time work before requests pay for it. Raises ConfigError if a full step does not fit in memory."""
@@ -373,7 +395,7 @@ class Administration:
     def _flush(self, message: FlushReq) -> Reply:
         if (busy := self._busy(message.id)) is not None:
             return busy
-        self._cache.flush()
+        self._cache.wipe()
         return Reply(message.id)
 
     def _sleep(self, message: SleepReq) -> Reply:
@@ -390,6 +412,7 @@ class Administration:
         if self._residence.level == AWAKE:
             return Reply(message.id, ok=False, message="it is awake")
         self._residence.wake()
+        self._renew()  # it may have read other weights than it had
         return Reply(message.id)
 
     def _update(self, message: UpdateWeightsReq) -> Reply:
@@ -398,8 +421,15 @@ class Administration:
             return busy
         self._residence.check(message.path)
         self._cache.flush()
-        self._residence.update(message.path)
+        try:
+            self._residence.update(message.path)
+        finally:
+            self._renew()
         return Reply(message.id)
+
+    def _renew(self) -> None:
+        if self._cache.tiers is not None:
+            self._cache.tiers.renew(self._residence.page_format())
 
     def _start_profile(self, message: StartProfileReq) -> Reply:
         self._profiler.start(message.folder, message.steps)
