@@ -80,14 +80,14 @@ class Machine(RuleBasedStateMachine):
     def a_copy_goes_on(self, which: int, pages: int) -> None:
         reading = self.copies[which % len(self.copies)].reading
         if not reading.stop:
-            reading.count = min(reading.count + pages, reading.wanted)
+            reading.progress = min(reading.progress + pages, reading.wanted)
 
     @precondition(lambda self: self.copies)
     @rule(which=st.integers(0, 30), kept=st.integers(0, 20))
     def a_copy_ends(self, which: int, kept: int) -> None:
         """After all of its pages, or with a failure after some of them."""
         copy = self.copies.pop(which % len(self.copies))
-        copy.reading.count = min(copy.reading.count, kept)
+        copy.reading.count = min(copy.reading.progress, kept)
         copy.then(copy.reading)  # type: ignore[operator]
 
     @rule(seconds=st.sampled_from([1.0, STALLED_S / 2, STALLED_S]))

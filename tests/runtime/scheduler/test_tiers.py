@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from support.runtime_engine import Harness, prompt
 from treeline_runtime.config import ConfigError, SchedulerConfig
+from treeline_runtime.kvcache import key_of, store
 from treeline_runtime.kvcache.disk import DiskTier
 from treeline_runtime.kvcache.store import PageStore
 from treeline_runtime.messages import FlushReq, SleepReq, UpdateWeightsReq, WakeReq
@@ -385,6 +386,27 @@ def test_a_disk_that_fails_to_read_is_counted_and_no_request_fails(
             round_of(made, name, expected)
         assert made.cache.tiers is not None
         assert made.cache.tiers.store.stats.failures > 0
+
+
+def test_a_long_load_is_shared_by_threads_and_keeps_what_is_before_a_bad_page(
+    tiny: Path, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "PART_BYTES", 2048)
+    monkeypatch.setattr(store, "THREADS", 4)
+    with engine(tiny) as made:
+        for name in "abc":
+            cached = round_of(made, name, expected)
+        assert cached == [96] * 6
+        assert made.cache.tiers is not None
+        pages = made.cache.tiers.store
+        digest = made.cache.tree.digests_of(made.cache.tree.match(key_of(PROMPTS[5])).node)[13]
+        slot, _ = pages.host.begin_read(digest)
+        pages.host.end_read(digest)
+        pages._slab.page(slot)[0] ^= 1
+        made.cache.flush()
+        assert made.generate("d", PROMPTS[5]) == expected[5]
+        assert made.last("d").cached_tokens in range(13 * 4 + 1)
+        assert pages.stats.bad_pages == 1
 
 
 def test_flush_wipes_the_disk(tiny: Path, tmp_path: Path, expected: list[list[int]]) -> None:

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from treeline_runtime.models.quantization.fp8 import E4M3, to_e4m3
+from treeline_runtime.transfer import upload
 
 Pages = npt.NDArray[np.int64]
 """One-dimensional page numbers."""
@@ -134,23 +135,35 @@ class KVPool:
             total += stored.sum((0, 1, 3, 4), dtype=torch.float32)
         return total.isfinite()
 
-    def copy_out(self, page: int, to: npt.NDArray[np.uint8]) -> None:
-        """Copies a page of all layers to host memory (bytes of the page,), laid out [layers, 2, page_size, kv_heads,
-        head_dim]. On CUDA the copy is in stream order."""
-        self._copy(self._words[:, :, page], to, inward=False)
+    def copy_out(self, pages: Sequence[int], to: Sequence[npt.NDArray[np.uint8]]) -> None:
+        """Copies pages of all layers to host memory, (bytes of a page,) each, laid out [layers, 2, page_size, kv_heads,
+        head_dim]. On CUDA the copies are in stream order."""
+        if not self._words.is_cuda:  # numpy's copies start no threads of their own beside those that compute
+            for page, there in zip(pages, to, strict=True):
+                np.copyto(self._on_host(there).numpy(), self._words[:, :, page].numpy())
+            return
+        gathered = self._words.index_select(2, self._numbers(pages)).permute(2, 0, 1, 3).contiguous()
+        for one, there in zip(gathered, to, strict=True):
+            self._on_host(there).copy_(one, non_blocking=True)
 
-    def copy_in(self, page: int, of: npt.NDArray[np.uint8]) -> None:
+    def copy_in(self, pages: Sequence[int], of: Sequence[npt.NDArray[np.uint8]]) -> None:
         """The reverse of `copy_out`."""
-        self._copy(self._words[:, :, page], of, inward=True)
+        if not self._words.is_cuda:
+            for page, there in zip(pages, of, strict=True):
+                np.copyto(self._words[:, :, page].numpy(), self._on_host(there).numpy())
+            return
+        layers, kinds, _, words = self._words.shape
+        gathered = self._words.new_empty((len(pages), layers, kinds, words))
+        for one, there in zip(gathered, of, strict=True):
+            one.copy_(self._on_host(there), non_blocking=True)
+        self._words.index_copy_(2, self._numbers(pages), gathered.permute(1, 2, 0, 3))
 
-    def _copy(self, here: torch.Tensor, there: npt.NDArray[np.uint8], *, inward: bool) -> None:
-        host = torch.from_numpy(there).view(here.dtype).view(here.shape)
-        if here.is_cuda:  # one kernel between the layers and a staging buffer, and one copy of it
-            (here.copy_ if inward else host.copy_)(host if inward else here, non_blocking=True)
-        elif inward:  # numpy's copies start no threads of their own beside those that compute
-            np.copyto(here.numpy(), host.numpy())
-        else:
-            np.copyto(host.numpy(), here.numpy())
+    def _on_host(self, page: npt.NDArray[np.uint8]) -> torch.Tensor:
+        layers, kinds, _, words = self._words.shape
+        return torch.from_numpy(page).view(self._words.dtype).view(layers, kinds, words)
+
+    def _numbers(self, pages: Sequence[int]) -> torch.Tensor:
+        return upload(np.array(pages, dtype=np.int64), self._words.device)
 
     def clear(self, pages: Pages) -> None:
         """Zeroes whole pages in every layer."""

@@ -6,6 +6,7 @@ comes back is checked against its checksum. What fails is a miss: a log line and
 
 from __future__ import annotations
 
+import enum
 import logging
 import os
 import queue
@@ -13,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 from treeline_runtime.kvcache.disk import BadPage, DiskTier
@@ -25,6 +27,10 @@ Medium = Literal["CPU", "DISK"]
 """Below the device's own, which events call GPU."""
 
 THREADS = min(4, os.cpu_count() or 1)
+PART_BYTES = 16 << 20
+"""Pages of so many bytes are read by one thread."""
+BATCH_BYTES = 8 << 20
+"""Pages of so many bytes are staged on the device at once."""
 LOG_S = 60.0
 """The shortest time between two lines about failures."""
 
@@ -82,39 +88,46 @@ class TierStats:
     """Reads and writes of the disk that failed."""
 
 
+class Outcome(enum.Enum):
+    """What became of a page that was to be read."""
+
+    UNREAD = enum.auto()
+    GOOD = enum.auto()
+    BAD = enum.auto()
+    """It is not the page that was stored."""
+    FAILED = enum.auto()
+    """The disk did not give it."""
+
+
 @dataclass(slots=True)
 class _Source:
-    """A page to read, and the slot through which it comes."""
+    """A page to read, the slot through which it comes, and the page of the device where it goes. The thread that reads
+    it writes here."""
 
     digest: bytes
+    medium: Medium
     slot: int
-    checksum: int | None
-    """None: it comes from the disk."""
-
-    @property
-    def medium(self) -> Medium:
-        return "DISK" if self.checksum is None else "CPU"
+    target: int
+    checksum: int = 0
+    outcome: Outcome = Outcome.UNREAD
+    seconds: float = 0.0
 
 
 @dataclass(slots=True)
 class Reading:
-    """What a thread has read so far. `stop` may be set at any time."""
+    """Pages that are being read. Several threads do it; `stop` may be set at any time."""
 
     wanted: int
     """The pages for which there were slots."""
-    count: int = 0
-    """Good pages, in order: those after them are not to be used."""
-    checksums: dict[int, int] = field(default_factory=dict)
-    """Number → the checksum of a page from the disk."""
+    progress: int = 0
+    """Pages that came so far, about."""
     stop: bool = False
-    is_bad: bool = False
-    """The page after the good ones is bad."""
-    has_failed: bool = False
-    """The disk failed at it."""
-    pages: dict[Medium, int] = field(default_factory=lambda: {"CPU": 0, "DISK": 0})
-    """Good ones, by where they came from."""
-    seconds: dict[Medium, float] = field(default_factory=lambda: {"CPU": 0.0, "DISK": 0.0})
-    """What reading and checking them took."""
+    count: int = 0
+    """At the end: good pages, in order; those after them are not to be used."""
+    pages: dict[Medium, int] = field(default_factory=dict)
+    """At the end: good pages, by where they came from."""
+    seconds: dict[Medium, float] = field(default_factory=dict)
+    """What reading and checking these took, all threads together."""
 
 
 class PageStore:
@@ -122,6 +135,8 @@ class PageStore:
 
     def __init__(self, form: PageFormat, host: HostTier, slab: Slab, disk: DiskTier | None, workers: Workers) -> None:
         self._form = form
+        self._batch = max(1, BATCH_BYTES // form.nbytes)
+        """Pages that are copied with one kernel."""
         self.host = host
         self._slab = slab
         self.disk = disk
@@ -160,12 +175,13 @@ class PageStore:
             copies.append((digest, page, slot))
         if not copies:
             return False
-        after, slab, form = self._slab.now(), self._slab, self._form
+        after, slab, form, batch = self._slab.now(), self._slab, self._form, self._batch
 
         def copy() -> list[int]:
             with slab.copying(after):
-                for _, page, slot in copies:
-                    pool.copy_out(page, slab.page(slot))
+                for begin in range(0, len(copies), batch):
+                    _, of, to = zip(*copies[begin : begin + batch], strict=True)
+                    pool.copy_out(of, [slab.page(slot) for slot in to])
             return [form.checksum(digest, slab.page(slot).data) for digest, _, slot in copies]
 
         def ended(checksums: list[int] | None) -> None:
@@ -239,85 +255,110 @@ class PageStore:
     ) -> Reading | None:
         """Begins to copy pages, each of which is somewhere, to pages of the device, which nobody else may use until
         `then`. Returns None if there is no slot, and then does not call `then`."""
-        sources = self._sources(digests)
+        sources = self._sources(digests, pages.tolist())
         if not sources:
             return None
         reading, after = Reading(wanted=len(sources)), self._slab.now()
-        targets = pages[: len(sources)].tolist()
+        parts = min(THREADS, 1 + len(sources) * self._form.nbytes // PART_BYTES)
+        step = -(-len(sources) // parts)
+        running = len(range(0, len(sources), step))
 
-        def ended(result: Reading | None) -> None:
-            if result is None:  # it may have failed at any of them
-                reading.count, reading.pages = 0, {}
-            self._release(sources, reading)
-            then(reading)
+        def ended(_: object) -> None:
+            nonlocal running
+            running -= 1
+            if not running:
+                self._release(sources, reading)
+                then(reading)
 
-        self._workers.start(lambda: self._read(pool, sources, targets, reading, after), ended)
+        for begin in range(0, len(sources), step):
+            part = sources[begin : begin + step]
+            self._workers.start(partial(self._read, pool, part, reading, after), ended)
         return reading
 
-    def _sources(self, digests: Sequence[bytes]) -> list[_Source]:
+    def _sources(self, digests: Sequence[bytes], targets: Sequence[int]) -> list[_Source]:
         """Takes slots for pages of the disk, after keeping those that have one. Fewer if there are too few."""
         kept = {digest: self.host.begin_read(digest) for digest in digests if self.host.has(digest)}
         sources = list[_Source]()
-        for digest in digests:
+        for digest, target in zip(digests, targets, strict=True):
             if digest in kept:
-                sources.append(_Source(digest, *kept.pop(digest)))
-            elif (slot := self._take_slot(digest)) is not None:
-                sources.append(_Source(digest, slot, None))
+                slot, checksum = kept.pop(digest)
+                sources.append(_Source(digest, "CPU", slot, target, checksum))
+            elif (free := self._take_slot(digest)) is not None:
+                sources.append(_Source(digest, "DISK", free, target))
             else:
                 break
         for digest in kept:
             self.host.end_read(digest)
         return sources
 
-    def _read(
-        self, pool: KVPool, sources: Sequence[_Source], targets: Sequence[int], reading: Reading, after: Any
-    ) -> Reading:
+    def _read(self, pool: KVPool, sources: Sequence[_Source], reading: Reading, after: Any) -> None:
+        """Reads pages in order, up to one that is not good: those after it are of no use."""
+        checked = list[_Source]()
         with self._slab.copying(after):
-            for i, (source, target) in enumerate(zip(sources, targets, strict=True)):
-                began, data = time.perf_counter(), self._slab.page(source.slot)
+            for source in sources:
                 if reading.stop:
                     break
+                began = time.perf_counter()
                 try:
-                    self._check(i, source, reading)
+                    self._check(source)
                 except (BadPage, OSError) as error:
                     self._log("a page could not be read, and is computed: %s", error)
-                    reading.is_bad, reading.has_failed = isinstance(error, BadPage), isinstance(error, OSError)
+                    source.outcome = Outcome.BAD if isinstance(error, BadPage) else Outcome.FAILED
+                    reading.stop = True
                     break
-                pool.copy_in(target, data)
-                reading.count = i + 1
-                reading.pages[source.medium] += 1
-                reading.seconds[source.medium] += time.perf_counter() - began
-        return reading
+                source.seconds = time.perf_counter() - began
+                checked.append(source)
+                reading.progress += 1
+                if len(checked) % self._batch == 0:
+                    self._copy_in(pool, checked[-self._batch :])
+            self._copy_in(pool, checked[len(checked) // self._batch * self._batch :])
+        for source in checked:  # only now the copies are complete
+            source.outcome = Outcome.GOOD
 
-    def _check(self, number: int, source: _Source, reading: Reading) -> None:
+    def _copy_in(self, pool: KVPool, sources: Sequence[_Source]) -> None:
+        if sources:
+            pool.copy_in([source.target for source in sources], [self._slab.page(source.slot) for source in sources])
+
+    def _check(self, source: _Source) -> None:
         """Makes sure that the page is in its slot. Raises BadPage or OSError."""
         page = self._slab.page(source.slot)
-        if source.checksum is None:
+        if source.medium == "DISK":
             assert self.disk is not None
-            reading.checksums[number] = self.disk.read(source.digest, page)
+            source.checksum = self.disk.read(source.digest, page)
         elif self._form.checksum(source.digest, page.data) != source.checksum:
             raise BadPage("a page on the host is not what was stored")
 
     def _release(self, sources: Sequence[_Source], reading: Reading) -> None:
         """Gives back slots; good pages of the disk stay in theirs."""
+        good = [source.outcome is Outcome.GOOD for source in sources]
+        reading.count = good.index(False) if False in good else len(good)
         for i, source in reversed(list(enumerate(sources))):
-            bad = i == reading.count and reading.is_bad
-            if source.checksum is not None:
+            bad = source.outcome is Outcome.BAD
+            if source.medium == "CPU":
                 self.host.end_read(source.digest)
                 if bad:
                     self.host.drop(source.digest)
-            elif i < reading.count:
-                self.host.end_write(source.digest, reading.checksums[i])
-                if self.disk is not None and self.disk.has(source.digest):
-                    self.disk.touch(source.digest)
             else:
-                self.host.cancel_write(source.digest)
-                if bad and self.disk is not None:
-                    self.disk.forget(source.digest)
+                self._release_slot(source)
+            if i < reading.count:
+                reading.pages[source.medium] = reading.pages.get(source.medium, 0) + 1
+                reading.seconds[source.medium] = reading.seconds.get(source.medium, 0.0) + source.seconds
+            self.stats.bad_pages += bad
+            self.stats.failures += source.outcome is Outcome.FAILED
         for medium, pages in reading.pages.items():
             self.stats.loaded_pages[medium] += pages
-        self.stats.bad_pages += reading.is_bad
-        self.stats.failures += reading.has_failed
+
+    def _release_slot(self, source: _Source) -> None:
+        """Of a page that was to come from the disk."""
+        assert self.disk is not None
+        if source.outcome is Outcome.GOOD:
+            self.host.end_write(source.digest, source.checksum)
+            if self.disk.has(source.digest):
+                self.disk.touch(source.digest)
+        else:
+            self.host.cancel_write(source.digest)
+            if source.outcome is Outcome.BAD:
+                self.disk.forget(source.digest)
 
     # ---- all of it ----------------------------------------------------------------------------------------
 

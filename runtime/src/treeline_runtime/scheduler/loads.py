@@ -60,7 +60,7 @@ class Load:
     """In seconds of `time.perf_counter`."""
     moved_at: float
     """When its last page came, by the scheduler's clock."""
-    count: int = 0
+    progress: int = 0
     """Pages that had come by then."""
     state: LoadState = LoadState.READING
 
@@ -121,8 +121,8 @@ class Loads:
         for load in self._loads:
             if load.state is not LoadState.READING:
                 continue
-            if load.reading.count > load.count:
-                load.count, load.moved_at = load.reading.count, now
+            if load.reading.progress > load.progress:
+                load.progress, load.moved_at = load.reading.progress, now
             elif now - load.moved_at >= STALLED_S:
                 self._give_up(load)
                 found = True

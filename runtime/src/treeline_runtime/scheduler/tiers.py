@@ -138,11 +138,9 @@ class Tiers:
 
     def _ended(self, load: Load, seconds: float) -> None:
         reading = load.reading
-        pages = reading.count or 1
-        waited = max(seconds - sum(reading.seconds.values()), 0.0)
-        for medium, count in reading.pages.items():
-            if count:
-                self.rates.on_load(medium, count, reading.seconds[medium] + waited * count / pages)
+        total = sum(reading.seconds.values())
+        for medium, spent in reading.seconds.items():  # several threads spend more than passes
+            self.rates.on_load(medium, reading.pages[medium], seconds * spent / total)
 
     # ---- all ----------------------------------------------------------------------------------------------
 
