@@ -16,8 +16,9 @@ from treeline_runtime.config import ConfigError, SchedulerConfig
 from treeline_runtime.kvcache import key_of, store
 from treeline_runtime.kvcache.disk import DiskTier
 from treeline_runtime.kvcache.store import PageStore
-from treeline_runtime.messages import FlushReq, SleepReq, UpdateWeightsReq, WakeReq
+from treeline_runtime.messages import Copied, FlushReq, Removed, SleepReq, Stored, UpdateWeightsReq, WakeReq
 from treeline_runtime.scheduler.loads import STALLED_S
+from treeline_wire.events import hash_of
 
 POOL_TOKENS = 256
 """The device holds two or three prompts."""
@@ -436,3 +437,28 @@ def test_a_host_that_is_smaller_than_a_prompt_has_its_beginning(tiny: Path, expe
         assert made.last("c").cached_tokens >= 80
         assert made.cache.tiers is not None
         assert made.cache.tiers.store.stats.skipped_pages > 0
+
+
+def test_events_say_which_tiers_have_a_page(tiny: Path, tmp_path: Path, expected: list[list[int]]) -> None:
+    """A reader of events and the tiers agree, whatever came and went."""
+    with engine(tiny, disk_cache=str(tmp_path), **DISK | {"disk_cache_size": 100 * 1200}) as made:
+        told: dict[str, set[int]] = {"GPU": set(), "CPU": set(), "DISK": set()}
+        for name in "abcd":
+            round_of(made, name, expected)
+            for event in [event for update in made.updates for event in update.events]:
+                match event:
+                    case Stored():
+                        told["GPU"] |= set(event.block_hashes)
+                    case Copied():
+                        assert set(event.block_hashes) <= set.union(*told.values())
+                        told[event.medium] |= set(event.block_hashes)
+                    case Removed():
+                        told[event.medium] -= set(event.block_hashes)
+            made.updates.clear()
+            assert made.cache.tiers is not None
+            pages, disk = made.cache.tiers.store, made.cache.tiers.store.disk
+            assert disk is not None
+            assert told["GPU"] == {block for block, *_ in made.cache.tree.blocks()}
+            assert told["CPU"] == {hash_of(digest) for digest in pages.host._entries}
+            assert told["DISK"] == {hash_of(digest) for _, digest in disk._files}
+        assert len(told["DISK"]) > 60

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from treeline_runtime.messages import CacheEvent, Cleared, Removed, Stored
+from collections.abc import Sequence
+
+from treeline_wire.events import hash_of
+
+from treeline_runtime.messages import CacheEvent, Cleared, Copied, Medium, Removed, Stored
 
 
 class EventLog:
-    """Collects Stored, Removed and Cleared in order. A run that continues the previous one is merged with it."""
+    """Collects what enters and leaves the tiers, in order. A run that continues the previous one is merged with it."""
 
     def __init__(self) -> None:
         self._events: list[CacheEvent] = []
@@ -28,12 +32,17 @@ class EventLog:
         hashes, tokens = last.block_hashes + run.block_hashes, last.token_ids + run.token_ids
         self._events[-1] = Stored(hashes, last.parent_hash, tokens, run.namespace, output_from)
 
-    def removed(self, block_hashes: list[int]) -> None:
-        last = self._events[-1] if self._events else None
-        if isinstance(last, Removed):
-            last.block_hashes.extend(block_hashes)
-        else:
-            self._events.append(Removed(block_hashes))
+    def copied(self, digests: Sequence[bytes], medium: Medium) -> None:
+        if digests:
+            self._events.append(Copied([hash_of(digest) for digest in digests], medium))
+
+    def removed(self, digests: Sequence[bytes], medium: Medium = "GPU") -> None:
+        """The last page of a sequence first."""
+        last, hashes = self._events[-1] if self._events else None, [hash_of(digest) for digest in digests]
+        if isinstance(last, Removed) and last.medium == medium:
+            last.block_hashes.extend(hashes)
+        elif hashes:
+            self._events.append(Removed(hashes, medium))
 
     def cleared(self) -> None:
         self._events = [Cleared()]

@@ -94,7 +94,8 @@ class RadixCache:
         self._eviction_key = EVICTION_POLICIES[eviction_policy]
         self.on_evicted: Callable[[list[bytes]], None] = lambda _: None
         """Gets the digests of pages that are evicted."""
-        self._events = EventLog()
+        self.events = EventLog()
+        """Also of tiers below, whose pages come from here."""
         self._clear()
 
     def _clear(self) -> None:
@@ -297,7 +298,7 @@ class RadixCache:
             keep = max(len(leaf.pages) - missing, 0)
             taken.append(leaf.pages[keep:])
             missing -= len(leaf.pages) - keep
-            self._events.removed([hash_of(digest) for digest in reversed(leaf.digests[keep:])])
+            self.events.removed(leaf.digests[keep:][::-1])
             self.on_evicted(leaf.digests[keep:])
             if keep:
                 leaf.pages = leaf.pages[:keep].copy()
@@ -319,7 +320,7 @@ class RadixCache:
         assert not any(node.lock_ref for node in nodes), f"reset with {self.locked_pages} locked pages"
         pages = [node.pages for node in nodes]
         self._clear()
-        self._events.cleared()
+        self.events.cleared()
         return np.concatenate(pages) if pages else NO_PAGES
 
     def _root(self, namespace: str | None) -> Node:
@@ -365,7 +366,7 @@ class RadixCache:
         parent_hash = hash_of(parent.digests[-1]) if parent.parent is not None else None
         output_from = min(max(prompt_tokens - start * self.page_size, 0), len(tokens))
         hashes = [hash_of(digest) for digest in node.digests]
-        self._events.stored(Stored(hashes, parent_hash, tokens, namespace, output_from))
+        self.events.stored(Stored(hashes, parent_hash, tokens, namespace, output_from))
 
     def _split(self, node: Node, at: int) -> Node:
         """Cuts `node` after `at` pages. Returns the new upper half; `node` becomes the lower half."""
@@ -408,7 +409,7 @@ class RadixCache:
 
     def take_events(self) -> list[CacheEvent]:
         """Changes since the last call, in order, merged."""
-        return self._events.take()
+        return self.events.take()
 
     def blocks(self) -> Iterator[tuple[int, int | None, list[int], str | None]]:
         """(hash, parent hash, tokens, namespace) of every page, parents first."""

@@ -18,13 +18,14 @@ from functools import partial
 from typing import Any, Literal, TypeVar
 
 from treeline_runtime.kvcache.disk import BadPage, DiskTier
+from treeline_runtime.kvcache.event_log import EventLog
 from treeline_runtime.kvcache.host import HostTier, Slab, SlotState
 from treeline_runtime.kvcache.page import PageFormat
 from treeline_runtime.kvcache.pool import KVPool, Pages
 
 T = TypeVar("T")
-Medium = Literal["CPU", "DISK"]
-"""Below the device's own, which events call GPU."""
+Lower = Literal["CPU", "DISK"]
+"""The tiers below the device."""
 
 THREADS = min(4, os.cpu_count() or 1)
 PART_BYTES = 16 << 20
@@ -78,8 +79,8 @@ class Workers:
 class TierStats:
     """Since the start."""
 
-    loaded_pages: dict[Medium, int] = field(default_factory=lambda: {"CPU": 0, "DISK": 0})
-    stored_pages: dict[Medium, int] = field(default_factory=lambda: {"CPU": 0, "DISK": 0})
+    loaded_pages: dict[Lower, int] = field(default_factory=lambda: {"CPU": 0, "DISK": 0})
+    stored_pages: dict[Lower, int] = field(default_factory=lambda: {"CPU": 0, "DISK": 0})
     skipped_pages: int = 0
     """Not stored, because all slots were being copied or too many pages waited for the disk."""
     bad_pages: int = 0
@@ -105,7 +106,7 @@ class _Source:
     it writes here."""
 
     digest: bytes
-    medium: Medium
+    medium: Lower
     slot: int
     target: int
     checksum: int = 0
@@ -124,16 +125,24 @@ class Reading:
     stop: bool = False
     count: int = 0
     """At the end: good pages, in order; those after them are not to be used."""
-    pages: dict[Medium, int] = field(default_factory=dict)
+    pages: dict[Lower, int] = field(default_factory=dict)
     """At the end: good pages, by where they came from."""
-    seconds: dict[Medium, float] = field(default_factory=dict)
+    seconds: dict[Lower, float] = field(default_factory=dict)
     """What reading and checking these took, all threads together."""
 
 
 class PageStore:
     """Finds, keeps and returns pages. `put` and `get` begin copies; `then` is called by `Workers.take`."""
 
-    def __init__(self, form: PageFormat, host: HostTier, slab: Slab, disk: DiskTier | None, workers: Workers) -> None:
+    def __init__(
+        self,
+        form: PageFormat,
+        host: HostTier,
+        slab: Slab,
+        disk: DiskTier | None,
+        workers: Workers,
+        events: EventLog,
+    ) -> None:
         self._form = form
         self._batch = max(1, BATCH_BYTES // form.nbytes)
         """Pages that are copied with one kernel."""
@@ -141,12 +150,13 @@ class PageStore:
         self._slab = slab
         self.disk = disk
         self._workers = workers
+        self._events = events
         self._for_disk = 0
         """Slots with a page that waits for the disk."""
         self._logged_at = float("-inf")
         self.stats = TierStats()
 
-    def where(self, digest: bytes) -> Medium | None:
+    def where(self, digest: bytes) -> Lower | None:
         """The fastest tier that a page can be read from now."""
         state = self.host.state(digest)
         if state in (SlotState.READY, SlotState.BEING_READ):
@@ -193,6 +203,7 @@ class PageStore:
                 for digest, checksum in zip(there[::-1], checksums[::-1], strict=True):
                     self.host.end_write(digest, checksum)
                 self.stats.stored_pages["CPU"] += len(there)
+                self._events.copied(there, "CPU")
                 self._write(there)
             then()
 
@@ -200,7 +211,9 @@ class PageStore:
         return True
 
     def _take_slot(self, digest: bytes) -> int | None:
-        slot, _ = self.host.begin_write(digest)
+        slot, evicted = self.host.begin_write(digest)
+        if evicted is not None:
+            self._events.removed([evicted], "CPU")
         return slot
 
     def _write(self, digests: Sequence[bytes]) -> None:
@@ -215,6 +228,7 @@ class PageStore:
                 self.stats.skipped_pages += 1
             elif (gone := disk.begin_write(digest)) is not None:
                 victims += gone
+                self._events.removed([one for family, one in gone if family == self._form.fingerprint], "DISK")
                 writes.append((digest, *self.host.begin_read(digest)))
         if not writes:
             return
@@ -226,7 +240,9 @@ class PageStore:
 
         def ended(written: list[bool] | None) -> None:
             self._for_disk -= len(writes)
-            for (digest, *_), done in reversed(list(zip(writes, written or [False] * len(writes), strict=True))):
+            results = list(zip(writes, written or [False] * len(writes), strict=True))
+            self._events.copied([digest for (digest, *_), done in results if done], "DISK")
+            for (digest, *_), done in reversed(results):
                 self.host.end_read(digest)
                 disk.end_write(digest, written=done)
                 self.stats.stored_pages["DISK"] += done
@@ -269,6 +285,7 @@ class PageStore:
             if not running:
                 self._release(sources, reading)
                 then(reading)
+                self._tell(sources)
 
         for begin in range(0, len(sources), step):
             part = sources[begin : begin + step]
@@ -336,8 +353,8 @@ class PageStore:
             bad = source.outcome is Outcome.BAD
             if source.medium == "CPU":
                 self.host.end_read(source.digest)
-                if bad:
-                    self.host.drop(source.digest)
+                if bad and self.host.drop(source.digest):
+                    self._events.removed([source.digest], "CPU")
             else:
                 self._release_slot(source)
             if i < reading.count:
@@ -359,6 +376,14 @@ class PageStore:
             self.host.cancel_write(source.digest)
             if source.outcome is Outcome.BAD:
                 self.disk.forget(source.digest)
+                self._events.removed([source.digest], "DISK")
+
+    def _tell(self, sources: Sequence[_Source]) -> None:
+        """Good pages are in the tree now, unless the load was given up, and in these tiers too. Readers of events may
+        not know: they may be on the disk from an earlier process, or all that was known was cleared."""
+        good = [source for source in sources if source.outcome is Outcome.GOOD]
+        self._events.copied([source.digest for source in good], "CPU")
+        self._events.copied([source.digest for source in good if source.medium == "DISK"], "DISK")
 
     # ---- all of it ----------------------------------------------------------------------------------------
 

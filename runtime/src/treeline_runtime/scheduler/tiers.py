@@ -19,7 +19,7 @@ from treeline_runtime.kvcache import KVPool, Match, Node, PagePool, Pages, Radix
 from treeline_runtime.kvcache.disk import DiskTier
 from treeline_runtime.kvcache.host import HostTier, Slab
 from treeline_runtime.kvcache.page import PageFormat
-from treeline_runtime.kvcache.store import Medium, PageStore, Reading, Workers
+from treeline_runtime.kvcache.store import Lower, PageStore, Reading, Workers
 from treeline_runtime.scheduler.cache import MIN_SHARED_TOKENS, CacheManager
 from treeline_runtime.scheduler.loads import Load, Loads
 from treeline_runtime.scheduler.rates import LoadRates
@@ -115,13 +115,13 @@ class Tiers:
         self.computed_instead += len(wanted) - len(digests)
         return bool(digests) and self.loads.begin(req, match, digests, self._clock())
 
-    def _following(self, req: Req, match: Match) -> dict[bytes, Medium]:
+    def _following(self, req: Req, match: Match) -> dict[bytes, Lower]:
         """The digests of the stored pages that follow a match, in order, with their tiers."""
         size, at = self._tree.page_size, match.num_pages
         if len(req.digests) < at:
             above = self._tree.digests_of(match.node)
             req.digests = above[:at]
-        found = dict[bytes, Medium]()
+        found = dict[bytes, Lower]()
         while (at + 1) * size <= req.cacheable_len:
             if at == len(req.digests):
                 parent = req.digests[-1] if req.digests else root_digest(req.namespace)
@@ -192,6 +192,6 @@ def open_tiers(
     if config.disk_cache is not None:
         disk = DiskTier(Path(config.disk_cache), config.disk_cache_size, form)
     workers = Workers(wake)
-    store = PageStore(form, HostTier(limits.host_pages), slab, disk, workers)
+    store = PageStore(form, HostTier(limits.host_pages), slab, disk, workers, cache.tree.events)
     rates = LoadRates(prefill_tokens_per_s, limits.page_size)
     return Tiers(cache.tree, cache.pool, store, workers, rates, kv_pool=kv_pool, clock=clock)
