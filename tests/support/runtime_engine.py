@@ -192,7 +192,7 @@ class Harness(Scheduler):
     def run(self, max_steps: int = 5000) -> None:
         """Run until nothing is left to do; then check that nothing is held."""
         for _ in range(max_steps):
-            if not self.step() and not self._woken_by_a_grammar():
+            if not self.step() and not self._woken():
                 break
         else:
             raise AssertionError(f"not idle after {max_steps} steps: {self._everything()}")
@@ -235,11 +235,11 @@ class Harness(Scheduler):
 
         monkeypatch.setattr(self.executor._model, "logits", broken)
 
-    def _woken_by_a_grammar(self) -> bool:
-        """Wait for grammars that are being compiled. Return whether there were any."""
-        if not self.grammars.waiting:
+    def _woken(self) -> bool:
+        """Wait for grammars that are being compiled, and pages that are copied. Return whether there were any."""
+        if not self.grammars.waiting and not self.cache.is_copying:
             return False
-        assert self.woken.wait(60.0), f"nothing came of {self.grammars.reqs()}"
+        assert self.woken.wait(60.0), f"nothing came of {self.grammars.reqs()} or of copies"
         self.woken.clear()
         return True
 

@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+import argparse
+import re
 from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import urlsplit
@@ -27,6 +29,18 @@ def meeting_place(text: str) -> tuple[str, int]:
     if not host or not port or place.netloc != text or place.username is not None or text.split() != [text]:
         raise ConfigError(f"--dist-init-addr: expected HOST or HOST:PORT, got {text!r}")
     return host, port
+
+
+_UNITS = {"": 1, "b": 1, **{f"{unit}ib": 1 << shift for unit, shift in (("k", 10), ("m", 20), ("g", 30), ("t", 40))}}
+
+
+def size_in_bytes(text: str) -> int:
+    """16GiB → bytes. Raises argparse.ArgumentTypeError."""
+    found = re.fullmatch(r"([0-9.]+) *([A-Za-z]*)", text)
+    unit = None if found is None else _UNITS.get(found[2].lower())
+    if found is None or unit is None:
+        raise argparse.ArgumentTypeError(f"expected a size like 16GiB, got {text!r}")
+    return int(float(found[1]) * unit)
 
 
 __all__ = ["ConfigError", "EngineConfig", "SchedulerConfig"]
@@ -301,6 +315,30 @@ class SchedulerConfig(EngineConfig):
         rare=True,
         help="radix = reuse the longest common prefix of earlier requests (default: %(default)s)",
     )
+    host_cache: int | None = setting(
+        None,
+        group="scheduling",
+        metavar="SIZE",
+        parse=size_in_bytes,
+        above=0,
+        help="host memory, e.g. 16GiB, for cached pages that were used twice: a prefix that has left the device comes "
+        "back from there (default: none)",
+    )
+    disk_cache: str | None = setting(
+        None,
+        group="scheduling",
+        metavar="DIR",
+        help="folder for the pages of --host-cache, which outlive the server there; it holds prompts (default: none)",
+    )
+    disk_cache_size: int = setting(
+        100 << 30,
+        group="scheduling",
+        rare=True,
+        metavar="SIZE",
+        parse=size_in_bytes,
+        above=0,
+        help="bytes of --disk-cache, all models together (default: 100GiB)",
+    )
     logit_processor: tuple[str, ...] = setting(
         (),
         group="engine",
@@ -326,6 +364,15 @@ class SchedulerConfig(EngineConfig):
         help="launched batches whose results are not processed yet when the next one is launched (None: 1 on CUDA, "
         "0 on a CPU, where a launch computes)",
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.disk_cache is not None and self.host_cache is None:
+            raise ConfigError("--disk-cache needs --host-cache, through which its pages come and go")
+        if self.host_cache is not None and self.ranks > 1:
+            raise ConfigError("--host-cache is not supported with several ranks (--tp-size, --pp-size) yet")
+        if self.host_cache is not None and self.prefix_cache == "off":
+            raise ConfigError("--host-cache keeps pages of the prefix cache, which --prefix-cache off leaves out")
 
     @property
     def uses_priority(self) -> bool:

@@ -61,6 +61,10 @@ class Req:
     # waiting: filled by PrefillManager
     key: bytes = b""
     """The cache key of `tokens` at the time of queueing."""
+    digests: list[bytes] = field(default_factory=list)
+    """The digests of its first pages, as far as they were needed."""
+    loaded: bool = False
+    """Whether pages were loaded for it, or were not to be, since it was queued."""
     arrival: int = 0
     waiting_since: float = 0.0
     """When it was last queued, by the scheduler's clock."""

@@ -362,7 +362,7 @@ class BatchTextOut(msgspec.Struct, tag=True, frozen=True):
 
 
 class Stored(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
-    """A run of consecutive pages entered the cache."""
+    """A run of consecutive pages entered the engine's own pool."""
 
     block_hashes: list[int]
     """Unsigned 64-bit, one per page, of the digest chain (treeline_wire.events)."""
@@ -375,17 +375,29 @@ class Stored(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
     """Index into `token_ids` of the first sampled token; len(token_ids) if none is sampled."""
 
 
-class Removed(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
-    """Pages left the cache, leaves first."""
+Medium = Literal["GPU", "CPU", "DISK"]
+"""A tier of the cache, by the field's names. GPU: the engine's own pool, on whatever device; CPU: host memory."""
+
+
+class Copied(msgspec.Struct, tag=True, frozen=True):
+    """Pages, each of which is in a faster tier, are now in this one too."""
 
     block_hashes: list[int]
+    medium: Medium
+
+
+class Removed(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
+    """Pages left a tier of the cache, leaves first."""
+
+    block_hashes: list[int]
+    medium: Medium = "GPU"
 
 
 class Cleared(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
-    """The cache is empty."""
+    """All tiers of the cache are empty, or are to be taken as empty."""
 
 
-CacheEvent = Stored | Removed | Cleared
+CacheEvent = Stored | Copied | Removed | Cleared
 
 
 class CacheUpdate(msgspec.Struct, tag=True, frozen=True):

@@ -112,6 +112,10 @@ def config_of(spec: ChildSpec) -> ServerArgs:
         return args
     device = resolve_device(args.device)
     needed = args.dp_size * args.ranks
+    if args.host_cache is not None:
+        disk = None if args.disk_cache is None else f"{args.disk_cache}/rank-{spec.rank}"
+        shares = {name: getattr(args, name) // args.dp_size for name in ("host_cache", "disk_cache_size")}
+        args = dataclasses.replace(args, disk_cache=disk, **shares)
     if device.type == "cpu":
         threads = args.threads or max(1, torch.get_num_threads() // needed)
         fraction = None if args.mem_fraction is None else args.mem_fraction / args.dp_size

@@ -20,6 +20,8 @@ from treeline_runtime.scheduler.processors import Processors
 from treeline_runtime.scheduler.ranks.protocol import GroupFailed
 from treeline_runtime.scheduler.resolve import let_go
 
+WAIT_S = 1.0
+"""The longest wait for a message: copies of cached pages may be stalled."""
 LOST_S = 3.0
 """Time for the thread to end after a failure; it may wait for a lost rank for ever."""
 
@@ -146,7 +148,7 @@ class SchedulerThread:
 
     def wait(self) -> None:
         with self._arrived:
-            self._arrived.wait_for(lambda: self._inbox or self._closing or self._woken)
+            self._arrived.wait_for(lambda: self._inbox or self._closing or self._woken, WAIT_S)
             self._woken = False
 
     def fail(self, reason: str) -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.publisher import Cache, Consumer, Cutting, TrustingReencoder
-from treeline_runtime.messages import Cleared, Removed, Stored
+from treeline_runtime.messages import Cleared, Copied, Removed, Stored
 from treeline_runtime.publisher.announced_index import AnnouncedIndex, parents_first, runs
 from treeline_wire.events import AllBlocksCleared, BlockRemoved, BlockStored
 from treeline_wire.namespaces import join_namespace
@@ -106,7 +106,7 @@ def test_storing_a_known_page_again_sends_nothing() -> None:
 def test_runs_are_cut_at_their_longest() -> None:
     index = AnnouncedIndex(TrustingReencoder())
     index.apply([stored(list(range(1, 11)))])
-    cut = list(runs(parents_first(index.pages()), longest=4))
+    cut = list(runs(parents_first(index.pages()["GPU"]), longest=4))
     assert [event.block_hashes for event in cut] == [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10]]
     assert [event.parent_block_hash for event in cut] == [None, 4, 8]
 
@@ -119,9 +119,9 @@ def test_the_snapshot_equals_the_sum_of_the_events(seed: int, steps: int, cut: i
     for _ in range(steps):
         live.apply(index.apply(cache.step()))
         index.check()
-        assert set(index.pages()) == set(cache.pages)
+        assert set(index.pages()["GPU"]) == set(cache.pages)
         fresh = Consumer()
-        fresh.apply(list(runs(parents_first(index.pages()))))
+        fresh.apply(list(runs(parents_first(index.pages()["GPU"]))))
         assert not fresh.orphans, "a page came before its parent"
         assert fresh.pages == live.pages
         assert set(fresh.pages) == set(index.announced())
@@ -131,5 +131,32 @@ def test_the_snapshot_equals_the_sum_of_the_events(seed: int, steps: int, cut: i
 def test_parents_come_first_in_any_order_of_arrival(order: list[int]) -> None:
     index = AnnouncedIndex(TrustingReencoder())
     index.apply([stored([1, 2, 3])])
-    pages = index.pages()
+    pages = index.pages()["GPU"]
     assert [page.hash for page in parents_first({block: pages[block] for block in order})] == [1, 2, 3]
+
+
+def test_lower_tiers_announce_copies_of_announced_pages() -> None:
+    index = AnnouncedIndex(Cutting(at=5))
+    index.apply([stored([1, 2, 3], output_from=2)])
+    (copied,) = index.apply([Copied([1, 2, 3, 9], "CPU")])
+    assert copied == BlockStored(
+        block_hashes=[1, 2], parent_block_hash=None, token_ids=[10, 11, 20, 21], block_size=2, medium="CPU"
+    )
+    assert index.apply([Copied([1, 2], "CPU")]) == [], "it is known"
+    index.check()
+
+
+def test_a_page_leaves_one_tier_and_stays_in_the_others() -> None:
+    index = AnnouncedIndex(TrustingReencoder())
+    index.apply([stored([1, 2]), Copied([1, 2], "CPU")])
+    assert index.apply([Removed([2, 1])]) == [BlockRemoved(block_hashes=[2, 1], medium="GPU")]
+    (copied,) = index.apply([Copied([1, 2], "DISK")])
+    assert isinstance(copied, BlockStored)
+    assert (copied.medium, copied.token_ids) == ("DISK", [10, 11, 20, 21])
+    assert index.apply([Removed([2, 1], "CPU"), Removed([2], "DISK")]) == [
+        BlockRemoved(block_hashes=[2, 1], medium="CPU"),
+        BlockRemoved(block_hashes=[2], medium="DISK"),
+    ]
+    assert {medium: set(pages) for medium, pages in index.pages().items()} == {"GPU": set(), "CPU": set(), "DISK": {1}}
+    assert index.apply([Cleared()]) == [AllBlocksCleared()]
+    assert not any(index.pages().values())

@@ -7,7 +7,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.publisher import Cache, Consumer, Cutting, TrustingReencoder
-from treeline_runtime.messages import CacheUpdate, Removed, Stored
+from treeline_runtime.messages import CacheUpdate, Copied, Removed, Stored
 from treeline_runtime.publisher.announced_index import AnnouncedIndex
 from treeline_runtime.publisher.streams import EventStream
 from treeline_wire import frames
@@ -88,3 +88,20 @@ def test_a_snapshot_and_the_replay_after_it_rebuild_the_cache(seed: int, before:
         if isinstance(reply, frames.ReplayItem):
             consumer.apply(decode_batch(reply.payload).events)
     assert set(consumer.pages) == set(made.index.announced())
+
+
+def test_a_snapshot_has_every_tier() -> None:
+    made = stream()
+    store(made, 1)
+    store(made, 2)
+    made.on_update(CacheUpdate([Copied([1, 2], "CPU"), Copied([1], "DISK"), Removed([2])]), ts=0.0)
+    header, *chunks, end = ask(made, frames.snapshot_request())
+    assert header == frames.SnapshotHeader(7, 2, 4)
+    assert end == frames.SnapshotEnd()
+    events = [event for chunk in chunks if isinstance(chunk, frames.SnapshotChunk) for event in chunk.events]
+    assert [(event.medium, event.block_hashes) for event in events] == [
+        ("GPU", [1]),
+        ("CPU", [1]),
+        ("CPU", [2]),
+        ("DISK", [1]),
+    ]

@@ -272,3 +272,14 @@ def test_a_vector_that_is_not_finite_is_an_error_and_is_not_cached(
     assert (end.finish.status, end.vector) == (500, None)
     running.pool("b", IDS)
     assert running.last("b").cached_tokens == 0
+
+
+def test_vectors_of_every_position_store_and_use_no_pages(mean: tuple[Any, Path]) -> None:
+    running = engine(mean[1], max_total_tokens=160, host_cache=1 << 20)
+    prompts = [ids(seed, 60) for seed in range(4)]
+    vectors = [running.pool(f"{again}-{i}", prompt) for again in range(3) for i, prompt in enumerate(prompts)]
+    assert all((vectors[i] == vectors[i % 4]).all() for i in range(12))
+    assert running.last("2-0").cached_tokens == 0
+    assert running.cache.tiers is not None
+    assert running.cache.tiers.store.host.num_pages == 0
+    running.close()

@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from treeline_runtime.models.quantization.fp8 import E4M3, to_e4m3
+from treeline_runtime.transfer import upload
 
 Pages = npt.NDArray[np.int64]
 """One-dimensional page numbers."""
@@ -92,6 +93,9 @@ class KVPool:
         told = self._all.view(E4M3) if self.is_fp8 else self._all
         self.keys = [layer[0] for layer in told]
         self.values = [layer[1] for layer in told]
+        bytes_of_all = self._all.view(num_layers, 2, num_pages + 1, -1).view(torch.uint8)
+        # a kernel that copies words is faster than one that copies bytes
+        self._words = bytes_of_all.view(torch.int64) if bytes_of_all.shape[-1] % 8 == 0 else bytes_of_all
         self._paged = [(layer[0], layer[1]) for layer in self._all]
         self._flat = [(layer[0], layer[1]) for layer in self._slots]
 
@@ -130,6 +134,36 @@ class KVPool:
             # a sum is NaN or infinite if anything in it is; one pass, where isfinite() and all() need three
             total += stored.sum((0, 1, 3, 4), dtype=torch.float32)
         return total.isfinite()
+
+    def copy_out(self, pages: Sequence[int], to: Sequence[npt.NDArray[np.uint8]]) -> None:
+        """Copies pages of all layers to host memory, (bytes of a page,) each, laid out [layers, 2, page_size, kv_heads,
+        head_dim]. On CUDA the copies are in stream order."""
+        if not self._words.is_cuda:  # numpy's copies start no threads of their own beside those that compute
+            for page, there in zip(pages, to, strict=True):
+                np.copyto(self._on_host(there).numpy(), self._words[:, :, page].numpy())
+            return
+        gathered = self._words.index_select(2, self._numbers(pages)).permute(2, 0, 1, 3).contiguous()
+        for one, there in zip(gathered, to, strict=True):
+            self._on_host(there).copy_(one, non_blocking=True)
+
+    def copy_in(self, pages: Sequence[int], of: Sequence[npt.NDArray[np.uint8]]) -> None:
+        """The reverse of `copy_out`."""
+        if not self._words.is_cuda:
+            for page, there in zip(pages, of, strict=True):
+                np.copyto(self._words[:, :, page].numpy(), self._on_host(there).numpy())
+            return
+        layers, kinds, _, words = self._words.shape
+        gathered = self._words.new_empty((len(pages), layers, kinds, words))
+        for one, there in zip(gathered, of, strict=True):
+            one.copy_(self._on_host(there), non_blocking=True)
+        self._words.index_copy_(2, self._numbers(pages), gathered.permute(1, 2, 0, 3))
+
+    def _on_host(self, page: npt.NDArray[np.uint8]) -> torch.Tensor:
+        layers, kinds, _, words = self._words.shape
+        return torch.from_numpy(page).view(self._words.dtype).view(layers, kinds, words)
+
+    def _numbers(self, pages: Sequence[int]) -> torch.Tensor:
+        return upload(np.array(pages, dtype=np.int64), self._words.device)
 
     def clear(self, pages: Pages) -> None:
         """Zeroes whole pages in every layer."""

@@ -22,15 +22,16 @@ being filled belong to its fillers until it is inserted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 from treeline_wire.events import block_hash, hash_of, root_digest
 
+from treeline_runtime.kvcache.event_log import EventLog
 from treeline_runtime.kvcache.node import EVICTION_POLICIES, EvictionQueue, Node, Place
 from treeline_runtime.kvcache.pool import NO_PAGES, Pages
-from treeline_runtime.messages import CacheEvent, Cleared, Removed, Stored
+from treeline_runtime.messages import CacheEvent, Stored
 
 TOKEN_BYTES = 4
 
@@ -63,44 +64,6 @@ def common_prefix(a: bytes, b: bytes) -> int:
     return low
 
 
-class EventLog:
-    """Collects Stored, Removed and Cleared in order. A run that continues the previous one is merged with it."""
-
-    def __init__(self) -> None:
-        self._events: list[CacheEvent] = []
-
-    def stored(self, run: Stored) -> None:
-        last = self._events[-1] if self._events else None
-        if (
-            not isinstance(last, Stored)
-            or last.namespace != run.namespace
-            or last.block_hashes[-1] != run.parent_hash
-            # one index must describe the joined run: prompt, then output
-            or (run.output_from and last.output_from < len(last.token_ids))
-        ):
-            self._events.append(run)
-            return
-        output_from = last.output_from
-        if output_from == len(last.token_ids):
-            output_from += run.output_from
-        hashes, tokens = last.block_hashes + run.block_hashes, last.token_ids + run.token_ids
-        self._events[-1] = Stored(hashes, last.parent_hash, tokens, run.namespace, output_from)
-
-    def removed(self, block_hashes: list[int]) -> None:
-        last = self._events[-1] if self._events else None
-        if isinstance(last, Removed):
-            last.block_hashes.extend(block_hashes)
-        else:
-            self._events.append(Removed(block_hashes))
-
-    def cleared(self) -> None:
-        self._events = [Cleared()]
-
-    def take(self) -> list[CacheEvent]:
-        events, self._events = self._events, []
-        return events
-
-
 @dataclass(frozen=True, slots=True)
 class Match:
     """The longest cached prefix of a key. Valid until the tree next changes."""
@@ -129,7 +92,10 @@ class RadixCache:
         self.page_size = page_size
         self._page_bytes = page_size * TOKEN_BYTES
         self._eviction_key = EVICTION_POLICIES[eviction_policy]
-        self._events = EventLog()
+        self.on_evicted: Callable[[list[bytes]], None] = lambda _: None
+        """Gets the digests of pages that are evicted."""
+        self.events = EventLog()
+        """Also of tiers below, whose pages come from here."""
         self._clear()
 
     def _clear(self) -> None:
@@ -179,6 +145,14 @@ class RadixCache:
             parts.append(node.pages)
             node = node.parent
         return np.concatenate(parts[::-1]) if len(parts) > 1 else parts[0]
+
+    def digests_of(self, node: Node | None) -> list[bytes]:
+        """Digests from the root to the end of `node`, which is on the device."""
+        parts = list[list[bytes]]()
+        while node is not None and node.parent is not None:
+            parts.append(node.digests)
+            node = node.parent
+        return [digest for part in reversed(parts) for digest in part]
 
     def whole(self, node: Node) -> Match:
         """The match that ends with `node`, which is on the device."""
@@ -324,7 +298,8 @@ class RadixCache:
             keep = max(len(leaf.pages) - missing, 0)
             taken.append(leaf.pages[keep:])
             missing -= len(leaf.pages) - keep
-            self._events.removed([hash_of(digest) for digest in reversed(leaf.digests[keep:])])
+            self.events.removed(leaf.digests[keep:][::-1])
+            self.on_evicted(leaf.digests[keep:])
             if keep:
                 leaf.pages = leaf.pages[:keep].copy()
                 leaf.digests = leaf.digests[:keep]
@@ -345,7 +320,7 @@ class RadixCache:
         assert not any(node.lock_ref for node in nodes), f"reset with {self.locked_pages} locked pages"
         pages = [node.pages for node in nodes]
         self._clear()
-        self._events.cleared()
+        self.events.cleared()
         return np.concatenate(pages) if pages else NO_PAGES
 
     def _root(self, namespace: str | None) -> Node:
@@ -391,7 +366,7 @@ class RadixCache:
         parent_hash = hash_of(parent.digests[-1]) if parent.parent is not None else None
         output_from = min(max(prompt_tokens - start * self.page_size, 0), len(tokens))
         hashes = [hash_of(digest) for digest in node.digests]
-        self._events.stored(Stored(hashes, parent_hash, tokens, namespace, output_from))
+        self.events.stored(Stored(hashes, parent_hash, tokens, namespace, output_from))
 
     def _split(self, node: Node, at: int) -> Node:
         """Cuts `node` after `at` pages. Returns the new upper half; `node` becomes the lower half."""
@@ -434,7 +409,7 @@ class RadixCache:
 
     def take_events(self) -> list[CacheEvent]:
         """Changes since the last call, in order, merged."""
-        return self._events.take()
+        return self.events.take()
 
     def blocks(self) -> Iterator[tuple[int, int | None, list[int], str | None]]:
         """(hash, parent hash, tokens, namespace) of every page, parents first."""

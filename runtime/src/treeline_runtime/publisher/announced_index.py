@@ -7,6 +7,7 @@ prompt can reach it. Three rules follow:
 - A page with sampled tokens is announced only up to the first position that re-encoding does not reproduce.
 - A page below an unannounced page is not announced either: no match could reach it.
 - The removal of an unannounced page is silent.
+- Tiers below the engine's own pool have copies: a page is announced there if it is announced in the tier above.
 
 Invariants (`check`): an announced page's parent is absent, or announced and in the same namespace; pages are the
 cache's pages after every update.
@@ -22,13 +23,10 @@ from tokenizers import Tokenizer
 from treeline_wire.events import AllBlocksCleared, BlockRemoved, BlockStored
 from treeline_wire.namespaces import adapter_of
 
-from treeline_runtime.messages import CacheEvent, Cleared, Removed, Stored
+from treeline_runtime.messages import CacheEvent, Cleared, Copied, Medium, Removed, Stored
 
 CUT_TOKENS = 3
 """A UTF-8 character has at most 4 bytes, so at most the last 3 tokens may contain an unfinished one."""
-MEDIUM = "GPU"
-"""Consumers read this as the engine's own cache, the fastest tier, which a CPU's pool is too."""
-
 WireEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
@@ -56,13 +54,16 @@ class AnnouncedIndex:
     def __init__(self, reencoder: Reencoder) -> None:
         self._reencoder = reencoder
         self._pages: dict[int, Page] = {}
+        self._below: dict[Medium, dict[int, Page]] = {"CPU": {}, "DISK": {}}
+        """Announced pages of lower tiers, the faster one first."""
 
     def __len__(self) -> int:
         return len(self._pages)
 
-    def pages(self) -> dict[int, Page]:
-        """A copy, O(pages), independent of later updates."""
-        return dict(self._pages)
+    def pages(self) -> dict[Medium, dict[int, Page]]:
+        """A copy by tier, O(pages), independent of later updates."""
+        tiers: dict[Medium, dict[int, Page]] = {"GPU": self._pages, **self._below}
+        return {medium: dict(pages) for medium, pages in tiers.items()}
 
     def announced(self) -> list[int]:
         return [page.hash for page in self._pages.values() if page.announced]
@@ -74,14 +75,19 @@ class AnnouncedIndex:
             match event:
                 case Stored():
                     told += self._store(event)
+                case Copied():
+                    told += self._copy(event)
                 case Removed():
-                    gone = self._remove(event)
-                    if gone and told and isinstance(told[-1], BlockRemoved):
-                        gone = [*told.pop().block_hashes, *gone]  # type: ignore[union-attr]
+                    gone, last = self._remove(event), told[-1] if told else None
+                    if gone and isinstance(last, BlockRemoved) and last.medium == event.medium:
+                        gone = [*last.block_hashes, *gone]
+                        told.pop()
                     if gone:
-                        told.append(BlockRemoved(block_hashes=gone, medium=MEDIUM))
+                        told.append(BlockRemoved(block_hashes=gone, medium=event.medium))
                 case Cleared():
                     self._pages.clear()
+                    for pages in self._below.values():
+                        pages.clear()
                     told = [AllBlocksCleared()]
         return told
 
@@ -108,6 +114,16 @@ class AnnouncedIndex:
             parent = block
         return list(runs(fresh))
 
+    def _copy(self, event: Copied) -> list[WireEvent]:
+        above = [self._pages, *self._below.values()][: list(self._below).index(event.medium) + 1]
+        there, fresh = self._below[event.medium], list[Page]()
+        for block in event.block_hashes:
+            page = next((pages[block] for pages in above if block in pages), None)
+            if page is not None and page.announced and block not in there:
+                there[block] = page
+                fresh.append(page)
+        return list(runs(fresh, event.medium))
+
     def _agreed_len(self, event: Stored) -> int:
         """Counts the leading tokens of the run that may be announced."""
         if event.output_from >= len(event.token_ids):
@@ -124,7 +140,8 @@ class AnnouncedIndex:
         return [token for tokens in reversed(path) for token in tokens]
 
     def _remove(self, event: Removed) -> list[int]:
-        pages = [self._pages.pop(block, None) for block in event.block_hashes]
+        known = self._pages if event.medium == "GPU" else self._below[event.medium]
+        pages = [known.pop(block, None) for block in event.block_hashes]
         return [page.hash for page in pages if page is not None and page.announced]
 
     def check(self) -> None:
@@ -135,6 +152,8 @@ class AnnouncedIndex:
             if page.announced and parent is not None:
                 assert parent.announced, f"{block} is announced below unannounced {parent.hash}"
                 assert parent.namespace == page.namespace, f"{block} left its parent's namespace"
+        for medium, pages in self._below.items():
+            assert all(page.announced for page in pages.values()), f"unannounced pages of {medium}"
 
 
 def parents_first(pages: dict[int, Page]) -> Iterator[Page]:
@@ -150,26 +169,26 @@ def parents_first(pages: dict[int, Page]) -> Iterator[Page]:
         yield from reversed(path)
 
 
-def runs(pages: Iterable[Page], longest: int = 1024) -> Iterator[BlockStored]:
-    """Pages → events: consecutive pages share an event of at most `longest` pages."""
+def runs(pages: Iterable[Page], medium: Medium = "GPU", longest: int = 1024) -> Iterator[BlockStored]:
+    """Pages of a tier → events: consecutive pages share an event of at most `longest` pages."""
     run: list[Page] = []
     for page in pages:
         joins = run and page.parent == run[-1].hash and page.namespace == run[-1].namespace
         if run and (not joins or len(run) >= longest):
-            yield _stored(run)
+            yield _stored(run, medium)
             run = []
         run.append(page)
     if run:
-        yield _stored(run)
+        yield _stored(run, medium)
 
 
-def _stored(run: list[Page]) -> BlockStored:
+def _stored(run: list[Page], medium: Medium) -> BlockStored:
     return BlockStored(
         block_hashes=[page.hash for page in run],
         parent_block_hash=run[0].parent,
         token_ids=[token for page in run for token in page.tokens],
         block_size=len(run[0].tokens),
-        medium=MEDIUM,
+        medium=medium,
         lora_name=adapter_of(run[0].namespace),
         cache_salt=run[0].namespace,
     )

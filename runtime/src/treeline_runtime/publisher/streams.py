@@ -19,7 +19,7 @@ from treeline_wire import frames
 from treeline_wire.events import encode_batch
 from treeline_wire.load import LOAD_TOPIC, TREELINE_LOAD_TOPIC, LoadStat, TreelineLoad, encode
 
-from treeline_runtime.messages import CacheUpdate, LoadUpdate
+from treeline_runtime.messages import CacheUpdate, LoadUpdate, Medium
 from treeline_runtime.publisher.announced_index import AnnouncedIndex, Page, parents_first, runs
 
 RING_BATCHES = 10_000
@@ -85,12 +85,13 @@ class EventStream:
                 yield frames.encode_reply(frames.ReplayItem(self._topic, seq, payload))
         yield frames.encode_reply(frames.ReplayEnd())
 
-    def _snapshot(self, pages: dict[int, Page], seq: int) -> Iterator[Message]:
-        announced = sum(page.announced for page in pages.values())
+    def _snapshot(self, tiers: dict[Medium, dict[int, Page]], seq: int) -> Iterator[Message]:
+        announced = sum(page.announced for pages in tiers.values() for page in pages.values())
         yield frames.encode_reply(frames.SnapshotHeader(self.epoch, seq, announced))
-        ordered = parents_first(pages)
-        while chunk := list(itertools.islice(ordered, SNAPSHOT_PAGES_A_CHUNK)):
-            yield frames.encode_reply(frames.SnapshotChunk(list(runs(chunk))))
+        for medium, pages in tiers.items():
+            ordered = parents_first(pages)
+            while chunk := list(itertools.islice(ordered, SNAPSHOT_PAGES_A_CHUNK)):
+                yield frames.encode_reply(frames.SnapshotChunk(list(runs(chunk, medium))))
         yield frames.encode_reply(frames.SnapshotEnd())
 
 

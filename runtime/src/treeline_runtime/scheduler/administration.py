@@ -20,6 +20,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from treeline_runtime.config import ConfigError, SchedulerConfig
+from treeline_runtime.kvcache.page import PageFormat, format_of
 from treeline_runtime.messages import (
     MAX_PROFILE_STEPS,
     FlushReq,
@@ -83,6 +84,27 @@ class Residence:
     def executor(self) -> Executor:
         assert self._executor is not None, "asleep: requests should have been refused earlier"
         return self._executor
+
+    def page_format(self) -> PageFormat:
+        """The identity of the pages that the model computes with the weights as they are now."""
+        config, limits, model = self._config, self._limits, self._architecture[0]
+        random = config.seed if config.load_format == "dummy" else None
+        return format_of(
+            Path(config.model),
+            num_layers=model.num_layers,
+            page_size=limits.page_size,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            element_bytes=limits.kv_dtype.itemsize,
+            also=(
+                limits.kv_dtype,
+                limits.dtype,
+                limits.device.type,
+                limits.context_length,
+                config.quantization,
+                random,
+            ),
+        )
 
     def warm_up(self) -> None:
         """Does one-time work before requests pay for it. Raises ConfigError if a full step does not fit in memory."""
@@ -355,7 +377,7 @@ class Administration:
 
     def _flush(self, _: FlushReq) -> None:
         self._check_idle()
-        self._cache.flush()
+        self._cache.wipe()
 
     def _sleep(self, message: SleepReq) -> dict[str, Any]:
         self._residence.check_alone()
@@ -370,13 +392,21 @@ class Administration:
         if self._residence.level == AWAKE:
             raise Refused("it is awake")
         self._residence.wake()
+        self._renew()  # it may have read other weights than it had
 
     def _update(self, message: UpdateWeightsReq) -> None:
         self._residence.check_alone()
         self._check_idle()
         self._residence.check(message.path)
         self._cache.flush()
-        self._residence.update(message.path)
+        try:
+            self._residence.update(message.path)
+        finally:
+            self._renew()
+
+    def _renew(self) -> None:
+        if self._cache.tiers is not None:
+            self._cache.tiers.renew(self._residence.page_format())
 
     def _start_profile(self, message: StartProfileReq) -> None:
         self._profiler.start(message.folder, message.steps)

@@ -9,6 +9,7 @@ Invariant: free + in the tree + held by requests = all pages.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,6 +17,9 @@ from treeline_runtime.config import SchedulerConfig
 from treeline_runtime.core import Req
 from treeline_runtime.kvcache import Match, PagePool, Pages, RadixCache, key_of
 from treeline_runtime.scheduler.table import TableManager
+
+if TYPE_CHECKING:
+    from treeline_runtime.scheduler.tiers import Tiers
 
 MIN_SHARED_TOKENS = 32
 """The fewest tokens being filled that a request waits a step for."""
@@ -31,6 +35,8 @@ class CacheManager:
         self._keeps = config.prefix_cache != "off"
         """Whether anything ever gets into the tree."""
         self._table = table
+        self.tiers: Tiers | None = None
+        """What is kept below the device, and copied there or back."""
 
     @property
     def available_pages(self) -> int:
@@ -54,6 +60,11 @@ class CacheManager:
         """Whether the request should wait because others are filling enough beyond its match."""
         return match.coming * self.page_size >= MIN_SHARED_TOKENS
 
+    def load(self, req: Req, match: Match) -> bool:
+        """Begins to load what the tiers below the device have of a request that would be admitted now. False: there is
+        nothing to wait for."""
+        return self.tiers is not None and self.tiers.load(req, match)
+
     def admit(self, req: Req, match: Match) -> None:
         """Gives `req` a row, locks its match, which must be fresh, and marks the rest of its prompt as being filled by
         it, until that is in the tree or `end_filling`."""
@@ -63,6 +74,8 @@ class CacheManager:
         req.tree_len = req.kv_len = req.device_len = match.num_pages * self.page_size
         if req.handle is not None:
             self._table.write_pages(req.row, 0, self.tree.pages_of(self.tree.whole(req.handle)))
+        if self.tiers is not None:
+            self.tiers.hit(req.handle)
         if self._keeps:
             req.handle = self.tree.begin_filling(req.handle, req.key, req.namespace)
 
@@ -118,6 +131,8 @@ class CacheManager:
             self.tree.unlock(req.handle)
             req.handle = node
         req.tree_len = total * self.page_size
+        if self.tiers is not None and not req.needs_all:
+            self.tiers.inserted(node, held, existing)
 
     def _discard(self, req: Req, pages: Pages) -> None:
         if req.in_flight:
@@ -156,8 +171,30 @@ class CacheManager:
         return freed
 
     def flush(self) -> None:
-        """Empties the tree; no request may hold a lock."""
+        """Empties the tree; no request or copy may hold a lock."""
         self.pool.free(self.tree.reset())
+
+    def wipe(self) -> None:
+        """Empties the tree and all tiers below it."""
+        self.flush()
+        if self.tiers is not None:
+            self.tiers.clear()
+
+    # ---- copies -------------------------------------------------------------------------------------------
+
+    def take_copies(self) -> bool:
+        """Takes what copies between tiers have done. Returns whether anything has changed."""
+        return self.tiers is not None and self.tiers.take()
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether a tier reads or writes pages."""
+        return self.tiers is not None and self.tiers.is_copying
+
+    @property
+    def is_expecting(self) -> bool:
+        """Whether copies will soon make pages available."""
+        return self.tiers is not None and self.tiers.is_expecting
 
     # ---- watching -----------------------------------------------------------------------------------------
 
@@ -165,6 +202,7 @@ class CacheManager:
         return req.num_pages - req.tree_len // self.page_size + sum(len(pages) for _, pages in req.deferred)
 
     def is_balanced(self, held: int = 0) -> bool:
+        held += 0 if self.tiers is None else self.tiers.loads.held_pages
         return self.pool.num_free + self.tree.num_pages + held == self.pool.num_pages
 
     def check_integrity(self, reqs: Iterable[Req]) -> None:
@@ -172,10 +210,12 @@ class CacheManager:
         reqs = list(reqs)
         self.pool.check_integrity()
         self.tree.check_integrity()
+        if self.tiers is not None:
+            self.tiers.store.host.check_integrity()
         held = sum(self.held_pages(r) for r in reqs)
         free, cached, total = self.pool.num_free, self.tree.num_pages, self.pool.num_pages
         assert self.is_balanced(held), f"{free} free + {cached} cached + {held} held pages are not {total}"
-        if not reqs:
+        if not reqs and not self.is_copying:
             assert self.tree.locked_pages == 0, f"{self.tree.locked_pages} pages locked by nobody"
         used = self._table.num_rows - self._table.num_free
         assert len(reqs) == used, f"{used} rows used by {len(reqs)} requests"

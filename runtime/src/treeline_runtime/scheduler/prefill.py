@@ -84,6 +84,7 @@ class PrefillManager:
 
     def _enter(self, req: Req) -> None:
         req.key = key_of(req.tokens)
+        req.digests, req.loaded = [], False
         req.waiting_since = self._clock()
         req.uncached_tokens = 0
         self._estimate(req)
@@ -175,6 +176,8 @@ class PrefillManager:
                     full.add(req.client)
                     continue
                 break
+            if self._cache.load(req, match):
+                continue
             if tokens_left < len(req.tokens) - matched and tokens_left < self._page_size:
                 break
             self._admit(req, match)

@@ -64,6 +64,20 @@ def num_pages(
     return pages
 
 
+def num_host_pages(config: SchedulerConfig, page_bytes: int) -> int:
+    """Pages of `host_cache`. Raises ConfigError if not even one fits, or not all are free."""
+    if config.host_cache is None:
+        return 0
+    pages, free = config.host_cache // page_bytes, _available_memory()
+    if pages == 0:
+        raise ConfigError(f"host_cache {config.host_cache} is less than a page, which takes {page_bytes} bytes")
+    if pages * page_bytes > free:
+        raise ConfigError(
+            f"host_cache needs {_gib(config.host_cache)}, but {_gib(free)} of host memory are free: make it smaller"
+        )
+    return pages
+
+
 def _no_pool(config: EngineConfig, device: torch.device, reserved: int, page_bytes: int) -> str:
     page = f"a page of {config.page_size} tokens takes {_mib(page_bytes)}"
     if device.type != "cuda":
@@ -177,6 +191,8 @@ class Resolved:
     context_length: int
     page_size: int
     num_pages: int
+    host_pages: int
+    """Pages of the host's tier of the cache; 0: it has none."""
     kv_bytes_per_token: int
     max_running_requests: int
     chunked_prefill_size: int
@@ -228,6 +244,7 @@ def _resolve(config: SchedulerConfig, model: Decoder) -> Resolved:
         context_length=context_length,
         page_size=config.page_size,
         num_pages=num_pages(config, model.own, kv_dtype, device, reserved),
+        host_pages=num_host_pages(config, bytes_per_token(model.own, kv_dtype.itemsize) * config.page_size),
         kv_bytes_per_token=bytes_per_token(model.own, kv_dtype.itemsize),
         max_running_requests=limits.running,
         # chunks end at page boundaries

@@ -53,6 +53,7 @@ from treeline_runtime.scheduler.ranks.group import Followers
 from treeline_runtime.scheduler.reports import Reporter, SchedulerStats, Transport, token_out
 from treeline_runtime.scheduler.resolve import resolve
 from treeline_runtime.scheduler.table import TableManager, plan_of
+from treeline_runtime.scheduler.tiers import open_tiers
 from treeline_runtime.scheduler.waiting import TimeLimits
 
 logger = logging.getLogger(__name__)
@@ -83,8 +84,18 @@ class Scheduler:
         self.residence = Residence(config, limits, model, group, peers)
         self.ratio = NewTokenRatio(config.schedule_conservativeness)
         self._clock = clock
-        self._time_limits = TimeLimits(config.waiting_timeout, config.request_timeout)
         self.stats = SchedulerStats()
+        self.cache.tiers = open_tiers(
+            config,
+            limits,
+            self.cache,
+            self.residence.page_format(),
+            lambda: self.executor.pool,
+            lambda: self.stats.prefill_tokens_per_s,
+            transport.wake,
+            clock,
+        )
+        self._time_limits = TimeLimits(config.waiting_timeout, config.request_timeout)
         self.draining = False
         self._pooler = model.pooler
         pooling = None if model.pooler is None else model.pooler.pooling
@@ -120,8 +131,10 @@ class Scheduler:
         return self.residence.executor
 
     def close(self) -> None:
-        """Ends running compilations, and the other ranks."""
+        """Ends running compilations and copies, and the other ranks."""
         self.grammars.close()
+        if self.cache.tiers is not None:
+            self.cache.tiers.close()
         if self._group is not None:
             self._group.close()
 
@@ -139,6 +152,7 @@ class Scheduler:
         messages = (self._peers or self._transport).receive()
         for message in messages:
             self._handle(message)
+        copied = self.cache.take_copies()
         ready = self.grammars.take_ready()
         for req, refused in ready:
             if (finish := refused or self._find_place(req) or self._jumps.after(req)) is not None:
@@ -155,7 +169,7 @@ class Scheduler:
         is_called = batch is None and self._peers is not None and self._peers.is_called
         if is_called:
             self.executor.idle()
-        worked = bool(messages or ready or self._pending or self.reporter.has_tokens or is_called)
+        worked = bool(messages or copied or ready or self._pending or self.reporter.has_tokens or is_called)
         self._process_all_but(self.limits.overlap_depth if batch is not None else 0)
         if worked:
             self._end_step()
@@ -190,7 +204,7 @@ class Scheduler:
                     batch.take_along(riding)
                 return batch
         if short:
-            if self._pending:
+            if self._pending or self.cache.is_expecting:
                 return None  # results in flight may end requests; retract only when all are known
             runnable = self._make_room(runnable)
         if not runnable:
@@ -436,7 +450,7 @@ class Scheduler:
     @property
     def is_idle(self) -> bool:
         waiting = self.prefill.waiting or self.grammars.waiting or self.prefill.chunked
-        return not (self.decode.running or waiting or self._pending or self._leaving)
+        return not (self.decode.running or waiting or self._pending or self._leaving or self.cache.is_copying)
 
     def load(self) -> LoadUpdate:
         cache, stats = self.cache, self.stats

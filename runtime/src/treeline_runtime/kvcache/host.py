@@ -1,0 +1,193 @@
+"""The host tier: which slot of a slab of host memory has which page.
+
+A slot is free, being written, ready, or ready and read by some. Only ready slots that nobody reads are evicted, the
+least recently used first. The bookkeeping is pure; `Slab` is the memory.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+
+class SlotState(enum.Enum):
+    FREE = enum.auto()
+    BEING_WRITTEN = enum.auto()
+    READY = enum.auto()
+    BEING_READ = enum.auto()
+
+
+@dataclass(slots=True)
+class Entry:
+    """A page's slot."""
+
+    slot: int
+    checksum: int | None = None
+    """None: it is being written."""
+    readers: int = 0
+
+    @property
+    def state(self) -> SlotState:
+        if self.checksum is None:
+            return SlotState.BEING_WRITTEN
+        return SlotState.BEING_READ if self.readers else SlotState.READY
+
+
+class HostTier:
+    """Pages by digest. Each operation is O(1) per page."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.num_slots = num_slots
+        self._clear()
+
+    def _clear(self) -> None:
+        self._free = list(range(self.num_slots - 1, -1, -1))
+        self._entries: dict[bytes, Entry] = {}
+        self._evictable: OrderedDict[bytes, None] = OrderedDict()
+        """Ready ones that nobody reads, the least recently used first."""
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that are here, or being written."""
+        return len(self._entries)
+
+    def state(self, digest: bytes) -> SlotState:
+        """FREE: the page is not here."""
+        entry = self._entries.get(digest)
+        return SlotState.FREE if entry is None else entry.state
+
+    def has(self, digest: bytes) -> bool:
+        """Whether the page can be read."""
+        entry = self._entries.get(digest)
+        return entry is not None and entry.checksum is not None
+
+    def touch(self, digests: Sequence[bytes]) -> None:
+        """Pages of one sequence, in order, were used: a page is of no use without those before it, so the last one is
+        evicted first."""
+        for digest in reversed(digests):
+            if digest in self._evictable:
+                self._evictable.move_to_end(digest)
+
+    # ---- writing ------------------------------------------------------------------------------------------
+
+    def begin_write(self, digest: bytes) -> tuple[int | None, bytes | None]:
+        """Takes a slot for a page that has none. Returns the slot, and the page evicted from it; (None, None) if every
+        slot is written or read."""
+        assert digest not in self._entries
+        evicted = None
+        if not self._free:
+            if not self._evictable:
+                return None, None
+            evicted, _ = self._evictable.popitem(last=False)
+            self._free.append(self._entries.pop(evicted).slot)
+        entry = self._entries[digest] = Entry(self._free.pop())
+        return entry.slot, evicted
+
+    def end_write(self, digest: bytes, checksum: int) -> None:
+        """The page is in its slot."""
+        entry = self._entries[digest]
+        assert entry.state is SlotState.BEING_WRITTEN
+        entry.checksum = checksum
+        self._evictable[digest] = None
+
+    def cancel_write(self, digest: bytes) -> None:
+        """Nothing writes to the slot any more, and the page is not in it."""
+        entry = self._entries.pop(digest)
+        assert entry.state is SlotState.BEING_WRITTEN
+        self._free.append(entry.slot)
+
+    # ---- reading ------------------------------------------------------------------------------------------
+
+    def begin_read(self, digest: bytes) -> tuple[int, int]:
+        """Keeps the page until `end_read`. Returns its slot and checksum."""
+        entry = self._entries[digest]
+        assert entry.checksum is not None
+        entry.readers += 1
+        self._evictable.pop(digest, None)
+        return entry.slot, entry.checksum
+
+    def end_read(self, digest: bytes) -> None:
+        """Counts as a use."""
+        entry = self._entries[digest]
+        assert entry.readers > 0
+        entry.readers -= 1
+        if not entry.readers:
+            self._evictable[digest] = None
+
+    def drop(self, digest: bytes) -> bool:
+        """Removes a page that turned out to be bad, unless others read it: they will see the same. Returns whether it
+        is gone."""
+        if digest not in self._evictable:
+            return False
+        del self._evictable[digest]
+        self._free.append(self._entries.pop(digest).slot)
+        return True
+
+    def clear(self) -> None:
+        """Removes all pages; none may be written or read."""
+        assert len(self._evictable) == len(self._entries), "cleared while pages are copied"
+        self._clear()
+
+    def check_integrity(self) -> None:
+        slots = [entry.slot for entry in self._entries.values()]
+        assert sorted(slots + self._free) == list(range(self.num_slots)), "a slot is lost, or has two pages"
+        ready = {digest for digest, entry in self._entries.items() if entry.state is SlotState.READY}
+        assert ready == set(self._evictable), "states and the order of eviction disagree"
+
+
+class Slab:
+    """Host memory for pages. On CUDA it is pinned, so that copies run beside steps."""
+
+    def __init__(self, num_slots: int, page_bytes: int, device: torch.device) -> None:
+        """Raises RuntimeError if the system does not pin so much memory."""
+        self._device = device
+        # zeroed by the system, and taken only once it is written
+        self._slots = np.zeros((num_slots, page_bytes), dtype=np.uint8)
+        self._streams = threading.local()
+        if device.type == "cuda":
+            # torch's own pinned memory would be rounded up to a power of two
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self._slots.ctypes.data, self._slots.nbytes, 0))
+
+    def page(self, slot: int) -> npt.NDArray[np.uint8]:
+        """(bytes of a page,), not a copy."""
+        return self._slots[slot]
+
+    def close(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.cudart().cudaHostUnregister(self._slots.ctypes.data)
+
+    # ---- copies, in any thread ----------------------------------------------------------------------------
+
+    def now(self) -> torch.cuda.Event | None:
+        """What the device has been told to do so far; None on a CPU, where all of it is done."""
+        if self._device.type != "cuda":
+            return None
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    @contextmanager
+    def copying(self, after: torch.cuda.Event | None) -> Iterator[None]:
+        """A context manager for copies between slots and a pool: they begin after `after`, run on a stream of this
+        thread, and are complete at its end, also at an error."""
+        if after is None:
+            yield
+            return
+        with torch.inference_mode(), torch.cuda.device(self._device):
+            if not hasattr(self._streams, "own"):
+                self._streams.own = torch.cuda.Stream()
+            stream: torch.cuda.Stream = self._streams.own
+            with torch.cuda.stream(stream):
+                stream.wait_event(after)
+                try:
+                    yield
+                finally:
+                    stream.synchronize()

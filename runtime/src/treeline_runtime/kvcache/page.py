@@ -1,0 +1,72 @@
+"""A page outside the device: one object with an identity, all of its components, and one checksum.
+
+A page is named by its digest, the hash chain of its tokens and all before them from its namespace on. What made its
+numbers is named by a fingerprint of model and format. A page is its bytes, [layers, 2, page_size, kv_heads, head_dim]
+with keys before values: no part of it can be moved, lost or replaced alone. The checksum covers fingerprint, digest and
+bytes, so a page under another name, of another model, or with a wrong byte anywhere does not pass.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+FINGERPRINT_BYTES = 16
+SAMPLES = 16
+"""Pieces of each file of weights that a fingerprint reads."""
+SAMPLE_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class PageFormat:
+    """What all pages of a store have in common."""
+
+    fingerprint: bytes
+    nbytes: int
+
+    def checksum(self, digest: bytes, data: memoryview) -> int:
+        """xxh3 of a page, 64 bits."""
+        return xxhash.xxh3_64_intdigest(data, seed=xxhash.xxh3_64_intdigest(self.fingerprint + digest))
+
+
+def format_of(
+    model: Path,
+    *,
+    num_layers: int,
+    page_size: int,
+    num_kv_heads: int,
+    head_dim: int,
+    element_bytes: int,
+    also: Iterable[object] = (),
+) -> PageFormat:
+    """The format of pages that the checkpoint in folder `model` computes. also: further facts on which the numbers
+    depend, such as dtypes."""
+    shape = (num_layers, 2, page_size, num_kv_heads, head_dim, element_bytes)
+    digest = hashlib.blake2b(repr((shape, *also)).encode(), digest_size=FINGERPRINT_BYTES)
+    with contextlib.suppress(FileNotFoundError):  # random weights have a config at most
+        digest.update((model / "config.json").read_bytes())
+        for file in sorted(model.glob("*.safetensors")):
+            digest.update(_facts_of(file))
+    nbytes = element_bytes
+    for size in shape[:-1]:
+        nbytes *= size
+    return PageFormat(digest.digest(), nbytes)
+
+
+def _facts_of(file: Path) -> bytes:
+    """Name, size, time and header of a file of weights, and samples of its numbers: headers of two fine-tuned models
+    are equal, and so may be the times of files in an image."""
+    stat = file.stat()
+    digest = hashlib.blake2b(repr((file.name, stat.st_size, stat.st_mtime_ns)).encode())
+    with file.open("rb") as opened:
+        header = int.from_bytes(opened.read(8), "little")
+        digest.update(opened.read(min(header, stat.st_size)))
+        for i in range(SAMPLES):
+            opened.seek(stat.st_size * i // SAMPLES)
+            digest.update(opened.read(SAMPLE_BYTES))
+    return digest.digest()

@@ -1,0 +1,50 @@
+"""Whether to load pages from a tier or to compute them: what is measured decides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from treeline_runtime.kvcache.store import Lower
+
+FORGET = 0.8
+"""Weight of the past in a moving average."""
+TRY_AGAIN = 32
+"""Of so many loads from a tier that is too slow, one is made: it may be fast again."""
+
+
+class LoadRates:
+    """Seconds per page of each tier, against those of prefill. A tier that has not been measured is fast."""
+
+    def __init__(self, prefill_tokens_per_s: Callable[[], float], page_size: int) -> None:
+        """prefill_tokens_per_s: 0 = not known yet."""
+        self._prefill_tokens_per_s = prefill_tokens_per_s
+        self._page_size = page_size
+        self._seconds: dict[Lower, float] = {}
+        self._refused: dict[Lower, int] = {}
+
+    def seconds_per_page(self, medium: Lower) -> float:
+        """0 = not known yet."""
+        return self._seconds.get(medium, 0.0)
+
+    def is_slow(self, medium: Lower) -> bool:
+        """Whether computing a page takes less time than loading it."""
+        rate = self._prefill_tokens_per_s()
+        return rate > 0 and self.seconds_per_page(medium) * rate > self._page_size
+
+    def allows(self, medium: Lower) -> bool:
+        """Whether to load from this tier now."""
+        if not self.is_slow(medium):
+            return True
+        self._refused[medium] = (self._refused.get(medium, 0) + 1) % TRY_AGAIN
+        return self._refused[medium] == 0
+
+    def on_load(self, medium: Lower, pages: int, seconds: float) -> None:
+        """A load of so many pages took so long, waiting included. The first does not count: it includes one-time work,
+        such as touching memory. One that was made although the tier is slow replaces the past."""
+        before = self._seconds.get(medium)
+        if before is None:
+            self._seconds[medium] = 0.0
+        elif before == 0.0 or self.is_slow(medium):
+            self._seconds[medium] = seconds / pages
+        else:
+            self._seconds[medium] = FORGET * before + (1 - FORGET) * seconds / pages

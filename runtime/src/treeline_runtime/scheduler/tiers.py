@@ -1,0 +1,197 @@
+"""The cache's tiers below the device: what is stored there, and when it is brought back.
+
+A page is stored at its second use: computed once and matched once, or computed twice. Uses count across evictions, for
+a bounded number of evicted pages: a page that left between two uses is found at the third.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from treeline_wire.events import block_hash, root_digest
+
+from treeline_runtime.config import SchedulerConfig
+from treeline_runtime.core import Req
+from treeline_runtime.kvcache import KVPool, Match, Node, PagePool, Pages, RadixCache
+from treeline_runtime.kvcache.disk import DiskTier
+from treeline_runtime.kvcache.host import HostTier, Slab
+from treeline_runtime.kvcache.page import PageFormat
+from treeline_runtime.kvcache.store import Lower, PageStore, Reading, Workers
+from treeline_runtime.scheduler.cache import MIN_SHARED_TOKENS, CacheManager
+from treeline_runtime.scheduler.loads import Load, Loads
+from treeline_runtime.scheduler.rates import LoadRates
+from treeline_runtime.scheduler.resolve import Resolved, told_as_settings
+
+REMEMBERED = 4
+"""Evicted pages that are remembered for each slot of the host."""
+LEAST_REMEMBERED = 1024
+
+
+class Tiers:
+    """Decides, counts, and owns all copies between the device and the host."""
+
+    def __init__(
+        self,
+        tree: RadixCache,
+        pool: PagePool,
+        store: PageStore,
+        workers: Workers,
+        rates: LoadRates,
+        *,
+        kv_pool: Callable[[], KVPool],
+        clock: Callable[[], float],
+    ) -> None:
+        """kv_pool: the device's memory as it is now."""
+        self._tree = tree
+        self.store = store
+        self._workers = workers
+        self.rates = rates
+        self._kv_pool = kv_pool
+        self._clock = clock
+        self._used_once: OrderedDict[bytes, None] = OrderedDict()
+        """Evicted pages that are not stored, the oldest first."""
+        self._most_remembered = max(REMEMBERED * store.host.num_slots, LEAST_REMEMBERED)
+        self._copying_out = 0
+        self.loads = Loads(tree, pool, self._start, self._ended)
+        self.computed_instead = 0
+        """Pages that were stored, and computed because that was faster."""
+        tree.on_evicted = self._evicted
+
+    # ---- out ----------------------------------------------------------------------------------------------
+
+    def hit(self, node: Node | None) -> None:
+        """A request uses the cached pages up to `node`."""
+        if node is not None:
+            digests, pages = self._tree.digests_of(node), self._tree.pages_of(self._tree.whole(node))
+            self.store.touch(digests)
+            self._put(node, digests, pages)
+
+    def inserted(self, node: Node, start: int, existing: int) -> None:
+        """A request computed the pages from `start` to the end of `node`; those before `existing` were cached."""
+        digests = self._tree.digests_of(node)
+        again = [i for i in range(start, len(digests)) if i < existing or digests[i] in self._used_once]
+        for i in again:
+            self._used_once.pop(digests[i], None)
+        if again:
+            pages = self._tree.pages_of(self._tree.whole(node))
+            self._put(node, [digests[i] for i in again], pages[again])
+
+    def _put(self, node: Node, digests: Sequence[bytes], pages: Pages) -> None:
+        def copied() -> None:
+            self._copying_out -= 1
+            self._tree.unlock(node)
+
+        if self.store.put(self._kv_pool(), digests, pages, copied):
+            self._copying_out += 1
+            self._tree.lock_node(node)
+
+    def _evicted(self, digests: Sequence[bytes]) -> None:
+        for digest in digests:
+            if self.store.where(digest) is None:
+                self._used_once[digest] = None
+                if len(self._used_once) > self._most_remembered:
+                    self._used_once.popitem(last=False)
+
+    # ---- back ---------------------------------------------------------------------------------------------
+
+    def load(self, req: Req, match: Match) -> bool:
+        """Begins to load what follows the match of a waiting request that would be admitted now. False: it is not
+        loaded, and has to be computed."""
+        if req.loaded:
+            return False
+        wanted = self._following(req, match)
+        if len(wanted) * self._tree.page_size < MIN_SHARED_TOKENS:
+            return False
+        req.loaded = True
+        allowed = {medium: self.rates.allows(medium) for medium in dict.fromkeys(wanted.values())}
+        digests = list[bytes]()
+        for digest, medium in wanted.items():
+            if not allowed[medium]:
+                break
+            digests.append(digest)
+        self.computed_instead += len(wanted) - len(digests)
+        return bool(digests) and self.loads.begin(req, match, digests, self._clock())
+
+    def _following(self, req: Req, match: Match) -> dict[bytes, Lower]:
+        """The digests of the stored pages that follow a match, in order, with their tiers."""
+        size, at = self._tree.page_size, match.num_pages
+        if len(req.digests) < at:
+            above = self._tree.digests_of(match.node)
+            req.digests = above[:at]
+        found = dict[bytes, Lower]()
+        while (at + 1) * size <= req.cacheable_len:
+            if at == len(req.digests):
+                parent = req.digests[-1] if req.digests else root_digest(req.namespace)
+                req.digests.append(block_hash(parent, req.tokens[at * size : (at + 1) * size]))
+            medium = self.store.where(req.digests[at])
+            if medium is None:
+                break
+            found[req.digests[at]] = medium
+            at += 1
+        return found
+
+    def _start(self, digests: Sequence[bytes], pages: Pages, then: Callable[[Reading], None]) -> Reading | None:
+        return self.store.get(self._kv_pool(), digests, pages, then)
+
+    def _ended(self, load: Load, seconds: float) -> None:
+        reading = load.reading
+        total = sum(reading.seconds.values())
+        for medium, spent in reading.seconds.items():  # several threads spend more than passes
+            self.rates.on_load(medium, reading.pages[medium], seconds * spent / total)
+
+    # ---- all ----------------------------------------------------------------------------------------------
+
+    def take(self) -> bool:
+        """Takes what copies have done. Returns whether that may change what can be computed."""
+        arrived = self._workers.take()
+        return self.loads.check(self._clock()) or arrived
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether anything is read or written by a copy, here or on the disk."""
+        return self._workers.busy > 0
+
+    @property
+    def is_expecting(self) -> bool:
+        """Whether pages of the device will soon be free or in the tree that are not now."""
+        return self._copying_out > 0 or self.loads.is_expecting
+
+    def clear(self) -> None:
+        """Forgets all pages. Nothing may be copied."""
+        self.store.clear()
+        self._used_once.clear()
+
+    def renew(self, form: PageFormat) -> None:
+        """The weights may have changed: nothing of others is ever found. Nothing may be copied."""
+        self.store.renew(form)
+        self._used_once.clear()
+
+    def close(self) -> None:
+        self.store.close()
+
+
+def open_tiers(
+    config: SchedulerConfig,
+    limits: Resolved,
+    cache: CacheManager,
+    form: PageFormat,
+    kv_pool: Callable[[], KVPool],
+    prefill_tokens_per_s: Callable[[], float],
+    wake: Callable[[], None],
+    clock: Callable[[], float],
+) -> Tiers | None:
+    """The tiers that the settings ask for. Raises ConfigError."""
+    if not limits.host_pages:
+        return None
+    with told_as_settings(f"--host-cache {config.host_cache}", torch.device("cpu"), hint="make it smaller"):
+        slab = Slab(limits.host_pages, form.nbytes, limits.device)
+    disk = None
+    if config.disk_cache is not None:
+        disk = DiskTier(Path(config.disk_cache), config.disk_cache_size, form)
+    workers = Workers(wake)
+    store = PageStore(form, HostTier(limits.host_pages), slab, disk, workers, cache.tree.events)
+    rates = LoadRates(prefill_tokens_per_s, limits.page_size)
+    return Tiers(cache.tree, cache.pool, store, workers, rates, kv_pool=kv_pool, clock=clock)
