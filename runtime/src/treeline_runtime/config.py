@@ -309,6 +309,16 @@ class SchedulerConfig(EngineConfig):
         rare=True,
         help="radix = reuse the longest common prefix of earlier requests (default: %(default)s)",
     )
+    cache_audit: float = setting(
+        0.0,
+        group="scheduling",
+        rare=True,
+        metavar="SHARE",
+        at_least=0,
+        at_most=1,
+        help="share of requests with cached tokens that are computed again without the cache while the engine is idle; "
+        "a cache that changes answers is switched off (default: %(default)s)",
+    )
     logit_processor: tuple[str, ...] = setting(
         (),
         group="engine",

@@ -34,6 +34,7 @@ from treeline_runtime.models.decoder import Decoder
 from treeline_runtime.models.loader import architecture_of, load_model, resolve_device
 from treeline_runtime.models.offload import Offloaded, size_of
 from treeline_runtime.models.pooling import Pooling
+from treeline_runtime.scheduler.audit import CacheAudits
 from treeline_runtime.scheduler.cache import CacheManager
 from treeline_runtime.scheduler.executor import Executor
 from treeline_runtime.scheduler.peers import Peers
@@ -332,6 +333,7 @@ class Administration:
         self,
         residence: Residence,
         cache: CacheManager,
+        audits: CacheAudits,
         profiler: Profiler,
         *,
         is_idle: Callable[[], bool],
@@ -339,6 +341,7 @@ class Administration:
     ) -> None:
         self._residence = residence
         self._cache = cache
+        self._audits = audits
         self._profiler = profiler
         self._is_idle = is_idle
         self._reply = reply
@@ -373,6 +376,7 @@ class Administration:
     def _flush(self, message: FlushReq) -> Reply:
         if (busy := self._busy(message.id)) is not None:
             return busy
+        self._audits.start_over()
         self._cache.flush()
         return Reply(message.id)
 
@@ -382,6 +386,7 @@ class Administration:
             return Reply(message.id, ok=False, message=f"it is already asleep, at level {self._residence.level}")
         if (busy := self._busy(message.id)) is not None:
             return busy
+        self._audits.drop()
         self._cache.flush()
         self._residence.sleep(message.level)
         return Reply(message.id, data={"level": message.level})
@@ -397,6 +402,7 @@ class Administration:
         if (busy := self._busy(message.id)) is not None:
             return busy
         self._residence.check(message.path)
+        self._audits.drop()
         self._cache.flush()
         self._residence.update(message.path)
         return Reply(message.id)

@@ -28,8 +28,8 @@ class CacheManager:
         self.page_size = config.page_size
         self.pool = PagePool(num_pages)
         self.tree = RadixCache(config.page_size, config.eviction_policy)
-        self._keeps = config.prefix_cache != "off"
-        """Whether anything ever gets into the tree."""
+        self.keeps = config.prefix_cache != "off"
+        """Whether anything gets into the tree."""
         self._table = table
 
     @property
@@ -63,7 +63,7 @@ class CacheManager:
         req.tree_len = req.kv_len = req.device_len = match.num_pages * self.page_size
         if req.handle is not None:
             self._table.write_pages(req.row, 0, self.tree.pages_of(self.tree.whole(req.handle)))
-        if self._keeps:
+        if self.keeps:
             req.handle = self.tree.begin_filling(req.handle, req.key, req.namespace)
 
     def end_filling(self, req: Req) -> None:
@@ -93,7 +93,7 @@ class CacheManager:
         Pages that the tree already had replace the request's copies, which are freed, or deferred while a launched
         batch may read them.
         """
-        if not self._keeps:
+        if not self.keeps:
             return
         total = req.kv_len // self.page_size
         held = req.tree_len // self.page_size
