@@ -124,6 +124,7 @@ FIRING: dict[str, dict[str, tuple[str, str]]] = {
         f'{R}num_queue_reqs{{namespace="a", job="a/pool", pod="e-1", model_name="m"}}': (ABSENT, "0"),
     },
     "TreelineMemoryShort": {f"{R}num_retracted_requests_total{{{ENGINE}}}": ("0+12", "0+3")},
+    "TreelineCacheWrong": {f'{R}cache_source_off{{{ENGINE}, source="tree"}}': ("1", "0")},
     "TreelineDrainsLong": {f"{R}draining{{{ENGINE}}}": ("1", "0")},
 }
 """For each alert the series of a world in which it fires, and of a similar healthy one."""

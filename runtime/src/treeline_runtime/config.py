@@ -339,6 +339,16 @@ class SchedulerConfig(EngineConfig):
         above=0,
         help="bytes of --disk-cache, all models together (default: 100GiB)",
     )
+    cache_audit: float = setting(
+        0.0,
+        group="scheduling",
+        rare=True,
+        metavar="SHARE",
+        at_least=0,
+        at_most=1,
+        help="share of requests with cached tokens that are computed again without the cache while the engine is idle; "
+        "a cache that changes answers is switched off (default: %(default)s)",
+    )
     logit_processor: tuple[str, ...] = setting(
         (),
         group="engine",

@@ -406,6 +406,17 @@ class CacheUpdate(msgspec.Struct, tag=True, frozen=True):
     events: list[CacheEvent]
 
 
+class AuditCounts(msgspec.Struct, frozen=True):
+    """What audits of the cache found about one source of cached tokens, since the start."""
+
+    audited: int = 0
+    diverged: int = 0
+    dropped: int = 0
+    """Never computed, or not to the end."""
+    off: bool = False
+    """It gave wrong answers and is not used any more."""
+
+
 class LoadUpdate(TreelineLoad, tag=True, frozen=True, omit_defaults=True):
     """The scheduler's load after a step that changed it: our report to routers without the publisher's fields (`epoch`,
     `seq`, `in_flight`), and the rest of SGLang's report."""
@@ -419,6 +430,8 @@ class LoadUpdate(TreelineLoad, tag=True, frozen=True, omit_defaults=True):
     """Added by jumps since the start."""
     asleep: int = 0
     """Sleep level (SleepReq); 0 = awake. Routers see it as draining."""
+    audits: dict[str, AuditCounts] = msgspec.field(default_factory=dict)
+    """By source; {} without audits."""
 
     @property
     def used_share(self) -> float:

@@ -42,7 +42,8 @@ def expected(path: Path) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def server(path: Path) -> Iterator[ServerProcess]:
-    with running(path, *FLAGS, "--dp-size=2", "--ep-size=2", "--drain-timeout=0", *port_flags(2)) as server:
+    flags = ("--dp-size=2", "--ep-size=2", "--drain-timeout=0", "--cache-audit=1")
+    with running(path, *FLAGS, *flags, *port_flags(2)) as server:
         yield server
 
 
@@ -104,6 +105,18 @@ def test_requests_that_end_early_leave_the_others_what_they_were(http: httpx.Cli
     for number, one in enumerate(found):
         assert_same(one, expected[number])
     eventually(lambda: num_running(http) == [0, 0], what="those that left are ended")
+
+
+def test_caches_are_audited_while_all_ranks_are_idle(http: httpx.Client, expected: list[Any]) -> None:
+    for rank in (0, 1):
+        for _ in range(2):
+            assert_same(answer(http, 3, rank, salt="audit"), expected[3])
+
+    def audits(what: str) -> list[int]:
+        return [state["audits"]["tree"][what] for state in http.get("/server_info").json()["internal_states"]]
+
+    eventually(lambda: all(audits("audited")), what="each rank has audited its cache")
+    assert audits("diverged") == [0, 0]
 
 
 def test_sleep_and_new_weights_are_refused_by_name(server: ServerProcess, path: Path) -> None:

@@ -2,9 +2,10 @@
 
 from treeline_runtime.kvcache.node import Node, Place
 from treeline_runtime.kvcache.pool import NO_PAGES, KVPool, PagePool, Pages
-from treeline_runtime.kvcache.radix import TOKEN_BYTES, Match, RadixCache, common_prefix, key_of
+from treeline_runtime.kvcache.radix import NO_MATCH, TOKEN_BYTES, Match, RadixCache, common_prefix, key_of
 
 __all__ = [
+    "NO_MATCH",
     "NO_PAGES",
     "TOKEN_BYTES",
     "KVPool",

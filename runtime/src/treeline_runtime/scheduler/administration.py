@@ -36,6 +36,7 @@ from treeline_runtime.models.decoder import Decoder
 from treeline_runtime.models.loader import architecture_of, load_model, resolve_device
 from treeline_runtime.models.offload import Offloaded, size_of
 from treeline_runtime.models.pooling import Pooling
+from treeline_runtime.scheduler.audit import CacheAudits
 from treeline_runtime.scheduler.cache import CacheManager
 from treeline_runtime.scheduler.executor import Executor
 from treeline_runtime.scheduler.peers import Peers
@@ -334,6 +335,7 @@ class Administration:
         self,
         residence: Residence,
         cache: CacheManager,
+        audits: CacheAudits,
         profiler: Profiler,
         *,
         is_idle: Callable[[], bool],
@@ -341,6 +343,7 @@ class Administration:
     ) -> None:
         self._residence = residence
         self._cache = cache
+        self._audits = audits
         self._profiler = profiler
         self._is_idle = is_idle
         self._reply = reply
@@ -377,6 +380,7 @@ class Administration:
 
     def _flush(self, _: FlushReq) -> None:
         self._check_idle()
+        self._audits.start_over()
         self._cache.wipe()
 
     def _sleep(self, message: SleepReq) -> dict[str, Any]:
@@ -384,6 +388,7 @@ class Administration:
         if self._residence.level != AWAKE:
             raise Refused(f"it is already asleep, at level {self._residence.level}")
         self._check_idle()
+        self._audits.drop()
         self._cache.flush()
         self._residence.sleep(message.level)
         return {"level": message.level}
@@ -398,6 +403,7 @@ class Administration:
         self._residence.check_alone()
         self._check_idle()
         self._residence.check(message.path)
+        self._audits.drop()
         self._cache.flush()
         try:
             self._residence.update(message.path)

@@ -32,8 +32,8 @@ class CacheManager:
         self.page_size = config.page_size
         self.pool = PagePool(num_pages)
         self.tree = RadixCache(config.page_size, config.eviction_policy)
-        self._keeps = config.prefix_cache != "off"
-        """Whether anything ever gets into the tree."""
+        self.keeps = config.prefix_cache != "off"
+        """Whether anything gets into the tree."""
         self._table = table
         self.tiers: Tiers | None = None
         """What is kept below the device, and copied there or back."""
@@ -63,7 +63,7 @@ class CacheManager:
     def load(self, req: Req, match: Match) -> bool:
         """Begins to load what the tiers below the device have of a request that would be admitted now. False: there is
         nothing to wait for."""
-        return self.tiers is not None and self.tiers.load(req, match)
+        return self.keeps and self.tiers is not None and self.tiers.load(req, match)
 
     def admit(self, req: Req, match: Match) -> None:
         """Gives `req` a row, locks its match, which must be fresh, and marks the rest of its prompt as being filled by
@@ -76,7 +76,7 @@ class CacheManager:
             self._table.write_pages(req.row, 0, self.tree.pages_of(self.tree.whole(req.handle)))
         if self.tiers is not None:
             self.tiers.hit(req.handle)
-        if self._keeps:
+        if self.keeps:
             req.handle = self.tree.begin_filling(req.handle, req.key, req.namespace)
 
     def end_filling(self, req: Req) -> None:
@@ -106,7 +106,7 @@ class CacheManager:
         Pages that the tree already had replace the request's copies, which are freed, or deferred while a launched
         batch may read them.
         """
-        if not self._keeps:
+        if not self.keeps:
             return
         total = req.kv_len // self.page_size
         held = req.tree_len // self.page_size

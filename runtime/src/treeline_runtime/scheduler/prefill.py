@@ -49,7 +49,6 @@ class PrefillManager:
         self._chunk_tokens = limits.chunked_prefill_size
         self._spare_rows = limits.max_running_requests // SPARE
         self._spare_pages = cache.pool.num_pages // SPARE
-        self._keeps_prefixes = config.prefix_cache != "off"
         self._by_priority = config.schedule_policy == "priority"
         cached = (lambda req: cache.match(req).num_pages) if config.schedule_policy == "lpm" else None
         self._order = WaitingOrder(config.starvation_bound, by_priority=self._by_priority, cached=cached)
@@ -123,7 +122,7 @@ class PrefillManager:
         before = req.uncached_tokens
         match = self._cache.match(req)
         cached = (match.num_pages + (match.coming if self._cache.waits(match) else 0)) * self._page_size
-        if self._keeps_prefixes and shared_tokens >= cached + MIN_SHARED_TOKENS:  # else it does not wait for the other
+        if self._cache.keeps and shared_tokens >= cached + MIN_SHARED_TOKENS:  # else it does not wait for the other
             cached = shared_tokens - shared_tokens % self._page_size
         req.uncached_tokens = len(req.tokens) - cached
         self._uncached_waiting += req.uncached_tokens - before

@@ -41,6 +41,7 @@ from treeline_runtime.messages import (
 from treeline_runtime.models.decoder import Decoder
 from treeline_runtime.scheduler.administration import AWAKE, Administration, Profiler, Residence
 from treeline_runtime.scheduler.arrivals import Arrivals
+from treeline_runtime.scheduler.audit import CacheAudits
 from treeline_runtime.scheduler.cache import CacheManager
 from treeline_runtime.scheduler.decode import DecodeManager, NewTokenRatio, retraction_order
 from treeline_runtime.scheduler.executor import Executor
@@ -82,6 +83,8 @@ class Scheduler:
         self.prefill = PrefillManager(config, limits, self.cache, clock)
         self.decode = DecodeManager(self.cache, limits.chunked_prefill_size)
         self.residence = Residence(config, limits, model, group, peers)
+        chunk = limits.chunked_prefill_size
+        self.audits = CacheAudits(config.cache_audit, limits.dtype, chunk, self.cache, self._compute)
         self.ratio = NewTokenRatio(config.schedule_conservativeness)
         self._clock = clock
         self.stats = SchedulerStats()
@@ -114,7 +117,12 @@ class Scheduler:
         self.reporter = Reporter(transport, self.cache)
         self.profiler = Profiler(limits.device)
         administration = Administration(
-            self.residence, self.cache, self.profiler, is_idle=lambda: self.is_idle, reply=self.reporter.reply
+            self.residence,
+            self.cache,
+            self.audits,
+            self.profiler,
+            is_idle=lambda: self.is_idle,
+            reply=self.reporter.reply,
         )
         self._handlers: dict[type, Callable[[Any], None]] = {
             GenerateReq: self._on_generate,
@@ -161,6 +169,8 @@ class Scheduler:
                 self.prefill.queue(req)
         for req, finish in self._time_limits.exceeded(self._clock()):
             self._finish(req, finish)
+        if not self.is_idle:
+            self.audits.pause()
         batch = self._next_batch()
         if batch is not None:
             self._launch(batch)
@@ -171,6 +181,8 @@ class Scheduler:
             self.executor.idle()
         worked = bool(messages or copied or ready or self._pending or self.reporter.has_tokens or is_called)
         self._process_all_but(self.limits.overlap_depth if batch is not None else 0)
+        if not worked and self.is_idle:
+            worked = self.audits.step()
         if worked:
             self._end_step()
         return worked
@@ -238,7 +250,9 @@ class Scheduler:
                 self.decode.running[req.rid] = req
 
     def _compute(self, batch: Batch) -> Launched:
-        launched = self.executor.launch(plan_of(batch, *self.table.news(), pools=self._pooler is not None))
+        plan = plan_of(batch, *self.table.news(), pools=self._pooler is not None)
+        plan.logprobs.update(self.audits.watched(batch))
+        launched = self.executor.launch(plan)
         self.table.told()  # only now: a failed launch gets the same writes again
         return launched
 
@@ -309,6 +323,7 @@ class Scheduler:
                 return
         if not samples:  # not yet all of a long jump
             return
+        self.audits.take(req, end, result)
         finish = req.take_tokens(result.tokens)
         if len(req.tokens) != end + 1:
             # tokens that were not accepted are computed again; accepted ones beyond `end` are computed like a jump
@@ -436,6 +451,8 @@ class Scheduler:
         for req in map(self._find, rids) if message.rid else self._everything():
             if req is not None:
                 self._finish(req, FinishReason("abort", message="aborted"))
+        if not message.rid:
+            self.audits.drop()
 
     def _on_stop(self, message: StopReq) -> None:
         req = self._find(message.rid)
@@ -444,6 +461,7 @@ class Scheduler:
 
     def _on_drain(self, _: DrainReq) -> None:
         self.draining = True
+        self.audits.drain()
 
     # ---- reports ------------------------------------------------------------------------------------------
 
@@ -454,15 +472,16 @@ class Scheduler:
 
     def load(self) -> LoadUpdate:
         cache, stats = self.cache, self.stats
+        pages_used = cache.used_pages - self.audits.held_pages
         return LoadUpdate(
             running=len(self.decode.running) + (self.prefill.chunked is not None),
             waiting=len(self.prefill.waiting) + len(self.grammars.waiting),
             waiting_uncached_tokens=self.prefill.uncached_tokens(),
-            pages_used=cache.used_pages,
+            pages_used=pages_used,
             pages_cached=cache.tree.evictable_pages,
             pages_total=cache.pool.num_pages,
             page_size=cache.page_size,
-            tokens_used=cache.used_pages * cache.page_size,
+            tokens_used=pages_used * cache.page_size,
             total_prefill_uncached_tokens=stats.total_prefill_tokens,
             total_prefill_busy_us=stats.total_prefill_busy_us,
             total_jumps=stats.total_jumps,
@@ -472,13 +491,14 @@ class Scheduler:
             draining=self.draining,
             max_running=self.limits.max_running_requests,
             asleep=self.residence.level,
+            audits=self.audits.counts,
         )
 
     def _end_step(self) -> None:
         self.reporter.flush(self.load())
         if self.is_idle:
             self.ratio.on_idle()
-            if not self.cache.is_balanced():
+            if not self.cache.is_balanced(self.audits.held_pages):
                 logger.error("pages are lost: %d free, %d cached of %d", *self._page_counts())
 
     def _page_counts(self) -> tuple[int, int, int]:
@@ -488,5 +508,7 @@ class Scheduler:
         """Asserts that every page, row and lock has an owner."""
         reqs = [req for req in self._everything() if req.row >= 0] + list(self._leaving)
         assert len(set(reqs)) == len(reqs)
+        if self.audits.req is not None:
+            reqs.append(self.audits.req)
         self.cache.check_integrity(reqs)
         self.prefill.check_integrity()

@@ -337,3 +337,5 @@ class Status(Struct):
     status: str
     heartbeats: int | Maybe = UNSET
     """In answers of `/live`: increases while the server makes progress."""
+    warning: str | Maybe = UNSET
+    """Something is wrong that keeps no request from a right answer."""

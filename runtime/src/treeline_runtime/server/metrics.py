@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
-from treeline_runtime.messages import LoadUpdate
+from treeline_runtime.messages import AuditCounts, LoadUpdate
 
 disable_created_metrics()  # twice the series for nothing that anybody reads
 
@@ -40,6 +40,12 @@ _LOADS = (
     ("decode_step_seconds", "Seconds that a decode step takes, as measured."),
 )
 """The load of a data-parallel rank: with the label `dp_rank` where there are several."""
+_AUDITS = {
+    "audited": ("cache_audits_total", "Requests with cached tokens that were computed again without the cache."),
+    "diverged": ("cache_audit_divergence_total", "Audits in which the cache had changed the answer."),
+    "dropped": ("cache_audits_dropped_total", "Audits given up: too many waited, or something came between."),
+}
+"""By member of AuditCounts."""
 _GAUGES = (
     ("page_size", "Tokens in a page of the KV cache."),
     ("context_len", "Tokens that a prompt and its output may have together."),
@@ -76,6 +82,12 @@ class Metrics:
         self.forced_tokens = self._counter(
             "forced_tokens_total", "Output tokens that were not sampled because the grammar allowed no other."
         )
+        self._audits = {
+            member: Counter(f"treeline:{name}", text, [*self._labels, "source"], registry=self._registry)
+            for member, (name, text) in _AUDITS.items()
+        }
+        off = "1 while cached tokens of this source are not used, because an audit found wrong ones."
+        self._off = Gauge("treeline:cache_source_off", off, [*self._labels, "source"], registry=self._registry)
         self._last_loads = [LoadUpdate()] * ranks
         self.vectors = self._counter(
             "num_vectors_total", "Prompts that were turned into vectors: embeddings, scores and rewards."
@@ -128,6 +140,11 @@ class Metrics:
         last, self._last_loads[rank] = self._last_loads[rank], load
         self.jumps.inc(load.total_jumps - last.total_jumps)
         self.forced_tokens.inc(load.total_forced_tokens - last.total_forced_tokens)
+        for source, counts in load.audits.items():
+            labels, before = {**self._labels, "source": source}, last.audits.get(source, AuditCounts())
+            for member, counter in self._audits.items():
+                counter.labels(**labels).inc(getattr(counts, member) - getattr(before, member))
+            self._off.labels(**labels).set(any(of.audits[source].off for of in self._last_loads if of.audits))
 
     def render(self) -> bytes:
         """Prometheus' text format."""

@@ -43,6 +43,10 @@ RETRY_S = 5.0
 """Seconds between two checks of a failing engine."""
 TIMEOUT_S = 30.0
 """Seconds for the answer to a check, which waits for its turn."""
+CACHE_OFF = (
+    "An audit found that cached tokens changed an answer, so they are no longer used (source: {}). The log names the "
+    "request; POST /flush_cache switches the cache on again"
+)
 TOKENS = 4
 """More than one: the first comes from the prompt alone, the others read the cache back."""
 
@@ -240,7 +244,8 @@ class Probes:
         problem = WEIGHTS_DIFFER if state.weights_differ else self.health.problem
         if problem is not None:
             raise ApiError(503, problem, type="server_error")
-        return json_answer(answers.Status("ready"))
+        off = ", ".join(state.cache_sources_off)
+        return json_answer(answers.Status("ready", warning=CACHE_OFF.format(off) if off else msgspec.UNSET))
 
     async def health_generate(self, _asked: Checking) -> Response:
         """Generates a few tokens, which proves the whole path; too slow for a probe under load."""
@@ -312,6 +317,7 @@ class Probes:
                 "model_path": service.state.model_path or info.args.model,
                 "weight_version": service.state.weight_version,
                 "weights_differ": service.state.weights_differ,
+                "cache_sources_off": service.state.cache_sources_off,
                 "started_at": info.started_at,
                 "epoch": info.epoch,
                 "tokenizer_fingerprint": service.prompts.bundle.fingerprint,

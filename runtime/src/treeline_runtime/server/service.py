@@ -110,6 +110,11 @@ class State:
         """Sleep level; 0 = awake. Requests need all ranks awake."""
         return max(self.sleeping.values(), default=0)
 
+    @property
+    def cache_sources_off(self) -> list[str]:
+        """Sources of cached tokens that are not used at some rank, because an audit found wrong ones."""
+        return sorted({source for load in self.loads for source, counts in load.audits.items() if counts.off})
+
     async def resumed(self) -> None:
         """Waits while new generations are held back."""
         while self.holding:
