@@ -34,7 +34,7 @@ def sizes_up_to(largest: int) -> list[int]:
 class _Captured:
     graph: torch.cuda.CUDAGraph
     packed: torch.Tensor
-    """(PACKED x size,) int32: see `DecodeInputs.packed`."""
+    """(PACKED x size,) int32: of `DecodeInputs`."""
     buffers: Any
     """The attention backend's buffers."""
     outputs: tuple[torch.Tensor, Tokens, torch.Tensor]
@@ -51,7 +51,6 @@ class DecodeGraphs:
         self._table = table
         self._device = device
         self._captured: dict[int, _Captured] = {}
-        self._size_for: list[int] = []
         if device.type == "cuda" and largest > 0:
             self._capture(sizes_up_to(largest))
         self.largest = max(self._captured, default=0)
@@ -78,7 +77,6 @@ class DecodeGraphs:
                 outputs = self._forward.decode(views, plan, logits[:size])
             pool = graph.pool()
             self._captured[size] = _Captured(graph, inputs, buffers, outputs)
-        self._size_for = [next(size for size in sizes if size >= n) for n in range(sizes[-1] + 1)]
         torch.cuda.synchronize(self._device)
         taken = free - torch.cuda.mem_get_info(self._device)[0]
         seconds = time.perf_counter() - started
@@ -88,13 +86,14 @@ class DecodeGraphs:
         )  # fmt: skip
 
     def size_for(self, tokens: int) -> int:
-        """Sequences of the graph that computes so many."""
-        return self._size_for[tokens]
+        """Sequences of the smallest graph that computes so many."""
+        return min(size for size in self._captured if size >= tokens)
 
     def replay(self, inputs: DecodeInputs, ends: list[int], size: int) -> tuple[torch.Tensor, Tokens, torch.Tensor]:
-        """`Forward.decode` of at most `largest` sequences. size: of the graph. The next replay overwrites the
+        """`Forward.decode` of at most `size` sequences by the graph of this size. The next replay overwrites the
         result."""
-        n, captured = len(ends), self._captured[size]
+        n = len(ends)
+        captured = self._captured[size]
         packed = pinned(inputs.packed(size, self._table.scratch_row), self._device)
         captured.packed.copy_(packed, non_blocking=True)
         self._plan(size, inputs.rows, ends, captured.packed, captured.buffers)
