@@ -380,8 +380,7 @@ def test_a_stopped_rank_is_noticed(phase: str, checkpoints: tuple[Path, Path], m
 def test_a_rank_that_would_compute_a_step_otherwise_ends_the_engine_before_it_does(
     checkpoints: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begin = Followers.begin
-    monkeypatch.setattr(Followers, "begin", lambda self, plan, _: begin(self, plan, Launch("prompt graph", 64)))
+    monkeypatch.setattr(Executor, "_how", lambda self, plan: Launch("prompt graph", 64))
     with pytest.raises(
         (EngineDead, RuntimeError), match="rank 1: its step of 1 sequences uses no graph, rank 0's prompt graph of 64"
     ):

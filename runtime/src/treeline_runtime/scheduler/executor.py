@@ -90,14 +90,14 @@ class Executor:
     def launch(self, plan: StepPlan) -> Launched:
         """Computes the step; this executor owns its pages until it is done. Raises GroupFailed for any failure if it is
         one of several."""
-        how = self._how(plan)
+        launch = self._how(plan)
         if self._peers is not None:
-            return self._with_peers(plan, plan.num_tokens, how, self._peers)
+            return self._with_peers(plan, plan.num_tokens, launch, self._peers)
         if self._group is None:
-            return self._compute(plan, how)
-        self._group.begin(plan, how)
+            return self._compute(plan, launch)
+        self._group.begin(plan, launch)
         with as_one(self._group):
-            return self._compute(plan, how)
+            return self._compute(plan, launch)
 
     def idle(self) -> None:
         """Computes the experts that are here for the peers' tokens, with one token of nobody."""
@@ -115,10 +115,10 @@ class Executor:
             finally:
                 peers.exchange.rows = 0
 
-    def _compute(self, plan: StepPlan, how: Launch) -> Launched:
+    def _compute(self, plan: StepPlan, launch: Launch) -> Launched:
         with torch.inference_mode(), self._on_device():
             self._table.write(plan)
-            return self._launch(plan, how)
+            return self._launch(plan, launch)
 
     def _how(self, plan: StepPlan) -> Launch:
         if self._is_decode_graph(plan):
@@ -130,10 +130,10 @@ class Executor:
         """Triton and FlashInfer kernels, events and captures use the current device."""
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
-    def _launch(self, plan: StepPlan, how: Launch) -> Launched:
-        if how.mode == "decode graph":
-            return self._replay(plan, how.bucket)
-        hidden, kv_finite = self._hidden(plan, how.bucket)
+    def _launch(self, plan: StepPlan, launch: Launch) -> Launched:
+        if launch.mode == "decode graph":
+            return self._replay(plan, launch.bucket)
+        hidden, kv_finite = self._hidden(plan, launch.bucket)
         if self._group is not None and (plan.hidden or self._model.pooler is not None):
             hidden = self._group.ranks.home(hidden)
         launched = Launched(plan)
@@ -165,7 +165,7 @@ class Executor:
                 table.on_host(rows),
             )
             of_tokens = cells[:, plan.bounds[begin] : plan.bounds[end]]
-            parts.append(self._prompts.hidden(of_tokens, self._attention.plan(layout), size, plan.embeddings))
+            parts.append(self._prompts.hidden(of_tokens, self._attention.plan(layout), plan.embeddings, size))
         hidden, finite = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
         return hidden, finite if ranks is None else ranks.everywhere(finite)
 

@@ -34,7 +34,7 @@ def sizes_up_to(largest: int) -> list[int]:
 class _Captured:
     graph: torch.cuda.CUDAGraph
     packed: torch.Tensor
-    """(PACKED x size,) int32: see `DecodeInputs.packed`."""
+    """(PACKED x size,) int32: of `DecodeInputs`."""
     buffers: Any
     """The attention backend's buffers."""
     outputs: tuple[torch.Tensor, Tokens, torch.Tensor]
@@ -90,9 +90,10 @@ class DecodeGraphs:
         return min(size for size in self._captured if size >= tokens)
 
     def replay(self, inputs: DecodeInputs, ends: list[int], size: int) -> tuple[torch.Tensor, Tokens, torch.Tensor]:
-        """`Forward.decode` of at most `largest` sequences. size: of the graph. The next replay overwrites the
+        """`Forward.decode` of at most `size` sequences by the graph of this size. The next replay overwrites the
         result."""
-        n, captured = len(ends), self._captured[size]
+        n = len(ends)
+        captured = self._captured[size]
         packed = pinned(inputs.packed(size, self._table.scratch_row), self._device)
         captured.packed.copy_(packed, non_blocking=True)
         self._plan(size, inputs.rows, ends, captured.packed, captured.buffers)

@@ -203,14 +203,15 @@ class PromptGraphs:
         return self._sizes[at] if at < len(self._sizes) else 0
 
     def hidden(
-        self, cells: npt.NDArray[np.int32], plan: Any, size: int, embeddings: Sequence[Embeddings]
+        self, cells: npt.NDArray[np.int32], plan: Any, embeddings: Sequence[Embeddings], size: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`Forward.hidden` of cells (2, tokens): rows and positions. size: of the graph, which takes no embeddings; 0:
-        none. The next step may overwrite the result."""
-        if not size:
+        """`Forward.hidden` of cells (2, tokens): rows and positions. size: of the graph, 0 = none; then there may be
+        embeddings. The next step may overwrite the result."""
+        tokens = cells.shape[1]
+        captured = self._captured.get(size)
+        if captured is None:
             there = upload(cells, self._device)
             return self._forward.hidden(there[0], there[1], plan, embeddings=embeddings)
-        captured, tokens = self._captured[size], cells.shape[1]
         padded = self._cells(size)
         padded[:, :tokens] = cells
         captured.cells.copy_(pinned(padded, self._device), non_blocking=True)
