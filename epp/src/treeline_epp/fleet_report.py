@@ -127,7 +127,7 @@ def listing(fleet: Fleet) -> dict[str, object]:
     endpoints: dict[str, list[dict[str, object]]] = {}
     for name, member in sorted(fleet.members.items()):
         ranks, problem = fleet.picker.present(member.ranks), member.watcher.problem
-        unpaired, in_vain = "", False
+        unpaired = ""
         if problem is None and ranks:
             unpaired, in_vain = problem_of(ranks[0].spec, (one.spec for one in fleet.picker.endpoints.values()))
             problem = Problem(unpaired, in_vain) if unpaired else None

@@ -107,7 +107,8 @@ class Options:
     endpoints_file: Path | None = setting(
         None,
         metavar="FILE",
-        help="YAML or JSON: `endpoints: [{name, address, pool?, engine?, kv_events?, api_key_file?, role?, kv_transfer?}]`, "
+        help="YAML or JSON: `endpoints: [{name, address, pool?, engine?, kv_events?, api_key_file?, role?, "
+        "kv_transfer?}]`, "
         "with kv_events {port, replay_port?, topic?, ranks?} for engines that do not say where they publish; reloaded "
         "when replaced by renaming",
     )

@@ -127,9 +127,8 @@ class _Reading(msgspec.Struct, frozen=True, gc=False):
         except TooDeep as error:  # an engine may fail on it, and its breaker would count that
             return bad_request(f"`{error.param}` {error}", param=error.param)
         most, outputs = _max_output_tokens(self.path, read.members), _outputs(self.path, read.members)
-        parsed = self._parsed(model, target, prompt, most, keyer, cache, outputs)
-        apart = self.request.headers and door.apart and outputs == 1 and _ends_at_prompt(read.members)
-        return msgspec.structs.replace(parsed, apart=True) if apart else parsed
+        apart = bool(self.request.headers) and door.apart and outputs == 1 and _ends_at_prompt(read.members)
+        return self._parsed(model, target, prompt, most, keyer, cache, outputs, apart=apart)
 
     def other(self, body: bytes | Body) -> Request | Refusal:
         """Parse a request of a path without a known prompt: its model still picks the pool, if it names one that is
@@ -213,6 +212,8 @@ class _Reading(msgspec.Struct, frozen=True, gc=False):
         keyer: Keyer | None = None,
         cache: Cache = _ANY_CACHE,
         outputs: int = 1,
+        *,
+        apart: bool = False,
     ) -> Request:
         pool = self.request.pool if target is None else target.pool
         priority = self.rules.priority(self.request.headers, pool)
@@ -235,6 +236,7 @@ class _Reading(msgspec.Struct, frozen=True, gc=False):
             sheddable=priority < 0 or (target is not None and target.criticality == "Sheddable"),
             session=self.isolation.session(self.request.headers, pool),
             fork=_fork(self.request.headers),
+            apart=apart,
             client=self.isolation.client(self.request.headers),
             asked=None if target is None else model or target.target,
             rewrite=_rewrite(model, target),

@@ -22,7 +22,8 @@ from treeline_epp.requests.rewrite import to_send
 log = logging.getLogger(__name__)
 
 MOST_S = 600.0
-"""Longest that a prompt may take. The limit of each is three times its prediction, as that of its reservation."""
+"""Longest that a prompt may take. While a request waits for it, the limit is three times its prediction, as that of its
+reservation."""
 _ABORT_S, _UNDER_WAY_S = 5.0, 1.0
 """Longest that an abort may take; and how long after a failure it is sent: the request may still be on its way."""
 _PASSED_ON = (names.REQUEST_ID, names.TRACEPARENT, names.TRACESTATE)
@@ -67,7 +68,8 @@ class Prefilling:
             asked.path,
             headers,
             body.pieces() if isinstance(body, Body) else [body],
-            limit_s=min(MOST_S, part.reservation.expires_at - now),
+            # Once both engines have it, only they know whether it gets on.
+            limit_s=min(MOST_S, part.reservation.expires_at - now) if plan.waits else MOST_S,
             until_sent=not plan.waits,
             ended=lambda call: self._ended(lease, plan, call, now),
         )
