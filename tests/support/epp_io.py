@@ -72,7 +72,10 @@ class Seen:
     body: bytes
 
 
-PROBED: Final = ("/ready", "/v1/models", "/server_info", "/treeline/tokenizer", "/metrics", "/prometheus/metrics")
+PROBED: Final = (
+    *("/ready", "/v1/models", "/server_info", "/treeline/tokenizer", "/metrics", "/prometheus/metrics"),
+    *("/kv_event_sources", "/version"),
+)
 """Paths that the picker itself requests from an engine."""
 
 
@@ -82,7 +85,8 @@ class FakeEngine:
 
     `documents` maps paths to JSON documents (or bytes), `statuses` to what is answered instead; others are echoed.
     `reply_headers` go with echoes; `reply_status` is their status. `hold` keeps them back, `hold_body` all but their
-    headers. `last_words` are written instead of an echo, and the connection is closed.
+    headers. `last_words` are written instead of an echo, and the connection is closed. `role` is what the picker's
+    flags say of it.
     """
 
     name: str = "engine"
@@ -99,6 +103,8 @@ class FakeEngine:
     hold_body: asyncio.Event | None = None
     seen: list[Seen] = field(default_factory=list)
     port: int = 0
+    role: str = ""
+    readers: list[asyncio.StreamReader] = field(default_factory=list)
     _server: asyncio.Server | None = None
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -110,6 +116,11 @@ class FakeEngine:
     def served(self) -> list[Seen]:
         """Return the clients' requests, without the picker's own."""
         return [s for s in self.seen if s.path not in PROBED]
+
+    @property
+    def hung_up(self) -> int:
+        """Return how many connections their clients have ended."""
+        return sum(reader.at_eof() or reader.exception() is not None for reader in self.readers)
 
     async def start(self) -> None:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
@@ -129,6 +140,7 @@ class FakeEngine:
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
+        self.readers.append(reader)
         try:
             await self._speak(reader, writer)
         except (OSError, h11.RemoteProtocolError, asyncio.CancelledError):
@@ -297,7 +309,8 @@ async def data_plane(
 ) -> AsyncIterator[Plane]:
     """Run Envoy and a picker in front of these engines. `settings` are Envoy's."""
     listen, admin = free_ports(2)
-    endpoints = [word for fake in fakes for word in ("--endpoint", f"{fake.name}={fake.address}")]
+    named = (f"{fake.name}={fake.address}{',' if fake.role else ''}{fake.role}" for fake in fakes)
+    endpoints = [word for name in named for word in ("--endpoint", name)]
     async with running_picker(*endpoints, *flags) as picker:
         config = EnvoyConfig(
             listen_port=listen,

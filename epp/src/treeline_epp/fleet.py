@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import time
 from collections import Counter
@@ -30,6 +29,7 @@ from treeline_epp.endpoints.model_server_metrics import MetricNames
 from treeline_epp.endpoints.scraped import ScrapedLoad
 from treeline_epp.endpoints.scraper import Scraper, Scraping
 from treeline_epp.endpoints.spec import EndpointSpec
+from treeline_epp.endpoints.transfer import Role
 from treeline_epp.endpoints.watcher import EngineClient, EngineState, EngineWatcher, ProbePace, Sweep
 from treeline_epp.index.pods import Pod
 from treeline_epp.keyers.prompt_keyer import PromptKeyer
@@ -142,6 +142,11 @@ class Fleet:
         if (member := self.members.get(name)) is not None:
             member.watcher.probe_now()
 
+    def client(self, name: str) -> HttpClient | None:
+        """Return the client for the engine of that name, with its API key; None if it has gone."""
+        member = self.members.get(name)
+        return None if member is None else member.client.http
+
     def ask_for_models(self) -> None:
         """Ask engines for their models in the background: a request named an unknown one, and the next request may find
         it.
@@ -225,7 +230,7 @@ class Fleet:
     def _add(self, spec: EndpointSpec) -> Member:
         key_file = spec.key_file or self._key_file
         http = HttpClient() if key_file is None else HttpClient(EngineKey(key_file))
-        client = EngineClient(http, spec.address, spec.engine, spec.kv)
+        client = EngineClient(http, spec.address, spec.engine, spec.kv, apart=spec.role is not Role.BOTH)
         watcher = EngineWatcher(spec, client, lambda state, info: self._on_report(member, state, info), self._pace)
         scraper = Scraper(spec.name, spec.address, self.scraping, lambda loads, at: self._on_scraped(member, loads, at))
         member = Member(spec, client, watcher, scraper)
@@ -278,7 +283,7 @@ class Fleet:
     def _register(self, member: Member, info: EngineInfo) -> None:
         """Register a ready engine with the picker; a new process behind the name begins without history."""
         known = member.registered
-        spec = dataclasses.replace(member.spec, models=info.models, uid=_process(member.spec, info))
+        spec = info.registered(member.spec)
         if spec == known:
             return
         if known is None or known.uid != spec.uid:
@@ -449,7 +454,8 @@ class Fleet:
             found: dict[str, bool] = {}
             async for members in self._slices():
                 for member in members:
-                    if (state := member.state) in (EngineState.READY, EngineState.DRAINING):
+                    served = member.registered is None or member.registered.role is not Role.PREFILL
+                    if served and (state := member.state) in (EngineState.READY, EngineState.DRAINING):
                         found[member.spec.address] = state is EngineState.DRAINING
             self.eds.announce(found)
             async for members in self._slices():
@@ -468,7 +474,7 @@ class Fleet:
             if member is None or member.registered is None:
                 self._waiting.discard(name)
                 continue
-            known = self.eds.selectable(member.spec.address)
+            known = member.registered.role is Role.PREFILL or self.eds.selectable(member.spec.address)
             ready = member.state is EngineState.READY
             for one in member.ranks:
                 self.picker.set_ready(one.name, ready and known)
@@ -477,12 +483,6 @@ class Fleet:
                 self._waiting.add(name)
             else:
                 self._waiting.discard(name)
-
-
-def _process(spec: EndpointSpec, info: EngineInfo) -> str:
-    """Return a text that identifies the process behind an endpoint: its epoch, where it has one, and its sockets."""
-    sockets = [f"{s.rank}:{s.events_port}:{s.replay_port}:{s.load_port}:{s.topic}" for s in info.sources]
-    return "/".join((spec.uid, info.epoch, *sockets))
 
 
 def _scraped(client: EngineClient, state: EngineState, info: EngineInfo | None) -> tuple[MetricNames, ...]:

@@ -7,13 +7,14 @@ from collections import Counter
 from collections.abc import Iterator
 
 from treeline_epp.endpoints.scraper import Failure
-from treeline_epp.endpoints.watcher import EngineState
+from treeline_epp.endpoints.watcher import EngineState, Problem
 from treeline_epp.fleet import Fleet
 from treeline_epp.index.event_filter import Skip
 from treeline_epp.kvevents.states import SubscriptionState
 from treeline_epp.kvevents.subscription import KvSubscription
 from treeline_epp.member import Member
 from treeline_epp.metrics import Sample
+from treeline_epp.picking.pairs import problem_of
 from treeline_epp.xds.eds import EdsState
 
 
@@ -119,22 +120,28 @@ def listing(fleet: Fleet) -> dict[str, object]:
 
     `in_flight` is null where it is not known; `cached_tokens` is what the tree knows of. `routing` is null until an
     engine has been asked. `policy` is the pool's, with its parameters. `problem` is why an endpoint is not ready, null
-    where that is not known; it is `lasting` where waiting is in vain.
+    where that is not known; it is `lasting` where waiting is in vain. An endpoint with a role that no other fits has a
+    problem even if it serves whole requests.
     """
     now = time.monotonic()
     endpoints: dict[str, list[dict[str, object]]] = {}
     for name, member in sorted(fleet.members.items()):
         ranks, problem = fleet.picker.present(member.ranks), member.watcher.problem
+        unpaired = ""
+        if problem is None and ranks:
+            unpaired, in_vain = problem_of(ranks[0].spec, (one.spec for one in fleet.picker.endpoints.values()))
+            problem = Problem(unpaired, in_vain) if unpaired else None
+        usable = not unpaired or ranks[0].spec.alone
         flights = [one.load.in_flight(now) for one in ranks]
         endpoints.setdefault(member.spec.pool, []).append(
             {
                 "name": name,
                 "address": member.spec.address,
-                "ready": (ready := any(one.eligible for one in ranks)),
+                "ready": (ready := usable and any(one.eligible for one in ranks)),
                 "draining": member.state is EngineState.DRAINING or member.draining,
                 "in_flight": sum(filter(None, flights)) if ranks and None not in flights else None,
                 "cached_tokens": sum(one.held_tokens for one in ranks),
-                "problem": None if ready or problem is None else problem.text,
+                "problem": problem.text if problem is not None and (unpaired or not ready) else None,
                 "lasting": not ready and problem is not None and problem.lasting,
             }
         )

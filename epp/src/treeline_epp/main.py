@@ -21,6 +21,7 @@ from treeline_wire.security import CurveKeys, KeyFileError
 from treeline_epp import fleet_report, pages, signals
 from treeline_epp.admin import PageServer
 from treeline_epp.endpoints.discovery import DiscoveryError, discover, read_endpoints
+from treeline_epp.endpoints.prefill_calls import PrefillCalls
 from treeline_epp.extproc.clients import Clients
 from treeline_epp.extproc.convert import Reader
 from treeline_epp.extproc.http2_server import Http2Server, Methods
@@ -42,6 +43,7 @@ from treeline_epp.requests.body import BodyBudget
 from treeline_epp.requests.gateway_rules import GatewayRules
 from treeline_epp.requests.isolation import Isolation
 from treeline_epp.requests.model_registry import ModelRegistry
+from treeline_epp.requests.prefilling import Prefilling
 from treeline_epp.requests.router import Router, cost
 from treeline_epp.tokenizers.sources import FolderOrigin, SourceError, specs_of
 from treeline_epp.tokenizers.watch import TokenizerSources
@@ -219,6 +221,9 @@ def _router(
         observers=observing.observers,
         quotas=None if quotas is None else quotas.quotas,
     )
+    calls = PrefillCalls(fleet.client)
+    router.prefilling = Prefilling(picker.parts, calls, router.clock, on_trouble=fleet.probe_now)
+    metrics.observe(router.prefilling.samples)
     router.flow = flow_control(options.flow_control, picker, metrics, router.clock, cost)
     if router.flow is not None:
         router.demand.held = router.flow.held

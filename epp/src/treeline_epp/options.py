@@ -99,14 +99,18 @@ class Options:
     )
     peer_port: int = port_setting(ports.PEERS, help="UDP, for other pickers, with --peers (default %(default)s)")
     endpoint: tuple[EndpointSpec, ...] = setting(
-        (), repeated=True, metavar="NAME=HOST:PORT", help="an engine; may be repeated"
+        (),
+        repeated=True,
+        metavar="NAME=HOST:PORT[,ROLE]",
+        help="an engine; may be repeated. ROLE: prefill, decode or both",
     )
     endpoints_file: Path | None = setting(
         None,
         metavar="FILE",
-        help="YAML or JSON: `endpoints: [{name, address, pool?, engine?, kv_events?, api_key_file?}]`, with kv_events "
-        "{port, replay_port?, topic?, ranks?} for engines that do not say where they publish; reloaded when "
-        "replaced by renaming",
+        help="YAML or JSON: `endpoints: [{name, address, pool?, engine?, kv_events?, api_key_file?, role?, "
+        "kv_transfer?}]`, "
+        "with kv_events {port, replay_port?, topic?, ranks?} for engines that do not say where they publish; reloaded "
+        "when replaced by renaming",
     )
     engine_key_file: Path | None = setting(
         None,

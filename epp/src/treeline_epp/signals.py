@@ -28,6 +28,7 @@ from treeline_wire.signals import (
     encode,
 )
 
+from treeline_epp.endpoints.transfer import Role
 from treeline_epp.metrics import Sample
 from treeline_epp.picking.endpoint import Endpoint
 
@@ -166,7 +167,7 @@ def _pool(asked: Asked, models: dict[str, Asked], endpoints: list[Endpoint], now
     return PoolSignals(
         asked,
         models,
-        ready=len({endpoint.spec.server for endpoint in endpoints if endpoint.eligible}),
+        ready=len({e.spec.server for e in endpoints if e.eligible and e.spec.role is not Role.PREFILL}),
         queued_tokens=_total(load.queue(now)[0] for load in loads),
         in_flight_requests=_total(
             len(load.reservations) if flight is None else flight for load, flight in zip(loads, flights, strict=True)

@@ -104,9 +104,10 @@ def vllm(page: Page, engine: str, running: int, waiting: int, usage: float) -> P
     page.gauge("vllm:kv_cache_usage_perc", usage, **own)
     page.gauge("vllm:cache_config_info", 1, block_size="16", num_gpu_blocks="1000", cache_dtype="auto", engine=engine)
     page.counter("vllm:prompt_tokens", 900, **own)
-    for source, tokens in (("local_compute", 500), ("local_cache_hit", 400), ("external_kv_transfer", 0)):
+    for source, tokens in (("local_compute", 500), ("local_cache_hit", 400), ("external_kv_transfer", 300)):
         page.counter("vllm:prompt_tokens_by_source", tokens, **own, source=source)
     page.histogram("vllm:request_prefill_kv_computed_tokens", [100, 300], **own)
+    page.histogram("vllm:nixl_xfer_time_seconds", [0.5], **own)
     page.histogram("vllm:request_prefill_time_seconds", [0.5, 1.5], **own)
     page.histogram("vllm:inter_token_latency_seconds", [0.25, 0.25, 0.5, 1], **own)
     return page.histogram("vllm:request_prompt_tokens", [600], **own)
@@ -122,6 +123,7 @@ def test_vllm() -> None:
         prompts=(2.0, 400.0),
         prefills=(400.0, 2.0),
         steps=(4.0, 2.0),
+        transfers=(300.0, 0.5),
     )
 
 
@@ -146,6 +148,7 @@ def test_the_loads_of_ranks_are_added_but_their_shared_memory_is_not() -> None:
         prompts=(4.0, 800.0),
         prefills=(800.0, 2.0),  # the two work at the same time
         steps=(8.0, 4.0),
+        transfers=(600.0, 1.0),
     )
 
 

@@ -65,7 +65,7 @@ def test_a_prediction_goes_to_the_rank_with_the_longest_hit_and_is_withdrawn_the
     decision = picker.pick(request(), 0.0)
     assert (decision.endpoint.name, decision.best.candidate.rank) == ("a", 1)
     lease = picker.reserve(decision, 0.0)
-    assert lease.pod is second
+    assert lease.answer.pod is second
     again = picker.pick(request(), 0.1).best.candidate
     assert (again.spec.name, again.rank) == ("a", 1)
     assert again.hit.reach > again.hit.end
@@ -79,12 +79,12 @@ def test_one_rank_that_publishes_shortens_the_predictions_of_all() -> None:
     picker.index.apply(picker.endpoints["a"].pods[1], other.stored(), KEYS)
     picker.set_ready("b", False)
     lease = picker.reserve(picker.pick(request(), 0.0), 0.0)
-    assert lease.pod is picker.endpoints["a"].pods[0]
-    assert lease.predicted_until == picker.index.limits.prediction_life_s
+    assert lease.answer.pod is picker.endpoints["a"].pods[0]
+    assert lease.answer.predicted_until == picker.index.limits.prediction_life_s
     picker.set_ready("b", True)
     picker.set_ready("a", False)
     lease = picker.reserve(picker.pick(request(), 0.0), 0.0)
-    assert lease.predicted_until == picker.index.limits.eventless_life_s, "of this one no events are known"
+    assert lease.answer.predicted_until == picker.index.limits.eventless_life_s, "of this one no events are known"
 
 
 def test_an_endpoint_with_fewer_ranks_starts_empty() -> None:

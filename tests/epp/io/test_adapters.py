@@ -10,11 +10,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.epp_io import FakeEngine
-from treeline_epp.endpoints.adapters.base import MAX_RANKS, KvSource, LoadReports
+from support.pairs import sglang, started, vllm
+from treeline_epp.endpoints.adapters.base import MAX_RANKS, EngineInfo, KvSource, LoadReports
 from treeline_epp.endpoints.adapters.registry import ADAPTERS, adapter_of, recognise
 from treeline_epp.endpoints.engine_http import EngineError, EngineHttp
 from treeline_epp.endpoints.http_client import HttpClient
 from treeline_epp.endpoints.spec import EndpointSpec, KvPorts
+from treeline_epp.endpoints.transfer import Protocol, Role, Transfer
 from treeline_epp.endpoints.watcher import EngineClient, EngineState, EngineWatcher, ProbePace
 from treeline_wire.paths import INFERENCE
 
@@ -419,3 +421,44 @@ async def test_a_list_of_models_is_not_built_however_many_values_it_has(
         adapter = await recognise(client)
         assert adapter.name == "openai"
         assert (await adapter.info(client, None)).models == ("tiny",)
+
+
+# How they hand over prompts
+
+
+async def test_a_vllm_with_a_role_is_asked_once_how_it_hands_over_prompts(http: HttpClient) -> None:
+    async with started(vllm("d", "decode", block_size=32)) as (engine,):
+        client = EngineClient(http, engine.address, apart=True)
+        found = [(await client.info()).transfer for _ in range(2)]
+        facts = {"block size": "32", "type of cached values": "auto", "version of vLLM": "0.33.0", "model": "org/tiny"}
+        assert found == [Transfer(Protocol.NIXL, alike=tuple(facts.items()))] * 2
+        assert [seen.path for seen in engine.seen].count("/metrics") == 1
+        assert (await EngineClient(http, engine.address).info()).transfer is None, "one without a role is not asked"
+
+
+async def test_a_vllm_without_the_connector_hands_over_no_prompts(http: HttpClient) -> None:
+    async with started(vllm("d", "decode", nixl=False)) as (engine,):
+        assert (await EngineClient(http, engine.address, apart=True).info()).transfer is None
+        engine.statuses["/metrics"] = 503
+        assert (await EngineClient(http, engine.address, apart=True).info()).transfer is None
+
+
+async def test_an_sglang_says_its_role_and_its_bootstrap_port(http: HttpClient) -> None:
+    async with started(sglang("p", "prefill", kv_cache_dtype="auto", model_path=None)) as (engine,):
+        info = await EngineClient(http, engine.address).info()
+        facts = (("page size", "16"), ("type of cached values", "auto"))
+        assert (info.role, info.transfer) == (Role.PREFILL, Transfer(Protocol.SGLANG, 9876, facts))
+        engine.documents["/server_info"]["disaggregation_bootstrap_port"] = "no port"
+        assert (await EngineClient(http, engine.address).info()).transfer == Transfer(Protocol.SGLANG, 8998, facts)
+        engine.documents["/server_info"]["disaggregation_mode"] = "null"
+        info = await EngineClient(http, engine.address).info()
+        assert (info.role, info.transfer) == (None, None)
+
+
+def test_discovery_names_the_protocol_and_the_engine_the_facts() -> None:
+    told = EndpointSpec("d", "10.0.0.1:80", role=Role.DECODE, protocol=Protocol.LLM_D)
+    facts = (("block size", "16"),)
+    found = EngineInfo(transfer=Transfer(Protocol.NIXL, alike=facts)).registered(told)
+    assert (found.role, found.transfer) == (Role.DECODE, Transfer(Protocol.LLM_D, alike=facts))
+    assert EngineInfo().registered(told).transfer == Transfer(Protocol.LLM_D)
+    assert EngineInfo(role=Role.PREFILL).registered(told).role is Role.PREFILL

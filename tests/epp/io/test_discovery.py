@@ -24,6 +24,7 @@ from treeline_epp.endpoints.discovery import (
     unique,
 )
 from treeline_epp.endpoints.spec import EndpointSpec, KvPorts
+from treeline_epp.endpoints.transfer import Protocol, Role
 
 A = EndpointSpec("a", "127.0.0.1:8000")
 
@@ -32,11 +33,30 @@ def test_a_flag_names_an_endpoint() -> None:
     assert parse_flag("a=127.0.0.1:8000") == A
     assert parse_flag("a=localhost:8000") == A
     assert parse_flag("b=[0:0::1]:80") == EndpointSpec("b", "[::1]:80")
+    assert parse_flag("p=127.0.0.1:8000,prefill") == EndpointSpec("p", A.address, role=Role.PREFILL)
 
 
-@pytest.mark.parametrize("text", ["a", "=1.2.3.4:5", "a=example.org:80", "a=1.2.3.4", "a=1.2.3.4:0", "a=1.2.3.4:99999"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a",
+        "=1.2.3.4:5",
+        "a=example.org:80",
+        "a=1.2.3.4",
+        "a=1.2.3.4:0",
+        "a=1.2.3.4:99999",
+        "a=1.2.3.4:5,x",
+        "a=1.2.3.4:5,",
+    ],
+)
 def test_a_wrong_flag_says_what_is_wrong(text: str) -> None:
     with pytest.raises(DiscoveryError):
+        parse_flag(text)
+
+
+@pytest.mark.parametrize("text", ["a=1.2.3.4:5,x", "a=1.2.3.4:5,"])
+def test_a_wrong_role_lists_the_roles(text: str) -> None:
+    with pytest.raises(DiscoveryError, match="none of both, prefill, decode"):
         parse_flag(text)
 
 
@@ -48,6 +68,16 @@ def test_a_file_is_yaml_or_json() -> None:
     entries = [{"name": s.name, "address": s.address, "pool": s.pool, "uid": s.uid} for s in expected]
     assert parse_file(json.dumps({"endpoints": entries})) == expected
     assert parse_file("endpoints: []") == ()
+
+
+def test_a_file_gives_the_role_of_an_endpoint_and_how_it_hands_over_prompts() -> None:
+    entry = "endpoints: [{name: a, address: 'localhost:8000', role: %s, kv_transfer: %s}]"
+    (spec,) = parse_file(entry % ("decode", "llm-d"))
+    assert (spec.role, spec.protocol, spec.transfer) == (Role.DECODE, Protocol.LLM_D, None)
+    assert spec.identity != A.identity
+    for wrong in (("encode", "nixl"), ("prefill", "pigeon")):
+        with pytest.raises(DiscoveryError):
+            parse_file(entry % wrong)
 
 
 def test_a_file_gives_an_engines_type_and_its_publisher() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from support.http import client
 from treeline_epp import explain_command
 from treeline_epp.admin import Handler, Page, PageServer, Question
 from treeline_epp.endpoints.spec import EndpointSpec
+from treeline_epp.endpoints.transfer import Protocol, Role, Transfer
 from treeline_epp.explain_api import DECISIONS, EXPLAIN
 from treeline_epp.metrics import Metrics
 from treeline_epp.pages import decisions_page, explain_page
@@ -148,3 +150,27 @@ async def test_an_unreachable_picker_is_named_with_what_to_do(
     assert "admin port (Connection refused): start one, or give --url" in said
     assert "is not an address" in (await explain(capsys, str(body), "--url", "unix:/x"))[2]
     assert "No such file" in (await explain(capsys, str(tmp_path / "none"), "--url", url))[2]
+
+
+async def test_both_forms_of_a_prompt_are_shown_with_their_seconds(
+    url: str, router: Router, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, role in (("a", Role.DECODE), ("b", Role.PREFILL), ("c", Role.PREFILL)):
+        spec = router.picker.endpoints[name].spec
+        router.picker.add_endpoint(replace(spec, role=role, transfer=Transfer(Protocol.NIXL)))
+    router.picker.on_load("a", TreelineLoad(running=64, prefill_tokens_per_s=1e4), 0.0)
+    long = {"model": "m", "messages": [{"role": "user", "content": "word " * 8000}]}
+    for body, chosen in ((long, "apart, prompt at b"), (CHAT, "whole")):
+        headers = {":path": "/v1/chat/completions", ":method": "POST"}
+        lease = router.route(RouteRequest(headers, json.dumps(body).encode(), None))
+        assert isinstance(lease, Lease)
+        router.release(lease)
+        _, out, _ = await explain(capsys, "--last", "1", "--url", url)
+        if chosen == "whole":
+            assert "whole:" not in out, "too short to be compared"
+            continue
+        lines = out.splitlines()[-2:]
+        assert [line[0] for line in lines] == [" ", "*"]
+        assert lines[1].startswith(f"* {chosen}: ")
+        assert "rows_s" in lines[0]
+        assert "transfer_s 0." in lines[1]

@@ -175,3 +175,24 @@ async def test_a_cancelled_request_leaves_no_connection_behind() -> None:
             await ask(client, server, 0.05)
         await asyncio.wait_for(server.ended.wait(), 60)
         assert server.open == 0
+
+
+async def test_a_post_sends_its_pieces_and_says_when_it_is_on_its_way() -> None:
+    server = Server()
+    async with serving(server) as client:
+        said: list[int] = []
+        answer = await client.post(
+            server.address,
+            "/v1/completions",
+            {"x-request-id": "r"},
+            [b'{"a"', memoryview(b":1}\r\n\r\n")],
+            within_s=60,
+            most=100,
+            sent=lambda: said.append(server.connections),
+        )
+        assert (answer.body, len(said)) == (b"hi", 1)
+    head, body = server.heads
+    lines = head.split(b"\r\n")
+    assert lines[0] == b"POST /v1/completions HTTP/1.1"
+    assert {b"x-request-id: r", b"content-type: application/json", b"content-length: 11"} <= set(lines)
+    assert body == b'{"a":1}\r\n\r\n'

@@ -12,8 +12,10 @@ from support.epp_io import small_bundle
 from treeline_epp.keyers.prompt_keyer import PromptKeyer
 from treeline_epp.picking.decision import NoEndpoints, PickError, Saturated
 from treeline_epp.picking.request import Request
-from treeline_epp.requests.body import Immediate, RouteRequest
+from treeline_epp.requests.body import Body, Immediate, RouteRequest
+from treeline_epp.requests.handover import MEMBERS
 from treeline_epp.requests.model_registry import ModelRegistry
+from treeline_epp.requests.outline import Outline
 from treeline_epp.requests.parse import parse
 from treeline_epp.requests.refusals import DROPPED_REASON, Refusal, of_pick
 from treeline_wire.tokenizer import TokenizerBundle
@@ -307,3 +309,41 @@ def test_the_number_of_following_requests_comes_from_a_header(said: str, fork: i
     parsed = parse(RouteRequest(headers, body, None), ONE)
     assert isinstance(parsed, Request)
     assert parsed.fork == fork
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "apart"),
+    [
+        ("/v1/completions", {"prompt": "hello"}, True),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hello"}], "logprobs": True}, True),
+        ("/generate", {"text": "hello"}, True),
+        ("/generate", {"text": ["hello", "you"]}, False),
+        ("/generate", {"text": "hello", "sampling_params": {"n": 2}}, False),
+        ("/v1/completions", {"prompt": ["hello", "you"]}, False),
+        ("/v1/completions", {"prompt": "hello", "n": 2}, False),
+        ("/v1/completions", {"prompt": "hello", "best_of": 2}, False),
+        ("/v1/completions", {"prompt": "hello", "prompt_logprobs": 0}, False),
+        ("/v1/completions", {"prompt": "hello", "echo": True}, True),
+        ("/v1/completions", {"prompt": "hello", "echo": True, "logprobs": 1}, False),
+        ("/v1/completions", {"prompt": "hello", "use_beam_search": True}, False),
+        ("/v1/responses", {"input": "hello"}, False),
+        ("/v1/embeddings", {"input": "hello"}, False),
+    ],
+)
+def test_a_request_with_one_prompt_and_one_output_may_be_split(path: str, body: dict[str, Any], apart: bool) -> None:
+    assert pick(path, {"model": "tiny", **body}).apart is apart
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings"])
+@pytest.mark.parametrize("member", MEMBERS)
+@pytest.mark.parametrize("large", [False, True])
+def test_a_client_names_no_engine(path: str, member: str, large: bool) -> None:
+    data = json.dumps({"model": "tiny", "prompt": "hello", "input": "hello", member: "10.0.0.1"}).encode()
+    asked: bytes | Body = Body([data]) if large else data
+    outline = Outline()
+    outline.feed(data)
+    outline.finish(Body([data]))
+    request = RouteRequest({":path": path, ":method": "POST"}, asked, None)
+    refusal = parse(request, ONE, outline=outline if large else None)
+    assert isinstance(refusal, Refusal)
+    assert (refusal.status, refusal.param) == (400, member)

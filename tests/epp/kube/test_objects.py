@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.kube_api import own_model, own_pool, pod
 from treeline_epp.endpoints.spec import EndpointSpec, KvPorts
+from treeline_epp.endpoints.transfer import Protocol, Role
 from treeline_epp.kube import pools
 from treeline_epp.kube.objects import read_model
 from treeline_epp.kube.pods import endpoints, read_pod
@@ -36,6 +37,27 @@ def test_a_ready_pod_of_a_pool_is_an_endpoint() -> None:
     assert spec.address == "[fd00::1]:9000"
 
 
+@pytest.mark.parametrize(
+    ("labels", "annotation", "role", "protocol"),
+    [
+        ({}, None, Role.BOTH, None),
+        ({"treeline.dev/role": "prefill"}, None, Role.PREFILL, None),
+        ({"treeline.dev/role": "decode"}, "sglang", Role.DECODE, Protocol.SGLANG),
+        ({"treeline.dev/role": "decode"}, "pigeon", Role.DECODE, None),
+        ({"treeline.dev/role": "both", "llm-d.ai/role": "decode"}, None, Role.BOTH, None),
+        ({"llm-d.ai/role": "decode"}, None, Role.DECODE, Protocol.LLM_D),
+        ({"llm-d.ai/role": "prefill-decode"}, None, Role.BOTH, Protocol.LLM_D),
+        ({"llm-d.ai/role": "prefill"}, "nixl", Role.PREFILL, Protocol.NIXL),
+    ],
+)
+def test_labels_say_which_part_of_a_request_a_pod_computes(
+    labels: dict[str, str], annotation: str | None, role: Role, protocol: Protocol | None
+) -> None:
+    annotations = {} if annotation is None else {"treeline.dev/kv-transfer": annotation}
+    (spec,) = found(pod("p", labels={"treeline.dev/pool": "a", **labels}, annotations=annotations))
+    assert (spec.role, spec.protocol) == (role, protocol)
+
+
 def test_foreign_unaddressed_and_ended_pods_are_no_endpoints() -> None:
     ended = pod("e")
     ended["status"]["phase"] = "Failed"
@@ -45,8 +67,7 @@ def test_foreign_unaddressed_and_ended_pods_are_no_endpoints() -> None:
             pod("y", labels={"treeline.dev/pool": "b"}),
             pod("z", ip=None),
             ended,
-            pod("r", labels={"treeline.dev/pool": "a", "treeline.dev/role": "prefill"}),
-            pod("s", labels={"treeline.dev/pool": "a", "treeline.dev/role": "decode"}),
+            pod("r", labels={"treeline.dev/pool": "a", "treeline.dev/role": "encode"}),
             pod("t", labels={"treeline.dev/pool": "a", "leaderworkerset.sigs.k8s.io/worker-index": "1"}),
         )
         == ()

@@ -100,7 +100,7 @@ class World:
         truth = dict.fromkeys((f"pod-{number}" for number in range(self.endpoints)), 0)
         for node in self.alive:
             for lease in self.leases[node]:
-                truth[lease.endpoint.spec.name] += lease.reservation.tokens
+                truth[lease.endpoint.spec.name] += lease.answer.reservation.tokens
         for node in self.alive:
             assert node.gossip.in_step == len(self.alive) - 1
             assert self.tokens(node) == truth

@@ -2,6 +2,7 @@
 
 POOL = "treeline.dev/pool"
 ROLE = "treeline.dev/role"
+"""The part of a request that the pod computes: "both", "prefill" or "decode"."""
 SERVING = "treeline.dev/serving"
 """"true" while the pod may get new requests, "false" while it drains."""
 
@@ -19,3 +20,6 @@ KV_EVENTS_TOPIC = "treeline.dev/kv-events-topic"
 DATA_PARALLEL_SIZE = "treeline.dev/data-parallel-size"
 """Annotations for engines that do not say where they publish KV events, and how many ranks count up from there. Without
 a topic: all topics."""
+KV_TRANSFER = "treeline.dev/kv-transfer"
+"""Annotation for engines with the role prefill or decode that do not say how they hand prompts over: "nixl", "sglang"
+or "llm-d"."""

@@ -59,9 +59,9 @@ def parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         type=_engine,
-        metavar="NAME=HOST:PORT",
+        metavar="NAME=HOST:PORT[,ROLE]",
         help="put gateway and picker before this running server (vLLM, SGLang or `treeline serve`) and start no "
-        "runtime; may be repeated",
+        "runtime; may be repeated. ROLE is prefill or decode for engines that compute one part of a request",
     )
     up.add_argument("--served-model-name", metavar="NAME", help="the name clients use (default: the folder's name)")
     up.add_argument(

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from treeline_epp.endpoints.discovery import as_flag
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_operator import envoy
 from treeline_wire import ports
@@ -153,7 +154,7 @@ def _picker(options: UpOptions, runtimes: Iterable[ChildSpec]) -> ChildSpec:
         host, port = runtime.ports["port"]
         argv += ["--endpoint", f"{runtime.name}={host}:{port}"]
     for engine in options.engines:
-        argv += ["--endpoint", f"{engine.name}={engine.address}"]
+        argv += ["--endpoint", as_flag(engine)]
     if options.debug_endpoints:
         argv += ["--enable-debug-endpoints"]
     if options.console:

@@ -1,11 +1,12 @@
 """Endpoints from flags and from a watched file. Each source yields its complete list after every change.
 
 The file (YAML or JSON) has one member, `endpoints`: a list of `{name, address, pool?, uid?, engine?, kv_events?,
-api_key_file?}`. `engine` is one of the adapters; without it the picker finds out the type. `kv_events` names the
-publisher of an engine that does not name it itself: `{port, replay_port?, topic?, ranks?}`, ports of rank 0.
-`api_key_file` has the key that the engine requires to list its models. The file is replaced by renaming a new one over
-it, or by the symlink swap of a mounted ConfigMap. A file that cannot be used changes nothing: the last good list stays,
-and the log says what is wrong.
+api_key_file?, role?, kv_transfer?}`. `engine` is one of the adapters; without it the picker finds out the type.
+`kv_events` names the publisher of an engine that does not name it itself: `{port, replay_port?, topic?, ranks?}`, ports
+of rank 0. `api_key_file` has the key that the engine requires to list its models. `role` is prefill or decode, and
+`kv_transfer` the protocol of such an engine that does not say it itself. The file is replaced by renaming a new one
+over it, or by the symlink swap of a mounted ConfigMap. A file that cannot be used changes nothing: the last good list
+stays, and the log says what is wrong.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from msgspec import Meta
 from treeline_epp.endpoints.adapters.base import MAX_RANKS
 from treeline_epp.endpoints.adapters.registry import ADAPTERS
 from treeline_epp.endpoints.spec import EndpointSpec, KvPorts, normal_ip, split_address
+from treeline_epp.endpoints.transfer import Protocol, Role
 from treeline_epp.files import WatchedFile, decode_yaml, read_file
 
 log = logging.getLogger(__name__)
@@ -57,6 +59,8 @@ class _Entry(msgspec.Struct, forbid_unknown_fields=True):
     engine: str = ""
     kv_events: _KvEvents | None = None
     api_key_file: str | None = None
+    role: Role = Role.BOTH
+    kv_transfer: Protocol | None = None
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):
@@ -64,11 +68,19 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 
 def parse_flag(text: str) -> EndpointSpec:
-    """Parse `NAME=HOST:PORT`. Raises `DiscoveryError`."""
-    name, equals, address = text.partition("=")
+    """Parse `NAME=HOST:PORT`, or `NAME=HOST:PORT,ROLE`. Raises `DiscoveryError`."""
+    name, equals, rest = text.partition("=")
+    address, comma, role = rest.partition(",")
     if not (equals and name):
         raise DiscoveryError(f"endpoint {text!r} is not of the form NAME=HOST:PORT")
-    return EndpointSpec(name, normal_address(address))
+    if comma and role not in set(Role):
+        raise DiscoveryError(f"endpoint {text!r}: the role {role!r} is none of {', '.join(Role)}")
+    return EndpointSpec(name, normal_address(address), role=Role(role) if comma else Role.BOTH)
+
+
+def as_flag(spec: EndpointSpec) -> str:
+    """Return the text that `parse_flag` reads."""
+    return f"{spec.name}={spec.address}" + ("" if spec.role is Role.BOTH else f",{spec.role}")
 
 
 def normal_address(text: str) -> str:
@@ -111,6 +123,8 @@ def _spec(entry: _Entry) -> EndpointSpec:
         engine=entry.engine,
         key_file=None if entry.api_key_file is None else Path(entry.api_key_file),
         kv=None if kv is None else KvPorts(kv.port, kv.replay_port, kv.topic, kv.ranks),
+        role=entry.role,
+        protocol=entry.kv_transfer,
     )
 
 

@@ -1,5 +1,5 @@
-"""An HTTP client for GETs to engines: one kept connection for each server, without TLS. A thousand engines cost a
-thousand requests; the number of open connections costs nothing.
+"""An HTTP client for short requests to engines: one kept connection for each server, without TLS. A thousand engines
+cost a thousand requests; the number of open connections costs nothing.
 
 `AnswerReader` reads the answers and documents their bounds. Redirects are answers like any other: no engine chooses
 with whom the picker talks. Proxy settings of the environment are ignored: the client asks only loopback and cluster
@@ -9,7 +9,7 @@ addresses, and a proxy would be in the way.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, cast
 from urllib.parse import quote
 
@@ -19,10 +19,11 @@ from treeline_epp.endpoints.spec import split_address
 IDLE_S: Final = 60.0
 """Longest that a connection is kept without a request: its server may have gone without closing it."""
 _TARGET_SAFE: Final = "/?#[]@!$&'()*+,;=:%~"
+Buffer = bytes | memoryview
 
 
 class HttpClient:
-    """A pool of connections for GETs; see the module. `bearer` gives the API key to send, "" for none.
+    """A pool of connections; see the module. `bearer` gives the API key to send, "" for none.
 
     Two requests to one server at the same time have a connection each, of which one is kept.
     """
@@ -34,21 +35,49 @@ class HttpClient:
         self._closed = False
 
     async def get(self, address: str, path: str, *, within_s: float, most: int, accept: str = "*/*") -> Answer:
-        """Return the whole answer, whose body may have `most` bytes; `address` as in `EndpointSpec`.
+        """Return the whole answer to a GET, whose body may have `most` bytes; `address` as in `EndpointSpec`.
 
         If a kept connection closes before any byte of an answer, the request is sent again, once, on a new one: servers
         close idle connections. Raises `HttpError`.
         """
-        request = self._request(address, path, accept)
+        request = [self._head("GET", address, path, {"accept": accept})]
+        return await self._whole(address, request, within_s, most)
+
+    async def post(
+        self,
+        address: str,
+        path: str,
+        headers: Mapping[str, str],
+        body: Sequence[Buffer],
+        *,
+        within_s: float,
+        most: int,
+        sent: Callable[[], None] = lambda: None,
+    ) -> Answer:
+        """Return the whole answer to a POST of JSON, as `get` does; `sent` is called when the request is on its way. An
+        engine may get it twice. Raises `HttpError`.
+        """
+        length = {"content-type": "application/json", "content-length": str(sum(map(len, body)))}
+        request = [self._head("POST", address, path, {**headers, **length}), *body]
+        return await self._whole(address, request, within_s, most, sent)
+
+    async def _whole(
+        self,
+        address: str,
+        request: Sequence[Buffer],
+        within_s: float,
+        most: int,
+        sent: Callable[[], None] = lambda: None,
+    ) -> Answer:
         try:
             async with asyncio.timeout(within_s):
                 kept = self._kept.pop(address, None)
                 if kept is not None and kept.open:
                     try:
-                        return await self._ask(address, kept, request, AnswerReader(most))
+                        return await self._ask(address, kept, request, AnswerReader(most), sent)
                     except _Unanswered:
                         pass
-                return await self._ask(address, await _connect(address), request, AnswerReader(most))
+                return await self._ask(address, await _connect(address), request, AnswerReader(most), sent)
         except TimeoutError:
             raise HttpTimeout(f"no whole answer within {within_s:g} s") from None
         except _Unanswered as error:
@@ -63,9 +92,18 @@ class HttpClient:
             connection.close()
         self._kept.clear()
 
-    async def _ask(self, address: str, connection: _Connection, request: bytes, reader: AnswerReader) -> Answer:
+    async def _ask(
+        self,
+        address: str,
+        connection: _Connection,
+        request: Sequence[Buffer],
+        reader: AnswerReader,
+        sent: Callable[[], None],
+    ) -> Answer:
         try:
-            answer = await connection.ask(request, reader)
+            answered = connection.ask(request, reader)
+            sent()
+            answer = await answered
         except BaseException:
             connection.close()
             raise
@@ -83,13 +121,12 @@ class HttpClient:
             oldest[1].close()
             del self._kept[oldest[0]]
 
-    def _request(self, address: str, path: str, accept: str) -> bytes:
-        key = self._bearer()
-        shown = f"authorization: Bearer {key}\r\n" if key else ""
-        target = quote(path, safe=_TARGET_SAFE)
-        return (
-            f"GET {target} HTTP/1.1\r\nhost: {address}\r\naccept: {accept}\r\naccept-encoding: identity\r\n{shown}\r\n"
-        ).encode("ascii")
+    def _head(self, method: str, address: str, path: str, headers: Mapping[str, str]) -> bytes:
+        fields = {"host": address, "accept-encoding": "identity", **headers}
+        if key := self._bearer():
+            fields["authorization"] = f"Bearer {key}"
+        lines = [f"{method} {quote(path, safe=_TARGET_SAFE)} HTTP/1.1", *(f"{k}: {v}" for k, v in fields.items())]
+        return "\r\n".join([*lines, "\r\n"]).encode("latin-1")
 
 
 class _Unanswered(Exception):
@@ -120,7 +157,7 @@ class _Connection(asyncio.Protocol):
         """Whether it can take a request."""
         return self._transport is not None and not self._transport.is_closing()
 
-    def ask(self, request: bytes, reader: AnswerReader) -> asyncio.Future[Answer]:
+    def ask(self, request: Sequence[Buffer], reader: AnswerReader) -> asyncio.Future[Answer]:
         """Send a request; the future is its answer. Raises `HttpError` and `_Unanswered`."""
         assert self._transport is not None
         assert self._reader is None, "one request at a time"
@@ -129,7 +166,8 @@ class _Connection(asyncio.Protocol):
         if self._transport.is_closing():  # no callback will come
             self._settle(_Unanswered(BrokenOff("it ended the connection, or spoke, before it was asked")))
         else:
-            self._transport.write(request)
+            for piece in request:
+                self._transport.write(piece)
         return answered
 
     def close(self) -> None:

@@ -224,6 +224,11 @@ class EndpointLoad:
             share = min(1.0, cached_tokens / prompt_tokens)
             self.hit_share += _ALPHA * (share - self.hit_share)
 
+    @property
+    def transfer_s(self) -> float:
+        """The measured seconds for each token of a prompt that another engine has computed; 0 while unknown."""
+        return 0.0 if self._scraped is None else self._scraped.transfer_s
+
     def fresh(self, now: float) -> bool:
         """Return whether the last report is recent enough to be believed."""
         return self.report is not None and now <= self.report.fresh_until

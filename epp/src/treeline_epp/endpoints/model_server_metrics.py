@@ -52,7 +52,7 @@ class MetricNames(Struct, frozen=True):
     """The names of one type of engine. `prefix` identifies its page; `path` is where the page is. `computed` is the
     running total of prompt tokens that were computed and not found in the cache. Pairs are totals that grow together:
     `prompts` requests and their tokens, `prefills` computed tokens and seconds, `steps` tokens and the seconds between
-    them.
+    them, `transfers` tokens of prompts that came from another engine and the seconds on their way.
     """
 
     prefix: str = ""
@@ -65,6 +65,7 @@ class MetricNames(Struct, frozen=True):
     prompts: tuple[tuple[Metric, Metric], ...] = ()
     prefills: tuple[tuple[Metric, Metric], ...] = ()
     steps: tuple[tuple[Metric, Metric], ...] = ()
+    transfers: tuple[tuple[Metric, Metric], ...] = ()
 
 
 def _sum_and_count(name: str) -> tuple[Metric, Metric]:
@@ -83,6 +84,12 @@ VLLM = MetricNames(
     prompts=(_VLLM_COMPUTED, _sum_and_count("vllm:request_prompt_tokens")),
     prefills=((_VLLM_COMPUTED[1], Metric("vllm:request_prefill_time_seconds_sum")),),
     steps=(_sum_and_count("vllm:inter_token_latency_seconds"), _sum_and_count("vllm:time_per_output_token_seconds")),
+    transfers=(
+        (
+            Metric("vllm:prompt_tokens_by_source_total", {"source": "external_kv_transfer"}),
+            Metric("vllm:nixl_xfer_time_seconds_sum"),
+        ),
+    ),
 )
 
 _SGLANG_COMPUTED = Metric("sglang:realtime_tokens_total", {"mode": "prefill_compute"})
@@ -192,6 +199,7 @@ def _read(page: bytes, names: MetricNames) -> ScrapedLoad | None:
         prompts=_pair(page, names.prompts),
         prefills=_pair(page, names.prefills, seconds_of=_one_rank),
         steps=_pair(page, names.steps),
+        transfers=_pair(page, names.transfers),
     )
 
 

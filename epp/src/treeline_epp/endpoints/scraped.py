@@ -27,6 +27,8 @@ MIN_STEPS = 64
 """Least steps that are measured: fewer say little of a step's length, and the shortest ever seen is remembered."""
 ASSUMED_PROMPT_TOKENS = 512.0
 """Length of a waiting request's prompt where neither picks nor the engine say how long prompts are."""
+MIN_TRANSFER_TOKENS = 1024
+"""Least tokens of prompts from other engines that are measured."""
 MOST_RATE = 1e7
 """Tokens per second. A higher rate is a mistake, and would be assumed for all new engines."""
 
@@ -46,6 +48,7 @@ class ScrapedLoad(Struct, frozen=True):
     prompts: Totals | None = None
     prefills: Totals | None = None
     steps: Totals | None = None
+    transfers: Totals | None = None
 
 
 @dataclass(slots=True)
@@ -82,11 +85,14 @@ class ScrapedTotals:
     """Seconds between two tokens of a request, as last measured."""
     prompt_tokens: float = 0.0
     """Tokens computed for each recently answered request."""
+    transfer_s: float = 0.0
+    """Seconds for each token of prompts that came from another engine, as last measured."""
     _waited: bool = False
     _busy: Growth = field(default_factory=Growth)
     _prompts: Growth = field(default_factory=Growth)
     _prefills: Growth = field(default_factory=Growth)
     _steps: Growth = field(default_factory=Growth)
+    _transfers: Growth = field(default_factory=Growth)
 
     def on_scrape(self, load: ScrapedLoad, at: float) -> float | None:
         """Take a scrape made at `at`; return prefill tokens per second, if they could be measured."""
@@ -94,6 +100,8 @@ class ScrapedTotals:
             self.prompt_tokens = prompts[1] / prompts[0]
         if (steps := self._steps.step(load.steps, least=MIN_STEPS)) is not None:
             self.step_s = steps[1] / steps[0]
+        if (moved := self._transfers.step(load.transfers, least=MIN_TRANSFER_TOKENS)) is not None:
+            self.transfer_s = moved[1] / moved[0]
         measured = self._prefills.step(load.prefills, least=MIN_TRAINING_TOKENS)
         computed = None if load.computed_tokens is None else (load.computed_tokens, at)
         if self._waited and load.waiting:

@@ -7,6 +7,8 @@ import ipaddress
 from dataclasses import dataclass
 from pathlib import Path
 
+from treeline_epp.endpoints.transfer import Protocol, Role, Transfer, why_not
+
 
 @dataclass(frozen=True, slots=True)
 class KvPorts:
@@ -35,6 +37,7 @@ class EndpointSpec:
     `kv`: its publisher, if it does not name one itself. `key_file` has the API key that it requires.
     `rank`: the data-parallel rank that its requests name, of the `ranks` behind its address; None: the engine chooses,
     as for all requests on the paths `unranked`.
+    `role` is what the engine says, else what discovery says, and so is `transfer`; `protocol` is what discovery says.
     """
 
     name: str
@@ -51,6 +54,9 @@ class EndpointSpec:
     rank: int | None = None
     ranks: int = 1
     unranked: frozenset[str] = frozenset()
+    role: Role = Role.BOTH
+    protocol: Protocol | None = None
+    transfer: Transfer | None = None
 
     def at_rank(self, rank: int, ranks: int, unranked: frozenset[str] = frozenset()) -> EndpointSpec:
         """Return the endpoint that is one rank of this server. The first one has the server's name."""
@@ -69,7 +75,24 @@ class EndpointSpec:
     @property
     def identity(self) -> tuple[object, ...]:
         """The fields that identify this endpoint; the others may change while it lives."""
-        return (self.name, self.address, self.pool, self.uid, self.trust_ready, self.engine, self.kv, self.key_file)
+        process = (self.name, self.address, self.pool, self.uid, self.trust_ready, self.engine, self.kv, self.key_file)
+        return (*process, self.role, self.protocol)
+
+    @property
+    def alone(self) -> bool:
+        """Whether it can serve a request without another endpoint."""
+        if self.role is not Role.DECODE:
+            return self.role is Role.BOTH
+        return self.transfer is None or self.transfer.protocol is not Protocol.SGLANG
+
+
+def unfit(prefill: EndpointSpec, decode: EndpointSpec) -> str:
+    """Return why the one cannot compute prompts for the other; empty if it can."""
+    if prefill.pool != decode.pool:
+        return "they are in different pools"
+    if prefill.models and decode.models and not set(prefill.models) & set(decode.models):
+        return "they serve different models"
+    return why_not(prefill.transfer, decode.transfer)
 
 
 def normal_ip(text: str) -> str | None:

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import msgspec
 from treeline_wire.tokenizer import TokenizerBundle
 
 from treeline_epp.endpoints.adapters.base import EngineAdapter, EngineInfo
@@ -23,6 +24,7 @@ from treeline_epp.endpoints.engine_http import EngineError, EngineHttp, Unusable
 from treeline_epp.endpoints.http_answer import BrokenOff, HttpError, HttpTimeout, NotHttp
 from treeline_epp.endpoints.http_client import HttpClient
 from treeline_epp.endpoints.spec import EndpointSpec, KvPorts
+from treeline_epp.endpoints.transfer import Transfer
 
 log = logging.getLogger(__name__)
 
@@ -64,13 +66,19 @@ class Problem:
 class EngineClient:
     """The client of one engine. It uses the adapter of `engine`; if that names no type, it finds out the type, again
     after each absence, since another engine may have come back. It finds out once which of the adapter's probes exist.
-    `told`: the publisher that discovery names.
+    `told`: the publisher that discovery names. `apart`: the engine has a role; the client finds out, again after each
+    absence, how it hands over prompts.
     """
 
-    def __init__(self, http: HttpClient, address: str, engine: str = "", told: KvPorts | None = None) -> None:
+    def __init__(
+        self, http: HttpClient, address: str, engine: str = "", told: KvPorts | None = None, *, apart: bool = False
+    ) -> None:
+        self.http = http
         self._http = EngineHttp(http, address)
         self._told = told
+        self._apart = apart
         self._fixed = adapter_of(engine)
+        self._transfer: Transfer | None = None
         self._served = False
         self._forget()
 
@@ -96,11 +104,13 @@ class EngineClient:
             raise
         if ready and not self._served:
             self._known = self._fixed  # it was not ready, and another engine may have taken its place
+            self._transfer = None
         self._served = bool(ready)
         return ready
 
     def _forget(self) -> None:
         self._known = self._fixed
+        self._transfer = None
         self._probes = PROBES if self._fixed is None else self._fixed.probes
 
     async def _probe(self) -> bool | None:
@@ -117,7 +127,11 @@ class EngineClient:
         adapter = self._known
         if adapter is None or (adapter is ANYTHING and self._fixed is None):  # the first answers may have been partial
             adapter = self._known = await recognise(self._http)
-        return await adapter.info(self._http, self._told)
+        info = await adapter.info(self._http, self._told)
+        if not self._apart or info.transfer is not None:
+            return info
+        self._transfer = self._transfer or await adapter.transfer(self._http)
+        return msgspec.structs.replace(info, transfer=self._transfer)
 
     async def tokenizer(self) -> TokenizerBundle:
         """Fetch the engine's tokenizer. Raises `EngineError`."""

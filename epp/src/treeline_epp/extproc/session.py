@@ -11,6 +11,7 @@ import msgspec
 from google.protobuf.message import DecodeError
 from treeline_wire import headers as names
 
+from treeline_epp.endpoints.prefill_calls import PrefillCall
 from treeline_epp.extproc.clients import Clients, Present, TooMuch
 from treeline_epp.extproc.convert import Reader, UnknownMessage, override_timeout, to_response
 from treeline_epp.extproc.state import (
@@ -31,11 +32,15 @@ from treeline_epp.requests import refusals
 from treeline_epp.requests.body import Body, BodyBudget, RouteRequest
 from treeline_epp.requests.outline import Outline
 from treeline_epp.requests.parse import is_large
+from treeline_epp.requests.prefilling import MOST_S
 from treeline_epp.requests.refusals import Refusal
 from treeline_epp.requests.rewrite import to_send
 from treeline_epp.requests.router import Routed, Router
 
 log = logging.getLogger(__name__)
+
+Awaited = Ticket[Routed] | PrefillCall
+"""What an answer may wait for."""
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 _OVERHEAD_BYTES = 4 * 1024 * 1024
@@ -47,6 +52,8 @@ _NOT_TOLD = "fail: missing destination endpoint served metadata"
 """The reference picker's text for the conformance tests."""
 _NO_METADATA: Mapping[str, str] = {}
 _TRACE = (names.TRACEPARENT, names.TRACESTATE)
+_TRIES = 3
+"""Most decisions for one request, if endpoints that compute no prompts get none: as many errors open a breaker."""
 _SLICE_PIECES = 4
 """Pieces of a large body that are parsed before others get a turn: a few milliseconds."""
 
@@ -91,6 +98,7 @@ class ExtProcSession:
         """The router's result for the request."""
         self._share = limits.waiting.open()
         self._observed = False
+        self._has_time = False
         router.metrics.open_streams += 1
 
     @property
@@ -117,10 +125,10 @@ class ExtProcSession:
     def _counts(self) -> bool:
         return self._present is not None and self._present.keyed and not (self._state is None or self._state.closed)
 
-    def answers(self, data: bytes | None) -> Iterator[bytes | Ticket[Routed] | None]:
+    def answers(self, data: bytes | None) -> Iterator[bytes | Awaited | None]:
         """Yield the serialized answers to one message of the proxy; None where others should have a turn before it goes
-        on, or a ticket to wait for (if the caller goes on earlier, it yields the ticket again). `data` is None if the
-        message is too large to be read, and then it is the last.
+        on, or a result to wait for (if the caller goes on earlier, it yields that again). `data` is None if the message
+        is too large to be read, and then it is the last.
 
         Raises BadMessage, at the first step; nothing else.
         """
@@ -222,7 +230,7 @@ class ExtProcSession:
 
     def _route(
         self, state: ExtProcState, request: RouteRequest
-    ) -> Generator[bytes | Ticket[Routed] | None, None, list[Output]]:
+    ) -> Generator[bytes | Awaited | None, None, list[Output]]:
         outline: Outline | None = None
         if self._observed:
             request = msgspec.structs.replace(request, observed=True)
@@ -236,22 +244,57 @@ class ExtProcSession:
                     yield None
             outline.finish(body)
             yield None
+        for _ in range(_TRIES):
+            result = yield from self._decided(state, request, outline)
+            if not isinstance(result, Lease):
+                return state.refuse(result) if isinstance(result, Refusal) else state.respond(result)
+            if (yield from self._handed_over(state, request, outline, result)):
+                break
+            self._router.release(result)
+        else:
+            return state.refuse(self._refused(refusals.no_prefill()))
+        parsed = result.decision.request
+        # who asks again, and gets a closed lease, shows a body that was changed the first time, or another's
+        changed = not result.closed and (parsed.rewrite or parsed.members is not None or result.members)
+        sent = to_send(request.body, outline, parsed, result.members) if changed else None
+        return state.answer(result.destination, sent, result.added)
+
+    def _decided(
+        self, state: ExtProcState, request: RouteRequest, outline: Outline | None
+    ) -> Generator[bytes | Awaited | None, None, Routed]:
         result = self._router.route(request, outline)
         if isinstance(result, Ticket):  # its body counts as waiting until the decision
             self._held = ticket = result
-            if state.timed and not ticket.done:
-                yield override_timeout(ticket.limit_s)
+            if not ticket.done:
+                more_s = MOST_S if self._router.prefilling is not None else 0.0
+                yield from self._asks_for_time(state, ticket.limit_s + more_s)
             while not ticket.done:
                 yield ticket
             result = self._router.resume(ticket)
         self._held = result if isinstance(result, Lease) and not self._observed else None
-        if isinstance(result, Lease):
-            parsed = result.decision.request
-            # who asks again, and gets a closed lease, shows a body that was changed the first time, or another's
-            changed = not result.closed and (parsed.rewrite is not None or parsed.members is not None)
-            sent = to_send(request.body, outline, parsed) if changed else None
-            return state.answer(result.destination, sent, result.added)
-        return state.refuse(result) if isinstance(result, Refusal) else state.respond(result)
+        return result
+
+    def _handed_over(
+        self, state: ExtProcState, request: RouteRequest, outline: Outline | None, lease: Lease
+    ) -> Generator[bytes | Awaited | None, None, bool]:
+        """Let another endpoint compute the prompt, if the decision says so. Returns False if it did not, and the
+        endpoint that was to answer cannot.
+        """
+        prefilling = self._router.prefilling
+        if prefilling is None:
+            return True
+        call = prefilling.begin(lease, request, outline)
+        if call is not None and not call.done:
+            yield from self._asks_for_time(state, MOST_S)
+            while not call.done:
+                yield call
+        return not prefilling.failed(lease)
+
+    def _asks_for_time(self, state: ExtProcState, seconds: float) -> Iterator[bytes]:
+        """Ask the proxy to wait longer, which it accepts once."""
+        if state.timed and not self._has_time:
+            self._has_time = True
+            yield override_timeout(seconds)
 
     def _refused(self, why: Refusal) -> Refusal:
         self._router.metrics.refusals.labels(why.code).inc()

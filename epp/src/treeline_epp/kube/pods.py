@@ -1,7 +1,8 @@
 """Conversion of pods to endpoints. Pure.
 
 A pod is an endpoint when it belongs to a pool, has an address and has not ended; its Ready condition, its deletion and
-its labels say how far it may be used. A container that restarts is another process, so its count is in the uid.
+its labels say how far it may be used, and for which part of a request. A container that restarts is another process, so
+its count is in the uid.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import msgspec
 from treeline_wire import labels
 
 from treeline_epp.endpoints.spec import EndpointSpec, KvPorts, normal_ip
+from treeline_epp.endpoints.transfer import Protocol, Role
 from treeline_epp.kube import objects
 from treeline_epp.kube.kv_config import kv_ports
 from treeline_epp.kube.pools import Pool
@@ -20,13 +22,15 @@ from treeline_epp.kube.pools import Pool
 RUNTIME_CONTAINER = "runtime"
 ACTIVE_PORTS = ("inference.networking.k8s.io/active-ports", "llm-d.ai/active-ports")
 """Annotations that restrict a pod's ports to those that are in use; the first that is present counts."""
-_OTHER_ROLES = frozenset({"prefill", "decode"})
+_LLM_D_ROLE = "llm-d.ai/role"
+_ROLES = {"": Role.BOTH, "prefill-decode": Role.BOTH, **{role.value: role for role in Role}}
+"""Roles by the values of their labels. Pods with others, as llm-d's encoders, are no endpoints."""
 _ENDED = frozenset({"Succeeded", "Failed"})
 
 
 class Pod(msgspec.Struct, frozen=True):
     """A pod, reduced to the facts that decide its endpoints. `active_ports` is `None` if all are active. `kv`: the
-    ports of its KV events, if the object names them.
+    ports of its KV events, if the object names them. `transfer` is its annotation `treeline.dev/kv-transfer`.
     """
 
     name: str
@@ -40,6 +44,19 @@ class Pod(msgspec.Struct, frozen=True):
     active_ports: frozenset[int] | None = None
     created: str = ""
     kv: KvPorts | None = None
+    transfer: str = ""
+
+    @property
+    def role(self) -> Role | None:
+        """The part of a request that it computes; None if it is no endpoint."""
+        return _ROLES.get(self.labels.get(labels.ROLE) or self.labels.get(_LLM_D_ROLE, ""))
+
+    @property
+    def protocol(self) -> Protocol | None:
+        """How it hands prompts over, if its object says so: pods with llm-d's label have llm-d's sidecar."""
+        if self.transfer in set(Protocol):
+            return Protocol(self.transfer)
+        return Protocol.LLM_D if _LLM_D_ROLE in self.labels and labels.ROLE not in self.labels else None
 
     @property
     def worker(self) -> bool:
@@ -68,6 +85,7 @@ def read_pod(data: msgspec.Raw) -> Pod:
         active_ports=_active_ports(meta.annotations or {}),
         created=meta.creation_timestamp or "",
         kv=kv_ports(meta.annotations or {}, found.spec.containers),
+        transfer=(meta.annotations or {}).get(labels.KV_TRANSFER, ""),
     )
 
 
@@ -81,7 +99,7 @@ def endpoints(pools: Iterable[Pool], pods: Iterable[Pod]) -> tuple[EndpointSpec,
     others = [pool for pool in known if not _is_own(pool)]
     by_address: dict[str, EndpointSpec] = {}
     for pod in sorted(pods, key=lambda pod: (pod.created, pod.name)):
-        if pod.ip is None or pod.ended or pod.worker or pod.labels.get(labels.ROLE) in _OTHER_ROLES:
+        if pod.ip is None or pod.ended or pod.worker or pod.role is None:
             continue
         pool = by_label.get(pod.labels.get(labels.POOL, ""))
         if pool is None:
@@ -97,6 +115,7 @@ def _is_own(pool: Pool) -> bool:
 
 def _of_pod(pool: Pool, pod: Pod) -> Iterable[EndpointSpec]:
     host = f"[{pod.ip}]" if ":" in (pod.ip or "") else pod.ip
+    assert pod.role is not None
     for rank, port in enumerate(pool.ports):
         if pod.active_ports is None or port in pod.active_ports:
             yield EndpointSpec(
@@ -109,6 +128,8 @@ def _of_pod(pool: Pool, pod: Pod) -> Iterable[EndpointSpec]:
                 trust_ready=pool.trust_ready,
                 engine=pool.engine,
                 kv=_of_rank(pod.kv, rank, len(pool.ports)),
+                role=pod.role,
+                protocol=pod.protocol,
             )
 
 

@@ -48,16 +48,16 @@ class Own:
         """See `picking.decision.Elsewhere`. O(bytes of the key) at memory speed."""
         request, best, spec = lease.decision.request, lease.decision.best, lease.endpoint.spec
         marks: tuple[int, ...] = ()
-        if request.key and lease.predicted_until is not None:
-            known = self._landmarks.marks(lease.pod.scope, request.namespace, request.key)
+        if request.key and lease.answer.predicted_until is not None:
+            known = self._landmarks.marks(lease.answer.pod.scope, request.namespace, request.key)
             marks = told(known, best.candidate.hit.end)
         self._last_id += 1
         record = Opened(
             self._last_id,
             self._ref(spec.name, spec.address),
-            min(MOST_TOKENS, lease.reservation.tokens),
-            min(MOST_PREFILL_MS, math.ceil(1000 * best.ttft_s)),
-            rank=lease.endpoint.pods.index(lease.pod),
+            min(MOST_TOKENS, lease.answer.reservation.tokens),
+            min(MOST_PREFILL_MS, math.ceil(1000 * lease.decision.ttft_s)),
+            rank=lease.endpoint.pods.index(lease.answer.pod),
             marks=marks,
             session=request.session,
         )
@@ -87,7 +87,7 @@ class Own:
         return [
             replace(record, age_ms=max(0, int(1000 * (now - lease.opened_at))))
             for lease, record in self._open.items()
-            if lease.reservation.open
+            if lease.answer.reservation.open
         ]
 
     def __len__(self) -> int:
@@ -198,7 +198,7 @@ class Others:
             return
         tokens, age_s = min(MOST_TOKENS, record.tokens), record.age_ms / 1000
         prefill_s = min(MOST_PREFILL_MS, record.prefill_ms) / 1000
-        reservation = self.picker.open_elsewhere(endpoint, tokens, prefill_s, age_s, now)
+        reservation = self.picker.parts.charge_elsewhere(endpoint, tokens, prefill_s, age_s, now)
         if reservation is None:
             return
         if record.session:
@@ -215,6 +215,6 @@ class Others:
         outcome = Outcome.HEADERS if how in (How.PREFILLED, How.ANSWERED) else Outcome.CANCELLED
         if how is How.OVERLOADED:
             outcome = Outcome.OVERLOADED
-        self.picker.discharge(held.endpoint, held.reservation, outcome, now, began=how is How.PREFILLED)
+        self.picker.parts.discharge(held.endpoint, held.reservation, outcome, now, began=how is How.PREFILLED)
         if outcome is not Outcome.HEADERS and held.foresight is not None:
             self.landmarks.withdraw(held.opened, held.foresight)

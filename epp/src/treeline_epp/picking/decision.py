@@ -2,46 +2,86 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from msgspec import Struct
 
 from treeline_epp.endpoints.reservations import Reservation
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.index.pods import Match, Pod
-from treeline_epp.picking.endpoint import Endpoint
+from treeline_epp.picking.endpoint import AuditResult, Endpoint
+from treeline_epp.picking.pairs import Apart
 from treeline_epp.picking.request import Request
 from treeline_epp.picking.score import Scored
+
+if TYPE_CHECKING:
+    from treeline_epp.index.index import Index
+
+
+@dataclass(eq=False, slots=True)
+class Part:
+    """The part of a request at one endpoint: its reservation there, and the prediction that `pod`, one of its ranks,
+    will hold the prompt; `predicted_until` names that, None without one. `called`: the picker asks the endpoint itself,
+    and the end of that call ends the part.
+    """
+
+    endpoint: Endpoint
+    pod: Pod
+    reservation: Reservation
+    predicted_until: float | None = None
+    called: bool = False
 
 
 @dataclass(eq=False, slots=True)
 class Lease:
     """A request with a destination, until its response has begun. The picker opens leases (`Picker.reserve`) and closes
-    them (`Picker.close`): the endpoint's reservation, and the prediction that it will hold the prompt, last as long.
-    `added` are request headers to send to the endpoint; those with None are removed. `pod` is its rank that is
-    predicted to hold the prompt.
+    them (`Picker.close`): its parts last as long. `answer` is that of the endpoint that answers, `prefill` that of the
+    one that computes the prompt, if it is another, until it has (`Parts.prefilled`).
 
-    `queued_tokens` were before the request when it was picked; `predicted_until` names the prediction of its prompt,
-    None without one. `prefill` is the endpoint that computes the prompt, if another one does, and its reservation.
+    `queued_tokens` were before the request when it was picked. `added` are request headers to send to the endpoint that
+    answers; those with None are removed. `members` are members of the body to set for it.
     """
 
     decision: Decision
-    endpoint: Endpoint
-    pod: Pod
+    answer: Part
     opened_at: float
     queued_tokens: int
-    reservation: Reservation
-    predicted_until: float | None = None
-    prefill: tuple[Endpoint, Reservation] | None = None
+    prefill: Part | None = None
     closed: bool = False
     added: tuple[tuple[str, str | None], ...] = ()
+    members: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def endpoint(self) -> Endpoint:
+        """The endpoint that answers."""
+        return self.answer.endpoint
 
     @property
     def destination(self) -> str:
         """The destination list, best first, in the form of header and metadata."""
         return ",".join(self.decision.destinations)
+
+    def audit(self, index: Index, cached_tokens: int, now: float) -> None:
+        """Compare the endpoint's reported hit with the index, and act on a difference."""
+        endpoint, request = self.endpoint, self.decision.request
+        pod, expected = endpoint.pod, self.decision.best.candidate
+        if request.key is None or not pod.precise or not pod.bit or len(endpoint.pods) > 1:
+            return
+        if request.key_tokens_estimate is not None:  # nothing was predicted beyond the key
+            cached_tokens = min(cached_tokens, expected.cached_tokens)
+        end = expected.hit.end
+        prefix = zlib.crc32(request.key[max(0, end - 64) : end] or request.key[:64])
+        result = endpoint.audit.observe(
+            expected.hit.tokens, expected.cached_tokens, cached_tokens, pod.block_size, prefix, now
+        )
+        if result is AuditResult.REBUILD:
+            index.request_rebuild(pod)
+        elif result is AuditResult.CAP_HIT:
+            index.cap_hit(pod, request.namespace, request.key, cached_tokens, now)
 
 
 class Elsewhere(Protocol):
@@ -118,15 +158,25 @@ class Decision(Struct, frozen=True):
     """The destination of a request, and the scores behind it.
 
     `ranked` are the best endpoints among those scored, the chosen one first. `fallbacks` follow it in the destination
-    list; no address occurs twice. `prefill` computes the prompt, and the chosen endpoint the answer; None: one does
-    both. No policy sets `prefill` yet, and no prompt is predicted there.
+    list; no address occurs twice. `apart` compares computing the prompt at another endpoint; None: there was none, or
+    the prompt is too short for that.
     """
 
     request: Request
     ranked: tuple[Scored, ...]
     fallbacks: tuple[EndpointSpec, ...]
     policy: str
-    prefill: Scored | None = None
+    apart: Apart | None = None
+
+    @property
+    def prefill(self) -> Scored | None:
+        """The endpoint that computes the prompt, if that is not the chosen one, and the prompt's cost there."""
+        return self.apart.prefill if self.apart is not None and self.apart.chosen else None
+
+    @property
+    def ttft_s(self) -> float:
+        """The predicted seconds to the first token."""
+        return self.apart.ttft_s if self.apart is not None and self.apart.chosen else self.best.ttft_s
 
     @property
     def best(self) -> Scored:
@@ -150,6 +200,7 @@ class Decision(Struct, frozen=True):
 
     def explain(self) -> dict[str, Any]:
         """One flat record for a structured log line."""
+        prefill = self.prefill
         return {
             "request_id": self.request.request_id,
             "model": self.request.model,
@@ -157,7 +208,9 @@ class Decision(Struct, frozen=True):
             "endpoint": self.endpoint.name,
             "fallbacks": [spec.name for spec in self.fallbacks],
             "policy": self.policy,
-            "predicted_ttft_s": round(self.best.ttft_s, 6),
+            "prefill_endpoint": None if prefill is None else prefill.candidate.spec.name,
+            "forms": None if self.apart is None else self.apart.seconds,
+            "predicted_ttft_s": round(self.ttft_s, 6),
             "cached_tokens": self.best.candidate.cached_tokens,
             "uncached_tokens": self.best.candidate.uncached_tokens,
             "terms": {name: {term: round(v, 6) for term, v in terms.items()} for name, terms in self.terms.items()},

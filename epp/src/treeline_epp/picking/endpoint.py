@@ -30,6 +30,8 @@ UNRELATED_ERRORS = 3
 WINDOW_S = 30.0
 BACKOFF_S = 10.0
 MAX_BACKOFF_S = 300.0
+CAPACITY_SLACK = 1.1
+"""Factor by which an engine's blocks may exceed its memory: it announces new blocks before the evictions for them."""
 
 
 class AuditResult(Enum):
@@ -177,6 +179,12 @@ class Endpoint:
         if len(self.pods) == 1:
             return self.pod.blocks * self.pod.block_size
         return sum(pod.blocks * pod.block_size for pod in self.pods)
+
+    @property
+    def overfull(self) -> bool:
+        """Whether the index has more blocks than its memory holds: removals were lost."""
+        total = 0 if self.load.report is None else self.load.report.tokens_total
+        return bool(total) and self.held_tokens > CAPACITY_SLACK * total
 
     def best_hit(self, match: Match | None) -> tuple[int, Hit]:
         """Return the rank (its place in `pods`) that holds most of a key, and its hit. O(ranks × levels)."""

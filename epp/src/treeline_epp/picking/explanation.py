@@ -8,9 +8,11 @@ import numpy as np
 from msgspec import Struct
 
 from treeline_epp.endpoints.load import STALE_AFTER_S
+from treeline_epp.endpoints.transfer import Role
 from treeline_epp.explain_api import Verdict
 from treeline_epp.picking.endpoint import Endpoint
 from treeline_epp.picking.filters import FILTERS
+from treeline_epp.picking.pairs import Apart
 from treeline_epp.picking.request import Request
 from treeline_epp.picking.score import Scored
 from treeline_epp.picking.table import Mask, Table
@@ -18,12 +20,15 @@ from treeline_epp.picking.table import Mask, Table
 
 class Explanation(Struct, frozen=True, omit_defaults=True):
     """A decision with all considered endpoints, the best first. `refusal` is the message to the client if there is
-    none.
+    none. `forms` are the seconds of computing the prompt here or at another endpoint, if one could; that endpoint is
+    `prefill_endpoint` if it is chosen.
     """
 
     policy: str
     refusal: str = ""
     endpoints: tuple[Verdict, ...] = ()
+    prefill_endpoint: str = ""
+    forms: dict[str, dict[str, float]] = {}
 
 
 def dropped_by(request: Request, table: Table, now: float) -> dict[int, tuple[str, str]]:
@@ -42,7 +47,12 @@ def dropped_by(request: Request, table: Table, now: float) -> dict[int, tuple[st
 
 
 def explanation(
-    policy: str, table: Table, dropped: Mapping[int, tuple[str, str]], ranked: Sequence[Scored], refusal: str
+    policy: str,
+    table: Table,
+    dropped: Mapping[int, tuple[str, str]],
+    ranked: Sequence[Scored],
+    refusal: str,
+    apart: Apart | None = None,
 ) -> Explanation:
     """Return all endpoints: ranked, unranked, and left out."""
     places = {scored.candidate.spec.name: place for place, scored in enumerate(ranked)}
@@ -60,12 +70,15 @@ def explanation(
             verdicts.append(Verdict(spec.name, spec.address, spec.pool, None, one, why))
     behind = len(verdicts) + 1
     verdicts.sort(key=lambda one: (one.rank or behind, one.filter, one.endpoint))
-    return Explanation(policy, refusal, tuple(verdicts))
+    prefill = apart.prefill.candidate.spec.name if apart is not None and apart.chosen else ""
+    return Explanation(policy, refusal, tuple(verdicts), prefill, {} if apart is None else apart.seconds)
 
 
 def _why(filter_name: str, endpoint: Endpoint, request: Request, now: float) -> str:
     if filter_name == "serving":
         return _not_serving(endpoint, request)
+    if filter_name == "prefill":
+        return "computes no prompts, and no prefill endpoint can for this request"
     if filter_name == "subset":
         return "not in the subset that the proxy allows"
     if filter_name == "healthy":
@@ -83,6 +96,8 @@ def _not_serving(endpoint: Endpoint, request: Request) -> str:
         return f"is of pool {spec.pool}, and the request is for {request.pool}"
     if spec.models and request.model is not None and request.model not in spec.models:
         return f"does not serve {request.model}"
+    if spec.role is Role.PREFILL:
+        return "computes prompts only"
     if endpoint.draining or (report is not None and report.draining):
         return "drains"
     return "is not ready"

@@ -1,7 +1,8 @@
 """Filters: the endpoints to which a request may go. They are applied in order, and see the request.
 
 A filter reads the columns of all endpoints at once (see `table`) and returns a mask of those it keeps. Of a request it
-sees pool, model and subset. To add one: a function here, and its row in `FILTERS`.
+sees pool, model, subset, and whether its prompt may be computed apart. To add one: a function here, and its row in
+`FILTERS`.
 
 `Saturation` says when an endpoint has no room for another request, so that the request should wait in the picker. There
 a more urgent one, or one of a client that got less, can still overtake it, and it can go to the endpoint that is free
@@ -39,6 +40,11 @@ def _serving(request: Request, table: Table) -> Mask:
     return mask
 
 
+def _computing(request: Request, table: Table) -> Mask | None:
+    """Drop endpoints that compute no prompts, unless another one can for this request. O(1) without such endpoints."""
+    return table.computing(request)
+
+
 def _in_subset(request: Request, table: Table) -> Mask | None:
     """Keep the addresses to which the proxy limits the choice. O(addresses)."""
     if request.subset is None:
@@ -59,6 +65,7 @@ def _healthy(_request: Request, table: Table) -> Mask:
 
 FILTERS = (
     Filter("serving", "no endpoint is ready", _serving),
+    Filter("prefill", "no endpoint is ready that can compute the prompt of this request", _computing),
     Filter("subset", "no ready endpoint is in the subset that the proxy allows", _in_subset),
     Filter("healthy", "", _healthy),
 )
@@ -68,7 +75,7 @@ def rows_left(request: Request, table: Table) -> Rows:
     """Return the rows that pass all filters, at least one. Raises NoEndpoints. O(1) for a request with pool and model
     as before; O(rows) at memory speed after changes, and for a subset.
     """
-    asked = request.pool, request.model
+    asked = request.pool, request.model, request.apart
     if request.subset is None and (known := table.left.get(asked)) is not None:
         return known
     left: Mask = np.ones(table.size, np.bool_)

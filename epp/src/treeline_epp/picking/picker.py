@@ -7,7 +7,6 @@ readiness and publishers' events, and call `on_tick`.
 from __future__ import annotations
 
 import copy
-import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -15,15 +14,17 @@ from functools import partial
 import numpy as np
 
 from treeline_epp.endpoints.load import EngineLoad, prefill_rate, trust
-from treeline_epp.endpoints.reservations import Reservation
 from treeline_epp.endpoints.scraped import ScrapedLoad
 from treeline_epp.endpoints.spec import EndpointSpec
+from treeline_epp.endpoints.transfer import Role
 from treeline_epp.index.index import Index
 from treeline_epp.index.pods import NO_HIT, Match
 from treeline_epp.picking.decision import Decision, Elsewhere, Lease, NoEndpoints, Outcome, PickError, Saturated
-from treeline_epp.picking.endpoint import AuditResult, Endpoint, fallbacks
+from treeline_epp.picking.endpoint import Endpoint, fallbacks
 from treeline_epp.picking.explanation import Explanation, dropped_by, explanation
 from treeline_epp.picking.filters import Saturation, rows_left
+from treeline_epp.picking.pairs import HANDOVER_S, Apart, cheapest, compared, takes_over, whole
+from treeline_epp.picking.parts import Parts
 from treeline_epp.picking.policies import Policy, PoolPolicies
 from treeline_epp.picking.policies.base import NO_FLOATS, Candidates, led_by
 from treeline_epp.picking.request import Request
@@ -43,9 +44,6 @@ from treeline_epp.picking.table import (
     Rows,
     Table,
 )
-
-CAPACITY_SLACK = 1.1
-"""Factor by which an engine's blocks may exceed its memory: it announces new blocks before the evictions for them."""
 
 _FEW = 8
 """Most endpoints that are scored one by one: that is faster than arrays, which take the same for one and hundreds."""
@@ -84,7 +82,7 @@ class Picker:
         self.elsewhere: Elsewhere | None = None
         """The exchange with other pickers, if there are any."""
         self._table = Table()
-        self._reserved: set[Endpoint] = set()
+        self.parts = Parts(self.index, self._table, set())
         self._most_ranks = 1  # endpoints of one address, so that the best ones have fallbacks among them
         self.policies = PoolPolicies(self.config.policy, self.config.seed)
         self.sessions = Sessions()
@@ -121,7 +119,7 @@ class Picker:
             for pod in endpoint.pods:
                 self.index.remove_pod(pod)
                 pod.row = -1
-            self._reserved.discard(endpoint)
+            self.parts.reserved.discard(endpoint)
 
     def present(self, specs: Iterable[EndpointSpec]) -> list[Endpoint]:
         """Return those of these endpoints that are known."""
@@ -152,17 +150,14 @@ class Picker:
         if endpoint is not None:
             endpoint.load.on_load(load, now)
             self._touch(endpoint)
-            if not isinstance(load, ScrapedLoad):  # blocks × size on a page is no bound for hybrid models
-                self._check_capacity(endpoint, now)
+            exact = not isinstance(load, ScrapedLoad)  # blocks × size on a page is no bound for hybrid models
+            if exact and endpoint.overfull and endpoint.audit.allow(now):
+                for pod in endpoint.pods:
+                    self.index.request_rebuild(pod)
 
     def on_tick(self, now: float) -> None:
         """Housekeeping; call about every 100 ms."""
-        for endpoint in list(self._reserved):
-            reservations = endpoint.load.reservations
-            if reservations.expire(now):
-                self._touch(endpoint)
-            if not reservations:
-                self._reserved.discard(endpoint)
+        self.parts.expire(now)
         self.index.tick(now)
         self.sessions.expire(now)
 
@@ -175,25 +170,31 @@ class Picker:
         """
         policy, config = self.policies.of(request.pool), self.config
         count = max(config.scored, (config.fallbacks + 2) * self._most_ranks)
-        best, scored = self._ranked(request, policy, count, config.scored, now)
-        return Decision(request, scored, fallbacks(best, config.fallbacks), policy.name)
+        best, scored, apart = self._ranked(request, policy, count, config.scored, now)
+        if best[0].spec.role is Role.DECODE:  # a fallback gets the same request
+            prefill = apart.prefill.candidate.spec if apart is not None and apart.chosen else None
+            best = [best[0], *(one for one in best[1:] if takes_over(one.spec, prefill))]
+        return Decision(request, scored, fallbacks(best, config.fallbacks), policy.name, apart)
 
     def explain(self, request: Request, now: float) -> Explanation:
         """Return the decision of `pick`, and each endpoint's part in it. Changes nothing. O(endpoints), one by one."""
         self._refresh(now)
         dropped = dropped_by(request, self._table, now)
         ranked: tuple[Scored, ...] = ()
+        apart: Apart | None = None
         refusal, policy = "", copy.deepcopy(self.policies.of(request.pool))
         try:
-            _, ranked = self._ranked(request, policy, len(self.endpoints), len(self.endpoints), now)
+            _, ranked, apart = self._ranked(request, policy, len(self.endpoints), len(self.endpoints), now)
         except PickError as error:
             refusal = str(error)
-        return explanation(self.policies.name_of(request.pool), self._table, dropped, ranked, refusal)
+        return explanation(self.policies.name_of(request.pool), self._table, dropped, ranked, refusal, apart)
 
     def _ranked(
         self, request: Request, policy: Policy, count: int, scored: int, now: float
-    ) -> tuple[list[Endpoint], tuple[Scored, ...]]:
-        """Return the best `count`, and the scores of the first of them."""
+    ) -> tuple[list[Endpoint], tuple[Scored, ...], Apart | None]:
+        """Return the best `count`, the scores of the first of them, and whether the best one should compute the
+        prompt.
+        """
         table = self._table
         self._refresh(now)
         rows = rows_left(request, table)
@@ -232,7 +233,18 @@ class Picker:
             )
             for one, at in zip(best[:scored], order, strict=False)
         ]
-        return best, tuple(scores)
+        return best, tuple(scores), self._apart(request, scores[0], matches, work, now)
+
+    def _apart(self, request: Request, best: Scored, matches: dict[str, Match], work: Work, now: float) -> Apart | None:
+        """Compare computing the prompt at another endpoint; None if there is none, or the prompt is short."""
+        rows, alone = self._table.partners(request, best.candidate.spec), best.candidate.spec.alone
+        if not len(rows) or (alone and sum(whole(best).values()) <= HANDOVER_S):
+            return None
+        columns = self._table.take(rows)
+        cached, rates = work.cached_at(self.index, matches, rows, self._table), self._rates(columns, now)
+        at = cheapest(columns, rates, work.prompt_tokens - cached, now)
+        prefill = self._candidate(self._table.at_row(int(rows[at])), matches, work, float(rates[at]))
+        return compared(best, score(prefill, now))
 
     def _staying(self, session: int, rows: Rows, cost_s: Floats, order: list[int], count: int, now: float) -> list[int]:
         """Return the order with a session's endpoint first, unless it is no candidate or costs too much."""
@@ -283,17 +295,18 @@ class Picker:
         """Open the lease of a decision; the endpoint is at once predicted to hold the prompt. O(prompt bytes). Raises
         NoEndpoints if an endpoint left since; then nothing is counted. Close the lease in a `finally`.
         """
-        endpoint = self._present(decision.best)
-        prefill = None if decision.prefill is None else self._present(decision.prefill)
-        request, best = decision.request, decision.best
-        pod = endpoint.expecting(best.candidate.rank)
-        queued_tokens = endpoint.load.queue(now)[0]
-        reservation = self.charge(endpoint, best.candidate.uncached_tokens, best.ttft_s, now)
-        lease = Lease(decision, endpoint, pod, now, queued_tokens, reservation)
-        if prefill is not None and (part := decision.prefill) is not None:
-            lease.prefill = prefill, self.charge(prefill, part.candidate.uncached_tokens, part.ttft_s, now)
-        if request.key:
-            lease.predicted_until = self.index.predict(pod, request.namespace, request.key, best.candidate.hit, now)
+        endpoint, request, prefill = self._present(decision.best), decision.request, decision.prefill
+        if prefill is not None:
+            prefill_endpoint = self._present(prefill)
+        queued_tokens, parts = endpoint.load.queue(now)[0], self.parts
+        tokens = 0 if prefill is not None else decision.best.candidate.uncached_tokens
+        lease = Lease(
+            decision, parts.open(request, endpoint, decision.best, tokens, decision.ttft_s, now), now, queued_tokens
+        )
+        if prefill is not None:
+            tokens = prefill.candidate.uncached_tokens
+            lease.prefill = parts.open(request, prefill_endpoint, prefill, tokens, prefill.ttft_s, now)
+            prefill_endpoint.breaker.on_pick(now)
         if request.session:
             self.sessions.remember(request.session, endpoint.spec.name, now)
         endpoint.unanswered += 1
@@ -335,13 +348,14 @@ class Picker:
         answered = outcome is Outcome.HEADERS
         other = served if served != endpoint.spec.address else None
         ours, began = Outcome.CANCELLED if other else outcome, ttft_s is not None
-        self.discharge(endpoint, lease.reservation, ours, now, began=began)
-        if lease.prefill is not None:  # its part ends when the answer begins; a failure may be the other endpoint's
-            self.discharge(*lease.prefill, Outcome.HEADERS if answered else Outcome.CANCELLED, now, began=True)
+        self.parts.discharge(endpoint, lease.answer.reservation, ours, now, began=began)
+        if lease.prefill is not None and not lease.prefill.called:
+            # It ends when the answer begins; a failure may be the other endpoint's.
+            self.parts.prefilled(lease, Outcome.HEADERS if answered else Outcome.CANCELLED, now)
         if self.elsewhere is not None:
             self.elsewhere.closed(lease, ours, began=began)
         if other or not answered:
-            self._withdraw(lease)
+            self.parts.withdraw(lease.decision.request, lease.answer)
         if other or outcome is Outcome.ERROR:
             self.sessions.forget(lease.decision.request.session, endpoint.spec.name)
         if other:
@@ -361,49 +375,8 @@ class Picker:
                 load.train_hits(cached_tokens, prompt_tokens)
                 if ttft_s is not None:
                     load.train(max(0, prompt_tokens - cached_tokens), lease.queued_tokens, ttft_s, now)
-                self._audit(lease, cached_tokens, now)
+                lease.audit(self.index, cached_tokens, now)
         return True
-
-    def open_elsewhere(
-        self, endpoint: Endpoint, tokens: int, prefill_s: float, age_s: float, now: float
-    ) -> Reservation | None:
-        """Reserve for a request of another picker: `tokens` that should take `prefill_s`, of which `age_s` are over.
-        None if it would have ended by now. O(1).
-        """
-        reservation = self.charge(endpoint, tokens, prefill_s, now)
-        reservation.expires_at -= age_s
-        reservation.done_at -= age_s
-        if reservation.expires_at <= now:
-            endpoint.load.reservations.close(reservation)
-            return None
-        return reservation
-
-    def charge(self, endpoint: Endpoint, tokens: int, prefill_s: float, now: float) -> Reservation:
-        """Reserve `tokens` of prefill, which should take `prefill_s`, until `discharge`. O(1)."""
-        reservation = endpoint.load.reservations.open(tokens, now, prefill_s)
-        self._reserved.add(endpoint)
-        self._touch(endpoint)
-        return reservation
-
-    def discharge(
-        self, endpoint: Endpoint, reservation: Reservation, outcome: Outcome, now: float, *, began: bool
-    ) -> None:
-        """End a reservation by its outcome. Breakers do not count it: each picker judges errors by its own requests.
-        O(1).
-        """
-        if outcome is Outcome.HEADERS:
-            endpoint.load.on_answered(reservation, now, began=began)
-        else:
-            endpoint.load.reservations.close(reservation)
-        if outcome is Outcome.OVERLOADED:
-            endpoint.load.on_overloaded(now)
-        self._touch(endpoint)
-
-    def _withdraw(self, lease: Lease) -> None:
-        """Drop the prediction: the endpoint did not do this prefill, and will not hold the prompt."""
-        request, pod = lease.decision.request, lease.pod
-        if lease.predicted_until is not None and request.key and pod.bit:
-            self.index.withdraw(pod, request.namespace, request.key, lease.predicted_until)
 
     def _served_by_other(self, lease: Lease, address: str, now: float) -> None:
         """Predict the prompt for the endpoint that answered in place of the picked one."""
@@ -417,33 +390,6 @@ class Picker:
             if request.key:
                 self.index.predict(endpoint.expecting(0), request.namespace, request.key, NO_HIT, now)
             return
-
-    def _audit(self, lease: Lease, cached_tokens: int, now: float) -> None:
-        """Compare an endpoint's reported hit with the index, and act on a difference."""
-        endpoint, request = lease.endpoint, lease.decision.request
-        pod, expected = endpoint.pod, lease.decision.best.candidate
-        if request.key is None or not pod.precise or not pod.bit or len(endpoint.pods) > 1:
-            return
-        if request.key_tokens_estimate is not None:  # nothing was predicted beyond the key
-            cached_tokens = min(cached_tokens, expected.cached_tokens)
-        end = expected.hit.end
-        prefix = zlib.crc32(request.key[max(0, end - 64) : end] or request.key[:64])
-        result = endpoint.audit.observe(
-            expected.hit.tokens, expected.cached_tokens, cached_tokens, pod.block_size, prefix, now
-        )
-        if result is AuditResult.REBUILD:
-            self.index.request_rebuild(pod)
-        elif result is AuditResult.CAP_HIT:
-            self.index.cap_hit(pod, request.namespace, request.key, cached_tokens, now)
-
-    def _check_capacity(self, endpoint: Endpoint, now: float) -> None:
-        """Ask for a rebuild if the index has more blocks than the endpoint's memory holds: removals were lost."""
-        report = endpoint.load.report
-        if report is None or not report.tokens_total:
-            return
-        if endpoint.held_tokens > CAPACITY_SLACK * report.tokens_total and endpoint.audit.allow(now):
-            for pod in endpoint.pods:
-                self.index.request_rebuild(pod)
 
     # Inside
 

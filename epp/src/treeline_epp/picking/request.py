@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from msgspec import Struct
 
@@ -19,6 +20,8 @@ class Request(Struct, frozen=True):
     configuration names its model; otherwise engines may accept the name, or not know it yet. `fallback_pools` may take
     it, perhaps under other names, while its pool has no endpoint. `session` is the number of its session, 0 without one
     (`picking.sessions`); `fork`: the number of requests that begin like this one and follow at once, 0 if unknown.
+
+    `apart`: one endpoint may compute its prompt and another one its answer.
 
     `client` is the client's name from the edge, None if unknown. `asked` is the model's name in the body, if a pool
     serves it; `rewrite` is its name in the pool, if that differs; `members` are members of the body to set to these
@@ -41,8 +44,9 @@ class Request(Struct, frozen=True):
     fallback_pools: tuple[str, ...] = ()
     session: int = 0
     fork: int = 0
+    apart: bool = False
     client: str | None = None
     asked: str | None = None
     rewrite: str | None = None
-    members: Mapping[str, str | None] | None = None
+    members: Mapping[str, Any] | None = None
     learn: Callable[[int, int], None] | None = None

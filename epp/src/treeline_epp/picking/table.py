@@ -6,13 +6,15 @@ A row is copied from its owners (load, breaker, pod) at the next look after the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from treeline_epp.endpoints.spec import EndpointSpec, split_address
+from treeline_epp.endpoints.spec import EndpointSpec, split_address, unfit
+from treeline_epp.endpoints.transfer import Role, Transfer
 from treeline_epp.picking.endpoint import Endpoint
 from treeline_epp.picking.request import Request
 
@@ -48,15 +50,32 @@ UNANSWERED are ours alone. EXCESS: REQUESTS over MAX_RUNNING, -inf if unknown. S
 small batch. FREE_TOKENS: free in its cache once waiting prompts are in it; inf if unknown."""
 _COLUMNS = 20
 _NEVER, _UNKNOWN = float("-inf"), float("inf")
+_NO_ROWS: Rows = np.zeros(0, np.int64)
 _MOST_ASKED = 256
 """Most pairs of pool and model whose endpoints are cached: engines that take any name may be asked for many."""
 
 
 class _Group(Struct):
-    """The endpoints of one pool that serve the same models."""
+    """The endpoints of one pool that serve the same models, have the same role, and hand over prompts in the same
+    way.
+    """
 
     spec: EndpointSpec
     rows: dict[int, None]
+
+
+_Key = tuple[str, tuple[str, ...], Role, Transfer | None]
+
+
+class _Asked(NamedTuple):
+    """The endpoints that serve one pool and model: those that answer, those among them that compute no prompts, the
+    groups of those that compute prompts only, each with one of them; and the index's scopes of all.
+    """
+
+    serving: Mask
+    dependent: tuple[int, ...]
+    prefill: Sequence[tuple[EndpointSpec, Mask]]
+    scopes: set[str]
 
 
 class Table:
@@ -68,10 +87,11 @@ class Table:
         self._free: list[int] = []
         self._touched: set[int] = set()
         self._stale: set[int] = set()
-        self._groups: dict[tuple[str, tuple[str, ...]], _Group] = {}
-        self._serving: dict[tuple[str | None, str | None], tuple[Mask, set[str]]] = {}
-        self.left: dict[tuple[str | None, str | None], Rows] = {}
-        """By pool and model: the rows that pass all filters of a request without a subset. For `filters`."""
+        self._groups: dict[_Key, _Group] = {}
+        self._serving: dict[tuple[str | None, str | None], _Asked] = {}
+        self.left: dict[tuple[str | None, str | None, bool], Rows] = {}
+        """By pool, model, and whether another endpoint may compute the prompt: the rows that pass all filters of a
+        request without a subset. For `filters`."""
         self.now = _NEVER
         """The time of the last look."""
         self._edge = _UNKNOWN
@@ -93,7 +113,7 @@ class Table:
         """Add an endpoint, in the row of its pod. O(1)."""
         row, spec = endpoint.pod.row, endpoint.spec
         self.endpoints[row] = endpoint
-        group = self._groups.setdefault((spec.pool, spec.models), _Group(spec, {}))
+        group = self._groups.setdefault(_key(spec), _Group(spec, {}))
         group.rows[row] = None
         for place in _places(spec):
             self._by_address.setdefault(place, {})[row] = None
@@ -103,10 +123,10 @@ class Table:
     def remove(self, endpoint: Endpoint) -> None:
         """Remove an endpoint that has gone, or is about to change its spec. O(1)."""
         row, spec = endpoint.pod.row, endpoint.spec
-        group = self._groups[spec.pool, spec.models]
+        group = self._groups[_key(spec)]
         del group.rows[row]
         if not group.rows:
-            del self._groups[spec.pool, spec.models]
+            del self._groups[_key(spec)]
         for place in _places(spec):
             del self._by_address[place][row]
             if not self._by_address[place]:
@@ -158,24 +178,56 @@ class Table:
         return len(self.endpoints)
 
     def serving(self, request: Request) -> Mask:
-        """Return which rows are in the request's pool and serve its model. O(1); O(rows) after changes."""
-        return self._asked(request)[0]
+        """Return which rows are in the request's pool and serve its model, not counting those that only compute
+        prompts. O(1); O(rows) after changes.
+        """
+        return self._asked(request).serving
+
+    def partners(self, request: Request, decode: EndpointSpec) -> Rows:
+        """Return the endpoints that may compute the request's prompt for this one. O(rows) at memory speed; O(1) for an
+        endpoint without the role decode.
+        """
+        asked = self._asked(request).prefill if request.apart and decode.role is Role.DECODE else ()
+        fitting = [mask for one, mask in asked if not unfit(one, decode)]
+        if not fitting:
+            return _NO_ROWS
+        usable = (self.columns[ELIGIBLE, : self.size] > 0.0) & (self.columns[HEALTHY, : self.size] > 0.0)
+        rows = np.flatnonzero(np.logical_or.reduce(fitting) & usable)
+        return rows if request.subset is None else np.intersect1d(rows, self.at(request.subset))
+
+    def computing(self, request: Request) -> Mask | None:
+        """Return which rows can compute the prompt, or have another endpoint for that; None for all. O(1), unless some
+        compute no prompts.
+        """
+        asked = self._asked(request)
+        if not asked.dependent:
+            return None
+        mask = asked.serving.copy()
+        for row in asked.dependent:
+            mask[row] = len(self.partners(request, self.at_row(row).spec)) > 0
+        return mask
 
     def scopes(self, request: Request) -> set[str]:
         """Return the index's scopes of these endpoints: one, unless the request could go to several models. O(1)."""
-        return self._asked(request)[1]
+        return self._asked(request).scopes
 
-    def _asked(self, request: Request) -> tuple[Mask, set[str]]:
+    def _asked(self, request: Request) -> _Asked:
         known = self._serving.get((request.pool, request.model))
         if known is None:
             if len(self._serving) > _MOST_ASKED:
                 self._forget_serving()
             groups = [group for group in self._groups.values() if serves(group.spec, request)]
-            mask = np.zeros(self.size, np.bool_)
+            mask, prefill, dependent = np.zeros(self.size, np.bool_), list[tuple[EndpointSpec, Mask]](), list[int]()
             for group in groups:
-                mask[np.fromiter(group.rows, np.int64, len(group.rows))] = True
-            known = mask, {self.at_row(next(iter(group.rows))).pod.scope for group in groups}
-            self._serving[request.pool, request.model] = known
+                spec, of = group.spec, mask
+                if spec.role is Role.PREFILL:
+                    of = np.zeros(self.size, np.bool_)
+                    prefill.append((spec, of))
+                elif not spec.alone:
+                    dependent += group.rows
+                of[np.fromiter(group.rows, np.int64, len(group.rows))] = True
+            scopes = {self.at_row(next(iter(group.rows))).pod.scope for group in groups}
+            known = self._serving[request.pool, request.model] = _Asked(mask, tuple(dependent), prefill, scopes)
         return known
 
     def at_row(self, row: int) -> Endpoint:
@@ -204,6 +256,10 @@ class Table:
         for address in addresses:
             found.update(self._by_address.get(split_address(address), {}))
         return np.array(sorted(found), np.int64)
+
+
+def _key(spec: EndpointSpec) -> _Key:
+    return spec.pool, spec.models, spec.role, spec.transfer
 
 
 def serves(spec: EndpointSpec, request: Request) -> bool:

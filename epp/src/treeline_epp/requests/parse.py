@@ -23,6 +23,7 @@ from treeline_epp.keyers.base import Keyer
 from treeline_epp.picking.request import Request
 from treeline_epp.requests.body import Body, Immediate, RouteRequest
 from treeline_epp.requests.gateway_rules import NO_RULES, GatewayRules
+from treeline_epp.requests.handover import MEMBERS, named
 from treeline_epp.requests.isolation import NO_ISOLATION, Cache, Isolation
 from treeline_epp.requests.model_registry import ModelNotFound, ModelRegistry, ModelTarget
 from treeline_epp.requests.outline import MAX_VALUES, NotReadable, Outline, Summary, summary_of
@@ -99,6 +100,8 @@ class _Reading(msgspec.Struct, frozen=True, gc=False):
         read = _read(door, body, self.outline)
         if isinstance(read, Refusal):
             return read
+        if (other := named(read.members) or named(read.left_out)) is not None:
+            return _names_engine(other)
         model = read.members.get("model")
         if (model is not None and not isinstance(model, str)) or "model" in read.left_out:
             return bad_request("`model` must be a string.", param="model")
@@ -124,7 +127,8 @@ class _Reading(msgspec.Struct, frozen=True, gc=False):
         except TooDeep as error:  # an engine may fail on it, and its breaker would count that
             return bad_request(f"`{error.param}` {error}", param=error.param)
         most, outputs = _max_output_tokens(self.path, read.members), _outputs(self.path, read.members)
-        return self._parsed(model, target, prompt, most, keyer, cache, outputs)
+        apart = bool(self.request.headers) and door.apart and outputs == 1 and _ends_at_prompt(read.members)
+        return self._parsed(model, target, prompt, most, keyer, cache, outputs, apart=apart)
 
     def other(self, body: bytes | Body) -> Request | Refusal:
         """Parse a request of a path without a known prompt: its model still picks the pool, if it names one that is
@@ -139,6 +143,8 @@ class _Reading(msgspec.Struct, frozen=True, gc=False):
             return not_kept_apart("only chat and text completions and /generate take a salt")
         model: str | None = None
         target: ModelTarget | None = None
+        if (other := _named_in(body, self.outline)) is not None:
+            return _names_engine(other)
         try:
             model = _model_of(body, self.outline)
             target = None if model is None and not vectors else self._resolve(model)
@@ -206,6 +212,8 @@ class _Reading(msgspec.Struct, frozen=True, gc=False):
         keyer: Keyer | None = None,
         cache: Cache = _ANY_CACHE,
         outputs: int = 1,
+        *,
+        apart: bool = False,
     ) -> Request:
         pool = self.request.pool if target is None else target.pool
         priority = self.rules.priority(self.request.headers, pool)
@@ -228,6 +236,7 @@ class _Reading(msgspec.Struct, frozen=True, gc=False):
             sheddable=priority < 0 or (target is not None and target.criticality == "Sheddable"),
             session=self.isolation.session(self.request.headers, pool),
             fork=_fork(self.request.headers),
+            apart=apart,
             client=self.isolation.client(self.request.headers),
             asked=None if target is None else model or target.target,
             rewrite=_rewrite(model, target),
@@ -319,6 +328,32 @@ def _model_of(body: bytes | Body, outline: Outline | None) -> str | None:
         return None
     start, stop = outline.spans["model"][-1]
     return msgspec.json.decode(body.slice(start, min(stop, start + _MODEL_BYTES)), type=str | None)
+
+
+_Places = msgspec.defstruct("Places", [(name, Any, None) for name in MEMBERS])
+_places = msgspec.json.Decoder(_Places).decode
+
+
+def _named_in(body: bytes | Body, outline: Outline | None) -> str | None:
+    """Return a member by which a body names an engine; None also for a body that is no JSON object."""
+    if isinstance(body, Body):
+        return named(tuple(outline.spans)) if outline is not None and outline.problem is None else None
+    try:
+        return named(msgspec.structs.asdict(_places(body)))
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+def _names_engine(member: str) -> Refusal:
+    return bad_request(f"`{member}` names an engine, and only the endpoint picker does that.", param=member)
+
+
+def _ends_at_prompt(body: dict[str, Any]) -> bool:
+    """Return whether an answer needs nothing of the prompt's computation: no log probabilities of its tokens; and it
+    has one beam.
+    """
+    of_prompt = body.get("prompt_logprobs") is not None or (body.get("echo") and body.get("logprobs") is not None)
+    return not of_prompt and not body.get("use_beam_search")
 
 
 class _JustModel(msgspec.Struct):

@@ -124,6 +124,8 @@ class Door(msgspec.Struct, frozen=True):
     convert: Convert | None = None
     salted: bool = True
     """Whether every engine with this door reads a salt in its body."""
+    apart: bool = False
+    """Whether one engine may compute the prompt and another one the answer."""
 
     @property
     def api(self) -> str:
@@ -140,9 +142,9 @@ def _first_of_batch(body: Mapping[str, Any], chats: list[Any], _: Context) -> Co
 
 _DOORS: Final = (
     Door("/chat/completions/batch", ("messages",), convert=_first_of_batch, salted=False),
-    Door("/chat/completions", ("messages",)),
-    Door("/completions", ("prompt",), chat=False),
-    Door("/generate", ("text", "input_ids"), chat=False),
+    Door("/chat/completions", ("messages",), apart=True),
+    Door("/completions", ("prompt",), chat=False, apart=True),
+    Door("/generate", ("text", "input_ids"), chat=False, apart=True),
     Door("/v1/responses", ("input",), convert=responses.to_chat, salted=False),
     Door("/v1/messages", ("messages",), convert=anthropic.to_chat, salted=False),
 )

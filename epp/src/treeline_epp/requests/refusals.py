@@ -91,6 +91,12 @@ def no_room(limit: int) -> Refusal:
     return Refusal(503, message, "too_many_bodies", reason="rejected-too-many-bodies", retry_after_s=1)
 
 
+def no_prefill() -> Refusal:
+    """503: several prefill endpoints failed, and the endpoints that were to answer compute no prompts."""
+    message = "No endpoint has computed the prompt of this request; try again later."
+    return Refusal(503, message, "no_prefill", reason="rejected-no-endpoints", retry_after_s=1)
+
+
 def client_gone() -> Refusal:
     """503, which no client gets: the client that waited for a decision has left."""
     return Refusal(503, "The client has gone.", "client_gone", reason="rejected-context-cancelled")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import msgspec
 
@@ -18,22 +19,25 @@ _SCALAR = re.compile(rb"[^,}\s]*")
 _BEGIN = re.compile(rb"[ \t\r\n]*\{[ \t\r\n]*")
 _QUOTE, _BACKSLASH, _OPEN, _CLOSE = ord('"'), b"\\", b"{[", b"}]"
 _NAME_BYTES = 4096
+_NO_MEMBERS: Mapping[str, Any] = {}
 
 
-def to_send(body: bytes | Body | None, outline: Outline | None, request: Request) -> bytes | Body | None:
-    """Return the body to send instead of the client's, with the request's changes; None if the proxy shows none.
-    `outline` is that of a `Body`.
+def to_send(
+    body: bytes | Body | None, outline: Outline | None, request: Request, more: Mapping[str, Any] = _NO_MEMBERS
+) -> bytes | Body | None:
+    """Return the body to send instead of the client's, with the request's changes and the members `more`; None if the
+    proxy shows none. `outline` is that of a `Body`.
     """
     if not body:
         return None
-    members = request.members or {}
+    members = {**(request.members or {}), **more}
     if isinstance(body, Body):
         assert outline is not None, "a large body was read by its outline"
         return edited(body, outline, request.rewrite, members)
     return edited(Body([body]), _outline(body), request.rewrite, members).joined()
 
 
-def edited(body: Body, outline: Outline, model: str | None, members: Mapping[str, str | None]) -> Body:
+def edited(body: Body, outline: Outline, model: str | None, members: Mapping[str, Any]) -> Body:
     """Return `body` with another model (unless None), and with exactly the values of `members` under their names.
 
     Every occurrence is replaced, since decoders differ in which one counts. A missing member is added, unless its value

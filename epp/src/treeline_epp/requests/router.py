@@ -28,10 +28,12 @@ from treeline_epp.requests.body import Buffer, Immediate, RouteRequest
 from treeline_epp.requests.decision_log import DecisionLog
 from treeline_epp.requests.exchange import DEFAULT_FLOW, NO_OBSERVERS, Exchange, Observers
 from treeline_epp.requests.gateway_rules import NO_RULES, GatewayRules
+from treeline_epp.requests.handover import HEADERS
 from treeline_epp.requests.isolation import NO_ISOLATION, Isolation
 from treeline_epp.requests.model_registry import ModelRegistry
 from treeline_epp.requests.outline import Outline
 from treeline_epp.requests.parse import parse
+from treeline_epp.requests.prefilling import Prefilling
 from treeline_epp.requests.refusals import Refusal
 from treeline_epp.requests.subset import parse_subset
 from treeline_epp.requests.usage import Usage
@@ -51,7 +53,7 @@ class Router:
     have failed one, `on_unknown_model()` when one names a model that no pool serves; `draw()` in [0, 1) chooses among
     weighted targets. `clients_select`: a header of conformance tests names the endpoints that a request may go to, even
     against the proxy. `decisions` logs them, if a page shows them. `flow` lets requests wait; `quotas` are those of
-    clients.
+    clients. `prefilling` asks other endpoints for prompts; without it, each request goes to one endpoint.
 
     A proxy may ask more than once for one request: Envoy AI Gateway 1.0 puts a filter of ours into the chain for each
     match of a pool's routes. A repeated request that carries its destination gets the same one, and counts once.
@@ -71,6 +73,7 @@ class Router:
     observers: Observers = NO_OBSERVERS
     flow: FlowControl[Routed] | None = None
     quotas: Quotas | None = None
+    prefilling: Prefilling | None = None
     clock: Callable[[], float] = time.monotonic
     draw: Callable[[], float] = random.random
     _leases: dict[str, Lease] = field(default_factory=dict)
@@ -158,6 +161,8 @@ class Router:
             self._decided(self._exchanges.pop(held), refusals.client_gone())
             return
         self._forget(held)
+        if self.prefilling is not None and not held.closed:
+            self.prefilling.drop(held)
         if self.picker.close(held, self.clock(), Outcome.CANCELLED):
             self.metrics.ended(Outcome.CANCELLED)
         if held in self._exchanges:
@@ -244,9 +249,10 @@ class Router:
         if not _may_be_asked(asked, decision.endpoint.engine):
             return refusals.path_not_served()
         lease = self.picker.reserve(decision, now)
+        lease.added = tuple((name, None) for name in HEADERS if name in asked.headers)
         if (rank := decision.endpoint.rank_for(asked.path)) is not None or names.RANK in asked.headers:
-            lease.added = ((names.RANK, None if rank is None else str(rank)),)
-        metrics.decided(decision.endpoint.name)
+            lease.added += ((names.RANK, None if rank is None else str(rank)),)
+        metrics.decided(decision.endpoint.name, apart=decision.prefill is not None)
         if log.isEnabledFor(logging.DEBUG):
             log.debug("decision", extra={"fields": decision.explain()})
         if self.decisions is not None:
@@ -270,7 +276,7 @@ class Router:
             if request.pool is not None and not self.picker.has_ready(request.pool, request.model):
                 self.demand.missed(request.request_id, request.pool, request.model, request.prompt_tokens_estimate, now)
             raise
-        self.demand.picked(request.model, decision.endpoint.pool, decision.best.ttft_s, now)
+        self.demand.picked(request.model, decision.endpoint.pool, decision.ttft_s, now)
         return decision
 
     def _ready(self, asked: RouteRequest, pool: str, model: str) -> bool:

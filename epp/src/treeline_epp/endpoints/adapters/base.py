@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from enum import StrEnum
 from typing import Protocol
 
@@ -11,6 +12,7 @@ from treeline_wire.tokenizer import TokenizerBundle
 from treeline_epp.endpoints.engine_http import EngineHttp
 from treeline_epp.endpoints.model_server_metrics import MetricNames
 from treeline_epp.endpoints.spec import EndpointSpec, KvPorts
+from treeline_epp.endpoints.transfer import Role, Transfer
 
 MAX_RANKS = 64
 """Most data-parallel ranks of one endpoint whose publishers are followed: each takes three sockets."""
@@ -50,7 +52,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     name of the adapter that asked. `adapters` are the LoRA adapters among `models`, with the name that its events use
     for each. `wants_key`: without its key it does not list its models, so `models` is empty and it gets requests for
     any model. `obeys_ranks`: a request runs at the data-parallel rank that its header names, unless its path is one of
-    `unranked`.
+    `unranked`. `role` and `transfer` are None where the engine does not say them.
     """
 
     models: tuple[str, ...] = ()
@@ -66,6 +68,19 @@ class EngineInfo(msgspec.Struct, frozen=True):
     wants_key: bool = False
     obeys_ranks: bool = False
     unranked: frozenset[str] = frozenset()
+    role: Role | None = None
+    transfer: Transfer | None = None
+
+    def registered(self, spec: EndpointSpec) -> EndpointSpec:
+        """Return the endpoint with what its engine says of itself. The uid then identifies the process behind it: by
+        its epoch, where it has one, and its sockets.
+        """
+        sockets = [f"{s.rank}:{s.events_port}:{s.replay_port}:{s.load_port}:{s.topic}" for s in self.sources]
+        uid = "/".join((spec.uid, self.epoch, *sockets))
+        told, role, transfer = spec.protocol, self.role or spec.role, self.transfer
+        if told is not None:
+            transfer = Transfer(told) if transfer is None else dataclasses.replace(transfer, protocol=told)
+        return dataclasses.replace(spec, models=self.models, uid=uid, role=role, transfer=transfer)
 
     def endpoints(self, server: EndpointSpec) -> tuple[EndpointSpec, ...]:
         """Return the endpoints that a server is to the picker: one, or one for each rank that requests may name."""
@@ -111,6 +126,12 @@ class EngineAdapter(Protocol):
     async def info(self, http: EngineHttp, told: KvPorts | None) -> EngineInfo:
         """Return its models, its publishers, and what else it reports. `told` are the publishers that discovery names:
         they count where the engine names none. Raises `EngineError`.
+        """
+        ...
+
+    async def transfer(self, http: EngineHttp) -> Transfer | None:
+        """Return how the engine hands over prompts, if `info` does not say it: for engines with a role. None where it
+        does not say that either. Raises `EngineError`.
         """
         ...
 

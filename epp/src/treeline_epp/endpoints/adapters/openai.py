@@ -14,6 +14,7 @@ from treeline_epp.endpoints.adapters.base import EngineInfo, LoadReports, told_s
 from treeline_epp.endpoints.engine_http import EngineError, EngineHttp, RefusedError, UnusableError
 from treeline_epp.endpoints.model_server_metrics import KNOWN, MetricNames
 from treeline_epp.endpoints.spec import KvPorts
+from treeline_epp.endpoints.transfer import Transfer
 
 T = TypeVar("T")
 
@@ -28,6 +29,7 @@ class Model(msgspec.Struct):
     """One entry of `/v1/models`. `owned_by` and `parent` are usually strings: other values are ignored."""
 
     id: Annotated[str, Meta(min_length=1, max_length=_LONGEST_NAME)]
+    root: Raw = _NOTHING
     owned_by: Raw = _NOTHING
     parent: Raw = _NOTHING
 
@@ -35,6 +37,11 @@ class Model(msgspec.Struct):
     def owner(self) -> str:
         """The model's owner; empty where the engine does not say."""
         return _name(self.owned_by)
+
+    @property
+    def checkpoint(self) -> str:
+        """The checkpoint from which it was loaded; empty where the engine does not say."""
+        return _name(self.root)
 
     @property
     def base(self) -> str:
@@ -97,6 +104,10 @@ class OpenAIAdapter:
     async def info(self, http: EngineHttp, told: KvPorts | None) -> EngineInfo:
         """Return its models. Raises `EngineError`."""
         return self._info(http, await self.models(http), told, _NO_EVENTS)
+
+    async def transfer(self, http: EngineHttp) -> Transfer | None:
+        """Return None: such an engine does not say it."""
+        return None
 
     async def tokenizer(self, http: EngineHttp) -> TokenizerBundle:
         """Raise `EngineError`: such an engine serves no tokenizer."""

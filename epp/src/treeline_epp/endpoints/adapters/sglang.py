@@ -3,6 +3,9 @@ versions show only their start arguments there: `--kv-events-config` as text.
 
 Its `/health` generates a token when the engine is idle, which takes a second: it is asked seldom, with a longer
 timeout. It answers 503 while the engine starts, while it is stuck, and while it drains.
+
+It also says whether the engine computes prompts, answers, or both (`disaggregation_mode`), and where its bootstrap
+server is.
 """
 
 from __future__ import annotations
@@ -19,11 +22,16 @@ from treeline_epp.endpoints.engine_http import EngineHttp
 from treeline_epp.endpoints.kv_endpoints import Topic, listens, ports_of
 from treeline_epp.endpoints.model_server_metrics import SGLANG, MetricNames
 from treeline_epp.endpoints.spec import KvPorts, normal_ip
+from treeline_epp.endpoints.transfer import BOOTSTRAP_PORT, Protocol, Role, Transfer
 
 Port = Annotated[int, Meta(ge=1, le=65535)]
 
 _NO_EVENTS = "it publishes no KV events: start it with --kv-events-config"
 _WRONG_CONFIG = "its --kv-events-config makes no publisher to connect to: publisher must be zmq, endpoint tcp://*:PORT"
+
+
+_ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE}
+_LONGEST_FACT = 256
 
 
 class KvEvents(msgspec.Struct):
@@ -45,6 +53,12 @@ class ServerInfo(msgspec.Struct):
     kv_events: KvEvents | msgspec.UnsetType | None = msgspec.UNSET
     kv_events_config: Any = None
     dp_size: Any = 1
+    disaggregation_mode: Any = None
+    disaggregation_bootstrap_port: Any = None
+    disaggregation_transfer_backend: Any = None
+    model_path: Any = None
+    page_size: Any = None
+    kv_cache_dtype: Any = None
 
 
 Info = TypeVar("Info", bound=ServerInfo)
@@ -81,6 +95,8 @@ class SGLangAdapter(OpenAIAdapter):
             ranks = about.dp_size if isinstance(about.dp_size, int) and about.dp_size > 0 else 1
             told = ports_of(about.kv_events_config, ranks) or told
         known = self._info(http, served, told, unusable or (_WRONG_CONFIG if configured else _NO_EVENTS))
+        if about is not None and about.disaggregation_mode in _ROLES:
+            known = msgspec.structs.replace(known, role=_ROLES[about.disaggregation_mode], transfer=_transfer(about))
         if events is None:
             return known, about
         known = msgspec.structs.replace(known, foreign_host=foreign_host(http, events.endpoint_host))
@@ -93,6 +109,19 @@ class SGLangAdapter(OpenAIAdapter):
     def adapter_name(self, base: str, adapter: str) -> str:
         """Return `base:adapter`; the adapter's name alone gets the base model."""
         return f"{base}:{adapter}"
+
+
+def _transfer(about: ServerInfo) -> Transfer:
+    """Return how a server with a role hands over prompts."""
+    port = about.disaggregation_bootstrap_port
+    said = {
+        "model": about.model_path,
+        "page size": about.page_size,
+        "type of cached values": about.kv_cache_dtype,
+        "transfer backend": about.disaggregation_transfer_backend,
+    }
+    alike = tuple((name, str(value)[:_LONGEST_FACT]) for name, value in said.items() if value is not None)
+    return Transfer(Protocol.SGLANG, port if type(port) is int and 0 < port < 65536 else BOOTSTRAP_PORT, alike)
 
 
 def _sources(http: EngineHttp, events: KvEvents) -> tuple[KvSource, ...]:

@@ -1,28 +1,46 @@
 """vLLM: `GET /kv_event_sources` (0.32 and later) says where each data-parallel rank publishes; for older versions
 discovery must say it. Its `/health` is 503 when the engine behind the server is dead, so 503 never means draining: on
 SIGTERM the server stops listening.
+
+No page of it shows `--kv-transfer-config`, but with a NixlConnector its metrics page has that connector's metrics, from
+the start on, and the size of its blocks. Both ends must be of the same version.
 """
 
 from __future__ import annotations
 
-from typing import Annotated
+import re
+from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta
 
 from treeline_epp.endpoints.adapters.base import MAX_RANKS, EngineInfo, KvSource
-from treeline_epp.endpoints.adapters.openai import OpenAIAdapter
+from treeline_epp.endpoints.adapters.openai import Models, OpenAIAdapter
 from treeline_epp.endpoints.adapters.sglang import foreign_host
-from treeline_epp.endpoints.engine_http import EngineHttp
+from treeline_epp.endpoints.engine_http import EngineError, EngineHttp
+from treeline_epp.endpoints.http_answer import HttpError
 from treeline_epp.endpoints.kv_endpoints import Topic, listens, place_of
 from treeline_epp.endpoints.model_server_metrics import VLLM, MetricNames
+from treeline_epp.endpoints.prometheus_text import series
 from treeline_epp.endpoints.spec import KvPorts
+from treeline_epp.endpoints.transfer import Protocol, Transfer
 
 _SILENT = "it publishes no KV events: start it with --kv-events-config"
 _OLD = (
     "vLLM before 0.32 does not say where it publishes KV events: tell it in the pod's annotations, or by "
     "kv_events in the endpoints file"
 )
+
+
+_PAGE_S: Final = 10.0
+_PAGE_BYTES: Final = 4 << 20
+_NIXL: Final = re.compile(rb"^vllm:nixl_", re.MULTILINE)
+_ALIKE: Final = {"block_size": "block size", "cache_dtype": "type of cached values"}
+"""Labels of `vllm:cache_config_info` with facts that both ends share."""
+
+
+class _Version(msgspec.Struct):
+    version: str
 
 
 class _Publisher(msgspec.Struct):
@@ -71,6 +89,22 @@ class VllmAdapter(OpenAIAdapter):
             foreign_host=next(filter(None, hosts), None),
             dials=next((endpoint for endpoint in named if place_of(endpoint)[1] and not listens(endpoint)), ""),
         )
+
+    async def transfer(self, http: EngineHttp) -> Transfer | None:
+        """Read it from the metrics page. Raises `EngineError`."""
+        try:
+            status, page = await http.fetch("/metrics", _PAGE_S, _PAGE_BYTES)
+        except HttpError as error:
+            raise EngineError(f"{http.base}/metrics: {error!r}") from error
+        if status != 200 or not _NIXL.search(page):
+            return None
+        infos = [one.labels for one in series(page, b"vllm:cache_config_info")]
+        alike = [(name, info[label]) for info in infos[:1] for label, name in _ALIKE.items() if label in info]
+        if (about := await http.document("/version", _Version)) is not None:
+            alike.append(("version of vLLM", about.version))
+        served = await http.document("/v1/models", Models)
+        checkpoint = next((one.checkpoint for one in served.data if not one.base), "") if served is not None else ""
+        return Transfer(Protocol.NIXL, alike=tuple(alike) + ((("model", checkpoint),) if checkpoint else ()))
 
 
 def _source(http: EngineHttp, rank: int, publisher: _Publisher) -> KvSource | None:

@@ -1,0 +1,84 @@
+"""How a request is handed over from the engine that computes its prompt to the one that answers: what each protocol
+adds to the two requests (docs/disaggregation.md). Pure.
+
+The copy for the prefill engine is the client's request with further members; so are the client's model in the pool, its
+salt, and all that decides the prompt's tokens in both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any, Final
+
+import msgspec
+from msgspec import Raw, Struct
+
+from treeline_epp.endpoints.spec import EndpointSpec, split_address
+from treeline_epp.endpoints.transfer import Protocol
+
+MEMBERS: Final = ("kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room")
+"""Members of bodies by which a request names the engine that has its prompt. Clients must not name any."""
+PREFILLER: Final = "x-prefiller-host-port"
+HEADERS: Final = (PREFILLER, "x-encoder-hosts-ports", "x-data-parallel-host-port", "x-kv-cache-source-host-port")
+"""The same as headers, which llm-d's sidecars read."""
+
+_ONE_TOKEN: Final = {"max_tokens": 1, "max_completion_tokens": 1, "min_tokens": 1}
+_WHOLE: Final = {"stream": False, "stream_options": None}
+
+
+class BadHandover(ValueError):
+    """The prefill engine's answer does not say where the prompt is."""
+
+
+class Handover(Struct, frozen=True):
+    """The handover of one request. `copy` are the members to set for the prefill engine; None: the picker does not ask
+    it. `members` are those for the engine that answers, `headers` its headers. `waits`: that engine can be asked only
+    after the prefill engine has answered, with `place_of(answer)` besides. `abort`: what to post to `/abort_request` of
+    that engine, if the prompt does not come.
+    """
+
+    copy: Mapping[str, Any] | None = None
+    members: Mapping[str, Any] = {}
+    headers: tuple[tuple[str, str | None], ...] = ()
+    waits: bool = False
+    abort: bytes = b""
+
+
+def handover(prefill: EndpointSpec, decode: EndpointSpec, room: int) -> Handover:
+    """Return how these two endpoints hand over a request. `room` (below 2⁶³) is another one at each try."""
+    assert decode.transfer is not None, "they fit together"
+    match decode.transfer.protocol:
+        case Protocol.NIXL:
+            asked = {"do_remote_decode": True, "do_remote_prefill": False}
+            unknown = dict.fromkeys(("engine_id", "block_ids", "host", "port"))
+            params = asked | {f"remote_{name}": value for name, value in unknown.items()}
+            return Handover({**_WHOLE, **_ONE_TOKEN, "kv_transfer_params": params}, waits=True)
+        case Protocol.SGLANG:
+            assert prefill.transfer is not None, "they fit together"
+            host, port, rid = split_address(prefill.address)[0], prefill.transfer.port, f"{room:016x}"
+            members = {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": room, "rid": rid}
+            return Handover({**_WHOLE, **members}, members, abort=msgspec.json.encode({"rid": rid}))
+        case Protocol.LLM_D:
+            return Handover(headers=((PREFILLER, prefill.address),))
+
+
+class _Answer(Struct):
+    kv_transfer_params: Raw = Raw(b"null")
+
+
+def place_of(answer: bytes) -> Mapping[str, Any]:
+    """Return the members, from the prefill engine's answer, that say where the prompt is. Raises BadHandover."""
+    try:
+        params = msgspec.json.decode(answer, type=_Answer).kv_transfer_params
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise BadHandover(f"its answer is no JSON object: {error}") from None
+    if not bytes(params).startswith(b"{"):
+        raise BadHandover("its answer has no kv_transfer_params: was it started with a NixlConnector?")
+    return {"kv_transfer_params": params}
+
+
+def named(members: Collection[str] | Mapping[str, Any]) -> str | None:
+    """Return a member by which a client names an engine; None without one. A null names none."""
+    if isinstance(members, Mapping):
+        members = [name for name in MEMBERS if members.get(name) is not None]
+    return next((name for name in MEMBERS if name in members), None)
