@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from support.runtime_engine import Harness, prompt, write_config
 from treeline_runtime.messages import AbortReq, DrainReq, FlushReq, SleepReq, Stored
-from treeline_runtime.scheduler.audit import MOST_WAITING, difference
+from treeline_runtime.scheduler.audit import COARSE_LIMIT, LIMITS, MOST_WAITING, difference
 from treeline_runtime.scheduler.scheduler import Scheduler
 
 INSTRUCTION = prompt(1, 64)
@@ -129,6 +129,22 @@ def test_a_model_that_answers_otherwise_each_time_is_no_lie_of_the_cache(
     leave_one_waiting(engine)
     engine.run()
     assert told(engine) == (1, 0, 0, False)
+
+
+def test_where_rounding_is_magnified_the_limit_is_larger(models: dict[str, Path]) -> None:
+    limits = [
+        audited(models[dtype], dtype=dtype, **settings).audits._limit
+        for dtype in models
+        for settings in ({}, {"kv_cache_dtype": "fp8_e4m3"}, {"quantization": "fp8"})
+    ]
+    assert limits == [
+        LIMITS[torch.float32],
+        COARSE_LIMIT,
+        COARSE_LIMIT,
+        LIMITS[torch.bfloat16],
+        COARSE_LIMIT,
+        COARSE_LIMIT,
+    ]
 
 
 def test_an_audit_yields_to_a_request_after_a_chunk_and_starts_over(tiny: Path) -> None:

@@ -6,7 +6,7 @@ a chunk of the oldest audit; the scheduler calls it only while nothing runs or w
 something does. An audit reads nothing from the tree and inserts nothing; while it computes it holds a row and pages.
 
 What may differ without a fault is rounding: kernels add in another order for other shapes. So the first computation is
-cut where the cache ended, which gives the last step its first shape again, and only a difference beyond `LIMITS` is
+cut where the cache ended, which gives the last step its first shape again, and only a difference beyond a limit is
 looked at further: by a second computation with another cut. A source has lied if the cache's answer is far from both,
 and they are near each other.
 """
@@ -24,11 +24,14 @@ from hashlib import blake2b
 import msgspec
 import torch
 
+from treeline_runtime.config import SchedulerConfig
 from treeline_runtime.core import Batch, Phase, Req
 from treeline_runtime.kvcache import NO_MATCH
 from treeline_runtime.messages import AuditCounts, SamplingParams
+from treeline_runtime.models.config import ModelConfig
 from treeline_runtime.scheduler.cache import CacheManager
 from treeline_runtime.scheduler.launched import Launched, Sampled
+from treeline_runtime.scheduler.resolve import Resolved
 
 TOP = 32
 """Likeliest tokens that are compared."""
@@ -37,11 +40,19 @@ MOST_WAITING = 8
 LIMITS = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.1}
 """By the model's type, the largest `difference` that is surely rounding. On the tiny model, right pages give at most
 3e-5 in float32 and 0.3 in bfloat16, which rounds 8 times as much as float16, and wrong ones 2 (median)."""
+COARSE_LIMIT = 2.0
+"""The same, whatever the type, where rounding is magnified: by fp8 weights and caches, for which right pages give at
+most 1.3, and by routers of experts."""
 TIMES_ROUNDING = 4
-"""A lie is so many times larger than the difference between the two computations without the cache. With fp8 weights
-right pages give up to 0.8, and so do those two; a router of experts magnifies rounding likewise."""
+"""A lie is so many times larger than the difference between the two computations without the cache."""
 
 logger = logging.getLogger(__name__)
+
+
+def limit_for(config: SchedulerConfig, model: ModelConfig, limits: Resolved) -> float:
+    """In nats."""
+    is_fp8 = config.quantization == "fp8" or model.quantization is not None or limits.kv_dtype != limits.dtype
+    return COARSE_LIMIT if is_fp8 or model.moe is not None else LIMITS[limits.dtype]
 
 
 class Source(enum.StrEnum):
@@ -101,14 +112,15 @@ class CacheAudits:
     def __init__(
         self,
         share: float,
-        dtype: torch.dtype,
+        limit: float,
         chunk_tokens: int,
         cache: CacheManager,
         launch: Callable[[Batch], Launched],
     ) -> None:
-        """share: of requests with cached tokens, 0 to 1. chunk_tokens: computed at once, a multiple of a page."""
+        """share: of requests with cached tokens, 0 to 1. limit: see `limit_for`. chunk_tokens: computed at once, whole
+        pages."""
         self._share = share
-        self._limit = LIMITS[dtype]
+        self._limit = limit
         self._chunk_tokens = chunk_tokens
         self._cache = cache
         self._launch = launch

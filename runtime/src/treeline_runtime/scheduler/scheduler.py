@@ -41,7 +41,7 @@ from treeline_runtime.messages import (
 from treeline_runtime.models.decoder import Decoder
 from treeline_runtime.scheduler.administration import AWAKE, Administration, Profiler, Residence
 from treeline_runtime.scheduler.arrivals import Arrivals
-from treeline_runtime.scheduler.audit import CacheAudits
+from treeline_runtime.scheduler.audit import CacheAudits, limit_for
 from treeline_runtime.scheduler.cache import CacheManager
 from treeline_runtime.scheduler.decode import DecodeManager, NewTokenRatio, retraction_order
 from treeline_runtime.scheduler.executor import Executor
@@ -83,8 +83,8 @@ class Scheduler:
         self.prefill = PrefillManager(config, limits, self.cache, clock)
         self.decode = DecodeManager(self.cache, limits.chunked_prefill_size)
         self.residence = Residence(config, limits, model, group, peers)
-        chunk = limits.chunked_prefill_size
-        self.audits = CacheAudits(config.cache_audit, limits.dtype, chunk, self.cache, self._compute)
+        chunk, limit = limits.chunked_prefill_size, limit_for(config, model.config, limits)
+        self.audits = CacheAudits(config.cache_audit, limit, chunk, self.cache, self._compute)
         self.ratio = NewTokenRatio(config.schedule_conservativeness)
         self._clock = clock
         self.stats = SchedulerStats()
