@@ -42,7 +42,8 @@ class TreelineLoad(Struct, frozen=True):
 
     `seq` counts reports within an `epoch`. `in_flight`: requests accepted and unfinished in the server; `running` and
     `waiting`: in the scheduler. `waiting_uncached_tokens`: prefill work left. `pages_used` are neither free nor
-    evictable, `pages_cached` evictable; the rest of `pages_total` is free.
+    evictable, `pages_cached` evictable; the rest of `pages_total` is free. `host_tokens_per_s` and `disk_tokens_per_s`:
+    the speed at which it loads cached tokens from host memory and from disk, 0 while unknown.
     """
 
     epoch: Count = 0
@@ -60,6 +61,8 @@ class TreelineLoad(Struct, frozen=True):
     in_flight: Count = 0
     max_running: Count = 0
     pages_cached: Count = 0
+    host_tokens_per_s: Rate = 0.0
+    disk_tokens_per_s: Rate = 0.0
 
 
 _encoder = msgspec.msgpack.Encoder()
