@@ -17,6 +17,7 @@ CONFIGS: list[dict[str, Any]] = [
     {"page_size": 16, "max_total_tokens": 512, "chunked_prefill_size": 32, "eviction_policy": "lfu"},
     {"page_size": 4, "max_total_tokens": 200, "overlap_depth": 1, "prefills_in_a_row": 2},
     {"page_size": 4, "max_total_tokens": 200, "overlap_depth": 1, "prefix_cache": "off"},
+    {"page_size": 4, "max_total_tokens": 200, "overlap_depth": 1, "cache_audit": 1.0},
     {"page_size": 4, "max_total_tokens": 200, "overlap_depth": 1, "mixed_chunk": True, "schedule_policy": "lpm"},
     {
         "page_size": 1,

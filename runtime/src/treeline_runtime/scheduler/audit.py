@@ -139,7 +139,7 @@ class CacheAudits:
 
     def watched(self, batch: Batch) -> dict[int, int]:
         """Number among the batch's sampled requests → how many of the likeliest tokens to report."""
-        if not self._share or batch.phase is Phase.DECODE:
+        if not self._share:
             return {}
         sampled = ((j, batch.reqs[i], batch.ends[i]) for j, i in enumerate(batch.sampling))
         return {j: max(TOP, req.top_logprobs_num) for j, req, end in sampled if self._chooses(req, end)}
@@ -152,7 +152,7 @@ class CacheAudits:
 
     def take(self, req: Req, end: int, result: Sampled) -> None:
         """Keeps the first output token's probabilities of a watched request, and leaves those that it asked for."""
-        if not self._share or not self._chooses(req, end):
+        if not self._share or not self._chooses(req, end) or not result.top_logprobs:  # a step may give no token
             return
         seen = _first(result)
         result.top_logprobs[0] = result.top_logprobs[0][: req.top_logprobs_num]
