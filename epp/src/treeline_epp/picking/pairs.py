@@ -106,7 +106,7 @@ def takes_over(spec: EndpointSpec, prefill: EndpointSpec | None) -> bool:
     return spec.role is Role.DECODE and not unfit(prefill, spec)
 
 
-def cheapest(columns: Floats, rates: Floats, uncached_tokens: Floats, now: float) -> int:
+def cheapest(columns: Floats, rates: Floats, uncached_tokens: Floats, loads: Floats | None, now: float) -> int:
     """Return which of these endpoints computes a prompt at the least cost; arguments as in `waits_and_costs`."""
-    _, _, cost_s = waits_and_costs(columns, rates, uncached_tokens, 0, now)
+    _, _, cost_s = waits_and_costs(columns, rates, uncached_tokens, 0, now, loads=loads)
     return int(cost_s.argmin())

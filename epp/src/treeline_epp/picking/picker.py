@@ -242,8 +242,8 @@ class Picker:
         if not len(rows) or (alone and sum(whole(best).values()) <= HANDOVER_S):
             return None
         columns = self._table.take(rows)
-        cached, rates = work.cached_at(self.index, matches, rows, self._table), self._rates(columns, now)
-        at = cheapest(columns, rates, work.prompt_tokens - cached, now)
+        (cached, loads), rates = work.held_at(self.index, matches, rows, self._table), self._rates(columns, now)
+        at = cheapest(columns, rates, work.prompt_tokens - cached, loads, now)
         prefill = self._candidate(self._table.at_row(int(rows[at])), matches, work, float(rates[at]))
         return compared(best, score(prefill, now))
 
