@@ -396,11 +396,11 @@ def test_requests_of_a_lost_group_end_with_an_error_though_the_scheduler_still_w
     stuck, let_go = threading.Event(), threading.Event()
     launch = Executor._launch
 
-    def wait(self: Executor, plan: Any) -> Any:
+    def wait(self: Executor, plan: Any, how: Launch) -> Any:
         if plan.decodes:
             stuck.set()
             let_go.wait()
-        return launch(self, plan)
+        return launch(self, plan, how)
 
     engine = Engine(checkpoints[0], tp_size=2, **SETTINGS)
     monkeypatch.setattr(Executor, "_launch", wait)
