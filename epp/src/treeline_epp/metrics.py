@@ -127,11 +127,6 @@ class Metrics:
             return Counter(f"treeline_epp_{name}", text, labels, registry)
 
         self.decisions = counter("decisions", "Requests sent to an endpoint, by endpoint.", "endpoint")
-        self.forms = counter(
-            "forms",
-            "Requests sent to an endpoint, by form: whole, or apart if another endpoint was to compute the prompt.",
-            "form",
-        )
         self.refusals = counter("refusals", "Requests that the picker refused, by error code.", "code")
         self.outcomes = counter("outcomes", "Routed requests that ended, by how they ended.", "outcome")
         self.served_by_other = counter(
@@ -185,10 +180,9 @@ class Metrics:
         self.observe(lambda: [("gauge", "extproc_streams", "Open ext_proc streams.", {}, self.open_streams)])
         self.ready = Gauge("treeline_epp_extproc_ready", "1 while the ext_proc port serves, else 0.", registry=registry)
 
-    def decided(self, endpoint: str, *, apart: bool = False) -> None:
+    def decided(self, endpoint: str) -> None:
         """Count a request that was given this endpoint."""
         self.decisions.labels(endpoint).inc()
-        self.forms.labels("apart" if apart else "whole").inc()
 
     def asked(self, client: str | None) -> None:
         """Count a client's request."""

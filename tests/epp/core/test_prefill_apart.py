@@ -154,6 +154,32 @@ def test_measured_transfers_count() -> None:
     assert prefill_of(decision) is None
 
 
+def test_an_endpoint_without_measurements_is_taken_for_as_fast_as_the_other_one() -> None:
+    for measured in ("p", "d"):
+        picker = pair()
+        busy(picker, "d", running=16)
+        picker.endpoints[measured].load.train(100, 100, 1.0, 0.0)
+        for ready in (False, True):  # marks it as changed
+            picker.set_ready(measured, ready)
+        decision = picker.pick(LONG, 0.0)
+        assert decision.apart is not None
+        assert decision.apart.whole["first_token_s"] == pytest.approx(200, rel=0.01)
+        assert decision.apart.apart["first_token_s"] == pytest.approx(200, rel=0.01)
+        assert prefill_of(decision) == "p"
+
+
+def test_each_prompt_measures_its_endpoint_and_a_late_one_too() -> None:
+    picker = pair()
+    busy(picker, "d", running=16)
+    lease = leased(picker)
+    picker.parts.prefilled(lease, Outcome.ERROR, 10.0, took_s=10.0)
+    assert picker.endpoints["p"].load.own_rate() == 4000
+    busy(picker, "d", running=16, now=10.0)
+    lease = picker.reserve(picker.pick(LONG, 10.0), 10.0)
+    picker.parts.prefilled(lease, Outcome.HEADERS, 60.0, took_s=50.0)
+    assert picker.endpoints["p"].load.own_rate() < 4000
+
+
 # -- leases
 
 

@@ -15,6 +15,9 @@ from support.pairs import HANDED_OVER, new_prompt, sglang, started, vllm
 
 pytestmark = [pytest.mark.integration, pytest.mark.deep]
 
+MANY = 1_000_000
+"""So many requests run that none should wait for a prompt, though the stand-ins look very fast."""
+
 
 @contextlib.asynccontextmanager
 async def pair(
@@ -47,7 +50,7 @@ async def whole(plane: Plane, decode: FakeEngine, **request: Any) -> None:
 
 @pytest.mark.parametrize("mode", ["BUFFERED", "FULL_DUPLEX_STREAMED"])
 async def test_vllm_computes_on_one_and_answers_on_the_other(tmp_path: Path, mode: str) -> None:
-    prefill, decode = vllm("p", "prefill"), vllm("d", "decode", running=16)
+    prefill, decode = vllm("p", "prefill"), vllm("d", "decode", running=MANY)
     decode.reply_headers = {"content-type": "text/event-stream"}
     settings = {"request_body_mode": mode, "message_timeout_s": 0.2, "fail_open": False}
     async with pair(tmp_path, prefill, decode, **settings) as plane:
@@ -77,7 +80,7 @@ async def test_vllm_computes_on_one_and_answers_on_the_other(tmp_path: Path, mod
 
 
 async def test_a_large_body_is_handed_over_too(tmp_path: Path) -> None:
-    prefill, decode = vllm("p", "prefill"), vllm("d", "decode", running=16)
+    prefill, decode = vllm("p", "prefill"), vllm("d", "decode", running=MANY)
     async with pair(tmp_path, prefill, decode) as plane:
         prompt = new_prompt(40_000)
         assert (await plane.complete(prompt)).status_code == 200
@@ -125,7 +128,7 @@ FAULTS = (
 
 
 async def test_whatever_the_prefill_engine_does_the_request_is_answered(tmp_path: Path) -> None:
-    prefill, decode = vllm("p", "prefill"), vllm("d", "decode", running=16)
+    prefill, decode = vllm("p", "prefill"), vllm("d", "decode", running=MANY)
     async with pair(tmp_path, prefill, decode) as plane:
         for fault in FAULTS:
             prefill.reply_status, prefill.last_words, prefill.hold = 200, None, None
@@ -148,7 +151,7 @@ async def test_whatever_the_prefill_engine_does_the_request_is_answered(tmp_path
 
 
 async def test_a_client_that_leaves_ends_the_call_at_once(tmp_path: Path) -> None:
-    prefill, decode = vllm("p", "prefill"), vllm("d", "decode", running=16)
+    prefill, decode = vllm("p", "prefill"), vllm("d", "decode", running=MANY)
     async with pair(tmp_path, prefill, decode) as plane:
         prefill.hold = asyncio.Event()
         before = prefill.hung_up
@@ -186,7 +189,7 @@ async def test_clients_name_no_engine(tmp_path: Path) -> None:
 
 
 async def test_a_pair_that_cannot_be_is_listed_with_the_reason(tmp_path: Path) -> None:
-    prefill, decode = vllm("p", "prefill", block_size=32), vllm("d", "decode", running=16)
+    prefill, decode = vllm("p", "prefill", block_size=32), vllm("d", "decode", running=MANY)
     async with started(prefill, decode), data_plane(tmp_path, [prefill, decode]) as plane:
 
         async def problems() -> dict[str, tuple[bool, str | None]]:
@@ -270,7 +273,7 @@ async def test_an_sglang_that_waits_in_vain_is_told(tmp_path: Path) -> None:
 
 
 async def test_llm_ds_sidecar_gets_a_header(tmp_path: Path) -> None:
-    prefill, decode = vllm("p", "prefill"), vllm("d", "decode", running=16)
+    prefill, decode = vllm("p", "prefill"), vllm("d", "decode", running=MANY)
     async with started(prefill, decode):
         file = tmp_path / "endpoints.yaml"
         entries = (

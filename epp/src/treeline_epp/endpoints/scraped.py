@@ -6,7 +6,8 @@ smaller belongs to a new process, and counts from there. The prefill rate is mea
 - While requests waited at both of two scrapes, the engine was busy all the time between them: its rate is the tokens
   computed in that time. Decodes that shared its steps are in it, as they will be for the next request.
 - Otherwise from the computed tokens of answered requests and the seconds that their prefills took. Prefills that
-  overlap make it look slower than it is, which is why this is not used while requests wait.
+  overlap make it look slower than it is, which is why this is not used while requests wait. Nor is it for an engine
+  that gets prompts from others, which are counted as computed, in no time.
 
 Neither is measured from little work: overhead dominates it.
 """
@@ -108,7 +109,7 @@ class ScrapedTotals:
             measured = self._busy.step(computed, MIN_TRAINING_TOKENS, MIN_BUSY_S)
         else:
             self._busy.base = computed
-            if self.prompt_tokens < MIN_TRAINING_TOKENS:
+            if self.prompt_tokens < MIN_TRAINING_TOKENS or (load.transfers is not None and load.transfers[0] > 0):
                 measured = None
         self._waited = load.waiting > 0
         if measured is None or measured[0] > MOST_RATE * measured[1]:

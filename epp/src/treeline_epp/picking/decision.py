@@ -25,13 +25,14 @@ if TYPE_CHECKING:
 @dataclass(eq=False, slots=True)
 class Part:
     """The part of a request at one endpoint: its reservation there, and the prediction that `pod`, one of its ranks,
-    will hold the prompt; `predicted_until` names that, None without one. `called`: the picker asks the endpoint itself,
-    and the end of that call ends the part.
+    will hold the prompt; `predicted_until` names that, None without one. `queued_tokens` were before it. `called`: the
+    picker asks the endpoint itself, and the end of that call ends the part.
     """
 
     endpoint: Endpoint
     pod: Pod
     reservation: Reservation
+    queued_tokens: int
     predicted_until: float | None = None
     called: bool = False
 
@@ -42,14 +43,13 @@ class Lease:
     them (`Picker.close`): its parts last as long. `answer` is that of the endpoint that answers, `prefill` that of the
     one that computes the prompt, if it is another, until it has (`Parts.prefilled`).
 
-    `queued_tokens` were before the request when it was picked. `added` are request headers to send to the endpoint that
+    `added` are request headers to send to the endpoint that
     answers; those with None are removed. `members` are members of the body to set for it.
     """
 
     decision: Decision
     answer: Part
     opened_at: float
-    queued_tokens: int
     prefill: Part | None = None
     closed: bool = False
     added: tuple[tuple[str, str | None], ...] = ()

@@ -30,8 +30,8 @@ class Parts:
         self, request: Request, endpoint: Endpoint, scored: Scored, tokens: int, prefill_s: float, now: float
     ) -> Part:
         """Open a part with `tokens` to compute, which should take `prefill_s`. O(prompt bytes)."""
-        pod = endpoint.expecting(scored.candidate.rank)
-        part = Part(endpoint, pod, self.charge(endpoint, tokens, prefill_s, now))
+        pod, queued_tokens = endpoint.expecting(scored.candidate.rank), endpoint.load.queue(now)[0]
+        part = Part(endpoint, pod, self.charge(endpoint, tokens, prefill_s, now), queued_tokens)
         if request.key:
             part.predicted_until = self.index.predict(pod, request.namespace, request.key, scored.candidate.hit, now)
         return part
@@ -41,13 +41,14 @@ class Parts:
         if part.predicted_until is not None and request.key and part.pod.bit:
             self.index.withdraw(part.pod, request.namespace, request.key, part.predicted_until)
 
-    def prefilled(self, lease: Lease, outcome: Outcome, now: float) -> None:
-        """Take the end of a prompt's computation at a prefill endpoint. If that failed, the endpoint that answers
-        computes the prompt. Does nothing the second time.
+    def prefilled(self, lease: Lease, outcome: Outcome, now: float, took_s: float = 0.0) -> None:
+        """Take the end of a prompt's computation at a prefill endpoint, which took so long (or longer), if that is
+        known. If it failed, the endpoint that answers computes the prompt. Does nothing the second time.
         """
         part, lease.prefill = lease.prefill, None
         if part is None:
             return
+        part.endpoint.load.train(part.reservation.tokens, part.queued_tokens, took_s, now)
         self.discharge(part.endpoint, part.reservation, outcome, now, began=True)
         if outcome is Outcome.ERROR:
             part.endpoint.breaker.on_error(now)

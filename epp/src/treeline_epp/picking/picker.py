@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
+from msgspec.structs import replace
 
 from treeline_epp.endpoints.load import EngineLoad, prefill_rate, trust
 from treeline_epp.endpoints.scraped import ScrapedLoad
@@ -241,11 +242,13 @@ class Picker:
         rows, alone = self._table.partners(request, best.candidate.spec), best.candidate.spec.alone
         if not len(rows) or (alone and sum(whole(best).values()) <= HANDOVER_S):
             return None
-        columns = self._table.take(rows)
-        (cached, loads), rates = work.held_at(self.index, matches, rows, self._table), self._rates(columns, now)
+        columns, decode = self._table.take(rows), best.candidate
+        fastest = max(float(columns[OWN_RATE].max()), decode.load.own_rate())  # unmeasured ones are as fast as others
+        cached, loads = work.held_at(self.index, matches, rows, self._table)
+        rates = self._rates(columns, now, fastest)
         at = cheapest(columns, rates, work.prompt_tokens - cached, loads, now)
         prefill = self._candidate(self._table.at_row(int(rows[at])), matches, work, float(rates[at]))
-        return compared(best, score(prefill, now))
+        return compared(score(replace(decode, rate=decode.load.rate(fastest, now)), now), score(prefill, now))
 
     def _staying(self, session: int, rows: Rows, cost_s: Floats, order: list[int], count: int, now: float) -> list[int]:
         """Return the order with a session's endpoint first, unless it is no candidate or costs too much."""
@@ -299,11 +302,8 @@ class Picker:
         endpoint, request, prefill = self._present(decision.best), decision.request, decision.prefill
         if prefill is not None:
             prefill_endpoint = self._present(prefill)
-        queued_tokens, parts = endpoint.load.queue(now)[0], self.parts
-        tokens = 0 if prefill is not None else decision.best.candidate.uncached_tokens
-        lease = Lease(
-            decision, parts.open(request, endpoint, decision.best, tokens, decision.ttft_s, now), now, queued_tokens
-        )
+        tokens, parts = 0 if prefill is not None else decision.best.candidate.uncached_tokens, self.parts
+        lease = Lease(decision, parts.open(request, endpoint, decision.best, tokens, decision.ttft_s, now), now)
         if prefill is not None:
             tokens = prefill.candidate.uncached_tokens
             lease.prefill = parts.open(request, prefill_endpoint, prefill, tokens, prefill.ttft_s, now)
@@ -375,7 +375,7 @@ class Picker:
             if cached_tokens is not None and prompt_tokens is not None:
                 load.train_hits(cached_tokens, prompt_tokens)
                 if ttft_s is not None:
-                    load.train(max(0, prompt_tokens - cached_tokens), lease.queued_tokens, ttft_s, now)
+                    load.train(max(0, prompt_tokens - cached_tokens), lease.answer.queued_tokens, ttft_s, now)
                 lease.audit(self.index, cached_tokens, now)
         return True
 
@@ -394,8 +394,8 @@ class Picker:
 
     # Inside
 
-    def _rates(self, columns: Floats, now: float) -> Floats:
-        fastest = float(columns[OWN_RATE].max())
+    def _rates(self, columns: Floats, now: float, fastest: float | None = None) -> Floats:
+        fastest = float(columns[OWN_RATE].max()) if fastest is None else fastest
         return prefill_rate(columns[OWN_RATE], trust(columns[RATE_SAMPLES], columns[MEASURED_AT], now), fastest)
 
     def _room(self, columns: Floats, wait_s: Floats) -> Mask | None:

@@ -22,10 +22,13 @@ from treeline_epp.requests.rewrite import to_send
 log = logging.getLogger(__name__)
 
 MOST_S = 600.0
-"""Longest that a prompt may take. While a request waits for it, the limit is three times its prediction, as that of its
-reservation."""
+"""Longest that a prompt may take. While a request waits for it, the limit is three times its prediction …"""
+PATIENCE_S = 10.0
+"""… but not less than this: predictions may be wrong until an endpoint has been measured, and each prompt measures it.
+"""
 _ABORT_S, _UNDER_WAY_S = 5.0, 1.0
 """Longest that an abort may take; and how long after a failure it is sent: the request may still be on its way."""
+_FORMS = ("whole", "apart")
 _PASSED_ON = (names.REQUEST_ID, names.TRACEPARENT, names.TRACESTATE)
 """Headers of the client's request that the prefill engine gets, too: for its log, and for traces."""
 
@@ -38,6 +41,9 @@ class Prefilling:
     calls: PrefillCalls
     clock: Callable[[], float]
     on_trouble: Callable[[str], None] = lambda _name: None
+    forms: Counter[str] = field(default_factory=Counter)
+    first_token_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_FORMS, 0.0))
+    """Predicted seconds to the first token, by form."""
     outcomes: Counter[str] = field(default_factory=Counter)
     """Counts of prompts asked for, by the way they ended."""
     predicted_s: float = 0.0
@@ -50,7 +56,12 @@ class Prefilling:
         one. Returns the call to wait for, None where there is none.
         """
         decision, part = lease.decision, lease.prefill
-        if lease.closed or part is None:
+        if lease.closed:
+            return None
+        form = "whole" if part is None else "apart"
+        self.forms[form] += 1
+        self.first_token_s[form] += decision.ttft_s
+        if part is None:
             return None
         prefill, now = part.endpoint.spec, self.clock()
         plan = handover(prefill, decision.endpoint, random.SystemRandom().getrandbits(63))
@@ -62,14 +73,16 @@ class Prefilling:
         headers = {name: asked.headers[name] for name in _PASSED_ON if name in asked.headers}
         if (rank := prefill.rank_for(asked.path)) is not None:
             headers[names.RANK] = str(rank)
+        # Once both engines have it, only they know whether it gets on.
+        limit_s = min(MOST_S, max(PATIENCE_S, part.reservation.expires_at - now)) if plan.waits else MOST_S
+        part.reservation.expires_at = now + limit_s
         call = self.calls.post(
             prefill.server,
             prefill.address,
             asked.path,
             headers,
             body.pieces() if isinstance(body, Body) else [body],
-            # Once both engines have it, only they know whether it gets on.
-            limit_s=min(MOST_S, part.reservation.expires_at - now) if plan.waits else MOST_S,
+            limit_s=limit_s,
             until_sent=not plan.waits,
             ended=lambda call: self._ended(lease, plan, call, now),
         )
@@ -98,11 +111,13 @@ class Prefilling:
         if self._calls.pop(lease, None) is None:
             return
         outcome, why = self._outcome(lease, plan, call)
+        took_s = self.clock() - began
         if outcome is Outcome.HEADERS and (prefill := lease.decision.prefill) is not None:
             self.predicted_s += prefill.ttft_s
-            self.actual_s += self.clock() - began
+            self.actual_s += took_s
         dispatched = call.done
-        self._end(lease, outcome, why)
+        told = plan.waits and (outcome is Outcome.HEADERS or took_s >= call.limit_s)
+        self._end(lease, outcome, why, took_s if told else 0.0)
         if dispatched and outcome is not Outcome.HEADERS:
             spec = lease.endpoint.spec  # it waits for the prompt, for minutes
             body = [plan.abort]
@@ -124,7 +139,7 @@ class Prefilling:
                 return Outcome.ERROR, str(error)
         return Outcome.HEADERS, ""
 
-    def _end(self, lease: Lease, outcome: Outcome, why: str = "") -> None:
+    def _end(self, lease: Lease, outcome: Outcome, why: str = "", took_s: float = 0.0) -> None:
         part = lease.prefill
         assert part is not None, "it ends once"
         self.outcomes[outcome] += 1
@@ -134,10 +149,15 @@ class Prefilling:
             log.info("request %s: no prompt from %s: %s", id, name, why)
         if outcome is Outcome.ERROR:
             self.on_trouble(part.endpoint.spec.server)
-        self.parts.prefilled(lease, outcome, self.clock())
+        self.parts.prefilled(lease, outcome, self.clock(), took_s)
 
     def samples(self) -> Iterator[Sample]:
         """Yield samples for the metrics page."""
+        for form in _FORMS:
+            text = "Requests by form: whole, or apart if another endpoint than the answering one computes the prompt."
+            yield "counter", "forms", text, {"form": form}, self.forms[form]
+            text = "Predicted seconds to the first token of requests, by form."
+            yield "counter", "forms_predicted_seconds", text, {"form": form}, self.first_token_s[form]
         text = "Prompts that the picker has asked prefill endpoints for and that are not computed yet."
         yield "gauge", "prefills_in_flight", text, {}, len(self.calls)
         for outcome in Outcome:

@@ -252,7 +252,7 @@ class Router:
         lease.added = tuple((name, None) for name in HEADERS if name in asked.headers)
         if (rank := decision.endpoint.rank_for(asked.path)) is not None or names.RANK in asked.headers:
             lease.added += ((names.RANK, None if rank is None else str(rank)),)
-        metrics.decided(decision.endpoint.name, apart=decision.prefill is not None)
+        metrics.decided(decision.endpoint.name)
         if log.isEnabledFor(logging.DEBUG):
             log.debug("decision", extra={"fields": decision.explain()})
         if self.decisions is not None:
