@@ -289,9 +289,8 @@ def _loads_s(columns: Floats, rates: Floats, loads: Floats) -> Floats:
     """Return the `_load_s` of each endpoint."""
     host, disk = columns[HOST_RATE], columns[DISK_RATE]
     host_rates = np.where(host > 0.0, np.maximum(host, rates), HOST_SPEED * rates)
-    loads_s: Floats = loads[0] / host_rates + loads[1] / np.where(
-        disk > 0.0, np.maximum(disk, rates), DISK_SPEED * rates
-    )
+    disk_rates = np.where(disk > 0.0, np.maximum(disk, rates), DISK_SPEED * rates)
+    loads_s: Floats = loads[0] / host_rates + loads[1] / disk_rates
     return loads_s
 
 
