@@ -36,6 +36,8 @@ RANK_MODULE = "treeline_runtime.scheduler.ranks.process"
 TURN_S = 0.5
 GREETING_S = 3.0
 """Time for a rank's line."""
+MOST_STRANGERS = 64
+"""Connections that may be about to introduce themselves; others wait to be accepted."""
 MOST_BYTES = 4096
 """The longest line of a greeting."""
 REMIND_S = 10.0
@@ -113,21 +115,23 @@ def meet(config: EngineConfig, listener: socket.socket, check: Callable[[], None
 
 def _accept(listener: socket.socket, on_greeting: Callable[[Greeting], None]) -> None:
     """Until the listener is closed. Each connection has a thread: one that says nothing keeps no other waiting."""
+    threads = threading.BoundedSemaphore(MOST_STRANGERS)
+
+    def hear(connection: socket.socket, address: str) -> None:
+        with threads:
+            try:
+                hello = msgspec.json.decode(_line(connection, GREETING_S), type=Hello)
+                _watched(connection)
+            except (OSError, ValueError, RecursionError) as error:
+                _refuse(connection, address, f"it did not introduce itself as a rank: {error}")
+            else:
+                on_greeting((hello, connection, address))
+
     while listener.fileno() >= 0:
         with contextlib.suppress(OSError):  # nobody came, or has gone already
-            connection, (address, *_) = listener.accept()
-            threading.Thread(target=_hear, args=(connection, address, on_greeting), daemon=True).start()
-
-
-def _hear(connection: socket.socket, address: str, on_greeting: Callable[[Greeting], None]) -> None:
-    try:
-        connection.settimeout(GREETING_S)
-        hello = msgspec.json.decode(_line(connection), type=Hello)
-        _watched(connection)
-    except (OSError, ValueError, RecursionError) as error:
-        _refuse(connection, address, f"it did not introduce itself as a rank: {error}")
-    else:
-        on_greeting((hello, connection, address))
+            with threads:
+                connection, (address, *_) = listener.accept()
+            threading.Thread(target=hear, args=(connection, address), daemon=True).start()
 
 
 def _refuse(connection: socket.socket, address: str, why: str) -> None:
@@ -260,7 +264,8 @@ def _connect(args: ServerArgs, model: Path) -> list[socket.socket]:
             stream = socket.create_connection(place, GREETING_S)
             _watched(stream)
             stream.sendall(msgspec.json.encode(hello) + b"\n")
-            refusal = _line(stream).decode().strip()
+            refusal = _line(stream, LOST_S).decode().strip()
+            stream.settimeout(None)
         except OSError as error:
             reminder.say("waiting for rank 0 at %s:%d: %s", *place, error)
             time.sleep(TURN_S)
@@ -273,10 +278,13 @@ def _connect(args: ServerArgs, model: Path) -> list[socket.socket]:
     return streams
 
 
-def _line(connection: socket.socket) -> bytes:
-    """Reads a line and not a byte more: what follows is for the rank. Raises OSError."""
-    with connection.makefile("rb", buffering=0) as stream:
-        line = stream.readline(MOST_BYTES)
-    if not line.endswith(b"\n"):
-        raise ConnectionError("it sent no complete line")
+def _line(connection: socket.socket, seconds: float) -> bytes:
+    """Reads a line and not a byte more: what follows is for the rank. Raises OSError, also after so many seconds."""
+    line, until = b"", time.monotonic() + seconds
+    while not line.endswith(b"\n"):
+        connection.settimeout(max(until - time.monotonic(), 1e-3))
+        byte = connection.recv(1)
+        if not byte or len(line) == MOST_BYTES:
+            raise ConnectionError("it sent no complete line")
+        line += byte
     return line

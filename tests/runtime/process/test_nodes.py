@@ -185,7 +185,7 @@ def test_strangers_are_refused_and_the_ranks_still_meet(
                 return answers.readline().decode()
             return ""
 
-        silent = [connected(b"{") for _ in range(10)]
+        silent = [connected(b"{") for _ in range(nodes.MOST_STRANGERS + 8)]
         gone = connected(hello(model)[:-1])
         for data in (b"GET / HTTP/1.1\r\n", b"x" * 5000, b"[]\n", b"\xff\n", b'{"x":' + b"[" * 4000 + b"\n"):
             assert say(data) == ""
