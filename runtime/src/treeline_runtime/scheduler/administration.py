@@ -390,7 +390,9 @@ class Administration:
         return handle
 
     def _busy(self, id: str) -> Reply | None:
-        return None if self._is_idle() else Reply(id, ok=False, message="requests are running or waiting", data=BUSY)
+        if self._is_idle() and self._cache.settle():
+            return None
+        return Reply(id, ok=False, message="requests are running or waiting", data=BUSY)
 
     def _flush(self, message: FlushReq) -> Reply:
         if (busy := self._busy(message.id)) is not None:

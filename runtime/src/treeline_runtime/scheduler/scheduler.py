@@ -448,7 +448,7 @@ class Scheduler:
     @property
     def is_idle(self) -> bool:
         waiting = self.prefill.waiting or self.grammars.waiting or self.prefill.chunked
-        return not (self.decode.running or waiting or self._pending or self._leaving or self.cache.is_copying)
+        return not (self.decode.running or waiting or self._pending or self._leaving)
 
     def load(self) -> LoadUpdate:
         cache, stats = self.cache, self.stats
@@ -470,6 +470,7 @@ class Scheduler:
             draining=self.draining,
             max_running=self.limits.max_running_requests,
             asleep=self.residence.level,
+            tiers=None if cache.tiers is None else cache.tiers.load_report(),
         )
 
     def _end_step(self) -> None:

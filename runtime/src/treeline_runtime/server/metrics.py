@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
-from treeline_runtime.messages import LoadUpdate
+from treeline_runtime.messages import LoadUpdate, TierLoad
 
 disable_created_metrics()  # twice the series for nothing that anybody reads
 
@@ -46,6 +46,29 @@ _GAUGES = (
     ("draining", "1 while the server drains: it finishes what it has and takes nothing new."),
     ("startup_time_seconds", "Seconds from the start of the process until it was ready."),
     ("http_requests_active", "HTTP requests that have no complete response yet."),
+)
+
+
+_TIERS = (
+    ("kv_tier_used_tokens", "Tokens in a tier of the KV cache below the device: CPU (host memory) or DISK."),
+    ("kv_tier_used_bytes", "Bytes of a tier of the KV cache below the device."),
+)
+"""By medium, and by rank as `_LOADS`."""
+_TIER_TOTALS = (
+    ("kv_tier_stored_tokens", "medium", "total_stored_tokens", "Tokens copied to a tier below the device."),
+    ("load_back_tokens", "medium", "total_loaded_tokens", "Prompt tokens that came back from a tier to the device."),
+    (
+        "load_back",
+        "outcome",
+        "total_loads",
+        "Times that a prompt's pages were in a lower tier: loaded, computed because that was faster, or failed.",
+    ),
+)
+_TIER_COUNTERS = (
+    ("load_back_seconds_total", "total_load_seconds", "Seconds that loads took."),
+    ("kv_tier_skipped_tokens_total", "total_skipped_tokens", "Tokens not stored because slots or disk were busy."),
+    ("kv_tier_bad_pages_total", "total_bad_pages", "Pages of lower tiers that failed their checksum; not used."),
+    ("kv_tier_failures_total", "total_failures", "Reads and writes of the disk tier that failed."),
 )
 
 
@@ -101,6 +124,14 @@ class Metrics:
 
         self._gauges = {name: self._gauge(name, text, [{}])[0] for name, text in _GAUGES}
         self._loads = {name: self._gauge(name, text, of_ranks) for name, text in _LOADS}
+        names = [*self._labels, *of_ranks[0], "medium"]
+        self._tiers = {name: Gauge(f"treeline:{name}", text, names, registry=self._registry) for name, text in _TIERS}
+        self._ranks = of_ranks
+        self._tier_totals = {
+            field: Counter(f"treeline:{name}_total", text, [*self._labels, label], registry=self._registry)
+            for name, label, field, text in _TIER_TOTALS
+        }
+        self._tier_counters = {field: self._counter(name, text) for name, field, text in _TIER_COUNTERS}
         self.http_requests = Counter(
             "treeline:http_responses_total",
             "HTTP responses, by path and status.",
@@ -128,6 +159,23 @@ class Metrics:
         last, self._last_loads[rank] = self._last_loads[rank], load
         self.jumps.inc(load.total_jumps - last.total_jumps)
         self.forced_tokens.inc(load.total_forced_tokens - last.total_forced_tokens)
+        if load.tiers is not None:
+            self._on_tiers(load.tiers, last.tiers or TierLoad(), load.page_size, rank)
+
+    def _on_tiers(self, tiers: TierLoad, last: TierLoad, page_size: int, rank: int) -> None:
+        for medium, pages, size in (
+            ("CPU", tiers.host_pages, tiers.host_bytes),
+            ("DISK", tiers.disk_pages, tiers.disk_bytes),
+        ):
+            labels = {**self._labels, **self._ranks[rank], "medium": medium}
+            self._tiers["kv_tier_used_tokens"].labels(**labels).set(pages * page_size)
+            self._tiers["kv_tier_used_bytes"].labels(**labels).set(size)
+        for field, counter in self._tier_totals.items():
+            before = getattr(last, field)
+            for label, value in getattr(tiers, field).items():
+                counter.labels(*self._labels.values(), label).inc(value - before.get(label, 0))
+        for field, one in self._tier_counters.items():
+            one.inc(getattr(tiers, field) - getattr(last, field))
 
     def render(self) -> bytes:
         """Prometheus' text format."""
