@@ -85,16 +85,7 @@ class Scheduler:
         self.ratio = NewTokenRatio(config.schedule_conservativeness)
         self._clock = clock
         self.stats = SchedulerStats()
-        self.cache.tiers = open_tiers(
-            config,
-            limits,
-            self.cache,
-            self.residence.page_format(),
-            lambda: self.executor.pool,
-            lambda: self.stats.prefill_tokens_per_s,
-            transport.wake,
-            clock,
-        )
+        self.cache.tiers = open_tiers(config, limits, self.cache, self.residence, self.stats, transport.wake, clock)
         self._time_limits = TimeLimits(config.waiting_timeout, config.request_timeout)
         self.draining = False
         self._pooler = model.pooler

@@ -22,9 +22,11 @@ from treeline_runtime.kvcache.host import HostTier, Slab
 from treeline_runtime.kvcache.page import PageFormat
 from treeline_runtime.kvcache.store import Lower, PageStore, Reading, Workers
 from treeline_runtime.messages import TierLoad
+from treeline_runtime.scheduler.administration import Residence
 from treeline_runtime.scheduler.cache import MIN_SHARED_TOKENS, CacheManager
 from treeline_runtime.scheduler.loads import Load, Loads
 from treeline_runtime.scheduler.rates import LoadRates
+from treeline_runtime.scheduler.reports import SchedulerStats
 from treeline_runtime.scheduler.resolve import Resolved, told_as_settings
 
 REMEMBERED = 4
@@ -208,15 +210,15 @@ def open_tiers(
     config: SchedulerConfig,
     limits: Resolved,
     cache: CacheManager,
-    form: PageFormat,
-    kv_pool: Callable[[], KVPool],
-    prefill_tokens_per_s: Callable[[], float],
+    residence: Residence,
+    stats: SchedulerStats,
     wake: Callable[[], None],
     clock: Callable[[], float],
 ) -> Tiers | None:
     """The tiers that the settings ask for. Raises ConfigError."""
     if not limits.host_pages:
         return None
+    form = residence.page_format()
     with told_as_settings(f"--host-cache {config.host_cache}", torch.device("cpu"), hint="make it smaller"):
         slab = Slab(limits.host_pages, form.nbytes, limits.device)
     disk = None
@@ -224,5 +226,5 @@ def open_tiers(
         disk = DiskTier(Path(config.disk_cache), config.disk_cache_size, form)
     workers = Workers(wake)
     store = PageStore(form, HostTier(limits.host_pages), slab, disk, workers, cache.tree.events)
-    rates = LoadRates(prefill_tokens_per_s, limits.page_size)
-    return Tiers(cache.tree, cache.pool, store, workers, rates, kv_pool=kv_pool, clock=clock)
+    rates = LoadRates(lambda: stats.prefill_tokens_per_s, limits.page_size)
+    return Tiers(cache.tree, cache.pool, store, workers, rates, kv_pool=lambda: residence.executor.pool, clock=clock)

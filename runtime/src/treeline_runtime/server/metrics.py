@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
@@ -72,6 +72,40 @@ _TIER_COUNTERS = (
 )
 
 
+class _Tiers:
+    """The cache below the device; no series unless there is one."""
+
+    def __init__(
+        self, registry: CollectorRegistry, labels: Mapping[str, str], of_ranks: Sequence[Mapping[str, str]]
+    ) -> None:
+        self._labels, self._of_ranks = labels, of_ranks
+        names = [*labels, *of_ranks[0], "medium"]
+        self._used = {name: Gauge(f"treeline:{name}", text, names, registry=registry) for name, text in _TIERS}
+        self._totals = {
+            field: Counter(f"treeline:{name}_total", text, [*labels, label], registry=registry)
+            for name, label, field, text in _TIER_TOTALS
+        }
+        self._counters = {
+            field: Counter(f"treeline:{name}", text, list(labels), registry=registry)
+            for name, field, text in _TIER_COUNTERS
+        }
+
+    def on_load(self, tiers: TierLoad, last: TierLoad, page_size: int, rank: int) -> None:
+        for medium, pages, size in (
+            ("CPU", tiers.host_pages, tiers.host_bytes),
+            ("DISK", tiers.disk_pages, tiers.disk_bytes),
+        ):
+            labels = {**self._labels, **self._of_ranks[rank], "medium": medium}
+            self._used["kv_tier_used_tokens"].labels(**labels).set(pages * page_size)
+            self._used["kv_tier_used_bytes"].labels(**labels).set(size)
+        for field, counter in self._totals.items():
+            before = getattr(last, field)
+            for label, value in getattr(tiers, field).items():
+                counter.labels(*self._labels.values(), label).inc(value - before.get(label, 0))
+        for field, one in self._counters.items():
+            one.labels(**self._labels).inc(getattr(tiers, field) - getattr(last, field))
+
+
 class Metrics:
     """One registry per HTTP process, so several fit in one test process."""
 
@@ -124,14 +158,7 @@ class Metrics:
 
         self._gauges = {name: self._gauge(name, text, [{}])[0] for name, text in _GAUGES}
         self._loads = {name: self._gauge(name, text, of_ranks) for name, text in _LOADS}
-        names = [*self._labels, *of_ranks[0], "medium"]
-        self._tiers = {name: Gauge(f"treeline:{name}", text, names, registry=self._registry) for name, text in _TIERS}
-        self._ranks = of_ranks
-        self._tier_totals = {
-            field: Counter(f"treeline:{name}_total", text, [*self._labels, label], registry=self._registry)
-            for name, label, field, text in _TIER_TOTALS
-        }
-        self._tier_counters = {field: self._counter(name, text) for name, field, text in _TIER_COUNTERS}
+        self._tiers = _Tiers(self._registry, self._labels, of_ranks)
         self.http_requests = Counter(
             "treeline:http_responses_total",
             "HTTP responses, by path and status.",
@@ -160,22 +187,7 @@ class Metrics:
         self.jumps.inc(load.total_jumps - last.total_jumps)
         self.forced_tokens.inc(load.total_forced_tokens - last.total_forced_tokens)
         if load.tiers is not None:
-            self._on_tiers(load.tiers, last.tiers or TierLoad(), load.page_size, rank)
-
-    def _on_tiers(self, tiers: TierLoad, last: TierLoad, page_size: int, rank: int) -> None:
-        for medium, pages, size in (
-            ("CPU", tiers.host_pages, tiers.host_bytes),
-            ("DISK", tiers.disk_pages, tiers.disk_bytes),
-        ):
-            labels = {**self._labels, **self._ranks[rank], "medium": medium}
-            self._tiers["kv_tier_used_tokens"].labels(**labels).set(pages * page_size)
-            self._tiers["kv_tier_used_bytes"].labels(**labels).set(size)
-        for field, counter in self._tier_totals.items():
-            before = getattr(last, field)
-            for label, value in getattr(tiers, field).items():
-                counter.labels(*self._labels.values(), label).inc(value - before.get(label, 0))
-        for field, one in self._tier_counters.items():
-            one.inc(getattr(tiers, field) - getattr(last, field))
+            self._tiers.on_load(load.tiers, last.tiers or TierLoad(), load.page_size, rank)
 
     def render(self) -> bytes:
         """Prometheus' text format."""
