@@ -231,6 +231,14 @@ _ENGINE = {
     "radix.hit_vs_optimal": Metric(
         "share", f"hit rate ÷ the best possible, mean over the shapes of {_PAPER}", "higher", 0.96, _PAPER
     ),
+    "tiers.cpu.ttft_ratio": Metric(
+        "×", "time to the first token with a cache on the host ÷ without, beyond what the device holds", "lower", 0.5
+    ),
+    "tiers.cuda.ttft_ratio": Metric("×", "the same on a GPU, of a model shaped like Llama-3.1-8B", "lower"),
+    "tiers.cpu.ttft_ms": detail("ms", "to the first token, from the host or computed", "lower"),
+    "tiers.cuda.ttft_ms": detail("ms", "to the first token, from the host or computed", "lower"),
+    "tiers.cpu.cached_share": detail("share", "of prompt tokens that came from the cache", "higher"),
+    "tiers.cuda.cached_share": detail("share", "of prompt tokens that came from the cache", "higher"),
     "cpu.tokens_s": detail("tokens/s", "output on a CPU, so many threads and streams", "higher"),
     "cpu.transformers_tokens_s": detail("tokens/s", "tokens a second by transformers.generate", "higher"),
     "cpu.vs_transformers": Metric("×", "ours by transformers' in the same run", "higher"),

@@ -207,6 +207,12 @@ def _radix(context: Context) -> Iterator[tuple[str, Script]]:
     yield "radix: share of time, hit rates", script
 
 
+def _tiers(context: Context) -> Iterator[tuple[str, Script]]:
+    shape, device = shapes()[0], "cuda" if has_cuda() else "cpu"
+    must = (f"tiers.{device}.ttft_ratio", f"tiers.{device}.cached_share")
+    yield f"tiers: {shape}", Script("runtime/benchmarks/tiers.py", must, ("--shape", shape, *_quick(context)))
+
+
 def _cpu(context: Context) -> Iterator[tuple[str, Script]]:
     for threads in THREADS:
         args = ("--model", str(context.model), "--threads", str(threads), *_quick(context))
@@ -245,6 +251,7 @@ BENCHMARKS = (
     _benchmark("vllm", "Beside vLLM", "a batch by this engine and by vLLM, on a GPU", _vllm, only_by_name=True),
     _benchmark("ranks", "One model on two GPUs", "as engine, with --tp-size 2", _ranks, only_by_name=True),
     _benchmark("radix", "The radix cache", "its share of the time, and hit rates beside the best", _radix),
+    _benchmark("tiers", "The cache on the host", "conversations that the device does not hold", _tiers),
     _benchmark("cpu", "The engine on a CPU", "beside transformers.generate, the tiny model", _cpu),
     _benchmark("structured", "Structured output", "jump-forward, and what grammars cost", _structured),
     _benchmark(

@@ -417,6 +417,28 @@ class AuditCounts(msgspec.Struct, frozen=True):
     """It gave wrong answers and is not used any more."""
 
 
+class TierLoad(msgspec.Struct, frozen=True):
+    """The cache below the device. Totals are since the start."""
+
+    host_pages: int = 0
+    host_bytes: int = 0
+    disk_pages: int = 0
+    disk_bytes: int = 0
+    total_stored_tokens: dict[str, int] = {}
+    """By medium, as the next one."""
+    total_loaded_tokens: dict[str, int] = {}
+    total_loads: dict[str, int] = {}
+    """By what became of the pages that a request might have loaded: `loaded`; `computed`, since that was faster;
+    `failed`, all or some of them, and computed."""
+    total_load_seconds: float = 0.0
+    total_skipped_tokens: int = 0
+    """Not stored, because slots or the disk were busy."""
+    total_bad_pages: int = 0
+    """Pages that came back with a wrong checksum or header, and were not used."""
+    total_failures: int = 0
+    """Reads and writes of the disk that failed."""
+
+
 class LoadUpdate(TreelineLoad, tag=True, frozen=True, omit_defaults=True):
     """The scheduler's load after a step that changed it: our report to routers without the publisher's fields (`epoch`,
     `seq`, `in_flight`), and the rest of SGLang's report."""
@@ -432,6 +454,8 @@ class LoadUpdate(TreelineLoad, tag=True, frozen=True, omit_defaults=True):
     """Sleep level (SleepReq); 0 = awake. Routers see it as draining."""
     audits: dict[str, AuditCounts] = msgspec.field(default_factory=dict)
     """By source; {} without audits."""
+    tiers: TierLoad | None = None
+    """None: the cache is on the device only."""
 
     @property
     def used_share(self) -> float:

@@ -366,7 +366,7 @@ def test_neither_loading_nor_computing_what_is_in_host_memory_is_an_error(report
         request = Request("id", model="m", key=long.key, prompt_tokens_estimate=len(long.tokens))
         decision = picker.pick(request, 0.1)
         lease = picker.reserve(decision, 0.1)
-        picker.index.withdraw(pod, None, long.key, lease.predicted_until or 0.0)
+        picker.index.withdraw(pod, None, long.key, lease.answer.predicted_until or 0.0)
         found = 3 * WIDTH if reported == 3 else decision.best.candidate.cached_tokens
         assert decision.best.candidate.cached_tokens == 39 * WIDTH
         picker.close(lease, 0.1, Outcome.HEADERS, cached_tokens=found, prompt_tokens=len(long.tokens))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,15 @@ def test_prompts_that_left_the_device_are_cached_and_answered_the_same(model: Pa
             return all(cached == (tokens - 1) // 16 * 16 for _, tokens, cached in found)
 
         eventually(cached, what="all prompts are cached")
+        with server.metrics() as http:
+            metrics = http.get("/metrics").text
+        for name in ("load_back_tokens_total", "kv_tier_stored_tokens_total", "kv_tier_used_bytes"):
+            assert re.search(rf'^treeline:{name}{{medium="CPU",model_name="[^"]+"}} [1-9]', metrics, re.MULTILINE), name
+        assert re.search(r'^treeline:load_back_total{model_name="[^"]+",outcome="loaded"} [1-9]', metrics, re.MULTILINE)
+        with server.client() as http:
+            tiers = http.get("/server_info").json()["internal_states"][0]["tiers"]
+        assert tiers["total_loads"]["loaded"] > 0
+        assert (tiers["total_bad_pages"], tiers["total_failures"]) == (0, 0)
         with server.admin() as admin:
             assert admin.post("/sleep").status_code == 200
             assert admin.post("/wake_up").status_code == 200

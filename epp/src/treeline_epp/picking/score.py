@@ -364,10 +364,10 @@ class Work(Struct, frozen=True, gc=False):
             hits = [(level_hit(level), level.pods) for level in match.levels if level.tokens or level.reach]
             for hit, pods in sorted(hits, key=_how_far):  # the longest last: it counts if a row has several pods
                 cached[index.holders(pods)] = self.cached(hit)
-            for at, tier in enumerate(Tier):
-                for level in reversed(match.lower.get(tier, ())):  # the longest last, too
-                    tiers = np.zeros((2, table.size)) if tiers is None else tiers
-                    tiers[at, index.holders(level.pods)] = level.tokens
+            for tier, levels in match.lower.items():
+                tiers = np.zeros((2, table.size)) if tiers is None else tiers
+                for level in reversed(levels):  # the longest last, too
+                    tiers[0 if tier is Tier.HOST else 1, index.holders(level.pods)] = level.tokens
             for pod in match.special:
                 _, hit = table.at_row(pod.row).best_hit(match)
                 cached[pod.row] = self.cached(hit)

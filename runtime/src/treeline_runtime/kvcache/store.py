@@ -58,12 +58,15 @@ class Workers:
 
         self._threads.submit(work).add_done_callback(ended)
 
-    def take(self) -> bool:
-        """Takes the results that are there. Returns whether there were any."""
+    def take(self, wait_s: float = 0.0) -> bool:
+        """Takes the results that are there, or waits so long for one. Returns whether there were any."""
         found = False
-        while not self._done.empty():
+        while not self._done.empty() or (wait_s and not found):
+            try:
+                future, then = self._done.get(timeout=wait_s)
+            except queue.Empty:
+                break
             found = True
-            future, then = self._done.get()
             self.busy -= 1
             if (error := future.exception()) is not None:
                 logger.error("pages could not be copied", exc_info=error)
@@ -155,6 +158,10 @@ class PageStore:
         """Slots with a page that waits for the disk."""
         self._logged_at = float("-inf")
         self.stats = TierStats()
+
+    @property
+    def page_bytes(self) -> int:
+        return self._form.nbytes
 
     def where(self, digest: bytes) -> Lower | None:
         """The fastest tier that a page can be read from now."""

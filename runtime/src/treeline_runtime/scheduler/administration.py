@@ -375,7 +375,7 @@ class Administration:
         self._reply(reply)
 
     def _check_idle(self) -> None:
-        if not self._is_idle():
+        if not (self._is_idle() and self._cache.settle()):
             raise Busy("requests are running or waiting")
 
     def _flush(self, _: FlushReq) -> None:

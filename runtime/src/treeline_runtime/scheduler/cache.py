@@ -186,6 +186,10 @@ class CacheManager:
         """Takes what copies between tiers have done. Returns whether anything has changed."""
         return self.tiers is not None and self.tiers.take()
 
+    def settle(self) -> bool:
+        """Waits a moment for all copies to end. Returns whether they have."""
+        return self.tiers is None or self.tiers.settle()
+
     @property
     def is_copying(self) -> bool:
         """Whether a tier reads or writes pages."""

@@ -141,6 +141,8 @@ class Loads:
         self._loads.remove(load)
         if was is LoadState.ABANDONED:
             self._pool.free(load.pages)
+            load.reading.count = 0
+            self._ended(load, time.perf_counter() - load.began_at)
             return
         duplicates = 0
         if count:

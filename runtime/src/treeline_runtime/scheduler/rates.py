@@ -26,6 +26,11 @@ class LoadRates:
         """0 = not known yet."""
         return self._seconds.get(medium, 0.0)
 
+    def tokens_per_s(self, medium: Lower) -> float:
+        """0 = not known yet."""
+        seconds = self.seconds_per_page(medium)
+        return self._page_size / seconds if seconds else 0.0
+
     def is_slow(self, medium: Lower) -> bool:
         """Whether computing a page takes less time than loading it."""
         rate = self._prefill_tokens_per_s()

@@ -88,16 +88,7 @@ class Scheduler:
         self.ratio = NewTokenRatio(config.schedule_conservativeness)
         self._clock = clock
         self.stats = SchedulerStats()
-        self.cache.tiers = open_tiers(
-            config,
-            limits,
-            self.cache,
-            self.residence.page_format(),
-            lambda: self.executor.pool,
-            lambda: self.stats.prefill_tokens_per_s,
-            transport.wake,
-            clock,
-        )
+        self.cache.tiers = open_tiers(config, limits, self.cache, self.residence, self.stats, transport.wake, clock)
         self._time_limits = TimeLimits(config.waiting_timeout, config.request_timeout)
         self.draining = False
         self._pooler = model.pooler
@@ -181,7 +172,7 @@ class Scheduler:
             self.executor.idle()
         worked = bool(messages or copied or ready or self._pending or self.reporter.has_tokens or is_called)
         self._process_all_but(self.limits.overlap_depth if batch is not None else 0)
-        if not worked and self.is_idle:
+        if not worked and self.is_idle and not self.cache.is_copying:
             worked = self.audits.step()
         if worked:
             self._end_step()
@@ -468,10 +459,10 @@ class Scheduler:
     @property
     def is_idle(self) -> bool:
         waiting = self.prefill.waiting or self.grammars.waiting or self.prefill.chunked
-        return not (self.decode.running or waiting or self._pending or self._leaving or self.cache.is_copying)
+        return not (self.decode.running or waiting or self._pending or self._leaving)
 
     def load(self) -> LoadUpdate:
-        cache, stats = self.cache, self.stats
+        cache, stats, tiers = self.cache, self.stats, self.cache.tiers
         pages_used = cache.used_pages - self.audits.held_pages
         return LoadUpdate(
             running=len(self.decode.running) + (self.prefill.chunked is not None),
@@ -492,6 +483,9 @@ class Scheduler:
             max_running=self.limits.max_running_requests,
             asleep=self.residence.level,
             audits=self.audits.counts,
+            host_tokens_per_s=0.0 if tiers is None else tiers.rates.tokens_per_s("CPU"),
+            disk_tokens_per_s=0.0 if tiers is None else tiers.rates.tokens_per_s("DISK"),
+            tiers=None if tiers is None else tiers.load_report(),
         )
 
     def _end_step(self) -> None:

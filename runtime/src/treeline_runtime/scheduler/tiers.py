@@ -6,7 +6,8 @@ a bounded number of evicted pages: a page that left between two uses is found at
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import time
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -20,14 +21,19 @@ from treeline_runtime.kvcache.disk import DiskTier
 from treeline_runtime.kvcache.host import HostTier, Slab
 from treeline_runtime.kvcache.page import PageFormat
 from treeline_runtime.kvcache.store import Lower, PageStore, Reading, Workers
+from treeline_runtime.messages import TierLoad
+from treeline_runtime.scheduler.administration import Residence
 from treeline_runtime.scheduler.cache import MIN_SHARED_TOKENS, CacheManager
 from treeline_runtime.scheduler.loads import Load, Loads
 from treeline_runtime.scheduler.rates import LoadRates
+from treeline_runtime.scheduler.reports import SchedulerStats
 from treeline_runtime.scheduler.resolve import Resolved, told_as_settings
 
 REMEMBERED = 4
 """Evicted pages that are remembered for each slot of the host."""
 LEAST_REMEMBERED = 1024
+SETTLE_S = 3.0
+"""Time for copies to end before a flush or sleep, which they take only if a disk hangs."""
 
 
 class Tiers:
@@ -56,8 +62,9 @@ class Tiers:
         self._most_remembered = max(REMEMBERED * store.host.num_slots, LEAST_REMEMBERED)
         self._copying_out = 0
         self.loads = Loads(tree, pool, self._start, self._ended)
-        self.computed_instead = 0
-        """Pages that were stored, and computed because that was faster."""
+        self._load_seconds = 0.0
+        self._outcomes = Counter[str](loaded=0, computed=0, failed=0)
+        """What became of loads, as in `TierLoad.total_loads`."""
         tree.on_evicted = self._evicted
 
     # ---- out ----------------------------------------------------------------------------------------------
@@ -112,7 +119,7 @@ class Tiers:
             if not allowed[medium]:
                 break
             digests.append(digest)
-        self.computed_instead += len(wanted) - len(digests)
+        self._outcomes["computed"] += not digests
         return bool(digests) and self.loads.begin(req, match, digests, self._clock())
 
     def _following(self, req: Req, match: Match) -> dict[bytes, Lower]:
@@ -138,6 +145,8 @@ class Tiers:
 
     def _ended(self, load: Load, seconds: float) -> None:
         reading = load.reading
+        self._outcomes["loaded" if reading.count == len(load.pages) else "failed"] += 1
+        self._load_seconds += seconds
         total = sum(reading.seconds.values())
         for medium, spent in reading.seconds.items():  # several threads spend more than passes
             self.rates.on_load(medium, reading.pages[medium], seconds * spent / total)
@@ -149,6 +158,13 @@ class Tiers:
         arrived = self._workers.take()
         return self.loads.check(self._clock()) or arrived
 
+    def settle(self) -> bool:
+        """Waits a moment for all copies to end. Returns whether they have."""
+        deadline = time.monotonic() + SETTLE_S
+        while self.is_copying and (left := deadline - time.monotonic()) > 0:
+            self._workers.take(left)
+        return not self.is_copying
+
     @property
     def is_copying(self) -> bool:
         """Whether anything is read or written by a copy, here or on the disk."""
@@ -158,6 +174,23 @@ class Tiers:
     def is_expecting(self) -> bool:
         """Whether pages of the device will soon be free or in the tree that are not now."""
         return self._copying_out > 0 or self.loads.is_expecting
+
+    def load_report(self) -> TierLoad:
+        store, size = self.store, self._tree.page_size
+        host, disk, stats = store.host, store.disk, store.stats
+        return TierLoad(
+            host_pages=host.num_pages,
+            host_bytes=host.num_pages * store.page_bytes,
+            disk_pages=0 if disk is None else disk.num_pages,
+            disk_bytes=0 if disk is None else disk.num_bytes,
+            total_stored_tokens={medium: pages * size for medium, pages in stats.stored_pages.items()},
+            total_loaded_tokens={medium: pages * size for medium, pages in stats.loaded_pages.items()},
+            total_loads=dict(self._outcomes),
+            total_load_seconds=self._load_seconds,
+            total_skipped_tokens=stats.skipped_pages * size,
+            total_bad_pages=stats.bad_pages,
+            total_failures=stats.failures,
+        )
 
     def clear(self) -> None:
         """Forgets all pages. Nothing may be copied."""
@@ -177,15 +210,15 @@ def open_tiers(
     config: SchedulerConfig,
     limits: Resolved,
     cache: CacheManager,
-    form: PageFormat,
-    kv_pool: Callable[[], KVPool],
-    prefill_tokens_per_s: Callable[[], float],
+    residence: Residence,
+    stats: SchedulerStats,
     wake: Callable[[], None],
     clock: Callable[[], float],
 ) -> Tiers | None:
     """The tiers that the settings ask for. Raises ConfigError."""
     if not limits.host_pages:
         return None
+    form = residence.page_format()
     with told_as_settings(f"--host-cache {config.host_cache}", torch.device("cpu"), hint="make it smaller"):
         slab = Slab(limits.host_pages, form.nbytes, limits.device)
     disk = None
@@ -193,5 +226,5 @@ def open_tiers(
         disk = DiskTier(Path(config.disk_cache), config.disk_cache_size, form)
     workers = Workers(wake)
     store = PageStore(form, HostTier(limits.host_pages), slab, disk, workers, cache.tree.events)
-    rates = LoadRates(prefill_tokens_per_s, limits.page_size)
-    return Tiers(cache.tree, cache.pool, store, workers, rates, kv_pool=kv_pool, clock=clock)
+    rates = LoadRates(lambda: stats.prefill_tokens_per_s, limits.page_size)
+    return Tiers(cache.tree, cache.pool, store, workers, rates, kv_pool=lambda: residence.executor.pool, clock=clock)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
-from treeline_runtime.messages import AuditCounts, LoadUpdate
+from treeline_runtime.messages import AuditCounts, LoadUpdate, TierLoad
 
 disable_created_metrics()  # twice the series for nothing that anybody reads
 
@@ -53,6 +53,63 @@ _GAUGES = (
     ("startup_time_seconds", "Seconds from the start of the process until it was ready."),
     ("http_requests_active", "HTTP requests that have no complete response yet."),
 )
+
+
+_TIERS = (
+    ("kv_tier_used_tokens", "Tokens in a tier of the KV cache below the device: CPU (host memory) or DISK."),
+    ("kv_tier_used_bytes", "Bytes of a tier of the KV cache below the device."),
+)
+"""By medium, and by rank as `_LOADS`."""
+_TIER_TOTALS = (
+    ("kv_tier_stored_tokens", "medium", "total_stored_tokens", "Tokens copied to a tier below the device."),
+    ("load_back_tokens", "medium", "total_loaded_tokens", "Prompt tokens that came back from a tier to the device."),
+    (
+        "load_back",
+        "outcome",
+        "total_loads",
+        "Times that a prompt's pages were in a lower tier: loaded, computed because that was faster, or failed.",
+    ),
+)
+_TIER_COUNTERS = (
+    ("load_back_seconds_total", "total_load_seconds", "Seconds that loads took."),
+    ("kv_tier_skipped_tokens_total", "total_skipped_tokens", "Tokens not stored because slots or disk were busy."),
+    ("kv_tier_bad_pages_total", "total_bad_pages", "Pages of lower tiers that failed their checksum; not used."),
+    ("kv_tier_failures_total", "total_failures", "Reads and writes of the disk tier that failed."),
+)
+
+
+class _Tiers:
+    """The cache below the device; no series unless there is one."""
+
+    def __init__(
+        self, registry: CollectorRegistry, labels: Mapping[str, str], of_ranks: Sequence[Mapping[str, str]]
+    ) -> None:
+        self._labels, self._of_ranks = labels, of_ranks
+        names = [*labels, *of_ranks[0], "medium"]
+        self._used = {name: Gauge(f"treeline:{name}", text, names, registry=registry) for name, text in _TIERS}
+        self._totals = {
+            field: Counter(f"treeline:{name}_total", text, [*labels, label], registry=registry)
+            for name, label, field, text in _TIER_TOTALS
+        }
+        self._counters = {
+            field: Counter(f"treeline:{name}", text, list(labels), registry=registry)
+            for name, field, text in _TIER_COUNTERS
+        }
+
+    def on_load(self, tiers: TierLoad, last: TierLoad, page_size: int, rank: int) -> None:
+        for medium, pages, size in (
+            ("CPU", tiers.host_pages, tiers.host_bytes),
+            ("DISK", tiers.disk_pages, tiers.disk_bytes),
+        ):
+            labels = {**self._labels, **self._of_ranks[rank], "medium": medium}
+            self._used["kv_tier_used_tokens"].labels(**labels).set(pages * page_size)
+            self._used["kv_tier_used_bytes"].labels(**labels).set(size)
+        for field, counter in self._totals.items():
+            before = getattr(last, field)
+            for label, value in getattr(tiers, field).items():
+                counter.labels(*self._labels.values(), label).inc(value - before.get(label, 0))
+        for field, one in self._counters.items():
+            one.labels(**self._labels).inc(getattr(tiers, field) - getattr(last, field))
 
 
 class Metrics:
@@ -113,6 +170,7 @@ class Metrics:
 
         self._gauges = {name: self._gauge(name, text, [{}])[0] for name, text in _GAUGES}
         self._loads = {name: self._gauge(name, text, of_ranks) for name, text in _LOADS}
+        self._tiers = _Tiers(self._registry, self._labels, of_ranks)
         self.http_requests = Counter(
             "treeline:http_responses_total",
             "HTTP responses, by path and status.",
@@ -145,6 +203,8 @@ class Metrics:
             for member, counter in self._audits.items():
                 counter.labels(**labels).inc(getattr(counts, member) - getattr(before, member))
             self._off.labels(**labels).set(any(of.audits[source].off for of in self._last_loads if of.audits))
+        if load.tiers is not None:
+            self._tiers.on_load(load.tiers, last.tiers or TierLoad(), load.page_size, rank)
 
     def render(self) -> bytes:
         """Prometheus' text format."""
