@@ -15,8 +15,8 @@ class Place(enum.Enum):
     DEVICE = enum.auto()
     """In the node's pages of the pool."""
     ON_ITS_WAY = enum.auto()
-    """Being filled: holders of its lock are computing it. It has no pages or digests, and leaves the tree with its last
-    lock."""
+    """Being filled: holders of its lock are computing or loading it. It has no pages or digests, and leaves the tree
+    with its last lock."""
 
 
 class Node:

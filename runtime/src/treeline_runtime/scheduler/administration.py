@@ -102,6 +102,7 @@ class Residence:
                 limits.dtype,
                 limits.device.type,
                 limits.context_length,
+                config.attention_backend,
                 config.quantization,
                 random,
             ),
