@@ -196,7 +196,55 @@ def test_vectors_are_routed_by_model_and_load_and_produce_no_tokens(path: str) -
     missing = ask(path, {"input": "x"}, served=TWO)
     assert (missing.status, missing.param) == (400, "model")
     assert pick(path, {"model": "anything", "input": "x"}, served=ModelRegistry()).pool is None
-    assert pick(path, b"{", served=TWO).model is None  # the engine says what is wrong with it
+    assert ask(path, b"{", served=TWO).code == "invalid_json"
+    assert pick(path, b"--form", served=TWO).model is None  # the engine knows what it is
+
+
+_PLACE = {"remote_host": "10.0.0.66", "remote_port": 1}
+_NAMING = [
+    b'{"kv_transfer\\u005fparams": {}}',
+    b'{"kv_transfer_params": null, "kv_transfer_params": {}}',
+    b'{"ec_transfer_params": {"a": 1}}',
+    b'{"bootstrap_host": ["10.0.0.66"]}',
+    b'{"disagg_prefill_dp_rank": 0}',
+    b'{"vllm_xargs": {"kv_transfer_params": "x"}}',
+    b'{"sampling_params": {"extra_args": {"kv_transfer_params": {"a": 1}}}}',
+    *(json.dumps({"kv_transfer_params": _PLACE}).encode(code) for code in ("utf-8-sig", "utf-16", "utf-16-be")),
+    *(json.dumps({"kv_transfer_params": _PLACE}).encode(code) for code in ("utf-32", "utf-32-le")),
+    b' \n{"kv_transfer_params": {"a": 1}, "temperature": NaN}',
+    b'{"kv_transfer_params": {"a": 1}, "user": "\\ud800"}',
+]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/embeddings", "/inference/v1/generate", "/other"])
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("body", _NAMING)
+def test_no_body_that_an_engine_can_read_names_an_engine(path: str, large: bool, body: bytes) -> None:
+    data: bytes | Body = body
+    outline = Outline() if large else None
+    if outline is not None:
+        data = Body([body[:5], body[5:]])
+        for piece in data.pieces():
+            outline.feed(piece)
+        outline.finish(data)
+    refusal = parse(RouteRequest({":path": path, ":method": "POST"}, data, None), ONE, outline=outline)
+    assert isinstance(refusal, Refusal), refusal
+    assert refusal.status == 400
+
+
+def test_members_too_large_to_be_read_may_name_an_engine() -> None:
+    body = Body([json.dumps({"prompt": "x", "vllm_xargs": {str(n): n for n in range(100_000)}}).encode()])
+    outline = Outline()
+    outline.feed(body.joined())
+    outline.finish(body)
+    refusal = parse(RouteRequest({":path": "/v1/completions", ":method": "POST"}, body, None), ONE, outline=outline)
+    assert isinstance(refusal, Refusal)
+    assert refusal.param == "vllm_xargs"
+
+
+@pytest.mark.parametrize("body", [b"--boundary\r\n{", b"RIFF\0\0{", b"[{}]", b"\xff\xfb\x90", b'"{"', b" " * 9])
+def test_bodies_that_are_no_objects_go_to_the_engine(body: bytes) -> None:
+    assert pick("/v1/audio/transcriptions", body).model is None
 
 
 def test_the_list_of_models_is_answered_without_an_endpoint() -> None:
@@ -326,6 +374,9 @@ def test_the_number_of_following_requests_comes_from_a_header(said: str, fork: i
         ("/v1/completions", {"prompt": "hello", "echo": True}, True),
         ("/v1/completions", {"prompt": "hello", "echo": True, "logprobs": 1}, False),
         ("/v1/completions", {"prompt": "hello", "use_beam_search": True}, False),
+        ("/generate", {"text": "hello", "return_logprob": True, "logprob_start_len": -1}, True),
+        ("/generate", {"text": "hello", "return_logprob": True, "logprob_start_len": 0}, False),
+        ("/generate", {"text": "hello", "return_hidden_states": True}, False),
         ("/v1/responses", {"input": "hello"}, False),
         ("/v1/embeddings", {"input": "hello"}, False),
     ],

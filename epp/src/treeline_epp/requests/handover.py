@@ -16,8 +16,18 @@ from msgspec import Raw, Struct
 from treeline_epp.endpoints.spec import EndpointSpec, split_address
 from treeline_epp.endpoints.transfer import Protocol
 
-MEMBERS: Final = ("kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room")
-"""Members of bodies by which a request names the engine that has its prompt. Clients must not name any."""
+MEMBERS: Final = (
+    "kv_transfer_params",
+    "ec_transfer_params",
+    "bootstrap_host",
+    "bootstrap_port",
+    "bootstrap_room",
+    "disagg_prefill_dp_rank",
+)
+"""Members of bodies by which a request names the engine that has its prompt, or its images. Clients must not name any.
+"""
+_PARAMS, _EXTRA, _XARGS = "sampling_params", "extra_args", "vllm_xargs"
+"""vLLM reads the same members in `vllm_xargs`, and in the `extra_args` of `sampling_params`."""
 PREFILLER: Final = "x-prefiller-host-port"
 HEADERS: Final = (PREFILLER, "x-encoder-hosts-ports", "x-data-parallel-host-port", "x-kv-cache-source-host-port")
 """The same as headers, which llm-d's sidecars read."""
@@ -77,8 +87,11 @@ def place_of(answer: bytes) -> Mapping[str, Any]:
     return {"kv_transfer_params": params}
 
 
-def named(members: Collection[str] | Mapping[str, Any]) -> str | None:
-    """Return a member by which a client names an engine; None without one. A null names none."""
-    if isinstance(members, Mapping):
-        members = [name for name in MEMBERS if members.get(name) is not None]
-    return next((name for name in MEMBERS if name in members), None)
+def named(members: Mapping[str, Any], unread: Collection[str] = ()) -> str | None:
+    """Return a member by which a client names an engine, or may name one since that member is too large to be read;
+    None without one. A null names none.
+    """
+    params = members.get(_PARAMS)
+    places = [members, members.get(_XARGS), params.get(_EXTRA) if isinstance(params, dict) else None]
+    found = (name for one in places if isinstance(one, dict) for name in MEMBERS if one.get(name) is not None)
+    return next((name for name in (*MEMBERS, _XARGS, _PARAMS) if name in unread), None) or next(found, None)

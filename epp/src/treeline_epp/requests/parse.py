@@ -23,7 +23,7 @@ from treeline_epp.keyers.base import Keyer
 from treeline_epp.picking.request import Request
 from treeline_epp.requests.body import Body, Immediate, RouteRequest
 from treeline_epp.requests.gateway_rules import NO_RULES, GatewayRules
-from treeline_epp.requests.handover import MEMBERS, named
+from treeline_epp.requests.handover import named
 from treeline_epp.requests.isolation import NO_ISOLATION, Cache, Isolation
 from treeline_epp.requests.model_registry import ModelNotFound, ModelRegistry, ModelTarget
 from treeline_epp.requests.outline import MAX_VALUES, NotReadable, Outline, Summary, summary_of
@@ -97,11 +97,14 @@ class _Reading(msgspec.Struct, frozen=True, gc=False):
 
     def with_prompt(self, body: bytes | Body, door: Door) -> Request | Refusal:
         """Parse a request with a prompt, at one of the doors for those."""
-        read = _read(door, body, self.outline)
-        if isinstance(read, Refusal):
-            return read
-        if (other := named(read.members) or named(read.left_out)) is not None:
+        try:
+            read = _read(body, self.outline, door.prompt)
+        except NotReadable as error:
+            return bad_request(str(error), code="invalid_json")
+        if (other := named(read.members, read.left_out)) is not None:
             return _names_engine(other)
+        if door.suffix == _GENERATE:
+            read = _as_completion(read)
         model = read.members.get("model")
         if (model is not None and not isinstance(model, str)) or "model" in read.left_out:
             return bad_request("`model` must be a string.", param="model")
@@ -143,13 +146,16 @@ class _Reading(msgspec.Struct, frozen=True, gc=False):
             return not_kept_apart("only chat and text completions and /generate take a salt")
         model: str | None = None
         target: ModelTarget | None = None
-        if (other := _named_in(body, self.outline)) is not None:
-            return _names_engine(other)
         try:
-            model = _model_of(body, self.outline)
+            read = _read(body, self.outline, ())
+            if (other := named(read.members, read.left_out)) is not None:
+                return _names_engine(other)
+            named_model = read.members.get("model")
+            model = named_model if isinstance(named_model, str) else None
             target = None if model is None and not vectors else self._resolve(model)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-            pass
+        except NotReadable as error:  # a form, a recording; but no JSON that engines can read
+            if _begins_as_object(body) and not self.request.headers.get("content-type", "").startswith(_GRPC):
+                return bad_request(str(error), code="invalid_json")
         except ModelNotFound as error:
             if vectors:
                 return self._unknown(error.name)
@@ -268,17 +274,20 @@ def is_large(body: bytes | Body | None) -> bool:
     return count_values(body) > MAX_VALUES
 
 
-def _read(door: Door, body: bytes | Body, outline: Outline | None) -> Summary | Refusal:
-    """Decode a body, or the wanted part of a large one."""
-    try:
-        if isinstance(body, Body):
-            assert outline is not None, "a large body needs an outline"
-            read = summary_of(body, outline, door.prompt)
-        else:
-            read = Summary(_decode_object(body), len(body))
-    except NotReadable as error:
-        return bad_request(str(error), code="invalid_json")
-    return _as_completion(read) if door.suffix == _GENERATE else read
+def _read(body: bytes | Body, outline: Outline | None, wanted: tuple[str, ...]) -> Summary:
+    """Decode a body, or the wanted part of a large one. Raises NotReadable."""
+    if isinstance(body, Body):
+        assert outline is not None, "a large body needs an outline"
+        return summary_of(body, outline, wanted)
+    return Summary(_decode_object(body), len(body))
+
+
+def _begins_as_object(body: bytes | Body) -> bool:
+    """Return whether a body may be JSON to an engine although we cannot read it: Python reads UTF-16 and UTF-32, byte
+    order marks, and NaN. O(blank bytes).
+    """
+    pieces = (bytes(piece).lstrip(_NO_TEXT) for piece in (body.pieces() if isinstance(body, Body) else [body]))
+    return next(filter(None, pieces), b"").startswith(b"{")
 
 
 def _decode_object(body: bytes) -> dict[str, Any]:
@@ -301,6 +310,8 @@ _PRIORITY: Mapping[Criticality, int] = {"Critical": 1, "Standard": 0, "Sheddable
 """Priorities of an InferenceModel's criticality, for requests without an objective: newer APIs have numbers only."""
 _GENERATE = "/generate"
 _GRPC = "application/grpc"
+_NO_TEXT = b" \t\r\n\0\xef\xbb\xbf\xfe\xff"
+"""Blanks, byte order marks, and the other halves of ASCII in wider encodings."""
 _LIMITS = (
     ("/chat/completions", ("max_completion_tokens", "max_tokens")),
     ("/responses", ("max_output_tokens",)),
@@ -321,47 +332,19 @@ def _models(path: str, registry: ModelRegistry) -> Immediate | Refusal | None:
     return None
 
 
-def _model_of(body: bytes | Body, outline: Outline | None) -> str | None:
-    if not isinstance(body, Body):
-        return _just_model(body).model
-    if outline is None or outline.problem is not None or "model" not in outline.spans:
-        return None
-    start, stop = outline.spans["model"][-1]
-    return msgspec.json.decode(body.slice(start, min(stop, start + _MODEL_BYTES)), type=str | None)
-
-
-_Places = msgspec.defstruct("Places", [(name, Any, None) for name in MEMBERS])
-_places = msgspec.json.Decoder(_Places).decode
-
-
-def _named_in(body: bytes | Body, outline: Outline | None) -> str | None:
-    """Return a member by which a body names an engine; None also for a body that is no JSON object."""
-    if isinstance(body, Body):
-        return named(tuple(outline.spans)) if outline is not None and outline.problem is None else None
-    try:
-        return named(msgspec.structs.asdict(_places(body)))
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return None
-
-
 def _names_engine(member: str) -> Refusal:
     return bad_request(f"`{member}` names an engine, and only the endpoint picker does that.", param=member)
 
 
 def _ends_at_prompt(body: dict[str, Any]) -> bool:
-    """Return whether an answer needs nothing of the prompt's computation: no log probabilities of its tokens; and it
-    has one beam.
+    """Return whether an answer needs nothing of the prompt's computation: no log probabilities of its tokens, and no
+    hidden states; and it has one beam.
     """
     of_prompt = body.get("prompt_logprobs") is not None or (body.get("echo") and body.get("logprobs") is not None)
-    return not of_prompt and not body.get("use_beam_search")
+    of_prompt = of_prompt or body.get("logprob_start_len") not in (None, -1)  # SGLang's
+    return not of_prompt and not body.get("use_beam_search") and not body.get("return_hidden_states")
 
 
-class _JustModel(msgspec.Struct):
-    model: str | None = None
-
-
-_just_model = msgspec.json.Decoder(_JustModel).decode
-_MODEL_BYTES = 4096
 _MOST_CHILDREN = 4096
 _NAMESPACE = frozenset({"lora_path", "cache_salt", "extra_key"})
 
