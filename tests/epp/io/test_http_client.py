@@ -196,3 +196,61 @@ async def test_a_post_sends_its_pieces_and_says_when_it_is_on_its_way() -> None:
     assert lines[0] == b"POST /v1/completions HTTP/1.1"
     assert {b"x-request-id: r", b"content-type: application/json", b"content-length: 11"} <= set(lines)
     assert body == b'{"a":1}\r\n\r\n'
+
+
+async def test_a_post_is_on_its_way_when_the_engine_takes_it_and_is_kept_no_longer_than_that() -> None:
+    reads, said = asyncio.Event(), asyncio.Event()
+    left: list[http_client.Buffer] = [bytes(60_000) for _ in range(400)]
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reads.wait()
+        await reader.readuntil(b"\r\n\r\n")
+        await reader.readexactly(400 * 60_000)
+        await said.wait()
+        writer.write(HELLO)
+
+    listening = await asyncio.start_server(serve, "127.0.0.1", 0)
+    address = f"127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+    client = HttpClient()
+    post = asyncio.create_task(client.post(address, "/", {}, left, within_s=60, most=9, sent=said.set))
+    await asyncio.wait([post], timeout=0.2)
+    assert left, "the engine reads nothing"
+    assert not said.is_set()
+    reads.set()
+    assert (await post).body == b"hi"
+    assert not left
+    await client.close()
+    listening.close()
+
+
+async def test_an_answer_before_the_request_was_read_ends_the_connection() -> None:
+    answers = [b"HTTP/1.1 413 No\r\ncontent-length: 0\r\n\r\n", HELLO]
+    ended = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answers.pop(0))
+        with contextlib.suppress(OSError):
+            await writer.drain()
+            await ended.wait()
+        writer.close()
+
+    listening = await asyncio.start_server(serve, "127.0.0.1", 0)
+    address = f"127.0.0.1:{listening.sockets[0].getsockname()[1]}"
+    client = HttpClient()
+    body: list[http_client.Buffer] = [bytes(60_000) for _ in range(400)]
+    assert (await client.post(address, "/", {}, body, within_s=60, most=9)).status == 413
+    assert (await client.get(address, "/health", within_s=60, most=9)).body == b"hi"
+    ended.set()
+    await client.close()
+    listening.close()
+
+
+async def test_a_post_is_never_sent_twice() -> None:
+    server = Server(says=lambda connection, _request: HELLO if connection == 1 else None)
+    async with serving(server) as client:
+        await ask(client, server)
+        with pytest.raises(HttpError, match="without an answer"):
+            await client.post(server.address, "/", {"tracestate": "\u2603"}, [b"\r\n\r\n"], within_s=60, most=9)
+    assert server.connections == 2
+    assert b"tracestate: ?" in server.heads[1]

@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from support.pairs import HANDED_OVER
-from support.proxy import head, whole
+from support.proxy import begun, head, replies, whole
 from treeline_epp.endpoints.http_answer import Answer
-from treeline_epp.endpoints.prefill_calls import PrefillCall
+from treeline_epp.endpoints.prefill_calls import MOST_CALLS, PrefillCall, PrefillCalls
 from treeline_epp.endpoints.scraped import ScrapedLoad
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.endpoints.transfer import Protocol, Role, Transfer
 from treeline_epp.extproc.session import ExtProcSession, SessionLimits
+from treeline_epp.flow.quotas import Limits, Quotas, QuotaTable
 from treeline_epp.metrics import Metrics
+from treeline_epp.picking.endpoint import Endpoint
 from treeline_epp.picking.picker import Picker
+from treeline_epp.requests.exchange import DEFAULT_FLOW
 from treeline_epp.requests.model_registry import ModelRegistry
 from treeline_epp.requests.prefilling import Prefilling
 from treeline_epp.requests.router import Router
@@ -35,10 +41,12 @@ class Posted:
     headers: Mapping[str, str]
     body: dict[str, Any]
     ended: Callable[[PrefillCall], None]
+    sent: Callable[[], None]
     cancelled: bool = False
+    over: bool = False
 
     def end(self, answer: Answer | None, problem: str = "") -> None:
-        self.call.answer, self.call.problem = answer, problem
+        self.call.answer, self.call.problem, self.over = answer, problem, True
         self.ended(self.call)
         self.call.finish()
 
@@ -49,9 +57,10 @@ class Calls:
 
     full: bool = False
     posted: list[Posted] = field(default_factory=list)
+    aborted: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
 
     def __len__(self) -> int:
-        return len(self.posted)
+        return sum(not (one.over or one.cancelled) for one in self.posted)
 
     def post(
         self,
@@ -59,26 +68,30 @@ class Calls:
         address: str,
         path: str,
         headers: Mapping[str, str],
-        body: Sequence[bytes],
+        body: list[bytes],
         *,
+        client: str | None,
         limit_s: float,
-        after_s: float = 0.0,
-        until_sent: bool = False,
-        ended: Callable[[PrefillCall], None] = lambda _call: None,
+        until_sent: bool,
+        ended: Callable[[PrefillCall], None],
     ) -> PrefillCall | None:
+        assert client is None
         if self.full:
             return None
         call = PrefillCall(limit_s, until_sent=until_sent)
-        posted = Posted(call, address, path, headers, json.loads(b"".join(body)), ended)
+        posted = Posted(call, address, path, headers, json.loads(b"".join(body)), ended, call.on_sent)
         call.cancel = lambda: setattr(posted, "cancelled", True)  # type: ignore[method-assign]
         self.posted.append(posted)
         return call
+
+    def abort(self, _server: str, address: str, body: bytes) -> None:
+        self.aborted.append((address, json.loads(body)))
 
 
 class World:
     """A pair of endpoints, and one stream of a proxy that has sent a request."""
 
-    def __init__(self, protocol: Protocol, *, body: dict[str, Any] | None = None, full: bool = False) -> None:
+    def __init__(self, protocol: Protocol, *, full: bool = False, quotas: Quotas | None = None) -> None:
         self.picker, self.calls, self.trouble = Picker(), Calls(full), list[str]()
         for name, role in (("p", Role.PREFILL), ("d", Role.DECODE)):
             spec = EndpointSpec(name, f"10.0.0.{len(role)}:8000", role=role, transfer=Transfer(protocol))
@@ -86,12 +99,11 @@ class World:
         self.picker.on_load("d", ScrapedLoad(running=16), 0.0)
         router = Router(self.picker, ModelRegistry(), Metrics(), clock=lambda: 0.0)
         router.prefilling = Prefilling(self.picker.parts, self.calls, router.clock, self.trouble.append)  # type: ignore[arg-type]
-        self.metrics, self.prefilling = router.metrics, router.prefilling
+        router.quotas, self.prefilling = quotas, router.prefilling
         self.session = ExtProcSession(router, SessionLimits(1_000_000))
         fields = {":path": "/v1/completions", ":method": "POST", "x-request-id": "r", "traceparent": "t"}
         list(self.session.answers(head(fields).SerializeToString()))
-        data = json.dumps(BODY if body is None else body).encode()
-        self.answering: Iterator[Any] = self.session.answers(whole(data).SerializeToString())
+        self.answering: Iterator[Any] = self.session.answers(whole(json.dumps(BODY).encode()).SerializeToString())
 
     def waits(self) -> bool:
         """Go on; return whether the stream waits for a call."""
@@ -201,8 +213,29 @@ def test_the_endpoint_that_waits_in_vain_is_told_to_abort() -> None:
     first.call.on_sent()
     assert not world.waits()
     first.end(Answer(503, {}, b"", True))
-    abort = world.calls.posted[1]
-    assert (abort.address, abort.path, abort.body) == ("10.0.0.6:8000", "/abort_request", {"rid": first.body["rid"]})
+    assert world.calls.aborted == [("10.0.0.6:8000", {"rid": first.body["rid"]})]
+
+
+@pytest.mark.parametrize("status", ["400", "500", "503"])
+def test_nobody_waits_for_a_prompt_whose_answer_was_refused(status: str) -> None:
+    world = World(Protocol.SGLANG)
+    assert world.waits()
+    world.calls.posted[0].sent()
+    assert not world.waits()
+    replies(world.session, begun(status))
+    assert world.calls.posted[0].cancelled, "the prefill engine would wait for minutes"
+    assert world.reserved == [0, 0]
+
+
+def test_a_client_is_charged_once_for_a_request_that_is_decided_three_times() -> None:
+    quotas = Quotas(QuotaTable(default=Limits(tokens_per_minute=40_000)))
+    world = World(Protocol.SGLANG, quotas=quotas)
+    for _ in range(3):
+        assert world.waits()
+        world.calls.posted[-1].end(None, "connection refused")
+    assert not world.waits()
+    assert json.loads(world.said[-1].immediate_response.body)["error"]["code"] == "no_prefill"
+    assert quotas.spend(DEFAULT_FLOW, 30_000, 0.0) is not None, "not at all, since nobody computed anything"
 
 
 def test_a_sidecar_is_told_by_a_header_and_nobody_waits() -> None:
@@ -215,3 +248,158 @@ def test_a_sidecar_is_told_by_a_header_and_nobody_waits() -> None:
     assert world.reserved[0] > 0, "until the answer begins"
     world.session.close()
     assert world.reserved == [0, 0]
+
+
+async def test_no_client_keeps_the_others_out_of_the_calls() -> None:
+    hangs, aborted = asyncio.Event(), asyncio.Event()
+
+    class Http:
+        async def post(self, _address: str, path: str, *_: object, **__: object) -> None:
+            if path == "/abort_request":
+                aborted.set()
+            await hangs.wait()
+
+    calls = PrefillCalls(lambda _server: Http())  # type: ignore[arg-type, return-value]
+
+    def post(client: str | None) -> PrefillCall | None:
+        return calls.post("p", "a", "/", {}, [], client=client, limit_s=9, until_sent=False, ended=lambda _call: None)
+
+    greedy = [call for call in (post("greedy") for _ in range(MOST_CALLS)) if call is not None]
+    assert len(greedy) == len(calls) == MOST_CALLS // 2
+    assert post("another") is not None
+    more = [call for call in (post(None) for _ in range(MOST_CALLS)) if call is not None]
+    assert (len(greedy) + 1 + len(more), post("a third")) == (MOST_CALLS, None)
+    calls.abort("d", "a", b"{}")
+    await asyncio.wait_for(aborted.wait(), 60)
+    for call in greedy:
+        call.cancel()
+    await asyncio.wait([call.task for call in greedy if call.task is not None])
+    assert post("greedy") is not None
+    for call in more:
+        call.cancel()
+    hangs.set()
+
+
+class Interleaving:
+    """Streams, calls and endpoints of which anything may happen at any time; in the end nothing may be left."""
+
+    def __init__(self, protocols: Sequence[Protocol]) -> None:
+        self.now, self.picker, self.calls, self.answered = 0.0, Picker(), Calls(), 0
+        self.specs = [
+            EndpointSpec(f"{role[0]}{at}", f"10.0.{at}.{len(role)}:8000", role=role, transfer=Transfer(protocol))
+            for at, protocol in enumerate(protocols)
+            for role in (Role.PREFILL, Role.DECODE)
+        ]
+        self.every: list[Endpoint] = []
+        for at in range(len(self.specs)):
+            self.add(at, True)
+        self.router = Router(self.picker, ModelRegistry(), Metrics(), clock=lambda: self.now)
+        self.router.prefilling = Prefilling(self.picker.parts, self.calls, self.router.clock)  # type: ignore[arg-type]
+        self.router.quotas = self.quotas = Quotas(QuotaTable(default=Limits(requests_per_day=1_000_000)))
+        self.streams: list[tuple[ExtProcSession, Iterator[Any]]] = []
+
+    def open(self, _at: int, _how: object) -> None:
+        session = ExtProcSession(self.router, SessionLimits(1_000_000))
+        fields = {":path": "/v1/completions", ":method": "POST", "x-request-id": f"{len(self.streams)}"}
+        list(session.answers(head(fields).SerializeToString()))
+        answering = session.answers(whole(json.dumps(BODY).encode()).SerializeToString())
+        self.streams.append((session, answering))
+        self.go_on(len(self.streams) - 1, None)
+
+    def go_on(self, at: int, status: str | None) -> None:
+        """Let a stream go on. If its request is decided and there is a status, the response begins."""
+        if self.streams:
+            session, answering = self.streams[at % len(self.streams)]
+            waits = next((one for one in answering if isinstance(one, PrefillCall)), None)
+            if waits is None and not session.ended and status is not None:
+                self.answered += status == "200"
+                replies(session, begun(status))
+
+    def close(self, at: int, _how: object) -> None:
+        if self.streams:
+            self.streams.pop(at % len(self.streams))[0].close()
+
+    def sent(self, at: int, _how: object) -> None:
+        if running := [one for one in self.calls.posted if not (one.over or one.cancelled)]:
+            running[at % len(running)].sent()
+
+    def end(self, at: int, answer: Answer | None) -> None:
+        if running := [one for one in self.calls.posted if not (one.over or one.cancelled)]:
+            running[at % len(running)].end(answer, "broken off")
+
+    def fill(self, _at: int, full: bool) -> None:
+        self.calls.full = full
+
+    def add(self, at: int, _how: object) -> None:
+        spec = self.specs[at % len(self.specs)]
+        endpoint = self.picker.add_endpoint(spec)
+        self.every.append(endpoint)
+        if spec.role is Role.DECODE:
+            self.picker.on_load(spec.name, ScrapedLoad(running=16), self.now)
+
+    def switch(self, at: int, role: Role) -> None:
+        spec = self.specs[at % len(self.specs)]
+        self.every.append(self.picker.add_endpoint(replace(spec, role=role)))
+
+    def remove(self, at: int, _how: object) -> None:
+        self.picker.remove_endpoint(self.specs[at % len(self.specs)].name)
+
+    def wait(self, _at: int, seconds: float) -> None:
+        self.now += seconds
+        self.picker.on_tick(self.now)
+
+    def finish(self) -> None:
+        while self.streams:
+            self.close(0, None)
+        assert len(self.calls) <= self.answered, "nobody wants the others"
+        while len(self.calls):
+            self.end(0, DONE)
+        for endpoint in self.every:
+            reservations = endpoint.load.reservations
+            reservations.check()
+            left = [one for one in reservations._open.values() if not one.answered]  # those that were run for a while
+            assert (left, endpoint.unanswered) == ([], 0), endpoint.spec
+        router, prefilling = self.router, self.router.prefilling
+        assert prefilling is not None
+        assert (router._leases, router._exchanges, prefilling._calls) == ({}, {}, {})
+        assert prefilling.outcomes.total() >= len(self.calls.posted)
+        assert (router.metrics.open_streams, router.metrics.internal_errors.labels().value) == (0, 0)
+        self.picker.index.check()
+
+
+STEPS: list[tuple[Callable[[Interleaving, int, Any], None], Any]] = [
+    *[
+        (Interleaving.open, None),
+        (Interleaving.sent, None),
+        (Interleaving.go_on, None),
+        (Interleaving.go_on, "200"),
+        (Interleaving.go_on, "400"),
+        (Interleaving.go_on, "500"),
+    ]
+    * 3,
+    *[(Interleaving.end, answer) for answer in (DONE, None, Answer(400, {}, b"", True), Answer(503, {}, b"", True))],
+    *[
+        (Interleaving.close, None),
+        (Interleaving.add, None),
+        (Interleaving.remove, None),
+        (Interleaving.fill, True),
+        (Interleaving.fill, False),
+    ],
+    *[(Interleaving.switch, role) for role in Role],
+    *[(Interleaving.wait, seconds) for seconds in (0.1, 5.0, 700.0)],
+]
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    st.lists(st.sampled_from(Protocol), min_size=1, max_size=2),
+    st.lists(st.tuples(st.integers(0, 5), st.sampled_from(STEPS)), max_size=30),
+)
+def test_no_order_of_events_leaves_anything_reserved(
+    protocols: list[Protocol], steps: list[tuple[int, tuple[Callable[[Interleaving, int, Any], None], Any]]]
+) -> None:
+    world = Interleaving(protocols)
+    world.open(0, None)
+    for at, (step, how) in steps:
+        step(world, at, how)
+    world.finish()

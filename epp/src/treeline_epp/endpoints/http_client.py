@@ -9,7 +9,7 @@ addresses, and a proxy would be in the way.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Final, cast
 from urllib.parse import quote
 
@@ -20,6 +20,10 @@ IDLE_S: Final = 60.0
 """Longest that a connection is kept without a request: its server may have gone without closing it."""
 _TARGET_SAFE: Final = "/?#[]@!$&'()*+,;=:%~"
 Buffer = bytes | memoryview
+
+
+def _ignored() -> None:
+    pass
 
 
 class HttpClient:
@@ -40,50 +44,41 @@ class HttpClient:
         If a kept connection closes before any byte of an answer, the request is sent again, once, on a new one: servers
         close idle connections. Raises `HttpError`.
         """
-        request = [self._head("GET", address, path, {"accept": accept})]
-        return await self._whole(address, request, within_s, most)
+        head = self._head("GET", address, path, {"accept": accept})
+
+        async def asked() -> Answer:
+            kept = self._kept.pop(address, None)
+            if kept is not None and kept.open:
+                try:
+                    return await self._ask(address, kept, [head], AnswerReader(most))
+                except _Unanswered:
+                    pass
+            return await self._ask(address, await _connect(address), [head], AnswerReader(most))
+
+        return await _within(within_s, asked())
 
     async def post(
         self,
         address: str,
         path: str,
         headers: Mapping[str, str],
-        body: Sequence[Buffer],
+        body: list[Buffer],
         *,
         within_s: float,
         most: int,
-        sent: Callable[[], None] = lambda: None,
+        sent: Callable[[], None] = _ignored,
     ) -> Answer:
-        """Return the whole answer to a POST of JSON, as `get` does; `sent` is called when the request is on its way. An
-        engine may get it twice. Raises `HttpError`.
+        """Return the whole answer to a POST of JSON, as `get` does, but on a new connection and never sent again: the
+        engine gets it once. The pieces of `body` leave the list as they are sent; then `sent` is called. Raises
+        `HttpError`.
         """
         length = {"content-type": "application/json", "content-length": str(sum(map(len, body)))}
-        request = [self._head("POST", address, path, {**headers, **length}), *body]
-        return await self._whole(address, request, within_s, most, sent)
+        body.insert(0, self._head("POST", address, path, {**headers, **length}))
 
-    async def _whole(
-        self,
-        address: str,
-        request: Sequence[Buffer],
-        within_s: float,
-        most: int,
-        sent: Callable[[], None] = lambda: None,
-    ) -> Answer:
-        try:
-            async with asyncio.timeout(within_s):
-                kept = self._kept.pop(address, None)
-                if kept is not None and kept.open:
-                    try:
-                        return await self._ask(address, kept, request, AnswerReader(most), sent)
-                    except _Unanswered:
-                        pass
-                return await self._ask(address, await _connect(address), request, AnswerReader(most), sent)
-        except TimeoutError:
-            raise HttpTimeout(f"no whole answer within {within_s:g} s") from None
-        except _Unanswered as error:
-            raise error.why from None
-        except OSError as error:
-            raise HttpError(str(error) or repr(error)) from error
+        async def asked() -> Answer:
+            return await self._ask(address, await _connect(address), body, AnswerReader(most), sent)
+
+        return await _within(within_s, asked())
 
     async def close(self) -> None:
         """Close the kept connections; those in use are closed after their answers."""
@@ -96,14 +91,12 @@ class HttpClient:
         self,
         address: str,
         connection: _Connection,
-        request: Sequence[Buffer],
+        request: list[Buffer],
         reader: AnswerReader,
-        sent: Callable[[], None],
+        sent: Callable[[], None] = _ignored,
     ) -> Answer:
         try:
-            answered = connection.ask(request, reader)
-            sent()
-            answer = await answered
+            answer = await connection.ask(request, reader, sent)
         except BaseException:
             connection.close()
             raise
@@ -126,7 +119,19 @@ class HttpClient:
         if key := self._bearer():
             fields["authorization"] = f"Bearer {key}"
         lines = [f"{method} {quote(path, safe=_TARGET_SAFE)} HTTP/1.1", *(f"{k}: {v}" for k, v in fields.items())]
-        return "\r\n".join([*lines, "\r\n"]).encode("latin-1")
+        return "\r\n".join([*lines, "\r\n"]).encode("latin-1", "replace")
+
+
+async def _within(seconds: float, answer: Coroutine[None, None, Answer]) -> Answer:
+    try:
+        async with asyncio.timeout(seconds):
+            return await answer
+    except TimeoutError:
+        raise HttpTimeout(f"no whole answer within {seconds:g} s") from None
+    except _Unanswered as error:
+        raise error.why from None
+    except OSError as error:
+        raise HttpError(str(error) or repr(error)) from error
 
 
 class _Unanswered(Exception):
@@ -151,24 +156,35 @@ class _Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._reader: AnswerReader | None = None
         self._answered: asyncio.Future[Answer] | None = None
+        self._unsent: list[Buffer] = []
+        self._sent: Callable[[], None] = _ignored
+        self._full = False
 
     @property
     def open(self) -> bool:
         """Whether it can take a request."""
         return self._transport is not None and not self._transport.is_closing()
 
-    def ask(self, request: Sequence[Buffer], reader: AnswerReader) -> asyncio.Future[Answer]:
-        """Send a request; the future is its answer. Raises `HttpError` and `_Unanswered`."""
+    def ask(self, request: list[Buffer], reader: AnswerReader, sent: Callable[[], None]) -> asyncio.Future[Answer]:
+        """Send a request, whose pieces leave the list; the future is its answer. Calls `sent` when the system has all
+        of it. Raises `HttpError` and `_Unanswered`.
+        """
         assert self._transport is not None
         assert self._reader is None, "one request at a time"
         answered: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-        self._reader, self._answered = reader, answered
+        self._reader, self._answered, self._unsent, self._sent = reader, answered, request, sent
         if self._transport.is_closing():  # no callback will come
             self._settle(_Unanswered(BrokenOff("it ended the connection, or spoke, before it was asked")))
         else:
-            for piece in request:
-                self._transport.write(piece)
+            self._send()
         return answered
+
+    def _send(self) -> None:
+        assert self._transport is not None
+        while self._unsent and not self._full:
+            self._transport.write(self._unsent.pop(0))
+        if self._reader is not None and not self._full:
+            self._sent()
 
     def close(self) -> None:
         """Close the connection at once; what is still in flight is lost."""
@@ -179,6 +195,14 @@ class _Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        self._transport.set_write_buffer_limits(0)
+
+    def pause_writing(self) -> None:
+        self._full = True
+
+    def resume_writing(self) -> None:
+        self._full = False
+        self._send()
 
     def data_received(self, data: bytes) -> None:
         if self._reader is None:  # no request is open
@@ -204,7 +228,9 @@ class _Connection(asyncio.Protocol):
             self._settle(broken if reader.heard else _Unanswered(broken))
 
     def _settle(self, what: Answer | Exception) -> None:
-        answered, self._answered, self._reader = self._answered, None, None
+        answered, self._answered, self._reader, self._sent = self._answered, None, None, _ignored
+        if self._unsent or self._full:  # it answered before it had read the request
+            self.close()
         if answered is None or answered.done():  # the caller has gone
             return
         if isinstance(what, Answer):

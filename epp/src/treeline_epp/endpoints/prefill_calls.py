@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from treeline_epp.endpoints.http_answer import Answer, HttpError
 from treeline_epp.endpoints.http_client import Buffer, HttpClient
 
 MOST_CALLS: Final = 1024
-"""Most requests in flight. Their bodies are those of requests that wait in the picker, and count there."""
+"""Most requests in flight; and each client may have as many as are free, so that none can keep the others out. Their
+bodies are those of requests that wait in the picker, and count there."""
 MOST_BYTES: Final = 1 << 20
 """Largest answer: it names the blocks of the prompt, some 8 bytes for each, and repeats one token."""
+_ABORT_S, _UNDER_WAY_S = 5.0, 1.0
+"""Longest that an abort may take; and how long after a failure it is sent: the request may still be on its way."""
 
 
 class PrefillCall:
@@ -59,10 +64,11 @@ class PrefillCalls:
 
     def __init__(self, client_of: Callable[[str], HttpClient | None]) -> None:
         self._client_of = client_of
-        self._calls: set[asyncio.Task[None]] = set()
+        self._held: Counter[str | None] = Counter()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     def __len__(self) -> int:
-        return len(self._calls)
+        return self._held.total()
 
     def post(
         self,
@@ -70,23 +76,22 @@ class PrefillCalls:
         address: str,
         path: str,
         headers: Mapping[str, str],
-        body: Sequence[Buffer],
+        body: list[Buffer],
         *,
+        client: str | None,
         limit_s: float,
-        after_s: float = 0.0,
-        until_sent: bool = False,
-        ended: Callable[[PrefillCall], None] = lambda _call: None,
+        until_sent: bool,
+        ended: Callable[[PrefillCall], None],
     ) -> PrefillCall | None:
-        """Send a request in `after_s`; `ended` is called when it has its answer or its problem, not after `cancel`.
-        None if too many are in flight, or the server has gone.
+        """Send a request of a client; `ended` is called when it has its answer or its problem, not after `cancel`. The
+        list `body` is emptied. None if too many are in flight, or the server has gone.
         """
-        http = self._client_of(server)
-        if http is None or len(self._calls) >= MOST_CALLS:
+        http, free = self._client_of(server), MOST_CALLS - len(self)
+        if http is None or free <= (0 if client is None else self._held[client]):
             return None
         call = PrefillCall(limit_s, until_sent=until_sent)
 
         async def run() -> None:
-            await asyncio.sleep(after_s)
             try:
                 call.answer = await http.post(
                     address, path, headers, body, within_s=limit_s, most=MOST_BYTES, sent=call.on_sent
@@ -98,7 +103,28 @@ class PrefillCalls:
             finally:
                 call.finish()
 
+        def over(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            self._held[client] -= 1
+            if not self._held[client]:
+                del self._held[client]
+
+        self._held[client] += 1
         call.task = asyncio.create_task(run(), name=f"prefill at {server}")
-        self._calls.add(call.task)
-        call.task.add_done_callback(self._calls.discard)
+        self._tasks.add(call.task)
+        call.task.add_done_callback(over)
         return call
+
+    def abort(self, server: str, address: str, body: bytes) -> None:
+        """Tell a server to abort a request that is on its way there, or has arrived."""
+        if (http := self._client_of(server)) is None:
+            return
+
+        async def run() -> None:
+            await asyncio.sleep(_UNDER_WAY_S)
+            with contextlib.suppress(HttpError):
+                await http.post(address, "/abort_request", {}, [body], within_s=_ABORT_S, most=MOST_BYTES)
+
+        task = asyncio.create_task(run(), name=f"abort at {server}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -250,7 +250,7 @@ class ExtProcSession:
                 return state.refuse(result) if isinstance(result, Refusal) else state.respond(result)
             if (yield from self._handed_over(state, request, outline, result)):
                 break
-            self._router.release(result)
+            self._router.release(result, unsent=True)
         else:
             return state.refuse(self._refused(refusals.no_prefill()))
         parsed = result.decision.request

@@ -26,8 +26,6 @@ MOST_S = 600.0
 PATIENCE_S = 10.0
 """… but not less than this: predictions may be wrong until an endpoint has been measured, and each prompt measures it.
 """
-_ABORT_S, _UNDER_WAY_S = 5.0, 1.0
-"""Longest that an abort may take; and how long after a failure it is sent: the request may still be on its way."""
 _FORMS = ("whole", "apart")
 _PASSED_ON = (names.REQUEST_ID, names.TRACEPARENT, names.TRACESTATE)
 """Headers of the client's request that the prefill engine gets, too: for its log, and for traces."""
@@ -81,7 +79,8 @@ class Prefilling:
             prefill.address,
             asked.path,
             headers,
-            body.pieces() if isinstance(body, Body) else [body],
+            list(body.pieces()) if isinstance(body, Body) else [body],
+            client=decision.request.client,
             limit_s=limit_s,
             until_sent=not plan.waits,
             ended=lambda call: self._ended(lease, plan, call, now),
@@ -102,7 +101,7 @@ class Prefilling:
         return apart and not decision.endpoint.alone and not lease.members
 
     def drop(self, lease: Lease) -> None:
-        """Take the client's leaving: nobody wants the prompt."""
+        """Take the client's leaving, or the other endpoint's refusal: nobody wants the prompt."""
         if (call := self._calls.pop(lease, None)) is not None:
             call.cancel()
             self._end(lease, Outcome.CANCELLED)
@@ -120,10 +119,7 @@ class Prefilling:
         self._end(lease, outcome, why, took_s if told else 0.0)
         if dispatched and outcome is not Outcome.HEADERS:
             spec = lease.endpoint.spec  # it waits for the prompt, for minutes
-            body = [plan.abort]
-            self.calls.post(
-                spec.server, spec.address, "/abort_request", {}, body, limit_s=_ABORT_S, after_s=_UNDER_WAY_S
-            )
+            self.calls.abort(spec.server, spec.address, plan.abort)
 
     def _outcome(self, lease: Lease, plan: Handover, call: PrefillCall) -> tuple[Outcome, str]:
         answer = call.answer

@@ -143,9 +143,9 @@ class Router:
             exchange.shown(data, self.clock(), ended=ended)
         return () if headers is None or exchange.spend is None else exchange.spend.account.headers(self.clock())
 
-    def release(self, held: Lease | Ticket[Routed]) -> None:
-        """Take the end of the stream. Without a response before it, the client went away, or the proxy gave up. May be
-        called again.
+    def release(self, held: Lease | Ticket[Routed], *, unsent: bool = False) -> None:
+        """Take the end of the stream. Without a response before it, the client went away, or the proxy gave up; or the
+        request was not sent to the endpoint at all (`unsent`), and costs nothing. May be called again.
         """
         if isinstance(held, Ticket):
             if held not in self._exchanges:
@@ -167,7 +167,9 @@ class Router:
             self.metrics.ended(Outcome.CANCELLED)
         if held in self._exchanges:
             exchange = self._exchanges.pop(held)
-            if exchange.body is not None and (exchange.spend is not None or exchange.turn is not None):
+            if unsent:
+                self._give_back(exchange)
+            elif exchange.body is not None and (exchange.spend is not None or exchange.turn is not None):
                 self._used(exchange, exchange.body.estimate())
             self.observers.ended(exchange)
 
@@ -330,6 +332,8 @@ class Router:
             exchange.answered(headers, served, Usage(prompt, cached), now)
         if outcome is not Outcome.HEADERS:
             cached = prompt = None  # a prompt that was not computed teaches nothing
+            if self.prefilling is not None:
+                self.prefilling.drop(lease)
         # Headers of a stream come with its first token; those of a whole answer with its last.
         streams = headers.get("content-type", "").startswith("text/event-stream")
         ttft = now - lease.opened_at if streams and prompt is not None else None
