@@ -293,6 +293,7 @@ class Fleet:
         for one in member.ranks:
             self.picker.add_endpoint(one, ready=False, ranks=max(1, len(info.sources)) if one.rank is None else 1)
         member.registered = spec
+        self._select([spec.name])  # with another role it may be one that Envoy does not know
         self._set_served(spec, info, self._keyers.known(spec, info))
         if known is not None and known.uid == spec.uid:  # other models, the same process
             if self._keyers.source(known) is not self._keyers.source(spec):

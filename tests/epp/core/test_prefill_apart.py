@@ -144,6 +144,26 @@ def test_a_fallback_can_take_over_what_the_first_one_was_sent() -> None:
     assert len(whole.fallbacks) == 2
 
 
+def test_no_fallback_is_an_endpoint_that_cannot_serve_the_same_request() -> None:
+    sidecar, meets = spec("s", Role.DECODE, SIDECAR), spec("m", Role.DECODE, SGLANG)
+    picker = picker_of(spec("whole", Role.BOTH, None), meets, spec("p", Role.PREFILL, SGLANG), fallbacks=3)
+    picker.parts.charge(picker.endpoints["m"], 400_000, 100.0, 0.0)
+    decision = picker.pick(LONG, 0.0)
+    assert (decision.endpoint.name, decision.fallbacks) == ("whole", ()), "the other one computes no prompts"
+    picker = picker_of(sidecar, meets, spec("p", Role.PREFILL, SGLANG), fallbacks=3)
+    busy(picker, "s", running=16)
+    picker.parts.charge(picker.endpoints["m"], 400_000, 100.0, 0.0)
+    decision = picker.pick(LONG, 0.0)
+    assert (decision.endpoint.name, prefill_of(decision), decision.fallbacks) == ("s", "p", ())
+
+
+def test_a_pool_whose_endpoints_compute_no_prompts_is_ready_with_a_prefill_endpoint() -> None:
+    picker = picker_of(spec("d", Role.DECODE, SGLANG))
+    assert not picker.has_ready("default", None)
+    picker.add_endpoint(spec("p", Role.PREFILL, SGLANG))
+    assert picker.has_ready("default", None)
+
+
 def test_measured_transfers_count() -> None:
     picker = pair()
     for at, (tokens, seconds) in enumerate([(0.0, 0.0), (100_000.0, 500.0)]):

@@ -99,11 +99,16 @@ def problem_of(spec: EndpointSpec, all_specs: Iterable[EndpointSpec]) -> tuple[s
     return why, bool(others)
 
 
-def takes_over(spec: EndpointSpec, prefill: EndpointSpec | None) -> bool:
-    """Return whether this endpoint, too, can answer a request whose prompt `prefill` computes; None: nobody else."""
+def takes_over(spec: EndpointSpec, decode: EndpointSpec, prefill: EndpointSpec | None) -> bool:
+    """Return whether this endpoint, too, can answer a request for `decode` whose prompt `prefill` computes; None:
+    nobody else. It gets the same request.
+    """
     if prefill is None:
         return spec.alone
-    return spec.role is Role.DECODE and not unfit(prefill, spec)
+    if spec.role is not Role.DECODE or unfit(prefill, spec):
+        return False
+    protocols = {None if one.transfer is None else one.transfer.protocol for one in (spec, decode)}
+    return len(protocols) == 1
 
 
 def cheapest(columns: Floats, rates: Floats, uncached_tokens: Floats, loads: Floats | None, now: float) -> int:

@@ -17,7 +17,6 @@ from msgspec.structs import replace
 from treeline_epp.endpoints.load import EngineLoad, prefill_rate, trust
 from treeline_epp.endpoints.scraped import ScrapedLoad
 from treeline_epp.endpoints.spec import EndpointSpec
-from treeline_epp.endpoints.transfer import Role
 from treeline_epp.index.index import Index
 from treeline_epp.index.pods import NO_HIT, Match
 from treeline_epp.picking.decision import Decision, Elsewhere, Lease, NoEndpoints, Outcome, PickError, Saturated
@@ -34,7 +33,6 @@ from treeline_epp.picking.sessions import Sessions, stays
 from treeline_epp.picking.table import (
     ARRIVALS,
     ARRIVED_AT,
-    ELIGIBLE,
     IDENTITY,
     IN_FLIGHT,
     MEASURED_AT,
@@ -172,10 +170,9 @@ class Picker:
         policy, config = self.policies.of(request.pool), self.config
         count = max(config.scored, (config.fallbacks + 2) * self._most_ranks)
         best, scored, apart = self._ranked(request, policy, count, config.scored, now)
-        if best[0].spec.role is Role.DECODE:  # a fallback gets the same request
-            prefill = apart.prefill.candidate.spec if apart is not None and apart.chosen else None
-            best = [best[0], *(one for one in best[1:] if takes_over(one.spec, prefill))]
-        return Decision(request, scored, fallbacks(best, config.fallbacks), policy.name, apart)
+        prefill = apart.prefill.candidate.spec if apart is not None and apart.chosen else None
+        able = [best[0], *(one for one in best[1:] if takes_over(one.spec, best[0].spec, prefill))]
+        return Decision(request, scored, fallbacks(able, config.fallbacks), policy.name, apart)
 
     def explain(self, request: Request, now: float) -> Explanation:
         """Return the decision of `pick`, and each endpoint's part in it. Changes nothing. O(endpoints), one by one."""
@@ -290,8 +287,10 @@ class Picker:
     def has_ready(self, pool: str, model: str | None) -> bool:
         """Return whether this pool could serve a request for this model now. O(endpoints) at memory speed."""
         self._refresh(self._table.now)
-        serving = self._table.serving(Request("", model=model, pool=pool))
-        return bool((self._table.columns[ELIGIBLE, : self._table.size] * serving).any())
+        try:
+            return bool(len(rows_left(Request("", model=model, pool=pool, apart=True), self._table)))
+        except NoEndpoints:
+            return False
 
     # Leases
 
