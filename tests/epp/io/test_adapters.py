@@ -436,6 +436,15 @@ async def test_a_vllm_with_a_role_is_asked_once_how_it_hands_over_prompts(http: 
         assert (await EngineClient(http, engine.address).info()).transfer is None, "one without a role is not asked"
 
 
+async def test_an_engine_does_not_choose_how_much_the_picker_remembers(http: HttpClient) -> None:
+    async with started(vllm("d", "decode"), sglang("p", "prefill", model_path="x" * 100_000)) as (decode, prefill):
+        decode.documents["/version"] = {"version": "9" * 100_000}
+        for engine in (decode, prefill):
+            found = (await EngineClient(http, engine.address, apart=True).info()).transfer
+            assert found is not None
+            assert sum(len(value) for _, value in found.alike) < 1000
+
+
 async def test_a_vllm_without_the_connector_hands_over_no_prompts(http: HttpClient) -> None:
     async with started(vllm("d", "decode", nixl=False)) as (engine,):
         assert (await EngineClient(http, engine.address, apart=True).info()).transfer is None

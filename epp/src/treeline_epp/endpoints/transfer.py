@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
+from typing import Self
 
 BOOTSTRAP_PORT = 8998
 """Port of SGLang's bootstrap servers where nothing else is said."""
+_LONGEST_FACT = 256
 
 
 class Role(StrEnum):
@@ -40,6 +43,12 @@ class Transfer:
     protocol: Protocol
     port: int = BOOTSTRAP_PORT
     alike: tuple[tuple[str, str], ...] = ()
+
+    @classmethod
+    def told(cls, protocol: Protocol, facts: Mapping[str, object], port: int = BOOTSTRAP_PORT) -> Self:
+        """Make one of the facts that an engine tells; None where it does not. It does not choose how long they are."""
+        alike = ((name, str(value)[:_LONGEST_FACT]) for name, value in facts.items() if value is not None)
+        return cls(protocol, port, tuple(alike))
 
 
 @lru_cache(maxsize=4096)

@@ -31,7 +31,6 @@ _WRONG_CONFIG = "its --kv-events-config makes no publisher to connect to: publis
 
 
 _ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE}
-_LONGEST_FACT = 256
 
 
 class KvEvents(msgspec.Struct):
@@ -114,14 +113,13 @@ class SGLangAdapter(OpenAIAdapter):
 def _transfer(about: ServerInfo) -> Transfer:
     """Return how a server with a role hands over prompts."""
     port = about.disaggregation_bootstrap_port
-    said = {
+    facts = {
         "model": about.model_path,
         "page size": about.page_size,
         "type of cached values": about.kv_cache_dtype,
         "transfer backend": about.disaggregation_transfer_backend,
     }
-    alike = tuple((name, str(value)[:_LONGEST_FACT]) for name, value in said.items() if value is not None)
-    return Transfer(Protocol.SGLANG, port if type(port) is int and 0 < port < 65536 else BOOTSTRAP_PORT, alike)
+    return Transfer.told(Protocol.SGLANG, facts, port if type(port) is int and 0 < port < 65536 else BOOTSTRAP_PORT)
 
 
 def _sources(http: EngineHttp, events: KvEvents) -> tuple[KvSource, ...]:

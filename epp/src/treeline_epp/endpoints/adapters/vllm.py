@@ -35,8 +35,6 @@ _OLD = (
 _PAGE_S: Final = 10.0
 _PAGE_BYTES: Final = 4 << 20
 _NIXL: Final = re.compile(rb"^vllm:nixl_", re.MULTILINE)
-_ALIKE: Final = {"block_size": "block size", "cache_dtype": "type of cached values"}
-"""Labels of `vllm:cache_config_info` with facts that both ends share."""
 
 
 class _Version(msgspec.Struct):
@@ -98,13 +96,15 @@ class VllmAdapter(OpenAIAdapter):
             raise EngineError(f"{http.base}/metrics: {error!r}") from error
         if status != 200 or not _NIXL.search(page):
             return None
-        infos = [one.labels for one in series(page, b"vllm:cache_config_info")]
-        alike = [(name, info[label]) for info in infos[:1] for label, name in _ALIKE.items() if label in info]
-        if (about := await http.document("/version", _Version)) is not None:
-            alike.append(("version of vLLM", about.version))
-        served = await http.document("/v1/models", Models)
-        checkpoint = next((one.checkpoint for one in served.data if not one.base), "") if served is not None else ""
-        return Transfer(Protocol.NIXL, alike=tuple(alike) + ((("model", checkpoint),) if checkpoint else ()))
+        info = next((one.labels for one in series(page, b"vllm:cache_config_info")), {})
+        about, served = await http.document("/version", _Version), await http.document("/v1/models", Models)
+        facts = {
+            "block size": info.get("block_size"),
+            "type of cached values": info.get("cache_dtype"),
+            "version of vLLM": None if about is None else about.version,
+            "model": next((one.checkpoint or None for one in served.data if not one.base), None) if served else None,
+        }
+        return Transfer.told(Protocol.NIXL, facts)
 
 
 def _source(http: EngineHttp, rank: int, publisher: _Publisher) -> KvSource | None:
