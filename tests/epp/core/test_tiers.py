@@ -406,3 +406,13 @@ def test_sglangs_events_of_host_memory() -> None:
     assert index.blocks_of(pod) == set()
     assert in_tier(pod, Tier.HOST, index) == set(PROMPT.hashes[:4])
     assert hit(index, pod, PROMPT) == Hit(host=3 * WIDTH)
+
+
+def test_lower_tiers_leave_room_in_the_index_for_devices() -> None:
+    index, (pod, other) = make_index(2, max_blocks=40)
+    long = Prompt.random(9, 60)
+    for at in range(60):
+        index.apply(pod, long.stored(at, at + 1, medium="DISK"), KEYS)
+    assert (pod.lower[Tier.DISK].blocks, pod.skipped[Skip.FULL]) == (31, 29)
+    index.apply(other, Prompt.random(10, 5).stored(), KEYS)
+    assert other.blocks == 5

@@ -30,7 +30,7 @@ from treeline_wire.events import AllBlocksCleared, BlockRemoved, BlockStored, Ev
 from treeline_wire.keys import PrefixKeys
 
 from treeline_epp.index.event_filter import Skip, Tier, block_texts, namespace_of, skip_reason, tier_of
-from treeline_epp.index.limits import SLICE, IndexLimits, weight
+from treeline_epp.index.limits import LOWER_SHARE, SLICE, IndexLimits, weight
 from treeline_epp.index.matching import Walk, match, uniting, walk
 from treeline_epp.index.node import Node
 from treeline_epp.index.orphans import Orphan
@@ -343,7 +343,8 @@ class Index:
             if first is not None and first.node.root is not root and tier is None:
                 pod.skipped[Skip.NAMESPACE] += len(hashes)
                 return
-        if tree.text_bytes > self.limits.max_text_bytes or len(tree.blocks) > self.limits.max_blocks:
+        share = 1.0 if tier is None else LOWER_SHARE
+        if max(tree.text_bytes / self.limits.max_text_bytes, len(tree.blocks) / self.limits.max_blocks) > share:
             pod.skipped[Skip.FULL] += len(hashes)
             return
         stored = self._place(pod, bit, event, keys, scope, root)

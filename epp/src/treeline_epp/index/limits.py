@@ -11,6 +11,10 @@ from treeline_epp.index.radix_tree import MAX_EDGE
 
 SLICE: Final = 128
 """Weight that is handled in one go: half a millisecond, on a busy machine two."""
+LOWER_SHARE: Final = 0.75
+"""Share of these bounds up to which blocks of lower tiers are taken: disks hold more than all devices, and must not
+take their place.
+"""
 _EACH: Final = 8
 _CLEARED: Final = 64
 _REMOVED: Final = 4
