@@ -12,6 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.flow_checks import check_control
+from treeline_epp.endpoints.spec import EndpointSpec
+from treeline_epp.endpoints.transfer import Protocol, Role, Transfer
 from treeline_epp.flow.control import (
     MOST_AT_ONCE,
     MOST_ENDED,
@@ -24,7 +26,8 @@ from treeline_epp.flow.control import (
 )
 from treeline_epp.flow.settings import FlowSettings
 from treeline_epp.flow.ticket import Ticket
-from treeline_epp.picking.decision import FlowRefused, NoEndpoints, PickError, Saturated
+from treeline_epp.picking.decision import Decision, FlowRefused, NoEndpoints, PickError, Saturated
+from treeline_epp.picking.picker import Picker
 from treeline_epp.picking.request import Request
 
 ON = FlowSettings(mode="wait", ttl_seconds=60.0)
@@ -90,6 +93,20 @@ def test_with_room_nothing_waits() -> None:
     assert [world.send("1"), world.send("2")] == ["1", "2"]
     assert not world.control.waiting
     assert sum(world.control.outcomes.values()) == 0
+
+
+def test_a_request_that_no_pair_can_split_does_not_hold_up_the_others() -> None:
+    picker, meets = Picker(), Transfer(Protocol.SGLANG)
+    for role in (Role.PREFILL, Role.DECODE):
+        picker.add_endpoint(EndpointSpec(role, f"10.0.0.{len(role)}:8000", role=role, transfer=meets))
+    holding = FlowSettings(mode="wait", ttl_seconds=60.0, hold_empty_pool_seconds=60.0)
+    flow: FlowControl[Decision] = FlowControl(holding, picker, lambda: 0.0, lambda _: 1.0)
+    split, whole = Request("s", pool="default", apart=True), Request("w", pool="default")
+    waits = flow.admit(whole, "f", 1, lambda: picker.pick(whole, 0.0))
+    assert isinstance(waits, Ticket)
+    ticket = flow.admit(split, "f", 1, lambda: picker.pick(split, 0.0))
+    assert isinstance(ticket, Ticket)
+    assert (ticket.done, waits.done) == (True, False)
 
 
 def test_without_room_requests_wait_and_continue_in_order() -> None:

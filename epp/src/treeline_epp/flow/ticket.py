@@ -24,11 +24,12 @@ class Target(NamedTuple):
     model: str | None
     subset: frozenset[str] | None
     fallback_pools: tuple[str, ...] = ()
+    apart: bool = False
 
     @classmethod
     def of(cls, asked: Request) -> Target:
         """Return the target of this request."""
-        return cls(asked.pool, asked.model if asked.listed else ANY_NAME, asked.subset, asked.fallback_pools)
+        return cls(asked.pool, asked.model if asked.listed else ANY_NAME, asked.subset, asked.fallback_pools, asked.apart)
 
 
 @dataclass(eq=False, slots=True)
