@@ -27,11 +27,12 @@ T = TypeVar("T")
 Lower = Literal["CPU", "DISK"]
 """The tiers below the device."""
 
-THREADS = min(4, os.cpu_count() or 1)
+THREADS = min(8, os.cpu_count() or 1)
 PART_BYTES = 16 << 20
 """Pages of so many bytes are read by one thread."""
-BATCH_BYTES = 8 << 20
-"""Pages of so many bytes are staged on the device at once."""
+BATCH_BYTES = 32 << 20
+"""Pages of so many bytes are staged on the device at once, by each thread. Less has the threads wait for each other
+where they call torch: 16 MiB take 87 ms for 2.2 GB on an H200, 32 MiB 69."""
 LOG_S = 60.0
 """The shortest time between two lines about failures."""
 
@@ -198,7 +199,7 @@ class PageStore:
             with slab.copying(after):
                 for begin in range(0, len(copies), batch):
                     _, of, to = zip(*copies[begin : begin + batch], strict=True)
-                    pool.copy_out(of, [slab.page(slot) for slot in to])
+                    pool.copy_out(of, slab.runs(to))
             return [form.checksum(digest, slab.page(slot).data) for digest, _, slot in copies]
 
         def ended(checksums: list[int] | None) -> None:
@@ -341,7 +342,7 @@ class PageStore:
 
     def _copy_in(self, pool: KVPool, sources: Sequence[_Source]) -> None:
         if sources:
-            pool.copy_in([source.target for source in sources], [self._slab.page(source.slot) for source in sources])
+            pool.copy_in([source.target for source in sources], self._slab.runs([source.slot for source in sources]))
 
     def _check(self, source: _Source) -> None:
         """Makes sure that the page is in its slot. Raises BadPage or OSError."""
