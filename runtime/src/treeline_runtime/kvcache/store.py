@@ -171,10 +171,6 @@ class PageStore:
             return "CPU"
         return "DISK" if state is SlotState.FREE and self.disk is not None and self.disk.has(digest) else None
 
-    def touch(self, digests: Sequence[bytes]) -> None:
-        """Pages of a sequence, in order, were used on the device."""
-        self.host.touch(digests)
-
     # ---- to the host, to the disk -------------------------------------------------------------------------
 
     def put(self, pool: KVPool, digests: Sequence[bytes], pages: Pages, then: Callable[[], None]) -> bool:
@@ -283,9 +279,9 @@ class PageStore:
         if not sources:
             return None
         reading, after = Reading(wanted=len(sources)), self._slab.now()
-        parts = min(THREADS, 1 + len(sources) * self._form.nbytes // PART_BYTES)
-        step = -(-len(sources) // parts)
-        running = len(range(0, len(sources), step))
+        step = -(-len(sources) // min(THREADS, 1 + len(sources) * self._form.nbytes // PART_BYTES))
+        parts = [sources[begin : begin + step] for begin in range(0, len(sources), step)]
+        running = len(parts)
 
         def ended(_: object) -> None:
             nonlocal running
@@ -295,8 +291,7 @@ class PageStore:
                 then(reading)
                 self._tell(sources)
 
-        for begin in range(0, len(sources), step):
-            part = sources[begin : begin + step]
+        for part in parts:
             self._workers.start(partial(self._read, pool, part, reading, after), ended)
         return reading
 
@@ -394,11 +389,6 @@ class PageStore:
         self._events.copied([source.digest for source in good if source.medium == "DISK"], "DISK")
 
     # ---- all of it ----------------------------------------------------------------------------------------
-
-    @property
-    def is_copying(self) -> bool:
-        """Whether a thread reads or writes pages."""
-        return self._workers.busy > 0
 
     def clear(self) -> None:
         """Forgets all pages, and deletes those on the disk. Nothing may be copied."""
