@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from treeline_epp.index.event_filter import Tier
 from treeline_epp.index.index import Index
 from treeline_epp.index.limits import IndexLimits
 from treeline_epp.index.matching import GUARD_BYTES
@@ -156,7 +157,8 @@ class SimBlock:
 
 class SimEngine:
     """An engine's cache and publisher: `blocks` is the cache, `step` returns the published batch. `ours`: it answers
-    hello and snapshot. `replays`: it has a replay socket. The ring is short on purpose."""
+    hello and snapshot, and has a cache in `host` memory. `replays`: it has a replay socket. The ring is short on
+    purpose."""
 
     def __init__(self, rng: random.Random, *, ours: bool = True, replays: bool = True, ring: int = 6) -> None:
         self.rng = rng
@@ -170,6 +172,7 @@ class SimEngine:
     def restart(self) -> None:
         self.epoch += 1 + self.rng.randrange(1000)
         self.blocks: dict[int, SimBlock] = {}
+        self.host: dict[int, SimBlock] = {}
         self.seq = 0
         self.ring: deque[tuple[int, bytes]] = deque(maxlen=self.ring_size)
 
@@ -184,6 +187,8 @@ class SimEngine:
         for _ in range(rng.randrange(1, 4)):
             action = rng.choices([self._store, self._evict, self._clear], [6, 4, 0.15])[0]
             events += action()
+            if self.ours:
+                events += rng.choices([self._back_up, self._forget], [2, 1])[0]()
         self.clock += rng.random()
         payload = encode_batch(self.clock, events)
         seq, self.seq = self.seq, self.seq + 1
@@ -222,8 +227,26 @@ class SimEngine:
                 del self.blocks[gone[-1]]
         return [BlockRemoved(gone)] if gone else []
 
+    def _back_up(self) -> list[Event]:
+        """Copy a block to host memory."""
+        left = [value for value in self.blocks if value not in self.host]
+        if not left:
+            return []
+        value = self.rng.choice(left)
+        block = self.host[value] = self.blocks[value]
+        return [BlockStored([value], block.parent, block.tokens, WIDTH, medium="CPU")]
+
+    def _forget(self) -> list[Event]:
+        """Drop a block of host memory; its descendants may stay."""
+        if not self.host:
+            return []
+        value = self.rng.choice(list(self.host))
+        del self.host[value]
+        return [BlockRemoved([value], medium="CPU")]
+
     def _clear(self) -> list[Event]:
         self.blocks.clear()
+        self.host.clear()
         return [AllBlocksCleared()]
 
     def answer(self, send: Request) -> list[Reply]:
@@ -241,6 +264,9 @@ class SimEngine:
                     events = [BlockStored([v], left[v].parent, left.pop(v).tokens, WIDTH) for v in ready]
                     done.update(ready)
                     chunks.append(SnapshotChunk(events))
+                for value, block in self.host.items():
+                    stored = BlockStored([value], block.parent, block.tokens, WIDTH, medium="CPU")
+                    chunks.append(SnapshotChunk([stored]))
                 header = SnapshotHeader(self.epoch, self.seq - 1, len(self.blocks))
                 return [header, *chunks, SnapshotEnd()]
         return []
@@ -347,6 +373,8 @@ class Lab:
         subscription = self.subscription
         state = (subscription.state, subscription.epoch, subscription.next_seq, dict(subscription.counts))
         assert self.known() == set(self.engine.blocks), state
+        host = self.pod.lower.get(Tier.HOST)
+        assert (set() if host is None else self.index.blocks_of(host)) == set(self.engine.host), state
         self.index.check()
 
 

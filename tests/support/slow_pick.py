@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+from msgspec.structs import replace
 from treeline_epp.endpoints.load import prefill_rate, trust
 from treeline_epp.endpoints.reservations import ARRIVALS_S, arrivals_per_s
 from treeline_epp.endpoints.spec import split_address
@@ -43,30 +44,35 @@ def candidates(picker: Picker, request: Request, now: float) -> list[Candidate]:
     per_byte = key_tokens / len(request.key) if request.key else 0.0
     known = NO_HIT
     for scope in {endpoint.pod.scope for endpoint in picker.endpoints.values() if serves(endpoint, request)}:
-        for level in picker.index.match(scope, request.namespace, request.key or b"", now).levels:
+        match = picker.index.match(scope, request.namespace, request.key or b"", now)
+        for level in [*match.levels, *(level for levels in match.lower.values() for level in levels)]:
             if level.tokens > known.tokens:
                 known = Hit(level.tokens, level.end, level.end)
     prompt = max(known.tokens + 1, prompt_tokens + known.tokens - int(known.end * per_byte))
     most = None if request.fork else request.max_output_tokens
     found = []
     for endpoint in endpoints:
-        load, rank, hit = endpoint.load, 0, NO_HIT
+        load, rank, hit, most_host, most_disk = endpoint.load, 0, NO_HIT, 0, 0
         if request.key:
             match = picker.index.match(endpoint.pod.scope, request.namespace, request.key, now)
             for at, pod in enumerate(endpoint.pods):
                 of_rank = match.hit(pod)
                 if (of_rank.reach, of_rank.tokens) > (hit.reach, hit.tokens):
                     rank, hit = at, of_rank
-        cached = hit.tokens + int((hit.reach - hit.end) * per_byte)
-        cached = min(cached, prompt - 1)
+                most_host, most_disk = max(most_host, of_rank.host), max(most_disk, of_rank.disk)
+        device = min(hit.tokens + int((hit.reach - hit.end) * per_byte), prompt - 1)
+        in_host = max(device, min(most_host, prompt - 1))
+        cached = max(in_host, min(most_disk, prompt - 1))
         found.append(
             Candidate(
                 spec=endpoint.spec,
                 load=load,
                 rate=prefill_rate(load.own_rate(), trust(load.rate_samples, load.measured_at, now), fastest),
-                hit=hit,
+                hit=replace(hit, host=most_host, disk=most_disk),
                 cached_tokens=cached,
                 uncached_tokens=prompt - cached,
+                host_tokens=in_host - device,
+                disk_tokens=cached - in_host,
                 output_tokens=ASSUMED_OUTPUT_TOKENS if most is None else min(most, ASSUMED_OUTPUT_TOKENS),
                 held_tokens=sum(pod.blocks * pod.block_size for pod in endpoint.pods),
                 rank=rank,

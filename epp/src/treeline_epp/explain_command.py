@@ -20,7 +20,11 @@ T = TypeVar("T")
 
 _TIMEOUT_S = 30.0
 _MOST_BYTES = 64 * 1024 * 1024
-_TERMS = ("cost_s", "queue_s", "prefill_s", "slots_s", "full_s", "decode_s", "others_s", "evict_s", "follow_s")
+_TOKENS = ("cached", "host", "disk", "uncached", "queued")
+_TERMS = (
+    *("cost_s", "queue_s", "prefill_s", "load_s", "slots_s", "full_s"),
+    *("decode_s", "others_s", "evict_s", "follow_s"),
+)
 
 
 class CannotAsk(Exception):
@@ -78,14 +82,14 @@ def table(shown: Shown) -> str:
     ]
     ranked = [_row(one) for one in verdicts if one.rank is not None]
     if ranked:
-        lines += _aligned([("rank", "endpoint", "cached", "uncached", "queued", *_TERMS), *ranked])
+        lines += _aligned([("rank", "endpoint", *_TOKENS, *_TERMS), *ranked])
     lines += [f"   -  {one.endpoint}: {one.why}" for one in verdicts if one.rank is None]
     return "\n".join(lines)
 
 
 def _row(verdict: Verdict) -> tuple[str, ...]:
     terms = {name: value or 0.0 for name, value in verdict.terms.items()}
-    tokens = (f"{terms.get(name, 0.0):.0f}" for name in ("cached_tokens", "uncached_tokens", "queued_tokens"))
+    tokens = (f"{terms.get(f'{name}_tokens', 0.0):.0f}" for name in _TOKENS)
     return (str(verdict.rank), verdict.endpoint, *tokens, *(f"{terms.get(name, 0.0):.4f}" for name in _TERMS))
 
 

@@ -198,6 +198,7 @@ def _publisher(fleet: Fleet, rank: int, subscription: KvSubscription) -> dict[st
         "partial": subscription.applied.partial,
         "blocks": pod.blocks,
         "block_size": pod.block_size,
+        "tiers": {tier.value: lower.blocks for tier, lower in pod.lower.items()},
         "skipped": dict(pod.skipped),
         "unfollowed": str(pod) in fleet.stats.unfollowed,
     }

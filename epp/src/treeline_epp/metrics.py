@@ -143,8 +143,11 @@ class Metrics:
         self.routed_prompt_tokens = counter(
             "routed_prompt_tokens", "Prompt tokens of answered requests, as the picker counts or estimates them."
         )
-        self.routed_held_tokens = counter(
-            "routed_held_tokens", "Prompt tokens of answered requests that their endpoint had cached."
+        self.routed_held_tokens = counter("routed_held_tokens", "Prompt tokens of answered requests that were cached.")
+        self.routed_loaded_tokens = counter(
+            "routed_loaded_tokens",
+            "Those of them that it had in host memory or on disk only, and not on its device.",
+            "tier",
         )
         self.rewritten = counter("rewritten", "Requests sent on with another model name than the client's.")
         self.salted = counter("salted", "Requests to whose body the cache salt of their client was added.")

@@ -19,12 +19,14 @@ from treeline_epp.index.index import Index
 from treeline_epp.index.limits import IndexLimits
 from treeline_epp.index.pods import NO_HIT
 from treeline_epp.picking.decision import Lease, NoEndpoints, Outcome, Saturated
-from treeline_epp.picking.filters import Saturation
+from treeline_epp.picking.filters import Saturation, rows_left
 from treeline_epp.picking.picker import Picker, PickerConfig
 from treeline_epp.picking.request import Request
-from treeline_wire.events import AllBlocksCleared, BlockRemoved
+from treeline_epp.picking.score import Work, waits_and_costs
+from treeline_wire.events import AllBlocksCleared, BlockRemoved, BlockStored
 from treeline_wire.load import LoadStat, TreelineLoad
 
+MEDIA = (None, None, None, "CPU", "DISK")
 MODELS = (("m",), ("m", "n"), ("n",), ())
 PROMPTS = [Prompt([head] * 4 * WIDTH + [tail] * 3 * WIDTH) for head in range(3) for tail in range(3)]
 
@@ -76,14 +78,16 @@ class World:
         elif what == 3:
             picker.set_draining(name, rng.random() < 0.2)
         elif what in (4, 5, 6):
+            if endpoint is not None:
+                endpoint.load.train_hits(rng.randrange(3), 3)
             picker.on_load(name, self.report(), self.now)
         elif what == 7:
             picker.on_tick(self.now)
         elif what in (8, 9) and endpoint is not None:
-            picker.index.apply(rng.choice(endpoint.pods), rng.choice(PROMPTS).stored(), KEYS)
+            picker.index.apply(rng.choice(endpoint.pods), self.stored(), KEYS)
         elif what == 10 and endpoint is not None:
             gone = rng.choice(PROMPTS).hashes[-2:]
-            picker.index.apply(rng.choice(endpoint.pods), BlockRemoved(gone), KEYS)
+            picker.index.apply(rng.choice(endpoint.pods), BlockRemoved(gone, rng.choice(MEDIA)), KEYS)
         elif what == 11 and endpoint is not None:
             self.upset(endpoint)
         elif what in (12, 13) and self.leases:
@@ -92,9 +96,14 @@ class World:
             with contextlib.suppress(NoEndpoints, Saturated):
                 self.leases.append(picker.reserve(picker.pick(self.ask(), self.now), self.now))
 
+    def stored(self) -> BlockStored:
+        """Return an event that a prompt, or its beginning, is on the device or in a tier."""
+        rng = self.rng
+        return rng.choice(PROMPTS).stored(0, rng.choice((2, 5, None)), medium=rng.choice(MEDIA))
+
     def upset(self, endpoint) -> None:  # type: ignore[no-untyped-def]
         index, pod = self.picker.index, self.rng.choice(endpoint.pods)
-        match self.rng.randrange(5):
+        match self.rng.choice((0, 1, 2, 2, 2, 3, 4)):
             case 0:
                 index.apply(pod, AllBlocksCleared(), KEYS)
             case 1:
@@ -104,7 +113,7 @@ class World:
                 index.cap_hit(pod, None, prompt.key, WIDTH, self.now)
             case 3:
                 index.begin_snapshot(pod)
-                index.stage(pod, self.rng.choice(PROMPTS).stored(), KEYS)
+                index.stage(pod, self.stored(), KEYS)
             case 4 if pod.staging:
                 index.end_snapshot(pod)
 
@@ -135,9 +144,11 @@ class World:
             waiting_uncached_tokens=rng.choice((0, 0, 0, 5, 700, 20_000)),
             decode_step_ms=rng.choice((0.0, 4.0, 9.0)),
             prefill_tokens_per_s=rng.choice((0.0, 9_000.0, 10_000.0)),
-            pages_total=rng.choice((0, 100)),
+            pages_total=rng.choice((0, 2, 100)),
             pages_used=rng.randrange(100),
             pages_cached=rng.randrange(40),
+            host_tokens_per_s=rng.choice((0.0, 5_000.0, 90_000.0)),
+            disk_tokens_per_s=rng.choice((0.0, 5_000.0, 30_000.0)),
             draining=rng.random() < 0.05,
         )
 
@@ -163,6 +174,19 @@ class World:
         )
 
 
+def costs_in_arrays(picker: Picker, request: Request, now: float) -> dict[str, tuple[float, ...]]:
+    """Return cached tokens, waits and costs as a choice among many endpoints computes them."""
+    picker._refresh(now)
+    table, matches = picker._table, picker._match(request, now)
+    rows, work = rows_left(request, table), Work.of(request, matches.values())
+    columns = table.take(rows)
+    cached, loads = work.held_at(picker.index, matches, rows, table)
+    rates, uncached = picker._rates(columns, now), work.prompt_tokens - cached
+    found = waits_and_costs(columns, rates, uncached, work.output_tokens, now, work.fork, loads)
+    names = [table.at_row(row).spec.name for row in rows.tolist()]
+    return dict(zip(names, zip(cached.tolist(), *(one.tolist() for one in found), strict=True), strict=True))
+
+
 def check(world: World) -> None:
     picker, now, request = world.picker, world.now, world.ask()
     try:
@@ -171,6 +195,9 @@ def check(world: World) -> None:
         with pytest.raises(NoEndpoints):
             picker.pick(request, now)
         return
+    assert costs_in_arrays(picker, request, now) == {
+        s.candidate.spec.name: (s.candidate.cached_tokens, s.wait_s, s.later_s, s.cost_s) for s in scored
+    }
     soonest_s = min(s.wait_s for s in scored)
     roomy = slow_pick.roomy(picker, scored, *world.limits, now)
     later_s = 0.0 if not roomy else picker.config.max_ttft_s

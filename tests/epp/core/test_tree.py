@@ -1,20 +1,19 @@
 """The byte radix tree against a naive model, with edges so short that everything splits and merges all the time."""
 
 import random
-from collections.abc import Sequence
 
 import pytest
 from support.epp_core import NaiveTree
-from treeline_epp.index.matching import Level, match, walk
+from treeline_epp.index.matching import Level, Unite, match, uniting, walk
 from treeline_epp.index.node import KEY_MASK
 from treeline_epp.index.predictions import Predictions
 from treeline_epp.index.radix_tree import RadixTree
 
 
-def tokens_of(tree: RadixTree, key: bytes, pods: int, unions: Sequence[int] = ()) -> dict[int, int]:
+def tokens_of(tree: RadixTree, key: bytes, pods: int, unite: Unite | None = None) -> dict[int, int]:
     """Return the matched tokens by pod's bit."""
     out = {}
-    for level in match(tree, walk(tree.root(None), key), pods, unions):
+    for level in match(tree, walk(tree.root(None), key), pods, unite):
         for shift in range(pods.bit_length()):
             if level.pods >> shift & 1:
                 assert 1 << shift not in out, "levels overlap"
@@ -106,7 +105,7 @@ class World:
             expected = self.naive.match(key, [*([bit] for bit in self.bits), [first, second]])
             for bit, bounds in zip(self.bits, expected, strict=False):
                 self.compare_match(got.get(bit, 0), bounds)
-            united = tokens_of(self.tree, key, sum(self.bits), [first | second])
+            united = tokens_of(self.tree, key, sum(self.bits), uniting([first | second]))
             assert united[first] == united[second]
             self.compare_match(united[first], expected[-1])
 

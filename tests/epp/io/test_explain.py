@@ -68,7 +68,7 @@ async def test_a_body_from_a_file_is_explained_as_a_table(
     status, out, _ = await explain(capsys, str(body), "--url", url)
     head, columns, first, second, left_out = out.splitlines()
     assert (status, head) == (0, "policy predicted_ttft")
-    assert columns.split()[:5] == ["rank", "endpoint", "cached", "uncached", "queued"]
+    assert columns.split()[:7] == ["rank", "endpoint", "cached", "host", "disk", "uncached", "queued"]
     assert (first.split()[:2], second.split()[:2]) == (["1", "a"], ["2", "b"])
     assert left_out == "   -  c: drains"
 

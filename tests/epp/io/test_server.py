@@ -216,11 +216,13 @@ def test_the_predicted_hit_is_counted_if_the_engine_reports_none() -> None:
         routed = bench.router.route(request)
         assert isinstance(routed, Lease)
         best = routed.decision.best
-        found = replace(best.candidate, hit=Hit(held, held, held), cached_tokens=held, uncached_tokens=16)
+        found = replace(best.candidate, hit=Hit(held, held, held), cached_tokens=held + 5, uncached_tokens=16)
+        found = replace(found, host_tokens=5)
         routed.decision = replace(routed.decision, ranked=(replace(best, candidate=found),))
         bench.router.response(routed, {":status": status}, None)
-    assert bench.counted("routed_held_tokens_total") == 48, "an answer that failed used no cache"
-    assert bench.counted("routed_prompt_tokens_total") == 64
+    assert bench.counted("routed_held_tokens_total") == 53, "an answer that failed used no cache"
+    assert bench.counted("routed_loaded_tokens_total", tier="host") == 5
+    assert bench.counted("routed_prompt_tokens_total") == 69
     assert bench.counted("reported_prompt_tokens_total") == 0
 
 

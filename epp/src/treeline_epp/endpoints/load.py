@@ -147,6 +147,9 @@ class EndpointLoad:
     rate_samples: float = 0.0
     """Measurements of its rate, as they counted at `measured_at`."""
     measured_at: float = 0.0
+    host_rate: float = 0.0
+    """Tokens per second that the engine loads from host memory, and from disk; 0 where it does not tell."""
+    disk_rate: float = 0.0
     hit_share: float = 0.0
     """Share of prompt tokens that were cache hits, a moving average over answered requests."""
     fastest_step_s: float = float("inf")
@@ -167,6 +170,7 @@ class EndpointLoad:
         self.report = report_of(load, now)
         if isinstance(load, TreelineLoad):
             self.beats = True
+            self.host_rate, self.disk_rate = load.host_tokens_per_s, load.disk_tokens_per_s
             if load.prefill_tokens_per_s > 0 and load.prefill_tokens_per_s != self.reported_rate:
                 self.reported_rate = load.prefill_tokens_per_s
                 self._on_measured(now)

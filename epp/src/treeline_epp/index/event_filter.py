@@ -14,7 +14,7 @@ from treeline_wire.namespaces import join_namespace
 class Skip(StrEnum):
     """The reason why blocks of an event are not in the tree. The values are metric labels."""
 
-    TIER = "tier"  # a tier below the device: not counted yet
+    REMOTE = "remote"  # in a store that several engines share: not the pod's own
     GROUP = "group"  # a KV group that does not decide the prefix (sliding window, Mamba), or a second group
     NO_TEXT = "no_text"  # no tokenizer, no tokens, or tokens that do not fit the blocks (masked blocks)
     EXTRA_KEYS = "extra_keys"  # multimodal items or embeddings: the text is only a part of the key
@@ -26,22 +26,34 @@ class Skip(StrEnum):
     UNKNOWN_REMOVAL = "unknown_removal"  # removed, but never seen
 
 
-_DEVICE_TIERS = frozenset({"GPU", "DEVICE", "HBM"})
-"""Spellings of the device tier, in capitals; lower tiers are CPU, CPU_PINNED, DISK, STORAGE, EXTERNAL."""
+class Tier(StrEnum):
+    """A tier of a pod's cache below the device, the faster first. The values are metric labels."""
+
+    HOST = "host"
+    DISK = "disk"
+
+
+_MEDIA = {"GPU": None, "DEVICE": None, "HBM": None, "CPU": Tier.HOST, "CPU_PINNED": Tier.HOST, "HOST": Tier.HOST}
+"""Spellings of media, in capitals. Others (DISK, STORAGE, EXTERNAL) are disks, or as slow."""
 _PREFIX_KINDS = frozenset({None, "full_attention", "mla_attention", "sink_full_attention", "unknown"})
 """Kinds of KV groups whose blocks decide how far a prefix is cached."""
 
 
 def skip_reason(event: BlockStored | BlockRemoved) -> Skip | None:
     """Return why an event decides no prefix, as far as the event alone shows it; None if it may."""
-    if event.medium is not None and event.medium.upper() not in _DEVICE_TIERS:
-        return Skip.TIER
+    if event.locality is not None and event.locality.upper() != "LOCAL":
+        return Skip.REMOTE
     if type(event) is BlockStored:
         if event.kv_cache_spec_kind not in _PREFIX_KINDS:
             return Skip.GROUP
         if event.lora_id is not None and not event.lora_name:
             return Skip.ADAPTER
     return None
+
+
+def tier_of(event: BlockStored | BlockRemoved) -> Tier | None:
+    """Return the tier that an event is about; None for the device."""
+    return None if event.medium is None else _MEDIA.get(event.medium.upper(), Tier.DISK)
 
 
 def namespace_of(event: BlockStored) -> tuple[str | None, bool]:

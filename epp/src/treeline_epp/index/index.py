@@ -9,45 +9,34 @@ salt) a root in it. Trees know a pod as a bit. Bits are cheap, so all entries of
 - after a gap that could not be covered, the old bit *ages*: it still counts and still takes removals, but ends after a
   while, and only blocks that are announced again survive.
 
-Only events of the first full-attention group of the device tier count, and blocks whose text is known (for the reasons
-see `event_filter.Skip`). Engines may announce a hash twice and remove each copy on its own: `Pod.copies` counts them.
+Only events of the first full-attention group count, and blocks whose text is known (for the reasons see
+`event_filter.Skip`). Engines may announce a hash twice and remove each copy on its own: `Pod.copies` counts them.
+
+A tier below a pod's device (host memory, disk) has a bit of its own from its first event on, and what happens to all
+entries of the pod happens to those of its tiers. If a scope has such pods, their keys are matched again with the blocks
+of the tiers: a prefix may begin on the device and go on in host memory.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 from treeline_wire.events import AllBlocksCleared, BlockRemoved, BlockStored, Event
 from treeline_wire.keys import PrefixKeys
 
-from treeline_epp.index.event_filter import Skip, block_texts, namespace_of, skip_reason
+from treeline_epp.index.event_filter import Skip, Tier, block_texts, namespace_of, skip_reason, tier_of
 from treeline_epp.index.limits import SLICE, IndexLimits, weight
-from treeline_epp.index.matching import Level, Walk, match, walk
+from treeline_epp.index.matching import Walk, match, uniting, walk
 from treeline_epp.index.node import Node
-from treeline_epp.index.orphans import Orphan, Orphans
-from treeline_epp.index.pods import Hit, Match, Pod, PodBits
-from treeline_epp.index.predictions import Predictions, foreseen
-from treeline_epp.index.radix_tree import RadixTree
-
-
-@dataclass(eq=False, slots=True)
-class _Scope:
-    """The pods that share a tree. `live` are the bits of its pods that count in matches; `aged` its pods that have more
-    than one. `gone` are orphans that were removed already, and leave the tree when no descendant needs them to find its
-    place.
-    """
-
-    tree: RadixTree
-    predictions: Predictions
-    orphans: Orphans
-    live: int = 0
-    aged: dict[Pod, None] = field(default_factory=dict)
-    gone: deque[Orphan] = field(default_factory=deque)
+from treeline_epp.index.orphans import Orphan
+from treeline_epp.index.pods import NO_TIERS, Hit, Match, Pod, PodBits
+from treeline_epp.index.predictions import foreseen
+from treeline_epp.index.scope import Scope
 
 
 class Index:
@@ -65,12 +54,12 @@ class Index:
     def __init__(self, limits: IndexLimits | None = None) -> None:
         self.limits = limits or IndexLimits()
         self._bits = PodBits()
-        self._scopes: dict[str, _Scope] = {}
+        self._scopes: dict[str, Scope] = {}
         self.changed: set[Pod] = set()
         self.skipped: Counter[str] = Counter()
         self.new_adapters: set[Pod] = set()
         self._capped_pods: dict[Pod, None] = {}
-        self._to_sweep: list[_Scope] = []
+        self._to_sweep: list[Scope] = []
 
     # Pods
 
@@ -82,10 +71,7 @@ class Index:
 
     def remove_pod(self, pod: Pod) -> None:
         """Forget a pod at once; its marks are swept later. The pod must not be used any more."""
-        self.clear(pod)
-        self._retire(pod.bit)
-        pod.bit = 0
-        self.changed.discard(pod)
+        self._drop(pod)
         self.skipped.update(pod.skipped)
         self.new_adapters.discard(pod)
 
@@ -97,7 +83,12 @@ class Index:
         self._retire(pod.bit)
         pod.bit = self._take_live_bit(pod)
         pod.aged.clear()
-        self._scope(pod.scope).aged.pop(pod, None)
+        for lower in pod.lower.values():
+            self._drop(lower)
+        pod.lower.clear()
+        scope = self._scope(pod.scope)
+        scope.aged.pop(pod, None)
+        scope.tiered.pop(pod, None)
         pod.copies.clear()
         pod.hit_caps.clear()
         self._capped_pods.pop(pod, None)
@@ -110,7 +101,7 @@ class Index:
         are spelled by the old keys and would be found again by their hashes, so all of them go at once; the pods'
         subscriptions must start again. O(pods), and the tree's memory is freed.
         """
-        for pod in {pod for pod in self._bits.owners.values() if pod.scope == name}:
+        for pod in {pod for pod in self._bits.owners.values() if pod.scope == name and pod.tier is None}:
             self.clear(pod)
             pod.precise = False
         if (old := self._scopes.pop(name, None)) is not None:
@@ -126,6 +117,8 @@ class Index:
         pod.aged.append((pod.bit, now + self.limits.aged_life_s))
         self._scope(pod.scope).aged[pod] = None
         pod.bit = self._take_live_bit(pod)
+        for lower in pod.lower.values():
+            self.age(lower, now)
 
     # Events
 
@@ -135,7 +128,7 @@ class Index:
         Complexity: see `RadixTree.store` and `RadixTree.remove`; texts are made for new blocks only.
         """
         if type(event) is BlockStored:
-            self._store(pod, pod.bit, event, keys)
+            self._store(pod, event, keys, staged=False)
         elif type(event) is BlockRemoved:
             self._remove(pod, event)
         elif type(event) is AllBlocksCleared:
@@ -144,32 +137,38 @@ class Index:
     def begin_snapshot(self, pod: Pod) -> None:
         """Begin a snapshot: the events of `stage` will replace all entries of the pod."""
         self.drop_snapshot(pod)
-        pod.staging = self._bits.take(pod)
-        pod.staged = 0
+        self._begin_staging(pod)
 
     def stage(self, pod: Pod, event: Event, keys: PrefixKeys | None) -> None:
         """Add a part of the snapshot, parents first."""
         assert pod.staging
         if type(event) is BlockStored:
-            self._store(pod, pod.staging, event, keys)
+            self._store(pod, event, keys, staged=True)
 
     def end_snapshot(self, pod: Pod) -> None:
         """Complete the snapshot: from now on it is the pod's content."""
         staged, pod.staging = pod.staging, 0
         assert staged
         group = pod.group
+        lower = {tier: pod.lower.pop(tier) for tier, one in list(pod.lower.items()) if one.staging}
         self.clear(pod)
         self._retire(pod.bit)
         pod.bit = staged
-        self._scope(pod.scope).live |= staged
+        scope = self._scope(pod.scope)
+        scope.add(pod, staged)
         pod.group = group
         pod.blocks = pod.staged
+        for tier, one in lower.items():
+            self.end_snapshot(one)
+            pod.lower[tier] = one
+            scope.tiered[pod] = None
 
     def drop_snapshot(self, pod: Pod) -> None:
         """Give up an incomplete snapshot."""
-        if pod.staging:
-            self._retire(pod.staging)
-            pod.staging = 0
+        for one in (pod, *pod.lower.values()):
+            if one.staging:
+                self._retire(one.staging)
+                one.staging = 0
 
     def grafts(self, pod: Pod) -> bool:
         """Return whether `graft` has work: parents of orphans in the pod's scope have come. Each store grafts a few,
@@ -213,9 +212,10 @@ class Index:
         path = walk(root, key)
         if not path.nodes:
             return Match()
-        unions = [pod.bits for pod in known.aged]
-        levels = foreseen(match(known.tree, path, known.live, unions), path, unions, now)
-        return Match(levels, self._capped(path, levels, now) if self._capped_pods else {}, path.matched)
+        unite = uniting([pod.bits for pod in known.aged]) if known.aged else None
+        levels = foreseen(match(known.tree, path, known.live, unite), path, unite, now)
+        found = Match(levels, {}, path.matched, known.lower(path) if known.tiered else NO_TIERS)
+        return replace(found, special=self._capped(found, path, now)) if self._capped_pods else found
 
     def holders(self, pods: int) -> npt.NDArray[np.int32]:
         """Return the rows of the pods with these live bits. O(bits) at memory speed."""
@@ -283,7 +283,9 @@ class Index:
         self._sweep(budget)
 
     def blocks_of(self, pod: Pod) -> set[int]:
-        """Return all blocks that a pod is known to hold, orphans included. O(tree): for tests and the debug page."""
+        """Return all blocks that a pod is known to hold on its device, or in a tier, orphans included. O(tree): for
+        tests and the debug page.
+        """
         scope = self._scopes.get(pod.scope)
         if scope is None:
             return set()
@@ -305,56 +307,56 @@ class Index:
 
     def check(self) -> None:
         """Assert every invariant. O(index)."""
-        for scope in self._scopes.values():
-            scope.tree.check()
-            scope.orphans.check()
         for name, scope in self._scopes.items():
-            pods = {pod for pod in self._bits.owners.values() if pod.scope == name}
-            assert scope.live == sum(pod.bits for pod in pods)
-            assert set(scope.aged) == {pod for pod in pods if pod.aged}
+            scope.check({pod for pod in self._bits.owners.values() if pod.scope == name})
         self._bits.check()
 
     # Inside
 
-    def _capped(self, path: Walk, levels: list[Level], now: float) -> dict[Pod, Hit]:
+    def _capped(self, plain: Match, path: Walk, now: float) -> dict[Pod, Hit]:
         """Return the reduced hits of pods in which audits have found less on this path."""
-        plain = Match(levels)
         held = {pod: plain.hit(pod) for pod in self._capped_pods}
         found = {pod: pod.capped(hit, path, now) for pod, hit in held.items()}
         return {pod: hit for pod, hit in found.items() if hit is not held[pod]}
 
-    def _store(self, pod: Pod, bit: int, event: BlockStored, keys: PrefixKeys | None) -> None:
-        hashes = event.block_hashes
-        if not hashes or not self._counts(pod, event):
+    def _store(self, pod: Pod, event: BlockStored, keys: PrefixKeys | None, *, staged: bool) -> None:
+        if not event.block_hashes or not self._counts(pod, event):
             return
         if event.lora_name is not None and pod.saw_adapter(event.lora_name):
             self.new_adapters.add(pod)
         scope = self._scope(pod.scope)
         tree = scope.tree
-        parent = event.parent_block_hash
+        hashes, parent = event.block_hashes, event.parent_block_hash
+        tier = tier_of(event)
+        if tier is not None:
+            pod = self._tier(pod, tier)
+        if staged and not pod.staging:
+            self._begin_staging(pod)
+        bit = pod.staging if staged else pod.bit
         namespace, plain = namespace_of(event)
         if not plain:
             keys = None
-        if parent is None:
+        root = tree.root(None)  # not used if the first block or its parent has a place already
+        if parent is None and event.token_ids:
             root = tree.root(namespace)
             first = tree.run_of(hashes[0])
-            if first is not None and first.node.root is not root:
+            if first is not None and first.node.root is not root and tier is None:
                 pod.skipped[Skip.NAMESPACE] += len(hashes)
                 return
-        else:
-            root = tree.root(None)  # not used: the parent has a place already
         if tree.text_bytes > self.limits.max_text_bytes or len(tree.blocks) > self.limits.max_blocks:
             pod.skipped[Skip.FULL] += len(hashes)
             return
         stored = self._place(pod, bit, event, keys, scope, root)
-        if stored and scope.orphans:
+        if stored and scope.orphans and event.token_ids:
             scope.orphans.place(hashes[:stored])
             self.graft(pod.scope, SLICE)
 
-    def _place(self, pod: Pod, bit: int, event: BlockStored, keys: PrefixKeys | None, scope: _Scope, root: Node) -> int:
+    def _place(self, pod: Pod, bit: int, event: BlockStored, keys: PrefixKeys | None, scope: Scope, root: Node) -> int:
         """Store an event in the tree, or keep it as an orphan. Return how many of its blocks are in the tree."""
         hashes, tokens, width = event.block_hashes, event.token_ids, event.block_size
-        tree = scope.tree
+        tree, parent, count = scope.tree, event.parent_block_hash, len(hashes)
+        if not tokens:  # vLLM announces blocks of lower tiers like this: their hashes may be known, in any order
+            hashes, parent = [block for block in hashes if tree.run_of(block) is not None], None
 
         def texts(start: int, stop: int) -> list[bytes] | None:
             if keys is None or not width or len(tokens) != len(hashes) * width:
@@ -365,7 +367,7 @@ class Index:
         no_text = Skip.NO_TEXT if event.extra_keys is None else Skip.EXTRA_KEYS
         crowded = tree.crowded
         try:
-            stored, before = tree.store(root, event.parent_block_hash, hashes, texts, width, bit)
+            stored, before = tree.store(root, parent, hashes, texts, width, bit)
         except ValueError:
             pod.skipped[Skip.HASHES] += len(hashes)
             return 0
@@ -375,8 +377,8 @@ class Index:
             else:
                 scope.orphans.add(Orphan(bit, event, keys))
             return 0
-        if stored < len(hashes):
-            pod.skipped[Skip.CROWDED if tree.crowded > crowded else no_text] += len(hashes) - stored
+        if stored < count:
+            pod.skipped[Skip.CROWDED if tree.crowded > crowded else no_text] += count - stored
         if bit == pod.staging:
             pod.staged += stored - len(before)
             return stored
@@ -387,7 +389,7 @@ class Index:
         if before:
             pod.copies.update(before)
         pod.block_size = width or pod.block_size
-        if stored == len(hashes):
+        if stored == count:
             pod.precise = True
         if scope.predictions.size(bit):
             last = tree.run_of(hashes[stored - 1])
@@ -399,6 +401,11 @@ class Index:
         if not self._counts(pod, event):
             return
         hashes: Sequence[int] = event.block_hashes
+        if (tier := tier_of(event)) is not None:
+            if tier not in pod.lower:
+                pod.skipped[Skip.UNKNOWN_REMOVAL] += len(hashes)
+                return
+            pod = pod.lower[tier]
         left = event.remaining_copy_counts
         if left is not None and len(left) == len(hashes):
             hashes = [block for block, copies in zip(hashes, left, strict=True) if copies <= 0]
@@ -418,7 +425,7 @@ class Index:
             pod.skipped[Skip.UNKNOWN_REMOVAL] += unknown
 
     def _counts(self, pod: Pod, event: BlockStored | BlockRemoved) -> bool:
-        """Return whether an event is of the device tier and of the group that decides the prefix. Count it if not."""
+        """Return whether an event is of the group that decides the prefix. Count it if not."""
         reason = skip_reason(event)
         if reason is None and event.group_idx is not None:
             if pod.group is None and type(event) is BlockStored:
@@ -429,26 +436,43 @@ class Index:
             pod.skipped[reason] += len(event.block_hashes)
         return reason is None
 
-    def _scope(self, name: str) -> _Scope:
+    def _scope(self, name: str) -> Scope:
         scope = self._scopes.get(name)
         if scope is None:
-            predictions = Predictions()
-            tree = RadixTree(self.limits.max_edge, predictions.moved)
-            scope = self._scopes[name] = _Scope(tree, predictions, Orphans(self.limits.max_orphan_blocks))
+            scope = self._scopes[name] = Scope.empty(self.limits)
         return scope
+
+    def _tier(self, pod: Pod, tier: Tier) -> Pod:
+        """Return the pod's tier, which gets its bit with its first event."""
+        known = pod.lower.get(tier)
+        if known is None:
+            known = pod.lower[tier] = Pod(pod.name, pod.scope, pod.row, skipped=pod.skipped, tier=tier)
+            known.bit = self._take_live_bit(known)
+            self._scope(pod.scope).tiered[pod] = None
+        return known
+
+    def _drop(self, pod: Pod) -> None:
+        """Drop a pod, or a tier of one, with its entries."""
+        self.clear(pod)
+        self._retire(pod.bit)
+        pod.bit = 0
+        self.changed.discard(pod)
+
+    def _begin_staging(self, pod: Pod) -> None:
+        pod.staging = self._bits.take(pod)
+        pod.staged = 0
 
     def _take_live_bit(self, pod: Pod) -> int:
         """Return a new bit that counts in matches."""
         bit = self._bits.take(pod)
-        self._scope(pod.scope).live |= bit
+        self._scope(pod.scope).add(pod, bit)
         return bit
 
     def _retire(self, bit: int) -> None:
         pod = self._bits.retire(bit)
         scope = self._scopes.get(pod.scope)
         if scope is not None:
-            scope.live &= ~bit
-            scope.predictions.forget(bit)
+            scope.retire(bit)
 
     def _sweep(self, budget: int) -> None:
         """Do the next step of the present sweep, or begin one. Bits are free after a whole round."""

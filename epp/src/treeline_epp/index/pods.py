@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
+from msgspec.structs import replace
 
+from treeline_epp.index.event_filter import Tier
 from treeline_epp.index.matching import Level, Walk
 from treeline_epp.index.node import Node
 
@@ -26,6 +29,9 @@ class Pod:
     predictions only bridge the time until events arrive. `blocks` counts held blocks, `staged` those of the snapshot
     that is arriving. `block_size` is that of its newest event, 0 before the first. `rebuild_wanted`: it holds other
     blocks than the index says, so its subscriptions must build its entries again.
+
+    All this is about its device. `lower` are its tiers below that, from the first event of each on. Each is a `Pod` of
+    its own, with another bit, and with `tier` set; all of them count skipped blocks together.
     """
 
     name: str
@@ -44,6 +50,8 @@ class Pod:
     copies: Counter[int] = field(default_factory=Counter)
     skipped: Counter[str] = field(default_factory=Counter)
     hit_caps: dict[Node, tuple[int, float]] = field(default_factory=dict)
+    tier: Tier | None = None
+    lower: dict[Tier, Pod] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return self.name
@@ -76,20 +84,27 @@ class Pod:
         """Return the hit, reduced by audits on its path."""
         for node, start in path.nodes:
             cap = self.hit_caps.get(node)
-            if cap is not None and cap[1] > now and hit.tokens > cap[0]:
+            if cap is None or cap[1] <= now:
+                continue
+            if hit.tokens > cap[0]:
                 end = min(hit.end, start)
                 return Hit(cap[0], end, end)
+            if max(hit.host, hit.disk) > cap[0]:
+                hit = replace(hit, host=min(hit.host, cap[0]), disk=min(hit.disk, cap[0]))
         return hit
 
 
 class Hit(Struct, frozen=True, gc=False):
     """The part of a key that a pod holds: `tokens` confirmed by events, which are `end` bytes; predictions go to
-    `reach` ≥ end.
+    `reach` ≥ end. So many tokens are on its device; `host` are those there or in host memory, and `disk` those there,
+    in host memory or on disk; 0 where it has no such tier.
     """
 
     tokens: int = 0
     end: int = 0
     reach: int = 0
+    host: int = 0
+    disk: int = 0
 
 
 NO_HIT = Hit()
@@ -102,22 +117,28 @@ def level_hit(level: Level) -> Hit:
     return Hit(level.tokens, level.end, max(level.end, level.reach))
 
 
+NO_TIERS: Mapping[Tier, Sequence[Level]] = MappingProxyType({})
+
+
 class Match(Struct, frozen=True):
     """The result of `Index.match`: `levels` are the hits of pods (bits), disjoint; `special` are the hits of pods with
-    better data: from audits, or from other pickers. `matched` bytes of the key are in the tree.
+    better data: from audits, or from other pickers. `matched` bytes of the key are in the tree. `lower` are, for pods
+    with tiers below the device, the same levels when blocks of that tier count too, and those of the faster ones.
     """
 
     levels: Sequence[Level] = ()
     special: dict[Pod, Hit] = {}
     matched: int = 0
+    lower: Mapping[Tier, Sequence[Level]] = NO_TIERS
 
     @property
     def longest(self) -> Hit:
-        """The longest confirmed hit of any pod; zeros without one. O(levels)."""
+        """The longest confirmed hit of any pod, in any tier; zeros without one. O(levels)."""
         tokens = end = 0
-        for level in self.levels:
-            if level.tokens > tokens:
-                tokens, end = level.tokens, level.end
+        for levels in (self.levels, *self.lower.values()):
+            for level in levels:
+                if level.tokens > tokens:
+                    tokens, end = level.tokens, level.end
         return Hit(tokens, end, end) if tokens else NO_HIT
 
     def hit(self, pod: Pod) -> Hit:
@@ -127,8 +148,15 @@ class Match(Struct, frozen=True):
             return special
         for level in self.levels:
             if level.pods & pod.bit:
-                return level_hit(level)
+                found = level_hit(level)
+                return found if not pod.lower else replace(found, **self._tiers(pod))
         return NO_HIT
+
+    def _tiers(self, pod: Pod) -> dict[str, int]:
+        return {
+            tier.value: next((level.tokens for level in levels if level.pods & pod.bit), 0)
+            for tier, levels in self.lower.items()
+        }
 
 
 class PodBits:

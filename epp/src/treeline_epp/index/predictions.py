@@ -9,10 +9,10 @@ engine without events the tree has only these ranges, with a long life.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from treeline_epp.index.matching import GUARD_BYTES, Level, Walk, unite, walk
+from treeline_epp.index.matching import GUARD_BYTES, Level, Unite, Walk, walk
 from treeline_epp.index.node import BlockRun, Node
 from treeline_epp.index.radix_tree import RadixTree
 from treeline_epp.index.ranges import Ranges, join_ranges
@@ -165,7 +165,7 @@ def _ends(tree: RadixTree, run: BlockRun) -> Iterator[tuple[Node, int]]:
         node = node.parent
 
 
-def foreseen(levels: list[Level], path: Walk, unions: Sequence[int], now: float) -> list[Level]:
+def foreseen(levels: list[Level], path: Walk, unite: Unite | None, now: float) -> list[Level]:
     """Return the levels of a match (see `matching.match`), split by how far predictions extend them.
 
     A range counts if it continues its pod's blocks, proved or not, or another range. O(groups of ranges × levels),
@@ -178,7 +178,7 @@ def foreseen(levels: list[Level], path: Walk, unions: Sequence[int], now: float)
     for ranges, start in predicted:
         further: dict[tuple[int, int], int] = {}
         for low, high, bits in ranges.groups(now):
-            bits, begin, stop = unite(bits, unions), start + low, start + high
+            bits, begin, stop = unite(bits) if unite else bits, start + low, start + high
             for at, pods in list(here.items()):
                 if begin <= at[0] < stop and (moved := pods & bits):
                     here[at] ^= moved

@@ -153,7 +153,7 @@ class Landmarks:
         for pod, end in self.reach(marks, now).items():
             hit = match.hit(pod)
             if end > hit.reach and not pod.hit_caps:  # audits count more than predictions
-                special[pod] = Hit(hit.tokens, hit.end, end)
+                special[pod] = replace(hit, reach=end)
         return replace(match, special={**match.special, **special}) if special else match
 
     def tick(self, now: float) -> None:

@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from msgspec.structs import replace
+
 from treeline_epp.endpoints.load import EndpointLoad
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.index.pods import NO_HIT, Hit, Match, Pod
@@ -54,7 +56,8 @@ class Audit:
     def observe(
         self, confirmed: int, predicted: int, reported: int, block_size: int, prefix: int, now: float
     ) -> AuditResult:
-        """Compare tokens: events said `confirmed`, with routing history `predicted` ≥ that; the engine `reported`.
+        """Compare tokens: events said `confirmed` for the device, with routing history and lower tiers `predicted` ≥
+        that, since an engine may load those or compute them again; the engine `reported`.
 
         `prefix` identifies the prompt's beginning: equal for related prompts. O(requests in the window).
         """
@@ -179,14 +182,18 @@ class Endpoint:
         return sum(pod.blocks * pod.block_size for pod in self.pods)
 
     def best_hit(self, match: Match | None) -> tuple[int, Hit]:
-        """Return the rank (its place in `pods`) that holds most of a key, and its hit. O(ranks × levels)."""
+        """Return the rank (its place in `pods`) that holds most of a key, and its hit; of lower tiers, the most that
+        any rank holds. O(ranks × levels).
+        """
         if match is None:
             return 0, NO_HIT
         if len(self.pods) == 1:
             return 0, match.hit(self.pods[0])
         hits = [match.hit(pod) for pod in self.pods]
         rank = max(range(len(hits)), key=lambda at: (hits[at].reach, hits[at].tokens, -at))
-        return rank, hits[rank]
+        if not any(pod.lower for pod in self.pods):
+            return rank, hits[rank]
+        return rank, replace(hits[rank], host=max(hit.host for hit in hits), disk=max(hit.disk for hit in hits))
 
     def expecting(self, rank: int) -> Pod:
         """Return the pod of a rank (of the last one, if there are fewer by now) for a prediction. Ranks are configured

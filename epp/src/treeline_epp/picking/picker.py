@@ -207,9 +207,10 @@ class Picker:
             cached, wait_s, later_s, cost_s, in_flight, arrivals, arrived_at = known
         else:
             columns = table.take(rows)
-            cached, rates = work.cached_at(self.index, matches, rows, table), self._rates(columns, now)
-            uncached = work.prompt_tokens - cached
-            wait_s, later_s, cost_s = waits_and_costs(columns, rates, uncached, work.output_tokens, now, work.fork)
+            (cached, loads), rates = work.held_at(self.index, matches, rows, table), self._rates(columns, now)
+            wait_s, later_s, cost_s = waits_and_costs(
+                columns, rates, work.prompt_tokens - cached, work.output_tokens, now, work.fork, loads
+            )
             if (room := self._room(columns, wait_s)) is not None:
                 rows, columns, rates = rows[room], columns[:, room], rates[room]
                 cached, later_s, cost_s = cached[room], later_s[room], cost_s[room]
@@ -463,11 +464,10 @@ class Picker:
         return None if saturation.wait else room
 
     def _refresh(self, now: float) -> None:
-        changed = self.index.changed
-        for pod in changed:
+        for pod in self.index.changed:
             if pod.row >= 0:
                 self._table.touch(pod.row)
-        changed.clear()
+        self.index.changed.clear()
         self._table.refresh(now)
 
     def _match(self, request: Request, now: float) -> dict[str, Match]:
@@ -483,7 +483,7 @@ class Picker:
 
     def _candidate(self, endpoint: Endpoint, matches: dict[str, Match], work: Work, rate: float) -> Candidate:
         rank, hit = endpoint.best_hit(matches.get(endpoint.pod.scope))
-        cached = work.cached(hit)
+        cached, host, disk = work.held(hit)
         return Candidate(
             spec=endpoint.spec,
             load=endpoint.load,
@@ -491,6 +491,8 @@ class Picker:
             hit=hit,
             cached_tokens=cached,
             uncached_tokens=work.prompt_tokens - cached,
+            host_tokens=host,
+            disk_tokens=disk,
             output_tokens=work.output_tokens,
             held_tokens=endpoint.held_tokens,
             rank=rank,

@@ -1,9 +1,11 @@
 """The cost of a request at each endpoint, in seconds.
 
-The cost of a candidate is a sum of named terms. The first four are its predicted time to first token:
+The cost of a candidate is a sum of named terms. The first five are its predicted time to first token:
 
     queue_s    uncached tokens before it ÷ prefill rate
     prefill_s  its own uncached tokens ÷ prefill rate
+    load_s     its tokens that are cached in host memory or on disk alone ÷ the rates at which the endpoint loads them,
+               and never more than computing them
     slots_s    if all running slots are taken: time until enough of them come free
     full_s     if the endpoint just refused a request for want of room: the wait until it may take one
 
@@ -41,15 +43,18 @@ from msgspec.structs import replace
 from treeline_epp.endpoints.load import EndpointLoad, Report
 from treeline_epp.endpoints.reservations import ARRIVALS_S, arrivals_per_s
 from treeline_epp.endpoints.spec import EndpointSpec
+from treeline_epp.index.event_filter import Tier
 from treeline_epp.index.pods import NO_HIT, Hit, Match, level_hit
 from treeline_epp.picking.request import Request
 from treeline_epp.picking.table import (
     ARRIVALS,
     ARRIVED_AT,
+    DISK_RATE,
     EXCESS,
     FREE_TOKENS,
     FULL_UNTIL,
     HIT_SHARE,
+    HOST_RATE,
     MAX_RUNNING,
     QUEUED_TOKENS,
     SLOWER_S,
@@ -76,14 +81,19 @@ FOLLOWERS = 0.1
 """Share of an endpoint's requests beyond the mean that a second holder of this prefix would take. With a larger share
 a popular prefix is computed sooner on several endpoints; with a smaller one some endpoints stay busy longer and others
 idle."""
+HOST_SPEED, DISK_SPEED = 8.0, 1.5
+"""Rates of loading tokens from host memory and from disk, as multiples of the prefill rate, where an engine does not
+tell its own. PCIe 5 gives an 8B model on one H200 ten times the prefill rate, and a local NVMe 1.4 times; a larger
+model, whose prefill is slower, gains more."""
 TAIL_VALUE = 0.5
 """Value of the oldest cached tokens, as a share of the average."""
 
 
 class Candidate(Struct, frozen=True):
     """An eligible endpoint and all inputs of its score. `rate` is prefill tokens per second; `hit` the index's hit for
-    the prompt, `cached_tokens` that hit with predictions. `output_tokens` are expected of the request. `held_tokens`
-    are known to be in its cache. `rank` is the rank with the hit. `fork` requests will follow it.
+    the prompt, `cached_tokens` that hit with predictions and lower tiers, of which `host_tokens` and `disk_tokens` must
+    be loaded. `output_tokens` are expected of the request. `held_tokens` are known to be in its cache. `rank` is the
+    rank with the hit. `fork` requests will follow it.
     """
 
     spec: EndpointSpec
@@ -92,6 +102,8 @@ class Candidate(Struct, frozen=True):
     hit: Hit = NO_HIT
     cached_tokens: int = 0
     uncached_tokens: int = 0
+    host_tokens: int = 0
+    disk_tokens: int = 0
     output_tokens: int = ASSUMED_OUTPUT_TOKENS
     held_tokens: int = 0
     rank: int = 0
@@ -107,6 +119,7 @@ class Scored(Struct, frozen=True):
     queued_tokens: int = 0
     queue_s: float = 0.0
     prefill_s: float = 0.0
+    load_s: float = 0.0
     slots_s: float = 0.0
     full_s: float = 0.0
     decode_s: float = 0.0
@@ -142,6 +155,8 @@ class Scored(Struct, frozen=True):
             "cached_tokens": candidate.cached_tokens,
             "confirmed_tokens": candidate.hit.tokens,
             "uncached_tokens": candidate.uncached_tokens,
+            "host_tokens": candidate.host_tokens,
+            "disk_tokens": candidate.disk_tokens,
             "rate": candidate.rate,
             **named,
         }
@@ -154,6 +169,7 @@ def score(candidate: Candidate, now: float) -> Scored:
     report = load.report if load.fresh(now) else None
     queue_s = queued_tokens / rate
     prefill_s = candidate.uncached_tokens / rate
+    load_s = _load_s(candidate) if candidate.host_tokens or candidate.disk_tokens else 0.0
     slots_s = _slots_s(report, queued_requests) if report is not None else 0.0
     decode_s = _decode_s(candidate, report) if report is not None else 0.0
     evict_s = _evict_s(candidate, report, queued_tokens) if report is not None else 0.0
@@ -162,10 +178,18 @@ def score(candidate: Candidate, now: float) -> Scored:
     others_s = prefill_s * (DELAYED_REQUESTS + per_s * (queue_s + 0.5 * prefill_s))
     if candidate.fork and report is not None:
         others_s += max(0.0, _slots_s(report, queued_requests + candidate.fork - 1) - slots_s)
-    ttft_s = queue_s + prefill_s + slots_s + full_s
+    ttft_s = queue_s + prefill_s + load_s + slots_s + full_s
     cost_s = ttft_s + decode_s + others_s + evict_s
-    terms = queued_tokens, queue_s, prefill_s, slots_s, full_s, decode_s, others_s, evict_s
+    terms = queued_tokens, queue_s, prefill_s, load_s, slots_s, full_s, decode_s, others_s, evict_s
     return Scored(candidate, cost_s, ttft_s, *terms)
+
+
+def _load_s(candidate: Candidate) -> float:
+    """Return the time to load the tokens that it holds in lower tiers alone."""
+    load, rate = candidate.load, candidate.rate
+    host_rate = max(load.host_rate, rate) if load.host_rate else HOST_SPEED * rate
+    disk_rate = max(load.disk_rate, rate) if load.disk_rate else DISK_SPEED * rate
+    return candidate.host_tokens / host_rate + candidate.disk_tokens / disk_rate
 
 
 def _slots_s(report: Report, queued_requests: int) -> float:
@@ -192,7 +216,8 @@ def _evict_s(candidate: Candidate, report: Report, queued_tokens: int) -> float:
     if not report.tokens_total:
         return 0.0
     room = report.tokens_total - max(report.tokens_held, candidate.held_tokens) - queued_tokens
-    evicted = min(candidate.uncached_tokens, candidate.uncached_tokens - room)
+    added = candidate.uncached_tokens + candidate.host_tokens + candidate.disk_tokens
+    evicted = min(added, added - room)
     if evicted <= 0:
         return 0.0
     hit = min(candidate.load.hit_share, 0.99)
@@ -218,15 +243,23 @@ def with_followers(scored: Scored, followers_s: float) -> Scored:
 
 
 def waits_and_costs(
-    columns: Floats, rates: Floats, uncached_tokens: Floats | float, output_tokens: int, now: float, fork: int = 0
+    columns: Floats,
+    rates: Floats,
+    uncached_tokens: Floats | float,
+    output_tokens: int,
+    now: float,
+    fork: int = 0,
+    loads: Floats | None = None,
 ) -> tuple[Floats, Floats, Floats]:
     """Return `(wait_s, later_s, cost_s)` of many endpoints, equal to `score` of each to the last bit.
 
-    `columns` are those of `table.Table`, `rates` and `uncached_tokens` are by endpoint.
+    `columns` are those of `table.Table`, `rates` and `uncached_tokens` are by endpoint, `loads` as of `Work.held_at`.
     """
     prefill_s = uncached_tokens / rates
     wait_s = columns[QUEUED_TOKENS] / rates
     cost_s = wait_s + prefill_s
+    if loads is not None:
+        cost_s += _loads_s(columns, rates, loads)
     per_s = arrivals_per_s(columns[ARRIVALS], columns[ARRIVED_AT], now)
     others_s = prefill_s * (DELAYED_REQUESTS + per_s * (wait_s + 0.5 * prefill_s))
     slots_s = _waits_for_slots(columns, 1)
@@ -244,12 +277,21 @@ def waits_and_costs(
     if fork and (last_s := _waits_for_slots(columns, fork)) is not None:
         others_s = others_s + np.maximum(0.0, last_s - (0.0 if slots_s is None else slots_s))
     cost_s += others_s
-    evicted = uncached_tokens - columns[FREE_TOKENS]
+    evicted = (uncached_tokens if loads is None else uncached_tokens + loads[0] + loads[1]) - columns[FREE_TOKENS]
     at = (evicted > 0.0).nonzero()[0]
     if len(at):
         hit = np.minimum(columns[HIT_SHARE, at], 0.99)
         cost_s[at] += evicted[at] * np.minimum(1.0, TAIL_VALUE * hit / (1.0 - hit)) / rates[at]
     return wait_s, later_s, cost_s
+
+
+def _loads_s(columns: Floats, rates: Floats, loads: Floats) -> Floats:
+    """Return the `_load_s` of each endpoint."""
+    host, disk = columns[HOST_RATE], columns[DISK_RATE]
+    host_rates = np.where(host > 0.0, np.maximum(host, rates), HOST_SPEED * rates)
+    disk_rates = np.where(disk > 0.0, np.maximum(disk, rates), DISK_SPEED * rates)
+    loads_s: Floats = loads[0] / host_rates + loads[1] / disk_rates
+    return loads_s
 
 
 def _waits_for_slots(columns: Floats, requests: int) -> Floats | None:
@@ -295,20 +337,50 @@ class Work(Struct, frozen=True, gc=False):
         )
 
     def cached(self, hit: Hit) -> int:
-        """Return the prompt tokens that an endpoint with this hit need not compute."""
+        """Return the prompt tokens that an endpoint with this hit has on its device, or will."""
         return min(hit.tokens + int((hit.reach - hit.end) * self.per_byte), self.prompt_tokens - 1)
 
-    def cached_at(self, index: Index, matches: Mapping[str, Match], rows: Rows, table: Table) -> Floats:
-        """Return these cached tokens for each endpoint in these rows of the table."""
+    def held(self, hit: Hit) -> tuple[int, int, int]:
+        """Return the prompt tokens that an endpoint with this hit need not compute, and how many of them it must load
+        from host memory, and from disk.
+        """
+        cached = self.cached(hit)
+        if not hit.host and not hit.disk:
+            return cached, 0, 0
+        most = self.prompt_tokens - 1
+        host = max(0, min(hit.host, most) - cached)
+        disk = max(0, min(hit.disk, most) - cached - host)
+        return cached + host + disk, host, disk
+
+    def held_at(
+        self, index: Index, matches: Mapping[str, Match], rows: Rows, table: Table
+    ) -> tuple[Floats, Floats | None]:
+        """Return the same for each endpoint in these rows of the table: the tokens, and those to load, of shape (2,
+        rows); None if there are no lower tiers.
+        """
         cached: Floats = np.zeros(table.size)
+        tiers: Floats | None = None
         for match in matches.values():
             hits = [(level_hit(level), level.pods) for level in match.levels if level.tokens or level.reach]
             for hit, pods in sorted(hits, key=_how_far):  # the longest last: it counts if a row has several pods
                 cached[index.holders(pods)] = self.cached(hit)
+            for tier, levels in match.lower.items():
+                tiers = np.zeros((2, table.size)) if tiers is None else tiers
+                for level in reversed(levels):  # the longest last, too
+                    tiers[0 if tier is Tier.HOST else 1, index.holders(level.pods)] = level.tokens
             for pod in match.special:
                 _, hit = table.at_row(pod.row).best_hit(match)
                 cached[pod.row] = self.cached(hit)
-        return cached if len(rows) == table.size else cached[rows]
+                if tiers is not None:
+                    tiers[:, pod.row] = hit.host, hit.disk
+        if len(rows) < table.size:
+            cached, tiers = cached[rows], None if tiers is None else tiers[:, rows]
+        if tiers is None:
+            return cached, None
+        loads: Floats = np.minimum(tiers, self.prompt_tokens - 1) - cached
+        loads[0] = np.maximum(0.0, loads[0])
+        loads[1] = np.maximum(0.0, loads[1] - loads[0])
+        return cached + loads[0] + loads[1], loads
 
 
 def _how_far(held: tuple[Hit, int]) -> tuple[int, int]:

@@ -38,15 +38,18 @@ Mask = npt.NDArray[np.bool_]
     IDENTITY,
     ARRIVALS,
     ARRIVED_AT,
+    HOST_RATE,
+    DISK_RATE,
     ELIGIBLE,
     HEALTHY,
     EDGE,
-) = range(20)
+) = range(22)
 """The columns. They have a report's values while it is fresh, then the values without one. QUEUED_TOKENS: before a new
 request. REQUESTS: reported, running or not, or sent there since; IN_FLIGHT: those, and others that the endpoint has;
 UNANSWERED are ours alone. EXCESS: REQUESTS over MAX_RUNNING, -inf if unknown. SLOWER_S: STEP_S beyond a step of a
-small batch. FREE_TOKENS: free in its cache once waiting prompts are in it; inf if unknown."""
-_COLUMNS = 20
+small batch. FREE_TOKENS: free in its cache once waiting prompts are in it; inf if unknown. HOST_RATE and DISK_RATE: see
+`EndpointLoad`."""
+_COLUMNS = 22
 _NEVER, _UNKNOWN = float("-inf"), float("inf")
 _MOST_ASKED = 256
 """Most pairs of pool and model whose endpoints are cached: engines that take any name may be asked for many."""
@@ -262,4 +265,6 @@ def _values(endpoint: Endpoint, now: float) -> tuple[float, ...]:
         endpoint.identity,
         reserved.arrivals,
         reserved.arrived_at,
+        load.host_rate,
+        load.disk_rate,
     )

@@ -344,7 +344,10 @@ class Router:
         elif outcome is Outcome.HEADERS:
             best = decision.best.candidate
             metrics.routed_prompt_tokens.inc(best.cached_tokens + best.uncached_tokens)
-            metrics.routed_held_tokens.inc(best.hit.tokens)
+            metrics.routed_held_tokens.inc(best.hit.tokens + best.host_tokens + best.disk_tokens)
+            for tier, tokens in (("host", best.host_tokens), ("disk", best.disk_tokens)):
+                if tokens:
+                    metrics.routed_loaded_tokens.labels(tier).inc(tokens)
         request = decision.request
         if not by_other and cached is not None and prompt is not None:
             metrics.predicted_hit_tokens.inc(decision.best.candidate.cached_tokens)
