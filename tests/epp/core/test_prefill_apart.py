@@ -142,15 +142,16 @@ def test_a_fallback_can_take_over_what_the_first_one_was_sent() -> None:
     assert prefill_of(apart) == "p"
     assert {one.name for one in apart.fallbacks} == {"d", "e"} - {apart.endpoint.name}
     assert len(whole.fallbacks) == 2
+    picker = picker_of(spec("whole"), spec("d", Role.DECODE, SGLANG), spec("p", Role.PREFILL, SGLANG))
+    picker.parts.charge(picker.endpoints["d"], 4000, 1.0, 0.0)
+    decision = picker.pick(SHORT, 0.0)
+    assert (decision.endpoint.name, decision.fallbacks) == ("whole", ())
 
 
-def test_no_fallback_is_an_endpoint_that_cannot_serve_the_same_request() -> None:
-    sidecar, meets = spec("s", Role.DECODE, SIDECAR), spec("m", Role.DECODE, SGLANG)
-    picker = picker_of(spec("whole", Role.BOTH, None), meets, spec("p", Role.PREFILL, SGLANG), fallbacks=3)
-    picker.parts.charge(picker.endpoints["m"], 400_000, 100.0, 0.0)
-    decision = picker.pick(LONG, 0.0)
-    assert (decision.endpoint.name, decision.fallbacks) == ("whole", ()), "the other one computes no prompts"
-    picker = picker_of(sidecar, meets, spec("p", Role.PREFILL, SGLANG), fallbacks=3)
+def test_no_fallback_gets_its_prompts_in_another_way() -> None:
+    picker = picker_of(
+        spec("s", Role.DECODE, SIDECAR), spec("m", Role.DECODE, SGLANG), spec("p", Role.PREFILL, SGLANG), fallbacks=3
+    )
     busy(picker, "s", running=16)
     picker.parts.charge(picker.endpoints["m"], 400_000, 100.0, 0.0)
     decision = picker.pick(LONG, 0.0)

@@ -29,7 +29,9 @@ class Target(NamedTuple):
     @classmethod
     def of(cls, asked: Request) -> Target:
         """Return the target of this request."""
-        return cls(asked.pool, asked.model if asked.listed else ANY_NAME, asked.subset, asked.fallback_pools, asked.apart)
+        return cls(
+            asked.pool, asked.model if asked.listed else ANY_NAME, asked.subset, asked.fallback_pools, asked.apart
+        )
 
 
 @dataclass(eq=False, slots=True)

@@ -237,7 +237,7 @@ class Picker:
     def _apart(self, request: Request, best: Scored, matches: dict[str, Match], work: Work, now: float) -> Apart | None:
         """Compare computing the prompt at another endpoint; None if there is none, or the prompt is short."""
         rows, alone = self._table.partners(request, best.candidate.spec), best.candidate.spec.alone
-        if not len(rows) or (alone and sum(whole(best).values()) <= HANDOVER_S):
+        if not len(rows) or (alone and sum(whole(best, now).values()) <= HANDOVER_S):
             return None
         columns, decode = self._table.take(rows), best.candidate
         fastest = max(float(columns[OWN_RATE].max()), decode.load.own_rate())  # unmeasured ones are as fast as others
@@ -245,7 +245,7 @@ class Picker:
         rates = self._rates(columns, now, fastest)
         at = cheapest(columns, rates, work.prompt_tokens - cached, loads, now)
         prefill = self._candidate(self._table.at_row(int(rows[at])), matches, work, float(rates[at]))
-        return compared(score(replace(decode, rate=decode.load.rate(fastest, now)), now), score(prefill, now))
+        return compared(score(replace(decode, rate=decode.load.rate(fastest, now)), now), score(prefill, now), now)
 
     def _staying(self, session: int, rows: Rows, cost_s: Floats, order: list[int], count: int, now: float) -> list[int]:
         """Return the order with a session's endpoint first, unless it is no candidate or costs too much."""

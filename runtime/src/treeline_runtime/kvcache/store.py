@@ -27,11 +27,12 @@ T = TypeVar("T")
 Lower = Literal["CPU", "DISK"]
 """The tiers below the device."""
 
-THREADS = min(4, os.cpu_count() or 1)
+THREADS = min(8, os.cpu_count() or 1)
 PART_BYTES = 16 << 20
 """Pages of so many bytes are read by one thread."""
-BATCH_BYTES = 8 << 20
-"""Pages of so many bytes are staged on the device at once."""
+BATCH_BYTES = 32 << 20
+"""Pages of so many bytes are staged on the device at once, by each thread. Less has the threads wait for each other
+where they call torch: 16 MiB take 87 ms for 2.2 GB on an H200, 32 MiB 69."""
 LOG_S = 60.0
 """The shortest time between two lines about failures."""
 
@@ -170,10 +171,6 @@ class PageStore:
             return "CPU"
         return "DISK" if state is SlotState.FREE and self.disk is not None and self.disk.has(digest) else None
 
-    def touch(self, digests: Sequence[bytes]) -> None:
-        """Pages of a sequence, in order, were used on the device."""
-        self.host.touch(digests)
-
     # ---- to the host, to the disk -------------------------------------------------------------------------
 
     def put(self, pool: KVPool, digests: Sequence[bytes], pages: Pages, then: Callable[[], None]) -> bool:
@@ -198,7 +195,7 @@ class PageStore:
             with slab.copying(after):
                 for begin in range(0, len(copies), batch):
                     _, of, to = zip(*copies[begin : begin + batch], strict=True)
-                    pool.copy_out(of, [slab.page(slot) for slot in to])
+                    pool.copy_out(of, slab.runs(to))
             return [form.checksum(digest, slab.page(slot).data) for digest, _, slot in copies]
 
         def ended(checksums: list[int] | None) -> None:
@@ -282,9 +279,9 @@ class PageStore:
         if not sources:
             return None
         reading, after = Reading(wanted=len(sources)), self._slab.now()
-        parts = min(THREADS, 1 + len(sources) * self._form.nbytes // PART_BYTES)
-        step = -(-len(sources) // parts)
-        running = len(range(0, len(sources), step))
+        step = -(-len(sources) // min(THREADS, 1 + len(sources) * self._form.nbytes // PART_BYTES))
+        parts = [sources[begin : begin + step] for begin in range(0, len(sources), step)]
+        running = len(parts)
 
         def ended(_: object) -> None:
             nonlocal running
@@ -294,8 +291,7 @@ class PageStore:
                 then(reading)
                 self._tell(sources)
 
-        for begin in range(0, len(sources), step):
-            part = sources[begin : begin + step]
+        for part in parts:
             self._workers.start(partial(self._read, pool, part, reading, after), ended)
         return reading
 
@@ -341,7 +337,7 @@ class PageStore:
 
     def _copy_in(self, pool: KVPool, sources: Sequence[_Source]) -> None:
         if sources:
-            pool.copy_in([source.target for source in sources], [self._slab.page(source.slot) for source in sources])
+            pool.copy_in([source.target for source in sources], self._slab.runs([source.slot for source in sources]))
 
     def _check(self, source: _Source) -> None:
         """Makes sure that the page is in its slot. Raises BadPage or OSError."""
@@ -393,11 +389,6 @@ class PageStore:
         self._events.copied([source.digest for source in good if source.medium == "DISK"], "DISK")
 
     # ---- all of it ----------------------------------------------------------------------------------------
-
-    @property
-    def is_copying(self) -> bool:
-        """Whether a thread reads or writes pages."""
-        return self._workers.busy > 0
 
     def clear(self) -> None:
         """Forgets all pages, and deletes those on the disk. Nothing may be copied."""

@@ -73,7 +73,7 @@ class Tiers:
         """A request uses the cached pages up to `node`."""
         if node is not None:
             digests, pages = self._tree.digests_of(node), self._tree.pages_of(self._tree.whole(node))
-            self.store.touch(digests)
+            self.store.host.touch(digests)
             self._put(node, digests, pages)
 
     def inserted(self, node: Node, start: int, existing: int) -> None:
