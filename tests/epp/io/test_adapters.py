@@ -465,7 +465,7 @@ async def test_an_sglang_says_its_role_and_its_bootstrap_port(http: HttpClient) 
 
 
 def test_discovery_names_the_protocol_and_the_engine_the_facts() -> None:
-    told = EndpointSpec("d", "10.0.0.1:80", role=Role.DECODE, protocol=Protocol.LLM_D)
+    told = EndpointSpec("d", "10.0.0.1:80", role=Role.DECODE, transfer=Transfer(Protocol.LLM_D))
     facts = (("block size", "16"),)
     found = EngineInfo(transfer=Transfer(Protocol.NIXL, alike=facts)).registered(told)
     assert (found.role, found.transfer) == (Role.DECODE, Transfer(Protocol.LLM_D, alike=facts))

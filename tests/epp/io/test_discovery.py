@@ -73,7 +73,7 @@ def test_a_file_is_yaml_or_json() -> None:
 def test_a_file_gives_the_role_of_an_endpoint_and_how_it_hands_over_prompts() -> None:
     entry = "endpoints: [{name: a, address: 'localhost:8000', role: %s, kv_transfer: %s}]"
     (spec,) = parse_file(entry % ("decode", "llm-d"))
-    assert (spec.role, spec.protocol, spec.transfer) == (Role.DECODE, Protocol.LLM_D, None)
+    assert (spec.role, spec.protocol) == (Role.DECODE, Protocol.LLM_D)
     assert spec.identity != A.identity
     for wrong in (("encode", "nixl"), ("prefill", "pigeon")):
         with pytest.raises(DiscoveryError):

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.epp_io import until
 from support.pairs import HANDED_OVER
 from support.proxy import begun, head, replies, whole
 from treeline_epp.endpoints.http_answer import Answer
-from treeline_epp.endpoints.prefill_calls import MOST_CALLS, PrefillCall, PrefillCalls
+from treeline_epp.endpoints.prefill_calls import MOST_CALLS, PrefillCalls
 from treeline_epp.endpoints.scraped import ScrapedLoad
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.endpoints.transfer import Protocol, Role, Transfer
@@ -25,7 +26,7 @@ from treeline_epp.picking.endpoint import Endpoint
 from treeline_epp.picking.picker import Picker
 from treeline_epp.requests.exchange import DEFAULT_FLOW
 from treeline_epp.requests.model_registry import ModelRegistry
-from treeline_epp.requests.prefilling import Prefilling
+from treeline_epp.requests.prefilling import Prefill, Prefilling
 from treeline_epp.requests.router import Router
 from treeline_wire import envoy_pb2 as pb
 
@@ -35,20 +36,22 @@ DONE = Answer(200, {}, json.dumps({"kv_transfer_params": HANDED_OVER}).encode(),
 
 @dataclass
 class Posted:
-    call: PrefillCall
     address: str
     path: str
     headers: Mapping[str, str]
     body: dict[str, Any]
-    ended: Callable[[PrefillCall], None]
+    within_s: float
     sent: Callable[[], None]
+    ended: Callable[[Answer | None, str], None]
     cancelled: bool = False
     over: bool = False
 
+    def cancel(self) -> None:
+        self.cancelled = True
+
     def end(self, answer: Answer | None, problem: str = "") -> None:
-        self.call.answer, self.call.problem, self.over = answer, problem, True
-        self.ended(self.call)
-        self.call.finish()
+        self.over = True
+        self.ended(answer, problem)
 
 
 @dataclass
@@ -71,18 +74,16 @@ class Calls:
         body: list[bytes],
         *,
         client: str | None,
-        limit_s: float,
-        until_sent: bool,
-        ended: Callable[[PrefillCall], None],
-    ) -> PrefillCall | None:
+        within_s: float,
+        sent: Callable[[], None],
+        ended: Callable[[Answer | None, str], None],
+    ) -> Callable[[], object] | None:
         assert client is None
         if self.full:
             return None
-        call = PrefillCall(limit_s, until_sent=until_sent)
-        posted = Posted(call, address, path, headers, json.loads(b"".join(body)), ended, call.on_sent)
-        call.cancel = lambda: setattr(posted, "cancelled", True)  # type: ignore[method-assign]
+        posted = Posted(address, path, headers, json.loads(b"".join(body)), within_s, sent, ended)
         self.posted.append(posted)
-        return call
+        return posted.cancel
 
     def abort(self, _server: str, address: str, body: bytes) -> None:
         self.aborted.append((address, json.loads(body)))
@@ -112,7 +113,7 @@ class World:
 
     def _next(self) -> bytes | None:
         answer = next(self.answering, None)
-        self._awaits = isinstance(answer, PrefillCall)
+        self._awaits = isinstance(answer, Prefill)
         return None if self._awaits else answer
 
     @property
@@ -134,7 +135,7 @@ def test_a_stream_waits_for_the_prompt_and_asks_its_proxy_to_wait_as_well() -> N
     assert (posted.address, posted.path) == ("10.0.0.7:8000", "/v1/completions")
     assert posted.headers == {"x-request-id": "r", "traceparent": "t"}
     assert posted.body["max_tokens"] == 1
-    assert posted.call.limit_s == pytest.approx(3 * 25_000 / 4000, rel=0.1), "three times the prediction"
+    assert posted.within_s == pytest.approx(3 * 25_000 / 4000, rel=0.1), "three times the prediction"
     assert world.waits(), "a caller that goes on too early waits again"
     assert world.said == []
     posted.end(DONE)
@@ -185,7 +186,7 @@ def test_with_too_many_calls_under_way_requests_are_whole() -> None:
 def test_sglangs_request_goes_on_when_the_copy_is_on_its_way() -> None:
     world = World(Protocol.SGLANG)
     assert world.waits()
-    world.calls.posted[0].call.on_sent()
+    world.calls.posted[0].sent()
     assert not world.waits()
     assert world.sent["bootstrap_room"] == world.calls.posted[0].body["bootstrap_room"]
     assert world.reserved[0] > 0, "the prompt is still computed"
@@ -210,7 +211,7 @@ def test_the_endpoint_that_waits_in_vain_is_told_to_abort() -> None:
     world = World(Protocol.SGLANG)
     assert world.waits()
     first = world.calls.posted[0]
-    first.call.on_sent()
+    first.sent()
     assert not world.waits()
     first.end(Answer(503, {}, b"", True))
     assert world.calls.aborted == [("10.0.0.6:8000", {"rid": first.body["rid"]})]
@@ -251,7 +252,7 @@ def test_a_sidecar_is_told_by_a_header_and_nobody_waits() -> None:
 
 
 async def test_no_client_keeps_the_others_out_of_the_calls() -> None:
-    hangs, aborted = asyncio.Event(), asyncio.Event()
+    hangs, aborted, gone = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     class Http:
         async def post(self, _address: str, path: str, *_: object, **__: object) -> None:
@@ -261,22 +262,24 @@ async def test_no_client_keeps_the_others_out_of_the_calls() -> None:
 
     calls = PrefillCalls(lambda _server: Http())  # type: ignore[arg-type, return-value]
 
-    def post(client: str | None) -> PrefillCall | None:
-        return calls.post("p", "a", "/", {}, [], client=client, limit_s=9, until_sent=False, ended=lambda _call: None)
+    def post(client: str | None) -> Callable[[], object] | None:
+        return calls.post("p", "a", "/", {}, [], client=client, within_s=9, sent=gone.set, ended=lambda *_: gone.set())
 
-    greedy = [call for call in (post("greedy") for _ in range(MOST_CALLS)) if call is not None]
+    greedy = [cancel for cancel in (post("greedy") for _ in range(MOST_CALLS)) if cancel is not None]
     assert len(greedy) == len(calls) == MOST_CALLS // 2
     assert post("another") is not None
-    more = [call for call in (post(None) for _ in range(MOST_CALLS)) if call is not None]
+    more = [cancel for cancel in (post(None) for _ in range(MOST_CALLS)) if cancel is not None]
     assert (len(greedy) + 1 + len(more), post("a third")) == (MOST_CALLS, None)
     calls.abort("d", "a", b"{}")
     await asyncio.wait_for(aborted.wait(), 60)
-    for call in greedy:
-        call.cancel()
-    await asyncio.wait([call.task for call in greedy if call.task is not None])
+    for cancel in greedy:
+        cancel()
+    await until(lambda: len(calls) == MOST_CALLS // 2, "those that were broken off leave room")
     assert post("greedy") is not None
-    for call in more:
-        call.cancel()
+    for cancel in more:
+        cancel()
+    await until(lambda: len(calls) == 2, "the others, too")
+    assert not gone.is_set(), "who breaks a request off knows that it ended"
     hangs.set()
 
 
@@ -310,7 +313,7 @@ class Interleaving:
         """Let a stream go on. If its request is decided and there is a status, the response begins."""
         if self.streams:
             session, answering = self.streams[at % len(self.streams)]
-            waits = next((one for one in answering if isinstance(one, PrefillCall)), None)
+            waits = next((one for one in answering if isinstance(one, Prefill)), None)
             if waits is None and not session.ended and status is not None:
                 self.answered += status == "200"
                 replies(session, begun(status))
@@ -361,7 +364,7 @@ class Interleaving:
             assert (left, endpoint.unanswered) == ([], 0), endpoint.spec
         router, prefilling = self.router, self.router.prefilling
         assert prefilling is not None
-        assert (router._leases, router._exchanges, prefilling._calls) == ({}, {}, {})
+        assert (router._leases, router._exchanges, prefilling._open) == ({}, {}, {})
         assert prefilling.outcomes.total() >= len(self.calls.posted)
         assert (router.metrics.open_streams, router.metrics.internal_errors.labels().value) == (0, 0)
         self.picker.index.check()

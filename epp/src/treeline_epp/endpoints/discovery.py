@@ -25,7 +25,7 @@ from msgspec import Meta
 from treeline_epp.endpoints.adapters.base import MAX_RANKS
 from treeline_epp.endpoints.adapters.registry import ADAPTERS
 from treeline_epp.endpoints.spec import EndpointSpec, KvPorts, normal_ip, split_address
-from treeline_epp.endpoints.transfer import Protocol, Role
+from treeline_epp.endpoints.transfer import Protocol, Role, Transfer
 from treeline_epp.files import WatchedFile, decode_yaml, read_file
 
 log = logging.getLogger(__name__)
@@ -124,7 +124,7 @@ def _spec(entry: _Entry) -> EndpointSpec:
         key_file=None if entry.api_key_file is None else Path(entry.api_key_file),
         kv=None if kv is None else KvPorts(kv.port, kv.replay_port, kv.topic, kv.ranks),
         role=entry.role,
-        protocol=entry.kv_transfer,
+        transfer=None if entry.kv_transfer is None else Transfer(entry.kv_transfer),
     )
 
 

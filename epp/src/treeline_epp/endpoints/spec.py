@@ -37,7 +37,8 @@ class EndpointSpec:
     `kv`: its publisher, if it does not name one itself. `key_file` has the API key that it requires.
     `rank`: the data-parallel rank that its requests name, of the `ranks` behind its address; None: the engine chooses,
     as for all requests on the paths `unranked`.
-    `role` is what the engine says, else what discovery says, and so is `transfer`; `protocol` is what discovery says.
+    `role` is what the engine says, else what discovery says; `transfer` has the protocol that discovery says, else the
+    engine's.
     """
 
     name: str
@@ -55,7 +56,6 @@ class EndpointSpec:
     ranks: int = 1
     unranked: frozenset[str] = frozenset()
     role: Role = Role.BOTH
-    protocol: Protocol | None = None
     transfer: Transfer | None = None
 
     def at_rank(self, rank: int, ranks: int, unranked: frozenset[str] = frozenset()) -> EndpointSpec:
@@ -79,11 +79,14 @@ class EndpointSpec:
         return (*process, self.role, self.protocol)
 
     @property
+    def protocol(self) -> Protocol | None:
+        """How it hands over prompts, if that is known."""
+        return None if self.transfer is None else self.transfer.protocol
+
+    @property
     def alone(self) -> bool:
         """Whether it can serve a request without another endpoint."""
-        if self.role is not Role.DECODE:
-            return self.role is Role.BOTH
-        return self.transfer is None or self.transfer.protocol is not Protocol.SGLANG
+        return self.role is Role.BOTH or (self.role is Role.DECODE and self.protocol is not Protocol.SGLANG)
 
 
 def unfit(prefill: EndpointSpec, decode: EndpointSpec) -> str:

@@ -11,7 +11,6 @@ import msgspec
 from google.protobuf.message import DecodeError
 from treeline_wire import headers as names
 
-from treeline_epp.endpoints.prefill_calls import PrefillCall
 from treeline_epp.extproc.clients import Clients, Present, TooMuch
 from treeline_epp.extproc.convert import Reader, UnknownMessage, override_timeout, to_response
 from treeline_epp.extproc.state import (
@@ -32,14 +31,14 @@ from treeline_epp.requests import refusals
 from treeline_epp.requests.body import Body, BodyBudget, RouteRequest
 from treeline_epp.requests.outline import Outline
 from treeline_epp.requests.parse import is_large
-from treeline_epp.requests.prefilling import MOST_S
+from treeline_epp.requests.prefilling import MOST_S, Prefill
 from treeline_epp.requests.refusals import Refusal
 from treeline_epp.requests.rewrite import to_send
 from treeline_epp.requests.router import Routed, Router
 
 log = logging.getLogger(__name__)
 
-Awaited = Ticket[Routed] | PrefillCall
+Awaited = Ticket[Routed] | Prefill
 """What an answer may wait for."""
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"

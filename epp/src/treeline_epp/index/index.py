@@ -34,7 +34,7 @@ from treeline_epp.index.limits import LOWER_SHARE, SLICE, IndexLimits, weight
 from treeline_epp.index.matching import Walk, match, uniting, walk
 from treeline_epp.index.node import Node
 from treeline_epp.index.orphans import Orphan
-from treeline_epp.index.pods import NO_TIERS, Hit, Match, Pod, PodBits
+from treeline_epp.index.pods import Hit, Match, Pod, PodBits
 from treeline_epp.index.predictions import foreseen
 from treeline_epp.index.scope import Scope
 
@@ -214,7 +214,7 @@ class Index:
             return Match()
         unite = uniting([pod.bits for pod in known.aged]) if known.aged else None
         levels = foreseen(match(known.tree, path, known.live, unite), path, unite, now)
-        found = Match(levels, {}, path.matched, known.lower(path) if known.tiered else NO_TIERS)
+        found = Match(levels, {}, path.matched, known.lower(path) if known.tiered else {})
         return replace(found, special=self._capped(found, path, now)) if self._capped_pods else found
 
     def holders(self, pods: int) -> npt.NDArray[np.int32]:

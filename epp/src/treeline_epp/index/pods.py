@@ -6,7 +6,6 @@ import heapq
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 import numpy as np
 import numpy.typing as npt
@@ -117,9 +116,6 @@ def level_hit(level: Level) -> Hit:
     return Hit(level.tokens, level.end, max(level.end, level.reach))
 
 
-NO_TIERS: Mapping[Tier, Sequence[Level]] = MappingProxyType({})
-
-
 class Match(Struct, frozen=True):
     """The result of `Index.match`: `levels` are the hits of pods (bits), disjoint; `special` are the hits of pods with
     better data: from audits, or from other pickers. `matched` bytes of the key are in the tree. `lower` are, for pods
@@ -129,7 +125,7 @@ class Match(Struct, frozen=True):
     levels: Sequence[Level] = ()
     special: dict[Pod, Hit] = {}
     matched: int = 0
-    lower: Mapping[Tier, Sequence[Level]] = NO_TIERS
+    lower: Mapping[Tier, Sequence[Level]] = {}
 
     @property
     def longest(self) -> Hit:

@@ -14,7 +14,7 @@ import msgspec
 from treeline_wire import labels
 
 from treeline_epp.endpoints.spec import EndpointSpec, KvPorts, normal_ip
-from treeline_epp.endpoints.transfer import Protocol, Role
+from treeline_epp.endpoints.transfer import Protocol, Role, Transfer
 from treeline_epp.kube import objects
 from treeline_epp.kube.kv_config import kv_ports
 from treeline_epp.kube.pools import Pool
@@ -30,7 +30,7 @@ _ENDED = frozenset({"Succeeded", "Failed"})
 
 class Pod(msgspec.Struct, frozen=True):
     """A pod, reduced to the facts that decide its endpoints. `active_ports` is `None` if all are active. `kv`: the
-    ports of its KV events, if the object names them. `transfer` is its annotation `treeline.dev/kv-transfer`.
+    ports of its KV events, if the object names them. `protocol` is its annotation `treeline.dev/kv-transfer`.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Pod(msgspec.Struct, frozen=True):
     active_ports: frozenset[int] | None = None
     created: str = ""
     kv: KvPorts | None = None
-    transfer: str = ""
+    protocol: str = ""
 
     @property
     def role(self) -> Role | None:
@@ -52,11 +52,11 @@ class Pod(msgspec.Struct, frozen=True):
         return _ROLES.get(self.labels.get(labels.ROLE) or self.labels.get(_LLM_D_ROLE, ""))
 
     @property
-    def protocol(self) -> Protocol | None:
+    def transfer(self) -> Transfer | None:
         """How it hands prompts over, if its object says so: pods with llm-d's label have llm-d's sidecar."""
-        if self.transfer in set(Protocol):
-            return Protocol(self.transfer)
-        return Protocol.LLM_D if _LLM_D_ROLE in self.labels and labels.ROLE not in self.labels else None
+        sidecar = Protocol.LLM_D if _LLM_D_ROLE in self.labels and labels.ROLE not in self.labels else ""
+        said = self.protocol if self.protocol in set(Protocol) else sidecar
+        return Transfer(Protocol(said)) if said else None
 
     @property
     def worker(self) -> bool:
@@ -85,7 +85,7 @@ def read_pod(data: msgspec.Raw) -> Pod:
         active_ports=_active_ports(meta.annotations or {}),
         created=meta.creation_timestamp or "",
         kv=kv_ports(meta.annotations or {}, found.spec.containers),
-        transfer=(meta.annotations or {}).get(labels.KV_TRANSFER, ""),
+        protocol=(meta.annotations or {}).get(labels.KV_TRANSFER, ""),
     )
 
 
@@ -129,7 +129,7 @@ def _of_pod(pool: Pool, pod: Pod) -> Iterable[EndpointSpec]:
                 engine=pool.engine,
                 kv=_of_rank(pod.kv, rank, len(pool.ports)),
                 role=pod.role,
-                protocol=pod.protocol,
+                transfer=pod.transfer,
             )
 
 

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from msgspec import Struct
 
 from treeline_epp.endpoints.reservations import Reservation
-from treeline_epp.endpoints.spec import EndpointSpec
+from treeline_epp.endpoints.spec import EndpointSpec, unfit
+from treeline_epp.endpoints.transfer import Role
 from treeline_epp.index.pods import Match, Pod
 from treeline_epp.picking.endpoint import AuditResult, Endpoint
 from treeline_epp.picking.pairs import Apart
@@ -177,6 +178,13 @@ class Decision(Struct, frozen=True):
     def ttft_s(self) -> float:
         """The predicted seconds to the first token."""
         return self.apart.ttft_s if self.apart is not None and self.apart.chosen else self.best.ttft_s
+
+    def fits(self, spec: EndpointSpec) -> bool:
+        """Return whether another endpoint, too, can answer this very request."""
+        if (prefill := self.prefill) is None:
+            return spec.alone
+        alike = spec.role is Role.DECODE and spec.protocol is self.endpoint.protocol
+        return alike and not unfit(prefill.candidate.spec, spec)
 
     @property
     def best(self) -> Scored:

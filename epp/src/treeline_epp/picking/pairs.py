@@ -23,8 +23,7 @@ from msgspec import Struct
 
 from treeline_epp.endpoints.spec import EndpointSpec, unfit
 from treeline_epp.endpoints.transfer import Role
-from treeline_epp.picking.score import DECODE_WEIGHT, Scored, waits_and_costs
-from treeline_epp.picking.table import Floats
+from treeline_epp.picking.score import DECODE_WEIGHT, Scored
 
 HANDOVER_S = 0.03
 """Seconds that a prompt computed apart takes more, however short: two requests in place of one, and a step more."""
@@ -97,21 +96,3 @@ def problem_of(spec: EndpointSpec, all_specs: Iterable[EndpointSpec]) -> tuple[s
             return "", False
         why = f"it cannot be paired with {other.name}: {reason}"
     return why, bool(others)
-
-
-def takes_over(spec: EndpointSpec, decode: EndpointSpec, prefill: EndpointSpec | None) -> bool:
-    """Return whether this endpoint, too, can answer a request for `decode` whose prompt `prefill` computes; None:
-    nobody else. It gets the same request.
-    """
-    if prefill is None:
-        return spec.alone
-    if spec.role is not Role.DECODE or unfit(prefill, spec):
-        return False
-    protocols = {None if one.transfer is None else one.transfer.protocol for one in (spec, decode)}
-    return len(protocols) == 1
-
-
-def cheapest(columns: Floats, rates: Floats, uncached_tokens: Floats, loads: Floats | None, now: float) -> int:
-    """Return which of these endpoints computes a prompt at the least cost; arguments as in `waits_and_costs`."""
-    _, _, cost_s = waits_and_costs(columns, rates, uncached_tokens, 0, now, loads=loads)
-    return int(cost_s.argmin())

@@ -68,7 +68,7 @@ class Parts:
         """Reserve `tokens` of prefill, which should take `prefill_s`, until `discharge`. O(1)."""
         reservation = endpoint.load.reservations.open(tokens, now, prefill_s)
         self.reserved.add(endpoint)
-        self._touch(endpoint)
+        self.touch(endpoint)
         return reservation
 
     def charge_elsewhere(
@@ -97,17 +97,18 @@ class Parts:
             endpoint.load.reservations.close(reservation)
         if outcome is Outcome.OVERLOADED:
             endpoint.load.on_overloaded(now)
-        self._touch(endpoint)
+        self.touch(endpoint)
 
     def expire(self, now: float) -> None:
         """End reservations that are past their time. O(open reservations)."""
         for endpoint in list(self.reserved):
             reservations = endpoint.load.reservations
             if reservations.expire(now):
-                self._touch(endpoint)
+                self.touch(endpoint)
             if not reservations:
                 self.reserved.discard(endpoint)
 
-    def _touch(self, endpoint: Endpoint) -> None:
+    def touch(self, endpoint: Endpoint) -> None:
+        """Mark an endpoint whose load, breaker or state has changed. O(1)."""
         if endpoint.pod.row >= 0:
             self.table.touch(endpoint.pod.row)

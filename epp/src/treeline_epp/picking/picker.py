@@ -23,7 +23,7 @@ from treeline_epp.picking.decision import Decision, Elsewhere, Lease, NoEndpoint
 from treeline_epp.picking.endpoint import Endpoint, fallbacks
 from treeline_epp.picking.explanation import Explanation, dropped_by, explanation
 from treeline_epp.picking.filters import Saturation, rows_left
-from treeline_epp.picking.pairs import HANDOVER_S, Apart, cheapest, compared, takes_over, whole
+from treeline_epp.picking.pairs import HANDOVER_S, Apart, compared, whole
 from treeline_epp.picking.parts import Parts
 from treeline_epp.picking.policies import Policy, PoolPolicies
 from treeline_epp.picking.policies.base import NO_FLOATS, Candidates, led_by
@@ -129,26 +129,21 @@ class Picker:
         endpoint = self.endpoints.get(name)
         if endpoint is not None and endpoint.ready != ready:
             endpoint.ready = ready
-            self._touch(endpoint)
+            self.parts.touch(endpoint)
 
     def set_draining(self, name: str, draining: bool) -> None:
         """Set draining as discovery reports it; the load report's own flag counts, too. Unknown names are ignored."""
         endpoint = self.endpoints.get(name)
         if endpoint is not None and endpoint.draining != draining:
             endpoint.draining = draining
-            self._touch(endpoint)
-
-    def _touch(self, endpoint: Endpoint) -> None:
-        """Mark an endpoint whose load, breaker or state has changed. O(1)."""
-        if endpoint.pod.row >= 0:
-            self._table.touch(endpoint.pod.row)
+            self.parts.touch(endpoint)
 
     def on_load(self, name: str, load: EngineLoad, now: float) -> None:
         """Take a load report that came at `now`, or was requested then. Unknown names are ignored."""
         endpoint = self.endpoints.get(name)
         if endpoint is not None:
             endpoint.load.on_load(load, now)
-            self._touch(endpoint)
+            self.parts.touch(endpoint)
             exact = not isinstance(load, ScrapedLoad)  # blocks × size on a page is no bound for hybrid models
             if exact and endpoint.overfull and endpoint.audit.allow(now):
                 for pod in endpoint.pods:
@@ -170,9 +165,9 @@ class Picker:
         policy, config = self.policies.of(request.pool), self.config
         count = max(config.scored, (config.fallbacks + 2) * self._most_ranks)
         best, scored, apart = self._ranked(request, policy, count, config.scored, now)
-        prefill = apart.prefill.candidate.spec if apart is not None and apart.chosen else None
-        able = [best[0], *(one for one in best[1:] if takes_over(one.spec, best[0].spec, prefill))]
-        return Decision(request, scored, fallbacks(able, config.fallbacks), policy.name, apart)
+        decision = Decision(request, scored, (), policy.name, apart)
+        able = [best[0], *(one for one in best[1:] if decision.fits(one.spec))]
+        return replace(decision, fallbacks=fallbacks(able, config.fallbacks))
 
     def explain(self, request: Request, now: float) -> Explanation:
         """Return the decision of `pick`, and each endpoint's part in it. Changes nothing. O(endpoints), one by one."""
@@ -243,7 +238,7 @@ class Picker:
         fastest = max(float(columns[OWN_RATE].max()), decode.load.own_rate())  # unmeasured ones are as fast as others
         cached, loads = work.held_at(self.index, matches, rows, self._table)
         rates = self._rates(columns, now, fastest)
-        at = cheapest(columns, rates, work.prompt_tokens - cached, loads, now)
+        at = int(waits_and_costs(columns, rates, work.prompt_tokens - cached, 0, now, loads=loads)[2].argmin())
         prefill = self._candidate(self._table.at_row(int(rows[at])), matches, work, float(rates[at]))
         return compared(score(replace(decode, rate=decode.load.rate(fastest, now)), now), score(prefill, now), now)
 
@@ -311,7 +306,7 @@ class Picker:
             self.sessions.remember(request.session, endpoint.spec.name, now)
         endpoint.unanswered += 1
         endpoint.breaker.on_pick(now)
-        self._touch(endpoint)
+        self.parts.touch(endpoint)
         if self.elsewhere is not None:
             self.elsewhere.opened(lease, now)
         return lease

@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 from treeline_wire import headers as names
 
-from treeline_epp.endpoints.prefill_calls import PrefillCall, PrefillCalls
+from treeline_epp.endpoints.http_answer import Answer
+from treeline_epp.endpoints.prefill_calls import PrefillCalls
 from treeline_epp.metrics import Sample
 from treeline_epp.picking.decision import Lease, Outcome
 from treeline_epp.picking.parts import Parts
@@ -26,9 +29,41 @@ MOST_S = 600.0
 PATIENCE_S = 10.0
 """… but not less than this: predictions may be wrong until an endpoint has been measured, and each prompt measures it.
 """
-_FORMS = ("whole", "apart")
 _PASSED_ON = (names.REQUEST_ID, names.TRACEPARENT, names.TRACESTATE)
 """Headers of the client's request that the prefill engine gets, too: for its log, and for traces."""
+
+
+@dataclass(eq=False, slots=True)
+class Prefill:
+    """A prompt that another endpoint computes. `done`: its request need not wait any longer, because the answer is
+    there, or because that endpoint has the request, if that is enough. It takes `limit_s` at most.
+    """
+
+    lease: Lease
+    plan: Handover
+    began: float
+    limit_s: float
+    done: bool = False
+    cancel: Callable[[], object] | None = None
+    _callback: Callable[[], object] | None = None
+
+    def when_done(self, callback: Callable[[], object]) -> None:
+        """Call this once, when it is done, or at once if it is. A later callback replaces an earlier one."""
+        if self.done:
+            callback()
+        else:
+            self._callback = callback
+
+    def on_sent(self) -> None:
+        """The endpoint has the request."""
+        if not self.plan.waits:
+            self.finish()
+
+    def finish(self) -> None:
+        """Let its request go on."""
+        callback, self._callback, self.done = self._callback, None, True
+        if callback is not None:
+            callback()
 
 
 @dataclass(eq=False)
@@ -40,25 +75,21 @@ class Prefilling:
     clock: Callable[[], float]
     on_trouble: Callable[[str], None] = lambda _name: None
     forms: Counter[str] = field(default_factory=Counter)
-    first_token_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_FORMS, 0.0))
-    """Predicted seconds to the first token, by form."""
     outcomes: Counter[str] = field(default_factory=Counter)
     """Counts of prompts asked for, by the way they ended."""
     predicted_s: float = 0.0
     actual_s: float = 0.0
     """Sums over the prompts that were computed."""
-    _calls: dict[Lease, PrefillCall] = field(default_factory=dict)
+    _open: dict[Lease, Prefill] = field(default_factory=dict)
 
-    def begin(self, lease: Lease, asked: RouteRequest, outline: Outline | None) -> PrefillCall | None:
+    def begin(self, lease: Lease, asked: RouteRequest, outline: Outline | None) -> Prefill | None:
         """Hand over a request whose prompt another endpoint computes: change what its endpoint gets, and ask the other
-        one. Returns the call to wait for, None where there is none.
+        one. Returns what to wait for, None if that is nothing.
         """
         decision, part = lease.decision, lease.prefill
         if lease.closed:
             return None
-        form = "whole" if part is None else "apart"
-        self.forms[form] += 1
-        self.first_token_s[form] += decision.ttft_s
+        self.forms["whole" if part is None else "apart"] += 1
         if part is None:
             return None
         prefill, now = part.endpoint.spec, self.clock()
@@ -74,23 +105,24 @@ class Prefilling:
         # Once both engines have it, only they know whether it gets on.
         limit_s = min(MOST_S, max(PATIENCE_S, part.reservation.expires_at - now)) if plan.waits else MOST_S
         part.reservation.expires_at = now + limit_s
-        call = self.calls.post(
+        prompt = Prefill(lease, plan, now, limit_s)
+        prompt.cancel = self.calls.post(
             prefill.server,
             prefill.address,
             asked.path,
             headers,
             list(body.pieces()) if isinstance(body, Body) else [body],
             client=decision.request.client,
-            limit_s=limit_s,
-            until_sent=not plan.waits,
-            ended=lambda call: self._ended(lease, plan, call, now),
+            within_s=limit_s,
+            sent=prompt.on_sent,
+            ended=partial(self._ended, prompt),
         )
-        if call is None:
+        if prompt.cancel is None:
             self._end(lease, Outcome.CANCELLED, "too many prompts are computed apart, or it has gone")
             return None
         part.called = True
-        self._calls[lease] = call
-        return call
+        self._open[lease] = prompt
+        return prompt
 
     def failed(self, lease: Lease) -> bool:
         """Return whether nobody computes the prompt: the other endpoint does not, and this one cannot. The request
@@ -102,38 +134,27 @@ class Prefilling:
 
     def drop(self, lease: Lease) -> None:
         """Take the client's leaving, or the other endpoint's refusal: nobody wants the prompt."""
-        if (call := self._calls.pop(lease, None)) is not None:
-            call.cancel()
+        prompt = self._open.pop(lease, None)
+        if prompt is not None and prompt.cancel is not None:
+            prompt.cancel()
             self._end(lease, Outcome.CANCELLED)
 
-    def _ended(self, lease: Lease, plan: Handover, call: PrefillCall, began: float) -> None:
-        if self._calls.pop(lease, None) is None:
+    def _ended(self, prompt: Prefill, answer: Answer | None, problem: str) -> None:
+        lease, plan, dispatched = prompt.lease, prompt.plan, prompt.done
+        if self._open.pop(lease, None) is None:
             return
-        outcome, why = self._outcome(lease, plan, call)
-        took_s = self.clock() - began
-        if outcome is Outcome.HEADERS and (prefill := lease.decision.prefill) is not None:
+        outcome, why, found = _outcome(plan, answer, problem)
+        took_s, prefill = self.clock() - prompt.began, lease.decision.prefill
+        if outcome is Outcome.HEADERS and prefill is not None:
+            lease.members = {**plan.members, **found}
             self.predicted_s += prefill.ttft_s
             self.actual_s += took_s
-        dispatched = call.done
-        told = plan.waits and (outcome is Outcome.HEADERS or took_s >= call.limit_s)
+        told = plan.waits and (outcome is Outcome.HEADERS or took_s >= prompt.limit_s)
         self._end(lease, outcome, why, took_s if told else 0.0)
+        prompt.finish()
         if dispatched and outcome is not Outcome.HEADERS:
             spec = lease.endpoint.spec  # it waits for the prompt, for minutes
             self.calls.abort(spec.server, spec.address, plan.abort)
-
-    def _outcome(self, lease: Lease, plan: Handover, call: PrefillCall) -> tuple[Outcome, str]:
-        answer = call.answer
-        if answer is None:
-            return Outcome.ERROR, call.problem
-        if answer.status != 200:
-            refused = 300 <= answer.status < 500
-            return Outcome.REFUSED if refused else Outcome.ERROR, f"its answer is {answer.status}"
-        if plan.waits:
-            try:
-                lease.members = {**plan.members, **place_of(answer.body)}
-            except BadHandover as error:
-                return Outcome.ERROR, str(error)
-        return Outcome.HEADERS, ""
 
     def _end(self, lease: Lease, outcome: Outcome, why: str = "", took_s: float = 0.0) -> None:
         part = lease.prefill
@@ -149,17 +170,28 @@ class Prefilling:
 
     def samples(self) -> Iterator[Sample]:
         """Yield samples for the metrics page."""
-        for form in _FORMS:
-            text = "Requests by form: whole, or apart if another endpoint than the answering one computes the prompt."
+        text = "Requests by form: whole, or apart if another endpoint than the answering one computes the prompt."
+        for form in ("whole", "apart"):
             yield "counter", "forms", text, {"form": form}, self.forms[form]
-            text = "Predicted seconds to the first token of requests, by form."
-            yield "counter", "forms_predicted_seconds", text, {"form": form}, self.first_token_s[form]
         text = "Prompts that the picker has asked prefill endpoints for and that are not computed yet."
         yield "gauge", "prefills_in_flight", text, {}, len(self.calls)
+        text = "Prompts that the picker asked prefill endpoints for, by how that ended."
         for outcome in Outcome:
-            text = "Prompts that the picker asked prefill endpoints for, by how that ended."
             yield "counter", "prefills", text, {"outcome": outcome}, self.outcomes[outcome]
         text = "Predicted seconds until prefill endpoints had computed prompts, over those that they did compute."
         yield "counter", "prefill_predicted_seconds", text, {}, self.predicted_s
         text = "Seconds until prefill endpoints had computed prompts, over those that they did compute."
         yield "counter", "prefill_seconds", text, {}, self.actual_s
+
+
+def _outcome(plan: Handover, answer: Answer | None, problem: str) -> tuple[Outcome, str, Mapping[str, Any]]:
+    """Return how a prompt's computation ended, what is wrong, and the members that say where it is."""
+    if answer is None:
+        return Outcome.ERROR, problem, {}
+    if answer.status != 200:
+        refused = 300 <= answer.status < 500
+        return Outcome.REFUSED if refused else Outcome.ERROR, f"its answer is {answer.status}", {}
+    try:
+        return Outcome.HEADERS, "", place_of(answer.body) if plan.waits else {}
+    except BadHandover as error:
+        return Outcome.ERROR, str(error), {}

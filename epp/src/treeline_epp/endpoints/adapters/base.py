@@ -77,10 +77,10 @@ class EngineInfo(msgspec.Struct, frozen=True):
         """
         sockets = [f"{s.rank}:{s.events_port}:{s.replay_port}:{s.load_port}:{s.topic}" for s in self.sources]
         uid = "/".join((spec.uid, self.epoch, *sockets))
-        told, role, transfer = spec.protocol, self.role or spec.role, self.transfer
-        if told is not None:
-            transfer = Transfer(told) if transfer is None else dataclasses.replace(transfer, protocol=told)
-        return dataclasses.replace(spec, models=self.models, uid=uid, role=role, transfer=transfer)
+        transfer = self.transfer or spec.transfer
+        if transfer is not None and spec.protocol is not None:
+            transfer = dataclasses.replace(transfer, protocol=spec.protocol)
+        return dataclasses.replace(spec, models=self.models, uid=uid, role=self.role or spec.role, transfer=transfer)
 
     def endpoints(self, server: EndpointSpec) -> tuple[EndpointSpec, ...]:
         """Return the endpoints that a server is to the picker: one, or one for each rank that requests may name."""
