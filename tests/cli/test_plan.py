@@ -50,7 +50,7 @@ def test_the_gateways_own_port_overrides_the_base():
 
 
 def test_running_engines_get_picker_and_envoy_and_no_runtime_is_started():
-    flags = ["--engine", "a=127.0.0.1:8001", "--engine", "b=[fd00::2]:8001"]
+    flags = ["--engine", "a=127.0.0.1:8001", "--engine", "b=[fd00::2]:8001,decode"]
     options, _ = _options([*flags, "--", "--tokenizer", "hf://org/name"])
     a, b, picker, envoy = plan(options, Path("/bin/envoy"), Path("/tmp/envoy.json"))
     assert [(one.name, one.argv, one.engine.address, one.after) for one in (a, b)] == [
@@ -59,7 +59,7 @@ def test_running_engines_get_picker_and_envoy_and_no_runtime_is_started():
     ]
     assert {a.ready_url, b.ready_url} == {"http://127.0.0.1:9004/endpoints"}, "the picker says which it can use"
     assert envoy.after == ("picker", "engine a", "engine b")
-    assert {"a=127.0.0.1:8001", "b=[fd00::2]:8001"} <= set(picker.argv)
+    assert {"a=127.0.0.1:8001", "b=[fd00::2]:8001,decode"} <= set(picker.argv)
     assert picker.argv[-2:] == ("--tokenizer", "hf://org/name")
 
 

@@ -234,9 +234,15 @@ _ENGINE = {
     "tiers.cpu.ttft_ratio": Metric(
         "×", "time to the first token with a cache on the host ÷ without, beyond what the device holds", "lower", 0.5
     ),
-    "tiers.cuda.ttft_ratio": Metric("×", "the same on a GPU, of a model shaped like Llama-3.1-8B", "lower"),
+    "tiers.cuda.ttft_ratio": Metric("×", "the same on a GPU, of a model shaped like Llama-3.1-8B", "lower", 0.25),
     "tiers.cpu.ttft_ms": detail("ms", "to the first token, from the host or computed", "lower"),
     "tiers.cuda.ttft_ms": detail("ms", "to the first token, from the host or computed", "lower"),
+    "tiers.cpu.decode_cost": detail("share", "by how much longer running answers take while prompts load", "lower"),
+    "tiers.cuda.decode_cost": Metric(
+        "share", "by how much longer running answers take while prompts load", "lower", 0.03
+    ),
+    "tiers.cpu.equal_share": detail("share", "of answers that are the same without the tier", "higher"),
+    "tiers.cuda.equal_share": detail("share", "of answers that are the same without the tier", "higher"),
     "tiers.cpu.cached_share": detail("share", "of prompt tokens that came from the cache", "higher"),
     "tiers.cuda.cached_share": detail("share", "of prompt tokens that came from the cache", "higher"),
     "cpu.tokens_s": detail("tokens/s", "output on a CPU, so many threads and streams", "higher"),

@@ -142,6 +142,10 @@ def test_a_fallback_can_take_over_what_the_first_one_was_sent() -> None:
     assert prefill_of(apart) == "p"
     assert {one.name for one in apart.fallbacks} == {"d", "e"} - {apart.endpoint.name}
     assert len(whole.fallbacks) == 2
+    picker = picker_of(spec("whole"), spec("d", Role.DECODE, SGLANG), spec("p", Role.PREFILL, SGLANG))
+    picker.parts.charge(picker.endpoints["d"], 4000, 1.0, 0.0)
+    decision = picker.pick(SHORT, 0.0)
+    assert (decision.endpoint.name, decision.fallbacks) == ("whole", ())
 
 
 def test_measured_transfers_count() -> None:

@@ -56,10 +56,10 @@ class Apart(Struct, frozen=True):
         return self.apart["first_token_s"] + self.apart["transfer_s"] + self.apart["wait_s"]
 
 
-def whole(decode: Scored) -> Terms:
+def whole(decode: Scored, now: float) -> Terms:
     """Return the terms of a request whose endpoint also computes the prompt."""
-    report = decode.candidate.load.report
-    running = 0 if report is None else report.running
+    load = decode.candidate.load
+    running = load.report.running if load.report is not None and load.fresh(now) else 0
     return {
         "first_token_s": decode.ttft_s,
         "others_s": decode.others_s,
@@ -67,9 +67,9 @@ def whole(decode: Scored) -> Terms:
     }
 
 
-def compared(decode: Scored, prefill: Scored) -> Apart:
+def compared(decode: Scored, prefill: Scored, now: float) -> Apart:
     """Compare both forms of a request that one endpoint answers and whose prompt the other one may compute."""
-    candidate, here = decode.candidate, whole(decode)
+    candidate, here = decode.candidate, whole(decode, now)
     transfer_s = HANDOVER_S + candidate.uncached_tokens * (candidate.load.transfer_s or TRANSFER_S)
     ready_s = prefill.ttft_s + transfer_s
     apart = {

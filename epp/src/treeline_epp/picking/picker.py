@@ -17,7 +17,6 @@ from msgspec.structs import replace
 from treeline_epp.endpoints.load import EngineLoad, prefill_rate, trust
 from treeline_epp.endpoints.scraped import ScrapedLoad
 from treeline_epp.endpoints.spec import EndpointSpec
-from treeline_epp.endpoints.transfer import Role
 from treeline_epp.index.index import Index
 from treeline_epp.index.pods import NO_HIT, Match
 from treeline_epp.picking.decision import Decision, Elsewhere, Lease, NoEndpoints, Outcome, PickError, Saturated
@@ -172,9 +171,8 @@ class Picker:
         policy, config = self.policies.of(request.pool), self.config
         count = max(config.scored, (config.fallbacks + 2) * self._most_ranks)
         best, scored, apart = self._ranked(request, policy, count, config.scored, now)
-        if best[0].spec.role is Role.DECODE:  # a fallback gets the same request
-            prefill = apart.prefill.candidate.spec if apart is not None and apart.chosen else None
-            best = [best[0], *(one for one in best[1:] if takes_over(one.spec, prefill))]
+        prefill = apart.prefill.candidate.spec if apart is not None and apart.chosen else None
+        best = [best[0], *(one for one in best[1:] if takes_over(one.spec, prefill))]  # fallbacks get the same request
         return Decision(request, scored, fallbacks(best, config.fallbacks), policy.name, apart)
 
     def explain(self, request: Request, now: float) -> Explanation:
@@ -240,7 +238,7 @@ class Picker:
     def _apart(self, request: Request, best: Scored, matches: dict[str, Match], work: Work, now: float) -> Apart | None:
         """Compare computing the prompt at another endpoint; None if there is none, or the prompt is short."""
         rows, alone = self._table.partners(request, best.candidate.spec), best.candidate.spec.alone
-        if not len(rows) or (alone and sum(whole(best).values()) <= HANDOVER_S):
+        if not len(rows) or (alone and sum(whole(best, now).values()) <= HANDOVER_S):
             return None
         columns, decode = self._table.take(rows), best.candidate
         fastest = max(float(columns[OWN_RATE].max()), decode.load.own_rate())  # unmeasured ones are as fast as others
@@ -248,7 +246,7 @@ class Picker:
         rates = self._rates(columns, now, fastest)
         at = cheapest(columns, rates, work.prompt_tokens - cached, loads, now)
         prefill = self._candidate(self._table.at_row(int(rows[at])), matches, work, float(rates[at]))
-        return compared(score(replace(decode, rate=decode.load.rate(fastest, now)), now), score(prefill, now))
+        return compared(score(replace(decode, rate=decode.load.rate(fastest, now)), now), score(prefill, now), now)
 
     def _staying(self, session: int, rows: Rows, cost_s: Floats, order: list[int], count: int, now: float) -> list[int]:
         """Return the order with a session's endpoint first, unless it is no candidate or costs too much."""

@@ -153,6 +153,12 @@ class Slab:
         """(bytes of a page,), not a copy."""
         return self._slots[slot]
 
+    def runs(self, slots: Sequence[int]) -> list[npt.NDArray[np.uint8]]:
+        """Their pages in parts (pages, bytes of a page), one for each run of consecutive slots; not copies."""
+        bounds = [i for i in range(1, len(slots)) if slots[i] != slots[i - 1] + 1]
+        pairs = zip([0, *bounds], [*bounds, len(slots)], strict=True)
+        return [self._slots[slots[begin] : slots[end - 1] + 1] for begin, end in pairs]
+
     def close(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.cudart().cudaHostUnregister(self._slots.ctypes.data)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -136,31 +137,31 @@ class KVPool:
         return total.isfinite()
 
     def copy_out(self, pages: Sequence[int], to: Sequence[npt.NDArray[np.uint8]]) -> None:
-        """Copies pages of all layers to host memory, (bytes of a page,) each, laid out [layers, 2, page_size, kv_heads,
-        head_dim]. On CUDA the copies are in stream order."""
+        """Copies pages of all layers to host memory, in parts (pages, bytes of a page), each page laid out [layers, 2,
+        page_size, kv_heads, head_dim]. On CUDA the copies are in stream order."""
         if not self._words.is_cuda:  # numpy's copies start no threads of their own beside those that compute
-            for page, there in zip(pages, to, strict=True):
-                np.copyto(self._on_host(there).numpy(), self._words[:, :, page].numpy())
+            for page, there in zip(pages, chain.from_iterable(map(self._on_host, to)), strict=True):
+                np.copyto(there.numpy(), self._words[:, :, page].numpy())
             return
         gathered = self._words.index_select(2, self._numbers(pages)).permute(2, 0, 1, 3).contiguous()
-        for one, there in zip(gathered, to, strict=True):
-            self._on_host(there).copy_(one, non_blocking=True)
+        for part, there in zip(gathered.split([len(one) for one in to]), to, strict=True):
+            self._on_host(there).copy_(part, non_blocking=True)
 
     def copy_in(self, pages: Sequence[int], of: Sequence[npt.NDArray[np.uint8]]) -> None:
         """The reverse of `copy_out`."""
         if not self._words.is_cuda:
-            for page, there in zip(pages, of, strict=True):
-                np.copyto(self._words[:, :, page].numpy(), self._on_host(there).numpy())
+            for page, there in zip(pages, chain.from_iterable(map(self._on_host, of)), strict=True):
+                np.copyto(self._words[:, :, page].numpy(), there.numpy())
             return
         layers, kinds, _, words = self._words.shape
         gathered = self._words.new_empty((len(pages), layers, kinds, words))
-        for one, there in zip(gathered, of, strict=True):
-            one.copy_(self._on_host(there), non_blocking=True)
+        for part, there in zip(gathered.split([len(one) for one in of]), of, strict=True):
+            part.copy_(self._on_host(there), non_blocking=True)
         self._words.index_copy_(2, self._numbers(pages), gathered.permute(1, 2, 0, 3))
 
-    def _on_host(self, page: npt.NDArray[np.uint8]) -> torch.Tensor:
+    def _on_host(self, pages: npt.NDArray[np.uint8]) -> torch.Tensor:
         layers, kinds, _, words = self._words.shape
-        return torch.from_numpy(page).view(self._words.dtype).view(layers, kinds, words)
+        return torch.from_numpy(pages).view(self._words.dtype).view(len(pages), layers, kinds, words)
 
     def _numbers(self, pages: Sequence[int]) -> torch.Tensor:
         return upload(np.array(pages, dtype=np.int64), self._words.device)

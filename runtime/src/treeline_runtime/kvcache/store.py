@@ -32,12 +32,13 @@ T = TypeVar("T")
 Work = Literal["copy", "read", "write"]
 """Copies between device and host; reads and writes of the disk."""
 
-THREADS = min(4, os.cpu_count() or 1)
+THREADS = min(8, os.cpu_count() or 1)
 """For each kind of work."""
 PART_BYTES = 16 << 20
-"""Pages of so many bytes are read by one thread."""
-BATCH_BYTES = 8 << 20
-"""Pages of so many bytes are staged on the device at once."""
+"""Pages of at least so many bytes are worth a thread."""
+BATCH_BYTES = 32 << 20
+"""Pages of so many bytes are staged on the device at once, by each thread. Less has the threads wait for each other
+where they call torch: 16 MiB take 87 ms for 2.2 GB on an H200, 32 MiB 69."""
 FETCH_BYTES = 128 << 20
 """Pages of so many bytes are fetched from the disk at once for a client, so that others wait for no more."""
 LOG_S = 60.0
@@ -162,10 +163,12 @@ class PageStore:
         self.failures = Counter[str](bad_page=0, disk=0)
         """Pages with a checksum or header that was not theirs; reads and writes of the disk that failed."""
 
-    def _parts(self, items: Sequence[T], nbytes: int) -> list[Sequence[T]]:
-        """Pages of so many bytes each."""
-        step = max(1, nbytes // self.form.nbytes)
-        return [items[begin : begin + step] for begin in range(0, len(items), step)]
+    def _batches(self, items: Sequence[T]) -> list[Sequence[T]]:
+        return _cut(items, max(1, BATCH_BYTES // self.form.nbytes))
+
+    def _shares(self, items: Sequence[T]) -> list[Sequence[T]]:
+        """One for each thread, at most."""
+        return _cut(items, -(-len(items) // min(THREADS, 1 + len(items) * self.form.nbytes // PART_BYTES)))
 
     # ---- to the host, to the disk -------------------------------------------------------------------------
 
@@ -185,8 +188,8 @@ class PageStore:
 
         def copy() -> list[int]:
             with slab.copying(after):
-                for part in self._parts(copies, BATCH_BYTES):
-                    pool.copy_out([page for _, page, _ in part], [slab.page(slot) for *_, slot in part])
+                for part in self._batches(copies):
+                    pool.copy_out([page for _, page, _ in part], slab.runs([slot for *_, slot in part]))
             return [form.checksum(digest, slab.page(slot).data) for digest, _, slot in copies]
 
         def ended(results: list[list[int] | None]) -> None:
@@ -277,7 +280,7 @@ class PageStore:
             self.host.end_read(digest)
         if not reads:
             return False
-        parts = self._parts(reads, PART_BYTES)
+        parts = self._shares(reads)
 
         def ended(results: list[tuple[list[int], Exception | None, float] | None]) -> None:
             came, total = list[bytes](), 0.0
@@ -297,7 +300,7 @@ class PageStore:
                     disk.touch(digest)
             self.loaded_pages["DISK"] += len(came)
             self._events.copied(came[::-1], "CPU")
-            then(Moved(len(came), total / min(len(parts), THREADS), "DISK"))
+            then(Moved(len(came), total / len(parts), "DISK"))
 
         self._workers.start("read", [partial(self._read, disk, fetch, part) for part in parts], ended)
         return True
@@ -331,17 +334,17 @@ class PageStore:
         `then`."""
         after, slab, form = self._slab.now(), self._slab, self.form
         reads = [(digest, self.host.begin_read(digest), to) for digest, to in zip(digests, pages.tolist(), strict=True)]
-        parts = self._parts(reads, PART_BYTES)
+        parts = self._shares(reads)
 
         def read(part: Sequence[tuple[bytes, Entry, int]]) -> tuple[int, float]:
             """Up to a page that is not good: those after it are of no use."""
             began, count = time.perf_counter(), 0
             with slab.copying(after):
-                for batch in self._parts(part, BATCH_BYTES):
+                for batch in self._batches(part):
                     sound = [form.checksum(one, slab.page(of.slot).data) == of.checksum for one, of, _ in batch]
                     good = batch[: sound.index(False)] if False in sound else batch
                     if good:
-                        pool.copy_in([to for *_, to in good], [slab.page(of.slot) for _, of, _ in good])
+                        pool.copy_in([to for *_, to in good], slab.runs([of.slot for _, of, _ in good]))
                     count += len(good)
                     if len(good) < len(batch):
                         break
@@ -358,7 +361,7 @@ class PageStore:
             good = reads[: sum(counts[: whole + 1])]
             self.loaded_pages["CPU"] += len(good)
             source: Lower = "DISK" if any(of.source == "DISK" for _, of, _ in good) else "CPU"
-            then(Moved(len(good), sum(result[1] for result in results if result) / min(len(parts), THREADS), source))
+            then(Moved(len(good), sum(result[1] for result in results if result) / len(parts), source))
             self._tell([digest for digest, *_ in good])
 
         self._workers.start("copy", [partial(read, part) for part in parts], ended)
@@ -398,3 +401,7 @@ class PageStore:
         self._slab.close()
         if self.disk is not None:
             self.disk.close()
+
+
+def _cut(items: Sequence[T], size: int) -> list[Sequence[T]]:
+    return [items[begin : begin + size] for begin in range(0, len(items), size)]
