@@ -36,7 +36,7 @@ _UNITS = {"": 1, "b": 1, **{f"{unit}ib": 1 << shift for unit, shift in (("k", 10
 
 def size_in_bytes(text: str) -> int:
     """16GiB → bytes. Raises argparse.ArgumentTypeError."""
-    found = re.fullmatch(r"([0-9.]+) *([A-Za-z]*)", text)
+    found = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?) *([A-Za-z]*)", text)
     unit = None if found is None else _UNITS.get(found[2].lower())
     if found is None or unit is None:
         raise argparse.ArgumentTypeError(f"expected a size like 16GiB, got {text!r}")

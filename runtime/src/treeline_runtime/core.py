@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from treeline_runtime.kvcache import Node, Pages
+    from treeline_runtime.kvcache.host import Lower
+    from treeline_runtime.kvcache.store import Fetch
     from treeline_runtime.models.pooler import Vector
     from treeline_runtime.models.pooling import Pooling
     from treeline_runtime.sampling import Constraint, Processing
@@ -64,7 +66,13 @@ class Req:
     digests: list[bytes] = field(default_factory=list)
     """The digests of its first pages, as far as they were needed."""
     loaded: bool = False
-    """Whether pages were loaded for it, or were not to be, since it was queued."""
+    """Whether pages of the host were loaded for it, or were not to be, since it was queued."""
+    fetched: int = 0
+    """Pages of its sequence up to which the disk was asked since it was queued."""
+    fetch: Fetch | None = None
+    """What it waits for, or has waited for: pages from the disk."""
+    loaded_from: Lower | None = None
+    """The furthest tier from which pages were loaded for it."""
     arrival: int = 0
     waiting_since: float = 0.0
     """When it was last queued, by the scheduler's clock."""

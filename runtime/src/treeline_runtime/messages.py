@@ -380,7 +380,7 @@ Medium = Literal["GPU", "CPU", "DISK"]
 
 
 class Copied(msgspec.Struct, tag=True, frozen=True):
-    """Pages, each of which is in a faster tier, are now in this one too."""
+    """Pages, each of which is in another tier, are now in this one too."""
 
     block_hashes: list[int]
     medium: Medium
@@ -420,23 +420,16 @@ class AuditCounts(msgspec.Struct, frozen=True):
 class TierLoad(msgspec.Struct, frozen=True):
     """The cache below the device. Totals are since the start."""
 
-    host_pages: int = 0
-    host_bytes: int = 0
-    disk_pages: int = 0
-    disk_bytes: int = 0
+    used_bytes: dict[str, int] = {}
+    """By medium, as the next two."""
     total_stored_tokens: dict[str, int] = {}
-    """By medium, as the next one."""
     total_loaded_tokens: dict[str, int] = {}
+    """Copied to the next faster tier."""
     total_loads: dict[str, int] = {}
     """By what became of the pages that a request might have loaded: `loaded`; `computed`, since that was faster;
     `failed`, all or some of them, and computed."""
-    total_load_seconds: float = 0.0
-    total_skipped_tokens: int = 0
-    """Not stored, because slots or the disk were busy."""
-    total_bad_pages: int = 0
-    """Pages that came back with a wrong checksum or header, and were not used."""
-    total_failures: int = 0
-    """Reads and writes of the disk that failed."""
+    total_failures: dict[str, int] = {}
+    """`bad_page`: pages that came back with a wrong checksum or header, and were not used; `disk`: reads and writes."""
 
 
 class LoadUpdate(TreelineLoad, tag=True, frozen=True, omit_defaults=True):

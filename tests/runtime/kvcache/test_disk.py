@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import stat
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -46,8 +49,7 @@ def get(tier: DiskTier, number: int) -> npt.NDArray[np.uint8]:
 
 
 def file_of(folder: Path, number: int) -> Path:
-    name = digest(number).hex()
-    return folder / FORM.fingerprint.hex() / name[:2] / name
+    return folder / f"{FORM.fingerprint.hex()}.{digest(number).hex()}"
 
 
 def test_pages_come_back_and_outlive_the_process(tmp_path: Path) -> None:
@@ -85,7 +87,7 @@ def spoil(at: int) -> Callable[[Path], None]:
         lambda path: path.write_bytes(path.read_bytes()[:-1]),
         lambda path: path.write_bytes(path.read_bytes()[:10]),
         lambda path: path.write_bytes(b""),
-        lambda path: path.write_bytes(file_of(path.parents[2], 1).read_bytes()),
+        lambda path: path.write_bytes(file_of(path.parent, 1).read_bytes()),
     ],
 )
 def test_a_file_that_is_not_the_page_is_a_miss_and_deleted(tmp_path: Path, change: Callable[[Path], None]) -> None:
@@ -106,7 +108,7 @@ def test_a_file_that_is_gone_is_a_miss(tmp_path: Path) -> None:
     tier = open_tier(tmp_path)
     put(tier, 0)
     file_of(tmp_path, 0).unlink()
-    with pytest.raises(BadPage):
+    with pytest.raises(FileNotFoundError):
         get(tier, 0)
 
 
@@ -129,8 +131,7 @@ def test_pages_of_other_models_are_never_found_but_count(tmp_path: Path) -> None
     tier = open_tier(tmp_path, pages=2, form=other)
     assert not tier.has(digest(0))
     assert tier.num_bytes == FILE_BYTES
-    file = tmp_path / other.fingerprint.hex() / digest(0).hex()[:2] / digest(0).hex()
-    file.parent.mkdir(parents=True)
+    file = tmp_path / f"{other.fingerprint.hex()}.{digest(0).hex()}"
     file.write_bytes(file_of(tmp_path, 0).read_bytes())
     with pytest.raises(BadPage):
         get(tier, 0)
@@ -153,8 +154,7 @@ def test_what_was_not_completed_is_deleted_at_start(tmp_path: Path) -> None:
     tier = open_tier(tmp_path)
     put(tier, 0)
     tier.close()
-    beside = file_of(tmp_path, 1).with_suffix(".new")
-    beside.parent.mkdir(exist_ok=True)
+    beside = Path(f"{file_of(tmp_path, 1)}.new")
     beside.write_bytes(b"half")
     assert open_tier(tmp_path).num_pages == 1
     assert not beside.exists()
@@ -163,18 +163,18 @@ def test_what_was_not_completed_is_deleted_at_start(tmp_path: Path) -> None:
 def test_clear_deletes_everything(tmp_path: Path) -> None:
     tier = open_tier(tmp_path)
     put(tier, 0)
-    tier.clear()
+    assert tier.clear() == [digest(0)]
     assert (tier.num_pages, tier.num_bytes) == (0, 0)
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
     put(tier, 1)
 
 
 def test_a_full_disk_leaves_no_file_and_its_room_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     tier = open_tier(tmp_path)
-    monkeypatch.setattr(Path, "rename", full)
+    monkeypatch.setattr(os, "rename", full)
     assert tier.begin_write(digest(0)) == []
     with pytest.raises(OSError, match="No space"):
         tier.write(digest(0), 0, page(0))
@@ -187,7 +187,11 @@ def test_a_page_is_written_once_at_a_time(tmp_path: Path) -> None:
     tier = open_tier(tmp_path)
     assert tier.begin_write(digest(0)) == []
     assert tier.begin_write(digest(0)) is None
-    assert DiskTier(tmp_path / "small", FILE_BYTES - 1, FORM).begin_write(digest(0)) is None
+
+
+def test_a_tier_that_is_smaller_than_a_page_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"{FILE_BYTES - 1} is less than a page, which takes {FILE_BYTES} bytes"):
+        DiskTier(tmp_path, FILE_BYTES - 1, FORM)
 
 
 def test_a_folder_belongs_to_one_server(tmp_path: Path) -> None:
@@ -202,3 +206,91 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be used"):
         open_tier(tmp_path / "file")
+
+
+def outside(tmp_path: Path) -> Path:
+    """A folder with a file that must stay as it is."""
+    there = tmp_path / "outside"
+    there.mkdir()
+    (there / "precious").write_text("precious")
+    return there
+
+
+def test_links_are_not_followed(tmp_path: Path) -> None:
+    there, folder = outside(tmp_path), tmp_path / "pages"
+    precious = there / "precious"
+    tier = open_tier(folder)
+    put(tier, 0)
+    tier.close()
+    (folder / FORM.fingerprint.hex()).symlink_to(there)
+    file_of(folder, 1).symlink_to(precious)
+    file_of(folder, 2).symlink_to(file_of(folder, 0))
+    tier = open_tier(folder)
+    assert tier.num_pages == 1
+    Path(f"{file_of(folder, 3)}.new").symlink_to(precious)
+    assert tier.begin_write(digest(3)) == []
+    with pytest.raises(OSError, match="symbolic links"):
+        tier.write(digest(3), 0, page(3))
+    file_of(folder, 0).unlink()
+    file_of(folder, 0).symlink_to(precious)
+    with pytest.raises(OSError, match="symbolic links"):
+        get(tier, 0)
+    tier.end_write(digest(3), written=False)
+    put(tier, 1)
+    assert not file_of(folder, 1).is_symlink()
+    tier.clear()
+    assert precious.read_text() == "precious"
+    assert [path.name for path in there.iterdir()] == ["precious"]
+
+
+def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
+    precious = outside(tmp_path) / "precious"
+    (tmp_path / "pages").mkdir()
+    (tmp_path / "pages" / "lock").symlink_to(precious)
+    with pytest.raises(ConfigError, match="cannot be used"):
+        open_tier(tmp_path / "pages")
+
+
+def test_what_is_not_ours_stays_and_does_not_keep_a_server_from_starting(tmp_path: Path) -> None:
+    others = [tmp_path / name for name in ("notes", "f" * 32, "f" * 64, file_of(tmp_path, 1).name + ".bak")]
+    for path in others:
+        path.write_text("")
+    folders = [file_of(tmp_path, 2), tmp_path / "0a"]
+    for path in folders:
+        path.mkdir()
+        (path / "file").write_text("")
+    os.mkfifo(file_of(tmp_path, 3))
+    tier = open_tier(tmp_path)
+    assert tier.num_pages == 0
+    tier.clear()
+    assert all(path.exists() for path in [*others, *folders])
+
+
+def test_a_pipe_in_a_pages_place_keeps_no_thread_waiting(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path)
+    put(tier, 0)
+    file_of(tmp_path, 0).unlink()
+    os.mkfifo(file_of(tmp_path, 0))
+    with pytest.raises(BadPage):
+        get(tier, 0)
+    assert not file_of(tmp_path, 0).exists()
+
+
+def test_a_killed_server_leaves_a_folder_for_the_next(tmp_path: Path) -> None:
+    """It is killed in the middle of a write."""
+    code = (
+        "import os, sys; from pathlib import Path; import numpy as np\n"
+        "from treeline_runtime.kvcache.disk import DiskTier; from treeline_runtime.kvcache.page import PageFormat\n"
+        "form = PageFormat(b'f' * 16, 1000); tier = DiskTier(Path(sys.argv[1]), 10000, form)\n"
+        "page = np.zeros(1000, dtype=np.uint8)\n"
+        "for i in range(3):\n"
+        "    tier.begin_write(bytes([i]) * 32)\n"
+        "    if i == 2: os.rename = lambda *_, **__: os.kill(os.getpid(), 9)\n"
+        "    tier.write(bytes([i]) * 32, form.checksum(bytes([i]) * 32, page.data), page)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False)
+    assert done.returncode == -signal.SIGKILL
+    tier = open_tier(tmp_path)
+    assert [tier.has(digest(i)) for i in range(3)] == [True, True, False]
+    assert not get(tier, 1).any()
+    assert not list(tmp_path.glob("*.new"))

@@ -7,7 +7,7 @@ from collections import OrderedDict
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from treeline_runtime.kvcache.host import HostTier, SlotState
+from treeline_runtime.kvcache.host import HostTier
 
 SLOTS = 5
 
@@ -26,7 +26,8 @@ class Machine(RuleBasedStateMachine):
 
     @rule(digest=digests)
     def begin_write(self, digest: bytes) -> None:
-        if self.tier.state(digest) is not SlotState.FREE:
+        assert (digest in self.tier) == (digest in self.ready or digest in self.written)
+        if digest in self.tier:
             return
         slot, evicted = self.tier.begin_write(digest)
         unread = [one for one in self.ready if one not in self.read]
@@ -55,7 +56,8 @@ class Machine(RuleBasedStateMachine):
     def begin_read(self, digest: bytes) -> None:
         assert self.tier.has(digest) == (digest in self.ready)
         if digest in self.ready:
-            assert self.tier.begin_read(digest) == (self.ready[digest], 7)
+            entry = self.tier.begin_read(digest)
+            assert (entry.slot, entry.checksum) == (self.ready[digest], 7)
             self.read.append(digest)
 
     @precondition(lambda self: self.read)
@@ -83,7 +85,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: not self.written and not self.read)
     @rule()
     def clear(self) -> None:
-        self.tier.clear()
+        assert set(self.tier.clear()) == set(self.ready)
         self.ready.clear()
 
     @invariant()

@@ -8,6 +8,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -105,6 +106,90 @@ def test_a_wrong_page_is_found_and_the_cache_is_off_until_a_flush(
     assert engine.generate("after", INSTRUCTION + prompt(2, 8)) == right
     assert engine.last("after").cached_tokens == 68
     assert told(engine) == (2, 1, 0, False)
+
+
+@pytest.mark.parametrize("source", ["host", "disk"])
+def test_a_wrong_page_with_a_right_checksum_is_found_and_its_tier_is_off_until_a_flush(
+    tiny: Path, tmp_path: Path, source: str
+) -> None:
+    ids = INSTRUCTION + prompt(2, 8)
+    right = Harness(tiny).generate("right", ids)
+    engine = audited(tiny, host_cache=1 << 20, disk_cache=str(tmp_path))
+    tiers = engine.cache.tiers
+    assert tiers is not None
+    tiers.rates.allows = lambda _: True  # type: ignore[method-assign]
+    store, disk = tiers.store, tiers.store.disk
+    assert disk is not None
+    for rid in ("first", "second"):
+        engine.generate(rid, ids)
+    engine.cache.flush()
+    noise = np.random.default_rng(0).standard_normal((len(store.host._entries), store.form.nbytes // 4))
+    for digest, page in zip(list(store.host._entries), noise.astype(np.float32).view(np.uint8), strict=True):
+        checksum = store.form.checksum(digest, page.data)
+        if source == "host":
+            entry = store.host._entries[digest]
+            store._slab.page(entry.slot)[:] = page
+            entry.checksum = checksum
+        else:
+            disk.write(digest, checksum, page)
+    if source == "disk":
+        store.forget("CPU")
+    assert engine.generate("wrong", ids) != right
+    assert engine.last("wrong").cached_tokens > 32
+    counts = engine.loads[-1].audits
+    assert {name for name, found in counts.items() if found.off} == {source}
+    assert (counts[source].diverged, store.failures["bad_page"]) == (1, 0)
+    assert (store.host.num_pages, disk.num_pages > 0) == (0, source == "host")
+    for rid in ("again", "and again"):
+        assert engine.generate(rid, ids) == right
+    engine.cache.flush()
+    assert engine.generate("a third time", ids) == right
+    assert engine.last("a third time").cached_tokens == (0 if source == "host" else 68)
+    assert (store.host.num_pages > 0, disk.num_pages > 0) == (source == "disk", source == "host")
+    engine.inbox.append(FlushReq("f"))
+    engine.run()
+    assert not any(found.off for found in engine.loads[-1].audits.values())
+    for rid in ("x", "y"):
+        assert engine.generate(rid, ids) == right
+    engine.cache.flush()
+    assert engine.generate("z", ids) == right
+    assert engine.last("z").cached_tokens == 68
+    assert engine.loads[-1].audits["disk"].diverged == (source == "disk")
+    assert disk.num_pages > 0
+    engine.close()
+
+
+def test_a_page_from_the_disk_that_a_later_load_finds_on_the_host_is_blamed_on_the_disk(
+    tiny: Path, tmp_path: Path
+) -> None:
+    engine = audited(tiny, share=0.0, host_cache=1 << 20, disk_cache=str(tmp_path))
+    tiers = engine.cache.tiers
+    assert tiers is not None
+    tiers.rates.allows = lambda _: True  # type: ignore[method-assign]
+    for rid in ("first", "second"):
+        engine.generate(rid, INSTRUCTION)
+    found = []
+    load = tiers._loaded
+    tiers.loads._ended = lambda one, moved: (load(one, moved), found.append(one.req.loaded_from))
+    for forgets in (False, True, False):
+        engine.cache.flush()
+        if forgets:
+            tiers.store.forget("CPU")
+        engine.generate(str(len(found)), INSTRUCTION)
+    assert found == ["CPU", "DISK", "DISK"]
+    engine.close()
+
+
+def test_clients_do_not_choose_what_is_audited(tiny: Path) -> None:
+    chosen = []
+    for _ in range(2):
+        engine = audited(tiny, share=0.5)
+        engine.generate("first", INSTRUCTION)
+        for i in range(40):
+            before = told(engine)[0]
+            engine.generate(str(i), INSTRUCTION + prompt(i, 8), max_new_tokens=1)
+            chosen.append(told(engine)[0] - before)
+    assert chosen[:40] != chosen[40:]
 
 
 def test_of_many_cached_pages_one_wrong_one_is_enough(tiny: Path) -> None:
@@ -215,6 +300,7 @@ def test_the_same_requests_are_chosen_whatever_else_happens(tiny: Path) -> None:
     chosen = []
     for others in (0, 3):
         engine = audited(tiny, share=0.3)
+        engine.audits._secret = b"the same"
         engine.generate("first", INSTRUCTION)
         for i in range(30):
             before = told(engine)[0]

@@ -1,7 +1,9 @@
-"""Loads in every order of arrivals, failures, aborts, stalls, evictions and other requests' results: no page is free
-while a copy may write it, none is lost, and every request can go on."""
+"""Loads in every order of arrivals, failures, aborts, evictions and other requests' results: no page is free while a
+copy may write it, none is lost, and every request can go on."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 from hypothesis import HealthCheck, settings
@@ -10,10 +12,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from treeline_runtime.config import SchedulerConfig
 from treeline_runtime.core import Req
 from treeline_runtime.kvcache import NO_PAGES, Pages, Place, key_of
-from treeline_runtime.kvcache.store import Reading
+from treeline_runtime.kvcache.store import Moved
 from treeline_runtime.messages import GenerateReq, SamplingParams
 from treeline_runtime.scheduler.cache import CacheManager
-from treeline_runtime.scheduler.loads import STALLED_S, Load, Loads, LoadState
+from treeline_runtime.scheduler.loads import Load, Loads
 from treeline_runtime.scheduler.table import TableManager
 
 NUM_PAGES = 40
@@ -23,9 +25,8 @@ PAGE_SIZE = 4
 class Copy:
     """A copy that writes to pages until the test ends it."""
 
-    def __init__(self, pages: Pages, reading: Reading, then: object) -> None:
+    def __init__(self, pages: Pages, then: Callable[[Moved], None]) -> None:
         self.pages = pages
-        self.reading = reading
         self.then = then
 
 
@@ -39,16 +40,10 @@ class Machine(RuleBasedStateMachine):
         self.copies: list[Copy] = []
         self.waiting: list[Req] = []
         self.ended: list[Load] = []
-        self.slots = True
-        self.now = 0.0
         self.count = 0
 
-    def start(self, digests: object, pages: Pages, then: object) -> Reading | None:
-        if not self.slots:
-            return None
-        reading = Reading(len(pages))
-        self.copies.append(Copy(pages, reading, then))
-        return reading
+    def start(self, digests: object, pages: Pages, then: Callable[[Moved], None]) -> None:
+        self.copies.append(Copy(pages, then))
 
     prompts = st.tuples(st.integers(0, 1), st.integers(9, 70), st.integers(0, 1)).map(
         lambda drawn: [drawn[0], *range(drawn[1]), 200 + drawn[2]]
@@ -64,36 +59,23 @@ class Machine(RuleBasedStateMachine):
         self.waiting.append(req)
 
     @precondition(lambda self: self.waiting)
-    @rule(which=st.integers(0, 30), pages=st.integers(1, 20), slots=st.sampled_from([True, True, False]))
-    def load(self, which: int, pages: int, slots: bool) -> None:
+    @rule(which=st.integers(0, 30), pages=st.integers(1, 20))
+    def load(self, which: int, pages: int) -> None:
         req = self.waiting[which % len(self.waiting)]
         match = self.cache.match(req)
         count = min(pages, req.cacheable_len // PAGE_SIZE - match.num_pages)
         free = self.cache.available_pages - self.tree.unlocked_pages(match)
         if self.cache.waits(match) or not 0 < count <= free:
             return
-        self.slots = slots
-        assert self.loads.begin(req, match, [b""] * count, self.now) == slots
-
-    @precondition(lambda self: self.copies)
-    @rule(which=st.integers(0, 30), pages=st.integers(1, 20))
-    def a_copy_goes_on(self, which: int, pages: int) -> None:
-        reading = self.copies[which % len(self.copies)].reading
-        if not reading.stop:
-            reading.progress = min(reading.progress + pages, reading.wanted)
+        self.loads.begin(req, match, [b""] * count)
+        assert req in self.loads.reqs
 
     @precondition(lambda self: self.copies)
     @rule(which=st.integers(0, 30), kept=st.integers(0, 20))
     def a_copy_ends(self, which: int, kept: int) -> None:
         """After all of its pages, or with a failure after some of them."""
         copy = self.copies.pop(which % len(self.copies))
-        copy.reading.count = min(copy.reading.progress, kept)
-        copy.then(copy.reading)  # type: ignore[operator]
-
-    @rule(seconds=st.sampled_from([1.0, STALLED_S / 2, STALLED_S]))
-    def time_passes(self, seconds: float) -> None:
-        self.now += seconds
-        self.loads.check(self.now)
+        copy.then(Moved(min(len(copy.pages), kept), 0.0, "CPU"))
 
     @precondition(lambda self: self.waiting)
     @rule(which=st.integers(0, 30))
@@ -112,7 +94,7 @@ class Machine(RuleBasedStateMachine):
     def evict(self, count: int) -> None:
         self.pool.free(self.tree.evict(count))
 
-    @precondition(lambda self: not self.loads)
+    @precondition(lambda self: not self.copies)
     @rule()
     def flush(self) -> None:
         """It waits until all loads have ended."""
@@ -128,13 +110,12 @@ class Machine(RuleBasedStateMachine):
         cached = np.concatenate([NO_PAGES, *(node.pages for node, _ in self.tree._walk())])
         assert not self.pool._is_free[written].any(), "a page that is written is free"
         assert len(np.unique(np.concatenate([written, cached]))) == len(written) + len(cached)
-        assert len(self.loads) == len(self.copies)
+        assert len(self.loads.reqs) == len(self.copies)
 
     @invariant()
     def requests_wait_only_for_loads_that_go_on(self) -> None:
         coming = [node for node, _ in self.tree._walk() if node.place is Place.ON_ITS_WAY]
-        assert bool(coming) <= self.loads.is_expecting
-        assert all(load.state is LoadState.ENDED for load in self.ended)
+        assert bool(coming) <= bool(self.copies)
 
     def teardown(self) -> None:
         while self.copies:

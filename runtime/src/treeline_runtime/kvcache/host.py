@@ -1,28 +1,24 @@
 """The host tier: which slot of a slab of host memory has which page.
 
-A slot is free, being written, ready, or ready and read by some. Only ready slots that nobody reads are evicted, the
+A slot is free, being written, or has a page, which some may be reading. Only pages that nobody reads are evicted, the
 least recently used first. The bookkeeping is pure; `Slab` is the memory.
 """
 
 from __future__ import annotations
 
-import enum
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-
-class SlotState(enum.Enum):
-    FREE = enum.auto()
-    BEING_WRITTEN = enum.auto()
-    READY = enum.auto()
-    BEING_READ = enum.auto()
+Lower = Literal["CPU", "DISK"]
+"""The tiers below the device, the faster one first."""
 
 
 @dataclass(slots=True)
@@ -32,13 +28,9 @@ class Entry:
     slot: int
     checksum: int | None = None
     """None: it is being written."""
+    source: Lower = "CPU"
+    """DISK: it came from there, and not from the device."""
     readers: int = 0
-
-    @property
-    def state(self) -> SlotState:
-        if self.checksum is None:
-            return SlotState.BEING_WRITTEN
-        return SlotState.BEING_READ if self.readers else SlotState.READY
 
 
 class HostTier:
@@ -52,17 +44,16 @@ class HostTier:
         self._free = list(range(self.num_slots - 1, -1, -1))
         self._entries: dict[bytes, Entry] = {}
         self._evictable: OrderedDict[bytes, None] = OrderedDict()
-        """Ready ones that nobody reads, the least recently used first."""
+        """Pages that nobody reads, the least recently used first."""
 
     @property
     def num_pages(self) -> int:
         """Pages that are here, or being written."""
         return len(self._entries)
 
-    def state(self, digest: bytes) -> SlotState:
-        """FREE: the page is not here."""
-        entry = self._entries.get(digest)
-        return SlotState.FREE if entry is None else entry.state
+    def __contains__(self, digest: bytes) -> bool:
+        """Whether the page is here, or being written."""
+        return digest in self._entries
 
     def has(self, digest: bytes) -> bool:
         """Whether the page can be read."""
@@ -91,28 +82,28 @@ class HostTier:
         entry = self._entries[digest] = Entry(self._free.pop())
         return entry.slot, evicted
 
-    def end_write(self, digest: bytes, checksum: int) -> None:
+    def end_write(self, digest: bytes, checksum: int, source: Lower = "CPU") -> None:
         """The page is in its slot."""
         entry = self._entries[digest]
-        assert entry.state is SlotState.BEING_WRITTEN
-        entry.checksum = checksum
+        assert entry.checksum is None
+        entry.checksum, entry.source = checksum, source
         self._evictable[digest] = None
 
     def cancel_write(self, digest: bytes) -> None:
         """Nothing writes to the slot any more, and the page is not in it."""
         entry = self._entries.pop(digest)
-        assert entry.state is SlotState.BEING_WRITTEN
+        assert entry.checksum is None
         self._free.append(entry.slot)
 
     # ---- reading ------------------------------------------------------------------------------------------
 
-    def begin_read(self, digest: bytes) -> tuple[int, int]:
-        """Keeps the page until `end_read`. Returns its slot and checksum."""
+    def begin_read(self, digest: bytes) -> Entry:
+        """Keeps the page until `end_read`."""
         entry = self._entries[digest]
         assert entry.checksum is not None
         entry.readers += 1
         self._evictable.pop(digest, None)
-        return entry.slot, entry.checksum
+        return entry
 
     def end_read(self, digest: bytes) -> None:
         """Counts as a use."""
@@ -131,16 +122,18 @@ class HostTier:
         self._free.append(self._entries.pop(digest).slot)
         return True
 
-    def clear(self) -> None:
-        """Removes all pages; none may be written or read."""
+    def clear(self) -> list[bytes]:
+        """Removes all pages, and returns them; none may be written or read."""
         assert len(self._evictable) == len(self._entries), "cleared while pages are copied"
+        gone = list(self._entries)
         self._clear()
+        return gone
 
     def check_integrity(self) -> None:
         slots = [entry.slot for entry in self._entries.values()]
         assert sorted(slots + self._free) == list(range(self.num_slots)), "a slot is lost, or has two pages"
-        ready = {digest for digest, entry in self._entries.items() if entry.state is SlotState.READY}
-        assert ready == set(self._evictable), "states and the order of eviction disagree"
+        idle = {digest for digest, entry in self._entries.items() if entry.checksum is not None and not entry.readers}
+        assert idle == set(self._evictable), "entries and the order of eviction disagree"
 
 
 class Slab:

@@ -1,42 +1,60 @@
 """The pages outside the device, by digest: on the host, and from there on the disk.
 
-The scheduler's thread owns the bookkeeping; a few other threads copy, check and do what may block. Every page that
-comes back is checked against its checksum. What fails is a miss: a log line and a counter, never a failed request.
+    device ──put──▶ host ──────▶ disk
+    device ◀──get── host ◀─fetch─ disk
+
+The scheduler's thread owns the bookkeeping; other threads copy, check and do what may block. Reads and writes of the
+disk have threads of their own, and hold slots of the host, but nothing of the device: `put` and `get`, which do, only
+copy memory, and so end soon, whatever the disk does. Every page that comes back is checked against its checksum. What
+fails is a miss: a log line and a counter, never a failed request.
 """
 
 from __future__ import annotations
 
-import enum
 import logging
 import os
 import queue
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from treeline_runtime.kvcache.disk import BadPage, DiskTier
 from treeline_runtime.kvcache.event_log import EventLog
-from treeline_runtime.kvcache.host import HostTier, Slab, SlotState
+from treeline_runtime.kvcache.host import Entry, HostTier, Lower, Slab
 from treeline_runtime.kvcache.page import PageFormat
 from treeline_runtime.kvcache.pool import KVPool, Pages
 
 T = TypeVar("T")
-Lower = Literal["CPU", "DISK"]
-"""The tiers below the device."""
+Work = Literal["copy", "read", "write"]
+"""Copies between device and host; reads and writes of the disk."""
 
 THREADS = min(8, os.cpu_count() or 1)
+"""For each kind of work."""
 PART_BYTES = 16 << 20
-"""Pages of so many bytes are read by one thread."""
+"""Pages of at least so many bytes are worth a thread."""
 BATCH_BYTES = 32 << 20
 """Pages of so many bytes are staged on the device at once, by each thread. Less has the threads wait for each other
 where they call torch: 16 MiB take 87 ms for 2.2 GB on an H200, 32 MiB 69."""
+FETCH_BYTES = 128 << 20
+"""Pages of so many bytes are fetched from the disk at once for a client, so that others wait for no more."""
 LOG_S = 60.0
 """The shortest time between two lines about failures."""
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """What some threads do together."""
+
+    kind: Work
+    then: Callable[[list[Any]], None]
+    futures: list[Future[Any]]
+    running: int
 
 
 class Workers:
@@ -44,99 +62,79 @@ class Workers:
 
     def __init__(self, wake: Callable[[], None]) -> None:
         """wake: called in any thread when `take` will have something."""
-        self._threads = ThreadPoolExecutor(THREADS, "treeline pages")
-        self._done: queue.SimpleQueue[tuple[Future[Any], Callable[[Any], None]]] = queue.SimpleQueue()
+        kinds: tuple[Work, ...] = get_args(Work)
+        self._threads = {kind: ThreadPoolExecutor(THREADS, f"treeline {kind}") for kind in kinds}
+        self._ended: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._wake = wake
-        self.busy = 0
+        self.busy = Counter[Work]()
 
-    def start(self, work: Callable[[], T], then: Callable[[T | None], None]) -> None:
-        """Runs `work` in a thread, then `then` with its result in a later `take`; None if it raised."""
-        self.busy += 1
+    def start(self, kind: Work, parts: Sequence[Callable[[], T]], then: Callable[[list[T | None]], None]) -> None:
+        """Runs these in threads, then `then` with their results in a later `take`; None for one that raised."""
+        self.busy[kind] += 1
+        job = _Job(kind, then, [], len(parts))
 
-        def ended(future: Future[T]) -> None:
-            self._done.put((future, then))
+        def ended(_: Future[T]) -> None:
+            self._ended.put(job)
             self._wake()
 
-        self._threads.submit(work).add_done_callback(ended)
+        for part in parts:
+            future = self._threads[kind].submit(part)
+            job.futures.append(future)
+            future.add_done_callback(ended)
 
     def take(self, wait_s: float = 0.0) -> bool:
         """Takes the results that are there, or waits so long for one. Returns whether there were any."""
         found = False
-        while not self._done.empty() or (wait_s and not found):
+        while not self._ended.empty() or (wait_s and not found):
             try:
-                future, then = self._done.get(timeout=wait_s)
+                job = self._ended.get(timeout=wait_s)
             except queue.Empty:
                 break
             found = True
-            self.busy -= 1
-            if (error := future.exception()) is not None:
-                logger.error("pages could not be copied", exc_info=error)
-            then(None if error is not None else future.result())
+            job.running -= 1
+            if not job.running:
+                self.busy[job.kind] -= 1
+                job.then([self._result(future) for future in job.futures])
         return found
+
+    def _result(self, future: Future[T]) -> T | None:
+        if (error := future.exception()) is not None:
+            logger.error("pages could not be copied", exc_info=error)
+            return None
+        return future.result()
 
     def close(self) -> None:
         """Waits for what is being done."""
-        self._threads.shutdown(cancel_futures=True)
+        for threads in self._threads.values():
+            threads.shutdown(cancel_futures=True)
 
 
-@dataclass(slots=True)
-class TierStats:
-    """Since the start."""
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Pages that came from a tier."""
 
-    loaded_pages: dict[Lower, int] = field(default_factory=lambda: {"CPU": 0, "DISK": 0})
-    stored_pages: dict[Lower, int] = field(default_factory=lambda: {"CPU": 0, "DISK": 0})
-    skipped_pages: int = 0
-    """Not stored, because all slots were being copied or too many pages waited for the disk."""
-    bad_pages: int = 0
-    """With a checksum or header that was not theirs."""
-    failures: int = 0
-    """Reads and writes of the disk that failed."""
+    pages: int
+    """Good ones; of a `get`, those before the first that is not."""
+    seconds: float
+    """What a thread spent on them, waiting for threads not included."""
+    source: Lower
+    """The furthest tier from which some of them came."""
 
 
-class Outcome(enum.Enum):
-    """What became of a page that was to be read."""
+@dataclass(slots=True, eq=False)
+class Fetch:
+    """A piece of a sequence on its way from the disk to the host."""
 
-    UNREAD = enum.auto()
-    GOOD = enum.auto()
-    BAD = enum.auto()
-    """It is not the page that was stored."""
-    FAILED = enum.auto()
-    """The disk did not give it."""
-
-
-@dataclass(slots=True)
-class _Source:
-    """A page to read, the slot through which it comes, and the page of the device where it goes. The thread that reads
-    it writes here."""
-
-    digest: bytes
-    medium: Lower
-    slot: int
-    target: int
-    checksum: int = 0
-    outcome: Outcome = Outcome.UNREAD
-    seconds: float = 0.0
-
-
-@dataclass(slots=True)
-class Reading:
-    """Pages that are being read. Several threads do it; `stop` may be set at any time."""
-
-    wanted: int
-    """The pages for which there were slots."""
-    progress: int = 0
-    """Pages that came so far, about."""
-    stop: bool = False
-    count: int = 0
-    """At the end: good pages, in order; those after them are not to be used."""
-    pages: dict[Lower, int] = field(default_factory=dict)
-    """At the end: good pages, by where they came from."""
-    seconds: dict[Lower, float] = field(default_factory=dict)
-    """What reading and checking these took, all threads together."""
+    digests: dict[bytes, None]
+    """In order."""
+    client: str | None
+    began_at: float
+    over: bool = False
+    """Nobody waits for it any more: it has come, or takes too long. Then no further page is begun."""
 
 
 class PageStore:
-    """Finds, keeps and returns pages. `put` and `get` begin copies; `then` is called by `Workers.take`."""
+    """Finds, keeps and returns pages. `put`, `get` and `fetch` begin copies; `then` is called by `Workers.take`."""
 
     def __init__(
         self,
@@ -147,71 +145,67 @@ class PageStore:
         workers: Workers,
         events: EventLog,
     ) -> None:
-        self._form = form
-        self._batch = max(1, BATCH_BYTES // form.nbytes)
-        """Pages that are copied with one kernel."""
+        self.form = form
         self.host = host
         self._slab = slab
         self.disk = disk
         self._workers = workers
         self._events = events
+        self.off: set[Lower] = set()
+        """Tiers that are not used, because an audit has found wrong pages there. Without the host there is no disk."""
         self._for_disk = 0
         """Slots with a page that waits for the disk."""
         self._logged_at = float("-inf")
-        self.stats = TierStats()
+        self.stored_pages = Counter[Lower](CPU=0, DISK=0)
+        """Since the start, as the next ones."""
+        self.loaded_pages = Counter[Lower](CPU=0, DISK=0)
+        """Copied from this tier to the next faster one."""
+        self.failures = Counter[str](bad_page=0, disk=0)
+        """Pages with a checksum or header that was not theirs; reads and writes of the disk that failed."""
 
-    @property
-    def page_bytes(self) -> int:
-        return self._form.nbytes
+    def _batches(self, items: Sequence[T]) -> list[Sequence[T]]:
+        return _cut(items, max(1, BATCH_BYTES // self.form.nbytes))
 
-    def where(self, digest: bytes) -> Lower | None:
-        """The fastest tier that a page can be read from now."""
-        state = self.host.state(digest)
-        if state in (SlotState.READY, SlotState.BEING_READ):
-            return "CPU"
-        return "DISK" if state is SlotState.FREE and self.disk is not None and self.disk.has(digest) else None
+    def _shares(self, items: Sequence[T]) -> list[Sequence[T]]:
+        """One for each thread, at most."""
+        return _cut(items, -(-len(items) // min(THREADS, 1 + len(items) * self.form.nbytes // PART_BYTES)))
 
     # ---- to the host, to the disk -------------------------------------------------------------------------
 
     def put(self, pool: KVPool, digests: Sequence[bytes], pages: Pages, then: Callable[[], None]) -> bool:
         """Begins to copy pages of a sequence from the device, those that the host does not have. They may not change
         until `then`. Returns whether there are any; else `then` is not called."""
-        if self.disk is not None:
-            self._write([digest for digest in digests if self.host.has(digest)])
+        if "CPU" in self.off:
+            return False
+        self._write([digest for digest in digests if self.host.has(digest)])
         copies = list[tuple[bytes, int, int]]()
         for digest, page in zip(digests, pages.tolist(), strict=True):
-            if self.host.state(digest) is not SlotState.FREE:
-                continue
-            slot = self._take_slot(digest)
-            if slot is None:
-                self.stats.skipped_pages += 1
-                continue
-            copies.append((digest, page, slot))
+            if digest not in self.host and (slot := self._take_slot(digest)) is not None:
+                copies.append((digest, page, slot))
         if not copies:
             return False
-        after, slab, form, batch = self._slab.now(), self._slab, self._form, self._batch
+        there, after, form, slab = [digest for digest, *_ in copies], self._slab.now(), self.form, self._slab
 
         def copy() -> list[int]:
             with slab.copying(after):
-                for begin in range(0, len(copies), batch):
-                    _, of, to = zip(*copies[begin : begin + batch], strict=True)
-                    pool.copy_out(of, slab.runs(to))
+                for part in self._batches(copies):
+                    pool.copy_out([page for _, page, _ in part], slab.runs([slot for *_, slot in part]))
             return [form.checksum(digest, slab.page(slot).data) for digest, _, slot in copies]
 
-        def ended(checksums: list[int] | None) -> None:
-            there = [digest for digest, *_ in copies]
+        def ended(results: list[list[int] | None]) -> None:
+            (checksums,) = results
             if checksums is None:
                 for digest in there:
                     self.host.cancel_write(digest)
             else:
                 for digest, checksum in zip(there[::-1], checksums[::-1], strict=True):
                     self.host.end_write(digest, checksum)
-                self.stats.stored_pages["CPU"] += len(there)
+                self.stored_pages["CPU"] += len(there)
                 self._events.copied(there, "CPU")
                 self._write(there)
             then()
 
-        self._workers.start(copy, ended)
+        self._workers.start("copy", [copy], ended)
         return True
 
     def _take_slot(self, digest: bytes) -> int | None:
@@ -221,43 +215,44 @@ class PageStore:
         return slot
 
     def _write(self, digests: Sequence[bytes]) -> None:
-        """Begins to write pages of the host to the disk, those that it does not have."""
-        if self.disk is None:
-            return
+        """Begins to write pages of the host to the disk, those that it does not have, up to half of the host: a slow
+        disk gets fewer."""
         disk = self.disk
-        writes = list[tuple[bytes, int, int]]()
-        victims = []
+        if disk is None or self.off:
+            return
+        writes, victims = list[tuple[bytes, Entry]](), []
         for digest in digests:
             if 2 * (self._for_disk + len(writes)) >= self.host.num_slots:
-                self.stats.skipped_pages += 1
-            elif (gone := disk.begin_write(digest)) is not None:
+                break
+            if (gone := disk.begin_write(digest)) is not None:
                 victims += gone
-                self._events.removed([one for family, one in gone if family == self._form.fingerprint], "DISK")
-                writes.append((digest, *self.host.begin_read(digest)))
+                writes.append((digest, self.host.begin_read(digest)))
         if not writes:
             return
         self._for_disk += len(writes)
+        self._events.removed([digest for family, digest in victims if family == self.form.fingerprint], "DISK")
 
         def write() -> list[bool]:
             disk.delete(victims)
-            return [self._try_to_write(digest, checksum, slot) for digest, slot, checksum in writes]
+            return [self._try_to_write(disk, digest, entry) for digest, entry in writes]
 
-        def ended(written: list[bool] | None) -> None:
+        def ended(results: list[list[bool] | None]) -> None:
+            (written,) = results
             self._for_disk -= len(writes)
-            results = list(zip(writes, written or [False] * len(writes), strict=True))
-            self._events.copied([digest for (digest, *_), done in results if done], "DISK")
-            for (digest, *_), done in reversed(results):
+            pairs = list(zip(writes, written or [False] * len(writes), strict=True))
+            self._events.copied([digest for (digest, _), done in pairs if done], "DISK")
+            for (digest, _), done in reversed(pairs):
                 self.host.end_read(digest)
                 disk.end_write(digest, written=done)
-                self.stats.stored_pages["DISK"] += done
-                self.stats.failures += not done
+                self.stored_pages["DISK"] += done
+                self.failures["disk"] += not done
 
-        self._workers.start(write, ended)
+        self._workers.start("write", [write], ended)
 
-    def _try_to_write(self, digest: bytes, checksum: int, slot: int) -> bool:
-        assert self.disk is not None
+    def _try_to_write(self, disk: DiskTier, digest: bytes, entry: Entry) -> bool:
+        assert entry.checksum is not None
         try:
-            self.disk.write(digest, checksum, self._slab.page(slot))
+            disk.write(digest, entry.checksum, self._slab.page(entry.slot))
         except OSError as error:
             self._log("a page could not be written to the disk cache: %s", error)
             return False
@@ -270,137 +265,134 @@ class PageStore:
 
     # ---- back ---------------------------------------------------------------------------------------------
 
-    def get(
-        self, pool: KVPool, digests: Sequence[bytes], pages: Pages, then: Callable[[Reading], None]
-    ) -> Reading | None:
-        """Begins to copy pages, each of which is somewhere, to pages of the device, which nobody else may use until
-        `then`. Returns None if there is no slot, and then does not call `then`."""
-        sources = self._sources(digests, pages.tolist())
-        if not sources:
-            return None
-        reading, after = Reading(wanted=len(sources)), self._slab.now()
-        step = -(-len(sources) // min(THREADS, 1 + len(sources) * self._form.nbytes // PART_BYTES))
-        parts = [sources[begin : begin + step] for begin in range(0, len(sources), step)]
-        running = len(parts)
-
-        def ended(_: object) -> None:
-            nonlocal running
-            running -= 1
-            if not running:
-                self._release(sources, reading)
-                then(reading)
-                self._tell(sources)
-
-        for part in parts:
-            self._workers.start(partial(self._read, pool, part, reading, after), ended)
-        return reading
-
-    def _sources(self, digests: Sequence[bytes], targets: Sequence[int]) -> list[_Source]:
-        """Takes slots for pages of the disk, after keeping those that have one. Fewer if there are too few."""
-        kept = {digest: self.host.begin_read(digest) for digest in digests if self.host.has(digest)}
-        sources = list[_Source]()
-        for digest, target in zip(digests, targets, strict=True):
-            if digest in kept:
-                slot, checksum = kept.pop(digest)
-                sources.append(_Source(digest, "CPU", slot, target, checksum))
-            elif (free := self._take_slot(digest)) is not None:
-                sources.append(_Source(digest, "DISK", free, target))
-            else:
+    def fetch(self, fetch: Fetch, after: Sequence[bytes], then: Callable[[Moved], None]) -> bool:
+        """Begins to copy pages of the disk to the host, as many as have room beside `after`, the host's pages before
+        them. Returns False if there is no room; then `then` is not called."""
+        disk, reads = self.disk, list[tuple[bytes, int]]()
+        assert disk is not None
+        for digest in after:
+            self.host.begin_read(digest)
+        for digest in fetch.digests:
+            if (slot := self._take_slot(digest)) is None:
                 break
-        for digest in kept:
+            reads.append((digest, slot))
+        for digest in reversed(after):
             self.host.end_read(digest)
-        return sources
+        if not reads:
+            return False
+        parts = self._shares(reads)
 
-    def _read(self, pool: KVPool, sources: Sequence[_Source], reading: Reading, after: Any) -> None:
-        """Reads pages in order, up to one that is not good: those after it are of no use."""
-        checked = list[_Source]()
-        with self._slab.copying(after):
-            for source in sources:
-                if reading.stop:
-                    break
-                began = time.perf_counter()
-                try:
-                    self._check(source)
-                except (BadPage, OSError) as error:
-                    self._log("a page could not be read, and is computed: %s", error)
-                    source.outcome = Outcome.BAD if isinstance(error, BadPage) else Outcome.FAILED
-                    reading.stop = True
-                    break
-                source.seconds = time.perf_counter() - began
-                checked.append(source)
-                reading.progress += 1
-                if len(checked) % self._batch == 0:
-                    self._copy_in(pool, checked[-self._batch :])
-            self._copy_in(pool, checked[len(checked) // self._batch * self._batch :])
-        for source in checked:  # only now the copies are complete
-            source.outcome = Outcome.GOOD
+        def ended(results: list[tuple[list[int], Exception | None, float] | None]) -> None:
+            came, total = list[bytes](), 0.0
+            for part, result in reversed(list(zip(parts, results, strict=True))):
+                checksums, error, seconds = result or ([], None, 0.0)
+                total += seconds
+                for digest, _ in reversed(part[len(checksums) :]):
+                    self.host.cancel_write(digest)
+                for (digest, _), checksum in reversed(list(zip(part, checksums, strict=False))):
+                    self.host.end_write(digest, checksum, "DISK")
+                    came.append(digest)
+                if error is not None:
+                    bad, _ = part[len(checksums)]
+                    self._failed(bad, "bad_page" if isinstance(error, BadPage) else "disk")
+            for digest in came:
+                if disk.has(digest):
+                    disk.touch(digest)
+            self.loaded_pages["DISK"] += len(came)
+            self._events.copied(came[::-1], "CPU")
+            then(Moved(len(came), total / len(parts), "DISK"))
 
-    def _copy_in(self, pool: KVPool, sources: Sequence[_Source]) -> None:
-        if sources:
-            pool.copy_in([source.target for source in sources], self._slab.runs([source.slot for source in sources]))
+        self._workers.start("read", [partial(self._read, disk, fetch, part) for part in parts], ended)
+        return True
 
-    def _check(self, source: _Source) -> None:
-        """Makes sure that the page is in its slot. Raises BadPage or OSError."""
-        page = self._slab.page(source.slot)
-        if source.medium == "DISK":
-            assert self.disk is not None
-            source.checksum = self.disk.read(source.digest, page)
-        elif self._form.checksum(source.digest, page.data) != source.checksum:
-            raise BadPage("a page on the host is not what was stored")
+    def _read(
+        self, disk: DiskTier, fetch: Fetch, part: Sequence[tuple[bytes, int]]
+    ) -> tuple[list[int], Exception | None, float]:
+        """Reads pages of the disk into their slots. Returns the checksums of those that came, why the next one did not,
+        and the seconds."""
+        began, checksums, problem = time.perf_counter(), list[int](), None
+        for digest, slot in part:
+            if fetch.over:
+                break
+            try:
+                checksums.append(disk.read(digest, self._slab.page(slot)))
+            except (BadPage, OSError) as error:
+                self._log("a page could not be read from the disk cache, and is computed: %s", error)
+                problem = error
+                break
+        return checksums, problem, time.perf_counter() - began
 
-    def _release(self, sources: Sequence[_Source], reading: Reading) -> None:
-        """Gives back slots; good pages of the disk stay in theirs."""
-        good = [source.outcome is Outcome.GOOD for source in sources]
-        reading.count = good.index(False) if False in good else len(good)
-        for i, source in reversed(list(enumerate(sources))):
-            bad = source.outcome is Outcome.BAD
-            if source.medium == "CPU":
-                self.host.end_read(source.digest)
-                if bad and self.host.drop(source.digest):
-                    self._events.removed([source.digest], "CPU")
-            else:
-                self._release_slot(source)
-            if i < reading.count:
-                reading.pages[source.medium] = reading.pages.get(source.medium, 0) + 1
-                reading.seconds[source.medium] = reading.seconds.get(source.medium, 0.0) + source.seconds
-            self.stats.bad_pages += bad
-            self.stats.failures += source.outcome is Outcome.FAILED
-        for medium, pages in reading.pages.items():
-            self.stats.loaded_pages[medium] += pages
-
-    def _release_slot(self, source: _Source) -> None:
-        """Of a page that was to come from the disk."""
+    def _failed(self, digest: bytes, why: str) -> None:
+        """A page of the disk could not be read."""
         assert self.disk is not None
-        if source.outcome is Outcome.GOOD:
-            self.host.end_write(source.digest, source.checksum)
-            if self.disk.has(source.digest):
-                self.disk.touch(source.digest)
-        else:
-            self.host.cancel_write(source.digest)
-            if source.outcome is Outcome.BAD:
-                self.disk.forget(source.digest)
-                self._events.removed([source.digest], "DISK")
+        self.disk.forget(digest)
+        self._events.removed([digest], "DISK")
+        self.failures[why] += 1
 
-    def _tell(self, sources: Sequence[_Source]) -> None:
-        """Good pages are in the tree now, unless the load was given up, and in these tiers too. Readers of events may
-        not know: they may be on the disk from an earlier process, or all that was known was cleared."""
-        good = [source for source in sources if source.outcome is Outcome.GOOD]
-        self._events.copied([source.digest for source in good], "CPU")
-        self._events.copied([source.digest for source in good if source.medium == "DISK"], "DISK")
+    def get(self, pool: KVPool, digests: Sequence[bytes], pages: Pages, then: Callable[[Moved], None]) -> None:
+        """Begins to copy pages, all of which the host has, to pages of the device, which nobody else may use until
+        `then`."""
+        after, slab, form = self._slab.now(), self._slab, self.form
+        reads = [(digest, self.host.begin_read(digest), to) for digest, to in zip(digests, pages.tolist(), strict=True)]
+        parts = self._shares(reads)
+
+        def read(part: Sequence[tuple[bytes, Entry, int]]) -> tuple[int, float]:
+            """Up to a page that is not good: those after it are of no use."""
+            began, count = time.perf_counter(), 0
+            with slab.copying(after):
+                for batch in self._batches(part):
+                    sound = [form.checksum(one, slab.page(of.slot).data) == of.checksum for one, of, _ in batch]
+                    good = batch[: sound.index(False)] if False in sound else batch
+                    if good:
+                        pool.copy_in([to for *_, to in good], slab.runs([of.slot for _, of, _ in good]))
+                    count += len(good)
+                    if len(good) < len(batch):
+                        break
+            return count, time.perf_counter() - began
+
+        def ended(results: list[tuple[int, float] | None]) -> None:
+            counts = [result[0] if result is not None else 0 for result in results]
+            for digest, *_ in reversed(reads):
+                self.host.end_read(digest)
+            for part, count, result in zip(parts, counts, results, strict=True):
+                if result is not None and count < len(part):
+                    self._drop(part[count][0])
+            whole = next((i for i, part in enumerate(parts) if counts[i] < len(part)), len(parts))
+            good = reads[: sum(counts[: whole + 1])]
+            self.loaded_pages["CPU"] += len(good)
+            source: Lower = "DISK" if any(of.source == "DISK" for _, of, _ in good) else "CPU"
+            then(Moved(len(good), sum(result[1] for result in results if result) / len(parts), source))
+            self._tell([digest for digest, *_ in good])
+
+        self._workers.start("copy", [partial(read, part) for part in parts], ended)
+
+    def _drop(self, digest: bytes) -> None:
+        """A page of the host is not what was stored."""
+        self.failures["bad_page"] += 1
+        if self.host.drop(digest):
+            self._events.removed([digest], "CPU")
+
+    def _tell(self, digests: Sequence[bytes]) -> None:
+        """Pages are in the tree now, and in these tiers too. Readers of events may not know: they may be on the disk
+        from an earlier process, or all that was known was cleared."""
+        self._events.copied([digest for digest in digests if self.host.has(digest)], "CPU")
+        if self.disk is not None:
+            self._events.copied([digest for digest in digests if self.disk.has(digest)], "DISK")
 
     # ---- all of it ----------------------------------------------------------------------------------------
 
-    def clear(self) -> None:
-        """Forgets all pages, and deletes those on the disk. Nothing may be copied."""
-        self.host.clear()
-        if self.disk is not None:
-            self.disk.clear()
+    def forget(self, tier: Lower) -> None:
+        """Removes all pages of a tier. Nothing may be copied."""
+        if tier == "CPU":
+            self._events.removed(self.host.clear()[::-1], "CPU")
+        elif self.disk is not None:
+            self._events.removed(self.disk.clear()[::-1], "DISK")
 
     def renew(self, form: PageFormat) -> None:
         """From now on the pages of this format: of another model nothing is found. Nothing may be copied."""
-        if form != self._form:
-            self._form = form
-            self.host.clear()
+        if form != self.form:
+            self.form = form
+            self.forget("CPU")
             if self.disk is not None:
                 self.disk.renew(form)
 
@@ -409,3 +401,7 @@ class PageStore:
         self._slab.close()
         if self.disk is not None:
             self.disk.close()
+
+
+def _cut(items: Sequence[T], size: int) -> list[Sequence[T]]:
+    return [items[begin : begin + size] for begin in range(0, len(items), size)]

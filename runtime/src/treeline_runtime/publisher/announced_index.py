@@ -7,7 +7,7 @@ prompt can reach it. Three rules follow:
 - A page with sampled tokens is announced only up to the first position that re-encoding does not reproduce.
 - A page below an unannounced page is not announced either: no match could reach it.
 - The removal of an unannounced page is silent.
-- Tiers below the engine's own pool have copies: a page is announced there if it is announced in the tier above.
+- Tiers below the engine's own pool have copies: a page is announced there if it is announced in another tier.
 
 Invariants (`check`): an announced page's parent is absent, or announced and in the same namespace; pages are the
 cache's pages after every update.
@@ -115,10 +115,10 @@ class AnnouncedIndex:
         return list(runs(fresh))
 
     def _copy(self, event: Copied) -> list[WireEvent]:
-        above = [self._pages, *self._below.values()][: list(self._below).index(event.medium) + 1]
+        tiers = [self._pages, *self._below.values()]
         there, fresh = self._below[event.medium], list[Page]()
         for block in event.block_hashes:
-            page = next((pages[block] for pages in above if block in pages), None)
+            page = next((pages[block] for pages in tiers if block in pages), None)
             if page is not None and page.announced and block not in there:
                 there[block] = page
                 fresh.append(page)

@@ -376,8 +376,10 @@ class Administration:
         self._reply(reply)
 
     def _check_idle(self) -> None:
-        if not (self._is_idle() and self._cache.settle()):
+        if not self._is_idle():
             raise Busy("requests are running or waiting")
+        if not self._cache.settle():
+            raise Busy("pages are being copied, and the disk does not answer")
 
     def _flush(self, _: FlushReq) -> None:
         self._check_idle()

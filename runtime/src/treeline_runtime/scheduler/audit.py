@@ -16,6 +16,7 @@ from __future__ import annotations
 import enum
 import logging
 import math
+import os
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ import torch
 from treeline_runtime.config import SchedulerConfig
 from treeline_runtime.core import Batch, Phase, Req
 from treeline_runtime.kvcache import NO_MATCH
+from treeline_runtime.kvcache.host import Lower
 from treeline_runtime.messages import AuditCounts, SamplingParams
 from treeline_runtime.models.config import ModelConfig
 from treeline_runtime.scheduler.cache import CacheManager
@@ -59,13 +61,19 @@ class Source(enum.StrEnum):
     """Where cached tokens come from, the nearest first."""
 
     TREE = "tree"
+    HOST = "host"
+    DISK = "disk"
 
 
-def source_of(req: Req) -> Source:
-    """The furthest source of its cached tokens. It is blamed: if a nearer one has lied, audits find that once this one
-    is off."""
-    assert req.cached_tokens > 0
-    return Source.TREE
+SOURCES: Mapping[Lower | None, Source] = {None: Source.TREE, "CPU": Source.HOST, "DISK": Source.DISK}
+"""By `Req.loaded_from`, the furthest one. It is blamed: if a nearer one has lied, audits find that once this one is
+off."""
+
+
+def sources_of(config: SchedulerConfig) -> list[Source]:
+    """The sources that audits of this configuration may blame."""
+    tiers = {Source.HOST: config.host_cache, Source.DISK: config.disk_cache}
+    return [source for source in Source if config.cache_audit and tiers.get(source, "") is not None]
 
 
 Tops = Mapping[int, float]
@@ -111,15 +119,15 @@ class CacheAudits:
 
     def __init__(
         self,
-        share: float,
+        config: SchedulerConfig,
         limit: float,
         chunk_tokens: int,
         cache: CacheManager,
         launch: Callable[[Batch], Launched],
     ) -> None:
-        """share: of requests with cached tokens, 0 to 1. limit: see `limit_for`. chunk_tokens: computed at once, whole
-        pages."""
-        self._share = share
+        """limit: see `limit_for`. chunk_tokens: computed at once, whole pages."""
+        self._share = config.cache_audit
+        self._secret = os.urandom(16)
         self._limit = limit
         self._chunk_tokens = chunk_tokens
         self._cache = cache
@@ -128,7 +136,7 @@ class CacheAudits:
         self.req: Req | None = None
         """What the first of them holds on the device."""
         self._draining = False
-        self.counts: dict[str, AuditCounts] = {Source.TREE: AuditCounts()} if share else {}
+        self.counts: dict[str, AuditCounts] = {source: AuditCounts() for source in sources_of(config)}
         """By source; replaced as a whole."""
 
     @property
@@ -145,10 +153,12 @@ class CacheAudits:
         return {j: max(TOP, req.top_logprobs_num) for j, req, end in sampled if self._chooses(req, end)}
 
     def _chooses(self, req: Req, end: int) -> bool:
-        """Depends on the request alone, so that `take` agrees with `watched`."""
+        """Depends on the request alone, so that `take` agrees with `watched`; its id may be the client's choice, so a
+        secret keeps clients from choosing what is audited."""
         if end != req.prompt_len or req.cached_tokens <= 0:
             return False
-        return int.from_bytes(blake2b(req.rid.encode(), digest_size=8).digest()) < self._share * 2**64
+        drawn = blake2b(req.rid.encode(), key=self._secret, digest_size=8).digest()
+        return int.from_bytes(drawn) < self._share * 2**64
 
     def take(self, req: Req, end: int, result: Sampled) -> None:
         """Keeps the first output token's probabilities of a watched request, and leaves those that it asked for."""
@@ -161,7 +171,8 @@ class CacheAudits:
         if len(self._waiting) == MOST_WAITING:
             self._count(self._waiting.popleft().source, dropped=1)
         tokens = req.tokens[: req.prompt_len]
-        self._waiting.append(Audit(req.rid, source_of(req), tokens, req.namespace, req.cached_tokens, seen))
+        source = SOURCES[req.loaded_from]
+        self._waiting.append(Audit(req.rid, source, tokens, req.namespace, req.cached_tokens, seen))
 
     # ---- without it ---------------------------------------------------------------------------------------
 
@@ -237,14 +248,15 @@ class CacheAudits:
             *(audit.rid, audit.cached_tokens, len(audit.tokens), audit.source, size, rounding, audit.source),
         )
         self._end(audited=1, diverged=1)
-        self._switch(audit.source, off=True)
         self._cache.flush()  # from every source, pages have come into the tree
+        self._switch(audit.source, off=True)
 
     def _switch(self, source: Source, *, off: bool) -> None:
         self._set(source, off=off)
-        match source:
-            case Source.TREE:
-                self._cache.keeps = not off
+        if source is Source.TREE:
+            self._cache.keeps = not off
+        elif self._cache.tiers is not None:
+            self._cache.tiers.switch("CPU" if source is Source.HOST else "DISK", off=off)
 
     # ---- interruptions ------------------------------------------------------------------------------------
 

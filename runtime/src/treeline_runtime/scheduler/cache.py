@@ -60,6 +60,11 @@ class CacheManager:
         """Whether the request should wait because others are filling enough beyond its match."""
         return match.coming * self.page_size >= MIN_SHARED_TOKENS
 
+    @property
+    def loading(self) -> list[Req]:
+        """Waiting requests, or some that have ended, for which pages of the device were taken."""
+        return [] if self.tiers is None else self.tiers.loads.reqs
+
     def load(self, req: Req, match: Match) -> bool:
         """Begins to load what the tiers below the device have of a request that would be admitted now. False: there is
         nothing to wait for."""

@@ -21,6 +21,10 @@ SPARE = 8
 block them. Requests without a client may use all."""
 
 
+MOST_PASSED = 128
+"""Requests that a step passes over because they wait for pages: a step's time does not grow with the queue."""
+
+
 class QueuedPrefixes:
     """Prompts of a queue in order, with what each shares with the last similar one before it, nearly always its longest
     shared prefix."""
@@ -83,7 +87,7 @@ class PrefillManager:
 
     def _enter(self, req: Req) -> None:
         req.key = key_of(req.tokens)
-        req.digests, req.loaded = [], False
+        req.digests, req.loaded, req.fetched, req.fetch = [], False, 0, None
         req.waiting_since = self._clock()
         req.uncached_tokens = 0
         self._estimate(req)
@@ -155,19 +159,23 @@ class PrefillManager:
             if req is self.chunked:
                 return batch if batch.reqs else None
             reserved += reserved_pages(batch.reqs, ratio, self._page_size)
-        busy = {req.client for req in (*running, *batch.reqs)}
+        loading = self._cache.loading  # each has its pages, and will need a row
+        free_rows -= len(loading)
+        busy = {req.client for req in (*running, *batch.reqs, *loading)}
         full: set[str | None] = set()
+        passed = 0
 
         def may_come(client: str | None) -> bool:
             return client not in full and free_rows > self._spare(client, busy)[0]
 
         for req in self._order.in_order(self._clock(), may_come):
-            if tokens_left <= 0 or free_rows == 0 or self.chunked is not None:
+            if tokens_left <= 0 or free_rows <= 0 or self.chunked is not None or passed == MOST_PASSED:
                 break
             _, spare = self._spare(req.client, busy)
             match = self._cache.match(req)
             matched = match.num_pages * self._page_size
             if self._cache.waits(match):
+                passed += 1
                 continue
             alone = not running and not batch.reqs
             if not self._fits(req, match, None if alone else reserved + spare):
@@ -176,6 +184,11 @@ class PrefillManager:
                     continue
                 break
             if self._cache.load(req, match):
+                passed += 1
+                if len(self._cache.loading) > len(loading):
+                    loading = self._cache.loading
+                    free_rows -= 1
+                    busy.add(req.client)
                 continue
             if tokens_left < len(req.tokens) - matched and tokens_left < self._page_size:
                 break

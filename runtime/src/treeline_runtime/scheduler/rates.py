@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from treeline_runtime.kvcache.store import Lower
+from treeline_runtime.kvcache.host import Lower
+from treeline_runtime.kvcache.store import Moved
 
 FORGET = 0.8
 """Weight of the past in a moving average."""
@@ -19,12 +20,16 @@ class LoadRates:
         """prefill_tokens_per_s: 0 = not known yet."""
         self._prefill_tokens_per_s = prefill_tokens_per_s
         self._page_size = page_size
-        self._seconds: dict[Lower, float] = {}
+        self._averages: dict[Lower, tuple[float, float]] = {}
+        """Pages and seconds: a load counts as much as it has pages, so small ones, slow each for themselves, do not
+        decide about large ones."""
         self._refused: dict[Lower, int] = {}
 
     def seconds_per_page(self, medium: Lower) -> float:
-        """0 = not known yet."""
-        return self._seconds.get(medium, 0.0)
+        """To the device; 0 = not known yet."""
+        pages, seconds = self._averages.get(medium, (0.0, 0.0))
+        through = self.seconds_per_page("CPU") if medium == "DISK" and pages else 0.0
+        return seconds / pages + through if pages else 0.0
 
     def tokens_per_s(self, medium: Lower) -> float:
         """0 = not known yet."""
@@ -43,13 +48,15 @@ class LoadRates:
         self._refused[medium] = (self._refused.get(medium, 0) + 1) % TRY_AGAIN
         return self._refused[medium] == 0
 
-    def on_load(self, medium: Lower, pages: int, seconds: float) -> None:
-        """A load of so many pages took so long, waiting included. The first does not count: it includes one-time work,
-        such as touching memory. One that was made although the tier is slow replaces the past."""
-        before = self._seconds.get(medium)
-        if before is None:
-            self._seconds[medium] = 0.0
-        elif before == 0.0 or self.is_slow(medium):
-            self._seconds[medium] = seconds / pages
-        else:
-            self._seconds[medium] = FORGET * before + (1 - FORGET) * seconds / pages
+    def on_load(self, medium: Lower, moved: Moved) -> None:
+        """The first does not count: it includes one-time work, such as touching memory. One that was made although the
+        tier is slow replaces the past."""
+        if not moved.pages:
+            return
+        if medium not in self._averages:
+            self._averages[medium] = (0.0, 0.0)
+            return
+        pages, seconds = self._averages[medium]
+        past = 0.0 if not pages or self.is_slow(medium) else FORGET
+        new = 1 - past
+        self._averages[medium] = past * pages + new * moved.pages, past * seconds + new * moved.seconds

@@ -64,11 +64,12 @@ def num_pages(
     return pages
 
 
-def num_host_pages(config: SchedulerConfig, page_bytes: int) -> int:
-    """Pages of `host_cache`. Raises ConfigError if not even one fits, or not all are free."""
+def num_host_pages(config: SchedulerConfig, page_bytes: int, pool_bytes: int) -> int:
+    """Pages of `host_cache`. Raises ConfigError if not even one fits, or not all are free beside the pool's bytes in
+    host memory."""
     if config.host_cache is None:
         return 0
-    pages, free = config.host_cache // page_bytes, _available_memory()
+    pages, free = config.host_cache // page_bytes, max(_available_memory() - pool_bytes, 0)
     if pages == 0:
         raise ConfigError(f"host_cache {config.host_cache} is less than a page, which takes {page_bytes} bytes")
     if pages * page_bytes > free:
@@ -237,15 +238,17 @@ def _resolve(config: SchedulerConfig, model: Decoder) -> Resolved:
     context_length = resolve_context_length(config, model.config)
     ranks = max(config.ep_size // config.tp_size, 1)
     reserved = 0 if on_cpu else reserved_bytes(limits, context_length, model.own, dtype.itemsize, ranks)
+    token_bytes = bytes_per_token(model.own, kv_dtype.itemsize)
+    pages, page_bytes = num_pages(config, model.own, kv_dtype, device, reserved), token_bytes * config.page_size
     return Resolved(
         device=device,
         dtype=dtype,
         kv_dtype=kv_dtype,
         context_length=context_length,
         page_size=config.page_size,
-        num_pages=num_pages(config, model.own, kv_dtype, device, reserved),
-        host_pages=num_host_pages(config, bytes_per_token(model.own, kv_dtype.itemsize) * config.page_size),
-        kv_bytes_per_token=bytes_per_token(model.own, kv_dtype.itemsize),
+        num_pages=pages,
+        host_pages=num_host_pages(config, page_bytes, pages * page_bytes if on_cpu else 0),
+        kv_bytes_per_token=token_bytes,
         max_running_requests=limits.running,
         # chunks end at page boundaries
         chunked_prefill_size=-(-limits.chunk // config.page_size) * config.page_size,

@@ -84,7 +84,7 @@ class Scheduler:
         self.decode = DecodeManager(self.cache, limits.chunked_prefill_size)
         self.residence = Residence(config, limits, model, group, peers)
         chunk, limit = limits.chunked_prefill_size, limit_for(config, model.config, limits)
-        self.audits = CacheAudits(config.cache_audit, limit, chunk, self.cache, self._compute)
+        self.audits = CacheAudits(config, limit, chunk, self.cache, self._compute)
         self.ratio = NewTokenRatio(config.schedule_conservativeness)
         self._clock = clock
         self.stats = SchedulerStats()

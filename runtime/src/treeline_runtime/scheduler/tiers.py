@@ -2,6 +2,11 @@
 
 A page is stored at its second use: computed once and matched once, or computed twice. Uses count across evictions, for
 a bounded number of evicted pages: a page that left between two uses is found at the third.
+
+A waiting request that would be admitted first waits for the disk's pages to come to the host, a bounded piece at a
+time, and then for the host's to come to the device. Each page is asked for once, so this ends, whatever fails: the
+request computes what is missing. A piece that takes too long is waited for no more, and as long as the disk does not
+answer, nothing else is asked of it.
 """
 
 from __future__ import annotations
@@ -18,9 +23,9 @@ from treeline_runtime.config import SchedulerConfig
 from treeline_runtime.core import Req
 from treeline_runtime.kvcache import KVPool, Match, Node, PagePool, Pages, RadixCache
 from treeline_runtime.kvcache.disk import DiskTier
-from treeline_runtime.kvcache.host import HostTier, Slab
+from treeline_runtime.kvcache.host import HostTier, Lower, Slab
 from treeline_runtime.kvcache.page import PageFormat
-from treeline_runtime.kvcache.store import Lower, PageStore, Reading, Workers
+from treeline_runtime.kvcache.store import FETCH_BYTES, Fetch, Moved, PageStore, Workers
 from treeline_runtime.messages import TierLoad
 from treeline_runtime.scheduler.administration import Residence
 from treeline_runtime.scheduler.cache import MIN_SHARED_TOKENS, CacheManager
@@ -32,12 +37,14 @@ from treeline_runtime.scheduler.resolve import Resolved, told_as_settings
 REMEMBERED = 4
 """Evicted pages that are remembered for each slot of the host."""
 LEAST_REMEMBERED = 1024
+STALLED_S = 5.0
+"""The longest time that requests wait for a piece from the disk."""
 SETTLE_S = 3.0
 """Time for copies to end before a flush or sleep, which they take only if a disk hangs."""
 
 
 class Tiers:
-    """Decides, counts, and owns all copies between the device and the host."""
+    """Decides, counts, and owns all copies between the device, the host and the disk."""
 
     def __init__(
         self,
@@ -60,11 +67,12 @@ class Tiers:
         self._used_once: OrderedDict[bytes, None] = OrderedDict()
         """Evicted pages that are not stored, the oldest first."""
         self._most_remembered = max(REMEMBERED * store.host.num_slots, LEAST_REMEMBERED)
-        self._copying_out = 0
-        self.loads = Loads(tree, pool, self._start, self._ended)
-        self._load_seconds = 0.0
+        self._piece = max(1, FETCH_BYTES // store.form.nbytes)
+        """Pages that a client may have on their way from the disk."""
+        self._fetches: list[Fetch] = []
+        self.loads = Loads(tree, pool, lambda *of: store.get(kv_pool(), *of), self._loaded)
         self._outcomes = Counter[str](loaded=0, computed=0, failed=0)
-        """What became of loads, as in `TierLoad.total_loads`."""
+        """As in `TierLoad.total_loads`."""
         tree.on_evicted = self._evicted
 
     # ---- out ----------------------------------------------------------------------------------------------
@@ -87,17 +95,13 @@ class Tiers:
             self._put(node, [digests[i] for i in again], pages[again])
 
     def _put(self, node: Node, digests: Sequence[bytes], pages: Pages) -> None:
-        def copied() -> None:
-            self._copying_out -= 1
-            self._tree.unlock(node)
-
-        if self.store.put(self._kv_pool(), digests, pages, copied):
-            self._copying_out += 1
+        if self.store.put(self._kv_pool(), digests, pages, lambda: self._tree.unlock(node)):
             self._tree.lock_node(node)
 
     def _evicted(self, digests: Sequence[bytes]) -> None:
+        store = self.store
         for digest in digests:
-            if self.store.where(digest) is None:
+            if digest not in store.host and not (store.disk is not None and store.disk.has(digest)):
                 self._used_once[digest] = None
                 if len(self._used_once) > self._most_remembered:
                     self._used_once.popitem(last=False)
@@ -105,58 +109,89 @@ class Tiers:
     # ---- back ---------------------------------------------------------------------------------------------
 
     def load(self, req: Req, match: Match) -> bool:
-        """Begins to load what follows the match of a waiting request that would be admitted now. False: it is not
-        loaded, and has to be computed."""
-        if req.loaded:
+        """Begins to bring what follows the match of a waiting request that would be admitted now. True: it has to wait.
+        False: the rest has to be computed."""
+        if req.fetch is not None and not req.fetch.over:
+            return True
+        if "CPU" in self.store.off:
             return False
-        wanted = self._following(req, match)
-        if len(wanted) * self._tree.page_size < MIN_SHARED_TOKENS:
+        here = self._following(req, match, match.num_pages, self.store.host.has, most=len(req.tokens))
+        if self._fetches_more(req, match, here):
+            return True
+        if req.loaded or not here or len(here) * self._tree.page_size < MIN_SHARED_TOKENS:
             return False
         req.loaded = True
-        allowed = {medium: self.rates.allows(medium) for medium in dict.fromkeys(wanted.values())}
-        digests = list[bytes]()
-        for digest, medium in wanted.items():
-            if not allowed[medium]:
-                break
-            digests.append(digest)
-        self._outcomes["computed"] += not digests
-        return bool(digests) and self.loads.begin(req, match, digests, self._clock())
+        if not self.rates.allows("CPU"):
+            self._outcomes["computed"] += 1
+            return False
+        self.loads.begin(req, match, here)
+        return True
 
-    def _following(self, req: Req, match: Match) -> dict[bytes, Lower]:
-        """The digests of the stored pages that follow a match, in order, with their tiers."""
-        size, at = self._tree.page_size, match.num_pages
-        if len(req.digests) < at:
-            above = self._tree.digests_of(match.node)
-            req.digests = above[:at]
-        found = dict[bytes, Lower]()
-        while (at + 1) * size <= req.cacheable_len:
+    def _following(self, req: Req, match: Match, at: int, has: Callable[[bytes], bool], most: int) -> list[bytes]:
+        """The digests of at most so many pages from `at` on, at or after the end of the match, while `has` is true."""
+        size, found = self._tree.page_size, list[bytes]()
+        if len(req.digests) < match.num_pages:
+            req.digests = self._tree.digests_of(match.node)[: match.num_pages]
+        while len(found) < most and (at + 1) * size <= req.cacheable_len:
             if at == len(req.digests):
                 parent = req.digests[-1] if req.digests else root_digest(req.namespace)
                 req.digests.append(block_hash(parent, req.tokens[at * size : (at + 1) * size]))
-            medium = self.store.where(req.digests[at])
-            if medium is None:
+            if not has(req.digests[at]):
                 break
-            found[req.digests[at]] = medium
+            found.append(req.digests[at])
             at += 1
         return found
 
-    def _start(self, digests: Sequence[bytes], pages: Pages, then: Callable[[Reading], None]) -> Reading | None:
-        return self.store.get(self._kv_pool(), digests, pages, then)
+    def _fetches_more(self, req: Req, match: Match, here: Sequence[bytes]) -> bool:
+        """Whether more pages come to the host, after those which are `here`; may begin to fetch them."""
+        store, disk, at = self.store, self.store.disk, match.num_pages + len(here)
+        if disk is None or store.off or any(fetch.over for fetch in self._fetches):
+            return False
+        for digest in self._following(req, match, at, lambda _: True, most=1):
+            if (coming := next((fetch for fetch in self._fetches if digest in fetch.digests), None)) is not None:
+                req.fetch = coming
+                return True
+        wanted = self._following(req, match, at, lambda one: disk.has(one) and one not in store.host, self._piece)
+        enough = (len(here) + len(wanted)) * self._tree.page_size >= MIN_SHARED_TOKENS
+        if not wanted or not enough or at < req.fetched:
+            return False
+        own = [fetch for fetch in self._fetches if fetch.client == req.client]
+        if own and sum(len(fetch.digests) for fetch in own) + len(wanted) > self._piece:
+            req.fetch = own[0]  # then it is asked again
+            return True
+        req.fetched = at + len(wanted)
+        if not self.rates.allows("DISK"):
+            self._outcomes["computed"] += 1
+            req.fetched = len(req.tokens)
+            return False
+        fetch = Fetch(dict.fromkeys(wanted), req.client, self._clock())
+        if not store.fetch(fetch, here, lambda moved: self._fetched(fetch, moved)):
+            return False
+        req.fetch = fetch
+        self._fetches.append(fetch)
+        return True
 
-    def _ended(self, load: Load, seconds: float) -> None:
-        reading = load.reading
-        self._outcomes["loaded" if reading.count == len(load.pages) else "failed"] += 1
-        self._load_seconds += seconds
-        total = sum(reading.seconds.values())
-        for medium, spent in reading.seconds.items():  # several threads spend more than passes
-            self.rates.on_load(medium, reading.pages[medium], seconds * spent / total)
+    def _fetched(self, fetch: Fetch, moved: Moved) -> None:
+        self._fetches.remove(fetch)
+        fetch.over = True
+        self.rates.on_load("DISK", moved)
+
+    def _loaded(self, load: Load, moved: Moved) -> None:
+        self._outcomes["loaded" if moved.pages == len(load.pages) else "failed"] += 1
+        self.rates.on_load("CPU", moved)
+        if moved.pages:
+            load.req.loaded_from = moved.source
 
     # ---- all ----------------------------------------------------------------------------------------------
 
     def take(self) -> bool:
         """Takes what copies have done. Returns whether that may change what can be computed."""
-        arrived = self._workers.take()
-        return self.loads.check(self._clock()) or arrived
+        changed, now = self._workers.take(), self._clock()
+        for fetch in self._fetches:
+            if not fetch.over and now - fetch.began_at >= STALLED_S:
+                fetch.over = changed = True
+                self._outcomes["failed"] += 1
+        return changed
 
     def settle(self) -> bool:
         """Waits a moment for all copies to end. Returns whether they have."""
@@ -168,33 +203,41 @@ class Tiers:
     @property
     def is_copying(self) -> bool:
         """Whether anything is read or written by a copy, here or on the disk."""
-        return self._workers.busy > 0
+        return self._workers.busy.total() > 0
 
     @property
     def is_expecting(self) -> bool:
         """Whether pages of the device will soon be free or in the tree that are not now."""
-        return self._copying_out > 0 or self.loads.is_expecting
+        return self._workers.busy["copy"] > 0
 
     def load_report(self) -> TierLoad:
         store, size = self.store, self._tree.page_size
-        host, disk, stats = store.host, store.disk, store.stats
+        used: dict[str, int] = {"CPU": store.host.num_pages * store.form.nbytes}
+        if store.disk is not None:
+            used["DISK"] = store.disk.num_bytes
         return TierLoad(
-            host_pages=host.num_pages,
-            host_bytes=host.num_pages * store.page_bytes,
-            disk_pages=0 if disk is None else disk.num_pages,
-            disk_bytes=0 if disk is None else disk.num_bytes,
-            total_stored_tokens={medium: pages * size for medium, pages in stats.stored_pages.items()},
-            total_loaded_tokens={medium: pages * size for medium, pages in stats.loaded_pages.items()},
+            used_bytes=used,
+            total_stored_tokens={medium: pages * size for medium, pages in store.stored_pages.items()},
+            total_loaded_tokens={medium: pages * size for medium, pages in store.loaded_pages.items()},
             total_loads=dict(self._outcomes),
-            total_load_seconds=self._load_seconds,
-            total_skipped_tokens=stats.skipped_pages * size,
-            total_bad_pages=stats.bad_pages,
-            total_failures=stats.failures,
+            total_failures=dict(store.failures),
         )
+
+    def switch(self, tier: Lower, *, off: bool) -> None:
+        """A tier that is off is not used, and forgets its pages, also those that have come from it to the host. Nothing
+        may be copied."""
+        if off:
+            self.store.off.add(tier)
+            self.store.forget("CPU")
+            if tier == "DISK":
+                self.store.forget("DISK")
+        else:
+            self.store.off.discard(tier)
 
     def clear(self) -> None:
         """Forgets all pages. Nothing may be copied."""
-        self.store.clear()
+        self.store.forget("CPU")
+        self.store.forget("DISK")
         self._used_once.clear()
 
     def renew(self, form: PageFormat) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
-from treeline_runtime.messages import AuditCounts, LoadUpdate, TierLoad
+from treeline_runtime.messages import AuditCounts, LoadUpdate
 
 disable_created_metrics()  # twice the series for nothing that anybody reads
 
@@ -55,61 +55,39 @@ _GAUGES = (
 )
 
 
-_TIERS = (
-    ("kv_tier_used_tokens", "Tokens in a tier of the KV cache below the device: CPU (host memory) or DISK."),
-    ("kv_tier_used_bytes", "Bytes of a tier of the KV cache below the device."),
-)
-"""By medium, and by rank as `_LOADS`."""
-_TIER_TOTALS = (
-    ("kv_tier_stored_tokens", "medium", "total_stored_tokens", "Tokens copied to a tier below the device."),
-    ("load_back_tokens", "medium", "total_loaded_tokens", "Prompt tokens that came back from a tier to the device."),
-    (
-        "load_back",
+_TIERS = {
+    "used_bytes": (
+        Gauge,
+        "kv_tier_used_bytes",
+        "medium",
+        "Bytes of a tier of the KV cache below the device: CPU (host memory) or DISK.",
+    ),
+    "total_stored_tokens": (
+        Counter,
+        "kv_tier_stored_tokens_total",
+        "medium",
+        "Tokens copied to a tier below the device.",
+    ),
+    "total_loaded_tokens": (
+        Counter,
+        "load_back_tokens_total",
+        "medium",
+        "Prompt tokens copied back from a tier: from the disk to the host, from there to the device.",
+    ),
+    "total_loads": (
+        Counter,
+        "load_back_total",
         "outcome",
-        "total_loads",
         "Times that a prompt's pages were in a lower tier: loaded, computed because that was faster, or failed.",
     ),
-)
-_TIER_COUNTERS = (
-    ("load_back_seconds_total", "total_load_seconds", "Seconds that loads took."),
-    ("kv_tier_skipped_tokens_total", "total_skipped_tokens", "Tokens not stored because slots or disk were busy."),
-    ("kv_tier_bad_pages_total", "total_bad_pages", "Pages of lower tiers that failed their checksum; not used."),
-    ("kv_tier_failures_total", "total_failures", "Reads and writes of the disk tier that failed."),
-)
-
-
-class _Tiers:
-    """The cache below the device; no series unless there is one."""
-
-    def __init__(
-        self, registry: CollectorRegistry, labels: Mapping[str, str], of_ranks: Sequence[Mapping[str, str]]
-    ) -> None:
-        self._labels, self._of_ranks = labels, of_ranks
-        names = [*labels, *of_ranks[0], "medium"]
-        self._used = {name: Gauge(f"treeline:{name}", text, names, registry=registry) for name, text in _TIERS}
-        self._totals = {
-            field: Counter(f"treeline:{name}_total", text, [*labels, label], registry=registry)
-            for name, label, field, text in _TIER_TOTALS
-        }
-        self._counters = {
-            field: Counter(f"treeline:{name}", text, list(labels), registry=registry)
-            for name, field, text in _TIER_COUNTERS
-        }
-
-    def on_load(self, tiers: TierLoad, last: TierLoad, page_size: int, rank: int) -> None:
-        for medium, pages, size in (
-            ("CPU", tiers.host_pages, tiers.host_bytes),
-            ("DISK", tiers.disk_pages, tiers.disk_bytes),
-        ):
-            labels = {**self._labels, **self._of_ranks[rank], "medium": medium}
-            self._used["kv_tier_used_tokens"].labels(**labels).set(pages * page_size)
-            self._used["kv_tier_used_bytes"].labels(**labels).set(size)
-        for field, counter in self._totals.items():
-            before = getattr(last, field)
-            for label, value in getattr(tiers, field).items():
-                counter.labels(*self._labels.values(), label).inc(value - before.get(label, 0))
-        for field, one in self._counters.items():
-            one.labels(**self._labels).inc(getattr(tiers, field) - getattr(last, field))
+    "total_failures": (
+        Counter,
+        "kv_tier_failures_total",
+        "kind",
+        "bad_page: pages of lower tiers that failed their checksum, and were not used; disk: reads and writes of it.",
+    ),
+}
+"""By member of TierLoad: kind, name, label, text. No series unless there are tiers."""
 
 
 class Metrics:
@@ -170,7 +148,10 @@ class Metrics:
 
         self._gauges = {name: self._gauge(name, text, [{}])[0] for name, text in _GAUGES}
         self._loads = {name: self._gauge(name, text, of_ranks) for name, text in _LOADS}
-        self._tiers = _Tiers(self._registry, self._labels, of_ranks)
+        self._tiers = {
+            member: kind(f"treeline:{name}", text, [*self._labels, label], registry=self._registry)
+            for member, (kind, name, label, text) in _TIERS.items()
+        }
         self.http_requests = Counter(
             "treeline:http_responses_total",
             "HTTP responses, by path and status.",
@@ -204,7 +185,10 @@ class Metrics:
                 counter.labels(**labels).inc(getattr(counts, member) - getattr(before, member))
             self._off.labels(**labels).set(any(of.audits[source].off for of in self._last_loads if of.audits))
         if load.tiers is not None:
-            self._tiers.on_load(load.tiers, last.tiers or TierLoad(), load.page_size, rank)
+            for member, metric in self._tiers.items():
+                past = getattr(last.tiers, member, {})
+                for label, value in getattr(load.tiers, member).items():
+                    metric.labels(*self._labels.values(), label).inc(value - past.get(label, 0))
 
     def render(self) -> bytes:
         """Prometheus' text format."""
