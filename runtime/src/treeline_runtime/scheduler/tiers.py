@@ -36,7 +36,6 @@ from treeline_runtime.scheduler.resolve import Resolved, told_as_settings
 
 REMEMBERED = 4
 """Evicted pages that are remembered for each slot of the host."""
-LEAST_REMEMBERED = 1024
 STALLED_S = 5.0
 """The longest time that requests wait for a piece from the disk."""
 SETTLE_S = 3.0
@@ -66,7 +65,7 @@ class Tiers:
         self._clock = clock
         self._used_once: OrderedDict[bytes, None] = OrderedDict()
         """Evicted pages that are not stored, the oldest first."""
-        self._most_remembered = max(REMEMBERED * store.host.num_slots, LEAST_REMEMBERED)
+        self._most_remembered = REMEMBERED * store.host.num_slots
         self._piece = max(1, FETCH_BYTES // store.form.nbytes)
         """Pages that a client may have on their way from the disk."""
         self._fetches: list[Fetch] = []
