@@ -14,6 +14,7 @@ from treeline_wire import headers as names
 
 from treeline_epp.endpoints.http_answer import Answer
 from treeline_epp.endpoints.prefill_calls import PrefillCalls
+from treeline_epp.flow.ticket import Awaited
 from treeline_epp.metrics import Sample
 from treeline_epp.picking.decision import Lease, Outcome
 from treeline_epp.picking.parts import Parts
@@ -34,7 +35,7 @@ _PASSED_ON = (names.REQUEST_ID, names.TRACEPARENT, names.TRACESTATE)
 
 
 @dataclass(eq=False, slots=True)
-class Prefill:
+class Prefill(Awaited):
     """A prompt that another endpoint computes. `done`: its request need not wait any longer, because the answer is
     there, or because that endpoint has the request, if that is enough. It takes `limit_s` at most.
     """
@@ -43,16 +44,7 @@ class Prefill:
     plan: Handover
     began: float
     limit_s: float
-    done: bool = False
     cancel: Callable[[], object] | None = None
-    _callback: Callable[[], object] | None = None
-
-    def when_done(self, callback: Callable[[], object]) -> None:
-        """Call this once, when it is done, or at once if it is. A later callback replaces an earlier one."""
-        if self.done:
-            callback()
-        else:
-            self._callback = callback
 
     def on_sent(self) -> None:
         """The endpoint has the request."""
@@ -61,9 +53,7 @@ class Prefill:
 
     def finish(self) -> None:
         """Let its request go on."""
-        callback, self._callback, self.done = self._callback, None, True
-        if callback is not None:
-            callback()
+        self._end()
 
 
 @dataclass(eq=False)
