@@ -44,8 +44,8 @@ class Lease:
     them (`Picker.close`): its parts last as long. `answer` is that of the endpoint that answers, `prefill` that of the
     one that computes the prompt, if it is another, until it has (`Parts.prefilled`).
 
-    `added` are request headers to send to the endpoint that
-    answers; those with None are removed. `members` are members of the body to set for it.
+    `added` are request headers to send to the endpoint that answers; those with None are removed. `members` are members
+    of the body to set for it.
     """
 
     decision: Decision
