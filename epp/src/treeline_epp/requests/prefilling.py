@@ -44,7 +44,6 @@ class Prefill(Awaited):
     plan: Handover
     began: float
     limit_s: float
-    cancel: Callable[[], object] | None = None
 
     def on_sent(self) -> None:
         """The endpoint has the request."""
@@ -70,7 +69,6 @@ class Prefilling:
     predicted_s: float = 0.0
     actual_s: float = 0.0
     """Sums over the prompts that were computed."""
-    _open: dict[Lease, Prefill] = field(default_factory=dict)
 
     def begin(self, lease: Lease, asked: RouteRequest, outline: Outline | None) -> Prefill | None:
         """Hand over a request whose prompt another endpoint computes: change what its endpoint gets, and ask the other
@@ -96,7 +94,7 @@ class Prefilling:
         limit_s = min(MOST_S, max(PATIENCE_S, part.reservation.expires_at - now)) if plan.waits else MOST_S
         part.reservation.expires_at = now + limit_s
         prompt = Prefill(lease, plan, now, limit_s)
-        prompt.cancel = self.calls.post(
+        part.cancel = self.calls.post(
             prefill.server,
             prefill.address,
             asked.path,
@@ -107,11 +105,9 @@ class Prefilling:
             sent=prompt.on_sent,
             ended=partial(self._ended, prompt),
         )
-        if prompt.cancel is None:
+        if part.cancel is None:
             self._end(lease, Outcome.CANCELLED, "too many prompts are computed apart, or it has gone")
             return None
-        part.called = True
-        self._open[lease] = prompt
         return prompt
 
     def failed(self, lease: Lease) -> bool:
@@ -124,14 +120,13 @@ class Prefilling:
 
     def drop(self, lease: Lease) -> None:
         """Take the client's leaving, or the other endpoint's refusal: nobody wants the prompt."""
-        prompt = self._open.pop(lease, None)
-        if prompt is not None and prompt.cancel is not None:
-            prompt.cancel()
+        if (part := lease.prefill) is not None and part.cancel is not None:
+            part.cancel()
             self._end(lease, Outcome.CANCELLED)
 
     def _ended(self, prompt: Prefill, answer: Answer | None, problem: str) -> None:
         lease, plan, dispatched = prompt.lease, prompt.plan, prompt.done
-        if self._open.pop(lease, None) is None:
+        if lease.prefill is None:  # nobody wants it any more
             return
         outcome, why, found = _outcome(plan, answer, problem)
         took_s, prefill = self.clock() - prompt.began, lease.decision.prefill
