@@ -85,6 +85,11 @@ _FIELDS: dict[str, dict[str, Any]] = {
             "resourceName": ["nvidia.com/gpu", "nvidia.com/mig-1g.10gb"],
         },
         "engine": _ENGINE,
+        "prefill": {
+            "replicas": [1, 3],
+            "accelerator": {"type": ["cpu", "nvidia"], "count": [1, 2]},
+            "template": [{"spec": {"priorityClassName": "high"}}],
+        },
         "endpointPicker": {
             "policy": ["treeline", "round_robin", "random"],
             "policyParameters": [{}],

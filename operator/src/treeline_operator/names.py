@@ -47,6 +47,15 @@ def deployment(pool: str, revision: str) -> str:
     return f"{pool}-{revision}"
 
 
+PREFILL: Final = "-prefill"
+"""Ending of the name of a revision whose pods compute prompts for those of the revision without it."""
+
+
+def is_prefill(revision: str) -> bool:
+    """Whether a revision's pods compute prompts only."""
+    return revision.endswith(PREFILL)
+
+
 def anchor(gateway: str) -> str:
     """The ConfigMap that owns everything that is shared by the pools of a gateway."""
     return f"{gateway}-gateway"

@@ -82,7 +82,7 @@ def test_unknown_fields_are_kept_in_foreign_fragments_only():
     assert kept == [
         *(
             f".spec.{pods}template.spec{name}"
-            for pods in ("", "endpointPicker.", "gateway.standalone.")
+            for pods in ("", "prefill.", "endpointPicker.", "gateway.standalone.")
             for name in inner
         ),
     ]

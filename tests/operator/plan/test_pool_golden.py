@@ -70,6 +70,13 @@ SAMPLES: dict[str, dict[str, Any]] = {
         },
         "drain": {"timeoutSeconds": 600},
     },
+    "vllm-prefill": {
+        "model": {"uri": "hf://Qwen/Qwen3-4B", "size": "8Gi"},
+        "replicas": 2,
+        "prefill": {"accelerator": {"type": "nvidia", "count": 2}},
+        "accelerator": {"type": "nvidia"},
+        "engine": {"type": "vllm"},
+    },
     "gateway-api": {
         "gateway": {
             "name": "shared",
@@ -114,7 +121,8 @@ def first_plan(name: str) -> dict[str, str]:
         obj["metadata"].get("annotations", {}).pop(names.APPLIED, None)
         text = yaml.dump(obj, Dumper=golden.Plain, sort_keys=False, width=110)
         shown[f"{obj['kind']} {obj['metadata']['name']}"] = f"# {action.why}\n{text}"
-    (revision,) = (title.rpartition("-")[2] for title in shown if title.startswith("Deployment "))
+    deployments = (title for title in shown if title.startswith("Deployment "))
+    (revision,) = {title.removesuffix(names.PREFILL).rpartition("-")[2] for title in deployments}
     shown = {title.replace(revision, "REVISION"): text.replace(revision, "REVISION") for title, text in shown.items()}
     return {"revision": f"{revision}\n", **shown, "notes": "".join(f"{note}\n" for note in plan.notes)}
 

@@ -71,7 +71,8 @@ def test_the_figures_of_a_pool_that_serves():
         "observedGeneration": 3,
         "replicas": 2,
         "readyReplicas": 2,
-        "selector": "treeline.dev/component=runtime,treeline.dev/pool=tiny,treeline.dev/serving=true",
+        "selector": "treeline.dev/component=runtime,treeline.dev/pool=tiny,treeline.dev/serving=true"
+        ",treeline.dev/role!=prefill",
         "url": "http://treeline-gateway.shop.svc",
         "modelName": "big",
         "revision": revision_name,

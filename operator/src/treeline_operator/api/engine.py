@@ -133,16 +133,16 @@ def _word_rule(setting: str, words: tuple[str, ...]) -> Rule:
     )
 
 
-def _args_say(flags: Iterable[str]) -> str:
-    """CEL: whether `args` has one of these flags. vLLM takes `_` for `-` in them."""
+def args_say(flags: Iterable[str], engine: str = "self") -> str:
+    """CEL: whether `args` has one of these flags, or a field of one. vLLM takes `_` for `-` in them."""
     names = "|".join(flag[:2] + flag[2:].replace("-", "[-_]") for flag in flags)
-    return f"has(self.args) && self.args.exists(a, a.matches('^({names})(=|$)'))"
+    return f"has({engine}.args) && {engine}.args.exists(a, a.matches('^({names})([.=]|$)'))"
 
 
 def _own_flags_rule(engine: EngineType, flags: Mapping[str, str]) -> Rule:
     listed = ", ".join(f"{flag} ({field})" if field else flag for flag, field in flags.items())
     return forbidden(
-        f"self.type != '{engine}' || !({_args_say(flags)})",
+        f"self.type != '{engine}' || !({args_say(flags)})",
         f"the operator sets these flags of engine {engine}: {listed}: remove them from args, and use the fields",
         field=".args",
     )
@@ -221,12 +221,12 @@ class Engine(Part):
         *(_word_rule(setting, words) for setting, words in WORDS.items()),
         *(_own_flags_rule(engine, flags) for engine, flags in OWN_FLAGS.items()),
         forbidden(
-            f"!has(self.tensorParallel) || !({_args_say(TENSOR_PARALLEL_FLAGS)})",
+            f"!has(self.tensorParallel) || !({args_say(TENSOR_PARALLEL_FLAGS)})",
             "args and tensorParallel both set the number of devices: remove one of them",
             field=".args",
         ),
         forbidden(
-            f"!has(self.adapters) || self.adapters.size() == 0 || !({_args_say(ADAPTER_FLAGS)})",
+            f"!has(self.adapters) || self.adapters.size() == 0 || !({args_say(ADAPTER_FLAGS)})",
             "adapters are named in args and in the field adapters: name all of them in the field",
             field=".args",
         ),

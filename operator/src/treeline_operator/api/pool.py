@@ -23,6 +23,7 @@ from treeline_operator.api.parts import (
     template_rules,
     template_schema,
 )
+from treeline_operator.api.prefill import PREFILL_RULES, Prefill
 from treeline_operator.api.rules import Rule, forbidden
 from treeline_operator.api.source import ModelSource, is_downloaded
 from treeline_operator.names import MAX_NAME
@@ -165,6 +166,7 @@ class PoolSpec(Part):
             "engine sglang reads model:adapter: choose a model.name without ':'",
             field=".model.name",
         ),
+        *PREFILL_RULES,
     )
 
     model: ModelSource
@@ -179,6 +181,8 @@ class PoolSpec(Part):
     """Devices of a pod, and pods of a replica."""
     engine: Engine = Field(default_factory=Engine)
     """The server in the pods."""
+    prefill: Prefill | None = None
+    """Further pods that compute prompts; the pool's own replicas then answer (docs/disaggregation.md)."""
     endpoint_picker: EndpointPicker = Field(default_factory=EndpointPicker)
     """The picker of the gateway."""
     gateway: Gateway = Field(default_factory=Gateway)
@@ -194,6 +198,11 @@ class PoolSpec(Part):
     tracing: Tracing | None = None
     """OpenTelemetry traces from engines treeline and vllm, the picker and our own Envoy. Picker and Envoy send to the
     collector of the gateway's oldest pool that names one."""
+
+    @property
+    def prefill_replicas(self) -> int:
+        """Wanted pods that only compute prompts: none where nothing answers."""
+        return self.prefill.replicas if self.prefill is not None and self.replicas else 0
 
     @property
     def downloads(self) -> bool:
@@ -305,6 +314,16 @@ class AutoscalingStatus(TypedDict, total=False):
 
 
 @DOCUMENTED
+class PrefillStatus(TypedDict):
+    """The pods that compute prompts."""
+
+    replicas: int
+    """Number of pods."""
+    ready: int
+    """Number of ready pods."""
+
+
+@DOCUMENTED
 class PoolStatus(TypedDict, total=False):
     """The state of the pool."""
 
@@ -318,6 +337,8 @@ class PoolStatus(TypedDict, total=False):
     """Number of ready pods."""
     replicaSummary: Annotated[str, StringConstraints(max_length=16)]
     """Ready and wanted pods, as `2/3`."""
+    prefill: PrefillStatus
+    """The pods of `spec.prefill`, which the other figures leave out."""
     selector: str
     """Label selector of the pods, for autoscalers."""
     url: str

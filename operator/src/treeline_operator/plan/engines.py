@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from pydantic.alias_generators import to_camel
@@ -20,6 +20,7 @@ from treeline_operator.api.engine import FLAGS, EngineType
 from treeline_operator.api.engine import Engine as EngineSpec
 from treeline_operator.api.parts import Resources
 from treeline_operator.api.pool import InferencePool
+from treeline_operator.api.prefill import BOOTSTRAP_PORT, NIXL_PORT
 from treeline_operator.plan.download import Files
 from treeline_operator.plan.objects import TEMPLATE_FILE, Object, http_get, probe
 from treeline_operator.plan.provision import gib
@@ -63,6 +64,8 @@ class Launch:
     """Whether the engine reads the key pair of its KV sockets."""
     admin_key: str = ""
     """Environment variable with the key to its administration; empty if it takes none."""
+    pod_ip: str = ""
+    """Environment variable with the pod's address; empty if it needs none."""
     annotations: tuple[tuple[str, str], ...] = ()
     """Facts about the pod that the picker needs and cannot get from the engine."""
     shared_memory: bool = True
@@ -79,7 +82,8 @@ class Engine:
     `hits_by_flag`: a flag decides whether answers report cached tokens; otherwise the edge asks for it per request, or
     they are not reported. `serves_tokenizer`: the picker gets its tokenizer from the engine. `publishes`: it publishes
     KV events. `metrics`: it serves metrics on a separate port; others serve them on their API port. `unseen` are flags
-    in `engine.args` that the picker cannot see, each with the field to use instead.
+    in `engine.args` that the picker cannot see, each with the field to use instead. `apart` is its start for one part
+    of a request, `prefill` or `decode`; None if it cannot hand prompts over.
     """
 
     launch: Callable[[InferencePool, Files, Images], Launch]
@@ -88,6 +92,7 @@ class Engine:
     publishes: bool = True
     metrics: bool = False
     unseen: Mapping[str, str] = field(default_factory=dict)
+    apart: Callable[[Launch, str], Launch] | None = None
 
 
 def engine_of(pool: InferencePool) -> Engine:
@@ -243,6 +248,25 @@ def _vllm(pool: InferencePool, files: Files, images: Images) -> Launch:
     )
 
 
+def _sglang_apart(start: Launch, role: str) -> Launch:
+    flags = ("--disaggregation-mode", role, "--disaggregation-bootstrap-port", str(BOOTSTRAP_PORT))
+    return replace(start, args=(*flags, *start.args))
+
+
+def _vllm_apart(start: Launch, role: str) -> Launch:
+    """Both sides start alike: each request says what is asked of them. A prompt that cannot be fetched is computed
+    anew."""
+    config = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+    model, *args = start.args
+    return replace(
+        start,
+        args=(model, "--kv-transfer-config", _compact(config), *args),
+        env=(*start.env, ("VLLM_NIXL_SIDE_CHANNEL_PORT", str(NIXL_PORT))),
+        pod_ip="VLLM_NIXL_SIDE_CHANNEL_HOST",
+        annotations=(*start.annotations, (labels.KV_TRANSFER, "nixl")),
+    )
+
+
 def _custom(pool: InferencePool, files: Files, images: Images) -> Launch:
     spec = pool.spec
     tcp = {"tcpSocket": {"port": "http"}}
@@ -273,11 +297,13 @@ ENGINES: Final[Mapping[EngineType, Engine]] = {
         _sglang,
         hits_by_flag=True,
         unseen={"--chat-template": _TEMPLATE, "--tokenizer-path": _TOKENIZER, "--api-key": _API_KEY},
+        apart=_sglang_apart,
     ),
     "vllm": Engine(
         _vllm,
         hits_by_flag=True,
         unseen={"--chat-template": _TEMPLATE, "--tokenizer": _TOKENIZER, "--api-key": _API_KEY},
+        apart=_vllm_apart,
     ),
     # Any other server with an OpenAI-compatible API, started as its user says. Its flags are not known; its environment
     # gives it the model's place and name.

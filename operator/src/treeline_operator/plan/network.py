@@ -28,10 +28,11 @@ _EVENT_PORTS: Final = (ports.EVENTS, ports.REPLAY, ports.LOAD)
 
 
 def pods_policy(
-    pool: InferencePool, parents: Sequence[ParentRef], platform: Platform, meta: Object, *, groups: bool
+    pool: InferencePool, parents: Sequence[ParentRef], platform: Platform, meta: Object, *, meet: bool
 ) -> Object:
-    """Policies for the life of the pool. `parents` are the Gateways that send it requests; `groups` says whether some
-    replica is or will be several pods. Nothing admits traffic to administration, which listens on the pod's loopback.
+    """Policies for the life of the pool. `parents` are the Gateways that send it requests; `meet` says whether pods
+    connect to each other: those of a replica, or those of both sides with `spec.prefill`. Nothing admits traffic to
+    administration, which listens on the pod's loopback.
     """
     gateway, http = pool.spec.gateway.name, [port(pool.spec.engine.port)]
     ingress = [
@@ -43,11 +44,12 @@ def pods_policy(
         ingress.append({"from": list(platform.metrics_from), "ports": [port(metrics[1])]})
     if parents:
         ingress.append({"from": _proxies(parents, pool.namespace), "ports": http})
-    # The ranks of a group choose their ports as they connect; no policy can name the pods of one group alone.
-    group = [{"podSelector": {"matchLabels": selector(pool.name)}}] if groups else []
-    ingress += [{"from": group}] if group else []
+    # The ranks of a group choose their ports as they connect, and so do engines that hand prompts over; no policy can
+    # name the pods of one group alone.
+    own = [{"podSelector": {"matchLabels": selector(pool.name)}}] if meet else []
+    ingress += [{"from": own}] if own else []
     dns = {"to": [{"namespaceSelector": {}}, {"ipBlock": {"cidr": _NODE_LOCAL_DNS}}], **_DNS}
-    egress = [dns, *([{"to": group}] if group else []), *_collector(pool.spec.tracing)]
+    egress = [dns, *([{"to": own}] if own else []), *_collector(pool.spec.tracing)]
     return _policy(meta, {"matchLabels": selector(pool.name)}, ingress=ingress, egress=egress)
 
 

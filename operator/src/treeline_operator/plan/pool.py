@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatch
 from typing import Any, Final
 
@@ -11,6 +11,7 @@ from treeline_wire import labels
 
 from treeline_operator import names
 from treeline_operator.actions import Action, Apply, Delete, Plan, Scale
+from treeline_operator.api.engine import Accelerator
 from treeline_operator.api.gateway import ParentRef
 from treeline_operator.api.parts import pods_of
 from treeline_operator.api.pool import InferencePool
@@ -48,9 +49,10 @@ from treeline_operator.plan.revision import (
     routable,
     target_revision,
 )
-from treeline_operator.plan.rollout import Revision, RolloutPolicy, RolloutStep, next_step
+from treeline_operator.plan.rollout import Revision, RolloutPolicy, RolloutStep
 from treeline_operator.plan.routes import ROUTE, UPSTREAM, http_route, upstream_pool
 from treeline_operator.plan.runtime import (
+    accelerator_of,
     images_of,
     needs_admin_key,
     needs_keys,
@@ -58,6 +60,7 @@ from treeline_operator.plan.runtime import (
     template_problem,
     workload,
 )
+from treeline_operator.plan.sides import SideNumbers, next_steps
 from treeline_operator.world import Observed, PoolWorld, Ref
 
 _REPLICAS: Final = "spec.replicas"
@@ -70,6 +73,22 @@ def plan_pool(world: PoolWorld) -> Plan:
     if world.pool.deleting:
         return Plan(notes=("the pool is being deleted; its children are garbage-collected",))
     return _Planner(world).plan()
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """The revisions whose pods answer, or those whose pods compute prompts, oldest first, with the replicas to come.
+    `target` is None where no more pods are wanted."""
+
+    there: tuple[ExistingRevision, ...]
+    desired: int
+    target: TargetRevision | None
+    step: RolloutStep = field(default_factory=lambda: RolloutStep({}))
+
+    @property
+    def olds(self) -> list[ExistingRevision]:
+        """The revisions that the target replaces."""
+        return [one for one in self.there if self.target is None or one.name != self.target.name]
 
 
 @dataclass(slots=True)
@@ -88,20 +107,20 @@ class _Planner:
         problem = template_problem(pool) or lacking_groups(self.world) or self._missing_keys(target)
         if problem:
             self.notes.append(f"{problem}; the pods stay as they are")
-        step = self._step(there, target) if not problem else RolloutStep({one.name: one.replicas for one in there})
+        sides = self._sides(there, still=bool(problem))
         made = target.existing
         if made is not None and made.nodes > 1 and not facts.is_observed(made.object):
             self._look_again(UNSEEN_S)
         first = [
             *self._keys(),
             *self._admin_key(there, target),
-            *self._network(there, self._wants_download(there, target, step)),
+            *self._network(there, any(map(self._wants_download, sides))),
             *self._claims(),
             *self._commits(),
         ]
-        pods = [*self._services(), *self._revisions(there, target, step)]
+        pods = [*self._services(), *(action for side in sides for action in self._revisions(side))]
         return Plan(
-            (*first, *pods, *self._routes(), *self._deletes(there, target)),
+            (*first, *pods, *self._routes(there), *self._deletes(sides)),
             recheck_s=self.recheck_s,
             notes=tuple(self.notes),
         )
@@ -140,22 +159,43 @@ class _Planner:
 
     # ---- revisions ------------------------------------------------------------------------------------------
 
-    def _step(self, there: tuple[ExistingRevision, ...], target: TargetRevision) -> RolloutStep:
-        olds = [one for one in there if one.name != target.name]
-        step = next_step(
-            self.pool.spec.replicas,
-            self._policy(),
-            self._measured(target, olds),
-            [one.measured(None, self.world.now) for one in olds],
-        )
-        if step.waiting:
-            self.notes.append(("InsufficientCapacity: " if step.insufficient_capacity else "") + step.waiting)
-        if step.recheck_s is not None:
-            self._look_again(step.recheck_s)
-        return step
+    def _sides(self, there: tuple[ExistingRevision, ...], *, still: bool) -> list[_Side]:
+        """The side that answers, and the one that computes prompts if there is one or was; with their next numbers, or
+        the present ones while the pods must stay `still`."""
+        spec = self.pool.spec
+        answer = tuple(one for one in there if not names.is_prefill(one.name))
+        prompt = tuple(one for one in there if names.is_prefill(one.name))
+        sides = [_Side(answer, spec.replicas, target_revision(self.pool, answer))]
+        if spec.prefill is not None or prompt:
+            target = target_revision(self.pool, prompt, prefill=True) if spec.prefill is not None else None
+            sides.append(_Side(prompt, spec.prefill_replicas, target))
+        if still:
+            steps = tuple(RolloutStep({one.name: one.replicas for one in side.there}) for side in sides)
+        else:
+            steps = self._steps(sides)
+        return [replace(side, step=step) for side, step in zip(sides, steps, strict=True)]
 
-    def _policy(self) -> RolloutPolicy:
-        rollout, replicas = self.pool.spec.rollout, self.pool.spec.replicas
+    def _steps(self, sides: Sequence[_Side]) -> tuple[RolloutStep, ...]:
+        rolls = any(side.olds for side in sides)
+        numbers = [
+            SideNumbers(
+                side.desired,
+                self._policy(side.desired),
+                None if side.target is None else self._measured(side.target, side.olds, rolls=rolls),
+                [one.measured(None, self.world.now) for one in side.olds],
+            )
+            for side in sides
+        ]
+        steps = next_steps(*numbers)
+        for step in steps:
+            if step.waiting:
+                self.notes.append(("InsufficientCapacity: " if step.insufficient_capacity else "") + step.waiting)
+            if step.recheck_s is not None:
+                self._look_again(step.recheck_s)
+        return steps
+
+    def _policy(self, replicas: int) -> RolloutPolicy:
+        rollout = self.pool.spec.rollout
         return RolloutPolicy(
             rollout.strategy,
             pods_of(rollout.max_surge, replicas, up=True),
@@ -164,13 +204,13 @@ class _Planner:
             float(rollout.surge_timeout_seconds),
         )
 
-    def _measured(self, target: TargetRevision, olds: Sequence[ExistingRevision]) -> Revision:
+    def _measured(self, target: TargetRevision, olds: Sequence[ExistingRevision], *, rolls: bool) -> Revision:
         """The target's numbers. While it replaces another revision, only pods that the picker would choose count as
         ready."""
         if target.existing is None:
             return Revision(target.name, 0)
         seen = target.existing.measured(None, self.world.now, olds)
-        if not olds:
+        if not rolls:
             return seen
         listed = routable(self.world.picker, self.pool.name)
         chosen = target.existing.measured(listed, self.world.now, olds)
@@ -179,41 +219,37 @@ class _Planner:
             self.notes.append(f"the picker lists {chosen.ready} of {seen.ready} ready pods of revision {target.name}")
         return chosen
 
-    def _revisions(
-        self, there: tuple[ExistingRevision, ...], target: TargetRevision, step: RolloutStep
-    ) -> Iterator[Action]:
+    def _revisions(self, side: _Side) -> Iterator[Action]:
         draining = DrainPolicy.of(self.world)
         others = 0
         olds: list[Action] = []
-        for one in there:
-            self.wanted.append(one.observed.ref)
-            if one.name == target.name:
-                continue
-            why = f"revision {target.name} replaces it" if self.pool.spec.replicas else "the pool is scaled to 0"
-            out = self._out(one, step.replicas.get(one.name, 0), draining, why)
+        self.wanted.extend(one.observed.ref for one in side.there)
+        for one in side.olds:
+            why = f"revision {side.target.name} replaces it" if side.target is not None else "no pods are wanted"
+            why = why if self.pool.spec.replicas else "the pool is scaled to 0"
+            out = self._out(one, side.step.replicas.get(one.name, 0), draining, why)
             others += out.replicas
             scale = Scale(one.observed.ref, one.observed.uid, out.replicas, why)
             olds += _around(out, one, (scale,) if one.replicas != out.replicas else ())
-        if target.name in step.replicas:
-            yield from self._aimed_at(target, step, others, draining)
+        if side.target is not None and side.target.name in side.step.replicas:
+            yield from self._aimed_at(side.target, side, others, draining)
         yield from olds
 
-    def _aimed_at(
-        self, target: TargetRevision, step: RolloutStep, others: int, draining: DrainPolicy
-    ) -> Iterator[Action]:
+    def _aimed_at(self, target: TargetRevision, side: _Side, others: int, draining: DrainPolicy) -> Iterator[Action]:
         there = target.existing
         if there is None:
-            yield from self._target(target, step.beside(Revision(target.name, 0), others))
+            yield from self._target(target, side.step.beside(Revision(target.name, 0), others), side.desired)
             return
-        wanted = step.beside(there.measured(None, self.world.now), others)
+        wanted = side.step.beside(there.measured(None, self.world.now), others)
         # In a rollout, other revisions serve meanwhile, and more replicas here would take their room.
         least = wanted if others else min(least_replicas(there.pods, wanted), max(wanted, there.replicas))
         if least > wanted:
             self.notes.append(
                 f"{least} groups stay, not {wanted}: LeaderWorkerSet would end ready ones before broken ones"
             )
-        out = self._out(there, least, draining, self._why_fewer(wanted))
-        yield from _around(out, there, self._target(target, out.replicas))
+        asked = f"{side.desired} replicas wanted"
+        out = self._out(there, least, draining, asked if wanted == side.desired else "older pods take its place")
+        yield from _around(out, there, self._target(target, out.replicas, side.desired))
 
     def _out(self, one: ExistingRevision, wanted: int, draining: DrainPolicy, why: str) -> DrainStep:
         """The leaving pods of a revision leave rotation first, and drain."""
@@ -226,14 +262,14 @@ class _Planner:
     def _look_again(self, after_s: float) -> None:
         self.recheck_s = after_s if self.recheck_s is None else min(after_s, self.recheck_s)
 
-    def _target(self, target: TargetRevision, replicas: int) -> Iterator[Action]:
+    def _target(self, target: TargetRevision, replicas: int, desired: int) -> Iterator[Action]:
         pool, images = self.pool, self.world.platform.images
         meta = self._meta(names.deployment(pool.name, target.name))
         if target.existing is None:
-            desired = workload(pool, target, replicas, meta, images)
-            self.wanted.append(Ref.of(desired))
-            why = f"revision {target.name} of the spec{_devices(pool)}"
-            write = self._write(desired, why, ignore_paths=(_REPLICAS,))
+            made = workload(pool, target, replicas, meta, images)
+            self.wanted.append(Ref.of(made))
+            why = f"revision {target.name} of the spec{_devices(accelerator_of(pool, target.name))}"
+            write = self._write(made, why, ignore_paths=(_REPLICAS,))
             if write is not None:
                 yield write
             return
@@ -242,7 +278,9 @@ class _Planner:
         if repair is not None:
             yield repair
         elif there.replicas != replicas:
-            yield Scale(there.observed.ref, there.observed.uid, replicas, self._why_scaled(there.replicas, replicas))
+            step = f"{there.replicas} → {replicas} of {desired} in a rollout"
+            why = f"{desired} replicas wanted" if replicas == desired else step
+            yield Scale(there.observed.ref, there.observed.uid, replicas, why)
 
     def _repair(self, target: TargetRevision, replicas: int, meta: dict[str, Any]) -> Apply | None:
         """The write that undoes manual changes to a revision. A template that we would make differently today is left
@@ -261,32 +299,28 @@ class _Planner:
         self.notes.append(f"revision {target.name} would be made differently now; it stays unchanged")
         return None
 
-    def _why_fewer(self, wanted: int) -> str:
-        asked = self.pool.spec.replicas
-        return f"{asked} replicas wanted" if wanted == asked else "older pods take its place"
-
-    def _why_scaled(self, before: int, after: int) -> str:
-        wanted = self.pool.spec.replicas
-        return f"{wanted} replicas wanted" if after == wanted else f"{before} → {after} of {wanted} in a rollout"
-
     # ---- the other children ---------------------------------------------------------------------------------
 
-    def _wants_download(self, there: tuple[ExistingRevision, ...], target: TargetRevision, step: RolloutStep) -> bool:
+    def _wants_download(self, side: _Side) -> bool:
         """Whether a pod, present or about to be made, has to download."""
-        pods = {one.name: (*one.pods, *one.workers) for one in there}
-        nodes = {one.name: one.nodes for one in there} | {target.name: self.pool.spec.accelerator.nodes}
-        fetching = {one.name: one.downloads for one in there}
-        fetching[target.name] = fetching.get(target.name, False) or bool(files(self.pool).fetches)
+        pods = {one.name: (*one.pods, *one.workers) for one in side.there}
+        nodes = {one.name: one.nodes for one in side.there}
+        fetching = {one.name: one.downloads for one in side.there}
+        if (target := side.target) is not None:
+            nodes[target.name] = self.pool.spec.accelerator.nodes
+            fetching[target.name] = fetching.get(target.name, False) or bool(files(self.pool).fetches)
         return any(
             fetching[name]
             and sum(facts.downloaded(pod) is not None for pod in pods.get(name, ())) < replicas * nodes[name]
-            for name, replicas in step.replicas.items()
+            for name, replicas in side.step.replicas.items()
         )
 
     def _network(self, there: tuple[ExistingRevision, ...], downloading: bool) -> Iterator[Action]:
         meta = self._meta(f"{self.pool.name}-pods")
-        groups = self.pool.spec.accelerator.nodes > 1 or any(one.nodes > 1 and not one.is_empty for one in there)
-        policy = pods_policy(self.pool, self._parents(), self.world.platform, meta, groups=groups)
+        spec = self.pool.spec
+        groups = spec.accelerator.nodes > 1 or any(one.nodes > 1 and not one.is_empty for one in there)
+        apart = spec.prefill is not None or any(one.role == "prefill" and not one.is_empty for one in there)
+        policy = pods_policy(self.pool, self._parents(), self.world.platform, meta, meet=groups or apart)
         yield from self._apply(policy, "access to the pods")
         if downloading:
             policy = download_policy(self.pool, self._meta(f"{self.pool.name}-download"))
@@ -325,7 +359,7 @@ class _Planner:
             monitor = pod_monitor(self._meta(pool.name), match, scraped[0], self.world.platform, ours=False)
             yield from self._apply(monitor, "metrics of the pods")
 
-    def _routes(self) -> Iterator[Action]:
+    def _routes(self, there: tuple[ExistingRevision, ...]) -> Iterator[Action]:
         parents, owner = self._parents(), self._owner()
         if not parents:
             return
@@ -335,7 +369,10 @@ class _Planner:
             return
         pool, gateway = self.pool, shared(self.world.gateway)
         failure_mode = gateway.failure_mode if gateway is not None else owner.spec.endpoint_picker.failure_mode
-        mirror = upstream_pool(pool, failure_mode, self._meta(names.upstream_pool(pool.name)))
+        # Pods from before `spec.prefill` are left out once they are gone.
+        apart = pool.spec.prefill is not None and not any(one.role == "both" and not one.is_empty for one in there)
+        meta = self._meta(names.upstream_pool(pool.name))
+        mirror = upstream_pool(pool, failure_mode, meta, role="decode" if apart else "")
         yield from self._apply(mirror, "the pool for Gateways")
         hostnames = pool.spec.gateway.hostnames or owner.spec.gateway.hostnames
         by_model = owner.name != pool.name
@@ -359,9 +396,10 @@ class _Planner:
         meets = not hosts or not hostnames or any(fnmatch(a, b) or fnmatch(b, a) for a in hosts for b in hostnames)
         return other.name if meets and attached & {(ref.namespace, ref.name) for ref in parents} else ""
 
-    def _deletes(self, there: tuple[ExistingRevision, ...], target: TargetRevision) -> Iterator[Delete]:
-        gone = {one.observed.ref for one in outdated(there, target.name)}
-        for one in outdated(there, target.name):
+    def _deletes(self, sides: Sequence[_Side]) -> Iterator[Delete]:
+        old = [one for side in sides for one in outdated(side.olds)]
+        gone = {one.observed.ref for one in old}
+        for one in old:
             yield Delete(one.observed.ref, one.observed.uid, "an old revision without pods")
         if self.world.platform.lacking(LEADER_WORKER_SET):
             self._leave(LEADER_WORKER_SET)
@@ -427,9 +465,8 @@ def _around(out: DrainStep, there: ExistingRevision, writes: Iterable[Action]) -
         yield from writes
 
 
-def _devices(pool: InferencePool) -> str:
+def _devices(accelerator: Accelerator) -> str:
     """How many GPUs a replica takes; empty on CPUs."""
-    accelerator = pool.spec.accelerator
     gpus, pods = accelerator.count * accelerator.nodes, accelerator.nodes
     on = f" in {pods} pods" if pods > 1 else ""
     return f", {gpus} GPU{'s' * (gpus > 1)}{on} per replica" if accelerator.is_gpu else ""

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Final
 
+from treeline_wire import labels
+
 from treeline_operator import names
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.plan import facts
@@ -56,6 +58,10 @@ def inputs(pool: InferencePool) -> str:
     }
     if hides_hits(pool):
         made_from["tellsHits"] = False
+    if own := pool.spec.prefill:
+        # Both sides of a revision belong together: a change of one makes both anew.
+        patched = canonical(own.template, keep_unset=True) if own.template else {}
+        made_from["prefill"] = [spec["prefill"].get("accelerator"), patched]
     patch = canonical(pool.spec.template, keep_unset=True) if pool.spec.template else {}
     return names.digest([canonical(made_from), patch])
 
@@ -81,6 +87,11 @@ class ExistingRevision:
         status = self.object.get("status", {})
         told = is_observed(self.object) and not status.get("replicas")
         return self.replicas == 0 and told and not self.pods
+
+    @property
+    def role(self) -> str:
+        """The part of a request that its pods compute: `prefill`, `decode` or `both`."""
+        return label(facts.pod_template(self.object), labels.ROLE)
 
     @property
     def downloads(self) -> bool:
@@ -154,7 +165,7 @@ class ExistingRevision:
 
 
 def existing_revisions(world: PoolWorld) -> tuple[ExistingRevision, ...]:
-    """The existing revisions, oldest first; pods that are being deleted do not count."""
+    """The existing revisions, of both sides, oldest first; pods that are being deleted do not count."""
     by_revision: dict[str, list[dict[str, Any]]] = {}
     for observed in world.pods:
         pod = observed.object
@@ -184,10 +195,10 @@ class TargetRevision:
     existing: ExistingRevision | None
 
 
-def target_revision(pool: InferencePool, there: Iterable[ExistingRevision]) -> TargetRevision:
-    """Return the revision for the pool's spec. An existing one keeps its pods, whichever release of the operator made
-    them."""
-    wanted = inputs(pool)
+def target_revision(pool: InferencePool, there: Iterable[ExistingRevision], *, prefill: bool = False) -> TargetRevision:
+    """Return the revision for the pool's spec: of the pods that answer, or of those that only compute prompts. An
+    existing one keeps its pods, whichever release of the operator made them."""
+    wanted = inputs(pool) + names.PREFILL * prefill
     return TargetRevision(wanted, next((one for one in there if one.name == wanted), None))
 
 
@@ -198,7 +209,7 @@ def routable(picker: PickerView | None, pool: str) -> frozenset[str] | None:
     return frozenset(e.name for e in picker.pools[pool] if e.ready and not e.draining)
 
 
-def outdated(there: Sequence[ExistingRevision], keep: str) -> tuple[ExistingRevision, ...]:
-    """Old revisions that may be deleted: without pods, and older than the history that stays."""
-    empty = [one for one in there if one.name != keep and one.is_empty]
+def outdated(olds: Sequence[ExistingRevision]) -> tuple[ExistingRevision, ...]:
+    """Those of one side's old revisions that may be deleted: without pods, and older than the history that stays."""
+    empty = [one for one in olds if one.is_empty]
     return tuple(empty[: max(0, len(empty) - KEPT_HISTORY)])

@@ -31,7 +31,7 @@ class Revision:
 
     `held` are the unscheduled or failing groups that a LeaderWorkerSet ends only after a ready one.
     `waited_s` is how long one of its pods has had no node; `fits` says that it would fit in the place of an older
-    revision's pod.
+    revision's pod. `unpaired` says that its pods need others, and that none of those is ready.
     """
 
     name: str
@@ -42,6 +42,7 @@ class Revision:
     held: int = 0
     waited_s: float = 0.0
     fits: bool = False
+    unpaired: bool = False
 
     @property
     def serving(self) -> int:
@@ -52,6 +53,11 @@ class Revision:
     def useless(self) -> int:
         """Replicas that do not serve, will not by waiting alone, and are the first to end."""
         return max(0, min(self.unschedulable + self.failing, self.replicas - self.serving) - self.held)
+
+    @property
+    def worth(self) -> tuple[bool, int]:
+        """What is compared where some revisions get fewer pods than others."""
+        return not self.unpaired, self.serving
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +104,11 @@ class RolloutStep:
         return wanted if self.limit is None else min(wanted, max(self.limit - others, target.replicas))
 
 
-def next_step(desired: int, policy: RolloutPolicy, target: Revision, olds: Sequence[Revision]) -> RolloutStep:
-    """The new replicas of every revision."""
+def next_step(
+    desired: int, policy: RolloutPolicy, target: Revision, olds: Sequence[Revision], *, most: int | None = None
+) -> RolloutStep:
+    """The new replicas of every revision. `most` is how many pods of the target may replace old ones; None for all
+    that are ready."""
     olds = [old for old in olds if old.replicas > 0]
     if desired == 0:
         return RolloutStep(_all({}, target, olds))
@@ -108,7 +117,7 @@ def next_step(desired: int, policy: RolloutPolicy, target: Revision, olds: Seque
     if policy.paused:
         return _paused(desired, policy, target, olds)
     limit = desired + policy.surge
-    settled = min(target.serving, desired)
+    settled = min(target.serving, desired if most is None else most)
     if target.failing:
         return _failing(desired, limit, settled, target, olds)
     return _moving(desired, limit, settled, policy, target, olds)
@@ -151,7 +160,7 @@ def _failing(desired: int, limit: int, settled: int, target: Revision, olds: Seq
     hold = desired - settled
     room = max(0, limit - there - target.replicas)
     keep = min(hold, there + room)
-    grows = max(olds, key=lambda old: (old.serving, old.name))
+    grows = max(olds, key=lambda old: (old.worth, old.name))
     replicas = _all(_allot(min(keep, there), olds), target, olds)
     replicas[grows.name] += max(0, keep - there)
     replicas[target.name] = min(desired, target.replicas)
@@ -165,7 +174,7 @@ def _paused(desired: int, policy: RolloutPolicy, target: Revision, olds: Sequenc
     allowed = desired + policy.surge if len(everybody) > 1 else desired
     replicas = _all(_allot(min(there, allowed), everybody), target, everybody)
     if there < desired:
-        grows = max(everybody, key=lambda revision: (revision.serving, revision.name))
+        grows = max(everybody, key=lambda revision: (revision.worth, revision.name))
         replicas[grows.name] += desired - there
     return RolloutStep(replicas, "rollout.paused: old and new pods stay as they are")
 
@@ -173,7 +182,7 @@ def _paused(desired: int, policy: RolloutPolicy, target: Revision, olds: Sequenc
 def _allot(keep: int, revisions: Sequence[Revision]) -> dict[str, int]:
     """Share out `keep` replicas: ready pods first, beginning with the revision that serves most."""
     given = dict.fromkeys((revision.name for revision in revisions), 0)
-    ordered = sorted(revisions, key=lambda revision: (-revision.serving, revision.name))
+    ordered = sorted(revisions, key=lambda revision: (revision.unpaired, -revision.serving, revision.name))
     for wanted in ("serving", "replicas"):
         for revision in ordered:
             more = min(keep, getattr(revision, wanted) - given[revision.name])

@@ -29,8 +29,8 @@ _NO_CLIENT: Final[dict[str, Any]] = {
 """Headers that only our own Envoy may set, because runtimes trust them."""
 
 
-def upstream_pool(pool: InferencePool, failure_mode: str, meta: dict[str, Any]) -> dict[str, Any]:
-    """The Inference Extension's InferencePool of our pods, with our picker."""
+def upstream_pool(pool: InferencePool, failure_mode: str, meta: dict[str, Any], *, role: str) -> dict[str, Any]:
+    """The Inference Extension's InferencePool of our pods, with our picker; of those with a `role` if it is given."""
     picker = {
         "group": "",
         "kind": "Service",
@@ -38,8 +38,9 @@ def upstream_pool(pool: InferencePool, failure_mode: str, meta: dict[str, Any]) 
         "port": {"number": wire.EXT_PROC},
         "failureMode": failure_mode,
     }
+    match = {labels.POOL: pool.name, labels.SERVING: "true"} | ({labels.ROLE: role} if role else {})
     spec = {
-        "selector": {"matchLabels": {labels.POOL: pool.name, labels.SERVING: "true"}},
+        "selector": {"matchLabels": match},
         "targetPorts": [{"number": pool.spec.engine.port}],
         "endpointPickerRef": picker,
     }

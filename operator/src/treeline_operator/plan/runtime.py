@@ -11,6 +11,7 @@ from typing import Any, Final
 from treeline_wire import labels
 
 from treeline_operator import names
+from treeline_operator.api.engine import Accelerator
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.plan import facts, objects
 from treeline_operator.plan.download import Files, files, init_container
@@ -88,8 +89,9 @@ def is_late(pool: InferencePool, revision: Object, now: datetime) -> bool:
 
 
 def pod_template(pool: InferencePool, revision: str, images: Images) -> Object:
-    """The pods of a revision, with the user's fragment laid over them. Raises TemplateInvalid."""
-    return laid_over(_own_template(pool, revision, images), _fragments(pool), CONTAINER)
+    """The pods of a revision, with the user's fragments laid over them. Raises TemplateInvalid."""
+    made = _side(pool, revision)
+    return laid_over(_own_template(made, revision, images), _fragments(made), CONTAINER)
 
 
 def _worker_template(leader: Object) -> Object:
@@ -121,13 +123,41 @@ def template_overruled(pool: InferencePool) -> tuple[str, ...]:
     return overruled(_own_template(pool, "", Images()), _fragments(pool), CONTAINER)
 
 
+def role(pool: InferencePool, revision: str) -> str:
+    """The part of a request that pods of a revision compute: `prefill`, `decode` or `both`."""
+    if pool.spec.prefill is None:
+        return "both"
+    return "prefill" if names.is_prefill(revision) else "decode"
+
+
+def accelerator_of(pool: InferencePool, revision: str) -> Accelerator:
+    """The devices of a pod of a revision."""
+    own = pool.spec.prefill if role(pool, revision) == "prefill" else None
+    return (own and own.accelerator) or pool.spec.accelerator
+
+
+def _side(pool: InferencePool, revision: str) -> InferencePool:
+    """The pool as the pods of a revision are made from it. Raises TemplateInvalid."""
+    own = pool.spec.prefill
+    if own is None or role(pool, revision) != "prefill":
+        return pool
+    changed: dict[str, Any] = {"accelerator": accelerator_of(pool, revision)}
+    if own.template:
+        changed["template"] = merged(pool.spec.template or {}, own.template, keep_unset=True)
+    return pool.model_copy(update={"spec": pool.spec.model_copy(update=changed)})
+
+
 def _fragments(pool: InferencePool) -> tuple[Object, ...]:
     return (pool.spec.template,) if pool.spec.template else ()
 
 
 def _own_template(pool: InferencePool, revision: str, images: Images) -> Object:
     found = files(pool)
-    start = engine_of(pool).launch(pool, found, images)
+    engine, part = engine_of(pool), role(pool, revision)
+    start = engine.launch(pool, found, images)
+    if part != "both":
+        assert engine.apart is not None, "refused by a rule"
+        start = engine.apart(start, part)
     meta: Object = {"labels": _labels(pool, revision)}
     if start.annotations:
         meta["annotations"] = dict(start.annotations)
@@ -135,11 +165,13 @@ def _own_template(pool: InferencePool, revision: str, images: Images) -> Object:
 
 
 def template_problem(pool: InferencePool) -> str:
-    """Errors in the user's fragment, as far as they show without the API server; empty if none."""
-    if not pool.spec.template:
-        return ""
+    """Errors in the user's fragments, as far as they show without the API server; empty if none."""
+    own = pool.spec.prefill
     try:
-        pod_template(pool, "", Images())
+        if pool.spec.template:
+            pod_template(pool, "", Images())
+        if own is not None and (pool.spec.template or own.template):
+            pod_template(pool, names.PREFILL, Images())
     except TemplateInvalid as problem:
         return str(problem)
     return ""
@@ -177,7 +209,7 @@ def _labels(pool: InferencePool, revision: str) -> dict[str, str]:
         names.GATEWAY: pool.spec.gateway.name,
         **selector(pool.name),
         names.REVISION: revision,
-        labels.ROLE: "both",
+        labels.ROLE: role(pool, revision),
         # Not in the Deployment's selector: a pod that loses it leaves rotation, not the Deployment.
         labels.SERVING: "true",
     }
@@ -219,7 +251,7 @@ def _runtime(pool: InferencePool, found: Files, start: Launch, pull: str) -> Obj
         "image": start.image,
         "imagePullPolicy": pull,
         "args": list(start.args),
-        "env": [*({"name": name, "value": value} for name, value in env), *_secrets(pool, start)],
+        "env": [*({"name": name, "value": value} for name, value in env), *_references(pool, start)],
         "ports": [container_port(name, number) for name, number in start.ports],
         "resources": _resources(pool),
         **start.probes,
@@ -236,8 +268,10 @@ def _runtime(pool: InferencePool, found: Files, start: Launch, pull: str) -> Obj
     return container
 
 
-def _secrets(pool: InferencePool, start: Launch) -> Iterator[Object]:
-    """Environment that the kubelet takes from Secrets."""
+def _references(pool: InferencePool, start: Launch) -> Iterator[Object]:
+    """Environment that the kubelet takes from Secrets and from the pod."""
+    if start.pod_ip:
+        yield {"name": start.pod_ip, "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}}
     if start.admin_key:
         reference = {"name": names.admin_key(pool.name), "key": names.ADMIN_KEY_FILE}
         yield {"name": start.admin_key, "valueFrom": {"secretKeyRef": reference}}

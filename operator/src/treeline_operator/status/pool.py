@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from datetime import datetime, timedelta
-from functools import cached_property
 from typing import Any, Final
 
 from treeline_wire import labels
 
 from treeline_operator import names
 from treeline_operator.api.conditions import ConditionType, Reason, Status
-from treeline_operator.api.pool import AutoscalingStatus, DownloadStatus, PoolStatus, PresetStatus, RoutingStatus
+from treeline_operator.api.pool import (
+    AutoscalingStatus,
+    DownloadStatus,
+    PoolStatus,
+    PrefillStatus,
+    PresetStatus,
+    RoutingStatus,
+)
 from treeline_operator.plan import download, facts, provision, runtime
-from treeline_operator.plan import revision as revisions
 from treeline_operator.plan.drain import DrainPolicy, deadline, requests
 from treeline_operator.plan.engines import engine_of, overridden, unseen_args
-from treeline_operator.plan.facts import find, is_observed, label
-from treeline_operator.plan.gateway import protections_record, template_problem
+from treeline_operator.plan.facts import find
+from treeline_operator.plan.gateway import template_problem
 from treeline_operator.plan.gateway_common import has_keys
 from treeline_operator.plan.pool import lacking_groups
 from treeline_operator.plan.replicas import Target
-from treeline_operator.plan.shared_gateway import SharedGateway, share
 from treeline_operator.plan.tokenizers import by_history, not_held
 from treeline_operator.status import gateway_status
-from treeline_operator.status.causes import Cause, Json, Progress, diagnose, percent
+from treeline_operator.status.causes import Cause, Json, Progress, percent
 from treeline_operator.status.conditions import Judgement, build, few, timestamp
-from treeline_operator.world import PoolRouting, PoolWorld, Ref
+from treeline_operator.status.view import PoolView
+from treeline_operator.world import PoolWorld, Ref
 
 _MESSAGE: Final = 512
 _WORKLOADS: Final = ("Deployment", "LeaderWorkerSet")
@@ -51,7 +55,7 @@ def pool_status(world: PoolWorld, progress: Progress | None = None, refused: Cau
     """
     if refused is None and (problem := template_problem(world.gateway)):
         refused = Cause(Reason.TEMPLATE_INVALID, problem)
-    view = _PoolView(world, progress or {}, refused)
+    view = PoolView(world, progress or {}, refused)
     pool, generation = world.pool, world.pool.metadata.generation
     status = PoolStatus(
         observedGeneration=generation,
@@ -68,6 +72,9 @@ def pool_status(world: PoolWorld, progress: Progress | None = None, refused: Cau
             "owner": view.shared.owner.name,
         },
     )
+    if (prompts := view.prompts) is not None:
+        ready = sum(facts.is_ready(pod) for pod in prompts.active)
+        status["prefill"] = PrefillStatus(replicas=len(prompts.active), ready=ready)
     if url := gateway_status.url(world, view.shared):
         status["url"] = url
     if name := pool.spec.preset:
@@ -91,12 +98,12 @@ def pool_status(world: PoolWorld, progress: Progress | None = None, refused: Cau
 
 def parent_gateways(world: PoolWorld) -> tuple[Ref, ...]:
     """The Gateways of a pool whose own status says whether they are ready; none without Gateway API."""
-    return gateway_status.gateway_refs(world, _PoolView(world, {}, None).shared)
+    return gateway_status.gateway_refs(world, PoolView(world, {}, None).shared)
 
 
 def cautions(world: PoolWorld) -> list[tuple[Reason, str]]:
     """Warnings about a pool that do not depend on its pods."""
-    view = _PoolView(world, {}, None)
+    view = PoolView(world, {}, None)
     judged = _warnings(view)
     found = [judged[1:] if judged is not None else None, gateway_status.caution(view.shared)]
     return [one for one in found if one is not None]
@@ -134,131 +141,20 @@ def refusal(code: int, kind: str, message: str) -> Cause:
 
 
 def selector(pool: str) -> str:
-    """The labels of the pods that `replicas` counts, which do not drain, in the form of the scale subresource."""
+    """The labels of the pods that `replicas` counts, in the form of the scale subresource: they answer, and do not
+    drain."""
     match = {**runtime.selector(pool), labels.SERVING: "true"}
-    return ",".join(f"{key}={value}" for key, value in sorted(match.items()))
+    return ",".join([*(f"{key}={value}" for key, value in sorted(match.items())), f"{labels.ROLE}!=prefill"])
 
 
-@dataclass(frozen=True)
-class _PoolView:
-    """A decoded world, with pods sorted by state."""
-
-    world: PoolWorld
-    progress: Progress
-    refused: Cause | None
-
-    @cached_property
-    def shared(self) -> SharedGateway:
-        pool, members = self.world.pool, self.world.gateway.pools
-        there = next((member for member in members if member.name == pool.name), None)
-        if there is None or (there.deleting, there.spec) != (pool.deleting, pool.spec):
-            members = (*(member for member in members if member is not there), pool)
-        return share(members, protections_record(self.world.gateway))[pool.spec.gateway.name]
-
-    @cached_property
-    def existing(self) -> tuple[revisions.ExistingRevision, ...]:
-        return revisions.existing_revisions(self.world)
-
-    @cached_property
-    def target(self) -> revisions.TargetRevision:
-        return revisions.target_revision(self.world.pool, self.existing)
-
-    @cached_property
-    def live(self) -> list[dict[str, Any]]:
-        """All pods that serve and are not being deleted."""
-        return [pod for pod in self.leaders if not facts.is_leaving(pod)]
-
-    @cached_property
-    def leaders(self) -> list[dict[str, Any]]:
-        """All pods that serve, one a replica."""
-        single = {one.name for one in self.existing if one.nodes == 1}
-        return [pod for pod in self.pods if label(pod, names.REVISION) in single or not facts.is_worker(pod)]
-
-    @cached_property
-    def pods(self) -> list[dict[str, Any]]:
-        """All pods, also the workers of groups."""
-        return sorted((pod.object for pod in self.world.pods), key=lambda pod: str(pod["metadata"]["name"]))
-
-    @cached_property
-    def active(self) -> list[dict[str, Any]]:
-        """Live pods that do not drain."""
-        return [pod for pod in self.live if label(pod, labels.SERVING) == "true"]
-
-    @cached_property
-    def current(self) -> list[dict[str, Any]]:
-        """The pods of the current revision."""
-        return [pod for pod in self.active if label(pod, names.REVISION) == self.target.name]
-
-    @cached_property
-    def ready(self) -> list[dict[str, Any]]:
-        return [pod for pod in self.current if facts.is_ready(pod)]
-
-    @cached_property
-    def old(self) -> list[dict[str, Any]]:
-        return [pod for pod in self.active if label(pod, names.REVISION) != self.target.name]
-
-    @cached_property
-    def old_ready(self) -> int:
-        return sum(facts.is_ready(pod) for pod in self.old)
-
-    @cached_property
-    def serving(self) -> list[dict[str, Any]]:
-        """Pods of any revision that serve the model now: ready, and in the picker's list."""
-        name = self.world.pool.spec.model.served_name
-        picker = self.world.picker
-        # A picker that has read the cluster and does not know the pool chooses no pod of it.
-        knows_others = picker is not None and picker.synced and self.world.pool.name not in picker.pools
-        listed = frozenset() if knows_others else revisions.routable(picker, self.world.pool.name)
-        of_name = {one.name for one in self.existing if runtime.names_model(one.object, name)}
-        able = {self.target.name, *of_name}
-        return [
-            pod
-            for pod in self.active
-            if facts.is_ready(pod)
-            and label(pod, names.REVISION) in able
-            and (listed is None or pod["metadata"]["name"] in listed)
-        ]
-
-    @cached_property
-    def draining(self) -> list[dict[str, Any]]:
-        """Pods that finish their requests: taken out of rotation, or asked to end."""
-        ending = [pod for pod in self.leaders if "deletionTimestamp" in pod["metadata"]]
-        return [*ending, *(pod for pod in self.live if label(pod, labels.SERVING) != "true")]
-
-    @property
-    def routing(self) -> PoolRouting | None:
-        """The picker's routing of the pool; None if unknown."""
-        picker = self.world.picker
-        return None if picker is None else picker.routing.get(self.world.pool.name)
-
-    @property
-    def desired(self) -> int:
-        return self.world.pool.spec.replicas
-
-    @cached_property
-    def observed(self) -> bool:
-        """Whether the current revision's Deployment exists and its controller has processed it."""
-        there = self.target.existing
-        return there is not None and is_observed(there.object)
-
-    @cached_property
-    def causes(self) -> list[Cause]:
-        """Why the current revision's pods are not all ready."""
-        there = self.target.existing
-        if there is None:
-            return diagnose(self.current, (), self.world.events, self.progress)
-        mine = (pod for pod in self.pods if label(pod, names.REVISION) == self.target.name)
-        ended = [pod for pod in mine if there.nodes > 1 and facts.is_leaving(pod)]
-        return diagnose((*self.current, *there.workers, *ended), (there.object,), self.world.events, self.progress)
-
-
-def _judged(view: _PoolView) -> dict[ConditionType, Judgement]:
+def _judged(view: PoolView) -> dict[ConditionType, Judgement]:
     world, shared = view.world, view.shared
-    ready = [str(pod["metadata"]["name"]) for pod in view.ready]
+    prompts = view.prompts
+    ready = [str(pod["metadata"]["name"]) for pod in (*view.ready, *(prompts.ready if prompts is not None else ()))]
     picker = gateway_status.picker(world, ready)
     needed = _told(
         {
-            ConditionType.WORKLOADS_READY: _workloads(view),
+            ConditionType.WORKLOADS_READY: _both(view, _workloads),
             ConditionType.MODEL_READY: _model(view),
             ConditionType.ENDPOINT_PICKER_READY: _or_refused(view, picker),
             ConditionType.GATEWAY_READY: _or_refused(view, gateway_status.gateway(world, shared)),
@@ -267,14 +163,26 @@ def _judged(view: _PoolView) -> dict[ConditionType, Judgement]:
     )
     others = {
         ConditionType.READY: _ready(view, needed),
-        ConditionType.PROGRESSING: _progressing(view, picker),
+        ConditionType.PROGRESSING: _both(view, lambda side: _progressing(side, picker)),
         ConditionType.SCALING_ACTIVE: _scaling(world),
         ConditionType.WARNINGS: _warnings(view),
     }
     return needed | _told(others)
 
 
-def _or_refused(view: _PoolView, judged: Judgement) -> Judgement:
+def _both(view: PoolView, judge: Callable[[PoolView], Judgement]) -> Judgement:
+    """The judgement of a pool's pods; of the worse side where some only compute prompts, with what both sides say."""
+    if view.prompts is None:
+        return judge(view)
+    told = judge(view), judge(view.prompts)
+    if told[0] == told[1]:
+        return told[0]
+    # Problems that need action come first, then what passes.
+    worst = min(told, key=lambda judged: {False: 0, None: 1, True: 2}[judged[1].info.good])
+    return *worst[:2], f"decode: {told[0][2]}; prefill: {told[1][2]}"
+
+
+def _or_refused(view: PoolView, judged: Judgement) -> Judgement:
     """A missing object may never appear."""
     refused = view.refused
     return judged if refused is None or judged[1] is not Reason.PENDING else ("False", refused.reason, refused.detail)
@@ -284,7 +192,7 @@ def _told(judged: Mapping[ConditionType, Judgement | None]) -> dict[ConditionTyp
     return {kind: found for kind, found in judged.items() if found is not None}
 
 
-def _ready(view: _PoolView, needed: Mapping[ConditionType, Judgement]) -> Judgement:
+def _ready(view: PoolView, needed: Mapping[ConditionType, Judgement]) -> Judgement:
     pool = view.world.pool
     if pool.deleting:
         return "False", Reason.DELETING, "the pool is being deleted"
@@ -313,7 +221,7 @@ def _ready(view: _PoolView, needed: Mapping[ConditionType, Judgement]) -> Judgem
     return "True", told[0][1] if told else Reason.SERVING, text
 
 
-def _workloads(view: _PoolView) -> Judgement:
+def _workloads(view: PoolView) -> Judgement:
     desired, ready = view.desired, len(view.ready)
     if view.target.existing is None and view.refused is not None:
         return "False", view.refused.reason, view.refused.detail
@@ -346,11 +254,11 @@ def _workloads(view: _PoolView) -> Judgement:
     return "False", Reason.ROLLING_OUT if view.old else Reason.PODS_STARTING, head + _meanwhile(view)
 
 
-def _meanwhile(view: _PoolView) -> str:
+def _meanwhile(view: PoolView) -> str:
     return f"; meanwhile served by {_pods(view.old_ready)} of older revisions" if view.old_ready else ""
 
 
-def _model(view: _PoolView) -> Judgement:
+def _model(view: PoolView) -> Judgement:
     pool, picker = view.world.pool, view.world.picker
     model, name = pool.spec.model, pool.spec.model.served_name
     served = picker.models.get(pool.name, ()) if picker is not None else ()
@@ -371,7 +279,7 @@ def _model(view: _PoolView) -> Judgement:
     return "False", cause.reason, f"{model.uri}: {detail}" if model.uri not in detail else detail
 
 
-def _progressing(view: _PoolView, picker: Judgement) -> Judgement:
+def _progressing(view: PoolView, picker: Judgement) -> Judgement:
     desired, ready = view.desired, len(view.ready)
     state = f"revision {view.target.name}: {ready} of {desired} pods are ready"
     if view.world.pool.deleting:
@@ -427,7 +335,7 @@ def _last_scaled(world: PoolWorld) -> AutoscalingStatus:
     return {"lastScaleTime": timestamp(last.at), "replicas": last.replicas, "message": last.why[:_MESSAGE]}
 
 
-def _draining(view: _PoolView) -> str:
+def _draining(view: PoolView) -> str:
     """Draining pods, their requests and deadline."""
     timeout = timedelta(seconds=view.world.pool.spec.drain.timeout_seconds)
     policy = DrainPolicy.of(view.world)
@@ -442,7 +350,7 @@ def _draining(view: _PoolView) -> str:
     return f"finishing their requests: {_pods(len(view.draining))}{left}{until}"
 
 
-def _warnings(view: _PoolView) -> Judgement | None:
+def _warnings(view: PoolView) -> Judgement | None:
     """Parts of the spec without effect, the first with its reason; None if there are none."""
     pool = view.world.pool
     found: list[tuple[Reason, str]] = []
@@ -472,7 +380,7 @@ def _warnings(view: _PoolView) -> Judgement | None:
     return "True", found[0][0], "; ".join(text for _, text in found)
 
 
-def _history(view: _PoolView) -> str:
+def _history(view: PoolView) -> str:
     """Why the picker does not route by the pods' events; empty if it does, or if they should publish none."""
     pool, told = view.world.pool, view.routing
     if why := by_history(pool):
@@ -483,7 +391,7 @@ def _history(view: _PoolView) -> str:
     return " ".join(f"the picker reports {told.reason or told.way}: {told.message}".split())
 
 
-def _download(view: _PoolView) -> DownloadStatus | None:
+def _download(view: PoolView) -> DownloadStatus | None:
     """The downloads of the current revision's pods together; None if none is under way."""
     busy = {pod for cause in view.causes if cause.reason is Reason.WEIGHTS_DOWNLOADING for pod in cause.pods}
     reported = [view.progress[pod] for pod in sorted(busy) if pod in view.progress]

@@ -1,0 +1,78 @@
+"""Owns `spec.prefill`: pods that compute prompts for the pool's pods, which then answer."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final
+
+from pydantic import Field, StrictInt, WithJsonSchema
+
+from treeline_operator.api.engine import Accelerator, args_say
+from treeline_operator.api.parts import Part, template_rules, template_schema
+from treeline_operator.api.rules import Rule, forbidden
+
+NIXL_PORT: Final = 5600
+"""Where vLLM's engines meet; those of further data-parallel ranks count up from there."""
+BOOTSTRAP_PORT: Final = 8998
+"""Where SGLang's prefill engines are met."""
+_ROLE_FLAGS: Final = {
+    "vllm": ("--kv-transfer-config",),
+    "sglang": ("--disaggregation-mode", "--disaggregation-bootstrap-port"),
+}
+_OWN: Final = "!has(self.prefill) || !has(self.prefill.accelerator)"
+
+
+class Prefill(Part):
+    """Pods that compute prompts. What is not given here is as for the pool's own pods."""
+
+    RULES = (
+        forbidden(
+            "!has(self.accelerator) || self.accelerator.nodes == 1",
+            "a prefill replica is one pod: remove nodes",
+            field=".accelerator.nodes",
+        ),
+        *template_rules(),
+    )
+
+    replicas: Annotated[StrictInt, Field(ge=1, le=1000)] = 1
+    """Number of pods; none while the pool's own replicas are 0."""
+    accelerator: Accelerator | None = None
+    """Devices of a pod, in place of the pool's."""
+    template: Annotated[dict[str, Any], WithJsonSchema(template_schema("`runtime` is the engine's"))] | None = None
+    """PodTemplate fragment, laid over the pool's."""
+
+
+PREFILL_RULES: Final = (
+    forbidden(
+        "!has(self.prefill) || self.engine.type in ['vllm', 'sglang']",
+        "only engines vllm and sglang hand prompts over from pod to pod: remove prefill, or use one of them",
+        field=".prefill",
+    ),
+    Rule(
+        f"{_OWN} || self.prefill.accelerator.type == self.accelerator.type",
+        "both sides have the engine's image: give prefill.accelerator the type of accelerator",
+        field=".prefill.accelerator.type",
+    ),
+    Rule(
+        f"{_OWN} || self.accelerator.type == 'cpu' || self.prefill.accelerator.count"
+        " % ((has(self.engine.tensorParallel) ? self.engine.tensorParallel : 1) * self.engine.dataParallel) == 0",
+        "every copy of the model needs its devices: set prefill.accelerator.count to a multiple of tensorParallel times"
+        " dataParallel",
+        field=".prefill.accelerator.count",
+    ),
+    Rule(
+        f"!has(self.prefill) || (self.engine.port != {BOOTSTRAP_PORT} && (self.engine.port < {NIXL_PORT}"
+        f" || self.engine.port >= {NIXL_PORT} + self.engine.dataParallel))",
+        f"ports {BOOTSTRAP_PORT}, {NIXL_PORT} and the following ones, as many as dataParallel, are for prompts that are"
+        " handed over: choose another",
+        field=".engine.port",
+    ),
+    *(
+        forbidden(
+            f"!has(self.prefill) || self.engine.type != '{engine}' || !({args_say(flags, 'self.engine')})",
+            f"the operator sets {' and '.join(flags)} of pods with prefill: remove them from args",
+            field=".engine.args",
+        )
+        for engine, flags in _ROLE_FLAGS.items()
+    ),
+)
+"""Rules of a pool's spec about its prefill pods."""
