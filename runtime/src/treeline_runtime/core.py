@@ -30,6 +30,20 @@ if TYPE_CHECKING:
     from treeline_runtime.sampling import Constraint, Processing
 
 
+@dataclass(slots=True)
+class Remote:
+    """Another runtime that may have pages of a prompt."""
+
+    address: str
+    asked: list[bytes] | None = None
+    """The digests that it was asked for; None: not yet."""
+    count: int | None = None
+    """So many of them it has, from the first on; None: it has not answered."""
+
+    def answer(self, count: int | None) -> None:
+        self.count = count or 0
+
+
 @dataclass(slots=True, eq=False)
 class Req:
     """One sequence, from arrival to its final message. Compared by identity."""
@@ -63,6 +77,8 @@ class Req:
     """The cache key of `tokens` at the time of queueing."""
     digests: list[bytes] = field(default_factory=list)
     """The digests of its first pages, as far as they were needed."""
+    remote: Remote | None = None
+    """Another runtime that may have its pages; None once they are being read, or are not to be."""
     loaded: bool = False
     """Whether pages were loaded for it, or were not to be, since it was queued."""
     arrival: int = 0
@@ -146,6 +162,7 @@ class Req:
             top_logprobs_num=message.top_logprobs_num,
             needs_all=pooling is not None and pooling.needs_all,
             return_hidden_states=message.return_hidden_states,
+            remote=None if message.pages_from is None else Remote(message.pages_from),
             arrival=arrival,
             priority=priority,
         )

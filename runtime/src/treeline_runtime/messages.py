@@ -137,6 +137,8 @@ class GenerateReq(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
     """A vector is requested, not text: `max_new_tokens` must be 0."""
     return_hidden_states: bool = False
     """The final message has them."""
+    pages_from: str | None = None
+    """HOST:PORT of another runtime that may have pages of the prompt."""
 
 
 class AbortReq(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
@@ -436,7 +438,11 @@ class TierLoad(msgspec.Struct, frozen=True):
     total_bad_pages: int = 0
     """Pages that came back with a wrong checksum or header, and were not used."""
     total_failures: int = 0
-    """Reads and writes of the disk that failed."""
+    """Reads and writes of the disk that failed, and reads from peers."""
+    total_sent_tokens: int = 0
+    """To other runtimes."""
+    fingerprint: str = ""
+    """Of the pages: other runtimes can use them if theirs is the same."""
 
 
 class LoadUpdate(TreelineLoad, tag=True, frozen=True, omit_defaults=True):

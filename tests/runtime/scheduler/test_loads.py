@@ -43,7 +43,7 @@ class Machine(RuleBasedStateMachine):
         self.now = 0.0
         self.count = 0
 
-    def start(self, digests: object, pages: Pages, then: object) -> Reading | None:
+    def start(self, _: Req, digests: object, pages: Pages, then: object) -> Reading | None:
         if not self.slots:
             return None
         reading = Reading(len(pages))

@@ -13,25 +13,33 @@ import queue
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import takewhile
 from typing import Any, Literal, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from treeline_runtime.kvcache.disk import BadPage, DiskTier
 from treeline_runtime.kvcache.event_log import EventLog
 from treeline_runtime.kvcache.host import HostTier, Slab, SlotState
 from treeline_runtime.kvcache.page import PageFormat
 from treeline_runtime.kvcache.pool import KVPool, Pages
+from treeline_runtime.kvcache.remote import Pull
 
 T = TypeVar("T")
-Lower = Literal["CPU", "DISK"]
-"""The tiers below the device."""
+Lower = Literal["CPU", "DISK", "PEER"]
+"""Where pages outside the device are: the tiers below, and another runtime."""
 
 THREADS = min(4, os.cpu_count() or 1)
 PART_BYTES = 16 << 20
 """Pages of so many bytes are read by one thread."""
 BATCH_BYTES = 8 << 20
 """Pages of so many bytes are staged on the device at once."""
+PEER_THREADS = 8
+"""They mostly wait."""
 LOG_S = 60.0
 """The shortest time between two lines about failures."""
 
@@ -44,19 +52,21 @@ class Workers:
     def __init__(self, wake: Callable[[], None]) -> None:
         """wake: called in any thread when `take` will have something."""
         self._threads = ThreadPoolExecutor(THREADS, "treeline pages")
+        self._for_peers = ThreadPoolExecutor(PEER_THREADS, "treeline peers")
         self._done: queue.SimpleQueue[tuple[Future[Any], Callable[[Any], None]]] = queue.SimpleQueue()
         self._wake = wake
         self.busy = 0
 
-    def start(self, work: Callable[[], T], then: Callable[[T | None], None]) -> None:
-        """Runs `work` in a thread, then `then` with its result in a later `take`; None if it raised."""
+    def start(self, work: Callable[[], T], then: Callable[[T | None], None], *, asks_peer: bool = False) -> None:
+        """Runs `work` in a thread, then `then` with its result in a later `take`; None if it raised. `asks_peer`: it
+        may wait for another runtime, which delays no other copies."""
         self.busy += 1
 
         def ended(future: Future[T]) -> None:
             self._done.put((future, then))
             self._wake()
 
-        self._threads.submit(work).add_done_callback(ended)
+        (self._for_peers if asks_peer else self._threads).submit(work).add_done_callback(ended)
 
     def take(self, wait_s: float = 0.0) -> bool:
         """Takes the results that are there, or waits so long for one. Returns whether there were any."""
@@ -75,21 +85,24 @@ class Workers:
 
     def close(self) -> None:
         """Waits for what is being done."""
-        self._threads.shutdown(cancel_futures=True)
+        for threads in (self._threads, self._for_peers):
+            threads.shutdown(cancel_futures=True)
 
 
 @dataclass(slots=True)
 class TierStats:
     """Since the start."""
 
-    loaded_pages: dict[Lower, int] = field(default_factory=lambda: {"CPU": 0, "DISK": 0})
+    loaded_pages: dict[Lower, int] = field(default_factory=lambda: {"CPU": 0, "DISK": 0, "PEER": 0})
     stored_pages: dict[Lower, int] = field(default_factory=lambda: {"CPU": 0, "DISK": 0})
     skipped_pages: int = 0
     """Not stored, because all slots were being copied or too many pages waited for the disk."""
     bad_pages: int = 0
     """With a checksum or header that was not theirs."""
     failures: int = 0
-    """Reads and writes of the disk that failed."""
+    """Reads and writes of the disk that failed, and reads from peers."""
+    sent_pages: int = 0
+    """To peers."""
 
 
 class Outcome(enum.Enum):
@@ -100,7 +113,7 @@ class Outcome(enum.Enum):
     BAD = enum.auto()
     """It is not the page that was stored."""
     FAILED = enum.auto()
-    """The disk did not give it."""
+    """The disk or the peer did not give it."""
 
 
 @dataclass(slots=True)
@@ -158,6 +171,10 @@ class PageStore:
         """Slots with a page that waits for the disk."""
         self._logged_at = float("-inf")
         self.stats = TierStats()
+
+    @property
+    def form(self) -> PageFormat:
+        return self._form
 
     @property
     def page_bytes(self) -> int:
@@ -274,10 +291,16 @@ class PageStore:
     # ---- back ---------------------------------------------------------------------------------------------
 
     def get(
-        self, pool: KVPool, digests: Sequence[bytes], pages: Pages, then: Callable[[Reading], None]
+        self,
+        pool: KVPool,
+        digests: Sequence[bytes],
+        pages: Pages,
+        then: Callable[[Reading], None],
+        pull: Callable[[Sequence[bytes]], AbstractContextManager[Pull]] | None = None,
     ) -> Reading | None:
         """Begins to copy pages, each of which is somewhere, to pages of the device, which nobody else may use until
-        `then`. Returns None if there is no slot, and then does not call `then`."""
+        `then`. Returns None if there is no slot, and then does not call `then`. pull: reads those that are neither on
+        the host nor on the disk."""
         sources = self._sources(digests, pages.tolist())
         if not sources:
             return None
@@ -296,7 +319,9 @@ class PageStore:
 
         for begin in range(0, len(sources), step):
             part = sources[begin : begin + step]
-            self._workers.start(partial(self._read, pool, part, reading, after), ended)
+            remote = [source.digest for source in part if source.medium == "PEER"]
+            opened = pull(remote) if pull is not None and remote else nullcontext()
+            self._workers.start(partial(self._read, pool, part, reading, after, opened), ended, asks_peer=bool(remote))
         return reading
 
     def _sources(self, digests: Sequence[bytes], targets: Sequence[int]) -> list[_Source]:
@@ -307,27 +332,37 @@ class PageStore:
             if digest in kept:
                 slot, checksum = kept.pop(digest)
                 sources.append(_Source(digest, "CPU", slot, target, checksum))
-            elif (free := self._take_slot(digest)) is not None:
-                sources.append(_Source(digest, "DISK", free, target))
+            elif self.host.state(digest) is SlotState.FREE and (free := self._take_slot(digest)) is not None:
+                on_disk = self.disk is not None and self.disk.has(digest)
+                sources.append(_Source(digest, "DISK" if on_disk else "PEER", free, target))
             else:
                 break
         for digest in kept:
             self.host.end_read(digest)
         return sources
 
-    def _read(self, pool: KVPool, sources: Sequence[_Source], reading: Reading, after: Any) -> None:
+    def _read(
+        self,
+        pool: KVPool,
+        sources: Sequence[_Source],
+        reading: Reading,
+        after: Any,
+        opened: AbstractContextManager[Pull | None],
+    ) -> None:
         """Reads pages in order, up to one that is not good: those after it are of no use."""
         checked = list[_Source]()
-        with self._slab.copying(after):
+        with opened as pull, self._slab.copying(after):
             for source in sources:
                 if reading.stop:
                     break
                 began = time.perf_counter()
                 try:
-                    self._check(source)
+                    self._check(source, pull)
                 except (BadPage, OSError) as error:
                     self._log("a page could not be read, and is computed: %s", error)
                     source.outcome = Outcome.BAD if isinstance(error, BadPage) else Outcome.FAILED
+                    if source.medium == "PEER" and pull is not None:
+                        pull.failed()
                     reading.stop = True
                     break
                 source.seconds = time.perf_counter() - began
@@ -343,14 +378,18 @@ class PageStore:
         if sources:
             pool.copy_in([source.target for source in sources], [self._slab.page(source.slot) for source in sources])
 
-    def _check(self, source: _Source) -> None:
+    def _check(self, source: _Source, pull: Pull | None) -> None:
         """Makes sure that the page is in its slot. Raises BadPage or OSError."""
         page = self._slab.page(source.slot)
         if source.medium == "DISK":
             assert self.disk is not None
             source.checksum = self.disk.read(source.digest, page)
-        elif self._form.checksum(source.digest, page.data) != source.checksum:
-            raise BadPage("a page on the host is not what was stored")
+            return
+        if source.medium == "PEER":
+            assert pull is not None
+            source.checksum = pull.read(source.digest, page)
+        if self._form.checksum(source.digest, page.data) != source.checksum:
+            raise BadPage(f"a page ({source.medium}) is not what was stored")
 
     def _release(self, sources: Sequence[_Source], reading: Reading) -> None:
         """Gives back slots; good pages of the disk stay in theirs."""
@@ -373,15 +412,15 @@ class PageStore:
             self.stats.loaded_pages[medium] += pages
 
     def _release_slot(self, source: _Source) -> None:
-        """Of a page that was to come from the disk."""
-        assert self.disk is not None
+        """Of a page that was to come from elsewhere than the host."""
         if source.outcome is Outcome.GOOD:
             self.host.end_write(source.digest, source.checksum)
-            if self.disk.has(source.digest):
+            if self.disk is not None and self.disk.has(source.digest):
                 self.disk.touch(source.digest)
         else:
             self.host.cancel_write(source.digest)
-            if source.outcome is Outcome.BAD:
+            if source.outcome is Outcome.BAD and source.medium == "DISK":
+                assert self.disk is not None
                 self.disk.forget(source.digest)
                 self._events.removed([source.digest], "DISK")
 
@@ -391,6 +430,32 @@ class PageStore:
         good = [source for source in sources if source.outcome is Outcome.GOOD]
         self._events.copied([source.digest for source in good], "CPU")
         self._events.copied([source.digest for source in good if source.medium == "DISK"], "DISK")
+
+    # ---- to peers -----------------------------------------------------------------------------------------
+
+    def lend(self, digests: Sequence[bytes], then: Callable[[list[int], memoryview], None]) -> None:
+        """Begins to copy pages of the host, in order up to one that is not there, into memory that will be `then`'s:
+        their checksums, and their bytes one after another."""
+        there = list(takewhile(self.host.has, digests))
+        held = [self.host.begin_read(digest) for digest in there]
+        slab, size = self._slab, self._form.nbytes
+
+        def copy() -> npt.NDArray[np.uint8]:
+            data = np.empty((len(held), size), dtype=np.uint8)
+            for row, (slot, _) in zip(data, held, strict=True):
+                np.copyto(row, slab.page(slot))
+            return data
+
+        def ended(data: npt.NDArray[np.uint8] | None) -> None:
+            for digest in reversed(there):
+                self.host.end_read(digest)
+            if data is None:
+                then([], memoryview(b""))
+                return
+            self.stats.sent_pages += len(held)
+            then([checksum for _, checksum in held], data.reshape(-1).data)
+
+        self._workers.start(copy, ended)
 
     # ---- all of it ----------------------------------------------------------------------------------------
 

@@ -68,8 +68,8 @@ class Load:
         self.state = TRANSITIONS[self.state, event]
 
 
-Start = Callable[[Sequence[bytes], Pages, Callable[[Reading], None]], Reading | None]
-"""Begins to copy pages by digest to pages of the device; see `PageStore.get`."""
+Start = Callable[[Req, Sequence[bytes], Pages, Callable[[Reading], None]], Reading | None]
+"""Begins to copy pages by digest to pages of the device, for a request; see `PageStore.get`."""
 
 
 class Loads:
@@ -104,7 +104,7 @@ class Loads:
         if shortage > 0:
             self._pool.free(tree.evict(shortage))
         pages = self._pool.alloc(len(digests))
-        reading = self._start(digests, pages, lambda _: self._arrived(load))
+        reading = self._start(req, digests, pages, lambda _: self._arrived(load))
         if reading is None:
             self._pool.free(pages)
             tree.unlock(handle)

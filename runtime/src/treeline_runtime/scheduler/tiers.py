@@ -9,6 +9,8 @@ from __future__ import annotations
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import takewhile
 from pathlib import Path
 
 import torch
@@ -20,10 +22,12 @@ from treeline_runtime.kvcache import KVPool, Match, Node, PagePool, Pages, Radix
 from treeline_runtime.kvcache.disk import DiskTier
 from treeline_runtime.kvcache.host import HostTier, Slab
 from treeline_runtime.kvcache.page import PageFormat
+from treeline_runtime.kvcache.remote import RemotePages
 from treeline_runtime.kvcache.store import Lower, PageStore, Reading, Workers
 from treeline_runtime.messages import TierLoad
 from treeline_runtime.scheduler.administration import Residence
 from treeline_runtime.scheduler.cache import MIN_SHARED_TOKENS, CacheManager
+from treeline_runtime.scheduler.lending import Lending
 from treeline_runtime.scheduler.loads import Load, Loads
 from treeline_runtime.scheduler.rates import LoadRates
 from treeline_runtime.scheduler.reports import SchedulerStats
@@ -61,6 +65,9 @@ class Tiers:
         """Evicted pages that are not stored, the oldest first."""
         self._most_remembered = max(REMEMBERED * store.host.num_slots, LEAST_REMEMBERED)
         self._copying_out = 0
+        self.lending = Lending(tree, store, self._put)
+        self.remote: RemotePages | None = None
+        """Other runtimes; None: they are not asked."""
         self.loads = Loads(tree, pool, self._start, self._ended)
         self._load_seconds = 0.0
         self._outcomes = Counter[str](loaded=0, computed=0, failed=0)
@@ -110,10 +117,13 @@ class Tiers:
         if req.loaded:
             return False
         wanted = self._following(req, match)
+        if (more := self._at_peer(req, match.num_pages + len(wanted))) is None:
+            return True
+        wanted |= dict.fromkeys(more, "PEER")
         if len(wanted) * self._tree.page_size < MIN_SHARED_TOKENS:
             return False
         req.loaded = True
-        allowed = {medium: self.rates.allows(medium) for medium in dict.fromkeys(wanted.values())}
+        allowed = {medium: medium == "PEER" or self.rates.allows(medium) for medium in dict.fromkeys(wanted.values())}
         digests = list[bytes]()
         for digest, medium in wanted.items():
             if not allowed[medium]:
@@ -130,9 +140,7 @@ class Tiers:
             req.digests = above[:at]
         found = dict[bytes, Lower]()
         while (at + 1) * size <= req.cacheable_len:
-            if at == len(req.digests):
-                parent = req.digests[-1] if req.digests else root_digest(req.namespace)
-                req.digests.append(block_hash(parent, req.tokens[at * size : (at + 1) * size]))
+            self._extend_digests(req, at)
             medium = self.store.where(req.digests[at])
             if medium is None:
                 break
@@ -140,8 +148,40 @@ class Tiers:
             at += 1
         return found
 
-    def _start(self, digests: Sequence[bytes], pages: Pages, then: Callable[[Reading], None]) -> Reading | None:
-        return self.store.get(self._kv_pool(), digests, pages, then)
+    def _extend_digests(self, req: Req, at: int) -> None:
+        """Makes sure that the digest of its page `at` is known; those before it are."""
+        if at == len(req.digests):
+            size, parent = self._tree.page_size, req.digests[-1] if req.digests else root_digest(req.namespace)
+            req.digests.append(block_hash(parent, req.tokens[at * size : (at + 1) * size]))
+
+    def _at_peer(self, req: Req, at: int) -> Sequence[bytes] | None:
+        """The digests of its pages from `at` on that another runtime has; None: it is being asked."""
+        there, size = req.remote, self._tree.page_size
+        if self.remote is None or there is None:
+            return ()
+        end = req.cacheable_len // size
+        if there.asked is None:
+            may = self.remote.may_ask(there.address) and self.rates.allows("PEER")
+            if not may or (end - at) * size < MIN_SHARED_TOKENS:
+                req.remote = None
+                return ()
+            for page in range(at, end):
+                self._extend_digests(req, page)
+            there.asked = req.digests[at:]
+            ask = partial(self.remote.have, there.address, self.store.form, there.asked)
+            self._workers.start(ask, there.answer, asks_peer=True)
+        if there.count is None:
+            return None
+        return list(takewhile(set(there.asked[: there.count]).__contains__, req.digests[at:end]))
+
+    def _start(
+        self, req: Req, digests: Sequence[bytes], pages: Pages, then: Callable[[Reading], None]
+    ) -> Reading | None:
+        pull = None
+        if self.remote is not None and req.remote is not None:
+            pull = partial(self.remote.pull, req.remote.address, self.store.form)
+            req.remote = None
+        return self.store.get(self._kv_pool(), digests, pages, then, pull)
 
     def _ended(self, load: Load, seconds: float) -> None:
         reading = load.reading
@@ -155,8 +195,9 @@ class Tiers:
 
     def take(self) -> bool:
         """Takes what copies have done. Returns whether that may change what can be computed."""
-        arrived = self._workers.take()
-        return self.loads.check(self._clock()) or arrived
+        arrived, now = self._workers.take(), self._clock()
+        asked, stalled = self.lending.step(now), self.loads.check(now)
+        return arrived or asked or stalled
 
     def settle(self) -> bool:
         """Waits a moment for all copies to end. Returns whether they have."""
@@ -190,6 +231,8 @@ class Tiers:
             total_skipped_tokens=stats.skipped_pages * size,
             total_bad_pages=stats.bad_pages,
             total_failures=stats.failures,
+            total_sent_tokens=stats.sent_pages * size,
+            fingerprint=store.form.fingerprint.hex(),
         )
 
     def clear(self) -> None:

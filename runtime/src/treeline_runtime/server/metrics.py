@@ -62,19 +62,29 @@ _TIERS = (
 """By medium, and by rank as `_LOADS`."""
 _TIER_TOTALS = (
     ("kv_tier_stored_tokens", "medium", "total_stored_tokens", "Tokens copied to a tier below the device."),
-    ("load_back_tokens", "medium", "total_loaded_tokens", "Prompt tokens that came back from a tier to the device."),
+    (
+        "load_back_tokens",
+        "medium",
+        "total_loaded_tokens",
+        "Prompt tokens that came from a tier, or a peer, to the device.",
+    ),
     (
         "load_back",
         "outcome",
         "total_loads",
-        "Times that a prompt's pages were in a lower tier: loaded, computed because that was faster, or failed.",
+        "Times that a prompt's pages were in a lower tier or at a peer: loaded, failed, or computed, which was faster.",
     ),
 )
 _TIER_COUNTERS = (
     ("load_back_seconds_total", "total_load_seconds", "Seconds that loads took."),
     ("kv_tier_skipped_tokens_total", "total_skipped_tokens", "Tokens not stored because slots or disk were busy."),
     ("kv_tier_bad_pages_total", "total_bad_pages", "Pages of lower tiers that failed their checksum; not used."),
-    ("kv_tier_failures_total", "total_failures", "Reads and writes of the disk tier that failed."),
+    (
+        "kv_tier_failures_total",
+        "total_failures",
+        "Reads and writes of the disk tier, and reads from peers, that failed.",
+    ),
+    ("kv_tier_sent_tokens_total", "total_sent_tokens", "Tokens whose pages were sent to other runtimes."),
 )
 
 
