@@ -1,11 +1,11 @@
-"""The pages outside the device, by digest: on the host, and from there on the disk.
+"""The pages outside the device, by digest: on the host, from there on the disk, and those of other runtimes.
 
-    device ──put──▶ host ──────▶ disk
-    device ◀──get── host ◀─fetch─ disk
+    device ──put──▶ host ──────▶ disk,  host ──lend─▶ peer
+    device ◀──get── host ◀─fetch─ disk or peer
 
-The scheduler's thread owns the bookkeeping; other threads copy, check and do what may block. Reads and writes of the
-disk have threads of their own, and hold slots of the host, but nothing of the device: `put` and `get`, which do, only
-copy memory, and so end soon, whatever the disk does. Every page that comes back is checked against its checksum. What
+The scheduler's thread owns the bookkeeping; other threads copy, check and do what may block. What waits for the disk or
+a peer has threads of its own, and holds slots of the host, but nothing of the device: `put` and `get`, which do, only
+copy memory, and so end soon, whatever the others do. Every page that comes back is checked against its checksum. What
 fails is a miss: a log line and a counter, never a failed request.
 """
 
@@ -18,29 +18,37 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 from typing import Any, Literal, TypeVar, get_args
 
-from treeline_runtime.kvcache.disk import BadPage, DiskTier
+import numpy as np
+import numpy.typing as npt
+
+from treeline_runtime.kvcache.disk import DiskTier
 from treeline_runtime.kvcache.event_log import EventLog
 from treeline_runtime.kvcache.host import Entry, HostTier, Lower, Slab
-from treeline_runtime.kvcache.page import PageFormat
+from treeline_runtime.kvcache.page import BadPage, PageFormat
 from treeline_runtime.kvcache.pool import KVPool, Pages
+from treeline_runtime.kvcache.remote import Pull, RemotePages
 
 T = TypeVar("T")
-Work = Literal["copy", "read", "write"]
-"""Copies between device and host; reads and writes of the disk."""
+Work = Literal["copy", "read", "write", "ask"]
+"""Copies of memory; reads and writes of the disk; what asks peers."""
 
 THREADS = min(8, os.cpu_count() or 1)
-"""For each kind of work."""
+"""For each kind of work, but …"""
+ASK_THREADS = 32
+"""… these, which mostly wait."""
 PART_BYTES = 16 << 20
 """Pages of at least so many bytes are worth a thread."""
 BATCH_BYTES = 32 << 20
 """Pages of so many bytes are staged on the device at once, by each thread. Less has the threads wait for each other
 where they call torch: 16 MiB take 87 ms for 2.2 GB on an H200, 32 MiB 69."""
 FETCH_BYTES = 128 << 20
-"""Pages of so many bytes are fetched from the disk at once for a client, so that others wait for no more."""
+"""Pages of so many bytes are fetched from the disk or a peer at once for a client, so that others wait for no more."""
 LOG_S = 60.0
 """The shortest time between two lines about failures."""
 
@@ -63,7 +71,9 @@ class Workers:
     def __init__(self, wake: Callable[[], None]) -> None:
         """wake: called in any thread when `take` will have something."""
         kinds: tuple[Work, ...] = get_args(Work)
-        self._threads = {kind: ThreadPoolExecutor(THREADS, f"treeline {kind}") for kind in kinds}
+        self._threads = {
+            kind: ThreadPoolExecutor(ASK_THREADS if kind == "ask" else THREADS, f"treeline {kind}") for kind in kinds
+        }
         self._ended: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._wake = wake
         self.busy = Counter[Work]()
@@ -118,19 +128,25 @@ class Moved:
     seconds: float
     """What a thread spent on them, waiting for threads not included."""
     source: Lower
-    """The furthest tier from which some of them came."""
+    """The furthest place from which some of them came."""
 
 
 @dataclass(slots=True, eq=False)
 class Fetch:
-    """A piece of a sequence on its way from the disk to the host."""
+    """A piece of a sequence on its way to the host."""
 
     digests: dict[bytes, None]
     """In order."""
     client: str | None
     began_at: float
+    peer: str | None = None
+    """HOST:PORT of the runtime from which it comes; None: it comes from the disk."""
     over: bool = False
     """Nobody waits for it any more: it has come, or takes too long. Then no further page is begun."""
+
+    @property
+    def source(self) -> Lower:
+        return "DISK" if self.peer is None else "PEER"
 
 
 class PageStore:
@@ -149,19 +165,27 @@ class PageStore:
         self.host = host
         self._slab = slab
         self.disk = disk
+        self.remote: RemotePages | None = None
+        """Other runtimes; None: they are not asked."""
         self._workers = workers
         self._events = events
         self.off: set[Lower] = set()
-        """Tiers that are not used, because an audit has found wrong pages there. Without the host there is no disk."""
+        """What is not used, because an audit has found wrong pages there. Without the host nothing is."""
         self._for_disk = 0
         """Slots with a page that waits for the disk."""
         self._logged_at = float("-inf")
         self.stored_pages = Counter[Lower](CPU=0, DISK=0)
         """Since the start, as the next ones."""
-        self.loaded_pages = Counter[Lower](CPU=0, DISK=0)
-        """Copied from this tier to the next faster one."""
-        self.failures = Counter[str](bad_page=0, disk=0)
-        """Pages with a checksum or header that was not theirs; reads and writes of the disk that failed."""
+        self.loaded_pages = Counter[Lower](CPU=0, DISK=0, PEER=0)
+        """Copied from the host to the device; from the others to the host."""
+        self.sent_pages = 0
+        """To peers."""
+        self.failures = Counter[str](bad_page=0, disk=0, peer=0)
+        """Pages with a checksum or header that was not theirs; reads and writes of the disk, and reads from peers, that
+        failed."""
+
+    def uses(self, place: Lower) -> bool:
+        return not self.off & {"CPU", place}
 
     def _batches(self, items: Sequence[T]) -> list[Sequence[T]]:
         return _cut(items, max(1, BATCH_BYTES // self.form.nbytes))
@@ -218,7 +242,7 @@ class PageStore:
         """Begins to write pages of the host to the disk, those that it does not have, up to half of the host: a slow
         disk gets fewer."""
         disk = self.disk
-        if disk is None or self.off:
+        if disk is None or not self.uses("DISK"):
             return
         writes, victims = list[tuple[bytes, Entry]](), []
         for digest in digests:
@@ -266,10 +290,9 @@ class PageStore:
     # ---- back ---------------------------------------------------------------------------------------------
 
     def fetch(self, fetch: Fetch, after: Sequence[bytes], then: Callable[[Moved], None]) -> bool:
-        """Begins to copy pages of the disk to the host, as many as have room beside `after`, the host's pages before
-        them. Returns False if there is no room; then `then` is not called."""
-        disk, reads = self.disk, list[tuple[bytes, int]]()
-        assert disk is not None
+        """Begins to copy pages to the host, as many as have room beside `after`, the host's pages before them. Returns
+        False if there is no room; then `then` is not called."""
+        disk, source, reads = self.disk, fetch.source, list[tuple[bytes, int]]()
         for digest in after:
             self.host.begin_read(digest)
         for digest in fetch.digests:
@@ -280,7 +303,7 @@ class PageStore:
             self.host.end_read(digest)
         if not reads:
             return False
-        parts = self._shares(reads)
+        parts = self._shares(reads) if source == "DISK" else [reads]  # a peer that hangs keeps one thread
 
         def ended(results: list[tuple[list[int], Exception | None, float] | None]) -> None:
             came, total = list[bytes](), 0.0
@@ -290,44 +313,51 @@ class PageStore:
                 for digest, _ in reversed(part[len(checksums) :]):
                     self.host.cancel_write(digest)
                 for (digest, _), checksum in reversed(list(zip(part, checksums, strict=False))):
-                    self.host.end_write(digest, checksum, "DISK")
+                    self.host.end_write(digest, checksum, source)
                     came.append(digest)
                 if error is not None:
                     bad, _ = part[len(checksums)]
-                    self._failed(bad, "bad_page" if isinstance(error, BadPage) else "disk")
+                    self._failed(bad, source, error)
             for digest in came:
-                if disk.has(digest):
+                if disk is not None and disk.has(digest):
                     disk.touch(digest)
-            self.loaded_pages["DISK"] += len(came)
+            self.loaded_pages[source] += len(came)
             self._events.copied(came[::-1], "CPU")
-            then(Moved(len(came), total / len(parts), "DISK"))
+            then(Moved(len(came), total / len(parts), source))
 
-        self._workers.start("read", [partial(self._read, disk, fetch, part) for part in parts], ended)
+        kind: Work = "read" if source == "DISK" else "ask"
+        self._workers.start(kind, [partial(self._read, fetch, part) for part in parts], ended)
         return True
 
-    def _read(
-        self, disk: DiskTier, fetch: Fetch, part: Sequence[tuple[bytes, int]]
-    ) -> tuple[list[int], Exception | None, float]:
-        """Reads pages of the disk into their slots. Returns the checksums of those that came, why the next one did not,
-        and the seconds."""
+    def _read(self, fetch: Fetch, part: Sequence[tuple[bytes, int]]) -> tuple[list[int], Exception | None, float]:
+        """Reads pages into their slots. Returns the checksums of those that came, why the next one did not, and the
+        seconds."""
         began, checksums, problem = time.perf_counter(), list[int](), None
-        for digest, slot in part:
-            if fetch.over:
-                break
-            try:
-                checksums.append(disk.read(digest, self._slab.page(slot)))
-            except (BadPage, OSError) as error:
-                self._log("a page could not be read from the disk cache, and is computed: %s", error)
-                problem = error
-                break
+        try:
+            with self._open(fetch, [digest for digest, _ in part]) as place:
+                for digest, slot in part:
+                    if fetch.over:
+                        break
+                    checksums.append(place.read(digest, self._slab.page(slot)))
+        except (BadPage, OSError) as error:
+            self._log(f"a page ({fetch.source}) could not be read, and is computed: %s", error)
+            problem = error
         return checksums, problem, time.perf_counter() - began
 
-    def _failed(self, digest: bytes, why: str) -> None:
-        """A page of the disk could not be read."""
-        assert self.disk is not None
-        self.disk.forget(digest)
-        self._events.removed([digest], "DISK")
-        self.failures[why] += 1
+    def _open(self, fetch: Fetch, digests: Sequence[bytes]) -> AbstractContextManager[DiskTier | Pull]:
+        if fetch.peer is None:
+            assert self.disk is not None
+            return nullcontext(self.disk)
+        assert self.remote is not None
+        return self.remote.pull(fetch.peer, self.form, digests)
+
+    def _failed(self, digest: bytes, source: Lower, error: Exception) -> None:
+        """A page could not be read."""
+        if source == "DISK":
+            assert self.disk is not None
+            self.disk.forget(digest)
+            self._events.removed([digest], "DISK")
+        self.failures["bad_page" if isinstance(error, BadPage) else source.lower()] += 1
 
     def get(self, pool: KVPool, digests: Sequence[bytes], pages: Pages, then: Callable[[Moved], None]) -> None:
         """Begins to copy pages, all of which the host has, to pages of the device, which nobody else may use until
@@ -360,7 +390,7 @@ class PageStore:
             whole = next((i for i, part in enumerate(parts) if counts[i] < len(part)), len(parts))
             good = reads[: sum(counts[: whole + 1])]
             self.loaded_pages["CPU"] += len(good)
-            source: Lower = "DISK" if any(of.source == "DISK" for _, of, _ in good) else "CPU"
+            source: Lower = max((of.source for _, of, _ in good), key=get_args(Lower).index, default="CPU")
             then(Moved(len(good), sum(result[1] for result in results if result) / len(parts), source))
             self._tell([digest for digest, *_ in good])
 
@@ -378,6 +408,33 @@ class PageStore:
         self._events.copied([digest for digest in digests if self.host.has(digest)], "CPU")
         if self.disk is not None:
             self._events.copied([digest for digest in digests if self.disk.has(digest)], "DISK")
+
+    # ---- to peers -----------------------------------------------------------------------------------------
+
+    def lend(self, digests: Sequence[bytes], then: Callable[[list[int], memoryview], None]) -> None:
+        """Begins to copy pages of the host, in order up to one that is not there, into memory that will be `then`'s:
+        their checksums, and their bytes one after another."""
+        there = list(takewhile(self.host.has, digests))
+        held = [self.host.begin_read(digest) for digest in there]
+        slab, size = self._slab, self.form.nbytes
+
+        def copy() -> npt.NDArray[np.uint8]:
+            data = np.empty((len(held), size), dtype=np.uint8)
+            for row, entry in zip(data, held, strict=True):
+                np.copyto(row, slab.page(entry.slot))
+            return data
+
+        def ended(results: list[npt.NDArray[np.uint8] | None]) -> None:
+            (data,) = results
+            for digest in reversed(there):
+                self.host.end_read(digest)
+            if data is None:
+                then([], memoryview(b""))
+                return
+            self.sent_pages += len(held)
+            then([entry.checksum for entry in held if entry.checksum is not None], data.reshape(-1).data)
+
+        self._workers.start("copy", [copy], ended)
 
     # ---- all of it ----------------------------------------------------------------------------------------
 

@@ -72,19 +72,19 @@ _TIERS = {
         Counter,
         "load_back_tokens_total",
         "medium",
-        "Prompt tokens copied back from a tier: from the disk to the host, from there to the device.",
+        "Prompt tokens copied back from a tier: from the disk, or a peer, to the host, from there to the device.",
     ),
     "total_loads": (
         Counter,
         "load_back_total",
         "outcome",
-        "Times that a prompt's pages were in a lower tier: loaded, computed because that was faster, or failed.",
+        "Times that a prompt's pages were in a lower tier or at a peer: loaded, failed, or computed, which was faster.",
     ),
     "total_failures": (
         Counter,
         "kv_tier_failures_total",
         "kind",
-        "bad_page: pages of lower tiers that failed their checksum, and were not used; disk: reads and writes of it.",
+        "bad_page: pages that failed their checksum, and were not used; disk: reads and writes of it; peer: reads.",
     ),
 }
 """By member of TierLoad: kind, name, label, text. No series unless there are tiers."""
@@ -152,6 +152,12 @@ class Metrics:
             member: kind(f"treeline:{name}", text, [*self._labels, label], registry=self._registry)
             for member, (kind, name, label, text) in _TIERS.items()
         }
+        self._sent = Counter(
+            "treeline:kv_tier_sent_tokens_total",
+            "Tokens whose pages were sent to other runtimes.",
+            list(self._labels),
+            registry=self._registry,
+        )
         self.http_requests = Counter(
             "treeline:http_responses_total",
             "HTTP responses, by path and status.",
@@ -189,6 +195,8 @@ class Metrics:
                 past = getattr(last.tiers, member, {})
                 for label, value in getattr(load.tiers, member).items():
                     metric.labels(*self._labels.values(), label).inc(value - past.get(label, 0))
+            sent = load.tiers.total_sent_tokens - getattr(last.tiers, "total_sent_tokens", 0)
+            self._sent.labels(**self._labels).inc(sent)
 
     def render(self) -> bytes:
         """Prometheus' text format."""
