@@ -49,12 +49,13 @@ LABELS, INTERVAL = (("release", "prometheus"),), "1s"
 PLATFORM = Platform(apis=frozenset({POD_MONITOR}), monitor_labels=LABELS, monitor_interval=INTERVAL)
 
 NOTHING_TO_TELL = {
+    "treeline:cache_source_off",
     "treeline_epp_client_prompt_tokens_total",
     "treeline_epp_kube_watch_age_seconds",
     "treeline_epp_rejected_total",
     "treeline_epp_served_by_other_total",
 }
-"""Metrics that exist only with clients' keys, on Kubernetes, or after the first error."""
+"""Metrics that exist only with audits of the cache, clients' keys, on Kubernetes, or after the first error."""
 
 
 def monitors() -> dict[str, dict[str, Any]]:

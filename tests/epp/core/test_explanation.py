@@ -48,7 +48,7 @@ def test_an_excluded_endpoint_has_a_reason_in_words() -> None:
     picker.set_draining("e2", True)
     for _ in range(3):
         picker.endpoints["e3"].breaker.on_error(2.5)
-    picker._touch(picker.endpoints["e3"])
+    picker.parts.touch(picker.endpoints["e3"])
     for name in ("e0", "e3", "e4", "e5"):
         picker.on_load(name, TreelineLoad(prefill_tokens_per_s=1e4), 3.0)
     found = why(picker, ask(subset=frozenset({f"10.0.0.{n}" for n in range(7)})), now=3.2)

@@ -228,7 +228,7 @@ def test_each_order_of_ends_leaves_no_reservation(events: list[str], outcome: Ou
     busy(picker, "d", running=16)
     lease = picker.reserve(picker.pick(LONG, 0.0), 0.0)
     assert lease.prefill is not None
-    lease.prefill.called = called
+    lease.prefill.cancel = (lambda: None) if called else None
     for event in events:
         if event == "prefilled":
             picker.parts.prefilled(lease, outcome, 0.1)

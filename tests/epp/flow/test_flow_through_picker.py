@@ -151,7 +151,7 @@ def test_a_request_waits_for_the_first_endpoint_of_its_pool(mode: int) -> None:
     told = [reply for reply in caller.replies if reply.HasField("override_message_timeout")]
     if mode == MODES.BUFFERED:
         (timeout,) = told
-        assert timeout.override_message_timeout.seconds == 121
+        assert timeout.override_message_timeout.seconds == 721  # its prompt may be computed elsewhere then
         assert timeout.WhichOneof("response") is None
     else:
         assert told == [], "there is no timer in full duplex"

@@ -116,7 +116,7 @@ def test_the_least_recently_used_page_goes_first(tmp_path: Path) -> None:
     tier = open_tier(tmp_path, pages=3)
     for number in range(3):
         put(tier, number)
-    tier.touch(digest(0))
+    tier.touch([digest(0)])
     put(tier, 3)
     assert [tier.has(digest(number)) for number in range(4)] == [True, False, True, True]
     assert not file_of(tmp_path, 1).exists()

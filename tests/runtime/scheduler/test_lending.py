@@ -31,26 +31,26 @@ class Jobs(Workers):
     """Copies that run, and end, when the test says so."""
 
     def __init__(self) -> None:
-        self.begun: list[tuple[Callable[[], Any], Callable[[Any], None]]] = []
-        self.done: list[tuple[Any, Callable[[Any], None]]] = []
+        self.begun: list[tuple[Sequence[Any], Callable[[Any], list[Any]], Any]] = []
+        self.done: list[tuple[list[Any], Any]] = []
 
     @property
     def busy(self) -> Counter[Work]:  # type: ignore[override]
         return Counter(copy=len(self.begun) + len(self.done))
 
-    def start(self, kind: Work, parts: Sequence[Callable[[], Any]], then: Callable[[list[Any]], None]) -> None:
+    def start(self, kind: Work, parts: list[Sequence[Any]], work: Callable[[Any], list[Any]], then: Any) -> None:
         assert kind == "copy"
-        (work,) = parts
-        self.begun.append((work, then))
+        (part,) = parts
+        self.begun.append((part, work, then))
 
     def run(self, which: int, *, fails: bool = False) -> None:
-        work, then = self.begun.pop(which % len(self.begun))
-        self.done.append(([None if fails else work()], then))
+        part, work, then = self.begun.pop(which % len(self.begun))
+        self.done.append(([None] * len(part) if fails else work(part), then))
 
     def take(self, wait_s: float = 0.0) -> bool:
         done, self.done = self.done, []
         for result, then in done:
-            then(result)
+            then(result, 0.0)
         return bool(done)
 
 

@@ -24,22 +24,19 @@ from treeline_epp.extproc.state import (
     RequestPhase,
     ResponsePhase,
 )
-from treeline_epp.flow.ticket import Ticket
+from treeline_epp.flow.ticket import Awaited, Ticket
 from treeline_epp.metrics import Sample
 from treeline_epp.picking.decision import Lease
 from treeline_epp.requests import refusals
 from treeline_epp.requests.body import Body, BodyBudget, RouteRequest
 from treeline_epp.requests.outline import Outline
 from treeline_epp.requests.parse import is_large
-from treeline_epp.requests.prefilling import MOST_S, Prefill
+from treeline_epp.requests.prefilling import MOST_S
 from treeline_epp.requests.refusals import Refusal
 from treeline_epp.requests.rewrite import to_send
 from treeline_epp.requests.router import Routed, Router
 
 log = logging.getLogger(__name__)
-
-Awaited = Ticket[Routed] | Prefill
-"""What an answer may wait for."""
 
 SERVICE = "envoy.service.ext_proc.v3.ExternalProcessor"
 _OVERHEAD_BYTES = 4 * 1024 * 1024
@@ -265,8 +262,7 @@ class ExtProcSession:
         if isinstance(result, Ticket):  # its body counts as waiting until the decision
             self._held = ticket = result
             if not ticket.done:
-                more_s = MOST_S if self._router.prefilling is not None else 0.0
-                yield from self._asks_for_time(state, ticket.limit_s + more_s)
+                yield from self._asks_for_time(state, ticket.limit_s + MOST_S)
             while not ticket.done:
                 yield ticket
             result = self._router.resume(ticket)
@@ -279,15 +275,12 @@ class ExtProcSession:
         """Let another endpoint compute the prompt, if the decision says so. Returns False if it did not, and the
         endpoint that was to answer cannot.
         """
-        prefilling = self._router.prefilling
-        if prefilling is None:
-            return True
-        call = prefilling.begin(lease, request, outline)
-        if call is not None and not call.done:
+        prompt = self._router.prefilling.begin(lease, request, outline)
+        if prompt is not None and not prompt.done:
             yield from self._asks_for_time(state, MOST_S)
-            while not call.done:
-                yield call
-        return not prefilling.failed(lease)
+            while not prompt.done:
+                yield prompt
+        return not self._router.prefilling.failed(lease)
 
     def _asks_for_time(self, state: ExtProcState, seconds: float) -> Iterator[bytes]:
         """Ask the proxy to wait longer, which it accepts once."""

@@ -34,8 +34,28 @@ class Target(NamedTuple):
         )
 
 
+@dataclass(eq=False, slots=True, kw_only=True)
+class Awaited:
+    """Something that a request waits for. It is done once; then whoever waits for it is called, once."""
+
+    done: bool = False
+    _callback: Callable[[], object] | None = None
+
+    def when_done(self, callback: Callable[[], object]) -> None:
+        """Call this once, when it is done, or at once if it is. A later callback replaces an earlier one."""
+        if self.done:
+            callback()
+        else:
+            self._callback = callback
+
+    def _end(self) -> None:
+        callback, self._callback, self.done = self._callback, None, True
+        if callback is not None:
+            callback()
+
+
 @dataclass(eq=False, slots=True)
-class Ticket(Generic[R]):
+class Ticket(Awaited, Generic[R]):
     """A request that waits for its turn. Owner: `FlowControl`, which finishes it once; then its holder is called, once.
 
     `flow` is the name of its flow, `size` its body in bytes, `uncached_tokens` the prompt tokens that an endpoint would
@@ -50,12 +70,10 @@ class Ticket(Generic[R]):
     limit_s: float
     uncached_tokens: int = 0
     number: int = 0
-    done: bool = False
     served: Served | None = None
     target: Target = None  # type: ignore[assignment]
     _result: R | None = None
     _error: Exception | None = None
-    _callback: Callable[[], object] | None = None
 
     def __post_init__(self) -> None:
         self.target = Target.of(self.asked)
@@ -69,21 +87,11 @@ class Ticket(Generic[R]):
         own = asked if asked.listed else replace(asked, model=None)
         return [own, *(replace(asked, model=None, pool=pool) for pool in asked.fallback_pools)]
 
-    def when_done(self, callback: Callable[[], object]) -> None:
-        """Call this once, when the ticket is done, or at once if it is. A later callback replaces an earlier one."""
-        if self.done:
-            callback()
-        else:
-            self._callback = callback
-
     def finish(self, result: R | None, error: Exception | None = None) -> None:
         """Finish the ticket: its turn has come, or it is refused."""
         assert not self.done, "a request is answered once"
-        self.done = True
         self._result, self._error = result, error
-        callback, self._callback = self._callback, None
-        if callback is not None:
-            callback()
+        self._end()
 
     def result(self) -> R | None:
         """Return the result; None if the caller no longer wanted it. Raises the refusal."""

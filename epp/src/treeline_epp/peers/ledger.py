@@ -198,8 +198,9 @@ class Others:
             return
         tokens, age_s = min(MOST_TOKENS, record.tokens), record.age_ms / 1000
         prefill_s = min(MOST_PREFILL_MS, record.prefill_ms) / 1000
-        reservation = self.picker.parts.charge_elsewhere(endpoint, tokens, prefill_s, age_s, now)
-        if reservation is None:
+        reservation = self.picker.parts.charge(endpoint, tokens, prefill_s, now, age_s)
+        if reservation.expires_at <= now:  # it would have ended by now
+            endpoint.load.reservations.close(reservation)
             return
         if record.session:
             self.picker.sessions.remember(record.session, endpoint.spec.name, now - age_s)

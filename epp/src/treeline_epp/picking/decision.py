@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Protocol
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 @dataclass(eq=False, slots=True)
 class Part:
     """The part of a request at one endpoint: its reservation there, and the prediction that `pod`, one of its ranks,
-    will hold the prompt; `predicted_until` names that, None without one. `queued_tokens` were before it. `called`: the
-    picker asks the endpoint itself, and the end of that call ends the part.
+    will hold the prompt; `predicted_until` names that, None without one. `queued_tokens` were before it. If the picker
+    asks the endpoint itself, `cancel` breaks that off, and the end of that ends the part.
     """
 
     endpoint: Endpoint
@@ -35,7 +35,7 @@ class Part:
     reservation: Reservation
     queued_tokens: int
     predicted_until: float | None = None
-    called: bool = False
+    cancel: Callable[[], object] | None = None
 
 
 @dataclass(eq=False, slots=True)
@@ -44,8 +44,8 @@ class Lease:
     them (`Picker.close`): its parts last as long. `answer` is that of the endpoint that answers, `prefill` that of the
     one that computes the prompt, if it is another, until it has (`Parts.prefilled`).
 
-    `added` are request headers to send to the endpoint that
-    answers; those with None are removed. `members` are members of the body to set for it.
+    `added` are request headers to send to the endpoint that answers; those with None are removed. `members` are members
+    of the body to set for it.
     """
 
     decision: Decision

@@ -40,8 +40,8 @@ def _serving(request: Request, table: Table) -> Mask:
     return mask
 
 
-def _computing(request: Request, table: Table) -> Mask | None:
-    """Drop endpoints that compute no prompts, unless another one can for this request. O(1) without such endpoints."""
+def _computing(request: Request, table: Table) -> Mask:
+    """Drop endpoints that compute no prompts, unless another one can for this request. O(endpoints) at memory speed."""
     return table.computing(request)
 
 

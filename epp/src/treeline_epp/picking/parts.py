@@ -64,25 +64,15 @@ class Parts:
 
     # Reservations
 
-    def charge(self, endpoint: Endpoint, tokens: int, prefill_s: float, now: float) -> Reservation:
-        """Reserve `tokens` of prefill, which should take `prefill_s`, until `discharge`. O(1)."""
-        reservation = endpoint.load.reservations.open(tokens, now, prefill_s)
-        self.reserved.add(endpoint)
-        self.touch(endpoint)
-        return reservation
-
-    def charge_elsewhere(
-        self, endpoint: Endpoint, tokens: int, prefill_s: float, age_s: float, now: float
-    ) -> Reservation | None:
-        """Reserve for a request of another picker: `tokens` that should take `prefill_s`, of which `age_s` are over.
-        None if it would have ended by now. O(1).
+    def charge(self, endpoint: Endpoint, tokens: int, prefill_s: float, now: float, age_s: float = 0.0) -> Reservation:
+        """Reserve `tokens` of prefill, which should take `prefill_s`, until `discharge`; `age_s` of that are over, if
+        the request is another picker's. O(1).
         """
-        reservation = self.charge(endpoint, tokens, prefill_s, now)
+        reservation = endpoint.load.reservations.open(tokens, now, prefill_s)
         reservation.expires_at -= age_s
         reservation.done_at -= age_s
-        if reservation.expires_at <= now:
-            endpoint.load.reservations.close(reservation)
-            return None
+        self.reserved.add(endpoint)
+        self.touch(endpoint)
         return reservation
 
     def discharge(

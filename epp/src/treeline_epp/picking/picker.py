@@ -344,7 +344,7 @@ class Picker:
         other = served if served != endpoint.spec.address else None
         ours, began = Outcome.CANCELLED if other else outcome, ttft_s is not None
         self.parts.discharge(endpoint, lease.answer.reservation, ours, now, began=began)
-        if lease.prefill is not None and not lease.prefill.called:
+        if lease.prefill is not None and lease.prefill.cancel is None:
             # It ends when the answer begins; a failure may be the other endpoint's.
             self.parts.prefilled(lease, Outcome.HEADERS if answered else Outcome.CANCELLED, now)
         if self.elsewhere is not None:

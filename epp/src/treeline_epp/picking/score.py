@@ -169,7 +169,8 @@ def score(candidate: Candidate, now: float) -> Scored:
     report = load.report if load.fresh(now) else None
     queue_s = queued_tokens / rate
     prefill_s = candidate.uncached_tokens / rate
-    load_s = _load_s(candidate) if candidate.host_tokens or candidate.disk_tokens else 0.0
+    loads = candidate.host_tokens, candidate.disk_tokens
+    load_s = float(_load_s(np.array(loads), load.host_rate, load.disk_rate, rate)) if any(loads) else 0.0
     slots_s = _slots_s(report, queued_requests) if report is not None else 0.0
     decode_s = _decode_s(candidate, report) if report is not None else 0.0
     evict_s = _evict_s(candidate, report, queued_tokens) if report is not None else 0.0
@@ -184,12 +185,14 @@ def score(candidate: Candidate, now: float) -> Scored:
     return Scored(candidate, cost_s, ttft_s, *terms)
 
 
-def _load_s(candidate: Candidate) -> float:
-    """Return the time to load the tokens that it holds in lower tiers alone."""
-    load, rate = candidate.load, candidate.rate
-    host_rate = max(load.host_rate, rate) if load.host_rate else HOST_SPEED * rate
-    disk_rate = max(load.disk_rate, rate) if load.disk_rate else DISK_SPEED * rate
-    return candidate.host_tokens / host_rate + candidate.disk_tokens / disk_rate
+def _load_s(loads: Floats, host_rate: Floats | float, disk_rate: Floats | float, rate: Floats | float) -> Floats:
+    """Return the time to load so many tokens from host memory and from disk, of one endpoint or of each. `rate` is the
+    prefill's; the others are 0 where they are unknown.
+    """
+    host_rates = np.where(host_rate, np.maximum(host_rate, rate), HOST_SPEED * rate)
+    disk_rates = np.where(disk_rate, np.maximum(disk_rate, rate), DISK_SPEED * rate)
+    loads_s: Floats = loads[0] / host_rates + loads[1] / disk_rates
+    return loads_s
 
 
 def _slots_s(report: Report, queued_requests: int) -> float:
@@ -259,7 +262,7 @@ def waits_and_costs(
     wait_s = columns[QUEUED_TOKENS] / rates
     cost_s = wait_s + prefill_s
     if loads is not None:
-        cost_s += _loads_s(columns, rates, loads)
+        cost_s += _load_s(loads, columns[HOST_RATE], columns[DISK_RATE], rates)
     per_s = arrivals_per_s(columns[ARRIVALS], columns[ARRIVED_AT], now)
     others_s = prefill_s * (DELAYED_REQUESTS + per_s * (wait_s + 0.5 * prefill_s))
     slots_s = _waits_for_slots(columns, 1)
@@ -283,15 +286,6 @@ def waits_and_costs(
         hit = np.minimum(columns[HIT_SHARE, at], 0.99)
         cost_s[at] += evicted[at] * np.minimum(1.0, TAIL_VALUE * hit / (1.0 - hit)) / rates[at]
     return wait_s, later_s, cost_s
-
-
-def _loads_s(columns: Floats, rates: Floats, loads: Floats) -> Floats:
-    """Return the `_load_s` of each endpoint."""
-    host, disk = columns[HOST_RATE], columns[DISK_RATE]
-    host_rates = np.where(host > 0.0, np.maximum(host, rates), HOST_SPEED * rates)
-    disk_rates = np.where(disk > 0.0, np.maximum(disk, rates), DISK_SPEED * rates)
-    loads_s: Floats = loads[0] / host_rates + loads[1] / disk_rates
-    return loads_s
 
 
 def _waits_for_slots(columns: Floats, requests: int) -> Floats | None:

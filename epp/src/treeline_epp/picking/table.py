@@ -71,13 +71,12 @@ _Key = tuple[str, tuple[str, ...], Role, Transfer | None]
 
 
 class _Asked(NamedTuple):
-    """The endpoints that serve one pool and model: those that answer, those among them that compute no prompts, the
-    groups of those that compute prompts only, each with one of them; and the index's scopes of all.
+    """The endpoints that serve one pool and model: those that answer; of those that cannot serve a request alone, the
+    rows of each group, with one of its endpoints; and the index's scopes of all.
     """
 
     serving: Mask
-    dependent: tuple[int, ...]
-    prefill: Sequence[tuple[EndpointSpec, Mask]]
+    halves: Sequence[tuple[EndpointSpec, Rows]]
     scopes: set[str]
 
 
@@ -190,24 +189,20 @@ class Table:
         """Return the endpoints that may compute the request's prompt for this one. O(rows) at memory speed; O(1) for an
         endpoint without the role decode.
         """
-        asked = self._asked(request).prefill if request.apart and decode.role is Role.DECODE else ()
-        fitting = [mask for one, mask in asked if not unfit(one, decode)]
+        halves = self._asked(request).halves if request.apart and decode.role is Role.DECODE else ()
+        fitting = [rows for one, rows in halves if one.role is Role.PREFILL and not unfit(one, decode)]
         if not fitting:
             return _NO_ROWS
-        usable = (self.columns[ELIGIBLE, : self.size] > 0.0) & (self.columns[HEALTHY, : self.size] > 0.0)
-        rows = np.flatnonzero(np.logical_or.reduce(fitting) & usable)
+        rows = np.sort(np.concatenate(fitting))
+        rows = rows[(self.columns[ELIGIBLE, rows] > 0.0) & (self.columns[HEALTHY, rows] > 0.0)]
         return rows if request.subset is None else np.intersect1d(rows, self.at(request.subset))
 
-    def computing(self, request: Request) -> Mask | None:
-        """Return which rows can compute the prompt, or have another endpoint for that; None for all. O(1), unless some
-        compute no prompts.
-        """
+    def computing(self, request: Request) -> Mask:
+        """Return which rows can compute the prompt, or have another endpoint for that. O(rows) at memory speed."""
         asked = self._asked(request)
-        if not asked.dependent:
-            return None
         mask = asked.serving.copy()
-        for row in asked.dependent:
-            mask[row] = len(self.partners(request, self.at_row(row).spec)) > 0
+        for one, rows in asked.halves:
+            mask[rows] = len(self.partners(request, one)) > 0
         return mask
 
     def scopes(self, request: Request) -> set[str]:
@@ -220,17 +215,14 @@ class Table:
             if len(self._serving) > _MOST_ASKED:
                 self._forget_serving()
             groups = [group for group in self._groups.values() if serves(group.spec, request)]
-            mask, prefill, dependent = np.zeros(self.size, np.bool_), list[tuple[EndpointSpec, Mask]](), list[int]()
+            mask, halves = np.zeros(self.size, np.bool_), list[tuple[EndpointSpec, Rows]]()
             for group in groups:
-                spec, of = group.spec, mask
-                if spec.role is Role.PREFILL:
-                    of = np.zeros(self.size, np.bool_)
-                    prefill.append((spec, of))
-                elif not spec.alone:
-                    dependent += group.rows
-                of[np.fromiter(group.rows, np.int64, len(group.rows))] = True
+                rows = np.fromiter(group.rows, np.int64, len(group.rows))
+                mask[rows] = group.spec.role is not Role.PREFILL
+                if not group.spec.alone:
+                    halves.append((group.spec, rows))
             scopes = {self.at_row(next(iter(group.rows))).pod.scope for group in groups}
-            known = self._serving[request.pool, request.model] = _Asked(mask, tuple(dependent), prefill, scopes)
+            known = self._serving[request.pool, request.model] = _Asked(mask, halves, scopes)
         return known
 
     def at_row(self, row: int) -> Endpoint:

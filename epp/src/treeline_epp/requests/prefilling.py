@@ -14,6 +14,7 @@ from treeline_wire import headers as names
 
 from treeline_epp.endpoints.http_answer import Answer
 from treeline_epp.endpoints.prefill_calls import PrefillCalls
+from treeline_epp.flow.ticket import Awaited
 from treeline_epp.metrics import Sample
 from treeline_epp.picking.decision import Lease, Outcome
 from treeline_epp.picking.parts import Parts
@@ -34,7 +35,7 @@ _PASSED_ON = (names.REQUEST_ID, names.TRACEPARENT, names.TRACESTATE)
 
 
 @dataclass(eq=False, slots=True)
-class Prefill:
+class Prefill(Awaited):
     """A prompt that another endpoint computes. `done`: its request need not wait any longer, because the answer is
     there, or because that endpoint has the request, if that is enough. It takes `limit_s` at most.
     """
@@ -43,16 +44,6 @@ class Prefill:
     plan: Handover
     began: float
     limit_s: float
-    done: bool = False
-    cancel: Callable[[], object] | None = None
-    _callback: Callable[[], object] | None = None
-
-    def when_done(self, callback: Callable[[], object]) -> None:
-        """Call this once, when it is done, or at once if it is. A later callback replaces an earlier one."""
-        if self.done:
-            callback()
-        else:
-            self._callback = callback
 
     def on_sent(self) -> None:
         """The endpoint has the request."""
@@ -61,9 +52,7 @@ class Prefill:
 
     def finish(self) -> None:
         """Let its request go on."""
-        callback, self._callback, self.done = self._callback, None, True
-        if callback is not None:
-            callback()
+        self._end()
 
 
 @dataclass(eq=False)
@@ -80,7 +69,6 @@ class Prefilling:
     predicted_s: float = 0.0
     actual_s: float = 0.0
     """Sums over the prompts that were computed."""
-    _open: dict[Lease, Prefill] = field(default_factory=dict)
 
     def begin(self, lease: Lease, asked: RouteRequest, outline: Outline | None) -> Prefill | None:
         """Hand over a request whose prompt another endpoint computes: change what its endpoint gets, and ask the other
@@ -106,7 +94,7 @@ class Prefilling:
         limit_s = min(MOST_S, max(PATIENCE_S, part.reservation.expires_at - now)) if plan.waits else MOST_S
         part.reservation.expires_at = now + limit_s
         prompt = Prefill(lease, plan, now, limit_s)
-        prompt.cancel = self.calls.post(
+        part.cancel = self.calls.post(
             prefill.server,
             prefill.address,
             asked.path,
@@ -117,11 +105,9 @@ class Prefilling:
             sent=prompt.on_sent,
             ended=partial(self._ended, prompt),
         )
-        if prompt.cancel is None:
+        if part.cancel is None:
             self._end(lease, Outcome.CANCELLED, "too many prompts are computed apart, or it has gone")
             return None
-        part.called = True
-        self._open[lease] = prompt
         return prompt
 
     def failed(self, lease: Lease) -> bool:
@@ -134,14 +120,13 @@ class Prefilling:
 
     def drop(self, lease: Lease) -> None:
         """Take the client's leaving, or the other endpoint's refusal: nobody wants the prompt."""
-        prompt = self._open.pop(lease, None)
-        if prompt is not None and prompt.cancel is not None:
-            prompt.cancel()
+        if (part := lease.prefill) is not None and part.cancel is not None:
+            part.cancel()
             self._end(lease, Outcome.CANCELLED)
 
     def _ended(self, prompt: Prefill, answer: Answer | None, problem: str) -> None:
         lease, plan, dispatched = prompt.lease, prompt.plan, prompt.done
-        if self._open.pop(lease, None) is None:
+        if lease.prefill is None:  # nobody wants it any more
             return
         outcome, why, found = _outcome(plan, answer, problem)
         took_s, prefill = self.clock() - prompt.began, lease.decision.prefill

@@ -14,6 +14,7 @@ from treeline_wire import headers as names
 from treeline_wire.paths import is_inference
 
 from treeline_epp.endpoints.adapters.registry import ANYTHING, adapter_of
+from treeline_epp.endpoints.prefill_calls import PrefillCalls
 from treeline_epp.flow.control import FlowControl
 from treeline_epp.flow.quotas import Quotas
 from treeline_epp.flow.ticket import Ticket
@@ -53,7 +54,7 @@ class Router:
     have failed one, `on_unknown_model()` when one names a model that no pool serves; `draw()` in [0, 1) chooses among
     weighted targets. `clients_select`: a header of conformance tests names the endpoints that a request may go to, even
     against the proxy. `decisions` logs them, if a page shows them. `flow` lets requests wait; `quotas` are those of
-    clients. `prefilling` asks other endpoints for prompts; without it, each request goes to one endpoint.
+    clients. `prefilling` asks other endpoints for prompts; none, until it is replaced.
 
     A proxy may ask more than once for one request: Envoy AI Gateway 1.0 puts a filter of ours into the chain for each
     match of a pool's routes. A repeated request that carries its destination gets the same one, and counts once.
@@ -73,13 +74,16 @@ class Router:
     observers: Observers = NO_OBSERVERS
     flow: FlowControl[Routed] | None = None
     quotas: Quotas | None = None
-    prefilling: Prefilling | None = None
+    prefilling: Prefilling = field(init=False)
     clock: Callable[[], float] = time.monotonic
     draw: Callable[[], float] = random.random
     _leases: dict[str, Lease] = field(default_factory=dict)
     """Requests whose response has not begun, by their id."""
     _exchanges: dict[Lease | Ticket[Routed], Exchange] = field(default_factory=dict)
     """The records of open requests, if observers, quotas or the queue need them."""
+
+    def __post_init__(self) -> None:
+        self.prefilling = Prefilling(self.picker.parts, PrefillCalls(lambda _server: None), self.clock)
 
     def route(self, asked: RouteRequest, outline: Outline | None = None) -> Routed | Ticket[Routed]:
         """Route a request: return its lease, or the answer that the client gets instead; a ticket if it must wait,
@@ -161,7 +165,7 @@ class Router:
             self._decided(self._exchanges.pop(held), refusals.client_gone())
             return
         self._forget(held)
-        if self.prefilling is not None and not held.closed:
+        if not held.closed:
             self.prefilling.drop(held)
         if self.picker.close(held, self.clock(), Outcome.CANCELLED):
             self.metrics.ended(Outcome.CANCELLED)
@@ -332,8 +336,7 @@ class Router:
             exchange.answered(headers, served, Usage(prompt, cached), now)
         if outcome is not Outcome.HEADERS:
             cached = prompt = None  # a prompt that was not computed teaches nothing
-            if self.prefilling is not None:
-                self.prefilling.drop(lease)
+            self.prefilling.drop(lease)
         # Headers of a stream come with its first token; those of a whole answer with its last.
         streams = headers.get("content-type", "").startswith("text/event-stream")
         ttft = now - lease.opened_at if streams and prompt is not None else None

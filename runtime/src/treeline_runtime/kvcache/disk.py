@@ -16,7 +16,7 @@ import re
 import stat
 import struct
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -93,8 +93,11 @@ class DiskTier:
     def has(self, digest: bytes) -> bool:
         return (self._form.fingerprint, digest) in self._files
 
-    def touch(self, digest: bytes) -> None:
-        self._files.move_to_end((self._form.fingerprint, digest))
+    def touch(self, digests: Sequence[bytes]) -> None:
+        """Pages of one sequence, in order, were used: the last one is evicted first."""
+        for digest in reversed(digests):
+            if self.has(digest):
+                self._files.move_to_end((self._form.fingerprint, digest))
 
     def renew(self, form: PageFormat) -> None:
         """From now on, finds pages of this format alone. Nothing may be written or read."""

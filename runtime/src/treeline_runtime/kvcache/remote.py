@@ -66,18 +66,18 @@ class RemotePages:
             self._failed_at.clear()
         self._failed_at[address] = time.monotonic()
 
-    def have(self, address: str, form: PageFormat, digests: Sequence[bytes]) -> int:
-        """How many of these pages it has, in order; 0 if it does not answer."""
+    def have(self, address: str, form: PageFormat, digests: Sequence[bytes]) -> list[bytes]:
+        """Those of these pages that it has, up to one that it has not; none if it does not answer."""
         if not self.may_ask(address):  # it has failed since
-            return 0
+            return []
         try:
             with self._line(address, form) as line:
                 line.ask(HaveRequest(form.fingerprint, list(digests[:MOST_DIGESTS])))
                 answer, _ = line.answer()
         except OSError:
             self.failed(address)
-            return 0
-        return answer.count if isinstance(answer, Held) else 0
+            return []
+        return list(digests[: max(0, answer.count)]) if isinstance(answer, Held) else []
 
     @contextmanager
     def pull(self, address: str, form: PageFormat, digests: Sequence[bytes]) -> Iterator[Pull]:

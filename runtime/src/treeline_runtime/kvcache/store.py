@@ -19,13 +19,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
-import numpy.typing as npt
 
 from treeline_runtime.kvcache.disk import DiskTier
 from treeline_runtime.kvcache.event_log import EventLog
@@ -35,6 +33,7 @@ from treeline_runtime.kvcache.pool import KVPool, Pages
 from treeline_runtime.kvcache.remote import Pull, RemotePages
 
 T = TypeVar("T")
+R = TypeVar("R")
 Work = Literal["copy", "read", "write", "ask"]
 """Copies of memory; reads and writes of the disk; what asks peers."""
 
@@ -57,12 +56,23 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """What some threads do together."""
+    """What some threads do together: each has a part of the items."""
 
     kind: Work
-    then: Callable[[list[Any]], None]
-    futures: list[Future[Any]]
-    running: int
+    parts: list[Sequence[Any]]
+    then: Callable[[list[Any], float], None]
+    futures: list[Future[tuple[list[Any], float]]] = field(default_factory=list)
+    ended: int = 0
+
+    def finish(self) -> None:
+        results, total = list[Any](), 0.0
+        for part, future in zip(self.parts, self.futures, strict=True):
+            if (error := future.exception()) is not None:
+                logger.error("pages could not be copied", exc_info=error)
+            found, seconds = ([], 0.0) if error is not None else future.result()
+            results += found + [None] * (len(part) - len(found))
+            total += seconds
+        self.then(results, total / len(self.parts))
 
 
 class Workers:
@@ -78,17 +88,28 @@ class Workers:
         self._wake = wake
         self.busy = Counter[Work]()
 
-    def start(self, kind: Work, parts: Sequence[Callable[[], T]], then: Callable[[list[T | None]], None]) -> None:
-        """Runs these in threads, then `then` with their results in a later `take`; None for one that raised."""
+    def start(
+        self,
+        kind: Work,
+        parts: list[Sequence[T]],
+        work: Callable[[Sequence[T]], list[R]],
+        then: Callable[[list[R | None], float], None],
+    ) -> None:
+        """Runs `work` on each part in a thread; it returns results of the first items of its part. `then` is called in
+        a later `take` with one for each item, None if there is none, and the seconds that a thread took."""
         self.busy[kind] += 1
-        job = _Job(kind, then, [], len(parts))
+        job = _Job(kind, parts, then)
 
-        def ended(_: Future[T]) -> None:
+        def timed(part: Sequence[T]) -> tuple[list[R], float]:
+            began = time.perf_counter()
+            return work(part), time.perf_counter() - began
+
+        def ended(_: object) -> None:
             self._ended.put(job)
             self._wake()
 
         for part in parts:
-            future = self._threads[kind].submit(part)
+            future = self._threads[kind].submit(timed, part)
             job.futures.append(future)
             future.add_done_callback(ended)
 
@@ -101,17 +122,11 @@ class Workers:
             except queue.Empty:
                 break
             found = True
-            job.running -= 1
-            if not job.running:
+            job.ended += 1
+            if job.ended == len(job.parts):
                 self.busy[job.kind] -= 1
-                job.then([self._result(future) for future in job.futures])
+                job.finish()
         return found
-
-    def _result(self, future: Future[T]) -> T | None:
-        if (error := future.exception()) is not None:
-            logger.error("pages could not be copied", exc_info=error)
-            return None
-        return future.result()
 
     def close(self) -> None:
         """Waits for what is being done."""
@@ -208,28 +223,29 @@ class PageStore:
                 copies.append((digest, page, slot))
         if not copies:
             return False
-        there, after, form, slab = [digest for digest, *_ in copies], self._slab.now(), self.form, self._slab
+        after, form, slab = self._slab.now(), self.form, self._slab
 
-        def copy() -> list[int]:
+        def copy(part: Sequence[tuple[bytes, int, int]]) -> list[int]:
             with slab.copying(after):
-                for part in self._batches(copies):
-                    pool.copy_out([page for _, page, _ in part], slab.runs([slot for *_, slot in part]))
-            return [form.checksum(digest, slab.page(slot).data) for digest, _, slot in copies]
+                for batch in self._batches(part):
+                    pool.copy_out([page for _, page, _ in batch], slab.runs([slot for *_, slot in batch]))
+            return [form.checksum(digest, slab.page(slot).data) for digest, _, slot in part]
 
-        def ended(results: list[list[int] | None]) -> None:
-            (checksums,) = results
-            if checksums is None:
-                for digest in there:
+        def ended(checksums: list[int | None], _seconds: float) -> None:
+            there = list[bytes]()
+            for (digest, *_), checksum in zip(copies, checksums, strict=True):
+                if checksum is None:
                     self.host.cancel_write(digest)
-            else:
-                for digest, checksum in zip(there[::-1], checksums[::-1], strict=True):
+                else:
                     self.host.end_write(digest, checksum)
-                self.stored_pages["CPU"] += len(there)
-                self._events.copied(there, "CPU")
-                self._write(there)
+                    there.append(digest)
+            self.host.touch(there)
+            self.stored_pages["CPU"] += len(there)
+            self._events.copied(there, "CPU")
+            self._write(there)
             then()
 
-        self._workers.start("copy", [copy], ended)
+        self._workers.start("copy", [copies], copy, ended)
         return True
 
     def _take_slot(self, digest: bytes) -> int | None:
@@ -256,22 +272,21 @@ class PageStore:
         self._for_disk += len(writes)
         self._events.removed([digest for family, digest in victims if family == self.form.fingerprint], "DISK")
 
-        def write() -> list[bool]:
+        def write(part: Sequence[tuple[bytes, Entry]]) -> list[bool]:
             disk.delete(victims)
-            return [self._try_to_write(disk, digest, entry) for digest, entry in writes]
+            return [self._try_to_write(disk, digest, entry) for digest, entry in part]
 
-        def ended(results: list[list[bool] | None]) -> None:
-            (written,) = results
+        def ended(written: list[bool | None], _seconds: float) -> None:
             self._for_disk -= len(writes)
-            pairs = list(zip(writes, written or [False] * len(writes), strict=True))
-            self._events.copied([digest for (digest, _), done in pairs if done], "DISK")
-            for (digest, _), done in reversed(pairs):
+            there = [digest for (digest, _), done in zip(writes, written, strict=True) if done]
+            self._events.copied(there, "DISK")
+            for (digest, _), done in reversed(list(zip(writes, written, strict=True))):
                 self.host.end_read(digest)
-                disk.end_write(digest, written=done)
-                self.stored_pages["DISK"] += done
-                self.failures["disk"] += not done
+                disk.end_write(digest, written=bool(done))
+            self.stored_pages["DISK"] += len(there)
+            self.failures["disk"] += len(writes) - len(there)
 
-        self._workers.start("write", [write], ended)
+        self._workers.start("write", [writes], write, ended)
 
     def _try_to_write(self, disk: DiskTier, digest: bytes, entry: Entry) -> bool:
         assert entry.checksum is not None
@@ -303,46 +318,44 @@ class PageStore:
             self.host.end_read(digest)
         if not reads:
             return False
-        parts = self._shares(reads) if source == "DISK" else [reads]  # a peer that hangs keeps one thread
+        parts = self._shares(reads) if fetch.peer is None else _cut(reads, len(reads))  # who hangs keeps one thread
 
-        def ended(results: list[tuple[list[int], Exception | None, float] | None]) -> None:
-            came, total = list[bytes](), 0.0
-            for part, result in reversed(list(zip(parts, results, strict=True))):
-                checksums, error, seconds = result or ([], None, 0.0)
-                total += seconds
-                for digest, _ in reversed(part[len(checksums) :]):
-                    self.host.cancel_write(digest)
-                for (digest, _), checksum in reversed(list(zip(part, checksums, strict=False))):
-                    self.host.end_write(digest, checksum, source)
+        def read(part: Sequence[tuple[bytes, int]]) -> list[int | Exception]:
+            """Checksums, up to a page that did not come."""
+            found = list[int | Exception]()
+            try:
+                with self._open(fetch, [digest for digest, _ in part]) as place:
+                    for digest, slot in part:
+                        if fetch.over:
+                            break
+                        found.append(place.read(digest, self._slab.page(slot)))
+            except (BadPage, OSError) as error:
+                self._log(f"a page ({source}) could not be read, and is computed: %s", error)
+                found.append(error)
+            return found
+
+        def ended(found: list[int | Exception | None], seconds: float) -> None:
+            came = list[bytes]()
+            for (digest, _), one in zip(reads, found, strict=True):
+                if isinstance(one, int):
+                    self.host.end_write(digest, one, source)
                     came.append(digest)
-                if error is not None:
-                    bad, _ = part[len(checksums)]
-                    self._failed(bad, source, error)
-            for digest in came:
-                if disk is not None and disk.has(digest):
-                    disk.touch(digest)
+                else:
+                    self.host.cancel_write(digest)
+                if isinstance(one, Exception):
+                    self.failures["bad_page" if isinstance(one, BadPage) else source.lower()] += 1
+                    if disk is not None and source == "DISK":
+                        disk.forget(digest)
+                        self._events.removed([digest], "DISK")
+            self.host.touch(came)
+            if disk is not None:
+                disk.touch(came)
             self.loaded_pages[source] += len(came)
-            self._events.copied(came[::-1], "CPU")
-            then(Moved(len(came), total / len(parts), source))
+            self._events.copied(came, "CPU")
+            then(Moved(len(came), seconds, source))
 
-        kind: Work = "read" if source == "DISK" else "ask"
-        self._workers.start(kind, [partial(self._read, fetch, part) for part in parts], ended)
+        self._workers.start("read" if source == "DISK" else "ask", parts, read, ended)
         return True
-
-    def _read(self, fetch: Fetch, part: Sequence[tuple[bytes, int]]) -> tuple[list[int], Exception | None, float]:
-        """Reads pages into their slots. Returns the checksums of those that came, why the next one did not, and the
-        seconds."""
-        began, checksums, problem = time.perf_counter(), list[int](), None
-        try:
-            with self._open(fetch, [digest for digest, _ in part]) as place:
-                for digest, slot in part:
-                    if fetch.over:
-                        break
-                    checksums.append(place.read(digest, self._slab.page(slot)))
-        except (BadPage, OSError) as error:
-            self._log(f"a page ({fetch.source}) could not be read, and is computed: %s", error)
-            problem = error
-        return checksums, problem, time.perf_counter() - began
 
     def _open(self, fetch: Fetch, digests: Sequence[bytes]) -> AbstractContextManager[DiskTier | Pull]:
         if fetch.peer is None:
@@ -351,56 +364,40 @@ class PageStore:
         assert self.remote is not None
         return self.remote.pull(fetch.peer, self.form, digests)
 
-    def _failed(self, digest: bytes, source: Lower, error: Exception) -> None:
-        """A page could not be read."""
-        if source == "DISK":
-            assert self.disk is not None
-            self.disk.forget(digest)
-            self._events.removed([digest], "DISK")
-        self.failures["bad_page" if isinstance(error, BadPage) else source.lower()] += 1
-
     def get(self, pool: KVPool, digests: Sequence[bytes], pages: Pages, then: Callable[[Moved], None]) -> None:
         """Begins to copy pages, all of which the host has, to pages of the device, which nobody else may use until
         `then`."""
         after, slab, form = self._slab.now(), self._slab, self.form
         reads = [(digest, self.host.begin_read(digest), to) for digest, to in zip(digests, pages.tolist(), strict=True)]
-        parts = self._shares(reads)
 
-        def read(part: Sequence[tuple[bytes, Entry, int]]) -> tuple[int, float]:
-            """Up to a page that is not good: those after it are of no use."""
-            began, count = time.perf_counter(), 0
+        def read(part: Sequence[tuple[bytes, Entry, int]]) -> list[bool]:
+            """Whether pages are good, up to one that is not: those after it are of no use."""
+            found = list[bool]()
             with slab.copying(after):
                 for batch in self._batches(part):
                     sound = [form.checksum(one, slab.page(of.slot).data) == of.checksum for one, of, _ in batch]
                     good = batch[: sound.index(False)] if False in sound else batch
                     if good:
                         pool.copy_in([to for *_, to in good], slab.runs([of.slot for _, of, _ in good]))
-                    count += len(good)
+                    found += sound[: len(good) + 1]
                     if len(good) < len(batch):
                         break
-            return count, time.perf_counter() - began
+            return found
 
-        def ended(results: list[tuple[int, float] | None]) -> None:
-            counts = [result[0] if result is not None else 0 for result in results]
-            for digest, *_ in reversed(reads):
+        def ended(found: list[bool | None], seconds: float) -> None:
+            good = [of for of, _ in takewhile(lambda pair: pair[1], zip(reads, found, strict=True))]
+            for digest in reversed(digests):
                 self.host.end_read(digest)
-            for part, count, result in zip(parts, counts, results, strict=True):
-                if result is not None and count < len(part):
-                    self._drop(part[count][0])
-            whole = next((i for i, part in enumerate(parts) if counts[i] < len(part)), len(parts))
-            good = reads[: sum(counts[: whole + 1])]
+            for (digest, *_), sound in zip(reads, found, strict=True):
+                self.failures["bad_page"] += sound is False
+                if sound is False and self.host.drop(digest):
+                    self._events.removed([digest], "CPU")
             self.loaded_pages["CPU"] += len(good)
             source: Lower = max((of.source for _, of, _ in good), key=get_args(Lower).index, default="CPU")
-            then(Moved(len(good), sum(result[1] for result in results if result) / len(parts), source))
+            then(Moved(len(good), seconds, source))
             self._tell([digest for digest, *_ in good])
 
-        self._workers.start("copy", [partial(read, part) for part in parts], ended)
-
-    def _drop(self, digest: bytes) -> None:
-        """A page of the host is not what was stored."""
-        self.failures["bad_page"] += 1
-        if self.host.drop(digest):
-            self._events.removed([digest], "CPU")
+        self._workers.start("copy", self._shares(reads), read, ended)
 
     def _tell(self, digests: Sequence[bytes]) -> None:
         """Pages are in the tree now, and in these tiers too. Readers of events may not know: they may be on the disk
@@ -416,25 +413,21 @@ class PageStore:
         their checksums, and their bytes one after another."""
         there = list(takewhile(self.host.has, digests))
         held = [self.host.begin_read(digest) for digest in there]
-        slab, size = self._slab, self.form.nbytes
+        slab, data = self._slab, np.empty((len(held), self.form.nbytes), dtype=np.uint8)
 
-        def copy() -> npt.NDArray[np.uint8]:
-            data = np.empty((len(held), size), dtype=np.uint8)
-            for row, entry in zip(data, held, strict=True):
+        def copy(part: Sequence[Entry]) -> list[int]:
+            for row, entry in zip(data, part, strict=True):
                 np.copyto(row, slab.page(entry.slot))
-            return data
+            return [entry.checksum for entry in part if entry.checksum is not None]
 
-        def ended(results: list[npt.NDArray[np.uint8] | None]) -> None:
-            (data,) = results
+        def ended(found: list[int | None], _seconds: float) -> None:
+            checksums = [one for one in found if one is not None]
             for digest in reversed(there):
                 self.host.end_read(digest)
-            if data is None:
-                then([], memoryview(b""))
-                return
-            self.sent_pages += len(held)
-            then([entry.checksum for entry in held if entry.checksum is not None], data.reshape(-1).data)
+            self.sent_pages += len(checksums)
+            then(checksums, data[: len(checksums)].reshape(-1).data)
 
-        self._workers.start("copy", [copy], ended)
+        self._workers.start("copy", [held], copy, ended)
 
     # ---- all of it ----------------------------------------------------------------------------------------
 

@@ -39,7 +39,6 @@ from treeline_runtime.scheduler.resolve import Resolved, told_as_settings
 
 REMEMBERED = 4
 """Evicted pages that are remembered for each slot of the host."""
-LEAST_REMEMBERED = 1024
 STALLED_S = 5.0
 """The longest time that requests wait for a piece from the disk or a peer."""
 MOST_QUESTIONS = 4
@@ -71,7 +70,7 @@ class Tiers:
         self._clock = clock
         self._used_once: OrderedDict[bytes, None] = OrderedDict()
         """Evicted pages that are not stored, the oldest first."""
-        self._most_remembered = max(REMEMBERED * store.host.num_slots, LEAST_REMEMBERED)
+        self._most_remembered = REMEMBERED * store.host.num_slots
         self._piece = max(1, FETCH_BYTES // store.form.nbytes)
         """Pages that a client may have on their way from the disk, and from each peer."""
         self._fetches: list[Fetch] = []
@@ -205,13 +204,13 @@ class Tiers:
             if len(asked) * self._tree.page_size < MIN_SHARED_TOKENS:
                 return frozenset()
 
-            def answered(counts: list[int | None]) -> None:
+            def answered(held: list[bytes | None], _seconds: float) -> None:
                 self._questions -= Counter([address])
-                peer.held = frozenset(asked[: counts[0] or 0])
+                peer.held = frozenset(one for one in held if one is not None)
 
             peer.is_asked = True
             self._questions[address] += 1
-            self._workers.start("ask", [partial(remote.have, address, store.form, asked)], answered)
+            self._workers.start("ask", [asked], partial(remote.have, address, store.form), answered)
         return peer.held
 
     def _fetched(self, fetch: Fetch, moved: Moved) -> None:

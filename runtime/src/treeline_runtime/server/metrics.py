@@ -56,36 +56,16 @@ _GAUGES = (
 
 
 _TIERS = {
-    "used_bytes": (
-        Gauge,
-        "kv_tier_used_bytes",
-        "medium",
-        "Bytes of a tier of the KV cache below the device: CPU (host memory) or DISK.",
-    ),
-    "total_stored_tokens": (
-        Counter,
-        "kv_tier_stored_tokens_total",
-        "medium",
-        "Tokens copied to a tier below the device.",
-    ),
+    "used_bytes": (Gauge, "kv_tier_used_bytes", "medium", "Bytes of a cache tier below the device: CPU or DISK."),
+    "total_stored_tokens": (Counter, "kv_tier_stored_tokens_total", "medium", "Tokens copied to a tier."),
     "total_loaded_tokens": (
         Counter,
         "load_back_tokens_total",
         "medium",
-        "Prompt tokens copied back from a tier: from the disk, or a peer, to the host, from there to the device.",
+        "Tokens copied to the host (DISK, PEER), or from there (CPU).",
     ),
-    "total_loads": (
-        Counter,
-        "load_back_total",
-        "outcome",
-        "Times that a prompt's pages were in a lower tier or at a peer: loaded, failed, or computed, which was faster.",
-    ),
-    "total_failures": (
-        Counter,
-        "kv_tier_failures_total",
-        "kind",
-        "bad_page: pages that failed their checksum, and were not used; disk: reads and writes of it; peer: reads.",
-    ),
+    "total_loads": (Counter, "load_back_total", "outcome", "Prompts loaded, computed as that was faster, or failed."),
+    "total_failures": (Counter, "kv_tier_failures_total", "kind", "bad_page: wrong checksums; disk, peer: errors."),
 }
 """By member of TierLoad: kind, name, label, text. No series unless there are tiers."""
 
