@@ -175,6 +175,7 @@ class Harness(Scheduler):
             "priority",
             "pools",
             "return_hidden_states",
+            "pages_from",
         }
         request = {k: options.pop(k) for k in list(options) if k in fields}
         sampling = SamplingParams(**({"temperature": 0.0, "max_new_tokens": 8} | options))

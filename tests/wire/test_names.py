@@ -29,6 +29,7 @@ def test_headers_are_lower_case_and_distinct() -> None:
         "x-treeline-client",
         "x-treeline-isolation",
         "x-treeline-ignored",
+        "x-treeline-pages-from",
     }
 
 

@@ -218,6 +218,14 @@ class ServerArgs(SchedulerConfig):
     load_port: int = port_setting(
         ports.LOAD, group="publishing", rare=True, metavar="PORT", help="load reports, ZMQ PUB (default: %(default)s)"
     )
+    kv_transfer_port: int | None = port_setting(
+        None,
+        group="publishing",
+        metavar="PORT",
+        parse=_port_or_off,
+        help="give cached pages to other runtimes at this port, ZMQ ROUTER; needs --host-cache (default: none; 0 = any "
+        "free one; off = none)",
+    )
     kv_events_topic: str = setting(
         "",
         group="publishing",
@@ -230,7 +238,7 @@ class ServerArgs(SchedulerConfig):
         None,
         group="publishing",
         metavar="DIR",
-        help="folder with the CURVE key pair: publish events on --host; without it on loopback only",
+        help="folder with the CURVE key pair: publish events and pages on --host; without it on loopback only",
     )
 
     pre_stop: float = setting(
@@ -274,6 +282,8 @@ class ServerArgs(SchedulerConfig):
             raise ConfigError(f"--node-rank {self.node_rank} is none of the {self.nnodes} machines (--nnodes), from 0")
         if self.nnodes > 1 and self.dp_size > 1:
             raise ConfigError("--dp-size is for one machine: with --nnodes start more servers instead")
+        if self.kv_transfer_port is not None and self.host_cache is None:
+            raise ConfigError("--kv-transfer-port needs --host-cache, from which pages are sent")
 
     @property
     def expert_ranks(self) -> int:

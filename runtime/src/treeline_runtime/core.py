@@ -32,6 +32,16 @@ if TYPE_CHECKING:
     from treeline_runtime.sampling import Constraint, Processing
 
 
+@dataclass(slots=True)
+class Remote:
+    """Another runtime that may have pages of a prompt."""
+
+    address: str
+    is_asked: bool = False
+    held: frozenset[bytes] | None = None
+    """The pages that it has; None: it has not answered."""
+
+
 @dataclass(slots=True, eq=False)
 class Req:
     """One sequence, from arrival to its final message. Compared by identity."""
@@ -65,14 +75,16 @@ class Req:
     """The cache key of `tokens` at the time of queueing."""
     digests: list[bytes] = field(default_factory=list)
     """The digests of its first pages, as far as they were needed."""
+    remote: Remote | None = None
+    """Another runtime that may have its pages; None once it is not to be asked."""
     loaded: bool = False
     """Whether pages of the host were loaded for it, or were not to be, since it was queued."""
     fetched: int = 0
-    """Pages of its sequence up to which the disk was asked since it was queued."""
+    """Pages of its sequence up to which the disk or a peer was asked since it was queued."""
     fetch: Fetch | None = None
-    """What it waits for, or has waited for: pages from the disk."""
+    """What it waits for, or has waited for: pages on their way to the host."""
     loaded_from: Lower | None = None
-    """The furthest tier from which pages were loaded for it."""
+    """The furthest place from which pages were loaded for it."""
     arrival: int = 0
     waiting_since: float = 0.0
     """When it was last queued, by the scheduler's clock."""
@@ -154,6 +166,7 @@ class Req:
             top_logprobs_num=message.top_logprobs_num,
             needs_all=pooling is not None and pooling.needs_all,
             return_hidden_states=message.return_hidden_states,
+            remote=None if message.pages_from is None else Remote(message.pages_from),
             arrival=arrival,
             priority=priority,
         )

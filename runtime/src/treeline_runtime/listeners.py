@@ -123,19 +123,19 @@ def open_keys(args: ServerArgs) -> tuple[CurveKeys | None, str]:
 
 
 def check_event_ports(args: ServerArgs, host: str) -> None:
-    """Raises EventsError naming a port that is taken or given twice. Each rank has three: ports count up by rank."""
+    """Raises EventsError naming a port that is taken or given twice. Each rank has its own: ports count up by rank."""
     flags = dict[int, str]()
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    bases = (
-        ("--events-port", args.events_port),
-        ("--replay-port", args.replay_port),
-        ("--load-port", args.load_port),
-    )
+    bases = list[tuple[str, int]]()
+    if not args.no_events:
+        bases += [(f"--{name}-port", getattr(args, f"{name}_port")) for name in ("events", "replay", "load")]
+    if args.kv_transfer_port is not None:
+        bases.append(("--kv-transfer-port", args.kv_transfer_port))
     for flag, base in bases if args.dp_size > 1 else ():
         if not 0 < base <= LAST_PORT + 1 - args.dp_size:
             raise EventsError(
                 f"{flag}: {base} is not the first of {args.dp_size} ports, one for each rank (--dp-size): give one "
-                f"from 1 to {LAST_PORT + 1 - args.dp_size} (--no-events = none)"
+                f"from 1 to {LAST_PORT + 1 - args.dp_size} ({_none(flag)} = none)"
             )
     for flag, port in ((flag, base + rank) for flag, base in bases for rank in range(args.dp_size)):
         if port and (other := flags.setdefault(port, flag)) != flag:
@@ -146,5 +146,10 @@ def check_event_ports(args: ServerArgs, host: str) -> None:
                 probe.bind((host, port))
             except OSError as error:
                 raise EventsError(
-                    f"{flag}: cannot bind {host}:{port}: {error.strerror} (0 = any free port; --no-events = none)"
+                    f"{flag}: cannot bind {host}:{port}: {error.strerror} (0 = any free port; {_none(flag)} = none)"
                 ) from None
+
+
+def _none(flag: str) -> str:
+    """The flag that switches off what uses this port."""
+    return "--no-events" if flag != "--kv-transfer-port" else f"{flag} off"

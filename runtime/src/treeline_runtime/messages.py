@@ -137,6 +137,8 @@ class GenerateReq(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
     """A vector is requested, not text: `max_new_tokens` must be 0."""
     return_hidden_states: bool = False
     """The final message has them."""
+    pages_from: str | None = None
+    """HOST:PORT of another runtime that may have pages of the prompt."""
 
 
 class AbortReq(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
@@ -424,12 +426,17 @@ class TierLoad(msgspec.Struct, frozen=True):
     """By medium, as the next two."""
     total_stored_tokens: dict[str, int] = {}
     total_loaded_tokens: dict[str, int] = {}
-    """Copied to the next faster tier."""
+    """CPU: copied to the device; DISK, PEER: to the host."""
     total_loads: dict[str, int] = {}
     """By what became of the pages that a request might have loaded: `loaded`; `computed`, since that was faster;
     `failed`, all or some of them, and computed."""
     total_failures: dict[str, int] = {}
-    """`bad_page`: pages that came back with a wrong checksum or header, and were not used; `disk`: reads and writes."""
+    """`bad_page`: pages that came back with a wrong checksum or header, and were not used; `disk`: reads and writes;
+    `peer`: reads from other runtimes."""
+    total_sent_tokens: int = 0
+    """To other runtimes."""
+    fingerprint: str = ""
+    """Of the pages: other runtimes can use them if theirs is the same."""
 
 
 class LoadUpdate(TreelineLoad, tag=True, frozen=True, omit_defaults=True):

@@ -7,6 +7,7 @@ import gc
 import os
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ import zmq
 from treeline_runtime.args import ServerArgs
 from treeline_runtime.config import ConfigError
 from treeline_runtime.ipc import HEARTBEAT_S, Addresses, Failed, Heartbeat, Inbox, Outbox, Ready
+from treeline_runtime.kvcache.remote import RemotePages
+from treeline_runtime.listeners import EventsError, open_keys
 from treeline_runtime.messages import (
     FromScheduler,
     LoadUpdate,
@@ -27,6 +30,7 @@ from treeline_runtime.messages import (
 from treeline_runtime.models import ModelError
 from treeline_runtime.models.loader import resolve_device
 from treeline_runtime.models.shards import Rank
+from treeline_runtime.page_server import PageServer
 from treeline_runtime.processes import ChildSpec, StartError, last_words, run_child
 from treeline_runtime.scheduler import start
 from treeline_runtime.scheduler.peers import Peers
@@ -134,12 +138,20 @@ def run(spec: ChildSpec, context: zmq.Context[zmq.Socket[bytes]]) -> None:
     try:
         config = config_of(spec)
         scheduler = start(config, transport, peers=transport.peers() if config.shares_experts else None)
-        gc.collect()
-        gc.freeze()  # objects so far are permanent: later collections skip them
-        transport.announce_ready(scheduler.limits.as_dict(), scheduler.load())
-        scheduler.grammars.warm()
-        scheduler.run_forever(stop=lambda: False)  # ends with the process
-    except (ConfigError, ModelError, GroupFailed) as error:
+        limits = scheduler.limits.as_dict()
+        with ExitStack() as stack:
+            if (tiers := scheduler.cache.tiers) is not None:
+                tiers.store.remote = RemotePages(context, open_keys(spec.args)[0])
+                if spec.args.kv_transfer_port is not None:
+                    server = PageServer(context, spec.args, spec.rank, tiers.lending, transport.wake)
+                    stack.callback(server.close)
+                    limits["kv_transfer_port"] = server.port
+            gc.collect()
+            gc.freeze()  # objects so far are permanent: later collections skip them
+            transport.announce_ready(limits, scheduler.load())
+            scheduler.grammars.warm()
+            scheduler.run_forever(stop=lambda: False)  # ends with the process
+    except (ConfigError, EventsError, ModelError, GroupFailed) as error:
         raise StartError(str(error)) from None
 
 

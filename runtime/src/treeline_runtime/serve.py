@@ -346,7 +346,7 @@ def serve(args: ServerArgs) -> int:
         except ConfigError as error:
             raise ServeError(str(error)) from None
     with listening(args) as listeners:
-        if not args.no_events:
+        if not args.no_events or args.kv_transfer_port is not None:
             check_event_ports(args, open_keys(args)[1])
         model_dir = checked_model(args)
         logger.info("listening on %s", url(listeners.http))

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 from treeline_runtime.config import ConfigError
-from treeline_runtime.kvcache.disk import HEADER, BadPage, DiskTier
-from treeline_runtime.kvcache.page import PageFormat
+from treeline_runtime.kvcache.disk import HEADER, DiskTier
+from treeline_runtime.kvcache.page import BadPage, PageFormat
 
 FORM = PageFormat(b"f" * 16, 1000)
 FILE_BYTES = HEADER.size + FORM.nbytes

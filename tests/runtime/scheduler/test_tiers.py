@@ -82,7 +82,7 @@ def test_a_prefix_that_left_the_device_comes_back_from_the_host(tiny: Path, expe
         assert round_of(made, "second", expected) == [0] * 6  # a page is stored at its second use
         assert round_of(made, "third", expected) == [96] * 6
         found = report(made)
-        assert found.total_loaded_tokens == {"CPU": 6 * 96, "DISK": 0}
+        assert found.total_loaded_tokens == {"CPU": 6 * 96, "DISK": 0, "PEER": 0}
         assert found.total_loads == {"loaded": 6, "computed": 0, "failed": 0}
         assert found.total_stored_tokens["CPU"] > 6 * 96
         assert found.used_bytes == {"CPU": found.total_stored_tokens["CPU"] * 256}

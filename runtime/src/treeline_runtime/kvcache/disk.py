@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from treeline_runtime.config import ConfigError
-from treeline_runtime.kvcache.page import PageFormat
+from treeline_runtime.kvcache.page import BadPage, PageFormat
 
 MAGIC = b"TLPAGE\x00\x01"
 """The last byte is the version of the file's format."""
@@ -32,10 +32,6 @@ HEADER = struct.Struct(">8s16s32sQQ")
 """Magic, fingerprint, digest, bytes of the page, checksum."""
 LOCK = "lock"
 _NAME = re.compile(r"([0-9a-f]{32})\.([0-9a-f]{64})(\.new)?")
-
-
-class BadPage(Exception):
-    """It is not the page that was asked for."""
 
 
 Key = tuple[bytes, bytes]

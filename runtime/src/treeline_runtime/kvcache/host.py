@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-Lower = Literal["CPU", "DISK"]
-"""The tiers below the device, the faster one first."""
+Lower = Literal["CPU", "DISK", "PEER"]
+"""Where pages outside the device are, the nearest first: the tiers below it, and another runtime."""
 
 
 @dataclass(slots=True)
@@ -29,7 +29,7 @@ class Entry:
     checksum: int | None = None
     """None: it is being written."""
     source: Lower = "CPU"
-    """DISK: it came from there, and not from the device."""
+    """Where it came from; CPU: from the device."""
     readers: int = 0
 
 

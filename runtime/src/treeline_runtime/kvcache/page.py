@@ -20,6 +20,14 @@ FINGERPRINT_BYTES = 16
 SAMPLES = 16
 """Pieces of each file of weights that a fingerprint reads."""
 SAMPLE_BYTES = 4096
+CHUNK_BYTES = 4 << 20
+"""Pages of so many bytes travel together between runtimes …"""
+MOST_CHUNK_PAGES = 256
+"""… but no more than these."""
+
+
+class BadPage(Exception):
+    """It is not the page that was asked for."""
 
 
 @dataclass(frozen=True)
@@ -28,6 +36,11 @@ class PageFormat:
 
     fingerprint: bytes
     nbytes: int
+
+    @property
+    def chunk_pages(self) -> int:
+        """Pages that travel together between runtimes."""
+        return min(max(1, CHUNK_BYTES // self.nbytes), MOST_CHUNK_PAGES)
 
     def checksum(self, digest: bytes, data: memoryview) -> int:
         """xxh3 of a page, 64 bits."""

@@ -100,6 +100,8 @@ class RadixCache:
 
     def _clear(self) -> None:
         self._roots: dict[str | None, Node] = {}
+        self._nodes: dict[bytes, Node] = {}
+        """By the digest of each page on the device."""
         self._queue = EvictionQueue(self._eviction_key)
         self._now = 0
         self.evictable_pages = 0
@@ -153,6 +155,10 @@ class RadixCache:
             parts.append(node.digests)
             node = node.parent
         return [digest for part in reversed(parts) for digest in part]
+
+    def find(self, digest: bytes) -> Node | None:
+        """The node with this page of the device. O(1)."""
+        return self._nodes.get(digest)
 
     def whole(self, node: Node) -> Match:
         """The match that ends with `node`, which is on the device."""
@@ -300,6 +306,8 @@ class RadixCache:
             missing -= len(leaf.pages) - keep
             self.events.removed(leaf.digests[keep:][::-1])
             self.on_evicted(leaf.digests[keep:])
+            for digest in leaf.digests[keep:]:
+                del self._nodes[digest]
             if keep:
                 leaf.pages = leaf.pages[:keep].copy()
                 leaf.digests = leaf.digests[:keep]
@@ -353,6 +361,7 @@ class RadixCache:
         for i in range(0, len(tokens), self.page_size):
             digest = block_hash(digest, tokens[i : i + self.page_size])
             node.digests.append(digest)
+            self._nodes[digest] = node
         node.place = Place.DEVICE
         node.pages = pages[start : start + len(node.digests)].copy()
         node.last_access, node.priority = self._now, priority
@@ -375,6 +384,7 @@ class RadixCache:
         assert 0 < at < len(node.key) // size
         upper = Node(parent, node.key[: at * size], self._now, node.place)
         upper.pages, upper.digests = node.pages[:at], node.digests[:at]
+        self._nodes.update(dict.fromkeys(upper.digests, upper))
         upper.lock_ref, upper.hit_count = node.lock_ref, node.hit_count
         upper.last_access, upper.priority = node.last_access, node.priority
         parent.children[upper.key[:size]] = upper
@@ -461,6 +471,7 @@ class RadixCache:
             for i, expected in enumerate(node.digests):
                 digest = block_hash(digest, tokens[i * self.page_size : (i + 1) * self.page_size])
                 assert digest == expected, f"digest chain broken at page {i} of {node}"
+                assert self._nodes[digest] is node, f"page {i} of {node} is not found by its digest"
             if node.lock_ref:
                 locked += len(node.pages)
             else:
@@ -468,6 +479,7 @@ class RadixCache:
             may_go = node.lock_ref == 0 and not node.children
             leaves += may_go
             assert (node in self._queue) == may_go, f"{node} and the eviction queue disagree"
+        assert len(self._nodes) == evictable + locked, "pages that left the tree are found by their digests"
         assert leaves == len(self._queue), "the eviction queue has nodes that left the tree"
         assert (evictable, locked) == (self.evictable_pages, self.locked_pages), "page counts differ from the tree"
         assert all(root.children for root in self._roots.values()), "an empty namespace was kept"

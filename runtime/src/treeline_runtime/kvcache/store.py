@@ -1,11 +1,11 @@
-"""The pages outside the device, by digest: on the host, and from there on the disk.
+"""The pages outside the device, by digest: on the host, from there on the disk, and those of other runtimes.
 
-    device ──put──▶ host ──────▶ disk
-    device ◀──get── host ◀─fetch─ disk
+    device ──put──▶ host ──────▶ disk,  host ──lend─▶ peer
+    device ◀──get── host ◀─fetch─ disk or peer
 
-The scheduler's thread owns the bookkeeping; other threads copy, check and do what may block. Reads and writes of the
-disk have threads of their own, and hold slots of the host, but nothing of the device: `put` and `get`, which do, only
-copy memory, and so end soon, whatever the disk does. Every page that comes back is checked against its checksum. What
+The scheduler's thread owns the bookkeeping; other threads copy, check and do what may block. What waits for the disk or
+a peer has threads of its own, and holds slots of the host, but nothing of the device: `put` and `get`, which do, only
+copy memory, and so end soon, whatever the others do. Every page that comes back is checked against its checksum. What
 fails is a miss: a log line and a counter, never a failed request.
 """
 
@@ -18,30 +18,36 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, Literal, TypeVar, get_args
 
-from treeline_runtime.kvcache.disk import BadPage, DiskTier
+import numpy as np
+
+from treeline_runtime.kvcache.disk import DiskTier
 from treeline_runtime.kvcache.event_log import EventLog
 from treeline_runtime.kvcache.host import Entry, HostTier, Lower, Slab
-from treeline_runtime.kvcache.page import PageFormat
+from treeline_runtime.kvcache.page import BadPage, PageFormat
 from treeline_runtime.kvcache.pool import KVPool, Pages
+from treeline_runtime.kvcache.remote import Pull, RemotePages
 
 T = TypeVar("T")
 R = TypeVar("R")
-Work = Literal["copy", "read", "write"]
-"""Copies between device and host; reads and writes of the disk."""
+Work = Literal["copy", "read", "write", "ask"]
+"""Copies of memory; reads and writes of the disk; what asks peers."""
 
 THREADS = min(8, os.cpu_count() or 1)
-"""For each kind of work."""
+"""For each kind of work, but …"""
+ASK_THREADS = 32
+"""… these, which mostly wait."""
 PART_BYTES = 16 << 20
 """Pages of at least so many bytes are worth a thread."""
 BATCH_BYTES = 32 << 20
 """Pages of so many bytes are staged on the device at once, by each thread. Less has the threads wait for each other
 where they call torch: 16 MiB take 87 ms for 2.2 GB on an H200, 32 MiB 69."""
 FETCH_BYTES = 128 << 20
-"""Pages of so many bytes are fetched from the disk at once for a client, so that others wait for no more."""
+"""Pages of so many bytes are fetched from the disk or a peer at once for a client, so that others wait for no more."""
 LOG_S = 60.0
 """The shortest time between two lines about failures."""
 
@@ -75,7 +81,9 @@ class Workers:
     def __init__(self, wake: Callable[[], None]) -> None:
         """wake: called in any thread when `take` will have something."""
         kinds: tuple[Work, ...] = get_args(Work)
-        self._threads = {kind: ThreadPoolExecutor(THREADS, f"treeline {kind}") for kind in kinds}
+        self._threads = {
+            kind: ThreadPoolExecutor(ASK_THREADS if kind == "ask" else THREADS, f"treeline {kind}") for kind in kinds
+        }
         self._ended: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._wake = wake
         self.busy = Counter[Work]()
@@ -135,19 +143,25 @@ class Moved:
     seconds: float
     """What a thread spent on them, waiting for threads not included."""
     source: Lower
-    """The furthest tier from which some of them came."""
+    """The furthest place from which some of them came."""
 
 
 @dataclass(slots=True, eq=False)
 class Fetch:
-    """A piece of a sequence on its way from the disk to the host."""
+    """A piece of a sequence on its way to the host."""
 
     digests: dict[bytes, None]
     """In order."""
     client: str | None
     began_at: float
+    peer: str | None = None
+    """HOST:PORT of the runtime from which it comes; None: it comes from the disk."""
     over: bool = False
     """Nobody waits for it any more: it has come, or takes too long. Then no further page is begun."""
+
+    @property
+    def source(self) -> Lower:
+        return "DISK" if self.peer is None else "PEER"
 
 
 class PageStore:
@@ -166,19 +180,27 @@ class PageStore:
         self.host = host
         self._slab = slab
         self.disk = disk
+        self.remote: RemotePages | None = None
+        """Other runtimes; None: they are not asked."""
         self._workers = workers
         self._events = events
         self.off: set[Lower] = set()
-        """Tiers that are not used, because an audit has found wrong pages there. Without the host there is no disk."""
+        """What is not used, because an audit has found wrong pages there. Without the host nothing is."""
         self._for_disk = 0
         """Slots with a page that waits for the disk."""
         self._logged_at = float("-inf")
         self.stored_pages = Counter[Lower](CPU=0, DISK=0)
         """Since the start, as the next ones."""
-        self.loaded_pages = Counter[Lower](CPU=0, DISK=0)
-        """Copied from this tier to the next faster one."""
-        self.failures = Counter[str](bad_page=0, disk=0)
-        """Pages with a checksum or header that was not theirs; reads and writes of the disk that failed."""
+        self.loaded_pages = Counter[Lower](CPU=0, DISK=0, PEER=0)
+        """Copied from the host to the device; from the others to the host."""
+        self.sent_pages = 0
+        """To peers."""
+        self.failures = Counter[str](bad_page=0, disk=0, peer=0)
+        """Pages with a checksum or header that was not theirs; reads and writes of the disk, and reads from peers, that
+        failed."""
+
+    def uses(self, place: Lower) -> bool:
+        return not self.off & {"CPU", place}
 
     def _batches(self, items: Sequence[T]) -> list[Sequence[T]]:
         return _cut(items, max(1, BATCH_BYTES // self.form.nbytes))
@@ -236,7 +258,7 @@ class PageStore:
         """Begins to write pages of the host to the disk, those that it does not have, up to half of the host: a slow
         disk gets fewer."""
         disk = self.disk
-        if disk is None or self.off:
+        if disk is None or not self.uses("DISK"):
             return
         writes, victims = list[tuple[bytes, Entry]](), []
         for digest in digests:
@@ -283,10 +305,9 @@ class PageStore:
     # ---- back ---------------------------------------------------------------------------------------------
 
     def fetch(self, fetch: Fetch, after: Sequence[bytes], then: Callable[[Moved], None]) -> bool:
-        """Begins to copy pages of the disk to the host, as many as have room beside `after`, the host's pages before
-        them. Returns False if there is no room; then `then` is not called."""
-        disk, reads = self.disk, list[tuple[bytes, int]]()
-        assert disk is not None
+        """Begins to copy pages to the host, as many as have room beside `after`, the host's pages before them. Returns
+        False if there is no room; then `then` is not called."""
+        disk, source, reads = self.disk, fetch.source, list[tuple[bytes, int]]()
         for digest in after:
             self.host.begin_read(digest)
         for digest in fetch.digests:
@@ -297,40 +318,51 @@ class PageStore:
             self.host.end_read(digest)
         if not reads:
             return False
+        parts = self._shares(reads) if fetch.peer is None else _cut(reads, len(reads))  # who hangs keeps one thread
 
         def read(part: Sequence[tuple[bytes, int]]) -> list[int | Exception]:
             """Checksums, up to a page that did not come."""
             found = list[int | Exception]()
-            for digest, slot in part:
-                if fetch.over or (found and isinstance(found[-1], Exception)):
-                    break
-                try:
-                    found.append(disk.read(digest, self._slab.page(slot)))
-                except (BadPage, OSError) as error:
-                    self._log("a page could not be read from the disk cache, and is computed: %s", error)
-                    found.append(error)
+            try:
+                with self._open(fetch, [digest for digest, _ in part]) as place:
+                    for digest, slot in part:
+                        if fetch.over:
+                            break
+                        found.append(place.read(digest, self._slab.page(slot)))
+            except (BadPage, OSError) as error:
+                self._log(f"a page ({source}) could not be read, and is computed: %s", error)
+                found.append(error)
             return found
 
         def ended(found: list[int | Exception | None], seconds: float) -> None:
             came = list[bytes]()
             for (digest, _), one in zip(reads, found, strict=True):
                 if isinstance(one, int):
-                    self.host.end_write(digest, one, "DISK")
+                    self.host.end_write(digest, one, source)
                     came.append(digest)
                 else:
                     self.host.cancel_write(digest)
                 if isinstance(one, Exception):
-                    disk.forget(digest)
-                    self._events.removed([digest], "DISK")
-                    self.failures["bad_page" if isinstance(one, BadPage) else "disk"] += 1
+                    self.failures["bad_page" if isinstance(one, BadPage) else source.lower()] += 1
+                    if disk is not None and source == "DISK":
+                        disk.forget(digest)
+                        self._events.removed([digest], "DISK")
             self.host.touch(came)
-            disk.touch(came)
-            self.loaded_pages["DISK"] += len(came)
+            if disk is not None:
+                disk.touch(came)
+            self.loaded_pages[source] += len(came)
             self._events.copied(came, "CPU")
-            then(Moved(len(came), seconds, "DISK"))
+            then(Moved(len(came), seconds, source))
 
-        self._workers.start("read", self._shares(reads), read, ended)
+        self._workers.start("read" if source == "DISK" else "ask", parts, read, ended)
         return True
+
+    def _open(self, fetch: Fetch, digests: Sequence[bytes]) -> AbstractContextManager[DiskTier | Pull]:
+        if fetch.peer is None:
+            assert self.disk is not None
+            return nullcontext(self.disk)
+        assert self.remote is not None
+        return self.remote.pull(fetch.peer, self.form, digests)
 
     def get(self, pool: KVPool, digests: Sequence[bytes], pages: Pages, then: Callable[[Moved], None]) -> None:
         """Begins to copy pages, all of which the host has, to pages of the device, which nobody else may use until
@@ -361,7 +393,8 @@ class PageStore:
                 if sound is False and self.host.drop(digest):
                     self._events.removed([digest], "CPU")
             self.loaded_pages["CPU"] += len(good)
-            then(Moved(len(good), seconds, "DISK" if any(of.source == "DISK" for _, of, _ in good) else "CPU"))
+            source: Lower = max((of.source for _, of, _ in good), key=get_args(Lower).index, default="CPU")
+            then(Moved(len(good), seconds, source))
             self._tell([digest for digest, *_ in good])
 
         self._workers.start("copy", self._shares(reads), read, ended)
@@ -372,6 +405,29 @@ class PageStore:
         self._events.copied([digest for digest in digests if self.host.has(digest)], "CPU")
         if self.disk is not None:
             self._events.copied([digest for digest in digests if self.disk.has(digest)], "DISK")
+
+    # ---- to peers -----------------------------------------------------------------------------------------
+
+    def lend(self, digests: Sequence[bytes], then: Callable[[list[int], memoryview], None]) -> None:
+        """Begins to copy pages of the host, in order up to one that is not there, into memory that will be `then`'s:
+        their checksums, and their bytes one after another."""
+        there = list(takewhile(self.host.has, digests))
+        held = [self.host.begin_read(digest) for digest in there]
+        slab, data = self._slab, np.empty((len(held), self.form.nbytes), dtype=np.uint8)
+
+        def copy(part: Sequence[Entry]) -> list[int]:
+            for row, entry in zip(data, part, strict=True):
+                np.copyto(row, slab.page(entry.slot))
+            return [entry.checksum for entry in part if entry.checksum is not None]
+
+        def ended(found: list[int | None], _seconds: float) -> None:
+            checksums = [one for one in found if one is not None]
+            for digest in reversed(there):
+                self.host.end_read(digest)
+            self.sent_pages += len(checksums)
+            then(checksums, data[: len(checksums)].reshape(-1).data)
+
+        self._workers.start("copy", [held], copy, ended)
 
     # ---- all of it ----------------------------------------------------------------------------------------
 

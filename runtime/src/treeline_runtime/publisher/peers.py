@@ -48,6 +48,10 @@ class Peers:
         if peer := self._peers.get(fd):
             peer.asked = True
 
+    def close(self) -> None:
+        """Call it before the socket is closed."""
+        self._monitor.close()
+
     def look(self, now: float) -> int:
         """Checks all peers; returns how many connections were ended."""
         ended = 0

@@ -63,16 +63,18 @@ class Source(enum.StrEnum):
     TREE = "tree"
     HOST = "host"
     DISK = "disk"
+    PEER = "peer"
 
 
-SOURCES: Mapping[Lower | None, Source] = {None: Source.TREE, "CPU": Source.HOST, "DISK": Source.DISK}
+LOWER: Mapping[Source, Lower] = {Source.HOST: "CPU", Source.DISK: "DISK", Source.PEER: "PEER"}
+SOURCES: Mapping[Lower | None, Source] = {None: Source.TREE} | {lower: source for source, lower in LOWER.items()}
 """By `Req.loaded_from`, the furthest one. It is blamed: if a nearer one has lied, audits find that once this one is
 off."""
 
 
 def sources_of(config: SchedulerConfig) -> list[Source]:
     """The sources that audits of this configuration may blame."""
-    tiers = {Source.HOST: config.host_cache, Source.DISK: config.disk_cache}
+    tiers = {Source.HOST: config.host_cache, Source.DISK: config.disk_cache, Source.PEER: config.host_cache}
     return [source for source in Source if config.cache_audit and tiers.get(source, "") is not None]
 
 
@@ -256,7 +258,7 @@ class CacheAudits:
         if source is Source.TREE:
             self._cache.keeps = not off
         elif self._cache.tiers is not None:
-            self._cache.tiers.switch("CPU" if source is Source.HOST else "DISK", off=off)
+            self._cache.tiers.switch(LOWER[source], off=off)
 
     # ---- interruptions ------------------------------------------------------------------------------------
 

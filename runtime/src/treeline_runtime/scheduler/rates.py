@@ -14,7 +14,7 @@ TRY_AGAIN = 32
 
 
 class LoadRates:
-    """Seconds per page of each tier, against those of prefill. A tier that has not been measured is fast."""
+    """Seconds per page of each tier and of peers, against those of prefill. What has not been measured is fast."""
 
     def __init__(self, prefill_tokens_per_s: Callable[[], float], page_size: int) -> None:
         """prefill_tokens_per_s: 0 = not known yet."""
@@ -28,7 +28,7 @@ class LoadRates:
     def seconds_per_page(self, medium: Lower) -> float:
         """To the device; 0 = not known yet."""
         pages, seconds = self._averages.get(medium, (0.0, 0.0))
-        through = self.seconds_per_page("CPU") if medium == "DISK" and pages else 0.0
+        through = self.seconds_per_page("CPU") if medium != "CPU" and pages else 0.0
         return seconds / pages + through if pages else 0.0
 
     def tokens_per_s(self, medium: Lower) -> float:

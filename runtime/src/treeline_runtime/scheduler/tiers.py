@@ -1,12 +1,12 @@
-"""The cache's tiers below the device: what is stored there, and when it is brought back.
+"""The cache's tiers below the device, and peers: what is stored there, and when it is brought back.
 
 A page is stored at its second use: computed once and matched once, or computed twice. Uses count across evictions, for
 a bounded number of evicted pages: a page that left between two uses is found at the third.
 
-A waiting request that would be admitted first waits for the disk's pages to come to the host, a bounded piece at a
-time, and then for the host's to come to the device. Each page is asked for once, so this ends, whatever fails: the
-request computes what is missing. A piece that takes too long is waited for no more, and as long as the disk does not
-answer, nothing else is asked of it.
+A waiting request that would be admitted first waits for pages of the disk, and after them of a peer, to come to the
+host, a bounded piece at a time, and then for the host's to come to the device. Each page is asked for once, so this
+ends, whatever fails: the request computes what is missing. A piece that takes too long is waited for no more, and as
+long as the disk or the peer does not answer, nothing else is asked of it.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ from __future__ import annotations
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 from treeline_wire.events import block_hash, root_digest
+from treeline_wire.pages import MOST_DIGESTS
 
 from treeline_runtime.config import SchedulerConfig
-from treeline_runtime.core import Req
+from treeline_runtime.core import Remote, Req
 from treeline_runtime.kvcache import KVPool, Match, Node, PagePool, Pages, RadixCache
 from treeline_runtime.kvcache.disk import DiskTier
 from treeline_runtime.kvcache.host import HostTier, Lower, Slab
@@ -29,6 +31,7 @@ from treeline_runtime.kvcache.store import FETCH_BYTES, Fetch, Moved, PageStore,
 from treeline_runtime.messages import TierLoad
 from treeline_runtime.scheduler.administration import Residence
 from treeline_runtime.scheduler.cache import MIN_SHARED_TOKENS, CacheManager
+from treeline_runtime.scheduler.lending import Lending
 from treeline_runtime.scheduler.loads import Load, Loads
 from treeline_runtime.scheduler.rates import LoadRates
 from treeline_runtime.scheduler.reports import SchedulerStats
@@ -37,13 +40,15 @@ from treeline_runtime.scheduler.resolve import Resolved, told_as_settings
 REMEMBERED = 4
 """Evicted pages that are remembered for each slot of the host."""
 STALLED_S = 5.0
-"""The longest time that requests wait for a piece from the disk."""
+"""The longest time that requests wait for a piece from the disk or a peer."""
+MOST_QUESTIONS = 4
+"""Which pages a peer has it is asked for so many requests at once: one that hangs leaves threads to others."""
 SETTLE_S = 3.0
 """Time for copies to end before a flush or sleep, which they take only if a disk hangs."""
 
 
 class Tiers:
-    """Decides, counts, and owns all copies between the device, the host and the disk."""
+    """Decides, counts, and owns all copies between the device, the host, the disk and peers."""
 
     def __init__(
         self,
@@ -67,8 +72,11 @@ class Tiers:
         """Evicted pages that are not stored, the oldest first."""
         self._most_remembered = REMEMBERED * store.host.num_slots
         self._piece = max(1, FETCH_BYTES // store.form.nbytes)
-        """Pages that a client may have on their way from the disk."""
+        """Pages that a client may have on their way from the disk, and from each peer."""
         self._fetches: list[Fetch] = []
+        self._questions = Counter[str]()
+        """By peer, those without an answer."""
+        self.lending = Lending(tree, store, self._put)
         self.loads = Loads(tree, pool, lambda *of: store.get(kv_pool(), *of), self._loaded)
         self._outcomes = Counter[str](loaded=0, computed=0, failed=0)
         """As in `TierLoad.total_loads`."""
@@ -143,37 +151,72 @@ class Tiers:
 
     def _fetches_more(self, req: Req, match: Match, here: Sequence[bytes]) -> bool:
         """Whether more pages come to the host, after those which are `here`; may begin to fetch them."""
-        store, disk, at = self.store, self.store.disk, match.num_pages + len(here)
-        if disk is None or store.off or any(fetch.over for fetch in self._fetches):
-            return False
+        host, at = self.store.host, match.num_pages + len(here)
         for digest in self._following(req, match, at, lambda _: True, most=1):
             if (coming := next((fetch for fetch in self._fetches if digest in fetch.digests), None)) is not None:
                 req.fetch = coming
-                return True
-        wanted = self._following(req, match, at, lambda one: disk.has(one) and one not in store.host, self._piece)
-        enough = (len(here) + len(wanted)) * self._tree.page_size >= MIN_SHARED_TOKENS
-        if not wanted or not enough or at < req.fetched:
+                return not coming.over
+        if at < req.fetched:
             return False
-        own = [fetch for fetch in self._fetches if fetch.client == req.client]
+        peer, wanted = None, self._on_disk(req, match, at)
+        if not wanted and req.remote is not None:
+            peer, held = req.remote.address, self._at_peer(req, req.remote, match, at)
+            if held is None:
+                return True
+            wanted = self._following(req, match, at, lambda one: one in held and one not in host, self._piece)
+        if not wanted or (len(here) + len(wanted)) * self._tree.page_size < MIN_SHARED_TOKENS:
+            return False
+        own = [fetch for fetch in self._fetches if (fetch.client, fetch.peer) == (req.client, peer)]
         if own and sum(len(fetch.digests) for fetch in own) + len(wanted) > self._piece:
             req.fetch = own[0]  # then it is asked again
             return True
         req.fetched = at + len(wanted)
-        if not self.rates.allows("DISK"):
+        fetch = Fetch(dict.fromkeys(wanted), req.client, self._clock(), peer)
+        if not self.rates.allows(fetch.source):
             self._outcomes["computed"] += 1
             req.fetched = len(req.tokens)
             return False
-        fetch = Fetch(dict.fromkeys(wanted), req.client, self._clock())
-        if not store.fetch(fetch, here, lambda moved: self._fetched(fetch, moved)):
+        if not self.store.fetch(fetch, here, partial(self._fetched, fetch)):
             return False
         req.fetch = fetch
         self._fetches.append(fetch)
         return True
 
+    def _answers(self, peer: str | None) -> bool:
+        """Whether nothing that was to come from there, None: the disk, takes too long."""
+        return not any(fetch.over and fetch.peer == peer for fetch in self._fetches)
+
+    def _on_disk(self, req: Req, match: Match, at: int) -> Sequence[bytes]:
+        """Pages from `at` on to fetch from there."""
+        host, disk = self.store.host, self.store.disk
+        if disk is None or not self.store.uses("DISK") or not self._answers(None):
+            return ()
+        return self._following(req, match, at, lambda one: disk.has(one) and one not in host, self._piece)
+
+    def _at_peer(self, req: Req, peer: Remote, match: Match, at: int) -> frozenset[bytes] | None:
+        """The pages from `at` on that another runtime has; None: it is being asked."""
+        store, address, remote = self.store, peer.address, self.store.remote
+        if remote is None or not (store.uses("PEER") and self._answers(address) and remote.may_ask(address)):
+            req.remote = None
+            return frozenset()
+        if not peer.is_asked and self._questions[address] < MOST_QUESTIONS:
+            asked = self._following(req, match, at, lambda _: True, MOST_DIGESTS)
+            if len(asked) * self._tree.page_size < MIN_SHARED_TOKENS:
+                return frozenset()
+
+            def answered(held: list[bytes | None], _seconds: float) -> None:
+                self._questions -= Counter([address])
+                peer.held = frozenset(one for one in held if one is not None)
+
+            peer.is_asked = True
+            self._questions[address] += 1
+            self._workers.start("ask", [asked], partial(remote.have, address, store.form), answered)
+        return peer.held
+
     def _fetched(self, fetch: Fetch, moved: Moved) -> None:
         self._fetches.remove(fetch)
         fetch.over = True
-        self.rates.on_load("DISK", moved)
+        self.rates.on_load(fetch.source, moved)
 
     def _loaded(self, load: Load, moved: Moved) -> None:
         self._outcomes["loaded" if moved.pages == len(load.pages) else "failed"] += 1
@@ -186,6 +229,7 @@ class Tiers:
     def take(self) -> bool:
         """Takes what copies have done. Returns whether that may change what can be computed."""
         changed, now = self._workers.take(), self._clock()
+        changed |= self.lending.step(now)
         for fetch in self._fetches:
             if not fetch.over and now - fetch.began_at >= STALLED_S:
                 fetch.over = changed = True
@@ -201,7 +245,7 @@ class Tiers:
 
     @property
     def is_copying(self) -> bool:
-        """Whether anything is read or written by a copy, here or on the disk."""
+        """Whether anything is read or written by a copy, or a peer asked."""
         return self._workers.busy.total() > 0
 
     @property
@@ -220,6 +264,8 @@ class Tiers:
             total_loaded_tokens={medium: pages * size for medium, pages in store.loaded_pages.items()},
             total_loads=dict(self._outcomes),
             total_failures=dict(store.failures),
+            total_sent_tokens=store.sent_pages * size,
+            fingerprint=store.form.fingerprint.hex(),
         )
 
     def switch(self, tier: Lower, *, off: bool) -> None:

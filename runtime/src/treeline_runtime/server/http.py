@@ -128,6 +128,11 @@ class ApiRequest(Request):
         """It comes through our edge, where the picker alone names a data-parallel rank."""
         return wire_headers.EDGE in self.headers
 
+    @property
+    def pages_from(self) -> str | None:
+        """HOST:PORT of a runtime that may have pages of the prompt. The edge removes callers' copies of the header."""
+        return self.headers.get(wire_headers.PAGES_FROM)
+
     def rank(self, limits: Limits, of_body: int | None) -> int | None:
         """The data-parallel rank that its header names, or its body. Raises ApiError 400."""
         named = self.headers.get(wire_headers.RANK)

@@ -61,7 +61,7 @@ class Generations(_Read, frozen=True, kw_only=True):
     rid: str
     """The request's name, for `/abort_request`."""
     prompts: list[GenerateReq]
-    """The request for each, without `rid` and `client`."""
+    """The request for each, without `rid`, `client` and `pages_from`."""
     n: int = 1
     rids: list[str] | None = None
     """Ids of the generations, if the client chose them."""
@@ -100,7 +100,9 @@ class Generations(_Read, frozen=True, kw_only=True):
                     param=prompt.sampling.grammar_param,
                 )
 
-    def requests(self, client: str | None = None, *, uses_priority: bool = True) -> list[GenerateReq]:
+    def requests(
+        self, client: str | None = None, pages_from: str | None = None, *, uses_priority: bool = True
+    ) -> list[GenerateReq]:
         """One per choice, prompt by prompt. A seed gives each choice its own, reproducible seed."""
         choices = [(prompt, choice) for prompt in self.prompts for choice in range(self.n)]
         return [
@@ -108,6 +110,7 @@ class Generations(_Read, frozen=True, kw_only=True):
                 prompt,
                 rid=rid,
                 client=client,
+                pages_from=pages_from,
                 sampling=_for_choice(prompt.sampling, choice),
                 priority=prompt.priority if uses_priority else 0,
             )

@@ -58,9 +58,14 @@ _GAUGES = (
 _TIERS = {
     "used_bytes": (Gauge, "kv_tier_used_bytes", "medium", "Bytes of a cache tier below the device: CPU or DISK."),
     "total_stored_tokens": (Counter, "kv_tier_stored_tokens_total", "medium", "Tokens copied to a tier."),
-    "total_loaded_tokens": (Counter, "load_back_tokens_total", "medium", "Tokens copied to the next faster tier."),
+    "total_loaded_tokens": (
+        Counter,
+        "load_back_tokens_total",
+        "medium",
+        "Tokens copied to the host (DISK, PEER), or from there (CPU).",
+    ),
     "total_loads": (Counter, "load_back_total", "outcome", "Prompts loaded, computed as that was faster, or failed."),
-    "total_failures": (Counter, "kv_tier_failures_total", "kind", "bad_page: wrong checksums; disk: reads and writes."),
+    "total_failures": (Counter, "kv_tier_failures_total", "kind", "bad_page: wrong checksums; disk, peer: errors."),
 }
 """By member of TierLoad: kind, name, label, text. No series unless there are tiers."""
 
@@ -127,6 +132,12 @@ class Metrics:
             member: kind(f"treeline:{name}", text, [*self._labels, label], registry=self._registry)
             for member, (kind, name, label, text) in _TIERS.items()
         }
+        self._sent = Counter(
+            "treeline:kv_tier_sent_tokens_total",
+            "Tokens whose pages were sent to other runtimes.",
+            list(self._labels),
+            registry=self._registry,
+        )
         self.http_requests = Counter(
             "treeline:http_responses_total",
             "HTTP responses, by path and status.",
@@ -164,6 +175,8 @@ class Metrics:
                 past = getattr(last.tiers, member, {})
                 for label, value in getattr(load.tiers, member).items():
                     metric.labels(*self._labels.values(), label).inc(value - past.get(label, 0))
+            sent = load.tiers.total_sent_tokens - getattr(last.tiers, "total_sent_tokens", 0)
+            self._sent.labels(**self._labels).inc(sent)
 
     def render(self) -> bytes:
         """Prometheus' text format."""

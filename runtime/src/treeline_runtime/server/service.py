@@ -269,7 +269,9 @@ class Service:
         if job.prompts[0].priority and not self.uses_priority and asked is not None:
             asked.ignored += ("priority",)
         client = OURSELVES if asked is None else asked.client
-        requests, size, pacer = job.requests(client, uses_priority=self.uses_priority), answer_bytes, Pacer()
+        pages_from = None if asked is None else asked.pages_from
+        requests = job.requests(client, pages_from, uses_priority=self.uses_priority)
+        size, pacer = answer_bytes, Pacer()
         for first in requests[:: job.n]:
             size += job.n * size_of(first)
             await pacer.rest()

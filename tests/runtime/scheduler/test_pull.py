@@ -1,0 +1,361 @@
+"""Pages that another runtime has are pulled, and answers are those of computing, whatever the other one does."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+from support.runtime_engine import Harness, prompt
+from support.runtime_server import eventually
+from treeline_runtime.args import ServerArgs
+from treeline_runtime.kvcache import remote
+from treeline_runtime.kvcache.page import PageFormat
+from treeline_runtime.kvcache.remote import RemotePages
+from treeline_runtime.messages import FlushReq, TierLoad
+from treeline_runtime.page_server import MOST_IN_FLIGHT, PageServer
+from treeline_runtime.scheduler.tiers import STALLED_S
+from treeline_wire.pages import (
+    WINDOW,
+    GetRequest,
+    HaveRequest,
+    Held,
+    Pages,
+    encode_answer,
+    encode_request,
+    parse_answer,
+    parse_request,
+)
+from treeline_wire.security import CurveKeys
+
+PROMPT = [*prompt(0, 200), 1]
+Answered = tuple[Held | Pages, bytes]
+
+
+@pytest.fixture(scope="module")
+def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
+    made: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    yield made
+    made.term()
+
+
+@pytest.fixture(scope="module")
+def expected(tiny: Path) -> list[int]:
+    return Harness(tiny).generate("alone", PROMPT)
+
+
+@contextmanager
+def engine(tiny: Path, context: zmq.Context[Any], **settings: Any) -> Iterator[Harness]:
+    """An engine that pulls."""
+    made = Harness(tiny, **{"host_cache": 1 << 20} | settings)
+    assert made.cache.tiers is not None
+    made.cache.tiers.rates.allows = lambda _: True  # type: ignore[method-assign]  # whatever this machine measures
+    made.cache.tiers.store.remote = RemotePages(context, None)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@contextmanager
+def lending(made: Harness, context: zmq.Context[Any], **args: Any) -> Iterator[str]:
+    """Let an engine give its pages to others; returns its address. It steps in a thread of its own."""
+    assert made.cache.tiers is not None
+    settings: dict[str, Any] = {"model": "none", "host_cache": 1, "kv_transfer_port": 0} | args
+    server = PageServer(context, ServerArgs(**settings), 0, made.cache.tiers.lending, made.woken.set)
+    stopped = threading.Event()
+
+    def step() -> None:
+        while not stopped.is_set():
+            if not made.step():
+                made.woken.wait(0.1)
+                made.woken.clear()
+
+    thread = threading.Thread(target=step)
+    thread.start()
+    try:
+        yield f"127.0.0.1:{server.port}"
+    finally:
+        stopped.set()
+        made.woken.set()
+        thread.join()
+        server.close()
+        made.run()
+
+
+@contextmanager
+def fake_peer(context: zmq.Context[Any], answer: Callable[[Any], Sequence[Any] | None]) -> Iterator[str]:
+    """A peer that answers requests as told; returns its address."""
+    with context.socket(zmq.ROUTER) as sock:
+        sock.setsockopt(zmq.LINGER, 0)
+        port = sock.bind_to_random_port("tcp://127.0.0.1")
+        stopped = threading.Event()
+
+        def run() -> None:
+            while not stopped.is_set():
+                if sock.poll(20):
+                    peer, *frames = sock.recv_multipart()
+                    if (said := answer(parse_request(frames))) is not None:
+                        sock.send_multipart([peer, *said])
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        try:
+            yield f"127.0.0.1:{port}"
+        finally:
+            stopped.set()
+            thread.join()
+
+
+def report(engine: Harness) -> TierLoad:
+    assert engine.cache.tiers is not None
+    return engine.cache.tiers.load_report()
+
+
+@pytest.mark.parametrize("settings", [{}, {"page_size": 16}, {"kv_cache_dtype": "fp8_e4m3"}, {"host_cache": 8 << 10}])
+def test_what_a_peer_has_on_its_device_is_pulled_and_answered_the_same(
+    tiny: Path, context: zmq.Context[Any], settings: dict[str, Any]
+) -> None:
+    alone = Harness(tiny, **{key: value for key, value in settings.items() if key != "host_cache"})
+    expected = alone.generate("alone", PROMPT)
+    with engine(tiny, context, **settings) as there:
+        there.generate("there", PROMPT)
+        with lending(there, context) as address, engine(tiny, context, **settings | {"host_cache": 1 << 20}) as here:
+            assert here.generate("here", PROMPT, pages_from=address) == expected
+            pulled, found = here.last("here").cached_tokens, report(here)
+            whole = 200 // here.config.page_size * here.config.page_size
+            assert 0 < pulled <= whole
+            assert pulled == whole or "host_cache" in settings, "a small host passes on less"
+            assert found.total_loaded_tokens == {"CPU": pulled, "DISK": 0, "PEER": pulled}
+            assert report(there).total_sent_tokens >= pulled
+            assert found.total_failures == {"bad_page": 0, "disk": 0, "peer": int("host_cache" in settings)}
+            assert here.generate("again", PROMPT) == expected, "what was pulled is cached"
+
+
+def test_only_what_is_missing_is_pulled(tiny: Path, context: zmq.Context[Any], expected: list[int]) -> None:
+    with engine(tiny, context) as there, engine(tiny, context) as here:
+        there.generate("there", PROMPT)
+        here.generate("part", PROMPT[:100])
+        with lending(there, context) as address:
+            assert here.generate("here", PROMPT, pages_from=address) == expected
+        assert here.last("here").cached_tokens == 200
+        assert report(here).total_loaded_tokens["PEER"] == 100
+
+
+def test_requests_with_one_prefix_pull_it_once(tiny: Path, context: zmq.Context[Any], expected: list[int]) -> None:
+    with engine(tiny, context) as there, engine(tiny, context) as here:
+        there.generate("there", PROMPT)
+        with lending(there, context) as address:
+            for i in range(4):
+                here.submit(str(i), PROMPT, pages_from=address)
+            here.run()
+        assert [here.tokens(str(i)) for i in range(4)] == [expected] * 4
+        assert report(here).total_loaded_tokens["PEER"] == 200
+
+
+def test_another_namespace_finds_nothing(tiny: Path, context: zmq.Context[Any]) -> None:
+    with engine(tiny, context) as there, engine(tiny, context) as here:
+        there.generate("there", PROMPT, namespace="one")
+        with lending(there, context) as address:
+            for namespace in (None, "two"):
+                here.generate(str(namespace), PROMPT, namespace=namespace, pages_from=address)
+                assert here.last(str(namespace)).cached_tokens == 0
+            here.generate("one", PROMPT, namespace="one", pages_from=address)
+            assert here.last("one").cached_tokens == 200
+
+
+def test_pages_of_another_model_are_not_taken(tiny: Path, context: zmq.Context[Any]) -> None:
+    with engine(tiny, context, seed=1) as there, engine(tiny, context) as here:
+        there.generate("there", PROMPT)
+        with lending(there, context) as address:
+            here.generate("here", PROMPT, pages_from=address)
+            assert here.last("here").cached_tokens == 0
+            assert report(here).fingerprint != report(there).fingerprint
+            with context.socket(zmq.DEALER) as sock:
+                sock.connect(f"tcp://{address}")
+                sock.send_multipart(encode_request(HaveRequest(b"x" * 16, [b"d" * 32])))
+                assert parse_answer(sock.recv_multipart())[0] == Held(0, "another model or format of pages")
+
+
+def test_a_peer_that_flushes_while_it_gives_pages_gives_no_wrong_ones(
+    tiny: Path, context: zmq.Context[Any], expected: list[int]
+) -> None:
+    with engine(tiny, context) as there, lending(there, context) as address, engine(tiny, context) as here:
+        for i in range(8):
+            there.submit(f"there-{i}", PROMPT)
+            eventually(lambda i=i: there.outs.get(f"there-{i}") and there.is_idle)
+            there.inbox.append(FlushReq(f"flush-{i}"))
+            there.woken.set()
+            assert here.generate(f"here-{i}", PROMPT, pages_from=address) == expected
+            here.cache.wipe()
+            eventually(lambda i=i: len(there.replies) > i)
+
+
+def sick(form: PageFormat, sound: Callable[[Any], Sequence[Any]], how: str) -> Callable[[Any], Sequence[Any] | None]:
+    """A peer that has all pages, and something wrong with it."""
+    count = 0
+
+    def answer(request: Any) -> Sequence[Any] | None:
+        nonlocal count
+        count += 1
+        if isinstance(request, HaveRequest):
+            return None if how == "silent" else [b"nonsense"] if how == "talks nonsense" else sound(request)
+        size = form.nbytes * len(request.digests)
+        right = [form.checksum(digest, memoryview(bytes(form.nbytes))) for digest in request.digests]
+        match how:
+            case "falls silent":
+                return None
+            case "sends wrong bytes":
+                return encode_answer(Pages(request.number, right), b"\1" * size)
+            case "has lost them":
+                return encode_answer(Pages(request.number))
+            case "sends too much":
+                return encode_answer(Pages(request.number, right), bytes(size + 1))
+            case "answers another request":
+                return encode_answer(Pages(request.number + 7, right), bytes(size))
+        return encode_answer(Held(3))
+
+    return answer
+
+
+TROUBLE = [
+    "silent",
+    "talks nonsense",
+    "falls silent",
+    "sends wrong bytes",
+    "has lost them",
+    "sends too much",
+    "answers another request",
+    "answers another question",
+]
+
+
+@pytest.mark.parametrize("how", TROUBLE)
+def test_a_sick_peer_costs_nothing_but_time(
+    tiny: Path, context: zmq.Context[Any], expected: list[int], how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "SILENT_S", 0.2)
+    with engine(tiny, context) as here:
+        assert here.cache.tiers is not None
+        form = here.cache.tiers.store.form
+
+        def sound(request: HaveRequest) -> Sequence[Any]:
+            return encode_answer(Held(len(request.digests)))
+
+        with fake_peer(context, sick(form, sound, how)) as address:
+            assert here.generate("here", PROMPT, pages_from=address) == expected
+            assert here.last("here").cached_tokens == 0
+            here.cache.wipe()
+            began = time.monotonic()
+            assert here.generate("again", PROMPT, pages_from=address) == expected
+            assert not here.cache.tiers.store.remote.may_ask(address), "it is left alone for a while"  # type: ignore[union-attr]
+            assert time.monotonic() - began < 60
+        assert report(here).total_failures["bad_page"] == (how == "sends wrong bytes")
+
+
+def test_a_peer_that_hangs_holds_no_page_of_the_device_and_delays_nothing(
+    tiny: Path, context: zmq.Context[Any], expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "SILENT_S", 60.0)
+    now, asked, go, others = [0.0], threading.Event(), threading.Event(), [2, *prompt(7, 100)]
+    with (
+        engine(tiny, context) as there,
+        engine(tiny, context, max_total_tokens=256, clock=lambda: now[0]) as here,
+    ):
+        computed = there.generate("there", others)
+        assert here.cache.tiers is not None
+        lost = encode_answer(Pages(0))
+
+        def answer(request: Any) -> Sequence[Any] | None:
+            if isinstance(request, HaveRequest):
+                return encode_answer(Held(len(request.digests)))
+            asked.set()
+            return lost if go.wait(60) else None
+
+        with fake_peer(context, answer) as address, lending(there, context) as sound:
+            here.submit("waits", PROMPT, pages_from=address)
+            eventually(lambda: (here.step(), asked.is_set())[1])
+            assert here.cache.tiers.loads.held_pages == 0
+            here.submit("other", others, pages_from=sound)
+            eventually(lambda: (here.step(), here.outs.get("other") and here.last("other").finish)[1])
+            assert here.tokens("other") == computed
+            assert here.last("other").cached_tokens == 100
+            assert "waits" in here.prefill.waiting
+            now[0] += STALLED_S
+            eventually(lambda: (here.step(), here.outs.get("waits") and here.last("waits").finish)[1])
+            assert here.tokens("waits") == expected
+            assert here.cache.tiers.is_copying, "the peer still hangs"
+            go.set()
+            here.run()
+        assert report(here).total_loads["failed"] == 1
+
+
+def test_no_address_but_of_this_machine_is_asked_without_keys(context: zmq.Context[Any], tmp_path: Path) -> None:
+    plain = RemotePages(context, None)
+    for good in ("127.0.0.1:5", "[::1]:5"):
+        assert plain.may_ask(good)
+    strangers = ("10.0.0.1:5", "[fd00::1]:5", "192.168.1.2:80")
+    for bad in (*strangers, "localhost:5", "example.org:5", "127.0.0.1", "127.0.0.1:", ":5", "", "127.0.0.1:x", "*:5"):
+        assert not plain.may_ask(bad), bad
+    keyed = RemotePages(context, CurveKeys.generate(tmp_path / "keys"))
+    assert all(keyed.may_ask(one) for one in strangers)
+    assert not keyed.may_ask("example.org:5")
+
+
+def test_only_who_has_the_pools_keys_is_given_pages_or_asked(
+    tiny: Path, context: zmq.Context[Any], expected: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "SILENT_S", 0.3)
+    ours, others = CurveKeys.generate(tmp_path / "ours"), CurveKeys.generate(tmp_path / "others")
+    with engine(tiny, context) as there, engine(tiny, context) as here:
+        there.generate("there", PROMPT)
+        assert here.cache.tiers is not None
+        with lending(there, context, curve_dir=str(tmp_path / "ours")) as address:
+            for name, keys, cached in (("none", None, 0), ("others", others, 0), ("ours", ours, 200)):
+                here.cache.tiers.store.remote = RemotePages(context, keys)
+                assert here.generate(name, PROMPT, pages_from=address) == expected
+                assert here.last(name).cached_tokens == cached
+                here.cache.wipe()
+
+
+def ask(sock: zmq.Socket[Any], *requests: Any) -> None:
+    for request in requests:
+        sock.send_multipart(encode_request(request))
+
+
+def test_a_peer_has_so_many_requests_unanswered_and_others_are_dropped(tiny: Path, context: zmq.Context[Any]) -> None:
+    with engine(tiny, context) as there, context.socket(zmq.DEALER) as sock:
+        there.generate("there", PROMPT)
+        assert there.cache.tiers is not None
+        form = there.cache.tiers.store.form
+        server = PageServer(
+            context,
+            ServerArgs(model="none", host_cache=1, kv_transfer_port=0),
+            0,
+            there.cache.tiers.lending,
+            there.woken.set,
+        )
+        sock.connect(f"tcp://127.0.0.1:{server.port}")
+        ask(sock, *[GetRequest(form.fingerprint, [b"d" * 32], number) for number in range(MOST_IN_FLIGHT)])
+        ask(sock, GetRequest(form.fingerprint, [b"short"], 99))
+        sock.send_multipart([b"", b"treeline", b"1", b"\xc1"])
+        assert there.woken.wait(30)
+        found = set[int]()
+
+        def all_came() -> bool:
+            there.step()
+            while sock.poll(0):
+                answer, data = parse_answer(sock.recv_multipart())
+                assert isinstance(answer, Pages)
+                assert (answer.checksums, bytes(data)) == ([], b"")
+                found.add(answer.number)
+            return len(found) > WINDOW
+
+        eventually(all_came)
+        assert 99 not in found
+        server.close()
