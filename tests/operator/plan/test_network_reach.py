@@ -79,7 +79,7 @@ def everything(of: InferencePool, platform: Platform) -> tuple[list[dict[str, An
     cluster = Cluster()
     cluster.converge(of, platform=platform)
     policies = [cluster.get("NetworkPolicy", name) for name in cluster.names("NetworkPolicy")]
-    policies.append(pods_policy(of, of.spec.gateway.parent_refs, platform, {}, groups=False))
+    policies.append(pods_policy(of, of.spec.gateway.parent_refs, platform, {}, meet=False))
     template = workload(of, TargetRevision("r", None), 1, {"labels": {}}, Images())["spec"]["template"]
     pods = {"runtime": Pod("ns", template["metadata"]["labels"])}
     for component in ("epp", "edge"):

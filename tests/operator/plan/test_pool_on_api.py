@@ -55,6 +55,12 @@ SPECS: dict[str, dict[str, Any]] = {
         "accelerator": {"type": "nvidia"},
         "engine": {"type": "sglang"},
     },
+    "pair": {
+        "model": {"uri": "hf://org/name"},
+        "accelerator": {"type": "nvidia"},
+        "engine": {"type": "vllm"},
+        "prefill": {"template": {"spec": {"priorityClassName": "prompts"}}},
+    },
     "custom": {"engine": {"type": "custom", "image": "x:1"}, "template": USERS},
     "parents": {"gateway": {"parentRefs": [{"name": "front"}]}},
 }
