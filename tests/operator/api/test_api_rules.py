@@ -11,6 +11,7 @@ import yaml
 from pydantic import ValidationError
 from support.api_flow_control import ACCEPTED_FLOW_CONTROL, REFUSED_FLOW_CONTROL
 from support.api_hostile import HOSTILE_ENDS, HOSTILE_STRINGS, HOSTILE_WORDS
+from support.api_prefill import REFUSED_PREFILL
 from support.api_specs import Chance, document
 from support.control_plane import ControlPlane
 from treeline_operator.api.model import InferenceModel
@@ -21,46 +22,6 @@ from treeline_tools import crds
 pytestmark = [pytest.mark.integration, pytest.mark.deep]
 
 KINDS = {"InferencePool": InferencePool, "InferenceModel": InferenceModel}
-
-_PAIR = "{model: {uri: hf://o/n}, accelerator: {type: nvidia}, "
-REFUSED_PREFILL = [
-    ("prefill: {}", "only engines vllm and sglang hand prompts over from pod to pod"),
-    (
-        "{model: {uri: hf://o/n}, engine: {type: custom, image: x}, prefill: {}}",
-        "only engines vllm and sglang hand prompts over from pod to pod",
-    ),
-    (
-        _PAIR + "engine: {type: vllm}, prefill: {accelerator: {type: nvidia, nodes: 2}}}",
-        "a prefill replica is one pod",
-    ),
-    (_PAIR + "engine: {type: vllm}, prefill: {accelerator: {}}}", "both sides have the engine's image"),
-    (
-        _PAIR + "engine: {type: vllm, args: ['--kv-transfer-config={}']}, prefill: {}}",
-        "the operator sets --kv-transfer-config of pods with prefill",
-    ),
-    (
-        _PAIR + "engine: {type: vllm, args: [--kv_transfer_config.kv_role=kv_both]}, prefill: {}}",
-        "the operator sets --kv-transfer-config of pods with prefill",
-    ),
-    (
-        _PAIR + "engine: {type: sglang, args: [--disaggregation-mode, prefill]}, prefill: {}}",
-        "the operator sets --disaggregation-mode and --disaggregation-bootstrap-port of pods with prefill",
-    ),
-    (
-        "{model: {uri: hf://o/n}, accelerator: {type: nvidia, count: 2}, engine: {type: vllm, tensorParallel: 2},"
-        " prefill: {accelerator: {type: nvidia, count: 1}}}",
-        "set prefill.accelerator.count to a multiple of tensorParallel times dataParallel",
-    ),
-    *(
-        (_PAIR + f"engine: {{type: sglang, port: {port}}}, prefill: {{}}}}", "are for prompts that are handed over")
-        for port in (5600, 8998)
-    ),
-    (
-        _PAIR + "engine: {type: vllm}, prefill: {template: {metadata: {labels: {treeline.dev/role: both}}}}}",
-        "labels of treeline.dev on pods are reserved",
-    ),
-    (_PAIR + "engine: {type: vllm}, prefill: {replicas: 0}}", "greater than or equal to 1"),
-]
 REFUSED_POOLS = [
     *REFUSED_PREFILL,
     *REFUSED_FLOW_CONTROL,

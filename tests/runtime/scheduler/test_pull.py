@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -251,10 +250,8 @@ def test_a_sick_peer_costs_nothing_but_time(
             assert here.generate("here", PROMPT, pages_from=address) == expected
             assert here.last("here").cached_tokens == 0
             here.cache.wipe()
-            began = time.monotonic()
             assert here.generate("again", PROMPT, pages_from=address) == expected
             assert not here.cache.tiers.store.remote.may_ask(address), "it is left alone for a while"  # type: ignore[union-attr]
-            assert time.monotonic() - began < 60
         assert report(here).total_failures["bad_page"] == (how == "sends wrong bytes")
 
 

@@ -107,14 +107,8 @@ class Scheduler:
         self._peers = peers
         self.reporter = Reporter(transport, self.cache)
         self.profiler = Profiler(limits.device)
-        administration = Administration(
-            self.residence,
-            self.cache,
-            self.audits,
-            self.profiler,
-            is_idle=lambda: self.is_idle,
-            reply=self.reporter.reply,
-        )
+        parts = self.residence, self.cache, self.audits, self.profiler
+        administration = Administration(*parts, is_idle=lambda: self.is_idle, reply=self.reporter.reply)
         self._handlers: dict[type, Callable[[Any], None]] = {
             GenerateReq: self._on_generate,
             AbortReq: self._on_abort,
@@ -483,9 +477,7 @@ class Scheduler:
             max_running=self.limits.max_running_requests,
             asleep=self.residence.level,
             audits=self.audits.counts,
-            host_tokens_per_s=0.0 if tiers is None else tiers.rates.tokens_per_s("CPU"),
-            disk_tokens_per_s=0.0 if tiers is None else tiers.rates.tokens_per_s("DISK"),
-            tiers=None if tiers is None else tiers.load_report(),
+            **({} if tiers is None else tiers.load_fields()),
         )
 
     def _end_step(self) -> None:

@@ -16,6 +16,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from treeline_wire.events import block_hash, root_digest
@@ -252,6 +253,11 @@ class Tiers:
     def is_expecting(self) -> bool:
         """Whether pages of the device will soon be free or in the tree that are not now."""
         return self._workers.busy["copy"] > 0
+
+    def load_fields(self) -> dict[str, Any]:
+        """What a load report says of them."""
+        speed = self.rates.tokens_per_s
+        return {"host_tokens_per_s": speed("CPU"), "disk_tokens_per_s": speed("DISK"), "tiers": self.load_report()}
 
     def load_report(self) -> TierLoad:
         store, size = self.store, self._tree.page_size

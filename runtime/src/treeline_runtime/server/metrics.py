@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
@@ -55,6 +56,8 @@ _GAUGES = (
 )
 
 
+_OFF = "1 while cached tokens of this source are not used, because an audit found wrong ones."
+
 _TIERS = {
     "used_bytes": (Gauge, "kv_tier_used_bytes", "medium", "Bytes of a cache tier below the device: CPU or DISK."),
     "total_stored_tokens": (Counter, "kv_tier_stored_tokens_total", "medium", "Tokens copied to a tier."),
@@ -65,7 +68,7 @@ _TIERS = {
         "Tokens copied to the host (DISK, PEER), or from there (CPU).",
     ),
     "total_loads": (Counter, "load_back_total", "outcome", "Prompts loaded, computed as that was faster, or failed."),
-    "total_failures": (Counter, "kv_tier_failures_total", "kind", "bad_page: wrong checksums; disk, peer: errors."),
+    "total_failures": (Counter, "kv_tier_failures_total", "kind", "Errors: bad_page (wrong checksums), disk, peer."),
 }
 """By member of TierLoad: kind, name, label, text. No series unless there are tiers."""
 
@@ -97,12 +100,8 @@ class Metrics:
         self.forced_tokens = self._counter(
             "forced_tokens_total", "Output tokens that were not sampled because the grammar allowed no other."
         )
-        self._audits = {
-            member: Counter(f"treeline:{name}", text, [*self._labels, "source"], registry=self._registry)
-            for member, (name, text) in _AUDITS.items()
-        }
-        off = "1 while cached tokens of this source are not used, because an audit found wrong ones."
-        self._off = Gauge("treeline:cache_source_off", off, [*self._labels, "source"], registry=self._registry)
+        self._audits = {member: self._by(Counter, name, "source", text) for member, (name, text) in _AUDITS.items()}
+        self._off = self._by(Gauge, "cache_source_off", "source", _OFF)
         self._last_loads = [LoadUpdate()] * ranks
         self.vectors = self._counter(
             "num_vectors_total", "Prompts that were turned into vectors: embeddings, scores and rewards."
@@ -128,16 +127,9 @@ class Metrics:
 
         self._gauges = {name: self._gauge(name, text, [{}])[0] for name, text in _GAUGES}
         self._loads = {name: self._gauge(name, text, of_ranks) for name, text in _LOADS}
-        self._tiers = {
-            member: kind(f"treeline:{name}", text, [*self._labels, label], registry=self._registry)
-            for member, (kind, name, label, text) in _TIERS.items()
-        }
-        self._sent = Counter(
-            "treeline:kv_tier_sent_tokens_total",
-            "Tokens whose pages were sent to other runtimes.",
-            list(self._labels),
-            registry=self._registry,
-        )
+        self._tiers = {member: self._by(*described) for member, described in _TIERS.items()}
+        sent = "Tokens whose pages were sent to other runtimes."
+        self._sent = Counter("treeline:kv_tier_sent_tokens_total", sent, list(self._labels), registry=self._registry)
         self.http_requests = Counter(
             "treeline:http_responses_total",
             "HTTP responses, by path and status.",
@@ -181,6 +173,10 @@ class Metrics:
     def render(self) -> bytes:
         """Prometheus' text format."""
         return generate_latest(self._registry)
+
+    def _by(self, kind: type[Any], name: str, label: str, text: str) -> Any:
+        """A metric with one more label."""
+        return kind(f"treeline:{name}", text, [*self._labels, label], registry=self._registry)
 
     def _counter(self, name: str, text: str) -> Counter:
         counter = Counter(f"treeline:{name}", text, list(self._labels), registry=self._registry)
