@@ -372,7 +372,8 @@ class Picker:
             if lease.decision.request.key:
                 endpoint.keyed_prompts += 1
                 endpoint.new_tokens += lease.decision.best.candidate.uncached_tokens
-            if cached_tokens is not None and prompt_tokens is not None:
+            elsewhere = lease.decision.prefill is not None  # then it says nothing of this endpoint's cache and speed
+            if cached_tokens is not None and prompt_tokens is not None and not elsewhere:
                 load.train_hits(cached_tokens, prompt_tokens)
                 if ttft_s is not None:
                     load.train(max(0, prompt_tokens - cached_tokens), lease.answer.queued_tokens, ttft_s, now)

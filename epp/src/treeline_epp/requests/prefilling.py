@@ -15,7 +15,7 @@ from treeline_epp.metrics import Sample
 from treeline_epp.picking.decision import Lease, Outcome
 from treeline_epp.picking.parts import Parts
 from treeline_epp.requests.body import Body, RouteRequest
-from treeline_epp.requests.handover import BadHandover, Handover, handover, place_of
+from treeline_epp.requests.handover import BadHandover, Handover, handover
 from treeline_epp.requests.outline import Outline
 from treeline_epp.requests.rewrite import to_send
 
@@ -29,8 +29,9 @@ PATIENCE_S = 10.0
 _ABORT_S, _UNDER_WAY_S = 5.0, 1.0
 """Longest that an abort may take; and how long after a failure it is sent: the request may still be on its way."""
 _FORMS = ("whole", "apart")
-_PASSED_ON = (names.REQUEST_ID, names.TRACEPARENT, names.TRACESTATE)
-"""Headers of the client's request that the prefill engine gets, too: for its log, and for traces."""
+_PASSED_ON = (names.REQUEST_ID, names.TRACEPARENT, names.TRACESTATE, names.CLIENT, names.ISOLATION)
+"""Headers of the client's request that the prefill engine gets, too: for its log, for traces, and for our runtime to
+know whose cache it is."""
 
 
 @dataclass(eq=False)
@@ -64,8 +65,10 @@ class Prefilling:
         if part is None:
             return None
         prefill, now = part.endpoint.spec, self.clock()
-        plan = handover(prefill, decision.endpoint, random.SystemRandom().getrandbits(63))
-        lease.members, lease.added = plan.members, lease.added + plan.headers
+        plan = handover(prefill, decision.endpoint, asked.path, random.SystemRandom().getrandbits(63))
+        lease.members = plan.members
+        if not plan.waits:
+            lease.added += plan.headers
         if plan.copy is None:
             return None
         body = to_send(asked.body, outline, decision.request, plan.copy)
@@ -134,9 +137,10 @@ class Prefilling:
             return Outcome.REFUSED if refused else Outcome.ERROR, f"its answer is {answer.status}"
         if plan.waits:
             try:
-                lease.members = {**plan.members, **place_of(answer.body)}
+                lease.members = {**plan.members, **plan.place(answer.body)}
             except BadHandover as error:
                 return Outcome.ERROR, str(error)
+            lease.added += plan.headers
         return Outcome.HEADERS, ""
 
     def _end(self, lease: Lease, outcome: Outcome, why: str = "", took_s: float = 0.0) -> None:
