@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx
 import pytest
-from support.runtime_server import ServerProcess, running
+from support.runtime_server import ServerProcess, Stream, running
 from support.stack import Stack, until
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.endpoints.transfer import Role
@@ -17,14 +17,15 @@ from treeline_wire.tiny_model import tiny_model
 
 pytestmark = [pytest.mark.integration, pytest.mark.deep]
 
+IN_FLIGHT = 'treeline_epp_pool_in_flight_requests{pool="default"}'
 PROMPT = " ".join(f"the word number {n}" for n in range(700))
 
 
 @contextmanager
-def two(folder: Path, *roles: Role) -> Iterator[tuple[Stack, list[ServerProcess]]]:
+def two(folder: Path, *roles: Role, flags: tuple[str, ...] = ()) -> Iterator[tuple[Stack, list[ServerProcess]]]:
     """Run two servers, a and b, with these roles, behind Envoy."""
     with ExitStack() as stack:
-        flags = ("--events-port=0", "--replay-port=0", "--load-port=0", "--host-cache=64MiB", "--kv-transfer-port=0")
+        flags += ("--events-port=0", "--replay-port=0", "--load-port=0", "--host-cache=64MiB", "--kv-transfer-port=0")
         servers = [stack.enter_context(running(tiny_model(), "--served-model-name=tiny", *flags)) for _ in roles]
         engines = tuple(
             EndpointSpec(name, server.url.removeprefix("http://"), role=role)
@@ -57,11 +58,10 @@ def apart(stack: Stack) -> float:
 
 
 def test_a_pair_of_ours_computes_on_one_and_answers_on_the_other(tmp_path: Path) -> None:
-    with two(tmp_path, Role.PREFILL, Role.DECODE) as (stack, (prefill, decode)), ExitStack() as running_ones:
-        for _ in range(16):  # a prompt is computed apart where it would delay answers
-            http = running_ones.enter_context(decode.client())
-            body = {"prompt": "hello", "max_tokens": 6000, "ignore_eos": True, "stream": True}
-            running_ones.enter_context(http.stream("POST", "/v1/completions", json=body))
+    """A prompt is computed apart where it would delay answers."""
+    with two(tmp_path, Role.PREFILL, Role.DECODE) as (stack, (prefill, decode)):
+        for stream in [Stream(decode, 6000, ignore_eos=True) for _ in range(16)]:
+            assert stream.began.wait(60)
         answers = list[tuple[str, str]]()
 
         def computed_apart() -> bool:
@@ -76,3 +76,17 @@ def test_a_pair_of_ours_computes_on_one_and_answers_on_the_other(tmp_path: Path)
         with prefill.admin() as http:
             assert http.post("/flush_cache").status_code == 200
         assert ask(prefill.url, prompt=answers[-1][0])[0] == answers[-1][1], "the same as computed alone"
+
+
+def test_a_prefix_that_a_full_endpoint_holds_is_pulled_by_the_other_one(tmp_path: Path) -> None:
+    with two(tmp_path, Role.BOTH, Role.BOTH, flags=("--max-running-requests=2",)) as (stack, (full, idle)):
+        expected = ask(full.url)
+        until(lambda: stack.metrics()["treeline_epp_tree_blocks"] > 200, "the picker knows it", state=stack.metrics)
+        for _ in range(32):
+            Stream(full, 6000, ignore_eos=True)
+        until(lambda: stack.metrics()[IN_FLIGHT] == 32, "the picker knows that it is full", state=stack.metrics)
+        text, tokens, cached = ask(stack.url)
+        assert (text, tokens) == expected[:2]
+        assert stack.metrics()['treeline_epp_forms_total{form="pull"}'] == 1, stack.metrics()
+        assert pulled_tokens(idle) > 0
+        assert cached > tokens // 2

@@ -79,6 +79,11 @@ class EndpointSpec:
         return (*process, self.role, self.protocol)
 
     @property
+    def lends(self) -> bool:
+        """Whether it gives its pages to others (our runtime)."""
+        return self.transfer is not None and self.transfer.protocol is Protocol.TREELINE and self.transfer.port > 0
+
+    @property
     def alone(self) -> bool:
         """Whether it can serve a request without another endpoint."""
         if self.role is not Role.DECODE:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from treeline_epp.endpoints.spec import EndpointSpec, split_address, unfit
-from treeline_epp.endpoints.transfer import Role, Transfer
+from treeline_epp.endpoints.transfer import Protocol, Role, Transfer
 from treeline_epp.picking.endpoint import Endpoint
 from treeline_epp.picking.request import Request
 
@@ -72,12 +72,14 @@ _Key = tuple[str, tuple[str, ...], Role, Transfer | None]
 
 class _Asked(NamedTuple):
     """The endpoints that serve one pool and model: those that answer, those among them that compute no prompts, the
-    groups of those that compute prompts only, each with one of them; and the index's scopes of all.
+    groups of those that compute prompts only, and of those that give pages to others, each with one of them; and the
+    index's scopes of all.
     """
 
     serving: Mask
     dependent: tuple[int, ...]
     prefill: Sequence[tuple[EndpointSpec, Mask]]
+    lenders: Sequence[tuple[EndpointSpec, Mask]]
     scopes: set[str]
 
 
@@ -191,7 +193,15 @@ class Table:
         endpoint without the role decode.
         """
         asked = self._asked(request).prefill if request.apart and decode.role is Role.DECODE else ()
-        fitting = [mask for one, mask in asked if not unfit(one, decode)]
+        return self._fitting(request, asked, decode)
+
+    def lenders(self, request: Request, spec: EndpointSpec) -> Rows:
+        """Return the endpoints whose pages this one may pull. O(rows) at memory speed; O(1) where it cannot pull."""
+        pulls = spec.transfer is not None and spec.transfer.protocol is Protocol.TREELINE
+        return self._fitting(request, self._asked(request).lenders if pulls else (), spec)
+
+    def _fitting(self, request: Request, asked: Sequence[tuple[EndpointSpec, Mask]], spec: EndpointSpec) -> Rows:
+        fitting = [mask for one, mask in asked if not unfit(one, spec)]
         if not fitting:
             return _NO_ROWS
         usable = (self.columns[ELIGIBLE, : self.size] > 0.0) & (self.columns[HEALTHY, : self.size] > 0.0)
@@ -220,17 +230,22 @@ class Table:
             if len(self._serving) > _MOST_ASKED:
                 self._forget_serving()
             groups = [group for group in self._groups.values() if serves(group.spec, request)]
-            mask, prefill, dependent = np.zeros(self.size, np.bool_), list[tuple[EndpointSpec, Mask]](), list[int]()
+            mask, dependent = np.zeros(self.size, np.bool_), list[int]()
+            prefill, lenders = list[tuple[EndpointSpec, Mask]](), list[tuple[EndpointSpec, Mask]]()
             for group in groups:
-                spec, of = group.spec, mask
-                if spec.role is Role.PREFILL:
-                    of = np.zeros(self.size, np.bool_)
-                    prefill.append((spec, of))
-                elif not spec.alone:
-                    dependent += group.rows
+                spec, of = group.spec, np.zeros(self.size, np.bool_)
                 of[np.fromiter(group.rows, np.int64, len(group.rows))] = True
+                if spec.role is Role.PREFILL:
+                    prefill.append((spec, of))
+                else:
+                    mask |= of
+                    dependent += [] if spec.alone else group.rows
+                if spec.lends:
+                    lenders.append((spec, of))
             scopes = {self.at_row(next(iter(group.rows))).pod.scope for group in groups}
-            known = self._serving[request.pool, request.model] = _Asked(mask, tuple(dependent), prefill, scopes)
+            known = self._serving[request.pool, request.model] = _Asked(
+                mask, tuple(dependent), prefill, lenders, scopes
+            )
         return known
 
     def at_row(self, row: int) -> Endpoint:

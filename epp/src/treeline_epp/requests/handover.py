@@ -12,7 +12,6 @@ from typing import Any, Final
 
 import msgspec
 from msgspec import Raw, Struct
-
 from treeline_wire.headers import PAGES_FROM
 
 from treeline_epp.endpoints.spec import EndpointSpec, split_address
@@ -36,8 +35,8 @@ class BadHandover(ValueError):
 class Handover(Struct, frozen=True):
     """The handover of one request. `copy` are the members to set for the prefill engine; None: the picker does not ask
     it. `members` are those for the engine that answers, `headers` its headers. `waits`: that engine can be asked only
-    after the prefill engine has answered, with `place(answer)` besides, which raises BadHandover. `abort`: what to post to `/abort_request` of
-    that engine, if the prompt does not come.
+    after the prefill engine has answered, with `place(answer)` besides, which raises BadHandover. `abort`: what to post
+    to `/abort_request` of that engine, if the prompt does not come.
     """
 
     copy: Mapping[str, Any] | None = None

@@ -12,10 +12,10 @@ from treeline_wire import headers as names
 
 from treeline_epp.endpoints.prefill_calls import PrefillCall, PrefillCalls
 from treeline_epp.metrics import Sample
-from treeline_epp.picking.decision import Lease, Outcome
+from treeline_epp.picking.decision import FORMS, Lease, Outcome
 from treeline_epp.picking.parts import Parts
 from treeline_epp.requests.body import Body, RouteRequest
-from treeline_epp.requests.handover import BadHandover, Handover, handover
+from treeline_epp.requests.handover import BadHandover, Handover, handover, pages_at
 from treeline_epp.requests.outline import Outline
 from treeline_epp.requests.rewrite import to_send
 
@@ -28,7 +28,6 @@ PATIENCE_S = 10.0
 """
 _ABORT_S, _UNDER_WAY_S = 5.0, 1.0
 """Longest that an abort may take; and how long after a failure it is sent: the request may still be on its way."""
-_FORMS = ("whole", "apart")
 _PASSED_ON = (names.REQUEST_ID, names.TRACEPARENT, names.TRACESTATE, names.CLIENT, names.ISOLATION)
 """Headers of the client's request that the prefill engine gets, too: for its log, for traces, and for our runtime to
 know whose cache it is."""
@@ -43,7 +42,7 @@ class Prefilling:
     clock: Callable[[], float]
     on_trouble: Callable[[str], None] = lambda _name: None
     forms: Counter[str] = field(default_factory=Counter)
-    first_token_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_FORMS, 0.0))
+    first_token_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(FORMS, 0.0))
     """Predicted seconds to the first token, by form."""
     outcomes: Counter[str] = field(default_factory=Counter)
     """Counts of prompts asked for, by the way they ended."""
@@ -59,10 +58,11 @@ class Prefilling:
         decision, part = lease.decision, lease.prefill
         if lease.closed:
             return None
-        form = "whole" if part is None else "apart"
-        self.forms[form] += 1
-        self.first_token_s[form] += decision.ttft_s
+        self.forms[decision.form] += 1
+        self.first_token_s[decision.form] += decision.ttft_s
         if part is None:
+            if decision.form == "pull" and decision.source is not None:
+                lease.added += (pages_at(decision.source),)
             return None
         prefill, now = part.endpoint.spec, self.clock()
         plan = handover(prefill, decision.endpoint, asked.path, random.SystemRandom().getrandbits(63))
@@ -157,8 +157,8 @@ class Prefilling:
 
     def samples(self) -> Iterator[Sample]:
         """Yield samples for the metrics page."""
-        for form in _FORMS:
-            text = "Requests by form: whole, or apart if another endpoint than the answering one computes the prompt."
+        for form in FORMS:
+            text = "Requests by form: whole; apart: another endpoint computes the prompt; pull: it has a part of it."
             yield "counter", "forms", text, {"form": form}, self.forms[form]
             text = "Predicted seconds to the first token of requests, by form."
             yield "counter", "forms_predicted_seconds", text, {"form": form}, self.first_token_s[form]

@@ -31,7 +31,7 @@ class _State(msgspec.Struct):
 
 class _OurServerInfo(ServerInfo):
     kv_transfer_port: Port | None = None
-    internal_states: list[_State] = []
+    internal_states: tuple[_State, ...] = ()
     epoch: int | str | None = None
     tokenizer_fingerprint: str | None = None
     isolates_clients: bool = False
