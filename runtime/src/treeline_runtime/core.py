@@ -79,6 +79,8 @@ class Req:
     """The digests of its first pages, as far as they were needed."""
     remote: Remote | None = None
     """Another runtime that may have its pages; None once they are being read, or are not to be."""
+    loaded_from: str | None = None
+    """PEER: pages of another runtime were loaded for it."""
     loaded: bool = False
     """Whether pages were loaded for it, or were not to be, since it was queued."""
     arrival: int = 0

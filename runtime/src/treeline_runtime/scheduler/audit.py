@@ -59,13 +59,14 @@ class Source(enum.StrEnum):
     """Where cached tokens come from, the nearest first."""
 
     TREE = "tree"
+    PEER = "peer"
 
 
 def source_of(req: Req) -> Source:
     """The furthest source of its cached tokens. It is blamed: if a nearer one has lied, audits find that once this one
     is off."""
     assert req.cached_tokens > 0
-    return Source.TREE
+    return Source.PEER if req.loaded_from == "PEER" else Source.TREE
 
 
 Tops = Mapping[int, float]
@@ -245,6 +246,9 @@ class CacheAudits:
         match source:
             case Source.TREE:
                 self._cache.keeps = not off
+            case Source.PEER:
+                assert self._cache.tiers is not None
+                self._cache.tiers.switch_peers(off=off)
 
     # ---- interruptions ------------------------------------------------------------------------------------
 
@@ -277,8 +281,8 @@ class CacheAudits:
         self._count(self._waiting.popleft().source, **more)
 
     def _count(self, source: Source, **more: int) -> None:
-        counts = self.counts[source]
+        counts = self.counts.get(source, AuditCounts())
         self._set(source, **{name: getattr(counts, name) + n for name, n in more.items()})
 
     def _set(self, source: Source, **values: int) -> None:
-        self.counts = self.counts | {source: msgspec.structs.replace(self.counts[source], **values)}
+        self.counts = self.counts | {source: msgspec.structs.replace(self.counts.get(source, AuditCounts()), **values)}

@@ -68,6 +68,7 @@ class Tiers:
         self.lending = Lending(tree, store, self._put)
         self.remote: RemotePages | None = None
         """Other runtimes; None: they are not asked."""
+        self._peers_off = False
         self.loads = Loads(tree, pool, self._start, self._ended)
         self._load_seconds = 0.0
         self._outcomes = Counter[str](loaded=0, computed=0, failed=0)
@@ -157,7 +158,7 @@ class Tiers:
     def _at_peer(self, req: Req, at: int) -> Sequence[bytes] | None:
         """The digests of its pages from `at` on that another runtime has; None: it is being asked."""
         there, size = req.remote, self._tree.page_size
-        if self.remote is None or there is None:
+        if self.remote is None or there is None or self._peers_off:
             return ()
         end = req.cacheable_len // size
         if there.asked is None:
@@ -187,6 +188,8 @@ class Tiers:
         reading = load.reading
         self._outcomes["loaded" if reading.count == len(load.pages) else "failed"] += 1
         self._load_seconds += seconds
+        if "PEER" in reading.pages:
+            load.req.loaded_from = "PEER"
         total = sum(reading.seconds.values())
         for medium, spent in reading.seconds.items():  # several threads spend more than passes
             self.rates.on_load(medium, reading.pages[medium], seconds * spent / total)
@@ -234,6 +237,13 @@ class Tiers:
             total_sent_tokens=stats.sent_pages * size,
             fingerprint=store.form.fingerprint.hex(),
         )
+
+    def switch_peers(self, *, off: bool) -> None:
+        """Other runtimes are not asked while they are off, and all that may have come from them is forgotten. Nothing
+        may be copied."""
+        self._peers_off = off
+        if off:
+            self.clear()
 
     def clear(self) -> None:
         """Forgets all pages. Nothing may be copied."""
