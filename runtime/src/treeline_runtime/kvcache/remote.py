@@ -127,7 +127,7 @@ class _Line:
 
 @dataclass(slots=True)
 class Pull:
-    """Reads pages of one peer, in order, some chunks ahead. `failed`: to be called if one was not good."""
+    """Reads pages of one peer, in order, some chunks ahead. `failed`: to be called if a page was not good."""
 
     line: _Line
     form: PageFormat
@@ -142,20 +142,27 @@ class Pull:
     def read(self, digest: bytes, to: npt.NDArray[np.uint8]) -> int:
         """Reads a page; returns what is said to be its checksum. Raises OSError."""
         while digest not in self._came:
-            self._receive()
+            self._ask()
+            if not self._asked:
+                raise OSError("a peer does not have a page any more")
+            try:
+                self._receive()
+            except OSError:
+                self.failed()
+                raise
         checksum, data = self._came.pop(digest)
         np.copyto(to, np.frombuffer(data, dtype=np.uint8))
         return checksum
 
-    def _receive(self) -> None:
-        size, step = self.form.nbytes, self.form.chunk_pages
+    def _ask(self) -> None:
+        step = self.form.chunk_pages
         while len(self._asked) < WINDOW and self._next < len(self.digests):
             chunk = self._asked[self._next] = list(self.digests[self._next : self._next + step])
             self.line.ask(GetRequest(self.form.fingerprint, chunk, self._next))
             self._next += step
-        if not self._asked:
-            raise OSError("a peer has not all pages any more")
-        answer, data = self.line.answer()
+
+    def _receive(self) -> None:
+        size, (answer, data) = self.form.nbytes, self.line.answer()
         chunk = self._asked.pop(answer.number, []) if isinstance(answer, Pages) else []
         if not isinstance(answer, Pages) or not chunk:
             raise OSError("a peer answers what it was not asked")

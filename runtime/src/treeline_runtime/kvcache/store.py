@@ -361,7 +361,7 @@ class PageStore:
                 except (BadPage, OSError) as error:
                     self._log("a page could not be read, and is computed: %s", error)
                     source.outcome = Outcome.BAD if isinstance(error, BadPage) else Outcome.FAILED
-                    if source.medium == "PEER" and pull is not None:
+                    if pull is not None and source.medium == "PEER" and source.outcome is Outcome.BAD:
                         pull.failed()
                     reading.stop = True
                     break
