@@ -245,6 +245,11 @@ _ENGINE = {
     "tiers.cuda.equal_share": detail("share", "of answers that are the same without the tier", "higher"),
     "tiers.cpu.cached_share": detail("share", "of prompt tokens that came from the cache", "higher"),
     "tiers.cuda.cached_share": detail("share", "of prompt tokens that came from the cache", "higher"),
+    "pull.ttft_ratio": Metric(
+        "×", "time to the first token of 4,096 tokens pulled from another server ÷ computed", "lower", 0.6
+    ),
+    "pull.ttft_ms": detail("ms", "to the first token, pulled or computed", "lower"),
+    "pull.cached_share": detail("share", "of the pulled prompts' tokens that were not computed", "higher"),
     "cpu.tokens_s": detail("tokens/s", "output on a CPU, so many threads and streams", "higher"),
     "cpu.transformers_tokens_s": detail("tokens/s", "tokens a second by transformers.generate", "higher"),
     "cpu.vs_transformers": Metric("×", "ours by transformers' in the same run", "higher"),

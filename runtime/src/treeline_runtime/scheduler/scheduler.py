@@ -485,6 +485,7 @@ class Scheduler:
             audits=self.audits.counts,
             host_tokens_per_s=0.0 if tiers is None else tiers.rates.tokens_per_s("CPU"),
             disk_tokens_per_s=0.0 if tiers is None else tiers.rates.tokens_per_s("DISK"),
+            peer_tokens_per_s=0.0 if tiers is None else tiers.rates.tokens_per_s("PEER"),
             tiers=None if tiers is None else tiers.load_report(),
         )
 
