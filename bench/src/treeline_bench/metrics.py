@@ -237,7 +237,6 @@ _ENGINE = {
     "tiers.cuda.ttft_ratio": Metric("×", "the same on a GPU, of a model shaped like Llama-3.1-8B", "lower", 0.25),
     "tiers.cpu.ttft_ms": detail("ms", "to the first token, from the host or computed", "lower"),
     "tiers.cuda.ttft_ms": detail("ms", "to the first token, from the host or computed", "lower"),
-    "tiers.cpu.decode_cost": detail("share", "by how much longer running answers take while prompts load", "lower"),
     "tiers.cuda.decode_cost": Metric(
         "share", "by how much longer running answers take while prompts load", "lower", 0.03
     ),
@@ -245,6 +244,11 @@ _ENGINE = {
     "tiers.cuda.equal_share": detail("share", "of answers that are the same without the tier", "higher"),
     "tiers.cpu.cached_share": detail("share", "of prompt tokens that came from the cache", "higher"),
     "tiers.cuda.cached_share": detail("share", "of prompt tokens that came from the cache", "higher"),
+    "pull.ttft_ratio": Metric(
+        "×", "time to the first token of 4,096 tokens pulled from another server ÷ computed", "lower", 0.6
+    ),
+    "pull.ttft_ms": detail("ms", "to the first token, pulled or computed", "lower"),
+    "pull.cached_share": detail("share", "of the pulled prompts' tokens that were not computed", "higher"),
     "cpu.tokens_s": detail("tokens/s", "output on a CPU, so many threads and streams", "higher"),
     "cpu.transformers_tokens_s": detail("tokens/s", "tokens a second by transformers.generate", "higher"),
     "cpu.vs_transformers": Metric("×", "ours by transformers' in the same run", "higher"),

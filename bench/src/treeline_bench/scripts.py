@@ -213,6 +213,11 @@ def _tiers(context: Context) -> Iterator[tuple[str, Script]]:
     yield f"tiers: {shape}", Script("runtime/benchmarks/tiers.py", must, ("--shape", shape, *_quick(context)))
 
 
+def _pull(context: Context) -> Iterator[tuple[str, Script]]:
+    must = ("pull.ttft_ratio", "pull.cached_share")
+    yield "pull: two servers", Script("runtime/benchmarks/pull.py", must, ("--shape", shapes()[0], *_quick(context)))
+
+
 def _cpu(context: Context) -> Iterator[tuple[str, Script]]:
     for threads in THREADS:
         args = ("--model", str(context.model), "--threads", str(threads), *_quick(context))
@@ -252,6 +257,7 @@ BENCHMARKS = (
     _benchmark("ranks", "One model on two GPUs", "as engine, with --tp-size 2", _ranks, only_by_name=True),
     _benchmark("radix", "The radix cache", "its share of the time, and hit rates beside the best", _radix),
     _benchmark("tiers", "The cache on the host", "conversations that the device does not hold", _tiers),
+    _benchmark("pull", "Pages of another server", "a long prompt pulled from a peer, or computed", _pull),
     _benchmark("cpu", "The engine on a CPU", "beside transformers.generate, the tiny model", _cpu),
     _benchmark("structured", "Structured output", "jump-forward, and what grammars cost", _structured),
     _benchmark(

@@ -33,7 +33,7 @@ class CannotAsk(Exception):
 
 class Shown(msgspec.Struct, frozen=True):
     """An explanation, or a decision of the log: `terms` by endpoint, the best first, where not all endpoints were
-    scored. `forms` are the seconds of computing the prompt here, or at `prefill_endpoint` if that was chosen.
+    scored. `forms` are the seconds of the forms that were compared; `source_endpoint` has the prompt in that chosen.
     """
 
     policy: str = ""
@@ -42,7 +42,8 @@ class Shown(msgspec.Struct, frozen=True):
     request_id: str | None = None
     endpoints: list[Verdict] = []
     terms: dict[str, dict[str, float | None]] = {}
-    prefill_endpoint: str | None = None
+    form: str = ""
+    source_endpoint: str | None = None
     forms: dict[str, dict[str, float]] | None = None
 
 
@@ -87,8 +88,8 @@ def table(shown: Shown) -> str:
         lines += _aligned([("rank", "endpoint", *_TOKENS, *_TERMS), *ranked])
     lines += [f"   -  {one.endpoint}: {one.why}" for one in verdicts if one.rank is None]
     for form, terms in (shown.forms or {}).items():
-        chosen = (form == "apart") == bool(shown.prefill_endpoint)
-        where = f", prompt at {shown.prefill_endpoint}" if chosen and form == "apart" else ""
+        chosen = form == shown.form
+        where = f", prompt at {shown.source_endpoint}" if chosen and shown.source_endpoint else ""
         parts = ", ".join(f"{name} {value:.4f}" for name, value in terms.items())
         lines.append(f"{'*' if chosen else ' '} {form}{where}: {sum(terms.values()):.4f} s ({parts})")
     return "\n".join(lines)

@@ -15,7 +15,7 @@ from treeline_epp.picking.pairs import HANDOVER_S, problem_of
 from treeline_epp.picking.picker import Picker, PickerConfig
 from treeline_epp.picking.request import Request
 
-NIXL, SGLANG, SIDECAR = (Transfer(protocol) for protocol in Protocol)
+NIXL, SGLANG, SIDECAR, OURS = (Transfer(protocol) for protocol in Protocol)
 LONG = Request("id", prompt_tokens_estimate=40_000, apart=True)
 SHORT = Request("id", prompt_tokens_estimate=40, apart=True)
 
@@ -313,3 +313,23 @@ def test_an_endpoint_without_a_partner_has_a_problem() -> None:
     assert text.startswith("it cannot be paired with p: nixl at the prefill endpoint")
     assert in_vain
     assert problem_of(spec("b"), [p, d, s]) == ("", False)
+
+
+def test_our_runtimes_fit_if_they_make_the_same_pages_and_the_prefill_endpoint_gives_them() -> None:
+    here, other = (replace(OURS, alike=(("fingerprint of pages", one),)) for one in ("ab", "cd"))
+    assert why_not(here, replace(here, port=0)) == ""
+    assert "--kv-transfer-port" in why_not(replace(here, port=0), here)
+    assert "fingerprint" in why_not(here, other)
+
+
+def test_what_an_endpoint_says_of_a_prompt_from_elsewhere_teaches_nothing_of_its_cache_and_speed() -> None:
+    picker = pair(OURS)
+    busy(picker, "d", running=64)
+    for prefilled in (True, False):
+        lease = picker.reserve(picker.pick(LONG, 0.0), 0.0)
+        assert lease.prefill is not None
+        if prefilled:
+            picker.parts.prefilled(lease, Outcome.HEADERS, 1.0)
+        picker.close(lease, 2.0, Outcome.HEADERS, ttft_s=2.0, cached_tokens=39_000, prompt_tokens=40_000)
+        load = picker.endpoints["d"].load
+        assert (load.hit_share, load.learned_rate) == (0.0, 0.0)

@@ -471,3 +471,24 @@ def test_discovery_names_the_protocol_and_the_engine_the_facts() -> None:
     assert (found.role, found.transfer) == (Role.DECODE, Transfer(Protocol.LLM_D, alike=facts))
     assert EngineInfo().registered(told).transfer == Transfer(Protocol.LLM_D)
     assert EngineInfo(role=Role.PREFILL).registered(told).role is Role.PREFILL
+
+
+@pytest.mark.parametrize(
+    ("said", "transfer"),
+    [
+        ({"kv_transfer_port": 5857, "internal_states": [{"tiers": {"fingerprint": "ab"}}]}, (5857, "ab")),
+        ({"kv_transfer_port": None, "internal_states": [{"tiers": {"fingerprint": "ab"}}]}, (0, "ab")),
+        ({"internal_states": [{"tiers": None}]}, None),
+        ({}, None),
+    ],
+)
+async def test_our_runtime_says_where_it_gives_pages_and_which(
+    http: HttpClient, said: dict[str, Any], transfer: tuple[int, str] | None
+) -> None:
+    async with started(FakeEngine("r")) as (engine,):
+        owned(engine, "treeline", server_info={"tokenizer_fingerprint": "f", "kv_events": None, **said})
+        found = (await EngineClient(http, engine.address).info()).transfer
+        if transfer is None:
+            assert found is None
+        else:
+            assert found == Transfer(Protocol.TREELINE, transfer[0], (("fingerprint of pages", transfer[1]),))

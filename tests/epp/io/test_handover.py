@@ -13,7 +13,7 @@ from support.pairs import HANDED_OVER
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.endpoints.transfer import Protocol, Role, Transfer
 from treeline_epp.picking.request import Request
-from treeline_epp.requests.handover import MEMBERS, BadHandover, handover, named, place_of
+from treeline_epp.requests.handover import MEMBERS, BadHandover, handover, named, pages_at, place_of
 from treeline_epp.requests.rewrite import to_send
 
 
@@ -21,8 +21,8 @@ def spec(protocol: Protocol, role: Role, address: str = "10.0.0.1:8000", port: i
     return EndpointSpec(role, address, role=role, transfer=Transfer(protocol, port))
 
 
-def plan(protocol: Protocol, address: str = "10.0.0.1:8000"):  # type: ignore[no-untyped-def]
-    return handover(spec(protocol, Role.PREFILL, address), spec(protocol, Role.DECODE, port=1), 7)
+def plan(protocol: Protocol, address: str = "10.0.0.1:8000", path: str = "/v1/completions"):  # type: ignore[no-untyped-def]
+    return handover(spec(protocol, Role.PREFILL, address), spec(protocol, Role.DECODE, port=1), path, 7)
 
 
 def test_the_copy_for_vllm_asks_for_one_token_and_has_the_clients_salt_and_model() -> None:
@@ -52,6 +52,23 @@ def test_a_sidecar_gets_a_header_and_the_prefill_engine_nothing() -> None:
     made = plan(Protocol.LLM_D)
     assert (made.copy, made.members) == (None, {})
     assert made.headers == (("x-prefiller-host-port", "10.0.0.1:8000"),)
+
+
+@pytest.mark.parametrize(("address", "host"), [("10.0.0.1:8000", "10.0.0.1"), ("[fd00::1]:8000", "[fd00::1]")])
+def test_our_decode_engine_learns_where_the_prompts_pages_are(address: str, host: str) -> None:
+    made = plan(Protocol.TREELINE, address, "/v1/chat/completions")
+    one = {"max_tokens": 1, "max_completion_tokens": 1, "min_tokens": 1, "stream": False, "stream_options": None}
+    assert (made.copy, made.members, made.waits) == (one, {}, True)
+    assert plan(Protocol.TREELINE).copy == {**one, "max_completion_tokens": None}, "completions do not know it"
+    assert made.headers == (("x-treeline-pages-from", f"{host}:9000"),)
+    assert made.place(b"no JSON") == {}
+    native = plan(Protocol.TREELINE, path="/generate")
+    assert native.copy == {"stream": False, "sampling_params": {"max_new_tokens": 1}}
+
+
+def test_a_rank_gives_its_pages_at_a_port_of_its_own() -> None:
+    source = spec(Protocol.TREELINE, Role.PREFILL).at_rank(3, 4)
+    assert pages_at(source) == ("x-treeline-pages-from", "10.0.0.1:9003")
 
 
 def test_the_place_of_a_prompt_is_passed_on_unchanged() -> None:

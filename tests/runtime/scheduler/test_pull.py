@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import zmq
 from support.runtime_engine import Harness, prompt
@@ -251,7 +252,9 @@ def test_a_sick_peer_costs_nothing_but_time(
             assert here.last("here").cached_tokens == 0
             here.cache.wipe()
             assert here.generate("again", PROMPT, pages_from=address) == expected
-            assert not here.cache.tiers.store.remote.may_ask(address), "it is left alone for a while"  # type: ignore[union-attr]
+            assert here.cache.tiers.store.remote is not None
+            left_alone = not here.cache.tiers.store.remote.may_ask(address)
+            assert left_alone == (how != "has lost them"), "caches evict: that is no failure"
         assert report(here).total_failures["bad_page"] == (how == "sends wrong bytes")
 
 
@@ -290,6 +293,32 @@ def test_a_peer_that_hangs_holds_no_page_of_the_device_and_delays_nothing(
             go.set()
             here.run()
         assert report(here).total_loads["failed"] == 1
+
+
+def test_an_audit_finds_a_peer_that_lies_and_it_is_not_asked_until_a_flush(
+    tiny: Path, context: zmq.Context[Any], expected: list[int]
+) -> None:
+    with engine(tiny, context, cache_audit=1.0) as here:
+        assert here.cache.tiers is not None
+        form = here.cache.tiers.store.form
+
+        def lie(request: Any) -> Sequence[Any]:
+            if isinstance(request, HaveRequest):
+                return encode_answer(Held(len(request.digests)))
+            page = np.random.default_rng(0).standard_normal(form.nbytes // 4, dtype=np.float32).tobytes()
+            sums = [form.checksum(digest, memoryview(page)) for digest in request.digests]
+            return encode_answer(Pages(request.number, sums), page * len(sums))
+
+        with fake_peer(context, lie) as address:
+            here.generate("lied to", PROMPT, pages_from=address)
+            assert here.last("lied to").cached_tokens == 200
+            assert (here.audits.counts["peer"].diverged, here.audits.counts["peer"].off) == (1, True)
+            assert here.generate("computed", PROMPT, pages_from=address) == expected
+            assert here.last("computed").cached_tokens == 0
+            here.inbox.append(FlushReq("flush"))
+            here.run()
+            here.generate("again", PROMPT, pages_from=address)
+            assert here.last("again").cached_tokens == 200
 
 
 def test_no_address_but_of_this_machine_is_asked_without_keys(context: zmq.Context[Any], tmp_path: Path) -> None:

@@ -42,8 +42,9 @@ class TreelineLoad(Struct, frozen=True):
 
     `seq` counts reports within an `epoch`. `in_flight`: requests accepted and unfinished in the server; `running` and
     `waiting`: in the scheduler. `waiting_uncached_tokens`: prefill work left. `pages_used` are neither free nor
-    evictable, `pages_cached` evictable; the rest of `pages_total` is free. `host_tokens_per_s` and `disk_tokens_per_s`:
-    the speed at which it loads cached tokens from host memory and from disk, 0 while unknown.
+    evictable, `pages_cached` evictable; the rest of `pages_total` is free. `host_tokens_per_s`, `disk_tokens_per_s` and
+    `peer_tokens_per_s`: the speed at which it loads cached tokens from host memory, from disk and from other runtimes,
+    0 while unknown.
     """
 
     epoch: Count = 0
@@ -63,6 +64,7 @@ class TreelineLoad(Struct, frozen=True):
     pages_cached: Count = 0
     host_tokens_per_s: Rate = 0.0
     disk_tokens_per_s: Rate = 0.0
+    peer_tokens_per_s: Rate = 0.0
 
 
 _encoder = msgspec.msgpack.Encoder()

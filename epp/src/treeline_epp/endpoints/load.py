@@ -150,6 +150,8 @@ class EndpointLoad:
     host_rate: float = 0.0
     """Tokens per second that the engine loads from host memory, and from disk; 0 where it does not tell."""
     disk_rate: float = 0.0
+    peer_rate: float = 0.0
+    """The same of pages that other endpoints have."""
     hit_share: float = 0.0
     """Share of prompt tokens that were cache hits, a moving average over answered requests."""
     fastest_step_s: float = float("inf")
@@ -171,6 +173,7 @@ class EndpointLoad:
         if isinstance(load, TreelineLoad):
             self.beats = True
             self.host_rate, self.disk_rate = load.host_tokens_per_s, load.disk_tokens_per_s
+            self.peer_rate = load.peer_tokens_per_s
             if load.prefill_tokens_per_s > 0 and load.prefill_tokens_per_s != self.reported_rate:
                 self.reported_rate = load.prefill_tokens_per_s
                 self._on_measured(now)
@@ -231,6 +234,8 @@ class EndpointLoad:
     @property
     def transfer_s(self) -> float:
         """The measured seconds for each token of a prompt that another engine has computed; 0 while unknown."""
+        if self.peer_rate:
+            return 1.0 / self.peer_rate
         return 0.0 if self._scraped is None else self._scraped.transfer_s
 
     def fresh(self, now: float) -> bool:

@@ -84,6 +84,11 @@ class EndpointSpec:
         return None if self.transfer is None else self.transfer.protocol
 
     @property
+    def lends(self) -> bool:
+        """Whether it gives its pages to others (our runtime)."""
+        return self.transfer is not None and self.protocol is Protocol.TREELINE and self.transfer.port > 0
+
+    @property
     def alone(self) -> bool:
         """Whether it can serve a request without another endpoint."""
         return self.role is Role.BOTH or (self.role is Role.DECODE and self.protocol is not Protocol.SGLANG)

@@ -32,12 +32,16 @@ class Protocol(StrEnum):
     """Both engines get the request at once, and meet at a bootstrap server. Decode engines compute no prompts."""
     LLM_D = "llm-d"
     """A sidecar before the decode engine calls the prefill engine that a header names."""
+    TREELINE = "treeline"
+    """Our own runtime: the decode engine pulls pages from the prefill engine, where a header says, once that has them.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """How an engine hands over prompts. `port` is that of its bootstrap server. `alike` are the facts that it must
-    share with the engine at the other end, by what they are called, as far as it tells them.
+    """How an engine hands over prompts. `port` is that of its bootstrap server, or where our runtime gives pages to
+    others (0: it does not). `alike` are the facts that it must share with the engine at the other end, by what they are
+    called, as far as it tells them.
     """
 
     protocol: Protocol
@@ -61,6 +65,8 @@ def why_not(prefill: Transfer | None, decode: Transfer | None) -> str:
             return "the prefill endpoint does not say how it hands over prompts: name it (kv_transfer)"
         if prefill.protocol is not decode.protocol:
             return f"{prefill.protocol} at the prefill endpoint and {decode.protocol} at the decode endpoint"
+        if not prefill.port:
+            return "the prefill endpoint gives its pages to nobody: start it with --kv-transfer-port"
     there = dict(decode.alike)
     for name, value in prefill.alike if prefill is not None else ():
         if there.get(name, value) != value:

@@ -16,11 +16,15 @@ from treeline_epp.endpoints.transfer import Role
 from treeline_epp.index.pods import Match, Pod
 from treeline_epp.picking.endpoint import AuditResult, Endpoint
 from treeline_epp.picking.pairs import Apart
+from treeline_epp.picking.pulls import Pull
 from treeline_epp.picking.request import Request
 from treeline_epp.picking.score import Scored
 
 if TYPE_CHECKING:
     from treeline_epp.index.index import Index
+
+
+FORMS = ("whole", "apart", "pull")
 
 
 @dataclass(eq=False, slots=True)
@@ -159,8 +163,8 @@ class Decision(Struct, frozen=True):
     """The destination of a request, and the scores behind it.
 
     `ranked` are the best endpoints among those scored, the chosen one first. `fallbacks` follow it in the destination
-    list; no address occurs twice. `apart` compares computing the prompt at another endpoint; None: there was none, or
-    the prompt is too short for that.
+    list; no address occurs twice. `apart` compares computing the prompt at another endpoint, `pull` getting a part of
+    its cache from another one; None: there was none, or too little to win.
     """
 
     request: Request
@@ -168,6 +172,28 @@ class Decision(Struct, frozen=True):
     fallbacks: tuple[EndpointSpec, ...]
     policy: str
     apart: Apart | None = None
+    pull: Pull | None = None
+
+    @property
+    def form(self) -> str:
+        """The form of the request that was chosen: one of FORMS."""
+        if self.prefill is not None:
+            return "apart"
+        return "pull" if self.pull is not None and self.pull.chosen else "whole"
+
+    @property
+    def seconds(self) -> dict[str, dict[str, float]]:
+        """The terms of the forms that were compared, for explanations; empty if there was one only."""
+        forms = {} if self.pull is None else {"whole": self.pull.whole, "pull": self.pull.pull}
+        forms |= {} if self.apart is None else {"whole": self.apart.whole, "apart": self.apart.apart}
+        return {form: {name: round(value, 6) for name, value in terms.items()} for form, terms in forms.items()}
+
+    @property
+    def source(self) -> EndpointSpec | None:
+        """The endpoint that computes the prompt, or gives its pages, if another one than the chosen one does."""
+        if self.prefill is not None:
+            return self.prefill.candidate.spec
+        return self.pull.source if self.pull is not None and self.pull.chosen else None
 
     @property
     def prefill(self) -> Scored | None:
@@ -177,7 +203,8 @@ class Decision(Struct, frozen=True):
     @property
     def ttft_s(self) -> float:
         """The predicted seconds to the first token."""
-        return self.apart.ttft_s if self.apart is not None and self.apart.chosen else self.best.ttft_s
+        predicted = {"apart": self.apart, "pull": self.pull}.get(self.form)
+        return self.best.ttft_s if predicted is None else predicted.ttft_s
 
     def fits(self, spec: EndpointSpec) -> bool:
         """Return whether another endpoint, too, can answer this very request."""
@@ -208,7 +235,6 @@ class Decision(Struct, frozen=True):
 
     def explain(self) -> dict[str, Any]:
         """One flat record for a structured log line."""
-        prefill = self.prefill
         return {
             "request_id": self.request.request_id,
             "model": self.request.model,
@@ -216,8 +242,9 @@ class Decision(Struct, frozen=True):
             "endpoint": self.endpoint.name,
             "fallbacks": [spec.name for spec in self.fallbacks],
             "policy": self.policy,
-            "prefill_endpoint": None if prefill is None else prefill.candidate.spec.name,
-            "forms": None if self.apart is None else self.apart.seconds,
+            "form": self.form,
+            "source_endpoint": None if self.source is None else self.source.name,
+            "forms": self.seconds or None,
             "predicted_ttft_s": round(self.ttft_s, 6),
             "cached_tokens": self.best.candidate.cached_tokens,
             "uncached_tokens": self.best.candidate.uncached_tokens,

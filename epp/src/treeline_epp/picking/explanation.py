@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 from msgspec import Struct
@@ -10,24 +10,24 @@ from msgspec import Struct
 from treeline_epp.endpoints.load import STALE_AFTER_S
 from treeline_epp.endpoints.transfer import Role
 from treeline_epp.explain_api import Verdict
+from treeline_epp.picking.decision import Decision
 from treeline_epp.picking.endpoint import Endpoint
 from treeline_epp.picking.filters import FILTERS
-from treeline_epp.picking.pairs import Apart
 from treeline_epp.picking.request import Request
-from treeline_epp.picking.score import Scored
 from treeline_epp.picking.table import Mask, Table
 
 
 class Explanation(Struct, frozen=True, omit_defaults=True):
     """A decision with all considered endpoints, the best first. `refusal` is the message to the client if there is
-    none. `forms` are the seconds of computing the prompt here or at another endpoint, if one could; that endpoint is
-    `prefill_endpoint` if it is chosen.
+    none. `forms` are the seconds of the request's forms, if there are several, `form` the chosen one, and
+    `source_endpoint` the endpoint that then computes the prompt, or gives its pages.
     """
 
     policy: str
     refusal: str = ""
     endpoints: tuple[Verdict, ...] = ()
-    prefill_endpoint: str = ""
+    form: str = ""
+    source_endpoint: str = ""
     forms: dict[str, dict[str, float]] = {}
 
 
@@ -50,11 +50,11 @@ def explanation(
     policy: str,
     table: Table,
     dropped: Mapping[int, tuple[str, str]],
-    ranked: Sequence[Scored],
+    decision: Decision | None,
     refusal: str,
-    apart: Apart | None = None,
 ) -> Explanation:
-    """Return all endpoints: ranked, unranked, and left out."""
+    """Return all endpoints: ranked, unranked, and left out. `decision` ranks them, unless there is a refusal."""
+    ranked = () if decision is None else decision.ranked
     places = {scored.candidate.spec.name: place for place, scored in enumerate(ranked)}
     verdicts = []
     for row, endpoint in enumerate(table.endpoints):
@@ -70,8 +70,10 @@ def explanation(
             verdicts.append(Verdict(spec.name, spec.address, spec.pool, None, one, why))
     behind = len(verdicts) + 1
     verdicts.sort(key=lambda one: (one.rank or behind, one.filter, one.endpoint))
-    prefill = apart.prefill.candidate.spec.name if apart is not None and apart.chosen else ""
-    return Explanation(policy, refusal, tuple(verdicts), prefill, {} if apart is None else apart.seconds)
+    if decision is None:
+        return Explanation(policy, refusal, tuple(verdicts))
+    source = "" if decision.source is None else decision.source.name
+    return Explanation(policy, refusal, tuple(verdicts), decision.form, source, decision.seconds)
 
 
 def _why(filter_name: str, endpoint: Endpoint, request: Request, now: float) -> str:

@@ -44,12 +44,6 @@ class Apart(Struct, frozen=True):
     chosen: bool
 
     @property
-    def seconds(self) -> dict[str, dict[str, float]]:
-        """The terms of both forms, for explanations."""
-        forms = {"whole": self.whole, "apart": self.apart}
-        return {form: {name: round(value, 6) for name, value in terms.items()} for form, terms in forms.items()}
-
-    @property
     def ttft_s(self) -> float:
         """The predicted seconds to the first token if it is computed apart."""
         return self.apart["first_token_s"] + self.apart["transfer_s"] + self.apart["wait_s"]

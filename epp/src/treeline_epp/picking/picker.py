@@ -27,6 +27,7 @@ from treeline_epp.picking.pairs import HANDOVER_S, Apart, compared, whole
 from treeline_epp.picking.parts import Parts
 from treeline_epp.picking.policies import Policy, PoolPolicies
 from treeline_epp.picking.policies.base import NO_FLOATS, Candidates, led_by
+from treeline_epp.picking.pulls import ASK_S, FEWEST_TOKENS, Pull, pulled
 from treeline_epp.picking.request import Request
 from treeline_epp.picking.score import Candidate, Scored, Work, follow_s, score, waits_and_costs, with_followers
 from treeline_epp.picking.sessions import Sessions, stays
@@ -164,8 +165,8 @@ class Picker:
         """
         policy, config = self.policies.of(request.pool), self.config
         count = max(config.scored, (config.fallbacks + 2) * self._most_ranks)
-        best, scored, apart = self._ranked(request, policy, count, config.scored, now)
-        decision = Decision(request, scored, (), policy.name, apart)
+        best, scored, apart, pull = self._ranked(request, policy, count, config.scored, now)
+        decision = Decision(request, scored, (), policy.name, apart, pull)
         able = [best[0], *(one for one in best[1:] if decision.fits(one.spec))]
         return replace(decision, fallbacks=fallbacks(able, config.fallbacks))
 
@@ -173,20 +174,21 @@ class Picker:
         """Return the decision of `pick`, and each endpoint's part in it. Changes nothing. O(endpoints), one by one."""
         self._refresh(now)
         dropped = dropped_by(request, self._table, now)
-        ranked: tuple[Scored, ...] = ()
-        apart: Apart | None = None
+        decision: Decision | None = None
         refusal, policy = "", copy.deepcopy(self.policies.of(request.pool))
         try:
-            _, ranked, apart = self._ranked(request, policy, len(self.endpoints), len(self.endpoints), now)
+            count = len(self.endpoints)
+            _, ranked, apart, pull = self._ranked(request, policy, count, count, now)
+            decision = Decision(request, ranked, (), policy.name, apart, pull)
         except PickError as error:
             refusal = str(error)
-        return explanation(self.policies.name_of(request.pool), self._table, dropped, ranked, refusal, apart)
+        return explanation(self.policies.name_of(request.pool), self._table, dropped, decision, refusal)
 
     def _ranked(
         self, request: Request, policy: Policy, count: int, scored: int, now: float
-    ) -> tuple[list[Endpoint], tuple[Scored, ...], Apart | None]:
+    ) -> tuple[list[Endpoint], tuple[Scored, ...], Apart | None, Pull | None]:
         """Return the best `count`, the scores of the first of them, and whether the best one should compute the
-        prompt.
+        prompt, or pull a part of it.
         """
         table = self._table
         self._refresh(now)
@@ -227,7 +229,8 @@ class Picker:
             )
             for one, at in zip(best[:scored], order, strict=False)
         ]
-        return best, tuple(scores), self._apart(request, scores[0], matches, work, now)
+        apart = self._apart(request, scores[0], matches, work, now)
+        return best, tuple(scores), apart, self._pull(request, scores[0], matches, work, now)
 
     def _apart(self, request: Request, best: Scored, matches: dict[str, Match], work: Work, now: float) -> Apart | None:
         """Compare computing the prompt at another endpoint; None if there is none, or the prompt is short."""
@@ -241,6 +244,23 @@ class Picker:
         at = int(waits_and_costs(columns, rates, work.prompt_tokens - cached, 0, now, loads=loads)[2].argmin())
         prefill = self._candidate(self._table.at_row(int(rows[at])), matches, work, float(rates[at]))
         return compared(score(replace(decode, rate=decode.load.rate(fastest, now)), now), score(prefill, now), now)
+
+    def _pull(self, request: Request, best: Scored, matches: dict[str, Match], work: Work, now: float) -> Pull | None:
+        """Compare getting a part of the prompt's cache from the endpoint that holds most of it; None if that is not
+        much more.
+        """
+        candidate = best.candidate
+        if best.prefill_s <= ASK_S or not len(rows := self._table.lenders(request, candidate.spec)):
+            return None
+        held, loads = work.held_at(self.index, matches, rows, self._table)
+        if loads is not None:
+            held = held - loads[1]  # what is on the disk alone is not given
+        at = int(held.argmax())
+        tokens = int(held[at]) - candidate.cached_tokens
+        if tokens < FEWEST_TOKENS:
+            return None
+        source = self._table.at_row(int(rows[at]))
+        return pulled(best, source.spec, source.load, tokens, now)
 
     def _staying(self, session: int, rows: Rows, cost_s: Floats, order: list[int], count: int, now: float) -> list[int]:
         """Return the order with a session's endpoint first, unless it is no candidate or costs too much."""
@@ -366,7 +386,8 @@ class Picker:
             if lease.decision.request.key:
                 endpoint.keyed_prompts += 1
                 endpoint.new_tokens += lease.decision.best.candidate.uncached_tokens
-            if cached_tokens is not None and prompt_tokens is not None:
+            elsewhere = lease.decision.source is not None  # then it says nothing of this endpoint's cache and speed
+            if cached_tokens is not None and prompt_tokens is not None and not elsewhere:
                 load.train_hits(cached_tokens, prompt_tokens)
                 if ttft_s is not None:
                     load.train(max(0, prompt_tokens - cached_tokens), lease.answer.queued_tokens, ttft_s, now)

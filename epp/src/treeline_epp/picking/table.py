@@ -14,7 +14,7 @@ import numpy.typing as npt
 from msgspec import Struct
 
 from treeline_epp.endpoints.spec import EndpointSpec, split_address, unfit
-from treeline_epp.endpoints.transfer import Role, Transfer
+from treeline_epp.endpoints.transfer import Protocol, Role, Transfer
 from treeline_epp.picking.endpoint import Endpoint
 from treeline_epp.picking.request import Request
 
@@ -71,12 +71,14 @@ _Key = tuple[str, tuple[str, ...], Role, Transfer | None]
 
 
 class _Asked(NamedTuple):
-    """The endpoints that serve one pool and model: those that answer; of those that cannot serve a request alone, the
-    rows of each group, with one of its endpoints; and the index's scopes of all.
+    """The endpoints that serve one pool and model: those that answer; of those that cannot serve a request alone, and
+    of those that give pages to others, the rows of each group, with one of its endpoints; and the index's scopes of
+    all.
     """
 
     serving: Mask
     halves: Sequence[tuple[EndpointSpec, Rows]]
+    lenders: Sequence[tuple[EndpointSpec, Rows]]
     scopes: set[str]
 
 
@@ -190,7 +192,15 @@ class Table:
         endpoint without the role decode.
         """
         halves = self._asked(request).halves if request.apart and decode.role is Role.DECODE else ()
-        fitting = [rows for one, rows in halves if one.role is Role.PREFILL and not unfit(one, decode)]
+        return self._fitting(request, [half for half in halves if half[0].role is Role.PREFILL], decode)
+
+    def lenders(self, request: Request, spec: EndpointSpec) -> Rows:
+        """Return the endpoints whose pages this one may pull. O(rows) at memory speed; O(1) where it cannot pull."""
+        pulls = spec.protocol is Protocol.TREELINE
+        return self._fitting(request, self._asked(request).lenders if pulls else (), spec)
+
+    def _fitting(self, request: Request, asked: Sequence[tuple[EndpointSpec, Rows]], spec: EndpointSpec) -> Rows:
+        fitting = [rows for one, rows in asked if not unfit(one, spec)]
         if not fitting:
             return _NO_ROWS
         rows = np.sort(np.concatenate(fitting))
@@ -215,14 +225,17 @@ class Table:
             if len(self._serving) > _MOST_ASKED:
                 self._forget_serving()
             groups = [group for group in self._groups.values() if serves(group.spec, request)]
-            mask, halves = np.zeros(self.size, np.bool_), list[tuple[EndpointSpec, Rows]]()
+            mask = np.zeros(self.size, np.bool_)
+            halves, lenders = list[tuple[EndpointSpec, Rows]](), list[tuple[EndpointSpec, Rows]]()
             for group in groups:
                 rows = np.fromiter(group.rows, np.int64, len(group.rows))
                 mask[rows] = group.spec.role is not Role.PREFILL
                 if not group.spec.alone:
                     halves.append((group.spec, rows))
+                if group.spec.lends:
+                    lenders.append((group.spec, rows))
             scopes = {self.at_row(next(iter(group.rows))).pod.scope for group in groups}
-            known = self._serving[request.pool, request.model] = _Asked(mask, halves, scopes)
+            known = self._serving[request.pool, request.model] = _Asked(mask, halves, lenders, scopes)
         return known
 
     def at_row(self, row: int) -> Endpoint:

@@ -7,11 +7,12 @@ salt, and all that decides the prompt's tokens in both.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Final
 
 import msgspec
 from msgspec import Raw, Struct
+from treeline_wire.headers import PAGES_FROM
 
 from treeline_epp.endpoints.spec import EndpointSpec, split_address
 from treeline_epp.endpoints.transfer import Protocol
@@ -29,8 +30,9 @@ MEMBERS: Final = (
 _PARAMS, _EXTRA, _XARGS = "sampling_params", "extra_args", "vllm_xargs"
 """vLLM reads the same members in `vllm_xargs`, and in the `extra_args` of `sampling_params`."""
 PREFILLER: Final = "x-prefiller-host-port"
-HEADERS: Final = (PREFILLER, "x-encoder-hosts-ports", "x-data-parallel-host-port", "x-kv-cache-source-host-port")
-"""The same as headers, which llm-d's sidecars read."""
+_SIDECARS: Final = (PREFILLER, "x-encoder-hosts-ports", "x-data-parallel-host-port", "x-kv-cache-source-host-port")
+HEADERS: Final = (*_SIDECARS, PAGES_FROM)
+"""The same as headers, which llm-d's sidecars and our runtime read."""
 
 _ONE_TOKEN: Final = {"max_tokens": 1, "max_completion_tokens": 1, "min_tokens": 1}
 _WHOLE: Final = {"stream": False, "stream_options": None}
@@ -43,31 +45,45 @@ class BadHandover(ValueError):
 class Handover(Struct, frozen=True):
     """The handover of one request. `copy` are the members to set for the prefill engine; None: the picker does not ask
     it. `members` are those for the engine that answers, `headers` its headers. `waits`: that engine can be asked only
-    after the prefill engine has answered, with `place_of(answer)` besides. `abort`: what to post to `/abort_request` of
-    that engine, if the prompt does not come.
+    after the prefill engine has answered, with `place(answer)` besides, which raises BadHandover. `abort`: what to post
+    to `/abort_request` of that engine, if the prompt does not come.
     """
 
     copy: Mapping[str, Any] | None = None
     members: Mapping[str, Any] = {}
     headers: tuple[tuple[str, str | None], ...] = ()
     waits: bool = False
+    place: Callable[[bytes], Mapping[str, Any]] = lambda _answer: {}
     abort: bytes = b""
 
 
-def handover(prefill: EndpointSpec, decode: EndpointSpec, room: int) -> Handover:
-    """Return how these two endpoints hand over a request. `room` (below 2⁶³) is another one at each try."""
+def pages_at(source: EndpointSpec) -> tuple[str, str]:
+    """Return the header by which our runtime finds pages at another one."""
+    assert source.transfer is not None, "it gives pages"
+    host = split_address(source.address)[0]
+    return PAGES_FROM, f"{f'[{host}]' if ':' in host else host}:{source.transfer.port + (source.rank or 0)}"
+
+
+def handover(prefill: EndpointSpec, decode: EndpointSpec, path: str, room: int) -> Handover:
+    """Return how these two endpoints hand over a request on `path`. `room` (below 2⁶³) is another one at each try."""
     assert decode.transfer is not None, "they fit together"
     match decode.transfer.protocol:
         case Protocol.NIXL:
             asked = {"do_remote_decode": True, "do_remote_prefill": False}
             unknown = dict.fromkeys(("engine_id", "block_ids", "host", "port"))
             params = asked | {f"remote_{name}": value for name, value in unknown.items()}
-            return Handover({**_WHOLE, **_ONE_TOKEN, "kv_transfer_params": params}, waits=True)
+            return Handover({**_WHOLE, **_ONE_TOKEN, "kv_transfer_params": params}, waits=True, place=place_of)
         case Protocol.SGLANG:
             assert prefill.transfer is not None, "they fit together"
             host, port, rid = split_address(prefill.address)[0], prefill.transfer.port, f"{room:016x}"
             members = {"bootstrap_host": host, "bootstrap_port": port, "bootstrap_room": room, "rid": rid}
             return Handover({**_WHOLE, **members}, members, abort=msgspec.json.encode({"rid": rid}))
+        case Protocol.TREELINE:
+            copy: Mapping[str, Any] = {"stream": False, "sampling_params": {"max_new_tokens": 1}}
+            if path != "/generate":
+                only_chats = {} if path.endswith("/chat/completions") else {"max_completion_tokens": None}
+                copy = {**_WHOLE, **_ONE_TOKEN, **only_chats}
+            return Handover(copy, headers=(pages_at(prefill),), waits=True)
         case Protocol.LLM_D:
             return Handover(headers=((PREFILLER, prefill.address),))
 

@@ -16,10 +16,10 @@ from treeline_epp.endpoints.http_answer import Answer
 from treeline_epp.endpoints.prefill_calls import PrefillCalls
 from treeline_epp.flow.ticket import Awaited
 from treeline_epp.metrics import Sample
-from treeline_epp.picking.decision import Lease, Outcome
+from treeline_epp.picking.decision import FORMS, Lease, Outcome
 from treeline_epp.picking.parts import Parts
 from treeline_epp.requests.body import Body, RouteRequest
-from treeline_epp.requests.handover import BadHandover, Handover, handover, place_of
+from treeline_epp.requests.handover import BadHandover, Handover, handover, pages_at
 from treeline_epp.requests.outline import Outline
 from treeline_epp.requests.rewrite import to_send
 
@@ -30,8 +30,9 @@ MOST_S = 600.0
 PATIENCE_S = 10.0
 """… but not less than this: predictions may be wrong until an endpoint has been measured, and each prompt measures it.
 """
-_PASSED_ON = (names.REQUEST_ID, names.TRACEPARENT, names.TRACESTATE)
-"""Headers of the client's request that the prefill engine gets, too: for its log, and for traces."""
+_PASSED_ON = (names.REQUEST_ID, names.TRACEPARENT, names.TRACESTATE, names.CLIENT, names.ISOLATION)
+"""Headers of the client's request that the prefill engine gets, too: for its log, for traces, and for our runtime to
+know whose cache it is."""
 
 
 @dataclass(eq=False, slots=True)
@@ -77,12 +78,16 @@ class Prefilling:
         decision, part = lease.decision, lease.prefill
         if lease.closed:
             return None
-        self.forms["whole" if part is None else "apart"] += 1
+        self.forms[decision.form] += 1
         if part is None:
+            if decision.form == "pull" and decision.source is not None:
+                lease.added += (pages_at(decision.source),)
             return None
         prefill, now = part.endpoint.spec, self.clock()
-        plan = handover(prefill, decision.endpoint, random.SystemRandom().getrandbits(63))
-        lease.members, lease.added = plan.members, lease.added + plan.headers
+        plan = handover(prefill, decision.endpoint, asked.path, random.SystemRandom().getrandbits(63))
+        lease.members = plan.members
+        if not plan.waits:
+            lease.added += plan.headers
         if plan.copy is None:
             return None
         body = to_send(asked.body, outline, decision.request, plan.copy)
@@ -132,6 +137,7 @@ class Prefilling:
         took_s, prefill = self.clock() - prompt.began, lease.decision.prefill
         if outcome is Outcome.HEADERS and prefill is not None:
             lease.members = {**plan.members, **found}
+            lease.added += plan.headers if plan.waits else ()
             self.predicted_s += prefill.ttft_s
             self.actual_s += took_s
         told = plan.waits and (outcome is Outcome.HEADERS or took_s >= prompt.limit_s)
@@ -155,8 +161,8 @@ class Prefilling:
 
     def samples(self) -> Iterator[Sample]:
         """Yield samples for the metrics page."""
-        text = "Requests by form: whole, or apart if another endpoint than the answering one computes the prompt."
-        for form in ("whole", "apart"):
+        text = "Requests by form: whole; apart: another endpoint computes the prompt; pull: it has a part of it."
+        for form in FORMS:
             yield "counter", "forms", text, {"form": form}, self.forms[form]
         text = "Prompts that the picker has asked prefill endpoints for and that are not computed yet."
         yield "gauge", "prefills_in_flight", text, {}, len(self.calls)
@@ -177,6 +183,6 @@ def _outcome(plan: Handover, answer: Answer | None, problem: str) -> tuple[Outco
         refused = 300 <= answer.status < 500
         return Outcome.REFUSED if refused else Outcome.ERROR, f"its answer is {answer.status}", {}
     try:
-        return Outcome.HEADERS, "", place_of(answer.body) if plan.waits else {}
+        return Outcome.HEADERS, "", plan.place(answer.body) if plan.waits else {}
     except BadHandover as error:
         return Outcome.ERROR, str(error), {}

@@ -42,6 +42,10 @@ MOST_MESSAGE_BYTES = 64 << 10
 """Of an answer, beside the bytes of pages."""
 
 
+class Lost(OSError):
+    """A peer had a page, and has it no more: caches evict, so that is no failure."""
+
+
 class RemotePages:
     """Asks other runtimes. Any thread may call it."""
 
@@ -81,11 +85,13 @@ class RemotePages:
 
     @contextmanager
     def pull(self, address: str, form: PageFormat, digests: Sequence[bytes]) -> Iterator[Pull]:
-        """A context manager for reading these pages. Raises OSError; after that, or BadPage inside, the peer is
-        avoided."""
+        """A context manager for reading these pages. Raises OSError; after that, unless it is Lost, or BadPage inside,
+        the peer is avoided."""
         try:
             with self._line(address, form) as line:
                 yield Pull(line, form, digests)
+        except Lost:
+            raise
         except (BadPage, OSError):
             self.failed(address)
             raise
@@ -156,7 +162,7 @@ class Pull:
             self.line.ask(GetRequest(self.form.fingerprint, chunk, self._next))
             self._next += step
         if not self._asked:
-            raise OSError("a peer has not all pages any more")
+            raise Lost("a peer has not all pages any more")
         answer, data = self.line.answer()
         chunk = self._asked.pop(answer.number, []) if isinstance(answer, Pages) else []
         if not isinstance(answer, Pages) or not chunk:

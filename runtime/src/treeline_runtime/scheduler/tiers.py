@@ -256,8 +256,9 @@ class Tiers:
 
     def load_fields(self) -> dict[str, Any]:
         """What a load report says of them."""
-        speed = self.rates.tokens_per_s
-        return {"host_tokens_per_s": speed("CPU"), "disk_tokens_per_s": speed("DISK"), "tiers": self.load_report()}
+        speed, report = self.rates.tokens_per_s, self.load_report()
+        speeds = {"host": speed("CPU"), "disk": speed("DISK"), "peer": speed("PEER")}
+        return {f"{name}_tokens_per_s": value for name, value in speeds.items()} | {"tiers": report}
 
     def load_report(self) -> TierLoad:
         store, size = self.store, self._tree.page_size

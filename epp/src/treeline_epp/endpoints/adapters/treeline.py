@@ -5,20 +5,33 @@ headers. Its load report beats, and says when it drains; `/ready` is 503 then, t
 from __future__ import annotations
 
 import asyncio
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 from treeline_wire.tokenizer import BundleError, TokenizerBundle
 
 from treeline_epp.endpoints.adapters.base import EngineInfo, LoadReports
-from treeline_epp.endpoints.adapters.sglang import ServerInfo, SGLangAdapter
+from treeline_epp.endpoints.adapters.sglang import Port, ServerInfo, SGLangAdapter
 from treeline_epp.endpoints.engine_http import EngineError, EngineHttp
 from treeline_epp.endpoints.http_answer import HttpError
 from treeline_epp.endpoints.spec import KvPorts
+from treeline_epp.endpoints.transfer import Protocol, Transfer
 
 _TOKENIZER_TIMEOUT_S, _TOKENIZER_BYTES = 30.0, 256 << 20
 
 
+class _Tiers(msgspec.Struct):
+    fingerprint: Annotated[str, Meta(max_length=64)] = ""
+
+
+class _State(msgspec.Struct):
+    tiers: _Tiers | None = None
+
+
 class _OurServerInfo(ServerInfo):
+    kv_transfer_port: Port | None = None
+    internal_states: tuple[_State, ...] = ()
     epoch: int | str | None = None
     tokenizer_fingerprint: str | None = None
     isolates_clients: bool = False
@@ -53,6 +66,7 @@ class TreelineAdapter(SGLangAdapter):
             sources=tuple(msgspec.structs.replace(source, hello=True) for source in known.sources),
             isolates_clients=about.isolates_clients,
             obeys_ranks=True,
+            transfer=_transfer(about),
         )
 
     async def tokenizer(self, http: EngineHttp) -> TokenizerBundle:
@@ -65,3 +79,11 @@ class TreelineAdapter(SGLangAdapter):
             return await asyncio.to_thread(TokenizerBundle.from_json, content)
         except (HttpError, BundleError) as error:
             raise EngineError(f"{http.base}{path}: {error!r}") from error
+
+
+def _transfer(about: _OurServerInfo) -> Transfer | None:
+    """Return how it gets pages of others, and gives its own if it has a port for that; None without a host cache."""
+    tiers = about.internal_states[0].tiers if about.internal_states else None
+    if tiers is None:
+        return None
+    return Transfer(Protocol.TREELINE, about.kv_transfer_port or 0, (("fingerprint of pages", tiers.fingerprint),))
