@@ -221,6 +221,7 @@ class ServerArgs(SchedulerConfig):
     kv_transfer_port: int | None = port_setting(
         None,
         group="publishing",
+        rare=True,
         metavar="PORT",
         parse=_port_or_off,
         help="give cached pages to other runtimes at this port, ZMQ ROUTER; needs --host-cache (default: none; 0 = any "

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.flow_checks import check_control
-from support.flow_world import World
+from support.flow_models import World
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.endpoints.transfer import Protocol, Role, Transfer
 from treeline_epp.flow.control import (

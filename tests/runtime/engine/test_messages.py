@@ -34,8 +34,10 @@ EXAMPLES: dict[Any, list[Any]] = {
         m.DetokenizeInit.of(m.GenerateReq("r", [1], PARAMS, return_logprob=True), "r#1"),
         m.BatchTokenOut(
             [
-                m.TokenOut("r", [5], m.FinishReason("stop", matched=5), 3, 2, 1),
-                m.TokenOut("v", [], m.FinishReason("length"), 3, vector=b"\0\0\x80?"),
+                m.TokenOut(
+                    "r", [5], m.FinishReason("stop", matched=5), prompt_tokens=3, cached_tokens=2, completion_tokens=1
+                ),
+                m.TokenOut("v", [], m.FinishReason("length"), prompt_tokens=3, vector=b"\0\0\x80?"),
                 m.TokenOut("h", [], FINISH, hidden_states=m.HiddenStates(2, 1, b"\0\0\0\0")),
                 m.TokenOut(
                     "q",

@@ -154,7 +154,7 @@ class Scheduler:
                 self.prefill.queue(req)
         for req, finish in self._time_limits.exceeded(self._clock()):
             self._finish(req, finish)
-        if not self.is_idle:
+        if self.audits.req is not None and not self.is_idle:
             self.audits.pause()
         batch = self._next_batch()
         if batch is not None:
@@ -236,7 +236,8 @@ class Scheduler:
 
     def _compute(self, batch: Batch) -> Launched:
         plan = plan_of(batch, *self.table.news(), pools=self._pooler is not None)
-        plan.logprobs.update(self.audits.watched(batch))
+        if self.config.cache_audit:
+            plan.logprobs.update(self.audits.watched(batch))
         launched = self.executor.launch(plan)
         self.table.told()  # only now: a failed launch gets the same writes again
         return launched
@@ -308,7 +309,8 @@ class Scheduler:
                 return
         if not samples:  # not yet all of a long jump
             return
-        self.audits.take(req, end, result)
+        if self.config.cache_audit:
+            self.audits.take(req, end, result)
         finish = req.take_tokens(result.tokens)
         if len(req.tokens) != end + 1:
             # tokens that were not accepted are computed again; accepted ones beyond `end` are computed like a jump
@@ -485,16 +487,13 @@ class Scheduler:
         if self.is_idle:
             self.ratio.on_idle()
             if not self.cache.is_balanced(self.audits.held_pages):
-                logger.error("pages are lost: %d free, %d cached of %d", *self._page_counts())
-
-    def _page_counts(self) -> tuple[int, int, int]:
-        return self.cache.pool.num_free, self.cache.tree.num_pages, self.cache.pool.num_pages
+                free, cached, all = self.cache.pool.num_free, self.cache.tree.num_pages, self.cache.pool.num_pages
+                logger.error("pages are lost: %d free, %d cached of %d", free, cached, all)
 
     def check_integrity(self) -> None:
         """Asserts that every page, row and lock has an owner."""
         reqs = [req for req in self._everything() if req.row >= 0] + list(self._leaving)
         assert len(set(reqs)) == len(reqs)
-        if self.audits.req is not None:
-            reqs.append(self.audits.req)
+        reqs += [] if self.audits.req is None else [self.audits.req]
         self.cache.check_integrity(reqs)
         self.prefill.check_integrity()
