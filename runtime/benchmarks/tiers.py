@@ -74,7 +74,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="few short conversations: proves that it works")
     args = parser.parse_args()
     conversations, turns, new = (3, 4, 64) if args.quick else (6, 7, 256)
-    first = new if args.shape == "tiny" or args.quick else 16384
+    first = new if args.quick else 1024 if args.shape == "tiny" else 16384
     answer, rng = 16, random.Random(0)
     longest = first + turns * (new + answer)
     device = "cuda" if torch.cuda.is_available() else "cpu"
