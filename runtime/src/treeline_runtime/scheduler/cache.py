@@ -78,9 +78,10 @@ class CacheManager:
         req.num_pages = match.num_pages
         req.tree_len = req.kv_len = req.device_len = match.num_pages * self.page_size
         if req.handle is not None:
-            self._table.write_pages(req.row, 0, self.tree.pages_of(self.tree.whole(req.handle)))
-        if self.tiers is not None:
-            self.tiers.hit(req.handle)
+            pages = self.tree.pages_of(self.tree.whole(req.handle))
+            self._table.write_pages(req.row, 0, pages)
+            if self.tiers is not None:
+                self.tiers.hit(req.handle, pages)
         if self.keeps:
             req.handle = self.tree.begin_filling(req.handle, req.key, req.namespace)
 

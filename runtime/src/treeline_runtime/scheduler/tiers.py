@@ -85,12 +85,11 @@ class Tiers:
 
     # ---- out ----------------------------------------------------------------------------------------------
 
-    def hit(self, node: Node | None) -> None:
-        """A request uses the cached pages up to `node`."""
-        if node is not None:
-            digests, pages = self._tree.digests_of(node), self._tree.pages_of(self._tree.whole(node))
-            self.store.host.touch(digests)
-            self._put(node, digests, pages)
+    def hit(self, node: Node, pages: Pages) -> None:
+        """A request uses these cached pages, which end with `node`."""
+        digests = self._tree.digests_of(node)
+        self.store.host.touch(digests)
+        self._put(node, digests, pages)
 
     def inserted(self, node: Node, start: int, existing: int) -> None:
         """A request computed the pages from `start` to the end of `node`; those before `existing` were cached."""
