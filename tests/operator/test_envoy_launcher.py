@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import json
 import os
 import signal
@@ -113,7 +114,7 @@ async def running(folder: Path, *flags: str, **settings: Any) -> AsyncIterator[E
         eds_port=nobody,
         **settings,
     )
-    document = bootstrap(config)
+    document = copy.deepcopy(bootstrap(config))  # parts of it are constants
     (pods,) = [c for c in document["static_resources"]["clusters"] if c["name"] == "pods"]
     del pods["eds_cluster_config"]
     address = {"socket_address": {"address": "127.0.0.1", "port_value": engine.port}}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import json
 import shutil
 import subprocess
@@ -54,7 +55,7 @@ class Envoy:
 
     def __init__(self, config: EnvoyConfig, folder: Path, patch: Patch) -> None:
         self.config = config
-        self.bootstrap = bootstrap(config)
+        self.bootstrap = copy.deepcopy(bootstrap(config))  # parts of it are constants
         patch(self.bootstrap)
         self.log = folder / "envoy.log"
         self.access_log = folder / "access.log"
