@@ -13,6 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import zmq
@@ -23,6 +24,7 @@ from treeline_wire.pages import (
     Buffer,
     GetRequest,
     Held,
+    Later,
     Pages,
     Request,
     encode_answer,
@@ -118,6 +120,7 @@ class PageServer:
             if (now := time.monotonic()) >= look_at:
                 look_at = now + LOOK_S
                 self._peers.look(now)
+                self._show_life()
 
     def _accept(self) -> None:
         """Takes a bounded number of requests."""
@@ -148,6 +151,12 @@ class PageServer:
 
         self._lending.ask(request, tell)
         self._wake()
+
+    def _show_life(self) -> None:
+        """A step of the model takes longer than peers wait for a silent one."""
+        for peer in self._asked:
+            with suppress(zmq.ZMQError):
+                self._socket.send_multipart([peer, *encode_answer(Later())], zmq.NOBLOCK)
 
     def _send(self, peer: bytes, answer: Answer, data: Buffer) -> None:
         self._asked[peer] -= 1
