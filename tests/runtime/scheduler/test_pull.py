@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import zmq
+from support.pulling_engine import engine, fake_peer, lending, report
 from support.runtime_engine import Harness, prompt
 from support.runtime_server import eventually
 from treeline_runtime.args import ServerArgs
 from treeline_runtime.kvcache import remote
 from treeline_runtime.kvcache.page import PageFormat
 from treeline_runtime.kvcache.remote import RemotePages
-from treeline_runtime.messages import FlushReq, TierLoad
+from treeline_runtime.messages import FlushReq
 from treeline_runtime.page_server import MOST_IN_FLIGHT, PageServer
 from treeline_runtime.scheduler.tiers import STALLED_S
 from treeline_wire.pages import (
@@ -30,7 +30,6 @@ from treeline_wire.pages import (
     encode_answer,
     encode_request,
     parse_answer,
-    parse_request,
 )
 from treeline_wire.security import CurveKeys
 
@@ -48,74 +47,6 @@ def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
 @pytest.fixture(scope="module")
 def expected(tiny: Path) -> list[int]:
     return Harness(tiny).generate("alone", PROMPT)
-
-
-@contextmanager
-def engine(tiny: Path, context: zmq.Context[Any], **settings: Any) -> Iterator[Harness]:
-    """An engine that pulls."""
-    made = Harness(tiny, **{"host_cache": 1 << 20} | settings)
-    assert made.cache.tiers is not None
-    made.cache.tiers.rates.allows = lambda _: True  # type: ignore[method-assign]  # whatever this machine measures
-    made.cache.tiers.store.remote = RemotePages(context, None)
-    try:
-        yield made
-    finally:
-        made.close()
-
-
-@contextmanager
-def lending(made: Harness, context: zmq.Context[Any], **args: Any) -> Iterator[str]:
-    """Let an engine give its pages to others; returns its address. It steps in a thread of its own."""
-    assert made.cache.tiers is not None
-    settings: dict[str, Any] = {"model": "none", "host_cache": 1, "kv_transfer_port": 0} | args
-    server = PageServer(context, ServerArgs(**settings), 0, made.cache.tiers.lending, made.woken.set)
-    stopped = threading.Event()
-
-    def step() -> None:
-        while not stopped.is_set():
-            if not made.step():
-                made.woken.wait(0.1)
-                made.woken.clear()
-
-    thread = threading.Thread(target=step)
-    thread.start()
-    try:
-        yield f"127.0.0.1:{server.port}"
-    finally:
-        stopped.set()
-        made.woken.set()
-        thread.join()
-        server.close()
-        made.run()
-
-
-@contextmanager
-def fake_peer(context: zmq.Context[Any], answer: Callable[[Any], Sequence[Any] | None]) -> Iterator[str]:
-    """A peer that answers requests as told; returns its address."""
-    with context.socket(zmq.ROUTER) as sock:
-        sock.setsockopt(zmq.LINGER, 0)
-        port = sock.bind_to_random_port("tcp://127.0.0.1")
-        stopped = threading.Event()
-
-        def run() -> None:
-            while not stopped.is_set():
-                if sock.poll(20):
-                    peer, *frames = sock.recv_multipart()
-                    if (said := answer(parse_request(frames))) is not None:
-                        sock.send_multipart([peer, *said])
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        try:
-            yield f"127.0.0.1:{port}"
-        finally:
-            stopped.set()
-            thread.join()
-
-
-def report(engine: Harness) -> TierLoad:
-    assert engine.cache.tiers is not None
-    return engine.cache.tiers.load_report()
 
 
 @pytest.mark.parametrize("settings", [{}, {"page_size": 16}, {"kv_cache_dtype": "fp8_e4m3"}, {"host_cache": 8 << 10}])
