@@ -167,9 +167,10 @@ TROUBLE = [
 ]
 
 
+@pytest.mark.parametrize("within", ["", ";within=5"])
 @pytest.mark.parametrize("how", TROUBLE)
 def test_a_sick_peer_costs_nothing_but_time(
-    tiny: Path, context: zmq.Context[Any], expected: list[int], how: str, monkeypatch: pytest.MonkeyPatch
+    tiny: Path, context: zmq.Context[Any], expected: list[int], how: str, within: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote, "SILENT_S", 0.2 if "silent" in how else 30.0)  # a busy machine answers late
     with engine(tiny, context) as here:
@@ -180,10 +181,10 @@ def test_a_sick_peer_costs_nothing_but_time(
             return encode_answer(Held(len(request.digests)))
 
         with fake_peer(context, sick(form, sound, how)) as address:
-            assert here.generate("here", PROMPT, pages_from=address) == expected
+            assert here.generate("here", PROMPT, pages_from=address + within) == expected
             assert here.last("here").cached_tokens == 0
             here.cache.wipe()
-            assert here.generate("again", PROMPT, pages_from=address) == expected
+            assert here.generate("again", PROMPT, pages_from=address + within) == expected
             assert here.cache.tiers.store.remote is not None
             left_alone = not here.cache.tiers.store.remote.may_ask(address)
             assert left_alone == (how != "has lost them"), "caches evict: that is no failure"
