@@ -34,9 +34,8 @@ if TYPE_CHECKING:
 
 
 _PAGES_FROM = re.compile(r"([^;]+)(?:;within=([0-9]{1,6}(?:\.[0-9]{1,3})?))?")
-ANSWER_S = 1.0
-"""Another runtime that has pages, or has them not, is given so long to say so."""
-MOST_WITHIN_S = 60.0
+ANSWER_S, MOST_WITHIN_S = 1.0, 60.0
+"""Another runtime is given so long to say which pages it has; at most so long, if it is computing them."""
 
 
 @dataclass(slots=True)
@@ -44,28 +43,21 @@ class Remote:
     """Another runtime that may have pages of a prompt."""
 
     address: str
-    coming: bool = False
-    """It is computing them."""
-    within_s: float = ANSWER_S
-    """The longest wait without progress …"""
-    waited_s: float = 0.0
-    """… of which so much is over …"""
-    reached: int = -1
-    """… since so many pages of the prompt were here."""
+    within_s: float = 0.0
+    """It is computing them, and may take so long for each; 0: it has them, or has them not."""
+    left_s: float = ANSWER_S
+    """How much longer it is to be asked which it has."""
     is_asked: bool = False
-    """It has not answered yet which pages it has."""
     held: frozenset[bytes] = frozenset()
     """The pages that it has."""
-    over: bool = False
-    """It is not to be asked again."""
 
     @classmethod
     def of(cls, header: str) -> Remote | None:
         """What the header PAGES_FROM says; None: nothing that is known."""
         if (found := _PAGES_FROM.fullmatch(header)) is None:
             return None
-        address, within = found.groups()
-        return cls(address) if within is None else cls(address, True, min(float(within), MOST_WITHIN_S))
+        within_s = min(float(found[2] or 0.0), MOST_WITHIN_S)
+        return cls(found[1], within_s, within_s or ANSWER_S)
 
 
 @dataclass(slots=True, eq=False)

@@ -74,7 +74,7 @@ def test_pages_travel_while_the_prompt_is_computed(tiny: Path, context: zmq.Cont
         there.run()
 
 
-@pytest.mark.parametrize("says", [Held(0), Held(0, "busy"), Later()], ids=str)
+@pytest.mark.parametrize("says", [Held(0), Later()], ids=str)
 def test_who_waits_in_vain_computes_and_avoids_nobody(
     tiny: Path, context: zmq.Context[Any], expected: list[int], says: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -107,29 +107,32 @@ def test_a_new_page_renews_the_patience_and_one_that_is_lost_ends_it(
     tiny: Path, context: zmq.Context[Any], expected: list[int]
 ) -> None:
     now = [0.0]
-    with engine(tiny, context, chunked_prefill_size=CHUNK) as there:
-        with engine(tiny, context, clock=lambda: now[0]) as here, served(there, context) as address:
-            here.submit("here", PROMPT, pages_from=f"{address};within=2")
-            there.submit("there", PROMPT, max_new_tokens=1)
-            for chunk in range(1, 4):
-                there.step()
-                eventually(
-                    lambda chunk=chunk: (
-                        here.step(),
-                        answer(there),
-                        report(here).total_loaded_tokens["PEER"] == chunk * CHUNK,
-                    )[2]
-                )
-                now[0] += 1.9
-            there.abort("there")
-            eventually(lambda: (there.step(), there.is_idle)[1])
-            here.step()
-            assert "here" in here.prefill.waiting
-            now[0] += 2
-            eventually(lambda: (answer(there), ended(here, "here"))[1])
-            assert here.tokens("here") == expected
-            assert here.last("here").cached_tokens == 3 * CHUNK
-            here.run()
+    with (
+        engine(tiny, context, chunked_prefill_size=CHUNK) as there,
+        served(there, context) as address,
+        engine(tiny, context, clock=lambda: now[0]) as here,
+    ):
+        here.submit("here", PROMPT, pages_from=f"{address};within=2")
+        there.submit("there", PROMPT, max_new_tokens=1)
+        for chunk in range(1, 4):
+            there.step()
+            eventually(
+                lambda chunk=chunk: (
+                    here.step(),
+                    answer(there),
+                    report(here).total_loaded_tokens["PEER"] == chunk * CHUNK,
+                )[2]
+            )
+            now[0] += 1.9
+        there.abort("there")
+        eventually(lambda: (there.step(), there.is_idle)[1])
+        here.step()
+        assert "here" in here.prefill.waiting
+        now[0] += 2
+        eventually(lambda: (answer(there), ended(here, "here"))[1])
+        assert here.tokens("here") == expected
+        assert here.last("here").cached_tokens == 3 * CHUNK
+        here.run()
 
 
 def test_of_a_client_that_leaves_nothing_is_left(tiny: Path, context: zmq.Context[Any]) -> None:
@@ -156,31 +159,34 @@ def test_many_who_wait_for_one_peer_take_turns_and_delay_nobody(
     """More than it is asked about at once, and more than a step passes over."""
     monkeypatch.setattr(remote, "ASK_AGAIN_S", 0.01)
     now = [0.0]
-    with engine(tiny, context, clock=lambda: now[0]) as here, engine(tiny, context, clock=lambda: now[0]) as there:
-        with served(there, context) as address:
-            for i in range(150):
-                here.submit(f"waits-{i}", [i % 90, i // 90, *PROMPT], pages_from=f"{address};within=5")
-            here.submit("other", prompt(5, 40))
-            eventually(lambda: ended(here, "other"))
-            assert len(here.prefill.waiting) == 150
-            there.submit("last", [149 % 90, 1, *PROMPT], max_new_tokens=1)
+    with (
+        engine(tiny, context, clock=lambda: now[0]) as there,
+        served(there, context) as address,
+        engine(tiny, context, clock=lambda: now[0]) as here,
+    ):
+        for i in range(150):
+            here.submit(f"waits-{i}", [i % 90, i // 90, *PROMPT], pages_from=f"{address};within=5")
+        here.submit("other", prompt(5, 40))
+        eventually(lambda: ended(here, "other"))
+        assert len(here.prefill.waiting) == 150
+        there.submit("last", [149 % 90, 1, *PROMPT], max_new_tokens=1)
 
-            def has_its_turn() -> bool:
-                now[0] += LATE_S / 2  # each question waits so long in vain; nobody's patience ends
-                there.step()
-                return ended(here, "waits-149")
+        def has_its_turn() -> bool:
+            now[0] += LATE_S / 2  # each question waits so long in vain; nobody's patience ends
+            there.step()
+            return ended(here, "waits-149")
 
-            eventually(has_its_turn)
-            assert here.last("waits-149").cached_tokens == 200
-            here.abort()
-            eventually(lambda: (there.step(), here.step(), here.is_idle)[2])
-            here.run()
+        eventually(has_its_turn)
+        assert here.last("waits-149").cached_tokens == 200
+        here.abort()
+        eventually(lambda: (there.step(), here.step(), here.is_idle)[2])
+        here.run()
 
 
 def test_the_header_is_read_as_it_is_written_and_nothing_else() -> None:
     assert Remote.of("10.0.0.1:5") == Remote("10.0.0.1:5")
-    assert Remote.of("[::1]:5;within=2.5") == Remote("[::1]:5", coming=True, within_s=2.5)
-    assert Remote.of("a:5;within=999999") == Remote("a:5", coming=True, within_s=MOST_WITHIN_S)
+    assert Remote.of("[::1]:5;within=2.5") == Remote("[::1]:5", 2.5, 2.5)
+    assert Remote.of("a:5;within=999999") == Remote("a:5", MOST_WITHIN_S, MOST_WITHIN_S)
     for bad in ("", ";within=1", "a:1;", "a:1;within=", "a:1;within=-1", "a:1;within=1e3", "a:1;within=nan"):
         assert Remote.of(bad) is None, bad
     for bad in ("a:1;within=1;within=2", "a:1; within=1", "a:1;within=1\n", "a:1;within=٣", "a:1;x=1"):

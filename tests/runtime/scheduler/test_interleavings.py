@@ -184,10 +184,7 @@ class Side:
         ]
         entries = [(NAMES[one], of.slot, of.checksum is None, of.readers) for one, of in self.host._entries.items()]
         jobs = [(job.kind, len(job.part), job.sent, job.result is None, str(job.heard)) for job in self.jobs.all]
-        lent = [
-            (type(one.request).__name__, NAMES[one.request.digests[0]], one.since)
-            for one in self.tiers.lending._waiting
-        ]
+        lent = [(type(one).__name__, NAMES[one.digests[0]], since) for one, _, since in self.tiers.lending._waiting]
         fetches = [(*map(NAMES.get, one.digests), one.over) for one in self.tiers._fetches]
         order = [NAMES[one] for one in self.host._evictable]
         return nodes, entries, order, jobs, lent, fetches, self.tiers.lending._asked.qsize(), self.tree.locked_pages
@@ -379,7 +376,7 @@ class World:
                 self.now, self.computed, self.lives, self.asks, sorted(self.trouble), messages,
                 self.lender.key(), self.asker.key(), bool(self.peers._failed_at),
                 self.req.finish, self.req.fetched, self.req.loaded,
-                peer and (peer.is_asked, len(peer.held), peer.over, peer.reached, peer.waited_s),
+                peer and (peer.is_asked, len(peer.held), peer.left_s),
             ))
         )  # fmt: skip
 

@@ -53,10 +53,9 @@ class GetRequest(Struct, frozen=True, tag="get"):
 
 
 class Held(Struct, frozen=True, tag="held"):
-    """So many of the pages are there: as many as come in order. `reason`: why none can be."""
+    """So many of the pages are there: as many as come in order."""
 
     count: int
-    reason: str = ""
 
 
 class Pages(Struct, frozen=True, tag="pages"):

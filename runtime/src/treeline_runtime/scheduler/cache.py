@@ -188,23 +188,10 @@ class CacheManager:
 
     # ---- copies -------------------------------------------------------------------------------------------
 
-    def take_copies(self) -> bool:
-        """Takes what copies between tiers have done. Returns whether anything has changed."""
-        return self.tiers is not None and self.tiers.take()
-
-    def settle(self) -> bool:
-        """Waits a moment for all copies to end. Returns whether they have."""
-        return self.tiers is None or self.tiers.settle()
-
     @property
     def is_copying(self) -> bool:
         """Whether a tier reads or writes pages."""
         return self.tiers is not None and self.tiers.is_copying
-
-    @property
-    def is_expecting(self) -> bool:
-        """Whether copies will soon make pages available."""
-        return self.tiers is not None and self.tiers.is_expecting
 
     # ---- watching -----------------------------------------------------------------------------------------
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import groupby, takewhile
 
 from treeline_wire.pages import Answer, Buffer, GetRequest, HaveRequest, Held, Pages, Request
@@ -29,15 +28,6 @@ MOST_A_STEP = 16
 Tell = Callable[[Answer, Buffer], None]
 
 
-@dataclass(slots=True, eq=False)
-class Lease:
-    """A request that waits for its pages to be on the host, or for the first of them to be anywhere."""
-
-    request: Request
-    since: float
-    tell: Tell
-
-
 class Lending:
     """Owns requests from `ask` to their answer. `put` begins to copy pages of a node to the host."""
 
@@ -48,7 +38,8 @@ class Lending:
         self._store = store
         self._put = put
         self._asked: queue.SimpleQueue[tuple[Request, Tell]] = queue.SimpleQueue()
-        self._waiting: list[Lease] = []
+        self._waiting: list[tuple[Request, Tell, float]] = []
+        """Requests for pages that are soon on the host, or about one that is soon anywhere, and since when."""
 
     def ask(self, request: Request, tell: Tell) -> None:
         """Takes a request, in any thread; a later `step` answers it. `tell` is called once, in any thread."""
@@ -59,13 +50,14 @@ class Lending:
         new = min(self._asked.qsize(), MOST_A_STEP)
         for _ in range(new):
             request, tell = self._asked.get()
-            self._waiting.append(Lease(request, now, tell))
+            self._waiting.append((request, tell, now))
             if isinstance(request, GetRequest):
                 self._put_all(self._here(request))
-        for lease in [*self._waiting]:
-            if now - lease.since >= LATE_S or not self._is_coming(lease.request):
-                self._waiting.remove(lease)
-                self._answer(lease.request, lease.tell)
+        for waiting in [*self._waiting]:
+            request, tell, since = waiting
+            if now - since >= LATE_S or not self._is_coming(request):
+                self._waiting.remove(waiting)
+                self._answer(request, tell)
         return new > 0
 
     def _named(self, request: Request) -> Sequence[bytes]:
@@ -90,7 +82,7 @@ class Lending:
                 here = self._here(request)
                 if request.coming:  # they will be asked for
                     self._put_all(here[: max(1, FETCH_BYTES // self._store.form.nbytes)])
-                tell(Held(len(here), "" if self._named(request) else "another model or format of pages"), b"")
+                tell(Held(len(here)), b"")
             case GetRequest():
                 self._store.lend(self._named(request), lambda sums, data: tell(Pages(request.number, sums), data))
 
@@ -101,10 +93,8 @@ class Lending:
         """Begins to copy those to the host that are there on the device."""
         for node, run in groupby(digests, self._tree.find):
             if node is not None:
-                self._put_run(node, list(run))
-
-    def _put_run(self, node: Node, digests: list[bytes]) -> None:
-        at = node.digests.index(digests[0])
-        end = at + len(digests)
-        if node.digests[at:end] == digests:  # a peer might name them in any order
-            self._put(node, digests, node.pages[at:end])
+                named = list(run)
+                at = node.digests.index(named[0])
+                end = at + len(named)
+                if node.digests[at:end] == named:  # a peer might name them in any order
+                    self._put(node, named, node.pages[at:end])

@@ -128,7 +128,7 @@ class PrefillManager:
         cached = (match.num_pages + (match.coming if self._cache.waits(match) else 0)) * self._page_size
         if self._cache.keeps and shared_tokens >= cached + MIN_SHARED_TOKENS:  # else it does not wait for the other
             cached = shared_tokens - shared_tokens % self._page_size
-        if req.remote is not None and req.remote.coming:
+        if req.remote is not None and req.remote.within_s:
             cached = req.cacheable_len  # another runtime computes the rest
         req.uncached_tokens = len(req.tokens) - cached
         self._uncached_waiting += req.uncached_tokens - before

@@ -145,7 +145,7 @@ class Scheduler:
         messages = (self._peers or self._transport).receive()
         for message in messages:
             self._handle(message)
-        copied = self.cache.take_copies()
+        copied = self.cache.tiers is not None and self.cache.tiers.take()
         ready = self.grammars.take_ready()
         for req, refused in ready:
             if (finish := refused or self._find_place(req) or self._jumps.after(req)) is not None:
@@ -201,7 +201,7 @@ class Scheduler:
                     batch.take_along(riding)
                 return batch
         if short:
-            if self._pending or self.cache.is_expecting:
+            if self._pending or (self.cache.tiers is not None and self.cache.tiers.is_expecting):
                 return None  # results in flight may end requests; retract only when all are known
             runnable = self._make_room(runnable)
         if not runnable:

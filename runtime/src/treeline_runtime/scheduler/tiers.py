@@ -6,8 +6,8 @@ a bounded number of evicted pages: a page that left between two uses is found at
 A waiting request that would be admitted first waits for pages of the disk, and after them of a peer, to come to the
 host, a bounded piece at a time, and then for the host's to come to the device. Each page is asked for once, so this
 ends, whatever fails: the request computes what is missing. A piece that takes too long is waited for no more, and as
-long as the disk or the peer does not answer, nothing else is asked of it. A peer that is computing the prompt is asked
-again and again which pages it has, as long as new ones come.
+long as the disk or the peer does not answer, nothing else is asked of it. A peer that computes the prompt is asked
+again as long as pages come.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Tiers:
         self._fetches: list[Fetch] = []
         self._questions = Counter[str]()
         """By peer, those without an answer."""
-        self._in_line: defaultdict[str, deque[tuple[Req, Remote, list[bytes]]]] = defaultdict(deque)
+        self._in_line = defaultdict[str, deque[tuple[Req, Remote, Sequence[bytes]]]](deque)
         """By peer, further ones."""
         self.lending = Lending(tree, store, self._put)
         self.loads = Loads(tree, pool, lambda *of: store.get(kv_pool(), *of), self._loaded)
@@ -164,24 +164,23 @@ class Tiers:
             wanted = self._at_peer(req, peer, match, at)
             if peer.is_asked:
                 return True
-        coming, tokens = peer is not None and peer.coming, (len(here) + len(wanted)) * self._tree.page_size
-        if not wanted or (tokens < MIN_SHARED_TOKENS and not coming):
+        address, within_s = (None, 0.0) if peer is None else (peer.address, peer.within_s)
+        few = (len(here) + len(wanted)) * self._tree.page_size < MIN_SHARED_TOKENS
+        if not wanted or (few and not within_s):
             return False
-        address = None if peer is None else peer.address
         own = [fetch for fetch in self._fetches if (fetch.client, fetch.peer) == (req.client, address)]
         if own and sum(len(fetch.digests) for fetch in own) + len(wanted) > self._piece:
             req.fetch = own[0]  # then it is asked again
             return True
         req.fetched = at + len(wanted)
-        limit_s = STALLED_S if peer is None else max(STALLED_S, peer.within_s)
-        fetch = Fetch(dict.fromkeys(wanted), req.client, self._clock(), limit_s, address)
-        if not coming and not self.rates.allows(fetch.source):
+        fetch = Fetch(dict.fromkeys(wanted), req.client, self._clock(), max(STALLED_S, within_s), address)
+        if not within_s and not self.rates.allows(fetch.source):
             self._outcomes["computed"] += 1
             req.fetched = len(req.tokens)
             return False
-        # while the peer computes, it answers between its steps: only the end of a prompt shows how fast it can
-        last = req.fetched * self._tree.page_size + MIN_SHARED_TOKENS > req.cacheable_len
-        if not self.store.fetch(fetch, here, partial(self._fetched, fetch, measured=last or not coming)):
+        # a peer that computes answers between its steps: only the end of a prompt shows how fast it is
+        measured = not within_s or req.fetched * self._tree.page_size + MIN_SHARED_TOKENS > req.cacheable_len
+        if not self.store.fetch(fetch, here, partial(self._fetched, fetch, measured)):
             return False
         req.fetch = fetch
         self._fetches.append(fetch)
@@ -206,12 +205,11 @@ class Tiers:
             req.remote = None
             return ()
         wanted = self._following(req, match, at, lambda one: one in peer.held and one not in host, self._piece)
-        asked = () if wanted or peer.over else self._following(req, match, at, lambda _: True, MOST_DIGESTS)
+        asks = not wanted and peer.left_s > 0
+        asked = self._following(req, match, at, lambda _: asks, MOST_DIGESTS)
         if len(asked) * self._tree.page_size >= MIN_SHARED_TOKENS:
-            if at > peer.reached:
-                peer.reached, peer.waited_s = at, 0.0
             peer.is_asked = True
-            self._in_line[address].append((req, peer, [*asked]))
+            self._in_line[address].append((req, peer, asked))
             self._ask(address)
         return wanted
 
@@ -219,34 +217,29 @@ class Tiers:
         """Asks a peer the next questions, as many as may be without an answer."""
         line = self._in_line[address]
         while line and self._questions[address] < MOST_QUESTIONS:
-            req, peer, digests = line.popleft()
-            if req.finish is None:
-                self._begin_to_ask(req, peer, digests)
+            if (asked := line.popleft())[0].finish is None:
+                self._begin_to_ask(*asked)
         if not line:
             del self._in_line[address]
 
-    def _begin_to_ask(self, req: Req, peer: Remote, digests: list[bytes]) -> None:
-        address, began_at, remote = peer.address, self._clock(), self.store.remote
+    def _begin_to_ask(self, req: Req, peer: Remote, digests: Sequence[bytes]) -> None:
+        address, until, remote = peer.address, self._clock() + peer.left_s, self.store.remote
         assert remote is not None
-
-        def waited_s() -> float:
-            return peer.waited_s + self._clock() - began_at
 
         def answered(held: list[bytes | None], _seconds: float) -> None:
             self._questions -= Counter([address])
-            peer.is_asked, peer.waited_s = False, waited_s()
-            peer.held = frozenset(one for one in held if one is not None)
-            peer.over = not peer.coming or (not peer.held and peer.waited_s >= peer.within_s)
+            peer.is_asked, peer.held = False, frozenset(one for one in held if one is not None)
+            peer.left_s = peer.within_s if peer.held else min(peer.within_s, until - self._clock())
             self._ask(address)
 
         def is_wanted() -> bool:
-            return req.finish is None and waited_s() < peer.within_s
+            return req.finish is None and self._clock() < until
 
         self._questions[address] += 1
-        have = partial(remote.have, address, self.store.form, coming=peer.coming, wanted=is_wanted)
+        have = partial(remote.have, address, self.store.form, coming=peer.within_s > 0, wanted=is_wanted)
         self._workers.start("ask", [digests], have, answered)
 
-    def _fetched(self, fetch: Fetch, moved: Moved, *, measured: bool) -> None:
+    def _fetched(self, fetch: Fetch, measured: bool, moved: Moved) -> None:
         self._fetches.remove(fetch)
         fetch.over = True
         if measured:
