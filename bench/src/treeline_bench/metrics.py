@@ -82,7 +82,7 @@ _ROUTING = {
     **{name: described for trace in TRACES for name, described in _simulated(trace).items()},
 }
 
-_BETTER = "÷ the better of all whole and all apart"
+_BETTER = "÷ that of all requests whole, or all apart if that is less"
 _FORMS = {
     "forms.ttft_p90_vs_best": Metric("times", f"time to first token, 90th percentile {_BETTER}", "lower", 1.0, BOUND),
     "forms.itl_p99_vs_best": Metric("times", f"time between tokens, 99th percentile {_BETTER}", "lower", 1.0, BOUND),
