@@ -3,8 +3,9 @@
 It consists of one queue of events, in order of time, and never waits for a clock. A request takes `hop_s` from client
 to engine and its first token as long back. KV events and load reports reach each router `news_s` after they were made,
 in order, unless one is lost (`event_loss`; then the router's own recovery asks for it). Requests go to the routers in
-turn; their datagrams to each other take `hop_s`, and get lost as often. `Faults` has the failures: an engine that
-restarts loses its cache and its requests; a router that restarts loses its state.
+turn; their datagrams to each other take `hop_s`, and get lost as often. A prompt computed apart goes to one engine and
+back, then its request to the other one, which gets the pages as `Sharing` says. `Faults` has the failures: an engine
+that restarts loses its cache and its requests; a router that restarts loses its state.
 """
 
 from __future__ import annotations
