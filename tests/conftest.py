@@ -44,7 +44,7 @@ run = pytest.StashKey[str]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--chaos-seconds", type=float, default=7.0, help="load of tests/runtime/server/test_chaos.py")
+    parser.addoption("--chaos-seconds", type=float, default=7.0, help="load of the tests named test_*chaos.py")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -82,6 +82,18 @@ _ROUTING = {
     **{name: described for trace in TRACES for name, described in _simulated(trace).items()},
 }
 
+_BETTER = "÷ that of all requests whole, or all apart if that is less"
+_FORMS = {
+    "forms.ttft_p90_vs_best": Metric("times", f"time to first token, 90th percentile {_BETTER}", "lower", 1.0, BOUND),
+    "forms.itl_p99_vs_best": Metric("times", f"time between tokens, 99th percentile {_BETTER}", "lower", 1.0, BOUND),
+    "forms.request_vs_best": Metric("times", f"time of a request until its end, mean {_BETTER}", "lower", 1.0, BOUND),
+    "forms.ttft_p90_ms": detail("ms", "time to first token, 90th percentile", "lower"),
+    "forms.itl_p99_ms": detail("ms", "time between two tokens of a request, 99th percentile", "lower"),
+    "forms.request_s": detail("s", "time of a request until its end, mean", "lower"),
+    "forms.apart": detail("requests", "whose prompt another engine computed, of 4,500", "higher"),
+    "forms.pull": detail("requests", "that got a part of their prompt from another engine, of 4,500", "higher"),
+}
+
 _PICKER = {
     "gie.vs_gie.rps_per_core.1kb": Metric(
         "×",
@@ -406,7 +418,7 @@ HEADLINES = (
 """The rows quoted in the README, in order."""
 
 _RANKS = {name.replace("engine.", "tp2."): each for name, each in _ENGINE.items() if name.startswith("engine.")}
-METRICS: dict[str, Metric] = _ROUTING | _PICKER | _ENGINE | _RANKS | _SERVING | _PROGRAMS | _KUBERNETES
+METRICS: dict[str, Metric] = _ROUTING | _FORMS | _PICKER | _ENGINE | _RANKS | _SERVING | _PROGRAMS | _KUBERNETES
 
 
 def metric(name: str) -> Metric:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from treeline_bench import gie, picker, routing, routing_sim, scripts
+from treeline_bench import forms_sim, gie, picker, routing, routing_sim, scripts
 from treeline_bench.context import Benchmark
 from treeline_bench.kubernetes import benchmark as operator
 from treeline_bench.kubernetes import throttled
@@ -17,6 +17,7 @@ BENCHMARKS: dict[str, Benchmark] = {
         gie.BENCHMARK,
         routing.BENCHMARK,
         routing_sim.BENCHMARK,
+        forms_sim.BENCHMARK,
         *scripts.BENCHMARKS,
         operator.BENCHMARK,
         throttled.BENCHMARK,

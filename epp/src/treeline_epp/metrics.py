@@ -170,12 +170,11 @@ class Metrics:
             _PICK_BUCKETS,
             registry,
         )
-        self.ttft_seconds = Histogram(
-            "treeline_epp_ttft_seconds",
-            "Seconds from the choice of an endpoint to the first token, for streams of Treeline runtimes.",
-            _TTFT_BUCKETS,
-            registry,
-        )
+        text = "Seconds from the choice of an endpoint to the first token, for streams of Treeline runtimes."
+        self.ttft_seconds = Histogram("treeline_epp_ttft_seconds", text, _TTFT_BUCKETS, registry)
+        text = "seconds to the first token by form, whole, apart or pull, of streams of Treeline runtimes."
+        self.form_predicted_seconds = counter("form_predicted_seconds", f"Predicted {text}", "form")
+        self.form_seconds = counter("form_seconds", f"Real {text}", "form")
         self.open_streams = 0
         self.observe(lambda: [("gauge", "extproc_streams", "Open ext_proc streams.", {}, self.open_streams)])
         self.ready = Gauge("treeline_epp_extproc_ready", "1 while the ext_proc port serves, else 0.", registry=registry)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import msgspec
@@ -17,7 +18,8 @@ HIT_REFERENCES = tuple(ORACLES)
 class Figures(msgspec.Struct, frozen=True):
     """The figures of one policy on one trace. `hit_rate` is the share of prompt tokens that came from a cache, over all
     requests with a first token. `load_cov`: standard deviation ÷ mean of the endpoints' requests, sampled every second,
-    averaged over samples with at least one request for each two endpoints.
+    averaged over samples with at least one request for each two endpoints. `itl_p99_ms`: of the times between two
+    tokens of a request. `request_s`: mean of the times until the last token. `forms` counts requests.
     """
 
     policy: str
@@ -31,6 +33,9 @@ class Figures(msgspec.Struct, frozen=True):
     load_cov: float
     retractions: int
     simulated_s: float
+    itl_p99_ms: float = 0.0
+    request_s: float = 0.0
+    forms: dict[str, int] = {}
 
 
 def figures_of(policy: str, outcome: Outcome) -> Figures:
@@ -51,6 +56,9 @@ def figures_of(policy: str, outcome: Outcome) -> Figures:
         load_cov=_cov(outcome.queued),
         retractions=outcome.retractions,
         simulated_s=outcome.ended_at,
+        itl_p99_ms=_percentiles(list(outcome.gaps.elements()) or [0])[2] / 100,
+        request_s=statistics.fmean([served.ended_at - served.at for served in answered] or [0.0]),
+        forms=Counter(served.form for served in outcome.served),
     )
 
 

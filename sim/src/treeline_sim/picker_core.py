@@ -12,6 +12,7 @@ from itertools import count
 from typing import cast
 
 from treeline_epp.endpoints.spec import EndpointSpec
+from treeline_epp.endpoints.transfer import Protocol, Role, Transfer
 from treeline_epp.kvevents.reading import answer_of
 from treeline_epp.kvevents.subscription import KvSubscription
 from treeline_epp.peers.gossip import Gossip, Outgoing
@@ -26,7 +27,8 @@ from treeline_wire.keys import PrefixKeys
 from treeline_wire.load import TreelineLoad
 
 from treeline_sim.model.text import token_bytes
-from treeline_sim.routers import Answer, Asks, NoRoute, Others, Router, TraceRequest
+from treeline_sim.routers import Answer, Asks, NoRoute, Others, Route, Router, TraceRequest
+from treeline_sim.simulation import Sharing
 
 MODEL = "sim"
 _KEY = peer_key(b"of simulated pickers")
@@ -57,7 +59,7 @@ class PickerCore(Router):
 
     deaf = False
 
-    def __init__(self, policy: str, endpoints: int, seed: int) -> None:
+    def __init__(self, policy: str, endpoints: int, seed: int, sharing: Sharing | None = None) -> None:
         """Make a picker. Raises ValueError for an unknown policy; the message lists the known ones."""
         self.picker = Picker(PickerConfig(policy=policy, seed=seed))
         keys = cast(PrefixKeys, _Keys())
@@ -67,25 +69,38 @@ class PickerCore(Router):
         self._ids = count()
         self.gossip: Gossip | None = None
         self._others: Others | None = None
+        prefill, transfer = 0, None
+        if sharing is not None:  # SGLang's decode endpoints compute no prompts
+            prefill, transfer = sharing.prefill, Transfer(Protocol.SGLANG if sharing.always else Protocol.TREELINE)
+        others = Role.DECODE if prefill else Role.BOTH
         for number, name in enumerate(self._names):
-            spec = EndpointSpec(name, f"10.0.{number >> 8}.{number & 255}:8000", models=(MODEL,))
+            address, role = f"10.0.{number >> 8}.{number & 255}:8000", Role.PREFILL if number < prefill else others
+            spec = EndpointSpec(name, address, models=(MODEL,), role=role, transfer=transfer)
             endpoint = self.picker.add_endpoint(spec)
             self.subscriptions.append(KvSubscription(self.picker.index, endpoint.pod, keys))
 
-    def route(self, request: TraceRequest, now: float) -> tuple[int, object]:
-        """Pick and reserve an endpoint."""
+    def route(self, request: TraceRequest, now: float) -> Route:
+        """Pick and reserve an endpoint, or two."""
         asked = PickRequest(
             str(next(self._ids)),
             model=MODEL,
             key=request.prompt.key,
             prompt_tokens_estimate=request.prompt.tokens,
             max_output_tokens=request.output_tokens,
+            apart=True,
         )
         try:
             lease = self.picker.reserve(self.picker.pick(asked, now), now)
         except (NoEndpoints, Saturated) as refusal:
             raise NoRoute(str(refusal)) from None
-        return self._numbers[lease.endpoint.spec.name], lease
+        decision, source = lease.decision, lease.decision.source
+        number = -1 if source is None else self._numbers[source.name]
+        return Route(self._numbers[decision.endpoint.name], lease, decision.form, number)
+
+    def on_prefilled(self, ticket: object, took_s: float | None, now: float) -> None:
+        """End the lease's part at the endpoint that computed the prompt."""
+        outcome = Outcome.ERROR if took_s is None else Outcome.HEADERS
+        self.picker.parts.prefilled(cast(Lease, ticket), outcome, now, took_s or 0.0)
 
     def on_answer(self, ticket: object, answer: Answer, now: float) -> None:
         """Close the lease with the response headers, which come with the first token."""

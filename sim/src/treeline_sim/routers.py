@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from treeline_wire.events import EventBatch
 from treeline_wire.frames import Reply
@@ -35,6 +35,17 @@ class Answer:
     ttft_s: float
     cached_tokens: int
     prompt_tokens: int
+
+
+class Route(NamedTuple):
+    """A router's decision: the endpoint that answers, and a ticket that is given back once. In the form "apart"
+    `source` computes the prompt first, in the form "pull" it gives what it has of it.
+    """
+
+    endpoint: int
+    ticket: object = None
+    form: str = "whole"
+    source: int = -1
 
 
 class NoRoute(Exception):
@@ -71,9 +82,12 @@ class Router:
 
     deaf = True
 
-    def route(self, request: TraceRequest, now: float) -> tuple[int, object]:
-        """Return the endpoint, and a ticket that is given back once. Raises NoRoute."""
+    def route(self, request: TraceRequest, now: float) -> Route:
+        """Decide about a request. Raises NoRoute."""
         raise NotImplementedError
+
+    def on_prefilled(self, ticket: object, took_s: float | None, now: float) -> None:
+        """Handle the end of a prompt computed apart, this many seconds after the request came; None: it failed."""
 
     def on_answer(self, ticket: object, answer: Answer, now: float) -> None:
         """Handle the first token of a request."""
@@ -116,10 +130,10 @@ class Oracle(Router):
     def __init__(self, engines: Sequence[Engine | None], rng: random.Random) -> None:
         self._engines, self._rng = engines, rng
 
-    def route(self, request: TraceRequest, now: float) -> tuple[int, object]:
+    def route(self, request: TraceRequest, now: float) -> Route:
         """Return the endpoint of the earliest first token. O(endpoints × blocks)."""
         best = [(e.ttft_s(request.prompt, now), self._rng.random(), i) for i, e in _up(self._engines)]
-        return min(best)[2], None
+        return Route(min(best)[2])
 
 
 class HitOracle(Router):
@@ -131,13 +145,13 @@ class HitOracle(Router):
     def __init__(self, engines: Sequence[Engine | None], rng: random.Random) -> None:
         self._engines, self._rng = engines, rng
 
-    def route(self, request: TraceRequest, now: float) -> tuple[int, object]:
+    def route(self, request: TraceRequest, now: float) -> Route:
         """Return the endpoint of the longest hit. O(endpoints × blocks)."""
         best = []
         for i, engine in _up(self._engines):
             work = engine.waiting + engine.running
             best.append((engine.missing_tokens(request.prompt), work, self._rng.random(), i))
-        return min(best)[3], None
+        return Route(min(best)[3])
 
 
 def _up(engines: Sequence[Engine | None]) -> list[tuple[int, Engine]]:

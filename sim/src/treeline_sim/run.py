@@ -13,7 +13,7 @@ from treeline_sim.model.engine import Engine, EngineConfig
 from treeline_sim.model.presets import DEFAULT, PRESETS
 from treeline_sim.picker_core import PickerCore, policies
 from treeline_sim.routers import ORACLES, Router, TraceRequest
-from treeline_sim.simulation import NO_FAULTS, Faults, FleetConfig, Simulation
+from treeline_sim.simulation import NO_FAULTS, Faults, FleetConfig, Sharing, Simulation
 from treeline_sim.traces.base import Draw, Trace
 from treeline_sim.traces.mooncake import read_mooncake
 
@@ -24,7 +24,7 @@ FLEET = 8
 @dataclass(frozen=True)
 class Plan:
     """The settings of a simulation. Zeros: the values of the trace and the preset. `trace` may be a file in Mooncake's
-    format.
+    format. Without `sharing` no endpoint computes prompts for another one, or gives its pages.
     """
 
     trace: Trace | Path
@@ -39,6 +39,7 @@ class Plan:
     block_size: int = 0
     news_s: float = 0.002
     faults: Faults = NO_FAULTS
+    sharing: Sharing | None = None
 
     @property
     def engine(self) -> EngineConfig:
@@ -53,9 +54,8 @@ class Plan:
     def fleet(self) -> FleetConfig:
         """The fleet. Raises ValueError for impossible settings."""
         slower = self.trace.slower if isinstance(self.trace, Trace) else (1.0,)
-        return FleetConfig(
-            self.engine, self.endpoints, self.pickers, self.seed, news_s=self.news_s, faults=self.faults, slower=slower
-        )
+        fleet = FleetConfig(self.engine, self.endpoints, self.pickers, self.seed, faults=self.faults, slower=slower)
+        return replace(fleet, news_s=self.news_s, sharing=self.sharing or Sharing())
 
     @property
     def total(self) -> int | None:
@@ -84,6 +84,6 @@ def simulate(plan: Plan, policy: str, progress: Callable[[int], None] = lambda d
     def make(engines: Sequence[Engine | None], number: int) -> Router:
         if policy in ORACLES:
             return ORACLES[policy](engines, random.Random(f"{policy} {plan.seed} {number}"))
-        return PickerCore(policy, plan.endpoints, seed=1000 * plan.seed + number)
+        return PickerCore(policy, plan.endpoints, 1000 * plan.seed + number, plan.sharing)
 
     return figures_of(policy, Simulation(plan.fleet, make).run(plan.generate(), progress))

@@ -141,7 +141,7 @@ class SimServer:
         asked = [self._reader.read(case.path, case.body) for case in cases]
         for one, case in zip(asked, cases, strict=True):
             if case.held:
-                self.engine.hold(one.prompt)
+                self.engine.hold(one.prompt, len(one.prompt.blocks))
         self.engine.journal.flush(time.time())
         return [self._answer(replace(one, output_tokens=1, stream=False)) for one in asked]
 

@@ -3,14 +3,16 @@
 It consists of one queue of events, in order of time, and never waits for a clock. A request takes `hop_s` from client
 to engine and its first token as long back. KV events and load reports reach each router `news_s` after they were made,
 in order, unless one is lost (`event_loss`; then the router's own recovery asks for it). Requests go to the routers in
-turn; their datagrams to each other take `hop_s`, and get lost as often. `Faults` has the failures: an engine that
-restarts loses its cache and its requests; a router that restarts loses its state.
+turn; their datagrams to each other take `hop_s`, and get lost as often. A prompt computed apart goes to one engine and
+back, then its request to the other one, which gets the pages as `Sharing` says. `Faults` has the failures: an engine
+that restarts loses its cache and its requests; a router that restarts loses its state.
 """
 
 from __future__ import annotations
 
 import heapq
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -20,13 +22,15 @@ from treeline_wire.events import EventBatch
 
 from treeline_sim.model.engine import FOREVER, Engine, EngineConfig
 from treeline_sim.model.work import Happened, Work
-from treeline_sim.routers import Answer, Asks, NoRoute, Router, TraceRequest
+from treeline_sim.routers import Answer, Asks, NoRoute, Route, Router, TraceRequest
 
 TICK_S = 0.1
 REPORT_EVERY_S, HEARTBEAT_S = 0.05, 1.0
 """The intervals of our runtime: on change at most 20 times a second, else once a second."""
 NOTICED_S = 0.05
 """Delay after which a lost connection, or a new one, is noticed."""
+_TURN_S = 1e-6
+"""A question that comes so much after the end of a step waits for the end of the next."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,21 @@ NO_FAULTS = Faults()
 
 
 @dataclass(frozen=True, slots=True)
+class Sharing:
+    """How endpoints share their caches. The first `prefill` of them compute prompts for the others, which answer; 0:
+    all do both. `always`: the others compute no prompts. An endpoint sends one prompt's pages after another's,
+    `transfer_s` for a token's, and `ask_s` passes before. Of a prompt computed apart, those of the last `tail_tokens`
+    travel after it is computed, others before.
+    """
+
+    prefill: int = 0
+    always: bool = False
+    transfer_s: float = 20e-6
+    ask_s: float = 0.01
+    tail_tokens: int = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
 class FleetConfig:
     """The engines, and their delays to the routers. Times in seconds. `slower`: see `Trace`."""
 
@@ -56,6 +75,7 @@ class FleetConfig:
     news_s: float = 0.002
     faults: Faults = NO_FAULTS
     slower: tuple[float, ...] = (1.0,)
+    sharing: Sharing = Sharing()
 
     def __post_init__(self) -> None:
         faults = self.faults
@@ -78,6 +98,7 @@ class Served:
     at: float
     prompt_tokens: int
     endpoint: int = -1
+    form: str = "whole"
     cached_tokens: int = 0
     ttft_s: float | None = None
     ended_at: float = FOREVER
@@ -86,24 +107,33 @@ class Served:
 
 @dataclass(eq=False, slots=True)
 class _Flight:
-    """A request in flight. `router` may have been replaced by another object than the holder of `ticket`."""
+    """A request in flight. `router` may have been replaced by another object than the holder of the ticket. `at` is the
+    endpoint where it is: the one that answers, or before that the one that computes its prompt.
+    """
 
     request: TraceRequest
     served: Served
     router: Router
-    ticket: object = None
+    route: Route
+    at: int
     answered: bool = False
+
+    @property
+    def apart(self) -> bool:
+        """Whether it is at the endpoint that only computes its prompt."""
+        return self.at != self.route.endpoint
 
 
 @dataclass(slots=True)
 class Outcome:
-    """The outcome of a run. `queued` are samples of each endpoint's requests, every second."""
+    """The outcome of a run. `queued` are samples of each endpoint's requests, every second; `gaps` as in `Engine`."""
 
     served: list[Served] = field(default_factory=list)
     queued: list[list[int]] = field(default_factory=list)
     retractions: int = 0
     computed_tokens: int = 0
     output_tokens: int = 0
+    gaps: Counter[int] = field(default_factory=Counter)
     ended_at: float = 0.0
 
 
@@ -125,6 +155,7 @@ class Simulation:
         self._reported_at = [float("-inf")] * config.endpoints
         self._report_due = [False] * config.endpoints
         self._flights: list[dict[_Flight, None]] = [{} for _ in range(config.endpoints)]
+        self._sends_from = [0.0] * config.endpoints  # the time until which each sends pages
         self._open = 0
         self._coming = True
         self.routers: list[Router] = []
@@ -180,27 +211,30 @@ class Simulation:
         self.outcome.served.append(served)
         router = self.routers[number % len(self.routers)]
         try:
-            served.endpoint, ticket = router.route(request, self.now)
+            route = router.route(request, self.now)
         except NoRoute as error:
             served.error = str(error)
         else:
-            flight = _Flight(request, served, router, ticket)
+            served.endpoint, served.form = route.endpoint, route.form
+            flight = _Flight(request, served, router, route, route.source if route.form == "apart" else route.endpoint)
             self._open += 1
-            self._flights[served.endpoint][flight] = None
-            self.at(self.now + self.config.hop_s, self._deliver, flight)
+            self._flights[flight.at][flight] = None
+            self.at(self.now + self.config.hop_s, self._pull if route.form == "pull" else self._deliver, flight)
         if number % 256 == 0:
             progress(number)
         self._next(requests, progress)
 
-    def _deliver(self, flight: _Flight) -> None:
-        endpoint, request = flight.served.endpoint, flight.request
+    def _deliver(self, flight: _Flight, pages: int = 0) -> None:
+        """Give a request to the engine where it is, with the first `pages` of its prompt."""
+        endpoint, request = flight.at, flight.request
         if flight.served.error:
             return  # its endpoint died meanwhile
         engine = self.engines[endpoint]
-        work = Work(request.prompt, request.whole, request.output_tokens, flight)
+        work = Work(request.prompt, request.whole, 1 if flight.apart else request.output_tokens, flight)
         if engine is None:
             self._fail(flight, "the endpoint is down", overloaded=False)
             return
+        engine.hold(request.prompt, pages)
         ends_at = engine.ends_at
         if not engine.submit(work, self.now):
             self._fail(flight, "the endpoint's queue is full", overloaded=True)
@@ -220,12 +254,18 @@ class Simulation:
             self._publish(endpoint, engine, *happened.batch)
         for work in happened.first:
             flight = _flight(work)
+            if flight.apart:
+                continue  # the client gets the other endpoint's
             served = flight.served
             served.cached_tokens = work.cached_tokens or 0
             served.ttft_s = self.now + self.config.hop_s - served.at
             self.at(self.now + self.config.hop_s, self._answer, flight)
         for work in happened.done:
-            self._end(_flight(work))
+            flight = _flight(work)
+            if flight.apart:
+                self._prefilled(flight, done=True)
+            else:
+                self._end(flight)
         for work in happened.refused:
             self._fail(_flight(work), "the prompt is longer than the endpoint's memory", overloaded=False)
         if happened.first or happened.done or happened.refused or happened.batch is not None:
@@ -236,20 +276,54 @@ class Simulation:
         if served.ttft_s is not None and not flight.answered:
             flight.answered = True
             flight.router.on_answer(
-                flight.ticket, Answer(served.ttft_s, served.cached_tokens, served.prompt_tokens), self.now
+                flight.route.ticket, Answer(served.ttft_s, served.cached_tokens, served.prompt_tokens), self.now
             )
 
     def _end(self, flight: _Flight) -> None:
         flight.served.ended_at = self.now + self.config.hop_s
-        self._flights[flight.served.endpoint].pop(flight, None)
+        self._flights[flight.at].pop(flight, None)
         self._open -= 1
 
     def _fail(self, flight: _Flight, why: str, *, overloaded: bool) -> None:
+        if flight.apart:
+            self._prefilled(flight, done=False)
+            return
         flight.served.error = why
         if not flight.answered:
             flight.answered = True
-            flight.router.on_failure(flight.ticket, overloaded, self.now)
+            flight.router.on_failure(flight.route.ticket, overloaded, self.now)
         self._end(flight)
+
+    # Pages of other endpoints
+
+    def _prefilled(self, flight: _Flight, *, done: bool) -> None:
+        """Let the endpoint that answers have a request whose prompt was computed apart, or whole if that failed."""
+        told_at = self.now + self.config.hop_s
+        took_s = told_at - flight.served.at if done else None
+        self.at(told_at, flight.router.on_prefilled, flight.route.ticket, took_s, told_at)
+        del self._flights[flight.at][flight]
+        flight.at = flight.route.endpoint
+        self._flights[flight.at][flight] = None
+        self.at(told_at + self.config.hop_s, self._give if done else self._deliver, flight)
+
+    def _pull(self, flight: _Flight, turns: int = 2) -> None:
+        """Ask an endpoint what it has of a prompt, and for that: it answers each between two of its steps."""
+        engine = self.engines[flight.route.source]
+        if engine is None or not turns:
+            self._give(flight)
+        else:
+            self.at(self.now + engine.step_left_s(self.now) + _TURN_S, self._pull, flight, turns - 1)
+
+    def _give(self, flight: _Flight) -> None:
+        """Send the pages of a prompt that its endpoint lacks; it gets the request with them."""
+        source, blocks, sharing = flight.route.source, flight.request.prompt.blocks, self.config.sharing
+        engine, other = self.engines[flight.at], self.engines[source]
+        held = 0 if engine is None or other is None else other.cache.matched(blocks)
+        tokens = 0 if engine is None else max(0, held - engine.cache.matched(blocks)) * engine.config.block_size
+        early_s = sharing.transfer_s * max(0, tokens - sharing.tail_tokens) if flight.served.form == "apart" else 0.0
+        begin = max(self._sends_from[source], flight.served.at, self.now + sharing.ask_s - early_s)
+        self._sends_from[source] = begin + sharing.transfer_s * tokens
+        self.at(self._sends_from[source], self._deliver, flight, held)
 
     # Events and reports
 
@@ -343,6 +417,7 @@ class Simulation:
         outcome.retractions += engine.retractions
         outcome.computed_tokens += engine.computed_tokens
         outcome.output_tokens += engine.output_tokens
+        outcome.gaps.update(engine.gaps)
 
     def _kill(self, endpoint: int) -> None:
         engine = self.engines[endpoint]

@@ -74,7 +74,6 @@ async def test_vllm_computes_on_one_and_answers_on_the_other(tmp_path: Path, mod
         metrics = await plane.picker.metrics()
         assert metrics['treeline_epp_forms_total{form="apart"}'] == 1
         assert metrics['treeline_epp_prefills_total{outcome="headers"}'] == 1
-        assert metrics["treeline_epp_prefill_seconds_total"] > 0
         assert (await plane.complete("short")).status_code == 200
         assert len(prefill.served) == 1, "a short prompt stays whole"
 

@@ -30,7 +30,8 @@ from treeline_epp.requests.prefilling import Prefill, Prefilling
 from treeline_epp.requests.router import Router
 from treeline_wire import envoy_pb2 as pb
 
-BODY = {"model": "tiny", "prompt": "word " * 20_000, "stream": True}
+PROMPT = "word " * 20_000
+BODY = {"model": "tiny", "prompt": PROMPT, "stream": True}
 DONE = Answer(200, {}, json.dumps({"kv_transfer_params": HANDED_OVER}).encode(), True)
 
 
@@ -92,20 +93,24 @@ class Calls:
 class World:
     """A pair of endpoints, and one stream of a proxy that has sent a request."""
 
-    def __init__(self, protocol: Protocol, *, full: bool = False, quotas: Quotas | None = None) -> None:
+    def __init__(
+        self, protocol: Protocol, *, full: bool = False, quotas: Quotas | None = None, prompt: str = PROMPT
+    ) -> None:
         self.picker, self.calls, self.trouble = Picker(), Calls(full), list[str]()
         for name, role in (("p", Role.PREFILL), ("d", Role.DECODE)):
             spec = EndpointSpec(name, f"10.0.0.{len(role)}:8000", role=role, transfer=Transfer(protocol))
             self.picker.add_endpoint(spec)
         self.picker.on_load("d", ScrapedLoad(running=16), 0.0)
-        self.now = 0.0
-        router = Router(self.picker, ModelRegistry(), Metrics(), clock=lambda: self.now)
+        self.now, self.metrics = 0.0, Metrics()
+        router = Router(self.picker, ModelRegistry(), self.metrics, clock=lambda: self.now)
         router.prefilling = Prefilling(self.picker.parts, self.calls, router.clock, self.trouble.append)  # type: ignore[arg-type]
         router.quotas, self.prefilling = quotas, router.prefilling
         self.session = ExtProcSession(router, SessionLimits(1_000_000))
         fields = {":path": "/v1/completions", ":method": "POST", "x-request-id": "r", "traceparent": "t"}
         list(self.session.answers(head(fields).SerializeToString()))
-        self.answering: Iterator[Any] = self.session.answers(whole(json.dumps(BODY).encode()).SerializeToString())
+        self.answering: Iterator[Any] = self.session.answers(
+            whole(json.dumps({**BODY, "prompt": prompt}).encode()).SerializeToString()
+        )
 
     def waits(self) -> bool:
         """Go on; return whether the stream waits for a call."""
@@ -143,6 +148,25 @@ def test_a_stream_waits_for_the_prompt_and_asks_its_proxy_to_wait_as_well() -> N
     assert not world.waits()
     assert world.sent == {**BODY, "kv_transfer_params": HANDED_OVER}
     assert world.reserved == [0, 0]
+
+
+@pytest.mark.parametrize("apart", [True, False])
+@pytest.mark.parametrize("answers", [True, False])
+def test_predicted_and_real_seconds_count_for_the_form_that_was_chosen(apart: bool, answers: bool) -> None:
+    world = World(Protocol.TREELINE, prompt=PROMPT if apart else "word")
+    assert world.waits() == apart
+    for posted in world.calls.posted:
+        world.now = 2.0
+        posted.end(DONE)
+        assert not world.waits()
+    world.now = 3.0
+    kind = "text/event-stream" if answers else "application/json"
+    counts = {"x_treeline_cached_tokens": "0", "x_treeline_prompt_tokens": "20000"}
+    replies(world.session, begun(content_type=kind, **counts))
+    form, metrics = "apart" if apart else "whole", world.metrics
+    assert metrics.form_seconds.labels(form).value == (3.0 if answers else 0.0)
+    predicted_s = metrics.form_predicted_seconds.labels(form).value
+    assert (predicted_s == 0.0) if not answers else (5.0 < predicted_s < 8.0) if apart else (0.0 < predicted_s < 0.1)
 
 
 @pytest.mark.parametrize(
@@ -217,7 +241,7 @@ def test_our_request_goes_on_when_the_copy_is_on_its_way_and_says_how_long_to_wa
     world.now = 5.0
     posted.end(Answer(200, {}, b"{}", True))
     assert world.reserved == [0, 0]
-    assert (world.prefilling.outcomes, world.prefilling.actual_s) == ({"headers": 1}, 5.0)
+    assert world.prefilling.outcomes == {"headers": 1}
     assert world.picker.endpoints["p"].load.own_rate() == pytest.approx(5000, rel=0.1), "its time is the prompt's"
 
 

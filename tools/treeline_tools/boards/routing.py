@@ -97,6 +97,12 @@ BOARD: Final = Board(
                 "Streams of Treeline runtimes, from the pick.",
             ),
             Panel(
+                "Real time to first token ÷ predicted, by form",
+                "short",
+                (Query(share(f"{_E}form_seconds_total", f"{_E}form_predicted_seconds_total", "form"), "{{form}}"),),
+                "Above one the form takes longer than the picker expects. Streams of Treeline runtimes.",
+            ),
+            Panel(
                 "Open streams",
                 "short",
                 (Query(f"sum({_E}extproc_streams{_HERE})", "ext_proc streams"),),

@@ -69,9 +69,6 @@ class Prefilling:
     forms: Counter[str] = field(default_factory=Counter)
     outcomes: Counter[str] = field(default_factory=Counter)
     """Counts of prompts asked for, by the way they ended."""
-    predicted_s: float = 0.0
-    actual_s: float = 0.0
-    """Sums over the prompts that were computed."""
 
     def begin(self, lease: Lease, asked: RouteRequest, outline: Outline | None) -> Prefill | None:
         """Hand over a request whose prompt another endpoint computes: change what its endpoint gets, and ask the other
@@ -136,11 +133,9 @@ class Prefilling:
         if lease.prefill is None:  # nobody wants it any more
             return
         outcome, why, found = _outcome(plan, answer, problem)
-        took_s, prefill = self.clock() - prompt.began, lease.decision.prefill
-        if outcome is Outcome.HEADERS and prefill is not None:
+        took_s = self.clock() - prompt.began
+        if outcome is Outcome.HEADERS:
             lease.members = {**plan.members, **found}
-            self.predicted_s += prefill.ttft_s
-            self.actual_s += took_s
         told = not plan.abort and (outcome is Outcome.HEADERS or took_s >= prompt.limit_s)
         self._end(lease, outcome, why, took_s if told else 0.0)
         prompt.finish()
@@ -170,10 +165,6 @@ class Prefilling:
         text = "Prompts that the picker asked prefill endpoints for, by how that ended."
         for outcome in Outcome:
             yield "counter", "prefills", text, {"outcome": outcome}, self.outcomes[outcome]
-        text = "Predicted seconds until prefill endpoints had computed prompts, over those that they did compute."
-        yield "counter", "prefill_predicted_seconds", text, {}, self.predicted_s
-        text = "Seconds until prefill endpoints had computed prompts, over those that they did compute."
-        yield "counter", "prefill_seconds", text, {}, self.actual_s
 
 
 def _outcome(plan: Handover, answer: Answer | None, problem: str) -> tuple[Outcome, str, Mapping[str, Any]]:

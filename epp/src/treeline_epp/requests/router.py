@@ -367,6 +367,9 @@ class Router:
             metrics.reported_hit_tokens.inc(cached)
             metrics.reported_prompt_tokens.inc(prompt)
             metrics.computed(request.client, prompt)
+            if ttft is not None:
+                metrics.form_predicted_seconds.labels(decision.form).inc(decision.ttft_s)
+                metrics.form_seconds.labels(decision.form).inc(ttft)
         if request.learn is not None:
             hit = decision.best.candidate.hit
             if prompt is not None and request.key is not None and request.key_tokens_estimate is None:

@@ -17,7 +17,7 @@ stay cached until evicted. The blocks of a prompt are cached when computed, thos
 from __future__ import annotations
 
 import heapq
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 from itertools import islice
 
@@ -77,6 +77,8 @@ class Engine:
         self.computed_tokens = 0
         self.computed_prompts = 0
         self.output_tokens = 0
+        self.gaps: Counter[int] = Counter()
+        """Tokens of running requests, by the time since the one before, in units of 10 µs."""
         self._waiting: deque[Work] = deque()
         self._waiting_uncached = 0
         self._chunks: list[tuple[Work, int]] = []  # of the current step: requests and their tokens
@@ -95,6 +97,7 @@ class Engine:
         self._seq = 0
         self._prefill_rate = PrefillRate()
         self._decode_s = 0.0
+        self._stalled_s = 0.0  # since running requests last got a token, by steps without decodes
 
     # Calls from outside
 
@@ -155,11 +158,14 @@ class Engine:
         elif work.phase is Phase.RUNNING:
             self._finish(work)
 
-    def hold(self, prompt: Prompt) -> None:
-        """Put a prompt's blocks into the cache, as if it had been served. The journal does not flush them."""
-        cache, blocks = self.cache, prompt.blocks
+    def hold(self, prompt: Prompt, most: int) -> None:
+        """Put a prompt's first blocks into the cache, as many as have room, as if it had been served. The journal does
+        not flush them.
+        """
+        cache, blocks = self.cache, prompt.blocks[:most]
         held = cache.matched(blocks)
         cache.use(blocks[:held])
+        blocks = blocks[: held + cache.room]
         self.journal.removed(cache.take(len(blocks) - held))
         self.journal.stored(prompt, held, len(blocks), cache.name(blocks[held:]))
         cache.give(blocks)
@@ -200,11 +206,7 @@ class Engine:
         """Return when a new request would have its first token, by the engine's own state: exact except for the decodes
         of later requests. O(blocks of the prompt and of waiting requests).
         """
-        speed, batch = self.config.speed, len(self._running)
-        begin = 0.0 if self.ends_at == FOREVER else max(0.0, self.ends_at - now)
-        if self._steps > 1:
-            begun = now - self._began
-            begin = speed.decode_s(batch, self._context, speed.steps_in(batch, self._context, begun)) - begun
+        speed, batch, begin = self.config.speed, len(self._running), self.step_left_s(now)
         computed: set[int] = set()
         queued = 0
         if self._chunks:
@@ -223,6 +225,13 @@ class Engine:
         if batch and self.running + self.waiting >= self.config.max_running:
             full = max(0, self._ends[0][0] - self._step) * speed.step_s(batch, self._context)
         return begin + full + steps * decoding + speed.token_s * (queued + own) + attention
+
+    def step_left_s(self, now: float) -> float:
+        """Return the seconds until its current step ends, 0 while idle. O(1)."""
+        if self._steps > 1:
+            speed, batch, begun = self.config.speed, len(self._running), now - self._began
+            return speed.decode_s(batch, self._context, speed.steps_in(batch, self._context, begun)) - begun
+        return 0.0 if self.ends_at == FOREVER else max(0.0, self.ends_at - now)
 
     def missing_tokens(self, prompt: Prompt) -> int:
         """Return the tokens of a prompt that are neither cached nor about to be computed for others."""
@@ -248,6 +257,8 @@ class Engine:
         self._step += steps
         self._context += batch * steps
         self.output_tokens += batch * steps
+        self.gaps[round(1e5 * (self._stalled_s + duration) / steps)] += batch * steps
+        self._stalled_s = 0.0
         if not self._chunks:
             each = duration / steps
             self._decode_s = each if not self._decode_s else self._decode_s + _ALPHA * (each - self._decode_s)
@@ -260,6 +271,8 @@ class Engine:
     def _prefilled(self, duration: float, happened: Happened) -> None:
         tokens = sum(count for _, count in self._chunks)
         self.computed_tokens += tokens
+        if not self._steps and self._running:
+            self._stalled_s += duration
         self._prefill_rate.add(tokens, duration)
         chunks, self._chunks, self._full = self._chunks, [], False
         for work, count in chunks:
