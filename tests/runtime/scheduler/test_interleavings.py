@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any, cast
@@ -193,8 +192,11 @@ class Side:
 class Line:
     """The socket of an asker's thread."""
 
-    def __init__(self, world: World, job: Job) -> None:
+    def __init__(self, world: World, job: Job | None) -> None:
+        assert job is not None
         self.world, self.job, self.asked, self.read = world, job, 0, 0
+        self.setsockopt = self.connect = lambda *_: None
+        self.close = lambda: None
 
     def send_multipart(self, frames: list[bytes]) -> None:
         self.asked += 1
@@ -213,18 +215,6 @@ class Line:
         return [SimpleNamespace(buffer=frame) for frame in frames or ()]
 
 
-class Peers(RemotePages):
-    def __init__(self, world: World) -> None:
-        super().__init__(cast(Any, None), None)
-        self.world = world
-
-    @contextmanager
-    def _line(self, address: str, form: PageFormat, wanted: Callable[[], bool]) -> Iterator[remote._Line]:
-        job = self.world.asker.jobs.running
-        assert job is not None
-        yield remote._Line(cast(Any, Line(self.world, job)), wanted)
-
-
 Event = tuple[str, int]
 
 
@@ -237,7 +227,8 @@ class World:
         self.network: list[tuple[Job, list[Any]]] = []
         """Messages on their way: from a thread of the asker, or to it."""
         self.lender, self.asker = Side(lambda: self.now), Side(lambda: self.now)
-        self.asker.tiers.store.remote = self.peers = Peers(self)
+        context: Any = SimpleNamespace(socket=lambda _: Line(self, self.asker.jobs.running))
+        self.asker.tiers.store.remote = self.peers = RemotePages(context, None)
         message = GenerateReq("r", TOKENS, SamplingParams(), pages_from="127.0.0.1:1;within=2")
         self.req = Req.of(message, seed=0, eos_ids=(), max_new_tokens=1, arrival=1)
         self.asker.prefill.queue(self.req)

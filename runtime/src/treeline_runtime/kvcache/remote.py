@@ -85,10 +85,7 @@ class RemotePages:
             with self._line(address, form, wanted) as line:
                 line.ask(HaveRequest(form.fingerprint, list(digests[:MOST_DIGESTS]), coming))
                 answer, _ = line.answer()
-        except Lost:
-            return []
         except OSError:
-            self.failed(address)
             return []
         count = max(0, answer.count) if isinstance(answer, Held) else 0
         if coming and not count:
@@ -99,19 +96,13 @@ class RemotePages:
     def pull(
         self, address: str, form: PageFormat, digests: Sequence[bytes], wanted: Callable[[], bool]
     ) -> Iterator[Pull]:
-        """A context manager for reading these pages while they are `wanted`. Raises OSError; after that, unless it is
-        Lost, or BadPage inside, the peer is avoided."""
-        try:
-            with self._line(address, form, wanted) as line:
-                yield Pull(line, form, digests)
-        except Lost:
-            raise
-        except (BadPage, OSError):
-            self.failed(address)
-            raise
+        """A context manager for reading these pages while they are `wanted`. Raises OSError."""
+        with self._line(address, form, wanted) as line:
+            yield Pull(line, form, digests)
 
     @contextmanager
     def _line(self, address: str, form: PageFormat, wanted: Callable[[], bool]) -> Iterator[_Line]:
+        """Raises OSError; after that, unless it is Lost, or BadPage inside, the peer is avoided."""
         with closing(self._context.socket(zmq.DEALER)) as sock:
             sock.setsockopt(zmq.LINGER, 0)
             sock.setsockopt(zmq.RCVHWM, 2 * WINDOW)
@@ -120,10 +111,16 @@ class RemotePages:
             if self._keys is not None:
                 self._keys.secure_client(sock)
             try:
-                sock.connect(f"tcp://{address}")
-            except zmq.ZMQError as error:
-                raise OSError(f"{address}: {error}") from None
-            yield _Line(sock, wanted)
+                try:
+                    sock.connect(f"tcp://{address}")
+                except zmq.ZMQError as error:
+                    raise OSError(f"{address}: {error}") from None
+                yield _Line(sock, wanted)
+            except Lost:
+                raise
+            except (BadPage, OSError):
+                self.failed(address)
+                raise
 
 
 @dataclass(slots=True)
