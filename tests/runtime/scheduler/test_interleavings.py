@@ -59,7 +59,9 @@ def digests_of(tokens: list[int]) -> list[bytes]:
 
 
 DIGESTS = digests_of(TOKENS)
-NAMES = {digest: at for at, digest in enumerate(DIGESTS)}
+OTHERS = [*range(100, 100 + SIZE)]
+"""A prompt of a page that is twice used."""
+NAMES = {digest: at for at, digest in enumerate(DIGESTS + digests_of(OTHERS))}
 
 
 class Waits(BaseException):
@@ -139,16 +141,17 @@ class Side:
         limits: Any = SimpleNamespace(chunked_prefill_size=1000, max_running_requests=1)
         self.prefill = PrefillManager(CONFIG, limits, self.cache, clock)
 
-    def compute(self, count: int) -> None:
-        """Compute the first pages of the prompt."""
-        self.forget(count - self.pool.num_free)
-        pages = self.pool.alloc(count)
-        existing, node = self.tree.insert(key_of(TOKENS[: count * SIZE]), pages, prompt_tokens=len(TOKENS))
-        for at in range(existing, count):
-            self.device.bytes[pages[at]] = list(DIGESTS[at][:NBYTES])
+    def compute(self, tokens: list[int]) -> None:
+        digests = digests_of(tokens)
+        self.forget(len(digests) - self.pool.num_free)
+        pages = self.pool.alloc(len(digests))
+        existing, node = self.tree.insert(key_of(tokens), pages, prompt_tokens=len(tokens))
+        for at in range(existing, len(digests)):
+            self.device.bytes[pages[at]] = list(digests[at][:NBYTES])
         self.pool.free(pages[:existing])
         assert node is not None
-        self.tiers.inserted(node, existing, existing)
+        if tokens == OTHERS:
+            self.tiers.inserted(node, 0, len(digests))
 
     def forget(self, count: int) -> None:
         if count > 0:
@@ -172,6 +175,7 @@ class Side:
 
     def check_empty(self) -> None:
         tiers = self.tiers
+        assert not tiers.store.failures["bad_page"], "a slot was written while it was read"
         assert (self.jobs.all, tiers._fetches, tiers._questions, tiers._in_line) == ([], [], {}, {})
         assert (tiers.lending._waiting, tiers.loads.held_pages, self.tree.locked_pages) == ([], 0, 0)
         self.tree.reset()
@@ -265,6 +269,8 @@ class World:
         for name, side in sides:
             if side.tree.evictable_pages:
                 yield f"{name} evicts"
+            if side.pool.num_free + side.tree.evictable_pages:
+                yield f"{name} stores others"
             if not side.jobs.all and (side is self.lender or self.req.finish is not None):
                 yield f"{name} flushes"
             if any(job.kind == "copy" and job.result is None for job in side.jobs.all):
@@ -274,7 +280,9 @@ class World:
         if self.asks:
             yield "asker dies"
             if self.req.finish is None:
-                yield from ("abort", "another computes it", "time passes")
+                yield from ("abort", "time passes")
+            if self.asker.pool.num_free + self.asker.tree.evictable_pages >= len(DIGESTS):
+                yield "another computes it"
             if waiting:
                 yield from ("late sign of life", "timeout")
         if self.network:
@@ -295,7 +303,7 @@ class World:
                 self.step()
             case "compute":
                 self.computed += 1
-                lender.compute(self.computed)
+                lender.compute(TOKENS[: self.computed * SIZE])
             case "copies":
                 side.jobs.go_on(side.jobs.all[at])
             case "fails to copy":
@@ -324,8 +332,9 @@ class World:
                 self.req.finish = FinishReason("abort")
                 asker.prefill.leave(self.req)
             case "another computes it":
-                if asker.pool.num_free + asker.tree.evictable_pages >= len(DIGESTS):
-                    asker.compute(len(DIGESTS))
+                asker.compute(TOKENS)
+            case "stores others":
+                side.compute(OTHERS)
             case "time passes":
                 self.now += STALLED_S
 
@@ -400,7 +409,11 @@ class World:
 
 
 TROUBLES = {
-    *(f"{side} {what}" for side in ("lender", "asker") for what in ("evicts", "flushes", "fails to copy", "dies")),
+    *(
+        f"{side} {what}"
+        for side in ("lender", "asker")
+        for what in ("evicts", "flushes", "fails to copy", "stores others", "dies")
+    ),
     *("abort", "another computes it", "time passes", "late sign of life", "timeout", "duplicate"),
 }
 
