@@ -4,11 +4,22 @@ from __future__ import annotations
 
 _PAIR = "{model: {uri: hf://o/n}, accelerator: {type: nvidia}, "
 REFUSED_PREFILL = [
-    ("prefill: {}", "only engines vllm and sglang hand prompts over from pod to pod"),
+    ("prefill: {}", "set engine.hostCache, such as 16Gi"),
     (
         "{model: {uri: hf://o/n}, engine: {type: custom, image: x}, prefill: {}}",
-        "only engines vllm and sglang hand prompts over from pod to pod",
+        "it is unknown how engine custom hands prompts over",
     ),
+    *(
+        (f"{{engine: {{hostCache: 1Gi{more}}}}}", "a model split over devices has no host cache yet")
+        for more in (
+            ", tensorParallel: 2}, accelerator: {type: cpu",
+            "}, accelerator: {type: nvidia, count: 2",
+            ", tensorParallel: 2}, accelerator: {nodes: 2",
+            "}, accelerator: {type: nvidia}, prefill: {accelerator: {type: nvidia, count: 2}",
+        )
+    ),
+    ("engine: {hostCache: 1Gi, dataParallel: 2, port: 5858}", "are for pages of hostCache"),
+    (_PAIR + "engine: {type: vllm, hostCache: 1Gi}}", "hostCache is a setting of treeline"),
     (
         _PAIR + "engine: {type: vllm}, prefill: {accelerator: {type: nvidia, nodes: 2}}}",
         "a prefill replica is one pod",

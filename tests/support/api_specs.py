@@ -63,6 +63,7 @@ _ENGINE = {
     "quantization": ["fp8"],
     "kvCacheDtype": ["fp8_e4m3"],
     "threads": [2],
+    "hostCache": ["2Gi"],
     "evictionPolicy": ["lru"],
     "schedulePolicy": ["fcfs"],
     "adapters": [[], [{"name": "lora", "uri": "hf://o/l"}], [{"name": "lora", "uri": "pvc://c/l"}]],

@@ -43,9 +43,24 @@ class Prefill(Part):
 
 PREFILL_RULES: Final = (
     forbidden(
-        "!has(self.prefill) || self.engine.type in ['vllm', 'sglang']",
-        "only engines vllm and sglang hand prompts over from pod to pod: remove prefill, or use one of them",
+        "!has(self.prefill) || self.engine.type != 'custom'",
+        "it is unknown how engine custom hands prompts over from pod to pod: remove prefill, or use another engine",
         field=".prefill",
+    ),
+    Rule(
+        "!has(self.prefill) || self.engine.type != 'treeline' || has(self.engine.hostCache)",
+        "prompts pass through the memory of both pods: set engine.hostCache, such as 16Gi",
+        field=".engine.hostCache",
+        reason="FieldValueRequired",
+    ),
+    forbidden(
+        "!has(self.engine.hostCache) || (self.accelerator.nodes == 1 && (has(self.engine.tensorParallel)"
+        " ? self.engine.tensorParallel == 1 : self.accelerator.type == 'cpu'"
+        " || (self.accelerator.count == self.engine.dataParallel"
+        f" && ({_OWN} || self.prefill.accelerator.count == self.engine.dataParallel))))",
+        "a model split over devices has no host cache yet: remove engine.hostCache, or set accelerator.count to"
+        " dataParallel, and accelerator.nodes and tensorParallel to 1",
+        field=".engine.hostCache",
     ),
     Rule(
         f"{_OWN} || self.prefill.accelerator.type == self.accelerator.type",
