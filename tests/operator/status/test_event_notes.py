@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from datetime import timedelta
 
 import pytest
+from support.operator_pool_states import audited
 from support.operator_status import NOW, pod, pool, view, world
 from support.operator_trouble import RUNNING, TROUBLES, init, runtime
 from treeline_operator.api.conditions import ConditionType, Reason
@@ -53,6 +55,19 @@ def test_problems_are_reported_once_as_warnings(name):
     assert [note.reason for note in notes] == [reason]
     assert text in notes[0].message
     assert reason.fix in notes[0].message
+
+
+def test_an_audits_alarm_is_told_once_also_by_an_operator_that_starts_and_so_is_its_end():
+    wrong = pool_status(audited("disk"))
+    assert reasons(SERVING, wrong) == [Reason.CACHE_WRONG]
+    silent = dataclasses.replace(audited("disk"), picker=None)
+    mine = silent.pool.model_copy(update={"status": wrong})
+    unheard = pool_status(dataclasses.replace(silent, pool=mine))
+    trusted = [[c for c in one["conditions"] if c["type"] == "CachesTrusted"] for one in (wrong, unheard)]
+    assert trusted[0] == trusted[1] != []
+    assert Reason.CACHE_WRONG not in reasons(unheard, pool_status(audited("disk", "tree")))
+    assert reasons(wrong, SERVING) == [Reason.CACHES_IN_USE]
+    assert "CachesTrusted" not in {one["type"] for one in pool_status(silent)["conditions"]}
 
 
 def test_recovery_is_reported():

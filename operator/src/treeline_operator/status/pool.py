@@ -165,6 +165,7 @@ def _judged(view: PoolView) -> dict[ConditionType, Judgement]:
         ConditionType.READY: _ready(view, needed),
         ConditionType.PROGRESSING: _both(view, lambda side: _progressing(side, picker)),
         ConditionType.SCALING_ACTIVE: _scaling(world),
+        ConditionType.CACHES_TRUSTED: _caches(world),
         ConditionType.WARNINGS: _warnings(view),
     }
     return needed | _told(others)
@@ -324,6 +325,23 @@ def _scaling(world: PoolWorld) -> Judgement | None:
         return "False", Reason.SIGNALS_MISSING, f"no picker of gateway {world.gateway.name} reports the demand"
     text = f"the demand sets replicas between {target.least} and {target.most}"
     return "True", Reason.AUTOSCALER_ACTIVE, text
+
+
+def _caches(world: PoolWorld) -> Judgement | None:
+    """Whether pods have switched caches off; what the picker told last while it is silent, None if it told nothing."""
+    if world.pool.spec.engine.type != "treeline":
+        return None
+    if world.picker is None:
+        told = facts.condition_of({"status": world.pool.status}, ConditionType.CACHES_TRUSTED)
+        if not told:
+            return None
+        reason = Reason(told["reason"])
+        return told["status"], reason, told["message"].removesuffix(f" {reason.fix}")
+    listed = world.picker.pools.get(world.pool.name, ())
+    off = [f"pod {one.name} ({', '.join(one.cache_sources_off)})" for one in listed if one.cache_sources_off]
+    if off:
+        return "False", Reason.CACHE_WRONG, f"caches are not used any more, an audit found wrong pages: {few(off)}"
+    return ("True", Reason.CACHES_IN_USE, f"used by {_pods(len(listed))}") if listed else None
 
 
 def _last_scaled(world: PoolWorld) -> AutoscalingStatus:
