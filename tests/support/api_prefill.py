@@ -50,5 +50,10 @@ REFUSED_PREFILL = [
         _PAIR + "engine: {type: vllm}, prefill: {template: {metadata: {labels: {treeline.dev/role: both}}}}}",
         "labels of treeline.dev on pods are reserved",
     ),
+    (_PAIR + "engine: {type: vllm}, prefill: {maxReplicas: 2}}", "set autoscaling.type to Picker"),
+    (
+        _PAIR + "engine: {type: vllm}, autoscaling: {type: Picker, maxReplicas: 9}, prefill: {minReplicas: 3}}",
+        "minReplicas needs a maxReplicas that is not less",
+    ),
     (_PAIR + "engine: {type: vllm}, prefill: {replicas: 0}}", "greater than or equal to 1"),
 ]

@@ -88,6 +88,8 @@ _FIELDS: dict[str, dict[str, Any]] = {
         "engine": _ENGINE,
         "prefill": {
             "replicas": [1, 3],
+            "minReplicas": [1, 2],
+            "maxReplicas": [1, 4],
             "accelerator": {"type": ["cpu", "nvidia"], "count": [1, 2]},
             "template": [{"spec": {"priorityClassName": "high"}}],
         },

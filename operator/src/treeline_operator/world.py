@@ -332,11 +332,13 @@ class Scaled(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Scaling:
     """State of scaling a pool by its pickers. `owner` is another autoscaler, which then has priority. `heard`: its
-    pickers report their demand. `last` is None until this process has set the replicas."""
+    pickers report their demand. `last` is None until this process has set the replicas. `prompts` are the pods that
+    should compute prompts, 0 without `prefill`."""
 
     heard: bool = False
     owner: str = ""
     last: Scaled | None = None
+    prompts: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -281,7 +281,8 @@ class Router:
             if request.pool is not None and not self.picker.has_ready(request.pool, request.model):
                 self.demand.missed(request.request_id, request.pool, request.model, request.prompt_tokens_estimate, now)
             raise
-        self.demand.picked(request.model, decision.endpoint.pool, decision.ttft_s, now)
+        prompt_s = decision.apart.prompt_s if decision.apart is not None else 0.0
+        self.demand.picked(request.model, decision.endpoint.pool, decision.ttft_s, now, prompt_s)
         return decision
 
     def _ready(self, asked: RouteRequest, pool: str, model: str) -> bool:

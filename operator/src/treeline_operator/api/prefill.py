@@ -30,11 +30,20 @@ class Prefill(Part):
             "a prefill replica is one pod: remove nodes",
             field=".accelerator.nodes",
         ),
+        Rule(
+            "!has(self.minReplicas) || (has(self.maxReplicas) && self.minReplicas <= self.maxReplicas)",
+            "minReplicas needs a maxReplicas that is not less: set prefill.maxReplicas",
+            field=".minReplicas",
+        ),
         *template_rules(),
     )
 
     replicas: Annotated[StrictInt, Field(ge=1, le=1000)] = 1
-    """Number of pods; none while the pool's own replicas are 0."""
+    """Number of pods; none while the pool's own replicas are 0. With maxReplicas the number to begin with."""
+    min_replicas: Annotated[StrictInt, Field(ge=1, le=1000)] | None = None
+    """Fewest pods; default 1."""
+    max_replicas: Annotated[StrictInt, Field(ge=1, le=1000)] | None = None
+    """Most pods: the operator has as many as `status.prefill.advisedReplicas`. With autoscaling.type Picker."""
     accelerator: Accelerator | None = None
     """Devices of a pod, in place of the pool's."""
     template: Annotated[dict[str, Any], WithJsonSchema(template_schema("`runtime` is the engine's"))] | None = None
@@ -42,6 +51,11 @@ class Prefill(Part):
 
 
 PREFILL_RULES: Final = (
+    forbidden(
+        "!has(self.prefill) || !has(self.prefill.maxReplicas) || self.autoscaling.type == 'Picker'",
+        "pods that compute prompts are scaled together with the others: set autoscaling.type to Picker",
+        field=".prefill.maxReplicas",
+    ),
     forbidden(
         "!has(self.prefill) || self.engine.type != 'custom'",
         "it is unknown how engine custom hands prompts over from pod to pod: remove prefill, or use another engine",

@@ -168,7 +168,7 @@ class _Planner:
         sides = [_Side(answer, spec.replicas, target_revision(self.pool, answer))]
         if spec.prefill is not None or prompt:
             target = target_revision(self.pool, prompt, prefill=True) if spec.prefill is not None else None
-            sides.append(_Side(prompt, spec.prefill_replicas, target))
+            sides.append(_Side(prompt, self.pool.prefill_replicas, target))
         if still:
             steps = tuple(RolloutStep({one.name: one.replicas for one in side.there}) for side in sides)
         else:

@@ -153,7 +153,8 @@ def unshareable(pool: InferencePool, asked: Wanted, observed: Observed | None) -
     if observed is not None:
         modes = set(observed.object["spec"].get("accessModes", ())) or modes
     most = max(pool.spec.replicas, pool.spec.autoscaling.max_replicas or 0) * pool.spec.accelerator.nodes
-    most += pool.spec.prefill_replicas
+    if (prompts := pool.spec.prefill) is not None:
+        most += max(pool.prefill_replicas, prompts.max_replicas or 0)
     how = f"set {asked.field}.accessModes to [ReadWriteMany], of a storage class that has it"
     again = f" (delete claim {asked.name} to have it created again)" if observed is not None else ""
     if "ReadWriteMany" in modes:

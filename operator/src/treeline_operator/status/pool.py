@@ -75,6 +75,8 @@ def pool_status(world: PoolWorld, progress: Progress | None = None, refused: Cau
     if (prompts := view.prompts) is not None:
         ready = sum(facts.is_ready(pod) for pod in prompts.active)
         status["prefill"] = PrefillStatus(replicas=len(prompts.active), ready=ready)
+        if advised := (world.scaling and world.scaling.prompts) or pool.advised_prefill:
+            status["prefill"].update(PrefillStatus(advisedReplicas=advised))
     if url := gateway_status.url(world, view.shared):
         status["url"] = url
     if name := pool.spec.preset:
