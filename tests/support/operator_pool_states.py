@@ -192,6 +192,17 @@ POOL_STATES = {
         "Warnings True ClaimNotShareable",
         "all 4 pods",
     ),
+    "claim for one node, with pods that compute prompts": (
+        world(
+            pool(
+                engine={"cache": {"size": "10Gi"}, "hostCache": "1Gi"},
+                autoscaling=PICKER,
+                prefill={"maxReplicas": 3},
+            )
+        ),
+        "Warnings True ClaimNotShareable",
+        "all 7 pods",
+    ),
     "claim for one pod": (
         world(pool(engine={"cache": {"size": "10Gi", "accessModes": ["ReadWriteOncePod"]}})),
         "Warnings True ClaimNotShareable",

@@ -13,7 +13,7 @@ from treeline_operator.api.conditions import ConditionType, Reason
 from treeline_operator.status.conditions import build
 from treeline_operator.status.events import Alarms, transitions
 from treeline_operator.status.pool import pool_status
-from treeline_operator.world import Ref
+from treeline_operator.world import PickerEndpoint, PickerView, Ref
 
 SERVING = pool_status(world())
 STARTING = pool_status(world(pods=(pod(pool(), "tiny-1", **runtime(RUNNING, started=False)),)))
@@ -60,14 +60,14 @@ def test_problems_are_reported_once_as_warnings(name):
 def test_an_audits_alarm_is_told_once_also_by_an_operator_that_starts_and_so_is_its_end():
     wrong = pool_status(audited("disk"))
     assert reasons(SERVING, wrong) == [Reason.CACHE_WRONG]
-    silent = dataclasses.replace(audited("disk"), picker=None)
-    mine = silent.pool.model_copy(update={"status": wrong})
-    unheard = pool_status(dataclasses.replace(silent, pool=mine))
-    trusted = [[c for c in one["conditions"] if c["type"] == "CachesTrusted"] for one in (wrong, unheard)]
-    assert trusted[0] == trusted[1] != []
-    assert Reason.CACHE_WRONG not in reasons(unheard, pool_status(audited("disk", "tree")))
+    assert reasons(wrong, pool_status(audited("disk", "tree"))) == []
     assert reasons(wrong, SERVING) == [Reason.CACHES_IN_USE]
-    assert "CachesTrusted" not in {one["type"] for one in pool_status(silent)["conditions"]}
+    (said,) = (one for one in wrong["conditions"] if one["type"] == "CachesTrusted")
+    mine = audited().pool.model_copy(update={"status": wrong})
+    unasked = PickerView(True, {"tiny": (PickerEndpoint("tiny-1", "10.0.0.1:8000"),)})
+    for picker, kept in ((None, True), (PickerView(False), True), (unasked, True), (PickerView(True), False)):
+        status = pool_status(dataclasses.replace(audited(), pool=mine, picker=picker))
+        assert [one for one in status["conditions"] if one["type"] == "CachesTrusted"] == [said] * kept
 
 
 def test_recovery_is_reported():

@@ -330,20 +330,21 @@ def _scaling(world: PoolWorld) -> Judgement | None:
 
 
 def _caches(world: PoolWorld) -> Judgement | None:
-    """Whether pods have switched caches off; what the picker told last while it is silent, None if it told nothing."""
+    """Whether pods have switched caches off; as before while the picker has not asked the pods."""
     if world.pool.spec.engine.type != "treeline":
         return None
-    if world.picker is None:
-        told = facts.condition_of({"status": world.pool.status}, ConditionType.CACHES_TRUSTED)
-        if not told:
-            return None
-        reason = Reason(told["reason"])
-        return told["status"], reason, told["message"].removesuffix(f" {reason.fix}")
-    listed = world.picker.pools.get(world.pool.name, ())
+    heard = world.picker is not None and world.picker.synced
+    listed = world.picker.pools.get(world.pool.name, ()) if world.picker is not None else ()
     off = [f"pod {one.name} ({', '.join(one.cache_sources_off)})" for one in listed if one.cache_sources_off]
     if off:
         return "False", Reason.CACHE_WRONG, f"caches are not used any more, an audit found wrong pages: {few(off)}"
-    return ("True", Reason.CACHES_IN_USE, f"used by {_pods(len(listed))}") if listed else None
+    if ready := sum(one.ready for one in listed):
+        return "True", Reason.CACHES_IN_USE, f"used by {_pods(ready)}"
+    told = facts.condition_of({"status": world.pool.status}, ConditionType.CACHES_TRUSTED)
+    if not told or (heard and not listed):
+        return None
+    reason = Reason(told["reason"])
+    return told["status"], reason, told["message"].removesuffix(f" {reason.fix}")
 
 
 def _last_scaled(world: PoolWorld) -> AutoscalingStatus:
