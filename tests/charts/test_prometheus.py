@@ -51,11 +51,14 @@ PLATFORM = Platform(apis=frozenset({POD_MONITOR}), monitor_labels=LABELS, monito
 NOTHING_TO_TELL = {
     "treeline:cache_source_off",
     "treeline_epp_client_prompt_tokens_total",
+    "treeline_epp_form_predicted_seconds_total",
+    "treeline_epp_form_seconds_total",
     "treeline_epp_kube_watch_age_seconds",
     "treeline_epp_rejected_total",
     "treeline_epp_served_by_other_total",
 }
-"""Metrics that exist only with audits of the cache, clients' keys, on Kubernetes, or after the first error."""
+"""Metrics that exist only with audits of the cache, clients' keys, on Kubernetes, after the first error,
+or after the first streamed answer."""
 
 
 def monitors() -> dict[str, dict[str, Any]]:

@@ -4,11 +4,22 @@ from __future__ import annotations
 
 _PAIR = "{model: {uri: hf://o/n}, accelerator: {type: nvidia}, "
 REFUSED_PREFILL = [
-    ("prefill: {}", "only engines vllm and sglang hand prompts over from pod to pod"),
+    ("prefill: {}", "set engine.hostCache, such as 16Gi"),
     (
         "{model: {uri: hf://o/n}, engine: {type: custom, image: x}, prefill: {}}",
-        "only engines vllm and sglang hand prompts over from pod to pod",
+        "it is unknown how engine custom hands prompts over",
     ),
+    *(
+        (f"{{engine: {{hostCache: 1Gi{more}}}}}", "a model split over devices has no host cache yet")
+        for more in (
+            ", tensorParallel: 2}, accelerator: {type: cpu",
+            "}, accelerator: {type: nvidia, count: 2",
+            ", tensorParallel: 2}, accelerator: {nodes: 2",
+            "}, accelerator: {type: nvidia}, prefill: {accelerator: {type: nvidia, count: 2}",
+        )
+    ),
+    ("engine: {hostCache: 1Gi, dataParallel: 2, port: 5858}", "are for pages of hostCache"),
+    (_PAIR + "engine: {type: vllm, hostCache: 1Gi}}", "hostCache is a setting of treeline"),
     (
         _PAIR + "engine: {type: vllm}, prefill: {accelerator: {type: nvidia, nodes: 2}}}",
         "a prefill replica is one pod",
@@ -38,6 +49,11 @@ REFUSED_PREFILL = [
     (
         _PAIR + "engine: {type: vllm}, prefill: {template: {metadata: {labels: {treeline.dev/role: both}}}}}",
         "labels of treeline.dev on pods are reserved",
+    ),
+    (_PAIR + "engine: {type: vllm}, prefill: {maxReplicas: 2}}", "set autoscaling.type to Picker"),
+    (
+        _PAIR + "engine: {type: vllm}, autoscaling: {type: Picker, maxReplicas: 9}, prefill: {minReplicas: 3}}",
+        "minReplicas needs a maxReplicas that is not less",
     ),
     (_PAIR + "engine: {type: vllm}, prefill: {replicas: 0}}", "greater than or equal to 1"),
 ]

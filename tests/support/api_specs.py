@@ -63,6 +63,7 @@ _ENGINE = {
     "quantization": ["fp8"],
     "kvCacheDtype": ["fp8_e4m3"],
     "threads": [2],
+    "hostCache": ["2Gi"],
     "evictionPolicy": ["lru"],
     "schedulePolicy": ["fcfs"],
     "adapters": [[], [{"name": "lora", "uri": "hf://o/l"}], [{"name": "lora", "uri": "pvc://c/l"}]],
@@ -87,6 +88,8 @@ _FIELDS: dict[str, dict[str, Any]] = {
         "engine": _ENGINE,
         "prefill": {
             "replicas": [1, 3],
+            "minReplicas": [1, 2],
+            "maxReplicas": [1, 4],
             "accelerator": {"type": ["cpu", "nvidia"], "count": [1, 2]},
             "template": [{"spec": {"priorityClassName": "high"}}],
         },

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import msgspec
 from treeline_operator.world import PoolRouting, Scaling
 
 from support.operator_status import LATER, pod, pool, ready, revision, view, world
@@ -26,6 +27,15 @@ def old(mine, count=1, **more):
 def scaled(autoscaling, *children, **changes):
     mine = pool(autoscaling=autoscaling)
     return world(mine, children=(revision(mine, 1, 1), *children), **changes)
+
+
+def audited(*off):
+    mine = pool()
+    listed = view(mine, "tiny-1")
+    (one,) = listed.pools["tiny"]
+    return world(
+        mine, picker=dataclasses.replace(listed, pools={"tiny": (msgspec.structs.replace(one, cache_sources_off=off),)})
+    )
 
 
 def said(kind, status, reason="X", message=""):
@@ -166,6 +176,12 @@ POOL_STATES = {
         "ScalingActive False ScaledByAnother",
         "HorizontalPodAutoscaler theirs scales the pool",
     ),
+    "caches that are right": (world(), "CachesTrusted True CachesInUse", "used by 1 pod"),
+    "a cache that an audit found wrong": (
+        audited("disk", "peer"),
+        "CachesTrusted False CacheWrong",
+        "not used any more, an audit found wrong pages: pod tiny-1 (disk, peer)",
+    ),
     "claim for one node": (
         world(pool(replicas=2, engine={"cache": {"size": "10Gi"}})),
         "Warnings True ClaimNotShareable",
@@ -175,6 +191,17 @@ POOL_STATES = {
         world(pool(engine={"cache": {"size": "10Gi"}}, autoscaling=PICKER)),
         "Warnings True ClaimNotShareable",
         "all 4 pods",
+    ),
+    "claim for one node, with pods that compute prompts": (
+        world(
+            pool(
+                engine={"cache": {"size": "10Gi"}, "hostCache": "1Gi"},
+                autoscaling=PICKER,
+                prefill={"maxReplicas": 3},
+            )
+        ),
+        "Warnings True ClaimNotShareable",
+        "all 7 pods",
     ),
     "claim for one pod": (
         world(pool(engine={"cache": {"size": "10Gi", "accessModes": ["ReadWriteOncePod"]}})),

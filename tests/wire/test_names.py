@@ -11,7 +11,7 @@ def test_ports() -> None:
 
 
 def test_headers_are_lower_case_and_distinct() -> None:
-    values = {"CREDENTIALS", "PER_KEY", "SHARED"}
+    values = {"CREDENTIALS", "ENGINES", "PER_KEY", "SHARED"}
     names = {name: value for name, value in vars(headers).items() if name.isupper() and name not in values}
     assert all(value == value.lower() for value in names.values())
     assert len(set(names.values())) == len(names)

@@ -11,19 +11,20 @@ from treeline_wire.signals import MOST_COUNT, Asked, PoolSignals, Signals, Waiti
 counts = st.integers(0, MOST_COUNT // 8)
 waiting = st.builds(Waiting, counts, counts)
 times = st.none() | st.floats(0, 1e9)
-asked = st.builds(Asked, waiting, waiting, counts, times, times)
+asked = st.builds(Asked, waiting, waiting, counts, times, times, st.floats(0, 1e9))
 pools = st.builds(PoolSignals, asked, st.dictionaries(st.text(max_size=3), asked, max_size=2), *[counts] * 5)
 
-GOLDEN = (
+BEFORE_PROMPTS = (
     b'{"synced":true,"pools":{"p":{"asked":{"held":{"requests":2,"tokens":900},"missed":{"requests":0,"tokens":0},'
     b'"picks":3,"ttft_p50_s":0.25,"ttft_p90_s":1.5},"models":{},"ready":1,"queued_tokens":4096,'
     b'"in_flight_requests":7,"in_flight_tokens":512,"silent":1}}}\n'
 )
+GOLDEN = BEFORE_PROMPTS.replace(b'"ttft_p90_s":1.5', b'"ttft_p90_s":1.5,"prompt_load":0.0')
 
 
 def test_the_format_of_a_line_is_fixed() -> None:
     said = Signals(True, {"p": PoolSignals(Asked(Waiting(2, 900), Waiting(), 3, 0.25, 1.5), {}, 1, 4096, 7, 512, 1)})
-    assert (encode(said), decode(GOLDEN)) == (GOLDEN, said)
+    assert (encode(said), decode(GOLDEN), decode(BEFORE_PROMPTS)) == (GOLDEN, said, said)
 
 
 @settings(max_examples=30)

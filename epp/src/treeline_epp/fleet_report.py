@@ -133,6 +133,7 @@ def listing(fleet: Fleet) -> dict[str, object]:
             problem = Problem(unpaired, in_vain) if unpaired else None
         usable = not unpaired or ranks[0].spec.alone
         flights = [one.load.in_flight(now) for one in ranks]
+        info = member.watcher.info
         endpoints.setdefault(member.spec.pool, []).append(
             {
                 "name": name,
@@ -141,6 +142,7 @@ def listing(fleet: Fleet) -> dict[str, object]:
                 "draining": member.state is EngineState.DRAINING or member.draining,
                 "in_flight": sum(filter(None, flights)) if ranks and None not in flights else None,
                 "cached_tokens": sum(one.held_tokens for one in ranks),
+                "cache_sources_off": info.cache_sources_off if info is not None else (),
                 "problem": problem.text if problem is not None and (unpaired or not ready) else None,
                 "lasting": not ready and problem is not None and problem.lasting,
             }

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Final, Protocol
 
+from msgspec.structs import replace
 from treeline_wire.signals import (
     HEARTBEAT_S,
     MOST_COUNT,
@@ -35,6 +36,8 @@ from treeline_epp.picking.endpoint import Endpoint
 NOW: Final = "/signals/now"
 """The page of one picture; the stream is at `treeline_wire.signals.PATH`."""
 _MOST_PICKS: Final = 512
+_FADES_S: Final = 60.0
+"""Seconds in which the load of prompts fades to a third."""
 _MOST_MODELS: Final = 100
 _MOST_LETTERS: Final = 256
 """Longest name or id from a client."""
@@ -89,11 +92,20 @@ class Demand:
     def __init__(self) -> None:
         self.held: Callable[[], Mapping[str, Held]] = dict
         self._recent: dict[str, dict[str, _Recent]] = {}
+        self._prompts: dict[str, tuple[float, float]] = {}
+        """Pool → the time of its last prompt, and the load then."""
         self._unnamed = 0
 
-    def picked(self, model: str | None, pool: str, ttft_s: float, now: float) -> None:
-        """Count a request that was given an endpoint of this pool, with this prediction."""
+    def picked(self, model: str | None, pool: str, ttft_s: float, now: float, prompt_s: float = 0.0) -> None:
+        """Count a request that was given an endpoint of this pool, with this prediction; `prompt_s` are the seconds
+        that its prompt takes another one."""
         self._of(pool, model).picks.append((now, ttft_s))
+        if prompt_s:
+            self._prompts[pool] = now, self._prompt_load(pool, now) + prompt_s / _FADES_S
+
+    def _prompt_load(self, pool: str, now: float) -> float:
+        at, load = self._prompts.get(pool, (now, 0.0))
+        return load * math.exp((at - now) / _FADES_S)
 
     def missed(self, id: str, pool: str, model: str | None, tokens: int, now: float) -> None:
         """Count a request that found no ready endpoint of the pool: it is refused, waits, or goes to another pool."""
@@ -105,6 +117,7 @@ class Demand:
     def asked(self, now: float) -> dict[str, tuple[Asked, dict[str, Asked]]]:
         """Return the demand by pool, for all of it and by model; only pools with any demand. O(picks)."""
         self._forget(now - RECENT_S)
+        self._prompts = {pool: one for pool, one in self._prompts.items() if self._prompt_load(pool, now) >= 0.005}
         waiting = {
             pool: Waiting(min(held.requests, MOST_COUNT), min(held.uncached_tokens, MOST_COUNT))
             for pool, held in self.held().items()
@@ -112,10 +125,13 @@ class Demand:
         }
         return {
             pool: (
-                _asked(self._recent.get(pool, {}).values(), waiting.get(pool, NOTHING_WAITS)),
+                replace(
+                    _asked(self._recent.get(pool, {}).values(), waiting.get(pool, NOTHING_WAITS)),
+                    prompt_load=round(min(self._prompt_load(pool, now), MOST_SECONDS), 2),
+                ),
                 {name: _asked([recent]) for name, recent in self._recent.get(pool, {}).items()},
             )
-            for pool in dict.fromkeys([*self._recent, *waiting])
+            for pool in dict.fromkeys([*self._recent, *waiting, *self._prompts])
         }
 
     def _of(self, pool: str, model: str | None) -> _Recent:
@@ -162,12 +178,13 @@ def picture(
 
 
 def _pool(asked: Asked, models: dict[str, Asked], endpoints: list[Endpoint], now: float) -> PoolSignals:
+    endpoints = [endpoint for endpoint in endpoints if endpoint.spec.role is not Role.PREFILL]
     loads = [endpoint.load for endpoint in endpoints]
     flights = [load.in_flight(now) for load in loads]
     return PoolSignals(
         asked,
         models,
-        ready=len({e.spec.server for e in endpoints if e.eligible and e.spec.role is not Role.PREFILL}),
+        ready=len({e.spec.server for e in endpoints if e.eligible}),
         queued_tokens=_total(load.queue(now)[0] for load in loads),
         in_flight_requests=_total(
             len(load.reservations) if flight is None else flight for load, flight in zip(loads, flights, strict=True)
@@ -208,7 +225,7 @@ def samples(signals: Signals) -> Iterator[Sample]:
         yield "gauge", "pool_held_requests", text, labels, asked.held.requests
         text = f"Requests of the last {RECENT_S:g} s that found no endpoint ready, by pool."
         yield "gauge", "pool_missed_requests", text, labels, asked.missed.requests
-        text = "Prompt tokens that wait to be computed, at endpoints or in this picker, by pool."
+        text = "Prompt tokens that wait to be computed, at endpoints that answer or in this picker, by pool."
         yield "gauge", "pool_queued_tokens", text, labels, pool.queued_tokens + asked.held.tokens
         text = "Requests that were sent to endpoints and have not ended, by pool."
         yield "gauge", "pool_in_flight_requests", text, labels, pool.in_flight_requests

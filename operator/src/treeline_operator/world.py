@@ -267,6 +267,7 @@ class PickerEndpoint(msgspec.Struct, frozen=True):
 
     `in_flight` are the requests that it has or is about to get, None if unknown. It is 0 only if all pickers of the
     gateway report 0, and agree on whether the pod drains. `cached_tokens` are the tokens in its cache.
+    `cache_sources_off` are its caches that it does not use any more, since an audit found wrong pages there.
     """
 
     name: str
@@ -275,6 +276,7 @@ class PickerEndpoint(msgspec.Struct, frozen=True):
     draining: bool = False
     in_flight: int | None = None
     cached_tokens: int = 0
+    cache_sources_off: tuple[str, ...] = ()
 
 
 class Event(NamedTuple):
@@ -330,11 +332,13 @@ class Scaled(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Scaling:
     """State of scaling a pool by its pickers. `owner` is another autoscaler, which then has priority. `heard`: its
-    pickers report their demand. `last` is None until this process has set the replicas."""
+    pickers report their demand. `last` is None until this process has set the replicas. `prompts` are the pods that
+    should compute prompts, 0 without `prefill`."""
 
     heard: bool = False
     owner: str = ""
     last: Scaled | None = None
+    prompts: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,13 +31,13 @@ def meeting_place(text: str) -> tuple[str, int]:
     return host, port
 
 
-_UNITS = {"": 1, "b": 1, **{f"{unit}ib": 1 << shift for unit, shift in (("k", 10), ("m", 20), ("g", 30), ("t", 40))}}
+_UNITS = {"": 1, **{f"{unit}i": 1 << shift for unit, shift in (("k", 10), ("m", 20), ("g", 30), ("t", 40))}}
 
 
 def size_in_bytes(text: str) -> int:
-    """16GiB → bytes. Raises argparse.ArgumentTypeError."""
+    """16GiB (or 16Gi) → bytes. Raises argparse.ArgumentTypeError."""
     found = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,15})?) *([A-Za-z]*)", text)
-    unit = None if found is None else _UNITS.get(found[2].lower())
+    unit = None if found is None else _UNITS.get(found[2].lower().removesuffix("b"))
     if found is None or unit is None:
         raise argparse.ArgumentTypeError(f"expected a size like 16GiB, got {text!r}")
     return int(float(found[1]) * unit)

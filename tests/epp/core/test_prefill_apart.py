@@ -67,13 +67,17 @@ def test_a_long_prompt_is_computed_apart_while_requests_run_at_the_endpoint_that
 def test_it_stays_whole_where_nothing_else_runs_or_the_prefill_endpoint_is_busier() -> None:
     picker = pair()
     busy(picker, "d")
-    assert prefill_of(picker.pick(LONG, 0.0)) is None
+    decision = picker.pick(LONG, 0.0)
+    assert prefill_of(decision) is None
+    assert decision.apart is not None
+    assert decision.apart.prompt_s == 0
     busy(picker, "d", running=4, now=0.1)
     assert prefill_of(picker.pick(LONG, 0.1)) == "p"
     picker.parts.charge(picker.endpoints["p"], 400_000, 100.0, 0.1)
     decision = picker.pick(LONG, 0.1)
     assert decision.apart is not None, "both forms were compared"
     assert prefill_of(decision) is None
+    assert decision.apart.prompt_s == decision.apart.prefill.prefill_s > 0, "more prefill endpoints would have work"
 
 
 def test_short_prompts_and_requests_that_cannot_be_split_stay_whole() -> None:

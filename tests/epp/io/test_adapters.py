@@ -477,7 +477,7 @@ def test_discovery_names_the_protocol_and_the_engine_the_facts() -> None:
     ("said", "transfer"),
     [
         ({"kv_transfer_port": 5857, "internal_states": [{"tiers": {"fingerprint": "ab"}}]}, (5857, "ab")),
-        ({"kv_transfer_port": None, "internal_states": [{"tiers": {"fingerprint": "ab"}}]}, (0, "ab")),
+        ({"cache_sources_off": ["disk"], "internal_states": [{"tiers": {"fingerprint": "ab"}}]}, (0, "ab")),
         ({"internal_states": [{"tiers": None}]}, None),
         ({}, None),
     ],
@@ -487,7 +487,9 @@ async def test_our_runtime_says_where_it_gives_pages_and_which(
 ) -> None:
     async with started(FakeEngine("r")) as (engine,):
         owned(engine, "treeline", server_info={"tokenizer_fingerprint": "f", "kv_events": None, **said})
-        found = (await EngineClient(http, engine.address).info()).transfer
+        info = await EngineClient(http, engine.address).info()
+        assert info.cache_sources_off == tuple(said.get("cache_sources_off", ()))
+        found = info.transfer
         if transfer is None:
             assert found is None
         else:

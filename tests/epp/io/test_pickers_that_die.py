@@ -96,3 +96,19 @@ async def test_a_running_answer_outlives_its_picker_and_later_requests_are_refus
             fakes[0].hold_body.set()
             assert b'"path": "/v1/completions"' in await answer.aread()
         assert len(fakes[0].served) == 1, "what no picker has seen reaches no engine"
+
+
+async def test_clients_name_no_engine_where_no_picker_removes_their_headers(tmp_path: Path) -> None:
+    named = ("x-prefiller-host-port", "x-encoder-hosts-ports", "x-data-parallel-host-port")
+    named += ("x-kv-cache-source-host-port", "x-treeline-pages-from")
+    async with (
+        engines(1) as fakes,
+        plane_with_a_killable_picker(tmp_path, fakes, beside_another=False, fail_open=True) as (plane, picker),
+    ):
+        picker.kill()
+        await picker.wait()
+        assert await plane.status(headers={**dict.fromkeys(named, "10.9.9.9:80"), "x-session-id": "kept"}) == 200
+        got = fakes[0].served[-1].headers
+        assert "x-gateway-destination-endpoint" not in got, "it fails open"
+        assert got["x-session-id"] == "kept"
+        assert not set(named) & set(got)

@@ -18,10 +18,11 @@ from support.epp_kube import asked as ask
 from support.http import client
 from treeline_epp.admin import PageServer, Stream
 from treeline_epp.endpoints.spec import EndpointSpec
+from treeline_epp.endpoints.transfer import Role
 from treeline_epp.picking.picker import Picker
 from treeline_epp.signals import Demand, picture, samples, stream
 from treeline_wire.load import LoadStat
-from treeline_wire.signals import RECENT_S, Asked, PoolSignals, Signals, Waiting, decode, encode
+from treeline_wire.signals import RECENT_S, Asked, PoolSignals, Signals, Waiting, decode, encode, merged
 
 events = st.lists(
     st.tuples(
@@ -134,6 +135,33 @@ def test_draining_endpoints_count_neither_as_room_nor_as_demand() -> None:
     assert (before.silent, after.silent) == (0, 0)
     later = picture(Demand(), picker.endpoints.values(), (), 100.0, synced=True).pools["p"]
     assert (later.ready, later.silent) == (1, 1), "its report is old"
+
+
+def test_prompts_that_wait_apart_are_no_demand_for_the_endpoints_that_answer() -> None:
+    picker = Picker()
+    for name, role in (("p", Role.PREFILL), ("d", Role.DECODE)):
+        picker.add_endpoint(EndpointSpec(name, f"10.0.0.{ord(name)}:1", pool="p", role=role))
+    busy = LoadStat(0, 1.0, 3, 2, 0, 100, 10, 1000, 0, 0)
+    picker.on_load("p", busy, 1.0)
+    apart = picture(Demand(), picker.endpoints.values(), (), 1.0, synced=True).pools["p"]
+    assert (apart.ready, apart.in_flight_requests, apart.queued_tokens) == (1, 0, 0)
+    picker.on_load("d", busy, 1.0)
+    whole = picture(Demand(), picker.endpoints.values(), (), 1.0, synced=True).pools["p"]
+    assert (whole.ready, whole.in_flight_requests > 0, whole.queued_tokens > 0) == (1, True, True)
+
+
+def test_the_load_of_prompts_is_the_endpoints_that_they_keep_busy_and_fades() -> None:
+    demand = Demand()
+    for at in range(600):
+        demand.picked("m", "p", 0.1, float(at), 2.5)
+        demand.picked("m", "q", 0.1, float(at))
+    found = demand.asked(600.0)
+    assert found["p"][0].prompt_load == pytest.approx(2.5, abs=0.05)
+    assert found["q"][0].prompt_load == found["p"][1]["m"].prompt_load == 0
+    assert demand.asked(660.0)["p"][0].prompt_load == pytest.approx(2.5 / math.e, abs=0.05)
+    assert demand.asked(1200.0) == {}
+    told = [PoolSignals(Asked(prompt_load=load)) for load in (0.5, 1.5)]
+    assert merged(told).asked.prompt_load == 2.0, "each picker knows its own"
 
 
 def test_a_line_is_sent_on_change_and_periodically() -> None:

@@ -89,6 +89,7 @@ async def test_endpoints_and_models_are_listed_as_the_operator_reads_them(tmp_pa
                             "draining": False,
                             "in_flight": None,
                             "cached_tokens": 0,
+                            "cache_sources_off": [],
                             "problem": None,
                             "lasting": False,
                         }

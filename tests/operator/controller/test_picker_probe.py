@@ -43,6 +43,16 @@ def test_a_pools_routing_is_that_of_its_least_informed_picker() -> None:
         assert merged.routing == {"p": bad, "q": good}
 
 
+def test_a_cache_that_one_picker_knows_to_be_off_is_off() -> None:
+    views = [
+        PickerView(True, {"p": (msgspec.structs.replace(endpoint("a"), cache_sources_off=off),)})
+        for off in (("tree",), (), ("disk",))
+    ]
+    merged = merge(views)
+    assert merged is not None
+    assert merged.pools["p"][0].cache_sources_off == ("disk", "tree")
+
+
 @pytest.mark.parametrize(
     ("told", "agreed"),
     [
@@ -150,6 +160,23 @@ def test_load_of_pods_is_a_change_while_they_drain() -> None:
         picker.answer = None
         await asyncio.sleep(5)
         assert list(observer.silent) == [("n", "treeline")]
+        await probe.stop()
+        await task
+
+    run(main())
+
+
+def test_a_cache_switched_off_is_a_change() -> None:
+    async def main() -> None:
+        store, _, picker, probe, changed = set_up()
+        store.put(picker_pod(2))
+        task = asyncio.create_task(probe.run())
+        probe.wait("n", "treeline", "p", True)
+        for off, news in (([], 1), (["disk"], 2), (["disk"], 2), ([], 3)):
+            told = {"name": "a", "address": "a:1", "cache_sources_off": off}
+            picker.answer = {"synced": True, "pools": {"p": {"endpoints": [told]}}}
+            await asyncio.sleep(1)
+            assert len(changed) == news
         await probe.stop()
         await task
 

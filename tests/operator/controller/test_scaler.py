@@ -230,6 +230,31 @@ def test_a_pool_of_another_type_is_not_scaled_and_its_pickers_are_left_alone() -
     in_time(story, World())
 
 
+@pytest.mark.parametrize("follows", [True, False])
+def test_pods_that_compute_prompts_are_advised_and_told_of_where_they_follow(follows: bool) -> None:
+    async def story(world: World) -> None:
+        bounds = {"minReplicas": 1, "maxReplicas": 3} if follows else {}
+        auto = AUTO if follows else {"type": "None"}
+        world.put(engine={"hostCache": "1Gi"}, prefill={"replicas": 2, **bounds}, autoscaling=auto)
+        world.say(A, PoolSignals(Asked(prompt_load=2.5), ready=1))
+        await asyncio.sleep(1)
+        assert world.scaling is not None
+        assert world.scaling.prompts == (3 if follows else 4)
+        say = "Autoscaled: prefill replicas 2 → 3: prompts keep 2.5 pods busy, which asks for 4; 3 is the most"
+        assert (say in world.events) is follows
+        world.say(A, None)
+        await asyncio.sleep(400)
+        assert world.scaling.prompts == (3 if follows else 4), "it stays while nothing is heard"
+        world.say(A, IDLE)
+        await asyncio.sleep(400)
+        assert world.scaling.prompts == 1
+        world.put(prefill=None)
+        await asyncio.sleep(3)
+        assert world.scaling is None or world.scaling.prompts == 0
+
+    in_time(story, World())
+
+
 HEAD = b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\n"
 LINE = encode(Signals(True, {"p": HELD}))
 

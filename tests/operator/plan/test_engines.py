@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 from support.pool_world import template
+from treeline_operator import names
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.plan.engines import ENGINES, SGLANG_IMAGE, VLLM_IMAGE, unseen_args
 from treeline_operator.plan.presets import resolved
@@ -37,10 +38,12 @@ def test_our_runtime_takes_the_command_line_of_a_sample_and_uses_every_gpu(name:
     sample = OWN_POOLS[name]
     named = {**sample, "metadata": {"namespace": "default", "uid": "u", **sample["metadata"]}}
     pool = resolved(InferencePool.from_object(named, strict=True), presets)
-    (ours,) = pod_template(pool, "abc", Images())["spec"]["containers"]
-    args = parse_args(ours["args"])
-    gpus = int(ours["resources"].get("limits", {}).get("nvidia.com/gpu", 0)) * pool.spec.accelerator.nodes
-    assert (args.device, args.tp_size) == (("cuda", gpus) if gpus else ("cpu", 1))
+    for revision in ("abc", f"abc{names.PREFILL}"):
+        (ours,) = pod_template(pool, revision, Images())["spec"]["containers"]
+        args = parse_args(ours["args"])
+        gpus = int(ours["resources"].get("limits", {}).get("nvidia.com/gpu", 0)) * pool.spec.accelerator.nodes
+        assert (args.device, args.tp_size) == (("cuda", gpus) if gpus else ("cpu", 1))
+        assert (args.kv_transfer_port is not None) is (pool.spec.prefill is not None)
 
 
 def test_samples_show_a_model_on_several_gpus() -> None:

@@ -77,6 +77,14 @@ SAMPLES: dict[str, dict[str, Any]] = {
         "accelerator": {"type": "nvidia"},
         "engine": {"type": "vllm"},
     },
+    "prefill": {
+        "model": {"uri": "hf://Qwen/Qwen3-4B", "size": "8Gi"},
+        "replicas": 2,
+        "prefill": {"maxReplicas": 3},
+        "accelerator": {"type": "nvidia"},
+        "engine": {"hostCache": "16Gi"},
+        "autoscaling": {"type": "Picker", "maxReplicas": 4},
+    },
     "gateway-api": {
         "gateway": {
             "name": "shared",

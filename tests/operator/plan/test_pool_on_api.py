@@ -55,6 +55,12 @@ SPECS: dict[str, dict[str, Any]] = {
         "accelerator": {"type": "nvidia"},
         "engine": {"type": "sglang"},
     },
+    "own-pair": {
+        "accelerator": {"type": "nvidia"},
+        "engine": {"hostCache": "1024Mi"},
+        "prefill": {"maxReplicas": 2},
+        "autoscaling": {"type": "Picker", "maxReplicas": 2},
+    },
     "pair": {
         "model": {"uri": "hf://org/name"},
         "accelerator": {"type": "nvidia"},

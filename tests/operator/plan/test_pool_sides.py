@@ -10,14 +10,19 @@ import yaml
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from support.api_prefill import REFUSED_PREFILL
+from support.api_specs import document
 from support.pool_world import EVERY_API, SimCluster, a_pool, is_ready, kinds, settled
 from treeline_operator import names
 from treeline_operator.actions import Mark, Scale
 from treeline_operator.api.pool import InferencePool
+from treeline_operator.api.rules import violations
+from treeline_operator.plan.engines import KEYS_DIR
 from treeline_operator.plan.rollout import Revision, RolloutPolicy
 from treeline_operator.plan.runtime import pod_template
 from treeline_operator.plan.sides import SideNumbers, next_steps
 from treeline_operator.world import Images, PickerEndpoint, PickerView, Platform
+from treeline_runtime.args import parse_args
 from treeline_wire.labels import KV_TRANSFER, ROLE, SERVING
 
 SAMPLES = Path(__file__).parents[3] / "manifests" / "samples"
@@ -70,6 +75,26 @@ def test_sglang_sides_start_in_their_modes() -> None:
         args = container(one)["args"]
         assert args[args.index("--disaggregation-mode") + 1] == mode
         assert args[args.index("--disaggregation-bootstrap-port") + 1] == "8998"
+
+
+def test_our_own_sides_give_each_other_pages_and_so_do_pods_without_sides() -> None:
+    kept = {"engine": {"type": "treeline", "hostCache": "2Gi", "dataParallel": 2}}
+    two = {"accelerator": {"type": "nvidia", "count": 2}}
+    for one in (*sides(a_pool(prefill={}, **kept, **two)), pod_template(a_pool(**kept, **two), "abc", Images())):
+        args = parse_args(container(one)["args"])
+        assert (args.host_cache, args.kv_transfer_port, args.curve_dir) == (2 << 30, 5857, KEYS_DIR)
+        assert {"name": "kv-transfer-1", "containerPort": 5858, "protocol": "TCP"} in container(one)["ports"]
+        assert container(one)["resources"]["requests"]["memory"] == "18Gi", "2 × (4 + 4) and the cache"
+    assert container(pod_template(a_pool(**kept), "abc", Images()))["resources"]["requests"]["memory"] == "3072Mi"
+
+
+@pytest.mark.parametrize(("text", "message"), REFUSED_PREFILL)
+def test_what_no_engine_can_do_is_refused_with_the_fix(text: str, message: str) -> None:
+    try:
+        told = "; ".join(violations(InferencePool.from_object(document("InferencePool", text), strict=True)))
+    except ValueError as refused:
+        told = str(refused)
+    assert message in told
 
 
 def test_what_the_prefill_side_does_not_say_is_as_for_the_pool() -> None:
@@ -134,6 +159,25 @@ def test_only_a_pools_own_pods_reach_the_ports_of_transfers() -> None:
     assert own not in cluster.get("NetworkPolicy", "tiny-pods")["spec"]["ingress"]
 
 
+def test_our_own_pods_reach_each_other_at_the_port_for_pages_alone() -> None:
+    own = {"podSelector": {"matchLabels": {"treeline.dev/pool": "tiny", names.COMPONENT: "runtime"}}}
+    pages = {"ports": [{"port": 5857, "protocol": "TCP"}]}
+
+    def met(cluster: SimCluster) -> list[dict[str, Any]]:
+        spec = cluster.get("NetworkPolicy", "tiny-pods")["spec"]
+        ways = [("from", way) for way in spec["ingress"]] + [("to", way) for way in spec["egress"]]
+        return [{k: v for k, v in way.items() if k != side} for side, way in ways if way.get(side) == [own]]
+
+    ours = a_pool(prefill={}, accelerator={"type": "nvidia"}, engine={"hostCache": "1Gi"})
+    cluster = settled(ours)
+    assert met(cluster) == [pages, pages]
+    cluster.converge(pair())
+    cluster.do(cluster.plan(ours))
+    assert met(cluster) == [{}, {}], "the old pods choose their ports"
+    cluster.converge(ours)
+    assert met(cluster) == [pages, pages]
+
+
 def test_gateways_see_the_pods_that_answer_alone_once_there_are_no_others() -> None:
     front = {"gateway": {"parentRefs": [{"name": "front"}]}}
     cluster = settled(whole(**front), platform=Platform(apis=EVERY_API))
@@ -148,8 +192,9 @@ def test_gateways_see_the_pods_that_answer_alone_once_there_are_no_others() -> N
     assert selected() == "decode"
 
 
-def test_the_sample_plans_a_deployment_for_each_side() -> None:
-    sample = yaml.safe_load((SAMPLES / "vllm-prefill.yaml").read_text())
+@pytest.mark.parametrize("name", ["vllm-prefill", "prefill"])
+def test_a_sample_plans_a_deployment_for_each_side(name: str) -> None:
+    sample = yaml.safe_load((SAMPLES / f"{name}.yaml").read_text())
     cluster = settled(a_pool("pair", **sample["spec"]))
     assert count(cluster) == {"decode": 2, "prefill": 1}
 

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from treeline_operator.api.lifecycle import Autoscaling
-from treeline_operator.plan.replicas import Desired, Heard, History, Target, asks, desired
+from treeline_operator.api.prefill import Prefill
+from treeline_operator.plan.replicas import Desired, Heard, History, PromptTarget, Target, desired
 from treeline_wire.signals import MOST_COUNT, Asked, PoolSignals, Waiting
 
 TARGET = Target(least=0, most=10, queued_tokens=1000, in_flight_requests=10, ttft_s=1.0, window_s=60.0)
@@ -36,7 +37,7 @@ def asked_for(one: Heard | None, target: Target, replicas: int) -> int:
     if one is None:
         wanted = replicas
     else:
-        wanted = max(ask.replicas for ask in asks(one.pool, target, replicas))
+        wanted = max(ask.replicas for ask in target.asks(one.pool, replicas))
         if replicas and not one.pool.ready:
             wanted = max(wanted, 1)
         if not one.whole:
@@ -169,3 +170,58 @@ def test_bounds_of_the_spec_hold_without_a_picker() -> None:
     assert desired(None, target, 0, (), 0.0).replicas == 2
     assert desired(None, target, 9, (), 0.0).replicas == 4
     assert Target.of(Autoscaling.model_validate({"type": "Picker", "maxReplicas": 1})) == Target(1, 1, 16384, 32)
+
+
+# ---- the pods that compute prompts ----------------------------------------------------------------------------------
+
+loads = st.floats(0.0, 40.0) | st.just(1e9)
+PROMPTS = PromptTarget(1, 20, window_s=60.0)
+
+
+def prompts(load: float) -> Heard:
+    return Heard(PoolSignals(Asked(prompt_load=load), ready=1))
+
+
+def advice(said: list[Heard | None], replicas: int, pause_s: float = 2.0) -> list[int]:
+    """Return the number after each report."""
+    history, seen = (), []
+    for at, one in enumerate(said):
+        _, _, history = found = desired(one, PROMPTS, replicas, history, at * pause_s)
+        seen.append(replicas := found.replicas)
+    return seen
+
+
+@given(loads, loads, st.integers(1, 20))
+def test_more_prompt_work_never_asks_for_fewer_pods(one: float, other: float, replicas: int) -> None:
+    numbers = [desired(prompts(load), PROMPTS, replicas, (), 0.0).replicas for load in sorted((one, other))]
+    assert numbers == sorted(numbers)
+
+
+@given(st.lists(st.floats(0.0, 14.0), min_size=1, max_size=40), st.integers(1, 20))
+def test_the_pods_suffice_for_every_load_and_an_idle_side_ends_at_its_minimum(seen: list[float], first: int) -> None:
+    told = advice([*map(prompts, seen), *[prompts(0.0)] * 40], first)
+    for load, pods in zip(seen, told, strict=False):
+        assert load <= 0.7 * 1.1 * pods + 1e-9
+    assert told[-1] == PROMPTS.least
+
+
+@given(st.floats(0.0, 13.0), st.lists(st.floats(0.96, 1.04), min_size=80, max_size=80), st.integers(1, 20))
+def test_noise_does_not_move_the_pods_to_and_fro(load: float, noise: list[float], first: int) -> None:
+    told = advice([prompts(load * factor) for factor in noise], first)
+    settled = told[31:]
+    assert settled == sorted(settled, reverse=True)
+    assert settled[0] - settled[-1] <= 1
+
+
+@given(loads, st.integers(1, 20), st.integers(1, 60))
+def test_without_reports_the_pods_stay(load: float, first: int, silent: int) -> None:
+    before = advice([prompts(load)] * 40, first)
+    assert set(advice([*[prompts(load)] * 40, *[None] * silent], first)[40:]) == {before[-1]}
+    partial = [Heard(prompts(0.0).pool, whole=False)] * silent
+    assert set(advice([*[prompts(load)] * 40, *partial], first)[40:]) == {before[-1]}
+
+
+def test_bounds_of_the_pods_that_compute_prompts() -> None:
+    auto = Autoscaling.model_validate({"type": "Picker", "maxReplicas": 4, "picker": {"scaleDownSeconds": 9}})
+    assert PromptTarget.of(Prefill(min_replicas=2, max_replicas=3), auto) == PromptTarget(2, 3, 9.0)
+    assert PromptTarget.of(Prefill(), Autoscaling()) == PromptTarget(1, 1000, 300.0)

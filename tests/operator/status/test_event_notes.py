@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from datetime import timedelta
 
 import pytest
+from support.operator_pool_states import audited
 from support.operator_status import NOW, pod, pool, view, world
 from support.operator_trouble import RUNNING, TROUBLES, init, runtime
 from treeline_operator.api.conditions import ConditionType, Reason
 from treeline_operator.status.conditions import build
 from treeline_operator.status.events import Alarms, transitions
 from treeline_operator.status.pool import pool_status
-from treeline_operator.world import Ref
+from treeline_operator.world import PickerEndpoint, PickerView, Ref
 
 SERVING = pool_status(world())
 STARTING = pool_status(world(pods=(pod(pool(), "tiny-1", **runtime(RUNNING, started=False)),)))
@@ -53,6 +55,19 @@ def test_problems_are_reported_once_as_warnings(name):
     assert [note.reason for note in notes] == [reason]
     assert text in notes[0].message
     assert reason.fix in notes[0].message
+
+
+def test_an_audits_alarm_is_told_once_also_by_an_operator_that_starts_and_so_is_its_end():
+    wrong = pool_status(audited("disk"))
+    assert reasons(SERVING, wrong) == [Reason.CACHE_WRONG]
+    assert reasons(wrong, pool_status(audited("disk", "tree"))) == []
+    assert reasons(wrong, SERVING) == [Reason.CACHES_IN_USE]
+    (said,) = (one for one in wrong["conditions"] if one["type"] == "CachesTrusted")
+    mine = audited().pool.model_copy(update={"status": wrong})
+    unasked = PickerView(True, {"tiny": (PickerEndpoint("tiny-1", "10.0.0.1:8000"),)})
+    for picker, kept in ((None, True), (PickerView(False), True), (unasked, True), (PickerView(True), False)):
+        status = pool_status(dataclasses.replace(audited(), pool=mine, picker=picker))
+        assert [one for one in status["conditions"] if one["type"] == "CachesTrusted"] == [said] * kept
 
 
 def test_recovery_is_reported():

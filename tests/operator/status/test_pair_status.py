@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
+import pytest
 from support.pool_world import SimCluster, a_pool, is_ready, settled
 from treeline_operator.api.conditions import ConditionType, Reason
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.status.pool import pool_status
+from treeline_operator.world import Scaling
 from treeline_wire.labels import ROLE
 
 
@@ -32,6 +35,22 @@ def test_the_figures_of_both_sides_are_apart() -> None:
     assert status["prefill"] == {"replicas": 3, "ready": 3}
     assert "treeline.dev/role!=prefill" in status["selector"]
     assert "prefill" not in pool_status(settled(a_pool()).world(a_pool()))
+
+
+@pytest.mark.parametrize(("bounds", "pods"), [({"minReplicas": 2, "maxReplicas": 4}, 4), ({}, 3)])
+def test_the_plan_follows_the_advice_within_bounds_where_there_are_any(bounds: dict[str, int], pods: int) -> None:
+    auto = {"type": "Picker", "maxReplicas": 9} if bounds else {"type": "None"}
+    pool = pair(prefill={"replicas": 3, **bounds}, autoscaling=auto)
+    cluster = settled(pool)
+    assert len(prompts(cluster)) == 3
+    status = pool_status(dataclasses.replace(cluster.world(pool), scaling=Scaling(True, prompts=6)))
+    assert status["prefill"]["advisedReplicas"] == 6
+    advised = pool.model_copy(update={"status": status})
+    cluster.converge(advised)
+    assert len(prompts(cluster)) == pods
+    assert pool_status(cluster.world(advised))["prefill"] == {"replicas": pods, "ready": pods, "advisedReplicas": 6}
+    cluster.converge(pool.model_copy(update={"status": {"prefill": {"advisedReplicas": 1}}}))
+    assert len(prompts(cluster)) == bounds.get("minReplicas", 3)
 
 
 def test_the_side_that_is_missing_is_named() -> None:

@@ -16,6 +16,7 @@ import pytest
 from huggingface_hub import errors
 from treeline_runtime.fetch.__main__ import main, wanted
 from treeline_runtime.fetch.folder import MARKER, Progress, fetch
+from treeline_runtime.kvcache.page import format_of
 
 FILES = {"config.json": b"{}", "model.safetensors": b"w" * 5000}
 
@@ -27,6 +28,7 @@ class Hub:
         self.files = FILES if files is None else files
         self.asked: list[dict[str, Any]] = []
         self.downloads = 0
+        self.commit = "c0ffee"
         self.during: Callable[[], None] = lambda: None
         self.error: Exception | None = None
 
@@ -36,7 +38,7 @@ class Hub:
             raise self.error
         if dry_run:
             return [
-                SimpleNamespace(filename=name, file_size=len(data), commit_hash="c0ffee")
+                SimpleNamespace(filename=name, file_size=len(data), commit_hash=self.commit)
                 for name, data in self.files.items()
             ]
         self.downloads += 1
@@ -144,6 +146,17 @@ def test_another_revision_in_the_same_folder_is_downloaded_again(hub: Hub, tmp_p
     assert run(tmp_path / "m", uri="hf://org/name@v2") == 0
     assert hub.downloads == 2
     assert json.loads((tmp_path / "m" / MARKER).read_text())["revision"] == "v2"
+
+
+def test_pods_that_downloaded_the_same_weights_give_each_other_pages(hub: Hub, tmp_path: Path) -> None:
+    def fingerprint(name: str) -> bytes:
+        assert run(tmp_path / name) == 0
+        shape = {"num_layers": 1, "page_size": 1, "num_kv_heads": 1, "head_dim": 1, "element_bytes": 2}
+        return format_of(tmp_path / name, **shape).fingerprint
+
+    assert fingerprint("one") == fingerprint("two")
+    hub.commit = "decaf"
+    assert fingerprint("newer") != fingerprint("one")
 
 
 def test_an_incomplete_folder_is_completed(hub: Hub, tmp_path: Path) -> None:

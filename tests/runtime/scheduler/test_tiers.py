@@ -220,7 +220,13 @@ def test_what_is_no_size_is_refused(text: str) -> None:
 
 
 def test_sizes() -> None:
-    assert [size_in_bytes(text) for text in ("7", "2 kib", "1.5GiB", "1TiB")] == [7, 2048, 3 << 29, 1 << 40]
+    assert [size_in_bytes(text) for text in ("7", "2 kib", "1.5GiB", "1TiB", "2Gi")] == [
+        7,
+        2048,
+        3 << 29,
+        1 << 40,
+        2 << 30,
+    ]
 
 
 def test_others_are_computed_while_one_waits_for_its_pages(

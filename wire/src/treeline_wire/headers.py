@@ -56,6 +56,10 @@ RANK = "x-data-parallel-rank"
 PAGES_FROM = "x-treeline-pages-from"
 """HOST:PORT where the runtime may find pages of the prompt; with `;within=SECONDS` they are being computed, and the
 runtime waits so long for the next one. The picker alone sets it."""
+PREFILLER = "x-prefiller-host-port"
+"""HOST:PORT of the engine that llm-d's sidecar asks for the prompt."""
+ENGINES = (PREFILLER, "x-encoder-hosts-ports", "x-data-parallel-host-port", "x-kv-cache-source-host-port", PAGES_FROM)
+"""Headers that name an engine, which llm-d's sidecars and our runtime read. Clients must not name any."""
 FORWARDED_FOR = "x-forwarded-for"
 TRACEPARENT = "traceparent"
 TRACESTATE = "tracestate"

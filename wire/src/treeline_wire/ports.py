@@ -1,4 +1,4 @@
-"""Default ports. Event, replay and load ports count up by data-parallel rank."""
+"""Default ports. Event, replay, load and transfer ports count up by data-parallel rank."""
 
 RUNTIME_HTTP = 8000
 RUNTIME_METRICS = 9600
@@ -6,6 +6,8 @@ RUNTIME_ADMIN = 9700
 EVENTS = 5557
 REPLAY = 5657
 LOAD = 5757
+KV_TRANSFER = 5857
+"""Cached pages for other runtimes."""
 EXT_PROC = 9002
 EDS = 9003
 PICKER_ADMIN = 9004

@@ -8,6 +8,7 @@ only added.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Annotated, Final
 
@@ -48,7 +49,8 @@ class Asked(msgspec.Struct, frozen=True):
 
     `held`: waiting here for an endpoint, counted per pool only. `missed`: arrived recently while none was ready, and
     were refused or sent to another pool. `picks`: got an endpoint recently; `ttft_p50_s` and `ttft_p90_s`: quantiles of
-    their predicted time to first token, None without picks.
+    their predicted time to first token, None without picks. `prompt_load`: how many endpoints the prompts that are
+    better computed apart would keep busy, an average that fades over a minute, per pool only.
     """
 
     held: Waiting = NOTHING_WAITS
@@ -56,15 +58,16 @@ class Asked(msgspec.Struct, frozen=True):
     picks: Count = 0
     ttft_p50_s: Seconds | None = None
     ttft_p90_s: Seconds | None = None
+    prompt_load: Seconds = 0.0
 
 
 class PoolSignals(msgspec.Struct, frozen=True):
     """The demand for a pool, as one picker sees it.
 
-    `asked`: for all its models; `models`: for each model asked for recently. The rest concerns endpoints that do not
-    drain, and all pickers see the same: `ready`: may be picked; `in_flight_requests`: running there or on the way;
-    `queued_tokens`: prompt tokens waiting there; `in_flight_tokens`: of requests without a first token, from this
-    picker and those it hears; `silent`: ready endpoints that report no load, so the counts may be too low.
+    `asked`: for all its models; `models`: for each model asked for recently. The rest concerns endpoints that
+    answer and do not drain, and all pickers see the same: `ready`: may be picked; `in_flight_requests`: running there
+    or on the way; `queued_tokens`: prompt tokens waiting there; `in_flight_tokens`: of requests without a first token,
+    from this picker and those it hears; `silent`: ready endpoints that report no load, so the counts may be too low.
     """
 
     asked: Asked = Asked()
@@ -123,4 +126,5 @@ def _asked(told: list[Asked]) -> Asked:
         sum(one.picks for one in told),
         max((one.ttft_p50_s for one in told if one.ttft_p50_s is not None), default=None),
         max((one.ttft_p90_s for one in told if one.ttft_p90_s is not None), default=None),
+        math.fsum(one.prompt_load for one in told),
     )

@@ -20,7 +20,6 @@ from treeline_wire import headers as names
 
 from treeline_epp.extproc.state import BodyMode, Kind, Message
 from treeline_epp.requests.body import Buffer
-from treeline_epp.requests.handover import HEADERS
 from treeline_epp.requests.isolation import ROUTING_KEY
 from treeline_epp.requests.subset import NOTHING, parse_subset
 
@@ -54,7 +53,7 @@ USED_HEADERS: Final = frozenset(
         names.TRACEPARENT,
         names.TRACESTATE,
         ROUTING_KEY,
-        *HEADERS,
+        *names.ENGINES,
     }
 )
 """The headers that every picker reads; other headers are not converted."""

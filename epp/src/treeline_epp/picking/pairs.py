@@ -51,6 +51,13 @@ class Apart(Struct, frozen=True):
         """The predicted seconds to the first token if it is computed apart."""
         return self.apart["first_token_s"] + self.apart["transfer_s"] + self.apart["wait_s"]
 
+    @property
+    def prompt_s(self) -> float:
+        """The seconds of computing the prompt apart; 0 if it stays whole even where nothing else waits apart."""
+        idle_s = self.prefill.prefill_s + self.apart["transfer_s"] + self.apart["wait_s"]
+        better = idle_s < self.whole["first_token_s"] + self.whole["rows_s"]
+        return self.prefill.prefill_s if self.chosen or better else 0.0
+
 
 def whole(decode: Scored, now: float) -> Terms:
     """Return the terms of a request whose endpoint also computes the prompt."""

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 from msgspec import Raw, Struct
-from treeline_wire.headers import PAGES_FROM
+from treeline_wire.headers import PAGES_FROM, PREFILLER
 
 from treeline_epp.endpoints.spec import EndpointSpec, split_address
 from treeline_epp.endpoints.transfer import Protocol
@@ -29,10 +29,6 @@ MEMBERS: Final = (
 """
 _PARAMS, _EXTRA, _XARGS = "sampling_params", "extra_args", "vllm_xargs"
 """vLLM reads the same members in `vllm_xargs`, and in the `extra_args` of `sampling_params`."""
-PREFILLER: Final = "x-prefiller-host-port"
-_SIDECARS: Final = (PREFILLER, "x-encoder-hosts-ports", "x-data-parallel-host-port", "x-kv-cache-source-host-port")
-HEADERS: Final = (*_SIDECARS, PAGES_FROM)
-"""The same as headers, which llm-d's sidecars and our runtime read."""
 
 _ONE_TOKEN: Final = {"max_tokens": 1, "max_completion_tokens": 1, "min_tokens": 1}
 _WHOLE: Final = {"stream": False, "stream_options": None}

@@ -29,7 +29,6 @@ from treeline_epp.requests.body import Buffer, Immediate, RouteRequest
 from treeline_epp.requests.decision_log import DecisionLog
 from treeline_epp.requests.exchange import DEFAULT_FLOW, NO_OBSERVERS, Exchange, Observers
 from treeline_epp.requests.gateway_rules import NO_RULES, GatewayRules
-from treeline_epp.requests.handover import HEADERS
 from treeline_epp.requests.isolation import NO_ISOLATION, Isolation
 from treeline_epp.requests.model_registry import ModelRegistry
 from treeline_epp.requests.outline import Outline
@@ -255,7 +254,7 @@ class Router:
         if not _may_be_asked(asked, decision.endpoint.engine):
             return refusals.path_not_served()
         lease = self.picker.reserve(decision, now)
-        lease.added = tuple((name, None) for name in HEADERS if name in asked.headers)
+        lease.added = tuple((name, None) for name in names.ENGINES if name in asked.headers)
         if (rank := decision.endpoint.rank_for(asked.path)) is not None or names.RANK in asked.headers:
             lease.added += ((names.RANK, None if rank is None else str(rank)),)
         metrics.decided(decision.endpoint.name)
@@ -282,7 +281,8 @@ class Router:
             if request.pool is not None and not self.picker.has_ready(request.pool, request.model):
                 self.demand.missed(request.request_id, request.pool, request.model, request.prompt_tokens_estimate, now)
             raise
-        self.demand.picked(request.model, decision.endpoint.pool, decision.ttft_s, now)
+        prompt_s = decision.apart.prompt_s if decision.apart is not None else 0.0
+        self.demand.picked(request.model, decision.endpoint.pool, decision.ttft_s, now, prompt_s)
         return decision
 
     def _ready(self, asked: RouteRequest, pool: str, model: str) -> bool:

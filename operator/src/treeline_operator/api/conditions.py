@@ -36,6 +36,11 @@ class ConditionType(StrEnum):
     )
     ROUTE_ACCEPTED = "RouteAccepted", "True", "Every parent accepts the route. Only with gateway.parentRefs."
     SCALING_ACTIVE = "ScalingActive", "True", "The operator sets the replicas by the demand that the pickers report."
+    CACHES_TRUSTED = (
+        "CachesTrusted",
+        "True",
+        "No pod has switched a cache off because an audit found wrong pages there. Only with engine treeline.",
+    )
     WARNINGS = "Warnings", "False", "Part of the spec has no effect or will not work."
     ACCEPTED = "Accepted", "True", "The InferenceModel's name is served."
 
@@ -367,6 +372,15 @@ class Reason(StrEnum):
         "SignalsMissing",
         "No picker reports its demand; the replicas stay unchanged.",
         "See EndpointPickerReady.",
+    )
+    # Audits
+    CACHES_IN_USE = _well("CachesInUse", "The pods use all their caches.")
+    CACHE_WRONG = _needs_you(
+        "CacheWrong",
+        "An audit found wrong pages in a pod's cache, which the pod does not use any more: its answers are right, and "
+        "slower.",
+        "Keep the pod's log and delete the pod: the next one uses its caches. If the alarm comes back, report the bug; "
+        "if on one node only, drain that.",
     )
     # Warnings
     CLAIM_NOT_SHAREABLE = _needs_you(

@@ -30,6 +30,7 @@ FLAGS: Final[Mapping[str, Mapping[EngineType, str]]] = {
     "quantization": {"treeline": "--quantization", "sglang": "--quantization", "vllm": "--quantization"},
     "kv_cache_dtype": {"treeline": "--kv-cache-dtype", "sglang": "--kv-cache-dtype", "vllm": "--kv-cache-dtype"},
     "threads": {"treeline": "--threads"},
+    "host_cache": {"treeline": "--host-cache"},
     "context_length": {"treeline": "--context-length", "sglang": "--context-length", "vllm": "--max-model-len"},
     "page_size": {"treeline": "--page-size", "sglang": "--page-size", "vllm": "--block-size"},
     "max_total_tokens": {"treeline": "--max-total-tokens", "sglang": "--max-total-tokens"},
@@ -85,8 +86,9 @@ OWN_FLAGS: Final[Mapping[EngineType, Mapping[str, str]]] = {
         "--tp-size": "tensorParallel",
         "--dp-size": "dataParallel",
         "--nnodes": "accelerator.nodes",
+        "--host-cache": "hostCache",
         **dict.fromkeys(("--host", "--metrics-host", "--metrics-port", "--curve-dir", "--pre-stop"), ""),
-        **dict.fromkeys(("--node-rank", "--dist-init-addr"), ""),
+        **dict.fromkeys(("--node-rank", "--dist-init-addr", "--kv-transfer-port"), ""),
     },
     "sglang": {
         "--model-path": "model.uri",
@@ -246,6 +248,13 @@ class Engine(Part):
             " && self.dataParallel == 1)",
             "flags of a custom engine are unknown: remove tensorParallel and dataParallel and use args",
         ),
+        Rule(
+            f"!has(self.hostCache) || self.port < {ports.KV_TRANSFER}"
+            f" || self.port >= {ports.KV_TRANSFER} + self.dataParallel",
+            f"ports {ports.KV_TRANSFER} and the following ones, as many as dataParallel, are for pages of hostCache:"
+            " choose another",
+            field=".port",
+        ),
         forbidden(
             "self.type != 'custom' || !has(self.adapters) || self.adapters.size() == 0",
             "flags of a custom engine are unknown: remove adapters and use args",
@@ -286,6 +295,9 @@ class Engine(Part):
     """Most waiting requests."""
     chunked_prefill_size: Annotated[StrictInt, Field(ge=1)] | None = None
     """Most tokens of prompt in one step."""
+    host_cache: Annotated[str, StringConstraints(pattern=r"^[1-9][0-9]{0,5}[MGT]i$")] | None = None
+    """Host memory, such as 16Gi, for cached pages that have left the device (docs/pages.md); the default memory request
+    includes it. The pods of the pool give each other such pages. Needed with prefill."""
     max_total_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
     """Size of the KV cache in tokens."""
     dtype: Annotated[str, StringConstraints(pattern=r"^[a-z0-9_]+$", max_length=32)] | None = None
@@ -304,7 +316,7 @@ class Engine(Part):
     """LoRA adapters."""
     resources: Resources | None = None
     """Resources of the runtime. Default requests on GPUs: 2 CPUs and 4Gi per device, and half of model.size (4Gi more
-    per device if unknown). `/dev/shm` counts as memory of the container."""
+    per device if unknown); everywhere hostCache. `/dev/shm` counts as memory of the container."""
     cache: Cache | None = None
     """Volume for compiled kernels and graphs; default an emptyDir. Anybody who can write to it can run code in the
     pods."""

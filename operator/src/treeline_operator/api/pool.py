@@ -200,11 +200,6 @@ class PoolSpec(Part):
     collector of the gateway's oldest pool that names one."""
 
     @property
-    def prefill_replicas(self) -> int:
-        """Wanted pods that only compute prompts: none where nothing answers."""
-        return self.prefill.replicas if self.prefill is not None and self.replicas else 0
-
-    @property
     def downloads(self) -> bool:
         """Whether anything is downloaded."""
         return self.model.downloads or any(is_downloaded(a.uri) for a in self.engine.adapters)
@@ -314,13 +309,15 @@ class AutoscalingStatus(TypedDict, total=False):
 
 
 @DOCUMENTED
-class PrefillStatus(TypedDict):
+class PrefillStatus(TypedDict, total=False):
     """The pods that compute prompts."""
 
     replicas: int
     """Number of pods."""
     ready: int
     """Number of ready pods."""
+    advisedReplicas: int
+    """Number of pods for the prompts of the last time; followed with `prefill.maxReplicas`."""
 
 
 @DOCUMENTED
@@ -399,3 +396,18 @@ class InferencePool(Resource):
     """The desired pool."""
     status: PoolStatus = Field(default_factory=PoolStatus)
     """The state of the pool, written by the operator."""
+
+    @property
+    def advised_prefill(self) -> int:
+        """Pods that should compute prompts, as advised last; 0 without advice."""
+        return self.status.get("prefill", {}).get("advisedReplicas", 0)
+
+    @property
+    def prefill_replicas(self) -> int:
+        """Wanted pods that only compute prompts: none where nothing answers."""
+        own = self.spec.prefill
+        if own is None or not self.spec.replicas:
+            return 0
+        if own.max_replicas is None:
+            return own.replicas
+        return min(max(self.advised_prefill or own.replicas, own.min_replicas or 1), own.max_replicas)

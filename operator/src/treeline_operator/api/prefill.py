@@ -30,11 +30,20 @@ class Prefill(Part):
             "a prefill replica is one pod: remove nodes",
             field=".accelerator.nodes",
         ),
+        Rule(
+            "!has(self.minReplicas) || (has(self.maxReplicas) && self.minReplicas <= self.maxReplicas)",
+            "minReplicas needs a maxReplicas that is not less: set prefill.maxReplicas",
+            field=".minReplicas",
+        ),
         *template_rules(),
     )
 
     replicas: Annotated[StrictInt, Field(ge=1, le=1000)] = 1
-    """Number of pods; none while the pool's own replicas are 0."""
+    """Number of pods; none while the pool's own replicas are 0. With maxReplicas the number to begin with."""
+    min_replicas: Annotated[StrictInt, Field(ge=1, le=1000)] | None = None
+    """Fewest pods; default 1."""
+    max_replicas: Annotated[StrictInt, Field(ge=1, le=1000)] | None = None
+    """Most pods: the operator has as many as `status.prefill.advisedReplicas`. With autoscaling.type Picker."""
     accelerator: Accelerator | None = None
     """Devices of a pod, in place of the pool's."""
     template: Annotated[dict[str, Any], WithJsonSchema(template_schema("`runtime` is the engine's"))] | None = None
@@ -43,9 +52,29 @@ class Prefill(Part):
 
 PREFILL_RULES: Final = (
     forbidden(
-        "!has(self.prefill) || self.engine.type in ['vllm', 'sglang']",
-        "only engines vllm and sglang hand prompts over from pod to pod: remove prefill, or use one of them",
+        "!has(self.prefill) || !has(self.prefill.maxReplicas) || self.autoscaling.type == 'Picker'",
+        "pods that compute prompts are scaled together with the others: set autoscaling.type to Picker",
+        field=".prefill.maxReplicas",
+    ),
+    forbidden(
+        "!has(self.prefill) || self.engine.type != 'custom'",
+        "it is unknown how engine custom hands prompts over from pod to pod: remove prefill, or use another engine",
         field=".prefill",
+    ),
+    Rule(
+        "!has(self.prefill) || self.engine.type != 'treeline' || has(self.engine.hostCache)",
+        "prompts pass through the memory of both pods: set engine.hostCache, such as 16Gi",
+        field=".engine.hostCache",
+        reason="FieldValueRequired",
+    ),
+    forbidden(
+        "!has(self.engine.hostCache) || (self.accelerator.nodes == 1 && (has(self.engine.tensorParallel)"
+        " ? self.engine.tensorParallel == 1 : self.accelerator.type == 'cpu'"
+        " || (self.accelerator.count == self.engine.dataParallel"
+        f" && ({_OWN} || self.prefill.accelerator.count == self.engine.dataParallel))))",
+        "a model split over devices has no host cache yet: remove engine.hostCache, or set accelerator.count to"
+        " dataParallel, and accelerator.nodes and tensorParallel to 1",
+        field=".engine.hostCache",
     ),
     Rule(
         f"{_OWN} || self.prefill.accelerator.type == self.accelerator.type",

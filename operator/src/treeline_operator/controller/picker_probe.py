@@ -89,6 +89,7 @@ def _agreed(told: Sequence[PickerEndpoint]) -> PickerEndpoint:
         draining=any(e.draining for e in told),
         in_flight=in_flight,
         cached_tokens=max(e.cached_tokens for e in told),
+        cache_sources_off=tuple(sorted({source for e in told for source in e.cache_sources_off})),
     )
 
 
@@ -204,6 +205,7 @@ def _of(view: PickerView | None, pool: str) -> object:
     if view is None:
         return None
     listed = [
-        (e.name, e.address, e.ready, e.draining, e.in_flight if e.draining else None) for e in view.pools.get(pool, ())
+        (e.name, e.address, e.ready, e.draining, e.in_flight if e.draining else None, e.cache_sources_off)
+        for e in view.pools.get(pool, ())
     ]
     return view.synced, listed if pool in view.pools else None, view.models.get(pool), view.routing.get(pool)

@@ -1,4 +1,5 @@
-"""Sets the replicas of pools with autoscaling.type Picker, by the demand that their pickers stream.
+"""Sets the replicas of pools with autoscaling.type Picker, by the demand that their pickers stream, and says of pools
+with `spec.prefill` how many pods should compute prompts; the plan follows the status.
 
 A pool is checked with each report of its pickers, and every other second. If another HorizontalPodAutoscaler targets it
 (KEDA makes one, too), it is left to that.
@@ -28,7 +29,7 @@ from treeline_operator.controller.pickers import Address, PickerClient
 from treeline_operator.controller.queue import Backoff, Outcome, Queue
 from treeline_operator.controller.recorder import Recorder
 from treeline_operator.controller.store import POOL, Change
-from treeline_operator.plan.replicas import Desired, Heard, History, Target, desired
+from treeline_operator.plan.replicas import Desired, Heard, History, PromptTarget, Target, desired
 from treeline_operator.world import Key, Ref, Scaled, Scaling
 
 log = logging.getLogger(__name__)
@@ -101,7 +102,8 @@ _AUTOSCALERS: Final = "autoscaling/v2"
 
 @dataclass(slots=True)
 class _Known:
-    """Scaling state of one pool. `written`: the generation before the last write, and the replicas that it set."""
+    """Scaling state of one pool. `written`: the generation before the last write, and the replicas that it set.
+    `prompts`: the pods that should compute prompts, 0 before the first look, with their own history."""
 
     gateway: tuple[str, str]
     uid: str
@@ -109,6 +111,8 @@ class _Known:
     history: History = ()
     written: tuple[int, int] | None = None
     last: Scaled | None = None
+    prompts: int = 0
+    prompt_history: History = ()
 
 
 @dataclass(slots=True)
@@ -159,6 +163,10 @@ class Scaler:
         known = await self._know(key, pool)
         following = self._listening(known.gateway)
         heard = following.heard(pool.name)
+        self._advise(pool, known, heard)
+        if pool.spec.autoscaling.type == "None":
+            self._tell(key, Scaling(heard is not None, prompts=known.prompts))
+            return Outcome(after_s=_LOOK_S)
         replicas = pool.spec.replicas
         if known.written is not None and known.written[0] == pool.metadata.generation:
             replicas = known.written[1]  # what we wrote has not come back yet
@@ -176,8 +184,23 @@ class Scaler:
         except KubeError as exc:
             log.info("pool %s is not scaled: %s", pool.name, exc, extra={"fields": key._asdict()})
             return Outcome("unavailable", retry=True)
-        self._tell(key, Scaling(heard is not None, owner, known.last))
+        self._tell(key, Scaling(heard is not None, owner, known.last, known.prompts))
         return Outcome(after_s=_LOOK_S)
+
+    def _advise(self, pool: InferencePool, known: _Known, heard: Heard | None) -> None:
+        """Keep the number of pods that should compute prompts, from the first report on."""
+        own = pool.spec.prefill
+        if own is None or (heard is None and not known.prompts):
+            known.prompts, known.prompt_history = 0, ()
+            return
+        before = known.prompts or pool.advised_prefill or own.replicas
+        target = PromptTarget.of(own, pool.spec.autoscaling)
+        wanted = desired(heard, target, before, known.prompt_history, self.monotonic())
+        known.prompts, known.prompt_history = wanted.replicas, wanted.history
+        if own.max_replicas is not None and wanted.replicas != before:
+            text = f"prefill replicas {before} \u2192 {wanted.replicas}: {wanted.why}"
+            log.info("%s", text, extra={"object": pool.ref})
+            self.recorder.emit(pool.ref, pool.metadata.uid, "Normal", Reason.AUTOSCALED, text)
 
     async def _write(self, pool: InferencePool, version: str, known: _Known, before: int, wanted: Desired) -> None:
         await self.scales.scale_by_subresource(pool.ref, version, wanted.replicas)
@@ -245,7 +268,7 @@ class Scaler:
 
 
 def _is_scaled_here(pool: InferencePool) -> bool:
-    return not pool.deleting and pool.spec.autoscaling.type == "Picker"
+    return not pool.deleting and (pool.spec.autoscaling.type == "Picker" or pool.spec.prefill is not None)
 
 
 def _scaled_by(autoscalers: list[dict[str, Any]]) -> list[tuple[str, str]]:

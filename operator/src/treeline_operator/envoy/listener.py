@@ -138,7 +138,7 @@ def _edge_headers(config: EnvoyConfig) -> Message:
         # The last group are orders to Envoy's router (retries, timeouts), which clients must not give.
         for prefix in (headers.DESTINATION, "x-treeline-", "x-envoy-")
     ]
-    request += [{"remove": name} for name in ("test-epp-endpoint-selection", headers.RANK)]
+    request += [{"remove": name} for name in (headers.SELECTION, headers.RANK, *headers.ENGINES)]
     # A runtime that sees this without a destination knows that no picker, which knows every name, was asked.
     request.append({"append": header(headers.EDGE, "true")})
     if (isolation := _isolation_header(config)) is not None:

@@ -162,12 +162,14 @@ def _treeline(pool: InferencePool, files: Files, images: Images) -> Launch:
     # During the kubelet's preStop sleep the picker learns that the pod is leaving.
     args += ["--pre-stop", "0", "--drain-timeout", str(spec.drain.timeout_seconds)]
     args += ["--tracing"] if spec.tracing else []
+    gives = [("kv-transfer", wire.KV_TRANSFER)] if spec.engine.host_cache else []
+    args += ["--kv-transfer-port", str(wire.KV_TRANSFER)] if gives else []
     return Launch(
         image=spec.engine.image or (images.runtime_cuda if gpu else images.runtime),
         command=spec.engine.command or ("python", "-m", "treeline_runtime"),
         args=(*args, *spec.engine.args),
         env=(("HF_HUB_OFFLINE", "1"), *_traces(pool)),
-        ports=(*_kv_ports(pool, ("load", wire.LOAD)), ("metrics", metrics)),
+        ports=(*_kv_ports(pool, ("load", wire.LOAD), *gives), ("metrics", metrics)),
         probes=_probes(pool, _http("/ready"), _http("/live"), period=2),
         keys=True,
         shared_memory=spec.ranks * spec.accelerator.nodes > 1,
@@ -292,7 +294,7 @@ _TEMPLATE: Final = "model.chatTemplateRef sets both"
 _TOKENIZER: Final = "model.tokenizer sets both"
 
 ENGINES: Final[Mapping[EngineType, Engine]] = {
-    "treeline": Engine(_treeline, serves_tokenizer=True, metrics=True),
+    "treeline": Engine(_treeline, serves_tokenizer=True, metrics=True, apart=lambda start, _role: start),
     "sglang": Engine(
         _sglang,
         hits_by_flag=True,

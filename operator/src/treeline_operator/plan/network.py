@@ -31,7 +31,8 @@ def pods_policy(
     pool: InferencePool, parents: Sequence[ParentRef], platform: Platform, meta: Object, *, meet: bool
 ) -> Object:
     """Policies for the life of the pool. `parents` are the Gateways that send it requests; `meet` says whether pods
-    connect to each other: those of a replica, or those of both sides with `spec.prefill`. Nothing admits traffic to
+    connect to each other at any port: those of a replica, or of both sides with `spec.prefill`. With a host cache they
+    fetch pages at one. Nothing admits traffic to
     administration, which listens on the pod's loopback.
     """
     gateway, http = pool.spec.gateway.name, [port(pool.spec.engine.port)]
@@ -46,10 +47,13 @@ def pods_policy(
         ingress.append({"from": _proxies(parents, pool.namespace), "ports": http})
     # The ranks of a group choose their ports as they connect, and so do engines that hand prompts over; no policy can
     # name the pods of one group alone.
-    own = [{"podSelector": {"matchLabels": selector(pool.name)}}] if meet else []
-    ingress += [{"from": own}] if own else []
+    own, engine = [{"podSelector": {"matchLabels": selector(pool.name)}}], pool.spec.engine
+    last = ports.KV_TRANSFER + engine.data_parallel - 1
+    pages = [{"ports": [port(ports.KV_TRANSFER, last)]}] if engine.host_cache else []
+    met = [{}] if meet else pages
+    ingress += [{"from": own, **at} for at in met]
     dns = {"to": [{"namespaceSelector": {}}, {"ipBlock": {"cidr": _NODE_LOCAL_DNS}}], **_DNS}
-    egress = [dns, *([{"to": own}] if own else []), *_collector(pool.spec.tracing)]
+    egress = [dns, *({"to": own, **at} for at in met), *_collector(pool.spec.tracing)]
     return _policy(meta, {"matchLabels": selector(pool.name)}, ingress=ingress, egress=egress)
 
 

@@ -168,7 +168,7 @@ class _Planner:
         sides = [_Side(answer, spec.replicas, target_revision(self.pool, answer))]
         if spec.prefill is not None or prompt:
             target = target_revision(self.pool, prompt, prefill=True) if spec.prefill is not None else None
-            sides.append(_Side(prompt, spec.prefill_replicas, target))
+            sides.append(_Side(prompt, self.pool.prefill_replicas, target))
         if still:
             steps = tuple(RolloutStep({one.name: one.replicas for one in side.there}) for side in sides)
         else:
@@ -319,7 +319,9 @@ class _Planner:
         meta = self._meta(f"{self.pool.name}-pods")
         spec = self.pool.spec
         groups = spec.accelerator.nodes > 1 or any(one.nodes > 1 and not one.is_empty for one in there)
-        apart = spec.prefill is not None or any(one.role == "prefill" and not one.is_empty for one in there)
+        apart = (spec.prefill is not None and not spec.engine.host_cache) or any(
+            one.role == "prefill" and not one.is_empty and not one.gives_pages for one in there
+        )
         policy = pods_policy(self.pool, self._parents(), self.world.platform, meta, meet=groups or apart)
         yield from self._apply(policy, "access to the pods")
         if downloading:

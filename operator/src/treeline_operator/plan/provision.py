@@ -47,14 +47,14 @@ def gib(size: str | None) -> float:
 def requests(pool: InferencePool) -> dict[str, str]:
     """Default requests of a pod, which grow with its ranks. On GPUs: two CPUs per device (one for its process, one for
     the tokenizer), and memory for both, for their part of `/dev/shm`, and for the weights in transit. Weights pass in
-    parts, so half of their size is enough, and pods fit on small nodes."""
-    ranks, size = pool.spec.ranks, pool.spec.model.size
+    parts, so half of their size is enough, and pods fit on small nodes. The host cache comes on top."""
+    ranks, size, kept = pool.spec.ranks, pool.spec.model.size, gib(pool.spec.engine.host_cache)
     if not pool.spec.accelerator.is_gpu:
         cpu, memory = _CPU_RANK
-        return {"cpu": f"{cpu * ranks}m", "memory": f"{memory * ranks}Mi"}
+        return {"cpu": f"{cpu * ranks}m", "memory": f"{memory * ranks + int(kept * 1024)}Mi"}
     cpu, memory = _GPU_RANK
     weights = math.ceil(gib(size) / 2) if size else _UNKNOWN_WEIGHTS_GIB * ranks
-    return {"cpu": str(cpu * ranks), "memory": f"{memory * ranks + weights}Gi"}
+    return {"cpu": str(cpu * ranks), "memory": f"{memory * ranks + weights + math.ceil(kept)}Gi"}
 
 
 def cache_env(own: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
@@ -153,7 +153,8 @@ def unshareable(pool: InferencePool, asked: Wanted, observed: Observed | None) -
     if observed is not None:
         modes = set(observed.object["spec"].get("accessModes", ())) or modes
     most = max(pool.spec.replicas, pool.spec.autoscaling.max_replicas or 0) * pool.spec.accelerator.nodes
-    most += pool.spec.prefill_replicas
+    if (prompts := pool.spec.prefill) is not None:
+        most += max(pool.prefill_replicas, prompts.max_replicas or 0)
     how = f"set {asked.field}.accessModes to [ReadWriteMany], of a storage class that has it"
     again = f" (delete claim {asked.name} to have it created again)" if observed is not None else ""
     if "ReadWriteMany" in modes:

@@ -94,6 +94,12 @@ class ExistingRevision:
         return label(facts.pod_template(self.object), labels.ROLE)
 
     @property
+    def gives_pages(self) -> bool:
+        """Whether its pods hand prompts over at one port."""
+        containers = facts.pod_template(self.object)["spec"]["containers"]
+        return any(port.get("name") == "kv-transfer" for one in containers for port in one.get("ports", ()))
+
+    @property
     def downloads(self) -> bool:
         """Whether its pods download the model before they start."""
         pod = facts.pod_template(self.object)["spec"]

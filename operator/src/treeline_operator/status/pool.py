@@ -75,6 +75,8 @@ def pool_status(world: PoolWorld, progress: Progress | None = None, refused: Cau
     if (prompts := view.prompts) is not None:
         ready = sum(facts.is_ready(pod) for pod in prompts.active)
         status["prefill"] = PrefillStatus(replicas=len(prompts.active), ready=ready)
+        if advised := (world.scaling and world.scaling.prompts) or pool.advised_prefill:
+            status["prefill"].update(PrefillStatus(advisedReplicas=advised))
     if url := gateway_status.url(world, view.shared):
         status["url"] = url
     if name := pool.spec.preset:
@@ -165,6 +167,7 @@ def _judged(view: PoolView) -> dict[ConditionType, Judgement]:
         ConditionType.READY: _ready(view, needed),
         ConditionType.PROGRESSING: _both(view, lambda side: _progressing(side, picker)),
         ConditionType.SCALING_ACTIVE: _scaling(world),
+        ConditionType.CACHES_TRUSTED: _caches(world),
         ConditionType.WARNINGS: _warnings(view),
     }
     return needed | _told(others)
@@ -324,6 +327,24 @@ def _scaling(world: PoolWorld) -> Judgement | None:
         return "False", Reason.SIGNALS_MISSING, f"no picker of gateway {world.gateway.name} reports the demand"
     text = f"the demand sets replicas between {target.least} and {target.most}"
     return "True", Reason.AUTOSCALER_ACTIVE, text
+
+
+def _caches(world: PoolWorld) -> Judgement | None:
+    """Whether pods have switched caches off; as before while the picker has not asked the pods."""
+    if world.pool.spec.engine.type != "treeline":
+        return None
+    heard = world.picker is not None and world.picker.synced
+    listed = world.picker.pools.get(world.pool.name, ()) if world.picker is not None else ()
+    off = [f"pod {one.name} ({', '.join(one.cache_sources_off)})" for one in listed if one.cache_sources_off]
+    if off:
+        return "False", Reason.CACHE_WRONG, f"caches are not used any more, an audit found wrong pages: {few(off)}"
+    if ready := sum(one.ready for one in listed):
+        return "True", Reason.CACHES_IN_USE, f"used by {_pods(ready)}"
+    told = facts.condition_of({"status": world.pool.status}, ConditionType.CACHES_TRUSTED)
+    if not told or (heard and not listed):
+        return None
+    reason = Reason(told["reason"])
+    return told["status"], reason, told["message"].removesuffix(f" {reason.fix}")
 
 
 def _last_scaled(world: PoolWorld) -> AutoscalingStatus:

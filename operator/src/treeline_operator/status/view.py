@@ -121,8 +121,8 @@ class PoolView:
 
     @property
     def desired(self) -> int:
-        spec = self.world.pool.spec
-        return spec.prefill_replicas if self.prefill else spec.replicas
+        pool = self.world.pool
+        return pool.prefill_replicas if self.prefill else pool.spec.replicas
 
     @cached_property
     def observed(self) -> bool:

@@ -52,7 +52,8 @@ class EngineInfo(msgspec.Struct, frozen=True):
     name of the adapter that asked. `adapters` are the LoRA adapters among `models`, with the name that its events use
     for each. `wants_key`: without its key it does not list its models, so `models` is empty and it gets requests for
     any model. `obeys_ranks`: a request runs at the data-parallel rank that its header names, unless its path is one of
-    `unranked`. `role` and `transfer` are None where the engine does not say them.
+    `unranked`. `role` and `transfer` are None where the engine does not say them. `cache_sources_off` are the caches
+    that it does not use any more, since an audit found wrong pages there: `tree`, `host`, `disk`, `peer`.
     """
 
     models: tuple[str, ...] = ()
@@ -70,6 +71,7 @@ class EngineInfo(msgspec.Struct, frozen=True):
     unranked: frozenset[str] = frozenset()
     role: Role | None = None
     transfer: Transfer | None = None
+    cache_sources_off: tuple[str, ...] = ()
 
     def registered(self, spec: EndpointSpec) -> EndpointSpec:
         """Return the endpoint with what its engine says of itself. The uid then identifies the process behind it: by

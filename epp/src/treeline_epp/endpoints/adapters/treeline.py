@@ -35,6 +35,7 @@ class _OurServerInfo(ServerInfo):
     epoch: int | str | None = None
     tokenizer_fingerprint: str | None = None
     isolates_clients: bool = False
+    cache_sources_off: Annotated[tuple[Annotated[str, Meta(max_length=64)], ...], Meta(max_length=8)] = ()
 
 
 class TreelineAdapter(SGLangAdapter):
@@ -67,6 +68,7 @@ class TreelineAdapter(SGLangAdapter):
             isolates_clients=about.isolates_clients,
             obeys_ranks=True,
             transfer=_transfer(about),
+            cache_sources_off=about.cache_sources_off,
         )
 
     async def tokenizer(self, http: EngineHttp) -> TokenizerBundle:
