@@ -186,13 +186,6 @@ class CacheManager:
         if self.tiers is not None:
             self.tiers.clear()
 
-    # ---- copies -------------------------------------------------------------------------------------------
-
-    @property
-    def is_copying(self) -> bool:
-        """Whether a tier reads or writes pages."""
-        return self.tiers is not None and self.tiers.is_copying
-
     # ---- watching -----------------------------------------------------------------------------------------
 
     def held_pages(self, req: Req) -> int:
@@ -212,7 +205,7 @@ class CacheManager:
         held = sum(self.held_pages(r) for r in reqs)
         free, cached, total = self.pool.num_free, self.tree.num_pages, self.pool.num_pages
         assert self.is_balanced(held), f"{free} free + {cached} cached + {held} held pages are not {total}"
-        if not reqs and not self.is_copying:
+        if not reqs and (self.tiers is None or not self.tiers.is_copying):
             assert self.tree.locked_pages == 0, f"{self.tree.locked_pages} pages locked by nobody"
         used = self._table.num_rows - self._table.num_free
         assert len(reqs) == used, f"{used} rows used by {len(reqs)} requests"

@@ -166,7 +166,7 @@ class Scheduler:
             self.executor.idle()
         worked = bool(messages or copied or ready or self._pending or self.reporter.has_tokens or is_called)
         self._process_all_but(self.limits.overlap_depth if batch is not None else 0)
-        if not worked and self.is_idle and not self.cache.is_copying:
+        if not worked and self.is_idle and (self.cache.tiers is None or not self.cache.tiers.is_copying):
             worked = self.audits.step()
         if worked:
             self._end_step()
