@@ -35,7 +35,7 @@ from treeline_runtime.messages import (
     WakeReq,
 )
 from treeline_runtime.server.dependencies import Controlling
-from treeline_runtime.server.errors import ApiError
+from treeline_runtime.server.errors import ApiError, wrong
 from treeline_runtime.server.fields import as_api_error, check_unknown, convert
 from treeline_runtime.server.http import Answer, ApiRequest, json_answer
 from treeline_runtime.server.service import Service
@@ -122,7 +122,7 @@ class Administration:
             other = next((rank for rank, level in sleeping.items() if level != query.level), None)
             if other is not None and len(sleeping) < len(every):
                 some = f"Rank {other} sleeps at level {sleeping[other]}"
-                raise ApiError(400, f"{some}: ask for that level, or /wake_up first", param="level", code="refused")
+                raise wrong("level", f"{some}: ask for that level, or /wake_up first", code="refused")
             awake = [rank for rank in every if rank not in sleeping] or every
             await self._carry_out(lambda id: SleepReq(id, query.level), asleep, awake, abort=query.mode == "abort")
         return json_answer({"asleep": query.level})
@@ -175,7 +175,7 @@ class Administration:
         try:
             folder = tempfile.mkdtemp(prefix="treeline-profile-")
         except OSError as error:
-            raise ApiError(503, f"There is no folder for a profile (TMPDIR): {error}", type="server_error") from None
+            raise ApiError(503, f"There is no folder for a profile (TMPDIR): {error}") from None
         # A scheduler that does not answer may begin yet: then the folder stays.
         manager = self._service.manager
         replies = await self._replies(
@@ -219,7 +219,7 @@ class Administration:
         _query(asked, NoFields)
         body = _body(asked, AbortBody)
         if body.abort_all == bool(body.rid):
-            raise ApiError(400, "Give either 'rid' or 'abort_all': true", param="rid")
+            raise wrong("rid", "Give either 'rid' or 'abort_all': true")
         self._service.manager.abort(body.rid)
         return json_answer({"aborted": body.rid or "all"})
 
@@ -233,7 +233,7 @@ class Administration:
         if state.operation is not None:
             raise ApiError(409, f"Another operation is running: {state.operation}", code="conflict")
         if not state.ready:
-            raise ApiError(503, "The model is still loading", type="server_error")
+            raise ApiError(503, "The model is still loading")
         state.operation, state.pausing, state.holding = what, refuses, not refuses
         try:
             yield
@@ -311,7 +311,7 @@ def _check(replies: Mapping[int, Reply], ranks: int | None = None) -> list[Reply
     told = f" (ranks that have done it: {done})" if several else ""
     if reply.data == SILENT:
         whose = f" of rank {failed}" if several else ""
-        raise ApiError(503, f"The scheduler{whose} does not answer: {reply.message}{told}", type="server_error")
+        raise ApiError(503, f"The scheduler{whose} does not answer: {reply.message}{told}")
     said = f"Refused{f' by rank {failed}' if several else ''}: {reply.message}{told}"
     raise ApiError(400, said, code="cache_busy" if _is_busy(reply) else "refused")
 

@@ -213,15 +213,14 @@ def message(parts: Iterable[Part], *, reasons: bool, echo: str = "") -> ChatMess
 router = APIRouter()
 
 
-@router.post(
+@schema.post(
+    router,
     "/v1/chat/completions",
-    **schema.operation(
-        tag=schema.OPENAI,
-        summary="Answer a chat",
-        body=openai.ChatBody,
-        answer=answers.ChatCompletion,
-        event=answers.ChatChunk,
-    ),
+    tag=schema.OPENAI,
+    summary="Answer a chat",
+    body=openai.ChatBody,
+    answer=answers.ChatCompletion,
+    event=answers.ChatChunk,
 )
 async def chat(call: Annotated[Call[ChatTask], call_of("chat", "generate")]) -> Response:
     service, asked, task = call

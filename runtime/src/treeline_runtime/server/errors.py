@@ -24,19 +24,21 @@ NO_THREADS: Final = "thread_unsupported_request"
 
 
 class ApiError(Exception):
-    """An error answer in OpenAI's format."""
+    """An error answer in OpenAI's format. `type`: None = that of the status."""
 
     def __init__(
         self,
         status: int,
         message: str,
         *,
-        type: str = "invalid_request_error",
+        type: str | None = None,
         param: str | None = None,
         code: str | None = None,
         headers: Iterable[Header] = (),
     ) -> None:
         super().__init__(message)
+        if type is None:
+            type = "server_error" if status >= 500 else "invalid_request_error"
         self.status = status
         self.body = error_body(message, type, param, code)
         self.headers = tuple(headers)
@@ -48,9 +50,19 @@ def short(name: object) -> str:
     return text if len(text) <= _SHORT else text[:_SHORT] + "…"
 
 
+def wrong(param: str | None, message: str, code: str | None = None) -> ApiError:
+    """400 for a field. `param`: its path in the body."""
+    return ApiError(400, message, param=param, code=code)
+
+
 def invalid(param: str, what: str, code: str | None = "invalid_value") -> ApiError:
-    """400 for an impossible value. `param`: the field, as a path of the body."""
-    return ApiError(400, f"Invalid value for {param!r}: {what}", param=param, code=code)
+    """400 for an impossible value."""
+    return wrong(param, f"Invalid value for {param!r}: {what}", code)
+
+
+def missing(param: str) -> ApiError:
+    """400 for a field that must be there."""
+    return wrong(param, f"Missing required parameter: {param!r}", "missing_required_parameter")
 
 
 def unsupported(param: str, why: str) -> ApiError:
@@ -60,6 +72,10 @@ def unsupported(param: str, why: str) -> ApiError:
 
 def overloaded(message: str) -> ApiError:
     return ApiError(503, message, type="overloaded_error", code="overloaded", headers=OVERLOADED)
+
+
+def rate_limited(message: str, headers: Iterable[Header] = RETRY) -> ApiError:
+    return ApiError(429, message, type="rate_limit_error", code="rate_limit_exceeded", headers=headers)
 
 
 class UnknownModel(ApiError):

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from treeline_wire import headers as wire_headers
 from treeline_wire.json_values import MAX_SLOW, slow_numbers
 
-from treeline_runtime.server.errors import ApiError, ClientGone, Header
+from treeline_runtime.server.errors import ApiError, ClientGone, Header, wrong
 from treeline_runtime.server.fields import json_object
 from treeline_runtime.server.limits import Limits, Reservation
 from treeline_runtime.server.pacing import encode_json
@@ -140,10 +140,9 @@ class ApiRequest(Request):
             return of_body
         rank = limits.rank_in(named, wire_headers.RANK)
         if of_body not in (None, rank):
-            raise ApiError(
-                400,
+            raise wrong(
+                wire_headers.RANK,
                 f"The header {wire_headers.RANK} names rank {rank}, and the body names rank {of_body}: leave one out",
-                param=wire_headers.RANK,
                 code="invalid_value",
             )
         return rank

@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 from treeline_runtime.messages import GenerateReq, SamplingParams, encode
-from treeline_runtime.server.errors import ApiError, UnknownModel
+from treeline_runtime.server.errors import ApiError, UnknownModel, wrong
 from treeline_runtime.server.formats import Parsing
 from treeline_runtime.server.limits import BYTES_PER_TOKEN, GENERATION_BYTES, MAX_COPIED_BYTES
 
@@ -93,11 +93,10 @@ class Generations(_Read, frozen=True, kw_only=True):
         for prompt in self.prompts:
             size += self.n * len(encode(prompt.sampling))
             if size > MAX_COPIED_BYTES:
-                raise ApiError(
-                    400,
+                raise wrong(
+                    prompt.sampling.grammar_param,
                     f"The output's settings (grammar, stop strings, biases) are too large for {self.generations} "
                     f"generations at once: together they may have {MAX_COPIED_BYTES} bytes of settings",
-                    param=prompt.sampling.grammar_param,
                 )
 
     def requests(

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from treeline_runtime.server.errors import ApiError
+from treeline_runtime.server.errors import ApiError, invalid, wrong
 
 MAX_BODY_BYTES = 32 << 20
 MAX_CONTROL_BYTES = 64 << 10
@@ -124,7 +124,7 @@ class Limits:
         Raises ApiError 400 for an empty prompt, and `context_length_exceeded` if it cannot fit.
         """
         if prompt_len == 0:
-            raise ApiError(400, "The prompt is empty", param=param)
+            raise wrong(param, "The prompt is empty")
         room = self.max_request_tokens - prompt_len
         if room < (0 if asked == 0 else 1):
             raise self.too_long(f"your prompt has {prompt_len} tokens. Please shorten it.", param)
@@ -142,7 +142,7 @@ class Limits:
         if type(value) is int and 0 <= value < self.dp_size:
             return value
         there = "there is one rank, 0" if self.dp_size == 1 else f"expected a rank from 0 to {self.dp_size - 1}"
-        raise ApiError(400, f"Invalid value for {name!r}: {there} (--dp-size)", param=name, code="invalid_value")
+        raise invalid(name, f"{there} (--dp-size)")
 
     def rank_in(self, text: str, name: str) -> int:
         """The same for a header or parameter."""
@@ -150,9 +150,8 @@ class Limits:
 
     def too_long(self, what: str, param: str) -> ApiError:
         longest = self.max_request_tokens
-        return ApiError(
-            400,
+        return wrong(
+            param,
             f"This model's maximum context length is {longest} tokens. However, {what}",
-            param=param,
             code="context_length_exceeded",
         )

@@ -23,7 +23,7 @@ from treeline_runtime.messages import (
 from treeline_runtime.models.pooling import Pooling
 from treeline_runtime.server import grammars, tools
 from treeline_runtime.server.answers import ContentLogprob, PromptLogprob, TokenLogprob
-from treeline_runtime.server.errors import ApiError, UnknownModel
+from treeline_runtime.server.errors import UnknownModel, invalid, wrong
 from treeline_runtime.server.fields import Body, ignore
 from treeline_runtime.server.formats import NO_FORMATS, Formats
 from treeline_runtime.server.grammars import Constraint
@@ -213,9 +213,9 @@ def read_chat(body: Mapping[str, Any], model: ModelFacts) -> ChatBody:
     _check_common(body, typed, model)
     both = typed.max_tokens is not None and typed.max_completion_tokens is not None
     if both and typed.max_tokens != typed.max_completion_tokens:
-        raise ApiError(400, "'max_tokens' and 'max_completion_tokens' contradict each other", param="max_tokens")
+        raise wrong("max_tokens", "'max_tokens' and 'max_completion_tokens' contradict each other")
     if typed.top_logprobs and not typed.logprobs:
-        raise ApiError(400, "'top_logprobs' needs 'logprobs': true", param="top_logprobs")
+        raise wrong("top_logprobs", "'top_logprobs' needs 'logprobs': true")
     return typed
 
 
@@ -232,14 +232,14 @@ def _check_common(raw: Mapping[str, Any], body: CommonBody, model: ModelFacts) -
     model.check_model(body.model)
     if body.stream_options is not None:
         if not body.stream:
-            raise ApiError(400, "'stream_options' is only allowed with 'stream': true", param="stream_options")
+            raise wrong("stream_options", "'stream_options' is only allowed with 'stream': true")
         StreamOptions.read(raw["stream_options"], "stream_options.")
 
 
 def rid_of(body: CommonBody, kind: str) -> str:
     """The request's id in either spelling, or a new one. Raises ApiError 400."""
     if None not in (body.rid, body.request_id) and body.rid != body.request_id:
-        raise ApiError(400, "'rid' and 'request_id' contradict each other", param="request_id", code="invalid_value")
+        raise wrong("request_id", "'rid' and 'request_id' contradict each other", code="invalid_value")
     return body.rid or body.request_id or new_rid(kind)
 
 
@@ -253,7 +253,7 @@ def encodable(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ApiError(400, "'prompt' contains half of a surrogate pair", param="prompt") from None
+        raise wrong("prompt", "'prompt' contains half of a surrogate pair") from None
     return text
 
 
@@ -262,7 +262,7 @@ def namespace(body: Mapping[str, Any], caller: Caller) -> str | None:
     try:
         return namespace_of(body, caller.tenant)
     except PromptError as error:
-        raise ApiError(400, f"Invalid value for {error.param!r}: {error}", param=error.param) from None
+        raise invalid(error.param, str(error), code=None) from None
 
 
 def sampling(
@@ -292,7 +292,7 @@ def processor(body: CommonBody) -> CustomProcessor | None:
 def task_fields(body: CommonBody, caller: Caller, kind: str, logprobs: int | None) -> dict[str, Any]:
     """The fields of a `TextTask` without prompts. `kind` begins a new id. Raises ApiError 400."""
     if body.stream and body.prompt_logprobs is not None:
-        raise ApiError(400, "'prompt_logprobs' come with whole answers, not with streams", param="prompt_logprobs")
+        raise wrong("prompt_logprobs", "'prompt_logprobs' come with whole answers, not with streams")
     options = body.stream_options or StreamOptions()
     return {
         "rid": rid_of(body, kind),

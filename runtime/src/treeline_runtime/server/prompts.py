@@ -18,7 +18,7 @@ from treeline_wire.prompt import Prompt, PromptError, prompt_of_chat, prompt_of_
 from treeline_wire.template_env import TemplateEnvironment
 from treeline_wire.tokenizer import BundleError, TokenizerBundle
 
-from treeline_runtime.server.errors import ApiError, invalid
+from treeline_runtime.server.errors import ApiError, invalid, wrong
 from treeline_runtime.server.fields import check_messages, ignore
 from treeline_runtime.server.limits import INLINE_BYTES, MAX_PROMPT_TOKENS, Limits
 from treeline_runtime.server.tokenization import CachedTokenizer
@@ -147,10 +147,8 @@ class Prompts:
         self.check_place(given)
         template, names = (self._template, self._read_names) if given is None else self._given(namespace, given)
         if template is None:
-            raise ApiError(
-                400,
-                "This model has no chat template: send a text ('prompt', or 'input') in place of messages",
-                param="messages",
+            raise wrong(
+                "messages", "This model has no chat template: send a text ('prompt', or 'input') in place of messages"
             )
         check_messages(body.get("messages"), names.__contains__)
         if body.get("documents") and "documents" not in names:
@@ -176,13 +174,13 @@ class Prompts:
         try:
             prompt = prompt_of_chat(body, template)
         except PromptError as error:
-            raise ApiError(400, _message(error), param=error.param) from None
+            raise invalid(error.param, str(error), code=None) from None
         except TemplateBusyError as error:
-            raise ApiError(503, f"{error}; try again later", type="server_error") from None
+            raise ApiError(503, f"{error}; try again later") from None
         except TemplateError as error:
             if template is not self._template:
                 raise invalid("chat_template", str(error).replace("the model's chat", "the chat")) from None
-            raise ApiError(500, f"The model's chat template failed: {error}", type="server_error") from None
+            raise ApiError(500, f"The model's chat template failed: {error}") from None
         return self._ids(prompt, limits, param, namespace)
 
     def of_completion(
@@ -192,7 +190,7 @@ class Prompts:
         try:
             return self.of_prompts(prompt_of_completion(body), limits, "prompt", namespace)
         except PromptError as error:
-            raise ApiError(400, _message(error), param=error.param) from None
+            raise invalid(error.param, str(error), code=None) from None
 
     def of_prompts(
         self,
@@ -232,7 +230,7 @@ class Prompts:
             made = (self._rendered(one, limits, param, namespace, template) for one in asked)
             return self._together(made, limits, param)
         if instruct is not None:
-            raise ApiError(400, "'instruct' needs a chat template with roles query and document", param="instruct")
+            raise wrong("instruct", "'instruct' needs a chat template with roles query and document")
         return self._together((self._joined(*pair, limits, param) for pair in pairs), limits, param)
 
     def _joined(self, query: str, document: str, limits: Limits | None, param: str) -> list[int]:
@@ -248,11 +246,7 @@ class Prompts:
             made.append(ids)
             total += len(ids)
             if total > most:
-                raise ApiError(
-                    400,
-                    f"The prompts have more than {most} tokens together; send fewer in one request",
-                    param=param,
-                )
+                raise wrong(param, f"The prompts have more than {most} tokens together; send fewer in one request")
         return made
 
     def _ids(self, prompt: Prompt, limits: Limits | None, param: str, namespace: str | None) -> list[int]:
@@ -262,11 +256,7 @@ class Prompts:
                 prompt.text or "", add_special_tokens=prompt.add_special_tokens, namespace=namespace
             )
         if max(prompt.ids) >= self.vocab_size:
-            raise ApiError(
-                400,
-                f"Token id {max(prompt.ids)} is not below {self.vocab_size}, the vocabulary's size",
-                param=param,
-            )
+            raise wrong(param, f"Token id {max(prompt.ids)} is not below {self.vocab_size}, the vocabulary's size")
         return prompt.ids
 
     def _check_length(self, text: str, limits: Limits | None, param: str) -> None:
@@ -406,7 +396,3 @@ def _variables_of(template: str) -> set[str]:
         return meta.find_undeclared_variables(TemplateEnvironment().parse(template))
     except (jinja2.TemplateError, RecursionError):
         return set()
-
-
-def _message(error: PromptError) -> str:
-    return f"Invalid value for {error.param!r}: {error}"

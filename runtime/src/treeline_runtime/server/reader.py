@@ -25,7 +25,7 @@ from treeline_runtime.server import native_fields as native
 from treeline_runtime.server.answers import Text, Tokens
 from treeline_runtime.server.apis import anthropic_fields, responses_fields
 from treeline_runtime.server.apis.answers import InputTokens, TokenCount
-from treeline_runtime.server.errors import ApiError, invalid, renamed, renamed_param, unsupported
+from treeline_runtime.server.errors import ApiError, invalid, renamed, renamed_param, unsupported, wrong
 from treeline_runtime.server.fields import IGNORED, check_unknown, convert, json_object
 from treeline_runtime.server.formats import Parsing
 from treeline_runtime.server.grammars import FIELDS as GRAMMAR_FIELDS
@@ -131,12 +131,12 @@ class Reader(openai.ModelFacts):
         check_generations(prompts, n, "sampling_params.n")
         rids = body.rid if isinstance(body.rid, list) else None
         if rids is not None and len(rids) != len(requests) * n:
-            raise ApiError(400, f"{len(rids)} rids for {len(requests) * n} generations", param="rid")
+            raise wrong("rid", f"{len(rids)} rids for {len(requests) * n} generations")
         if rids is not None and len(set(rids)) < len(rids):
             twice = next(rid for index, rid in enumerate(rids) if rid in rids[:index])
-            raise ApiError(400, f"rid {twice!r} is given twice", param="rid")
+            raise wrong("rid", f"rid {twice!r} is given twice")
         if body.stream and body.return_hidden_states:
-            raise ApiError(400, "Hidden states come with whole answers, not with streams", param="return_hidden_states")
+            raise wrong("return_hidden_states", "Hidden states come with whole answers, not with streams")
         task = GenerateTask(
             rid=body.rid if isinstance(body.rid, str) else openai.new_rid("gen"),
             prompts=requests,
@@ -155,16 +155,16 @@ class Reader(openai.ModelFacts):
     ) -> tuple[list[list[int]], bool]:
         """The prompts as ids, and whether the request was a batch."""
         if (body.text is None) == (body.input_ids is None):
-            raise ApiError(400, "Give exactly one of 'text' and 'input_ids'", param="text")
+            raise wrong("text", "Give exactly one of 'text' and 'input_ids'")
         name = "text" if body.text is not None else "input_ids"
         value = body.text if body.text is not None else body.input_ids
         check_generations(value, 1, name)
         try:
             prompts = prompt_of_completion({"prompt": value})
         except PromptError as error:
-            raise ApiError(400, f"Invalid value for {name!r}: {error}", param=name) from None
+            raise invalid(name, str(error), code=None) from None
         if name == "input_ids" and any(prompt.ids is None for prompt in prompts):
-            raise ApiError(400, "'input_ids' holds token ids, not text", param="input_ids")
+            raise wrong("input_ids", "'input_ids' holds token ids, not text")
         batched = isinstance(value, list) and bool(value) and not isinstance(value[0], int | float)
         return self.prompts.of_prompts(prompts, limits, name, namespace), batched
 
@@ -202,10 +202,8 @@ class Reader(openai.ModelFacts):
                 processor=native.read_processor(typed, processor, custom),
             )
             if start is not None and start > len(ids):
-                raise ApiError(
-                    400,
-                    f"'logprob_start_len' is {start}, but the prompt has {len(ids)} tokens",
-                    param="logprob_start_len",
+                raise wrong(
+                    "logprob_start_len", f"'logprob_start_len' is {start}, but the prompt has {len(ids)} tokens"
                 )
             if start is None:  # of a prompt alone, log probabilities can only be its own
                 start = 0 if logprob and not sampling.max_new_tokens else -1
@@ -224,7 +222,7 @@ class Reader(openai.ModelFacts):
             )
             ns.add(typed.n or 1)
         if len(ns) > 1:
-            raise ApiError(400, "'n' must be the same for all prompts of a batch", param="sampling_params.n")
+            raise wrong("sampling_params.n", "'n' must be the same for all prompts of a batch")
         return made, ns.pop()
 
     # ---- texts and ids --------------------------------------------------------------------------------------
@@ -234,7 +232,7 @@ class Reader(openai.ModelFacts):
         body = native.TokenizeBody.read(raw)
         self.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
-            raise ApiError(400, "Give exactly one of 'prompt' and 'messages'", param="prompt")
+            raise wrong("prompt", "Give exactly one of 'prompt' and 'messages'")
         if body.messages is not None:
             read_calls(raw)
             tokens: Any = self.prompts.of_chat(raw, limits, openai.namespace(raw, caller))
@@ -266,13 +264,11 @@ class Reader(openai.ModelFacts):
         size = 0
         for ids in lists:
             if ids and max(ids) >= self.prompts.vocab_size:
-                raise ApiError(400, f"Token id {max(ids)} is not below {self.prompts.vocab_size}", param="tokens")
+                raise wrong("tokens", f"Token id {max(ids)} is not below {self.prompts.vocab_size}")
             size += self.prompts.size_of(ids)
             if size > MAX_ANSWER_BYTES:
-                raise ApiError(
-                    400,
-                    f"The text may be longer than {MAX_ANSWER_BYTES} bytes; send fewer tokens at once",
-                    param="tokens",
+                raise wrong(
+                    "tokens", f"The text may be longer than {MAX_ANSWER_BYTES} bytes; send fewer tokens at once"
                 )
         return [self.prompts.decode(ids, skip_special_tokens=skip_special_tokens) for ids in lists]
 
@@ -281,17 +277,13 @@ def check_generations(prompts: Any, n: int, param: str) -> None:
     """Raises ApiError 400 for too many prompts, before any work for each."""
     several = isinstance(prompts, list) and bool(prompts) and isinstance(prompts[0], str | list)
     if (len(prompts) if several else 1) * n > MAX_GENERATIONS:
-        raise ApiError(
-            400,
-            f"More than {MAX_GENERATIONS} prompts, or choices of them, in one request",
-            param=param,
-        )
+        raise wrong(param, f"More than {MAX_GENERATIONS} prompts, or choices of them, in one request")
 
 
 def _native_sampling(params: Any) -> tuple[native.NativeSampling, grammars.Constraint | None]:
     """A prompt's `sampling_params`, and its constraint."""
     if not isinstance(params, dict):
-        raise ApiError(400, "'sampling_params' must be an object", param="sampling_params")
+        raise wrong("sampling_params", "'sampling_params' must be an object")
     check_unknown(params, native.NativeSampling.__struct_fields__, where="sampling_params.")
     typed = convert(params, native.NativeSampling, "sampling_params.")
     return typed, grammars.read_constraint(params, grammars.SAMPLING_FIELDS, "sampling_params.")
@@ -302,7 +294,7 @@ def _each(value: Any, count: int, param: str) -> list[Any]:
     if not isinstance(value, list):
         return [value] * count
     if len(value) != count:
-        raise ApiError(400, f"{len(value)} values of {param!r} for {count} prompts", param=param)
+        raise wrong(param, f"{len(value)} values of {param!r} for {count} prompts")
     return value
 
 
@@ -355,18 +347,16 @@ def _check_tools(model: openai.ModelFacts, template: str | None) -> None:
     """Raises ApiError 400 if calls could not be made or found."""
     if model.formats.tools is None:
         known = ", ".join(parsers.TOOLS.names())
-        raise ApiError(
-            400,
+        raise wrong(
+            "tools",
             "'tools' needs a server that knows how its model writes calls: start it with --tool-call-parser NAME "
             f"({known}), or send 'tool_choice': 'none'",
-            param="tools",
             code="unsupported_parameter",
         )
     if "tools" not in model.prompts.variables(template):
-        raise ApiError(
-            400,
+        raise wrong(
+            "tools",
             "The chat template has no place for tools: the model would not see them",
-            param="tools",
             code="unsupported_parameter",
         )
 
@@ -374,10 +364,9 @@ def _check_tools(model: openai.ModelFacts, template: str | None) -> None:
 def _parsing(body: openai.ChatBody, model: openai.ModelFacts, calls: Calls | None, end: str) -> Parsing | None:
     """Chooses the formats for parsing the output; None if all of it is text. Raises ApiError 400."""
     if body.separate_reasoning is False and model.formats.harmonic:
-        raise ApiError(
-            400,
+        raise wrong(
+            "separate_reasoning",
             "'separate_reasoning' cannot be false for a harmony model: its answer is one of several messages",
-            param="separate_reasoning",
             code="unsupported_parameter",
         )
     reasoning = None if body.separate_reasoning is False else model.formats.reasoning
@@ -414,10 +403,9 @@ class ApiReader:
         except UnicodeEncodeError:
             raise ApiError(400, "The body contains half of a surrogate pair") from None
         if len(repeated) > MAX_SHOWN_BYTES:
-            raise ApiError(
-                400,
+            raise wrong(
+                "instructions" if len(body.instructions or "") > MAX_SHOWN_BYTES // 2 else "tools",
                 f"'instructions', 'tools' and what else an answer repeats have more than {MAX_SHOWN_BYTES} bytes",
-                param="instructions" if len(body.instructions or "") > MAX_SHOWN_BYTES // 2 else "tools",
             )
         return replace(task, repeated=repeated)
 
@@ -472,7 +460,7 @@ class ApiReader:
         except PromptError as error:
             raise invalid(error.param, str(error), code=None) from None
         except TemplateBusyError as error:
-            raise ApiError(503, f"{error}; try again later", type="server_error") from None
+            raise ApiError(503, f"{error}; try again later") from None
         if made.unknown is not None:
             raise unsupported(made.unknown.param, made.unknown.why)
         return made.body

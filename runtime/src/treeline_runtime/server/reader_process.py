@@ -30,7 +30,7 @@ from treeline_runtime.server.reader_pool import (
 
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
-UNREADABLE = ApiError(500, "The server failed to read the request; its log says why", type="server_error")
+UNREADABLE = ApiError(500, "The server failed to read the request; its log says why")
 
 logger = logging.getLogger(__name__)
 _encode = msgspec.msgpack.Encoder().encode

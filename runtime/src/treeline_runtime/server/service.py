@@ -19,7 +19,7 @@ from treeline_runtime.gate import MAX_GENERATIONS_OF_CLIENT, TooManyGenerations
 from treeline_runtime.messages import FinishReason, LoadUpdate, TextOut
 from treeline_runtime.models.pooling import Pooling, Task
 from treeline_runtime.server import answers, errors
-from treeline_runtime.server.errors import RETRY, ApiError, Header
+from treeline_runtime.server.errors import RETRY, ApiError, Header, rate_limited, wrong
 from treeline_runtime.server.formats import NO_FORMATS, Formats
 from treeline_runtime.server.http import DONE, Answer, ApiRequest, EventStream, error_event, in_pieces
 from treeline_runtime.server.jobs import Caller, Generations, Kind, size_of
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from treeline_runtime.server.tracing import Tracing
 
 WEIGHTS_DIFFER = "The ranks have different weights: repeat /update_weights"
-BROKEN = ApiError(500, "The server failed to answer; its log says why", type="server_error")
+BROKEN = ApiError(500, "The server failed to answer; its log says why")
 OURSELVES = ""
 """The client of our own requests, which do not wait behind unnamed clients."""
 _DOES: Mapping[Task, tuple[str, str]] = {
@@ -224,9 +224,9 @@ class Service:
     def admit(self) -> Limits:
         """Raises ApiError 503 while nothing new is accepted."""
         if self.state.failure is not None:
-            raise ApiError(503, f"The server is stopping: {self.state.failure}", type="server_error")
+            raise ApiError(503, f"The server is stopping: {self.state.failure}")
         if self.limits is None or not self.state.ready:
-            raise ApiError(503, "The model is still loading", type="server_error", headers=RETRY)
+            raise ApiError(503, "The model is still loading", headers=RETRY)
         if self.state.refusing:
             raise self.overloaded("The server is shutting down")
         if self.state.asleep or self.state.pausing:
@@ -295,16 +295,12 @@ class Service:
         except BaseException as error:
             reservation.release()
             if isinstance(error, TooManyGenerations):
-                raise ApiError(
-                    429,
+                raise rate_limited(
                     f"More than {MAX_GENERATIONS_OF_CLIENT} generations in flight: prompts x n of all your requests. "
-                    "Wait until some have ended",
-                    type="rate_limit_error",
-                    code="rate_limit_exceeded",
-                    headers=RETRY,
+                    "Wait until some have ended"
                 ) from None
             if isinstance(error, DuplicateRid):
-                raise ApiError(400, f"A request with rid {str(error)!r} is already in flight", param="rid") from None
+                raise wrong("rid", f"A request with rid {str(error)!r} is already in flight") from None
             raise
         if asked is not None:
             asked.inflight = inflight
@@ -321,11 +317,7 @@ class Service:
         if status < 500 and finish.param is not None:
             said = f"Invalid value for {finish.param!r}: {message}"
             raise ApiError(status, said, param=finish.param, code="invalid_value")
-        if status == 429:
-            raise ApiError(status, message, type="rate_limit_error", code="rate_limit_exceeded", headers=RETRY)
-        if status < 500:
-            raise ApiError(status, message)
-        raise ApiError(status, message, type="server_error")
+        raise rate_limited(message) if status == 429 else ApiError(status, message)
 
     async def collect(self, inflight: InflightRequest) -> list[TextOut]:
         """Waits for all generations: one whole output each. Raises ApiError."""

@@ -40,31 +40,29 @@ _arguments = msgspec.json.Decoder(dict[str, msgspec.Raw])
 router = APIRouter()
 
 
-@router.post(
+@schema.post(
+    router,
     "/v1/messages",
-    **schema.operation(
-        tag=schema.ANTHROPIC,
-        summary="Answer a chat",
-        body=MessagesBody,
-        answer=Message,
-        event=MessageEvent,
-        error=AnthropicError,
-    ),
+    tag=schema.ANTHROPIC,
+    summary="Answer a chat",
+    body=MessagesBody,
+    answer=Message,
+    event=MessageEvent,
+    error=AnthropicError,
 )
 async def messages(call: Annotated[Call[ChatTask], call_of("messages", "generate")]) -> Response:
     service, asked, task = call
     return await service.answer(asked, task, MessageEvents(task, service.prompts, service.model_name))
 
 
-router.post(
+schema.post(
+    router,
     "/v1/messages/count_tokens",
-    **schema.operation(
-        tag=schema.ANTHROPIC,
-        summary="Count the tokens of a chat's prompt",
-        body=MessagesBody,
-        answer=TokenCount,
-        error=AnthropicError,
-    ),
+    tag=schema.ANTHROPIC,
+    summary="Count the tokens of a chat's prompt",
+    body=MessagesBody,
+    answer=TokenCount,
+    error=AnthropicError,
 )(converting("count_tokens"))
 
 
@@ -84,7 +82,7 @@ class MessageEvents(EventMaker):
         finish, answer = out.finish, self.answer
         assert finish is not None
         if finish.type not in ("stop", "length"):
-            raise ApiError(500, finish.message or "The request was ended", type="server_error")
+            raise ApiError(500, finish.message or "The request was ended")
         yield from self.end_blocks(cut=finish.type == "length")
         matched = finish.matched if isinstance(finish.matched, str) else None
         reason: StopReason = "tool_use" if self.called else "end_turn"

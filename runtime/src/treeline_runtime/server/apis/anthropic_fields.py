@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Final
 
 from msgspec import Meta
 
-from treeline_runtime.server.errors import NO_THREADS, ApiError, invalid, short, unsupported
+from treeline_runtime.server.errors import NO_THREADS, invalid, missing, short, unsupported, wrong
 from treeline_runtime.server.fields import HARMLESS, check_unknown
 from treeline_runtime.server.openai import Rid, Salt, Variables
 from treeline_runtime.server.sampling import PositiveCount, Priority, SamplingFields, Seed
@@ -103,9 +103,7 @@ def read_messages(raw: Mapping[str, Any], *, counts: bool = False) -> MessagesBo
     """`counts`: only count tokens. Raises ApiError 400."""
     body = MessagesBody.read(raw)
     if body.max_tokens is None and not counts:
-        raise ApiError(
-            400, "Missing required parameter: 'max_tokens'", param="max_tokens", code="missing_required_parameter"
-        )
+        raise missing("max_tokens")
     if body.n not in (None, 1) or body.stop:
         name = "n" if body.stop is None else "stop"
         raise unsupported(name, "this API has no such field")
@@ -202,7 +200,7 @@ def _check_choice(body: MessagesBody) -> None:
 def _check_kept(body: MessagesBody) -> None:
     """Refuses what would leave out part of the prompt, or was sent before."""
     if body.thread is not None:
-        raise ApiError(400, "'thread': conversations are not stored here", param="thread", code=NO_THREADS)
+        raise wrong("thread", "'thread': conversations are not stored here", code=NO_THREADS)
     context = body.context_management or {}
     check_unknown(context, {"edits"}, harmless=(), where="context_management.")
     edits = context.get("edits") or []

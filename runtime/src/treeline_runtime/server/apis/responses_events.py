@@ -43,15 +43,14 @@ _members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 router = APIRouter()
 
 
-@router.post(
+@schema.post(
+    router,
     "/v1/responses",
-    **schema.operation(
-        tag=schema.OPENAI,
-        summary="Answer a chat, in items",
-        body=ResponsesBody,
-        answer=ResponseObject,
-        event=ResponseEvent,
-    ),
+    tag=schema.OPENAI,
+    summary="Answer a chat, in items",
+    body=ResponsesBody,
+    answer=ResponseObject,
+    event=ResponseEvent,
 )
 async def responses(call: Annotated[Call[ChatTask], call_of("responses", "generate")]) -> Response:
     service, asked, task = call
@@ -59,14 +58,13 @@ async def responses(call: Annotated[Call[ChatTask], call_of("responses", "genera
     return await service.answer(asked, task, events, answer_bytes=3 * len(task.repeated))
 
 
-router.post(
+schema.post(
+    router,
     "/v1/responses/input_tokens",
-    **schema.operation(
-        tag=schema.OPENAI,
-        summary="Count the tokens of a chat's prompt",
-        body=ResponsesBody,
-        answer=InputTokens,
-    ),
+    tag=schema.OPENAI,
+    summary="Count the tokens of a chat's prompt",
+    body=ResponsesBody,
+    answer=InputTokens,
 )(converting("input_tokens"))
 
 

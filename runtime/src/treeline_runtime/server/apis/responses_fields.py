@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 
 from msgspec import Meta
 
-from treeline_runtime.server.errors import ApiError, invalid, short, unsupported
+from treeline_runtime.server.errors import ApiError, invalid, short, unsupported, wrong
 from treeline_runtime.server.fields import HARMLESS, check_unknown
 from treeline_runtime.server.grammars import StructuredOutputs
 from treeline_runtime.server.openai import Rid, Salt, StreamOptions, Variables
@@ -109,7 +109,7 @@ def read_responses(raw: Mapping[str, Any]) -> ResponsesBody:
     """Raises ApiError 400."""
     body = ResponsesBody.read(raw)
     if body.n not in (None, 1):
-        raise ApiError(400, "'n' must be 1: a response is one answer", param="n", code="unsupported_parameter")
+        raise wrong("n", "'n' must be 1: a response is one answer", code="unsupported_parameter")
     if body.stream_options:
         check_unknown(body.stream_options, (), harmless=StreamOptions.harmless, where="stream_options.")
     for one in body.include or ():
