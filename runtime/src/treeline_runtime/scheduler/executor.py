@@ -123,7 +123,7 @@ class Executor:
     def _how(self, plan: StepPlan) -> Launch:
         if self._is_decode_graph(plan):
             return Launch("decode graph", self._graphs.size_for(plan.num_tokens))
-        size = 0 if plan.embeddings else self._prompts.size_for(plan.num_tokens)
+        size = self._prompts.size_for(plan.num_tokens)
         return Launch("prompt graph", size) if size else EAGER
 
     def _on_device(self) -> AbstractContextManager[Any]:
@@ -165,14 +165,14 @@ class Executor:
                 table.on_host(rows),
             )
             of_tokens = cells[:, plan.bounds[begin] : plan.bounds[end]]
-            parts.append(self._prompts.hidden(of_tokens, self._attention.plan(layout), plan.embeddings, size))
+            parts.append(self._prompts.hidden(of_tokens, self._attention.plan(layout), size))
         hidden, finite = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
         return hidden, finite if ranks is None else ranks.everywhere(finite)
 
     def _is_decode_graph(self, plan: StepPlan) -> bool:
         """Whether a step replays a graph in which every token is a sequence of its own and reads everything before it.
         A long jump in a long sequence is faster as a prompt."""
-        if not plan.decodes or plan.hidden or plan.embeddings:  # graphs give no hidden states, take no embeddings
+        if not plan.decodes or plan.hidden:  # graphs give no hidden states
             return False
         if plan.num_tokens > self._graphs.largest or not plan.sampling:
             return False

@@ -53,14 +53,6 @@ class InputLogprobs(msgspec.Struct, array_like=True, frozen=True):
     top: int
 
 
-class Embeddings(msgspec.Struct, array_like=True, frozen=True):
-    """Replaces the embeddings of tokens from `first` on, counted over all sequences."""
-
-    first: int
-    data: bytes
-    """(tokens, hidden) little-endian float32, like `Decoder.embed`'s output."""
-
-
 class StepPlan(msgspec.Struct, omit_defaults=True, frozen=True, dict=True):
     """Sequence i, in row rows[i] of the tables, is computed from position starts[i] to ends[i]."""
 
@@ -73,7 +65,6 @@ class StepPlan(msgspec.Struct, omit_defaults=True, frozen=True, dict=True):
     """Written to the token table before the step, as `pages` to the page table. Sampled tokens are already in the
     table."""
     pages: Writes = Writes()
-    embeddings: list[Embeddings] = []
     sampling: list[int] = []
     """Sequences with a sampled token after their end; for these, in order:"""
     temperatures: list[float] = []
@@ -115,7 +106,7 @@ class StepPlan(msgspec.Struct, omit_defaults=True, frozen=True, dict=True):
     def micro_batches(self, stages: int) -> list[tuple[int, int]]:
         """Cuts the step between sequences into parts of about as many tokens, at most one for each stage of a pipeline.
         Returns each one's first sequence and the one after its last."""
-        count = 1 if self.embeddings else min(stages, self.num_tokens // MICRO_BATCH_TOKENS)
+        count = min(stages, self.num_tokens // MICRO_BATCH_TOKENS)
         if count <= 1:
             return [(0, len(self.rows))]
         bounds = np.array(self.bounds)
