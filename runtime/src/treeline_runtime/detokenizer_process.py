@@ -84,7 +84,8 @@ class DetokenizerCore:
         for message in messages:
             match message:
                 case DetokenizeInit():
-                    self._requests[message.rid] = self._request(message)
+                    text = IncrementalDetokenizer.of(message, self._decode)
+                    self._requests[message.rid] = _Request(message, text)
                     for out in self._early.pop(message.rid, ()):
                         self._push(out, texts, turn)
                 case BatchTokenOut():
@@ -96,17 +97,6 @@ class DetokenizerCore:
                     turn.to_http.append(message)
         turn.to_http += texts.batches()
         return turn
-
-    def _request(self, init: DetokenizeInit) -> _Request:
-        skip = init.skip_special_tokens
-        text = IncrementalDetokenizer(
-            lambda ids: self._decode(ids, skip),
-            stop=init.stop,
-            no_stop_trim=init.no_stop_trim,
-            min_tokens=init.min_new_tokens,
-            stop_regex=init.stop_regex,
-        )
-        return _Request(init, text)
 
     def _push(self, out: TokenOut, texts: _Texts, turn: DetokenizerOutput) -> None:
         request = self._requests.get(out.rid)

@@ -329,15 +329,10 @@ class Engine:
             raise self._thread.dead()
 
     def _detokenizer(self, request: GenerateReq) -> IncrementalDetokenizer | None:
-        if self.tokenizer is None:
+        if (tokenizer := self.tokenizer) is None:
             return None
-        tokenizer, sampling = self.tokenizer, request.sampling
-        return IncrementalDetokenizer(
-            lambda ids: tokenizer.decode(ids, skip_special_tokens=sampling.skip_special_tokens),
-            stop=sampling.stop,
-            no_stop_trim=sampling.no_stop_trim,
-            min_tokens=sampling.min_new_tokens,
-            stop_regex=sampling.stop_regex,
+        return IncrementalDetokenizer.of(
+            request.sampling, lambda ids, skip: str(tokenizer.decode(ids, skip_special_tokens=skip))
         )
 
 

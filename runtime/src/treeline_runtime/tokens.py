@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from treeline_runtime.messages import FinishReason
+from treeline_runtime.messages import DetokenizeInit, FinishReason, SamplingParams
 from treeline_runtime.stop_regex import RegexFinder
 
 REPLACEMENT = "�"
@@ -137,6 +137,19 @@ class IncrementalDetokenizer:
         """The text from `surr` on that was handed on, where it is more than that of the ids up to `read`."""
         self._held = ""
         self._ended = False
+
+    @classmethod
+    def of(
+        cls, asked: DetokenizeInit | SamplingParams, decode: Callable[[list[int], bool], str]
+    ) -> IncrementalDetokenizer:
+        """`decode`: (token ids, skip special tokens) → text."""
+        return cls(
+            lambda ids: decode(ids, asked.skip_special_tokens),
+            stop=asked.stop,
+            no_stop_trim=asked.no_stop_trim,
+            min_tokens=asked.min_new_tokens,
+            stop_regex=asked.stop_regex,
+        )
 
     def push(self, token_ids: Sequence[int], finish: FinishReason | None = None, *, withdrawn: int = 0) -> Delta:
         """Takes new ids; with `finish` set, also releases everything held back.

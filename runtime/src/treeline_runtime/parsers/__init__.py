@@ -29,39 +29,20 @@ class Calls:
     structure: structures.Structure
 
 
-_HERMES: Final = Calls(HERMES, structures.hermes)
-_LLAMA3: Final = Calls(LLAMA3, structures.llama3)
-_DEEPSEEK_V3: Final = Calls(DEEPSEEK, structures.deepseek_v3)
-_DEEPSEEK_V31: Final = Calls(DEEPSEEK, structures.deepseek_v31)
-_HARMONY: Final = Calls(HARMONY, structures.harmony)
-_PYTHONIC: Final = Calls(PYTHONIC, structures.pythonic)
-_QWEN_XML: Final = Calls(QWEN_XML, structures.qwen_xml)
-
 REASONING: Final[Registry[Tags | Harmony]] = Registry(
     "reasoning parser", {**FAMILIES, "gpt_oss": HARMONY, "openai_gptoss": HARMONY}
 )
-TOOLS: Final = Registry(
-    "tool call parser",
-    {
-        "deepseek_v3": _DEEPSEEK_V3,
-        "deepseek_v31": _DEEPSEEK_V31,
-        "deepseekv3": _DEEPSEEK_V3,
-        "deepseekv31": _DEEPSEEK_V31,
-        "gpt_oss": _HARMONY,
-        "hermes": _HERMES,
-        "llama3": _LLAMA3,
-        "llama3_json": _LLAMA3,
-        "llama4_json": _LLAMA3,
-        "llama4_pythonic": _PYTHONIC,
-        "mistral": Calls(MISTRAL, structures.mistral),
-        "openai": _HARMONY,
-        "pythonic": _PYTHONIC,
-        "qwen": _HERMES,
-        "qwen25": _HERMES,
-        "qwen3_coder": _QWEN_XML,
-        "qwen3_xml": _QWEN_XML,
-    },
-)
+_CALLS: Final = {
+    "deepseek_v3 deepseekv3": Calls(DEEPSEEK, structures.deepseek_v3),
+    "deepseek_v31 deepseekv31": Calls(DEEPSEEK, structures.deepseek_v31),
+    "gpt_oss openai": Calls(HARMONY, structures.harmony),
+    "hermes qwen qwen25": Calls(HERMES, structures.hermes),
+    "llama3 llama3_json llama4_json": Calls(LLAMA3, structures.llama3),
+    "llama4_pythonic pythonic": Calls(PYTHONIC, structures.pythonic),
+    "mistral": Calls(MISTRAL, structures.mistral),
+    "qwen3_coder qwen3_xml": Calls(QWEN_XML, structures.qwen_xml),
+}
+TOOLS: Final = Registry("tool call parser", {name: calls for names, calls in _CALLS.items() for name in names.split()})
 STRAYS: Final = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>")
 """Special tokens that end turns. Formats that need special tokens in the text remove these from thoughts and
 answers."""
@@ -104,15 +85,13 @@ def needs_special_tokens(reasoning: str | None, tools: str | None) -> bool:
     return any(format is not None and format.special for format in formats(reasoning, tools))
 
 
-def reasoning_end(reasoning: str | None, prompt: str, tools: str | None = None) -> str:
+def reasoning_end(reasoning: str | None, prompt: str) -> str:
     """The text after which a grammar applies, in an output after `prompt`: the end of reasoning; "" = from the start.
-    `tools`: the format if the grammar is its `structure`; harmony's contains the reasoning. Raises ConfigError for an
-    unknown name."""
+    Raises ConfigError for an unknown name."""
     tags = None if reasoning is None else REASONING.get(_known(reasoning))
     if isinstance(tags, Tags):
         return tags.end_after(prompt)
-    within = tools is not None and TOOLS.get(_known(tools)) is _HARMONY
-    return "" if tags is None or within or prompt.endswith(ANSWER) else ANSWER
+    return "" if tags is None or prompt.endswith(ANSWER) else ANSWER
 
 
 def structure(

@@ -112,7 +112,6 @@ class Administration:
         """Frees weights and KV cache. `?level=1` keeps the weights in host memory, `2` reads them again later;
         `?mode=abort` ends running requests, `wait` waits for them."""
         query = _query(asked, SleepQuery)
-        _no_body(asked)
         sleeping, every = self._service.state.sleeping, range(self._args.dp_size)
 
         def asleep(rank: int) -> None:
@@ -129,8 +128,7 @@ class Administration:
 
     async def wake_up(self, asked: Controlling) -> Response:
         """Wakes up with an empty cache."""
-        _query(asked, NoFields)
-        _no_body(asked)
+        _query(asked)
         sleeping = self._service.state.sleeping
         async with self._operation("waking up", refuses=True):
             asleep = sorted(sleeping) or range(self._args.dp_size)
@@ -139,12 +137,11 @@ class Administration:
 
     async def is_sleeping(self, asked: Controlling) -> Response:
         """vLLM's."""
-        _query(asked, NoFields)
+        _parameters(asked, NoFields)
         return json_answer({"is_sleeping": bool(self._service.state.asleep)})
 
     async def update_weights(self, asked: Controlling) -> Response:
         """Loads another checkpoint of the same architecture; after a failure the old weights stay."""
-        _query(asked, NoFields)
         body = _body(asked, UpdateBody)
         state = self._service.state
 
@@ -170,7 +167,6 @@ class Administration:
 
     async def start_profile(self, asked: Controlling) -> Response:
         """Traces the scheduler's next `num_steps` steps into a file in a new folder under TMPDIR."""
-        _query(asked, NoFields)
         body = _body(asked, ProfileBody)
         try:
             folder = tempfile.mkdtemp(prefix="treeline-profile-")
@@ -193,8 +189,7 @@ class Administration:
     async def stop_profile(self, asked: Controlling) -> Response:
         """Ends the profile before its last step; answers with the trace's file, or those of the ranks that still
         traced."""
-        _query(asked, NoFields)
-        _no_body(asked)
+        _query(asked)
         manager = self._service.manager
         replies = await self._replies(lambda rank: manager.ask(rank, StopProfileReq))
         done = {rank: reply for rank, reply in replies.items() if reply.ok}
@@ -204,7 +199,6 @@ class Administration:
     async def flush_cache(self, asked: Controlling) -> Response:
         """Empties the prefix cache; 400 while requests run. `?timeout=S` waits up to S seconds for them."""
         deadline = time.monotonic() + _query(asked, FlushQuery).timeout
-        _no_body(asked)
         replies, left = dict[int, Reply](), list(range(self._args.dp_size))
         while True:
             replies |= await self._replies(self._service.manager.flush, left)
@@ -216,7 +210,6 @@ class Administration:
 
     async def abort_request(self, asked: Controlling) -> Response:
         """Ends one request (`rid`) or all (`abort_all`). Answers 200 even if there was none."""
-        _query(asked, NoFields)
         body = _body(asked, AbortBody)
         if body.abort_all == bool(body.rid):
             raise wrong("rid", "Give either 'rid' or 'abort_all': true")
@@ -326,20 +319,28 @@ async def _to_its_end(work: Awaitable[T]) -> T:
         raise
 
 
-def _query(asked: ApiRequest, type: type[Any]) -> Any:
-    """Typed URL parameters. Raises ApiError 400."""
-    check_unknown(asked.query_params, frozenset(type.__struct_fields__))
+def _query(asked: ApiRequest, type: type[Any] = NoFields) -> Any:
+    """Typed URL parameters of a request without a body. Raises ApiError 400."""
+    found = _parameters(asked, type)
+    _fields(asked, NoFields)
+    return found
+
+
+def _body(asked: ApiRequest, type: type[Any]) -> Any:
+    """The typed body of a request without URL parameters. Raises ApiError 400."""
+    _parameters(asked, NoFields)
+    return _fields(asked, type)
+
+
+def _parameters(asked: ApiRequest, type: type[Any]) -> Any:
+    check_unknown(asked.query_params, type.__struct_fields__)
     try:
         return msgspec.convert(dict(asked.query_params), type, strict=False)
     except msgspec.ValidationError as error:
         raise as_api_error(error) from None
 
 
-def _body(asked: ApiRequest, type: type[Any]) -> Any:
+def _fields(asked: ApiRequest, type: type[Any]) -> Any:
     raw = asked.json_object()
-    check_unknown(raw, frozenset(type.__struct_fields__))
+    check_unknown(raw, type.__struct_fields__)
     return convert(raw, type)
-
-
-def _no_body(asked: ApiRequest) -> None:
-    _body(asked, NoFields)

@@ -41,6 +41,8 @@ class ApiError(Exception):
             type = "server_error" if status >= 500 else "invalid_request_error"
         self.status = status
         self.body = error_body(message, type, param, code)
+        self.told: dict[str, Any] = self.body["error"]
+        """The other arguments by name."""
         self.headers = tuple(headers)
 
 
@@ -111,26 +113,15 @@ def renamed(names: Mapping[str, str], members: Mapping[str, str]) -> Iterator[No
     except UnknownModel:
         raise
     except ApiError as error:
-        told = error.body["error"]
-        param = told["param"]
+        param = error.told["param"]
         if param is None:
             raise
         new = renamed_param(param, names, members)
-        raise ApiError(
-            error.status,
-            _said(told["message"].replace(param, new), names),
-            type=told["type"],
-            param=new,
-            code=told["code"],
-            headers=error.headers,
-        ) from None
-
-
-def _said(message: str, names: Mapping[str, str]) -> str:
-    """A message that quotes further fields."""
-    for name, new in names.items():
-        message = message.replace(f"{name!r}", f"{new!r}")
-    return message
+        message = error.told["message"].replace(param, new)
+        for quoted, called in names.items():
+            message = message.replace(f"{quoted!r}", f"{called!r}")
+        told = error.told | {"message": message, "param": new}
+        raise ApiError(error.status, **told, headers=error.headers) from None
 
 
 def renamed_param(param: str, names: Mapping[str, str], members: Mapping[str, str]) -> str:
@@ -147,7 +138,7 @@ def renamed_param(param: str, names: Mapping[str, str], members: Mapping[str, st
 
 def anthropic_error(error: ApiError) -> dict[str, Any]:
     """The same in Anthropic's format."""
-    told = error.body["error"]
+    told = error.told
     if told["code"] != NO_THREADS:
         return anthropic_error_body(error.status, told["message"])
     details = {"error_code": NO_THREADS, "unsupported": [told["param"]]}

@@ -5,7 +5,7 @@ The process that read a large body sends its task as msgpack to the one that ans
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -208,25 +208,21 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
     """An ApiError."""
 
     status: int
-    message: str
-    kind: str
-    """The error's type in the API."""
-    param: str | None = None
-    code: str | None = None
+    told: dict[str, Any]
+    """Message, type, param and code."""
     unknown_model: tuple[str, str] | None = None
     """The name and the served name, if the error is an unknown model."""
 
     @classmethod
     def of(cls, error: ApiError) -> Refused:
-        told = error.body["error"]
         name = (error.name, error.served) if isinstance(error, UnknownModel) else None
-        return cls(error.status, told["message"], told["type"], told["param"], told["code"], name)
+        return cls(error.status, error.told, name)
 
     def error(self) -> ApiError:
         """The error without its headers."""
         if self.unknown_model is not None:
             return UnknownModel(*self.unknown_model)
-        return ApiError(self.status, self.message, type=self.kind, param=self.param, code=self.code)
+        return ApiError(self.status, **self.told)
 
 
 Task = ChatTask | CompletionTask | GenerateTask | PoolingTask | Answered

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
@@ -28,17 +28,25 @@ E2E_BUCKETS = (
     *(20, 40, 60, 80, 100, 150, 200, 300, 600, 1200),
 )
 
-_LOADS = (
-    ("num_running_reqs", "Requests that run."),
-    ("num_queue_reqs", "Requests that wait for their turn."),
-    ("num_used_tokens", "Tokens in the KV cache that running requests hold."),
-    ("token_usage", "Share of the KV cache that running requests hold, from 0 to 1."),
-    ("max_total_num_tokens", "Tokens that fit into the KV cache."),
-    ("num_pages", "Pages that the KV cache has."),
-    ("max_running_requests", "Requests that can run at the same time."),
-    ("num_waiting_uncached_tokens", "Prompt tokens of waiting requests that are not cached."),
-    ("prefill_tokens_per_second", "Prompt tokens that prefill computes in a second, as measured."),
-    ("decode_step_seconds", "Seconds that a decode step takes, as measured."),
+_LOADS: tuple[tuple[str, str, Callable[[LoadUpdate], float]], ...] = (
+    ("num_running_reqs", "Requests that run.", lambda load: load.running),
+    ("num_queue_reqs", "Requests that wait for their turn.", lambda load: load.waiting),
+    ("num_used_tokens", "Tokens in the KV cache that running requests hold.", lambda load: load.tokens_used),
+    ("token_usage", "Share of the KV cache that running requests hold, from 0 to 1.", lambda load: load.used_share),
+    ("max_total_num_tokens", "Tokens that fit into the KV cache.", lambda load: load.tokens_total),
+    ("num_pages", "Pages that the KV cache has.", lambda load: load.pages_total),
+    ("max_running_requests", "Requests that can run at the same time.", lambda load: load.max_running),
+    (
+        "num_waiting_uncached_tokens",
+        "Prompt tokens of waiting requests that are not cached.",
+        lambda load: load.waiting_uncached_tokens,
+    ),
+    (
+        "prefill_tokens_per_second",
+        "Prompt tokens that prefill computes in a second, as measured.",
+        lambda load: load.prefill_tokens_per_s,
+    ),
+    ("decode_step_seconds", "Seconds that a decode step takes, as measured.", lambda load: load.decode_step_ms / 1000),
 )
 """The load of a data-parallel rank: with the label `dp_rank` where there are several."""
 _AUDITS = {
@@ -126,7 +134,7 @@ class Metrics:
         )
 
         self._gauges = {name: self._gauge(name, text, [{}])[0] for name, text in _GAUGES}
-        self._loads = {name: self._gauge(name, text, of_ranks) for name, text in _LOADS}
+        self._loads = {name: self._gauge(name, text, of_ranks) for name, text, _ in _LOADS}
         self._tiers = {member: self._by(*described) for member, described in _TIERS.items()}
         sent = "Tokens whose pages were sent to other runtimes."
         self._sent = Counter("treeline:kv_tier_sent_tokens_total", sent, list(self._labels), registry=self._registry)
@@ -141,19 +149,8 @@ class Metrics:
         self._gauges[name].set(value)
 
     def on_load(self, load: LoadUpdate, rank: int = 0) -> None:
-        for name, value in (
-            ("num_running_reqs", load.running),
-            ("num_queue_reqs", load.waiting),
-            ("num_used_tokens", load.tokens_used),
-            ("token_usage", load.used_share),
-            ("num_pages", load.pages_total),
-            ("max_total_num_tokens", load.tokens_total),
-            ("max_running_requests", load.max_running),
-            ("num_waiting_uncached_tokens", load.waiting_uncached_tokens),
-            ("prefill_tokens_per_second", load.prefill_tokens_per_s),
-            ("decode_step_seconds", load.decode_step_ms / 1000),
-        ):
-            self._loads[name][rank].set(value)
+        for name, _, value in _LOADS:
+            self._loads[name][rank].set(value(load))
         last, self._last_loads[rank] = self._last_loads[rank], load
         self.jumps.inc(load.total_jumps - last.total_jumps)
         self.forced_tokens.inc(load.total_forced_tokens - last.total_forced_tokens)

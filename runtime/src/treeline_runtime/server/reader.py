@@ -173,16 +173,7 @@ class Reader(openai.ModelFacts):
     ) -> tuple[list[GenerateReq], int]:
         """The request for each prompt, and `n`, which must be the same for all."""
         count = len(prompts)
-        columns = zip(
-            prompts,
-            _each(body.sampling_params, count, "sampling_params"),
-            _each(body.custom_logit_processor, count, "custom_logit_processor"),
-            _each(body.custom_params, count, "custom_params"),
-            _each(body.return_logprob, count, "return_logprob"),
-            _each(body.logprob_start_len, count, "logprob_start_len"),
-            _each(body.top_logprobs_num, count, "top_logprobs_num"),
-            strict=True,
-        )
+        columns = zip(prompts, *(_each(getattr(body, name), count, name) for name in _OF_EACH), strict=True)
         made: list[GenerateReq] = []
         ns: set[int] = set()
         last, fields = None, _native_sampling({})
@@ -271,6 +262,13 @@ class Reader(openai.ModelFacts):
                     "tokens", f"The text may be longer than {MAX_ANSWER_BYTES} bytes; send fewer tokens at once"
                 )
         return [self.prompts.decode(ids, skip_special_tokens=skip_special_tokens) for ids in lists]
+
+
+_OF_EACH: Final = (
+    *("sampling_params", "custom_logit_processor", "custom_params"),
+    *("return_logprob", "logprob_start_len", "top_logprobs_num"),
+)
+"""Fields of `/generate` that may have a value for each prompt."""
 
 
 def check_generations(prompts: Any, n: int, param: str) -> None:

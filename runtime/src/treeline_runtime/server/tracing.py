@@ -119,8 +119,7 @@ class RequestSpan:
         """No answer, or an error."""
         if isinstance(error, ApiError):
             self._status = error.status
-            found = error.body["error"]
-            self._error = self._error or found["code"] or str(error.status)
+            self._error = self._error or error.told["code"] or str(error.status)
         elif isinstance(error, ClientGone | asyncio.CancelledError):
             self._error = "client_gone"
         else:

@@ -101,7 +101,7 @@ class ResponseEvents(EventMaker):
     def failed(self, error: ApiError) -> bytes:
         """Earlier output stays."""
         ended = b"".join(written(self.end_blocks(cut=True)))
-        return ended + b"".join(written(iter([self._failed(error.body["error"]["message"])])))
+        return ended + b"".join(written(iter([self._failed(error.told["message"])])))
 
     def _failed(self, message: str) -> ResponseEvent:
         self.answer.status, self.answer.error = "failed", ResponseError("server_error", message)

@@ -147,11 +147,11 @@ def uncut(body: ResponsesBody) -> Iterator[None]:
     try:
         yield
     except ApiError as error:
-        told = error.body["error"]
-        if body.truncation != "auto" or told["code"] != "context_length_exceeded":
+        if body.truncation != "auto" or error.told["code"] != "context_length_exceeded":
             raise
-        said = f"{told['message']} 'truncation': 'auto' is taken where nothing is to be cut: items are never left out."
-        raise ApiError(error.status, said, param="truncation", code=told["code"]) from None
+        why = "'truncation': 'auto' is taken where nothing is to be cut: items are never left out."
+        told = error.told | {"message": f"{error.told['message']} {why}", "param": "truncation"}
+        raise ApiError(error.status, **told) from None
 
 
 def shown(body: ResponsesBody, temperature: float, top_p: float) -> dict[str, Any]:
