@@ -24,6 +24,7 @@ from typing import Any
 import uvloop
 import zmq
 from treeline_wire.load import LOAD_TOPIC
+from treeline_wire.security import is_loopback
 
 from treeline_runtime.args import ServerArgs
 from treeline_runtime.config import ConfigError
@@ -292,7 +293,7 @@ class Server:
         if listeners.metrics is not None:
             found.append(HttpServer(surfaces.metrics(service, probes), listeners.metrics))
         if listeners.admin is not None:
-            loopback = listeners.admin_on_loopback
+            loopback = is_loopback(address(listeners.admin)[0])
             engine = Administration(service, args)
             administration = surfaces.administration(service, probes, engine, key=args.admin_key, loopback=loopback)
             found.append(HttpServer(administration, listeners.admin))

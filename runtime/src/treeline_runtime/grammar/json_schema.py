@@ -79,7 +79,13 @@ def simplify(document: Document) -> None:
             if key in NOBODYS:
                 raise UnsupportedError(key, path)
     for path, schema in document.schemas:
-        _simplify_one(schema, path)
+        _format(schema)
+        _type(schema)
+        _limits(schema, path)
+        _strings(schema, path)
+        _numbers(schema, path)
+        _values(schema, path)
+        _properties(schema, path)
     _check_cycles(document)
     _check_finite(document)
 
@@ -134,16 +140,6 @@ def _without_end(document: Document, is_done: Callable[[Schema, set[int]], bool]
         done = {id(schema) for _path, schema in document.schemas} - {id(schema) for _path, schema in still}
         waiting = still
     return None
-
-
-def _simplify_one(schema: Schema, path: str) -> None:
-    _format(schema)
-    _type(schema)
-    _limits(schema, path)
-    _strings(schema, path)
-    _numbers(schema, path)
-    _values(schema, path)
-    _properties(schema, path)
 
 
 def _check_type(schema: Schema, path: str) -> None:

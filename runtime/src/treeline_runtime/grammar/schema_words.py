@@ -78,10 +78,6 @@ def types(schema: dict[str, Any]) -> list[str]:
     return listed(schema.get("type", []))
 
 
-def is_annotation(word: str) -> bool:
-    return word in ANNOTATIONS or word.startswith("x-")
-
-
 def ignored(schema: Any) -> list[str]:
     """Keywords and formats without effect that may be intended, each once, for people."""
     found: dict[str, None] = {}
@@ -91,7 +87,7 @@ def ignored(schema: Any) -> list[str]:
         if not isinstance(one, dict):
             continue
         for word in one:
-            if word not in KNOWN and word not in DEFINITIONS and not is_annotation(word):
+            if word not in KNOWN and word not in DEFINITIONS and word not in ANNOTATIONS and not word.startswith("x-"):
                 found[word] = None
         name = one.get("format")
         if isinstance(name, str) and name not in FORMATS and name not in _SILENT:

@@ -16,7 +16,7 @@ from treeline_runtime.parsers.harmony import ANSWER, HARMONY, Harmony
 from treeline_runtime.parsers.pythonic import PYTHONIC
 from treeline_runtime.parsers.qwen_xml import QWEN_XML
 from treeline_runtime.parsers.reasoning import FAMILIES, Tags
-from treeline_runtime.parsers.source import Chained, OutputParser, Reading, Source, Steps, Without, markers
+from treeline_runtime.parsers.source import Chained, OutputParser, Reading, Without, markers
 from treeline_runtime.parsers.tools import DEEPSEEK, HERMES, LLAMA3, MISTRAL, ToolFormat
 from treeline_runtime.registry import Registry
 
@@ -67,7 +67,9 @@ def new(reasoning: str | None, tools: str | None, functions: Collection[str] = (
         parsers.append(Reading(partial(thoughts.steps, inside=inside, tools=calls is not None)))
     if calls is not None and not isinstance(calls, Harmony):
         parsers.append(Reading(partial(calls.steps, functions=schemas)))
-    parser = Chained(*parsers) if len(parsers) == 2 else parsers[0] if parsers else Reading(_all_said)
+    if not parsers:
+        parsers.append(Reading(lambda source: source.rest(source.say)))
+    parser = Chained(*parsers) if len(parsers) == 2 else parsers[0]
     return Without(parser, _STRAYS) if needs_special_tokens(reasoning, tools) else parser
 
 
@@ -90,7 +92,7 @@ def reasoning_end(reasoning: str | None, prompt: str) -> str:
     Raises ConfigError for an unknown name."""
     tags = None if reasoning is None else REASONING.get(_known(reasoning))
     if isinstance(tags, Tags):
-        return tags.end_after(prompt)
+        return "" if prompt.rstrip().endswith(tags.closing) else tags.closing
     return "" if tags is None or prompt.endswith(ANSWER) else ANSWER
 
 
@@ -110,7 +112,3 @@ def structure(
 
 def _known(name: str) -> str:
     return name.replace("-", "_")
-
-
-def _all_said(source: Source) -> Steps[None]:
-    yield from source.rest(source.say)

@@ -207,7 +207,8 @@ class TokenizerReencoder:
         part = list(ids[start:])
         whole, text = self._finished(part)
         again = self._tokenizer.encode(text, add_special_tokens=False).ids
-        agreed = _common_len(whole, again)
+        pairs = zip(whole, again, strict=False)
+        agreed = next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(whole), len(again)))
         if agreed == len(whole):
             return len(ids)  # an unfinished character at the end is given the benefit of the doubt
         return max(start + agreed, sampled_from)
@@ -223,7 +224,3 @@ class TokenizerReencoder:
             if not text_of_shorter.endswith("\ufffd"):
                 return shorter, text_of_shorter
         return part, text
-
-
-def _common_len(a: Sequence[int], b: Sequence[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

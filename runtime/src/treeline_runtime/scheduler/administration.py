@@ -345,7 +345,6 @@ class Administration:
         self._residence = residence
         self._cache = cache
         self._audits = audits
-        self._profiler = profiler
         self._is_idle = is_idle
         self._reply = reply
         handlers: dict[type, Callable[[Any], dict[str, Any] | None]] = {
@@ -353,8 +352,8 @@ class Administration:
             SleepReq: self._sleep,
             WakeReq: self._wake,
             UpdateWeightsReq: self._update,
-            StartProfileReq: self._start_profile,
-            StopProfileReq: self._stop_profile,
+            StartProfileReq: lambda message: profiler.start(message.folder, message.steps),
+            StopProfileReq: lambda _: {"path": profiler.stop()},
         }
         self.handlers: Mapping[type, Callable[[Any], None]] = {
             kind: functools.partial(self._answer, handler) for kind, handler in handlers.items()
@@ -416,9 +415,3 @@ class Administration:
     def _renew(self) -> None:
         if self._cache.tiers is not None:
             self._cache.tiers.renew(self._residence.page_format())
-
-    def _start_profile(self, message: StartProfileReq) -> None:
-        self._profiler.start(message.folder, message.steps)
-
-    def _stop_profile(self, _: StopProfileReq) -> dict[str, Any]:
-        return {"path": self._profiler.stop()}

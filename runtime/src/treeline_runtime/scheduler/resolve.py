@@ -80,7 +80,7 @@ def num_host_pages(config: SchedulerConfig, page_bytes: int, pool_bytes: int) ->
 
 
 def _no_pool(config: EngineConfig, device: torch.device, reserved: int, page_bytes: int) -> str:
-    page = f"a page of {config.page_size} tokens takes {_mib(page_bytes)}"
+    page = f"a page of {config.page_size} tokens takes {page_bytes / (1 << 20):.2f} MiB"
     if device.type != "cuda":
         share = "a tenth" if config.mem_fraction is None else f"mem_fraction {config.mem_fraction}"
         return (
@@ -147,10 +147,6 @@ def give_back(device: torch.device) -> None:
 
 def _gib(size: int) -> str:
     return f"{size / (1 << 30):.2f} GiB"
-
-
-def _mib(size: int) -> str:
-    return f"{size / (1 << 20):.2f} MiB"
 
 
 def _cpu_budget(config: EngineConfig) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
-from treeline_wire.prompt import PromptError, namespace_of
+from treeline_wire.prompt import Prompt, PromptError, namespace_of, prompt_of_completion
 
 from treeline_runtime.messages import (
     CustomProcessor,
@@ -255,6 +255,14 @@ def encodable(text: str) -> str:
     except UnicodeEncodeError:
         raise wrong("prompt", "'prompt' contains half of a surrogate pair") from None
     return text
+
+
+def prompts_in(body: Mapping[str, Any], param: str = "prompt") -> list[Prompt]:
+    """The texts or ids of `prompt`, which the request calls `param`. Raises ApiError 400."""
+    try:
+        return prompt_of_completion(body)
+    except PromptError as error:
+        raise invalid(param, str(error), code=None) from None
 
 
 def namespace(body: Mapping[str, Any], caller: Caller) -> str | None:

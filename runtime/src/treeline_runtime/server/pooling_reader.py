@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from msgspec import Meta
-from treeline_wire.prompt import PromptError, prompt_of_completion
 
 from treeline_runtime.messages import GenerateReq, SamplingParams
 from treeline_runtime.models.pooling import Pooling
@@ -223,10 +222,7 @@ class PoolingReader:
             raise missing("input")
         if isinstance(value, list) and value and isinstance(value[0], str | list):
             _check_count(value, "input")
-        try:
-            prompts = prompt_of_completion({"prompt": value, "add_special_tokens": body.add_special_tokens})
-        except PromptError as error:
-            raise invalid("input", str(error), code=None) from None
+        prompts = openai.prompts_in({"prompt": value, "add_special_tokens": body.add_special_tokens}, "input")
         if any(prompt.text == "" for prompt in prompts):
             raise invalid("input", "must not be an empty string", code=None)
         return self._fitting(self.model.prompts.of_prompts(prompts, self.limits, "input", self._namespace), "input")

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from treeline_wire.apis.conversion import takes_inline_system
 from treeline_wire.chat import ChatTemplate, NeedsWorkerError, TemplateBusyError, TemplateError, on_event_loop
 from treeline_wire.keys import KeySelfTestError, PrefixKeys
-from treeline_wire.prompt import Prompt, PromptError, prompt_of_chat, prompt_of_completion
+from treeline_wire.prompt import Prompt, PromptError, prompt_of_chat
 from treeline_wire.template_env import TemplateEnvironment
 from treeline_wire.tokenizer import BundleError, TokenizerBundle
 
@@ -182,15 +182,6 @@ class Prompts:
                 raise invalid("chat_template", str(error).replace("the model's chat", "the chat")) from None
             raise ApiError(500, f"The model's chat template failed: {error}") from None
         return self._ids(prompt, limits, param, namespace)
-
-    def of_completion(
-        self, body: Mapping[str, Any], limits: Limits | None = None, namespace: str | None = None
-    ) -> list[list[int]]:
-        """The ids of each prompt of a completion request."""
-        try:
-            return self.of_prompts(prompt_of_completion(body), limits, "prompt", namespace)
-        except PromptError as error:
-            raise invalid(error.param, str(error), code=None) from None
 
     def of_prompts(
         self,

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from treeline_wire.apis import anthropic, responses
 from treeline_wire.apis.conversion import Context, Conversation, items_of
 from treeline_wire.chat import TemplateBusyError
-from treeline_wire.prompt import Prompt, PromptError, prompt_of_completion
+from treeline_wire.prompt import Prompt, PromptError
 
 from treeline_runtime import parsers
 from treeline_runtime.messages import GenerateReq
@@ -106,7 +106,7 @@ class Reader(openai.ModelFacts):
         constraint = grammars.read_constraint(raw, grammars.FIELDS)
         processor = openai.processor(body)
         namespace = openai.namespace(raw, caller)
-        prompts = self.prompts.of_completion(raw, limits, namespace)
+        prompts = self.prompts.of_prompts(openai.prompts_in(raw), limits, "prompt", namespace)
         requests = list[GenerateReq]()
         for ids in prompts:
             most = limits.max_new_tokens(len(ids), body.max_tokens, DEFAULT_MAX_TOKENS, "prompt")
@@ -159,10 +159,7 @@ class Reader(openai.ModelFacts):
         name = "text" if body.text is not None else "input_ids"
         value = body.text if body.text is not None else body.input_ids
         check_generations(value, 1, name)
-        try:
-            prompts = prompt_of_completion({"prompt": value})
-        except PromptError as error:
-            raise invalid(name, str(error), code=None) from None
+        prompts = openai.prompts_in({"prompt": value}, name)
         if name == "input_ids" and any(prompt.ids is None for prompt in prompts):
             raise wrong("input_ids", "'input_ids' holds token ids, not text")
         batched = isinstance(value, list) and bool(value) and not isinstance(value[0], int | float)
