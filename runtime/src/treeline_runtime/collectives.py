@@ -30,7 +30,6 @@ ONE_SHOT_BYTES = 256 << 10
 """Up to here each GPU reads all parts and adds them; beyond, each adds a slice and reads the others' sums, which is
 faster from 512 KiB on (two H200, inside CUDA graphs)."""
 SUMMED = (torch.bfloat16, torch.float32)
-"""Types that torch's kernels add."""
 LOOPBACK = "127.0.0.1"
 """The ranks of one machine are not to be reached from others."""
 
@@ -221,7 +220,6 @@ class Processes(Stage):
         return self.sum(x).chunk(self.rank.count)[self.rank.index]  # gloo has nothing better
 
     def _parts(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """The x of all ranks."""
         parts = [torch.empty_like(x) for _ in range(self.rank.count)]
         self._group.allgather([parts], [x.contiguous()]).wait()
         return parts

@@ -44,10 +44,8 @@ __all__ = ["Engine", "EngineDead", "GenerationError", "Output", "Params", "Promp
 
 Prompt = str | list[int]
 Params = SamplingParams | Mapping[str, Any]
-"""Sampling parameters, or a mapping of some of their fields."""
 
 SETTLE_S = 0.1
-"""Seconds between two checks whether the scheduler has ended."""
 
 
 class Engine:

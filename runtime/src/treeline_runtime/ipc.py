@@ -55,7 +55,6 @@ class Heartbeat(msgspec.Struct, tag=True, frozen=True):
 
     process: str
     load: messages.LoadUpdate | None = None
-    """The scheduler's load."""
 
 
 class AnnouncedReq(msgspec.Struct, tag=True, frozen=True):

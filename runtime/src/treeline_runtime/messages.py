@@ -218,7 +218,6 @@ class StepRow(msgspec.Struct, tag=True, frozen=True):
     """From another data-parallel rank that shares experts: what it would compute in the next step."""
 
     step: int
-    """The number of the step."""
     rank: int
     tokens: int
     """0: it has no work."""
@@ -464,7 +463,6 @@ class LoadUpdate(TreelineLoad, tag=True, frozen=True, omit_defaults=True):
 
     @property
     def tokens_total(self) -> int:
-        """The KV cache's size."""
         return self.pages_total * self.page_size
 
 

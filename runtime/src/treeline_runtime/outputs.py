@@ -66,7 +66,6 @@ class Running:
     outs: deque[TokenOut] = field(default_factory=deque)
     """A stream's outputs that its reader has not taken."""
     ended: bool = False
-    """The scheduler's final message has arrived."""
 
 
 class Outputs:

@@ -59,7 +59,6 @@ class ChildSpec(msgspec.Struct, frozen=True):
 
     @property
     def rank(self) -> int:
-        """The data-parallel rank."""
         return self.addresses.rank
 
     def name(self, process: str) -> str:
@@ -165,7 +164,6 @@ class ProcessGroup:
         self._ended: dict[str, asyncio.Future[None]] = {}
 
     def start(self, process: str, spec: ChildSpec) -> None:
-        """Starts a child and sends its orders."""
         child, name = spawn(MODULES[process]), spec.name(process)
         self._children[name] = child
         assert child.stdin is not None
@@ -240,7 +238,6 @@ def _watch_parent(addresses: Addresses) -> None:
 
 
 def last_words(context: zmq.Context[zmq.Socket[bytes]], spec: ChildSpec, failure: Failed) -> None:
-    """Tells the parent why this process ends."""
     outbox = Outbox(context, spec.addresses.of("http"))
     outbox.send(failure)
     outbox.flush(timeout_ms=500)

@@ -301,7 +301,6 @@ class Server:
 
 
 async def _first(*futures: asyncio.Future[Any]) -> None:
-    """Waits until one of them is done."""
     await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
 
 

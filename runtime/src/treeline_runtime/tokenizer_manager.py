@@ -423,5 +423,4 @@ class TokenizerManager:
             del self._asked[id]
 
     def _new_id(self, name: str = "q") -> str:
-        """A new unique id."""
         return f"{name}#{next(self._count)}"

@@ -41,7 +41,6 @@ class Jump(NamedTuple):
 
     @property
     def gain(self) -> int:
-        """By how many tokens the sequence grows."""
         return len(self.append) - self.take_back
 
 

@@ -69,12 +69,10 @@ def inner(schema: dict[str, Any], *more: str) -> Iterator[tuple[str, Any]]:
 
 
 def listed(types: Any) -> list[Any]:
-    """`type` as a list."""
     return types if isinstance(types, list) else [types]
 
 
 def types(schema: dict[str, Any]) -> list[str]:
-    """The types that a schema names."""
     return listed(schema.get("type", []))
 
 

@@ -223,7 +223,6 @@ class Decoder:
         """ranks: the connection of `weights.rank` to the others; None: there are no others."""
         self.config = config
         self.own = own(config, weights.rank, weights.experts.count)
-        """The rank's sizes."""
         self.ranks = ranks
         self._first = weights.rank.rows(config.vocab_size)[0]
         """The first token of the own part of the vocabulary."""

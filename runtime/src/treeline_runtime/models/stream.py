@@ -178,7 +178,6 @@ class Streamed:
         self._changed.notify_all()
 
     def skip(self, name: str) -> None:
-        """Skips the unread parts of a tensor that nobody is going to read."""
         with self._changed:
             self._unread.pop(name, None)
 

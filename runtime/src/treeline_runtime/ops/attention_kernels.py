@@ -33,7 +33,6 @@ def flatten_pages(table_ptr, rows_ptr, indptr_ptr, out_ptr, width, BLOCK: tl.con
 
 @triton.jit
 def segment_of(block, table_ptr, segments):
-    """The segment of a block."""
     low = 0
     high = segments
     while low + 1 < high:

@@ -120,7 +120,6 @@ def _as_json(text: str, parameter: _Parameter) -> str:
 
 
 def _kind(value: str) -> str:
-    """The type of a JSON value."""
     return _FIRST.get(value[0], "number")
 
 
@@ -133,7 +132,6 @@ class _Parameter:
 
     root: Mapping[str, Any]
     kinds: frozenset[str] = _STRING
-    """JSON types."""
     narrow: bool = False
     """Strings have further restrictions: surrounding white space is not part of them."""
     looked_at: int = 0

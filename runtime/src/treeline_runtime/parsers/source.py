@@ -174,7 +174,6 @@ class Source:
             yield
 
     def space(self) -> Steps[None]:
-        """Skips white space."""
         yield from self.take(_SPACE)
 
     def quoted(self, quote: str) -> Steps[str]:
@@ -208,7 +207,6 @@ class Source:
         yield from self.flow(_SPACE, lambda _: None)
 
     def rest(self, tell: Callable[[str], None]) -> Steps[None]:
-        """Emits all further text."""
         yield from self.flow(_ANY, tell)
 
     def expect(self, literal: str) -> Steps[None]:

@@ -23,7 +23,6 @@ MAX_REPEATED_CHARS: Final = 1 << 18
 """The most text that may be repeated for each function."""
 
 Format = dict[str, Any]
-"""A format of xgrammar."""
 
 
 class Function(msgspec.Struct, frozen=True):
@@ -38,7 +37,6 @@ class Function(msgspec.Struct, frozen=True):
 
     @property
     def schema(self) -> dict[str, Any]:
-        """The schema of the arguments, of objects."""
         if self.strict is False:
             return {"type": "object"}
         if self.parameters is None:
@@ -47,7 +45,6 @@ class Function(msgspec.Struct, frozen=True):
 
     @property
     def arguments(self) -> Format:
-        """The arguments as JSON."""
         return _json(self.schema)
 
 

@@ -49,7 +49,6 @@ def attempt(source: Source, steps: Steps[None]) -> Steps[bool]:
 
 
 def function_name(source: Source, functions: Functions) -> Steps[str]:
-    """Reads a known function's name."""
     name = yield from source.take(NAME)
     if name not in functions:
         yield from source.broken()

@@ -174,7 +174,6 @@ class Publisher:
                 self._questions.append(message)
 
     def _told(self, question: AnnouncedReq) -> bool:
-        """Answers a waiting question."""
         if self._updates < question.after_updates:
             return False
         data = {"seq": self._stream.newest, "hashes": self._stream.index.announced()}

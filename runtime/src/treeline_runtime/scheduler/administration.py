@@ -249,7 +249,6 @@ class Residence:
 
 
 def _difference(found: ModelConfig, pools: Pooling | None, served: ModelConfig, served_pools: Pooling | None) -> str:
-    """The first differing setting of two architectures, in words."""
     pairs: list[tuple[Any, Any, str]] = [(found, served, "")]
     if pools and served_pools:
         pairs.append((pools, served_pools, " of its pooling"))

@@ -210,7 +210,6 @@ class Executor:
 
     @torch.inference_mode()
     def clear(self, pages: Pages) -> None:
-        """Zeroes untrusted pages."""
         if self._group is not None:
             self._group.tell(Clear(pages.tolist()))
         self.pool.clear(pages)
@@ -232,7 +231,6 @@ class Executor:
         return launched
 
     def _take_first(self, step: Step, rows: list[int]) -> None:
-        """Gives the other ranks rank 0's tokens of these rows."""
         if self._group is not None:
             where = upload(np.array(rows), self._device)
             ids = self._group.ranks.first(step.tokens.ids[where])

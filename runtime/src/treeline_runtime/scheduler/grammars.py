@@ -64,7 +64,6 @@ class Grammars:
         self._wanted: Counter[Future[Compiled]] = Counter()
         """Number of requests that wait for each grammar."""
         self._clients: Counter[str | None] = Counter()
-        """Number of waiting requests of each client."""
 
     def warm(self) -> None:
         """Prepares the data that the first grammar needs, in the background, if that takes long."""
@@ -119,7 +118,6 @@ class Grammars:
         return FinishReason("error", message=message, status=400)
 
     def close(self) -> None:
-        """Ends running compilations."""
         self._compiler.close()
 
     def _take(self, req: Req) -> Future[Compiled]:

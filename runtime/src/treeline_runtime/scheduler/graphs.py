@@ -36,7 +36,6 @@ class _Captured:
     packed: torch.Tensor
     """(PACKED x size,) int32: of `DecodeInputs`."""
     buffers: Any
-    """The attention backend's buffers."""
     outputs: tuple[torch.Tensor, Tokens, torch.Tensor]
 
 

@@ -80,7 +80,6 @@ class StepPlan(msgspec.Struct, omit_defaults=True, frozen=True, dict=True):
     """Number among sampled ones → how many of the most likely tokens to report besides its own."""
     input_logprobs: list[InputLogprobs] = []
     hidden: list[int] = []
-    """Sequences whose hidden states are returned."""
     whole: list[bool] = []
     """For vector models, by sequence: whether the step computes its last token."""
 

@@ -72,7 +72,6 @@ class PrefillManager:
     # ---- the queue ----------------------------------------------------------------------------------------
 
     def queue(self, req: Req) -> None:
-        """Adds a new request at the end."""
         self._enter(req)
         self._order.put(req)
         if self._bounded:

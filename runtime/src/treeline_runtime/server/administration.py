@@ -44,7 +44,6 @@ from treeline_runtime.tokenizer_manager import DpRank, NoReply
 T = TypeVar("T")
 
 NO_WEIGHTS = 2
-"""A level of sleep."""
 POLL_S = 0.05
 """Seconds between two checks whether requests still run."""
 SILENT = {"silent": True}

@@ -144,7 +144,6 @@ def choices(prompts: Prompts, task: ChatTask) -> list[Choice]:
 
 
 def _joined(parts: Iterable[Part]) -> list[Part]:
-    """Merges consecutive parts of one kind."""
     runs = list[tuple[Part, list[str]]]()
     for part in parts:
         before = runs[-1][0] if runs else None

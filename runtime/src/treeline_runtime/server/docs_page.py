@@ -37,7 +37,6 @@ HEADERS = {
 
 
 def docs_page(document: Schema) -> str:
-    """The page of an OpenAPI document."""
     info = document["info"]
     return "\n".join(
         (

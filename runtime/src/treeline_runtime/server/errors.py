@@ -63,12 +63,10 @@ def invalid(param: str, what: str, code: str | None = "invalid_value") -> ApiErr
 
 
 def missing(param: str) -> ApiError:
-    """400 for a field that must be there."""
     return wrong(param, f"Missing required parameter: {param!r}", "missing_required_parameter")
 
 
 def unsupported(param: str, why: str) -> ApiError:
-    """400 for an unsupported value."""
     return invalid(param, why, "unsupported_parameter")
 
 

@@ -67,10 +67,8 @@ class Parsing(msgspec.Struct, frozen=True, omit_defaults=True):
     functions: dict[str, Any] = {}
     """Callable functions and the JSON Schemas of their arguments."""
     prompt: str = ""
-    """The prompt's end."""
 
     def parser(self) -> OutputParser:
-        """A parser for one output."""
         return parsers.new(self.reasoning, self.tools, self.functions, self.prompt)
 
     @property

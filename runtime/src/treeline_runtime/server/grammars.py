@@ -304,7 +304,6 @@ def _parsed(text: str, param: str) -> Any:
 
 
 def _source(value: Any, param: str, most: int = MAX_SOURCE_BYTES) -> str:
-    """A JSON value as text, members in order."""
     _check_depth(value, param)
     encoded = encode_json(value)
     _check_size(encoded, param, most)

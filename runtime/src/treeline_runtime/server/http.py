@@ -81,13 +81,11 @@ class ApiRequest(Request):
         self.parts: list[bytes] = []
         """The body, in pieces as it came: a large one is never put together here."""
         self.size = 0
-        """Bytes of the body."""
         self.reservation: Reservation | None = None
         """The body's share of the server's budget; code that takes over the body takes over this too."""
         self.inflight: InflightRequest | None = None
         """The request's generations, once they have been started."""
         self.left = False
-        """The client has disconnected."""
         self.streaming = False
         """The first event of a stream has been made."""
         self.span: RequestSpan | None = None
@@ -95,7 +93,6 @@ class ApiRequest(Request):
         self.ignored: tuple[str, ...] = ()
         """Fields without effect: a header of the answer names them."""
         self.on_end: Callable[[], object] | None = None
-        """Called once, when it has ended."""
         self._watcher: asyncio.Task[None] | None = None
 
     @property
@@ -149,7 +146,6 @@ class ApiRequest(Request):
 
     @property
     def content(self) -> bytes:
-        """The body in one piece."""
         return b"".join(self.parts)
 
     def json_object(self) -> dict[str, Any]:
@@ -247,12 +243,10 @@ def event(value: Any) -> bytes:
 
 
 def named_event(name: str, value: Any) -> bytes:
-    """The same with its name."""
     return b"event: " + name.encode() + b"\n" + event(value)
 
 
 def error_event(error: ApiError) -> bytes:
-    """The last event of a failed stream."""
     return event(error.body)
 
 

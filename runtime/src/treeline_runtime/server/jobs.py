@@ -30,7 +30,6 @@ Kind = Literal[
     "count_tokens",
     "input_tokens",
 ]
-"""Kinds of bodies, one per endpoint."""
 
 
 class Caller(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -59,7 +58,6 @@ class Generations(_Read, frozen=True, kw_only=True):
     """Generations of a request, of any API: every prompt is answered `n` times."""
 
     rid: str
-    """The request's name, for `/abort_request`."""
     prompts: list[GenerateReq]
     """The request for each, without `rid`, `client` and `pages_from`."""
     n: int = 1
@@ -81,7 +79,6 @@ class Generations(_Read, frozen=True, kw_only=True):
 
     @property
     def names(self) -> list[str]:
-        """The ids of the generations."""
         if self.generations == 1:
             return self.rids or [self.rid]
         return self.rids or [f"{self.rid}:{index}" for index in range(self.generations)]

@@ -116,7 +116,6 @@ class Limits:
     max_request_tokens: int
     """The most tokens of one request that the KV pool can hold; at most `context_length`."""
     dp_size: int = 1
-    """Data-parallel ranks of the server."""
 
     def max_new_tokens(self, prompt_len: int, asked: int | None, default: int | None, param: str) -> int:
         """Output tokens for a prompt: the requested number, `default`, or the rest of the context (None).
@@ -145,7 +144,6 @@ class Limits:
         raise invalid(name, f"{there} (--dp-size)")
 
     def rank_in(self, text: str, name: str) -> int:
-        """The same for a header or parameter."""
         return self.rank(int(text) if re.fullmatch("[0-9]{1,4}", text) else text, name)
 
     def too_long(self, what: str, param: str) -> ApiError:

@@ -168,7 +168,6 @@ class Metrics:
             self._sent.labels(**self._labels).inc(sent)
 
     def render(self) -> bytes:
-        """Prometheus' text format."""
         return generate_latest(self._registry)
 
     def _by(self, kind: type[Any], name: str, label: str, text: str) -> Any:

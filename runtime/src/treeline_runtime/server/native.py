@@ -169,7 +169,6 @@ def _logprob_lists(prompt: GenerateReq) -> dict[str, bytearray]:
 
 
 def _shorten(listed: bytearray, count: int) -> None:
-    """Removes the last `count` elements."""
     for _ in range(count):
         del listed[max(listed.rfind(b","), 0) :]
 

@@ -244,7 +244,6 @@ def rid_of(body: CommonBody, kind: str) -> str:
 
 
 def new_rid(kind: str) -> str:
-    """A new unique request id, as clients see it."""
     return f"{kind}-{uuid.uuid4().hex}"
 
 

@@ -105,7 +105,6 @@ class Prompts:
         self._bound = _LengthBound.of(keys)
 
     def close(self) -> None:
-        """Ends the processes that render chat templates."""
         self._pool.close()
 
     def check_place(self, given: str | None) -> None:
@@ -382,7 +381,6 @@ def _names_read(template: str) -> set[str]:
 
 
 def _variables_of(template: str) -> set[str]:
-    """A template's variables."""
     try:
         return meta.find_undeclared_variables(TemplateEnvironment().parse(template))
     except (jinja2.TemplateError, RecursionError):

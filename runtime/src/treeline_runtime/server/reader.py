@@ -285,7 +285,6 @@ def _native_sampling(params: Any) -> tuple[native.NativeSampling, grammars.Const
 
 
 def _each(value: Any, count: int, param: str) -> list[Any]:
-    """Each prompt's own value, or the one for all."""
     if not isinstance(value, list):
         return [value] * count
     if len(value) != count:
@@ -427,7 +426,6 @@ class ApiReader:
         return Answered(body=encode_json(TokenCount(counted)))
 
     def _counted(self, convert: Convert, name: str, api: ModuleType, model: str | None) -> int:
-        """Tokens of the prompt."""
         self.model.check_model(model)
         chat = self.converted(convert, name)
         with renamed(api.NAMES, api.MEMBERS):

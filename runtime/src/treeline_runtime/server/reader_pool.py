@@ -143,7 +143,6 @@ class ReaderPool:
 
     @property
     def pids(self) -> list[int]:
-        """The process ids of the processes that are ready."""
         return [lane.process.pid for lane in self._lanes if lane.process is not None]
 
 

@@ -191,7 +191,6 @@ class Service:
 
     @property
     def task(self) -> Task:
-        """The server's task."""
         return "generate" if self.pooling is None else self.pooling.task
 
     def pools(self) -> Pooling:

@@ -91,7 +91,6 @@ class Leader:
         self.settle()  # nobody needs the store any more
 
     def next(self) -> Command:
-        """Waits for rank 0, and ends with it."""
         read = sys.stdin.buffer.read
         head = read(LENGTH.size)
         message = read(*LENGTH.unpack(head)) if len(head) == LENGTH.size else b""

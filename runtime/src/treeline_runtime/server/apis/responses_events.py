@@ -160,7 +160,6 @@ _NAMES: Final = {
 
 
 def _item(block: Block) -> ResponseItem:
-    """An output item that has begun."""
     key = uuid.uuid4().hex
     match block.kind:
         case "text":
