@@ -37,6 +37,7 @@ from treeline_runtime.messages import (
     StateReq,
     TextOut,
 )
+from treeline_runtime.server.errors import ApiError, wrong
 from treeline_runtime.server.jobs import size_of
 from treeline_runtime.server.metrics import Metrics
 from treeline_runtime.server.pacing import Pacer
@@ -68,10 +69,6 @@ class DpRank:
         """No generation waits for its turn."""
 
 
-class DuplicateRid(Exception):
-    """The request id is already in flight, or given twice."""
-
-
 class NoReply(Exception):
     """The other process did not answer in time, or died."""
 
@@ -97,14 +94,11 @@ class InflightRequest:
     def __init__(
         self,
         manager: TokenizerManager,
-        rids: Sequence[str],
         ids: Sequence[str],
         names: Iterable[tuple[str | None, str]],
         client: str | None,
         rank: DpRank,
     ) -> None:
-        """`rids`: the clients' names of the generations; `ids`: ours."""
-        self.rids = list(rids)
         self.names = list(names)
         """(tenant, name) by which `abort` finds this request while it is open."""
         self.client = client
@@ -187,6 +181,10 @@ def merge(outs: Sequence[TextOut]) -> TextOut:
     )
 
 
+def _in_use(rid: str) -> ApiError:
+    return wrong("rid", f"A request with rid {rid!r} is already in flight")
+
+
 class TokenizerManager:
     """Sends generations to the schedulers and routes outputs back. All methods run in the event loop."""
 
@@ -216,7 +214,7 @@ class TokenizerManager:
         take turns with other clients' (`gate`). `rank`: where to run them; None = where the fewest are in flight.
 
         The caller must `close` the result in any case; then `on_close` is called, but not if this raises. Raises
-        DuplicateRid if the tenant has one of the names in flight, and TooManyGenerations.
+        ApiError: 400 if the tenant has one of the names in flight, 429 for too many generations.
         """
         at = self._least_busy() if rank is None else self.ranks[rank]
         inflight = self._register(requests, name, tenant, at)
@@ -239,17 +237,17 @@ class TokenizerManager:
         names: dict[tuple[str | None, str], list[str]] = {}
         for rid, id in zip(rids, ids, strict=True):
             if (tenant, rid) in names or tenant in self._named.get(rid, ()):
-                raise DuplicateRid(rid)
+                raise _in_use(rid)
             names[tenant, rid] = [id]
         if name is not None:
             if tenant in self._named.get(name, ()):
-                raise DuplicateRid(name)
+                raise _in_use(name)
             names[tenant, name] = ids
         client = requests[0].client
         rank.gate.enter(client, len(ids))
         for (_, known), ids_of_it in names.items():
             self._named.setdefault(known, {})[tenant] = ids_of_it
-        inflight = InflightRequest(self, rids, ids, names, client, rank)
+        inflight = InflightRequest(self, ids, names, client, rank)
         self._running.update(inflight._generations)
         rank.running += len(ids)
         return inflight

@@ -15,11 +15,10 @@ from treeline_wire import headers as wire_headers
 from treeline_wire.chat import NeedsWorkerError
 from treeline_wire.json_values import MAX_SLOW, slow_numbers
 
-from treeline_runtime.gate import MAX_GENERATIONS_OF_CLIENT, TooManyGenerations
 from treeline_runtime.messages import FinishReason, LoadUpdate, TextOut
 from treeline_runtime.models.pooling import Pooling, Task
 from treeline_runtime.server import answers, errors
-from treeline_runtime.server.errors import RETRY, ApiError, Header, rate_limited, wrong
+from treeline_runtime.server.errors import RETRY, ApiError, Header, rate_limited
 from treeline_runtime.server.formats import NO_FORMATS, Formats
 from treeline_runtime.server.http import DONE, Answer, ApiRequest, EventStream, error_event, in_pieces
 from treeline_runtime.server.jobs import Caller, Generations, Kind, size_of
@@ -38,7 +37,6 @@ from treeline_runtime.server.reader import Reader
 from treeline_runtime.server.reader_pool import ReaderPool
 from treeline_runtime.server.sampling import SamplingDefaults
 from treeline_runtime.tokenizer_manager import (
-    DuplicateRid,
     InflightRequest,
     TokenizerManager,
     merge,
@@ -291,15 +289,8 @@ class Service:
                 on_output=None if span is None else span.came,
                 rank=rank,
             )
-        except BaseException as error:
+        except BaseException:
             reservation.release()
-            if isinstance(error, TooManyGenerations):
-                raise rate_limited(
-                    f"More than {MAX_GENERATIONS_OF_CLIENT} generations in flight: prompts x n of all your requests. "
-                    "Wait until some have ended"
-                ) from None
-            if isinstance(error, DuplicateRid):
-                raise wrong("rid", f"A request with rid {str(error)!r} is already in flight") from None
             raise
         if asked is not None:
             asked.inflight = inflight
@@ -320,7 +311,7 @@ class Service:
 
     async def collect(self, inflight: InflightRequest) -> list[TextOut]:
         """Waits for all generations: one whole output each. Raises ApiError."""
-        parts: list[list[TextOut]] = [[] for _ in inflight.rids]
+        parts: list[list[TextOut]] = [[] for _ in inflight.ids]
         while ready := await inflight.next(whole=True):
             for index, out in ready:
                 self.check_finish(out.finish)
