@@ -14,15 +14,6 @@ from msgspec.structs import replace
 from treeline_runtime.messages import FinishReason, TextOut
 from treeline_runtime.parsers.source import CallArguments, CallBegun, OutputParser, Part, Said, Thought
 from treeline_runtime.server import answers, openai, schema
-from treeline_runtime.server.answers import (
-    CalledFunction,
-    ChatDelta,
-    ChatFinishReason,
-    ChatMessage,
-    FunctionDelta,
-    ToolCall,
-    ToolCallDelta,
-)
 from treeline_runtime.server.dependencies import Call, call_of
 from treeline_runtime.server.errors import Header
 from treeline_runtime.server.http import DONE, Answer, event
@@ -124,7 +115,7 @@ class Choice:
             return None
         return self._thinking_tokens if self._thinks else 0
 
-    def finish_reason(self, finish: FinishReason) -> ChatFinishReason:
+    def finish_reason(self, finish: FinishReason) -> answers.ChatFinishReason:
         """`tool_calls` if the model ended by itself and made calls; a cut output may end inside a call."""
         assert finish.type != "error", "which is not an answer (`Service.check_finish`)"
         if finish.type == "stop" and self.calls and not isinstance(finish.matched, str):
@@ -156,25 +147,27 @@ def _joined(parts: Iterable[Part]) -> list[Part]:
     return [msgspec.structs.replace(part, text="".join(texts)) if len(texts) > 1 else part for part, texts in runs]
 
 
-def deltas(parts: Iterable[Part]) -> list[ChatDelta]:
+def deltas(parts: Iterable[Part]) -> list[answers.ChatDelta]:
     """The first delta of a call includes the arguments that came with it."""
-    made = list[ChatDelta]()
-    begun: ToolCallDelta | None = None
+    made = list[answers.ChatDelta]()
+    begun: answers.ToolCallDelta | None = None
     for part in parts:
         match part:
             case Said(text):
-                made.append(ChatDelta(content=text))
+                made.append(answers.ChatDelta(content=text))
             case Thought(text):
-                made.append(ChatDelta(reasoning_content=text, reasoning=text))
+                made.append(answers.ChatDelta(reasoning_content=text, reasoning=text))
             case CallBegun(index, name, id):
-                begun = ToolCallDelta(index, FunctionDelta("", name), id or call_id(), "function")
-                made.append(ChatDelta(tool_calls=[begun]))
+                begun = answers.ToolCallDelta(index, answers.FunctionDelta("", name), id or call_id(), "function")
+                made.append(answers.ChatDelta(tool_calls=[begun]))
                 continue
             case CallArguments(index, text):
                 if begun is not None and begun.index == index:
                     begun.function.arguments = text
                 else:
-                    made.append(ChatDelta(tool_calls=[ToolCallDelta(index, FunctionDelta(text))]))
+                    made.append(
+                        answers.ChatDelta(tool_calls=[answers.ToolCallDelta(index, answers.FunctionDelta(text))])
+                    )
         begun = None
     return made
 
@@ -184,10 +177,10 @@ def call_id() -> str:
     return f"call_{uuid.uuid4().hex[:24]}"
 
 
-def message(parts: Iterable[Part], *, reasons: bool, echo: str = "") -> ChatMessage:
+def message(parts: Iterable[Part], *, reasons: bool, echo: str = "") -> answers.ChatMessage:
     """A whole answer's parts as its message. Content is null if there are only calls. `reasons`: includes a member for
     reasoning, even if empty. `echo`: the content's beginning."""
-    content, reasoning, calls = list[str](), list[str](), list[ToolCall]()
+    content, reasoning, calls = list[str](), list[str](), list[answers.ToolCall]()
     for part in parts:
         match part:
             case Said(text):
@@ -195,11 +188,11 @@ def message(parts: Iterable[Part], *, reasons: bool, echo: str = "") -> ChatMess
             case Thought(text):
                 reasoning.append(text)
             case CallBegun(_, name, id):
-                calls.append(ToolCall(id or call_id(), "function", CalledFunction(name, "")))
+                calls.append(answers.ToolCall(id or call_id(), "function", answers.CalledFunction(name, "")))
             case CallArguments(index, text):
                 calls[index].function.arguments += text
     thought = ("".join(reasoning) or None) if reasons else UNSET
-    return ChatMessage(
+    return answers.ChatMessage(
         "assistant",
         echo + "".join(content) if echo or content or not calls else None,
         None,
