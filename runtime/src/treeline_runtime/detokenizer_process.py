@@ -74,10 +74,6 @@ class DetokenizerCore:
         """Outputs that overtook their DetokenizeInit: it travels on another connection."""
         self._token_text = functools.lru_cache(TOKEN_TEXTS)(lambda id: decode([id], False))
 
-    @property
-    def open_requests(self) -> int:
-        return len(self._requests) + len(self._early)
-
     def take(self, messages: Iterable[ToDetokenizer]) -> DetokenizerOutput:
         """Handles messages in order; texts of neighbouring batches leave together."""
         turn, texts = DetokenizerOutput(), _Texts()

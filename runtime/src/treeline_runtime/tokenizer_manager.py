@@ -18,12 +18,12 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 from treeline_runtime.gate import Gate
-from treeline_runtime.ipc import AnnouncedReq
+from treeline_runtime.ipc import AnnouncedReq, Outbox
 from treeline_runtime.messages import (
     AbortReq,
     AdminReq,
@@ -47,16 +47,10 @@ MERGED_AT_ONCE = 16
 ABORTED = FinishReason("abort", message="aborted")
 
 
-class Sender(Protocol):
-    """Sends to another process; never blocks."""
-
-    def send(self, message: msgspec.Struct) -> bool: ...
-
-
 class DpRank:
     """A data-parallel rank: its processes, and its generations in flight."""
 
-    def __init__(self, scheduler: Sender, detokenizer: Sender, publisher: Sender | None = None) -> None:
+    def __init__(self, scheduler: Outbox, detokenizer: Outbox, publisher: Outbox | None = None) -> None:
         self.scheduler = scheduler
         self.detokenizer = detokenizer
         self.publisher = publisher
@@ -405,7 +399,7 @@ class TokenizerManager:
         return (await self._ask(rank.publisher, AnnouncedReq(id, after_updates), id, timeout_s)).data or {}
 
     async def _ask(
-        self, sender: Sender, request: msgspec.Struct, id: str, timeout_s: float, after: asyncio.Event | None = None
+        self, sender: Outbox, request: msgspec.Struct, id: str, timeout_s: float, after: asyncio.Event | None = None
     ) -> Reply:
         future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._asked[id] = future

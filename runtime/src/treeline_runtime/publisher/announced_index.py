@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from tokenizers import Tokenizer
 from treeline_wire.events import AllBlocksCleared, BlockRemoved, BlockStored
@@ -28,13 +27,6 @@ from treeline_runtime.messages import CacheEvent, Cleared, Copied, Medium, Remov
 CUT_TOKENS = 3
 """A UTF-8 character has at most 4 bytes, so at most the last 3 tokens may contain an unfinished one."""
 WireEvent = BlockStored | BlockRemoved | AllBlocksCleared
-
-
-class Reencoder(Protocol):
-    """Checks how much of a sequence encoding its text gives back."""
-
-    def agreed_len(self, ids: Sequence[int], sampled_from: int) -> int:
-        """Number of leading `ids` that re-encoding reproduces, at least `sampled_from`: prompts are taken as given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +43,7 @@ class Page:
 class AnnouncedIndex:
     """Pages by hash. `apply` is O(pages of the event), plus O(sequence) where sampled tokens must be re-encoded."""
 
-    def __init__(self, reencoder: Reencoder) -> None:
+    def __init__(self, reencoder: TokenizerReencoder) -> None:
         self._reencoder = reencoder
         self._pages: dict[int, Page] = {}
         self._below: dict[Medium, dict[int, Page]] = {"CPU": {}, "DISK": {}}
@@ -203,6 +195,7 @@ class TokenizerReencoder:
         self._splits = frozenset(id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special)
 
     def agreed_len(self, ids: Sequence[int], sampled_from: int) -> int:
+        """Number of leading `ids` that re-encoding reproduces, at least `sampled_from`: prompts are taken as given."""
         start = next((i for i in range(sampled_from - 1, -1, -1) if ids[i] in self._splits), 0)
         part = list(ids[start:])
         whole, text = self._finished(part)

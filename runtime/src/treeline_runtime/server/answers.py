@@ -246,18 +246,21 @@ class Embeddings(Struct):
     data: list[Embedding]
 
 
+class _List(Struct):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    usage: VectorUsage
+
+
 class PooledItem(Struct):
     object: Literal["pooling"]
     index: int
     data: list[float] | str
 
 
-class Pooled(Struct):
-    id: str
-    object: Literal["list"]
-    created: int
-    model: str
-    usage: VectorUsage
+class Pooled(_List):
     data: list[PooledItem]
 
 
@@ -268,12 +271,7 @@ class ClassifiedItem(Struct):
     num_classes: int
 
 
-class Classified(Struct):
-    id: str
-    object: Literal["list"]
-    created: int
-    model: str
-    usage: VectorUsage
+class Classified(_List):
     data: list[ClassifiedItem]
 
 
@@ -283,12 +281,7 @@ class ScoreItem(Struct):
     score: float
 
 
-class Scores(Struct):
-    id: str
-    object: Literal["list"]
-    created: int
-    model: str
-    usage: VectorUsage
+class Scores(_List):
     data: list[ScoreItem]
 
 

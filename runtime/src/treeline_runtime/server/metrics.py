@@ -67,18 +67,18 @@ _GAUGES = (
 _OFF = "1 while cached tokens of this source are not used, because an audit found wrong ones."
 
 _TIERS = {
-    "used_bytes": (Gauge, "kv_tier_used_bytes", "medium", "Bytes of a cache tier below the device: CPU or DISK."),
-    "total_stored_tokens": (Counter, "kv_tier_stored_tokens_total", "medium", "Tokens copied to a tier."),
+    "used_bytes": (Gauge, "kv_tier_used_bytes", "Bytes of a cache tier below the device: CPU or DISK.", "medium"),
+    "total_stored_tokens": (Counter, "kv_tier_stored_tokens_total", "Tokens copied to a tier.", "medium"),
     "total_loaded_tokens": (
         Counter,
         "load_back_tokens_total",
-        "medium",
         "Tokens copied to the host (DISK, PEER), or from there (CPU).",
+        "medium",
     ),
-    "total_loads": (Counter, "load_back_total", "outcome", "Prompts loaded, computed as that was faster, or failed."),
-    "total_failures": (Counter, "kv_tier_failures_total", "kind", "Errors: bad_page (wrong checksums), disk, peer."),
+    "total_loads": (Counter, "load_back_total", "Prompts loaded, computed as that was faster, or failed.", "outcome"),
+    "total_failures": (Counter, "kv_tier_failures_total", "Errors: bad_page (wrong checksums), disk, peer.", "kind"),
 }
-"""By member of TierLoad: kind, name, label, text. No series unless there are tiers."""
+"""By member of TierLoad: kind, name, text, label. No series unless there are tiers."""
 
 
 class Metrics:
@@ -108,8 +108,8 @@ class Metrics:
         self.forced_tokens = self._counter(
             "forced_tokens_total", "Output tokens that were not sampled because the grammar allowed no other."
         )
-        self._audits = {member: self._by(Counter, name, "source", text) for member, (name, text) in _AUDITS.items()}
-        self._off = self._by(Gauge, "cache_source_off", "source", _OFF)
+        self._audits = {member: self._new(Counter, name, text, "source") for member, (name, text) in _AUDITS.items()}
+        self._off = self._new(Gauge, "cache_source_off", _OFF, "source")
         self._last_loads = [LoadUpdate()] * ranks
         self.vectors = self._counter(
             "num_vectors_total", "Prompts that were turned into vectors: embeddings, scores and rewards."
@@ -135,9 +135,9 @@ class Metrics:
 
         self._gauges = {name: self._gauge(name, text, [{}])[0] for name, text in _GAUGES}
         self._loads = {name: self._gauge(name, text, of_ranks) for name, text, _ in _LOADS}
-        self._tiers = {member: self._by(*described) for member, described in _TIERS.items()}
+        self._tiers = {member: self._new(*described) for member, described in _TIERS.items()}
         sent = "Tokens whose pages were sent to other runtimes."
-        self._sent = Counter("treeline:kv_tier_sent_tokens_total", sent, list(self._labels), registry=self._registry)
+        self._sent = self._new(Counter, "kv_tier_sent_tokens_total", sent)
         self.http_requests = Counter(
             "treeline:http_responses_total",
             "HTTP responses, by path and status.",
@@ -170,19 +170,16 @@ class Metrics:
     def render(self) -> bytes:
         return generate_latest(self._registry)
 
-    def _by(self, kind: type[Any], name: str, label: str, text: str) -> Any:
-        """A metric with one more label."""
-        return kind(f"treeline:{name}", text, [*self._labels, label], registry=self._registry)
-
     def _counter(self, name: str, text: str) -> Counter:
-        counter = Counter(f"treeline:{name}", text, list(self._labels), registry=self._registry)
-        return counter.labels(**self._labels)
+        return self._new(Counter, name, text).labels(**self._labels)
 
     def _gauge(self, name: str, text: str, more: Sequence[dict[str, str]]) -> list[Gauge]:
         """A series for each of these further labels."""
-        gauge = Gauge(f"treeline:{name}", text, [*self._labels, *more[0]], registry=self._registry)
+        gauge = self._new(Gauge, name, text, *more[0])
         return [gauge.labels(**self._labels, **labels) for labels in more]
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        histogram = Histogram(f"treeline:{name}", text, list(self._labels), buckets=buckets, registry=self._registry)
-        return histogram.labels(**self._labels)
+        return self._new(Histogram, name, text, buckets=buckets).labels(**self._labels)
+
+    def _new(self, kind: type[Any], name: str, text: str, *labels: str, **options: Any) -> Any:
+        return kind(f"treeline:{name}", text, [*self._labels, *labels], registry=self._registry, **options)

@@ -91,6 +91,7 @@ class Prompts:
 
     def __init__(self, bundle: TokenizerBundle) -> None:
         self.bundle = bundle
+        self._templates = [text for text in (bundle.chat_template, bundle.tool_template) if text is not None]
         self._tokenizer = Tokenizer.from_str(bundle.tokenizer_json)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -118,8 +119,7 @@ class Prompts:
 
     @functools.cached_property
     def _read_names(self) -> frozenset[str]:
-        templates = (self.bundle.chat_template, self.bundle.tool_template)
-        return frozenset[str]().union(*(_names_read(text) for text in templates if text is not None))
+        return frozenset[str]().union(*map(_names_read, self._templates))
 
     def takes_inline_system(self, *, must_show: bool) -> bool:
         """Whether the chat template accepts a system message inside a chat; `must_show`: and prints it."""
@@ -136,8 +136,7 @@ class Prompts:
 
     @functools.cached_property
     def _variables(self) -> frozenset[str]:
-        templates = (self.bundle.chat_template, self.bundle.tool_template)
-        return frozenset[str]().union(*(_variables_of(text) for text in templates if text is not None))
+        return frozenset[str]().union(*map(_variables_of, self._templates))
 
     def of_chat(self, body: Mapping[str, Any], limits: Limits | None = None, namespace: str | None = None) -> list[int]:
         """A chat's token ids. `limits`: a prompt that is certainly too long is refused untokenized. `namespace`: the

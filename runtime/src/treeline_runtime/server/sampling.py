@@ -23,6 +23,7 @@ from msgspec import Meta
 from treeline_runtime.grammar.backend import GrammarError
 from treeline_runtime.logit_processors import MAX_NAME_CHARS, is_name
 from treeline_runtime.messages import LARGEST_PRIORITY, MAX_STOP_TOKEN_IDS, CustomProcessor, SamplingParams
+from treeline_runtime.models.settings import words
 from treeline_runtime.server.errors import invalid, short, wrong
 from treeline_runtime.server.fields import Body
 from treeline_runtime.server.grammars import Constraint
@@ -290,11 +291,7 @@ def _logit_bias(bias: dict[str, float] | None, vocab_size: int, where: str) -> d
     return by_id
 
 
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-NO_EFFECT = _words(
+NO_EFFECT = words(
     # token ids: eos_token_id is read with the model, the others are never added
     "bos_token_id decoder_start_token_id eos_token_id pad_token_id "
     # lengths and numbers of answers, which every API has its own defaults for
