@@ -50,7 +50,7 @@ FINAL = "<|channel|>final<|message|>Yes.\n<|return|>"
 
 CORPUS: list[tuple[str, str, list[Any]]] = [
     ("llama3", LLAMA, [PARIS]),
-    ("llama3", f"<|python_tag|>{LLAMA}; {LLAMA};{LLAMA}<|eom_id|>", [PARIS, PARIS, PARIS]),
+    ("llama3", f"<|python_tag|>{LLAMA}; {LLAMA};{LLAMA}", [PARIS, PARIS, PARIS]),
     ("llama3", f"\n\n{LLAMA}\n{LLAMA}", [PARIS, PARIS]),
     ("llama3", f"{LLAMA}\n<b>{LLAMA}", [PARIS, said(f"\n<b>{LLAMA}")]),
     ("llama3", f"Let me see. <|python_tag|>{LLAMA}", [said("Let me see."), PARIS]),

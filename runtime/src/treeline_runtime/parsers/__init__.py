@@ -16,7 +16,7 @@ from treeline_runtime.parsers.harmony import ANSWER, HARMONY, Harmony
 from treeline_runtime.parsers.pythonic import PYTHONIC
 from treeline_runtime.parsers.qwen_xml import QWEN_XML
 from treeline_runtime.parsers.reasoning import FAMILIES, Tags
-from treeline_runtime.parsers.source import Chained, OutputParser, Reading, Without, markers
+from treeline_runtime.parsers.source import Chained, OutputParser, Reading
 from treeline_runtime.parsers.tools import DEEPSEEK, HERMES, LLAMA3, MISTRAL, ToolFormat
 from treeline_runtime.registry import Registry
 
@@ -44,10 +44,8 @@ _CALLS: Final = {
 }
 TOOLS: Final = Registry("tool call parser", {name: calls for names, calls in _CALLS.items() for name in names.split()})
 STRAYS: Final = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>")
-"""Special tokens that end turns. Formats that need special tokens in the text remove these from thoughts and
-answers."""
-
-_STRAYS: Final = markers(*STRAYS)
+"""Special tokens that end turns. Where a format needs special tokens in the text, thoughts and answers have none of
+these, even if the client wants special tokens, or they are ordinary ones of its tokenizer."""
 
 
 def new(reasoning: str | None, tools: str | None, functions: Collection[str] = (), prompt: str = "") -> OutputParser:
@@ -69,8 +67,7 @@ def new(reasoning: str | None, tools: str | None, functions: Collection[str] = (
         parsers.append(Reading(partial(calls.steps, functions=schemas)))
     if not parsers:
         parsers.append(Reading(lambda source: source.rest(source.say)))
-    parser = Chained(*parsers) if len(parsers) == 2 else parsers[0]
-    return Without(parser, _STRAYS) if needs_special_tokens(reasoning, tools) else parser
+    return Chained(*parsers) if len(parsers) == 2 else parsers[0]
 
 
 def formats(reasoning: str | None, tools: str | None) -> tuple[Tags | Harmony | None, ToolFormat | None]:
@@ -82,7 +79,7 @@ def formats(reasoning: str | None, tools: str | None) -> tuple[Tags | Harmony | 
 
 
 def needs_special_tokens(reasoning: str | None, tools: str | None) -> bool:
-    """Whether these formats need the output's special tokens (`skip_special_tokens: false`). `STRAYS` are then removed.
+    """Whether these formats need the output's special tokens (`skip_special_tokens: false`).
     Raises ConfigError for an unknown name."""
     return any(format is not None and format.special for format in formats(reasoning, tools))
 

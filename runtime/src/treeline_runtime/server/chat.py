@@ -12,6 +12,7 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from treeline_runtime.messages import FinishReason, TextOut
+from treeline_runtime.parsers import STRAYS
 from treeline_runtime.parsers.source import CallArguments, CallBegun, OutputParser, Part, Said, Thought
 from treeline_runtime.server import answers, openai, schema
 from treeline_runtime.server.dependencies import Call, call_of
@@ -25,6 +26,7 @@ from treeline_runtime.server.service import AnswerMaker, Service, token_headers,
 FED_CHARS: Final = 2 << 10
 """Characters of an answer parsed before others run."""
 _NOTHING_SPECIAL: Final = SpecialTokens(())
+_TURN_ENDS: Final = SpecialTokens(STRAYS)
 
 
 class Choice:
@@ -128,8 +130,9 @@ def choices(prompts: Prompts, task: ChatTask) -> list[Choice]:
     parsing = task.parsing
     if parsing is None:
         return [Choice(None, task.shown, _NOTHING_SPECIAL) for _ in range(task.n)]
-    hidden = parsing.needs_special_tokens and not task.shown.special_tokens
-    special = prompts.special_tokens if hidden else _NOTHING_SPECIAL
+    special = _NOTHING_SPECIAL
+    if parsing.needs_special_tokens:
+        special = _TURN_ENDS if task.shown.special_tokens else prompts.special_tokens
     end = None if parsing.closing is None else prompts.token_of(parsing.closing)
     return [Choice(parsing.parser(), task.shown, special, end) for _ in range(task.n)]
 

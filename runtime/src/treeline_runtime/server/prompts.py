@@ -18,6 +18,7 @@ from treeline_wire.prompt import Prompt, PromptError, prompt_of_chat
 from treeline_wire.template_env import TemplateEnvironment
 from treeline_wire.tokenizer import BundleError, TokenizerBundle
 
+from treeline_runtime.parsers import STRAYS
 from treeline_runtime.server.errors import ApiError, invalid, wrong
 from treeline_runtime.server.fields import check_messages, ignore
 from treeline_runtime.server.limits import INLINE_BYTES, MAX_PROMPT_TOKENS, Limits
@@ -270,9 +271,9 @@ class Prompts:
 
     @functools.cached_property
     def special_tokens(self) -> SpecialTokens:
-        """The tokens that `skip_special_tokens` removes."""
+        """The tokens that `skip_special_tokens` removes, and those that end turns."""
         added = self._tokenizer.get_added_tokens_decoder()
-        return SpecialTokens(token.content for token in added.values() if token.special)
+        return SpecialTokens((*STRAYS, *(token.content for token in added.values() if token.special)))
 
     def token_of(self, text: str) -> int | None:
         """The id of the token with exactly this text, if there is one."""
