@@ -22,21 +22,9 @@ from typing import Any
 
 import msgspec
 
+from treeline_runtime import messages
 from treeline_runtime.gate import Gate
 from treeline_runtime.ipc import AnnouncedReq, Outbox
-from treeline_runtime.messages import (
-    AbortReq,
-    AdminReq,
-    BatchTextOut,
-    DetokenizeInit,
-    FinishReason,
-    FlushReq,
-    GenerateReq,
-    HeardReq,
-    Reply,
-    StateReq,
-    TextOut,
-)
 from treeline_runtime.server.errors import ApiError, wrong
 from treeline_runtime.server.jobs import size_of
 from treeline_runtime.server.metrics import Metrics
@@ -44,7 +32,7 @@ from treeline_runtime.server.pacing import Pacer
 
 MERGED_AT_ONCE = 16
 """Outputs of a generation that may wait for their reader before they are merged."""
-ABORTED = FinishReason("abort", message="aborted")
+ABORTED = messages.FinishReason("abort", message="aborted")
 
 
 class DpRank:
@@ -54,7 +42,7 @@ class DpRank:
         self.scheduler = scheduler
         self.detokenizer = detokenizer
         self.publisher = publisher
-        self.gate = Gate[GenerateReq](size_of)
+        self.gate = Gate[messages.GenerateReq](size_of)
         self.running = 0
         """Generations in flight, waiting ones included."""
         self.chosen_at = 0
@@ -75,7 +63,7 @@ class _Generation:
     def __init__(self, inflight: InflightRequest, index: int, now: float) -> None:
         self.inflight = inflight
         self.index = index
-        self.pending: list[TextOut] = []
+        self.pending: list[messages.TextOut] = []
         self.started_at = now
         self.first_at: float | None = None
         self.last_at = now
@@ -103,7 +91,7 @@ class InflightRequest:
         self._generations = {id: _Generation(self, index, now) for index, id in enumerate(ids)}
         self.on_close: Callable[[], None] | None = None
         """Called once, when this is closed."""
-        self.on_output: Callable[[int, TextOut], None] | None = None
+        self.on_output: Callable[[int, messages.TextOut], None] | None = None
         """Called with each output as it comes, and the index of its generation."""
         self._open = len(ids)
         self._woken = asyncio.Event()
@@ -113,13 +101,13 @@ class InflightRequest:
     def ids(self) -> list[str]:
         return list(self._generations)
 
-    async def next(self, *, whole: bool = False) -> list[tuple[int, TextOut]]:
+    async def next(self, *, whole: bool = False) -> list[tuple[int, messages.TextOut]]:
         """Outputs since the last call, at most one merged per generation; [] at the end. `whole`: waits until a
         generation has ended."""
         self._whole = whole
         pacer = Pacer()
         while True:
-            ready: list[tuple[int, TextOut]] = []
+            ready: list[tuple[int, messages.TextOut]] = []
             for generation in self._generations.values():
                 if generation.pending:
                     outs, generation.pending = generation.pending, []
@@ -143,7 +131,7 @@ class InflightRequest:
             self.on_close()
             self.on_close = None
 
-    def _deliver(self, generation: _Generation, out: TextOut) -> None:
+    def _deliver(self, generation: _Generation, out: messages.TextOut) -> None:
         if self.on_output is not None:
             self.on_output(generation.index, out)
         generation.pending.append(out)
@@ -155,7 +143,7 @@ class InflightRequest:
             self._woken.set()
 
 
-def merge(outs: Sequence[TextOut]) -> TextOut:
+def merge(outs: Sequence[messages.TextOut]) -> messages.TextOut:
     """Merges consecutive outputs of a request: texts and lists joined, last counts."""
     if len(outs) == 1:
         return outs[0]
@@ -191,17 +179,17 @@ class TokenizerManager:
         """Name that clients use for a request or a generation → tenant → our ids of the generations."""
         self._marks: dict[str, tuple[DpRank, int]] = {}
         """Open questions to a scheduler whether it has taken all up to a mark, by the question's id."""
-        self._asked: dict[str, asyncio.Future[Reply]] = {}
+        self._asked: dict[str, asyncio.Future[messages.Reply]] = {}
         self._count = itertools.count()
 
     def open(
         self,
-        requests: Sequence[GenerateReq],
+        requests: Sequence[messages.GenerateReq],
         name: str | None = None,
         on_close: Callable[[], None] | None = None,
         *,
         tenant: str | None = None,
-        on_output: Callable[[int, TextOut], None] | None = None,
+        on_output: Callable[[int, messages.TextOut], None] | None = None,
         rank: int | None = None,
     ) -> InflightRequest:
         """Starts requests of one client, whose `rid` is the client's; `abort` takes these, and `name` for all. They
@@ -224,7 +212,7 @@ class TokenizerManager:
         return rank
 
     def _register(
-        self, requests: Sequence[GenerateReq], name: str | None, tenant: str | None, rank: DpRank
+        self, requests: Sequence[messages.GenerateReq], name: str | None, tenant: str | None, rank: DpRank
     ) -> InflightRequest:
         rids = [request.rid for request in requests]
         ids = [self._new_id(rid) for rid in rids]
@@ -251,12 +239,12 @@ class TokenizerManager:
         while (found := rank.gate.take()) is not None:
             id, request = found
             self._metrics.requests.inc()
-            rank.detokenizer.send(DetokenizeInit.of(request, id))
+            rank.detokenizer.send(messages.DetokenizeInit.of(request, id))
             rank.scheduler.send(msgspec.structs.replace(request, rid=id))
             if (mark := rank.gate.mark()) is not None:
                 question = self._new_id()
                 self._marks[question] = rank, mark
-                rank.scheduler.send(HeardReq(question))
+                rank.scheduler.send(messages.HeardReq(question))
         (rank.all_sent.clear if len(rank.gate) else rank.all_sent.set)()
 
     def forget(self, inflight: InflightRequest) -> None:
@@ -285,10 +273,10 @@ class TokenizerManager:
     def _abort(self, rank: DpRank, ids: Iterable[str]) -> None:
         """Aborts generations that were sent to the scheduler."""
         if gone := list(ids):
-            rank.scheduler.send(AbortReq(gone))
+            rank.scheduler.send(messages.AbortReq(gone))
         self._pump(rank)
 
-    def _end_waiting(self, id: str, finish: FinishReason) -> bool:
+    def _end_waiting(self, id: str, finish: messages.FinishReason) -> bool:
         """Ends a generation that was not sent yet. Returns whether it did."""
         inflight = self._running[id].inflight
         if not inflight.rank.gate.remove(inflight.client, id):
@@ -296,10 +284,10 @@ class TokenizerManager:
         self._end(id, finish)
         return True
 
-    def _end(self, id: str, finish: FinishReason) -> None:
+    def _end(self, id: str, finish: messages.FinishReason) -> None:
         generation = self._take(id)
         assert generation is not None
-        generation.inflight._deliver(generation, TextOut(id, "", [], finish))
+        generation.inflight._deliver(generation, messages.TextOut(id, "", [], finish))
 
     def abort(self, name: str) -> None:
         """Ends the requests of one name in all tenants, or all with "". Waiting callers get the output so far, with
@@ -312,7 +300,7 @@ class TokenizerManager:
         for rank in self.ranks:
             self._abort(rank, sent.get(rank, ()))
 
-    def fail_all(self, finish: FinishReason) -> int:
+    def fail_all(self, finish: messages.FinishReason) -> int:
         """Ends everything in flight at once, without the scheduler; returns how many."""
         running = list(self._running)
         for id in running:
@@ -327,7 +315,7 @@ class TokenizerManager:
 
     # ---- what comes back ------------------------------------------------------------------------------------
 
-    def on_batch(self, batch: BatchTextOut) -> None:
+    def on_batch(self, batch: messages.BatchTextOut) -> None:
         now = time.monotonic()
         for out in batch.outs:
             generation = self._running.get(out.rid)
@@ -338,7 +326,7 @@ class TokenizerManager:
                 self._take(out.rid)
             generation.inflight._deliver(generation, out)
 
-    def on_reply(self, reply: Reply) -> None:
+    def on_reply(self, reply: messages.Reply) -> None:
         if (marked := self._marks.pop(reply.id, None)) is not None:
             rank, mark = marked
             rank.gate.taken(mark)
@@ -348,7 +336,7 @@ class TokenizerManager:
         if future is not None and not future.done():
             future.set_result(reply)
 
-    def _measure(self, generation: _Generation, out: TextOut, now: float) -> None:
+    def _measure(self, generation: _Generation, out: messages.TextOut, now: float) -> None:
         metrics, fresh = self._metrics, len(out.token_ids) - out.withdrawn
         if fresh > 0:
             if generation.first_at is None:
@@ -374,11 +362,13 @@ class TokenizerManager:
 
     # ---- questions ------------------------------------------------------------------------------------------
 
-    async def flush(self, rank: DpRank, timeout_s: float = 10.0) -> Reply:
+    async def flush(self, rank: DpRank, timeout_s: float = 10.0) -> messages.Reply:
         id = self._new_id()
-        return await self._ask(rank.scheduler, FlushReq(id), id, timeout_s)
+        return await self._ask(rank.scheduler, messages.FlushReq(id), id, timeout_s)
 
-    async def ask(self, rank: DpRank, question: Callable[[str], AdminReq], timeout_s: float = 60.0) -> Reply:
+    async def ask(
+        self, rank: DpRank, question: Callable[[str], messages.AdminReq], timeout_s: float = 60.0
+    ) -> messages.Reply:
         """The scheduler's answer to the message that `question` makes with an id, after all generations that wait for
         their turn there. Raises NoReply."""
         self._pump(rank)
@@ -388,7 +378,7 @@ class TokenizerManager:
     async def state(self, rank: DpRank, what: str, timeout_s: float = 10.0) -> dict[str, Any]:
         """The scheduler's `radix` or `load`. Raises NoReply."""
         id = self._new_id()
-        request = StateReq(id, what)  # type: ignore[arg-type]
+        request = messages.StateReq(id, what)  # type: ignore[arg-type]
         return (await self._ask(rank.scheduler, request, id, timeout_s)).data or {}
 
     async def announced(self, rank: DpRank, after_updates: int, timeout_s: float = 10.0) -> dict[str, Any]:
@@ -400,8 +390,8 @@ class TokenizerManager:
 
     async def _ask(
         self, sender: Outbox, request: msgspec.Struct, id: str, timeout_s: float, after: asyncio.Event | None = None
-    ) -> Reply:
-        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+    ) -> messages.Reply:
+        future: asyncio.Future[messages.Reply] = asyncio.get_running_loop().create_future()
         self._asked[id] = future
         try:
             async with asyncio.timeout(timeout_s):

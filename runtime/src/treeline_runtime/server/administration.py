@@ -23,17 +23,8 @@ import msgspec
 from fastapi import APIRouter, Response
 from msgspec import Meta, Struct
 
+from treeline_runtime import messages
 from treeline_runtime.args import ServerArgs
-from treeline_runtime.messages import (
-    MAX_PROFILE_STEPS,
-    AdminReq,
-    Reply,
-    SleepReq,
-    StartProfileReq,
-    StopProfileReq,
-    UpdateWeightsReq,
-    WakeReq,
-)
 from treeline_runtime.server.dependencies import Controlling
 from treeline_runtime.server.errors import ApiError, wrong
 from treeline_runtime.server.fields import as_api_error, check_unknown, convert
@@ -77,7 +68,7 @@ class UpdateBody(Struct, frozen=True):
 
 
 class ProfileBody(Struct, frozen=True):
-    num_steps: Annotated[int, Meta(ge=1, le=MAX_PROFILE_STEPS)] = 100
+    num_steps: Annotated[int, Meta(ge=1, le=messages.MAX_PROFILE_STEPS)] = 100
 
 
 class Administration:
@@ -122,7 +113,9 @@ class Administration:
                 some = f"Rank {other} sleeps at level {sleeping[other]}"
                 raise wrong("level", f"{some}: ask for that level, or /wake_up first", code="refused")
             awake = [rank for rank in every if rank not in sleeping] or every
-            await self._carry_out(lambda id: SleepReq(id, query.level), asleep, awake, abort=query.mode == "abort")
+            await self._carry_out(
+                lambda id: messages.SleepReq(id, query.level), asleep, awake, abort=query.mode == "abort"
+            )
         return json_answer({"asleep": query.level})
 
     async def wake_up(self, asked: Controlling) -> Response:
@@ -131,7 +124,7 @@ class Administration:
         sleeping = self._service.state.sleeping
         async with self._operation("waking up", refuses=True):
             asleep = sorted(sleeping) or range(self._args.dp_size)
-            await self._carry_out(WakeReq, sleeping.pop, asleep)
+            await self._carry_out(messages.WakeReq, sleeping.pop, asleep)
         return json_answer({"asleep": 0})
 
     async def is_sleeping(self, asked: Controlling) -> Response:
@@ -159,7 +152,7 @@ class Administration:
         started = time.monotonic()
         async with self._operation("loading new weights", refuses=False):
             await self._carry_out(
-                lambda id: UpdateWeightsReq(id, body.model_path), on_ok, every, abort=body.abort_all_requests
+                lambda id: messages.UpdateWeightsReq(id, body.model_path), on_ok, every, abort=body.abort_all_requests
             )
         seconds = time.monotonic() - started
         return json_answer({"success": True, "weight_version": state.weight_version, "seconds": seconds})
@@ -174,13 +167,13 @@ class Administration:
         # A scheduler that does not answer may begin yet: then the folder stays.
         manager = self._service.manager
         replies = await self._replies(
-            lambda rank: manager.ask(rank, lambda id: StartProfileReq(id, folder, body.num_steps))
+            lambda rank: manager.ask(rank, lambda id: messages.StartProfileReq(id, folder, body.num_steps))
         )
         began = [rank for rank, reply in replies.items() if reply.ok]
         if not began and SILENT not in (reply.data for reply in replies.values()):
             os.rmdir(folder)
         if len(began) < len(replies):
-            stopped = await self._replies(lambda rank: manager.ask(rank, StopProfileReq), began)
+            stopped = await self._replies(lambda rank: manager.ask(rank, messages.StopProfileReq), began)
             ended = [rank for rank, reply in stopped.items() if reply.ok]
             _check({rank: reply for rank, reply in replies.items() if rank not in ended}, len(replies))
         return json_answer({"num_steps": body.num_steps, "folder": folder})
@@ -190,7 +183,7 @@ class Administration:
         traced."""
         _query(asked)
         manager = self._service.manager
-        replies = await self._replies(lambda rank: manager.ask(rank, StopProfileReq))
+        replies = await self._replies(lambda rank: manager.ask(rank, messages.StopProfileReq))
         done = {rank: reply for rank, reply in replies.items() if reply.ok}
         paths = [(reply.data or {})["path"] for reply in _check(done or replies)]
         return json_answer({"path": paths[0]} if len(replies) == 1 else {"paths": paths})
@@ -198,7 +191,7 @@ class Administration:
     async def flush_cache(self, asked: Controlling) -> Response:
         """Empties the prefix cache; 400 while requests run. `?timeout=S` waits up to S seconds for them."""
         deadline = time.monotonic() + _query(asked, FlushQuery).timeout
-        replies, left = dict[int, Reply](), list(range(self._args.dp_size))
+        replies, left = dict[int, messages.Reply](), list(range(self._args.dp_size))
         while True:
             replies |= await self._replies(self._service.manager.flush, left)
             left = [rank for rank, reply in replies.items() if _is_busy(reply)]
@@ -234,7 +227,7 @@ class Administration:
 
     async def _carry_out(
         self,
-        question: Callable[[str], AdminReq],
+        question: Callable[[str], messages.AdminReq],
         on_ok: Callable[[int], object],
         ranks: Sequence[int],
         *,
@@ -242,7 +235,7 @@ class Administration:
     ) -> None:
         """Asks these ranks until no request runs there; `on_ok` is called for each that has done it. Raises ApiError if
         one refuses."""
-        manager, replies, left = self._service.manager, dict[int, Reply](), list(ranks)
+        manager, replies, left = self._service.manager, dict[int, messages.Reply](), list(ranks)
         while True:
             if abort:
                 manager.abort("")
@@ -257,8 +250,8 @@ class Administration:
             await asyncio.sleep(POLL_S)
 
     async def _attempt(
-        self, question: Callable[[str], AdminReq], on_ok: Callable[[int], object], ranks: Sequence[int]
-    ) -> dict[int, Reply]:
+        self, question: Callable[[str], messages.AdminReq], on_ok: Callable[[int], object], ranks: Sequence[int]
+    ) -> dict[int, messages.Reply]:
         """The schedulers are silent while loading, and count as alive for the loading timeout."""
         state, manager, limit_s = self._service.state, self._service.manager, self._args.start_timeout
         state.unheard = True
@@ -273,26 +266,26 @@ class Administration:
         return replies
 
     async def _replies(
-        self, asking: Callable[[DpRank], Awaitable[Reply]], ranks: Sequence[int] | None = None
-    ) -> dict[int, Reply]:
+        self, asking: Callable[[DpRank], Awaitable[messages.Reply]], ranks: Sequence[int] | None = None
+    ) -> dict[int, messages.Reply]:
         """The answers of these ranks, or of all; a failure where none came."""
         all_ranks = self._service.manager.ranks
 
-        async def answer(rank: int) -> Reply:
+        async def answer(rank: int) -> messages.Reply:
             try:
                 return await asking(all_ranks[rank])
             except NoReply as error:
-                return Reply("", ok=False, message=str(error), data=SILENT)
+                return messages.Reply("", ok=False, message=str(error), data=SILENT)
 
         asked = range(len(all_ranks)) if ranks is None else ranks
         return dict(zip(asked, await asyncio.gather(*map(answer, asked)), strict=True))
 
 
-def _is_busy(reply: Reply) -> bool:
+def _is_busy(reply: messages.Reply) -> bool:
     return "busy" in (reply.data or {})
 
 
-def _check(replies: Mapping[int, Reply], ranks: int | None = None) -> list[Reply]:
+def _check(replies: Mapping[int, messages.Reply], ranks: int | None = None) -> list[messages.Reply]:
     """The answers, all of success. Raises ApiError for the first rank that refused or did not answer, and says which
     ranks have done it. `ranks`: how many were asked, if others are still to answer."""
     failed = next((rank for rank, reply in replies.items() if not reply.ok), None)
