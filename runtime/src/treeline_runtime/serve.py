@@ -36,7 +36,7 @@ from treeline_runtime.messages import BatchTextOut, DrainReq, FinishReason, Repl
 from treeline_runtime.models.config import ModelError
 from treeline_runtime.models.preflight import check_before_loading
 from treeline_runtime.nodes import run_node
-from treeline_runtime.processes import ChildSpec, Ended, ProcessGroup, SocketFolder
+from treeline_runtime.processes import ChildSpec, ProcessGroup, SocketFolder, how_ended
 from treeline_runtime.server import surfaces
 from treeline_runtime.server.administration import Administration
 from treeline_runtime.server.limits import Limits
@@ -263,13 +263,14 @@ class Server:
             scheduler["context_length"],
         )
 
-    def _on_end(self, ended: Ended) -> None:
+    def _on_end(self, name: str, status: int) -> None:
         if self._stopping:
             return
-        if ended.status == 1:  # its last message with the reason may still arrive
-            asyncio.get_running_loop().call_later(LAST_WORDS_S, self._report, str(ended))
+        why = f"the {name} process {how_ended(status)}"
+        if status == 1:  # its last message with the reason may still arrive
+            asyncio.get_running_loop().call_later(LAST_WORDS_S, self._report, why)
         else:
-            self._report(str(ended))
+            self._report(why)
 
     def _report(self, why: str) -> None:
         """Only the first failure counts; others follow from it."""

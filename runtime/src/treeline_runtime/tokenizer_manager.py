@@ -235,7 +235,6 @@ class TokenizerManager:
         return inflight
 
     def _pump(self, rank: DpRank) -> None:
-        """Sends what may go now."""
         while (found := rank.gate.take()) is not None:
             id, request = found
             self._metrics.requests.inc()

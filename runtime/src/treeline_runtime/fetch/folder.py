@@ -90,7 +90,6 @@ class Wanted:
 
     @property
     def commit(self) -> str | None:
-        """The version of the complete folder."""
         return self._marker.get("commit")
 
     @property

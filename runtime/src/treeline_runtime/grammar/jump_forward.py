@@ -171,7 +171,6 @@ class JumpForward:
         return decided
 
     def _begun_added(self, text: str) -> int:
-        """Counts the trailing bytes that may begin an added token."""
         for n in range(min(self._longest_added, len(text)), 0, -1):
             if text[-n:] in self._begins_added:
                 return len(text[-n:].encode())

@@ -70,7 +70,6 @@ def _attention(model: ModelConfig) -> list[Projection]:
 
 
 def _attention_rest(model: ModelConfig) -> int:
-    """Norms of queries and keys, and sinks."""
     norms = 0
     if model.qk_norm:
         norms = (model.num_heads + model.num_kv_heads if model.qk_norm_over_heads else 2) * model.head_dim

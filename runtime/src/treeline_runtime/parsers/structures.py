@@ -230,7 +230,6 @@ def _some(tags: list[Format], triggers: list[str], separator: str, *, parallel: 
 
 
 def _object(function: Function, key: str) -> str:
-    """A call object up to its arguments."""
     return f'{_OBJECT}{json.dumps(function.name, ensure_ascii=False)}, "{key}": '
 
 

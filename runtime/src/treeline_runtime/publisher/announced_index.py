@@ -117,7 +117,6 @@ class AnnouncedIndex:
         return list(runs(fresh, event.medium))
 
     def _agreed_len(self, event: Stored) -> int:
-        """Counts the leading tokens of the run that may be announced."""
         if event.output_from >= len(event.token_ids):
             return len(event.token_ids)
         before = self._tokens_down_to(event.parent_hash)

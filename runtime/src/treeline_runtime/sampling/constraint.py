@@ -53,7 +53,6 @@ class Constraint(Protocol):
 
 
 def mask_words(vocab_size: int) -> int:
-    """32-bit words of a mask."""
     return -(-vocab_size // 32)
 
 

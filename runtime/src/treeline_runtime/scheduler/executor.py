@@ -319,7 +319,6 @@ class Executor:
             step.allowed[where] = logits.gather(1, ids[:, None]).squeeze(1) > float("-inf")
 
     def _read_back(self, launched: Launched, step: Step) -> None:
-        """Starts copying results, with logprobs of the chosen tokens."""
         checks = [check for check in (step.allowed, step.sound) if check is not None]
         launched.read_back(step.kv_finite, *step.tokens, *checks)
         if wanted := step.plan.logprobs:

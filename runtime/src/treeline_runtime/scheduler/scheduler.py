@@ -423,11 +423,9 @@ class Scheduler:
         return None
 
     def _find(self, rid: str) -> Req | None:
-        """The unfinished request of this id."""
         return self.decode.running.get(rid) or self.prefill.find(rid) or self.grammars.find(rid)
 
     def _everything(self) -> list[Req]:
-        """All unfinished requests, each once."""
         return list(dict.fromkeys((*self.decode.running.values(), *self.prefill.reqs(), *self.grammars.reqs())))
 
     def _on_abort(self, message: AbortReq) -> None:

@@ -116,7 +116,6 @@ def _table(rows: list[tuple[str, Schema, str]]) -> str:
 
 
 def _kind(found: Schema) -> str:
-    """A type in a few words, as HTML."""
     if "$ref" in found:
         name = escape(found["$ref"].rsplit("/", 1)[-1])
         return f'<a href="#{name}">{name}</a>'

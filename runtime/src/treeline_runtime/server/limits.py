@@ -66,6 +66,7 @@ class ByteBudget:
             self._held[client] += size
 
     def release(self, size: int, client: str | None) -> None:
+        """Idempotent."""
         self.used -= size
         if client is not None:
             self._held[client] -= size

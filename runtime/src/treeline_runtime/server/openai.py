@@ -339,7 +339,6 @@ def request(
 
 
 def envelope(id: str, object: str, model: str) -> dict[str, Any]:
-    """The first members of an answer and of each chunk."""
     return {"id": id, "object": object, "created": int(time.time()), "model": model}
 
 

@@ -20,7 +20,7 @@ from treeline_wire.prompt import Prompt, PromptError
 
 from treeline_runtime import parsers
 from treeline_runtime.messages import GenerateReq
-from treeline_runtime.server import formats, grammars, openai
+from treeline_runtime.server import formats, grammars, jobs, openai
 from treeline_runtime.server import native_fields as native
 from treeline_runtime.server.answers import Text, Tokens
 from treeline_runtime.server.apis import anthropic_fields, responses_fields
@@ -30,17 +30,6 @@ from treeline_runtime.server.fields import IGNORED, check_unknown, convert, json
 from treeline_runtime.server.formats import Parsing
 from treeline_runtime.server.grammars import FIELDS as GRAMMAR_FIELDS
 from treeline_runtime.server.grammars import read_constraint
-from treeline_runtime.server.jobs import (
-    Answered,
-    Caller,
-    ChatTask,
-    CompletionTask,
-    GenerateTask,
-    Generations,
-    Kind,
-    Shown,
-    Task,
-)
 from treeline_runtime.server.limits import MAX_ANSWER_BYTES, MAX_GENERATIONS, Limits
 from treeline_runtime.server.pacing import encode_json
 from treeline_runtime.server.pooling_reader import PoolingReader
@@ -60,11 +49,11 @@ DEFAULT_MAX_NEW_TOKENS = 128
 class Reader(openai.ModelFacts):
     """Reads requests for one model. Raises ApiError 400, or UnknownModel."""
 
-    def read(self, kind: Kind, body: bytes | bytearray, limits: Limits | None, caller: Caller) -> Task:
+    def read(self, kind: jobs.Kind, body: bytes | bytearray, limits: Limits | None, caller: jobs.Caller) -> jobs.Task:
         """`limits` may be None only for `tokenize` and `detokenize`. Raises NeedsWorkerError in an event loop, for a
         chat that needs another process.
         """
-        readers: Mapping[Kind, Callable[[Mapping[str, Any], Any, Caller], Task]] = {
+        readers: Mapping[jobs.Kind, Callable[[Mapping[str, Any], Any, jobs.Caller], jobs.Task]] = {
             "chat": lambda *read: read_chat_task(read[0], self, *read[1:]),
             "completion": self._completion,
             "generate": self._generate,
@@ -90,7 +79,7 @@ class Reader(openai.ModelFacts):
         except RecursionError:
             raise ApiError(400, "The body is nested too deeply") from None
         for name, rank in ranks:
-            if rank is None or limits is None or not isinstance(task, Generations):
+            if rank is None or limits is None or not isinstance(task, jobs.Generations):
                 continue
             if caller.picked:
                 noted[name] = None
@@ -100,7 +89,7 @@ class Reader(openai.ModelFacts):
                 task = replace(task, rank=rank)
         return msgspec.structs.replace(task, ignored=tuple(noted)) if noted else task
 
-    def _completion(self, raw: Mapping[str, Any], limits: Limits, caller: Caller) -> CompletionTask:
+    def _completion(self, raw: Mapping[str, Any], limits: Limits, caller: jobs.Caller) -> jobs.CompletionTask:
         body = openai.read_completion(raw, self)
         check_generations(raw.get("prompt"), body.n or 1, "prompt" if (body.n or 1) == 1 else "n")
         constraint = grammars.read_constraint(raw, grammars.FIELDS)
@@ -112,7 +101,7 @@ class Reader(openai.ModelFacts):
             most = limits.max_new_tokens(len(ids), body.max_tokens, DEFAULT_MAX_TOKENS, "prompt")
             sampling = openai.sampling(body, self, most, constraint, processor)
             requests.append(openai.request(body, ids, sampling, namespace, body.logprobs, echo=bool(body.echo)))
-        task = CompletionTask(
+        task = jobs.CompletionTask(
             **openai.task_fields(body, caller, "cmpl", body.logprobs),
             prompts=requests,
             # Special tokens stay: they have a place in `logprobs.tokens`, and `text_offset` counts them.
@@ -123,7 +112,7 @@ class Reader(openai.ModelFacts):
 
     # ---- SGLang's own ---------------------------------------------------------------------------------------
 
-    def _generate(self, raw: Mapping[str, Any], limits: Limits, caller: Caller) -> GenerateTask:
+    def _generate(self, raw: Mapping[str, Any], limits: Limits, caller: jobs.Caller) -> jobs.GenerateTask:
         body = native.GenerateBody.read(raw)
         namespace = openai.namespace(raw, caller)
         prompts, batched = self._native_prompts(body, limits, namespace)
@@ -137,7 +126,7 @@ class Reader(openai.ModelFacts):
             raise wrong("rid", f"rid {twice!r} is given twice")
         if body.stream and body.return_hidden_states:
             raise wrong("return_hidden_states", "Hidden states come with whole answers, not with streams")
-        task = GenerateTask(
+        task = jobs.GenerateTask(
             rid=body.rid if isinstance(body.rid, str) else openai.new_rid("gen"),
             prompts=requests,
             n=n,
@@ -215,7 +204,7 @@ class Reader(openai.ModelFacts):
 
     # ---- texts and ids --------------------------------------------------------------------------------------
 
-    def _tokenize(self, raw: Mapping[str, Any], limits: Limits | None, caller: Caller) -> Answered:
+    def _tokenize(self, raw: Mapping[str, Any], limits: Limits | None, caller: jobs.Caller) -> jobs.Answered:
         """`{"prompt": text or texts}`, or `{"messages": …}` as in a chat → `tokens`, `count`, `max_model_len`."""
         body = native.TokenizeBody.read(raw)
         self.check_model(body.model)
@@ -235,9 +224,9 @@ class Reader(openai.ModelFacts):
             tokens = lists[0] if single else lists
             count = len(lists[0]) if single else [len(ids) for ids in lists]
         limit = limits.context_length if limits is not None else None
-        return Answered(encode_json(Tokens(tokens, count, limit)))
+        return jobs.Answered(encode_json(Tokens(tokens, count, limit)))
 
-    def _detokenize(self, raw: Mapping[str, Any], _limits: Limits | None, _caller: Caller) -> Answered:
+    def _detokenize(self, raw: Mapping[str, Any], _limits: Limits | None, _caller: jobs.Caller) -> jobs.Answered:
         """`{"tokens": ids or lists of ids}` → `text`."""
         body = native.DetokenizeBody.read(raw)
         self.check_model(body.model)
@@ -245,8 +234,8 @@ class Reader(openai.ModelFacts):
         check_generations(body.tokens, 1, "tokens")
         if body.tokens and isinstance(body.tokens[0], list):
             lists = convert(raw, native.ManyLists).tokens
-            return Answered(encode_json(Text(self._texts(lists, skip))))
-        return Answered(encode_json(Text(self._texts([convert(raw, native.OneList).tokens], skip)[0])))
+            return jobs.Answered(encode_json(Text(self._texts(lists, skip))))
+        return jobs.Answered(encode_json(Text(self._texts([convert(raw, native.OneList).tokens], skip)[0])))
 
     def _texts(self, lists: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
         size = 0
@@ -276,7 +265,6 @@ def check_generations(prompts: Any, n: int, param: str) -> None:
 
 
 def _native_sampling(params: Any) -> tuple[native.NativeSampling, grammars.Constraint | None]:
-    """A prompt's `sampling_params`, and its constraint."""
     if not isinstance(params, dict):
         raise wrong("sampling_params", "'sampling_params' must be an object")
     check_unknown(params, native.NativeSampling.__struct_fields__, where="sampling_params.")
@@ -292,7 +280,9 @@ def _each(value: Any, count: int, param: str) -> list[Any]:
     return value
 
 
-def read_chat_task(raw: Mapping[str, Any], model: openai.ModelFacts, limits: Limits, caller: Caller) -> ChatTask:
+def read_chat_task(
+    raw: Mapping[str, Any], model: openai.ModelFacts, limits: Limits, caller: jobs.Caller
+) -> jobs.ChatTask:
     """Raises ApiError 400 or 404."""
     body = openai.read_chat(raw, model)
     calls = read_calls(raw)
@@ -310,11 +300,11 @@ def read_chat_task(raw: Mapping[str, Any], model: openai.ModelFacts, limits: Lim
     if parsing is not None and parsing.needs_special_tokens:
         sampling = msgspec.structs.replace(sampling, skip_special_tokens=False)
     fields = openai.task_fields(body, caller, "chatcmpl", (body.top_logprobs or 0) if body.logprobs else None)
-    task = ChatTask(
+    task = jobs.ChatTask(
         **fields,
         prompts=[openai.request(body, ids, sampling, namespace, fields["logprobs"])],
         parsing=parsing,
-        shown=Shown(
+        shown=jobs.Shown(
             reasoning=body.include_reasoning is not False,
             reasoning_at_once=body.stream_reasoning is False,
             several_calls=calls is None or calls.several,
@@ -382,9 +372,9 @@ class ApiReader:
     model: openai.ModelFacts
     raw: Mapping[str, Any]
     limits: Limits
-    caller: Caller
+    caller: jobs.Caller
 
-    def responses(self) -> ChatTask:
+    def responses(self) -> jobs.ChatTask:
         body = responses_fields.read_responses(self.raw)
         more = responses_fields.chat_fields(body, self.raw)
         if body.rid is None and body.request_id is None:
@@ -403,14 +393,14 @@ class ApiReader:
             )
         return replace(task, repeated=repeated)
 
-    def input_tokens(self) -> Answered:
+    def input_tokens(self) -> jobs.Answered:
         """Tokens of the prompt of the same request to `/v1/responses`."""
         body = responses_fields.read_responses(self.raw)
         responses_fields.chat_fields(body, self.raw)  # what would be refused there is refused here
         counted = self._counted(responses.to_chat, "input", responses_fields, body.model)
-        return Answered(body=encode_json(InputTokens("response.input_tokens", counted)))
+        return jobs.Answered(body=encode_json(InputTokens("response.input_tokens", counted)))
 
-    def messages(self) -> ChatTask:
+    def messages(self) -> jobs.ChatTask:
         body = anthropic_fields.read_messages(self.raw)
         more = anthropic_fields.chat_fields(body, self.raw) | {"rid": body.rid or f"msg_{uuid.uuid4().hex}"}
         task = self._chat(anthropic.to_chat, "messages", anthropic_fields, more, body.stream)
@@ -419,11 +409,11 @@ class ApiReader:
         task = _sampled(task, max_new_tokens=min(most, body.max_tokens))
         return replace(task, fills_context=body.max_tokens > most)
 
-    def count_tokens(self) -> Answered:
+    def count_tokens(self) -> jobs.Answered:
         """Tokens of the prompt of the same request to `/v1/messages`."""
         body = anthropic_fields.read_messages(self.raw, counts=True)
         counted = self._counted(anthropic.to_chat, "messages", anthropic_fields, body.model)
-        return Answered(body=encode_json(TokenCount(counted)))
+        return jobs.Answered(body=encode_json(TokenCount(counted)))
 
     def _counted(self, convert: Convert, name: str, api: ModuleType, model: str | None) -> int:
         self.model.check_model(model)
@@ -433,7 +423,7 @@ class ApiReader:
 
     def _chat(
         self, convert: Convert, name: str, api: ModuleType, more: dict[str, Any], stream: bool | None
-    ) -> ChatTask:
+    ) -> jobs.ChatTask:
         """The request as a chat. `name`: as for `converted`; `api`: its field names; `more`: members of the chat that
         do not concern its prompt."""
         converted = self.converted(convert, name)
@@ -459,6 +449,6 @@ class ApiReader:
         return made.body
 
 
-def _sampled(task: ChatTask, **changed: Any) -> ChatTask:
+def _sampled(task: jobs.ChatTask, **changed: Any) -> jobs.ChatTask:
     (prompt,) = task.prompts
     return replace(task, prompts=[replace(prompt, sampling=replace(prompt.sampling, **changed))])

@@ -142,14 +142,12 @@ class AnswerMaker(ABC):
         """The events of one generation's output; raises ApiError."""
 
     def opening(self) -> bytes:
-        """The bytes before the first frames."""
         return b""
 
     def closing(self) -> bytes:
         return DONE
 
     def failed(self, error: ApiError) -> bytes:
-        """The end of a failed stream."""
         return error_event(error)
 
 

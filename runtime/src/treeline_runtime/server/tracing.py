@@ -114,7 +114,6 @@ class RequestSpan:
         self._status = 200
 
     def failed(self, error: BaseException) -> None:
-        """No answer, or an error."""
         if isinstance(error, ApiError):
             self._status = error.status
             self._error = self._error or error.told["code"] or str(error.status)

@@ -187,7 +187,6 @@ class Followers:
     # ---- a thread per rank --------------------------------------------------------------------------------
 
     def _watch(self, peer: Peer) -> None:
-        """Reads a rank's words until it ends or is silent."""
         try:
             reason = self._listen(peer)
         except msgspec.MsgspecError as error:

@@ -124,7 +124,6 @@ class MessageEvents(EventMaker):
         yield answers.MessageEvent("content_block_stop", index=block.index)
 
     def _usage(self, out: TextOut) -> answers.MessageUsage:
-        """Cached tokens count separately from the input."""
         prompt_tokens = self.task.prompt_tokens
         if self.task.hides_cache:
             return answers.MessageUsage(prompt_tokens, out.completion_tokens)

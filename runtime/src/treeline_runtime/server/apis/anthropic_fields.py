@@ -26,7 +26,7 @@ class MessagesBody(SamplingFields, frozen=True, kw_only=True):
     """A chat. If `max_tokens` exceeds the room in the context, the answer may fill it."""
 
     harmless: ClassVar = {
-        **{name: why for name, why in HARMLESS.items() if name != "parallel_tool_calls"},
+        **HARMLESS,
         "betas": "supported features need no beta flag",
         "cache_control": "prefixes are always cached",
         "billing_policy": "there is no billing",

@@ -24,7 +24,7 @@ class ResponsesBody(SamplingFields, frozen=True, kw_only=True):
     checkpoint; `max_output_tokens` is the rest of the context."""
 
     harmless: ClassVar = {
-        **{name: why for name, why in HARMLESS.items() if name not in ("metadata", "parallel_tool_calls")},
+        **HARMLESS,
         "client_metadata": "the client's own bookkeeping",
         "max_tool_calls": "there are no built-in tools",
     }
