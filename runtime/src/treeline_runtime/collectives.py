@@ -52,13 +52,11 @@ class Ranks(Protocol):
     # ---- between the stages of a pipeline: by default there is one -------------------------------------------
 
     def receive(self, x: torch.Tensor, /) -> torch.Tensor:
-        """Fills x with what the same rank of the stage before has sent, and returns it; on the first stage x stays as
-        it is."""
+        """Fills x with what the same rank of the stage before has sent, and returns it; the first stage keeps x."""
         return x
 
     def send(self, x: torch.Tensor, /) -> None:
-        """Gives x to the same rank of the next stage, if there is one, without waiting; x stays as it is until
-        `everywhere`."""
+        """Gives x to the same rank of the next stage, if any, without waiting; x must stay until `everywhere`."""
         return
 
     def home(self, x: torch.Tensor, /) -> torch.Tensor:

@@ -223,8 +223,7 @@ class Engine:
         self._ask(UpdateWeightsReq, path=str(path))
 
     def start_profile(self, folder: str | Path, steps: int = 100) -> None:
-        """Traces the next steps, at most MAX_PROFILE_STEPS, into a file in `folder`. Raises RuntimeError if a trace
-        runs."""
+        """Traces the next steps, at most MAX_PROFILE_STEPS, into a file in `folder`. RuntimeError if a trace runs."""
         self._ask(StartProfileReq, folder=str(folder), steps=steps)
 
     def stop_profile(self) -> Path:
@@ -282,8 +281,7 @@ class Engine:
 
     @contextmanager
     def _call(self, requests: list[GenerateReq], wake: Callable[[], None], *, streams: bool) -> Iterator[Call]:
-        """A context manager for the requests of a call; unfinished ones are aborted at the end. Raises GenerationError
-        if one failed."""
+        """A context manager for the requests of a call; at the end aborts unfinished ones. Raises GenerationError."""
         call = Call(wake, streams=streams)
         call.open = len(requests)
         try:
@@ -335,8 +333,7 @@ class Engine:
 
 
 class _Chats:
-    """Renders chats. Templates that are not trusted run in another process, started when needed and ended by
-    `close`."""
+    """Renders chats. Templates that are not trusted run in another process, from their first use to `close`."""
 
     def __init__(self, model: str) -> None:
         """Raises ModelError for a model without a chat template."""

@@ -39,8 +39,7 @@ class Gate(Generic[T]):
         return sum(map(len, self._lines.values()))
 
     def enter(self, client: str | None, count: int) -> None:
-        """Counts generations of a client as in flight, until `leave`. Raises ApiError 429 and then counts
-        none."""
+        """Counts generations of a client as in flight, until `leave`; all or none. Raises ApiError 429."""
         if self._in_flight[client] + count > self._most:
             raise rate_limited(
                 f"More than {self._most} generations in flight: prompts x n of all your requests. Wait until some have "

@@ -69,8 +69,7 @@ class Running:
 
 
 class Outputs:
-    """Receives the scheduler's messages in its thread. Dictionaries change only by single operations, so other threads
-    may read them."""
+    """Receives the scheduler's messages in its thread. Others may read: dictionaries change by single operations."""
 
     def __init__(self, stop: Callable[[StopReq], None]) -> None:
         """stop: tells the scheduler that a stop string was found."""

@@ -160,8 +160,7 @@ class Server:
         return 1
 
     async def _drain(self, number: signal.Signals) -> None:
-        """Reacts to SIGTERM: tells routers, accepts new requests during --pre-stop, then waits until running ones have
-        finished."""
+        """Reacts to SIGTERM: tells routers, goes on accepting for --pre-stop, then waits for running requests."""
         args, state = self._args, self._state
         state.draining = True
         for rank in self._service.manager.ranks:

@@ -62,8 +62,7 @@ def in_plain_words(document: Document) -> None:
 
 
 def _conditions(document: Document, schema: Schema, path: str) -> tuple[list[str], list[Alternatives]]:
-    """The keywords to rewrite, and their rewriting. The schema itself is unchanged, since others may be its
-    opposite."""
+    """The keywords to rewrite, and their rewriting. Leaves the schema as it is: others may be its opposite."""
     words, conditions = list[str](), list[Alternatives]()
     for word, rule in _RULES.items():
         if word in schema:
@@ -175,8 +174,7 @@ _RULES = {
 
 
 def _apart(a: Any, b: Any) -> bool:
-    """Whether no value fits both schemas: by types, values, a common required property, or one that only one may
-    have."""
+    """Whether no value fits both schemas: by types, values, a shared required property, or one that one lacks."""
     if a is False or b is False:
         return True
     if not isinstance(a, dict) or not isinstance(b, dict):

@@ -120,8 +120,7 @@ def _check_finite(document: Document) -> None:
 
 
 def _without_end(document: Document, is_done: Callable[[Schema, set[int]], bool]) -> str | None:
-    """The path of a schema that can never be completed. is_done: whether a schema is, given that those with these ids
-    are."""
+    """The path of a schema that never gets done. is_done: whether a schema is, given the ids of those that are."""
     waiting, done = document.schemas, set[int]()
     while waiting:
         still = [(path, schema) for path, schema in waiting if not is_done(schema, done)]

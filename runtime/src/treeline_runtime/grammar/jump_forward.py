@@ -33,8 +33,7 @@ MAX_FORCED_CHARS = 4096
 
 
 class Jump(NamedTuple):
-    """The last `take_back` tokens are replaced by `append`, which begins with their text and continues with the forced
-    text."""
+    """Replaces the last `take_back` tokens by `append`, which has their text and then the forced text."""
 
     take_back: int
     append: list[int]
@@ -45,8 +44,7 @@ class Jump(NamedTuple):
 
 
 class _Encoded(NamedTuple):
-    """A text as tokens: the byte where each ends, whether a word starts with it, and how many cannot change any
-    more."""
+    """A text as tokens: the byte where each ends, whether a word starts with it, and how many are final."""
 
     ids: list[int]
     ends: list[int]

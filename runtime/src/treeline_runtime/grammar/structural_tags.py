@@ -175,8 +175,7 @@ def _unescaped(pattern: str, path: str) -> str:
 
 
 def _close(schema: Schema) -> None:
-    """Allows any items or properties where a schema names none; else xgrammar, which is strict, would allow none at
-    all."""
+    """Allows any items or properties where a schema names none; strict xgrammar would allow none at all."""
     names = types(schema)
     if "array" in names and "items" not in schema:
         counted = len(schema.get("prefixItems", ()))

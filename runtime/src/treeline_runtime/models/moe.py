@@ -41,8 +41,7 @@ class Exchange:
         self.ranks = ranks
 
     def over(self, x: torch.Tensor, compute: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """x (tokens, hidden) → what all ranks' experts add to it. compute: the sum of this rank's experts, of any
-        tokens."""
+        """x (tokens, hidden) → what all ranks' experts add to it. compute: the sum of this rank's, of any tokens."""
         tokens = len(x)
         everyones = self.ranks.all_gather(F.pad(x, (0, 0, 0, max(self.rows, tokens) - tokens)))
         return self.ranks.reduce_scatter(compute(everyones))[:tokens]

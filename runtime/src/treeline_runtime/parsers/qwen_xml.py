@@ -71,8 +71,7 @@ def _further(source: Source) -> Steps[str]:
 
 
 def _value(source: Source, parameter: _Parameter) -> Steps[str]:
-    """Emits a value as JSON; returns the tag after it. Strings, and values too long to hold, are emitted as they
-    come."""
+    """Emits a value as JSON; returns the tag after it. Strings and very long values are emitted as they come."""
     if (yield from source.ahead()) == "\n":
         source.skip(1)
         source.release()

@@ -90,8 +90,7 @@ class Source:
         self.begun = 0
         """Calls that have begun."""
         self.certain = False
-        """Whether the held text belongs to a call that has begun: if the output ends now, it is not part of the
-        answer."""
+        """The held text belongs to a call that has begun: at the end of the output it is no answer."""
 
     # ---- from outside ------------------------------------------------------------------------------------
 

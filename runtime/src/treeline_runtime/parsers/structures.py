@@ -80,8 +80,7 @@ def qwen_xml(functions: Sequence[Function], *, required: bool, parallel: bool) -
 
 
 def llama3(functions: Sequence[Function], *, required: bool, parallel: bool) -> Format:
-    """Objects as the whole output, or after `<|python_tag|>`. Text does not begin with a brace, which would be a
-    call."""
+    """Objects as the whole output, or after `<|python_tag|>`. Text begins with no brace, which would be a call."""
     objects = [_tag(_object(f, "parameters"), f.arguments, "}") for f in functions]
     calls = _some(objects, [_OBJECT], "; ", parallel=parallel)
     whole = _sequence({"type": "optional", "content": _const("<|python_tag|>")}, calls)
@@ -205,8 +204,7 @@ def _keywords(schema: dict[str, Any]) -> Format:
 def _marked(
     calls: list[Format], trigger: str, separator: str, excludes: Sequence[str] = (), *, required: bool, parallel: bool
 ) -> Format:
-    """Calls that begin with a marker. Free text may not contain `excludes`, which a parser would also take for
-    calls."""
+    """Calls that begin with a marker. `excludes`: what else a parser takes for calls; not in free text."""
     if required:
         return _some(calls, [trigger], separator, parallel=parallel)
     return {

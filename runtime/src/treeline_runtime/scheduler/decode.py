@@ -89,8 +89,7 @@ class DecodeManager:
         return Batch(Phase.DECODE, reqs, [req.device_len for req in reqs], ends, samples)
 
     def _ends(self, reqs: list[Req]) -> list[int]:
-        """The end position of each request: one token on, or several if forced tokens are known and the step has
-        room."""
+        """The end position of each request: one token on, or several that are forced, if the step has room."""
         ends, room = [], max(self._step_tokens - len(reqs), 0)
         for req in reqs:
             more = min(max(len(req.tokens) - req.device_len - 1, 0), room)

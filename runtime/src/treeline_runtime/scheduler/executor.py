@@ -190,8 +190,7 @@ class Executor:
         return self._finish(launched, logits[lasts], chosen, kv_finite)
 
     def warm_up(self, lengths: list[int]) -> None:
-        """Computes prompts of these lengths for no request: builds or chooses kernels, loads libraries, takes
-        memory."""
+        """Computes prompts of these lengths for no request: builds kernels, loads libraries, takes memory."""
         with torch.inference_mode(), self._on_device():
             for plan in map(self._of_nobody, lengths):
                 launched = self._launch(plan, self._how(plan))

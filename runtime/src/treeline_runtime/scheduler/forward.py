@@ -175,8 +175,7 @@ class Forward:
     def choose(
         self, hidden: torch.Tensor, inputs: OnDevice, out: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, Tokens]:
-        """hidden (rows, hidden) → logits (rows, vocabulary), in `out` if given; and tokens, also written to the
-        table."""
+        """hidden (rows, hidden) → logits (rows, vocabulary), in `out` if given; and tokens, put into the table."""
         logits = self._model.logits(hidden, out)
         ranks = self._model.ranks
         if ranks is None or ranks.rank.number == 0:

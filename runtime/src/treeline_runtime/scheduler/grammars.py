@@ -71,8 +71,7 @@ class Grammars:
             self._compiler.warm()
 
     def enter(self, req: Req) -> bool:
-        """Returns whether the request waits here now, because it has a grammar. `take_ready` returns it, perhaps at
-        once."""
+        """Returns whether the request has a grammar and waits here. `take_ready` returns it, perhaps at once."""
         if req.sampling.grammar is None:
             return False
         future = self._compiler.get(req.sampling.grammar, req.namespace, req.client)

@@ -62,8 +62,7 @@ class StepPlan(msgspec.Struct, omit_defaults=True, frozen=True, dict=True):
     decodes: bool = False
     """Only decoding, no prompts: the step may be a graph."""
     tokens: Writes = Writes()
-    """Written to the token table before the step, as `pages` to the page table. Sampled tokens are already in the
-    table."""
+    """Written to the token table before the step, as `pages` to the page table; not what was sampled there."""
     pages: Writes = Writes()
     sampling: list[int] = []
     """Sequences with a sampled token after their end; for these, in order:"""

@@ -65,8 +65,7 @@ def num_pages(
 
 
 def num_host_pages(config: SchedulerConfig, page_bytes: int, pool_bytes: int) -> int:
-    """Pages of `host_cache`. Raises ConfigError if not even one fits, or not all are free beside the pool's bytes in
-    host memory."""
+    """Pages of `host_cache`. Raises ConfigError if none fits, or host memory lacks room beside the pool's bytes."""
     if config.host_cache is None:
         return 0
     pages, free = config.host_cache // page_bytes, max(_available_memory() - pool_bytes, 0)

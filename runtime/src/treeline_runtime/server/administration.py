@@ -179,8 +179,7 @@ class Administration:
         return json_answer({"num_steps": body.num_steps, "folder": folder})
 
     async def stop_profile(self, asked: Controlling) -> Response:
-        """Ends the profile before its last step; answers with the trace's file, or those of the ranks that still
-        traced."""
+        """Ends the profile early; answers with the trace's file, or those of the ranks that still traced."""
         _query(asked)
         manager = self._service.manager
         replies = await self._replies(lambda rank: manager.ask(rank, messages.StopProfileReq))
@@ -212,8 +211,7 @@ class Administration:
 
     @asynccontextmanager
     async def _operation(self, what: str, *, refuses: bool) -> AsyncIterator[None]:
-        """The only running operation. New requests are refused or held back meanwhile. Raises ApiError: 409 if another
-        runs, 503."""
+        """The only operation. New requests are refused or held back. Raises ApiError: 409 if another runs, 503."""
         state = self._service.state
         if state.operation is not None:
             raise ApiError(409, f"Another operation is running: {state.operation}", code="conflict")
@@ -233,8 +231,7 @@ class Administration:
         *,
         abort: bool = False,
     ) -> None:
-        """Asks these ranks until no request runs there; `on_ok` is called for each that has done it. Raises ApiError if
-        one refuses."""
+        """Asks these ranks until no request runs there; calls `on_ok` for each that has done it. Raises ApiError."""
         manager, replies, left = self._service.manager, dict[int, messages.Reply](), list(ranks)
         while True:
             if abort:

@@ -35,8 +35,7 @@ class Choice:
     def __init__(
         self, parser: OutputParser | None, shown: Shown, special: SpecialTokens, end_of_thinking: int | None = None
     ) -> None:
-        """`parser`: None if everything is text. `special`: tokens to remove from the text. `end_of_thinking`: the
-        token."""
+        """`parser`: None: all is text. `special`: tokens to remove. `end_of_thinking`: the token."""
         self._parser = parser
         self._shown = shown
         self._said = Unmarked(special)

@@ -119,8 +119,7 @@ class Body(msgspec.Struct, frozen=True):
 
     @classmethod
     def read(cls, raw: Mapping[str, Any], where: str = "") -> Self:
-        """Raises ApiError 400, also for fields that are neither supported nor harmless. `where`: prefix of their
-        names."""
+        """Raises ApiError 400, also for unknown fields that are not harmless. `where`: prefix of their names."""
         check_unknown(raw, cls.__struct_fields__, harmless=cls.harmless, where=where)
         given = {name: value for name, value in raw.items() if value is not None}  # null means "not given"
         return convert(given, cls, where)
@@ -207,8 +206,7 @@ def _inert(role: Any) -> Container[str]:
 
 
 def _check_calls(calls: Any, where: str) -> None:
-    """Raises ApiError 400 for calls of earlier turns that a template could not write. Arguments as text are parsed when
-    rendered."""
+    """Raises ApiError 400 for calls of earlier turns that no template can write; rendering parses arguments."""
     for i, call in enumerate(calls if isinstance(calls, list) else ()):
         if not isinstance(call, dict):
             continue

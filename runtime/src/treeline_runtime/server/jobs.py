@@ -84,8 +84,7 @@ class Generations(_Read, frozen=True, kw_only=True):
         return self.rids or [f"{self.rid}:{index}" for index in range(self.generations)]
 
     def check_copies(self) -> None:
-        """Raises ApiError 400 if its generations carry too many bytes besides prompts: every process copies them for
-        each."""
+        """Raises ApiError 400 if its generations carry too many bytes besides prompts: processes copy them."""
         size = 0
         for prompt in self.prompts:
             size += self.n * len(encode(prompt.sampling))

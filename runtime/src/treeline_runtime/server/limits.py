@@ -66,7 +66,6 @@ class ByteBudget:
             self._held[client] += size
 
     def release(self, size: int, client: str | None) -> None:
-        """Idempotent."""
         self.used -= size
         if client is not None:
             self._held[client] -= size

@@ -95,8 +95,7 @@ class EngineHealth:
                 await asyncio.sleep(RETRY_S)
 
     async def check(self) -> None:
-        """Has each rank generate a few tokens, or make a vector. Raises ApiError 503 if requests fail or none is
-        accepted."""
+        """Has each rank make a few tokens, or a vector. Raises ApiError 503 if requests fail or none is accepted."""
         self._service.admit()
         refusals = await asyncio.gather(*map(self._check, range(self._ranks)))
         if self.problem is not None:

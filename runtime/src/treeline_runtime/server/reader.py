@@ -317,8 +317,7 @@ def read_chat_task(
 
 
 def _echo(raw: Mapping[str, Any]) -> str:
-    """The last message's text if the answer has the same role: the assistant's, or, without a generation prompt,
-    any."""
+    """The last message's text if the answer has its role: the assistant's, or, without a generation prompt, any."""
     last = raw["messages"][-1]
     goes_on = raw.get("add_generation_prompt") is False or raw.get("continue_final_message") is True
     if not goes_on and last["role"] != "assistant":
