@@ -75,8 +75,7 @@ class Stage(Ranks, Protocol):
         """x (rows, n) → a new tensor (ranks x rows, n), the ranks' rows in order."""
 
     def reduce_scatter(self, x: torch.Tensor, /) -> torch.Tensor:
-        """x (ranks x rows, n) → the rank's rows (rows, n) of the sum of all ranks' x, until the next call. May
-        overwrite x."""
+        """x (ranks x rows, n) → the rank's rows (rows, n) of all ranks' sum, until the next call. May overwrite x."""
 
 
 def open_store(place: str, count: int) -> Any:

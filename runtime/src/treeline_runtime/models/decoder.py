@@ -263,8 +263,7 @@ class Decoder:
         return x * self._scale  # the sum itself is gone at the next one
 
     def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
-        """x (tokens, hidden), from `embed` or elsewhere → normalised hidden states (tokens, hidden); except on the last
-        stage with any content."""
+        """x (tokens, hidden) → normalised hidden states (tokens, hidden); except on the last stage with any content."""
         residual: torch.Tensor | None = None
         after: torch.Tensor | None = None
         ranks = self.ranks

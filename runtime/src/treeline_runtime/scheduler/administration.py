@@ -264,8 +264,7 @@ class Busy(Refused):
 
 
 class Profiler:
-    """A trace of some steps by torch's profiler, for chrome://tracing or Perfetto; one at a time. `step` is called
-    after each launched step."""
+    """One trace at a time by torch's profiler, for chrome://tracing or Perfetto. `step` is called after each launch."""
 
     def __init__(self, device: torch.device) -> None:
         self._activities = [ProfilerActivity.CPU]

@@ -99,6 +99,5 @@ class DecodeManager:
 
 
 def retraction_order(reqs: list[Req]) -> list[Req]:
-    """The order of retraction: the least urgent, then those with least output to lose, then the longest prompt (its
-    prefix stays cached)."""
+    """The least urgent, then those with least output to lose, then the longest prompt (its prefix stays cached)."""
     return sorted(reqs, key=lambda req: (req.priority, req.output_len, -req.prompt_len))

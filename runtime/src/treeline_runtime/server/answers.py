@@ -151,8 +151,7 @@ class ChatChunkChoice(Struct, kw_only=True):
 
 
 class ChatChunk(Struct, kw_only=True):
-    """An event of a stream. `usage` is present with `stream_options`; with `include_usage` a last event has no
-    choices."""
+    """An event of a stream. `usage`: with `stream_options`; with `include_usage` a last event has no choices."""
 
     id: str
     object: Literal["chat.completion.chunk"]

@@ -13,8 +13,7 @@ MAX_BODY_BYTES = 32 << 20
 MAX_CONTROL_BYTES = 64 << 10
 """Bodies of endpoints without a prompt."""
 INLINE_BYTES = 8 << 10
-"""Smaller bodies are parsed and tokenized in the event loop, in at most about 5 ms. Larger ones go to another process
-(`reader_pool`)."""
+"""Smaller bodies are read in the event loop, in at most about 5 ms; larger ones in another process (`reader_pool`)."""
 INLINE_TEXTS_BYTES = 2 << 10
 """The same for bodies with lists of texts, each costing some 30 µs however short."""
 INLINE_PAIRS_BYTES = 1 << 10

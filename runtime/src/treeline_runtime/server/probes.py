@@ -228,8 +228,7 @@ class Probes:
         return json_answer(answers.Status("live", state.heartbeats))
 
     async def ready(self) -> Response:
-        """200 while the server accepts new work and, as far as is known, can do it. Costs nothing: answered without
-        asking the scheduler."""
+        """200 while the server takes new work and, as far as is known, can do it. Free: the scheduler is not asked."""
         state = self._service.state
         if state.failure is not None:
             raise ApiError(503, state.failure)
