@@ -88,10 +88,9 @@ class DetokenizerCore:
                     for out in message.outs:
                         self._push(out, texts, turn)
                 case Reply():
-                    turn.to_http += texts.batches()
+                    turn.to_http += [*texts.batches, message]
                     texts = _Texts()
-                    turn.to_http.append(message)
-        turn.to_http += texts.batches()
+        turn.to_http += texts.batches
         return turn
 
     def _push(self, out: TokenOut, texts: _Texts, turn: DetokenizerOutput) -> None:
@@ -172,21 +171,17 @@ class _Texts:
     """Texts for the HTTP process, in messages that hold its event loop for a few milliseconds at most."""
 
     def __init__(self) -> None:
-        self._batches: list[list[TextOut]] = []
+        self.batches: list[BatchTextOut] = []
         self._size = MESSAGE_SIZE
 
     def append(self, out: TextOut) -> None:
         if self._size >= MESSAGE_SIZE:
-            self._batches.append([])
+            self.batches.append(BatchTextOut([]))
             self._size = 0
-        self._batches[-1].append(out)
+        self.batches[-1].outs.append(out)
         states = b"" if out.hidden_states is None else out.hidden_states.data
         large = sum(map(len, out.logprobs)) + len(out.vector or b"") + len(states)
         self._size += 1 + large // LOGPROB_BYTES
-
-    def batches(self) -> list[BatchTextOut]:
-        """In order."""
-        return [BatchTextOut(outs) for outs in self._batches]
 
 
 def _parts(out: TokenOut) -> list[TokenOut]:

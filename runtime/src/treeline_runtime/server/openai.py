@@ -124,12 +124,20 @@ class StreamOptions(Body, frozen=True):
     """The usage so far in every chunk: vLLM's, sent by guidellm and aiperf."""
 
 
-class CommonBody(SamplingFields, frozen=True, kw_only=True):
+class TextBody(SamplingFields, frozen=True, kw_only=True):
+    """What all APIs of texts call alike."""
+
     model: str | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     cache_salt: Salt = None
     extra_key: Salt = None
+    seed: Seed | None = None
+    rid: Rid | None = None
+    priority: Priority | None = None
+
+
+class CommonBody(TextBody, frozen=True, kw_only=True):
+    stream_options: StreamOptions | None = None
     response_format: grammars.ResponseFormat = None
     structured_outputs: grammars.StructuredOutputs = None
     json_schema: grammars.JsonSchema = None
@@ -141,12 +149,9 @@ class CommonBody(SamplingFields, frozen=True, kw_only=True):
     guided_regex: grammars.Regex = None
     guided_choice: grammars.Choices = None
     guided_grammar: grammars.Ebnf = None
-    seed: Seed | None = None
     min_tokens: Count | None = None
-    rid: Rid | None = None
     request_id: Rid | None = None
     """vLLM's name of `rid`."""
-    priority: Priority | None = None
     custom_logit_processor: ProcessorName | None = None
     custom_params: dict[str, Any] | None = None
     vllm_xargs: dict[str, Any] | None = None

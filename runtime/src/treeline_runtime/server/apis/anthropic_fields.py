@@ -9,8 +9,8 @@ from msgspec import Meta
 
 from treeline_runtime.server.errors import NO_THREADS, invalid, missing, short, unsupported, wrong
 from treeline_runtime.server.fields import HARMLESS, check_unknown
-from treeline_runtime.server.openai import Rid, Salt, Variables
-from treeline_runtime.server.sampling import PositiveCount, Priority, SamplingFields, Seed
+from treeline_runtime.server.openai import TextBody, Variables
+from treeline_runtime.server.sampling import PositiveCount, SamplingFields
 
 _MESSAGE: Final = {
     "type": "object",
@@ -22,7 +22,7 @@ _MESSAGE: Final = {
 }
 
 
-class MessagesBody(SamplingFields, frozen=True, kw_only=True):
+class MessagesBody(TextBody, frozen=True, kw_only=True):
     """A chat. If `max_tokens` exceeds the room in the context, the answer may fill it."""
 
     harmless: ClassVar = {
@@ -44,22 +44,15 @@ class MessagesBody(SamplingFields, frozen=True, kw_only=True):
     }
     messages: Annotated[list[Any], Meta(min_length=1, extra_json_schema={"items": _MESSAGE})]
     chat_template_kwargs: Variables = None
-    cache_salt: Salt = None
-    extra_key: Salt = None
-    model: str | None = None
     system: str | list[Any] | None = None
     max_tokens: PositiveCount | None = None
     stop_sequences: list[str] | None = None
-    stream: bool | None = None
     tools: list[Any] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
     context_management: dict[str, Any] | None = None
     thread: dict[str, Any] | None = None
-    seed: Seed | None = None
-    rid: Rid | None = None
-    priority: Priority | None = None
 
 
 NAMES: Final[Mapping[str, str]] = {

@@ -11,15 +11,15 @@ from msgspec import Meta
 from treeline_runtime.server.errors import ApiError, invalid, short, unsupported, wrong
 from treeline_runtime.server.fields import HARMLESS, check_unknown
 from treeline_runtime.server.grammars import StructuredOutputs
-from treeline_runtime.server.openai import Rid, Salt, StreamOptions, Variables
-from treeline_runtime.server.sampling import Count, PositiveCount, Priority, SamplingFields, Seed, TopCount
+from treeline_runtime.server.openai import Rid, StreamOptions, TextBody, Variables
+from treeline_runtime.server.sampling import Count, PositiveCount, SamplingFields, TopCount
 from treeline_runtime.server.tools import ToolChoice
 
 Metadata = Annotated[dict[str, Annotated[str, Meta(max_length=512)]], Meta(max_length=16)]
 """OpenAI's bounds."""
 
 
-class ResponsesBody(SamplingFields, frozen=True, kw_only=True):
+class ResponsesBody(TextBody, frozen=True, kw_only=True):
     """A chat as items. Nothing is stored: each request has the whole conversation. Unset sampling values come from the
     checkpoint; `max_output_tokens` is the rest of the context."""
 
@@ -36,11 +36,7 @@ class ResponsesBody(SamplingFields, frozen=True, kw_only=True):
     input: str | list[Any]
     chat_template_kwargs: Variables = None
     structured_outputs: StructuredOutputs = None
-    cache_salt: Salt = None
-    extra_key: Salt = None
     instructions: str | None = None
-    model: str | None = None
-    stream: bool | None = None
     stream_options: dict[str, Any] | None = None
     max_output_tokens: PositiveCount | None = None
     tools: list[Any] | None = None
@@ -56,12 +52,9 @@ class ResponsesBody(SamplingFields, frozen=True, kw_only=True):
     """Number of log probabilities, which must be requested by `include`."""
     include_reasoning: bool | None = None
     previous_response_id: str | None = None
-    seed: Seed | None = None
     min_tokens: Count | None = None
-    rid: Rid | None = None
     request_id: Rid | None = None
     """The name of `rid` in vLLM and SGLang."""
-    priority: Priority | None = None
 
 
 NAMES: Final[Mapping[str, str]] = {
