@@ -112,9 +112,10 @@ class DetokenizerCore:
             used, count = out.token_ids[: -delta.unused], out.completion_tokens - delta.unused
             out = msgspec.structs.replace(out, token_ids=used, completion_tokens=count)
         with_text = request.init.return_logprob_text
-        for part in _parts(out):
+        *parts, rest = _parts(out)
+        for part in parts:
             texts.append(self._text_out(part, "", None, with_text=with_text))
-        last = self._text_out(_rest(out), delta.text, finish, with_text=with_text)
+        last = self._text_out(rest, delta.text, finish, with_text=with_text)
         if finish is not None and out.finish is None:
             request.stopped = last
             turn.to_scheduler.append(StopReq(out.rid, delta.matched))
@@ -185,32 +186,17 @@ class _Texts:
 
 
 def _parts(out: TokenOut) -> list[TokenOut]:
-    """The prompt's log probabilities except the last `MESSAGE_SIZE` positions, in outputs of their own."""
-    chosen, tops = out.input_token_logprobs or [], out.input_top_logprobs
-    return [
-        TokenOut(
-            out.rid,
-            [],
-            prompt_tokens=out.prompt_tokens,
-            cached_tokens=out.cached_tokens,
-            input_token_logprobs=chosen[start : start + MESSAGE_SIZE],
-            input_top_logprobs=None if tops is None else tops[start : start + MESSAGE_SIZE],
-        )
-        for start in range(0, max(0, len(chosen) - MESSAGE_SIZE), MESSAGE_SIZE)
-    ]
-
-
-def _rest(out: TokenOut) -> TokenOut:
-    """Returns the message without the log probabilities that `_parts` sends before it."""
+    """The message; many log probabilities of a prompt come in more of them, `MESSAGE_SIZE` positions in each."""
     chosen, tops = out.input_token_logprobs, out.input_top_logprobs
     if chosen is None or len(chosen) <= MESSAGE_SIZE:
-        return out
-    done = -(-(len(chosen) - MESSAGE_SIZE) // MESSAGE_SIZE) * MESSAGE_SIZE
-    return msgspec.structs.replace(
-        out,
-        input_token_logprobs=chosen[done:],
-        input_top_logprobs=None if tops is None else tops[done:],
-    )
+        return [out]
+    parts = [TokenOut(out.rid, [], prompt_tokens=out.prompt_tokens, cached_tokens=out.cached_tokens)]
+    parts = parts * ((len(chosen) - 1) // MESSAGE_SIZE) + [out]
+    spans = [slice(MESSAGE_SIZE * i, MESSAGE_SIZE * (i + 1)) for i in range(len(parts))]
+    return [
+        msgspec.structs.replace(part, input_token_logprobs=chosen[span], input_top_logprobs=tops and tops[span])
+        for part, span in zip(parts, spans, strict=True)
+    ]
 
 
 def run(spec: ChildSpec, context: zmq.Context[zmq.Socket[bytes]]) -> None:
