@@ -44,8 +44,7 @@ class Call:
     """Requests that a caller waits for together."""
 
     def __init__(self, wake: Callable[[], None], *, streams: bool) -> None:
-        """wake: called in the scheduler's thread when all have ended, when one fails, and, if it `streams`, when a new
-        output has arrived."""
+        """wake: called in the scheduler's thread when all have ended, one fails or, if it `streams`, an output came."""
         self.wake = wake
         self.streams = streams
         self.runs: list[Running] = []

@@ -305,8 +305,7 @@ async def _first(*futures: asyncio.Future[Any]) -> None:
 
 
 def _kv_events(publisher: dict[str, Any], args: ServerArgs) -> dict[str, Any]:
-    """The addresses at which this server publishes, under SGLang's names. `publisher`: what rank 0's said when it was
-    ready; other ranks' ports follow."""
+    """Where this server publishes, in SGLang's names. `publisher`: rank 0's words when ready; other ports follow."""
     return {
         "publisher": "zmq",
         "endpoint_host": "*" if publisher["host"] in ("0.0.0.0", "::") else publisher["host"],

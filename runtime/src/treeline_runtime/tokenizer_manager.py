@@ -289,8 +289,7 @@ class TokenizerManager:
         generation.inflight._deliver(generation, messages.TextOut(id, "", [], finish))
 
     def abort(self, name: str) -> None:
-        """Ends the requests of one name in all tenants, or all with "". Waiting callers get the output so far, with
-        reason `abort`."""
+        """Ends requests of a name in all tenants, or all with "". Callers get the output so far: an `abort`."""
         named = itertools.chain.from_iterable(self._named.get(name, {}).values()) if name else self._running
         sent = dict[DpRank, list[str]]()
         for id in [id for id in named if id in self._running]:
@@ -368,8 +367,7 @@ class TokenizerManager:
     async def ask(
         self, rank: DpRank, question: Callable[[str], messages.AdminReq], timeout_s: float = 60.0
     ) -> messages.Reply:
-        """The scheduler's answer to the message that `question` makes with an id, after all generations that wait for
-        their turn there. Raises NoReply."""
+        """The scheduler's answer to what `question` makes, after all generations that wait here. Raises NoReply."""
         self._pump(rank)
         id = self._new_id()
         return await self._ask(rank.scheduler, question(id), id, timeout_s, rank.all_sent)

@@ -51,8 +51,7 @@ class Executor:
         group: Group | None = None,
         peers: Peers | None = None,
     ) -> None:
-        """group: the other ranks, which compute their parts of the same steps. peers: those with steps of their own,
-        which share experts."""
+        """group: other ranks, with parts of the same steps. peers: with steps of their own; they share experts."""
         shape, device = model.own, limits.device
         self._model = model
         self._group = group

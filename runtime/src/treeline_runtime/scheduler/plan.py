@@ -44,8 +44,7 @@ class RowSampling(msgspec.Struct, array_like=True, frozen=True):
 
 
 class InputLogprobs(msgspec.Struct, array_like=True, frozen=True):
-    """Asks for the log probabilities of the tokens after a sequence's positions from `low` to `high`, with the `top`
-    most likely at each."""
+    """Asks for log probabilities of the tokens after positions `low` to `high`, with the `top` most likely at each."""
 
     sequence: int
     low: int

@@ -63,8 +63,7 @@ class PrefillManager:
         """The sum over `waiting`, kept: adding it up in every step would take time by the length of the queue."""
         self._bounded = config.max_queued_requests is not None
         self._replaceable: dict[str | None, Ranked] = {}
-        """Requests that have never begun, by client: the least urgent first, of these the latest. Kept if the queue's
-        length is limited."""
+        """Requests that never began, by client: least urgent, latest first. Kept if the queue's length is limited."""
         self._estimated_version = -1
         """The tree's version at the last estimates of the queue's first requests; -1 if the queue has changed since."""
 

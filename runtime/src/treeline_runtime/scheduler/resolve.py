@@ -167,8 +167,7 @@ def _available_memory() -> int:
 
 
 def _available_in_group(group: Path) -> int:
-    """Bytes that a control group may still allocate. File pages, such as those of weights, do not count as used, since
-    they can be dropped."""
+    """Bytes that a control group may still allocate. File pages count as free, since they can be dropped."""
     limit, used, stat = (group / f"memory.{name}" for name in ("max", "current", "stat"))
     if not (limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max"):
         return sys.maxsize

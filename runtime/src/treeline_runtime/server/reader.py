@@ -423,8 +423,7 @@ class ApiReader:
     def _chat(
         self, convert: Convert, name: str, api: ModuleType, more: dict[str, Any], stream: bool | None
     ) -> jobs.ChatTask:
-        """The request as a chat. `name`: as for `converted`; `api`: its field names; `more`: members of the chat that
-        do not concern its prompt."""
+        """The request as a chat. `name`: as `converted`'s; `api`: its field names; `more`: no prompt reads these."""
         converted = self.converted(convert, name)
         with renamed(api.NAMES, api.MEMBERS):
             task = read_chat_task(converted | more, self.model, self.limits, self.caller)
