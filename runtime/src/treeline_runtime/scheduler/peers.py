@@ -12,7 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -21,9 +21,6 @@ from treeline_runtime.messages import StepRow, ToScheduler
 from treeline_runtime.models.moe import Exchange
 from treeline_runtime.models.shards import Rank
 from treeline_runtime.scheduler.ranks.protocol import GroupFailed, Launch, told
-
-if TYPE_CHECKING:
-    from treeline_runtime.scheduler.reports import Transport
 
 CAUSE_S = 1.0
 """Time in which the server notices that another rank has ended, after a collective has failed here."""
@@ -80,10 +77,18 @@ class Agreement:
         return SharedStep(max(row.tokens for row in working), launch)
 
 
+class Inbox(Protocol):
+    """This rank's, of a `Transport`."""
+
+    def receive(self) -> list[ToScheduler]: ...
+
+    def wait(self) -> None: ...
+
+
 class Peers:
     """The other ranks, as one sees them. Their rows come with this rank's other messages."""
 
-    def __init__(self, rank: Rank, folder: Path, inbox: Transport, tell: Callable[[StepRow], None]) -> None:
+    def __init__(self, rank: Rank, folder: Path, inbox: Inbox, tell: Callable[[StepRow], None]) -> None:
         """folder: where all meet; tell: sends a row to all other schedulers."""
         self._rank, self._folder = rank, folder
         self._inbox, self._tell = inbox, tell
