@@ -79,8 +79,7 @@ class Outputs:
 
     def take(self, message: FromScheduler) -> None:
         if isinstance(message, Reply):
-            answer = self.asked.pop(message.id, None)
-            if answer is not None:
+            if (answer := self.asked.pop(message.id, None)) is not None:
                 answer(message)
             return
         assert isinstance(message, BatchTokenOut)

@@ -330,8 +330,7 @@ class TokenizerManager:
             rank.gate.taken(mark)
             self._pump(rank)
             return
-        future = self._asked.get(reply.id)
-        if future is not None and not future.done():
+        if (future := self._asked.get(reply.id)) is not None and not future.done():
             future.set_result(reply)
 
     def _measure(self, generation: _Generation, out: messages.TextOut, now: float) -> None:

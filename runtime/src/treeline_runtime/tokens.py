@@ -17,9 +17,8 @@ from treeline_runtime.stop_regex import RegexFinder
 REPLACEMENT = "�"
 
 UNDECIDED_PUSHES = 32
-"""After so many pushes, text that ends in U+FFFD, or an empty addition, is no longer held back. A character has at
-most four bytes and a token at least one, so a longer run is not an unfinished character, and must not be decoded again
-for each token."""
+"""After so many pushes, text that ends in U+FFFD, or an empty addition, is no longer held back: a character has at
+most four bytes, a token at least one. So a longer run is no unfinished one, nor decoded again for each token."""
 SETTLED_TOKENS = 4
 """In such a run, the text before this many last tokens is final."""
 
