@@ -360,7 +360,7 @@ class DenseAttention(AttentionBackend):
         return found.flatten(1) if out is None else out.copy_(found.flatten(1))
 
 
-ATTENTION_BACKENDS.register("dense", DenseAttention)
+ATTENTION_BACKENDS._things["dense"] = DenseAttention
 
 
 def assert_generates_the_same(engine: Harness, theirs: Any) -> None:

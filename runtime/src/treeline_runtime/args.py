@@ -44,7 +44,6 @@ GROUPS = {
 
 
 MAX_RANKS = 64
-"""The most data-parallel ranks of a server."""
 
 
 def _origin(text: str) -> str:

@@ -30,7 +30,6 @@ ONE_SHOT_BYTES = 256 << 10
 """Up to here each GPU reads all parts and adds them; beyond, each adds a slice and reads the others' sums, which is
 faster from 512 KiB on (two H200, inside CUDA graphs)."""
 SUMMED = (torch.bfloat16, torch.float32)
-"""Types that torch's kernels add."""
 LOOPBACK = "127.0.0.1"
 """The ranks of one machine are not to be reached from others."""
 
@@ -53,13 +52,11 @@ class Ranks(Protocol):
     # ---- between the stages of a pipeline: by default there is one -------------------------------------------
 
     def receive(self, x: torch.Tensor, /) -> torch.Tensor:
-        """Fills x with what the same rank of the stage before has sent, and returns it; on the first stage x stays as
-        it is."""
+        """Fills x with what the same rank of the stage before has sent, and returns it; the first stage keeps x."""
         return x
 
     def send(self, x: torch.Tensor, /) -> None:
-        """Gives x to the same rank of the next stage, if there is one, without waiting; x stays as it is until
-        `everywhere`."""
+        """Gives x to the same rank of the next stage, if any, without waiting; x must stay until `everywhere`."""
         return
 
     def home(self, x: torch.Tensor, /) -> torch.Tensor:
@@ -78,8 +75,7 @@ class Stage(Ranks, Protocol):
         """x (rows, n) → a new tensor (ranks x rows, n), the ranks' rows in order."""
 
     def reduce_scatter(self, x: torch.Tensor, /) -> torch.Tensor:
-        """x (ranks x rows, n) → the rank's rows (rows, n) of the sum of all ranks' x, until the next call. May
-        overwrite x."""
+        """x (ranks x rows, n) → the rank's rows (rows, n) of all ranks' sum, until the next call. May overwrite x."""
 
 
 def open_store(place: str, count: int) -> Any:
@@ -221,7 +217,6 @@ class Processes(Stage):
         return self.sum(x).chunk(self.rank.count)[self.rank.index]  # gloo has nothing better
 
     def _parts(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """The x of all ranks."""
         parts = [torch.empty_like(x) for _ in range(self.rank.count)]
         self._group.allgather([parts], [x.contiguous()]).wait()
         return parts

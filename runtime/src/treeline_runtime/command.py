@@ -1,5 +1,4 @@
-"""`treeline serve` on the command line. It reads its arguments before it loads the server, which takes a second: help
-and mistakes come at once."""
+"""`treeline serve`. Arguments are read before the server is loaded (a second): help and mistakes come at once."""
 
 from __future__ import annotations
 

@@ -219,7 +219,6 @@ class EngineConfig:
 
     @property
     def ranks_here(self) -> int:
-        """The ranks that share a machine."""
         return self.ranks // self.nnodes
 
     @property

@@ -27,19 +27,9 @@ class Attends(Protocol):
         """See `AttentionBackend.forward`."""
 
 
-class Adapters(Protocol):
-    """The LoRA adapters of a step's sequences, which add to its projections."""
-
-    def delta(self, projection: str, x: torch.Tensor) -> torch.Tensor | None:
-        """x (tokens, inputs) → (tokens, outputs) to be added; None if no adapter of the step changes it.
-
-        `projection`: the name of its weights without `.weight`; stacked ones are joined with `+`.
-        """
-
-
 @dataclass(frozen=True, slots=True)
 class Context:
-    """A step besides its input: attention, angles, adapters."""
+    """A step besides its input: attention, angles."""
 
     attention: Attends
     plan: Any
@@ -51,4 +41,3 @@ class Context:
     sin: torch.Tensor
     unfinite: torch.Tensor | None = None
     """(tokens,) int32, zeros; fused operations write 1 where keys or values are not finite."""
-    adapters: Adapters | None = None

@@ -74,39 +74,24 @@ class DetokenizerCore:
         """Outputs that overtook their DetokenizeInit: it travels on another connection."""
         self._token_text = functools.lru_cache(TOKEN_TEXTS)(lambda id: decode([id], False))
 
-    @property
-    def open_requests(self) -> int:
-        return len(self._requests) + len(self._early)
-
     def take(self, messages: Iterable[ToDetokenizer]) -> DetokenizerOutput:
         """Handles messages in order; texts of neighbouring batches leave together."""
         turn, texts = DetokenizerOutput(), _Texts()
         for message in messages:
             match message:
                 case DetokenizeInit():
-                    self._requests[message.rid] = self._request(message)
+                    text = IncrementalDetokenizer.of(message, self._decode)
+                    self._requests[message.rid] = _Request(message, text)
                     for out in self._early.pop(message.rid, ()):
                         self._push(out, texts, turn)
                 case BatchTokenOut():
                     for out in message.outs:
                         self._push(out, texts, turn)
                 case Reply():
-                    turn.to_http += texts.batches()
+                    turn.to_http += [*texts.batches, message]
                     texts = _Texts()
-                    turn.to_http.append(message)
-        turn.to_http += texts.batches()
+        turn.to_http += texts.batches
         return turn
-
-    def _request(self, init: DetokenizeInit) -> _Request:
-        skip = init.skip_special_tokens
-        text = IncrementalDetokenizer(
-            lambda ids: self._decode(ids, skip),
-            stop=init.stop,
-            no_stop_trim=init.no_stop_trim,
-            min_tokens=init.min_new_tokens,
-            stop_regex=init.stop_regex,
-        )
-        return _Request(init, text)
 
     def _push(self, out: TokenOut, texts: _Texts, turn: DetokenizerOutput) -> None:
         request = self._requests.get(out.rid)
@@ -127,9 +112,10 @@ class DetokenizerCore:
             used, count = out.token_ids[: -delta.unused], out.completion_tokens - delta.unused
             out = msgspec.structs.replace(out, token_ids=used, completion_tokens=count)
         with_text = request.init.return_logprob_text
-        for part in _parts(out):
+        *parts, rest = _parts(out)
+        for part in parts:
             texts.append(self._text_out(part, "", None, with_text=with_text))
-        last = self._text_out(_rest(out), delta.text, finish, with_text=with_text)
+        last = self._text_out(rest, delta.text, finish, with_text=with_text)
         if finish is not None and out.finish is None:
             request.stopped = last
             turn.to_scheduler.append(StopReq(out.rid, delta.matched))
@@ -186,50 +172,31 @@ class _Texts:
     """Texts for the HTTP process, in messages that hold its event loop for a few milliseconds at most."""
 
     def __init__(self) -> None:
-        self._batches: list[list[TextOut]] = []
+        self.batches: list[BatchTextOut] = []
         self._size = MESSAGE_SIZE
 
     def append(self, out: TextOut) -> None:
         if self._size >= MESSAGE_SIZE:
-            self._batches.append([])
+            self.batches.append(BatchTextOut([]))
             self._size = 0
-        self._batches[-1].append(out)
+        self.batches[-1].outs.append(out)
         states = b"" if out.hidden_states is None else out.hidden_states.data
         large = sum(map(len, out.logprobs)) + len(out.vector or b"") + len(states)
         self._size += 1 + large // LOGPROB_BYTES
 
-    def batches(self) -> list[BatchTextOut]:
-        """In order."""
-        return [BatchTextOut(outs) for outs in self._batches]
-
 
 def _parts(out: TokenOut) -> list[TokenOut]:
-    """The prompt's log probabilities except the last `MESSAGE_SIZE` positions, in outputs of their own."""
-    chosen, tops = out.input_token_logprobs or [], out.input_top_logprobs
-    return [
-        TokenOut(
-            out.rid,
-            [],
-            prompt_tokens=out.prompt_tokens,
-            cached_tokens=out.cached_tokens,
-            input_token_logprobs=chosen[start : start + MESSAGE_SIZE],
-            input_top_logprobs=None if tops is None else tops[start : start + MESSAGE_SIZE],
-        )
-        for start in range(0, max(0, len(chosen) - MESSAGE_SIZE), MESSAGE_SIZE)
-    ]
-
-
-def _rest(out: TokenOut) -> TokenOut:
-    """Returns the message without the log probabilities that `_parts` sends before it."""
+    """The message; many log probabilities of a prompt come in more of them, `MESSAGE_SIZE` positions in each."""
     chosen, tops = out.input_token_logprobs, out.input_top_logprobs
     if chosen is None or len(chosen) <= MESSAGE_SIZE:
-        return out
-    done = -(-(len(chosen) - MESSAGE_SIZE) // MESSAGE_SIZE) * MESSAGE_SIZE
-    return msgspec.structs.replace(
-        out,
-        input_token_logprobs=chosen[done:],
-        input_top_logprobs=None if tops is None else tops[done:],
-    )
+        return [out]
+    parts = [TokenOut(out.rid, [], prompt_tokens=out.prompt_tokens, cached_tokens=out.cached_tokens)]
+    parts = parts * ((len(chosen) - 1) // MESSAGE_SIZE) + [out]
+    spans = [slice(MESSAGE_SIZE * i, MESSAGE_SIZE * (i + 1)) for i in range(len(parts))]
+    return [
+        msgspec.structs.replace(part, input_token_logprobs=chosen[span], input_top_logprobs=tops and tops[span])
+        for part, span in zip(parts, spans, strict=True)
+    ]
 
 
 def run(spec: ChildSpec, context: zmq.Context[zmq.Socket[bytes]]) -> None:

@@ -31,21 +31,21 @@ def resolve_model(
     folder = model_folder(model)
     if folder.exists() and not folder.is_dir():
         raise ModelNotFound(f"--model: {model} is a file; give the folder that holds config.json")
-    if not folder.exists():
-        try:
-            repo, revision = HubModel.parse(f"hf://{model}")
-        except ValueError:
-            raise ModelNotFound(
-                f"--model: there is no folder {model!r} (and it is not a Hugging Face id, which looks like org/name)"
-            ) from None
-        folder = _download(repo, revision, SMALL_FILES)
-        _check(folder, model, needs_weights=False)
-        check(folder)
-        folder = _download(repo, revision, FILES)
+    if folder.exists():
         _check(folder, model, needs_weights)
+        check(folder)
         return folder
-    _check(folder, model, needs_weights)
+    try:
+        repo, revision = HubModel.parse(f"hf://{model}")
+    except ValueError:
+        raise ModelNotFound(
+            f"--model: there is no folder {model!r} (and it is not a Hugging Face id, which looks like org/name)"
+        ) from None
+    folder = _download(repo, revision, SMALL_FILES)
+    _check(folder, model, needs_weights=False)
     check(folder)
+    folder = _download(repo, revision, FILES)
+    _check(folder, model, needs_weights)
     return folder
 
 

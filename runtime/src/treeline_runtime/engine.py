@@ -44,10 +44,8 @@ __all__ = ["Engine", "EngineDead", "GenerationError", "Output", "Params", "Promp
 
 Prompt = str | list[int]
 Params = SamplingParams | Mapping[str, Any]
-"""Sampling parameters, or a mapping of some of their fields."""
 
 SETTLE_S = 0.1
-"""Seconds between two checks whether the scheduler has ended."""
 
 
 class Engine:
@@ -225,8 +223,7 @@ class Engine:
         self._ask(UpdateWeightsReq, path=str(path))
 
     def start_profile(self, folder: str | Path, steps: int = 100) -> None:
-        """Traces the next steps, at most MAX_PROFILE_STEPS, into a file in `folder`. Raises RuntimeError if a trace
-        runs."""
+        """Traces the next steps, at most MAX_PROFILE_STEPS, into a file in `folder`. RuntimeError if a trace runs."""
         self._ask(StartProfileReq, folder=str(folder), steps=steps)
 
     def stop_profile(self) -> Path:
@@ -284,8 +281,7 @@ class Engine:
 
     @contextmanager
     def _call(self, requests: list[GenerateReq], wake: Callable[[], None], *, streams: bool) -> Iterator[Call]:
-        """A context manager for the requests of a call; unfinished ones are aborted at the end. Raises GenerationError
-        if one failed."""
+        """A context manager for the requests of a call; at the end aborts unfinished ones. Raises GenerationError."""
         call = Call(wake, streams=streams)
         call.open = len(requests)
         try:
@@ -329,21 +325,15 @@ class Engine:
             raise self._thread.dead()
 
     def _detokenizer(self, request: GenerateReq) -> IncrementalDetokenizer | None:
-        if self.tokenizer is None:
+        if (tokenizer := self.tokenizer) is None:
             return None
-        tokenizer, sampling = self.tokenizer, request.sampling
-        return IncrementalDetokenizer(
-            lambda ids: tokenizer.decode(ids, skip_special_tokens=sampling.skip_special_tokens),
-            stop=sampling.stop,
-            no_stop_trim=sampling.no_stop_trim,
-            min_tokens=sampling.min_new_tokens,
-            stop_regex=sampling.stop_regex,
+        return IncrementalDetokenizer.of(
+            request.sampling, lambda ids, skip: str(tokenizer.decode(ids, skip_special_tokens=skip))
         )
 
 
 class _Chats:
-    """Renders chats. Templates that are not trusted run in another process, started when needed and ended by
-    `close`."""
+    """Renders chats. Templates that are not trusted run in another process, from their first use to `close`."""
 
     def __init__(self, model: str) -> None:
         """Raises ModelError for a model without a chat template."""

@@ -382,8 +382,7 @@ class HttpServer(uvicorn.Server):
         self._told_to_stop.set()
 
     async def main_loop(self) -> None:
-        """Wakes up once a second, for the date header; uvicorn's own does so ten times, and there are several
-        servers."""
+        """Wakes up once a second, for the date header; uvicorn's own does ten times, in each server."""
         while not await self.on_tick(0):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(1.0):

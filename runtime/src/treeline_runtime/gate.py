@@ -11,6 +11,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from treeline_runtime.server.errors import rate_limited
+
 T = TypeVar("T")
 
 MAX_GENERATIONS_OF_CLIENT = 16_384
@@ -19,10 +21,6 @@ WINDOW_BYTES = 2 << 20
 """The most bytes on the way, or one larger generation: a few milliseconds to send or read."""
 MARK_BYTES = WINDOW_BYTES // 4
 """Generations after which the scheduler is asked for confirmation."""
-
-
-class TooManyGenerations(Exception):
-    """The client has too many generations in flight."""
 
 
 class Gate(Generic[T]):
@@ -41,10 +39,12 @@ class Gate(Generic[T]):
         return sum(map(len, self._lines.values()))
 
     def enter(self, client: str | None, count: int) -> None:
-        """Counts generations of a client as in flight, until `leave`. Raises TooManyGenerations and then counts
-        none."""
+        """Counts generations of a client as in flight, until `leave`; all or none. Raises ApiError 429."""
         if self._in_flight[client] + count > self._most:
-            raise TooManyGenerations
+            raise rate_limited(
+                f"More than {self._most} generations in flight: prompts x n of all your requests. Wait until some have "
+                "ended"
+            )
         self._in_flight[client] += count
 
     def leave(self, client: str | None, count: int) -> None:

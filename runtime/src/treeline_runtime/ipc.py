@@ -50,12 +50,10 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
 
 
 class Heartbeat(msgspec.Struct, tag=True, frozen=True):
-    """A child's loop is running: at least every half second; the scheduler also sends it when its load changed (at most
-    20 a second)."""
+    """A child's loop runs: every half second, and when the scheduler's load changed (at most 20 a second)."""
 
     process: str
     load: messages.LoadUpdate | None = None
-    """The scheduler's load."""
 
 
 class AnnouncedReq(msgspec.Struct, tag=True, frozen=True):

@@ -32,11 +32,6 @@ class Listeners:
     metrics: socket.socket | None
     admin: socket.socket | None
 
-    @property
-    def admin_on_loopback(self) -> bool:
-        """Whether administration is reachable only from this machine (or pod)."""
-        return self.admin is not None and is_loopback(address(self.admin)[0])
-
 
 @contextlib.contextmanager
 def listening(args: ServerArgs) -> Iterator[Listeners]:

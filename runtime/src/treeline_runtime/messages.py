@@ -218,7 +218,6 @@ class StepRow(msgspec.Struct, tag=True, frozen=True):
     """From another data-parallel rank that shares experts: what it would compute in the next step."""
 
     step: int
-    """The number of the step."""
     rank: int
     tokens: int
     """0: it has no work."""
@@ -431,8 +430,7 @@ class TierLoad(msgspec.Struct, frozen=True):
     """By what became of the pages that a request might have loaded: `loaded`; `computed`, since that was faster;
     `failed`, all or some of them, and computed."""
     total_failures: dict[str, int] = {}
-    """`bad_page`: pages that came back with a wrong checksum or header, and were not used; `disk`: reads and writes;
-    `peer`: reads from other runtimes."""
+    """`bad_page`: with wrong checksum or header, not used; `disk`: reads and writes; `peer`: reads of runtimes."""
     total_sent_tokens: int = 0
     """To other runtimes."""
     fingerprint: str = ""
@@ -464,7 +462,6 @@ class LoadUpdate(TreelineLoad, tag=True, frozen=True, omit_defaults=True):
 
     @property
     def tokens_total(self) -> int:
-        """The KV cache's size."""
         return self.pages_total * self.page_size
 
 

@@ -39,7 +39,6 @@ GREETING_S = 3.0
 MOST_STRANGERS = 64
 """Connections that may be about to introduce themselves; others wait to be accepted."""
 MOST_BYTES = 4096
-"""The longest line of a greeting."""
 REMIND_S = 10.0
 LOST_S = 15
 """A machine that does not answer for so long is lost."""
@@ -54,7 +53,6 @@ class Hello(msgspec.Struct, frozen=True):
     slot: int
     """Its number among the node's ranks."""
     ranks: int
-    """Ranks that the node has."""
     version: str
     model: str
     """The checkpoint's folder on its node."""
@@ -165,7 +163,6 @@ def listen(config: EngineConfig) -> socket.socket:
 
 
 def _refusal(hello: Hello, missing: Set[tuple[int, int]], config: EngineConfig, checkpoint: str) -> str:
-    """Returns why the rank is not wanted, or nothing."""
     version = _version()
     if hello.version != version:
         return f"it has Treeline {hello.version}, node 0 has {version}"

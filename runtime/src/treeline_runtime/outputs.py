@@ -44,8 +44,7 @@ class Call:
     """Requests that a caller waits for together."""
 
     def __init__(self, wake: Callable[[], None], *, streams: bool) -> None:
-        """wake: called in the scheduler's thread when all have ended, when one fails, and, if it `streams`, when a new
-        output has arrived."""
+        """wake: called in the scheduler's thread when all have ended, one fails or, if it `streams`, an output came."""
         self.wake = wake
         self.streams = streams
         self.runs: list[Running] = []
@@ -66,12 +65,10 @@ class Running:
     outs: deque[TokenOut] = field(default_factory=deque)
     """A stream's outputs that its reader has not taken."""
     ended: bool = False
-    """The scheduler's final message has arrived."""
 
 
 class Outputs:
-    """Receives the scheduler's messages in its thread. Dictionaries change only by single operations, so other threads
-    may read them."""
+    """Receives the scheduler's messages in its thread. Others may read: dictionaries change by single operations."""
 
     def __init__(self, stop: Callable[[StopReq], None]) -> None:
         """stop: tells the scheduler that a stop string was found."""
@@ -82,8 +79,7 @@ class Outputs:
 
     def take(self, message: FromScheduler) -> None:
         if isinstance(message, Reply):
-            answer = self.asked.pop(message.id, None)
-            if answer is not None:
+            if (answer := self.asked.pop(message.id, None)) is not None:
                 answer(message)
             return
         assert isinstance(message, BatchTokenOut)

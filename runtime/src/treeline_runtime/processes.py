@@ -21,7 +21,6 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -59,7 +58,6 @@ class ChildSpec(msgspec.Struct, frozen=True):
 
     @property
     def rank(self) -> int:
-        """The data-parallel rank."""
         return self.addresses.rank
 
     def name(self, process: str) -> str:
@@ -79,20 +77,8 @@ def setup_logging(process: str, level: str, form: str | None) -> None:
 # ---- the parent's side ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Ended:
-    """A child has ended."""
-
-    process: str
-    status: int
-    """Exit status; negative = minus the signal that killed it."""
-
-    def __str__(self) -> str:
-        return f"the {self.process} process {how_ended(self.status)}"
-
-
 def how_ended(status: int) -> str:
-    """Says it of a process with this exit status: "was killed by SIGKILL"."""
+    """Says it of a process with this exit status (negative: minus the signal): "was killed by SIGKILL"."""
     if status >= 0:
         return f"ended with status {status}"
     try:
@@ -157,15 +143,14 @@ def spawn(module: str, channel: socket.socket | None = None) -> subprocess.Popen
 
 
 class ProcessGroup:
-    """Child processes by name. `on_end` is called in the event loop for each that ends."""
+    """Child processes by name. `on_end` is called in the event loop for each that ends, with name and exit status."""
 
-    def __init__(self, on_end: Callable[[Ended], None]) -> None:
+    def __init__(self, on_end: Callable[[str, int], None]) -> None:
         self._on_end = on_end
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         self._ended: dict[str, asyncio.Future[None]] = {}
 
     def start(self, process: str, spec: ChildSpec) -> None:
-        """Starts a child and sends its orders."""
         child, name = spawn(MODULES[process]), spec.name(process)
         self._children[name] = child
         assert child.stdin is not None
@@ -176,7 +161,7 @@ class ProcessGroup:
 
         def on_end(status: int) -> None:
             ended.set_result(None)
-            self._on_end(Ended(name, status))
+            self._on_end(name, status)
 
         def wait() -> None:
             status = child.wait()
@@ -240,7 +225,6 @@ def _watch_parent(addresses: Addresses) -> None:
 
 
 def last_words(context: zmq.Context[zmq.Socket[bytes]], spec: ChildSpec, failure: Failed) -> None:
-    """Tells the parent why this process ends."""
     outbox = Outbox(context, spec.addresses.of("http"))
     outbox.send(failure)
     outbox.flush(timeout_ms=500)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Generic, TypeVar
 
 from treeline_runtime.config import ConfigError
@@ -13,14 +12,9 @@ T = TypeVar("T")
 class Registry(Generic[T]):
     """Name → object. An unknown name is a ConfigError that lists the valid ones."""
 
-    def __init__(self, what: str, things: Mapping[str, T] | None = None) -> None:
+    def __init__(self, what: str, things: dict[str, T]) -> None:
         self._what = what
-        self._things: dict[str, T] = dict(things or {})
-
-    def register(self, name: str, thing: T) -> None:
-        """Registers `thing` as `name`."""
-        assert name not in self._things, f"{self._what} {name!r} is registered twice"
-        self._things[name] = thing
+        self._things = things
 
     def get(self, name: str) -> T:
         try:

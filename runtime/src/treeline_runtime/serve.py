@@ -24,6 +24,7 @@ from typing import Any
 import uvloop
 import zmq
 from treeline_wire.load import LOAD_TOPIC
+from treeline_wire.security import is_loopback
 
 from treeline_runtime.args import ServerArgs
 from treeline_runtime.config import ConfigError
@@ -35,7 +36,7 @@ from treeline_runtime.messages import BatchTextOut, DrainReq, FinishReason, Repl
 from treeline_runtime.models.config import ModelError
 from treeline_runtime.models.preflight import check_before_loading
 from treeline_runtime.nodes import run_node
-from treeline_runtime.processes import ChildSpec, Ended, ProcessGroup, SocketFolder
+from treeline_runtime.processes import ChildSpec, ProcessGroup, SocketFolder, how_ended
 from treeline_runtime.server import surfaces
 from treeline_runtime.server.administration import Administration
 from treeline_runtime.server.limits import Limits
@@ -159,8 +160,7 @@ class Server:
         return 1
 
     async def _drain(self, number: signal.Signals) -> None:
-        """Reacts to SIGTERM: tells routers, accepts new requests during --pre-stop, then waits until running ones have
-        finished."""
+        """Reacts to SIGTERM: tells routers, goes on accepting for --pre-stop, then waits for running requests."""
         args, state = self._args, self._state
         state.draining = True
         for rank in self._service.manager.ranks:
@@ -262,13 +262,14 @@ class Server:
             scheduler["context_length"],
         )
 
-    def _on_end(self, ended: Ended) -> None:
+    def _on_end(self, name: str, status: int) -> None:
         if self._stopping:
             return
-        if ended.status == 1:  # its last message with the reason may still arrive
-            asyncio.get_running_loop().call_later(LAST_WORDS_S, self._report, str(ended))
+        why = f"the {name} process {how_ended(status)}"
+        if status == 1:  # its last message with the reason may still arrive
+            asyncio.get_running_loop().call_later(LAST_WORDS_S, self._report, why)
         else:
-            self._report(str(ended))
+            self._report(why)
 
     def _report(self, why: str) -> None:
         """Only the first failure counts; others follow from it."""
@@ -292,7 +293,7 @@ class Server:
         if listeners.metrics is not None:
             found.append(HttpServer(surfaces.metrics(service, probes), listeners.metrics))
         if listeners.admin is not None:
-            loopback = listeners.admin_on_loopback
+            loopback = is_loopback(address(listeners.admin)[0])
             engine = Administration(service, args)
             administration = surfaces.administration(service, probes, engine, key=args.admin_key, loopback=loopback)
             found.append(HttpServer(administration, listeners.admin))
@@ -300,13 +301,11 @@ class Server:
 
 
 async def _first(*futures: asyncio.Future[Any]) -> None:
-    """Waits until one of them is done."""
     await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
 
 
 def _kv_events(publisher: dict[str, Any], args: ServerArgs) -> dict[str, Any]:
-    """The addresses at which this server publishes, under SGLang's names. `publisher`: what rank 0's said when it was
-    ready; other ranks' ports follow."""
+    """Where this server publishes, in SGLang's names. `publisher`: rank 0's words when ready; other ports follow."""
     return {
         "publisher": "zmq",
         "endpoint_host": "*" if publisher["host"] in ("0.0.0.0", "::") else publisher["host"],

@@ -18,58 +18,37 @@ import asyncio
 import itertools
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
+from treeline_runtime import messages
 from treeline_runtime.gate import Gate
-from treeline_runtime.ipc import AnnouncedReq
-from treeline_runtime.messages import (
-    AbortReq,
-    AdminReq,
-    BatchTextOut,
-    DetokenizeInit,
-    FinishReason,
-    FlushReq,
-    GenerateReq,
-    HeardReq,
-    Reply,
-    StateReq,
-    TextOut,
-)
+from treeline_runtime.ipc import AnnouncedReq, Outbox
+from treeline_runtime.server.errors import ApiError, wrong
 from treeline_runtime.server.jobs import size_of
 from treeline_runtime.server.metrics import Metrics
 from treeline_runtime.server.pacing import Pacer
 
 MERGED_AT_ONCE = 16
 """Outputs of a generation that may wait for their reader before they are merged."""
-ABORTED = FinishReason("abort", message="aborted")
-
-
-class Sender(Protocol):
-    """Sends to another process; never blocks."""
-
-    def send(self, message: msgspec.Struct) -> bool: ...
+ABORTED = messages.FinishReason("abort", message="aborted")
 
 
 class DpRank:
     """A data-parallel rank: its processes, and its generations in flight."""
 
-    def __init__(self, scheduler: Sender, detokenizer: Sender, publisher: Sender | None = None) -> None:
+    def __init__(self, scheduler: Outbox, detokenizer: Outbox, publisher: Outbox | None = None) -> None:
         self.scheduler = scheduler
         self.detokenizer = detokenizer
         self.publisher = publisher
-        self.gate = Gate[GenerateReq](size_of)
+        self.gate = Gate[messages.GenerateReq](size_of)
         self.running = 0
         """Generations in flight, waiting ones included."""
         self.chosen_at = 0
         """Count of the last choice: of equally busy ranks, the one chosen longest ago is next."""
         self.all_sent = asyncio.Event()
         """No generation waits for its turn."""
-
-
-class DuplicateRid(Exception):
-    """The request id is already in flight, or given twice."""
 
 
 class NoReply(Exception):
@@ -84,7 +63,7 @@ class _Generation:
     def __init__(self, inflight: InflightRequest, index: int, now: float) -> None:
         self.inflight = inflight
         self.index = index
-        self.pending: list[TextOut] = []
+        self.pending: list[messages.TextOut] = []
         self.started_at = now
         self.first_at: float | None = None
         self.last_at = now
@@ -97,14 +76,11 @@ class InflightRequest:
     def __init__(
         self,
         manager: TokenizerManager,
-        rids: Sequence[str],
         ids: Sequence[str],
         names: Iterable[tuple[str | None, str]],
         client: str | None,
         rank: DpRank,
     ) -> None:
-        """`rids`: the clients' names of the generations; `ids`: ours."""
-        self.rids = list(rids)
         self.names = list(names)
         """(tenant, name) by which `abort` finds this request while it is open."""
         self.client = client
@@ -115,7 +91,7 @@ class InflightRequest:
         self._generations = {id: _Generation(self, index, now) for index, id in enumerate(ids)}
         self.on_close: Callable[[], None] | None = None
         """Called once, when this is closed."""
-        self.on_output: Callable[[int, TextOut], None] | None = None
+        self.on_output: Callable[[int, messages.TextOut], None] | None = None
         """Called with each output as it comes, and the index of its generation."""
         self._open = len(ids)
         self._woken = asyncio.Event()
@@ -125,13 +101,13 @@ class InflightRequest:
     def ids(self) -> list[str]:
         return list(self._generations)
 
-    async def next(self, *, whole: bool = False) -> list[tuple[int, TextOut]]:
+    async def next(self, *, whole: bool = False) -> list[tuple[int, messages.TextOut]]:
         """Outputs since the last call, at most one merged per generation; [] at the end. `whole`: waits until a
         generation has ended."""
         self._whole = whole
         pacer = Pacer()
         while True:
-            ready: list[tuple[int, TextOut]] = []
+            ready: list[tuple[int, messages.TextOut]] = []
             for generation in self._generations.values():
                 if generation.pending:
                     outs, generation.pending = generation.pending, []
@@ -155,7 +131,7 @@ class InflightRequest:
             self.on_close()
             self.on_close = None
 
-    def _deliver(self, generation: _Generation, out: TextOut) -> None:
+    def _deliver(self, generation: _Generation, out: messages.TextOut) -> None:
         if self.on_output is not None:
             self.on_output(generation.index, out)
         generation.pending.append(out)
@@ -167,7 +143,7 @@ class InflightRequest:
             self._woken.set()
 
 
-def merge(outs: Sequence[TextOut]) -> TextOut:
+def merge(outs: Sequence[messages.TextOut]) -> messages.TextOut:
     """Merges consecutive outputs of a request: texts and lists joined, last counts."""
     if len(outs) == 1:
         return outs[0]
@@ -187,6 +163,10 @@ def merge(outs: Sequence[TextOut]) -> TextOut:
     )
 
 
+def _in_use(rid: str) -> ApiError:
+    return wrong("rid", f"A request with rid {rid!r} is already in flight")
+
+
 class TokenizerManager:
     """Sends generations to the schedulers and routes outputs back. All methods run in the event loop."""
 
@@ -199,24 +179,24 @@ class TokenizerManager:
         """Name that clients use for a request or a generation → tenant → our ids of the generations."""
         self._marks: dict[str, tuple[DpRank, int]] = {}
         """Open questions to a scheduler whether it has taken all up to a mark, by the question's id."""
-        self._asked: dict[str, asyncio.Future[Reply]] = {}
+        self._asked: dict[str, asyncio.Future[messages.Reply]] = {}
         self._count = itertools.count()
 
     def open(
         self,
-        requests: Sequence[GenerateReq],
+        requests: Sequence[messages.GenerateReq],
         name: str | None = None,
         on_close: Callable[[], None] | None = None,
         *,
         tenant: str | None = None,
-        on_output: Callable[[int, TextOut], None] | None = None,
+        on_output: Callable[[int, messages.TextOut], None] | None = None,
         rank: int | None = None,
     ) -> InflightRequest:
         """Starts requests of one client, whose `rid` is the client's; `abort` takes these, and `name` for all. They
         take turns with other clients' (`gate`). `rank`: where to run them; None = where the fewest are in flight.
 
         The caller must `close` the result in any case; then `on_close` is called, but not if this raises. Raises
-        DuplicateRid if the tenant has one of the names in flight, and TooManyGenerations.
+        ApiError: 400 if the tenant has one of the names in flight, 429 for too many generations.
         """
         at = self._least_busy() if rank is None else self.ranks[rank]
         inflight = self._register(requests, name, tenant, at)
@@ -232,39 +212,38 @@ class TokenizerManager:
         return rank
 
     def _register(
-        self, requests: Sequence[GenerateReq], name: str | None, tenant: str | None, rank: DpRank
+        self, requests: Sequence[messages.GenerateReq], name: str | None, tenant: str | None, rank: DpRank
     ) -> InflightRequest:
         rids = [request.rid for request in requests]
         ids = [self._new_id(rid) for rid in rids]
         names: dict[tuple[str | None, str], list[str]] = {}
         for rid, id in zip(rids, ids, strict=True):
             if (tenant, rid) in names or tenant in self._named.get(rid, ()):
-                raise DuplicateRid(rid)
+                raise _in_use(rid)
             names[tenant, rid] = [id]
         if name is not None:
             if tenant in self._named.get(name, ()):
-                raise DuplicateRid(name)
+                raise _in_use(name)
             names[tenant, name] = ids
         client = requests[0].client
         rank.gate.enter(client, len(ids))
         for (_, known), ids_of_it in names.items():
             self._named.setdefault(known, {})[tenant] = ids_of_it
-        inflight = InflightRequest(self, rids, ids, names, client, rank)
+        inflight = InflightRequest(self, ids, names, client, rank)
         self._running.update(inflight._generations)
         rank.running += len(ids)
         return inflight
 
     def _pump(self, rank: DpRank) -> None:
-        """Sends what may go now."""
         while (found := rank.gate.take()) is not None:
             id, request = found
             self._metrics.requests.inc()
-            rank.detokenizer.send(DetokenizeInit.of(request, id))
+            rank.detokenizer.send(messages.DetokenizeInit.of(request, id))
             rank.scheduler.send(msgspec.structs.replace(request, rid=id))
             if (mark := rank.gate.mark()) is not None:
                 question = self._new_id()
                 self._marks[question] = rank, mark
-                rank.scheduler.send(HeardReq(question))
+                rank.scheduler.send(messages.HeardReq(question))
         (rank.all_sent.clear if len(rank.gate) else rank.all_sent.set)()
 
     def forget(self, inflight: InflightRequest) -> None:
@@ -293,10 +272,10 @@ class TokenizerManager:
     def _abort(self, rank: DpRank, ids: Iterable[str]) -> None:
         """Aborts generations that were sent to the scheduler."""
         if gone := list(ids):
-            rank.scheduler.send(AbortReq(gone))
+            rank.scheduler.send(messages.AbortReq(gone))
         self._pump(rank)
 
-    def _end_waiting(self, id: str, finish: FinishReason) -> bool:
+    def _end_waiting(self, id: str, finish: messages.FinishReason) -> bool:
         """Ends a generation that was not sent yet. Returns whether it did."""
         inflight = self._running[id].inflight
         if not inflight.rank.gate.remove(inflight.client, id):
@@ -304,14 +283,13 @@ class TokenizerManager:
         self._end(id, finish)
         return True
 
-    def _end(self, id: str, finish: FinishReason) -> None:
+    def _end(self, id: str, finish: messages.FinishReason) -> None:
         generation = self._take(id)
         assert generation is not None
-        generation.inflight._deliver(generation, TextOut(id, "", [], finish))
+        generation.inflight._deliver(generation, messages.TextOut(id, "", [], finish))
 
     def abort(self, name: str) -> None:
-        """Ends the requests of one name in all tenants, or all with "". Waiting callers get the output so far, with
-        reason `abort`."""
+        """Ends requests of a name in all tenants, or all with "". Callers get the output so far: an `abort`."""
         named = itertools.chain.from_iterable(self._named.get(name, {}).values()) if name else self._running
         sent = dict[DpRank, list[str]]()
         for id in [id for id in named if id in self._running]:
@@ -320,7 +298,7 @@ class TokenizerManager:
         for rank in self.ranks:
             self._abort(rank, sent.get(rank, ()))
 
-    def fail_all(self, finish: FinishReason) -> int:
+    def fail_all(self, finish: messages.FinishReason) -> int:
         """Ends everything in flight at once, without the scheduler; returns how many."""
         running = list(self._running)
         for id in running:
@@ -335,7 +313,7 @@ class TokenizerManager:
 
     # ---- what comes back ------------------------------------------------------------------------------------
 
-    def on_batch(self, batch: BatchTextOut) -> None:
+    def on_batch(self, batch: messages.BatchTextOut) -> None:
         now = time.monotonic()
         for out in batch.outs:
             generation = self._running.get(out.rid)
@@ -346,17 +324,16 @@ class TokenizerManager:
                 self._take(out.rid)
             generation.inflight._deliver(generation, out)
 
-    def on_reply(self, reply: Reply) -> None:
+    def on_reply(self, reply: messages.Reply) -> None:
         if (marked := self._marks.pop(reply.id, None)) is not None:
             rank, mark = marked
             rank.gate.taken(mark)
             self._pump(rank)
             return
-        future = self._asked.get(reply.id)
-        if future is not None and not future.done():
+        if (future := self._asked.get(reply.id)) is not None and not future.done():
             future.set_result(reply)
 
-    def _measure(self, generation: _Generation, out: TextOut, now: float) -> None:
+    def _measure(self, generation: _Generation, out: messages.TextOut, now: float) -> None:
         metrics, fresh = self._metrics, len(out.token_ids) - out.withdrawn
         if fresh > 0:
             if generation.first_at is None:
@@ -382,13 +359,14 @@ class TokenizerManager:
 
     # ---- questions ------------------------------------------------------------------------------------------
 
-    async def flush(self, rank: DpRank, timeout_s: float = 10.0) -> Reply:
+    async def flush(self, rank: DpRank, timeout_s: float = 10.0) -> messages.Reply:
         id = self._new_id()
-        return await self._ask(rank.scheduler, FlushReq(id), id, timeout_s)
+        return await self._ask(rank.scheduler, messages.FlushReq(id), id, timeout_s)
 
-    async def ask(self, rank: DpRank, question: Callable[[str], AdminReq], timeout_s: float = 60.0) -> Reply:
-        """The scheduler's answer to the message that `question` makes with an id, after all generations that wait for
-        their turn there. Raises NoReply."""
+    async def ask(
+        self, rank: DpRank, question: Callable[[str], messages.AdminReq], timeout_s: float = 60.0
+    ) -> messages.Reply:
+        """The scheduler's answer to what `question` makes, after all generations that wait here. Raises NoReply."""
         self._pump(rank)
         id = self._new_id()
         return await self._ask(rank.scheduler, question(id), id, timeout_s, rank.all_sent)
@@ -396,7 +374,7 @@ class TokenizerManager:
     async def state(self, rank: DpRank, what: str, timeout_s: float = 10.0) -> dict[str, Any]:
         """The scheduler's `radix` or `load`. Raises NoReply."""
         id = self._new_id()
-        request = StateReq(id, what)  # type: ignore[arg-type]
+        request = messages.StateReq(id, what)  # type: ignore[arg-type]
         return (await self._ask(rank.scheduler, request, id, timeout_s)).data or {}
 
     async def announced(self, rank: DpRank, after_updates: int, timeout_s: float = 10.0) -> dict[str, Any]:
@@ -407,9 +385,9 @@ class TokenizerManager:
         return (await self._ask(rank.publisher, AnnouncedReq(id, after_updates), id, timeout_s)).data or {}
 
     async def _ask(
-        self, sender: Sender, request: msgspec.Struct, id: str, timeout_s: float, after: asyncio.Event | None = None
-    ) -> Reply:
-        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self, sender: Outbox, request: msgspec.Struct, id: str, timeout_s: float, after: asyncio.Event | None = None
+    ) -> messages.Reply:
+        future: asyncio.Future[messages.Reply] = asyncio.get_running_loop().create_future()
         self._asked[id] = future
         try:
             async with asyncio.timeout(timeout_s):
@@ -423,5 +401,4 @@ class TokenizerManager:
             del self._asked[id]
 
     def _new_id(self, name: str = "q") -> str:
-        """A new unique id."""
         return f"{name}#{next(self._count)}"

@@ -11,15 +11,14 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from treeline_runtime.messages import FinishReason
+from treeline_runtime.messages import DetokenizeInit, FinishReason, SamplingParams
 from treeline_runtime.stop_regex import RegexFinder
 
 REPLACEMENT = "�"
 
 UNDECIDED_PUSHES = 32
-"""After so many pushes, text that ends in U+FFFD, or an empty addition, is no longer held back. A character has at
-most four bytes and a token at least one, so a longer run is not an unfinished character, and must not be decoded again
-for each token."""
+"""After so many pushes, text that ends in U+FFFD, or an empty addition, is no longer held back: a character has at
+most four bytes, a token at least one. So a longer run is no unfinished one, nor decoded again for each token."""
 SETTLED_TOKENS = 4
 """In such a run, the text before this many last tokens is final."""
 
@@ -137,6 +136,19 @@ class IncrementalDetokenizer:
         """The text from `surr` on that was handed on, where it is more than that of the ids up to `read`."""
         self._held = ""
         self._ended = False
+
+    @classmethod
+    def of(
+        cls, asked: DetokenizeInit | SamplingParams, decode: Callable[[list[int], bool], str]
+    ) -> IncrementalDetokenizer:
+        """`decode`: (token ids, skip special tokens) → text."""
+        return cls(
+            lambda ids: decode(ids, asked.skip_special_tokens),
+            stop=asked.stop,
+            no_stop_trim=asked.no_stop_trim,
+            min_tokens=asked.min_new_tokens,
+            stop_regex=asked.stop_regex,
+        )
 
     def push(self, token_ids: Sequence[int], finish: FinishReason | None = None, *, withdrawn: int = 0) -> Delta:
         """Takes new ids; with `finish` set, also releases everything held back.

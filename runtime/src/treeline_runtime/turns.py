@@ -56,7 +56,6 @@ class Turns(Generic[T]):
         self._forget_if_empty(client)
 
     def drop(self, client: str | None) -> list[T]:
-        """Removes all items of a client."""
         return list(self._lines.pop(client, ()))
 
     def _forget_if_empty(self, client: str | None) -> None:
@@ -76,7 +75,6 @@ class ClientSeconds:
         """Client → seconds used, and when they were counted."""
 
     def charge(self, client: str | None, seconds: float) -> None:
-        """Counts used seconds."""
         self._used = {each: used for each, used in self._used.items() if self.owed(each) > 0}
         self._used[client] = self.owed(client) + seconds, self._clock()
 

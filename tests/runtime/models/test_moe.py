@@ -16,12 +16,11 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from support.runtime_engine import Harness, assert_generates_the_same
 from support.runtime_models import IDS, Runner, config_of, fed_in_pieces, logits_of, ours, reference, save
-from treeline_runtime.context import Context
 from treeline_runtime.memory import StepLimits, reserved_bytes
 from treeline_runtime.models import ModelError, read_config
 from treeline_runtime.models.model_config import ClampedGate, MoeConfig
-from treeline_runtime.models.moe import MoeDecoder, new_moe, take_experts
-from treeline_runtime.models.weights import WHOLE, RandomWeights
+from treeline_runtime.models.moe import MoeDecoder, take_experts
+from treeline_runtime.models.weights import WHOLE
 from treeline_runtime.ops import Experts
 from treeline_runtime.ops.torch_ops import TorchOps
 
@@ -172,28 +171,6 @@ def test_a_non_finite_router_still_chooses_experts() -> None:
         scores, ids = TorchOps().route(logits, 3, normalise=normalise)
         assert scores.isnan().all(1).tolist() == [False, True, True, False]
         assert all(len(set(row)) == 3 and min(row) >= 0 and max(row) < 6 for row in ids.tolist())
-
-
-class Asked:
-    """Adapters that change nothing and record the projections they were asked for."""
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-
-    def delta(self, projection: str, x: torch.Tensor) -> torch.Tensor | None:
-        self.names.append(projection)
-        return None
-
-
-def test_adapters_are_asked_for_the_router_and_the_shared_expert(tmp_path: Path) -> None:
-    config = read_config(save(reference(*CASES["qwen2"]), tmp_path))
-    assert config.moe is not None
-    weights, ops, asked = RandomWeights(0, torch.float32, torch.device("cpu")), TorchOps(), Asked()
-    nothing = torch.empty(0)
-    context = Context(None, None, nothing, nothing, nothing, adapters=asked)  # type: ignore[arg-type]
-    new_moe(config.moe, weights, ops, "model.layers.1.mlp.", 64)(torch.randn(3, 64), context)
-    expected = ("gate", "shared_expert_gate", "shared_expert.gate_proj+up_proj", "shared_expert.down_proj")
-    assert asked.names == [f"model.layers.1.mlp.{name}" for name in expected]
 
 
 # ---- weights ----------------------------------------------------------------------------------------------

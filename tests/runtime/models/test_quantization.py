@@ -18,13 +18,10 @@ from support import fp8
 from support.fp8 import BLOCKS, FINE_GRAINED, FORMATS, INPUTS, STATIC, STATIC_SCALE, WEIGHTS, Inputs, compressed
 from support.runtime_engine import Harness, write_config
 from support.runtime_models import IDS, Runner, ours, reference, save
-from treeline_runtime.context import Context
 from treeline_runtime.models import ModelError, read_config
-from treeline_runtime.models.decoder import Decoder, Linear
+from treeline_runtime.models.decoder import Decoder
 from treeline_runtime.models.quantization.fp8 import dequantise, quantise, to_e4m3
-from treeline_runtime.models.quantization.scheme import ONLINE, Scheme, read_scheme
-from treeline_runtime.models.weights import RandomWeights
-from treeline_runtime.ops.torch_ops import TorchOps
+from treeline_runtime.models.quantization.scheme import Scheme, read_scheme
 
 transformers = pytest.importorskip("transformers")
 
@@ -79,13 +76,8 @@ def test_one_projection_follows_its_format(name: str, wide: Path) -> None:
     x[4] = 0
     names = [f"model.layers.1.mlp.{name}_proj.weight" for name in ("gate", "up")]
     expected = inputs(x) @ torch.cat([meant[name] for name in names]).t()
-    found = model._layers[1]._feed_forward._gate_up(x, a_context())
+    found = model._layers[1]._feed_forward._gate_up(x)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
-
-
-def a_context(adapters: Any = None) -> Context:
-    nothing = torch.empty(0)
-    return Context(None, None, nothing, nothing, nothing, adapters=adapters)  # type: ignore[arg-type]
 
 
 def test_weights_of_fine_grained_fp8_equal_transformers(tmp_path: Path) -> None:
@@ -144,22 +136,8 @@ def test_unquantised_modules_are_computed_in_float(wide: Path) -> None:
     model = ours(wide)
     x = torch.randn(2, 192, generator=torch.Generator().manual_seed(0))
     gate_up = torch.cat([original[f"model.layers.0.mlp.{name}_proj.weight"] for name in ("gate", "up")])
-    torch.testing.assert_close(model._layers[0]._feed_forward._gate_up(x, a_context()), x @ gate_up.t())
-    assert distance(model._layers[1]._feed_forward._gate_up(x, a_context()), x @ gate_up.t()) > 0.5
-
-
-def test_an_adapter_adds_to_a_projection_in_fp8() -> None:
-    sizes = {"q_proj": (6,), "k_proj": (4,)}
-    random = RandomWeights(0, torch.float32, torch.device("cpu"), ONLINE)
-    linear = Linear(random, TorchOps(), "layers.0.", sizes, 8, bias=False)
-    x, delta = torch.ones(3, 8), torch.arange(30.0).view(3, 10)
-
-    class Adds:
-        def delta(self, projection: str, x: torch.Tensor) -> torch.Tensor:
-            assert projection == "layers.0.q_proj+k_proj"
-            return delta
-
-    torch.testing.assert_close(linear(x, a_context(Adds())), linear(x, a_context()) + delta)
+    torch.testing.assert_close(model._layers[0]._feed_forward._gate_up(x), x @ gate_up.t())
+    assert distance(model._layers[1]._feed_forward._gate_up(x), x @ gate_up.t()) > 0.5
 
 
 def test_an_engine_serves_a_checkpoint_in_fp8_and_random_weights_too(wide: Path, tmp_path: Path) -> None:
@@ -336,7 +314,7 @@ def test_differing_static_scales_of_stacked_projections_clip_nothing(wide: Path)
     save_file(tensors, wide / "model.safetensors")
     model: Decoder = ours(wide)
     x = torch.full((1, 192), 0.05 * 300)
-    qkv = model._layers[0]._attention._qkv(x, a_context())
+    qkv = model._layers[0]._attention._qkv(x)
     values = [
         tensors[f"{Q[:-7]}{name}_proj.weight"].float() * tensors[f"{Q[:-7]}{name}_proj.weight_scale"] for name in "qkv"
     ]

@@ -50,7 +50,7 @@ FINAL = "<|channel|>final<|message|>Yes.\n<|return|>"
 
 CORPUS: list[tuple[str, str, list[Any]]] = [
     ("llama3", LLAMA, [PARIS]),
-    ("llama3", f"<|python_tag|>{LLAMA}; {LLAMA};{LLAMA}<|eom_id|>", [PARIS, PARIS, PARIS]),
+    ("llama3", f"<|python_tag|>{LLAMA}; {LLAMA};{LLAMA}", [PARIS, PARIS, PARIS]),
     ("llama3", f"\n\n{LLAMA}\n{LLAMA}", [PARIS, PARIS]),
     ("llama3", f"{LLAMA}\n<b>{LLAMA}", [PARIS, said(f"\n<b>{LLAMA}")]),
     ("llama3", f"Let me see. <|python_tag|>{LLAMA}", [said("Let me see."), PARIS]),
@@ -203,19 +203,18 @@ def test_a_hostile_output_takes_time_in_proportion_to_its_length(tools: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("reasoning", "tools", "prompt", "end"),
+    ("reasoning", "prompt", "end"),
     [
-        (None, "hermes", "", ""),
-        ("qwen3", "hermes", "<|im_start|>assistant\n", "</think>"),
-        ("qwen3", "hermes", "<|im_start|>assistant\n<think>\n\n</think>\n\n", ""),
-        ("deepseek_r1", None, "<think>\n", "</think>"),
-        ("gpt_oss", None, "<|start|>assistant", "<|channel|>final<|message|>"),
-        ("gpt_oss", None, "<|start|>assistant<|channel|>final<|message|>", ""),
-        ("gpt_oss", "gpt_oss", "<|start|>assistant", ""),
+        (None, "", ""),
+        ("qwen3", "<|im_start|>assistant\n", "</think>"),
+        ("qwen3", "<|im_start|>assistant\n<think>\n\n</think>\n\n", ""),
+        ("deepseek_r1", "<think>\n", "</think>"),
+        ("gpt_oss", "<|start|>assistant", "<|channel|>final<|message|>"),
+        ("gpt_oss", "<|start|>assistant<|channel|>final<|message|>", ""),
     ],
 )
-def test_a_grammar_holds_after_the_reasoning(reasoning: str | None, tools: str, prompt: str, end: str) -> None:
-    assert parsers.reasoning_end(reasoning, prompt, tools) == end
+def test_a_grammar_holds_after_the_reasoning(reasoning: str | None, prompt: str, end: str) -> None:
+    assert parsers.reasoning_end(reasoning, prompt) == end
 
 
 def test_special_tokens_are_text_where_no_format_needs_them() -> None:

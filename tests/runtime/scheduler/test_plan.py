@@ -1,4 +1,4 @@
-"""A step is computed from its plan alone: one made by hand, one sent as bytes, one with given embeddings."""
+"""A step is computed from its plan alone: one made by hand, one sent as bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from treeline_runtime.models.decoder import Decoder
 from treeline_runtime.models.loader import load_model
 from treeline_runtime.scheduler.executor import Executor
 from treeline_runtime.scheduler.launched import Launched
-from treeline_runtime.scheduler.plan import MICRO_BATCH_TOKENS, Embeddings, InputLogprobs, StepPlan, Writes
+from treeline_runtime.scheduler.plan import MICRO_BATCH_TOKENS, InputLogprobs, StepPlan, Writes
 from treeline_runtime.scheduler.resolve import resolve
 
 TINY_MODEL = Path(__file__).parents[3] / "models" / "tiny"
@@ -78,17 +78,6 @@ def test_plans_made_by_hand_give_the_tokens_and_logprobs_of_transformers(executo
     assert [token for _, token in first.input_logprobs] == IDS[1:]
     own = [expected[at, token].item() for at, token in enumerate(IDS[1:])]
     assert [logprob for logprob, _ in first.input_logprobs] == pytest.approx(own, abs=1e-4)
-
-
-def test_a_prompt_may_be_given_as_embeddings(executor: Executor, model: Decoder, theirs: Any) -> None:
-    """The embeddings are of other ids than the tokens in the table."""
-    ids = prompt(8, 5)
-    whole = prompt_plan().tokens.values
-    with torch.inference_mode():
-        data = model.embed(torch.tensor(ids)).numpy().tobytes()
-        expected = theirs(torch.tensor([[*whole[:4], *ids, *whole[9:]]])).logits[0, -1].argmax()
-    plan = as_bytes(prompt_plan(embeddings=[Embeddings(4, data)]))
-    assert executor.launch(plan).result()[0].tokens == [expected]
 
 
 def through_bytes(engine: Harness, seen: list[StepPlan]) -> Callable[[StepPlan], Launched]:

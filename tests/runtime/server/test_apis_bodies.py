@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from support.epp_io import small_bundle
 from treeline_runtime.server.errors import NO_THREADS, ApiError, anthropic_error
 from treeline_runtime.server.formats import Formats
-from treeline_runtime.server.jobs import Answered, Caller, ChatTask
+from treeline_runtime.server.jobs import Answered, Caller, ChatTask, Kind
 from treeline_runtime.server.limits import Limits
 from treeline_runtime.server.prompts import Prompts
-from treeline_runtime.server.reader import Kind, Reader
+from treeline_runtime.server.reader import Reader
 from treeline_runtime.server.sampling import SamplingDefaults
 from treeline_wire.tokenizer import TokenizerBundle
 

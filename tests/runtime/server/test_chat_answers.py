@@ -16,8 +16,9 @@ from support.outputs import pieces
 from treeline_runtime import parsers
 from treeline_runtime.messages import FinishReason, TextOut
 from treeline_runtime.parsers.source import Part
-from treeline_runtime.server.chat import Choice, deltas, message
-from treeline_runtime.server.jobs import Shown
+from treeline_runtime.server.chat import Choice, choices, deltas, message
+from treeline_runtime.server.formats import Parsing
+from treeline_runtime.server.jobs import ChatTask, Shown
 from treeline_runtime.server.pacing import Pacer
 from treeline_runtime.server.prompts import SpecialTokens
 
@@ -189,3 +190,19 @@ def test_a_models_own_name_of_a_call_is_kept() -> None:
     (call,) = whole(Choice(Named(), TOLD, SPECIAL), ["f"])["tool_calls"]
     assert call == {"id": "9charslng", "type": "function", "function": {"name": "f", "arguments": "{}"}}
     assert json.loads(call["function"]["arguments"]) == {}
+
+
+class FewTokens:
+    """Stands in for the prompts of a model with one special token."""
+
+    special_tokens = SpecialTokens([*parsers.STRAYS, "<|im_start|>"])
+
+    def token_of(self, text: str) -> None:
+        return None
+
+
+@pytest.mark.parametrize(("kept", "said"), [(False, "A B"), (True, "A <|im_start|>B")])
+def test_what_ends_turns_is_never_shown_where_calls_are_parsed(kept: bool, said: str) -> None:
+    task = ChatTask(rid="r", prompts=[], parsing=Parsing("qwen3", "hermes"), shown=Shown(special_tokens=kept))
+    (made,) = choices(FewTokens(), task)  # type: ignore[arg-type]
+    assert whole(made, ["A <|im_", "start|>B<|im_end|", "><|endoftext|>"])["content"] == said

@@ -41,7 +41,7 @@ def test_outputs_that_arrive_before_their_init_wait_for_it() -> None:
     outs = texts(made.take([DetokenizeInit("a")]))
     assert "".join(out.text for out in outs) == "hi!"
     assert outs[-1].finish == LENGTH
-    assert made.open_requests == 0
+    assert not made._requests
 
 
 def test_a_stop_string_ends_the_text_and_is_sent_to_the_scheduler_once() -> None:
@@ -53,7 +53,7 @@ def test_a_stop_string_ends_the_text_and_is_sent_to_the_scheduler_once() -> None
     assert outs[-1].finish == FinishReason("stop", matched="END")
     assert turn.to_scheduler == [StopReq("a", "END")]
     later = made.take([tokens("a", "even more"), tokens("a", "", FinishReason("stop", matched="END"))])
-    assert (later.to_http, later.to_scheduler, made.open_requests) == ([], [], 0)
+    assert (later.to_http, later.to_scheduler, made._requests) == ([], [], {})
 
 
 def test_a_stop_string_in_the_last_output_is_not_sent_to_the_scheduler() -> None:
@@ -61,7 +61,7 @@ def test_a_stop_string_in_the_last_output_is_not_sent_to_the_scheduler() -> None
     made.take([DetokenizeInit("a", stop=("x",))])
     turn = made.take([tokens("a", "abx", LENGTH)])
     assert texts(turn)[0].finish == FinishReason("stop", matched="x")
-    assert (turn.to_scheduler, made.open_requests) == ([], 0)
+    assert (turn.to_scheduler, made._requests) == ([], {})
 
 
 def test_an_abort_releases_what_was_held_back() -> None:

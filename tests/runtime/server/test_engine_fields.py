@@ -17,10 +17,10 @@ from support.epp_io import small_bundle
 from treeline_runtime.server.errors import ApiError
 from treeline_runtime.server.fields import HARMLESS, NEUTRAL, REASONS
 from treeline_runtime.server.formats import Formats
-from treeline_runtime.server.jobs import Caller
+from treeline_runtime.server.jobs import Caller, Kind
 from treeline_runtime.server.limits import Limits
 from treeline_runtime.server.prompts import Prompts
-from treeline_runtime.server.reader import Kind, Reader
+from treeline_runtime.server.reader import Reader
 from treeline_runtime.server.sampling import SamplingDefaults
 from treeline_wire.tokenizer import TokenizerBundle
 

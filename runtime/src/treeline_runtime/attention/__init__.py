@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from importlib.util import find_spec
 
 import torch
 
-from treeline_runtime.attention.base import ATTENTION_BACKENDS, AttentionBackend, HostPages, Layout
+from treeline_runtime.attention.base import AttentionBackend, HostPages, Layout
 from treeline_runtime.attention.torch_sdpa import TorchSDPA
 from treeline_runtime.config import ConfigError
 from treeline_runtime.kvcache.pool import KVPool
 from treeline_runtime.models.model_config import Scoring
 from treeline_runtime.ops import obstacle_to_triton
+from treeline_runtime.registry import Registry
 
 __all__ = ["ATTENTION_BACKENDS", "AttentionBackend", "HostPages", "Layout", "new_attention"]
 
@@ -75,6 +77,6 @@ def new_attention(name: str, pool: KVPool, num_heads: int, scoring: Scoring) -> 
     return _triton(pool, num_heads, scoring)
 
 
-ATTENTION_BACKENDS.register("torch_sdpa", TorchSDPA)
-ATTENTION_BACKENDS.register("triton", _triton)
-ATTENTION_BACKENDS.register("flashinfer", _flashinfer)
+ATTENTION_BACKENDS: Registry[Callable[[KVPool, int, Scoring], AttentionBackend]] = Registry(
+    "attention backend", {"torch_sdpa": TorchSDPA, "triton": _triton, "flashinfer": _flashinfer}
+)

@@ -15,7 +15,6 @@ NaN. A mask alone is not enough, since 0 x NaN is NaN: hidden values are zeroed 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +24,6 @@ import torch
 
 from treeline_runtime.kvcache.pool import KVPool
 from treeline_runtime.models.model_config import PLAIN, Scoring
-from treeline_runtime.registry import Registry
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +95,6 @@ class AttentionBackend(ABC):
         k, v (tokens, kv_heads, head_dim): what the step has stored, for kernels that need not look it up.
         sinks (heads,) float32: where `Scoring.sinks`, and only there.
         """
-
-
-ATTENTION_BACKENDS: Registry[Callable[[KVPool, int, Scoring], AttentionBackend]] = Registry("attention backend")
 
 
 _LOG2_E = 1.4426950408889634

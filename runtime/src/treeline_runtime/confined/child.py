@@ -38,7 +38,6 @@ class ProcessLimits(msgspec.Struct, frozen=True):
     starts_processes: bool = False
     """May open files and start processes; then `memory_bytes` has no effect."""
     threads: bool = False
-    """May start threads."""
     ends_with_thread: bool = False
     """On Linux it is killed when the parent's thread that started it ends. Otherwise it notices the parent's end only
     between requests."""

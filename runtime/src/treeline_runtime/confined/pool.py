@@ -61,7 +61,6 @@ class ConfinedPool(Generic[P]):
             process.kill()  # its borrower ends the rest
 
     def pids(self) -> list[int]:
-        """The process ids of all processes, idle and lent."""
         with self._lock:
             return [process.pid for process in (*self._idle, *self._busy)]
 

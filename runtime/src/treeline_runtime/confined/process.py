@@ -74,12 +74,10 @@ class ConfinedProcess:
         return self._socket.fileno()
 
     def cpu_s(self) -> float:
-        """CPU seconds of the process since its start."""
         fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def alive(self) -> bool:
-        """Whether it has not ended by itself."""
         return self._process.poll() is None
 
     def ask(
@@ -124,11 +122,9 @@ class ConfinedProcess:
         return Vanished(seen) if self._process.returncode == -signal.SIGKILL else Killed(seen)
 
     def kill(self) -> None:
-        """Kills the process and waits until it has ended."""
         self._process.kill()
         self._process.wait()
 
     def end(self) -> None:
-        """Kills it and closes the socket. For the thread that owns it."""
         self.kill()
         self._socket.close()

@@ -43,7 +43,6 @@ def wanted(uri: str, to: str, *, weights: bool = True) -> Wanted:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
     parser = Parser(
         prog="python -m treeline_runtime.fetch",
         description="Download models into folders; s3:// and gs:// read their credentials from the environment.",

@@ -88,7 +88,6 @@ class Bucket:
         return {"uri": self.name, "weights": self._weights}
 
     def look(self, to: Path) -> Listing:
-        """See Origin."""
         with self._told():
             found = asyncio.run(self._listed())
         if not found:

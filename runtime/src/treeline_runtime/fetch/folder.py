@@ -22,7 +22,6 @@ from typing import IO, Any, Final, NamedTuple, Protocol
 from treeline_runtime.download import FILES
 
 OURS: Final = ".treeline-"
-"""Prefix of our own names in a folder."""
 MARKER: Final = f"{OURS}complete"
 PROGRESS_S: Final = 3.0
 SPARE_BYTES: Final = 64 << 20
@@ -92,7 +91,6 @@ class Wanted:
 
     @property
     def commit(self) -> str | None:
-        """The version of the complete folder."""
         return self._marker.get("commit")
 
     @property
@@ -115,7 +113,6 @@ class Progress:
         self.commits: dict[str, str] = {}
 
     def tell(self, done: int) -> None:
-        """Prints the state if it changed."""
         state = (min(self._before + done, self.total), self.total)
         if state != self._last:
             self._last = state

@@ -33,13 +33,11 @@ class HubRepo:
         return {"repo": self.name, "revision": self._revision, "weights": self._weights}
 
     def look(self, to: Path) -> Listing:
-        """See Origin."""
         files = self._asked(lambda: self._snapshot(to, self._asked_for, dry_run=True))
         sizes = {file.filename: file.file_size or 0 for file in files}
         return Listing(sizes, files[0].commit_hash if files else None)
 
     def download(self, listed: Listing, to: Path) -> None:
-        """See Origin."""
         self._asked(lambda: self._snapshot(to, listed.version))
         shutil.rmtree(to / ".cache", ignore_errors=True)
 

@@ -69,8 +69,7 @@ class GrammarBackend(Protocol):
     """A library with one vocabulary."""
 
     def compile(self, grammar: Grammar) -> bytes:
-        """The input of `load`. May take seconds and gigabytes, so it runs in a confined process. Raises
-        GrammarError."""
+        """The input of `load`. May take seconds and gigabytes: for confined processes. Raises GrammarError."""
 
     def load(self, compiled: bytes) -> Compiled:
         """Reads the result of `compile`, in any thread."""

@@ -31,7 +31,6 @@ def union(ranges: Iterable[tuple[int, int]]) -> Ranges:
 
 
 def all_but(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """The complement."""
     others, after = [], 0
     for first, last in (*sorted(ranges), (LAST + 1, LAST + 1)):
         if first > after:

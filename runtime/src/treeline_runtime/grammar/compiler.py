@@ -107,7 +107,6 @@ class GrammarCompiler:
         self._known: OrderedDict[Key, Future[Compiled]] = OrderedDict()
         """The most recently requested is last."""
         self._sizes: dict[Key, int] = {}
-        """Bytes of each finished grammar."""
         self._num_bytes = 0
         """The sum of `_sizes`, kept because there may be a hundred thousand entries."""
         self._tried: dict[Key, tuple[float, str]] = {}
@@ -124,7 +123,6 @@ class GrammarCompiler:
         """Grammars that are being compiled and may take all their time."""
         self._most_long = max(self.limits.workers - 1, 1)
         self._used = ClientSeconds(self.limits.client_seconds, self.limits.client_seconds_back, clock)
-        """Seconds that clients used in long compilations."""
         self._lock = threading.Lock()  # of these
         self._loading = threading.Lock()
         self._loaded: _Loaded | None = None
@@ -212,7 +210,6 @@ class GrammarCompiler:
 
     @property
     def num_bytes(self) -> int:
-        """Approximate memory of the cache."""
         return self._num_bytes
 
     def _settle(self) -> None:
@@ -254,7 +251,6 @@ class GrammarCompiler:
         self._tried[key] = self._clock(), reason
 
     def _unwanted(self) -> list[Key]:
-        """The entries to evict for the bound."""
         found, left = list[Key](), self._num_bytes
         for key in self._known:
             if left <= self.limits.cache_bytes:

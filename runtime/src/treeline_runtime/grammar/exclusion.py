@@ -62,8 +62,7 @@ def in_plain_words(document: Document) -> None:
 
 
 def _conditions(document: Document, schema: Schema, path: str) -> tuple[list[str], list[Alternatives]]:
-    """The keywords to rewrite, and their rewriting. The schema itself is unchanged, since others may be its
-    opposite."""
+    """The keywords to rewrite, and their rewriting. Leaves the schema as it is: others may be its opposite."""
     words, conditions = list[str](), list[Alternatives]()
     for word, rule in _RULES.items():
         if word in schema:
@@ -75,10 +74,6 @@ def _conditions(document: Document, schema: Schema, path: str) -> tuple[list[str
     if count > _MOST:
         raise UnsupportedError(words[0], path, f"with more than {_MOST} alternatives is not supported")
     return [word for word in words if word in schema], conditions
-
-
-def _not(document: Document, schema: Schema) -> list[Alternatives]:
-    return [_negated(document, schema["not"])]
 
 
 def _if(document: Document, schema: Schema) -> list[Alternatives]:
@@ -172,15 +167,14 @@ _RULES = {
     "uniqueItems": _unique_items,
     "dependentRequired": _dependent_required,
     "dependentSchemas": _dependent_schemas,
-    "not": _not,
+    "not": lambda document, schema: [_negated(document, schema["not"])],
     "if": _if,
     "oneOf": _one_of,
 }
 
 
 def _apart(a: Any, b: Any) -> bool:
-    """Whether no value fits both schemas: by types, values, a common required property, or one that only one may
-    have."""
+    """Whether no value fits both schemas: by types, values, a shared required property, or one that one lacks."""
     if a is False or b is False:
         return True
     if not isinstance(a, dict) or not isinstance(b, dict):
@@ -188,7 +182,10 @@ def _apart(a: Any, b: Any) -> bool:
     values_a, values_b = _finite(a), _finite(b)
     if values_a is not None and values_b is not None:
         return not any(same(x, y) for x in values_a for y in values_b)
-    types_a, types_b = (_possible(one, values) for one, values in ((a, values_a), (b, values_b)))
+    types_a, types_b = (
+        _with_integers(types(one)) if values is None else set().union(*map(types_of, values))
+        for one, values in ((a, values_a), (b, values_b))
+    )
     if types_a and types_b and not types_a & types_b:
         return True
     if a.get("type") != "object" or b.get("type") != "object":
@@ -209,11 +206,6 @@ def _finite(schema: Schema) -> list[Any] | None:
     if "const" in schema:
         return [schema["const"]]
     return schema["enum"] if isinstance(schema.get("enum"), list) else None
-
-
-def _possible(schema: Schema, values: list[Any] | None) -> set[str]:
-    """The types of a schema's values; none if it does not say."""
-    return _with_integers(types(schema)) if values is None else set().union(*map(types_of, values))
 
 
 def _only_types(schema: Any) -> bool:

@@ -17,30 +17,20 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
 
+from treeline_runtime.grammar import schema_words
 from treeline_runtime.grammar.backend import GrammarError
 from treeline_runtime.grammar.exclusion import in_plain_words
 from treeline_runtime.grammar.formats import FORMATS, REDUNDANT
 from treeline_runtime.grammar.patterns import as_regex, within
 from treeline_runtime.grammar.schema_document import Document, Schema, UnsupportedError, unsatisfiable
-from treeline_runtime.grammar.schema_words import (
-    APPLIED,
-    ARRAY,
-    BOUNDS,
-    DEFINITIONS,
-    DYNAMIC,
-    KNOWN,
-    NOBODYS,
-    NUMBER,
-    OBJECT,
-    STRING,
-    UNEVALUATED,
-    VALUES,
-    listed,
-    same,
-    types_of,
-)
+from treeline_runtime.grammar.schema_words import listed, same, types_of
 
-_FAMILIES = {"string": STRING, "number": NUMBER, "array": ARRAY, "object": OBJECT}
+_FAMILIES = {
+    "string": schema_words.STRING,
+    "number": schema_words.NUMBER,
+    "array": schema_words.ARRAY,
+    "object": schema_words.OBJECT,
+}
 TYPES = frozenset(["string", "number", "integer", "boolean", "null", "array", "object"])
 _MOST_PROPERTIES = 300
 """The most properties that llguidance can process in one step."""
@@ -76,10 +66,16 @@ def simplify(document: Document) -> None:
     document.find()
     for path, schema in document.schemas:
         for key in schema:
-            if key in NOBODYS:
+            if key in schema_words.NOBODYS:
                 raise UnsupportedError(key, path)
     for path, schema in document.schemas:
-        _simplify_one(schema, path)
+        _format(schema)
+        _type(schema)
+        _limits(schema, path)
+        _strings(schema, path)
+        _numbers(schema, path)
+        _values(schema, path)
+        _properties(schema, path)
     _check_cycles(document)
     _check_finite(document)
 
@@ -124,8 +120,7 @@ def _check_finite(document: Document) -> None:
 
 
 def _without_end(document: Document, is_done: Callable[[Schema, set[int]], bool]) -> str | None:
-    """The path of a schema that can never be completed. is_done: whether a schema is, given that those with these ids
-    are."""
+    """The path of a schema that never gets done. is_done: whether a schema is, given the ids of those that are."""
     waiting, done = document.schemas, set[int]()
     while waiting:
         still = [(path, schema) for path, schema in waiting if not is_done(schema, done)]
@@ -136,16 +131,6 @@ def _without_end(document: Document, is_done: Callable[[Schema, set[int]], bool]
     return None
 
 
-def _simplify_one(schema: Schema, path: str) -> None:
-    _format(schema)
-    _type(schema)
-    _limits(schema, path)
-    _strings(schema, path)
-    _numbers(schema, path)
-    _values(schema, path)
-    _properties(schema, path)
-
-
 def _check_type(schema: Schema, path: str) -> None:
     types = listed(schema.get("type", "null"))
     if not types or not all(isinstance(name, str) and name in TYPES for name in types):
@@ -154,11 +139,11 @@ def _check_type(schema: Schema, path: str) -> None:
 
 def _check_keywords(schema: Schema, path: str) -> None:
     for key in list(schema):
-        if key in DEFINITIONS:
+        if key in schema_words.DEFINITIONS:
             continue
-        if key in DYNAMIC:
+        if key in schema_words.DYNAMIC:
             raise UnsupportedError(key, path)
-        if key not in KNOWN:
+        if key not in schema_words.KNOWN:
             del schema[key]
         elif (shape := _SHAPES.get(key)) and not shape(schema[key]):
             raise GrammarError(f"{key!r} at {path or '/'} has not the form that it must have")
@@ -227,11 +212,11 @@ def _apart_from_format(schema: Schema) -> None:
 
 def _take_unevaluated(schema: Schema, path: str, is_before_2019: bool) -> None:
     """Without other schemas for the value, `unevaluated…` equals `additional…`; older drafts lack it."""
-    for key, plain in UNEVALUATED.items():
+    for key, plain in schema_words.UNEVALUATED.items():
         if is_before_2019:
             schema.pop(key, None)
         elif key in schema:
-            if APPLIED & set(schema) or "contains" in schema:
+            if schema_words.APPLIED & set(schema) or "contains" in schema:
                 raise UnsupportedError(key, path)
             schema.setdefault(plain, schema.pop(key))
             schema.pop(key, None)
@@ -240,7 +225,7 @@ def _take_unevaluated(schema: Schema, path: str, is_before_2019: bool) -> None:
 def _type(schema: Schema) -> None:
     if "type" not in schema:
         families = [name for name, keywords in _FAMILIES.items() if keywords & set(schema)]
-        if families and not VALUES & set(schema):
+        if families and not schema_words.VALUES & set(schema):
             schema["type"] = families
     if "type" not in schema:
         return
@@ -266,8 +251,8 @@ def _format(schema: Schema) -> None:
     """Number formats become bounds; unknown formats are annotations."""
     name = schema.get("format")
     types = schema.get("type", ())
-    if name in BOUNDS and "integer" in types and "number" not in types:
-        for key, bound, tighter in zip(("minimum", "maximum"), BOUNDS[name], (max, min), strict=True):
+    if name in schema_words.BOUNDS and "integer" in types and "number" not in types:
+        for key, bound, tighter in zip(("minimum", "maximum"), schema_words.BOUNDS[name], (max, min), strict=True):
             schema[key] = tighter(bound, schema.get(key, bound))
     if name not in FORMATS:
         schema.pop("format", None)
@@ -302,7 +287,7 @@ def _clamp(schema: Schema) -> None:
     """Brings bounds beyond the libraries' range nearer."""
     types = schema.get("type", ())
     whole = "integer" in types and "number" not in types
-    low, high = BOUNDS["int64"] if whole else (-_LARGEST, _LARGEST)
+    low, high = schema_words.BOUNDS["int64"] if whole else (-_LARGEST, _LARGEST)
     for plain, exclusive, bound, beyond in (
         ("minimum", "exclusiveMinimum", low, operator.lt),
         ("maximum", "exclusiveMaximum", high, operator.gt),
@@ -319,8 +304,12 @@ def _numbers(schema: Schema, path: str) -> None:
         schema |= {key: math.ceil(schema[key]) for key in up if key in schema}
         schema |= {key: math.floor(schema[key]) for key in down if key in schema}
     _clamp(schema)
-    for key in NUMBER & set(schema):
-        if isinstance(schema[key], int) and abs(schema[key]) > _LARGEST and schema[key] not in BOUNDS["int64"]:
+    for key in schema_words.NUMBER & set(schema):
+        if (
+            isinstance(schema[key], int)
+            and abs(schema[key]) > _LARGEST
+            and schema[key] not in schema_words.BOUNDS["int64"]
+        ):
             raise UnsupportedError(key, path, "is more than 2^53")
         if isinstance(schema[key], float) and schema[key].is_integer() and abs(schema[key]) <= _LARGEST:
             schema[key] = int(schema[key])
@@ -335,7 +324,7 @@ def _numbers(schema: Schema, path: str) -> None:
 
 def _values(schema: Schema, path: str) -> None:
     """`const` and `enum` as one `enum`, with values of the right type and, if simple, within other keywords."""
-    if not VALUES & set(schema):
+    if not schema_words.VALUES & set(schema):
         return
     values = schema.pop("enum", None)
     if "const" in schema:

@@ -33,21 +33,18 @@ MAX_FORCED_CHARS = 4096
 
 
 class Jump(NamedTuple):
-    """The last `take_back` tokens are replaced by `append`, which begins with their text and continues with the forced
-    text."""
+    """Replaces the last `take_back` tokens by `append`, which has their text and then the forced text."""
 
     take_back: int
     append: list[int]
 
     @property
     def gain(self) -> int:
-        """By how many tokens the sequence grows."""
         return len(self.append) - self.take_back
 
 
 class _Encoded(NamedTuple):
-    """A text as tokens: the byte where each ends, whether a word starts with it, and how many cannot change any
-    more."""
+    """A text as tokens: the byte where each ends, whether a word starts with it, and how many are final."""
 
     ids: list[int]
     ends: list[int]
@@ -172,7 +169,6 @@ class JumpForward:
         return decided
 
     def _begun_added(self, text: str) -> int:
-        """Counts the trailing bytes that may begin an added token."""
         for n in range(min(self._longest_added, len(text)), 0, -1):
             if text[-n:] in self._begins_added:
                 return len(text[-n:].encode())

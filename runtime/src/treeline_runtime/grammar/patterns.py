@@ -234,8 +234,7 @@ def _has_anchor(node: Node) -> bool:
 
 
 def _cased(ranges: Ranges, flags: int, outside: bool = False) -> Ranges:
-    """With other cases, if the flag i is set. outside: inside a negated set, so with everything that might be a
-    case."""
+    """With other cases, if the flag i is set. outside: inside a negated set, so with all that may be a case."""
     if not flags & re.IGNORECASE:
         return ranges
     if sum(last - first + 1 for first, last in ranges) > _MOST_CASED:

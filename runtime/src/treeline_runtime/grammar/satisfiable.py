@@ -131,8 +131,7 @@ def check_satisfiable(serialized: str) -> None:
 
 
 def shortest_texts(rules: Rules) -> dict[int, int]:
-    """The length of each node's shortest text, if it has one: bytes of fixed texts, characters of classes, and one per
-    token."""
+    """The length of each node's shortest text, if any: bytes of texts, characters of classes, one per token."""
     users, waits = dict[int, list[int]](), dict[int, int]()
     queue: list[tuple[int, int]] = []
     for node, form in rules.forms.items():

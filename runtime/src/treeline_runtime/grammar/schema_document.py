@@ -18,7 +18,6 @@ Schema = dict[str, Any]
 MAX_DEPTH = 100
 """The deepest nesting of brackets."""
 _INDEX_DIGITS = 10
-"""The most references."""
 _PLAIN_POINTER = re.compile(r"#[\w/$.-]*", re.ASCII)
 
 
@@ -59,7 +58,6 @@ class Document:
             self._drop_beside_references()
 
     def target(self, schema: Schema) -> Schema | bool:
-        """The target of its `$ref`."""
         return self._targets[id(schema)][1]
 
     def _drop_beside_references(self) -> None:
@@ -173,7 +171,6 @@ class Document:
 
 
 def _containers(place: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Objects and lists of a document, with pointers to them."""
     waiting = [(place, value)]
     while waiting:
         place, value = waiting.pop()

@@ -69,17 +69,11 @@ def inner(schema: dict[str, Any], *more: str) -> Iterator[tuple[str, Any]]:
 
 
 def listed(types: Any) -> list[Any]:
-    """`type` as a list."""
     return types if isinstance(types, list) else [types]
 
 
 def types(schema: dict[str, Any]) -> list[str]:
-    """The types that a schema names."""
     return listed(schema.get("type", []))
-
-
-def is_annotation(word: str) -> bool:
-    return word in ANNOTATIONS or word.startswith("x-")
 
 
 def ignored(schema: Any) -> list[str]:
@@ -91,7 +85,7 @@ def ignored(schema: Any) -> list[str]:
         if not isinstance(one, dict):
             continue
         for word in one:
-            if word not in KNOWN and word not in DEFINITIONS and not is_annotation(word):
+            if word not in KNOWN and word not in DEFINITIONS and word not in ANNOTATIONS and not word.startswith("x-"):
                 found[word] = None
         name = one.get("format")
         if isinstance(name, str) and name not in FORMATS and name not in _SILENT:

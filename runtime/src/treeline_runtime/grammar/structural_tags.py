@@ -56,7 +56,6 @@ _TOKENS = {"token", "exclude_tokens", "trigger_tokens"}
 
 @cache
 def _members() -> dict[str, frozenset[str]]:
-    """The members of each type of format."""
     formats = vars(load_library().structural_tag).items()
     fields = [one.model_fields for name, one in formats if name.endswith("Format") and hasattr(one, "model_fields")]
     return {found["type"].default: frozenset(found) for found in fields if "type" in found}
@@ -176,8 +175,7 @@ def _unescaped(pattern: str, path: str) -> str:
 
 
 def _close(schema: Schema) -> None:
-    """Allows any items or properties where a schema names none; else xgrammar, which is strict, would allow none at
-    all."""
+    """Allows any items or properties where a schema names none; strict xgrammar would allow none at all."""
     names = types(schema)
     if "array" in names and "items" not in schema:
         counted = len(schema.get("prefixItems", ()))

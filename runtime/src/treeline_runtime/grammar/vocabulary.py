@@ -20,7 +20,6 @@ class Vocabulary(msgspec.Struct, frozen=True):
     texts: list[bytes]
     marks: dict[int, bytes]
     stop_ids: tuple[int, ...]
-    """The model's end tokens."""
 
     @classmethod
     def of(cls, bundle: TokenizerBundle, size: int, stop_ids: Sequence[int]) -> Vocabulary:

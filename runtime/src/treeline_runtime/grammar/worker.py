@@ -35,7 +35,6 @@ def _refused(reason: str) -> bytes:
 
 
 def main() -> None:
-    """Serves requests from standard input until its end."""
     load_libraries()
     decode = msgspec.msgpack.Decoder(Grammar).decode
     backend: Backends | None = None

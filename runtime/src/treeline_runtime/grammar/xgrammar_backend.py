@@ -117,7 +117,6 @@ class XGrammarBackend:
 
     @functools.cached_property
     def _batch(self) -> Any:
-        """A batch matcher with its own threads."""
         return self._library.BatchGrammarMatcher(FILL_THREADS)
 
     def _tokenizer_info(self, vocabulary: Vocabulary, texts: list[bytes]) -> Any:

@@ -48,7 +48,6 @@ class Linear:
         split: int | None = None,
         unit: int = 1,
     ) -> None:
-        self._name = prefix + "+".join(names)
         self._product = new_product(weights, ops, prefix, names, size, split, unit)
         self._bias: torch.Tensor | None = None
         if bias:
@@ -59,12 +58,8 @@ class Linear:
             if split != INPUTS or weights.rank.index == 0:  # to a sum it is added once
                 self._bias = stack(parts)
 
-    def __call__(self, x: torch.Tensor, context: Context) -> torch.Tensor:
-        y = self._product(x, self._bias)
-        if context.adapters is None:
-            return y
-        delta = context.adapters.delta(self._name, x)
-        return y if delta is None else y + delta
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self._product(x, self._bias)
 
 
 def norm_weight(config: ModelConfig, weights: Weights, name: str, size: int, cut: Cut | None = None) -> torch.Tensor:
@@ -119,11 +114,11 @@ class Attention:
         )
 
     def __call__(self, x: torch.Tensor, context: Context) -> torch.Tensor:
-        qkv = self._qkv(x, context)
+        qkv = self._qkv(x)
         if self._norm_over_ranks is not None:
             self._norm_over_ranks(qkv)
         q, k, v = self._ops.rotate_and_store(qkv, self._heads, self._layer, context)
-        return self._o(context.attention.forward(self._layer, q, k, v, context.plan, self._sinks), context)
+        return self._o(context.attention.forward(self._layer, q, k, v, context.plan, self._sinks))
 
 
 class NormOverRanks:
@@ -167,7 +162,7 @@ class FeedForward:
         self._down = Linear(weights, ops, prefix, {"down_proj": (hidden,)}, inner, bias=bias, split=INPUTS)
 
     def __call__(self, x: torch.Tensor, context: Context) -> torch.Tensor:
-        return self._down(self._ops.gate(self._gate_up(x, context), self._activation), context)
+        return self._down(self._ops.gate(self._gate_up(x), self._activation))
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +223,6 @@ class Decoder:
         """ranks: the connection of `weights.rank` to the others; None: there are no others."""
         self.config = config
         self.own = own(config, weights.rank, weights.experts.count)
-        """The rank's sizes."""
         self.ranks = ranks
         self._first = weights.rank.rows(config.vocab_size)[0]
         """The first token of the own part of the vocabulary."""
@@ -269,8 +263,7 @@ class Decoder:
         return x * self._scale  # the sum itself is gone at the next one
 
     def forward(self, x: torch.Tensor, context: Context) -> torch.Tensor:
-        """x (tokens, hidden), from `embed` or elsewhere → normalised hidden states (tokens, hidden); except on the last
-        stage with any content."""
+        """x (tokens, hidden) → normalised hidden states (tokens, hidden); except on the last stage with any content."""
         residual: torch.Tensor | None = None
         after: torch.Tensor | None = None
         ranks = self.ranks

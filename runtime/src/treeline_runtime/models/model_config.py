@@ -36,7 +36,6 @@ class Scoring:
 
     @property
     def kinds(self) -> tuple[int | None, ...]:
-        """The different windows."""
         return tuple(dict.fromkeys(self.windows)) or (None,)
 
 
@@ -77,7 +76,6 @@ class MoeConfig:
     top_k: int
     """Experts per token."""
     intermediate_size: int
-    """The intermediate size of an expert."""
     layers: frozenset[int]
     """Layers with experts; the others are dense."""
     normalise: bool = True

@@ -41,18 +41,14 @@ class Exchange:
         self.ranks = ranks
 
     def over(self, x: torch.Tensor, compute: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """x (tokens, hidden) → what all ranks' experts add to it. compute: the sum of this rank's experts, of any
-        tokens."""
+        """x (tokens, hidden) → what all ranks' experts add to it. compute: the sum of this rank's, of any tokens."""
         tokens = len(x)
         everyones = self.ranks.all_gather(F.pad(x, (0, 0, 0, max(self.rows, tokens) - tokens)))
         return self.ranks.reduce_scatter(compute(everyones))[:tokens]
 
 
 class Moe:
-    """A router, its experts, and optionally a gated expert for every token.
-
-    Adapters change the router and the shared expert, not the experts.
-    """
+    """A router, its experts, and optionally a gated expert for every token."""
 
     def __init__(
         self,
@@ -69,14 +65,14 @@ class Moe:
 
     def __call__(self, x: torch.Tensor, context: Context) -> torch.Tensor:
         def routed(x: torch.Tensor) -> torch.Tensor:
-            scores, ids = self._ops.route(self._router(x, context), self._top_k, normalise=self._normalise)
+            scores, ids = self._ops.route(self._router(x), self._top_k, normalise=self._normalise)
             return self._ops.experts(x, self._experts, scores, ids)
 
         y = routed(x) if self.exchange is None else self.exchange.over(x, routed)
         if self._shared is None:
             return y
         gate, expert = self._shared
-        return torch.addcmul(y, gate(x, context).sigmoid(), expert(x, context))
+        return torch.addcmul(y, gate(x).sigmoid(), expert(x, context))
 
 
 def new_moe(moe: MoeConfig, weights: Weights, ops: Ops, prefix: str, hidden: int) -> Moe:

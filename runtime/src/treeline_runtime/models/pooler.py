@@ -65,5 +65,4 @@ class Pooler:
 
 
 def normalized(vector: Vector) -> Vector:
-    """Scaled to length 1."""
     return vector / max(np.linalg.norm(vector), np.float32(_SHORTEST))

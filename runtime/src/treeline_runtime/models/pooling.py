@@ -69,7 +69,6 @@ class Pooling:
 
     @property
     def size(self) -> int:
-        """Dimensions of a vector."""
         return len(self.labels) or (1 if self.answers else self.hidden_size)
 
     def trimmed(self, ids: list[int]) -> list[int]:

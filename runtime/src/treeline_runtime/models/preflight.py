@@ -102,8 +102,7 @@ def weight_bytes(directory: Path, itemsize: int) -> int | None:
 
 
 def _loaded_bytes(file: Path, itemsize: int) -> int:
-    """Bytes of a file's tensors once loaded. Floating-point elements become `itemsize` bytes, all others keep their
-    size."""
+    """Bytes of a file's tensors once loaded: floating-point elements have `itemsize` bytes then."""
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         if length > _MOST_HEADER_BYTES:

@@ -58,7 +58,8 @@ def _frequencies(rope: RopeConfig, dim: int, trained: int, length: int) -> tuple
     if rope.type == "yarn":
         return _yarn(rope, dim), _yarn_scale(rope)
     if rope.type == "dynamic":
-        return _plain(_dynamic_base(rope, dim, trained, length), dim), 1.0
+        stretch = rope.factor * max(length, trained) / trained - (rope.factor - 1)
+        return _plain(rope.theta * stretch ** (dim / (dim - 2)), dim), 1.0
     if rope.type == "longrope":
         return _longrope(rope, dim, length), _longrope_scale(rope)
     return plain, 1.0
@@ -102,11 +103,6 @@ def _yarn_scale(rope: RopeConfig) -> float:
     if rope.mscale and rope.mscale_all_dim:
         return mscale(rope.mscale) / mscale(rope.mscale_all_dim)
     return mscale(1.0)
-
-
-def _dynamic_base(rope: RopeConfig, dim: int, trained: int, length: int) -> float:
-    stretch = rope.factor * max(length, trained) / trained - (rope.factor - 1)
-    return float(rope.theta * stretch ** (dim / (dim - 2)))
 
 
 def _longrope(rope: RopeConfig, dim: int, length: int) -> torch.Tensor:

@@ -43,7 +43,6 @@ class RopeConfig:
     """A divisor per frequency: longrope's, for contexts up to original_max_position and beyond."""
 
     def dim(self, head_dim: int) -> int:
-        """Elements of a head that are rotated."""
         return int(head_dim * self.partial_rotary_factor)
 
     def check(self, head_dim: int) -> None:

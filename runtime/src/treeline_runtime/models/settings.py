@@ -31,7 +31,6 @@ def read_json(path: Path) -> Any:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """A file that must be a JSON object."""
     data = read_json(path)
     if not isinstance(data, dict):
         raise ModelError(f"{path} is not a JSON object")
@@ -56,7 +55,6 @@ def positive(config: Mapping[str, Any], key: str) -> float | None:
 
 
 def needed(config: Mapping[str, Any], key: str) -> float:
-    """A required number above 0."""
     if (value := positive(config, key)) is None:
         raise KeyError(key)
     return value

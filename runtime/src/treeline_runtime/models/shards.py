@@ -42,8 +42,7 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """One of the processes that compute a model together: of `count` that share each layer of a stage, numbered from
-    0."""
+    """One of the processes of a model: of `count` that share each layer of a stage, numbered from 0."""
 
     index: int
     count: int

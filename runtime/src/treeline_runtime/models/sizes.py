@@ -42,7 +42,8 @@ def _parts(model: ModelConfig, element_bytes: int, scheme: Scheme | None, stage:
     hidden, layers = model.hidden_size, model.num_layers
     dense = layers - (len(model.moe.layers) if model.moe else 0)
     matrix = model.vocab_size * hidden
-    gated = _gated(hidden, model.intermediate_size, model.mlp_bias)
+    inner, bias = model.intermediate_size, model.mlp_bias
+    gated = [(inner, hidden, bias), (inner, hidden, bias), (hidden, inner, bias)]
     tied = model.tie_word_embeddings
     embedding = matrix if stage.is_first_stage or (tied and stage.is_last_stage) else 0
     head = matrix if stage.is_last_stage and not tied else 0
@@ -69,15 +70,10 @@ def _attention(model: ModelConfig) -> list[Projection]:
 
 
 def _attention_rest(model: ModelConfig) -> int:
-    """Norms of queries and keys, and sinks."""
     norms = 0
     if model.qk_norm:
         norms = (model.num_heads + model.num_kv_heads if model.qk_norm_over_heads else 2) * model.head_dim
     return norms + (model.num_heads if model.scoring.sinks else 0)
-
-
-def _gated(hidden: int, inner: int, bias: bool) -> list[Projection]:
-    return [(inner, hidden, bias), (inner, hidden, bias), (hidden, inner, bias)]
 
 
 def _projections(

@@ -107,8 +107,7 @@ class _Buffer:
 
 
 class Streamed:
-    """`entries` in reading order. Used by one thread; `close` ends its own. in_parts: tensors may be asked for in
-    part."""
+    """`entries` in reading order, for one thread; `close` ends its own. in_parts: parts may be asked for."""
 
     def __init__(self, entries: dict[str, Entry], device: torch.device, *, in_parts: bool = False) -> None:
         self._entries = entries
@@ -134,14 +133,12 @@ class Streamed:
         self._missing: dict[str, int] = {}
         """Bytes of arriving tensors that are still to come."""
         self._problems: dict[str, str] = {}
-        """Tensor → why it could not be read. Raised by `read` of this tensor only, not of those read at the same
-        time."""
+        """Tensor → why it could not be read: raised by `read` of this tensor only."""
         count = min(THREADS, os.cpu_count() or 1, max(pieces, 1))
         self._threads = [threading.Thread(target=self._work, name="weights", daemon=True) for _ in range(count)]
 
     def read(self, name: str, cut: Cut | None = None) -> torch.Tensor:
-        """The tensor, or a part that fits its shape, on the device in its current stream's order; once. Raises
-        ModelError."""
+        """The tensor, or a part, on the device in its current stream's order; once. Raises ModelError."""
         entry = self._entries[name]
         assert name not in self._given, f"tensor {name} is taken twice"
         if not self._given:  # until now some may be skipped
@@ -178,7 +175,6 @@ class Streamed:
         self._changed.notify_all()
 
     def skip(self, name: str) -> None:
-        """Skips the unread parts of a tensor that nobody is going to read."""
         with self._changed:
             self._unread.pop(name, None)
 

@@ -33,18 +33,14 @@ SPARE = (".rotary_emb.inv_freq",)
 
 
 MAPPED = ("cpu",)
-"""Devices that use memory-mapped files directly."""
 PROGRESS_S = 2.0
-"""Seconds between progress lines of the log."""
 
 
 class Weights(Protocol):
     """A model takes each tensor once, by name and shape."""
 
     dtype: torch.dtype
-    """The engine's dtype."""
     device: torch.device
-    """The device that tensors are loaded to."""
     scheme: Scheme | None
     """The quantisation of projections; None if they have none."""
     rank: Rank
@@ -172,7 +168,6 @@ class Checkpoint:
         return name.removeprefix(PREFIX) if self._bare else name
 
     def has_any(self, endings: tuple[str, ...]) -> bool:
-        """Whether a tensor's name ends so."""
         return any(name.endswith(endings) for name in self._file_of)
 
     def _file(self, name: str) -> str:

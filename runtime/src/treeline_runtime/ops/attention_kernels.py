@@ -33,7 +33,6 @@ def flatten_pages(table_ptr, rows_ptr, indptr_ptr, out_ptr, width, BLOCK: tl.con
 
 @triton.jit
 def segment_of(block, table_ptr, segments):
-    """The segment of a block."""
     low = 0
     high = segments
     while low + 1 < high:
@@ -47,8 +46,7 @@ def segment_of(block, table_ptr, segments):
 
 @triton.jit
 def capped(scores, cap, CAPPED: tl.constexpr):
-    """Scores in base 2. CAPPED: tanh(x) is 2 sigmoid(2 x) - 1; the argument is this 2 x, and `cap` is the cap in base
-    2."""
+    """Scores in base 2. CAPPED: tanh(x) = 2 sigmoid(2 x) - 1; the argument is 2 x, `cap` the cap in base 2."""
     if CAPPED:
         scores = (2.0 * tl.sigmoid(scores) - 1.0) * cap
     return scores

@@ -44,8 +44,7 @@ class Experts:
     """(experts, 2 x inner) and (experts, hidden)"""
     clamped: ClampedGate | None = None
     local: torch.Tensor | None = None
-    """(experts of the model,) int32: the place of each in these stacks, or their length if another rank has it. None:
-    all of them are here."""
+    """(experts of the model,) int32: the place of each in these stacks; their length: elsewhere. None: all are here."""
 
 
 @dataclass(frozen=True, slots=True)

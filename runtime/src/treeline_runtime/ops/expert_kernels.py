@@ -83,8 +83,7 @@ def sort_pairs(
 
 @triton.jit
 def block_of_program(blocks, columns, GROUP: tl.constexpr):
-    """Returns the block of pairs and the block of columns. GROUP blocks of pairs walk the columns together, to share
-    weights."""
+    """Returns the blocks of pairs and of columns. GROUP blocks of pairs share the weights of their columns."""
     program = tl.program_id(0)
     group = program // (GROUP * columns)
     first = group * GROUP

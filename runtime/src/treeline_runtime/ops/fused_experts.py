@@ -56,7 +56,6 @@ class FusedExperts:
         self._compiled: set[tuple[torch.dtype, torch.Size, int]] = set()
 
     def __call__(self, x: torch.Tensor, experts: Experts, scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """See `Ops.experts`."""
         local = experts.local
         pairs, count = ids.numel(), len(experts.down if local is None else local)
         shape = (x.dtype, experts.down.shape, ids.shape[1])

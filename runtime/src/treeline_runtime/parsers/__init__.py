@@ -16,7 +16,7 @@ from treeline_runtime.parsers.harmony import ANSWER, HARMONY, Harmony
 from treeline_runtime.parsers.pythonic import PYTHONIC
 from treeline_runtime.parsers.qwen_xml import QWEN_XML
 from treeline_runtime.parsers.reasoning import FAMILIES, Tags
-from treeline_runtime.parsers.source import Chained, OutputParser, Reading, Source, Steps, Without, markers
+from treeline_runtime.parsers.source import Chained, OutputParser, Reading
 from treeline_runtime.parsers.tools import DEEPSEEK, HERMES, LLAMA3, MISTRAL, ToolFormat
 from treeline_runtime.registry import Registry
 
@@ -29,44 +29,23 @@ class Calls:
     structure: structures.Structure
 
 
-_HERMES: Final = Calls(HERMES, structures.hermes)
-_LLAMA3: Final = Calls(LLAMA3, structures.llama3)
-_DEEPSEEK_V3: Final = Calls(DEEPSEEK, structures.deepseek_v3)
-_DEEPSEEK_V31: Final = Calls(DEEPSEEK, structures.deepseek_v31)
-_HARMONY: Final = Calls(HARMONY, structures.harmony)
-_PYTHONIC: Final = Calls(PYTHONIC, structures.pythonic)
-_QWEN_XML: Final = Calls(QWEN_XML, structures.qwen_xml)
-
 REASONING: Final[Registry[Tags | Harmony]] = Registry(
     "reasoning parser", {**FAMILIES, "gpt_oss": HARMONY, "openai_gptoss": HARMONY}
 )
-TOOLS: Final = Registry(
-    "tool call parser",
-    {
-        "deepseek_v3": _DEEPSEEK_V3,
-        "deepseek_v31": _DEEPSEEK_V31,
-        "deepseekv3": _DEEPSEEK_V3,
-        "deepseekv31": _DEEPSEEK_V31,
-        "gpt_oss": _HARMONY,
-        "hermes": _HERMES,
-        "llama3": _LLAMA3,
-        "llama3_json": _LLAMA3,
-        "llama4_json": _LLAMA3,
-        "llama4_pythonic": _PYTHONIC,
-        "mistral": Calls(MISTRAL, structures.mistral),
-        "openai": _HARMONY,
-        "pythonic": _PYTHONIC,
-        "qwen": _HERMES,
-        "qwen25": _HERMES,
-        "qwen3_coder": _QWEN_XML,
-        "qwen3_xml": _QWEN_XML,
-    },
-)
+_CALLS: Final = {
+    "deepseek_v3 deepseekv3": Calls(DEEPSEEK, structures.deepseek_v3),
+    "deepseek_v31 deepseekv31": Calls(DEEPSEEK, structures.deepseek_v31),
+    "gpt_oss openai": Calls(HARMONY, structures.harmony),
+    "hermes qwen qwen25": Calls(HERMES, structures.hermes),
+    "llama3 llama3_json llama4_json": Calls(LLAMA3, structures.llama3),
+    "llama4_pythonic pythonic": Calls(PYTHONIC, structures.pythonic),
+    "mistral": Calls(MISTRAL, structures.mistral),
+    "qwen3_coder qwen3_xml": Calls(QWEN_XML, structures.qwen_xml),
+}
+TOOLS: Final = Registry("tool call parser", {name: calls for names, calls in _CALLS.items() for name in names.split()})
 STRAYS: Final = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>")
-"""Special tokens that end turns. Formats that need special tokens in the text remove these from thoughts and
-answers."""
-
-_STRAYS: Final = markers(*STRAYS)
+"""Special tokens that end turns. Where a format needs special tokens in the text, thoughts and answers have none of
+these, even if the client wants special tokens, or they are ordinary ones of its tokenizer."""
 
 
 def new(reasoning: str | None, tools: str | None, functions: Collection[str] = (), prompt: str = "") -> OutputParser:
@@ -86,8 +65,9 @@ def new(reasoning: str | None, tools: str | None, functions: Collection[str] = (
         parsers.append(Reading(partial(thoughts.steps, inside=inside, tools=calls is not None)))
     if calls is not None and not isinstance(calls, Harmony):
         parsers.append(Reading(partial(calls.steps, functions=schemas)))
-    parser = Chained(*parsers) if len(parsers) == 2 else parsers[0] if parsers else Reading(_all_said)
-    return Without(parser, _STRAYS) if needs_special_tokens(reasoning, tools) else parser
+    if not parsers:
+        parsers.append(Reading(lambda source: source.rest(source.say)))
+    return Chained(*parsers) if len(parsers) == 2 else parsers[0]
 
 
 def formats(reasoning: str | None, tools: str | None) -> tuple[Tags | Harmony | None, ToolFormat | None]:
@@ -99,20 +79,18 @@ def formats(reasoning: str | None, tools: str | None) -> tuple[Tags | Harmony | 
 
 
 def needs_special_tokens(reasoning: str | None, tools: str | None) -> bool:
-    """Whether these formats need the output's special tokens (`skip_special_tokens: false`). `STRAYS` are then removed.
+    """Whether these formats need the output's special tokens (`skip_special_tokens: false`).
     Raises ConfigError for an unknown name."""
     return any(format is not None and format.special for format in formats(reasoning, tools))
 
 
-def reasoning_end(reasoning: str | None, prompt: str, tools: str | None = None) -> str:
+def reasoning_end(reasoning: str | None, prompt: str) -> str:
     """The text after which a grammar applies, in an output after `prompt`: the end of reasoning; "" = from the start.
-    `tools`: the format if the grammar is its `structure`; harmony's contains the reasoning. Raises ConfigError for an
-    unknown name."""
+    Raises ConfigError for an unknown name."""
     tags = None if reasoning is None else REASONING.get(_known(reasoning))
     if isinstance(tags, Tags):
-        return tags.end_after(prompt)
-    within = tools is not None and TOOLS.get(_known(tools)) is _HARMONY
-    return "" if tags is None or within or prompt.endswith(ANSWER) else ANSWER
+        return "" if prompt.rstrip().endswith(tags.closing) else tags.closing
+    return "" if tags is None or prompt.endswith(ANSWER) else ANSWER
 
 
 def structure(
@@ -131,7 +109,3 @@ def structure(
 
 def _known(name: str) -> str:
     return name.replace("-", "_")
-
-
-def _all_said(source: Source) -> Steps[None]:
-    yield from source.rest(source.say)

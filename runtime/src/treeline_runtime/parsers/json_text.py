@@ -14,7 +14,6 @@ from typing import Final
 from treeline_runtime.parsers.source import BrokenError, Source, Steps
 
 MAX_DEPTH: Final = 128
-"""The deepest nesting of objects and lists."""
 
 _PLAIN: Final = re.compile(r'[^"\\\x00-\x1f]*')
 _SPACE: Final = re.compile(r"[ \t\n\r]*")
@@ -86,7 +85,6 @@ class JsonScanner:
         return at
 
     def _ended(self) -> None:
-        """A value ended."""
         self._state = "after"
         self.done = not self._stack
 
@@ -112,7 +110,6 @@ class JsonScanner:
         return at
 
     def _accept(self, char: str) -> bool:
-        """Reads this character if it is allowed next."""
         match self._state:
             case "escape":
                 self._state, self._hex = ("hex", 4) if char == "u" else ("string", 0)
@@ -145,7 +142,6 @@ class JsonScanner:
         return True
 
     def _open(self, char: str) -> bool:
-        """Reads the first character of a value."""
         if char in "{[":
             if len(self._stack) == MAX_DEPTH:
                 return False

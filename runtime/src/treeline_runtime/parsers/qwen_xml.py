@@ -71,8 +71,7 @@ def _further(source: Source) -> Steps[str]:
 
 
 def _value(source: Source, parameter: _Parameter) -> Steps[str]:
-    """Emits a value as JSON; returns the tag after it. Strings, and values too long to hold, are emitted as they
-    come."""
+    """Emits a value as JSON; returns the tag after it. Strings and very long values are emitted as they come."""
     if (yield from source.ahead()) == "\n":
         source.skip(1)
         source.release()
@@ -120,7 +119,6 @@ def _as_json(text: str, parameter: _Parameter) -> str:
 
 
 def _kind(value: str) -> str:
-    """The type of a JSON value."""
     return _FIRST.get(value[0], "number")
 
 
@@ -133,7 +131,6 @@ class _Parameter:
 
     root: Mapping[str, Any]
     kinds: frozenset[str] = _STRING
-    """JSON types."""
     narrow: bool = False
     """Strings have further restrictions: surrounding white space is not part of them."""
     looked_at: int = 0

@@ -30,10 +30,6 @@ class Tags:
         end = prompt.rstrip()
         return end.endswith(self.opening) or (self.always and not end.endswith(self.closing))
 
-    def end_after(self, prompt: str) -> str:
-        """The end marker of reasoning in an output after `prompt`; "" if the prompt has ended it."""
-        return "" if prompt.rstrip().endswith(self.closing) else self.closing
-
     def steps(self, source: Source, *, inside: bool, tools: bool) -> Steps[None]:
         if inside:
             yield from source.drop_space()

@@ -90,8 +90,7 @@ class Source:
         self.begun = 0
         """Calls that have begun."""
         self.certain = False
-        """Whether the held text belongs to a call that has begun: if the output ends now, it is not part of the
-        answer."""
+        """The held text belongs to a call that has begun: at the end of the output it is no answer."""
 
     # ---- from outside ------------------------------------------------------------------------------------
 
@@ -174,7 +173,6 @@ class Source:
             yield
 
     def space(self) -> Steps[None]:
-        """Skips white space."""
         yield from self.take(_SPACE)
 
     def quoted(self, quote: str) -> Steps[str]:
@@ -208,7 +206,6 @@ class Source:
         yield from self.flow(_SPACE, lambda _: None)
 
     def rest(self, tell: Callable[[str], None]) -> Steps[None]:
-        """Emits all further text."""
         yield from self.flow(_ANY, tell)
 
     def expect(self, literal: str) -> Steps[None]:
@@ -355,47 +352,3 @@ class Chained:
             else:
                 found.append(part)
         return found
-
-
-class Without:
-    """Removes special tokens that end turns from thoughts and answers.
-
-    A server that removes all special tokens (`server.prompts.Unmarked`) leaves none of these. This is for the answers
-    that it does not change: for clients who want special tokens (`skip_special_tokens: false`), and tokenizers where
-    such a token is an ordinary one.
-    """
-
-    def __init__(self, parser: OutputParser, strays: Markers) -> None:
-        self._parser = parser
-        self._strays = strays
-        self._held: Said | Thought | None = None
-        """The end of the last text, if it may become a stray."""
-
-    def feed(self, text: str) -> list[Part]:
-        return self._rid(self._parser.feed(text))
-
-    def end(self) -> list[Part]:
-        return [*self._rid(self._parser.end()), *self._flushed()]
-
-    def _rid(self, parts: list[Part]) -> list[Part]:
-        found: list[Part] = []
-        for part in parts:
-            if not isinstance(part, Said | Thought):
-                found += [*self._flushed(), part]
-                continue
-            kind, text = type(part), part.text
-            if self._held is not None and type(self._held) is not kind:
-                found += self._flushed()
-            if self._held is not None:
-                text, self._held = self._held.text + text, None
-            complete = max((stray.end() for stray in self._strays.whole.finditer(text)), default=0)
-            end = self._strays.open_end(text, complete)
-            if clean := self._strays.whole.sub("", text[:end]):
-                found.append(kind(clean))
-            if end < len(text):
-                self._held = kind(text[end:])
-        return found
-
-    def _flushed(self) -> list[Part]:
-        held, self._held = self._held, None
-        return [] if held is None else [held]

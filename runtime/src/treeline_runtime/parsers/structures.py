@@ -23,7 +23,6 @@ MAX_REPEATED_CHARS: Final = 1 << 18
 """The most text that may be repeated for each function."""
 
 Format = dict[str, Any]
-"""A format of xgrammar."""
 
 
 class Function(msgspec.Struct, frozen=True):
@@ -38,7 +37,6 @@ class Function(msgspec.Struct, frozen=True):
 
     @property
     def schema(self) -> dict[str, Any]:
-        """The schema of the arguments, of objects."""
         if self.strict is False:
             return {"type": "object"}
         if self.parameters is None:
@@ -47,7 +45,6 @@ class Function(msgspec.Struct, frozen=True):
 
     @property
     def arguments(self) -> Format:
-        """The arguments as JSON."""
         return _json(self.schema)
 
 
@@ -83,8 +80,7 @@ def qwen_xml(functions: Sequence[Function], *, required: bool, parallel: bool) -
 
 
 def llama3(functions: Sequence[Function], *, required: bool, parallel: bool) -> Format:
-    """Objects as the whole output, or after `<|python_tag|>`. Text does not begin with a brace, which would be a
-    call."""
+    """Objects as the whole output, or after `<|python_tag|>`. Text begins with no brace, which would be a call."""
     objects = [_tag(_object(f, "parameters"), f.arguments, "}") for f in functions]
     calls = _some(objects, [_OBJECT], "; ", parallel=parallel)
     whole = _sequence({"type": "optional", "content": _const("<|python_tag|>")}, calls)
@@ -208,8 +204,7 @@ def _keywords(schema: dict[str, Any]) -> Format:
 def _marked(
     calls: list[Format], trigger: str, separator: str, excludes: Sequence[str] = (), *, required: bool, parallel: bool
 ) -> Format:
-    """Calls that begin with a marker. Free text may not contain `excludes`, which a parser would also take for
-    calls."""
+    """Calls that begin with a marker. `excludes`: what else a parser takes for calls; not in free text."""
     if required:
         return _some(calls, [trigger], separator, parallel=parallel)
     return {
@@ -233,7 +228,6 @@ def _some(tags: list[Format], triggers: list[str], separator: str, *, parallel: 
 
 
 def _object(function: Function, key: str) -> str:
-    """A call object up to its arguments."""
     return f'{_OBJECT}{json.dumps(function.name, ensure_ascii=False)}, "{key}": '
 
 

@@ -34,8 +34,7 @@ class ToolFormat(Protocol):
 
 
 def attempt(source: Source, steps: Steps[None]) -> Steps[bool]:
-    """Reads a possible call; returns whether it was one. If not, its text is emitted, except for an incomplete end of
-    the output."""
+    """Reads a possible call; returns whether it was one. If not, emits its text, unless the output ends in it."""
     try:
         yield from steps
     except OverError:
@@ -49,7 +48,6 @@ def attempt(source: Source, steps: Steps[None]) -> Steps[bool]:
 
 
 def function_name(source: Source, functions: Functions) -> Steps[str]:
-    """Reads a known function's name."""
     name = yield from source.take(NAME)
     if name not in functions:
         yield from source.broken()

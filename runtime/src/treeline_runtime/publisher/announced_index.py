@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from tokenizers import Tokenizer
 from treeline_wire.events import AllBlocksCleared, BlockRemoved, BlockStored
@@ -28,13 +27,6 @@ from treeline_runtime.messages import CacheEvent, Cleared, Copied, Medium, Remov
 CUT_TOKENS = 3
 """A UTF-8 character has at most 4 bytes, so at most the last 3 tokens may contain an unfinished one."""
 WireEvent = BlockStored | BlockRemoved | AllBlocksCleared
-
-
-class Reencoder(Protocol):
-    """Checks how much of a sequence encoding its text gives back."""
-
-    def agreed_len(self, ids: Sequence[int], sampled_from: int) -> int:
-        """Number of leading `ids` that re-encoding reproduces, at least `sampled_from`: prompts are taken as given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +43,7 @@ class Page:
 class AnnouncedIndex:
     """Pages by hash. `apply` is O(pages of the event), plus O(sequence) where sampled tokens must be re-encoded."""
 
-    def __init__(self, reencoder: Reencoder) -> None:
+    def __init__(self, reencoder: TokenizerReencoder) -> None:
         self._reencoder = reencoder
         self._pages: dict[int, Page] = {}
         self._below: dict[Medium, dict[int, Page]] = {"CPU": {}, "DISK": {}}
@@ -125,7 +117,6 @@ class AnnouncedIndex:
         return list(runs(fresh, event.medium))
 
     def _agreed_len(self, event: Stored) -> int:
-        """Counts the leading tokens of the run that may be announced."""
         if event.output_from >= len(event.token_ids):
             return len(event.token_ids)
         before = self._tokens_down_to(event.parent_hash)
@@ -203,11 +194,13 @@ class TokenizerReencoder:
         self._splits = frozenset(id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special)
 
     def agreed_len(self, ids: Sequence[int], sampled_from: int) -> int:
+        """Number of leading `ids` that re-encoding reproduces, at least `sampled_from`: prompts are taken as given."""
         start = next((i for i in range(sampled_from - 1, -1, -1) if ids[i] in self._splits), 0)
         part = list(ids[start:])
         whole, text = self._finished(part)
         again = self._tokenizer.encode(text, add_special_tokens=False).ids
-        agreed = _common_len(whole, again)
+        pairs = zip(whole, again, strict=False)
+        agreed = next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(whole), len(again)))
         if agreed == len(whole):
             return len(ids)  # an unfinished character at the end is given the benefit of the doubt
         return max(start + agreed, sampled_from)
@@ -223,7 +216,3 @@ class TokenizerReencoder:
             if not text_of_shorter.endswith("\ufffd"):
                 return shorter, text_of_shorter
         return part, text
-
-
-def _common_len(a: Sequence[int], b: Sequence[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

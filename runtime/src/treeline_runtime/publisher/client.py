@@ -25,7 +25,6 @@ class PublisherClient:
         self._whole_tree = whole_tree
         self._behind = False
         self.updates = 0
-        """Cache updates sent."""
 
     def publish(self, update: CacheUpdate | LoadUpdate) -> None:
         caught_up_now = self._behind and self.catch_up()

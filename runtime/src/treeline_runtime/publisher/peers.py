@@ -15,7 +15,6 @@ from treeline_wire import tcp_counts
 from zmq.utils.monitor import parse_monitor_message
 
 LOOK_S: Final = 0.1
-"""Seconds between two checks."""
 MOST_PEERS: Final = 256
 """Peers of one socket: pickers and their workers. Later ones are disconnected."""
 BYTES_A_SECOND: Final = 64

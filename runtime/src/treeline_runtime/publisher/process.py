@@ -16,15 +16,7 @@ from dataclasses import dataclass, field
 import zmq
 from tokenizers import Tokenizer
 
-from treeline_runtime.ipc import (
-    HEARTBEAT_S,
-    AnnouncedReq,
-    HeartbeatSender,
-    Inbox,
-    Outbox,
-    Ready,
-    decode_to_publisher,
-)
+from treeline_runtime import ipc
 from treeline_runtime.listeners import open_keys
 from treeline_runtime.messages import CacheUpdate, DrainReq, LoadUpdate, Reply
 from treeline_runtime.processes import ChildSpec, StartError, run_child
@@ -89,13 +81,13 @@ class Publisher:
         self._stream = stream
         self._load = load
         self._updates = 0
-        self._questions: list[AnnouncedReq] = []
+        self._questions: list[ipc.AnnouncedReq] = []
         self._clients: dict[bytes, _Client] = {}
         self._keys, host = open_keys(args)
         self._host = f"[{host}]" if ":" in host else host
-        self._inbox = Inbox(context, spec.addresses.of("publisher"), decode_to_publisher)
-        self._http = Outbox(context, spec.addresses.of("http"))
-        self._heartbeat = HeartbeatSender("publisher", self._http)
+        self._inbox = ipc.Inbox(context, spec.addresses.of("publisher"), ipc.decode_to_publisher)
+        self._http = ipc.Outbox(context, spec.addresses.of("http"))
+        self._heartbeat = ipc.HeartbeatSender("publisher", self._http)
         self._events, events_port = self._bind(context, zmq.PUB, args.events_port + spec.rank, "--events-port", PUB_HWM)
         self._router, replay_port = self._bind(
             context, zmq.ROUTER, args.replay_port + spec.rank, "--replay-port", ANSWERS_HWM
@@ -108,7 +100,7 @@ class Publisher:
         self._poller.register(self._inbox.socket, zmq.POLLIN)
         self._poller.register(self._router, zmq.POLLIN)
         ports = {"events_port": events_port, "replay_port": replay_port, "load_port": load_port}
-        self._http.send(Ready("publisher", {"host": host, "curve": self._keys is not None, **ports}))
+        self._http.send(ipc.Ready("publisher", {"host": host, "curve": self._keys is not None, **ports}))
 
     def _bind(
         self, context: zmq.Context[zmq.Socket[bytes]], kind: int, port: int, flag: str, hwm: int
@@ -144,7 +136,7 @@ class Publisher:
                 self._loads.send_multipart(report, zmq.NOBLOCK)
 
     def _wait_ms(self, now: float) -> int:
-        wait_s = min(max(0.0, self._load.due_at() - now), HEARTBEAT_S, LOOK_S)
+        wait_s = min(max(0.0, self._load.due_at() - now), ipc.HEARTBEAT_S, LOOK_S)
         if self._clients:
             # clients with a full queue are retried soon, others at once
             full = all(client.held is not None for client in self._clients.values())
@@ -159,7 +151,7 @@ class Publisher:
             if ended := peers.look(now):
                 logger.warning("ended %d connections: too many, or they sent too much", ended)
 
-    def _take(self, message: CacheUpdate | LoadUpdate | DrainReq | AnnouncedReq) -> None:
+    def _take(self, message: CacheUpdate | LoadUpdate | DrainReq | ipc.AnnouncedReq) -> None:
         match message:
             case CacheUpdate():
                 self._updates += 1
@@ -170,11 +162,10 @@ class Publisher:
                 self._load.on_load(message, time.monotonic())
             case DrainReq():
                 self._load.on_draining()
-            case AnnouncedReq():
+            case ipc.AnnouncedReq():
                 self._questions.append(message)
 
-    def _told(self, question: AnnouncedReq) -> bool:
-        """Answers a waiting question."""
+    def _told(self, question: ipc.AnnouncedReq) -> bool:
         if self._updates < question.after_updates:
             return False
         data = {"seq": self._stream.newest, "hashes": self._stream.index.announced()}

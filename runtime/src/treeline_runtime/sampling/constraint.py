@@ -53,7 +53,6 @@ class Constraint(Protocol):
 
 
 def mask_words(vocab_size: int) -> int:
-    """32-bit words of a mask."""
     return -(-vocab_size // 32)
 
 
@@ -71,8 +70,7 @@ class Masks:
         self._next = 0
 
     def fill(self, constraints: Sequence[Constraint]) -> tuple[torch.Tensor, dict[int, str]]:
-        """Returns (constraints, words) int32 for `Ops.forbid`, on the host, and which constraints failed and why; their
-        rows are meaningless."""
+        """(constraints, words) int32 for `Ops.forbid`, on the host, and why some failed; their rows are meaningless."""
         if self._device.type == "cuda":
             masks = self._buffer(len(constraints))[: len(constraints)].zero_()
         else:

@@ -67,8 +67,7 @@ def _mix(x: torch.Tensor) -> torch.Tensor:
 
 
 def negative_exponentials(keys: torch.Tensor, vocab: int, ids: torch.Tensor | None = None) -> torch.Tensor:
-    """Negated exponential variates of rate 1, all below 0 and finite: (rows, vocab) float32, or those of `ids` (rows,
-    n)."""
+    """Negated exponential variates of rate 1, below 0 and finite: (rows, vocab) float32, or of `ids` (rows, n)."""
     hashes = _token_hashes(vocab, keys.device)
     x = (hashes if ids is None else hashes[ids]) ^ keys[:, :1]
     scratch = torch.empty_like(x)

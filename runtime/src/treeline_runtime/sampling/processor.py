@@ -68,8 +68,7 @@ class Processing:
         self._output_ids: list[int] = []
 
     def apply(self, new_ids: Sequence[int], logits: torch.Tensor) -> torch.Tensor | str:
-        """new_ids: output after those `seen`. logits (vocabulary,) stay unchanged. Returns its result as float32, or
-        why it failed."""
+        """new_ids: output after those `seen`. Leaves logits (vocabulary,). Returns float32 ones, or why it failed."""
         self._output_ids += new_ids
         self.seen += len(new_ids)
         mine = logits.to(torch.float32, copy=True)

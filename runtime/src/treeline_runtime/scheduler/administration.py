@@ -19,18 +19,9 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from treeline_runtime import messages
 from treeline_runtime.config import ConfigError, SchedulerConfig
 from treeline_runtime.kvcache.page import PageFormat, format_of
-from treeline_runtime.messages import (
-    MAX_PROFILE_STEPS,
-    FlushReq,
-    Reply,
-    SleepReq,
-    StartProfileReq,
-    StopProfileReq,
-    UpdateWeightsReq,
-    WakeReq,
-)
 from treeline_runtime.models.config import ModelConfig, ModelError
 from treeline_runtime.models.decoder import Decoder
 from treeline_runtime.models.loader import architecture_of, load_model, resolve_device
@@ -249,7 +240,6 @@ class Residence:
 
 
 def _difference(found: ModelConfig, pools: Pooling | None, served: ModelConfig, served_pools: Pooling | None) -> str:
-    """The first differing setting of two architectures, in words."""
     pairs: list[tuple[Any, Any, str]] = [(found, served, "")]
     if pools and served_pools:
         pairs.append((pools, served_pools, " of its pooling"))
@@ -274,8 +264,7 @@ class Busy(Refused):
 
 
 class Profiler:
-    """A trace of some steps by torch's profiler, for chrome://tracing or Perfetto; one at a time. `step` is called
-    after each launched step."""
+    """One trace at a time by torch's profiler, for chrome://tracing or Perfetto. `step` is called after each launch."""
 
     def __init__(self, device: torch.device) -> None:
         self._activities = [ProfilerActivity.CPU]
@@ -290,8 +279,8 @@ class Profiler:
         """Traces the next so many steps. Raises Refused."""
         if self._running is not None:
             raise Refused(f"a profile is running, {self._left} steps are left: POST /stop_profile ends it")
-        if not 1 <= steps <= MAX_PROFILE_STEPS:
-            raise Refused(f"a profile has 1 to {MAX_PROFILE_STEPS} steps, not {steps}")
+        if not 1 <= steps <= messages.MAX_PROFILE_STEPS:
+            raise Refused(f"a profile has 1 to {messages.MAX_PROFILE_STEPS} steps, not {steps}")
         self._folder = Path(folder)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -340,21 +329,20 @@ class Administration:
         profiler: Profiler,
         *,
         is_idle: Callable[[], bool],
-        reply: Callable[[Reply], None],
+        reply: Callable[[messages.Reply], None],
     ) -> None:
         self._residence = residence
         self._cache = cache
         self._audits = audits
-        self._profiler = profiler
         self._is_idle = is_idle
         self._reply = reply
         handlers: dict[type, Callable[[Any], dict[str, Any] | None]] = {
-            FlushReq: self._flush,
-            SleepReq: self._sleep,
-            WakeReq: self._wake,
-            UpdateWeightsReq: self._update,
-            StartProfileReq: self._start_profile,
-            StopProfileReq: self._stop_profile,
+            messages.FlushReq: self._flush,
+            messages.SleepReq: self._sleep,
+            messages.WakeReq: self._wake,
+            messages.UpdateWeightsReq: self._update,
+            messages.StartProfileReq: lambda message: profiler.start(message.folder, message.steps),
+            messages.StopProfileReq: lambda _: {"path": profiler.stop()},
         }
         self.handlers: Mapping[type, Callable[[Any], None]] = {
             kind: functools.partial(self._answer, handler) for kind, handler in handlers.items()
@@ -364,14 +352,14 @@ class Administration:
         """handler: returns the data of the reply."""
         started = time.perf_counter()
         try:
-            reply = Reply(message.id, data=handler(message))
+            reply = messages.Reply(message.id, data=handler(message))
         except (ConfigError, ModelError, Refused) as error:
             data = {"busy": True} if isinstance(error, Busy) else None
-            reply = Reply(message.id, ok=False, message=str(error), data=data)
+            reply = messages.Reply(message.id, ok=False, message=str(error), data=data)
         except Exception as error:
             logger.exception("a %s failed", type(message).__name__)
-            reply = Reply(message.id, ok=False, message=f"internal error: {error!r}")
-        if not isinstance(message, FlushReq):
+            reply = messages.Reply(message.id, ok=False, message=f"internal error: {error!r}")
+        if not isinstance(message, messages.FlushReq):
             logger.info("%s: %s in %.2f s", message, reply.message or "done", time.perf_counter() - started)
         self._reply(reply)
 
@@ -381,12 +369,12 @@ class Administration:
         if self._cache.tiers is not None and not self._cache.tiers.settle():
             raise Busy("pages are being copied, and the disk does not answer")
 
-    def _flush(self, _: FlushReq) -> None:
+    def _flush(self, _: messages.FlushReq) -> None:
         self._check_idle()
         self._audits.start_over()
         self._cache.wipe()
 
-    def _sleep(self, message: SleepReq) -> dict[str, Any]:
+    def _sleep(self, message: messages.SleepReq) -> dict[str, Any]:
         self._residence.check_alone()
         if self._residence.level != AWAKE:
             raise Refused(f"it is already asleep, at level {self._residence.level}")
@@ -396,13 +384,13 @@ class Administration:
         self._residence.sleep(message.level)
         return {"level": message.level}
 
-    def _wake(self, _: WakeReq) -> None:
+    def _wake(self, _: messages.WakeReq) -> None:
         if self._residence.level == AWAKE:
             raise Refused("it is awake")
         self._residence.wake()
         self._renew()  # it may have read other weights than it had
 
-    def _update(self, message: UpdateWeightsReq) -> None:
+    def _update(self, message: messages.UpdateWeightsReq) -> None:
         self._residence.check_alone()
         self._check_idle()
         self._residence.check(message.path)
@@ -416,9 +404,3 @@ class Administration:
     def _renew(self) -> None:
         if self._cache.tiers is not None:
             self._cache.tiers.renew(self._residence.page_format())
-
-    def _start_profile(self, message: StartProfileReq) -> None:
-        self._profiler.start(message.folder, message.steps)
-
-    def _stop_profile(self, _: StopProfileReq) -> dict[str, Any]:
-        return {"path": self._profiler.stop()}

@@ -89,8 +89,7 @@ class DecodeManager:
         return Batch(Phase.DECODE, reqs, [req.device_len for req in reqs], ends, samples)
 
     def _ends(self, reqs: list[Req]) -> list[int]:
-        """The end position of each request: one token on, or several if forced tokens are known and the step has
-        room."""
+        """The end position of each request: one token on, or several that are forced, if the step has room."""
         ends, room = [], max(self._step_tokens - len(reqs), 0)
         for req in reqs:
             more = min(max(len(req.tokens) - req.device_len - 1, 0), room)
@@ -100,6 +99,5 @@ class DecodeManager:
 
 
 def retraction_order(reqs: list[Req]) -> list[Req]:
-    """The order of retraction: the least urgent, then those with least output to lose, then the longest prompt (its
-    prefix stays cached)."""
+    """The least urgent, then those with least output to lose, then the longest prompt (its prefix stays cached)."""
     return sorted(reqs, key=lambda req: (req.priority, req.output_len, -req.prompt_len))

@@ -51,8 +51,7 @@ class Executor:
         group: Group | None = None,
         peers: Peers | None = None,
     ) -> None:
-        """group: the other ranks, which compute their parts of the same steps. peers: those with steps of their own,
-        which share experts."""
+        """group: other ranks, with parts of the same steps. peers: with steps of their own; they share experts."""
         shape, device = model.own, limits.device
         self._model = model
         self._group = group
@@ -123,7 +122,7 @@ class Executor:
     def _how(self, plan: StepPlan) -> Launch:
         if self._is_decode_graph(plan):
             return Launch("decode graph", self._graphs.size_for(plan.num_tokens))
-        size = 0 if plan.embeddings else self._prompts.size_for(plan.num_tokens)
+        size = self._prompts.size_for(plan.num_tokens)
         return Launch("prompt graph", size) if size else EAGER
 
     def _on_device(self) -> AbstractContextManager[Any]:
@@ -165,14 +164,14 @@ class Executor:
                 table.on_host(rows),
             )
             of_tokens = cells[:, plan.bounds[begin] : plan.bounds[end]]
-            parts.append(self._prompts.hidden(of_tokens, self._attention.plan(layout), plan.embeddings, size))
+            parts.append(self._prompts.hidden(of_tokens, self._attention.plan(layout), size))
         hidden, finite = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
         return hidden, finite if ranks is None else ranks.everywhere(finite)
 
     def _is_decode_graph(self, plan: StepPlan) -> bool:
         """Whether a step replays a graph in which every token is a sequence of its own and reads everything before it.
         A long jump in a long sequence is faster as a prompt."""
-        if not plan.decodes or plan.hidden or plan.embeddings:  # graphs give no hidden states, take no embeddings
+        if not plan.decodes or plan.hidden:  # graphs give no hidden states
             return False
         if plan.num_tokens > self._graphs.largest or not plan.sampling:
             return False
@@ -190,8 +189,7 @@ class Executor:
         return self._finish(launched, logits[lasts], chosen, kv_finite)
 
     def warm_up(self, lengths: list[int]) -> None:
-        """Computes prompts of these lengths for no request: builds or chooses kernels, loads libraries, takes
-        memory."""
+        """Computes prompts of these lengths for no request: builds kernels, loads libraries, takes memory."""
         with torch.inference_mode(), self._on_device():
             for plan in map(self._of_nobody, lengths):
                 launched = self._launch(plan, self._how(plan))
@@ -210,7 +208,6 @@ class Executor:
 
     @torch.inference_mode()
     def clear(self, pages: Pages) -> None:
-        """Zeroes untrusted pages."""
         if self._group is not None:
             self._group.tell(Clear(pages.tolist()))
         self.pool.clear(pages)
@@ -232,7 +229,6 @@ class Executor:
         return launched
 
     def _take_first(self, step: Step, rows: list[int]) -> None:
-        """Gives the other ranks rank 0's tokens of these rows."""
         if self._group is not None:
             where = upload(np.array(rows), self._device)
             ids = self._group.ranks.first(step.tokens.ids[where])
@@ -321,7 +317,6 @@ class Executor:
             step.allowed[where] = logits.gather(1, ids[:, None]).squeeze(1) > float("-inf")
 
     def _read_back(self, launched: Launched, step: Step) -> None:
-        """Starts copying results, with logprobs of the chosen tokens."""
         checks = [check for check in (step.allowed, step.sound) if check is not None]
         launched.read_back(step.kv_finite, *step.tokens, *checks)
         if wanted := step.plan.logprobs:

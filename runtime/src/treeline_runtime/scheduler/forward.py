@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,7 +14,7 @@ from treeline_runtime.context import Attends, Context
 from treeline_runtime.models.decoder import Decoder
 from treeline_runtime.ops import Tables
 from treeline_runtime.sampling.noise import row_keys
-from treeline_runtime.scheduler.plan import Embeddings, StepPlan
+from treeline_runtime.scheduler.plan import StepPlan
 from treeline_runtime.transfer import upload
 
 
@@ -150,12 +149,7 @@ class Forward:
         self._table = table
 
     def hidden(
-        self,
-        rows: torch.Tensor,
-        positions: torch.Tensor,
-        plan: Any,
-        attention: Attends | None = None,
-        embeddings: Sequence[Embeddings] = (),
+        self, rows: torch.Tensor, positions: torch.Tensor, plan: Any, attention: Attends | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """rows, positions (tokens,) int32: the input's cells → hidden states, whether keys and values are finite.
 
@@ -168,9 +162,6 @@ class Forward:
         context = Context(attention, plan, found.slots, found.cos, found.sin, found.unfinite)
         x = self._model.embed(found.ids)
         ranks = self._model.ranks
-        for given in embeddings if ranks is None or ranks.rank.is_first_stage else ():
-            values = np.frombuffer(given.data, dtype="<f4").reshape(-1, x.shape[1])
-            x[given.first : given.first + len(values)] = upload(values.astype(np.float32), x.device)
         hidden, finite = self._model.forward(x, context), self._model.ops.stored_finite(context)
         if ranks is not None:  # each of a stage has other heads
             finite = ranks.sum(finite.float()) == ranks.rank.count
@@ -184,8 +175,7 @@ class Forward:
     def choose(
         self, hidden: torch.Tensor, inputs: OnDevice, out: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, Tokens]:
-        """hidden (rows, hidden) → logits (rows, vocabulary), in `out` if given; and tokens, also written to the
-        table."""
+        """hidden (rows, hidden) → logits (rows, vocabulary), in `out` if given; and tokens, put into the table."""
         logits = self._model.logits(hidden, out)
         ranks = self._model.ranks
         if ranks is None or ranks.rank.number == 0:

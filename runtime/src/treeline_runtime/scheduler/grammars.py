@@ -64,7 +64,6 @@ class Grammars:
         self._wanted: Counter[Future[Compiled]] = Counter()
         """Number of requests that wait for each grammar."""
         self._clients: Counter[str | None] = Counter()
-        """Number of waiting requests of each client."""
 
     def warm(self) -> None:
         """Prepares the data that the first grammar needs, in the background, if that takes long."""
@@ -72,8 +71,7 @@ class Grammars:
             self._compiler.warm()
 
     def enter(self, req: Req) -> bool:
-        """Returns whether the request waits here now, because it has a grammar. `take_ready` returns it, perhaps at
-        once."""
+        """Returns whether the request has a grammar and waits here. `take_ready` returns it, perhaps at once."""
         if req.sampling.grammar is None:
             return False
         future = self._compiler.get(req.sampling.grammar, req.namespace, req.client)
@@ -119,7 +117,6 @@ class Grammars:
         return FinishReason("error", message=message, status=400)
 
     def close(self) -> None:
-        """Ends running compilations."""
         self._compiler.close()
 
     def _take(self, req: Req) -> Future[Compiled]:

@@ -36,7 +36,6 @@ class _Captured:
     packed: torch.Tensor
     """(PACKED x size,) int32: of `DecodeInputs`."""
     buffers: Any
-    """The attention backend's buffers."""
     outputs: tuple[torch.Tensor, Tokens, torch.Tensor]
 
 
@@ -90,8 +89,7 @@ class DecodeGraphs:
         return min(size for size in self._captured if size >= tokens)
 
     def replay(self, inputs: DecodeInputs, ends: list[int], size: int) -> tuple[torch.Tensor, Tokens, torch.Tensor]:
-        """`Forward.decode` of at most `size` sequences by the graph of this size. The next replay overwrites the
-        result."""
+        """`Forward.decode` of at most `size` sequences by its graph. The next replay overwrites the result."""
         n = len(ends)
         captured = self._captured[size]
         packed = pinned(inputs.packed(size, self._table.scratch_row), self._device)

@@ -117,7 +117,6 @@ class Launched:
         self.logprobs: Logprobs | None = None
         """Log probabilities of the sampled tokens, for the rows in `StepPlan.logprobs`."""
         self.pooled: Pooled | None = None
-        """The contributions to vectors, for models that make vectors."""
         self.hidden_states: list[tuple[int, Readback]] = []
         """Sequence → hidden states of its tokens."""
 
@@ -128,7 +127,6 @@ class Launched:
         self._copies = Readback(kv_finite, *sampled)
 
     def result(self) -> list[Sampled]:
-        """One per sequence of the step."""
         if self.error is not None:
             raise self.error
         assert self._copies is not None, "delayed rows are not sampled yet"

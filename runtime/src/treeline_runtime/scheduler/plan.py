@@ -44,21 +44,12 @@ class RowSampling(msgspec.Struct, array_like=True, frozen=True):
 
 
 class InputLogprobs(msgspec.Struct, array_like=True, frozen=True):
-    """Asks for the log probabilities of the tokens after a sequence's positions from `low` to `high`, with the `top`
-    most likely at each."""
+    """Asks for log probabilities of the tokens after positions `low` to `high`, with the `top` most likely at each."""
 
     sequence: int
     low: int
     high: int
     top: int
-
-
-class Embeddings(msgspec.Struct, array_like=True, frozen=True):
-    """Replaces the embeddings of tokens from `first` on, counted over all sequences."""
-
-    first: int
-    data: bytes
-    """(tokens, hidden) little-endian float32, like `Decoder.embed`'s output."""
 
 
 class StepPlan(msgspec.Struct, omit_defaults=True, frozen=True, dict=True):
@@ -70,10 +61,8 @@ class StepPlan(msgspec.Struct, omit_defaults=True, frozen=True, dict=True):
     decodes: bool = False
     """Only decoding, no prompts: the step may be a graph."""
     tokens: Writes = Writes()
-    """Written to the token table before the step, as `pages` to the page table. Sampled tokens are already in the
-    table."""
+    """Written to the token table before the step, as `pages` to the page table; not what was sampled there."""
     pages: Writes = Writes()
-    embeddings: list[Embeddings] = []
     sampling: list[int] = []
     """Sequences with a sampled token after their end; for these, in order:"""
     temperatures: list[float] = []
@@ -89,7 +78,6 @@ class StepPlan(msgspec.Struct, omit_defaults=True, frozen=True, dict=True):
     """Number among sampled ones → how many of the most likely tokens to report besides its own."""
     input_logprobs: list[InputLogprobs] = []
     hidden: list[int] = []
-    """Sequences whose hidden states are returned."""
     whole: list[bool] = []
     """For vector models, by sequence: whether the step computes its last token."""
 
@@ -115,7 +103,7 @@ class StepPlan(msgspec.Struct, omit_defaults=True, frozen=True, dict=True):
     def micro_batches(self, stages: int) -> list[tuple[int, int]]:
         """Cuts the step between sequences into parts of about as many tokens, at most one for each stage of a pipeline.
         Returns each one's first sequence and the one after its last."""
-        count = 1 if self.embeddings else min(stages, self.num_tokens // MICRO_BATCH_TOKENS)
+        count = min(stages, self.num_tokens // MICRO_BATCH_TOKENS)
         if count <= 1:
             return [(0, len(self.rows))]
         bounds = np.array(self.bounds)

@@ -60,19 +60,16 @@ class PrefillManager:
         self.waiting: OrderedDict[str, Req] = OrderedDict()
         self.chunked: Req | None = None
         self._uncached_waiting = 0
-        """The sum over `waiting`, kept because adding them up in every step would take time in proportion to the
-        queue."""
+        """The sum over `waiting`, kept: adding it up in every step would take time by the length of the queue."""
         self._bounded = config.max_queued_requests is not None
         self._replaceable: dict[str | None, Ranked] = {}
-        """Requests that have never begun, by client: the least urgent first, of these the latest. Kept if the queue's
-        length is limited."""
+        """Requests that never began, by client: least urgent, latest first. Kept if the queue's length is limited."""
         self._estimated_version = -1
         """The tree's version at the last estimates of the queue's first requests; -1 if the queue has changed since."""
 
     # ---- the queue ----------------------------------------------------------------------------------------
 
     def queue(self, req: Req) -> None:
-        """Adds a new request at the end."""
         self._enter(req)
         self._order.put(req)
         if self._bounded:
@@ -252,8 +249,7 @@ class PrefillManager:
         return last[1]
 
     def _append(self, batch: Batch, req: Req, tokens_left: int) -> int:
-        """Adds as much of `req` as budget and memory allow; returns the tokens added. Sets `chunked` if some are
-        left."""
+        """Adds as much of `req` as fits; returns the tokens added. Sets `chunked` if some are left."""
         start, target = req.device_len, len(req.tokens)
         room = (self._cache.available_pages + req.num_pages) * self._page_size
         end = min(target, start + tokens_left, room)

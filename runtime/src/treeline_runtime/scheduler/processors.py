@@ -100,8 +100,7 @@ def _find(place: str) -> Factory:
 
 
 def _check_signature(factory: Any, attribute: str) -> None:
-    """Refuses classes of SGLang and vLLM, whose constructors differ: they would fail with every request. Raises
-    ValueError."""
+    """Raises ValueError for classes of SGLang and vLLM, whose constructors differ, and other wrong signatures."""
     try:
         signature = inspect.signature(factory)
     except (TypeError, ValueError):  # of C code

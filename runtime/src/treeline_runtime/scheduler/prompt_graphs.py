@@ -11,7 +11,6 @@ import functools
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Self
@@ -22,7 +21,6 @@ import torch
 
 from treeline_runtime.attention import AttentionBackend
 from treeline_runtime.scheduler.forward import DeviceTables, Forward
-from treeline_runtime.scheduler.plan import Embeddings
 from treeline_runtime.transfer import pinned, upload
 
 logger = logging.getLogger(__name__)
@@ -202,16 +200,14 @@ class PromptGraphs:
         at = bisect_left(self._sizes, tokens)
         return self._sizes[at] if at < len(self._sizes) else 0
 
-    def hidden(
-        self, cells: npt.NDArray[np.int32], plan: Any, embeddings: Sequence[Embeddings], size: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`Forward.hidden` of cells (2, tokens): rows and positions. size: of the graph, 0 = none; then there may be
-        embeddings. The next step may overwrite the result."""
+    def hidden(self, cells: npt.NDArray[np.int32], plan: Any, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """`Forward.hidden` of cells (2, tokens): rows and positions. size: of the graph, 0 = none. The next step may
+        overwrite the result."""
         tokens = cells.shape[1]
         captured = self._captured.get(size)
         if captured is None:
             there = upload(cells, self._device)
-            return self._forward.hidden(there[0], there[1], plan, embeddings=embeddings)
+            return self._forward.hidden(there[0], there[1], plan)
         padded = self._cells(size)
         padded[:, :tokens] = cells
         captured.cells.copy_(pinned(padded, self._device), non_blocking=True)

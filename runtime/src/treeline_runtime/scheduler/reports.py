@@ -129,7 +129,6 @@ class Reporter:
         self._replies.append(reply)
 
     def ask(self, question: StateReq) -> None:
-        """Queues a question that the next `flush` answers."""
         self._questions.append(question)
 
     def flush(self, load: LoadUpdate) -> None:

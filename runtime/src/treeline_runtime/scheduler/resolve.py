@@ -65,8 +65,7 @@ def num_pages(
 
 
 def num_host_pages(config: SchedulerConfig, page_bytes: int, pool_bytes: int) -> int:
-    """Pages of `host_cache`. Raises ConfigError if not even one fits, or not all are free beside the pool's bytes in
-    host memory."""
+    """Pages of `host_cache`. Raises ConfigError if none fits, or host memory lacks room beside the pool's bytes."""
     if config.host_cache is None:
         return 0
     pages, free = config.host_cache // page_bytes, max(_available_memory() - pool_bytes, 0)
@@ -80,7 +79,7 @@ def num_host_pages(config: SchedulerConfig, page_bytes: int, pool_bytes: int) ->
 
 
 def _no_pool(config: EngineConfig, device: torch.device, reserved: int, page_bytes: int) -> str:
-    page = f"a page of {config.page_size} tokens takes {_mib(page_bytes)}"
+    page = f"a page of {config.page_size} tokens takes {page_bytes / (1 << 20):.2f} MiB"
     if device.type != "cuda":
         share = "a tenth" if config.mem_fraction is None else f"mem_fraction {config.mem_fraction}"
         return (
@@ -149,10 +148,6 @@ def _gib(size: int) -> str:
     return f"{size / (1 << 30):.2f} GiB"
 
 
-def _mib(size: int) -> str:
-    return f"{size / (1 << 20):.2f} MiB"
-
-
 def _cpu_budget(config: EngineConfig) -> int:
     """Of the machine's memory each rank has the same share."""
     free = _available_memory()
@@ -172,8 +167,7 @@ def _available_memory() -> int:
 
 
 def _available_in_group(group: Path) -> int:
-    """Bytes that a control group may still allocate. File pages, such as those of weights, do not count as used, since
-    they can be dropped."""
+    """Bytes that a control group may still allocate. File pages count as free, since they can be dropped."""
     limit, used, stat = (group / f"memory.{name}" for name in ("max", "current", "stat"))
     if not (limit.exists() and used.exists() and (text := limit.read_text().strip()) != "max"):
         return sys.maxsize

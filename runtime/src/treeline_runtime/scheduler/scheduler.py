@@ -124,7 +124,6 @@ class Scheduler:
         return self.residence.executor
 
     def close(self) -> None:
-        """Ends running compilations and copies, and the other ranks."""
         self.grammars.close()
         if self.cache.tiers is not None:
             self.cache.tiers.close()
@@ -134,7 +133,6 @@ class Scheduler:
     # ---- the loop -----------------------------------------------------------------------------------------
 
     def run_forever(self, stop: Callable[[], bool]) -> None:
-        """Steps until `stop()`."""
         while not stop():
             if not self.step():
                 self.reporter.catch_up()
@@ -257,7 +255,6 @@ class Scheduler:
             self._process(*self._pending.popleft())
 
     def _process(self, batch: Batch, launched: Launched, started: float) -> None:
-        """Applies a batch's results to its requests."""
         try:
             results = launched.result()
         except Exception as error:
@@ -426,11 +423,9 @@ class Scheduler:
         return None
 
     def _find(self, rid: str) -> Req | None:
-        """The unfinished request of this id."""
         return self.decode.running.get(rid) or self.prefill.find(rid) or self.grammars.find(rid)
 
     def _everything(self) -> list[Req]:
-        """All unfinished requests, each once."""
         return list(dict.fromkeys((*self.decode.running.values(), *self.prefill.reqs(), *self.grammars.reqs())))
 
     def _on_abort(self, message: AbortReq) -> None:

@@ -31,7 +31,6 @@ class TableManager:
         return len(self._free)
 
     def alloc(self, tokens: list[int]) -> int:
-        """A row that begins with these tokens."""
         row = self._free.pop()
         self._is_free[row] = False
         self._new_tokens.pop(row, None)  # of who had it before

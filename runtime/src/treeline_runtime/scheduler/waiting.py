@@ -112,8 +112,7 @@ class WaitingOrder:
 
 
 class _ClientOrder:
-    """A client's requests in order: those that have waited for the bound, oldest first; then the others by policy,
-    retracted ones first."""
+    """A client's requests: those that waited for the bound, oldest first; then by policy, retracted ones first."""
 
     def __init__(self, bound: float, by_priority: bool, cached: Callable[[Req], int] | None) -> None:
         self._bound = bound

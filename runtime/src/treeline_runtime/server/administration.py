@@ -23,19 +23,10 @@ import msgspec
 from fastapi import APIRouter, Response
 from msgspec import Meta, Struct
 
+from treeline_runtime import messages
 from treeline_runtime.args import ServerArgs
-from treeline_runtime.messages import (
-    MAX_PROFILE_STEPS,
-    AdminReq,
-    Reply,
-    SleepReq,
-    StartProfileReq,
-    StopProfileReq,
-    UpdateWeightsReq,
-    WakeReq,
-)
 from treeline_runtime.server.dependencies import Controlling
-from treeline_runtime.server.errors import ApiError
+from treeline_runtime.server.errors import ApiError, wrong
 from treeline_runtime.server.fields import as_api_error, check_unknown, convert
 from treeline_runtime.server.http import Answer, ApiRequest, json_answer
 from treeline_runtime.server.service import Service
@@ -44,7 +35,6 @@ from treeline_runtime.tokenizer_manager import DpRank, NoReply
 T = TypeVar("T")
 
 NO_WEIGHTS = 2
-"""A level of sleep."""
 POLL_S = 0.05
 """Seconds between two checks whether requests still run."""
 SILENT = {"silent": True}
@@ -78,7 +68,7 @@ class UpdateBody(Struct, frozen=True):
 
 
 class ProfileBody(Struct, frozen=True):
-    num_steps: Annotated[int, Meta(ge=1, le=MAX_PROFILE_STEPS)] = 100
+    num_steps: Annotated[int, Meta(ge=1, le=messages.MAX_PROFILE_STEPS)] = 100
 
 
 class Administration:
@@ -112,7 +102,6 @@ class Administration:
         """Frees weights and KV cache. `?level=1` keeps the weights in host memory, `2` reads them again later;
         `?mode=abort` ends running requests, `wait` waits for them."""
         query = _query(asked, SleepQuery)
-        _no_body(asked)
         sleeping, every = self._service.state.sleeping, range(self._args.dp_size)
 
         def asleep(rank: int) -> None:
@@ -122,29 +111,29 @@ class Administration:
             other = next((rank for rank, level in sleeping.items() if level != query.level), None)
             if other is not None and len(sleeping) < len(every):
                 some = f"Rank {other} sleeps at level {sleeping[other]}"
-                raise ApiError(400, f"{some}: ask for that level, or /wake_up first", param="level", code="refused")
+                raise wrong("level", f"{some}: ask for that level, or /wake_up first", code="refused")
             awake = [rank for rank in every if rank not in sleeping] or every
-            await self._carry_out(lambda id: SleepReq(id, query.level), asleep, awake, abort=query.mode == "abort")
+            await self._carry_out(
+                lambda id: messages.SleepReq(id, query.level), asleep, awake, abort=query.mode == "abort"
+            )
         return json_answer({"asleep": query.level})
 
     async def wake_up(self, asked: Controlling) -> Response:
         """Wakes up with an empty cache."""
-        _query(asked, NoFields)
-        _no_body(asked)
+        _query(asked)
         sleeping = self._service.state.sleeping
         async with self._operation("waking up", refuses=True):
             asleep = sorted(sleeping) or range(self._args.dp_size)
-            await self._carry_out(WakeReq, sleeping.pop, asleep)
+            await self._carry_out(messages.WakeReq, sleeping.pop, asleep)
         return json_answer({"asleep": 0})
 
     async def is_sleeping(self, asked: Controlling) -> Response:
         """vLLM's."""
-        _query(asked, NoFields)
+        _parameters(asked, NoFields)
         return json_answer({"is_sleeping": bool(self._service.state.asleep)})
 
     async def update_weights(self, asked: Controlling) -> Response:
         """Loads another checkpoint of the same architecture; after a failure the old weights stay."""
-        _query(asked, NoFields)
         body = _body(asked, UpdateBody)
         state = self._service.state
 
@@ -163,40 +152,37 @@ class Administration:
         started = time.monotonic()
         async with self._operation("loading new weights", refuses=False):
             await self._carry_out(
-                lambda id: UpdateWeightsReq(id, body.model_path), on_ok, every, abort=body.abort_all_requests
+                lambda id: messages.UpdateWeightsReq(id, body.model_path), on_ok, every, abort=body.abort_all_requests
             )
         seconds = time.monotonic() - started
         return json_answer({"success": True, "weight_version": state.weight_version, "seconds": seconds})
 
     async def start_profile(self, asked: Controlling) -> Response:
         """Traces the scheduler's next `num_steps` steps into a file in a new folder under TMPDIR."""
-        _query(asked, NoFields)
         body = _body(asked, ProfileBody)
         try:
             folder = tempfile.mkdtemp(prefix="treeline-profile-")
         except OSError as error:
-            raise ApiError(503, f"There is no folder for a profile (TMPDIR): {error}", type="server_error") from None
+            raise ApiError(503, f"There is no folder for a profile (TMPDIR): {error}") from None
         # A scheduler that does not answer may begin yet: then the folder stays.
         manager = self._service.manager
         replies = await self._replies(
-            lambda rank: manager.ask(rank, lambda id: StartProfileReq(id, folder, body.num_steps))
+            lambda rank: manager.ask(rank, lambda id: messages.StartProfileReq(id, folder, body.num_steps))
         )
         began = [rank for rank, reply in replies.items() if reply.ok]
         if not began and SILENT not in (reply.data for reply in replies.values()):
             os.rmdir(folder)
         if len(began) < len(replies):
-            stopped = await self._replies(lambda rank: manager.ask(rank, StopProfileReq), began)
+            stopped = await self._replies(lambda rank: manager.ask(rank, messages.StopProfileReq), began)
             ended = [rank for rank, reply in stopped.items() if reply.ok]
             _check({rank: reply for rank, reply in replies.items() if rank not in ended}, len(replies))
         return json_answer({"num_steps": body.num_steps, "folder": folder})
 
     async def stop_profile(self, asked: Controlling) -> Response:
-        """Ends the profile before its last step; answers with the trace's file, or those of the ranks that still
-        traced."""
-        _query(asked, NoFields)
-        _no_body(asked)
+        """Ends the profile early; answers with the trace's file, or those of the ranks that still traced."""
+        _query(asked)
         manager = self._service.manager
-        replies = await self._replies(lambda rank: manager.ask(rank, StopProfileReq))
+        replies = await self._replies(lambda rank: manager.ask(rank, messages.StopProfileReq))
         done = {rank: reply for rank, reply in replies.items() if reply.ok}
         paths = [(reply.data or {})["path"] for reply in _check(done or replies)]
         return json_answer({"path": paths[0]} if len(replies) == 1 else {"paths": paths})
@@ -204,8 +190,7 @@ class Administration:
     async def flush_cache(self, asked: Controlling) -> Response:
         """Empties the prefix cache; 400 while requests run. `?timeout=S` waits up to S seconds for them."""
         deadline = time.monotonic() + _query(asked, FlushQuery).timeout
-        _no_body(asked)
-        replies, left = dict[int, Reply](), list(range(self._args.dp_size))
+        replies, left = dict[int, messages.Reply](), list(range(self._args.dp_size))
         while True:
             replies |= await self._replies(self._service.manager.flush, left)
             left = [rank for rank, reply in replies.items() if _is_busy(reply)]
@@ -216,10 +201,9 @@ class Administration:
 
     async def abort_request(self, asked: Controlling) -> Response:
         """Ends one request (`rid`) or all (`abort_all`). Answers 200 even if there was none."""
-        _query(asked, NoFields)
         body = _body(asked, AbortBody)
         if body.abort_all == bool(body.rid):
-            raise ApiError(400, "Give either 'rid' or 'abort_all': true", param="rid")
+            raise wrong("rid", "Give either 'rid' or 'abort_all': true")
         self._service.manager.abort(body.rid)
         return json_answer({"aborted": body.rid or "all"})
 
@@ -227,13 +211,12 @@ class Administration:
 
     @asynccontextmanager
     async def _operation(self, what: str, *, refuses: bool) -> AsyncIterator[None]:
-        """The only running operation. New requests are refused or held back meanwhile. Raises ApiError: 409 if another
-        runs, 503."""
+        """The only operation. New requests are refused or held back. Raises ApiError: 409 if another runs, 503."""
         state = self._service.state
         if state.operation is not None:
             raise ApiError(409, f"Another operation is running: {state.operation}", code="conflict")
         if not state.ready:
-            raise ApiError(503, "The model is still loading", type="server_error")
+            raise ApiError(503, "The model is still loading")
         state.operation, state.pausing, state.holding = what, refuses, not refuses
         try:
             yield
@@ -242,15 +225,14 @@ class Administration:
 
     async def _carry_out(
         self,
-        question: Callable[[str], AdminReq],
+        question: Callable[[str], messages.AdminReq],
         on_ok: Callable[[int], object],
         ranks: Sequence[int],
         *,
         abort: bool = False,
     ) -> None:
-        """Asks these ranks until no request runs there; `on_ok` is called for each that has done it. Raises ApiError if
-        one refuses."""
-        manager, replies, left = self._service.manager, dict[int, Reply](), list(ranks)
+        """Asks these ranks until no request runs there; calls `on_ok` for each that has done it. Raises ApiError."""
+        manager, replies, left = self._service.manager, dict[int, messages.Reply](), list(ranks)
         while True:
             if abort:
                 manager.abort("")
@@ -265,8 +247,8 @@ class Administration:
             await asyncio.sleep(POLL_S)
 
     async def _attempt(
-        self, question: Callable[[str], AdminReq], on_ok: Callable[[int], object], ranks: Sequence[int]
-    ) -> dict[int, Reply]:
+        self, question: Callable[[str], messages.AdminReq], on_ok: Callable[[int], object], ranks: Sequence[int]
+    ) -> dict[int, messages.Reply]:
         """The schedulers are silent while loading, and count as alive for the loading timeout."""
         state, manager, limit_s = self._service.state, self._service.manager, self._args.start_timeout
         state.unheard = True
@@ -281,26 +263,26 @@ class Administration:
         return replies
 
     async def _replies(
-        self, asking: Callable[[DpRank], Awaitable[Reply]], ranks: Sequence[int] | None = None
-    ) -> dict[int, Reply]:
+        self, asking: Callable[[DpRank], Awaitable[messages.Reply]], ranks: Sequence[int] | None = None
+    ) -> dict[int, messages.Reply]:
         """The answers of these ranks, or of all; a failure where none came."""
         all_ranks = self._service.manager.ranks
 
-        async def answer(rank: int) -> Reply:
+        async def answer(rank: int) -> messages.Reply:
             try:
                 return await asking(all_ranks[rank])
             except NoReply as error:
-                return Reply("", ok=False, message=str(error), data=SILENT)
+                return messages.Reply("", ok=False, message=str(error), data=SILENT)
 
         asked = range(len(all_ranks)) if ranks is None else ranks
         return dict(zip(asked, await asyncio.gather(*map(answer, asked)), strict=True))
 
 
-def _is_busy(reply: Reply) -> bool:
+def _is_busy(reply: messages.Reply) -> bool:
     return "busy" in (reply.data or {})
 
 
-def _check(replies: Mapping[int, Reply], ranks: int | None = None) -> list[Reply]:
+def _check(replies: Mapping[int, messages.Reply], ranks: int | None = None) -> list[messages.Reply]:
     """The answers, all of success. Raises ApiError for the first rank that refused or did not answer, and says which
     ranks have done it. `ranks`: how many were asked, if others are still to answer."""
     failed = next((rank for rank, reply in replies.items() if not reply.ok), None)
@@ -311,7 +293,7 @@ def _check(replies: Mapping[int, Reply], ranks: int | None = None) -> list[Reply
     told = f" (ranks that have done it: {done})" if several else ""
     if reply.data == SILENT:
         whose = f" of rank {failed}" if several else ""
-        raise ApiError(503, f"The scheduler{whose} does not answer: {reply.message}{told}", type="server_error")
+        raise ApiError(503, f"The scheduler{whose} does not answer: {reply.message}{told}")
     said = f"Refused{f' by rank {failed}' if several else ''}: {reply.message}{told}"
     raise ApiError(400, said, code="cache_busy" if _is_busy(reply) else "refused")
 
@@ -326,20 +308,28 @@ async def _to_its_end(work: Awaitable[T]) -> T:
         raise
 
 
-def _query(asked: ApiRequest, type: type[Any]) -> Any:
-    """Typed URL parameters. Raises ApiError 400."""
-    check_unknown(asked.query_params, frozenset(type.__struct_fields__))
+def _query(asked: ApiRequest, type: type[Any] = NoFields) -> Any:
+    """Typed URL parameters of a request without a body. Raises ApiError 400."""
+    found = _parameters(asked, type)
+    _fields(asked, NoFields)
+    return found
+
+
+def _body(asked: ApiRequest, type: type[Any]) -> Any:
+    """The typed body of a request without URL parameters. Raises ApiError 400."""
+    _parameters(asked, NoFields)
+    return _fields(asked, type)
+
+
+def _parameters(asked: ApiRequest, type: type[Any]) -> Any:
+    check_unknown(asked.query_params, type.__struct_fields__)
     try:
         return msgspec.convert(dict(asked.query_params), type, strict=False)
     except msgspec.ValidationError as error:
         raise as_api_error(error) from None
 
 
-def _body(asked: ApiRequest, type: type[Any]) -> Any:
+def _fields(asked: ApiRequest, type: type[Any]) -> Any:
     raw = asked.json_object()
-    check_unknown(raw, frozenset(type.__struct_fields__))
+    check_unknown(raw, type.__struct_fields__)
     return convert(raw, type)
-
-
-def _no_body(asked: ApiRequest) -> None:
-    _body(asked, NoFields)

@@ -151,8 +151,7 @@ class ChatChunkChoice(Struct, kw_only=True):
 
 
 class ChatChunk(Struct, kw_only=True):
-    """An event of a stream. `usage` is present with `stream_options`; with `include_usage` a last event has no
-    choices."""
+    """An event of a stream. `usage`: with `stream_options`; with `include_usage` a last event has no choices."""
 
     id: str
     object: Literal["chat.completion.chunk"]
@@ -246,18 +245,21 @@ class Embeddings(Struct):
     data: list[Embedding]
 
 
+class _List(Struct):
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    usage: VectorUsage
+
+
 class PooledItem(Struct):
     object: Literal["pooling"]
     index: int
     data: list[float] | str
 
 
-class Pooled(Struct):
-    id: str
-    object: Literal["list"]
-    created: int
-    model: str
-    usage: VectorUsage
+class Pooled(_List):
     data: list[PooledItem]
 
 
@@ -268,12 +270,7 @@ class ClassifiedItem(Struct):
     num_classes: int
 
 
-class Classified(Struct):
-    id: str
-    object: Literal["list"]
-    created: int
-    model: str
-    usage: VectorUsage
+class Classified(_List):
     data: list[ClassifiedItem]
 
 
@@ -283,12 +280,7 @@ class ScoreItem(Struct):
     score: float
 
 
-class Scores(Struct):
-    id: str
-    object: Literal["list"]
-    created: int
-    model: str
-    usage: VectorUsage
+class Scores(_List):
     data: list[ScoreItem]
 
 

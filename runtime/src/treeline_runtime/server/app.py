@@ -140,7 +140,6 @@ class Observed:
 
 
 def _note(state: Mapping[str, Any], error: BaseException) -> None:
-    """Records why the request has no answer."""
     if "asked" in state and state["asked"].span is not None:
         state["asked"].span.failed(error)
 

@@ -12,17 +12,9 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from treeline_runtime.messages import FinishReason, TextOut
+from treeline_runtime.parsers import STRAYS
 from treeline_runtime.parsers.source import CallArguments, CallBegun, OutputParser, Part, Said, Thought
 from treeline_runtime.server import answers, openai, schema
-from treeline_runtime.server.answers import (
-    CalledFunction,
-    ChatDelta,
-    ChatFinishReason,
-    ChatMessage,
-    FunctionDelta,
-    ToolCall,
-    ToolCallDelta,
-)
 from treeline_runtime.server.dependencies import Call, call_of
 from treeline_runtime.server.errors import Header
 from treeline_runtime.server.http import DONE, Answer, event
@@ -34,6 +26,7 @@ from treeline_runtime.server.service import AnswerMaker, Service, token_headers,
 FED_CHARS: Final = 2 << 10
 """Characters of an answer parsed before others run."""
 _NOTHING_SPECIAL: Final = SpecialTokens(())
+_TURN_ENDS: Final = SpecialTokens(STRAYS)
 
 
 class Choice:
@@ -42,8 +35,7 @@ class Choice:
     def __init__(
         self, parser: OutputParser | None, shown: Shown, special: SpecialTokens, end_of_thinking: int | None = None
     ) -> None:
-        """`parser`: None if everything is text. `special`: tokens to remove from the text. `end_of_thinking`: the
-        token."""
+        """`parser`: None: all is text. `special`: tokens to remove. `end_of_thinking`: the token."""
         self._parser = parser
         self._shown = shown
         self._said = Unmarked(special)
@@ -124,7 +116,7 @@ class Choice:
             return None
         return self._thinking_tokens if self._thinks else 0
 
-    def finish_reason(self, finish: FinishReason) -> ChatFinishReason:
+    def finish_reason(self, finish: FinishReason) -> answers.ChatFinishReason:
         """`tool_calls` if the model ended by itself and made calls; a cut output may end inside a call."""
         assert finish.type != "error", "which is not an answer (`Service.check_finish`)"
         if finish.type == "stop" and self.calls and not isinstance(finish.matched, str):
@@ -137,14 +129,14 @@ def choices(prompts: Prompts, task: ChatTask) -> list[Choice]:
     parsing = task.parsing
     if parsing is None:
         return [Choice(None, task.shown, _NOTHING_SPECIAL) for _ in range(task.n)]
-    hidden = parsing.needs_special_tokens and not task.shown.special_tokens
-    special = prompts.special_tokens if hidden else _NOTHING_SPECIAL
+    special = _NOTHING_SPECIAL
+    if parsing.needs_special_tokens:
+        special = _TURN_ENDS if task.shown.special_tokens else prompts.special_tokens
     end = None if parsing.closing is None else prompts.token_of(parsing.closing)
     return [Choice(parsing.parser(), task.shown, special, end) for _ in range(task.n)]
 
 
 def _joined(parts: Iterable[Part]) -> list[Part]:
-    """Merges consecutive parts of one kind."""
     runs = list[tuple[Part, list[str]]]()
     for part in parts:
         before = runs[-1][0] if runs else None
@@ -157,25 +149,27 @@ def _joined(parts: Iterable[Part]) -> list[Part]:
     return [msgspec.structs.replace(part, text="".join(texts)) if len(texts) > 1 else part for part, texts in runs]
 
 
-def deltas(parts: Iterable[Part]) -> list[ChatDelta]:
+def deltas(parts: Iterable[Part]) -> list[answers.ChatDelta]:
     """The first delta of a call includes the arguments that came with it."""
-    made = list[ChatDelta]()
-    begun: ToolCallDelta | None = None
+    made = list[answers.ChatDelta]()
+    begun: answers.ToolCallDelta | None = None
     for part in parts:
         match part:
             case Said(text):
-                made.append(ChatDelta(content=text))
+                made.append(answers.ChatDelta(content=text))
             case Thought(text):
-                made.append(ChatDelta(reasoning_content=text, reasoning=text))
+                made.append(answers.ChatDelta(reasoning_content=text, reasoning=text))
             case CallBegun(index, name, id):
-                begun = ToolCallDelta(index, FunctionDelta("", name), id or call_id(), "function")
-                made.append(ChatDelta(tool_calls=[begun]))
+                begun = answers.ToolCallDelta(index, answers.FunctionDelta("", name), id or call_id(), "function")
+                made.append(answers.ChatDelta(tool_calls=[begun]))
                 continue
             case CallArguments(index, text):
                 if begun is not None and begun.index == index:
                     begun.function.arguments = text
                 else:
-                    made.append(ChatDelta(tool_calls=[ToolCallDelta(index, FunctionDelta(text))]))
+                    made.append(
+                        answers.ChatDelta(tool_calls=[answers.ToolCallDelta(index, answers.FunctionDelta(text))])
+                    )
         begun = None
     return made
 
@@ -185,10 +179,10 @@ def call_id() -> str:
     return f"call_{uuid.uuid4().hex[:24]}"
 
 
-def message(parts: Iterable[Part], *, reasons: bool, echo: str = "") -> ChatMessage:
+def message(parts: Iterable[Part], *, reasons: bool, echo: str = "") -> answers.ChatMessage:
     """A whole answer's parts as its message. Content is null if there are only calls. `reasons`: includes a member for
     reasoning, even if empty. `echo`: the content's beginning."""
-    content, reasoning, calls = list[str](), list[str](), list[ToolCall]()
+    content, reasoning, calls = list[str](), list[str](), list[answers.ToolCall]()
     for part in parts:
         match part:
             case Said(text):
@@ -196,11 +190,11 @@ def message(parts: Iterable[Part], *, reasons: bool, echo: str = "") -> ChatMess
             case Thought(text):
                 reasoning.append(text)
             case CallBegun(_, name, id):
-                calls.append(ToolCall(id or call_id(), "function", CalledFunction(name, "")))
+                calls.append(answers.ToolCall(id or call_id(), "function", answers.CalledFunction(name, "")))
             case CallArguments(index, text):
                 calls[index].function.arguments += text
     thought = ("".join(reasoning) or None) if reasons else UNSET
-    return ChatMessage(
+    return answers.ChatMessage(
         "assistant",
         echo + "".join(content) if echo or content or not calls else None,
         None,
@@ -213,15 +207,14 @@ def message(parts: Iterable[Part], *, reasons: bool, echo: str = "") -> ChatMess
 router = APIRouter()
 
 
-@router.post(
+@schema.post(
+    router,
     "/v1/chat/completions",
-    **schema.operation(
-        tag=schema.OPENAI,
-        summary="Answer a chat",
-        body=openai.ChatBody,
-        answer=answers.ChatCompletion,
-        event=answers.ChatChunk,
-    ),
+    tag=schema.OPENAI,
+    summary="Answer a chat",
+    body=openai.ChatBody,
+    answer=answers.ChatCompletion,
+    event=answers.ChatChunk,
 )
 async def chat(call: Annotated[Call[ChatTask], call_of("chat", "generate")]) -> Response:
     service, asked, task = call

@@ -21,15 +21,14 @@ from treeline_runtime.server.service import AnswerMaker, Service, token_headers,
 router = APIRouter()
 
 
-@router.post(
+@schema.post(
+    router,
     "/v1/completions",
-    **schema.operation(
-        tag=schema.OPENAI,
-        summary="Continue prompts",
-        body=openai.CompletionBody,
-        answer=answers.Completion,
-        event=answers.Completion,
-    ),
+    tag=schema.OPENAI,
+    summary="Continue prompts",
+    body=openai.CompletionBody,
+    answer=answers.Completion,
+    event=answers.Completion,
 )
 async def completion(call: Annotated[Call[CompletionTask], call_of("completion", "generate")]) -> Response:
     service, asked, task = call

@@ -113,7 +113,6 @@ class _Reading(Guarded):
 
 
 Controlling = Annotated[ApiRequest, Depends(_Reading(MAX_CONTROL_BYTES))]
-"""The request of endpoints without a prompt."""
 Checking = Annotated[ApiRequest, Depends(_Reading(MAX_CONTROL_BYTES, generates=True))]
 
 

@@ -37,7 +37,6 @@ HEADERS = {
 
 
 def docs_page(document: Schema) -> str:
-    """The page of an OpenAPI document."""
     info = document["info"]
     return "\n".join(
         (
@@ -117,7 +116,6 @@ def _table(rows: list[tuple[str, Schema, str]]) -> str:
 
 
 def _kind(found: Schema) -> str:
-    """A type in a few words, as HTML."""
     if "$ref" in found:
         name = escape(found["$ref"].rsplit("/", 1)[-1])
         return f'<a href="#{name}">{name}</a>'

@@ -24,21 +24,25 @@ NO_THREADS: Final = "thread_unsupported_request"
 
 
 class ApiError(Exception):
-    """An error answer in OpenAI's format."""
+    """An error answer in OpenAI's format. `type`: None = that of the status."""
 
     def __init__(
         self,
         status: int,
         message: str,
         *,
-        type: str = "invalid_request_error",
+        type: str | None = None,
         param: str | None = None,
         code: str | None = None,
         headers: Iterable[Header] = (),
     ) -> None:
         super().__init__(message)
+        if type is None:
+            type = "server_error" if status >= 500 else "invalid_request_error"
         self.status = status
         self.body = error_body(message, type, param, code)
+        self.told: dict[str, Any] = self.body["error"]
+        """The other arguments by name."""
         self.headers = tuple(headers)
 
 
@@ -48,18 +52,30 @@ def short(name: object) -> str:
     return text if len(text) <= _SHORT else text[:_SHORT] + "…"
 
 
+def wrong(param: str | None, message: str, code: str | None = None) -> ApiError:
+    """400 for a field. `param`: its path in the body."""
+    return ApiError(400, message, param=param, code=code)
+
+
 def invalid(param: str, what: str, code: str | None = "invalid_value") -> ApiError:
-    """400 for an impossible value. `param`: the field, as a path of the body."""
-    return ApiError(400, f"Invalid value for {param!r}: {what}", param=param, code=code)
+    """400 for an impossible value."""
+    return wrong(param, f"Invalid value for {param!r}: {what}", code)
+
+
+def missing(param: str) -> ApiError:
+    return wrong(param, f"Missing required parameter: {param!r}", "missing_required_parameter")
 
 
 def unsupported(param: str, why: str) -> ApiError:
-    """400 for an unsupported value."""
     return invalid(param, why, "unsupported_parameter")
 
 
 def overloaded(message: str) -> ApiError:
     return ApiError(503, message, type="overloaded_error", code="overloaded", headers=OVERLOADED)
+
+
+def rate_limited(message: str, headers: Iterable[Header] = RETRY) -> ApiError:
+    return ApiError(429, message, type="rate_limit_error", code="rate_limit_exceeded", headers=headers)
 
 
 class UnknownModel(ApiError):
@@ -95,26 +111,15 @@ def renamed(names: Mapping[str, str], members: Mapping[str, str]) -> Iterator[No
     except UnknownModel:
         raise
     except ApiError as error:
-        told = error.body["error"]
-        param = told["param"]
+        param = error.told["param"]
         if param is None:
             raise
         new = renamed_param(param, names, members)
-        raise ApiError(
-            error.status,
-            _said(told["message"].replace(param, new), names),
-            type=told["type"],
-            param=new,
-            code=told["code"],
-            headers=error.headers,
-        ) from None
-
-
-def _said(message: str, names: Mapping[str, str]) -> str:
-    """A message that quotes further fields."""
-    for name, new in names.items():
-        message = message.replace(f"{name!r}", f"{new!r}")
-    return message
+        message = error.told["message"].replace(param, new)
+        for quoted, called in names.items():
+            message = message.replace(f"{quoted!r}", f"{called!r}")
+        told = error.told | {"message": message, "param": new}
+        raise ApiError(error.status, **told, headers=error.headers) from None
 
 
 def renamed_param(param: str, names: Mapping[str, str], members: Mapping[str, str]) -> str:
@@ -131,7 +136,7 @@ def renamed_param(param: str, names: Mapping[str, str], members: Mapping[str, st
 
 def anthropic_error(error: ApiError) -> dict[str, Any]:
     """The same in Anthropic's format."""
-    told = error.body["error"]
+    told = error.told
     if told["code"] != NO_THREADS:
         return anthropic_error_body(error.status, told["message"])
     details = {"error_code": NO_THREADS, "unsupported": [told["param"]]}

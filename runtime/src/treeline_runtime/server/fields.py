@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Final, Self, TypeVar
 
 import msgspec
 
-from treeline_runtime.server.errors import ApiError, short
+from treeline_runtime.server.errors import ApiError, invalid, missing, short, wrong
 
 T = TypeVar("T")
 
@@ -119,8 +119,7 @@ class Body(msgspec.Struct, frozen=True):
 
     @classmethod
     def read(cls, raw: Mapping[str, Any], where: str = "") -> Self:
-        """Raises ApiError 400, also for fields that are neither supported nor harmless. `where`: prefix of their
-        names."""
+        """Raises ApiError 400, also for unknown fields that are not harmless. `where`: prefix of their names."""
         check_unknown(raw, cls.__struct_fields__, harmless=cls.harmless, where=where)
         given = {name: value for name, value in raw.items() if value is not None}  # null means "not given"
         return convert(given, cls, where)
@@ -169,10 +168,9 @@ def check_unknown(
             continue
         param = where + short(name)
         why = REASONS.get(name)
-        raise ApiError(
-            400,
+        raise wrong(
+            param,
             f"{param!r} is not supported by this server{_shown(value)}{'' if why is None else f': {why}'}",
-            param=param,
             code="unsupported_parameter",
         )
 
@@ -192,9 +190,7 @@ def check_messages(messages: Any, template_reads: Callable[[str], bool]) -> None
         content = message.get("content")
         if content is None and message.get("role") not in (None, "assistant"):
             param = where + "content"
-            raise ApiError(
-                400, f"Missing required parameter: {param!r}", param=param, code="missing_required_parameter"
-            )
+            raise missing(param)
         for j, part in enumerate(content if isinstance(content, list) else ()):
             if isinstance(part, dict) and part.get("type", "text") == "text":
                 check_unknown(part, PART_FIELDS, harmless=INERT_PART_FIELDS, where=f"{where}content[{j}].")
@@ -210,22 +206,20 @@ def _inert(role: Any) -> Container[str]:
 
 
 def _check_calls(calls: Any, where: str) -> None:
-    """Raises ApiError 400 for calls of earlier turns that a template could not write. Arguments as text are parsed when
-    rendered."""
+    """Raises ApiError 400 for calls of earlier turns that no template can write; rendering parses arguments."""
     for i, call in enumerate(calls if isinstance(calls, list) else ()):
         if not isinstance(call, dict):
             continue
         param = f"{where}[{i}]"
         function = call.get("function")
         if call.get("type", "function") != "function" or not isinstance(function, dict):
-            raise ApiError(400, f"Invalid value for {param!r}: expected the call of a function", param=param)
+            raise invalid(param, "expected the call of a function", code=None)
         for member, types, said in (
             ("name", str, "a text"),
             ("arguments", str | dict | None, "the text of a JSON object"),
         ):
             if not isinstance(function.get(member), types):
-                wrong = f"{param}.function.{member}"
-                raise ApiError(400, f"Invalid value for {wrong!r}: expected {said}", param=wrong)
+                raise invalid(f"{param}.function.{member}", f"expected {said}", code=None)
 
 
 def is_neutral(name: str, value: Any) -> bool:
@@ -270,11 +264,11 @@ def as_api_error(error: msgspec.ValidationError, where: str = "") -> ApiError:
     text, _, path = str(error).partition(" - at `")
     path = short(path)
     param = where + path.rstrip("`").removeprefix("$").removeprefix(".").removesuffix("[...]")
-    if missing := re.fullmatch(r"Object missing required field `(\w+)`", text):
-        param = f"{param}.{missing[1]}" if param else missing[1]
-        return ApiError(400, f"Missing required parameter: {param!r}", param=param, code="missing_required_parameter")
+    if lacks := re.fullmatch(r"Object missing required field `(\w+)`", text):
+        param = f"{param}.{lacks[1]}" if param else lacks[1]
+        return missing(param)
     plain = text.replace("`", "").replace(" | null", "").replace(" | ", " or ")
-    return ApiError(400, f"Invalid value for {param!r}: {plain}", param=param or None, code="invalid_value")
+    return wrong(param or None, f"Invalid value for {param!r}: {plain}", code="invalid_value")
 
 
 _STORE: Final = "nothing is stored: send the whole conversation each time"

@@ -13,7 +13,7 @@ from treeline_runtime.parsers.harmony import Harmony
 from treeline_runtime.parsers.reasoning import Tags
 from treeline_runtime.parsers.source import OutputParser
 from treeline_runtime.parsers.structures import Function
-from treeline_runtime.server.errors import ApiError
+from treeline_runtime.server.errors import wrong
 from treeline_runtime.server.grammars import Constraint, as_format, note_words, structural_tag
 from treeline_runtime.server.tools import Calls
 
@@ -67,10 +67,8 @@ class Parsing(msgspec.Struct, frozen=True, omit_defaults=True):
     functions: dict[str, Any] = {}
     """Callable functions and the JSON Schemas of their arguments."""
     prompt: str = ""
-    """The prompt's end."""
 
     def parser(self) -> OutputParser:
-        """A parser for one output."""
         return parsers.new(self.reasoning, self.tools, self.functions, self.prompt)
 
     @property
@@ -131,11 +129,10 @@ def _either(constraint: Constraint, calls: Calls, formats: Formats) -> Constrain
     """An answer by the constraint, or calls."""
     param = constraint.param
     if formats.harmonic:
-        raise ApiError(
-            400,
+        raise wrong(
+            param,
             f"{param!r} and 'tools' cannot be combined for a model that writes harmony, unless 'tool_choice' is 'none' "
             "or 'required'",
-            param=param,
             code="unsupported_parameter",
         )
     elements = [as_format(constraint.grammar), _calling(calls, formats, required=True)]

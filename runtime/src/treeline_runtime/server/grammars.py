@@ -19,7 +19,7 @@ from msgspec import Meta
 
 from treeline_runtime.grammar.schema_words import ignored
 from treeline_runtime.messages import Grammar
-from treeline_runtime.server.errors import ApiError, invalid, short
+from treeline_runtime.server.errors import invalid, missing, short, wrong
 from treeline_runtime.server.fields import check_unknown, ignore, why_not_json
 from treeline_runtime.server.pacing import encode_json
 
@@ -74,7 +74,7 @@ def read_constraint(body: Mapping[str, Any], names: Container[str], where: str =
         if asked is None:
             continue
         if found is not None:
-            raise ApiError(400, f"{found.param!r} and {asked.param!r} are two constraints: give one", param=asked.param)
+            raise wrong(asked.param, f"{found.param!r} and {asked.param!r} are two constraints: give one")
         found = asked
     return found
 
@@ -227,7 +227,7 @@ def _format_schema(value: Mapping[str, Any], param: str) -> Constraint:
         return Constraint(param, _json(value["schema"], f"{param}.schema").grammar)
     where = f"{param}.json_schema"
     if wrapped is None:
-        raise ApiError(400, f"Missing required parameter: {where!r}", param=where, code="missing_required_parameter")
+        raise missing(where)
     if not isinstance(wrapped, dict):
         raise invalid(where, "expected an object")
     check_unknown(wrapped, {"name", "description", "schema", "strict"}, harmless=(), where=f"{where}.")
@@ -236,7 +236,7 @@ def _format_schema(value: Mapping[str, Any], param: str) -> Constraint:
             raise invalid(f"{where}.{name}", f"expected {'a text' if type is str else 'true or false'}")
     if wrapped.get("schema") is None:
         where = f"{where}.schema"
-        raise ApiError(400, f"Missing required parameter: {where!r}", param=where, code="missing_required_parameter")
+        raise missing(where)
     schema = _json(wrapped["schema"], f"{where}.schema", strict=wrapped.get("strict") is True)
     return Constraint(param, schema.grammar)
 
@@ -304,7 +304,6 @@ def _parsed(text: str, param: str) -> Any:
 
 
 def _source(value: Any, param: str, most: int = MAX_SOURCE_BYTES) -> str:
-    """A JSON value as text, members in order."""
     _check_depth(value, param)
     encoded = encode_json(value)
     _check_size(encoded, param, most)

@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 from treeline_wire import headers as wire_headers
 from treeline_wire.json_values import MAX_SLOW, slow_numbers
 
-from treeline_runtime.server.errors import ApiError, ClientGone, Header
+from treeline_runtime.server.errors import ApiError, ClientGone, Header, wrong
 from treeline_runtime.server.fields import json_object
 from treeline_runtime.server.limits import Limits, Reservation
 from treeline_runtime.server.pacing import encode_json
@@ -81,13 +81,11 @@ class ApiRequest(Request):
         self.parts: list[bytes] = []
         """The body, in pieces as it came: a large one is never put together here."""
         self.size = 0
-        """Bytes of the body."""
         self.reservation: Reservation | None = None
         """The body's share of the server's budget; code that takes over the body takes over this too."""
         self.inflight: InflightRequest | None = None
         """The request's generations, once they have been started."""
         self.left = False
-        """The client has disconnected."""
         self.streaming = False
         """The first event of a stream has been made."""
         self.span: RequestSpan | None = None
@@ -95,7 +93,6 @@ class ApiRequest(Request):
         self.ignored: tuple[str, ...] = ()
         """Fields without effect: a header of the answer names them."""
         self.on_end: Callable[[], object] | None = None
-        """Called once, when it has ended."""
         self._watcher: asyncio.Task[None] | None = None
 
     @property
@@ -140,17 +137,15 @@ class ApiRequest(Request):
             return of_body
         rank = limits.rank_in(named, wire_headers.RANK)
         if of_body not in (None, rank):
-            raise ApiError(
-                400,
+            raise wrong(
+                wire_headers.RANK,
                 f"The header {wire_headers.RANK} names rank {rank}, and the body names rank {of_body}: leave one out",
-                param=wire_headers.RANK,
                 code="invalid_value",
             )
         return rank
 
     @property
     def content(self) -> bytes:
-        """The body in one piece."""
         return b"".join(self.parts)
 
     def json_object(self) -> dict[str, Any]:
@@ -248,12 +243,10 @@ def event(value: Any) -> bytes:
 
 
 def named_event(name: str, value: Any) -> bytes:
-    """The same with its name."""
     return b"event: " + name.encode() + b"\n" + event(value)
 
 
 def error_event(error: ApiError) -> bytes:
-    """The last event of a failed stream."""
     return event(error.body)
 
 

@@ -5,12 +5,12 @@ The process that read a large body sends its task as msgpack to the one that ans
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
 from treeline_runtime.messages import GenerateReq, SamplingParams, encode
-from treeline_runtime.server.errors import ApiError, UnknownModel
+from treeline_runtime.server.errors import ApiError, UnknownModel, wrong
 from treeline_runtime.server.formats import Parsing
 from treeline_runtime.server.limits import BYTES_PER_TOKEN, GENERATION_BYTES, MAX_COPIED_BYTES
 
@@ -30,7 +30,6 @@ Kind = Literal[
     "count_tokens",
     "input_tokens",
 ]
-"""Kinds of bodies, one per endpoint."""
 
 
 class Caller(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -59,7 +58,6 @@ class Generations(_Read, frozen=True, kw_only=True):
     """Generations of a request, of any API: every prompt is answered `n` times."""
 
     rid: str
-    """The request's name, for `/abort_request`."""
     prompts: list[GenerateReq]
     """The request for each, without `rid`, `client` and `pages_from`."""
     n: int = 1
@@ -81,23 +79,20 @@ class Generations(_Read, frozen=True, kw_only=True):
 
     @property
     def names(self) -> list[str]:
-        """The ids of the generations."""
         if self.generations == 1:
             return self.rids or [self.rid]
         return self.rids or [f"{self.rid}:{index}" for index in range(self.generations)]
 
     def check_copies(self) -> None:
-        """Raises ApiError 400 if its generations carry too many bytes besides prompts: every process copies them for
-        each."""
+        """Raises ApiError 400 if its generations carry too many bytes besides prompts: processes copy them."""
         size = 0
         for prompt in self.prompts:
             size += self.n * len(encode(prompt.sampling))
             if size > MAX_COPIED_BYTES:
-                raise ApiError(
-                    400,
+                raise wrong(
+                    prompt.sampling.grammar_param,
                     f"The output's settings (grammar, stop strings, biases) are too large for {self.generations} "
                     f"generations at once: together they may have {MAX_COPIED_BYTES} bytes of settings",
-                    param=prompt.sampling.grammar_param,
                 )
 
     def requests(
@@ -209,25 +204,21 @@ class Refused(msgspec.Struct, tag="refused", frozen=True):
     """An ApiError."""
 
     status: int
-    message: str
-    kind: str
-    """The error's type in the API."""
-    param: str | None = None
-    code: str | None = None
+    told: dict[str, Any]
+    """Message, type, param and code."""
     unknown_model: tuple[str, str] | None = None
     """The name and the served name, if the error is an unknown model."""
 
     @classmethod
     def of(cls, error: ApiError) -> Refused:
-        told = error.body["error"]
         name = (error.name, error.served) if isinstance(error, UnknownModel) else None
-        return cls(error.status, told["message"], told["type"], told["param"], told["code"], name)
+        return cls(error.status, error.told, name)
 
     def error(self) -> ApiError:
         """The error without its headers."""
         if self.unknown_model is not None:
             return UnknownModel(*self.unknown_model)
-        return ApiError(self.status, self.message, type=self.kind, param=self.param, code=self.code)
+        return ApiError(self.status, **self.told)
 
 
 Task = ChatTask | CompletionTask | GenerateTask | PoolingTask | Answered

@@ -7,14 +7,13 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from treeline_runtime.server.errors import ApiError
+from treeline_runtime.server.errors import ApiError, invalid, wrong
 
 MAX_BODY_BYTES = 32 << 20
 MAX_CONTROL_BYTES = 64 << 10
 """Bodies of endpoints without a prompt."""
 INLINE_BYTES = 8 << 10
-"""Smaller bodies are parsed and tokenized in the event loop, in at most about 5 ms. Larger ones go to another process
-(`reader_pool`)."""
+"""Smaller bodies are read in the event loop, in at most about 5 ms; larger ones in another process (`reader_pool`)."""
 INLINE_TEXTS_BYTES = 2 << 10
 """The same for bodies with lists of texts, each costing some 30 µs however short."""
 INLINE_PAIRS_BYTES = 1 << 10
@@ -116,7 +115,6 @@ class Limits:
     max_request_tokens: int
     """The most tokens of one request that the KV pool can hold; at most `context_length`."""
     dp_size: int = 1
-    """Data-parallel ranks of the server."""
 
     def max_new_tokens(self, prompt_len: int, asked: int | None, default: int | None, param: str) -> int:
         """Output tokens for a prompt: the requested number, `default`, or the rest of the context (None).
@@ -124,7 +122,7 @@ class Limits:
         Raises ApiError 400 for an empty prompt, and `context_length_exceeded` if it cannot fit.
         """
         if prompt_len == 0:
-            raise ApiError(400, "The prompt is empty", param=param)
+            raise wrong(param, "The prompt is empty")
         room = self.max_request_tokens - prompt_len
         if room < (0 if asked == 0 else 1):
             raise self.too_long(f"your prompt has {prompt_len} tokens. Please shorten it.", param)
@@ -142,17 +140,15 @@ class Limits:
         if type(value) is int and 0 <= value < self.dp_size:
             return value
         there = "there is one rank, 0" if self.dp_size == 1 else f"expected a rank from 0 to {self.dp_size - 1}"
-        raise ApiError(400, f"Invalid value for {name!r}: {there} (--dp-size)", param=name, code="invalid_value")
+        raise invalid(name, f"{there} (--dp-size)")
 
     def rank_in(self, text: str, name: str) -> int:
-        """The same for a header or parameter."""
         return self.rank(int(text) if re.fullmatch("[0-9]{1,4}", text) else text, name)
 
     def too_long(self, what: str, param: str) -> ApiError:
         longest = self.max_request_tokens
-        return ApiError(
-            400,
+        return wrong(
+            param,
             f"This model's maximum context length is {longest} tokens. However, {what}",
-            param=param,
             code="context_length_exceeded",
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
@@ -28,17 +28,25 @@ E2E_BUCKETS = (
     *(20, 40, 60, 80, 100, 150, 200, 300, 600, 1200),
 )
 
-_LOADS = (
-    ("num_running_reqs", "Requests that run."),
-    ("num_queue_reqs", "Requests that wait for their turn."),
-    ("num_used_tokens", "Tokens in the KV cache that running requests hold."),
-    ("token_usage", "Share of the KV cache that running requests hold, from 0 to 1."),
-    ("max_total_num_tokens", "Tokens that fit into the KV cache."),
-    ("num_pages", "Pages that the KV cache has."),
-    ("max_running_requests", "Requests that can run at the same time."),
-    ("num_waiting_uncached_tokens", "Prompt tokens of waiting requests that are not cached."),
-    ("prefill_tokens_per_second", "Prompt tokens that prefill computes in a second, as measured."),
-    ("decode_step_seconds", "Seconds that a decode step takes, as measured."),
+_LOADS: tuple[tuple[str, str, Callable[[LoadUpdate], float]], ...] = (
+    ("num_running_reqs", "Requests that run.", lambda load: load.running),
+    ("num_queue_reqs", "Requests that wait for their turn.", lambda load: load.waiting),
+    ("num_used_tokens", "Tokens in the KV cache that running requests hold.", lambda load: load.tokens_used),
+    ("token_usage", "Share of the KV cache that running requests hold, from 0 to 1.", lambda load: load.used_share),
+    ("max_total_num_tokens", "Tokens that fit into the KV cache.", lambda load: load.tokens_total),
+    ("num_pages", "Pages that the KV cache has.", lambda load: load.pages_total),
+    ("max_running_requests", "Requests that can run at the same time.", lambda load: load.max_running),
+    (
+        "num_waiting_uncached_tokens",
+        "Prompt tokens of waiting requests that are not cached.",
+        lambda load: load.waiting_uncached_tokens,
+    ),
+    (
+        "prefill_tokens_per_second",
+        "Prompt tokens that prefill computes in a second, as measured.",
+        lambda load: load.prefill_tokens_per_s,
+    ),
+    ("decode_step_seconds", "Seconds that a decode step takes, as measured.", lambda load: load.decode_step_ms / 1000),
 )
 """The load of a data-parallel rank: with the label `dp_rank` where there are several."""
 _AUDITS = {
@@ -59,18 +67,18 @@ _GAUGES = (
 _OFF = "1 while cached tokens of this source are not used, because an audit found wrong ones."
 
 _TIERS = {
-    "used_bytes": (Gauge, "kv_tier_used_bytes", "medium", "Bytes of a cache tier below the device: CPU or DISK."),
-    "total_stored_tokens": (Counter, "kv_tier_stored_tokens_total", "medium", "Tokens copied to a tier."),
+    "used_bytes": (Gauge, "kv_tier_used_bytes", "Bytes of a cache tier below the device: CPU or DISK.", "medium"),
+    "total_stored_tokens": (Counter, "kv_tier_stored_tokens_total", "Tokens copied to a tier.", "medium"),
     "total_loaded_tokens": (
         Counter,
         "load_back_tokens_total",
-        "medium",
         "Tokens copied to the host (DISK, PEER), or from there (CPU).",
+        "medium",
     ),
-    "total_loads": (Counter, "load_back_total", "outcome", "Prompts loaded, computed as that was faster, or failed."),
-    "total_failures": (Counter, "kv_tier_failures_total", "kind", "Errors: bad_page (wrong checksums), disk, peer."),
+    "total_loads": (Counter, "load_back_total", "Prompts loaded, computed as that was faster, or failed.", "outcome"),
+    "total_failures": (Counter, "kv_tier_failures_total", "Errors: bad_page (wrong checksums), disk, peer.", "kind"),
 }
-"""By member of TierLoad: kind, name, label, text. No series unless there are tiers."""
+"""By member of TierLoad: kind, name, text, label. No series unless there are tiers."""
 
 
 class Metrics:
@@ -100,8 +108,8 @@ class Metrics:
         self.forced_tokens = self._counter(
             "forced_tokens_total", "Output tokens that were not sampled because the grammar allowed no other."
         )
-        self._audits = {member: self._by(Counter, name, "source", text) for member, (name, text) in _AUDITS.items()}
-        self._off = self._by(Gauge, "cache_source_off", "source", _OFF)
+        self._audits = {member: self._new(Counter, name, text, "source") for member, (name, text) in _AUDITS.items()}
+        self._off = self._new(Gauge, "cache_source_off", _OFF, "source")
         self._last_loads = [LoadUpdate()] * ranks
         self.vectors = self._counter(
             "num_vectors_total", "Prompts that were turned into vectors: embeddings, scores and rewards."
@@ -126,10 +134,10 @@ class Metrics:
         )
 
         self._gauges = {name: self._gauge(name, text, [{}])[0] for name, text in _GAUGES}
-        self._loads = {name: self._gauge(name, text, of_ranks) for name, text in _LOADS}
-        self._tiers = {member: self._by(*described) for member, described in _TIERS.items()}
+        self._loads = {name: self._gauge(name, text, of_ranks) for name, text, _ in _LOADS}
+        self._tiers = {member: self._new(*described) for member, described in _TIERS.items()}
         sent = "Tokens whose pages were sent to other runtimes."
-        self._sent = Counter("treeline:kv_tier_sent_tokens_total", sent, list(self._labels), registry=self._registry)
+        self._sent = self._new(Counter, "kv_tier_sent_tokens_total", sent)
         self.http_requests = Counter(
             "treeline:http_responses_total",
             "HTTP responses, by path and status.",
@@ -141,19 +149,8 @@ class Metrics:
         self._gauges[name].set(value)
 
     def on_load(self, load: LoadUpdate, rank: int = 0) -> None:
-        for name, value in (
-            ("num_running_reqs", load.running),
-            ("num_queue_reqs", load.waiting),
-            ("num_used_tokens", load.tokens_used),
-            ("token_usage", load.used_share),
-            ("num_pages", load.pages_total),
-            ("max_total_num_tokens", load.tokens_total),
-            ("max_running_requests", load.max_running),
-            ("num_waiting_uncached_tokens", load.waiting_uncached_tokens),
-            ("prefill_tokens_per_second", load.prefill_tokens_per_s),
-            ("decode_step_seconds", load.decode_step_ms / 1000),
-        ):
-            self._loads[name][rank].set(value)
+        for name, _, value in _LOADS:
+            self._loads[name][rank].set(value(load))
         last, self._last_loads[rank] = self._last_loads[rank], load
         self.jumps.inc(load.total_jumps - last.total_jumps)
         self.forced_tokens.inc(load.total_forced_tokens - last.total_forced_tokens)
@@ -171,22 +168,18 @@ class Metrics:
             self._sent.labels(**self._labels).inc(sent)
 
     def render(self) -> bytes:
-        """Prometheus' text format."""
         return generate_latest(self._registry)
 
-    def _by(self, kind: type[Any], name: str, label: str, text: str) -> Any:
-        """A metric with one more label."""
-        return kind(f"treeline:{name}", text, [*self._labels, label], registry=self._registry)
-
     def _counter(self, name: str, text: str) -> Counter:
-        counter = Counter(f"treeline:{name}", text, list(self._labels), registry=self._registry)
-        return counter.labels(**self._labels)
+        return self._new(Counter, name, text).labels(**self._labels)
 
     def _gauge(self, name: str, text: str, more: Sequence[dict[str, str]]) -> list[Gauge]:
         """A series for each of these further labels."""
-        gauge = Gauge(f"treeline:{name}", text, [*self._labels, *more[0]], registry=self._registry)
+        gauge = self._new(Gauge, name, text, *more[0])
         return [gauge.labels(**self._labels, **labels) for labels in more]
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        histogram = Histogram(f"treeline:{name}", text, list(self._labels), buckets=buckets, registry=self._registry)
-        return histogram.labels(**self._labels)
+        return self._new(Histogram, name, text, buckets=buckets).labels(**self._labels)
+
+    def _new(self, kind: type[Any], name: str, text: str, *labels: str, **options: Any) -> Any:
+        return kind(f"treeline:{name}", text, [*self._labels, *labels], registry=self._registry, **options)

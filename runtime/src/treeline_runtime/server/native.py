@@ -12,7 +12,7 @@ from fastapi import APIRouter, Response
 from treeline_runtime.messages import FinishReason, GenerateReq, HiddenStates, TextOut, decode_logprobs
 from treeline_runtime.server import answers, native_fields, openai, schema
 from treeline_runtime.server.dependencies import Call, call_of, converting
-from treeline_runtime.server.errors import ApiError, Header
+from treeline_runtime.server.errors import Header, wrong
 from treeline_runtime.server.http import Answer, ApiRequest
 from treeline_runtime.server.jobs import GenerateTask
 from treeline_runtime.server.pacing import Pacer, elements, encode_json, open_object
@@ -26,15 +26,14 @@ _BASE64_AT_ONCE = 3 << 18
 router = APIRouter()
 
 
-@router.post(
+@schema.post(
+    router,
     "/generate",
-    **schema.operation(
-        tag=schema.NATIVE,
-        summary="Continue prompts",
-        body=native_fields.GenerateBody,
-        answer=answers.Generated | list[answers.Generated],
-        event=answers.Generated,
-    ),
+    tag=schema.NATIVE,
+    summary="Continue prompts",
+    body=native_fields.GenerateBody,
+    answer=answers.Generated | list[answers.Generated],
+    event=answers.Generated,
 )
 async def generate(call: Annotated[Call[GenerateTask], call_of("generate", "generate")]) -> Response:
     service, asked, task = call
@@ -47,36 +46,33 @@ def _hidden_bytes(service: Service, task: GenerateTask) -> int:
     if not task.prompts[0].return_hidden_states:
         return 0
     if service.hidden_size is None:
-        raise ApiError(
-            400,
+        raise wrong(
+            "return_hidden_states",
             "Start the server with --enable-return-hidden-states to ask for them",
-            param="return_hidden_states",
             code="disabled",
         )
     rows = task.n * sum(len(prompt.input_ids) + prompt.sampling.max_new_tokens for prompt in task.prompts)
     return HIDDEN_BYTES * service.hidden_size * rows
 
 
-for _path in ("/tokenize", "/v1/tokenize"):
-    router.post(
-        _path,
-        **schema.operation(
-            tag=schema.NATIVE,
-            summary="Text to token ids",
-            body=native_fields.TokenizeBody,
-            answer=answers.Tokens,
-        ),
-    )(converting("tokenize"))
-for _path in ("/detokenize", "/v1/detokenize"):
-    router.post(
-        _path,
-        **schema.operation(
-            tag=schema.NATIVE,
-            summary="Token ids to text",
-            body=native_fields.DetokenizeBody,
-            answer=answers.Text,
-        ),
-    )(converting("detokenize"))
+schema.post(
+    router,
+    "/tokenize",
+    "/v1/tokenize",
+    tag=schema.NATIVE,
+    summary="Text to token ids",
+    body=native_fields.TokenizeBody,
+    answer=answers.Tokens,
+)(converting("tokenize"))
+schema.post(
+    router,
+    "/detokenize",
+    "/v1/detokenize",
+    tag=schema.NATIVE,
+    summary="Token ids to text",
+    body=native_fields.DetokenizeBody,
+    answer=answers.Text,
+)(converting("detokenize"))
 
 
 class _Answers(AnswerMaker):
@@ -173,7 +169,6 @@ def _logprob_lists(prompt: GenerateReq) -> dict[str, bytearray]:
 
 
 def _shorten(listed: bytearray, count: int) -> None:
-    """Removes the last `count` elements."""
     for _ in range(count):
         del listed[max(listed.rfind(b","), 0) :]
 

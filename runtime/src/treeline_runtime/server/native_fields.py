@@ -60,7 +60,6 @@ class GenerateBody(Body, frozen=True):
     rid: openai.Rid | list[openai.Rid] | None = None
     stream: bool | None = None
     priority: Priority | None = None
-    """The priority of the whole batch."""
     return_logprob: bool | list[bool] | None = None
     logprob_start_len: StartLen | list[StartLen] | None = None
     top_logprobs_num: TopCount | list[TopCount] | None = None

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Meta
-from treeline_wire.prompt import PromptError, namespace_of
+from treeline_wire.prompt import Prompt, PromptError, namespace_of, prompt_of_completion
 
 from treeline_runtime.messages import (
     CustomProcessor,
@@ -23,7 +23,7 @@ from treeline_runtime.messages import (
 from treeline_runtime.models.pooling import Pooling
 from treeline_runtime.server import grammars, tools
 from treeline_runtime.server.answers import ContentLogprob, PromptLogprob, TokenLogprob
-from treeline_runtime.server.errors import ApiError, UnknownModel
+from treeline_runtime.server.errors import UnknownModel, invalid, wrong
 from treeline_runtime.server.fields import Body, ignore
 from treeline_runtime.server.formats import NO_FORMATS, Formats
 from treeline_runtime.server.grammars import Constraint
@@ -124,12 +124,20 @@ class StreamOptions(Body, frozen=True):
     """The usage so far in every chunk: vLLM's, sent by guidellm and aiperf."""
 
 
-class CommonBody(SamplingFields, frozen=True, kw_only=True):
+class TextBody(SamplingFields, frozen=True, kw_only=True):
+    """What all APIs of texts call alike."""
+
     model: str | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     cache_salt: Salt = None
     extra_key: Salt = None
+    seed: Seed | None = None
+    rid: Rid | None = None
+    priority: Priority | None = None
+
+
+class CommonBody(TextBody, frozen=True, kw_only=True):
+    stream_options: StreamOptions | None = None
     response_format: grammars.ResponseFormat = None
     structured_outputs: grammars.StructuredOutputs = None
     json_schema: grammars.JsonSchema = None
@@ -141,12 +149,9 @@ class CommonBody(SamplingFields, frozen=True, kw_only=True):
     guided_regex: grammars.Regex = None
     guided_choice: grammars.Choices = None
     guided_grammar: grammars.Ebnf = None
-    seed: Seed | None = None
     min_tokens: Count | None = None
-    rid: Rid | None = None
     request_id: Rid | None = None
     """vLLM's name of `rid`."""
-    priority: Priority | None = None
     custom_logit_processor: ProcessorName | None = None
     custom_params: dict[str, Any] | None = None
     vllm_xargs: dict[str, Any] | None = None
@@ -213,9 +218,9 @@ def read_chat(body: Mapping[str, Any], model: ModelFacts) -> ChatBody:
     _check_common(body, typed, model)
     both = typed.max_tokens is not None and typed.max_completion_tokens is not None
     if both and typed.max_tokens != typed.max_completion_tokens:
-        raise ApiError(400, "'max_tokens' and 'max_completion_tokens' contradict each other", param="max_tokens")
+        raise wrong("max_tokens", "'max_tokens' and 'max_completion_tokens' contradict each other")
     if typed.top_logprobs and not typed.logprobs:
-        raise ApiError(400, "'top_logprobs' needs 'logprobs': true", param="top_logprobs")
+        raise wrong("top_logprobs", "'top_logprobs' needs 'logprobs': true")
     return typed
 
 
@@ -232,19 +237,18 @@ def _check_common(raw: Mapping[str, Any], body: CommonBody, model: ModelFacts) -
     model.check_model(body.model)
     if body.stream_options is not None:
         if not body.stream:
-            raise ApiError(400, "'stream_options' is only allowed with 'stream': true", param="stream_options")
+            raise wrong("stream_options", "'stream_options' is only allowed with 'stream': true")
         StreamOptions.read(raw["stream_options"], "stream_options.")
 
 
 def rid_of(body: CommonBody, kind: str) -> str:
     """The request's id in either spelling, or a new one. Raises ApiError 400."""
     if None not in (body.rid, body.request_id) and body.rid != body.request_id:
-        raise ApiError(400, "'rid' and 'request_id' contradict each other", param="request_id", code="invalid_value")
+        raise wrong("request_id", "'rid' and 'request_id' contradict each other", code="invalid_value")
     return body.rid or body.request_id or new_rid(kind)
 
 
 def new_rid(kind: str) -> str:
-    """A new unique request id, as clients see it."""
     return f"{kind}-{uuid.uuid4().hex}"
 
 
@@ -253,8 +257,16 @@ def encodable(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise ApiError(400, "'prompt' contains half of a surrogate pair", param="prompt") from None
+        raise wrong("prompt", "'prompt' contains half of a surrogate pair") from None
     return text
+
+
+def prompts_in(body: Mapping[str, Any], param: str = "prompt") -> list[Prompt]:
+    """The texts or ids of `prompt`, which the request calls `param`. Raises ApiError 400."""
+    try:
+        return prompt_of_completion(body)
+    except PromptError as error:
+        raise invalid(param, str(error), code=None) from None
 
 
 def namespace(body: Mapping[str, Any], caller: Caller) -> str | None:
@@ -262,7 +274,7 @@ def namespace(body: Mapping[str, Any], caller: Caller) -> str | None:
     try:
         return namespace_of(body, caller.tenant)
     except PromptError as error:
-        raise ApiError(400, f"Invalid value for {error.param!r}: {error}", param=error.param) from None
+        raise invalid(error.param, str(error), code=None) from None
 
 
 def sampling(
@@ -292,7 +304,7 @@ def processor(body: CommonBody) -> CustomProcessor | None:
 def task_fields(body: CommonBody, caller: Caller, kind: str, logprobs: int | None) -> dict[str, Any]:
     """The fields of a `TextTask` without prompts. `kind` begins a new id. Raises ApiError 400."""
     if body.stream and body.prompt_logprobs is not None:
-        raise ApiError(400, "'prompt_logprobs' come with whole answers, not with streams", param="prompt_logprobs")
+        raise wrong("prompt_logprobs", "'prompt_logprobs' come with whole answers, not with streams")
     options = body.stream_options or StreamOptions()
     return {
         "rid": rid_of(body, kind),
@@ -332,7 +344,6 @@ def request(
 
 
 def envelope(id: str, object: str, model: str) -> dict[str, Any]:
-    """The first members of an answer and of each chunk."""
     return {"id": id, "object": object, "created": int(time.time()), "model": model}
 
 

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from msgspec import Meta
-from treeline_wire.prompt import PromptError, prompt_of_completion
 
 from treeline_runtime.messages import GenerateReq, SamplingParams
 from treeline_runtime.models.pooling import Pooling
 from treeline_runtime.server import openai
-from treeline_runtime.server.errors import ApiError
+from treeline_runtime.server.errors import invalid, missing, wrong
 from treeline_runtime.server.fields import Body, check_unknown
 from treeline_runtime.server.jobs import Caller, PoolingTask
 from treeline_runtime.server.limits import MAX_INPUTS, Limits
@@ -103,7 +102,7 @@ class ScoreBody(PairFields, frozen=True, kw_only=True):
     def _one_of(self, name: str, *others: str) -> TEXTS | None:
         given = [known for known in (name, *others) if getattr(self, known) is not None]
         for other in given[1:]:
-            raise ApiError(400, f"{other!r} is another name of {given[0]!r}, which is there, too", param=other)
+            raise wrong(other, f"{other!r} is another name of {given[0]!r}, which is there, too")
         found: TEXTS | None = getattr(self, given[0]) if given else None
         return found
 
@@ -170,7 +169,7 @@ class PoolingReader:
         if len(first) == 1:
             first = first * len(second)
         if len(first) != len(second):
-            raise ApiError(400, f"{len(first)} texts in 'text_1' for {len(second)} in 'text_2'", param="text_1")
+            raise wrong("text_1", f"{len(first)} texts in 'text_1' for {len(second)} in 'text_2'")
         prompts = self._pairs(list(zip(first, second, strict=True)), body, "text_2")
         return self._task(body, "score", prompts, activation=body.use_activation is not False)
 
@@ -200,7 +199,7 @@ class PoolingReader:
             asked = getattr(body, name)
             if asked is not None and asked != made:
                 problem = f"{name!r} cannot be chosen here: this model's vectors are made with {str(made).lower()}"
-                raise ApiError(400, problem, param=name, code="unsupported_parameter")
+                raise wrong(name, problem, code="unsupported_parameter")
 
     @functools.cached_property
     def _namespace(self) -> str | None:
@@ -220,27 +219,23 @@ class PoolingReader:
         """OpenAI's `input`: a text or its token ids, or several."""
         value = body.input
         if value is None:
-            raise ApiError(400, "Missing required parameter: 'input'", param="input", code="missing_required_parameter")
+            raise missing("input")
         if isinstance(value, list) and value and isinstance(value[0], str | list):
             _check_count(value, "input")
-        try:
-            prompts = prompt_of_completion({"prompt": value, "add_special_tokens": body.add_special_tokens})
-        except PromptError as error:
-            raise ApiError(400, f"Invalid value for 'input': {error}", param="input") from None
+        prompts = openai.prompts_in({"prompt": value, "add_special_tokens": body.add_special_tokens}, "input")
         if any(prompt.text == "" for prompt in prompts):
-            raise ApiError(400, "Invalid value for 'input': must not be an empty string", param="input")
+            raise invalid("input", "must not be an empty string", code=None)
         return self._fitting(self.model.prompts.of_prompts(prompts, self.limits, "input", self._namespace), "input")
 
     def _inputs_or_chat(self, body: TextsOrChat) -> list[list[int]]:
         if (body.input is None) == (body.messages is None):
-            raise ApiError(400, "Give exactly one of 'input' and 'messages'", param="input")
+            raise wrong("input", "Give exactly one of 'input' and 'messages'")
         if body.messages is None:
             for name in _FOR_TEMPLATES:
                 check_unknown({name: getattr(body, name)}, ())  # nothing is rendered
             return self._inputs(body)
         if body.add_special_tokens:
-            problem = "'add_special_tokens' is for 'input': a chat template writes its own"
-            raise ApiError(400, problem, param="add_special_tokens")
+            raise wrong("add_special_tokens", "'add_special_tokens' is for 'input': a chat template writes its own")
         # the judged text is complete: no generation prompt, unless the client asks
         asked = {**self.raw, "add_generation_prompt": self.raw.get("add_generation_prompt") or False}
         return self._fitting([self.model.prompts.of_chat(asked, self.limits, self._namespace)], "messages")
@@ -250,7 +245,7 @@ class PoolingReader:
             _check_text(body.instruct, "instruct")
         if body.add_special_tokens is False:
             problem = "'add_special_tokens' cannot be false: they separate the two texts of a pair"
-            raise ApiError(400, problem, param="add_special_tokens", code="unsupported_parameter")
+            raise wrong("add_special_tokens", problem, code="unsupported_parameter")
         pooling = self.model.pooling
         prompts = self.model.prompts.of_pairs(
             pairs,
@@ -270,14 +265,13 @@ class PoolingReader:
 
 def _one_or_more(texts: str | list[str] | None, param: str) -> list[str]:
     if texts is None:
-        problem = f"Missing required parameter: {param!r}"
-        raise ApiError(400, problem, param=param, code="missing_required_parameter")
+        raise missing(param)
     return _texts([texts] if isinstance(texts, str) else texts, param)
 
 
 def _texts(texts: list[str], param: str) -> list[str]:
     if not texts:
-        raise ApiError(400, f"Invalid value for {param!r}: must not be an empty list", param=param)
+        raise invalid(param, "must not be an empty list", code=None)
     _check_count(texts, param)
     for text in texts:
         _check_text(text, param)
@@ -286,9 +280,9 @@ def _texts(texts: list[str], param: str) -> list[str]:
 
 def _check_text(text: str, param: str) -> None:
     if not text:
-        raise ApiError(400, f"Invalid value for {param!r}: must not be an empty string", param=param)
+        raise invalid(param, "must not be an empty string", code=None)
 
 
 def _check_count(values: Sequence[object], param: str) -> None:
     if len(values) > MAX_INPUTS:
-        raise ApiError(400, f"{len(values)} in {param!r}: at most {MAX_INPUTS} in one request", param=param)
+        raise wrong(param, f"{len(values)} in {param!r}: at most {MAX_INPUTS} in one request")

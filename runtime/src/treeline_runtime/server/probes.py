@@ -26,7 +26,7 @@ from treeline_runtime.messages import BatchTextOut, GenerateReq, LoadUpdate, Sam
 from treeline_runtime.models.pooling import Pooling
 from treeline_runtime.server import answers, schema
 from treeline_runtime.server.dependencies import Checking, Guarded
-from treeline_runtime.server.errors import RETRY, ApiError
+from treeline_runtime.server.errors import RETRY, ApiError, wrong
 from treeline_runtime.server.http import Answer, json_answer
 from treeline_runtime.server.jobs import Generations
 from treeline_runtime.server.limits import TooMuchInFlight
@@ -95,12 +95,11 @@ class EngineHealth:
                 await asyncio.sleep(RETRY_S)
 
     async def check(self) -> None:
-        """Has each rank generate a few tokens, or make a vector. Raises ApiError 503 if requests fail or none is
-        accepted."""
+        """Has each rank make a few tokens, or a vector. Raises ApiError 503 if requests fail or none is accepted."""
         self._service.admit()
         refusals = await asyncio.gather(*map(self._check, range(self._ranks)))
         if self.problem is not None:
-            raise ApiError(503, self.problem, type="server_error")
+            raise ApiError(503, self.problem)
         for refusal in filter(None, refusals):
             raise refusal
 
@@ -219,31 +218,30 @@ class Probes:
         """503 only if a restart would help: a process hangs or has died, or no request works."""
         state, limit_s = self._service.state, self._info.args.watchdog_timeout
         if state.failure is not None:
-            raise ApiError(503, state.failure, type="server_error")
+            raise ApiError(503, state.failure)
         if state.ready and limit_s:
             process, still_s = state.most_stale_child(time.monotonic())
             if still_s > limit_s:
-                raise ApiError(503, f"The {process} has not moved for {still_s:.0f} s", type="server_error")
+                raise ApiError(503, f"The {process} has not moved for {still_s:.0f} s")
             if self.health.problem is not None and self.health.failing_s > limit_s:
-                raise ApiError(503, self.health.problem, type="server_error")
+                raise ApiError(503, self.health.problem)
         return json_answer(answers.Status("live", state.heartbeats))
 
     async def ready(self) -> Response:
-        """200 while the server accepts new work and, as far as is known, can do it. Costs nothing: answered without
-        asking the scheduler."""
+        """200 while the server takes new work and, as far as is known, can do it. Free: the scheduler is not asked."""
         state = self._service.state
         if state.failure is not None:
-            raise ApiError(503, state.failure, type="server_error")
+            raise ApiError(503, state.failure)
         if not state.ready:
-            raise ApiError(503, "The model is still loading", type="server_error", headers=RETRY)
+            raise ApiError(503, "The model is still loading", headers=RETRY)
         if state.draining:
-            raise ApiError(503, "The server is draining", type="server_error")
+            raise ApiError(503, "The server is draining")
         if state.asleep or state.operation is not None:
             what = f"The engine is {state.operation or 'asleep'}"
-            raise ApiError(503, what, type="server_error", code="asleep" if state.asleep else None, headers=RETRY)
+            raise ApiError(503, what, code="asleep" if state.asleep else None, headers=RETRY)
         problem = WEIGHTS_DIFFER if state.weights_differ else self.health.problem
         if problem is not None:
-            raise ApiError(503, problem, type="server_error")
+            raise ApiError(503, problem)
         off = ", ".join(state.cache_sources_off)
         return json_answer(answers.Status("ready", warning=CACHE_OFF.format(off) if off else msgspec.UNSET))
 
@@ -339,16 +337,12 @@ class Probes:
     async def loads(self, request: Request) -> Response:
         """The schedulers' current loads, by data-parallel rank."""
         if request.query_params.get("format", "json") != "json":
-            raise ApiError(
-                400,
-                "'format' must be json; metrics have a listener of their own (--metrics-port)",
-                param="format",
-            )
+            raise wrong("format", "'format' must be json; metrics have a listener of their own (--metrics-port)")
         manager = self._service.manager
         try:
             found = await asyncio.gather(*(manager.state(rank, "load") for rank in manager.ranks))
         except NoReply as error:
-            raise ApiError(503, f"The scheduler does not answer: {error}", type="server_error") from None
+            raise ApiError(503, f"The scheduler does not answer: {error}") from None
         draining = {"draining": self._service.state.draining}
         entries = [_load_entry(msgspec.convert(data, LoadUpdate), rank) | draining for rank, data in enumerate(found)]
         return json_answer({"timestamp": time.time(), "dp_rank_count": len(entries), "loads": entries})
@@ -375,13 +369,13 @@ class Probes:
             raise ApiError(404, "Start the server with --enable-debug-endpoints to see the cache", code="disabled")
         limits, manager = self._service.limits, self._service.manager
         if limits is None:
-            raise ApiError(503, "The model is still loading", type="server_error", headers=RETRY)
+            raise ApiError(503, "The model is still loading", headers=RETRY)
         rank = manager.ranks[limits.rank_in(request.query_params.get("dp_rank", "0"), "dp_rank")]
         try:
             tree = await manager.state(rank, "radix", timeout_s=30.0)
             told = await manager.announced(rank, int(tree["updates"]), timeout_s=30.0)
         except NoReply as error:
-            raise ApiError(503, f"No answer: {error}", type="server_error") from None
+            raise ApiError(503, f"No answer: {error}") from None
         announced = set(map(str, told["hashes"]))
         blocks = [block | {"announced": block["hash"] in announced} for block in tree["blocks"]]
         return json_answer({"epoch": self._info.epoch, "seq": told["seq"], "blocks": blocks})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import jinja2
@@ -14,11 +14,12 @@ from tokenizers import Tokenizer
 from treeline_wire.apis.conversion import takes_inline_system
 from treeline_wire.chat import ChatTemplate, NeedsWorkerError, TemplateBusyError, TemplateError, on_event_loop
 from treeline_wire.keys import KeySelfTestError, PrefixKeys
-from treeline_wire.prompt import Prompt, PromptError, prompt_of_chat, prompt_of_completion
+from treeline_wire.prompt import Prompt, PromptError, prompt_of_chat
 from treeline_wire.template_env import TemplateEnvironment
 from treeline_wire.tokenizer import BundleError, TokenizerBundle
 
-from treeline_runtime.server.errors import ApiError, invalid
+from treeline_runtime.parsers import STRAYS
+from treeline_runtime.server.errors import ApiError, invalid, wrong
 from treeline_runtime.server.fields import check_messages, ignore
 from treeline_runtime.server.limits import INLINE_BYTES, MAX_PROMPT_TOKENS, Limits
 from treeline_runtime.server.tokenization import CachedTokenizer
@@ -91,6 +92,7 @@ class Prompts:
 
     def __init__(self, bundle: TokenizerBundle) -> None:
         self.bundle = bundle
+        self._templates = [text for text in (bundle.chat_template, bundle.tool_template) if text is not None]
         self._tokenizer = Tokenizer.from_str(bundle.tokenizer_json)
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -102,10 +104,9 @@ class Prompts:
         self._inline_system: dict[bool, bool] = {}
         keys = _keys(bundle)
         self._token_bytes = [] if keys is None else keys.token_bytes
-        self._bound = _LengthBound.of(keys)
+        self._least_tokens = _least_tokens(keys)
 
     def close(self) -> None:
-        """Ends the processes that render chat templates."""
         self._pool.close()
 
     def check_place(self, given: str | None) -> None:
@@ -119,8 +120,7 @@ class Prompts:
 
     @functools.cached_property
     def _read_names(self) -> frozenset[str]:
-        templates = (self.bundle.chat_template, self.bundle.tool_template)
-        return frozenset[str]().union(*(_names_read(text) for text in templates if text is not None))
+        return frozenset[str]().union(*map(_names_read, self._templates))
 
     def takes_inline_system(self, *, must_show: bool) -> bool:
         """Whether the chat template accepts a system message inside a chat; `must_show`: and prints it."""
@@ -137,8 +137,7 @@ class Prompts:
 
     @functools.cached_property
     def _variables(self) -> frozenset[str]:
-        templates = (self.bundle.chat_template, self.bundle.tool_template)
-        return frozenset[str]().union(*(_variables_of(text) for text in templates if text is not None))
+        return frozenset[str]().union(*map(_variables_of, self._templates))
 
     def of_chat(self, body: Mapping[str, Any], limits: Limits | None = None, namespace: str | None = None) -> list[int]:
         """A chat's token ids. `limits`: a prompt that is certainly too long is refused untokenized. `namespace`: the
@@ -147,10 +146,8 @@ class Prompts:
         self.check_place(given)
         template, names = (self._template, self._read_names) if given is None else self._given(namespace, given)
         if template is None:
-            raise ApiError(
-                400,
-                "This model has no chat template: send a text ('prompt', or 'input') in place of messages",
-                param="messages",
+            raise wrong(
+                "messages", "This model has no chat template: send a text ('prompt', or 'input') in place of messages"
             )
         check_messages(body.get("messages"), names.__contains__)
         if body.get("documents") and "documents" not in names:
@@ -176,23 +173,14 @@ class Prompts:
         try:
             prompt = prompt_of_chat(body, template)
         except PromptError as error:
-            raise ApiError(400, _message(error), param=error.param) from None
+            raise invalid(error.param, str(error), code=None) from None
         except TemplateBusyError as error:
-            raise ApiError(503, f"{error}; try again later", type="server_error") from None
+            raise ApiError(503, f"{error}; try again later") from None
         except TemplateError as error:
             if template is not self._template:
                 raise invalid("chat_template", str(error).replace("the model's chat", "the chat")) from None
-            raise ApiError(500, f"The model's chat template failed: {error}", type="server_error") from None
+            raise ApiError(500, f"The model's chat template failed: {error}") from None
         return self._ids(prompt, limits, param, namespace)
-
-    def of_completion(
-        self, body: Mapping[str, Any], limits: Limits | None = None, namespace: str | None = None
-    ) -> list[list[int]]:
-        """The ids of each prompt of a completion request."""
-        try:
-            return self.of_prompts(prompt_of_completion(body), limits, "prompt", namespace)
-        except PromptError as error:
-            raise ApiError(400, _message(error), param=error.param) from None
 
     def of_prompts(
         self,
@@ -232,7 +220,7 @@ class Prompts:
             made = (self._rendered(one, limits, param, namespace, template) for one in asked)
             return self._together(made, limits, param)
         if instruct is not None:
-            raise ApiError(400, "'instruct' needs a chat template with roles query and document", param="instruct")
+            raise wrong("instruct", "'instruct' needs a chat template with roles query and document")
         return self._together((self._joined(*pair, limits, param) for pair in pairs), limits, param)
 
     def _joined(self, query: str, document: str, limits: Limits | None, param: str) -> list[int]:
@@ -248,11 +236,7 @@ class Prompts:
             made.append(ids)
             total += len(ids)
             if total > most:
-                raise ApiError(
-                    400,
-                    f"The prompts have more than {most} tokens together; send fewer in one request",
-                    param=param,
-                )
+                raise wrong(param, f"The prompts have more than {most} tokens together; send fewer in one request")
         return made
 
     def _ids(self, prompt: Prompt, limits: Limits | None, param: str, namespace: str | None) -> list[int]:
@@ -262,17 +246,13 @@ class Prompts:
                 prompt.text or "", add_special_tokens=prompt.add_special_tokens, namespace=namespace
             )
         if max(prompt.ids) >= self.vocab_size:
-            raise ApiError(
-                400,
-                f"Token id {max(prompt.ids)} is not below {self.vocab_size}, the vocabulary's size",
-                param=param,
-            )
+            raise wrong(param, f"Token id {max(prompt.ids)} is not below {self.vocab_size}, the vocabulary's size")
         return prompt.ids
 
     def _check_length(self, text: str, limits: Limits | None, param: str) -> None:
         """Raises ApiError if it is certainly too long."""
-        if limits is not None and len(text) > INLINE_BYTES and self._bound is not None:
-            least = self._bound.at_least(text)
+        if limits is not None and len(text) > INLINE_BYTES and self._least_tokens is not None:
+            least = self._least_tokens(text)
             if least > limits.max_request_tokens:
                 raise limits.too_long(f"your prompt has at least {least} tokens. Please shorten it.", param)
 
@@ -291,9 +271,9 @@ class Prompts:
 
     @functools.cached_property
     def special_tokens(self) -> SpecialTokens:
-        """The tokens that `skip_special_tokens` removes."""
+        """The tokens that `skip_special_tokens` removes, and those that end turns."""
         added = self._tokenizer.get_added_tokens_decoder()
-        return SpecialTokens(token.content for token in added.values() if token.special)
+        return SpecialTokens((*STRAYS, *(token.content for token in added.values() if token.special)))
 
     def token_of(self, text: str) -> int | None:
         """The id of the token with exactly this text, if there is one."""
@@ -344,32 +324,20 @@ class Prompts:
         return None if special else raw
 
 
-class _LengthBound:
-    """A lower bound of a text's tokens, without tokenizing it.
+def _least_tokens(keys: PrefixKeys | None) -> Callable[[str], int] | None:
+    """A lower bound of a text's tokens, without tokenizing it; about 2 ms a megabyte. A text's key
+    (`treeline_wire.keys`) is the concatenation of its tokens' keys, so they are at least its length / the longest's.
 
-    A text's key (`treeline_wire.keys`) is the concatenation of its tokens' keys, so there are at least len(key) / (the
-    longest token's key) tokens.
-    """
-
-    def __init__(self, keys: PrefixKeys) -> None:
-        self._keys = keys
-        self._longest = max(_ESCAPE_BYTES, *map(len, keys.token_bytes))
-
-    @classmethod
-    def of(cls, keys: PrefixKeys | None) -> _LengthBound | None:
-        """None for tokenizers that lose text: their unknown tokens stand for any length."""
-        if keys is None or not keys.token_bytes:
-            return None
-        try:
-            keys.self_test()
-        except KeySelfTestError as error:
-            logger.info("long prompts are tokenized before they are refused: %s", error)
-            return None
-        return cls(keys)
-
-    def at_least(self, text: str) -> int:
-        """O(len(text)), about 2 ms a megabyte."""
-        return len(self._keys.prompt_key(text, add_special_tokens=False)) // self._longest
+    None for tokenizers that lose text: their unknown tokens stand for any length."""
+    if keys is None or not keys.token_bytes:
+        return None
+    try:
+        keys.self_test()
+    except KeySelfTestError as error:
+        logger.info("long prompts are tokenized before they are refused: %s", error)
+        return None
+    longest = max(_ESCAPE_BYTES, *map(len, keys.token_bytes))
+    return lambda text: len(keys.prompt_key(text, add_special_tokens=False)) // longest
 
 
 def _keys(bundle: TokenizerBundle) -> PrefixKeys | None:
@@ -401,12 +369,7 @@ def _names_read(template: str) -> set[str]:
 
 
 def _variables_of(template: str) -> set[str]:
-    """A template's variables."""
     try:
         return meta.find_undeclared_variables(TemplateEnvironment().parse(template))
     except (jinja2.TemplateError, RecursionError):
         return set()
-
-
-def _message(error: PromptError) -> str:
-    return f"Invalid value for {error.param!r}: {error}"

@@ -16,31 +16,20 @@ from msgspec.structs import replace
 from treeline_wire.apis import anthropic, responses
 from treeline_wire.apis.conversion import Context, Conversation, items_of
 from treeline_wire.chat import TemplateBusyError
-from treeline_wire.prompt import Prompt, PromptError, prompt_of_completion
+from treeline_wire.prompt import Prompt, PromptError
 
 from treeline_runtime import parsers
 from treeline_runtime.messages import GenerateReq
-from treeline_runtime.server import formats, grammars, openai
+from treeline_runtime.server import formats, grammars, jobs, openai
 from treeline_runtime.server import native_fields as native
 from treeline_runtime.server.answers import Text, Tokens
 from treeline_runtime.server.apis import anthropic_fields, responses_fields
 from treeline_runtime.server.apis.answers import InputTokens, TokenCount
-from treeline_runtime.server.errors import ApiError, invalid, renamed, renamed_param, unsupported
+from treeline_runtime.server.errors import ApiError, invalid, renamed, renamed_param, unsupported, wrong
 from treeline_runtime.server.fields import IGNORED, check_unknown, convert, json_object
 from treeline_runtime.server.formats import Parsing
 from treeline_runtime.server.grammars import FIELDS as GRAMMAR_FIELDS
 from treeline_runtime.server.grammars import read_constraint
-from treeline_runtime.server.jobs import (
-    Answered,
-    Caller,
-    ChatTask,
-    CompletionTask,
-    GenerateTask,
-    Generations,
-    Kind,
-    Shown,
-    Task,
-)
 from treeline_runtime.server.limits import MAX_ANSWER_BYTES, MAX_GENERATIONS, Limits
 from treeline_runtime.server.pacing import encode_json
 from treeline_runtime.server.pooling_reader import PoolingReader
@@ -60,11 +49,11 @@ DEFAULT_MAX_NEW_TOKENS = 128
 class Reader(openai.ModelFacts):
     """Reads requests for one model. Raises ApiError 400, or UnknownModel."""
 
-    def read(self, kind: Kind, body: bytes | bytearray, limits: Limits | None, caller: Caller) -> Task:
+    def read(self, kind: jobs.Kind, body: bytes | bytearray, limits: Limits | None, caller: jobs.Caller) -> jobs.Task:
         """`limits` may be None only for `tokenize` and `detokenize`. Raises NeedsWorkerError in an event loop, for a
         chat that needs another process.
         """
-        readers: Mapping[Kind, Callable[[Mapping[str, Any], Any, Caller], Task]] = {
+        readers: Mapping[jobs.Kind, Callable[[Mapping[str, Any], Any, jobs.Caller], jobs.Task]] = {
             "chat": lambda *read: read_chat_task(read[0], self, *read[1:]),
             "completion": self._completion,
             "generate": self._generate,
@@ -90,7 +79,7 @@ class Reader(openai.ModelFacts):
         except RecursionError:
             raise ApiError(400, "The body is nested too deeply") from None
         for name, rank in ranks:
-            if rank is None or limits is None or not isinstance(task, Generations):
+            if rank is None or limits is None or not isinstance(task, jobs.Generations):
                 continue
             if caller.picked:
                 noted[name] = None
@@ -100,19 +89,19 @@ class Reader(openai.ModelFacts):
                 task = replace(task, rank=rank)
         return msgspec.structs.replace(task, ignored=tuple(noted)) if noted else task
 
-    def _completion(self, raw: Mapping[str, Any], limits: Limits, caller: Caller) -> CompletionTask:
+    def _completion(self, raw: Mapping[str, Any], limits: Limits, caller: jobs.Caller) -> jobs.CompletionTask:
         body = openai.read_completion(raw, self)
         check_generations(raw.get("prompt"), body.n or 1, "prompt" if (body.n or 1) == 1 else "n")
         constraint = grammars.read_constraint(raw, grammars.FIELDS)
         processor = openai.processor(body)
         namespace = openai.namespace(raw, caller)
-        prompts = self.prompts.of_completion(raw, limits, namespace)
+        prompts = self.prompts.of_prompts(openai.prompts_in(raw), limits, "prompt", namespace)
         requests = list[GenerateReq]()
         for ids in prompts:
             most = limits.max_new_tokens(len(ids), body.max_tokens, DEFAULT_MAX_TOKENS, "prompt")
             sampling = openai.sampling(body, self, most, constraint, processor)
             requests.append(openai.request(body, ids, sampling, namespace, body.logprobs, echo=bool(body.echo)))
-        task = CompletionTask(
+        task = jobs.CompletionTask(
             **openai.task_fields(body, caller, "cmpl", body.logprobs),
             prompts=requests,
             # Special tokens stay: they have a place in `logprobs.tokens`, and `text_offset` counts them.
@@ -123,7 +112,7 @@ class Reader(openai.ModelFacts):
 
     # ---- SGLang's own ---------------------------------------------------------------------------------------
 
-    def _generate(self, raw: Mapping[str, Any], limits: Limits, caller: Caller) -> GenerateTask:
+    def _generate(self, raw: Mapping[str, Any], limits: Limits, caller: jobs.Caller) -> jobs.GenerateTask:
         body = native.GenerateBody.read(raw)
         namespace = openai.namespace(raw, caller)
         prompts, batched = self._native_prompts(body, limits, namespace)
@@ -131,13 +120,13 @@ class Reader(openai.ModelFacts):
         check_generations(prompts, n, "sampling_params.n")
         rids = body.rid if isinstance(body.rid, list) else None
         if rids is not None and len(rids) != len(requests) * n:
-            raise ApiError(400, f"{len(rids)} rids for {len(requests) * n} generations", param="rid")
+            raise wrong("rid", f"{len(rids)} rids for {len(requests) * n} generations")
         if rids is not None and len(set(rids)) < len(rids):
             twice = next(rid for index, rid in enumerate(rids) if rid in rids[:index])
-            raise ApiError(400, f"rid {twice!r} is given twice", param="rid")
+            raise wrong("rid", f"rid {twice!r} is given twice")
         if body.stream and body.return_hidden_states:
-            raise ApiError(400, "Hidden states come with whole answers, not with streams", param="return_hidden_states")
-        task = GenerateTask(
+            raise wrong("return_hidden_states", "Hidden states come with whole answers, not with streams")
+        task = jobs.GenerateTask(
             rid=body.rid if isinstance(body.rid, str) else openai.new_rid("gen"),
             prompts=requests,
             n=n,
@@ -155,16 +144,13 @@ class Reader(openai.ModelFacts):
     ) -> tuple[list[list[int]], bool]:
         """The prompts as ids, and whether the request was a batch."""
         if (body.text is None) == (body.input_ids is None):
-            raise ApiError(400, "Give exactly one of 'text' and 'input_ids'", param="text")
+            raise wrong("text", "Give exactly one of 'text' and 'input_ids'")
         name = "text" if body.text is not None else "input_ids"
         value = body.text if body.text is not None else body.input_ids
         check_generations(value, 1, name)
-        try:
-            prompts = prompt_of_completion({"prompt": value})
-        except PromptError as error:
-            raise ApiError(400, f"Invalid value for {name!r}: {error}", param=name) from None
+        prompts = openai.prompts_in({"prompt": value}, name)
         if name == "input_ids" and any(prompt.ids is None for prompt in prompts):
-            raise ApiError(400, "'input_ids' holds token ids, not text", param="input_ids")
+            raise wrong("input_ids", "'input_ids' holds token ids, not text")
         batched = isinstance(value, list) and bool(value) and not isinstance(value[0], int | float)
         return self.prompts.of_prompts(prompts, limits, name, namespace), batched
 
@@ -173,16 +159,7 @@ class Reader(openai.ModelFacts):
     ) -> tuple[list[GenerateReq], int]:
         """The request for each prompt, and `n`, which must be the same for all."""
         count = len(prompts)
-        columns = zip(
-            prompts,
-            _each(body.sampling_params, count, "sampling_params"),
-            _each(body.custom_logit_processor, count, "custom_logit_processor"),
-            _each(body.custom_params, count, "custom_params"),
-            _each(body.return_logprob, count, "return_logprob"),
-            _each(body.logprob_start_len, count, "logprob_start_len"),
-            _each(body.top_logprobs_num, count, "top_logprobs_num"),
-            strict=True,
-        )
+        columns = zip(prompts, *(_each(getattr(body, name), count, name) for name in _OF_EACH), strict=True)
         made: list[GenerateReq] = []
         ns: set[int] = set()
         last, fields = None, _native_sampling({})
@@ -202,10 +179,8 @@ class Reader(openai.ModelFacts):
                 processor=native.read_processor(typed, processor, custom),
             )
             if start is not None and start > len(ids):
-                raise ApiError(
-                    400,
-                    f"'logprob_start_len' is {start}, but the prompt has {len(ids)} tokens",
-                    param="logprob_start_len",
+                raise wrong(
+                    "logprob_start_len", f"'logprob_start_len' is {start}, but the prompt has {len(ids)} tokens"
                 )
             if start is None:  # of a prompt alone, log probabilities can only be its own
                 start = 0 if logprob and not sampling.max_new_tokens else -1
@@ -224,17 +199,17 @@ class Reader(openai.ModelFacts):
             )
             ns.add(typed.n or 1)
         if len(ns) > 1:
-            raise ApiError(400, "'n' must be the same for all prompts of a batch", param="sampling_params.n")
+            raise wrong("sampling_params.n", "'n' must be the same for all prompts of a batch")
         return made, ns.pop()
 
     # ---- texts and ids --------------------------------------------------------------------------------------
 
-    def _tokenize(self, raw: Mapping[str, Any], limits: Limits | None, caller: Caller) -> Answered:
+    def _tokenize(self, raw: Mapping[str, Any], limits: Limits | None, caller: jobs.Caller) -> jobs.Answered:
         """`{"prompt": text or texts}`, or `{"messages": …}` as in a chat → `tokens`, `count`, `max_model_len`."""
         body = native.TokenizeBody.read(raw)
         self.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
-            raise ApiError(400, "Give exactly one of 'prompt' and 'messages'", param="prompt")
+            raise wrong("prompt", "Give exactly one of 'prompt' and 'messages'")
         if body.messages is not None:
             read_calls(raw)
             tokens: Any = self.prompts.of_chat(raw, limits, openai.namespace(raw, caller))
@@ -249,9 +224,9 @@ class Reader(openai.ModelFacts):
             tokens = lists[0] if single else lists
             count = len(lists[0]) if single else [len(ids) for ids in lists]
         limit = limits.context_length if limits is not None else None
-        return Answered(encode_json(Tokens(tokens, count, limit)))
+        return jobs.Answered(encode_json(Tokens(tokens, count, limit)))
 
-    def _detokenize(self, raw: Mapping[str, Any], _limits: Limits | None, _caller: Caller) -> Answered:
+    def _detokenize(self, raw: Mapping[str, Any], _limits: Limits | None, _caller: jobs.Caller) -> jobs.Answered:
         """`{"tokens": ids or lists of ids}` → `text`."""
         body = native.DetokenizeBody.read(raw)
         self.check_model(body.model)
@@ -259,54 +234,55 @@ class Reader(openai.ModelFacts):
         check_generations(body.tokens, 1, "tokens")
         if body.tokens and isinstance(body.tokens[0], list):
             lists = convert(raw, native.ManyLists).tokens
-            return Answered(encode_json(Text(self._texts(lists, skip))))
-        return Answered(encode_json(Text(self._texts([convert(raw, native.OneList).tokens], skip)[0])))
+            return jobs.Answered(encode_json(Text(self._texts(lists, skip))))
+        return jobs.Answered(encode_json(Text(self._texts([convert(raw, native.OneList).tokens], skip)[0])))
 
     def _texts(self, lists: Sequence[Sequence[int]], skip_special_tokens: bool) -> list[str]:
         size = 0
         for ids in lists:
             if ids and max(ids) >= self.prompts.vocab_size:
-                raise ApiError(400, f"Token id {max(ids)} is not below {self.prompts.vocab_size}", param="tokens")
+                raise wrong("tokens", f"Token id {max(ids)} is not below {self.prompts.vocab_size}")
             size += self.prompts.size_of(ids)
             if size > MAX_ANSWER_BYTES:
-                raise ApiError(
-                    400,
-                    f"The text may be longer than {MAX_ANSWER_BYTES} bytes; send fewer tokens at once",
-                    param="tokens",
+                raise wrong(
+                    "tokens", f"The text may be longer than {MAX_ANSWER_BYTES} bytes; send fewer tokens at once"
                 )
         return [self.prompts.decode(ids, skip_special_tokens=skip_special_tokens) for ids in lists]
+
+
+_OF_EACH: Final = (
+    *("sampling_params", "custom_logit_processor", "custom_params"),
+    *("return_logprob", "logprob_start_len", "top_logprobs_num"),
+)
+"""Fields of `/generate` that may have a value for each prompt."""
 
 
 def check_generations(prompts: Any, n: int, param: str) -> None:
     """Raises ApiError 400 for too many prompts, before any work for each."""
     several = isinstance(prompts, list) and bool(prompts) and isinstance(prompts[0], str | list)
     if (len(prompts) if several else 1) * n > MAX_GENERATIONS:
-        raise ApiError(
-            400,
-            f"More than {MAX_GENERATIONS} prompts, or choices of them, in one request",
-            param=param,
-        )
+        raise wrong(param, f"More than {MAX_GENERATIONS} prompts, or choices of them, in one request")
 
 
 def _native_sampling(params: Any) -> tuple[native.NativeSampling, grammars.Constraint | None]:
-    """A prompt's `sampling_params`, and its constraint."""
     if not isinstance(params, dict):
-        raise ApiError(400, "'sampling_params' must be an object", param="sampling_params")
+        raise wrong("sampling_params", "'sampling_params' must be an object")
     check_unknown(params, native.NativeSampling.__struct_fields__, where="sampling_params.")
     typed = convert(params, native.NativeSampling, "sampling_params.")
     return typed, grammars.read_constraint(params, grammars.SAMPLING_FIELDS, "sampling_params.")
 
 
 def _each(value: Any, count: int, param: str) -> list[Any]:
-    """Each prompt's own value, or the one for all."""
     if not isinstance(value, list):
         return [value] * count
     if len(value) != count:
-        raise ApiError(400, f"{len(value)} values of {param!r} for {count} prompts", param=param)
+        raise wrong(param, f"{len(value)} values of {param!r} for {count} prompts")
     return value
 
 
-def read_chat_task(raw: Mapping[str, Any], model: openai.ModelFacts, limits: Limits, caller: Caller) -> ChatTask:
+def read_chat_task(
+    raw: Mapping[str, Any], model: openai.ModelFacts, limits: Limits, caller: jobs.Caller
+) -> jobs.ChatTask:
     """Raises ApiError 400 or 404."""
     body = openai.read_chat(raw, model)
     calls = read_calls(raw)
@@ -324,11 +300,11 @@ def read_chat_task(raw: Mapping[str, Any], model: openai.ModelFacts, limits: Lim
     if parsing is not None and parsing.needs_special_tokens:
         sampling = msgspec.structs.replace(sampling, skip_special_tokens=False)
     fields = openai.task_fields(body, caller, "chatcmpl", (body.top_logprobs or 0) if body.logprobs else None)
-    task = ChatTask(
+    task = jobs.ChatTask(
         **fields,
         prompts=[openai.request(body, ids, sampling, namespace, fields["logprobs"])],
         parsing=parsing,
-        shown=Shown(
+        shown=jobs.Shown(
             reasoning=body.include_reasoning is not False,
             reasoning_at_once=body.stream_reasoning is False,
             several_calls=calls is None or calls.several,
@@ -341,8 +317,7 @@ def read_chat_task(raw: Mapping[str, Any], model: openai.ModelFacts, limits: Lim
 
 
 def _echo(raw: Mapping[str, Any]) -> str:
-    """The last message's text if the answer has the same role: the assistant's, or, without a generation prompt,
-    any."""
+    """The last message's text if the answer has its role: the assistant's, or, without a generation prompt, any."""
     last = raw["messages"][-1]
     goes_on = raw.get("add_generation_prompt") is False or raw.get("continue_final_message") is True
     if not goes_on and last["role"] != "assistant":
@@ -355,18 +330,16 @@ def _check_tools(model: openai.ModelFacts, template: str | None) -> None:
     """Raises ApiError 400 if calls could not be made or found."""
     if model.formats.tools is None:
         known = ", ".join(parsers.TOOLS.names())
-        raise ApiError(
-            400,
+        raise wrong(
+            "tools",
             "'tools' needs a server that knows how its model writes calls: start it with --tool-call-parser NAME "
             f"({known}), or send 'tool_choice': 'none'",
-            param="tools",
             code="unsupported_parameter",
         )
     if "tools" not in model.prompts.variables(template):
-        raise ApiError(
-            400,
+        raise wrong(
+            "tools",
             "The chat template has no place for tools: the model would not see them",
-            param="tools",
             code="unsupported_parameter",
         )
 
@@ -374,10 +347,9 @@ def _check_tools(model: openai.ModelFacts, template: str | None) -> None:
 def _parsing(body: openai.ChatBody, model: openai.ModelFacts, calls: Calls | None, end: str) -> Parsing | None:
     """Chooses the formats for parsing the output; None if all of it is text. Raises ApiError 400."""
     if body.separate_reasoning is False and model.formats.harmonic:
-        raise ApiError(
-            400,
+        raise wrong(
+            "separate_reasoning",
             "'separate_reasoning' cannot be false for a harmony model: its answer is one of several messages",
-            param="separate_reasoning",
             code="unsupported_parameter",
         )
     reasoning = None if body.separate_reasoning is False else model.formats.reasoning
@@ -399,9 +371,9 @@ class ApiReader:
     model: openai.ModelFacts
     raw: Mapping[str, Any]
     limits: Limits
-    caller: Caller
+    caller: jobs.Caller
 
-    def responses(self) -> ChatTask:
+    def responses(self) -> jobs.ChatTask:
         body = responses_fields.read_responses(self.raw)
         more = responses_fields.chat_fields(body, self.raw)
         if body.rid is None and body.request_id is None:
@@ -414,21 +386,20 @@ class ApiReader:
         except UnicodeEncodeError:
             raise ApiError(400, "The body contains half of a surrogate pair") from None
         if len(repeated) > MAX_SHOWN_BYTES:
-            raise ApiError(
-                400,
+            raise wrong(
+                "instructions" if len(body.instructions or "") > MAX_SHOWN_BYTES // 2 else "tools",
                 f"'instructions', 'tools' and what else an answer repeats have more than {MAX_SHOWN_BYTES} bytes",
-                param="instructions" if len(body.instructions or "") > MAX_SHOWN_BYTES // 2 else "tools",
             )
         return replace(task, repeated=repeated)
 
-    def input_tokens(self) -> Answered:
+    def input_tokens(self) -> jobs.Answered:
         """Tokens of the prompt of the same request to `/v1/responses`."""
         body = responses_fields.read_responses(self.raw)
         responses_fields.chat_fields(body, self.raw)  # what would be refused there is refused here
         counted = self._counted(responses.to_chat, "input", responses_fields, body.model)
-        return Answered(body=encode_json(InputTokens("response.input_tokens", counted)))
+        return jobs.Answered(body=encode_json(InputTokens("response.input_tokens", counted)))
 
-    def messages(self) -> ChatTask:
+    def messages(self) -> jobs.ChatTask:
         body = anthropic_fields.read_messages(self.raw)
         more = anthropic_fields.chat_fields(body, self.raw) | {"rid": body.rid or f"msg_{uuid.uuid4().hex}"}
         task = self._chat(anthropic.to_chat, "messages", anthropic_fields, more, body.stream)
@@ -437,14 +408,13 @@ class ApiReader:
         task = _sampled(task, max_new_tokens=min(most, body.max_tokens))
         return replace(task, fills_context=body.max_tokens > most)
 
-    def count_tokens(self) -> Answered:
+    def count_tokens(self) -> jobs.Answered:
         """Tokens of the prompt of the same request to `/v1/messages`."""
         body = anthropic_fields.read_messages(self.raw, counts=True)
         counted = self._counted(anthropic.to_chat, "messages", anthropic_fields, body.model)
-        return Answered(body=encode_json(TokenCount(counted)))
+        return jobs.Answered(body=encode_json(TokenCount(counted)))
 
     def _counted(self, convert: Convert, name: str, api: ModuleType, model: str | None) -> int:
-        """Tokens of the prompt."""
         self.model.check_model(model)
         chat = self.converted(convert, name)
         with renamed(api.NAMES, api.MEMBERS):
@@ -452,9 +422,8 @@ class ApiReader:
 
     def _chat(
         self, convert: Convert, name: str, api: ModuleType, more: dict[str, Any], stream: bool | None
-    ) -> ChatTask:
-        """The request as a chat. `name`: as for `converted`; `api`: its field names; `more`: members of the chat that
-        do not concern its prompt."""
+    ) -> jobs.ChatTask:
+        """The request as a chat. `name`: as `converted`'s; `api`: its field names; `more`: no prompt reads these."""
         converted = self.converted(convert, name)
         with renamed(api.NAMES, api.MEMBERS):
             task = read_chat_task(converted | more, self.model, self.limits, self.caller)
@@ -472,12 +441,12 @@ class ApiReader:
         except PromptError as error:
             raise invalid(error.param, str(error), code=None) from None
         except TemplateBusyError as error:
-            raise ApiError(503, f"{error}; try again later", type="server_error") from None
+            raise ApiError(503, f"{error}; try again later") from None
         if made.unknown is not None:
             raise unsupported(made.unknown.param, made.unknown.why)
         return made.body
 
 
-def _sampled(task: ChatTask, **changed: Any) -> ChatTask:
+def _sampled(task: jobs.ChatTask, **changed: Any) -> jobs.ChatTask:
     (prompt,) = task.prompts
     return replace(task, prompts=[replace(prompt, sampling=replace(prompt.sampling, **changed))])

@@ -22,7 +22,7 @@ from treeline_runtime.confined.child import ProcessLimits
 from treeline_runtime.confined.pool import ConfinedPool, PoolClosedError
 from treeline_runtime.confined.process import ConfinedProcess, Killed, Late, Vanished
 from treeline_runtime.models.pooling import Pooling
-from treeline_runtime.server.errors import ApiError, overloaded
+from treeline_runtime.server.errors import ApiError, overloaded, rate_limited
 from treeline_runtime.server.formats import NO_FORMATS, Formats
 from treeline_runtime.server.jobs import Caller, Kind, Refused, Task
 from treeline_runtime.server.limits import Limits, Reservation
@@ -143,7 +143,6 @@ class ReaderPool:
 
     @property
     def pids(self) -> list[int]:
-        """The process ids of the processes that are ready."""
         return [lane.process.pid for lane in self._lanes if lane.process is not None]
 
 
@@ -322,8 +321,7 @@ def _finish(body: _PendingBody, result: Task | Refused | ApiError) -> None:
 
 def _spent(wait_s: int) -> ApiError:
     message = f"Your large requests have taken too long to read: try again in {wait_s} s, or send less at once"
-    headers = ((b"retry-after", b"%d" % wait_s),)
-    return ApiError(429, message, type="rate_limit_error", code="rate_limit_exceeded", headers=headers)
+    return rate_limited(message, ((b"retry-after", b"%d" % wait_s),))
 
 
 def too_costly(size: int) -> ApiError:

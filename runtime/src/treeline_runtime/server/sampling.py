@@ -23,7 +23,8 @@ from msgspec import Meta
 from treeline_runtime.grammar.backend import GrammarError
 from treeline_runtime.logit_processors import MAX_NAME_CHARS, is_name
 from treeline_runtime.messages import LARGEST_PRIORITY, MAX_STOP_TOKEN_IDS, CustomProcessor, SamplingParams
-from treeline_runtime.server.errors import ApiError, invalid, short
+from treeline_runtime.models.settings import words
+from treeline_runtime.server.errors import invalid, short, wrong
 from treeline_runtime.server.fields import Body
 from treeline_runtime.server.grammars import Constraint
 from treeline_runtime.stop_regex import automaton
@@ -191,16 +192,13 @@ class SamplingFields(Body, frozen=True):
         An output with a grammar ends where the grammar ends, even with `ignore_eos`.
         """
         if min_new_tokens and constraint is not None:
-            raise ApiError(
-                400,
+            raise wrong(
+                min_param,
                 f"{min_param!r} and {constraint.param!r} contradict each other: a grammar decides where it ends",
-                param=min_param,
             )
         if min_new_tokens and min_new_tokens > max_new_tokens:
-            raise ApiError(
-                400,
-                f"{min_param!r} is {min_new_tokens}, but at most {max_new_tokens} tokens are produced",
-                param=min_param,
+            raise wrong(
+                min_param, f"{min_param!r} is {min_new_tokens}, but at most {max_new_tokens} tokens are produced"
             )
         top_k, vocab_size = _or(self.top_k, defaults.top_k), prompts.vocab_size
         return SamplingParams(
@@ -239,10 +237,10 @@ def _stop_strings(stop: str | list[str] | None, where: str) -> tuple[str, ...]:
     strings = [stop] if isinstance(stop, str) else stop
     param = where + "stop"
     if len(strings) > MAX_STOP_STRINGS:
-        raise ApiError(400, f"{param!r} has more than {MAX_STOP_STRINGS} strings", param=param)
+        raise wrong(param, f"{param!r} has more than {MAX_STOP_STRINGS} strings")
     for string in strings:
         if not 0 < len(string) <= MAX_STOP_CHARS:
-            raise ApiError(400, f"{param!r}: each string has 1 to {MAX_STOP_CHARS} characters", param=param)
+            raise wrong(param, f"{param!r}: each string has 1 to {MAX_STOP_CHARS} characters")
     return tuple(strings)
 
 
@@ -274,9 +272,7 @@ def _bad_words(words: list[str] | None, prompts: Prompts, param: str) -> tuple[t
 def _token_ids(ids: list[int] | None, vocab_size: int, param: str) -> tuple[int, ...]:
     for id in ids or ():
         if id >= vocab_size:
-            raise ApiError(
-                400, f"{param!r}: token id {id} is not below {vocab_size}, the vocabulary's size", param=param
-            )
+            raise wrong(param, f"{param!r}: token id {id} is not below {vocab_size}, the vocabulary's size")
     return tuple(dict.fromkeys(ids or ()))
 
 
@@ -285,21 +281,17 @@ def _logit_bias(bias: dict[str, float] | None, vocab_size: int, where: str) -> d
         return None
     param = where + "logit_bias"
     if len(bias) > MAX_LOGIT_BIAS:
-        raise ApiError(400, f"{param!r} has more than {MAX_LOGIT_BIAS} entries", param=param)
+        raise wrong(param, f"{param!r} has more than {MAX_LOGIT_BIAS} entries")
     by_id: dict[int, float] = {}
     for key, value in bias.items():
         if not key.isascii() or not key.isdigit() or len(key) > MAX_ID_DIGITS:
-            raise ApiError(400, f"{param!r}: {key[:40]!r} is not a token id", param=param)
+            raise wrong(param, f"{param!r}: {key[:40]!r} is not a token id")
         by_id[int(key)] = value
     _token_ids(list(by_id), vocab_size, param)
     return by_id
 
 
-def _words(text: str) -> frozenset[str]:
-    return frozenset(text.split())
-
-
-NO_EFFECT = _words(
+NO_EFFECT = words(
     # token ids: eos_token_id is read with the model, the others are never added
     "bos_token_id decoder_start_token_id eos_token_id pad_token_id "
     # lengths and numbers of answers, which every API has its own defaults for

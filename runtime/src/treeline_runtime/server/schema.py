@@ -6,16 +6,17 @@ reason, others with their neutral values, and any other field with a value that 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 import msgspec
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 
 from treeline_runtime.server.answers import Error
 from treeline_runtime.server.fields import NEUTRAL, ON_BY_DEFAULT, Body
 
 Schema = dict[str, Any]
+EndpointT = TypeVar("EndpointT", bound=Callable[..., Any])
 
 JSON, EVENTS = "application/json", "text/event-stream"
 OPENAI, ANTHROPIC, NATIVE = "OpenAI's API", "Anthropic's API", "SGLang's API"
@@ -55,6 +56,18 @@ def operation(
         "responses": {200: {"description": "The answer", "content": content}, "default": failed},
         "openapi_extra": extra,
     }
+
+
+def post(router: APIRouter, *paths: str, **described: Any) -> Callable[[EndpointT], EndpointT]:
+    """A decorator for the endpoint of these paths. `described`: as for `operation`."""
+    description = operation(**described)
+
+    def add(endpoint: EndpointT) -> EndpointT:
+        for path in paths:
+            router.add_api_route(path, endpoint, methods=["POST"], **description)
+        return endpoint
+
+    return add
 
 
 def document(app: FastAPI) -> Schema:

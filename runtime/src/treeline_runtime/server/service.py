@@ -15,11 +15,10 @@ from treeline_wire import headers as wire_headers
 from treeline_wire.chat import NeedsWorkerError
 from treeline_wire.json_values import MAX_SLOW, slow_numbers
 
-from treeline_runtime.gate import MAX_GENERATIONS_OF_CLIENT, TooManyGenerations
 from treeline_runtime.messages import FinishReason, LoadUpdate, TextOut
 from treeline_runtime.models.pooling import Pooling, Task
 from treeline_runtime.server import answers, errors
-from treeline_runtime.server.errors import RETRY, ApiError, Header
+from treeline_runtime.server.errors import RETRY, ApiError, Header, rate_limited
 from treeline_runtime.server.formats import NO_FORMATS, Formats
 from treeline_runtime.server.http import DONE, Answer, ApiRequest, EventStream, error_event, in_pieces
 from treeline_runtime.server.jobs import Caller, Generations, Kind, size_of
@@ -38,7 +37,6 @@ from treeline_runtime.server.reader import Reader
 from treeline_runtime.server.reader_pool import ReaderPool
 from treeline_runtime.server.sampling import SamplingDefaults
 from treeline_runtime.tokenizer_manager import (
-    DuplicateRid,
     InflightRequest,
     TokenizerManager,
     merge,
@@ -48,7 +46,7 @@ if TYPE_CHECKING:
     from treeline_runtime.server.tracing import Tracing
 
 WEIGHTS_DIFFER = "The ranks have different weights: repeat /update_weights"
-BROKEN = ApiError(500, "The server failed to answer; its log says why", type="server_error")
+BROKEN = ApiError(500, "The server failed to answer; its log says why")
 OURSELVES = ""
 """The client of our own requests, which do not wait behind unnamed clients."""
 _DOES: Mapping[Task, tuple[str, str]] = {
@@ -144,14 +142,12 @@ class AnswerMaker(ABC):
         """The events of one generation's output; raises ApiError."""
 
     def opening(self) -> bytes:
-        """The bytes before the first frames."""
         return b""
 
     def closing(self) -> bytes:
         return DONE
 
     def failed(self, error: ApiError) -> bytes:
-        """The end of a failed stream."""
         return error_event(error)
 
 
@@ -191,7 +187,6 @@ class Service:
 
     @property
     def task(self) -> Task:
-        """The server's task."""
         return "generate" if self.pooling is None else self.pooling.task
 
     def pools(self) -> Pooling:
@@ -224,9 +219,9 @@ class Service:
     def admit(self) -> Limits:
         """Raises ApiError 503 while nothing new is accepted."""
         if self.state.failure is not None:
-            raise ApiError(503, f"The server is stopping: {self.state.failure}", type="server_error")
+            raise ApiError(503, f"The server is stopping: {self.state.failure}")
         if self.limits is None or not self.state.ready:
-            raise ApiError(503, "The model is still loading", type="server_error", headers=RETRY)
+            raise ApiError(503, "The model is still loading", headers=RETRY)
         if self.state.refusing:
             raise self.overloaded("The server is shutting down")
         if self.state.asleep or self.state.pausing:
@@ -292,19 +287,8 @@ class Service:
                 on_output=None if span is None else span.came,
                 rank=rank,
             )
-        except BaseException as error:
+        except BaseException:
             reservation.release()
-            if isinstance(error, TooManyGenerations):
-                raise ApiError(
-                    429,
-                    f"More than {MAX_GENERATIONS_OF_CLIENT} generations in flight: prompts x n of all your requests. "
-                    "Wait until some have ended",
-                    type="rate_limit_error",
-                    code="rate_limit_exceeded",
-                    headers=RETRY,
-                ) from None
-            if isinstance(error, DuplicateRid):
-                raise ApiError(400, f"A request with rid {str(error)!r} is already in flight", param="rid") from None
             raise
         if asked is not None:
             asked.inflight = inflight
@@ -321,15 +305,11 @@ class Service:
         if status < 500 and finish.param is not None:
             said = f"Invalid value for {finish.param!r}: {message}"
             raise ApiError(status, said, param=finish.param, code="invalid_value")
-        if status == 429:
-            raise ApiError(status, message, type="rate_limit_error", code="rate_limit_exceeded", headers=RETRY)
-        if status < 500:
-            raise ApiError(status, message)
-        raise ApiError(status, message, type="server_error")
+        raise rate_limited(message) if status == 429 else ApiError(status, message)
 
     async def collect(self, inflight: InflightRequest) -> list[TextOut]:
         """Waits for all generations: one whole output each. Raises ApiError."""
-        parts: list[list[TextOut]] = [[] for _ in inflight.rids]
+        parts: list[list[TextOut]] = [[] for _ in inflight.ids]
         while ready := await inflight.next(whole=True):
             for index, out in ready:
                 self.check_finish(out.finish)

@@ -81,8 +81,7 @@ def metrics(service: Service, probes: Probes) -> ASGIApp:
 def administration(
     service: Service, probes: Probes, engine: Administration, *, key: str | None, loopback: bool
 ) -> ASGIApp:
-    """Endpoints that change the server for everybody or show others' requests. Some paths have a second name, vLLM's
-    or SGLang's."""
+    """Change the server for everybody, or show others' requests. Some paths have a second name, vLLM's or SGLang's."""
     guard = AdminKey(key, loopback=loopback)
     debugging = APIRouter(dependencies=[Security(Guarded())])
     debugging.add_api_route("/debug/radix", probes.debug_radix)

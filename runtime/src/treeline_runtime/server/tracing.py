@@ -89,12 +89,10 @@ class RequestSpan:
         self._error: str | None = None
 
     def began(self, job: Generations) -> None:
-        """Its generations are about to be sent."""
         self._began_ns, self._job = self._clock(), job
         self._span.set_attributes(_of_job(job, self._model))
 
     def came(self, index: int, out: TextOut) -> None:
-        """An output of a generation."""
         now = self._clock()
         if self._began_ns is not None and self._first_ns is None and (out.token_ids or out.vector is not None):
             self._first_ns = now
@@ -116,18 +114,15 @@ class RequestSpan:
         self._status = 200
 
     def failed(self, error: BaseException) -> None:
-        """No answer, or an error."""
         if isinstance(error, ApiError):
             self._status = error.status
-            found = error.body["error"]
-            self._error = self._error or found["code"] or str(error.status)
+            self._error = self._error or error.told["code"] or str(error.status)
         elif isinstance(error, ClientGone | asyncio.CancelledError):
             self._error = "client_gone"
         else:
             self._status, self._error = 500, type(error).__name__
 
     def end(self, *, streamed: bool) -> None:
-        """The request ended."""
         if streamed:
             self._status = 200  # an error that came later was its last event
         self._stages()

@@ -18,7 +18,7 @@ from treeline_runtime.messages import TextOut
 from treeline_runtime.models.pooling import Activation, Pooling
 from treeline_runtime.server import answers, openai, pooling_reader, schema
 from treeline_runtime.server.dependencies import Call, call_of
-from treeline_runtime.server.errors import ApiError
+from treeline_runtime.server.errors import ApiError, invalid
 from treeline_runtime.server.http import Answer, ApiRequest
 from treeline_runtime.server.jobs import PoolingTask
 from treeline_runtime.server.limits import INLINE_PAIRS_BYTES, INLINE_TEXTS_BYTES
@@ -35,11 +35,13 @@ SHOWN_BYTES = 2
 router = APIRouter()
 
 
-@router.post(
+@schema.post(
+    router,
     "/v1/embeddings",
-    **schema.operation(
-        tag=schema.OPENAI, summary="Embeddings of texts", body=pooling_reader.EmbeddingBody, answer=answers.Embeddings
-    ),
+    tag=schema.OPENAI,
+    summary="Embeddings of texts",
+    body=pooling_reader.EmbeddingBody,
+    answer=answers.Embeddings,
 )
 async def embeddings(
     call: Annotated[Call[PoolingTask], call_of("embedding", "embed", inline_bytes=INLINE_TEXTS_BYTES)],
@@ -52,14 +54,13 @@ async def embeddings(
     return await _vectors(service, task, outs, head, lambda *item: answers.Embedding("embedding", *item))
 
 
-@router.post(
+@schema.post(
+    router,
     "/pooling",
-    **schema.operation(
-        tag=schema.VECTORS,
-        summary="The model's raw outputs for texts",
-        body=pooling_reader.PoolingBody,
-        answer=answers.Pooled,
-    ),
+    tag=schema.VECTORS,
+    summary="The model's raw outputs for texts",
+    body=pooling_reader.PoolingBody,
+    answer=answers.Pooled,
 )
 async def pooling(
     call: Annotated[Call[PoolingTask], call_of("pooling", "embed", "score", "reward", inline_bytes=INLINE_TEXTS_BYTES)],
@@ -70,16 +71,15 @@ async def pooling(
     return await _vectors(service, task, outs, head, lambda *item: answers.PooledItem("pooling", *item))
 
 
-_CLASSIFY = schema.operation(
+@schema.post(
+    router,
+    "/v1/classify",
+    "/classify",
     tag=schema.VECTORS,
     summary="Class probabilities of texts",
     body=pooling_reader.ClassifyBody,
     answer=answers.Classified,
 )
-
-
-@router.post("/classify", **_CLASSIFY)
-@router.post("/v1/classify", **_CLASSIFY)
 async def classify(
     call: Annotated[Call[PoolingTask], call_of("classify", "reward", "score", inline_bytes=INLINE_TEXTS_BYTES)],
 ) -> Response:
@@ -95,16 +95,15 @@ async def classify(
     return await _listed(task, outs, answers.Classified(**_envelope(service, task), data=[]), item, len(outs))
 
 
-_SCORE = schema.operation(
+@schema.post(
+    router,
+    "/v1/score",
+    "/score",
     tag=schema.VECTORS,
     summary="Relevance scores of pairs of texts",
     body=pooling_reader.ScoreBody,
     answer=answers.Scores,
 )
-
-
-@router.post("/score", **_SCORE)
-@router.post("/v1/score", **_SCORE)
 async def score(
     call: Annotated[Call[PoolingTask], call_of("score", "score", inline_bytes=INLINE_PAIRS_BYTES)],
 ) -> Response:
@@ -115,17 +114,16 @@ async def score(
     return await _listed(task, outs, head, lambda index: answers.ScoreItem(index, "score", scores[index]), len(outs))
 
 
-_RERANK = schema.operation(
+@schema.post(
+    router,
+    "/v2/rerank",
+    "/v1/rerank",
+    "/rerank",
     tag=schema.VECTORS,
     summary="Sort documents by relevance",
     body=pooling_reader.RerankBody,
     answer=answers.Ranking,
 )
-
-
-@router.post("/rerank", **_RERANK)
-@router.post("/v1/rerank", **_RERANK)
-@router.post("/v2/rerank", **_RERANK)
 async def rerank(
     call: Annotated[Call[PoolingTask], call_of("rerank", "score", inline_bytes=INLINE_PAIRS_BYTES)],
 ) -> Response:
@@ -148,7 +146,7 @@ async def _outs(service: Service, asked: ApiRequest, task: PoolingTask, shown_by
     made = FLOAT_BYTES * service.pools().size * len(task.prompts)
     outs = await service.collect(await service.open(task, asked, answer_bytes=made + shown_bytes))
     if any(out.vector is None for out in outs):  # by an operator, or the engine is being stopped
-        raise ApiError(503, "The request was aborted", type="server_error")
+        raise ApiError(503, "The request was aborted")
     return outs
 
 
@@ -211,7 +209,7 @@ def check_dimensions(made: Pooling, dimensions: int) -> None:
         problem += (
             ", and config.json does not say that they may be cut (is_matryoshka): start the server with --matryoshka"
         )
-    raise ApiError(400, f"Invalid value for 'dimensions': {problem}", param="dimensions")
+    raise invalid("dimensions", problem, code=None)
 
 
 def cut(vector: array[float], dimensions: int, *, normalize: bool) -> array[float]:

@@ -102,7 +102,6 @@ class TemplatePool:
         self._workers.close()
 
     def pids(self) -> list[int]:
-        """The processes of the workers."""
         return self._workers.pids()
 
     def _take_slot(self) -> None:

@@ -69,7 +69,6 @@ class Worker:
 
 
 def main() -> None:
-    """Serves requests from standard input until its end."""
     decode = msgspec.msgpack.Decoder(Request).decode
     worker = Worker()
     for warm in ("{{ strftime_now('%c') }}{{ [1]|tojson(indent=1) }}{{ 'x'|urlencode }}", "{{ 1 + 'x' }}"):

@@ -29,7 +29,6 @@ class Family:
     reads: frozenset[str] = frozenset()
     """Keys used by `describe` and `rope`, besides those read for all."""
     defaults: Config = field(default_factory=dict)
-    """The defaults of transformers' class."""
     not_used: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     """Further keys → values without effect in this family."""
     activation: tuple[str, tuple[str, ...]] = ("hidden_act", ("silu", "swish"))

@@ -17,15 +17,10 @@ from treeline_runtime.models.model_config import ModelConfig, Norms, Scoring
 from treeline_runtime.models.rope_config import RopeConfig, parse_rope
 from treeline_runtime.models.settings import FULL, SLIDING, ModelError, flag, layer_types, windows, words
 
-
-def _llama(common: ModelConfig, config: Config) -> ModelConfig:
-    return replace(common, mlp_bias=flag(config, "mlp_bias"))
-
-
 LLAMA = Family(
     "LlamaForCausalLM",
     "llama",
-    _llama,
+    lambda common, config: replace(common, mlp_bias=flag(config, "mlp_bias")),
     reads=words("attention_bias mlp_bias"),
     defaults={"eos_token_id": 2},
 )
@@ -41,14 +36,10 @@ def window_on_all(common: ModelConfig, config: Config) -> Scoring:
     return Scoring() if all(size >= common.longest_context for size in sizes if size) else Scoring(windows=sizes)
 
 
-def _mistral(common: ModelConfig, config: Config) -> ModelConfig:
-    return replace(common, scoring=window_on_all(common, config))
-
-
 MISTRAL = Family(
     "MistralForCausalLM",
     "mistral",
-    _mistral,
+    lambda common, config: replace(common, scoring=window_on_all(common, config)),
     reads=words("layer_types sliding_window"),
     defaults={"num_key_value_heads": 8, "eos_token_id": 2, "sliding_window": 4096},
 )
@@ -65,18 +56,10 @@ def _qwen_scoring(common: ModelConfig, config: Config) -> Scoring:
     return Scoring(windows=windows(layer_types(config, pattern), size))
 
 
-def _qwen2(common: ModelConfig, config: Config) -> ModelConfig:
-    return replace(common, qkv_bias=True, scoring=_qwen_scoring(common, config))
-
-
-def _qwen3(common: ModelConfig, config: Config) -> ModelConfig:
-    return replace(common, qk_norm=True, scoring=_qwen_scoring(common, config))
-
-
 QWEN2 = Family(
     "Qwen2ForCausalLM",
     "qwen2",
-    _qwen2,
+    lambda common, config: replace(common, qkv_bias=True, scoring=_qwen_scoring(common, config)),
     reads=words(_QWEN_WINDOW),
     defaults=_QWEN_DEFAULTS,
     not_used={"attention_bias": (False, True)},
@@ -84,7 +67,7 @@ QWEN2 = Family(
 QWEN3 = Family(
     "Qwen3ForCausalLM",
     "qwen3",
-    _qwen3,
+    lambda common, config: replace(common, qk_norm=True, scoring=_qwen_scoring(common, config)),
     reads=words(f"attention_bias {_QWEN_WINDOW}"),
     defaults=_QWEN_DEFAULTS | {"head_dim": 128},
 )
@@ -104,14 +87,10 @@ def _phi3_rope(config: Config, max_position: int) -> RopeConfig:
     return parse_rope(values, config, max_position)
 
 
-def _phi3(common: ModelConfig, config: Config) -> ModelConfig:
-    return replace(common, packed=True, scoring=window_on_all(common, config))
-
-
 PHI3 = Family(
     "Phi3ForCausalLM",
     "phi3",
-    _phi3,
+    lambda common, config: replace(common, packed=True, scoring=window_on_all(common, config)),
     reads=words("layer_types sliding_window"),
     defaults={"eos_token_id": 32000, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
     not_used={
@@ -127,14 +106,10 @@ PHI3 = Family(
 _OLMO2_NORMS = Norms(after_attention="post_attention_layernorm", after_mlp="post_feedforward_layernorm")
 
 
-def _olmo2(common: ModelConfig, config: Config) -> ModelConfig:
-    return replace(common, norms=_OLMO2_NORMS, qk_norm=True, qk_norm_over_heads=True)
-
-
 OLMO2 = Family(
     "Olmo2ForCausalLM",
     "olmo2",
-    _olmo2,
+    lambda common, config: replace(common, norms=_OLMO2_NORMS, qk_norm=True, qk_norm_over_heads=True),
     reads=words("attention_bias"),
     defaults={"eos_token_id": 50279, "rms_norm_eps": 1e-5},
 )

@@ -77,10 +77,6 @@ def _rope_of(config: Config, kind: str, max_position: int) -> RopeConfig:
     return parse_rope(given, config, max_position)
 
 
-def _global_rope(config: Config, max_position: int) -> RopeConfig:
-    return _rope_of(config, FULL, max_position)
-
-
 GEMMA2 = Family(
     "Gemma2ForCausalLM",
     "gemma2",
@@ -98,5 +94,5 @@ GEMMA3 = Family(
     defaults=_DEFAULTS | {"rope_local_base_freq": 1e4, "rope_theta": 1e6, "sliding_window_pattern": 6},
     not_used=_NOT_USED | {"_sliding_window_pattern": (6,)},
     activation=_ACTIVATION,
-    rope=_global_rope,
+    rope=lambda config, max_position: _rope_of(config, FULL, max_position),
 )

@@ -25,10 +25,6 @@ _BIAS_UNREAD: dict[str, tuple[object, ...]] = {"attention_bias": (False, True)}
 """transformers ignores this key."""
 
 
-def _mixtral(common: ModelConfig, config: Config) -> ModelConfig:
-    return replace(common, moe=_on_all_layers(common, config), scoring=window_on_all(common, config))
-
-
 def _on_all_layers(common: ModelConfig, config: Config) -> MoeConfig:
     experts, top_k = count_experts(config, "num_local_experts", "num_experts")
     layers = frozenset(range(common.num_layers))
@@ -107,7 +103,7 @@ def _mixtral_rope(config: Config, max_position: int) -> RopeConfig:
 MIXTRAL = Family(
     "MixtralForCausalLM",
     "mixtral",
-    _mixtral,
+    lambda common, config: replace(common, moe=_on_all_layers(common, config), scoring=window_on_all(common, config)),
     reads=words("layer_types num_experts num_experts_per_tok num_local_experts sliding_window"),
     defaults={"eos_token_id": 2, "num_experts_per_tok": 2, "num_key_value_heads": 8, "rms_norm_eps": 1e-5},
     not_used=_BIAS_UNREAD,

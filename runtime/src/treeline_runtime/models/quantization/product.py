@@ -174,8 +174,7 @@ def _take(weights: Weights, scheme: Scheme, module: str, outputs: int, inputs: i
 
 
 def _own_scales(scales: torch.Tensor, cut: Cut | None, group: int) -> torch.Tensor:
-    """scales (groups, outputs) of all → of a cut of the weights, whose inputs are whole groups or part of the only
-    one."""
+    """scales (groups, outputs) of all → of a cut of the weights: inputs are whole groups, or of the only one."""
     if cut is None:
         return scales
     if cut.dim == OUTPUTS:

@@ -31,20 +31,7 @@ from treeline_runtime.models.shards import Rank
 from treeline_runtime.nodes import RANK_MODULE, LastWords, listen, meet
 from treeline_runtime.processes import SocketFolder, how_ended, spawn
 from treeline_runtime.scheduler.plan import StepPlan
-from treeline_runtime.scheduler.ranks.protocol import (
-    LENGTH,
-    Command,
-    Digests,
-    GroupFailed,
-    Launch,
-    Orders,
-    Settle,
-    Step,
-    Vote,
-    Word,
-    encode,
-    told,
-)
+from treeline_runtime.scheduler.ranks import protocol
 
 SILENT_S = 15.0
 """A rank that says nothing for so long, while it says that it is alive four times a second, has stopped."""
@@ -54,7 +41,7 @@ END_S = 3.0
 """Time for the ranks to end by themselves."""
 
 logger = logging.getLogger(__name__)
-_decode = msgspec.json.Decoder(Word).decode
+_decode = msgspec.json.Decoder(protocol.Word).decode
 
 
 def rank_config(config: SchedulerConfig, index: int, device: torch.device) -> SchedulerConfig:
@@ -95,12 +82,12 @@ class Followers:
         """Starts the processes and meets them. on_failure: called once, in any thread, with the reason for which the
         group ends; not after `close`. Raises ConfigError."""
         self._on_failure = on_failure
-        self._digests = Digests()
+        self._digests = protocol.Digests()
         self._reason: str | None = None
         self._failed = threading.Event()
         self._closing = False
         self._lock = threading.Lock()
-        self._votes: queue.SimpleQueue[Vote | None] = queue.SimpleQueue()
+        self._votes: queue.SimpleQueue[protocol.Vote | None] = queue.SimpleQueue()
         """None: there will be no more."""
         self._peers: list[Peer] = []
         own = rank_config(config, 0, device)
@@ -114,7 +101,7 @@ class Followers:
                     host = listener.getsockname()[0]
                     store, place = serve_store(host, config.ranks)
                 level, form = getattr(config, "log_level", "warning"), getattr(config, "log_format", None)
-                orders = Orders(own, 0, place, host, level, form)
+                orders = protocol.Orders(own, 0, place, host, level, form)
                 for index in range(1, config.ranks_here):
                     stream, other = socket.socketpair()
                     with other:
@@ -134,7 +121,7 @@ class Followers:
             raise
         self.config = own
 
-    def _add(self, peer: Peer, orders: Orders, config: SchedulerConfig) -> None:
+    def _add(self, peer: Peer, orders: protocol.Orders, config: SchedulerConfig) -> None:
         self._peers.append(peer)
         threading.Thread(target=self._watch, args=(peer,), name=f"rank {peer.index}", daemon=True).start()
         with contextlib.suppress(OSError):  # it has ended; its thread says why
@@ -143,18 +130,18 @@ class Followers:
 
     def _check(self) -> None:
         if self._reason is not None:
-            raise GroupFailed(self._reason)
+            raise protocol.GroupFailed(self._reason)
 
     # ---- Group --------------------------------------------------------------------------------------------
 
-    def begin(self, plan: StepPlan, launch: Launch) -> None:
-        encoded = encode(plan)
-        self.tell(Step(msgspec.Raw(encoded), launch, self._digests.after(encoded, launch)))
+    def begin(self, plan: StepPlan, launch: protocol.Launch) -> None:
+        encoded = protocol.encode(plan)
+        self.tell(protocol.Step(msgspec.Raw(encoded), launch, self._digests.after(encoded, launch)))
 
-    def tell(self, command: Command) -> None:
+    def tell(self, command: protocol.Command) -> None:
         self._check()
-        message = encode(command)
-        message = LENGTH.pack(len(message)) + message
+        message = protocol.encode(command)
+        message = protocol.LENGTH.pack(len(message)) + message
         try:
             for peer in self._peers:
                 peer.stream.sendall(message)
@@ -162,23 +149,23 @@ class Followers:
             raise self.failed(error) from error
 
     def settle(self, problem: str | None = None, number: int = 0) -> tuple[str | None, int]:
-        votes = [Vote(problem, number)]
+        votes = [protocol.Vote(problem, number)]
         for _ in self._peers:
             vote = self._votes.get()
             if vote is None:
                 assert self._reason is not None
-                raise GroupFailed(self._reason)
+                raise protocol.GroupFailed(self._reason)
             votes.append(vote)
         problem = next((vote.problem for vote in votes if vote.problem is not None), None)
-        settled = Settle(problem, min(vote.number for vote in votes))
+        settled = protocol.Settle(problem, min(vote.number for vote in votes))
         self.tell(settled)
         return settled.problem, settled.least
 
-    def failed(self, error: Exception) -> GroupFailed:
+    def failed(self, error: Exception) -> protocol.GroupFailed:
         # mostly a collective has failed here, because another rank has ended
         self._failed.wait(2 * CAUSE_S)
-        self._fail(f"rank 0: {told(error)}")
-        return GroupFailed(self._reason)
+        self._fail(f"rank 0: {protocol.told(error)}")
+        return protocol.GroupFailed(self._reason)
 
     def close(self) -> None:
         """Ends the other ranks. Idempotent."""
@@ -200,7 +187,6 @@ class Followers:
     # ---- a thread per rank --------------------------------------------------------------------------------
 
     def _watch(self, peer: Peer) -> None:
-        """Reads a rank's words until it ends or is silent."""
         try:
             reason = self._listen(peer)
         except msgspec.MsgspecError as error:
@@ -228,9 +214,9 @@ class Followers:
                     return f"{name} {how_ended(peer.child.wait())}"
                 *lines, rest = (rest + data).split(b"\n")
                 for word in map(_decode, lines):
-                    if isinstance(word, Vote):
+                    if isinstance(word, protocol.Vote):
                         problem = word.problem and f"{name}: {word.problem}"
-                        self._votes.put(Vote(problem, word.number))
+                        self._votes.put(protocol.Vote(problem, word.number))
                     elif isinstance(word, LastWords):
                         if word.follows:
                             self._failed.wait(CAUSE_S)

@@ -28,27 +28,7 @@ from treeline_runtime.models.shards import Rank
 from treeline_runtime.nodes import LastWords
 from treeline_runtime.scheduler.launched import Launched
 from treeline_runtime.scheduler.plan import StepPlan
-from treeline_runtime.scheduler.ranks.protocol import (
-    LENGTH,
-    Agreed,
-    Alive,
-    Call,
-    Clear,
-    Command,
-    Delayed,
-    Digests,
-    GroupFailed,
-    Launch,
-    Orders,
-    Settle,
-    Step,
-    Vote,
-    Word,
-    decode,
-    decode_plan,
-    drift,
-    told,
-)
+from treeline_runtime.scheduler.ranks import protocol
 from treeline_runtime.scheduler.startup import begin
 
 ALIVE_S = 0.25
@@ -66,10 +46,10 @@ class Words:
 
     def _live(self) -> None:
         while True:
-            self.say(Alive())
+            self.say(protocol.Alive())
             time.sleep(ALIVE_S)
 
-    def say(self, word: Word) -> None:
+    def say(self, word: protocol.Word) -> None:
         with self._lock:
             self._out.write(msgspec.json.encode(word) + b"\n")
 
@@ -77,11 +57,11 @@ class Words:
 class Leader:
     """Rank 0, as another rank sees it. Implements `Group`."""
 
-    def __init__(self, orders: Orders, words: Words) -> None:
+    def __init__(self, orders: protocol.Orders, words: Words) -> None:
         """Meets the group."""
         self.say = words.say
-        self._digests = Digests()
-        self._step: Step | None = None
+        self._digests = protocol.Digests()
+        self._step: protocol.Step | None = None
         """The one being computed."""
         self.settle()  # all processes are there: the connections take no time now
         config, device = orders.config, torch.device(orders.config.device)
@@ -90,38 +70,37 @@ class Leader:
         self.ranks: Ranks = join(rank, store, name, device, orders.host, config.ranks_here)
         self.settle()  # nobody needs the store any more
 
-    def next(self) -> Command:
-        """Waits for rank 0, and ends with it."""
+    def next(self) -> protocol.Command:
         read = sys.stdin.buffer.read
-        head = read(LENGTH.size)
-        message = read(*LENGTH.unpack(head)) if len(head) == LENGTH.size else b""
+        head = read(protocol.LENGTH.size)
+        message = read(*protocol.LENGTH.unpack(head)) if len(head) == protocol.LENGTH.size else b""
         if not message:
             os._exit(0)
-        command = decode(message)
-        self._step = command if isinstance(command, Step) else None
+        command = protocol.decode(message)
+        self._step = command if isinstance(command, protocol.Step) else None
         return command
 
     # ---- Group --------------------------------------------------------------------------------------------
 
-    def begin(self, plan: StepPlan, launch: Launch) -> None:
+    def begin(self, plan: StepPlan, launch: protocol.Launch) -> None:
         assert self._step is not None
         if self._digests.after(self._step.plan, launch) != self._step.digest:
-            raise GroupFailed(drift(self._step, launch))
+            raise protocol.GroupFailed(protocol.drift(self._step, launch))
 
-    def tell(self, command: Delayed | Clear | Call) -> None:
+    def tell(self, command: protocol.Delayed | protocol.Clear | protocol.Call) -> None:
         """Rank 0 has told all."""
 
     def settle(self, problem: str | None = None, number: int = 0) -> tuple[str | None, int]:
-        self.say(Vote(problem, number))
+        self.say(protocol.Vote(problem, number))
         settled = self.next()
-        assert isinstance(settled, Settle), settled
+        assert isinstance(settled, protocol.Settle), settled
         return settled.problem, settled.least
 
-    def failed(self, error: Exception) -> GroupFailed:
-        return GroupFailed(told(error))
+    def failed(self, error: Exception) -> protocol.GroupFailed:
+        return protocol.GroupFailed(protocol.told(error))
 
 
-def follow(orders: Orders, leader: Leader) -> None:
+def follow(orders: protocol.Orders, leader: Leader) -> None:
     """Computes what rank 0 tells, until it ends. Raises GroupFailed."""
     residence = begin(orders.config, leader)
     gc.collect()
@@ -129,41 +108,41 @@ def follow(orders: Orders, leader: Leader) -> None:
     newest: Launched | None = None
     while True:
         command = leader.next()
-        if isinstance(command, Step):
-            newest = residence.executor.launch(decode_plan(command.plan))
-        elif isinstance(command, Delayed):
+        if isinstance(command, protocol.Step):
+            newest = residence.executor.launch(protocol.decode_plan(command.plan))
+        elif isinstance(command, protocol.Delayed):
             assert newest is not None
             residence.executor.follow_delayed(newest)
-        elif isinstance(command, Clear):
+        elif isinstance(command, protocol.Clear):
             residence.executor.clear(np.array(command.pages, dtype=np.int64))
-        elif isinstance(command, Call):
+        elif isinstance(command, protocol.Call):
             newest = None
             arguments = () if command.argument is None else (command.argument,)
-            with contextlib.suppress(Agreed):  # rank 0 tells the user that it was not possible
+            with contextlib.suppress(protocol.Agreed):  # rank 0 tells the user that it was not possible
                 getattr(residence, command.name)(*arguments)
         else:
-            raise GroupFailed(f"{command} was not asked for")
+            raise protocol.GroupFailed(f"{command} was not asked for")
 
 
 def main() -> int:
     end_with_parent()
     out = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # what libraries print is no word
-    orders = msgspec.json.decode(sys.stdin.buffer.readline(), type=Orders)
+    orders = msgspec.json.decode(sys.stdin.buffer.readline(), type=protocol.Orders)
     threading.Thread(target=_end_with_rank_0, name="lifeline", daemon=True).start()
     set_up(orders.log_level, "treeline_runtime", form=orders.log_format, process=f"rank {orders.index}")
     words = Words(out)
     try:
         follow(orders, Leader(orders, words))
-    except GroupFailed as failure:
+    except protocol.GroupFailed as failure:
         # what failed in a step is mostly a collective, because another rank has ended
         is_own = failure.__cause__ is None or isinstance(failure.__cause__, ConfigError)
         words.say(LastWords(str(failure), follows=not is_own))
-    except Agreed:  # rank 0 ends this process
+    except protocol.Agreed:  # rank 0 ends this process
         threading.Event().wait()
     except Exception as error:
         logger.exception("rank %d failed", orders.index)
-        words.say(LastWords(told(error), follows=False))
+        words.say(LastWords(protocol.told(error), follows=False))
     return 1
 
 

@@ -35,7 +35,6 @@ class Block:
     index: int
     kind: Kind
     name: str = ""
-    """The tool's name."""
     id: str | None = None
     """The model's own id of the call."""
     pieces: list[str] = field(default_factory=list)
@@ -64,7 +63,6 @@ class EventMaker(AnswerMaker):
         self._blanks: tuple[Kind, str] = ("text", "")
         """White space that came last, with its kind, while no block of this kind was open."""
         self.called = False
-        """A tool is called."""
 
     # ---- in the words of the API --------------------------------------------------------------------------------
 
@@ -90,7 +88,6 @@ class EventMaker(AnswerMaker):
     # ---- whole or as it comes -----------------------------------------------------------------------------------
 
     async def _tell(self, out: TextOut, pacer: Pacer, told: Callable[[Iterator[Event]], object]) -> None:
-        """The events for an output."""
         if not self._begun:
             self._begun = True
             told(self.begin(out))
@@ -117,7 +114,6 @@ class EventMaker(AnswerMaker):
     # ---- blocks -------------------------------------------------------------------------------------------------
 
     def take(self, part: Part) -> Iterator[Event]:
-        """More output."""
         match part:
             case Thought(text):
                 yield from self._text("thought", text)

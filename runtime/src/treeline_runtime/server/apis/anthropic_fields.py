@@ -7,10 +7,10 @@ from typing import Annotated, Any, ClassVar, Final
 
 from msgspec import Meta
 
-from treeline_runtime.server.errors import NO_THREADS, ApiError, invalid, short, unsupported
+from treeline_runtime.server.errors import NO_THREADS, invalid, missing, short, unsupported, wrong
 from treeline_runtime.server.fields import HARMLESS, check_unknown
-from treeline_runtime.server.openai import Rid, Salt, Variables
-from treeline_runtime.server.sampling import PositiveCount, Priority, SamplingFields, Seed
+from treeline_runtime.server.openai import TextBody, Variables
+from treeline_runtime.server.sampling import PositiveCount, SamplingFields
 
 _MESSAGE: Final = {
     "type": "object",
@@ -22,11 +22,11 @@ _MESSAGE: Final = {
 }
 
 
-class MessagesBody(SamplingFields, frozen=True, kw_only=True):
+class MessagesBody(TextBody, frozen=True, kw_only=True):
     """A chat. If `max_tokens` exceeds the room in the context, the answer may fill it."""
 
     harmless: ClassVar = {
-        **{name: why for name, why in HARMLESS.items() if name != "parallel_tool_calls"},
+        **HARMLESS,
         "betas": "supported features need no beta flag",
         "cache_control": "prefixes are always cached",
         "billing_policy": "there is no billing",
@@ -44,22 +44,15 @@ class MessagesBody(SamplingFields, frozen=True, kw_only=True):
     }
     messages: Annotated[list[Any], Meta(min_length=1, extra_json_schema={"items": _MESSAGE})]
     chat_template_kwargs: Variables = None
-    cache_salt: Salt = None
-    extra_key: Salt = None
-    model: str | None = None
     system: str | list[Any] | None = None
     max_tokens: PositiveCount | None = None
     stop_sequences: list[str] | None = None
-    stream: bool | None = None
     tools: list[Any] | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
     context_management: dict[str, Any] | None = None
     thread: dict[str, Any] | None = None
-    seed: Seed | None = None
-    rid: Rid | None = None
-    priority: Priority | None = None
 
 
 NAMES: Final[Mapping[str, str]] = {
@@ -103,9 +96,7 @@ def read_messages(raw: Mapping[str, Any], *, counts: bool = False) -> MessagesBo
     """`counts`: only count tokens. Raises ApiError 400."""
     body = MessagesBody.read(raw)
     if body.max_tokens is None and not counts:
-        raise ApiError(
-            400, "Missing required parameter: 'max_tokens'", param="max_tokens", code="missing_required_parameter"
-        )
+        raise missing("max_tokens")
     if body.n not in (None, 1) or body.stop:
         name = "n" if body.stop is None else "stop"
         raise unsupported(name, "this API has no such field")
@@ -202,7 +193,7 @@ def _check_choice(body: MessagesBody) -> None:
 def _check_kept(body: MessagesBody) -> None:
     """Refuses what would leave out part of the prompt, or was sent before."""
     if body.thread is not None:
-        raise ApiError(400, "'thread': conversations are not stored here", param="thread", code=NO_THREADS)
+        raise wrong("thread", "'thread': conversations are not stored here", code=NO_THREADS)
     context = body.context_management or {}
     check_unknown(context, {"edits"}, harmless=(), where="context_management.")
     edits = context.get("edits") or []

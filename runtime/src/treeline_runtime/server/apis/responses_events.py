@@ -17,19 +17,8 @@ from msgspec import UNSET
 
 from treeline_runtime.messages import TextOut
 from treeline_runtime.server import schema
+from treeline_runtime.server.apis import answers
 from treeline_runtime.server.apis.answering import Block, Event, EventMaker, written
-from treeline_runtime.server.apis.answers import (
-    IncompleteDetails,
-    InputTokens,
-    InputTokensDetails,
-    OutputTokensDetails,
-    ResponseError,
-    ResponseEvent,
-    ResponseItem,
-    ResponseObject,
-    ResponsePart,
-    ResponseUsage,
-)
 from treeline_runtime.server.apis.responses_fields import ResponsesBody
 from treeline_runtime.server.chat import call_id
 from treeline_runtime.server.dependencies import Call, call_of, converting
@@ -43,15 +32,14 @@ _members = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
 router = APIRouter()
 
 
-@router.post(
+@schema.post(
+    router,
     "/v1/responses",
-    **schema.operation(
-        tag=schema.OPENAI,
-        summary="Answer a chat, in items",
-        body=ResponsesBody,
-        answer=ResponseObject,
-        event=ResponseEvent,
-    ),
+    tag=schema.OPENAI,
+    summary="Answer a chat, in items",
+    body=ResponsesBody,
+    answer=answers.ResponseObject,
+    event=answers.ResponseEvent,
 )
 async def responses(call: Annotated[Call[ChatTask], call_of("responses", "generate")]) -> Response:
     service, asked, task = call
@@ -59,14 +47,13 @@ async def responses(call: Annotated[Call[ChatTask], call_of("responses", "genera
     return await service.answer(asked, task, events, answer_bytes=3 * len(task.repeated))
 
 
-router.post(
+schema.post(
+    router,
     "/v1/responses/input_tokens",
-    **schema.operation(
-        tag=schema.OPENAI,
-        summary="Count the tokens of a chat's prompt",
-        body=ResponsesBody,
-        answer=InputTokens,
-    ),
+    tag=schema.OPENAI,
+    summary="Count the tokens of a chat's prompt",
+    body=ResponsesBody,
+    answer=answers.InputTokens,
 )(converting("input_tokens"))
 
 
@@ -80,7 +67,7 @@ class ResponseEvents(EventMaker):
         self._number = 0
         # Repeated members may be large, and are copied.
         repeated: dict[str, Any] = dict(_members(task.repeated))
-        self.answer = ResponseObject(id=task.rid, created_at=int(clock()), model=model, output=[], **repeated)
+        self.answer = answers.ResponseObject(id=task.rid, created_at=int(clock()), model=model, output=[], **repeated)
 
     def begin(self, out: TextOut) -> Iterator[Event]:
         yield self._event("response.created", response=self.answer)
@@ -95,7 +82,7 @@ class ResponseEvents(EventMaker):
             answer.status, answer.completed_at = "completed", int(self._clock())
             yield self._event("response.completed", response=answer)
         elif finish.type == "length":
-            answer.status, answer.incomplete_details = "incomplete", IncompleteDetails("max_output_tokens")
+            answer.status, answer.incomplete_details = "incomplete", answers.IncompleteDetails("max_output_tokens")
             yield self._event("response.incomplete", response=answer)
         else:
             yield self._failed(finish.message or "The request was ended")
@@ -103,10 +90,10 @@ class ResponseEvents(EventMaker):
     def failed(self, error: ApiError) -> bytes:
         """Earlier output stays."""
         ended = b"".join(written(self.end_blocks(cut=True)))
-        return ended + b"".join(written(iter([self._failed(error.body["error"]["message"])])))
+        return ended + b"".join(written(iter([self._failed(error.told["message"])])))
 
-    def _failed(self, message: str) -> ResponseEvent:
-        self.answer.status, self.answer.error = "failed", ResponseError("server_error", message)
+    def _failed(self, message: str) -> answers.ResponseEvent:
+        self.answer.status, self.answer.error = "failed", answers.ResponseError("server_error", message)
         return self._event("response.failed", response=self.answer)
 
     def block_begun(self, block: Block) -> Iterator[Event]:
@@ -133,23 +120,23 @@ class ResponseEvents(EventMaker):
         item.status = "incomplete" if cut else "completed"
         yield self._event("response.output_item.done", output_index=block.index, item=item)
 
-    def _about(self, block: Block, type: str, **members: Any) -> ResponseEvent:
+    def _about(self, block: Block, type: str, **members: Any) -> answers.ResponseEvent:
         where: dict[str, Any] = {"item_id": self.answer.output[block.index].id, "output_index": block.index}
         if block.kind != "call":
             where["content_index"] = 0
         return self._event(type, **where, **members)
 
-    def _event(self, type: str, **members: Any) -> ResponseEvent:
+    def _event(self, type: str, **members: Any) -> answers.ResponseEvent:
         self._number += 1
-        return ResponseEvent(type, self._number - 1, **members)
+        return answers.ResponseEvent(type, self._number - 1, **members)
 
-    def _usage(self, out: TextOut, reasoning_tokens: int) -> ResponseUsage:
+    def _usage(self, out: TextOut, reasoning_tokens: int) -> answers.ResponseUsage:
         task, made = self.task, out.completion_tokens
-        return ResponseUsage(
+        return answers.ResponseUsage(
             input_tokens=task.prompt_tokens,
-            input_tokens_details=UNSET if task.hides_cache else InputTokensDetails(out.cached_tokens, 0),
+            input_tokens_details=UNSET if task.hides_cache else answers.InputTokensDetails(out.cached_tokens, 0),
             output_tokens=made,
-            output_tokens_details=OutputTokensDetails(reasoning_tokens),
+            output_tokens_details=answers.OutputTokensDetails(reasoning_tokens),
             total_tokens=task.prompt_tokens + made,
         )
 
@@ -161,25 +148,26 @@ _NAMES: Final = {
 }
 
 
-def _item(block: Block) -> ResponseItem:
-    """An output item that has begun."""
+def _item(block: Block) -> answers.ResponseItem:
     key = uuid.uuid4().hex
     match block.kind:
         case "text":
-            return ResponseItem(f"msg_{key}", "message", "in_progress", role="assistant", content=[])
+            return answers.ResponseItem(f"msg_{key}", "message", "in_progress", role="assistant", content=[])
         case "thought":
-            return ResponseItem(f"rs_{key}", "reasoning", "in_progress", summary=[], content=[])
+            return answers.ResponseItem(f"rs_{key}", "reasoning", "in_progress", summary=[], content=[])
         case "call":
             id = block.id or call_id()
-            return ResponseItem(f"fc_{key}", "function_call", "in_progress", call_id=id, name=block.name, arguments="")
+            return answers.ResponseItem(
+                f"fc_{key}", "function_call", "in_progress", call_id=id, name=block.name, arguments=""
+            )
 
 
-def _part(block: Block) -> ResponsePart | None:
+def _part(block: Block) -> answers.ResponsePart | None:
     match block.kind:
         case "text":
-            return ResponsePart("output_text", "", [], [])
+            return answers.ResponsePart("output_text", "", [], [])
         case "thought":
-            return ResponsePart("reasoning_text", "")
+            return answers.ResponsePart("reasoning_text", "")
         case "call":
             return None
 

@@ -8,23 +8,23 @@ from typing import Annotated, Any, ClassVar, Final, Literal
 
 from msgspec import Meta
 
-from treeline_runtime.server.errors import ApiError, invalid, short, unsupported
+from treeline_runtime.server.errors import ApiError, invalid, short, unsupported, wrong
 from treeline_runtime.server.fields import HARMLESS, check_unknown
 from treeline_runtime.server.grammars import StructuredOutputs
-from treeline_runtime.server.openai import Rid, Salt, StreamOptions, Variables
-from treeline_runtime.server.sampling import Count, PositiveCount, Priority, SamplingFields, Seed, TopCount
+from treeline_runtime.server.openai import Rid, StreamOptions, TextBody, Variables
+from treeline_runtime.server.sampling import Count, PositiveCount, SamplingFields, TopCount
 from treeline_runtime.server.tools import ToolChoice
 
 Metadata = Annotated[dict[str, Annotated[str, Meta(max_length=512)]], Meta(max_length=16)]
 """OpenAI's bounds."""
 
 
-class ResponsesBody(SamplingFields, frozen=True, kw_only=True):
+class ResponsesBody(TextBody, frozen=True, kw_only=True):
     """A chat as items. Nothing is stored: each request has the whole conversation. Unset sampling values come from the
     checkpoint; `max_output_tokens` is the rest of the context."""
 
     harmless: ClassVar = {
-        **{name: why for name, why in HARMLESS.items() if name not in ("metadata", "parallel_tool_calls")},
+        **HARMLESS,
         "client_metadata": "the client's own bookkeeping",
         "max_tool_calls": "there are no built-in tools",
     }
@@ -36,11 +36,7 @@ class ResponsesBody(SamplingFields, frozen=True, kw_only=True):
     input: str | list[Any]
     chat_template_kwargs: Variables = None
     structured_outputs: StructuredOutputs = None
-    cache_salt: Salt = None
-    extra_key: Salt = None
     instructions: str | None = None
-    model: str | None = None
-    stream: bool | None = None
     stream_options: dict[str, Any] | None = None
     max_output_tokens: PositiveCount | None = None
     tools: list[Any] | None = None
@@ -56,12 +52,9 @@ class ResponsesBody(SamplingFields, frozen=True, kw_only=True):
     """Number of log probabilities, which must be requested by `include`."""
     include_reasoning: bool | None = None
     previous_response_id: str | None = None
-    seed: Seed | None = None
     min_tokens: Count | None = None
-    rid: Rid | None = None
     request_id: Rid | None = None
     """The name of `rid` in vLLM and SGLang."""
-    priority: Priority | None = None
 
 
 NAMES: Final[Mapping[str, str]] = {
@@ -109,7 +102,7 @@ def read_responses(raw: Mapping[str, Any]) -> ResponsesBody:
     """Raises ApiError 400."""
     body = ResponsesBody.read(raw)
     if body.n not in (None, 1):
-        raise ApiError(400, "'n' must be 1: a response is one answer", param="n", code="unsupported_parameter")
+        raise wrong("n", "'n' must be 1: a response is one answer", code="unsupported_parameter")
     if body.stream_options:
         check_unknown(body.stream_options, (), harmless=StreamOptions.harmless, where="stream_options.")
     for one in body.include or ():
@@ -147,11 +140,11 @@ def uncut(body: ResponsesBody) -> Iterator[None]:
     try:
         yield
     except ApiError as error:
-        told = error.body["error"]
-        if body.truncation != "auto" or told["code"] != "context_length_exceeded":
+        if body.truncation != "auto" or error.told["code"] != "context_length_exceeded":
             raise
-        said = f"{told['message']} 'truncation': 'auto' is taken where nothing is to be cut: items are never left out."
-        raise ApiError(error.status, said, param="truncation", code=told["code"]) from None
+        why = "'truncation': 'auto' is taken where nothing is to be cut: items are never left out."
+        told = error.told | {"message": f"{error.told['message']} {why}", "param": "truncation"}
+        raise ApiError(error.status, **told) from None
 
 
 def shown(body: ResponsesBody, temperature: float, top_p: float) -> dict[str, Any]:
