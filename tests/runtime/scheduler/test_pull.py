@@ -173,6 +173,7 @@ def test_a_sick_peer_costs_nothing_but_time(
     tiny: Path, context: zmq.Context[Any], expected: list[int], how: str, within: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote, "SILENT_S", 0.2 if "silent" in how else 30.0)  # a busy machine answers late
+    monkeypatch.setattr(remote, "AVOID_S", 3600.0)
     with engine(tiny, context) as here:
         assert here.cache.tiers is not None
         form = here.cache.tiers.store.form
