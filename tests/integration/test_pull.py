@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -76,6 +79,45 @@ def test_a_pair_of_ours_computes_on_one_and_answers_on_the_other(tmp_path: Path)
         with prefill.admin() as http:
             assert http.post("/flush_cache").status_code == 200
         assert ask(prefill.url, prompt=answers[-1][0])[0] == answers[-1][1], "the same as computed alone"
+
+
+@contextmanager
+def half_computed(stack: Stack, decode: ServerProcess) -> Iterator[tuple[str, Future[str]]]:
+    """A prompt of which the decode engine has pages while the prefill engine computes the rest; and its answer."""
+    for stream in [Stream(decode, 6000, ignore_eos=True) for _ in range(16)]:
+        assert stream.began.wait(60)
+    with ThreadPoolExecutor() as clients:
+        for turn in range(20):
+            prompt, before, ended = f"{turn} {PROMPT}", pulled_tokens(decode), apart(stack)
+            answer = clients.submit(lambda prompt=prompt: ask(stack.url, prompt=prompt)[0])
+            until(lambda a=answer, b=before: pulled_tokens(decode) > b or a.done(), "pages come, or it is whole")
+            if pulled_tokens(decode) > before and apart(stack) == ended and not answer.done():
+                yield prompt, answer
+                return
+    raise AssertionError(f"no prompt was seen while it travelled: {stack.metrics()}")
+
+
+CHUNKS = ("--chunked-prefill-size=64",)
+
+
+def test_the_pages_of_a_long_prompt_travel_while_it_is_computed(tmp_path: Path) -> None:
+    with two(tmp_path, Role.PREFILL, Role.DECODE, flags=CHUNKS) as (stack, (prefill, decode)):
+        with half_computed(stack, decode) as (prompt, answer):
+            text = answer.result(120)
+        assert ask(prefill.url, prompt=prompt)[0] == text
+
+
+def test_a_prefill_engine_that_is_killed_in_the_middle_costs_nothing_but_time(tmp_path: Path) -> None:
+    with two(tmp_path, Role.PREFILL, Role.DECODE, flags=CHUNKS) as (stack, (prefill, decode)):
+        with half_computed(stack, decode) as (prompt, answer):
+            for pid in (*prefill.children().values(), prefill.process.pid):
+                os.kill(pid, signal.SIGKILL)
+            text = answer.result(120)
+        with decode.admin() as http:
+            assert http.post("/abort_request", json={"abort_all": True}).status_code == 200
+            until(lambda: http.post("/flush_cache").status_code == 200, "nothing is left in the engine")
+        until(lambda: stack.metrics()[IN_FLIGHT] == 0, "nothing is left in the picker", state=stack.metrics)
+        assert ask(decode.url, prompt=prompt)[0] == text
 
 
 def test_a_prefix_that_a_full_endpoint_holds_is_pulled_by_the_other_one(tmp_path: Path) -> None:

@@ -238,7 +238,7 @@ class Harness(Scheduler):
 
     def _woken(self) -> bool:
         """Wait for grammars that are being compiled, and pages that are copied. Return whether there were any."""
-        if not self.grammars.waiting and not self.cache.is_copying:
+        if not self.grammars.waiting and (self.cache.tiers is None or not self.cache.tiers.is_copying):
             return False
         assert self.woken.wait(60.0), f"nothing came of {self.grammars.reqs()} or of copies"
         self.woken.clear()

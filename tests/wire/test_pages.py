@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,6 +12,7 @@ from treeline_wire.pages import (
     GetRequest,
     HaveRequest,
     Held,
+    Later,
     Pages,
     PagesError,
     encode_answer,
@@ -20,12 +22,13 @@ from treeline_wire.pages import (
 )
 
 DIGESTS = st.lists(st.binary(min_size=32, max_size=32), min_size=1, max_size=5)
-REQUESTS = st.builds(HaveRequest, st.binary(max_size=20), DIGESTS) | st.builds(
+REQUESTS = st.builds(HaveRequest, st.binary(max_size=20), DIGESTS, st.booleans()) | st.builds(
     GetRequest, st.binary(max_size=20), DIGESTS, st.integers(0, 1 << 40)
 )
-ANSWERS = st.builds(Held, st.integers(0, 1 << 20), st.text(max_size=20)) | st.builds(
+ANSWERS = st.builds(Held, st.integers(0, 1 << 20)) | st.builds(
     Pages, st.integers(0, 1 << 40), st.lists(st.integers(0, (1 << 64) - 1), max_size=5)
 )
+ANSWERS |= st.just(Later())
 
 
 @given(request=REQUESTS)
@@ -47,6 +50,11 @@ def test_other_frames_are_refused(frames: list[bytes], request: HaveRequest, cut
     for others in (frames, [*head, message, b""], [*head, b"\x81\xa4type\xa4held", b""]):
         with pytest.raises(PagesError):
             parse_answer(others)
+
+
+def test_a_question_of_an_earlier_version_is_not_about_pages_to_come() -> None:
+    message = msgspec.msgpack.encode({"type": "have", "fingerprint": b"f", "digests": [b"d" * 32]})
+    assert parse_request([b"", b"treeline", b"1", message]) == HaveRequest(b"f", [b"d" * 32], coming=False)
 
 
 def test_the_largest_request_fits_and_a_larger_one_is_none() -> None:

@@ -14,6 +14,7 @@ Lengths of a request, in tokens, always in this order:
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -32,14 +33,31 @@ if TYPE_CHECKING:
     from treeline_runtime.sampling import Constraint, Processing
 
 
+_PAGES_FROM = re.compile(r"([^;]+)(?:;within=([0-9]{1,6}(?:\.[0-9]{1,3})?))?")
+ANSWER_S, MOST_WITHIN_S = 1.0, 60.0
+"""Another runtime is given so long to say which pages it has; at most so long, if it is computing them."""
+
+
 @dataclass(slots=True)
 class Remote:
     """Another runtime that may have pages of a prompt."""
 
     address: str
+    within_s: float = 0.0
+    """It is computing them, and may take so long for each; 0: it has them, or has them not."""
+    left_s: float = ANSWER_S
+    """How much longer it is to be asked which it has."""
     is_asked: bool = False
-    held: frozenset[bytes] | None = None
-    """The pages that it has; None: it has not answered."""
+    held: frozenset[bytes] = frozenset()
+    """The pages that it has."""
+
+    @classmethod
+    def of(cls, header: str) -> Remote | None:
+        """What the header PAGES_FROM says; None: nothing that is known."""
+        if (found := _PAGES_FROM.fullmatch(header)) is None:
+            return None
+        within_s = min(float(found[2] or 0.0), MOST_WITHIN_S)
+        return cls(found[1], within_s, within_s or ANSWER_S)
 
 
 @dataclass(slots=True, eq=False)
@@ -166,10 +184,16 @@ class Req:
             top_logprobs_num=message.top_logprobs_num,
             needs_all=pooling is not None and pooling.needs_all,
             return_hidden_states=message.return_hidden_states,
-            remote=None if message.pages_from is None else Remote(message.pages_from),
+            remote=None if message.pages_from is None else Remote.of(message.pages_from),
             arrival=arrival,
             priority=priority,
         )
+
+    @property
+    def awaits_pages(self) -> bool:
+        """Whether pages are on their way to the host for it, or are asked for."""
+        fetching = self.fetch is not None and not self.fetch.over
+        return fetching or (self.remote is not None and self.remote.is_asked)
 
     @property
     def begun(self) -> bool:

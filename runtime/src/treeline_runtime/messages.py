@@ -138,7 +138,7 @@ class GenerateReq(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):
     return_hidden_states: bool = False
     """The final message has them."""
     pages_from: str | None = None
-    """HOST:PORT of another runtime that may have pages of the prompt."""
+    """Another runtime that may have pages of the prompt, as in the header PAGES_FROM."""
 
 
 class AbortReq(msgspec.Struct, tag=True, frozen=True, omit_defaults=True):

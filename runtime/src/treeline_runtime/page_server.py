@@ -13,6 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import zmq
@@ -23,6 +24,7 @@ from treeline_wire.pages import (
     Buffer,
     GetRequest,
     Held,
+    Later,
     Pages,
     Request,
     encode_answer,
@@ -43,7 +45,6 @@ REQUESTS_A_TURN = 16
 HANDSHAKE_MS = 5000
 HEARTBEAT_MS = 2000
 """A connection that is silent for longer is ended, and with it what waits to be sent."""
-BUSY = "busy"
 
 
 class PageServer:
@@ -118,6 +119,9 @@ class PageServer:
             if (now := time.monotonic()) >= look_at:
                 look_at = now + LOOK_S
                 self._peers.look(now)
+                for peer in self._asked:  # a step of the model takes longer than they wait for a silent one
+                    with suppress(zmq.ZMQError):
+                        self._socket.send_multipart([peer, *encode_answer(Later())], zmq.NOBLOCK)
 
     def _accept(self) -> None:
         """Takes a bounded number of requests."""
@@ -139,7 +143,7 @@ class PageServer:
         self._asked[peer] += 1
         self._chunks += asks_chunk
         if self._asked.total() > MOST_ASKED or self._chunks + len(self._sending) > MOST_IN_FLIGHT:
-            self._send(peer, Pages(request.number) if isinstance(request, GetRequest) else Held(0, BUSY), b"")
+            self._send(peer, Pages(request.number) if isinstance(request, GetRequest) else Held(0), b"")
             return
 
         def tell(answer: Answer, data: Buffer) -> None:

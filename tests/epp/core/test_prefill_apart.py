@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +15,7 @@ from treeline_epp.picking.decision import Decision, Lease, NoEndpoints, Outcome
 from treeline_epp.picking.pairs import HANDOVER_S, problem_of
 from treeline_epp.picking.picker import Picker, PickerConfig
 from treeline_epp.picking.request import Request
+from treeline_wire.load import TreelineLoad
 
 NIXL, SGLANG, SIDECAR, OURS = (Transfer(protocol) for protocol in Protocol)
 LONG = Request("id", prompt_tokens_estimate=40_000, apart=True)
@@ -177,6 +179,17 @@ def test_measured_transfers_count() -> None:
     assert decision.apart is not None
     assert decision.apart.apart["transfer_s"] == pytest.approx(HANDOVER_S + 40_000 * 0.005)
     assert prefill_of(decision) is None
+
+
+@pytest.mark.parametrize(("token_s", "after"), [(1e-4, 2048 * 1e-4), (5e-4, 40_000 * 5e-4 - 10.0)])
+def test_of_our_transfer_only_what_comes_after_the_prompt_counts(token_s: float, after: float) -> None:
+    picker = pair(OURS)
+    load = TreelineLoad(pages_total=10_000, page_size=16, prefill_tokens_per_s=4000.0, running=16)
+    for name in ("p", "d"):
+        picker.on_load(name, msgspec.structs.replace(load, peer_tokens_per_s=1 / token_s), 0.0)
+    decision = picker.pick(LONG, 0.0)
+    assert decision.apart is not None
+    assert decision.apart.apart["transfer_s"] == pytest.approx(HANDOVER_S + after)
 
 
 def test_an_endpoint_without_measurements_is_taken_for_as_fast_as_the_other_one() -> None:

@@ -12,8 +12,9 @@ from support.epp_core import KEYS, WIDTH, Prompt
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.endpoints.transfer import Protocol, Role, Transfer
 from treeline_epp.picking.decision import Decision, Outcome
+from treeline_epp.picking.pairs import STEP_TOKENS
 from treeline_epp.picking.picker import Picker, PickerConfig
-from treeline_epp.picking.pulls import ASK_S, FEWEST_TOKENS, STEP_TOKENS
+from treeline_epp.picking.pulls import ASK_S, FEWEST_TOKENS
 from treeline_epp.picking.request import Request
 from treeline_wire.load import TreelineLoad
 

@@ -22,7 +22,7 @@ def spec(protocol: Protocol, role: Role, address: str = "10.0.0.1:8000", port: i
 
 
 def plan(protocol: Protocol, address: str = "10.0.0.1:8000", path: str = "/v1/completions"):  # type: ignore[no-untyped-def]
-    return handover(spec(protocol, Role.PREFILL, address), spec(protocol, Role.DECODE, port=1), path, 7)
+    return handover(spec(protocol, Role.PREFILL, address), spec(protocol, Role.DECODE, port=1), path, 7, 2.04)
 
 
 def test_the_copy_for_vllm_asks_for_one_token_and_has_the_clients_salt_and_model() -> None:
@@ -58,10 +58,9 @@ def test_a_sidecar_gets_a_header_and_the_prefill_engine_nothing() -> None:
 def test_our_decode_engine_learns_where_the_prompts_pages_are(address: str, host: str) -> None:
     made = plan(Protocol.TREELINE, address, "/v1/chat/completions")
     one = {"max_tokens": 1, "max_completion_tokens": 1, "min_tokens": 1, "stream": False, "stream_options": None}
-    assert (made.copy, made.members, made.waits) == (one, {}, True)
+    assert (made.copy, made.members, made.waits, made.abort) == (one, {}, False, b"")
     assert plan(Protocol.TREELINE).copy == {**one, "max_completion_tokens": None}, "completions do not know it"
-    assert made.headers == (("x-treeline-pages-from", f"{host}:9000"),)
-    assert made.place(b"no JSON") == {}
+    assert made.headers == (("x-treeline-pages-from", f"{host}:9000;within=2.0"),)
     native = plan(Protocol.TREELINE, path="/generate")
     assert native.copy == {"stream": False, "sampling_params": {"max_new_tokens": 1}}
 

@@ -220,6 +220,49 @@ def test_sglangs_request_goes_on_when_the_copy_is_on_its_way() -> None:
     assert world.reserved == [0, 0]
 
 
+def headers_of(world: World) -> dict[str, str]:
+    """Return the headers that go to the endpoint that answers."""
+    headers = world.said[-1].request_body.response.header_mutation.set_headers
+    return {one.header.key: one.header.raw_value.decode() for one in headers}
+
+
+def test_our_request_goes_on_when_the_copy_is_on_its_way_and_says_how_long_to_wait() -> None:
+    world = World(Protocol.TREELINE)
+    assert world.waits()
+    (posted,) = world.calls.posted
+    assert (posted.body["max_tokens"], posted.body["stream"]) == (1, False)
+    posted.sent()
+    assert not world.waits()
+    assert world.sent == BODY
+    where, within = headers_of(world)["x-treeline-pages-from"].split(";within=")
+    assert where == "10.0.0.7:8998"
+    assert float(within) == pytest.approx(posted.within_s, rel=0.01), "three times the prediction"
+    assert world.reserved[0] > 0, "the prompt is still computed"
+    world.now = 5.0
+    posted.end(Answer(200, {}, b"{}", True))
+    assert world.reserved == [0, 0]
+    assert world.prefilling.outcomes == {"headers": 1}
+    assert world.picker.endpoints["p"].load.own_rate() == pytest.approx(5000, rel=0.1), "its time is the prompt's"
+
+
+@pytest.mark.parametrize("sent", [True, False])
+def test_our_prompt_that_fails_is_computed_by_the_endpoint_that_answers_and_nothing_is_aborted(sent: bool) -> None:
+    world = World(Protocol.TREELINE)
+    assert world.waits()
+    if sent:
+        world.calls.posted[0].sent()
+        assert not world.waits()
+    world.calls.posted[0].end(None, "broken off")
+    if not sent:
+        assert not world.waits()
+    assert ("x-treeline-pages-from" in headers_of(world)) == sent, "nobody waits for what was never asked for"
+    assert world.calls.aborted == []
+    assert [one > 0 for one in world.reserved] == [False, True]
+    assert (world.picker.endpoints["p"].breaker.errors, world.trouble) == (1, ["p"])
+    world.session.close()
+    assert world.reserved == [0, 0]
+
+
 def test_another_room_is_tried_if_nobody_gets_sglangs_copy() -> None:
     world = World(Protocol.SGLANG)
     for _ in range(3):
@@ -267,8 +310,7 @@ def test_a_client_is_charged_once_for_a_request_that_is_decided_three_times() ->
 def test_a_sidecar_is_told_by_a_header_and_nobody_waits() -> None:
     world = World(Protocol.LLM_D)
     assert not world.waits()
-    headers = world.said[-1].request_body.response.header_mutation.set_headers
-    assert b"10.0.0.7:8000" in [one.header.raw_value for one in headers if one.header.key == "x-prefiller-host-port"]
+    assert headers_of(world)["x-prefiller-host-port"] == "10.0.0.7:8000"
     assert world.sent == BODY
     assert not world.calls.posted
     assert world.reserved[0] > 0, "until the answer begins"

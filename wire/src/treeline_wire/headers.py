@@ -54,7 +54,8 @@ SHARED = "Shared"
 RANK = "x-data-parallel-rank"
 """The data-parallel rank that a request is for: vLLM's name. Behind our edge the picker alone sets it."""
 PAGES_FROM = "x-treeline-pages-from"
-"""HOST:PORT where the runtime may find pages of the prompt. The picker alone sets it."""
+"""HOST:PORT where the runtime may find pages of the prompt; with `;within=SECONDS` they are being computed, and the
+runtime waits so long for the next one. The picker alone sets it."""
 PREFILLER = "x-prefiller-host-port"
 """HOST:PORT of the engine that llm-d's sidecar asks for the prompt."""
 ENGINES = (PREFILLER, "x-encoder-hosts-ports", "x-data-parallel-host-port", "x-kv-cache-source-host-port", PAGES_FROM)

@@ -36,10 +36,12 @@ class PagesError(WireError):
 
 
 class HaveRequest(Struct, frozen=True, tag="have"):
-    """Asks how many of these pages are there, in order. `fingerprint`: of what computed them."""
+    """Asks how many of these pages are there, in order. `fingerprint`: of what computed them. `coming`: they are being
+    computed, and the answer may wait until the first of them is there."""
 
     fingerprint: bytes
     digests: Digests
+    coming: bool = False
 
 
 class GetRequest(Struct, frozen=True, tag="get"):
@@ -51,10 +53,9 @@ class GetRequest(Struct, frozen=True, tag="get"):
 
 
 class Held(Struct, frozen=True, tag="held"):
-    """So many of the pages are there: as many as come in order. `reason`: why none can be."""
+    """So many of the pages are there: as many as come in order."""
 
     count: int
-    reason: str = ""
 
 
 class Pages(Struct, frozen=True, tag="pages"):
@@ -64,8 +65,12 @@ class Pages(Struct, frozen=True, tag="pages"):
     checksums: list[int] = []
 
 
+class Later(Struct, frozen=True, tag="later"):
+    """A sign of life while an answer has to wait, which follows."""
+
+
 Request: TypeAlias = HaveRequest | GetRequest
-Answer: TypeAlias = Held | Pages
+Answer: TypeAlias = Held | Pages | Later
 
 _encoder = msgspec.msgpack.Encoder()
 _requests: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)

@@ -33,7 +33,8 @@ class Protocol(StrEnum):
     LLM_D = "llm-d"
     """A sidecar before the decode engine calls the prefill engine that a header names."""
     TREELINE = "treeline"
-    """Our own runtime: the decode engine pulls pages from the prefill engine, where a header says, once that has them.
+    """Our own runtime: both engines get the request at once, and the decode engine pulls pages, from where a header
+    says, as the prefill engine computes them.
     """
 
 

@@ -9,7 +9,8 @@ smaller sum is taken:
                            decode_s in `score`
     apart   first_token_s  until the prefill endpoint has computed it
             others_s       its cost to the requests after it there, and to what it evicts
-            transfer_s     one more request, and the prompt's cache on its way
+            transfer_s     one more request, and the prompt's cache on its way; between our own runtimes only what comes
+                           after the prompt's end
             wait_s         what is then left of the wait at the endpoint that answers
 
 So short prompts, cached ones, and those for an endpoint with little else to do stay whole.
@@ -22,13 +23,15 @@ from collections.abc import Iterable, Mapping
 from msgspec import Struct
 
 from treeline_epp.endpoints.spec import EndpointSpec, unfit
-from treeline_epp.endpoints.transfer import Role
+from treeline_epp.endpoints.transfer import Protocol, Role
 from treeline_epp.picking.score import DECODE_WEIGHT, Scored
 
 HANDOVER_S = 0.03
 """Seconds that a prompt computed apart takes more, however short: two requests in place of one, and a step more."""
 TRANSFER_S = 20e-6
 """Seconds for a token's cache where they were not measured: 128 KiB (8 billion parameters) over 50 Gbit/s."""
+STEP_TOKENS = 2048
+"""Prompt tokens that an engine computes in one step, if it has so many."""
 FREE_TOKENS = 256
 """Tokens of a prompt that delay no others: a decode step waits for memory, and computes so many more meanwhile."""
 
@@ -70,7 +73,11 @@ def whole(decode: Scored, now: float) -> Terms:
 def compared(decode: Scored, prefill: Scored, now: float) -> Apart:
     """Compare both forms of a request that one endpoint answers and whose prompt the other one may compute."""
     candidate, here = decode.candidate, whole(decode, now)
-    transfer_s = HANDOVER_S + candidate.uncached_tokens * (candidate.load.transfer_s or TRANSFER_S)
+    token_s, tokens = candidate.load.transfer_s or TRANSFER_S, candidate.uncached_tokens
+    transfer_s = token_s * tokens
+    if candidate.spec.protocol is Protocol.TREELINE:
+        transfer_s = max(transfer_s - prefill.prefill_s, token_s * min(tokens, STEP_TOKENS))
+    transfer_s += HANDOVER_S
     ready_s = prefill.ttft_s + transfer_s
     apart = {
         "first_token_s": prefill.ttft_s,

@@ -17,13 +17,11 @@ from msgspec import Struct
 
 from treeline_epp.endpoints.load import EndpointLoad
 from treeline_epp.endpoints.spec import EndpointSpec
-from treeline_epp.picking.pairs import TRANSFER_S
+from treeline_epp.picking.pairs import STEP_TOKENS, TRANSFER_S
 from treeline_epp.picking.score import Scored
 
 ASK_S = 0.01
 """Seconds that a pull takes, however short: two connections, and two turns of both engines' loops."""
-STEP_TOKENS = 2048
-"""Prompt tokens that an engine computes in one step, if it has so many."""
 FEWEST_TOKENS = 256
 """The index may be wrong about a few pages, and an answer with fewer is soon computed."""
 

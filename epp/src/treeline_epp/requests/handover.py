@@ -42,7 +42,7 @@ class Handover(Struct, frozen=True):
     """The handover of one request. `copy` are the members to set for the prefill engine; None: the picker does not ask
     it. `members` are those for the engine that answers, `headers` its headers. `waits`: that engine can be asked only
     after the prefill engine has answered, with `place(answer)` besides, which raises BadHandover. `abort`: what to post
-    to `/abort_request` of that engine, if the prompt does not come.
+    to `/abort_request` of that engine, if the prompt does not come; empty: it computes the prompt itself.
     """
 
     copy: Mapping[str, Any] | None = None
@@ -60,8 +60,10 @@ def pages_at(source: EndpointSpec) -> tuple[str, str]:
     return PAGES_FROM, f"{f'[{host}]' if ':' in host else host}:{source.transfer.port + (source.rank or 0)}"
 
 
-def handover(prefill: EndpointSpec, decode: EndpointSpec, path: str, room: int) -> Handover:
-    """Return how these two endpoints hand over a request on `path`. `room` (below 2⁶³) is another one at each try."""
+def handover(prefill: EndpointSpec, decode: EndpointSpec, path: str, room: int, within_s: float) -> Handover:
+    """Return how these two endpoints hand over a request on `path`. `room` (below 2⁶³) is another one at each try;
+    `within_s`: how long an engine that can compute the prompt waits for a part of it.
+    """
     assert decode.transfer is not None, "they fit together"
     match decode.transfer.protocol:
         case Protocol.NIXL:
@@ -79,7 +81,8 @@ def handover(prefill: EndpointSpec, decode: EndpointSpec, path: str, room: int) 
             if path != "/generate":
                 only_chats = {} if path.endswith("/chat/completions") else {"max_completion_tokens": None}
                 copy = {**_WHOLE, **_ONE_TOKEN, **only_chats}
-            return Handover(copy, headers=(pages_at(prefill),), waits=True)
+            name, address = pages_at(prefill)
+            return Handover(copy, headers=((name, f"{address};within={within_s:.1f}"),))
         case Protocol.LLM_D:
             return Handover(headers=((PREFILLER, prefill.address),))
 

@@ -26,7 +26,8 @@ from treeline_epp.requests.rewrite import to_send
 log = logging.getLogger(__name__)
 
 MOST_S = 600.0
-"""Longest that a prompt may take. While a request waits for it, the limit is three times its prediction …"""
+"""Longest that a prompt may take. If the other engine can compute it as well, the limit is three times its prediction …
+"""
 PATIENCE_S = 10.0
 """… but not less than this: predictions may be wrong until an endpoint has been measured, and each prompt measures it.
 """
@@ -49,6 +50,7 @@ class Prefill(Awaited):
     def on_sent(self) -> None:
         """The endpoint has the request."""
         if not self.plan.waits:
+            self.lease.added += self.plan.headers
             self.finish()
 
     def finish(self) -> None:
@@ -81,19 +83,19 @@ class Prefilling:
                 lease.added += (pages_at(decision.source),)
             return None
         prefill, now = part.endpoint.spec, self.clock()
-        plan = handover(prefill, decision.endpoint, asked.path, random.SystemRandom().getrandbits(63))
+        within_s, room = min(MOST_S, part.reservation.expires_at - now), random.SystemRandom().getrandbits(63)
+        plan = handover(prefill, decision.endpoint, asked.path, room, within_s)
         lease.members = plan.members
-        if not plan.waits:
-            lease.added += plan.headers
         if plan.copy is None:
+            lease.added += plan.headers
             return None
         body = to_send(asked.body, outline, decision.request, plan.copy)
         assert body is not None, "only requests with a body are handed over"
         headers = {name: asked.headers[name] for name in _PASSED_ON if name in asked.headers}
         if (rank := prefill.rank_for(asked.path)) is not None:
             headers[names.RANK] = str(rank)
-        # Once both engines have it, only they know whether it gets on.
-        limit_s = min(MOST_S, max(PATIENCE_S, part.reservation.expires_at - now)) if plan.waits else MOST_S
+        # Where the other engine waits for it, however long, only they know whether it gets on.
+        limit_s = MOST_S if plan.abort else max(PATIENCE_S, within_s)
         part.reservation.expires_at = now + limit_s
         prompt = Prefill(lease, plan, now, limit_s)
         part.cancel = self.calls.post(
@@ -134,11 +136,10 @@ class Prefilling:
         took_s = self.clock() - prompt.began
         if outcome is Outcome.HEADERS:
             lease.members = {**plan.members, **found}
-            lease.added += plan.headers if plan.waits else ()
-        told = plan.waits and (outcome is Outcome.HEADERS or took_s >= prompt.limit_s)
+        told = not plan.abort and (outcome is Outcome.HEADERS or took_s >= prompt.limit_s)
         self._end(lease, outcome, why, took_s if told else 0.0)
         prompt.finish()
-        if dispatched and outcome is not Outcome.HEADERS:
+        if plan.abort and dispatched and outcome is not Outcome.HEADERS:
             spec = lease.endpoint.spec  # it waits for the prompt, for minutes
             self.calls.abort(spec.server, spec.address, plan.abort)
 

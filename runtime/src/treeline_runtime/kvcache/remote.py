@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,6 +23,7 @@ from treeline_wire.pages import (
     GetRequest,
     HaveRequest,
     Held,
+    Later,
     Pages,
     PagesError,
     Request,
@@ -34,7 +35,9 @@ from treeline_wire.security import CurveKeys, is_loopback
 from treeline_runtime.kvcache.page import CHUNK_BYTES, BadPage, PageFormat
 
 SILENT_S = 1.0
-"""The longest wait for an answer."""
+"""The longest wait for a sign of life."""
+ASK_AGAIN_S = 0.5
+"""The shortest time between two questions about pages that do not come."""
 AVOID_S = 10.0
 """How long a peer that failed is not asked."""
 MOST_AVOIDED = 1024
@@ -43,7 +46,7 @@ MOST_MESSAGE_BYTES = 64 << 10
 
 
 class Lost(OSError):
-    """A peer had a page, and has it no more: caches evict, so that is no failure."""
+    """A page does not come, and that is no failure of the peer: caches evict, and what is late is not wanted."""
 
 
 class RemotePages:
@@ -70,34 +73,36 @@ class RemotePages:
             self._failed_at.clear()
         self._failed_at[address] = time.monotonic()
 
-    def have(self, address: str, form: PageFormat, digests: Sequence[bytes]) -> list[bytes]:
-        """Those of these pages that it has, up to one that it has not; none if it does not answer."""
+    def have(
+        self, address: str, form: PageFormat, digests: Sequence[bytes], *, coming: bool, wanted: Callable[[], bool]
+    ) -> list[bytes]:
+        """Those of these pages that it has, up to one that it has not; none if it does not answer while that is
+        `wanted`. `coming`: waits a moment for the first of them."""
         if not self.may_ask(address):  # it has failed since
             return []
+        began = time.monotonic()
         try:
-            with self._line(address, form) as line:
-                line.ask(HaveRequest(form.fingerprint, list(digests[:MOST_DIGESTS])))
+            with self._line(address, form, wanted) as line:
+                line.ask(HaveRequest(form.fingerprint, list(digests[:MOST_DIGESTS]), coming))
                 answer, _ = line.answer()
         except OSError:
-            self.failed(address)
             return []
-        return list(digests[: max(0, answer.count)]) if isinstance(answer, Held) else []
+        count = max(0, answer.count) if isinstance(answer, Held) else 0
+        if coming and not count:
+            time.sleep(max(0.0, began + ASK_AGAIN_S - time.monotonic()))
+        return list(digests[:count])
 
     @contextmanager
-    def pull(self, address: str, form: PageFormat, digests: Sequence[bytes]) -> Iterator[Pull]:
-        """A context manager for reading these pages. Raises OSError; after that, unless it is Lost, or BadPage inside,
-        the peer is avoided."""
-        try:
-            with self._line(address, form) as line:
-                yield Pull(line, form, digests)
-        except Lost:
-            raise
-        except (BadPage, OSError):
-            self.failed(address)
-            raise
+    def pull(
+        self, address: str, form: PageFormat, digests: Sequence[bytes], wanted: Callable[[], bool]
+    ) -> Iterator[Pull]:
+        """A context manager for reading these pages while they are `wanted`. Raises OSError."""
+        with self._line(address, form, wanted) as line:
+            yield Pull(line, form, digests)
 
     @contextmanager
-    def _line(self, address: str, form: PageFormat) -> Iterator[_Line]:
+    def _line(self, address: str, form: PageFormat, wanted: Callable[[], bool]) -> Iterator[_Line]:
+        """Raises OSError; after that, unless it is Lost, or BadPage inside, the peer is avoided."""
         with closing(self._context.socket(zmq.DEALER)) as sock:
             sock.setsockopt(zmq.LINGER, 0)
             sock.setsockopt(zmq.RCVHWM, 2 * WINDOW)
@@ -106,10 +111,16 @@ class RemotePages:
             if self._keys is not None:
                 self._keys.secure_client(sock)
             try:
-                sock.connect(f"tcp://{address}")
-            except zmq.ZMQError as error:
-                raise OSError(f"{address}: {error}") from None
-            yield _Line(sock)
+                try:
+                    sock.connect(f"tcp://{address}")
+                except zmq.ZMQError as error:
+                    raise OSError(f"{address}: {error}") from None
+                yield _Line(sock, wanted)
+            except Lost:
+                raise
+            except (BadPage, OSError):
+                self.failed(address)
+                raise
 
 
 @dataclass(slots=True)
@@ -117,19 +128,24 @@ class _Line:
     """A connection to a peer, for one purpose."""
 
     sock: zmq.Socket[Any]
+    wanted: Callable[[], bool]
 
     def ask(self, request: Request) -> None:
         self.sock.send_multipart(encode_request(request))
 
     def answer(self) -> tuple[Answer, memoryview]:
-        """Raises OSError: it is silent, or says what nobody says."""
-        if not self.sock.poll(int(SILENT_S * 1000)):
-            raise TimeoutError("a peer is silent")
-        frames = [memoryview(frame.buffer) for frame in self.sock.recv_multipart(copy=False)]
-        try:
-            return parse_answer(frames)
-        except PagesError as error:
-            raise OSError(str(error)) from None
+        """Raises Lost: it is not wanted any more; OSError: the peer is silent, or says what nobody says."""
+        while self.sock.poll(int(SILENT_S * 1000)):
+            frames = [memoryview(frame.buffer) for frame in self.sock.recv_multipart(copy=False)]
+            try:
+                answer, data = parse_answer(frames)
+            except PagesError as error:
+                raise OSError(str(error)) from None
+            if not isinstance(answer, Later):
+                return answer, data
+            if not self.wanted():
+                raise Lost("a peer is too slow")
+        raise TimeoutError("a peer is silent")
 
 
 @dataclass(slots=True)

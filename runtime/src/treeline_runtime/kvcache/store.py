@@ -39,7 +39,7 @@ Work = Literal["copy", "read", "write", "ask"]
 
 THREADS = min(8, os.cpu_count() or 1)
 """For each kind of work, but …"""
-ASK_THREADS = 32
+ASK_THREADS = 64
 """… these, which mostly wait."""
 PART_BYTES = 16 << 20
 """Pages of at least so many bytes are worth a thread."""
@@ -154,6 +154,8 @@ class Fetch:
     """In order."""
     client: str | None
     began_at: float
+    limit_s: float
+    """The longest that requests wait for it."""
     peer: str | None = None
     """HOST:PORT of the runtime from which it comes; None: it comes from the disk."""
     over: bool = False
@@ -362,7 +364,7 @@ class PageStore:
             assert self.disk is not None
             return nullcontext(self.disk)
         assert self.remote is not None
-        return self.remote.pull(fetch.peer, self.form, digests)
+        return self.remote.pull(fetch.peer, self.form, digests, lambda: not fetch.over)
 
     def get(self, pool: KVPool, digests: Sequence[bytes], pages: Pages, then: Callable[[Moved], None]) -> None:
         """Begins to copy pages, all of which the host has, to pages of the device, which nobody else may use until
@@ -410,22 +412,27 @@ class PageStore:
 
     def lend(self, digests: Sequence[bytes], then: Callable[[list[int], memoryview], None]) -> None:
         """Begins to copy pages of the host, in order up to one that is not there, into memory that will be `then`'s:
-        their checksums, and their bytes one after another."""
-        there = list(takewhile(self.host.has, digests))
+        their checksums, and their bytes one after another. `then` is called in any thread, as soon as that is done."""
+        if not (there := list(takewhile(self.host.has, digests))):
+            then([], memoryview(b""))
+            return
         held = [self.host.begin_read(digest) for digest in there]
         slab, data = self._slab, np.empty((len(held), self.form.nbytes), dtype=np.uint8)
 
         def copy(part: Sequence[Entry]) -> list[int]:
             for row, entry in zip(data, part, strict=True):
                 np.copyto(row, slab.page(entry.slot))
-            return [entry.checksum for entry in part if entry.checksum is not None]
+            checksums = [entry.checksum for entry in part if entry.checksum is not None]
+            then(checksums, data.reshape(-1).data)
+            return checksums
 
         def ended(found: list[int | None], _seconds: float) -> None:
-            checksums = [one for one in found if one is not None]
             for digest in reversed(there):
                 self.host.end_read(digest)
-            self.sent_pages += len(checksums)
-            then(checksums, data[: len(checksums)].reshape(-1).data)
+            if None in found:
+                then([], memoryview(b""))
+            else:
+                self.sent_pages += len(found)
 
         self._workers.start("copy", [held], copy, ended)
 

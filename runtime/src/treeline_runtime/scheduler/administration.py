@@ -366,7 +366,7 @@ class Administration:
     def _check_idle(self) -> None:
         if not self._is_idle():
             raise Busy("requests are running or waiting")
-        if not self._cache.settle():
+        if self._cache.tiers is not None and not self._cache.tiers.settle():
             raise Busy("pages are being copied, and the disk does not answer")
 
     def _flush(self, _: messages.FlushReq) -> None:

@@ -186,26 +186,6 @@ class CacheManager:
         if self.tiers is not None:
             self.tiers.clear()
 
-    # ---- copies -------------------------------------------------------------------------------------------
-
-    def take_copies(self) -> bool:
-        """Takes what copies between tiers have done. Returns whether anything has changed."""
-        return self.tiers is not None and self.tiers.take()
-
-    def settle(self) -> bool:
-        """Waits a moment for all copies to end. Returns whether they have."""
-        return self.tiers is None or self.tiers.settle()
-
-    @property
-    def is_copying(self) -> bool:
-        """Whether a tier reads or writes pages."""
-        return self.tiers is not None and self.tiers.is_copying
-
-    @property
-    def is_expecting(self) -> bool:
-        """Whether copies will soon make pages available."""
-        return self.tiers is not None and self.tiers.is_expecting
-
     # ---- watching -----------------------------------------------------------------------------------------
 
     def held_pages(self, req: Req) -> int:
@@ -225,7 +205,7 @@ class CacheManager:
         held = sum(self.held_pages(r) for r in reqs)
         free, cached, total = self.pool.num_free, self.tree.num_pages, self.pool.num_pages
         assert self.is_balanced(held), f"{free} free + {cached} cached + {held} held pages are not {total}"
-        if not reqs and not self.is_copying:
+        if not reqs and (self.tiers is None or not self.tiers.is_copying):
             assert self.tree.locked_pages == 0, f"{self.tree.locked_pages} pages locked by nobody"
         used = self._table.num_rows - self._table.num_free
         assert len(reqs) == used, f"{used} rows used by {len(reqs)} requests"

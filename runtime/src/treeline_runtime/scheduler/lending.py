@@ -1,6 +1,7 @@
 """Pages for other runtimes, on the side that has them. No sockets; see `page_server`.
 
     asked for ──▶ WAITING ──all on the host, or late──▶ BEING COPIED ──▶ answered
+    asked about ──▶ WAITING ──the first one is there, or late──▶ answered
 
 While a request waits, pages that only the device has are copied to slots of the host. Then a thread copies slots into
 memory of the answer, and only so long are they kept: a peer that is slow, silent or gone holds no page. What is not
@@ -11,34 +12,20 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import groupby, takewhile
 
 from treeline_wire.pages import Answer, Buffer, GetRequest, HaveRequest, Held, Pages, Request
 
 from treeline_runtime.kvcache import Node, RadixCache
 from treeline_runtime.kvcache import Pages as Numbers
-from treeline_runtime.kvcache.store import PageStore
+from treeline_runtime.kvcache.store import FETCH_BYTES, PageStore
 
-LATE_S = 1.0
-"""A request waits so long at most: its peer will soon give up."""
+LATE_S = 0.5
+"""A request waits so long at most: its peer may ask again."""
 MOST_A_STEP = 16
 """Requests taken between two steps of the model."""
 
 Tell = Callable[[Answer, Buffer], None]
-
-
-@dataclass(slots=True, eq=False)
-class Lease:
-    """A request that waits for its pages to be on the host."""
-
-    number: int
-    digests: Sequence[bytes]
-    since: float
-    tell: Tell
-
-    def answer(self, checksums: list[int], data: memoryview) -> None:
-        self.tell(Pages(self.number, checksums), data)
 
 
 class Lending:
@@ -51,46 +38,63 @@ class Lending:
         self._store = store
         self._put = put
         self._asked: queue.SimpleQueue[tuple[Request, Tell]] = queue.SimpleQueue()
-        self._waiting: list[Lease] = []
+        self._waiting: list[tuple[Request, Tell, float]] = []
+        """Requests for pages that are soon on the host, or about one that is soon anywhere, and since when."""
 
     def ask(self, request: Request, tell: Tell) -> None:
-        """Takes a request, in any thread; a later `step` answers it. `tell` is called once."""
+        """Takes a request, in any thread; a later `step` answers it. `tell` is called once, in any thread."""
         self._asked.put((request, tell))
 
     def step(self, now: float) -> bool:
         """Goes on with all requests. Returns whether there was a new one."""
         new = min(self._asked.qsize(), MOST_A_STEP)
         for _ in range(new):
-            self._take(*self._asked.get(), now)
-        for lease in [*self._waiting]:
-            if now - lease.since >= LATE_S or not self._is_coming(lease):
-                self._waiting.remove(lease)
-                self._store.lend(lease.digests, lease.answer)
+            request, tell = self._asked.get()
+            self._waiting.append((request, tell, now))
+            if isinstance(request, GetRequest):
+                self._put_all(self._here(request))
+        for waiting in [*self._waiting]:
+            request, tell, since = waiting
+            if now - since >= LATE_S or not self._is_coming(request):
+                self._waiting.remove(waiting)
+                self._answer(request, tell)
         return new > 0
 
-    def _is_coming(self, lease: Lease) -> bool:
-        host = self._store.host
-        return any(digest in host and not host.has(digest) for digest in lease.digests)
+    def _named(self, request: Request) -> Sequence[bytes]:
+        """The pages that are asked for, as many as fit into an answer; none if they are not of this model."""
+        form = self._store.form
+        if request.fingerprint != form.fingerprint:
+            return ()
+        return request.digests if isinstance(request, HaveRequest) else request.digests[: form.chunk_pages]
+
+    def _here(self, request: Request) -> list[bytes]:
+        return list(takewhile(self._is_here, self._named(request)))
+
+    def _is_coming(self, request: Request) -> bool:
+        named, host = self._named(request), self._store.host
+        if isinstance(request, HaveRequest):
+            return request.coming and bool(named) and not self._is_here(named[0])
+        return any(digest in host and not host.has(digest) for digest in named)
+
+    def _answer(self, request: Request, tell: Tell) -> None:
+        match request:
+            case HaveRequest():
+                here = self._here(request)
+                if request.coming:  # they will be asked for
+                    self._put_all(here[: max(1, FETCH_BYTES // self._store.form.nbytes)])
+                tell(Held(len(here)), b"")
+            case GetRequest():
+                self._store.lend(self._named(request), lambda sums, data: tell(Pages(request.number, sums), data))
 
     def _is_here(self, digest: bytes) -> bool:
         return digest in self._store.host or self._tree.find(digest) is not None
 
-    def _take(self, request: Request, tell: Tell, now: float) -> None:
-        form = self._store.form
-        here = list(takewhile(self._is_here, request.digests)) if request.fingerprint == form.fingerprint else []
-        match request:
-            case HaveRequest():
-                reason = "" if request.fingerprint == form.fingerprint else "another model or format of pages"
-                tell(Held(len(here), reason), b"")
-            case GetRequest():
-                here = here[: form.chunk_pages]
-                self._waiting.append(Lease(request.number, here, now, tell))
-                for node, run in groupby(here, self._tree.find):
-                    if node is not None:
-                        self._put_run(node, list(run))
-
-    def _put_run(self, node: Node, digests: list[bytes]) -> None:
-        at = node.digests.index(digests[0])
-        end = at + len(digests)
-        if node.digests[at:end] == digests:  # a peer might name them in any order
-            self._put(node, digests, node.pages[at:end])
+    def _put_all(self, digests: Sequence[bytes]) -> None:
+        """Begins to copy those to the host that are there on the device."""
+        for node, run in groupby(digests, self._tree.find):
+            if node is not None:
+                named = list(run)
+                at = node.digests.index(named[0])
+                end = at + len(named)
+                if node.digests[at:end] == named:  # a peer might name them in any order
+                    self._put(node, named, node.pages[at:end])

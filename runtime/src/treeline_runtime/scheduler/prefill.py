@@ -125,6 +125,8 @@ class PrefillManager:
         cached = (match.num_pages + (match.coming if self._cache.waits(match) else 0)) * self._page_size
         if self._cache.keeps and shared_tokens >= cached + MIN_SHARED_TOKENS:  # else it does not wait for the other
             cached = shared_tokens - shared_tokens % self._page_size
+        if req.remote is not None and req.remote.within_s:
+            cached = req.cacheable_len  # another runtime computes the rest
         req.uncached_tokens = len(req.tokens) - cached
         self._uncached_waiting += req.uncached_tokens - before
 
@@ -168,6 +170,8 @@ class PrefillManager:
         for req in self._order.in_order(self._clock(), may_come):
             if tokens_left <= 0 or free_rows <= 0 or self.chunked is not None or passed == MOST_PASSED:
                 break
+            if req.awaits_pages:
+                continue
             _, spare = self._spare(req.client, busy)
             match = self._cache.match(req)
             matched = match.num_pages * self._page_size
@@ -222,6 +226,7 @@ class PrefillManager:
         self.leave(req)
         req.waited_s += self._clock() - req.waiting_since
         self._cache.admit(req, match)
+        req.remote = None
         if req.cached_tokens < 0:
             req.cached_tokens = req.tree_len
 

@@ -143,7 +143,7 @@ class Scheduler:
         messages = (self._peers or self._transport).receive()
         for message in messages:
             self._handle(message)
-        copied = self.cache.take_copies()
+        copied = self.cache.tiers is not None and self.cache.tiers.take()
         ready = self.grammars.take_ready()
         for req, refused in ready:
             if (finish := refused or self._find_place(req) or self._jumps.after(req)) is not None:
@@ -164,7 +164,7 @@ class Scheduler:
             self.executor.idle()
         worked = bool(messages or copied or ready or self._pending or self.reporter.has_tokens or is_called)
         self._process_all_but(self.limits.overlap_depth if batch is not None else 0)
-        if not worked and self.is_idle and not self.cache.is_copying:
+        if not worked and self.is_idle and (self.cache.tiers is None or not self.cache.tiers.is_copying):
             worked = self.audits.step()
         if worked:
             self._end_step()
@@ -199,7 +199,7 @@ class Scheduler:
                     batch.take_along(riding)
                 return batch
         if short:
-            if self._pending or self.cache.is_expecting:
+            if self._pending or (self.cache.tiers is not None and self.cache.tiers.is_expecting):
                 return None  # results in flight may end requests; retract only when all are known
             runnable = self._make_room(runnable)
         if not runnable:

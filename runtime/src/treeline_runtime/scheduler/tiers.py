@@ -6,13 +6,14 @@ a bounded number of evicted pages: a page that left between two uses is found at
 A waiting request that would be admitted first waits for pages of the disk, and after them of a peer, to come to the
 host, a bounded piece at a time, and then for the host's to come to the device. Each page is asked for once, so this
 ends, whatever fails: the request computes what is missing. A piece that takes too long is waited for no more, and as
-long as the disk or the peer does not answer, nothing else is asked of it.
+long as the disk or the peer does not answer, nothing else is asked of it. A peer that computes the prompt is asked
+again as long as pages come.
 """
 
 from __future__ import annotations
 
 import time
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -42,7 +43,7 @@ REMEMBERED = 4
 """Evicted pages that are remembered for each slot of the host."""
 STALLED_S = 5.0
 """The longest time that requests wait for a piece from the disk or a peer."""
-MOST_QUESTIONS = 4
+MOST_QUESTIONS = 8
 """Which pages a peer has it is asked for so many requests at once: one that hangs leaves threads to others."""
 SETTLE_S = 3.0
 """Time for copies to end before a flush or sleep, which they take only if a disk hangs."""
@@ -77,6 +78,8 @@ class Tiers:
         self._fetches: list[Fetch] = []
         self._questions = Counter[str]()
         """By peer, those without an answer."""
+        self._in_line = defaultdict[str, deque[tuple[Req, Remote, Sequence[bytes]]]](deque)
+        """By peer, further ones."""
         self.lending = Lending(tree, store, self._put)
         self.loads = Loads(tree, pool, lambda *of: store.get(kv_pool(), *of), self._loaded)
         self._outcomes = Counter[str](loaded=0, computed=0, failed=0)
@@ -118,8 +121,6 @@ class Tiers:
     def load(self, req: Req, match: Match) -> bool:
         """Begins to bring what follows the match of a waiting request that would be admitted now. True: it has to wait.
         False: the rest has to be computed."""
-        if req.fetch is not None and not req.fetch.over:
-            return True
         if "CPU" in self.store.off:
             return False
         here = self._following(req, match, match.num_pages, self.store.host.has, most=len(req.tokens))
@@ -151,32 +152,35 @@ class Tiers:
 
     def _fetches_more(self, req: Req, match: Match, here: Sequence[bytes]) -> bool:
         """Whether more pages come to the host, after those which are `here`; may begin to fetch them."""
-        host, at = self.store.host, match.num_pages + len(here)
+        at = match.num_pages + len(here)
         for digest in self._following(req, match, at, lambda _: True, most=1):
-            if (coming := next((fetch for fetch in self._fetches if digest in fetch.digests), None)) is not None:
-                req.fetch = coming
-                return not coming.over
+            if (fetch := next((fetch for fetch in self._fetches if digest in fetch.digests), None)) is not None:
+                req.fetch = fetch
+                return not fetch.over
         if at < req.fetched:
             return False
         peer, wanted = None, self._on_disk(req, match, at)
-        if not wanted and req.remote is not None:
-            peer, held = req.remote.address, self._at_peer(req, req.remote, match, at)
-            if held is None:
+        if not wanted and (peer := req.remote) is not None:
+            wanted = self._at_peer(req, peer, match, at)
+            if peer.is_asked:
                 return True
-            wanted = self._following(req, match, at, lambda one: one in held and one not in host, self._piece)
-        if not wanted or (len(here) + len(wanted)) * self._tree.page_size < MIN_SHARED_TOKENS:
+        address, within_s = (None, 0.0) if peer is None else (peer.address, peer.within_s)
+        few = (len(here) + len(wanted)) * self._tree.page_size < MIN_SHARED_TOKENS
+        if not wanted or (few and not within_s):
             return False
-        own = [fetch for fetch in self._fetches if (fetch.client, fetch.peer) == (req.client, peer)]
+        own = [fetch for fetch in self._fetches if (fetch.client, fetch.peer) == (req.client, address)]
         if own and sum(len(fetch.digests) for fetch in own) + len(wanted) > self._piece:
             req.fetch = own[0]  # then it is asked again
             return True
         req.fetched = at + len(wanted)
-        fetch = Fetch(dict.fromkeys(wanted), req.client, self._clock(), peer)
-        if not self.rates.allows(fetch.source):
+        fetch = Fetch(dict.fromkeys(wanted), req.client, self._clock(), max(STALLED_S, within_s), address)
+        if not within_s and not self.rates.allows(fetch.source):
             self._outcomes["computed"] += 1
             req.fetched = len(req.tokens)
             return False
-        if not self.store.fetch(fetch, here, partial(self._fetched, fetch)):
+        # a peer that computes answers between its steps: only the end of a prompt shows how fast it is
+        measured = not within_s or req.fetched * self._tree.page_size + MIN_SHARED_TOKENS > req.cacheable_len
+        if not self.store.fetch(fetch, here, partial(self._fetched, fetch, measured)):
             return False
         req.fetch = fetch
         self._fetches.append(fetch)
@@ -193,30 +197,53 @@ class Tiers:
             return ()
         return self._following(req, match, at, lambda one: disk.has(one) and one not in host, self._piece)
 
-    def _at_peer(self, req: Req, peer: Remote, match: Match, at: int) -> frozenset[bytes] | None:
-        """The pages from `at` on that another runtime has; None: it is being asked."""
-        store, address, remote = self.store, peer.address, self.store.remote
-        if remote is None or not (store.uses("PEER") and self._answers(address) and remote.may_ask(address)):
+    def _at_peer(self, req: Req, peer: Remote, match: Match, at: int) -> Sequence[bytes]:
+        """Pages from `at` on to fetch from another runtime; asks which it has, if that is not known."""
+        store, address, host = self.store, peer.address, self.store.host
+        usable = store.remote is not None and store.uses("PEER") and store.remote.may_ask(address)
+        if not usable or not self._answers(address):
             req.remote = None
-            return frozenset()
-        if not peer.is_asked and self._questions[address] < MOST_QUESTIONS:
-            asked = self._following(req, match, at, lambda _: True, MOST_DIGESTS)
-            if len(asked) * self._tree.page_size < MIN_SHARED_TOKENS:
-                return frozenset()
-
-            def answered(held: list[bytes | None], _seconds: float) -> None:
-                self._questions -= Counter([address])
-                peer.held = frozenset(one for one in held if one is not None)
-
+            return ()
+        wanted = self._following(req, match, at, lambda one: one in peer.held and one not in host, self._piece)
+        asks = not wanted and peer.left_s > 0
+        asked = self._following(req, match, at, lambda _: asks, MOST_DIGESTS)
+        if len(asked) * self._tree.page_size >= MIN_SHARED_TOKENS:
             peer.is_asked = True
-            self._questions[address] += 1
-            self._workers.start("ask", [asked], partial(remote.have, address, store.form), answered)
-        return peer.held
+            self._in_line[address].append((req, peer, asked))
+            self._ask(address)
+        return wanted
 
-    def _fetched(self, fetch: Fetch, moved: Moved) -> None:
+    def _ask(self, address: str) -> None:
+        """Asks a peer the next questions, as many as may be without an answer."""
+        line = self._in_line[address]
+        while line and self._questions[address] < MOST_QUESTIONS:
+            if (asked := line.popleft())[0].finish is None:
+                self._begin_to_ask(*asked)
+        if not line:
+            del self._in_line[address]
+
+    def _begin_to_ask(self, req: Req, peer: Remote, digests: Sequence[bytes]) -> None:
+        address, until, remote = peer.address, self._clock() + peer.left_s, self.store.remote
+        assert remote is not None
+
+        def answered(held: list[bytes | None], _seconds: float) -> None:
+            self._questions -= Counter([address])
+            peer.is_asked, peer.held = False, frozenset(one for one in held if one is not None)
+            peer.left_s = peer.within_s if peer.held else min(peer.within_s, until - self._clock())
+            self._ask(address)
+
+        def is_wanted() -> bool:
+            return req.finish is None and self._clock() < until
+
+        self._questions[address] += 1
+        have = partial(remote.have, address, self.store.form, coming=peer.within_s > 0, wanted=is_wanted)
+        self._workers.start("ask", [digests], have, answered)
+
+    def _fetched(self, fetch: Fetch, measured: bool, moved: Moved) -> None:
         self._fetches.remove(fetch)
         fetch.over = True
-        self.rates.on_load(fetch.source, moved)
+        if measured:
+            self.rates.on_load(fetch.source, moved)
 
     def _loaded(self, load: Load, moved: Moved) -> None:
         self._outcomes["loaded" if moved.pages == len(load.pages) else "failed"] += 1
@@ -231,7 +258,7 @@ class Tiers:
         changed, now = self._workers.take(), self._clock()
         changed |= self.lending.step(now)
         for fetch in self._fetches:
-            if not fetch.over and now - fetch.began_at >= STALLED_S:
+            if not fetch.over and now - fetch.began_at >= fetch.limit_s:
                 fetch.over = changed = True
                 self._outcomes["failed"] += 1
         return changed

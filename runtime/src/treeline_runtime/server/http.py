@@ -127,7 +127,7 @@ class ApiRequest(Request):
 
     @property
     def pages_from(self) -> str | None:
-        """HOST:PORT of a runtime that may have pages of the prompt. The edge removes callers' copies of the header."""
+        """Where pages of the prompt may be. The edge removes callers' copies of the header."""
         return self.headers.get(wire_headers.PAGES_FROM)
 
     def rank(self, limits: Limits, of_body: int | None) -> int | None:
