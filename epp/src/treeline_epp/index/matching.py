@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
+from operator import attrgetter
 from typing import TypeAlias
 
 from msgspec import Struct
@@ -295,7 +296,7 @@ class _Chains:
         """
         for node, start in self._path.nodes[self._step :]:
             runs = node.runs
-            for run in runs if len(runs) == 1 else sorted(runs, key=_base):
+            for run in runs if len(runs) == 1 else sorted(runs, key=attrgetter("base")):
                 seen = self._see(run, start)
                 if seen is None:
                     return False
@@ -383,10 +384,6 @@ def _prove_until(run: BlockRun, seen: _Seen, slot: int, extent: int) -> None:
     """Record that the chain continues after `slot`, and matches the key to byte `extent`."""
     seen.extent = max(seen.extent, extent)
     seen.proved = max(seen.proved, min(slot + 1, run.count_until(extent - GUARD_BYTES - seen.start)))
-
-
-def _base(run: BlockRun) -> int:
-    return run.base
 
 
 def _longest(levels: list[Level]) -> list[Level]:
