@@ -117,7 +117,7 @@ class Fleet:
             tokenizers.cancel()
             announcing.cancel()
             await asyncio.gather(*map(self._halt, self.members.values()))
-            await self.scraping.close()
+            await self.scraping.http.close()
             self._zmq.destroy(linger=0)
 
     async def wait_until_ready(self) -> None:
@@ -257,7 +257,7 @@ class Fleet:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await member.client.close()
+        await member.client.http.close()
 
     def _spawn(self, run: Callable[[], Coroutine[Any, Any, None]], what: str) -> asyncio.Task[None]:
         """Start a task that begins again after a defect: one endpoint must not take the picker with it."""

@@ -289,12 +289,5 @@ def _streamed(size: int, end_of_stream: bool) -> tuple[bytes, bytes]:
     return head, tail
 
 
-def _stripped() -> bytes:
-    response = pb.ProcessingResponse()
-    mutation = response.response_headers.response.header_mutation
-    mutation.remove_headers.extend(_OURS)
-    return _serialize(response)
-
-
 _PLAIN = {kind: field(number, b"") for kind, number in _NUMBERS.items()}
-_STRIPPED = _PLAIN | {Kind.RESPONSE_HEADERS: _stripped()}
+_STRIPPED = _PLAIN | {Kind.RESPONSE_HEADERS: _telling(Reply(Kind.RESPONSE_HEADERS), strip_response_headers=True)}

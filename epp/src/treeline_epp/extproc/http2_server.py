@@ -203,7 +203,6 @@ class _Peer(asyncio.Protocol):
         """Whether the socket's buffer is full."""
         self._heard = True
         self._asked = False
-        self.leaving = False
         self._timer: asyncio.TimerHandle | None = None
 
     # ---- callbacks of asyncio -----------------------------------------------------------------------------------
@@ -442,7 +441,6 @@ class _Peer(asyncio.Protocol):
 
     def leave(self) -> None:
         """Take no more calls; open ones go on if they still have answers or the server stays."""
-        self.leaving = True
         for stream in [stream for stream, run in self._running.items() if self._server.draining and run.call.lingers]:
             self._finish(stream, Status.OK)
         self._connection.leave()

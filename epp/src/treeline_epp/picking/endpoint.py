@@ -46,11 +46,8 @@ class AuditResult(Enum):
 
 @dataclass(slots=True)
 class Audit:
-    """The audit of one endpoint. Readable: `checked`, `over` and `under` count requests, by kind of error."""
+    """The audit of one endpoint."""
 
-    checked: int = 0
-    over: int = 0
-    under: int = 0
     _seen: deque[tuple[float, int | None]] = field(default_factory=deque)
     _backoff: float = BACKOFF_S
     _quiet_until: float = float("-inf")
@@ -63,12 +60,9 @@ class Audit:
 
         `prefix` identifies the prompt's beginning: equal for related prompts. O(requests in the window).
         """
-        self.checked += 1
         tolerance = TOLERANCE_BLOCKS * max(1, block_size)
         over = reported < confirmed - tolerance
         under = reported > predicted + tolerance
-        self.over += over
-        self.under += under
         seen = self._seen
         seen.append((now, prefix if over or under else None))
         while seen[0][0] < now - WINDOW_S:
