@@ -104,7 +104,7 @@ class Fleet:
         """Follow discovery until cancelled. Raises the errors of discovery."""
         ticking = asyncio.create_task(self._tick())
         publishers = asyncio.create_task(self._ticker.run())
-        tokenizers = self._spawn(lambda: self._keyers.run(self._on_tokenizer), "tokenizers")
+        tokenizers = self._spawn(lambda: self._keyers.sources.run(self._on_tokenizer), "tokenizers")
         announcing = self._spawn(self._announce, "announce")
         try:
             async for specs in source:
