@@ -148,9 +148,7 @@ class Fleet:
         return None if member is None else member.client.http
 
     def ask_for_models(self) -> None:
-        """Ask engines for their models in the background: a request named an unknown one, and the next request may find
-        it.
-        """
+        """Ask engines for their models in the background: a request named an unknown one."""
         if self._sweep.due(now := time.monotonic()):
             self._sweep.begin(list(self.members), now)
 
@@ -312,9 +310,7 @@ class Fleet:
         member.follower = self._spawn(lambda: self._follow(member, info), f"follow {member.spec.name}")
 
     def _follow_anew(self, member: Member, info: EngineInfo) -> None:
-        """Follow an engine again from the beginning: its tokenizer changed, and its entries were keyed by the old one,
-        or none.
-        """
+        """Follow an engine again from the beginning: its tokenizer changed, and with it the keys of its entries."""
         self._unsubscribe(member)
         for endpoint in self.picker.present(member.ranks):
             for pod in endpoint.pods:
@@ -446,9 +442,7 @@ class Fleet:
     # --- the lists of Envoy and of the picker -------------------------------------------------------------------------
 
     async def _announce(self) -> None:
-        """After each change, send Envoy the list of endpoints, and let the picker choose among those that Envoy
-        knows.
-        """
+        """After each change, send Envoy the list of endpoints; the picker chooses among those that Envoy knows."""
         while True:
             await self._changed.wait()
             self._changed.clear()
@@ -487,9 +481,7 @@ class Fleet:
 
 
 def _scraped(client: EngineClient, state: EngineState, info: EngineInfo | None) -> tuple[MetricNames, ...]:
-    """Return the names to look for in an engine's metrics; none if it pushes its load, or is in no state to be
-    asked.
-    """
+    """Return the names to look for in an engine's metrics; none if it pushes its load or cannot be asked."""
     if state not in (EngineState.READY, EngineState.DRAINING) or info is None:
         return ()
     pushes = client.adapter.load is LoadReports.BEATS or any(source.load_port is not None for source in info.sources)

@@ -341,9 +341,7 @@ async def _listen(
 
 
 def _can_listen(host: str, port: int) -> None:
-    """Check that a port is free. Raises `OSError`; gRPC would only say that it failed, and write its own line to
-    stderr.
-    """
+    """Check that a port is free. Raises `OSError`; gRPC would only log that it failed."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -110,9 +110,7 @@ class Metrics:
         return client
 
     def forget(self, endpoint: str) -> None:
-        """Drop the labels of an endpoint that has gone for good; pods come and go under new names, and labels must not
-        pile up.
-        """
+        """Drop the labels of an endpoint that has gone for good: labels must not pile up."""
         self.decisions.remove(endpoint)
 
     def ended(self, outcome: str) -> None:

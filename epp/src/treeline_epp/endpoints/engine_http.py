@@ -84,9 +84,7 @@ class EngineHttp:
         self._address = address
 
     async def document(self, path: str, into: type[T]) -> T | None:
-        """Return a decoded document; `None` for 404. Raises `EngineError`: `UnusableError` where asking again is in
-        vain.
-        """
+        """Return a decoded document; None for 404. Raises `EngineError`: `UnusableError` if asking again is in vain."""
         try:
             status, content = await self.fetch(path, _DOCUMENT_TIMEOUT_S, _DOCUMENT_BYTES)
             if status == 404:

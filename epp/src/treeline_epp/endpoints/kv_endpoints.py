@@ -54,9 +54,7 @@ def ports_of(config: object, ranks: int) -> KvPorts | None:
 
 
 def place_of(endpoint: str | None) -> tuple[str, int | None]:
-    """Return host and port of a ZMQ endpoint over TCP; no port if it is no such endpoint or the port is out of
-    range.
-    """
+    """Return host and port of a ZMQ endpoint over TCP; no port if it is none, or the port is out of range."""
     found = _TCP.fullmatch(endpoint or "")
     if found is None:
         return "", None

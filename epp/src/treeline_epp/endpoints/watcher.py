@@ -90,9 +90,7 @@ class EngineClient:
         return self._known or ANYTHING
 
     async def ready(self) -> bool | None:
-        """Return whether the engine takes requests; `None` if it has no probe. Raises `HttpError` if it cannot be
-        reached.
-        """
+        """Return whether the engine takes requests; None without a probe. Raises `HttpError` if it is unreachable."""
         try:
             ready = await self._probe()
         except HttpTimeout:

@@ -95,9 +95,7 @@ class Present:
         self._coming = 0
 
     def lose(self) -> None:
-        """Handle a lost connection, which hides the request's end: with a key the request counts for `LOST_S`, even if
-        closed.
-        """
+        """Handle a lost connection, which hides the request's end: with a key it counts for `LOST_S` more."""
         if self.keyed and self._here:
             self._clients.lost(Present(self._clients, self._client, keyed=True, coming=0))
             self._here = 0

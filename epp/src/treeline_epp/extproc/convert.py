@@ -218,9 +218,7 @@ _TRAILERS = frozenset({Kind.REQUEST_TRAILERS, Kind.RESPONSE_TRAILERS})
 
 
 def _decided(reply: Reply) -> bytes:
-    """Serialize an answer with a destination, a length or a whole body; a chunk has a destination where no headers
-    came.
-    """
+    """Serialize an answer with a destination, a length or a body; a chunk has a destination if no headers came."""
     metadata = b""
     options = b""
     if reply.destination is not None:

@@ -247,9 +247,7 @@ class _Peer(asyncio.Protocol):
         self._count_streams(len(self._connection))
 
     def _take_turn(self, data: bytes = b"") -> None:
-        """Handle the input until there is no more, or others should have a turn; then the loop goes on in its next
-        round.
-        """
+        """Handle the input until there is no more; if others should have a turn, the loop goes on in its next round."""
         self._going_on = None
         events, until = self._events, self._loop.time() + _TURN_S
         self._receive(data)

@@ -51,9 +51,7 @@ def _told(folder: Path | None, error: Exception) -> TlsError:
 
 
 def self_signed() -> tuple[bytes, bytes]:
-    """Return a new `(key, certificate)`, both PEM. A proxy cannot verify it; it hides prompts from others on the
-    network.
-    """
+    """Return a new `(key, certificate)`, both PEM. No proxy can verify it; it hides prompts on the network."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.ORGANIZATION_NAME, "Treeline endpoint picker")])
     now = datetime.datetime.now(datetime.UTC)
@@ -117,9 +115,7 @@ class _Files:
         self._said = ""
 
     def read(self) -> grpc.ServerCertificateConfiguration:
-        """Read the files. Raises OSError, or ValueError where a file is no certificate or key, or the two do not
-        match.
-        """
+        """Read the files. Raises OSError, or ValueError if one is no certificate or key, or the two do not match."""
         state = self._state()
         key, chain, *authorities = (read_file(path, _MOST_BYTES) for path in self._paths)
         self._seen = state  # a file that could not be read is tried again

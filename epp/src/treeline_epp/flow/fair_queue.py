@@ -44,9 +44,7 @@ class Band:
     """The flows of one priority."""
 
     def __init__(self, sooner: Callable[[Target], object]) -> None:
-        """Make an empty band. `sooner` is called with a target whose next request may now be an earlier one than was
-        known.
-        """
+        """Make an empty band. `sooner` gets each target whose next request may be earlier than was known."""
         self._sooner = sooner
         self.flows: dict[str, Flow] = {}
         self.requests = 0
@@ -214,9 +212,7 @@ class FairQueue:
         band.push(ticket)
 
     def head(self, blocked: Container[Target]) -> Ticket[Any] | None:
-        """Return the next ticket among targets that are not blocked. O(log targets), and O(targets) once after a
-        rewind.
-        """
+        """Return the next ticket among targets that are not blocked. O(log targets); O(targets) after a rewind."""
         if self._heads is None:
             self._heads = []
             for priority, target in self.targets():

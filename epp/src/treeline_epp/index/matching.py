@@ -208,9 +208,7 @@ def _predicted_from(path: Walk, begin: int) -> int:
 
 
 def _proved(levels: Sequence[Level], path: Walk, step: int, proved: int) -> list[Level]:
-    """Return the levels of a chain that has one run in each edge up to node `step`, its block ends proved up to a
-    byte.
-    """
+    """Return the levels of a chain with one run in each edge up to node `step`, proved up to a byte."""
     tokens = end = 0
     for node, start in reversed(path.nodes[: step + 1]):
         count = node.runs[0].count_until(proved - start) if node.runs else 0
@@ -291,9 +289,7 @@ class _Chains:
         self._on_prefix: set[BlockRun] = set()
 
     def follow(self) -> bool:
-        """Follow all runs from node `step` on. Return False if one forks from an earlier node: begin at the first node
-        then.
-        """
+        """Follow all runs from node `step` on. False if one forks from an earlier node: begin at the first one then."""
         for node, start in self._path.nodes[self._step :]:
             runs = node.runs
             for run in runs if len(runs) == 1 else sorted(runs, key=attrgetter("base")):

@@ -131,9 +131,7 @@ class BlockRun:
         return bool(sets & bit) if isinstance(sets, int) else any(members & bit for members in sets[1::2])
 
     def is_continued_by(self, back: BlockRun) -> bool:
-        """Return whether `back`, which is on the same edge, could be the end of this run. O(1) for runs without
-        holes.
-        """
+        """Return whether `back`, on the same edge, could be the end of this run. O(1) for runs without holes."""
         return (
             bool(back.ends)
             and back is not self

@@ -26,9 +26,7 @@ SLICE_S: Final = 0.001
 
 
 class Turns:
-    """The lock around each piece of work (`async with`), which must not await anything. Turns are given in the order of
-    requests.
-    """
+    """A lock for pieces of work that await nothing (`async with`). Turns are given in the order of requests."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._lock = asyncio.Lock()

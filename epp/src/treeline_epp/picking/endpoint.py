@@ -75,9 +75,7 @@ class Audit:
         return AuditResult.CAP_HIT if over else AuditResult.AGREED
 
     def allow(self, now: float) -> bool:
-        """Return whether a rebuild may begin now; if so, count it as begun: the next one must wait, longer each
-        time.
-        """
+        """Return whether a rebuild may begin now; if so, count it: the next one must wait, longer each time."""
         if now < self._quiet_until:
             return False
         if now > self._quiet_until + MAX_BACKOFF_S:

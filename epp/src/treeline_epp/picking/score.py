@@ -196,9 +196,7 @@ def _load_s(loads: Floats, host_rate: Floats | float, disk_rate: Floats | float,
 
 
 def _slots_s(report: Report, queued_requests: int) -> float:
-    """Return the time until a running slot is free: with all `max_running` busy, one is freed each (output × step ÷
-    slots).
-    """
+    """Return the time until a running slot is free: if all are busy, one is freed each (output × step ÷ slots)."""
     excess = report.running + queued_requests + 1 - report.max_running
     if excess <= 0 or not report.max_running:
         return 0.0

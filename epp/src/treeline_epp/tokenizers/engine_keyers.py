@@ -23,9 +23,7 @@ _MOST_NAMED = 8
 
 
 class EngineKeyers:
-    """The keyers of all engines; see the module. Each tokenizer is made into one keyer, for all engines that have
-    it.
-    """
+    """The keyers of all engines; see the module. Engines with the same tokenizer share a keyer."""
 
     def __init__(self, registry: ModelRegistry, sources: TokenizerSources) -> None:
         self._registry = registry

@@ -119,9 +119,7 @@ class TokenizerCache:
 
 
 class HubOrigin:
-    """A repository of the Hub; see `sources.Origin`. `endpoint` is another address of the Hub than the library's
-    own.
-    """
+    """A repository of the Hub; see `sources.Origin`. `endpoint` replaces the library's address of the Hub."""
 
     recheck_s = RECHECK_S
 
