@@ -415,9 +415,7 @@ class Fleet:
     def _on_load(
         self, member: Member, endpoint: str, rank: int, reporting: Sequence[int], load: Load
     ) -> Sequence[Request]:
-        """Take a load report of one of an endpoint's ranks that send any; return the requests to send to its
-        publisher.
-        """
+        """Take a load report of one of an endpoint's ranks that send any; return requests for its publisher."""
         now = time.monotonic()
         if isinstance(load, TreelineLoad) and load.adapters != member.reports_adapters:
             member.reports_adapters = load.adapters

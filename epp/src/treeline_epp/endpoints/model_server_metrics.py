@@ -148,9 +148,7 @@ class PageReader:
         self._said: ScrapedLoad | None = None
 
     def read(self, page: bytes) -> ScrapedLoad | None:
-        """Return the load on the page; `None` if it has neither running nor waiting requests. O(page) at memory speed
-        for each name.
-        """
+        """Return the load on the page; None if it has no counts of requests. O(page) at memory speed for each name."""
         for names in self._candidates:
             part = _part(page, names)
             if part is None:

@@ -29,9 +29,7 @@ class TlsError(Exception):
 
 
 def client_checking(folder: Path) -> grpc.ServerCredentials:
-    """Return grpcio server credentials for mutual TLS: clients must show a certificate of the folder's `ca.crt`. Raises
-    `TlsError`.
-    """
+    """Return grpcio server credentials for mutual TLS, by the folder's `ca.crt`. Raises `TlsError`."""
     files = _Files(folder, clients=True)
     try:
         return grpc.dynamic_ssl_server_credentials(
@@ -104,9 +102,7 @@ class Certificate:
 
 
 class _Files:
-    """The files `tls.key` and `tls.crt` of a folder, as in a mounted Secret, and `ca.crt` where clients need a
-    certificate.
-    """
+    """The files `tls.key` and `tls.crt` of a folder, as in a mounted Secret, and `ca.crt` to check clients."""
 
     def __init__(self, folder: Path, *, clients: bool) -> None:
         names = ("tls.key", "tls.crt", "ca.crt") if clients else ("tls.key", "tls.crt")

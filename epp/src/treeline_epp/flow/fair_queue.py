@@ -132,9 +132,7 @@ class Band:
         return None
 
     def serve(self, ticket: Ticket[Any], tokens: float) -> None:
-        """Remove a ticket whose turn has come, and charge its flow the estimated tokens; `ticket.served` corrects them.
-        O(log flows).
-        """
+        """Remove a ticket whose turn has come, and charge its flow; `ticket.served` corrects that. O(log flows)."""
         flow, counted = self.flows[ticket.flow], tokens
         self._floor = max(self._floor, flow.served)
         self.remove(ticket)
@@ -247,9 +245,7 @@ class FairQueue:
         self._close(ticket.asked.priority)
 
     def serve(self, ticket: Ticket[Any], tokens: float) -> None:
-        """Remove a ticket whose turn has come, and charge its flow the estimated tokens; `ticket.served` corrects
-        them.
-        """
+        """Remove a ticket whose turn has come, and charge its flow the estimate; `ticket.served` corrects it."""
         self.bands[ticket.asked.priority].serve(ticket, tokens)
         self._close(ticket.asked.priority)
 

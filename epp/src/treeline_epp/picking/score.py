@@ -354,7 +354,8 @@ class Work(Struct, frozen=True, gc=False):
         tiers: Floats | None = None
         for match in matches.values():
             hits = [(level_hit(level), level.pods) for level in match.levels if level.tokens or level.reach]
-            for hit, pods in sorted(hits, key=_how_far):  # the longest last: it counts if a row has several pods
+            hits.sort(key=lambda held: (held[0].reach, held[0].tokens))
+            for hit, pods in hits:  # the longest last: it counts if a row has several pods
                 cached[index.holders(pods)] = self.cached(hit)
             for tier, levels in match.lower.items():
                 tiers = np.zeros((2, table.size)) if tiers is None else tiers
@@ -373,7 +374,3 @@ class Work(Struct, frozen=True, gc=False):
         loads[0] = np.maximum(0.0, loads[0])
         loads[1] = np.maximum(0.0, loads[1] - loads[0])
         return cached + loads[0] + loads[1], loads
-
-
-def _how_far(held: tuple[Hit, int]) -> tuple[int, int]:
-    return held[0].reach, held[0].tokens
