@@ -79,7 +79,7 @@ class Node:
         self.flags = (*FLAGS, *ports, f"--host={FAR}", f"--disk-cache={self.disk}/pages", "--disk-cache-size=256MiB")
         self.server = ServerProcess(tiny_model(), *self.flags)
         self.killed_at = self.ready_at = 0.0
-        """ready_at: infinite while it is down."""
+        """killed_at: infinite while it is dying; ready_at: while it is down."""
         self.loaded = Counter[str]()
         """Tokens that came from each tier, by servers that were killed."""
 
@@ -107,10 +107,11 @@ class Node:
     def kill(self) -> None:
         family = self.family()
         self.loaded.update(self.tiers())
-        self.ready_at, self.killed_at = float("inf"), time.monotonic()
+        self.ready_at = self.killed_at = float("inf")
         for one in family:
             one.kill()
         self.server.process.wait()
+        self.killed_at = time.monotonic()
         eventually(lambda: all(gone(one.pid) for one in family))
         self.server = ServerProcess(tiny_model(), *self.flags).ready()
         self.ready_at = time.monotonic()
