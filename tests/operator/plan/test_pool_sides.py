@@ -176,6 +176,13 @@ def test_our_own_pods_reach_each_other_at_the_port_for_pages_alone() -> None:
     assert met(cluster) == [{}, {}], "the old pods choose their ports"
     cluster.converge(ours)
     assert met(cluster) == [pages, pages]
+    cluster.converge(wide := a_pool(accelerator={"type": "cpu"}, engine={"hostCache": "1Gi", "dataParallel": 2}))
+    two = {"ports": [{"port": 5857, "protocol": "TCP", "endPort": 5858}]}
+    for after, last in ((ours, [pages, pages]), (wide, [two, two]), (a_pool(), [])):
+        cluster.do(cluster.plan(after))
+        assert met(cluster) == [two, two], "the pods of both revisions give pages"
+        cluster.converge(after)
+        assert met(cluster) == last
 
 
 def test_gateways_see_the_pods_that_answer_alone_once_there_are_no_others() -> None:

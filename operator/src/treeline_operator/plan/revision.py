@@ -94,10 +94,11 @@ class ExistingRevision:
         return label(facts.pod_template(self.object), labels.ROLE)
 
     @property
-    def gives_pages(self) -> bool:
-        """Whether its pods hand prompts over at one port."""
-        containers = facts.pod_template(self.object)["spec"]["containers"]
-        return any(port.get("name") == "kv-transfer" for one in containers for port in one.get("ports", ()))
+    def page_ports(self) -> int:
+        """Ports at which each of its pods gives pages; 0 once it has no pods."""
+        containers = () if self.is_empty else facts.pod_template(self.object)["spec"]["containers"]
+        ports = [port for one in containers for port in one.get("ports", ())]
+        return sum(str(port.get("name")).startswith("kv-transfer") for port in ports)
 
     @property
     def downloads(self) -> bool:
