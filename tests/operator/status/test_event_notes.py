@@ -70,6 +70,14 @@ def test_an_audits_alarm_is_told_once_also_by_an_operator_that_starts_and_so_is_
         assert [one for one in status["conditions"] if one["type"] == "CachesTrusted"] == [said] * kept
 
 
+def test_the_reasons_of_another_release_are_replaced():
+    strange = {"conditions": [{**one, "reason": "Strange"} for one in SERVING["conditions"]]}
+    mine = audited().pool.model_copy(update={"status": strange})
+    status = pool_status(dataclasses.replace(audited(), pool=mine, picker=None))
+    assert "Strange" not in {one["reason"] for one in status["conditions"]}
+    assert Reason.SERVING in reasons(strange, SERVING)
+
+
 def test_recovery_is_reported():
     bad = status((ConditionType.GATEWAY_READY, ("False", Reason.GATEWAY_NOT_READY, "no")))
     good = status((ConditionType.GATEWAY_READY, ("True", Reason.GATEWAY_SERVING, "yes")))

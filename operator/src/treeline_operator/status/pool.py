@@ -341,9 +341,9 @@ def _caches(world: PoolWorld) -> Judgement | None:
     if ready := sum(one.ready for one in listed):
         return "True", Reason.CACHES_IN_USE, f"used by {_pods(ready)}"
     told = facts.condition_of({"status": world.pool.status}, ConditionType.CACHES_TRUSTED)
-    if not told or (heard and not listed):
+    reason = next((one for one in (Reason.CACHE_WRONG, Reason.CACHES_IN_USE) if one == told.get("reason")), None)
+    if reason is None or (heard and not listed):
         return None
-    reason = Reason(told["reason"])
     return told["status"], reason, told["message"].removesuffix(f" {reason.fix}")
 
 
