@@ -97,8 +97,8 @@ class ExistingRevision:
     def page_ports(self) -> int:
         """Ports at which each of its pods gives pages; 0 once it has no pods."""
         containers = () if self.is_empty else facts.pod_template(self.object)["spec"]["containers"]
-        ports = [port for one in containers for port in one.get("ports", ())]
-        return sum(str(port.get("name")).startswith("kv-transfer") for port in ports)
+        named = {str(port.get("name")) for one in containers for port in one.get("ports", ())}
+        return sum(name.startswith("kv-transfer") for name in named)
 
     @property
     def downloads(self) -> bool:
