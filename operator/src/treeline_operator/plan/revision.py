@@ -150,6 +150,7 @@ class ExistingRevision:
             ),
             waited_s=facts.waited_s(homeless, since, now),
             fits=self._fits(homeless, olds),
+            unpaired=self.role == "decode",  # until its other side is looked at
         )
 
     def _fits(self, homeless: Collection[dict[str, Any]], olds: Collection[ExistingRevision]) -> bool:
