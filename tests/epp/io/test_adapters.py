@@ -473,6 +473,15 @@ def test_discovery_names_the_protocol_and_the_engine_the_facts() -> None:
     assert EngineInfo(role=Role.PREFILL).registered(told).role is Role.PREFILL
 
 
+@pytest.mark.parametrize("off", [["disk\n"], ["a\x1b[2J"], ["d" * 65], ["disk"] * 9])
+async def test_words_that_no_runtime_says_reach_no_status(http: HttpClient, off: list[str]) -> None:
+    async with started(FakeEngine("r")) as (engine,):
+        owned(engine, "treeline", server_info={"tokenizer_fingerprint": "f", "cache_sources_off": off})
+        info = await EngineClient(http, engine.address).info()
+        assert info.cache_sources_off == ()
+        assert "cache_sources_off" in info.no_events
+
+
 @pytest.mark.parametrize(
     ("said", "transfer"),
     [
