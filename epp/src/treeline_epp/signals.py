@@ -38,6 +38,8 @@ NOW: Final = "/signals/now"
 _MOST_PICKS: Final = 512
 _FADES_S: Final = 60.0
 """Seconds in which the load of prompts fades to a third."""
+_LONGEST_S: Final = 600.0
+"""The most seconds that a prompt counts for: an engine's report of its speed may be wrong, which would last."""
 _MOST_MODELS: Final = 100
 _MOST_LETTERS: Final = 256
 """Longest name or id from a client."""
@@ -101,7 +103,7 @@ class Demand:
         that its prompt takes another one."""
         self._of(pool, model).picks.append((now, ttft_s))
         if prompt_s:
-            self._prompts[pool] = now, self._prompt_load(pool, now) + prompt_s / _FADES_S
+            self._prompts[pool] = now, self._prompt_load(pool, now) + min(prompt_s, _LONGEST_S) / _FADES_S
 
     def _prompt_load(self, pool: str, now: float) -> float:
         at, load = self._prompts.get(pool, (now, 0.0))

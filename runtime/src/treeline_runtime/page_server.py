@@ -89,7 +89,8 @@ class PageServer:
             made.bind(f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}")
         except zmq.ZMQError as error:
             raise StartError(f"--kv-transfer-port: cannot bind {host}:{port}: {error}") from None
-        self.port = int(made.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+        self.port = int(made.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2]) - rank
+        """That of rank 0, from which the others count up: `/server_info` shows what one of them, any, says."""
         self._peers = Peers(made, 2 * MOST_REQUEST_BYTES)
         self._closing = False
         self._thread = threading.Thread(target=self._run, name="treeline page server", daemon=True)

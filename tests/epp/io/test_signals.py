@@ -162,6 +162,8 @@ def test_the_load_of_prompts_is_the_endpoints_that_they_keep_busy_and_fades() ->
     assert demand.asked(1200.0) == {}
     told = [PoolSignals(Asked(prompt_load=load)) for load in (0.5, 1.5)]
     assert merged(told).asked.prompt_load == 2.0, "each picker knows its own"
+    demand.picked("m", "p", 0.1, 1200.0, 1e300)
+    assert demand.asked(1200.0)["p"][0].prompt_load == 10, "an engine that claims to be endlessly slow"
 
 
 def test_a_line_is_sent_on_change_and_periodically() -> None:

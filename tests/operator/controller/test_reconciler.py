@@ -17,7 +17,7 @@ from treeline_operator.controller.reconciler import Reconciler
 from treeline_operator.controller.store import Store
 from treeline_operator.controller.warnings import Warnings
 from treeline_operator.plan.routes import ROUTE, UPSTREAM
-from treeline_operator.world import Key, Platform, Ref
+from treeline_operator.world import Key, Platform, Ref, Scaling
 
 NOW = datetime(2026, 11, 20, 12, tzinfo=UTC)
 
@@ -297,3 +297,18 @@ async def test_only_affected_pools_of_a_gateway_are_notified() -> None:
     assert await told() == []
     store.remove(Ref("treeline.dev/v1alpha1", "InferencePool", "shop", "p0"), "uid-p0", "41")
     assert await told() == [name for name in names if name not in ("p0", "p5")], "the next oldest's hold now"
+
+
+async def test_advice_on_prefill_pods_is_planned_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No watch tells the operator of a status that it has written itself."""
+    store, planned, woken = Store(), [], []
+    bounds = {"prefill": {"maxReplicas": 9}, "autoscaling": {"type": "Picker", "maxReplicas": 2}}
+    spec = {"model": {"uri": "path:///m"}, "engine": {"type": "vllm"}, **bounds}
+    store.put({**pool("a"), "spec": spec})
+    reconciler, one = reconciler_of(store, Api(store)), Key("pool", "shop", "a")
+    monkeypatch.setattr(module, "plan_pool", lambda world: planned.append(world.pool.prefill_replicas))
+    reconciler.observer.scaling["shop", "a"] = Scaling(True, prompts=6)
+    store.listeners.append(lambda change: woken.append(change.ref.name))
+    for _ in range(2):
+        await reconciler.reconcile(one)
+    assert (planned, woken) == ([1, 6], ["a"])

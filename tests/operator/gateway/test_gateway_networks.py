@@ -43,7 +43,7 @@ def test_only_needed_network_paths_are_allowed() -> None:
     assert (numbers(to_api), numbers(dns)) == ([443, 6443], [53, 53])
     # What goes out at this end is let in at the other.
     for p in (pool("a"), pool("b", created=1, **FULL)):
-        ours = pods_policy(p, (), Platform(metrics_from=()), {}, meet=False)["spec"]["ingress"]
+        ours = pods_policy(p, (), Platform(metrics_from=()), {}, meet=0)["spec"]["ingress"]
         let_in = {rule["from"][0]["podSelector"]["matchLabels"].get(names.COMPONENT): rule for rule in ours}
         assert set(numbers(let_in["edge"])) <= set(numbers(envoy["egress"][1]))
         reached = {port[0] if isinstance(port, tuple) else port for port in numbers(to_pods)}

@@ -73,7 +73,7 @@ def test_picker_and_envoy_send_to_the_collector_of_the_gateways_owner() -> None:
 
 def test_pods_may_reach_their_collector_and_other_pools_get_no_egress() -> None:
     def egress(of: InferencePool) -> list[Any]:
-        found: list[Any] = pods_policy(of, (), Platform(), {}, meet=False)["spec"]["egress"]
+        found: list[Any] = pods_policy(of, (), Platform(), {}, meet=0)["spec"]["egress"]
         return found
 
     assert egress(pool("b", tracing=COLLECTOR)) == [*egress(pool("a")), OUT]

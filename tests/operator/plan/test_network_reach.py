@@ -79,7 +79,8 @@ def everything(of: InferencePool, platform: Platform) -> tuple[list[dict[str, An
     cluster = Cluster()
     cluster.converge(of, platform=platform)
     policies = [cluster.get("NetworkPolicy", name) for name in cluster.names("NetworkPolicy")]
-    policies.append(pods_policy(of, of.spec.gateway.parent_refs, platform, {}, meet=False))
+    pages = of.spec.engine.data_parallel * bool(of.spec.engine.host_cache)
+    policies.append(pods_policy(of, of.spec.gateway.parent_refs, platform, {}, meet=pages))
     template = workload(of, TargetRevision("r", None), 1, {"labels": {}}, Images())["spec"]["template"]
     pods = {"runtime": Pod("ns", template["metadata"]["labels"])}
     for component in ("epp", "edge"):
@@ -157,3 +158,13 @@ def test_an_engines_api_on_one_of_our_ports_moves_ours(port: int) -> None:
     assert flags["--metrics-port"] == str(numbers["metrics"]) != str(port)
     assert flags["--admin-port"] not in map(str, numbers.values())
     assert reached(policies, pods["runtime"], PROMETHEUS) == {numbers["metrics"]}
+
+
+def test_pages_are_fetched_from_pods_of_the_same_pool_and_namespace_alone() -> None:
+    kept = pool("a", engine={"hostCache": "1Gi", "dataParallel": 2})
+    policies, pods = everything(kept, Platform())
+    mine = pods["runtime"]
+    assert reached(policies, mine, mine) == {ports.KV_TRANSFER, ports.KV_TRANSFER + 1}
+    others = [everything(pool("b", engine={"hostCache": "1Gi"}), Platform())[1]["runtime"], Pod("tenant", mine.labels)]
+    for source in (*others, PROMETHEUS, OPERATOR, NEIGHBOUR, pods["edge"], pods["epp"]):
+        assert ports.KV_TRANSFER not in reached(policies, mine, source)

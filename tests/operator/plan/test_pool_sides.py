@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from treeline_operator.actions import Mark, Scale
 from treeline_operator.api.pool import InferencePool
 from treeline_operator.api.rules import violations
 from treeline_operator.plan.engines import KEYS_DIR
+from treeline_operator.plan.revision import existing_revisions
 from treeline_operator.plan.rollout import Revision, RolloutPolicy
 from treeline_operator.plan.runtime import pod_template
 from treeline_operator.plan.sides import SideNumbers, next_steps
@@ -176,6 +178,13 @@ def test_our_own_pods_reach_each_other_at_the_port_for_pages_alone() -> None:
     assert met(cluster) == [{}, {}], "the old pods choose their ports"
     cluster.converge(ours)
     assert met(cluster) == [pages, pages]
+    cluster.converge(wide := a_pool(accelerator={"type": "cpu"}, engine={"hostCache": "1Gi", "dataParallel": 2}))
+    two = {"ports": [{"port": 5857, "protocol": "TCP", "endPort": 5858}]}
+    for after, last in ((ours, [pages, pages]), (wide, [two, two]), (a_pool(), [])):
+        cluster.do(cluster.plan(after))
+        assert met(cluster) == [two, two], "the pods of both revisions give pages"
+        cluster.converge(after)
+        assert met(cluster) == last
 
 
 def test_gateways_see_the_pods_that_answer_alone_once_there_are_no_others() -> None:
@@ -241,6 +250,15 @@ def test_of_old_revisions_the_same_one_stays_on_both_sides() -> None:
         {"a": 0, "b": 1, "c": 1},
         {"a-prefill": 0, "b-prefill": 1, "c-prefill": 1},
     ]
+
+
+def test_of_old_revisions_one_whose_prefill_side_was_deleted_leaves_first() -> None:
+    cluster = settled(before := pair(replicas=2))
+    (alone,) = (one for one in existing_revisions(cluster.world(before)) if not names.is_prefill(one.name))
+    left = replace(alone.measured(None, cluster.now), name="b")
+    olds = SideNumbers(2, SURGE, Revision("c", 1), (Revision("a", 1, 1), left))
+    prompts = SideNumbers(1, SURGE, None, (Revision("a-prefill", 1, 1),))
+    assert [one.replicas for one in next_steps(olds, prompts)] == [{"a": 1, "b": 1, "c": 1}, {"a-prefill": 1}]
 
 
 def test_prefill_pods_stay_while_pods_answer_by_them() -> None:

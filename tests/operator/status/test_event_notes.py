@@ -65,9 +65,19 @@ def test_an_audits_alarm_is_told_once_also_by_an_operator_that_starts_and_so_is_
     (said,) = (one for one in wrong["conditions"] if one["type"] == "CachesTrusted")
     mine = audited().pool.model_copy(update={"status": wrong})
     unasked = PickerView(True, {"tiny": (PickerEndpoint("tiny-1", "10.0.0.1:8000"),)})
-    for picker, kept in ((None, True), (PickerView(False), True), (unasked, True), (PickerView(True), False)):
+    both = (*unasked.pools["tiny"], PickerEndpoint("tiny-2", "10.0.0.2:8000", True))
+    views = (None, PickerView(False), unasked, PickerView(True, {"tiny": both}), PickerView(True))
+    for picker, kept in zip(views, (True, True, True, True, False), strict=True):
         status = pool_status(dataclasses.replace(audited(), pool=mine, picker=picker))
         assert [one for one in status["conditions"] if one["type"] == "CachesTrusted"] == [said] * kept
+
+
+def test_the_reasons_of_another_release_are_replaced():
+    strange = {"conditions": [{**one, "reason": "Strange"} for one in SERVING["conditions"]]}
+    mine = audited().pool.model_copy(update={"status": strange})
+    status = pool_status(dataclasses.replace(audited(), pool=mine, picker=None))
+    assert "Strange" not in {one["reason"] for one in status["conditions"]}
+    assert Reason.SERVING in reasons(strange, SERVING)
 
 
 def test_recovery_is_reported():

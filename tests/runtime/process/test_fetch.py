@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
 import threading
 from collections.abc import Callable
@@ -157,6 +158,16 @@ def test_pods_that_downloaded_the_same_weights_give_each_other_pages(hub: Hub, t
     assert fingerprint("one") == fingerprint("two")
     hub.commit = "decaf"
     assert fingerprint("newer") != fingerprint("one")
+
+
+def test_files_of_another_user_are_taken_though_their_times_cannot_be_set(
+    hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "utime", refuse)
+    assert run(tmp_path / "m") == 0
 
 
 def test_an_incomplete_folder_is_completed(hub: Hub, tmp_path: Path) -> None:

@@ -283,6 +283,16 @@ def test_only_who_has_the_pools_keys_is_given_pages_or_asked(
                 here.cache.wipe()
 
 
+def test_every_rank_names_the_port_of_the_first_one(context: zmq.Context[Any]) -> None:
+    """`/server_info` repeats the rank whose cache is smallest, and readers add a rank's number."""
+    args = ServerArgs(model="none", host_cache=1, kv_transfer_port=0)
+    server = PageServer(context, args, 3, None, lambda: None)  # type: ignore[arg-type]
+    try:
+        assert server._socket.getsockopt_string(zmq.LAST_ENDPOINT).endswith(f":{server.port + 3}")
+    finally:
+        server.close()
+
+
 def ask(sock: zmq.Socket[Any], *requests: Any) -> None:
     for request in requests:
         sock.send_multipart(encode_request(request))

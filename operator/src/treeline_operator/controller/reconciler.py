@@ -263,8 +263,9 @@ class Reconciler:
             answer = await self.statuses.apply_status(obj)
         except (Conflict, NotFound):
             return due.again_s  # it was just deleted, or another object has its name; the watch will report it
-        # No other plan depends on a status, and ours has just been made from it.
-        self.observer.store.put(answer, notify=False)
+        # Of a status, plans depend on this advice alone.
+        advice = [one.get("prefill", {}).get("advisedReplicas") for one in (before, status)]
+        self.observer.store.put(answer, notify=advice[0] != advice[1])
         for note in transitions(before, status):
             self.recorder.emit(ref, uid, note.type, note.reason, note.message)
         return due.again_s

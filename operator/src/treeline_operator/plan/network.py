@@ -28,12 +28,11 @@ _EVENT_PORTS: Final = (ports.EVENTS, ports.REPLAY, ports.LOAD)
 
 
 def pods_policy(
-    pool: InferencePool, parents: Sequence[ParentRef], platform: Platform, meta: Object, *, meet: bool
+    pool: InferencePool, parents: Sequence[ParentRef], platform: Platform, meta: Object, *, meet: int | None
 ) -> Object:
-    """Policies for the life of the pool. `parents` are the Gateways that send it requests; `meet` says whether pods
-    connect to each other at any port: those of a replica, or of both sides with `spec.prefill`. With a host cache they
-    fetch pages at one. Nothing admits traffic to
-    administration, which listens on the pod's loopback.
+    """Policies for the life of the pool. `parents` are the Gateways that send it requests; `meet` says at how many
+    ports pods fetch pages from each other, None if they connect at any port: those of a replica, or of both sides with
+    `spec.prefill`. Nothing admits traffic to administration, which listens on the pod's loopback.
     """
     gateway, http = pool.spec.gateway.name, [port(pool.spec.engine.port)]
     ingress = [
@@ -47,10 +46,9 @@ def pods_policy(
         ingress.append({"from": _proxies(parents, pool.namespace), "ports": http})
     # The ranks of a group choose their ports as they connect, and so do engines that hand prompts over; no policy can
     # name the pods of one group alone.
-    own, engine = [{"podSelector": {"matchLabels": selector(pool.name)}}], pool.spec.engine
-    last = ports.KV_TRANSFER + engine.data_parallel - 1
-    pages = [{"ports": [port(ports.KV_TRANSFER, last)]}] if engine.host_cache else []
-    met = [{}] if meet else pages
+    own, first = [{"podSelector": {"matchLabels": selector(pool.name)}}], ports.KV_TRANSFER
+    pages = [{"ports": [port(first, first + meet - 1)]}] if meet else []
+    met = [{}] if meet is None else pages
     ingress += [{"from": own, **at} for at in met]
     dns = {"to": [{"namespaceSelector": {}}, {"ipBlock": {"cidr": _NODE_LOCAL_DNS}}], **_DNS}
     egress = [dns, *({"to": own, **at} for at in met), *_collector(pool.spec.tracing)]

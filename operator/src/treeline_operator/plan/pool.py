@@ -320,9 +320,11 @@ class _Planner:
         spec = self.pool.spec
         groups = spec.accelerator.nodes > 1 or any(one.nodes > 1 and not one.is_empty for one in there)
         apart = (spec.prefill is not None and not spec.engine.host_cache) or any(
-            one.role == "prefill" and not one.is_empty and not one.gives_pages for one in there
+            one.role == "prefill" and not one.is_empty and not one.page_ports for one in there
         )
-        policy = pods_policy(self.pool, self._parents(), self.world.platform, meta, meet=groups or apart)
+        pages = max(spec.engine.data_parallel * bool(spec.engine.host_cache), *(one.page_ports for one in there), 0)
+        meet = None if groups or apart else pages
+        policy = pods_policy(self.pool, self._parents(), self.world.platform, meta, meet=meet)
         yield from self._apply(policy, "access to the pods")
         if downloading:
             policy = download_policy(self.pool, self._meta(f"{self.pool.name}-download"))

@@ -94,10 +94,11 @@ class ExistingRevision:
         return label(facts.pod_template(self.object), labels.ROLE)
 
     @property
-    def gives_pages(self) -> bool:
-        """Whether its pods hand prompts over at one port."""
-        containers = facts.pod_template(self.object)["spec"]["containers"]
-        return any(port.get("name") == "kv-transfer" for one in containers for port in one.get("ports", ()))
+    def page_ports(self) -> int:
+        """Ports at which each of its pods gives pages; 0 once it has no pods."""
+        containers = () if self.is_empty else facts.pod_template(self.object)["spec"]["containers"]
+        named = {str(port.get("name")) for one in containers for port in one.get("ports", ())}
+        return sum(name.startswith("kv-transfer") for name in named)
 
     @property
     def downloads(self) -> bool:
@@ -149,6 +150,7 @@ class ExistingRevision:
             ),
             waited_s=facts.waited_s(homeless, since, now),
             fits=self._fits(homeless, olds),
+            unpaired=self.role == "decode",  # until its other side is looked at
         )
 
     def _fits(self, homeless: Collection[dict[str, Any]], olds: Collection[ExistingRevision]) -> bool:

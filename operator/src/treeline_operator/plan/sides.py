@@ -35,7 +35,7 @@ def next_steps(answers: SideNumbers, prompts: SideNumbers | None = None) -> tupl
     if prompts is None:
         return (next_step(answers.desired, answers.policy, answers.target, answers.olds),)
     serving = {one.name: one.serving for one in (prompts.target, *prompts.olds) if one is not None}
-    first = _step(answers, prompts, lambda one: serving.get(one.name + names.PREFILL, 1))
+    first = _step(answers, prompts, lambda one: serving.get(one.name + names.PREFILL, not one.unpaired))
     kept = {one.name: first.replicas.get(one.name, 0) for one in (answers.target, *answers.olds)}
     if prompts.target is None:
         return first, RolloutStep({one.name: one.replicas * bool(kept.get(_by(one))) for one in prompts.olds})

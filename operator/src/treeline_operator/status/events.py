@@ -22,7 +22,7 @@ _WORTH_TELLING: Final = frozenset(
 )
 """Neutral reasons that last longer than a moment."""
 
-
+_PROBLEMS: Final = frozenset(reason for reason in Reason if reason.info.good is False)
 _MILESTONES: Final = frozenset((Reason.ROLLOUT_COMPLETE, Reason.MODEL_LOADED))
 """Good news even where nothing was wrong before."""
 
@@ -70,7 +70,7 @@ def _matters(condition: Mapping[str, Any], was: Mapping[str, Any] | None, reason
         return False
     if kind in (ConditionType.READY, ConditionType.ACCEPTED):
         return True
-    return was is not None and (reason in _MILESTONES or Reason(was["reason"]).info.good is False)
+    return was is not None and (reason in _MILESTONES or was["reason"] in _PROBLEMS)
 
 
 class Due(NamedTuple):

@@ -330,7 +330,7 @@ def _scaling(world: PoolWorld) -> Judgement | None:
 
 
 def _caches(world: PoolWorld) -> Judgement | None:
-    """Whether pods have switched caches off; as before while the picker has not asked the pods."""
+    """Whether pods have switched caches off; as before while the picker has not asked the pods, or one of the named."""
     if world.pool.spec.engine.type != "treeline":
         return None
     heard = world.picker is not None and world.picker.synced
@@ -338,12 +338,13 @@ def _caches(world: PoolWorld) -> Judgement | None:
     off = [f"pod {one.name} ({', '.join(one.cache_sources_off)})" for one in listed if one.cache_sources_off]
     if off:
         return "False", Reason.CACHE_WRONG, f"caches are not used any more, an audit found wrong pages: {few(off)}"
-    if ready := sum(one.ready for one in listed):
-        return "True", Reason.CACHES_IN_USE, f"used by {_pods(ready)}"
     told = facts.condition_of({"status": world.pool.status}, ConditionType.CACHES_TRUSTED)
-    if not told or (heard and not listed):
+    unasked = any(f"pod {one.name} (" in told.get("message", "") for one in listed if not one.ready)
+    if (ready := sum(one.ready for one in listed)) and not unasked:
+        return "True", Reason.CACHES_IN_USE, f"used by {_pods(ready)}"
+    reason = next((one for one in (Reason.CACHE_WRONG, Reason.CACHES_IN_USE) if one == told.get("reason")), None)
+    if reason is None or (heard and not listed):
         return None
-    reason = Reason(told["reason"])
     return told["status"], reason, told["message"].removesuffix(f" {reason.fix}")
 
 

@@ -182,10 +182,12 @@ def _download(wanted: Wanted, progress: Progress, every_s: float) -> None:
     there = sum((wanted.partial / file).stat().st_size for file in listed.sizes if (wanted.partial / file).is_file())
     if there < total:
         raise FetchError("DownloadFailed", f"{name}: {there} of {total} bytes arrived; it is tried again")
-    # The same times in every pod: only pods whose files of weights have equal ones give each other pages.
+    # The same times in every pod: only pods whose files of weights have equal ones give each other pages. Files that
+    # another user began on a shared volume keep theirs.
     at = zlib.crc32(str(listed.version).encode())
     for path in filter(Path.is_file, (wanted.partial / file for file in listed.sizes)):
-        os.utime(path, (at, at))
+        with contextlib.suppress(PermissionError):
+            os.utime(path, (at, at))
     (wanted.partial / MARKER).write_text(json.dumps({**wanted.origin.identity, "commit": listed.version}))
     shutil.rmtree(wanted.to, ignore_errors=True)
     wanted.partial.rename(wanted.to)

@@ -19,6 +19,7 @@ from treeline_epp.endpoints.spec import KvPorts
 from treeline_epp.endpoints.transfer import Protocol, Transfer
 
 _TOKENIZER_TIMEOUT_S, _TOKENIZER_BYTES = 30.0, 256 << 20
+_Word = Annotated[str, Meta(max_length=64, pattern=r"\A[a-z_]+\Z")]
 
 
 class _Tiers(msgspec.Struct):
@@ -35,7 +36,7 @@ class _OurServerInfo(ServerInfo):
     epoch: int | str | None = None
     tokenizer_fingerprint: str | None = None
     isolates_clients: bool = False
-    cache_sources_off: Annotated[tuple[Annotated[str, Meta(max_length=64)], ...], Meta(max_length=8)] = ()
+    cache_sources_off: Annotated[tuple[_Word, ...], Meta(max_length=8)] = ()
 
 
 class TreelineAdapter(SGLangAdapter):
