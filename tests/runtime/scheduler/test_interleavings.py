@@ -376,7 +376,7 @@ class World:
                 self.now, self.computed, self.lives, self.asks, sorted(self.trouble), messages,
                 self.lender.key(), self.asker.key(), bool(self.peers._failed_at),
                 self.req.finish, self.req.fetched, self.req.loaded,
-                peer and (peer.is_asked, len(peer.held), peer.left_s),
+                peer and (peer.is_asked, len(peer.held), peer.until),
             ))
         )  # fmt: skip
 

@@ -222,6 +222,17 @@ class Machine(RuleBasedStateMachine):
         self.flush()
 
 
+def test_a_peer_that_names_pages_in_a_wild_order_begins_few_copies() -> None:
+    made = Machine()
+    prompts = [[family, *range(40), 200] for family in (0, 1)]
+    for tokens in prompts:
+        made.compute(tokens)
+    named = [*chain.from_iterable(zip(*map(digests_of, prompts), strict=True))]
+    made.tiers.lending.ask(HaveRequest(made.form.fingerprint, named, coming=True), lambda *_: None)
+    made.tiers.take()
+    assert len(made.jobs.begun) <= 2
+
+
 TestLending = Machine.TestCase
 TestLending.settings = settings(
     max_examples=100, stateful_step_count=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]

@@ -78,7 +78,7 @@ class RemotePages:
     ) -> list[bytes]:
         """Those of these pages that it has, up to one that it has not; none if it does not answer while that is
         `wanted`. `coming`: waits a moment for the first of them."""
-        if not self.may_ask(address):  # it has failed since
+        if not (self.may_ask(address) and wanted()):  # it has failed since, or a thread came late
             return []
         began = time.monotonic()
         try:

@@ -91,10 +91,12 @@ class Lending:
 
     def _put_all(self, digests: Sequence[bytes]) -> None:
         """Begins to copy those to the host that are there on the device."""
+        at = None
         for node, run in groupby(digests, self._tree.find):
             if node is not None:
                 named = list(run)
-                at = node.digests.index(named[0])
+                at = node.digests.index(named[0]) if at is None else 0
                 end = at + len(named)
-                if node.digests[at:end] == named:  # a peer might name them in any order
-                    self._put(node, named, node.pages[at:end])
+                if node.digests[at:end] != named:  # a peer might name them in any order, and pays for one search
+                    return
+                self._put(node, named, node.pages[at:end])

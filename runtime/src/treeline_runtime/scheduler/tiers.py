@@ -24,7 +24,7 @@ from treeline_wire.events import block_hash, root_digest
 from treeline_wire.pages import MOST_DIGESTS
 
 from treeline_runtime.config import SchedulerConfig
-from treeline_runtime.core import Remote, Req
+from treeline_runtime.core import ANSWER_S, Remote, Req
 from treeline_runtime.kvcache import KVPool, Match, Node, PagePool, Pages, RadixCache
 from treeline_runtime.kvcache.disk import DiskTier
 from treeline_runtime.kvcache.host import HostTier, Lower, Slab
@@ -78,8 +78,8 @@ class Tiers:
         self._fetches: list[Fetch] = []
         self._questions = Counter[str]()
         """By peer, those without an answer."""
-        self._in_line = defaultdict[str, deque[tuple[Req, Remote, Sequence[bytes]]]](deque)
-        """By peer, further ones."""
+        self._in_line = defaultdict[str, dict[str | None, deque[tuple[Req, Remote, Sequence[bytes]]]]](dict)
+        """By peer, further ones of each client, in the order of their turns."""
         self.lending = Lending(tree, store, self._put)
         self.loads = Loads(tree, pool, lambda *of: store.get(kv_pool(), *of), self._loaded)
         self._outcomes = Counter[str](loaded=0, computed=0, failed=0)
@@ -162,7 +162,7 @@ class Tiers:
         peer, wanted = None, self._on_disk(req, match, at)
         if not wanted and (peer := req.remote) is not None:
             wanted = self._at_peer(req, peer, match, at)
-            if peer.is_asked:
+            if req.awaits_pages(self._clock()):
                 return True
         address, within_s = (None, 0.0) if peer is None else (peer.address, peer.within_s)
         few = (len(here) + len(wanted)) * self._tree.page_size < MIN_SHARED_TOKENS
@@ -205,11 +205,11 @@ class Tiers:
             req.remote = None
             return ()
         wanted = self._following(req, match, at, lambda one: one in peer.held and one not in host, self._piece)
-        asks = not wanted and peer.left_s > 0
+        asks = not wanted and self._clock() < peer.until
         asked = self._following(req, match, at, lambda _: asks, MOST_DIGESTS)
         if len(asked) * self._tree.page_size >= MIN_SHARED_TOKENS:
-            peer.is_asked = True
-            self._in_line[address].append((req, peer, asked))
+            peer.is_asked, peer.until = True, min(peer.until, self._clock() + (peer.within_s or ANSWER_S))
+            self._in_line[address].setdefault(req.client, deque()).append((req, peer, asked))
             self._ask(address)
         return wanted
 
@@ -217,26 +217,33 @@ class Tiers:
         """Asks a peer the next questions, as many as may be without an answer."""
         line = self._in_line[address]
         while line and self._questions[address] < MOST_QUESTIONS:
-            if (asked := line.popleft())[0].finish is None:
-                self._begin_to_ask(*asked)
+            own = line.pop(client := next(iter(line)))
+            req, peer, digests = own.popleft()
+            if own:
+                line[client] = own
+            if self._asks(req, peer):
+                self._begin_to_ask(req, peer, digests)
         if not line:
             del self._in_line[address]
 
+    def _asks(self, req: Req, peer: Remote) -> bool:
+        """Whether a request still waits for what a peer says."""
+        return req.finish is None and req.remote is peer and req.awaits_pages(self._clock())
+
     def _begin_to_ask(self, req: Req, peer: Remote, digests: Sequence[bytes]) -> None:
-        address, until, remote = peer.address, self._clock() + peer.left_s, self.store.remote
+        address, remote = peer.address, self.store.remote
         assert remote is not None
 
         def answered(held: list[bytes | None], _seconds: float) -> None:
             self._questions -= Counter([address])
             peer.is_asked, peer.held = False, frozenset(one for one in held if one is not None)
-            peer.left_s = peer.within_s if peer.held else min(peer.within_s, until - self._clock())
+            if peer.held or not peer.within_s:
+                peer.until = self._clock() + peer.within_s
             self._ask(address)
 
-        def is_wanted() -> bool:
-            return req.finish is None and self._clock() < until
-
         self._questions[address] += 1
-        have = partial(remote.have, address, self.store.form, coming=peer.within_s > 0, wanted=is_wanted)
+        wanted = partial(self._asks, req, peer)
+        have = partial(remote.have, address, self.store.form, coming=peer.within_s > 0, wanted=wanted)
         self._workers.start("ask", [digests], have, answered)
 
     def _fetched(self, fetch: Fetch, measured: bool, moved: Moved) -> None:
@@ -266,6 +273,8 @@ class Tiers:
     def settle(self) -> bool:
         """Waits a moment for all copies to end. Returns whether they have."""
         deadline = time.monotonic() + SETTLE_S
+        for fetch in self._fetches:
+            fetch.over = True  # nobody waits for it
         while self.is_copying and (left := deadline - time.monotonic()) > 0:
             self._workers.take(left)
         return not self.is_copying
