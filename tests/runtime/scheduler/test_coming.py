@@ -16,7 +16,7 @@ from treeline_runtime.core import MOST_WITHIN_S, Remote
 from treeline_runtime.kvcache import remote
 from treeline_runtime.messages import FlushReq
 from treeline_runtime.scheduler.lending import LATE_S
-from treeline_runtime.scheduler.tiers import MOST_QUESTIONS
+from treeline_runtime.scheduler.tiers import MOST_QUESTIONS, STALLED_S
 from treeline_wire.events import block_hash, root_digest
 from treeline_wire.pages import HaveRequest, Held, Later, encode_answer
 
@@ -249,6 +249,39 @@ def test_a_flush_ends_what_nobody_waits_for_any_more(tiny: Path, context: zmq.Co
         here.inbox.append(FlushReq("flush"))
         eventually(lambda: (here.step(), here.replies)[1])
         assert here.replies[-1].ok, here.replies
+
+
+def test_a_peer_that_keeps_its_pages_delays_others_as_any_disk_and_holds_few_threads(
+    tiny: Path, context: zmq.Context[Any], expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "SILENT_S", 30.0)
+    now, gets = [0.0], list[Any]()
+
+    def keeps(request: Any) -> Any:
+        if isinstance(request, HaveRequest):
+            return encode_answer(Held(len(request.digests)))
+        gets.append(request.digests[0])
+        return encode_answer(Later())
+
+    with engine(tiny, context, clock=lambda: now[0]) as here, fake_peer(context, keeps) as peer:
+        prompts = [PROMPT, *([i, *prompt(i, 60)] for i in range(2 * MOST_QUESTIONS))]
+        for i, tokens in enumerate(prompts):
+            here.submit(str(i), tokens, pages_from=f"{peer};within=50")
+        first = block_hash(root_digest(None), PROMPT[: here.config.page_size])
+        assert here.cache.tiers is not None
+        fetches = here.cache.tiers._fetches
+        eventually(lambda: (here.step(), len(fetches) >= MOST_QUESTIONS and first in gets)[1])
+        here.submit("other", PROMPT)
+        for _ in range(3):
+            here.step()
+        assert "other" in here.prefill.waiting, "the pages may come"
+        now[0] = STALLED_S
+        eventually(lambda: ended(here, "other"))
+        assert here.tokens("other") == expected
+        assert len(here.prefill.waiting) == len(prompts)
+        assert len(fetches) == MOST_QUESTIONS
+        here.abort()
+        here.run()
 
 
 def test_the_header_is_read_as_it_is_written_and_nothing_else() -> None:

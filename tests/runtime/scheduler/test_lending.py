@@ -22,7 +22,7 @@ from treeline_runtime.scheduler.lending import LATE_S
 from treeline_runtime.scheduler.rates import LoadRates
 from treeline_runtime.scheduler.tiers import Tiers
 from treeline_wire.events import block_hash, root_digest
-from treeline_wire.pages import GetRequest, HaveRequest, Held, Pages
+from treeline_wire.pages import MOST_DIGESTS, GetRequest, HaveRequest, Held, Pages
 
 PAGE_SIZE, PAGES, SLOTS, PAGE_BYTES = 4, 24, 8, 8
 
@@ -231,6 +231,18 @@ def test_a_peer_that_names_pages_in_a_wild_order_begins_few_copies() -> None:
     made.tiers.lending.ask(HaveRequest(made.form.fingerprint, named, coming=True), lambda *_: None)
     made.tiers.take()
     assert len(made.jobs.begun) <= 2
+
+
+def test_a_step_takes_few_requests_that_name_many_pages() -> None:
+    made, told = Machine(), list[object]()
+    made.compute([0, *range(40), 200])
+    named = digests_of([0, *range(40)])[:1] * MOST_DIGESTS
+    for _ in range(16):
+        made.tiers.lending.ask(HaveRequest(made.form.fingerprint, named), lambda answer, _: told.append(answer))
+    made.tiers.take()
+    assert 0 < len(told) <= 4
+    while len(told) < 16:
+        assert made.tiers.take()
 
 
 TestLending = Machine.TestCase

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -281,6 +282,16 @@ def test_only_who_has_the_pools_keys_is_given_pages_or_asked(
                 assert here.generate(name, PROMPT, pages_from=address) == expected
                 assert here.last(name).cached_tokens == cached
                 here.cache.wipe()
+
+
+def test_a_flood_of_signs_of_life_takes_no_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    rests, wanted = list[float](), iter([True] * 100)
+    frames = [SimpleNamespace(buffer=frame) for frame in encode_answer(Later())]
+    floods: Any = SimpleNamespace(poll=lambda _: True, recv_multipart=lambda copy: frames)
+    monkeypatch.setattr(remote, "time", SimpleNamespace(sleep=rests.append))
+    with pytest.raises(remote.Lost):
+        remote._Line(floods, lambda: next(wanted, False)).answer()
+    assert rests == [remote.PAUSE_S] * 100
 
 
 def ask(sock: zmq.Socket[Any], *requests: Any) -> None:

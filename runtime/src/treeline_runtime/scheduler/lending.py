@@ -23,7 +23,7 @@ from treeline_runtime.kvcache.store import FETCH_BYTES, PageStore
 LATE_S = 0.5
 """A request waits so long at most: its peer may ask again."""
 MOST_A_STEP = 16
-"""Requests taken between two steps of the model."""
+"""Requests taken between two steps of the model; one that names many pages counts for one more each 512."""
 
 Tell = Callable[[Answer, Buffer], None]
 
@@ -47,9 +47,10 @@ class Lending:
 
     def step(self, now: float) -> bool:
         """Goes on with all requests. Returns whether there was a new one."""
-        new = min(self._asked.qsize(), MOST_A_STEP)
-        for _ in range(new):
+        new = 0
+        while new < MOST_A_STEP and not self._asked.empty():
             request, tell = self._asked.get()
+            new += 1 + len(request.digests) // 512
             self._waiting.append((request, tell, now))
             if isinstance(request, GetRequest):
                 self._put_all(self._here(request))

@@ -44,7 +44,8 @@ REMEMBERED = 4
 STALLED_S = 5.0
 """The longest time that requests wait for a piece from the disk or a peer."""
 MOST_QUESTIONS = 8
-"""Which pages a peer has it is asked for so many requests at once: one that hangs leaves threads to others."""
+"""A peer is asked which pages it has, and for those of a client, so often at once: one that hangs leaves threads to
+others."""
 SETTLE_S = 3.0
 """Time for copies to end before a flush or sleep, which they take only if a disk hangs."""
 
@@ -75,7 +76,8 @@ class Tiers:
         self._most_remembered = REMEMBERED * store.host.num_slots
         self._piece = max(1, FETCH_BYTES // store.form.nbytes)
         """Pages that a client may have on their way from the disk, and from each peer."""
-        self._fetches: list[Fetch] = []
+        self._fetches: dict[Fetch, Req] = {}
+        """With who began it."""
         self._questions = Counter[str]()
         """By peer, those without an answer."""
         self._in_line = defaultdict[str, dict[str | None, deque[tuple[Req, Remote, Sequence[bytes]]]]](dict)
@@ -155,6 +157,8 @@ class Tiers:
         at = match.num_pages + len(here)
         for digest in self._following(req, match, at, lambda _: True, most=1):
             if (fetch := next((fetch for fetch in self._fetches if digest in fetch.digests), None)) is not None:
+                if fetch.limit_s > STALLED_S and req.remote is None:  # others have the patience, it has not
+                    return not fetch.over and self._clock() - fetch.began_at < STALLED_S
                 req.fetch = fetch
                 return not fetch.over
         if at < req.fetched:
@@ -169,7 +173,8 @@ class Tiers:
         if not wanted or (few and not within_s):
             return False
         own = [fetch for fetch in self._fetches if (fetch.client, fetch.peer) == (req.client, address)]
-        if own and sum(len(fetch.digests) for fetch in own) + len(wanted) > self._piece:
+        many = peer is not None and len(own) >= MOST_QUESTIONS
+        if own and (many or sum(len(fetch.digests) for fetch in own) + len(wanted) > self._piece):
             req.fetch = own[0]  # then it is asked again
             return True
         req.fetched = at + len(wanted)
@@ -183,7 +188,7 @@ class Tiers:
         if not self.store.fetch(fetch, here, partial(self._fetched, fetch, measured)):
             return False
         req.fetch = fetch
-        self._fetches.append(fetch)
+        self._fetches[fetch] = req
         return True
 
     def _answers(self, peer: str | None) -> bool:
@@ -247,7 +252,7 @@ class Tiers:
         self._workers.start("ask", [digests], have, answered)
 
     def _fetched(self, fetch: Fetch, measured: bool, moved: Moved) -> None:
-        self._fetches.remove(fetch)
+        del self._fetches[fetch]
         fetch.over = True
         if measured:
             self.rates.on_load(fetch.source, moved)
@@ -264,8 +269,9 @@ class Tiers:
         """Takes what copies have done. Returns whether that may change what can be computed."""
         changed, now = self._workers.take(), self._clock()
         changed |= self.lending.step(now)
-        for fetch in self._fetches:
-            if not fetch.over and now - fetch.began_at >= fetch.limit_s:
+        for fetch, req in self._fetches.items():
+            limit_s = fetch.limit_s if req.finish is None else STALLED_S
+            if not fetch.over and now - fetch.began_at >= limit_s:
                 fetch.over = changed = True
                 self._outcomes["failed"] += 1
         return changed
