@@ -105,7 +105,7 @@ async def measure(count: int, port: int, seconds: float) -> dict[str, tuple[floa
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    await scraping.close()
+    await scraping.http.close()
     if stale or scraping.failures:
         raise NotRead(f"no fresh report of {len(stale)} endpoints; failures: {dict(scraping.failures)}")
     return {

@@ -35,7 +35,7 @@ from treeline_epp.endpoints.transfer import Role
 from treeline_wire.headers import PAGES_FROM
 from treeline_wire.tiny_model import tiny_model
 
-pytestmark = [pytest.mark.integration, pytest.mark.chaos, pytest.mark.deep]
+pytestmark = [pytest.mark.integration, pytest.mark.chaos, pytest.mark.deep, pytest.mark.timeout(1800)]
 
 log = logging.getLogger(__name__)
 

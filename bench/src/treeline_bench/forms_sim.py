@@ -5,7 +5,8 @@ the others, where the picker finds that worth it (docs/disaggregation.md). *alwa
 have the number of such engines with which their requests are shortest. *never*: all eight serve whole requests. The
 reference is the better one of *always* and *never*.
 
-Bias. That of `routing-sim`. Pages take 20 µs for a token, after the prompt is computed. Roles stay: *never* has more
+Bias. That of `routing-sim`. Pages take 20 µs for a token, and those of a prompt's last step travel after it is
+computed, the others before. Roles stay: *never* has more
 engines for prompts and for answers, and *always* disturbs no answer.
 """
 

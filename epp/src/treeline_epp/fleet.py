@@ -104,7 +104,7 @@ class Fleet:
         """Follow discovery until cancelled. Raises the errors of discovery."""
         ticking = asyncio.create_task(self._tick())
         publishers = asyncio.create_task(self._ticker.run())
-        tokenizers = self._spawn(lambda: self._keyers.run(self._on_tokenizer), "tokenizers")
+        tokenizers = self._spawn(lambda: self._keyers.sources.run(self._on_tokenizer), "tokenizers")
         announcing = self._spawn(self._announce, "announce")
         try:
             async for specs in source:
@@ -117,7 +117,7 @@ class Fleet:
             tokenizers.cancel()
             announcing.cancel()
             await asyncio.gather(*map(self._halt, self.members.values()))
-            await self.scraping.close()
+            await self.scraping.http.close()
             self._zmq.destroy(linger=0)
 
     async def wait_until_ready(self) -> None:
@@ -148,9 +148,7 @@ class Fleet:
         return None if member is None else member.client.http
 
     def ask_for_models(self) -> None:
-        """Ask engines for their models in the background: a request named an unknown one, and the next request may find
-        it.
-        """
+        """Ask engines for their models in the background: a request named an unknown one."""
         if self._sweep.due(now := time.monotonic()):
             self._sweep.begin(list(self.members), now)
 
@@ -257,7 +255,7 @@ class Fleet:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await member.client.close()
+        await member.client.http.close()
 
     def _spawn(self, run: Callable[[], Coroutine[Any, Any, None]], what: str) -> asyncio.Task[None]:
         """Start a task that begins again after a defect: one endpoint must not take the picker with it."""
@@ -312,9 +310,7 @@ class Fleet:
         member.follower = self._spawn(lambda: self._follow(member, info), f"follow {member.spec.name}")
 
     def _follow_anew(self, member: Member, info: EngineInfo) -> None:
-        """Follow an engine again from the beginning: its tokenizer changed, and its entries were keyed by the old one,
-        or none.
-        """
+        """Follow an engine again from the beginning: its tokenizer changed, and with it the keys of its entries."""
         self._unsubscribe(member)
         for endpoint in self.picker.present(member.ranks):
             for pod in endpoint.pods:
@@ -419,9 +415,7 @@ class Fleet:
     def _on_load(
         self, member: Member, endpoint: str, rank: int, reporting: Sequence[int], load: Load
     ) -> Sequence[Request]:
-        """Take a load report of one of an endpoint's ranks that send any; return the requests to send to its
-        publisher.
-        """
+        """Take a load report of one of an endpoint's ranks that send any; return requests for its publisher."""
         now = time.monotonic()
         if isinstance(load, TreelineLoad) and load.adapters != member.reports_adapters:
             member.reports_adapters = load.adapters
@@ -446,9 +440,7 @@ class Fleet:
     # --- the lists of Envoy and of the picker -------------------------------------------------------------------------
 
     async def _announce(self) -> None:
-        """After each change, send Envoy the list of endpoints, and let the picker choose among those that Envoy
-        knows.
-        """
+        """After each change, send Envoy the list of endpoints; the picker chooses among those that Envoy knows."""
         while True:
             await self._changed.wait()
             self._changed.clear()
@@ -487,9 +479,7 @@ class Fleet:
 
 
 def _scraped(client: EngineClient, state: EngineState, info: EngineInfo | None) -> tuple[MetricNames, ...]:
-    """Return the names to look for in an engine's metrics; none if it pushes its load, or is in no state to be
-    asked.
-    """
+    """Return the names to look for in an engine's metrics; none if it pushes its load or cannot be asked."""
     if state not in (EngineState.READY, EngineState.DRAINING) or info is None:
         return ()
     pushes = client.adapter.load is LoadReports.BEATS or any(source.load_port is not None for source in info.sources)

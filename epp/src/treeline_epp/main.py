@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import grpc
 import uvloop
 from treeline_wire.security import CurveKeys, KeyFileError
+from treeline_wire.tracing_env import TracingError
 
 from treeline_epp import fleet_report, pages, signals
 from treeline_epp.admin import PageServer
@@ -28,11 +29,11 @@ from treeline_epp.extproc.http2_server import Http2Server, Methods
 from treeline_epp.extproc.session import SERVICE, ExtProcSession, SessionLimits, most_message_bytes
 from treeline_epp.extproc.tls import Certificate, TlsError, client_checking
 from treeline_epp.fleet import Fleet
-from treeline_epp.flow.assembly import flow_control, quotas_of
+from treeline_epp.flow.assembly import flow_control, quota_samples
 from treeline_epp.flow.quotas import QuotaFile, QuotaFileError
 from treeline_epp.health import CHECK, Check, Health
 from treeline_epp.metrics import Metrics
-from treeline_epp.observing import Observing, ObservingError
+from treeline_epp.observing import Observing
 from treeline_epp.options import Options
 from treeline_epp.peers import driver as peers
 from treeline_epp.peers.gossip import Gossip
@@ -194,8 +195,8 @@ def _observing(options: Options, picker: Picker, metrics: Metrics) -> Observing:
     """Make the observers that the flags ask for. Raises `StartError`."""
     try:
         return Observing(options, picker, metrics)
-    except ObservingError as error:
-        raise StartError(str(error)) from error
+    except TracingError as error:
+        raise StartError(f"--tracing: {error}") from error
 
 
 def _router(
@@ -340,9 +341,7 @@ async def _listen(
 
 
 def _can_listen(host: str, port: int) -> None:
-    """Check that a port is free. Raises `OSError`; gRPC would only say that it failed, and write its own line to
-    stderr.
-    """
+    """Check that a port is free. Raises `OSError`; gRPC would only log that it failed."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind, protocol) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -363,11 +362,15 @@ def _read_secrets(options: Options) -> CurveKeys | None:
 
 
 def _quotas(options: Options, metrics: Metrics) -> QuotaFile | None:
-    """Open the quota file, if there is one. Raises `StartError`."""
+    """Open the quota file, if there is one, to be followed. Raises `StartError`."""
+    if options.quotas_file is None:
+        return None
     try:
-        return quotas_of(options.quotas_file, metrics)
+        file = QuotaFile(options.quotas_file)
     except QuotaFileError as error:
         raise StartError(f"--quotas-file {error}") from error
+    metrics.observe(lambda: quota_samples(file))
+    return file
 
 
 def _words_of(error: Exception) -> str:

@@ -1,103 +1,12 @@
-"""The picker's metrics, in Prometheus' form. One object, one registry, no globals.
-
-Counters and histograms are our own, on prometheus_client's pages: the library's take a lock and check for exemplars
-each time, a tenth of a small request's cost above its transport. Ours cost next to nothing: one thread, the event
-loop's, counts them and also renders the page.
-"""
+"""The picker's metrics, in Prometheus' form. One object, one registry, no globals."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 
-from prometheus_client import Gauge, disable_created_metrics, generate_latest
-from prometheus_client.metrics_core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
+from prometheus_client import Counter, Gauge, Histogram, disable_created_metrics, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector, CollectorRegistry
-from prometheus_client.utils import floatToGoString
-
-
-class Count:
-    """One number that grows."""
-
-    __slots__ = ("value",)
-
-    def __init__(self) -> None:
-        self.value = 0.0
-
-    def inc(self, amount: float = 1.0) -> None:
-        """Add `amount`, which is not negative."""
-        self.value += amount
-
-
-class Counter(Collector):
-    """A counter on prometheus_client's pages: by labels, or one number without them."""
-
-    def __init__(self, name: str, text: str, labels: tuple[str, ...], registry: CollectorRegistry) -> None:
-        self._name = name
-        self._text = text
-        self._labels = labels
-        self._counts: dict[tuple[str, ...], Count] = {}
-        self.inc = self.labels().inc if not labels else _needs_labels
-        registry.register(self)
-
-    def labels(self, *values: str) -> Count:
-        """Return the count with these values of its labels."""
-        count = self._counts.get(values)
-        if count is None:
-            if len(values) != len(self._labels):
-                raise ValueError(f"{self._name} has the labels {self._labels}, not {values}")
-            count = self._counts[values] = Count()
-        return count
-
-    def remove(self, *values: str) -> None:
-        """Remove a series from the page, if it is there."""
-        self._counts.pop(values, None)
-
-    def collect(self) -> Iterator[Metric]:
-        family = CounterMetricFamily(self._name, self._text, labels=self._labels)
-        for values, count in self._counts.items():
-            family.add_metric(values, count.value)
-        yield family
-
-    def describe(self) -> Iterator[Metric]:
-        yield CounterMetricFamily(self._name, self._text, labels=self._labels)
-
-
-class Histogram(Collector):
-    """A histogram on prometheus_client's pages, without labels. `bounds` ascend; an infinite one is added."""
-
-    def __init__(self, name: str, text: str, bounds: Sequence[float], registry: CollectorRegistry) -> None:
-        self._name = name
-        self._text = text
-        self._bounds = (*bounds, float("inf"))
-        self._counts = [0] * len(self._bounds)
-        self._sum = 0.0
-        registry.register(self)
-
-    def observe(self, value: float) -> None:
-        """Count a value. O(log bounds)."""
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
-
-    def collect(self) -> Iterator[Metric]:
-        total, buckets = 0, []
-        for bound, count in zip(self._bounds, self._counts, strict=True):
-            total += count
-            buckets.append((floatToGoString(bound), float(total)))  # type: ignore[no-untyped-call]
-        yield HistogramMetricFamily(self._name, self._text, buckets, self._sum)
-
-    def describe(self) -> Iterator[Metric]:
-        return self.collect()
-
-
-def _needs_labels(_amount: float = 1.0) -> None:
-    raise ValueError("a counter with labels is counted by `labels(...)`")
-
 
 # Otherwise every counter would have a twin with its time of creation.
 disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -124,7 +33,7 @@ class Metrics:
         self._clients: set[str] = set()
 
         def counter(name: str, text: str, *labels: str) -> Counter:
-            return Counter(f"treeline_epp_{name}", text, labels, registry)
+            return Counter(f"treeline_epp_{name}", text, labels, registry=registry)
 
         self.decisions = counter("decisions", "Requests sent to an endpoint, by endpoint.", "endpoint")
         self.refusals = counter("refusals", "Requests that the picker refused, by error code.", "code")
@@ -167,11 +76,11 @@ class Metrics:
         self.pick_seconds = Histogram(
             "treeline_epp_pick_seconds",
             "Seconds to parse a request, look up its prefix and choose an endpoint.",
-            _PICK_BUCKETS,
-            registry,
+            buckets=_PICK_BUCKETS,
+            registry=registry,
         )
         text = "Seconds from the choice of an endpoint to the first token, for streams of Treeline runtimes."
-        self.ttft_seconds = Histogram("treeline_epp_ttft_seconds", text, _TTFT_BUCKETS, registry)
+        self.ttft_seconds = Histogram("treeline_epp_ttft_seconds", text, buckets=_TTFT_BUCKETS, registry=registry)
         text = "seconds to the first token by form, whole, apart or pull, of streams of Treeline runtimes."
         self.form_predicted_seconds = counter("form_predicted_seconds", f"Predicted {text}", "form")
         self.form_seconds = counter("form_seconds", f"Real {text}", "form")
@@ -201,9 +110,7 @@ class Metrics:
         return client
 
     def forget(self, endpoint: str) -> None:
-        """Drop the labels of an endpoint that has gone for good; pods come and go under new names, and labels must not
-        pile up.
-        """
+        """Drop the labels of an endpoint that has gone for good: labels must not pile up."""
         self.decisions.remove(endpoint)
 
     def ended(self, outcome: str) -> None:

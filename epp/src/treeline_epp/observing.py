@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Self
 
-from treeline_wire.tracing_env import TracingError
-
 from treeline_epp.compat.gie_metrics import GieMetrics
 from treeline_epp.metrics import Metrics
 from treeline_epp.options import GIE, OURS, Options
@@ -17,13 +15,9 @@ if TYPE_CHECKING:
     from treeline_epp.tracing import Tracing
 
 
-class ObservingError(Exception):
-    """A flag's file or variables cannot be used; the message says which and why."""
-
-
 class Observing:
     """All observers that the flags ask for; without any, a request costs nothing more. Use it as a context, on the
-    event loop. Raises ObservingError.
+    event loop. Raises TracingError.
     """
 
     def __init__(self, options: Options, picker: Picker, metrics: Metrics) -> None:
@@ -58,8 +52,5 @@ def _tracing() -> Tracing | None:
 
     from treeline_epp import tracing
 
-    try:
-        spans = sdk.exporter()
-        return None if spans is None else tracing.Tracing(sdk.provider(spans, tracing.SERVICE))
-    except TracingError as error:
-        raise ObservingError(f"--tracing: {error}") from error
+    spans = sdk.exporter()
+    return None if spans is None else tracing.Tracing(sdk.provider(spans, tracing.SERVICE))

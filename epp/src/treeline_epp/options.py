@@ -20,7 +20,6 @@ from treeline_epp.compat.flags import add_foreign, flag_bool, ignored, seconds
 from treeline_epp.endpoints.discovery import DiscoveryError, parse_flag, unique
 from treeline_epp.endpoints.spec import EndpointSpec
 from treeline_epp.flow.settings import FlowSettings, flow_flag, flow_help
-from treeline_epp.peers.names import peer_names
 from treeline_epp.picking.policies import policy_flag, policy_help
 from treeline_epp.tokenizers.sources import ForModel, specs_of
 
@@ -73,6 +72,25 @@ def _for_model(text: str) -> ForModel:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
+def _peers(text: str) -> tuple[tuple[str, int], ...]:
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not 0 < len(words) <= _MOST_PEERS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of 1 to {_MOST_PEERS} of HOST:PORT")
+    return tuple(map(_peer, words))
+
+
+def _peer(word: str) -> tuple[str, int]:
+    host, _, port = word.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    host = host[1:-1] if bracketed else host
+    if not host or (":" in host and not bracketed) or not (port.isascii() and port.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{word!r} is not HOST:PORT")
+    if len(port) > 5 or not 0 < int(port) < 1 << 16:
+        raise argparse.ArgumentTypeError(f"{word!r}: a port is a number from 1 to 65535")
+    return host, int(port)
+
+
+_MOST_PEERS = 64
 _WAITING_BODY_BYTES = 512 * 1024 * 1024
 _KUBERNETES = "endpoints from Kubernetes"
 _FLOW = "flow control"
@@ -92,7 +110,7 @@ class Options:
     peers: tuple[tuple[str, int], ...] = setting(
         (),
         metavar="HOST:PORT,…",
-        parse=peer_names,
+        parse=_peers,
         help="other pickers of this pool: addresses, or names with several addresses (a headless Service, its own pod "
         "included). They tell each other over UDP which requests are in flight, encrypted with a key from "
         "--curve-dir",

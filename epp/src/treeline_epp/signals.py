@@ -202,9 +202,7 @@ def _total(counts: Iterable[int]) -> int:
 
 
 async def stream(look: Callable[[], Signals | Awaitable[Signals]]) -> AsyncGenerator[bytes]:
-    """Yield lines for one listener, for ever: the picture of `look` when it has changed, and a heartbeat when it has
-    not.
-    """
+    """Yield lines for one listener, for ever: the picture of `look` on each change, and as a heartbeat."""
     said: Signals | None = None
     quiet = 0
     while True:

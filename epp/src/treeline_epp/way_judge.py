@@ -91,9 +91,7 @@ class WayJudge:
         )
 
     def _rely_on_history(self, member: Member) -> None:
-        """Give an endpoint's predictions a long life: no event will confirm them. The next event to come undoes
-        that.
-        """
+        """Give an endpoint's predictions a long life, until its next event: none will confirm them."""
         for endpoint in self._picker.present(member.ranks):
             for pod in endpoint.pods:
                 pod.precise = False

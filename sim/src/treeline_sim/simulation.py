@@ -60,7 +60,7 @@ class Sharing:
     always: bool = False
     transfer_s: float = 20e-6
     ask_s: float = 0.01
-    tail_tokens: int = 1 << 30
+    tail_tokens: int = 2048
 
 
 @dataclass(frozen=True, slots=True)

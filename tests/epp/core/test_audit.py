@@ -23,7 +23,6 @@ def over(audit: Audit, prefix: int, now: float) -> AuditResult:
 def test_an_answer_is_judged_by_the_confirmed_blocks(confirmed: int, found: int, result: AuditResult) -> None:
     audit = Audit()
     assert audit.observe(confirmed, 1000, found, 16, 1, 0.0) is result
-    assert (audit.checked, audit.over, audit.under) == (1, result is AuditResult.CAP_HIT, 0)
 
 
 def test_errors_on_one_prefix_never_rebuild() -> None:
@@ -57,4 +56,3 @@ def test_more_hits_than_predicted_are_errors_too() -> None:
     audit = Audit()
     verdicts = [audit.observe(0, 0, 500, 16, at, 0.0) for at in range(3)]
     assert verdicts == [AuditResult.AGREED, AuditResult.AGREED, AuditResult.REBUILD]
-    assert audit.under == 3

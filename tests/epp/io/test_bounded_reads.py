@@ -64,12 +64,12 @@ async def engine(says: Callable[[], Iterable[bytes]]) -> AsyncIterator[tuple[str
 @pytest.mark.parametrize("shape", ENDLESS)
 async def test_a_probe_with_an_endless_answer_is_given_up_early(shape: str) -> None:
     async with engine(ENDLESS[shape]) as (address, sent):
-        http = EngineHttp(HttpClient(), address)
+        http = EngineHttp(client := HttpClient(), address)
         with pytest.raises((HttpError, EngineError)) as raised:
-            await http.probe("/health", LATE_S)
+            await http.fetch("/health", LATE_S, 64 << 10)
         assert not isinstance(raised.value, HttpTimeout)
         assert sent[0] < 8 << 20
-        await http.close()
+        await client.close()
 
 
 @pytest.mark.parametrize("shape", ENDLESS)
@@ -86,17 +86,17 @@ async def test_endless_metrics_are_given_up_early(shape: str, monkeypatch: pytes
         assert sent[0] < 8 << 20
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        await scraping.close()
+        await scraping.http.close()
 
 
 async def test_an_answer_in_pieces_after_an_interim_one_is_read_and_so_is_the_next() -> None:
     head = b"content-length: %d\r\n\r\n" % len(PAGE)
     pieces = [INTERIM, *each_byte(OK), head, *[PAGE[at : at + 2] for at in range(0, len(PAGE), 2)]]
     async with engine(lambda: pieces) as (address, _):
-        http = EngineHttp(HttpClient(), address)
+        http = EngineHttp(client := HttpClient(), address)
         for _ in range(5):
             assert await http.fetch("/metrics", LATE_S, 1000) == (200, PAGE)
-        await http.close()
+        await client.close()
         loads: list[ScrapedLoad] = []
         scraping = Scraping()
         scraper = Scraper("e", address, scraping, lambda found, _at: loads.append(found[0]))
@@ -107,13 +107,13 @@ async def test_an_answer_in_pieces_after_an_interim_one_is_read_and_so_is_the_ne
         assert not scraping.failures
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        await scraping.close()
+        await scraping.http.close()
 
 
 async def test_a_long_document_is_no_head() -> None:
     body = b'"' + b"x" * (1 << 20) + b'"'
     async with engine(lambda: [OK + b"content-length: %d\r\n\r\n" % len(body) + body]) as (address, _):
-        http = EngineHttp(HttpClient(), address)
+        http = EngineHttp(client := HttpClient(), address)
         for _ in range(2):
             assert await http.document("/v1/models", str) == "x" * (1 << 20)
-        await http.close()
+        await client.close()

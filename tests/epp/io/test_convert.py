@@ -1,4 +1,4 @@
-"""Messages as bytes: our reader and writer, which avoid protobuf's objects, agree with protobuf."""
+"""Messages as bytes: what is read of them, and answers with the bytes that protobuf writes."""
 
 from __future__ import annotations
 
@@ -6,14 +6,9 @@ import ast
 from pathlib import Path
 
 import pytest
-from google.protobuf import struct_pb2
 from google.protobuf.message import DecodeError
-from hypothesis import given
-from hypothesis import strategies as st
-from treeline_epp.extproc import wire_reader
-from treeline_epp.extproc.convert import Reader, UnknownMessage, to_response
-from treeline_epp.extproc.state import Kind, Message, Reply
-from treeline_epp.extproc.wire_reader import USED_HEADERS
+from treeline_epp.extproc.convert import USED_HEADERS, Reader, UnknownMessage, to_response
+from treeline_epp.extproc.state import BodyMode, Kind, Message, Reply
 from treeline_epp.protowire import field
 from treeline_epp.requests.body import Body
 from treeline_wire import envoy_pb2 as pb
@@ -41,31 +36,6 @@ def header_list(request: pb.ProcessingRequest, part: str, pairs: list[tuple[str,
 
 
 READER = Reader()
-WIRE = READER._wire
-
-
-def as_read(data: bytes) -> Message | str:
-    """Read a message twice, since the reader may remember the first reading."""
-    try:
-        first, again = comparable(READER.read(data)), comparable(READER.read(data))
-        assert again == first
-        return first
-    except (DecodeError, UnknownMessage) as error:
-        return f"{type(error).__name__}: {error}"
-
-
-def as_protobuf_reads(data: bytes) -> Message | str:
-    try:
-        return comparable(READER.read_by_protobuf(data))
-    except (DecodeError, UnknownMessage) as error:
-        return f"{type(error).__name__}: {error}"
-
-
-def comparable(message: Message) -> Message:
-    return Message(
-        message.kind, message.end_of_stream, dict(message.headers), bytes(message.data), message.subset,
-        message.pool, message.served, message.modes, message.observed,
-    )  # fmt: skip
 
 
 def envoys_messages() -> dict[str, pb.ProcessingRequest]:
@@ -92,14 +62,6 @@ def envoys_messages() -> dict[str, pb.ProcessingRequest]:
     }
 
 
-@pytest.mark.parametrize("name", envoys_messages())
-def test_envoys_messages_are_read_without_protobuf_and_equally(name: str) -> None:
-    data = envoys_messages()[name].SerializeToString()
-    quick = WIRE.read(data)
-    assert quick is not None
-    assert comparable(quick) == as_protobuf_reads(data)
-
-
 def test_header_values_are_read_as_sent() -> None:
     messages = {name: READER.read(request.SerializeToString()) for name, request in envoys_messages().items()}
     head = messages["request headers"]
@@ -109,97 +71,22 @@ def test_header_values_are_read_as_sent() -> None:
     assert head.subset == {"10.0.0.1:8000"}
     assert head.modes == (2, 0)
     assert messages["response headers"].served == "10.0.0.1:8000"
-    assert isinstance(messages["large body"].data, memoryview)
+    assert len(messages["large body"].data) == 300_000
+    assert messages["empty body"] == Message(Kind.REQUEST_BODY, end_of_stream=True)
+    assert messages["request trailers"] == Message(Kind.REQUEST_TRAILERS)
     assert [name for name, message in messages.items() if message.observed] == ["observed chunk"]
 
 
-def test_remembered_header_lists_are_bounded_and_hold_no_keys() -> None:
-    for number in range(wire_reader._REMEMBERED_ENTRIES + 10):
-        pairs = [("authorization", f"Bearer {number}"), ("x-forwarded-for", f"10.0.0.{number}"), ("x" * 99, "y" * 99)]
-        message = READER.read(header_list(pb.ProcessingRequest(), "request_headers", pairs).SerializeToString())
-        assert message.headers == {"x-forwarded-for": f"10.0.0.{number}"}
-    assert 0 < len(WIRE._known) <= wire_reader._REMEMBERED_ENTRIES
-    assert not any(b"Bearer" in entry or b"yyy" in entry for entry in WIRE._known)
-
-
-HEADER_VALUES = st.builds(
-    lambda key, value, raw: pb.HeaderValue(key=key, value=value, raw_value=raw),
-    st.sampled_from([*sorted(USED_HEADERS), "cookie", "é", "", "k" * 130]),
-    st.sampled_from(["", "", "", "v", "é"]),
-    st.sampled_from([b"", b"v", b"\xff", b"x" * 200]),
-)
-BODIES = st.builds(
-    lambda size, ends, more: pb.HttpBody(body=b"b" * size, end_of_stream=ends, grpc_message_compressed=more),
-    st.sampled_from([0, 1, 127, 128, 20_000, 270_000]),
-    st.booleans(),
-    st.sampled_from([False, False, False, True]),
-)
-
-
-@st.composite
-def one_field(draw: st.DrawFn) -> bytes:
-    """Draw a serialized `ProcessingRequest` with one field, or other bytes in its place."""
-    request = pb.ProcessingRequest()
-    match draw(st.integers(0, 9)):
-        case 0 | 1:
-            part = draw(st.sampled_from(["request_headers", "response_headers", "request_trailers"]))
-            header_list(request, part, [])
-            filled = getattr(request, part)
-            fields = filled.trailers if part.endswith("trailers") else filled.headers
-            fields.headers.extend(draw(st.lists(HEADER_VALUES, max_size=4)))
-            if part.endswith("headers") and draw(st.booleans()):
-                filled.end_of_stream = True
-        case 2 | 3:
-            getattr(request, draw(st.sampled_from(["request_body", "response_body"]))).CopyFrom(draw(BODIES))
-        case 4:
-            space = request.metadata_context.filter_metadata[draw(st.sampled_from([names.LB, names.LB_SUBSET, "x"]))]
-            key = draw(st.sampled_from([names.SERVED, names.SUBSET, names.POOL_METADATA]))
-            space.fields[key].string_value = draw(st.sampled_from(["", "10.0.0.1:8000", "é" * 1200]))
-        case 5:
-            space = request.metadata_context.filter_metadata[names.LB_SUBSET]
-            number = struct_pb2.Value(number_value=draw(st.sampled_from([1.0, float("nan")])))
-            space.fields[names.SUBSET].CopyFrom(number)
-        case 6:
-            request.protocol_config.request_body_mode = draw(st.sampled_from([0, 2, 4, 77]))
-        case 7:
-            request.observability_mode = draw(st.booleans())
-        case 8:
-            request.attributes["a"].fields["b"].string_value = "c"
-        case _:
-            return field(draw(st.sampled_from([1, 2, 4, 5, 8, 11, 15, 16, 1000])), draw(st.binary(max_size=12)))
-    return request.SerializeToString()
-
-
-@given(st.lists(one_field(), max_size=4), st.data())
-def test_any_message_is_read_as_protobuf_reads_it(fields: list[bytes], more: st.DataObject) -> None:
-    """Fields in any order and more than once, unknown ones, cut anywhere, with any byte changed."""
-    data = b"".join(fields)
-    match more.draw(st.sampled_from(["whole", "cut", "changed"])):
-        case "cut":
-            data = data[: more.draw(st.integers(0, min(len(data), 600)))]
-        case "changed" if data:
-            at = more.draw(st.integers(0, min(len(data), 200) - 1))
-            data = data[:at] + bytes([more.draw(st.integers(0, 255))]) + data[at + 1 :]
-    assert as_read(data) == as_protobuf_reads(data)
-
-
-@pytest.mark.parametrize("name", envoys_messages())
-def test_every_cut_and_every_changed_byte_is_read_as_protobuf_reads_it(name: str) -> None:
-    data = envoys_messages()[name].SerializeToString()
-    for at in range(min(len(data), 120)):
-        assert as_read(data[:at]) == as_protobuf_reads(data[:at])
-        for byte in (0, 1, 0x0A, 0x7F, 0x80, 0xFF, data[at] + 1 & 0xFF, data[at] - 1 & 0xFF, data[at] ^ 0x10):
-            changed = data[:at] + bytes([byte]) + data[at + 1 :]
-            assert as_read(changed) == as_protobuf_reads(changed), (at, byte)
-
-
-@pytest.mark.parametrize(
-    "length", [b"\xff\xff\xff\xff\x0f", b"\xff" * 9 + b"\x01", b"\x80\x80\x80\x80\x80\x01", b"\x81\x00"]
-)
-def test_huge_and_padded_lengths_are_read_as_protobuf_reads_them(length: bytes) -> None:
-    for tag in (b"\x12", b"\x22", b"\x42", b"\x5a"):
-        for rest in (b"", b"\x00", b"x" * 300):
-            assert as_read(tag + length + rest) == as_protobuf_reads(tag + length + rest)
+def test_a_field_that_comes_twice_or_is_unknown_is_read_as_protobuf_says() -> None:
+    head, more = pb.ProcessingRequest(), pb.ProcessingRequest()
+    more.attributes["a"].fields["b"].string_value = "c"
+    header_list(head, "request_headers", [("x-session-id", "a"), ("cookie", "c"), ("x-session-id", "b")])
+    head.protocol_config.request_body_mode = 77
+    message = READER.read(head.SerializeToString() + more.SerializeToString())
+    assert message.headers == {"x-session-id": "b"}
+    assert message.modes == (BodyMode.NONE, BodyMode.NONE)
+    with pytest.raises(UnknownMessage):
+        READER.read(more.SerializeToString())
 
 
 def nested(depth: int) -> bytes:
@@ -227,7 +114,6 @@ BODY = field(4, field(1, b"{}"))
     ids=["no-utf8", "cut", "endless-number", "field-0", "open-group", "deep", "very-deep"],
 )
 def test_bytes_that_are_no_message_are_refused(data: bytes) -> None:
-    """Agreement of the two readers proves nothing where both are lenient."""
     with pytest.raises(DecodeError):
         READER.read(data)
 

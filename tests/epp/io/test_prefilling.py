@@ -164,8 +164,8 @@ def test_predicted_and_real_seconds_count_for_the_form_that_was_chosen(apart: bo
     counts = {"x_treeline_cached_tokens": "0", "x_treeline_prompt_tokens": "20000"}
     replies(world.session, begun(content_type=kind, **counts))
     form, metrics = "apart" if apart else "whole", world.metrics
-    assert metrics.form_seconds.labels(form).value == (3.0 if answers else 0.0)
-    predicted_s = metrics.form_predicted_seconds.labels(form).value
+    assert metrics.form_seconds.labels(form)._value.get() == (3.0 if answers else 0.0)
+    predicted_s = metrics.form_predicted_seconds.labels(form)._value.get()
     assert (predicted_s == 0.0) if not answers else (5.0 < predicted_s < 8.0) if apart else (0.0 < predicted_s < 0.1)
 
 
@@ -432,7 +432,7 @@ class Interleaving:
         router, prefilling = self.router, self.router.prefilling
         assert (router._leases, router._exchanges) == ({}, {})
         assert prefilling.outcomes.total() >= len(self.calls.posted)
-        assert (router.metrics.open_streams, router.metrics.internal_errors.labels().value) == (0, 0)
+        assert (router.metrics.open_streams, router.metrics.internal_errors._value.get()) == (0, 0)
         self.picker.index.check()
 
 

@@ -86,7 +86,7 @@ async def looking(
     finally:
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
-        await scraping.close()
+        await scraping.http.close()
         server.close()
 
 
@@ -217,10 +217,6 @@ def test_many_engines_are_scraped_less_often_each(monkeypatch: pytest.MonkeyPatc
     pauses = [scraping.pause() for _ in range(300)]
     assert 300 / min(pauses) <= module.MOST_EACH_SECOND
     assert len(set(pauses)) > 250, "not all in one moment"
-
-
-def test_an_ipv6_address_is_written_in_brackets() -> None:
-    assert module.urls("[::1]:8000", (VLLM,)) == ["http://[::1]:8000/metrics"]
 
 
 # The whole picker

@@ -80,9 +80,7 @@ def _ntpot(exchange: Exchange) -> float | None:
 
 
 class Row(NamedTuple):
-    """A histogram over requests: `read` returns a request's value (None: not counted), `bounds` are its buckets' upper
-    bounds.
-    """
+    """A histogram over requests: `read` returns a request's value (None: not counted), by upper `bounds`."""
 
     name: str
     help: str
@@ -307,9 +305,7 @@ class GieMetrics(Observer):
 
 
 def _kv_usage(endpoint: Endpoint) -> float | None:
-    """Return the share that running requests alone hold; None for Treeline's runtimes, whose report adds cached pages
-    to it.
-    """
+    """Return the share that running requests hold; None for Treeline's runtimes, which report cached pages, too."""
     report = endpoint.load.report
     if report is None or not report.tokens_total or endpoint.load.beats:
         return None

@@ -21,6 +21,7 @@ from treeline_epp import fleet_report
 from treeline_epp.fleet import Fleet
 from treeline_epp.index.index import Index
 from treeline_epp.index.matching import GUARD_BYTES
+from treeline_epp.index.node import common_prefix
 from treeline_epp.requests.decision_log import KEPT, DecisionLog, Noted
 
 MOST_HOLDERS = 5
@@ -49,7 +50,7 @@ def hot_prefixes(keys: Sequence[bytes], most: int) -> list[Prefix]:
     todo = [(span, 0, roots) for span in _split(ordered, 0, len(ordered), 0)]
     while todo:
         (first, last), start, siblings = todo.pop()
-        end = shared_bytes(ordered[first], ordered[last - 1])
+        end = common_prefix(ordered[first], 0, ordered[last - 1], 0)
         prefix = Prefix(ordered[first], start, end, last - first)
         found.append((prefix, siblings))
         todo += [(span, end, prefix.children) for span in _split(ordered, first, last, end)]
@@ -72,13 +73,6 @@ def _split(ordered: Sequence[bytes], first: int, last: int, at: int) -> list[tup
             spans.append((first, end))
         first = end
     return spans
-
-
-def shared_bytes(one: bytes, other: bytes) -> int:
-    """How many bytes two keys begin with alike: the highest bit in which they differ tells."""
-    length = min(len(one), len(other))
-    differing = int.from_bytes(one[:length], "big") ^ int.from_bytes(other[:length], "big")
-    return length - (differing.bit_length() + 7) // 8
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,8 +54,7 @@ def _usable(key: str) -> bool:
 T = TypeVar("T")
 
 _DOCUMENT_TIMEOUT_S = 5.0
-_PROBE_BYTES, _DOCUMENT_BYTES = 64 << 10, 4 << 20
-"""Largest answers of engines."""
+_DOCUMENT_BYTES = 4 << 20
 _DOCUMENT_VALUES = 1 << 17
 """Most values in a document, counted by its brackets and commas: 4096 models of vLLM have some 80 thousand. Decoding
 time grows with them, and the event loop waits for it."""
@@ -84,19 +83,8 @@ class EngineHttp:
         self._http = http
         self._address = address
 
-    async def close(self) -> None:
-        """Close its connections."""
-        await self._http.close()
-
-    async def probe(self, path: str, timeout_s: float) -> int:
-        """Return the status of a probe. Raises `HttpError` if the engine cannot be reached."""
-        status, _ = await self.fetch(path, timeout_s, _PROBE_BYTES)
-        return status
-
     async def document(self, path: str, into: type[T]) -> T | None:
-        """Return a decoded document; `None` for 404. Raises `EngineError`: `UnusableError` where asking again is in
-        vain.
-        """
+        """Return a decoded document; None for 404. Raises `EngineError`: `UnusableError` if asking again is in vain."""
         try:
             status, content = await self.fetch(path, _DOCUMENT_TIMEOUT_S, _DOCUMENT_BYTES)
             if status == 404:

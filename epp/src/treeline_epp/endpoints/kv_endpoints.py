@@ -38,9 +38,7 @@ class _Config(msgspec.Struct):
 
 
 def ports_of(config: object, ranks: int) -> KvPorts | None:
-    """Return the ports at which an engine with this configuration (JSON text) publishes; None if it does not, or if the
-    text is invalid.
-    """
+    """Return the ports where an engine of this configuration publishes; None if it does not, or for invalid JSON."""
     try:
         read = msgspec.json.decode(config, type=_Config) if isinstance(config, str) else _Config()
     except (msgspec.MsgspecError, RecursionError):
@@ -54,9 +52,7 @@ def ports_of(config: object, ranks: int) -> KvPorts | None:
 
 
 def place_of(endpoint: str | None) -> tuple[str, int | None]:
-    """Return host and port of a ZMQ endpoint over TCP; no port if it is no such endpoint or the port is out of
-    range.
-    """
+    """Return host and port of a ZMQ endpoint over TCP; no port if it is none, or the port is out of range."""
     found = _TCP.fullmatch(endpoint or "")
     if found is None:
         return "", None

@@ -96,9 +96,7 @@ class Report:
         return self.at + STALE_AFTER_S
 
     def queue(self, reserved: Reservations) -> tuple[int, int]:
-        """Return `(uncached tokens, requests)` before a new pick: the report's, and those of reservations that it may
-        lack.
-        """
+        """Return `(uncached tokens, requests)` before a new pick: the report's, and reservations that it may lack."""
         newer, requests = reserved.newer_than(self.knows_until)
         tokens = self.queued_tokens + newer
         if self.waiting <= len(reserved):

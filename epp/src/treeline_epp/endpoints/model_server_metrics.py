@@ -148,9 +148,7 @@ class PageReader:
         self._said: ScrapedLoad | None = None
 
     def read(self, page: bytes) -> ScrapedLoad | None:
-        """Return the load on the page; `None` if it has neither running nor waiting requests. O(page) at memory speed
-        for each name.
-        """
+        """Return the load on the page; None if it has no counts of requests. O(page) at memory speed for each name."""
         for names in self._candidates:
             part = _part(page, names)
             if part is None:
@@ -220,9 +218,7 @@ def _first(page: bytes, metrics: Iterable[Metric]) -> float | None:
 
 
 def _one_rank(seconds: list[float]) -> float:
-    """Return the mean over ranks. They work at the same time: all ranks' tokens by one rank's time is the engine's
-    speed.
-    """
+    """Return the mean over ranks, which work at the same time: all their tokens ÷ it is the engine's speed."""
     return sum(seconds) / len(seconds)
 
 
@@ -253,9 +249,7 @@ def _capacity(page: bytes, capacity: Capacity) -> int:
 
 
 def _from_labels(infos: Sequence[Mapping[str, str]]) -> float:
-    """Return the tokens from info labels. Each series of vLLM has the tokens of its own rank, but the blocks of all
-    ranks.
-    """
+    """Return the tokens from info labels. A series of vLLM has its own rank's tokens, but all ranks' blocks."""
     by_rank = sum(_count(labels, _TOKENS) for labels in infos)
     counts = [(_count(labels, blocks), _count(labels, size)) for labels in infos for blocks, size in _BLOCKS_AND_SIZES]
     return by_rank or max((blocks * size for blocks, size in counts), default=0.0)

@@ -128,7 +128,5 @@ class Reservations:
 
 
 def arrivals_per_s(arrivals: Number, arrived_at: Number, now: float) -> Number:
-    """Return picks per second, from their faded count at `arrived_at`: picks of age `ARRIVALS_S` count half.
-    Elementwise for arrays.
-    """
+    """Return picks per second, from their faded count at `arrived_at`: those of age `ARRIVALS_S` count half."""
     return arrivals / (ARRIVALS_S + (now - arrived_at))

@@ -16,11 +16,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
-from treeline_epp.endpoints.http_answer import Answer, BadAnswer, HttpError, HttpTimeout
+from treeline_epp.endpoints.http_answer import BadAnswer, HttpError, HttpTimeout
 from treeline_epp.endpoints.http_client import HttpClient
 from treeline_epp.endpoints.model_server_metrics import MetricNames, PageReader
 from treeline_epp.endpoints.scraped import ScrapedLoad
-from treeline_epp.endpoints.spec import split_address
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +73,7 @@ class Scraping:
         self.scrapes = 0
         self.failures: Counter[Failure] = Counter()
         self._active = 0
-        self._http = HttpClient()
+        self.http = HttpClient()
 
     def count(self, more: int) -> None:
         """Change the number of scraped engines by `more`, which may be negative."""
@@ -84,21 +83,6 @@ class Scraping:
         """Return the seconds from the end of a scrape to the next one, for an engine that answers."""
         stretched = max(INTERVAL_S, self._active / MOST_EACH_SECOND)
         return stretched * random.uniform(1.0, 1.3)  # so that a hundred engines are not scraped in one moment
-
-    async def get(self, address: str, path: str) -> Answer:
-        """Fetch a page. Raises `HttpError`."""
-        return await self._http.get(address, path, within_s=TIMEOUT_S, most=MOST_BYTES, accept=_TEXT)
-
-    async def close(self) -> None:
-        """Close all connections."""
-        await self._http.close()
-
-
-def urls(address: str, names: Sequence[MetricNames]) -> list[str]:
-    """Return the URLs where the page may be, the likeliest first."""
-    host, port = split_address(address)
-    host = f"[{host}]" if ":" in host else host
-    return [f"http://{host}:{port}{path}" for path in dict.fromkeys(each.path for each in names)]
 
 
 class Scraper:
@@ -122,7 +106,8 @@ class Scraper:
         self._known: tuple[MetricNames, ...] = ()
         self._followed = 0  # number of changes by `follow`
         self._readers: list[PageReader] = []
-        self._urls: list[str] = []
+        self._paths: list[str] = []
+        """Where the page may be, the likeliest first."""
         self._changed = asyncio.Event()
         self._retry_s = _FIRST_RETRY_S
         self._read_s = 0.0
@@ -139,7 +124,7 @@ class Scraper:
         self._known = known
         self._followed += 1
         self._readers = [PageReader(known, rank) for rank in ranks]
-        self._urls = urls(self._address, known)
+        self._paths = list(dict.fromkeys(each.path for each in known))
         self._retry_s = _FIRST_RETRY_S
         self.failing = self.scraped_at = None
         self._changed.set()
@@ -201,9 +186,9 @@ class Scraper:
         """Return the loads on the first of its pages that has all. Raises `_Failed`."""
         readers, since = self._readers, self._followed
         said: list[_Failed] = []
-        for url in self._urls:
+        for path in self._paths:
             try:
-                page = await self._page(url)
+                page = await self._page(path)
                 if len(page) <= _HERE_BYTES:
                     loads = self._read(page, readers)
                 else:
@@ -215,9 +200,9 @@ class Scraper:
                 continue
             if len(loads) == len(readers):
                 if self._followed == since:
-                    self._urls = [url]
+                    self._paths = [path]
                 return loads
-            said.insert(0, _Failed(Failure.NO_LOAD, f"{url} names neither {_UNKNOWN}"))
+            said.insert(0, _Failed(Failure.NO_LOAD, f"http://{self._address}{path} names neither {_UNKNOWN}"))
         raise said[0]
 
     def _read(self, page: bytes, readers: Iterable[PageReader]) -> list[ScrapedLoad]:
@@ -226,11 +211,11 @@ class Scraper:
         self._read_s = time.thread_time() - began
         return loads
 
-    async def _page(self, url: str) -> bytes:
+    async def _page(self, path: str) -> bytes:
         """Fetch the page. Raises `_Failed`."""
-        address, slash, path = url.removeprefix("http://").partition("/")
+        url, http = f"http://{self._address}{path}", self._scraping.http
         try:
-            answer = await self._scraping.get(address, slash + path)
+            answer = await http.get(self._address, path, within_s=TIMEOUT_S, most=MOST_BYTES, accept=_TEXT)
         except HttpTimeout:
             raise _Failed(Failure.TIMEOUT, f"{url} is not answered within {TIMEOUT_S:g} s") from None
         except BadAnswer as error:

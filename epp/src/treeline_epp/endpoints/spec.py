@@ -104,9 +104,7 @@ def unfit(prefill: EndpointSpec, decode: EndpointSpec) -> str:
 
 
 def normal_ip(text: str) -> str | None:
-    """Return the canonical spelling of an IP address, brackets removed; None for other text (a host name, for
-    example).
-    """
+    """Return the canonical spelling of an IP address, brackets removed; None for other text, as a host name."""
     if text.startswith("[") and text.endswith("]"):
         text = text[1:-1]
     try:

@@ -35,6 +35,8 @@ _TURN_S = 0.5
 """Seconds after which an engine that has not answered gives its place to the next one: waiting costs nothing."""
 _FEW = 100
 """Most engines that are asked at the full rate; with more, each is asked less often."""
+_PROBE_BYTES = 64 << 10
+"""Largest answer to a probe."""
 _LONGEST_PROBLEM = 300
 """Characters: an answer may be quoted in it."""
 FAILURE_THRESHOLD = 3
@@ -87,14 +89,8 @@ class EngineClient:
         """The adapter with which the engine is asked."""
         return self._known or ANYTHING
 
-    async def close(self) -> None:
-        """Close its connections."""
-        await self._http.close()
-
     async def ready(self) -> bool | None:
-        """Return whether the engine takes requests; `None` if it has no probe. Raises `HttpError` if it cannot be
-        reached.
-        """
+        """Return whether the engine takes requests; None without a probe. Raises `HttpError` if it is unreachable."""
         try:
             ready = await self._probe()
         except HttpTimeout:
@@ -115,7 +111,7 @@ class EngineClient:
 
     async def _probe(self) -> bool | None:
         for at, path in enumerate(self._probes):
-            status = await self._http.probe(path, self.adapter.probe_timeout_s)
+            status, _ = await self._http.fetch(path, self.adapter.probe_timeout_s, _PROBE_BYTES)
             if status != 404:
                 self._probes = self._probes[at:]
                 return status == 200

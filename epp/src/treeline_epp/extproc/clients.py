@@ -42,8 +42,7 @@ class Clients:
         self._coming: Counter[str] = Counter()
 
     def enter(self, headers: Mapping[str, str], *, has_body: bool = True) -> Present:
-        """Count a new request. The caller closes the result when the request goes. Raises TooMuch. The caller closes
-        what this returns when the request goes. Raises TooMuch.
+        """Count a new request. The caller closes the result when the request goes. Raises TooMuch.
 
         A body counts with its `content-length`. A body that does not tell its length counts as the largest one, since
         the picker does not see it before it is whole.
@@ -96,9 +95,7 @@ class Present:
         self._coming = 0
 
     def lose(self) -> None:
-        """Handle a lost connection, which hides the request's end: with a key the request counts for `LOST_S`, even if
-        closed.
-        """
+        """Handle a lost connection, which hides the request's end: with a key it counts for `LOST_S` more."""
         if self.keyed and self._here:
             self._clients.lost(Present(self._clients, self._client, keyed=True, coming=0))
             self._here = 0

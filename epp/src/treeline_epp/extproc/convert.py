@@ -1,28 +1,66 @@
 """Conversion between the proxy's serialized messages and the session's own.
 
-`wire_reader` reads messages in the form that Envoy writes, protobuf reads all others. Answers that are always the same
-are serialized once, those with a destination once per destination list. A body is copied once, between the bytes that
-protobuf would have written around it, and never decoded.
+Messages are read by protobuf. Answers that are always the same are serialized once, those with a destination once per
+destination list. A body is copied once, between the bytes that protobuf would have written around it, and never
+decoded.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
+from typing import Final
 
+from google.protobuf import json_format, struct_pb2
 from treeline_wire import envoy_pb2 as pb
 from treeline_wire import headers as names
 
-from treeline_epp.extproc.state import Kind, Message, Reply
-from treeline_epp.extproc.wire_reader import NO_METADATA, WireReader, metadata_of, modes_of
+from treeline_epp.extproc.state import BodyMode, Kind, Message, Reply
 from treeline_epp.flow.settings import LONGEST_WAIT_S
 from treeline_epp.protowire import field, field_head, field_numbers
 from treeline_epp.requests.body import Body, Buffer, Immediate
+from treeline_epp.requests.isolation import ROUTING_KEY
+from treeline_epp.requests.subset import NOTHING, parse_subset
 
 _OURS = (names.CACHED_TOKENS, names.PROMPT_TOKENS)
 _OVERWRITE = pb.HeaderValueOption.OVERWRITE_IF_EXISTS_OR_ADD
-_KINDS = {kind.value: kind for kind in Kind}
+_KINDS: Mapping[str | None, Kind] = {kind.value: kind for kind in Kind}
+_MODES: Mapping[int, BodyMode] = {mode.value: mode for mode in BodyMode}
+USED_HEADERS: Final = frozenset(
+    {
+        ":authority",
+        ":method",
+        ":path",
+        ":status",
+        "content-encoding",
+        "content-length",
+        "content-type",
+        names.CACHED_TOKENS,
+        names.CLIENT,
+        names.DESTINATION,
+        names.FAIRNESS_ID,
+        names.FAIRNESS_ID_LLMD,
+        names.FORK,
+        names.FORWARDED_FOR,
+        names.ISOLATION,
+        names.MODEL_REWRITE,
+        names.MODEL_REWRITE_LLMD,
+        names.OBJECTIVE,
+        names.OBJECTIVE_LLMD,
+        names.OVERLOADED,
+        names.PROMPT_TOKENS,
+        names.RANK,
+        names.REQUEST_ID,
+        names.SELECTION,
+        names.SESSION_ID,
+        names.TRACEPARENT,
+        names.TRACESTATE,
+        ROUTING_KEY,
+        *names.ENGINES,
+    }
+)
+"""The headers that every picker reads; other headers are not converted."""
 
 
 class UnknownMessage(ValueError):
@@ -34,39 +72,68 @@ class UnknownMessage(ValueError):
 
 
 class Reader:
-    """Reads the proxy's messages; `wanted` are headers (lower-case names) to read besides those that every picker
-    needs.
-    """
+    """Reads the proxy's messages: of the headers `USED_HEADERS`, and `wanted` (lower-case names) besides."""
 
     def __init__(self, wanted: Iterable[str] = ()) -> None:
-        self._wire = WireReader(wanted)
+        self._used = USED_HEADERS.union(wanted)
 
     def read(self, data: bytes) -> Message:
-        """Parse a message; a large body is a view of `data`. Raises protobuf's `DecodeError`, `UnknownMessage`."""
-        message = self._wire.read(data)
-        return self.read_by_protobuf(data) if message is None else message
-
-    def read_by_protobuf(self, data: bytes) -> Message:
-        """Parse any message, by protobuf; `read` must agree with it."""
+        """Parse a message. Raises protobuf's `DecodeError`, `UnknownMessage`."""
         request = pb.ProcessingRequest.FromString(data)
         name = request.WhichOneof("request")
-        kind = _KINDS.get(name or "")
+        kind = _KINDS.get(name)
         if kind is None:
             raise UnknownMessage(f"ext_proc message of unknown kind {name!r}", request.observability_mode)
         observed, modes = request.observability_mode, None
         if request.HasField("protocol_config"):
-            modes = modes_of(request.protocol_config.SerializeToString())
-        subset, pool, served = NO_METADATA
+            config = request.protocol_config
+            modes = _mode(config.request_body_mode), _mode(config.response_body_mode)
+        subset = pool = served = None
         if request.HasField("metadata_context"):
-            subset, pool, served = metadata_of(request.metadata_context.SerializeToString())
+            subset, pool, served = _metadata(request.metadata_context.SerializeToString())
         part = getattr(request, kind.value)
         if kind is Kind.REQUEST_BODY or kind is Kind.RESPONSE_BODY:
             return Message(kind, part.end_of_stream, {}, part.body, subset, pool, None, modes, observed)
         if kind is Kind.REQUEST_HEADERS or kind is Kind.RESPONSE_HEADERS:
-            used = (h for h in part.headers.headers if self._wire.uses(h.key))
-            headers = {h.key: h.raw_value.decode("latin-1") or h.value for h in used}
+            headers: dict[str, str] = {}
+            used = self._used
+            for header in part.headers.headers:
+                if (key := header.key) in used:
+                    headers[key] = header.raw_value.decode("latin-1") or header.value
             return Message(kind, part.end_of_stream, headers, b"", subset, pool, served, modes, observed)
         return Message(kind, subset=subset, pool=pool, modes=modes, observed=observed)
+
+
+@functools.lru_cache(maxsize=1024)  # a proxy sends few different ones, some with each message
+def _metadata(serialized: bytes) -> tuple[frozenset[str] | None, str | None, str | None]:
+    """Return `(subset hint, pool, served endpoint)`, None for each that `Metadata` lacks."""
+    metadata = pb.Metadata.FromString(serialized).filter_metadata
+    subset: frozenset[str] | None = None
+    pool: str | None = None
+    served: str | None = None
+    if names.LB_SUBSET in metadata:
+        hint = metadata[names.LB_SUBSET].fields
+        if names.SUBSET in hint:
+            subset = _subset(hint[names.SUBSET])
+    if names.LB in metadata:
+        chosen = metadata[names.LB].fields
+        if names.SERVED in chosen:
+            served = chosen[names.SERVED].string_value or None
+        if names.POOL_METADATA in chosen:
+            pool = chosen[names.POOL_METADATA].string_value or None
+    return subset, pool, served
+
+
+def _subset(hint: struct_pb2.Value) -> frozenset[str]:
+    """Return the endpoints that a hint allows; none for a hint without JSON form (NaN or infinity)."""
+    try:
+        return parse_subset(json_format.MessageToDict(hint))
+    except (json_format.Error, ValueError, RecursionError):
+        return NOTHING
+
+
+def _mode(value: int) -> BodyMode:
+    return _MODES.get(value, BodyMode.NONE)
 
 
 def to_response(reply: Reply | Immediate, *, strip_response_headers: bool = False) -> bytes:
@@ -151,9 +218,7 @@ _TRAILERS = frozenset({Kind.REQUEST_TRAILERS, Kind.RESPONSE_TRAILERS})
 
 
 def _decided(reply: Reply) -> bytes:
-    """Serialize an answer with a destination, a length or a whole body; a chunk has a destination where no headers
-    came.
-    """
+    """Serialize an answer with a destination, a length or a body; a chunk has a destination if no headers came."""
     metadata = b""
     options = b""
     if reply.destination is not None:
@@ -222,12 +287,5 @@ def _streamed(size: int, end_of_stream: bool) -> tuple[bytes, bytes]:
     return head, tail
 
 
-def _stripped() -> bytes:
-    response = pb.ProcessingResponse()
-    mutation = response.response_headers.response.header_mutation
-    mutation.remove_headers.extend(_OURS)
-    return _serialize(response)
-
-
 _PLAIN = {kind: field(number, b"") for kind, number in _NUMBERS.items()}
-_STRIPPED = _PLAIN | {Kind.RESPONSE_HEADERS: _stripped()}
+_STRIPPED = _PLAIN | {Kind.RESPONSE_HEADERS: _telling(Reply(Kind.RESPONSE_HEADERS), strip_response_headers=True)}

@@ -203,7 +203,6 @@ class _Peer(asyncio.Protocol):
         """Whether the socket's buffer is full."""
         self._heard = True
         self._asked = False
-        self.leaving = False
         self._timer: asyncio.TimerHandle | None = None
 
     # ---- callbacks of asyncio -----------------------------------------------------------------------------------
@@ -248,9 +247,7 @@ class _Peer(asyncio.Protocol):
         self._count_streams(len(self._connection))
 
     def _take_turn(self, data: bytes = b"") -> None:
-        """Handle the input until there is no more, or others should have a turn; then the loop goes on in its next
-        round.
-        """
+        """Handle the input until there is no more; if others should have a turn, the loop goes on in its next round."""
         self._going_on = None
         events, until = self._events, self._loop.time() + _TURN_S
         self._receive(data)
@@ -442,7 +439,6 @@ class _Peer(asyncio.Protocol):
 
     def leave(self) -> None:
         """Take no more calls; open ones go on if they still have answers or the server stays."""
-        self.leaving = True
         for stream in [stream for stream, run in self._running.items() if self._server.draining and run.call.lingers]:
             self._finish(stream, Status.OK)
         self._connection.leave()

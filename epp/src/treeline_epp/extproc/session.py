@@ -206,9 +206,7 @@ class ExtProcSession:
             self._present.close()
 
     def _receive(self, state: ExtProcState, message: Message) -> list[Output]:
-        """Take a message; return the state machine's answers, or a refusal if a bound is reached. Raises
-        `ExtProcError`.
-        """
+        """Take a message; return the answers, or a refusal if a bound is reached. Raises `ExtProcError`."""
         clients, waiting = self._limits.clients, self._limits.waiting
         if message.kind is Kind.REQUEST_HEADERS and names.TRACEPARENT in self._metadata:
             # A proxy that traces sends its own span with the call: it is later than the client's.

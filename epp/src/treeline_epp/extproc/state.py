@@ -315,9 +315,7 @@ class ExtProcState:
         ]
 
     def _duplex_answer(self, destination: str, body: bytes | Body) -> list[Output]:
-        """Return the headers with the destination, then the body; without headers the first chunk has the
-        destination.
-        """
+        """Return the headers with the destination and the body; without headers the first chunk has it."""
         pieces = (Body([body]) if isinstance(body, bytes) else body).pieces()
         chunks = _in_chunks(Kind.REQUEST_BODY, pieces, end_of_stream=not self._trailers_pending)
         if self._waiting is not Kind.REQUEST_HEADERS:

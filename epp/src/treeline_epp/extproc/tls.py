@@ -29,9 +29,7 @@ class TlsError(Exception):
 
 
 def client_checking(folder: Path) -> grpc.ServerCredentials:
-    """Return grpcio server credentials for mutual TLS: clients must show a certificate of the folder's `ca.crt`. Raises
-    `TlsError`.
-    """
+    """Return grpcio server credentials for mutual TLS, by the folder's `ca.crt`. Raises `TlsError`."""
     files = _Files(folder, clients=True)
     try:
         return grpc.dynamic_ssl_server_credentials(
@@ -51,9 +49,7 @@ def _told(folder: Path | None, error: Exception) -> TlsError:
 
 
 def self_signed() -> tuple[bytes, bytes]:
-    """Return a new `(key, certificate)`, both PEM. A proxy cannot verify it; it hides prompts from others on the
-    network.
-    """
+    """Return a new `(key, certificate)`, both PEM. No proxy can verify it; it hides prompts on the network."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.ORGANIZATION_NAME, "Treeline endpoint picker")])
     now = datetime.datetime.now(datetime.UTC)
@@ -106,9 +102,7 @@ class Certificate:
 
 
 class _Files:
-    """The files `tls.key` and `tls.crt` of a folder, as in a mounted Secret, and `ca.crt` where clients need a
-    certificate.
-    """
+    """The files `tls.key` and `tls.crt` of a folder, as in a mounted Secret, and `ca.crt` to check clients."""
 
     def __init__(self, folder: Path, *, clients: bool) -> None:
         names = ("tls.key", "tls.crt", "ca.crt") if clients else ("tls.key", "tls.crt")
@@ -117,9 +111,7 @@ class _Files:
         self._said = ""
 
     def read(self) -> grpc.ServerCertificateConfiguration:
-        """Read the files. Raises OSError, or ValueError where a file is no certificate or key, or the two do not
-        match.
-        """
+        """Read the files. Raises OSError, or ValueError if one is no certificate or key, or the two do not match."""
         state = self._state()
         key, chain, *authorities = (read_file(path, _MOST_BYTES) for path in self._paths)
         self._seen = state  # a file that could not be read is tried again

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from prometheus_client import Histogram
@@ -39,15 +38,6 @@ def flow_control(
     Pump(control)
     metrics.observe(lambda: samples(control))
     return control
-
-
-def quotas_of(path: Path | None, metrics: Metrics) -> QuotaFile | None:
-    """Open the quota file, to be followed; None where there is none. Raises QuotaFileError."""
-    if path is None:
-        return None
-    file = QuotaFile(path)
-    metrics.observe(lambda: quota_samples(file))
-    return file
 
 
 class Pump:

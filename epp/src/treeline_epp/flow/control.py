@@ -37,9 +37,7 @@ _MOST_POOLS = 1000
 
 
 class Held(NamedTuple):
-    """The requests that wait for one pool; `uncached_tokens` are of their prompts, `oldest_s` is the longest wait so
-    far.
-    """
+    """The requests that wait for one pool, their prompts' `uncached_tokens`, and the longest wait, `oldest_s`."""
 
     requests: int
     bytes: int
@@ -170,9 +168,7 @@ class FlowControl(Generic[R]):
         self._expire(self._clock())
 
     def held(self) -> dict[str, Held]:
-        """Return the waiting requests by pool ("" if a request names none); zeros if they have gone. O(waiting
-        requests).
-        """
+        """Return the waiting requests by pool ("" without one); zeros if they have gone. O(waiting requests)."""
         now, found = self._clock(), dict.fromkeys(sorted(self._pools), Held(0, 0, 0, 0.0))
         oldest: dict[str | None, float] = {}
         for tickets in self._by_limit.values():
@@ -264,9 +260,7 @@ class FlowControl(Generic[R]):
         return True
 
     def _check_room(self, ticket: Ticket[R], now: float) -> None:
-        """Check for room in its pool, or in one that may stand in for it. Raises the picker's error for the last
-        one.
-        """
+        """Check for room in its pool, or in one that may stand in for it. Raises the picker's last error."""
         *others, last = ticket.room_for
         for asked in others:
             with contextlib.suppress(NoEndpoints):

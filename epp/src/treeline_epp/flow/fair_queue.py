@@ -44,9 +44,7 @@ class Band:
     """The flows of one priority."""
 
     def __init__(self, sooner: Callable[[Target], object]) -> None:
-        """Make an empty band. `sooner` is called with a target whose next request may now be an earlier one than was
-        known.
-        """
+        """Make an empty band. `sooner` gets each target whose next request may be earlier than was known."""
         self._sooner = sooner
         self.flows: dict[str, Flow] = {}
         self.requests = 0
@@ -134,9 +132,7 @@ class Band:
         return None
 
     def serve(self, ticket: Ticket[Any], tokens: float) -> None:
-        """Remove a ticket whose turn has come, and charge its flow the estimated tokens; `ticket.served` corrects them.
-        O(log flows).
-        """
+        """Remove a ticket whose turn has come, and charge its flow; `ticket.served` corrects that. O(log flows)."""
         flow, counted = self.flows[ticket.flow], tokens
         self._floor = max(self._floor, flow.served)
         self.remove(ticket)
@@ -214,9 +210,7 @@ class FairQueue:
         band.push(ticket)
 
     def head(self, blocked: Container[Target]) -> Ticket[Any] | None:
-        """Return the next ticket among targets that are not blocked. O(log targets), and O(targets) once after a
-        rewind.
-        """
+        """Return the next ticket among targets that are not blocked. O(log targets); O(targets) after a rewind."""
         if self._heads is None:
             self._heads = []
             for priority, target in self.targets():
@@ -251,9 +245,7 @@ class FairQueue:
         self._close(ticket.asked.priority)
 
     def serve(self, ticket: Ticket[Any], tokens: float) -> None:
-        """Remove a ticket whose turn has come, and charge its flow the estimated tokens; `ticket.served` corrects
-        them.
-        """
+        """Remove a ticket whose turn has come, and charge its flow the estimate; `ticket.served` corrects it."""
         self.bands[ticket.asked.priority].serve(ticket, tokens)
         self._close(ticket.asked.priority)
 

@@ -55,9 +55,7 @@ class QuotaFile:
             await self.refresh()
 
     async def refresh(self) -> None:
-        """Check the file once. It is read and, if it has changed, parsed in a thread: a megabyte of YAML takes over a
-        second.
-        """
+        """Check the file once, in a thread: parsing a megabyte of YAML takes over a second."""
         try:
             table = await asyncio.to_thread(self._look)
         except QuotaFileError as error:

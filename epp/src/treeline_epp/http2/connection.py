@@ -451,9 +451,7 @@ class Connection:
             self._sending.control(frames.rst_stream(stream, code))
 
     def leave(self) -> None:
-        """Announce that no more streams are taken. Open ones, and those in flight, go on: a second GOAWAY names the
-        last one.
-        """
+        """Announce the end: open streams and those in flight go on, and a second GOAWAY names the last one."""
         if not self._parting:
             self._parting = True
             self._sending.control(frames.goaway(frames.MOST_STREAM, Code.NO_ERROR) + frames.ping(_HEARD, ack=False))

@@ -7,6 +7,8 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+from hpack import Encoder
+
 PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 HEAD_BYTES: Final = 9
 LEAST_FRAME_BYTES: Final = 16_384
@@ -94,19 +96,5 @@ def goaway(last: int, code: int, why: bytes = b"") -> bytes:
 
 
 def header_block(fields: Sequence[tuple[bytes, bytes]]) -> bytes:
-    """Encode header fields as literals that enter no table (RFC 7541, section 6.2.2), so their bytes always mean the
-    same.
-    """
-    return b"".join(b"\x00" + _text(name) + _text(value) for name, value in fields)
-
-
-def _text(text: bytes) -> bytes:
-    length = len(text)
-    if length < 127:
-        return bytes([length]) + text
-    out, length = bytearray([127]), length - 127
-    while length > 127:
-        out.append(length & 127 | 128)
-        length >>= 7
-    out.append(length)
-    return bytes(out) + text
+    """Encode header fields without entering any in a table, so their bytes always mean the same."""
+    return bytes(Encoder().encode([(name, value, True) for name, value in fields], huffman=False))

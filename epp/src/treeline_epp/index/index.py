@@ -171,9 +171,7 @@ class Index:
                 one.staging = 0
 
     def grafts(self, pod: Pod) -> bool:
-        """Return whether `graft` has work: parents of orphans in the pod's scope have come. Each store grafts a few,
-        too.
-        """
+        """Return whether `graft` has work: parents of orphans in the pod's scope have come."""
         scope = self._scopes.get(pod.scope)
         return scope is not None and (scope.orphans.ready or bool(scope.gone))
 

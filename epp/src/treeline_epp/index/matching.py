@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import islice
+from operator import attrgetter
 from typing import TypeAlias
 
 from msgspec import Struct
@@ -207,9 +208,7 @@ def _predicted_from(path: Walk, begin: int) -> int:
 
 
 def _proved(levels: Sequence[Level], path: Walk, step: int, proved: int) -> list[Level]:
-    """Return the levels of a chain that has one run in each edge up to node `step`, its block ends proved up to a
-    byte.
-    """
+    """Return the levels of a chain with one run in each edge up to node `step`, proved up to a byte."""
     tokens = end = 0
     for node, start in reversed(path.nodes[: step + 1]):
         count = node.runs[0].count_until(proved - start) if node.runs else 0
@@ -290,12 +289,10 @@ class _Chains:
         self._on_prefix: set[BlockRun] = set()
 
     def follow(self) -> bool:
-        """Follow all runs from node `step` on. Return False if one forks from an earlier node: begin at the first node
-        then.
-        """
+        """Follow all runs from node `step` on. False if one forks from an earlier node: begin at the first one then."""
         for node, start in self._path.nodes[self._step :]:
             runs = node.runs
-            for run in runs if len(runs) == 1 else sorted(runs, key=_base):
+            for run in runs if len(runs) == 1 else sorted(runs, key=attrgetter("base")):
                 seen = self._see(run, start)
                 if seen is None:
                     return False
@@ -383,10 +380,6 @@ def _prove_until(run: BlockRun, seen: _Seen, slot: int, extent: int) -> None:
     """Record that the chain continues after `slot`, and matches the key to byte `extent`."""
     seen.extent = max(seen.extent, extent)
     seen.proved = max(seen.proved, min(slot + 1, run.count_until(extent - GUARD_BYTES - seen.start)))
-
-
-def _base(run: BlockRun) -> int:
-    return run.base
 
 
 def _longest(levels: list[Level]) -> list[Level]:

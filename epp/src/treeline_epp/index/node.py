@@ -131,9 +131,7 @@ class BlockRun:
         return bool(sets & bit) if isinstance(sets, int) else any(members & bit for members in sets[1::2])
 
     def is_continued_by(self, back: BlockRun) -> bool:
-        """Return whether `back`, which is on the same edge, could be the end of this run. O(1) for runs without
-        holes.
-        """
+        """Return whether `back`, on the same edge, could be the end of this run. O(1) for runs without holes."""
         return (
             bool(back.ends)
             and back is not self
@@ -404,26 +402,13 @@ class Node:
             return True
         return len(runs) < MAX_RUNS and sum(run.is_of(bit) for run in runs) < MAX_POD_RUNS
 
-    def join_run(self, run: BlockRun) -> list[BlockRun]:
-        """Join a changed run with runs that it continues or that continue it; as `join_runs`. O(runs)."""
-        begin, first, end, last = run.base, run.chain[:8], run.after(), run.chain[-8:]
-        near = [
-            each
-            for each in self.runs
-            if (each.base == end and each.chain[:8] == last) or (each.chain[-8:] == first and each.after() == begin)
-        ]
-        return self.join_runs((run, *near)) if near else []
-
-    def join_runs(self, among: Sequence[BlockRun] | None = None) -> list[BlockRun]:
-        """Join runs that continue each other, all of the node's or those in `among`. Return the runs that became
-        longer. O(runs); nearly all nodes have one.
-        """
-        among = self.runs if among is None else among
+    def join_runs(self) -> list[BlockRun]:
+        """Join runs that continue each other; return those that became longer. O(runs); nearly all nodes have one."""
         longer: list[BlockRun] = []
         follow: dict[tuple[bytes, int], list[BlockRun]] = {}
-        for run in among:
+        for run in self.runs:
             follow.setdefault((run.chain[:8], run.base), []).append(run)
-        for front in among:
+        for front in self.runs:
             while front.ends:
                 back = next(filter(front.is_continued_by, follow.get((front.chain[-8:], front.after()), ())), None)
                 if back is None:

@@ -267,8 +267,6 @@ class RadixTree:
             new.base = run.base + (slot + 1) * run.width
         ends = new.ends = list(accumulate(map(len, pieces)))
         data = b"".join(pieces)
-        if run is not None and self._extend(run, offset, data, new):
-            return len(ends)
         placed, room, last = 0, True, node
 
         def place(node: Node, start: int, stop: int, offset: int) -> None:
@@ -285,26 +283,6 @@ class RadixTree:
         if not room:
             self.compact(last)  # its text was laid for blocks that found no room
         return placed
-
-    def _extend(self, run: BlockRun, offset: int, data: bytes, new: _NewBlocks) -> bool:
-        """Insert without a walk where a run only lengthens a leaf with one run, as the blocks of a decode do."""
-        node = run.node
-        size = len(node.text)
-        if (
-            offset != size
-            or size + len(data) > self.max_edge
-            or node.children
-            or len(node.runs) > 1
-            or run.chain[-8:] != new.chain[:8]
-            or run.width != new.width
-            or run.has_holes()
-        ):
-            return False
-        node.text += data
-        self.text_bytes += len(data)
-        run.append(new.chain[8:], pack_ends(new.ends, size), new.bit)
-        self.blocks.update(zip(new.keys, repeat(run), strict=False))
-        return True
 
     def _place(self, node: Node, new: _NewBlocks, first: int, stop: int, delta: int) -> int:
         """Place blocks first … stop−1 of new blocks in a run of `node`: fill its holes, lengthen it, or begin another.
@@ -343,7 +321,7 @@ class RadixTree:
             run = BlockRun(node, base, new.width, chain, ends, new.bit)
             node.runs += (run,)
             self.blocks.update(zip(new.keys[first:stop], repeat(run), strict=False))
-        for longer in node.join_run(run) if len(node.runs) > 1 else ():
+        for longer in node.join_runs() if len(node.runs) > 1 else ():
             self._point(longer)
         return stop - begin
 

@@ -44,9 +44,7 @@ class Renderer(Protocol):
 
 
 class Keyer(Protocol):
-    """Turns requests into keys, and estimates tokens from keys. `renderer` makes the prompts of chats; None if chats
-    have none.
-    """
+    """Turns requests into keys, and estimates tokens from keys. `renderer` makes prompts of chats, if they have any."""
 
     @property
     def renderer(self) -> Renderer | None: ...

@@ -112,9 +112,7 @@ class LearntTemplate(ChatTemplate):
         return text
 
     def _checked(self, text: str, render: Callable[[], str]) -> str:
-        """Return the rendering, or the joined text if it cannot be rendered in time; any other error counts as a
-        difference.
-        """
+        """Return the rendering, or the joined text if that takes too long; any other error counts as a difference."""
         try:
             rendered = render()
         except NeedsWorkerError:
@@ -210,9 +208,7 @@ def _joined(joint: _Joint, texts: list[str]) -> str:
 def _plain(
     messages: Sequence[Mapping[str, Any]], asks: bool, kwargs: Mapping[str, Any]
 ) -> tuple[Shape, list[str]] | None:
-    """Return the shape of a plain chat, and its texts; None for any other chat, and for one too large to be rendered
-    here.
-    """
+    """Return the shape and the texts of a plain chat; None for another one, or one too large to render here."""
     if len(messages) > MAX_TEXTS or len(kwargs) > _MAX_KWARGS:
         return None
     for name, value in kwargs.items():

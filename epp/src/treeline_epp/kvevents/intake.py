@@ -26,9 +26,7 @@ SLICE_S: Final = 0.001
 
 
 class Turns:
-    """The lock around each piece of work (`async with`), which must not await anything. Turns are given in the order of
-    requests.
-    """
+    """A lock for pieces of work that await nothing (`async with`). Turns are given in the order of requests."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._lock = asyncio.Lock()
@@ -65,9 +63,7 @@ class IntakeError(Exception):
 
 
 def receive(sock: zmq.Socket[bytes], most_bytes: int) -> list[zmq.Frame]:
-    """Return a message, if one waits. Raises `zmq.Again`, and `IntakeError` for one that is too large, without reading
-    more of it than allowed.
-    """
+    """Return a message, if one waits. Raises `zmq.Again`, and `IntakeError` as soon as it is too large."""
     parts: list[zmq.Frame] = []
     size = 0
     while not parts or parts[-1].more:
@@ -123,7 +119,5 @@ class Intake:
             raise self._gone() from None
 
     def _gone(self) -> IntakeError:
-        """Return the error for a lost connection. ZMQ closes one itself for a frame that is too large; its monitor may
-        report it later.
-        """
+        """Return the error for a lost connection. ZMQ's monitor may report later that it closed one itself."""
         return IntakeError(f"it is gone, or sent a message of over {self._most} bytes")

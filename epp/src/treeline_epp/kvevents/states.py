@@ -104,9 +104,7 @@ class SubscriptionConfig:
 
 @dataclass(slots=True)
 class Checks:
-    """The checks while LIVE: when the next is due, how many were missed in a row, and the missing batch (since when),
-    if any.
-    """
+    """The checks while LIVE: when the next is due, how many were missed in a row, and the missing batch, since when."""
 
     due_at: float = 0.0
     missed: int = 0

@@ -66,7 +66,6 @@ class KvSubscription:
         self.counts: Counter[str] = Counter()
         self._ours = ours
         self._index = index
-        self._keys = keys
         self._config = config or SubscriptionConfig()
         self._stretch = stretch
         self._until = float("inf")  # when the state times out

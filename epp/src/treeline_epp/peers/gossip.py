@@ -64,9 +64,7 @@ class _Peer:
 
 
 class Gossip:
-    """The state of the exchange; see the module. `own` is to be the picker's `elsewhere`. All times are the caller's
-    monotonic clock.
-    """
+    """The state of the exchange; see the module. `own` is to be the picker's `elsewhere`. All times are monotonic."""
 
     def __init__(self, picker: Picker, key: bytes, seal: Seal | None = None) -> None:
         self.landmarks = Landmarks(int.from_bytes(key[:8], "big"))

@@ -46,11 +46,8 @@ class AuditResult(Enum):
 
 @dataclass(slots=True)
 class Audit:
-    """The audit of one endpoint. Readable: `checked`, `over` and `under` count requests, by kind of error."""
+    """The audit of one endpoint."""
 
-    checked: int = 0
-    over: int = 0
-    under: int = 0
     _seen: deque[tuple[float, int | None]] = field(default_factory=deque)
     _backoff: float = BACKOFF_S
     _quiet_until: float = float("-inf")
@@ -63,12 +60,9 @@ class Audit:
 
         `prefix` identifies the prompt's beginning: equal for related prompts. O(requests in the window).
         """
-        self.checked += 1
         tolerance = TOLERANCE_BLOCKS * max(1, block_size)
         over = reported < confirmed - tolerance
         under = reported > predicted + tolerance
-        self.over += over
-        self.under += under
         seen = self._seen
         seen.append((now, prefix if over or under else None))
         while seen[0][0] < now - WINDOW_S:
@@ -81,9 +75,7 @@ class Audit:
         return AuditResult.CAP_HIT if over else AuditResult.AGREED
 
     def allow(self, now: float) -> bool:
-        """Return whether a rebuild may begin now; if so, count it as begun: the next one must wait, longer each
-        time.
-        """
+        """Return whether a rebuild may begin now; if so, count it: the next one must wait, longer each time."""
         if now < self._quiet_until:
             return False
         if now > self._quiet_until + MAX_BACKOFF_S:

@@ -33,9 +33,7 @@ class Filter(NamedTuple):
 
 
 def _serving(request: Request, table: Table) -> Mask:
-    """Keep endpoints of the request's pool that serve its model, are ready and not draining. O(endpoints) at memory
-    speed.
-    """
+    """Keep the pool's endpoints that serve the model, are ready and not draining. O(endpoints) at memory speed."""
     mask: Mask = table.serving(request) & (table.columns[ELIGIBLE, : table.size] > 0.0)
     return mask
 
@@ -108,7 +106,5 @@ class Saturation(Struct, frozen=True):
     limit: float
 
     def room(self, columns: Floats, wait_s: Floats) -> Mask:
-        """Return which endpoints have room, by their columns (see `table`) and the time until a new request's turn
-        there.
-        """
+        """Return which endpoints have room, by their columns (see `table`) and a new request's wait there."""
         return wait_s <= self.limit if self.wait else np.maximum(columns[REQUESTS], columns[UNANSWERED]) < self.limit

@@ -78,9 +78,7 @@ class Parts:
     def discharge(
         self, endpoint: Endpoint, reservation: Reservation, outcome: Outcome, now: float, *, began: bool
     ) -> None:
-        """End a reservation by its outcome. Breakers do not count it: each picker judges errors by its own requests.
-        O(1).
-        """
+        """End a reservation. Breakers do not count it: each picker judges errors by its own requests. O(1)."""
         if outcome is Outcome.HEADERS:
             endpoint.load.on_answered(reservation, now, began=began)
         else:

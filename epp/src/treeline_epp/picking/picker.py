@@ -90,9 +90,7 @@ class Picker:
     # Endpoints
 
     def add_endpoint(self, spec: EndpointSpec, *, ready: bool = True, ranks: int = 1) -> Endpoint:
-        """Add an endpoint with `ranks` caches, or replace the one of that name; a new uid, address or number starts it
-        empty.
-        """
+        """Add an endpoint with `ranks` caches, or replace it by name; a new uid, address or number starts it empty."""
         known = self.endpoints.get(spec.name)
         if known is not None:
             if (known.spec.uid, known.spec.address, len(known.pods)) == (spec.uid, spec.address, ranks):

@@ -196,9 +196,7 @@ def _load_s(loads: Floats, host_rate: Floats | float, disk_rate: Floats | float,
 
 
 def _slots_s(report: Report, queued_requests: int) -> float:
-    """Return the time until a running slot is free: with all `max_running` busy, one is freed each (output × step ÷
-    slots).
-    """
+    """Return the time until a running slot is free: if all are busy, one is freed each (output × step ÷ slots)."""
     excess = report.running + queued_requests + 1 - report.max_running
     if excess <= 0 or not report.max_running:
         return 0.0
@@ -356,7 +354,8 @@ class Work(Struct, frozen=True, gc=False):
         tiers: Floats | None = None
         for match in matches.values():
             hits = [(level_hit(level), level.pods) for level in match.levels if level.tokens or level.reach]
-            for hit, pods in sorted(hits, key=_how_far):  # the longest last: it counts if a row has several pods
+            hits.sort(key=lambda held: (held[0].reach, held[0].tokens))
+            for hit, pods in hits:  # the longest last: it counts if a row has several pods
                 cached[index.holders(pods)] = self.cached(hit)
             for tier, levels in match.lower.items():
                 tiers = np.zeros((2, table.size)) if tiers is None else tiers
@@ -375,7 +374,3 @@ class Work(Struct, frozen=True, gc=False):
         loads[0] = np.maximum(0.0, loads[0])
         loads[1] = np.maximum(0.0, loads[1] - loads[0])
         return cached + loads[0] + loads[1], loads
-
-
-def _how_far(held: tuple[Hit, int]) -> tuple[int, int]:
-    return held[0].reach, held[0].tokens

@@ -75,9 +75,7 @@ class Sessions:
             self._size -= 1
 
     def forget(self, session: int, endpoint: str) -> None:
-        """Forget this endpoint: the session did not find its prefix there. If it has moved on, nothing is forgotten.
-        O(1).
-        """
+        """Forget this endpoint, unless the session has moved on: it did not find its prefix there. O(1)."""
         own = self._of(session)
         if own.get(session, ("", 0.0))[0] == endpoint:
             del own[session]

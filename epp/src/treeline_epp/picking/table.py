@@ -59,9 +59,7 @@ _MOST_ASKED = 256
 
 
 class _Group(Struct):
-    """The endpoints of one pool that serve the same models, have the same role, and hand over prompts in the same
-    way.
-    """
+    """The endpoints of one pool with the same models, the same role, and the same way to hand over prompts."""
 
     spec: EndpointSpec
     rows: dict[int, None]
@@ -283,9 +281,7 @@ def _places(spec: EndpointSpec) -> set[tuple[str, str]]:
 
 
 def _state(endpoint: Endpoint, now: float) -> tuple[bool, bool, float]:
-    """Return whether an endpoint is eligible, whether it is healthy, and when time alone will change that or its
-    report.
-    """
+    """Return whether an endpoint is eligible, and healthy, and when time alone will change that or its report."""
     load, closed_until = endpoint.load, endpoint.breaker.closed_until
     edge = _UNKNOWN if now >= closed_until else closed_until
     if load.report is not None and now <= load.report.fresh_until:

@@ -69,9 +69,7 @@ class Exchange:
 
     @property
     def model(self) -> str:
-        """The model's name in the request; empty until a pool is known that serves it, so that it is a safe metric
-        label.
-        """
+        """The model's name in the request; empty unless a pool serves it, so that it is a safe metric label."""
         return "" if self.request is None else self.request.asked or ""
 
     @property

@@ -170,9 +170,7 @@ class ModelTable:
         return other if self._gateways.get(other) == self._gateways.get(pool) else pool
 
     def name_at(self, pool: str, target: str) -> str:
-        """Return the name to use with a pool's engines: `target`, unless they serve only one model, under another
-        name.
-        """
+        """Return the name to use with a pool's engines: `target`, or that of the only model they serve."""
         models = self._served.get(pool, ())
         return models[0] if len(models) == 1 else target
 
@@ -192,9 +190,7 @@ class ModelTable:
 
 
 def _draw(targets: tuple[tuple[str, int | None], ...], random: float) -> str:
-    """Return the target at the point `random` of the targets laid end to end, each as long as its weight (default
-    1).
-    """
+    """Return the target at the point `random` of the targets laid end to end, by their weights (default 1)."""
     point = random * sum(weight or 1 for _, weight in targets)
     end = 0
     for name, weight in targets:
@@ -344,9 +340,7 @@ class ModelRegistry:
         return self.adapters_of(pool).engine
 
     def isolates_clients(self, pool: str | None = None) -> bool:
-        """Return whether every endpoint, of this pool or of all, keeps the caches of the edge's clients apart by
-        itself.
-        """
+        """Return whether every endpoint, of this pool or of all, keeps the edge's clients' caches apart by itself."""
         self._refresh()
         return not self._salted_pools if pool is None else pool not in self._salted_pools
 

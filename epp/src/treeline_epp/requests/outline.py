@@ -238,9 +238,7 @@ def _closers(raw: bytes, outside: Bools, depths: Depths) -> bytes:
 
 
 def _closed(raw: bytes, closers: bytes) -> Any:
-    """Decode the value with its last string closed here, or a few bytes earlier: not in an escape nor in a
-    character.
-    """
+    """Decode the value with its last string closed here, or just before an escape or character that is cut."""
     for back in range(13):
         try:
             return _decode(raw[: len(raw) - back] + b'"' + closers)

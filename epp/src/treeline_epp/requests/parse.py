@@ -361,9 +361,7 @@ def _max_output_tokens(path: str, body: dict[str, Any]) -> int | None:
 
 
 def _outputs(path: str, body: dict[str, Any]) -> int:
-    """Return how many outputs a request asks for, over all of its prompts. The runtime refuses values that are no
-    counts.
-    """
+    """Return how many outputs a request asks for, over all of its prompts. The runtime refuses bad counts."""
     params = body.get("sampling_params") if path.endswith(_GENERATE) else body
     counts = [params.get(name) for name in ("n", "best_of")] if isinstance(params, dict) else []
     prompt = body.get("prompt")

@@ -67,9 +67,7 @@ def completion(summary: Summary, keyer: Keyer | None) -> KeyedPrompt:
 
 
 def keyed(prompt: Prompt, keyer: Keyer, tokens: int | None) -> KeyedPrompt:
-    """Return the key of a prompt, or of its beginning. `tokens` of the whole request, if the prompt is not all of
-    it.
-    """
+    """Return the key of a prompt, or of its beginning. `tokens` of the whole request, if that has more."""
     bounded = _bounded(prompt)
     key = keyer.key(bounded)
     if key is None:

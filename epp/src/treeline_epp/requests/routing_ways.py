@@ -50,9 +50,7 @@ class Routing(NamedTuple):
 
 
 class TokenizerFacts(NamedTuple):
-    """The state of an endpoint's tokenizer: known or not, with or without keys, and the problem with it or with
-    fetching it.
-    """
+    """The state of an endpoint's tokenizer: known or not, with or without keys, and its problem."""
 
     known: bool = False
     has_keys: bool = False

@@ -61,9 +61,7 @@ NOTHING: Final = Usage()
 
 
 class UsageReader:
-    """Takes the pieces of a response's body and keeps those that may have its usage; `stream`: the body is a stream of
-    events.
-    """
+    """Keeps the pieces of a response's body that may have its usage; `stream`: the body is a stream of events."""
 
     __slots__ = ("_first", "_kept", "_last", "bytes", "events", "stream")
 

@@ -23,22 +23,16 @@ _MOST_NAMED = 8
 
 
 class EngineKeyers:
-    """The keyers of all engines; see the module. Each tokenizer is made into one keyer, for all engines that have
-    it.
-    """
+    """The keyers of all engines; see the module. Engines with the same tokenizer share a keyer."""
 
     def __init__(self, registry: ModelRegistry, sources: TokenizerSources) -> None:
         self._registry = registry
-        self._sources = sources
+        self.sources = sources
         self._making: dict[str, asyncio.Lock] = {}
-
-    async def run(self, changed: Callable[[TokenizerSource], None]) -> None:
-        """Keep the sources up to date, until cancelled."""
-        await self._sources.run(changed)
 
     def source(self, spec: EndpointSpec) -> TokenizerSource | None:
         """Return the tokenizer that a flag names for an endpoint."""
-        return self._sources.of_models(spec.models or self._registry.configured(spec.pool))
+        return self.sources.of_models(spec.models or self._registry.configured(spec.pool))
 
     def known(self, spec: EndpointSpec, info: EngineInfo) -> PromptKeyer | None:
         """Return the keyer for an engine, if it exists already."""
@@ -98,8 +92,8 @@ class EngineKeyers:
             return TokenizerFacts(known=True, has_keys=keyer.keys is not None, problem=keyer.problem)
         if source is not None:
             problem = source.problem or problem
-        elif self._sources.named and not info.fingerprint:
+        elif self.sources.named and not info.fingerprint:
             served = ", ".join(spec.models[:_MOST_NAMED]) or "unknown models"
-            named = ", ".join(self._sources.named[:_MOST_NAMED])
+            named = ", ".join(self.sources.named[:_MOST_NAMED])
             problem = f"the engine serves {served}, and --tokenizer is given for {named}: give it for the served models"
         return TokenizerFacts(problem=problem, awaited=source is not None or bool(info.fingerprint))

@@ -119,9 +119,7 @@ class TokenizerCache:
 
 
 class HubOrigin:
-    """A repository of the Hub; see `sources.Origin`. `endpoint` is another address of the Hub than the library's
-    own.
-    """
+    """A repository of the Hub; see `sources.Origin`. `endpoint` replaces the library's address of the Hub."""
 
     recheck_s = RECHECK_S
 
@@ -179,9 +177,7 @@ class HubOrigin:
             api.hf_hub_download(repo, name, revision=commit, local_dir=folder, etag_timeout=_TIMEOUT_S)
 
     def _sent_size(self, name: str, commit: str) -> int:
-        """Return a file's size by the answer that would send it: the library takes any amount, and a mirror may list
-        other sizes, or none.
-        """
+        """Return a file's size by the answer that would send it: a mirror may list other sizes, or none."""
         from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
         url = hf_hub_url(self._model.repo, name, revision=commit, endpoint=self._endpoint)

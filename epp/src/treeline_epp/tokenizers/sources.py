@@ -174,9 +174,7 @@ class FolderOrigin:
         return _looks([*(folder / name for name in FILES), *templates], MAX_BUNDLE_BYTES)
 
     def read(self, version: str) -> TokenizerBundle:
-        """Read the present files, whatever `version` is; files that were no tokenizer are not read twice. Raises
-        `SourceError`.
-        """
+        """Read the present files, whatever `version` is; bad files are not read twice. Raises `SourceError`."""
         if self._failed is not None and self._failed[0] == version:
             raise self._failed[1]
         try:
@@ -240,9 +238,7 @@ def _template(file: Path) -> str:
 
 
 def _looks(files: Sequence[Path], most_bytes: int) -> str:
-    """Return sizes and times of the files that exist. Raises `SourceError` for other things than files, and for too
-    many bytes.
-    """
+    """Return sizes and times of the files that exist. Raises `SourceError` for folders, and for too many bytes."""
     looks = []
     total = 0
     for file in files:

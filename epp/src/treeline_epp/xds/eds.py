@@ -52,9 +52,7 @@ class _Envoy:
 
 
 class EdsState:
-    """The announced endpoints, and the version that each Envoy has acknowledged. `now` is seconds of a monotonic
-    clock.
-    """
+    """The announced endpoints, and the version that each Envoy has acknowledged. `now` is a monotonic clock's."""
 
     def __init__(self) -> None:
         self.version = 0
@@ -80,9 +78,7 @@ class EdsState:
         return True
 
     def selectable(self, address: str, now: float) -> bool:
-        """Return whether a decision may name this endpoint: it is announced, not draining, and known to every Envoy by
-        now.
-        """
+        """Return whether decisions may name this endpoint: announced, not draining, known to every Envoy by now."""
         known = self._endpoints.get(address)
         if known is None or known.draining:
             return False

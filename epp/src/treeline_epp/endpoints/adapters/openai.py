@@ -123,9 +123,7 @@ class OpenAIAdapter:
             return None, f"its answer about KV events cannot be used: {error}"[:_LONGEST_REASON]
 
     def _info(self, http: EngineHttp, served: EngineInfo, told: KvPorts | None, why: str) -> EngineInfo:
-        """Complete the facts of an engine that does not name its publishers; `why` counts if discovery names none
-        either.
-        """
+        """Complete the facts of an engine that names no publishers; `why` counts if discovery names none either."""
         sources = told_sources(http.host, told)
         dials = told.dials if sources and told is not None else ""
         return msgspec.structs.replace(served, sources=sources, dials=dials, no_events="" if sources else why)

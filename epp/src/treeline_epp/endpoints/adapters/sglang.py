@@ -64,9 +64,7 @@ Info = TypeVar("Info", bound=ServerInfo)
 
 
 class SGLangAdapter(OpenAIAdapter):
-    """The adapter of SGLang; see the module. An engine without `/server_info` is taken for one that publishes
-    nothing.
-    """
+    """The adapter of SGLang; see the module. Without `/server_info` an engine is taken to publish nothing."""
 
     name = "sglang"
     probe_timeout_s = 5.0
@@ -123,9 +121,7 @@ def _transfer(about: ServerInfo) -> Transfer:
 
 
 def _sources(http: EngineHttp, events: KvEvents) -> tuple[KvSource, ...]:
-    """Return the publishers, always at the endpoint's own address: an engine does not choose with whom the picker
-    talks.
-    """
+    """Return the publishers at the endpoint's own address: an engine does not choose with whom the picker talks."""
     if events.publisher != "zmq":
         return ()
     bases = events.endpoint_port_base, events.replay_endpoint_port_base, events.load_endpoint_port_base

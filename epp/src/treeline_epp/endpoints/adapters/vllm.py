@@ -108,9 +108,7 @@ class VllmAdapter(OpenAIAdapter):
 
 
 def _source(http: EngineHttp, rank: int, publisher: _Publisher) -> KvSource | None:
-    """Return the publisher, always at the endpoint's own address: an engine does not choose with whom the picker
-    talks.
-    """
+    """Return the publisher at the endpoint's own address: an engine does not choose with whom the picker talks."""
     events = place_of(publisher.endpoint)[1]
     if not publisher.enable_kv_cache_events or publisher.publisher != "zmq" or events is None:
         return None

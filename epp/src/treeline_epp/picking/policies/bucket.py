@@ -29,9 +29,7 @@ class BucketParameters(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Bucket(Policy):
-    """Sends each length to its endpoint. Models have buckets of their own; endpoints are in the order of their
-    identities.
-    """
+    """Sends each length to its endpoint. Endpoints are ordered by identity; models have buckets of their own."""
 
     name = "bucket"
     parameters = BucketParameters
