@@ -47,7 +47,7 @@ class Remote:
     within_s: float = 0.0
     """It is computing them, and may take so long for each; 0: it has them, or has them not."""
     until: float = inf
-    """When it is asked and waited for no more, by the scheduler's clock; inf: it was never asked."""
+    """When it is asked and waited for no more, by the scheduler's clock; inf: that begins when it is asked next."""
     is_asked: bool = False
     held: frozenset[bytes] = frozenset()
     """The pages that it has."""

@@ -18,7 +18,7 @@ from treeline_runtime.messages import FlushReq
 from treeline_runtime.scheduler.lending import LATE_S
 from treeline_runtime.scheduler.tiers import MOST_QUESTIONS, STALLED_S
 from treeline_wire.events import block_hash, root_digest
-from treeline_wire.pages import HaveRequest, Held, Later, encode_answer
+from treeline_wire.pages import HaveRequest, Held, Later, Pages, encode_answer
 
 PROMPT = [*prompt(0, 200), 1]
 CHUNK = 40
@@ -136,6 +136,30 @@ def test_a_new_page_renews_the_patience_and_one_that_is_lost_ends_it(
         assert here.tokens("here") == expected
         assert here.last("here").cached_tokens == 3 * CHUNK
         here.run()
+
+
+def test_pages_that_travel_longer_than_the_patience_for_the_next_do_not_end_it(
+    tiny: Path, context: zmq.Context[Any]
+) -> None:
+    now, asked = [0.0], list[HaveRequest]()
+    with engine(tiny, context, clock=lambda: now[0]) as here:
+        assert here.cache.tiers is not None
+        form = here.cache.tiers.store.form
+
+        def has_few(request: Any) -> Any:
+            if isinstance(request, HaveRequest):
+                asked.append(request)
+                return encode_answer(Held(2) if len(asked) == 1 else Later())
+            now[0] += 3
+            sums = [form.checksum(digest, memoryview(bytes(form.nbytes))) for digest in request.digests]
+            return encode_answer(Pages(request.number, sums), bytes(form.nbytes * len(sums)))
+
+        with fake_peer(context, has_few) as peer:
+            here.submit("here", PROMPT, pages_from=f"{peer};within=2")
+            eventually(lambda: (here.step(), len(asked) == 2 or "here" not in here.prefill.waiting)[1])
+            assert len(asked) == 2
+            here.abort()
+            here.run()
 
 
 def test_of_a_client_that_leaves_nothing_is_left(tiny: Path, context: zmq.Context[Any]) -> None:

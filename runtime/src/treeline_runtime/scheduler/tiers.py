@@ -16,6 +16,7 @@ import time
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -243,7 +244,7 @@ class Tiers:
             self._questions -= Counter([address])
             peer.is_asked, peer.held = False, frozenset(one for one in held if one is not None)
             if peer.held or not peer.within_s:
-                peer.until = self._clock() + peer.within_s
+                peer.until = inf if peer.within_s else -inf
             self._ask(address)
 
         self._questions[address] += 1
