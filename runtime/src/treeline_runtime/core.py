@@ -17,6 +17,7 @@ import enum
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import inf
 from typing import TYPE_CHECKING
 
 from treeline_runtime.messages import FinishReason, GenerateReq, SamplingParams, TokenLogprob
@@ -45,8 +46,8 @@ class Remote:
     address: str
     within_s: float = 0.0
     """It is computing them, and may take so long for each; 0: it has them, or has them not."""
-    left_s: float = ANSWER_S
-    """How much longer it is to be asked which it has."""
+    until: float = inf
+    """When it is asked and waited for no more, by the scheduler's clock; inf: that begins when it is asked next."""
     is_asked: bool = False
     held: frozenset[bytes] = frozenset()
     """The pages that it has."""
@@ -56,8 +57,7 @@ class Remote:
         """What the header PAGES_FROM says; None: nothing that is known."""
         if (found := _PAGES_FROM.fullmatch(header)) is None:
             return None
-        within_s = min(float(found[2] or 0.0), MOST_WITHIN_S)
-        return cls(found[1], within_s, within_s or ANSWER_S)
+        return cls(found[1], min(float(found[2] or 0.0), MOST_WITHIN_S))
 
 
 @dataclass(slots=True, eq=False)
@@ -189,11 +189,10 @@ class Req:
             priority=priority,
         )
 
-    @property
-    def awaits_pages(self) -> bool:
+    def awaits_pages(self, now: float) -> bool:
         """Whether pages are on their way to the host for it, or are asked for."""
         fetching = self.fetch is not None and not self.fetch.over
-        return fetching or (self.remote is not None and self.remote.is_asked)
+        return fetching or (self.remote is not None and self.remote.is_asked and now < self.remote.until)
 
     @property
     def begun(self) -> bool:

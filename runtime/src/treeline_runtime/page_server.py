@@ -132,9 +132,8 @@ class PageServer:
             except zmq.Again:
                 return
             peer, fd = frames[0].bytes, int(frames[0].get(zmq.SRCFD))
-            request = parse_request([frame.bytes for frame in frames[1:6]])
-            if request is None or self._asked[peer] > WINDOW:  # no runtime does so
-                continue
+            if self._asked[peer] > WINDOW or (request := parse_request([one.bytes for one in frames[1:6]])) is None:
+                continue  # no runtime does so
             self._peers.asked(fd)
             self._take(peer, request)
 

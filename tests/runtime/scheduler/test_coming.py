@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,11 @@ from support.runtime_engine import Harness, prompt
 from support.runtime_server import eventually
 from treeline_runtime.core import MOST_WITHIN_S, Remote
 from treeline_runtime.kvcache import remote
+from treeline_runtime.messages import FlushReq
 from treeline_runtime.scheduler.lending import LATE_S
-from treeline_runtime.scheduler.tiers import MOST_QUESTIONS
-from treeline_wire.pages import HaveRequest, Held, Later, encode_answer
+from treeline_runtime.scheduler.tiers import MOST_QUESTIONS, STALLED_S
+from treeline_wire.events import block_hash, root_digest
+from treeline_wire.pages import HaveRequest, Held, Later, Pages, encode_answer
 
 PROMPT = [*prompt(0, 200), 1]
 CHUNK = 40
@@ -135,6 +138,30 @@ def test_a_new_page_renews_the_patience_and_one_that_is_lost_ends_it(
         here.run()
 
 
+def test_pages_that_travel_longer_than_the_patience_for_the_next_do_not_end_it(
+    tiny: Path, context: zmq.Context[Any]
+) -> None:
+    now, asked = [0.0], list[HaveRequest]()
+    with engine(tiny, context, clock=lambda: now[0]) as here:
+        assert here.cache.tiers is not None
+        form = here.cache.tiers.store.form
+
+        def has_few(request: Any) -> Any:
+            if isinstance(request, HaveRequest):
+                asked.append(request)
+                return encode_answer(Held(2) if len(asked) == 1 else Later())
+            now[0] += 3
+            sums = [form.checksum(digest, memoryview(bytes(form.nbytes))) for digest in request.digests]
+            return encode_answer(Pages(request.number, sums), bytes(form.nbytes * len(sums)))
+
+        with fake_peer(context, has_few) as peer:
+            here.submit("here", PROMPT, pages_from=f"{peer};within=2")
+            eventually(lambda: (here.step(), len(asked) == 2 or "here" not in here.prefill.waiting)[1])
+            assert len(asked) == 2
+            here.abort()
+            here.run()
+
+
 def test_of_a_client_that_leaves_nothing_is_left(tiny: Path, context: zmq.Context[Any]) -> None:
     asked = list[Any]()
 
@@ -165,7 +192,7 @@ def test_many_who_wait_for_one_peer_take_turns_and_delay_nobody(
         engine(tiny, context, clock=lambda: now[0]) as here,
     ):
         for i in range(150):
-            here.submit(f"waits-{i}", [i % 90, i // 90, *PROMPT], pages_from=f"{address};within=5")
+            here.submit(f"waits-{i}", [i % 90, i // 90, *PROMPT], pages_from=f"{address};within=50")
         here.submit("other", prompt(5, 40))
         eventually(lambda: ended(here, "other"))
         assert len(here.prefill.waiting) == 150
@@ -183,10 +210,108 @@ def test_many_who_wait_for_one_peer_take_turns_and_delay_nobody(
         here.run()
 
 
+def test_those_in_line_for_a_peer_that_says_nothing_wait_no_longer_than_those_that_ask_it(
+    tiny: Path, context: zmq.Context[Any]
+) -> None:
+    now, asked = [0.0], list[Any]()
+
+    def lives(request: Any) -> Any:
+        asked.append(request)
+        return encode_answer(Later())
+
+    with engine(tiny, context, clock=lambda: now[0]) as here, fake_peer(context, lives) as peer:
+        for i in range(3 * MOST_QUESTIONS):
+            here.submit(str(i), [i, *prompt(3, 60)], pages_from=f"{peer};within=50")
+        eventually(lambda: (here.step(), len(asked) == MOST_QUESTIONS)[1])
+        now[0] = 49.9
+        here.step()
+        assert len(here.prefill.waiting) == 3 * MOST_QUESTIONS
+        now[0] = 50.0
+        here.run()
+        assert all(ended(here, str(i)) for i in range(3 * MOST_QUESTIONS))
+        assert len(asked) == MOST_QUESTIONS
+
+
+def test_clients_take_turns_to_ask_a_peer(
+    tiny: Path, context: zmq.Context[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "SILENT_S", 60.0)
+    asked, go, last = list[bytes](), threading.Event(), [90, *PROMPT]
+
+    def has_none(request: Any) -> Any:
+        asked.append(request.digests[0])
+        return encode_answer(Held(0)) if go.wait(60) else None
+
+    with engine(tiny, context) as here, fake_peer(context, has_none) as peer:
+        for i in range(4 * MOST_QUESTIONS):
+            here.submit(str(i), [i, *PROMPT], client="many", pages_from=f"{peer};within=50")
+        here.step()
+        here.submit("last", last, client="one", pages_from=f"{peer};within=50")
+        here.step()
+        go.set()
+        first = block_hash(root_digest(None), last[: here.config.page_size])
+        eventually(lambda: (here.step(), first in asked)[1])
+        assert asked.index(first) <= 2 * MOST_QUESTIONS
+        here.abort()
+        here.run()
+
+
+def test_a_flush_ends_what_nobody_waits_for_any_more(tiny: Path, context: zmq.Context[Any]) -> None:
+    asked = threading.Event()
+
+    def lives(request: Any) -> Any:
+        if isinstance(request, HaveRequest):
+            return encode_answer(Held(len(request.digests)))
+        asked.set()
+        return encode_answer(Later())
+
+    with engine(tiny, context) as here, fake_peer(context, lives) as peer:
+        here.submit("here", PROMPT, pages_from=f"{peer};within=50")
+        eventually(lambda: (here.step(), asked.is_set())[1])
+        here.abort()
+        here.step()
+        here.inbox.append(FlushReq("flush"))
+        eventually(lambda: (here.step(), here.replies)[1])
+        assert here.replies[-1].ok, here.replies
+
+
+def test_a_peer_that_keeps_its_pages_delays_others_as_any_disk_and_holds_few_threads(
+    tiny: Path, context: zmq.Context[Any], expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "SILENT_S", 30.0)
+    now, gets = [0.0], list[Any]()
+
+    def keeps(request: Any) -> Any:
+        if isinstance(request, HaveRequest):
+            return encode_answer(Held(len(request.digests)))
+        gets.append(request.digests[0])
+        return encode_answer(Later())
+
+    with engine(tiny, context, clock=lambda: now[0]) as here, fake_peer(context, keeps) as peer:
+        prompts = [PROMPT, *([i, *prompt(i, 60)] for i in range(2 * MOST_QUESTIONS))]
+        for i, tokens in enumerate(prompts):
+            here.submit(str(i), tokens, pages_from=f"{peer};within=50")
+        first = block_hash(root_digest(None), PROMPT[: here.config.page_size])
+        assert here.cache.tiers is not None
+        fetches = here.cache.tiers._fetches
+        eventually(lambda: (here.step(), len(fetches) >= MOST_QUESTIONS and first in gets)[1])
+        here.submit("other", PROMPT)
+        for _ in range(3):
+            here.step()
+        assert "other" in here.prefill.waiting, "the pages may come"
+        now[0] = STALLED_S
+        eventually(lambda: ended(here, "other"))
+        assert here.tokens("other") == expected
+        assert len(here.prefill.waiting) == len(prompts)
+        assert len(fetches) == MOST_QUESTIONS
+        here.abort()
+        here.run()
+
+
 def test_the_header_is_read_as_it_is_written_and_nothing_else() -> None:
     assert Remote.of("10.0.0.1:5") == Remote("10.0.0.1:5")
-    assert Remote.of("[::1]:5;within=2.5") == Remote("[::1]:5", 2.5, 2.5)
-    assert Remote.of("a:5;within=999999") == Remote("a:5", MOST_WITHIN_S, MOST_WITHIN_S)
+    assert Remote.of("[::1]:5;within=2.5") == Remote("[::1]:5", 2.5)
+    assert Remote.of("a:5;within=999999") == Remote("a:5", MOST_WITHIN_S)
     for bad in ("", ";within=1", "a:1;", "a:1;within=", "a:1;within=-1", "a:1;within=1e3", "a:1;within=nan"):
         assert Remote.of(bad) is None, bad
     for bad in ("a:1;within=1;within=2", "a:1; within=1", "a:1;within=1\n", "a:1;within=٣", "a:1;x=1"):

@@ -176,7 +176,7 @@ class Side:
     def check_empty(self) -> None:
         tiers = self.tiers
         assert not tiers.store.failures["bad_page"], "a slot was written while it was read"
-        assert (self.jobs.all, tiers._fetches, tiers._questions, tiers._in_line) == ([], [], {}, {})
+        assert (self.jobs.all, tiers._fetches, tiers._questions, tiers._in_line) == ([], {}, {}, {})
         assert (tiers.lending._waiting, tiers.loads.held_pages, self.tree.locked_pages) == ([], 0, 0)
         self.tree.reset()
         self.host.clear()
@@ -376,7 +376,7 @@ class World:
                 self.now, self.computed, self.lives, self.asks, sorted(self.trouble), messages,
                 self.lender.key(), self.asker.key(), bool(self.peers._failed_at),
                 self.req.finish, self.req.fetched, self.req.loaded,
-                peer and (peer.is_asked, len(peer.held), peer.left_s),
+                peer and (peer.is_asked, len(peer.held), peer.until),
             ))
         )  # fmt: skip
 

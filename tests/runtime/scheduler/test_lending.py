@@ -22,7 +22,7 @@ from treeline_runtime.scheduler.lending import LATE_S
 from treeline_runtime.scheduler.rates import LoadRates
 from treeline_runtime.scheduler.tiers import Tiers
 from treeline_wire.events import block_hash, root_digest
-from treeline_wire.pages import GetRequest, HaveRequest, Held, Pages
+from treeline_wire.pages import MOST_DIGESTS, GetRequest, HaveRequest, Held, Pages
 
 PAGE_SIZE, PAGES, SLOTS, PAGE_BYTES = 4, 24, 8, 8
 
@@ -220,6 +220,29 @@ class Machine(RuleBasedStateMachine):
         self.settle()
         assert self.tree.locked_pages == 0
         self.flush()
+
+
+def test_a_peer_that_names_pages_in_a_wild_order_begins_few_copies() -> None:
+    made = Machine()
+    prompts = [[family, *range(40), 200] for family in (0, 1)]
+    for tokens in prompts:
+        made.compute(tokens)
+    named = [*chain.from_iterable(zip(*map(digests_of, prompts), strict=True))]
+    made.tiers.lending.ask(HaveRequest(made.form.fingerprint, named, coming=True), lambda *_: None)
+    made.tiers.take()
+    assert len(made.jobs.begun) <= 2
+
+
+def test_a_step_takes_few_requests_that_name_many_pages() -> None:
+    made, told = Machine(), list[object]()
+    made.compute([0, *range(40), 200])
+    named = digests_of([0, *range(40)])[:1] * MOST_DIGESTS
+    for _ in range(16):
+        made.tiers.lending.ask(HaveRequest(made.form.fingerprint, named), lambda answer, _: told.append(answer))
+    made.tiers.take()
+    assert 0 < len(told) <= 4
+    while len(told) < 16:
+        assert made.tiers.take()
 
 
 TestLending = Machine.TestCase

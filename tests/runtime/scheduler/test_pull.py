@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -291,6 +292,16 @@ def test_every_rank_names_the_port_of_the_first_one(context: zmq.Context[Any]) -
         assert server._socket.getsockopt_string(zmq.LAST_ENDPOINT).endswith(f":{server.port + 3}")
     finally:
         server.close()
+
+
+def test_a_flood_of_signs_of_life_takes_no_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    rests, wanted = list[float](), iter([True] * 100)
+    frames = [SimpleNamespace(buffer=frame) for frame in encode_answer(Later())]
+    floods: Any = SimpleNamespace(poll=lambda _: True, recv_multipart=lambda copy: frames)
+    monkeypatch.setattr(remote, "time", SimpleNamespace(sleep=rests.append))
+    with pytest.raises(remote.Lost):
+        remote._Line(floods, lambda: next(wanted, False)).answer()
+    assert rests == [remote.PAUSE_S] * 100
 
 
 def ask(sock: zmq.Socket[Any], *requests: Any) -> None:

@@ -38,6 +38,8 @@ SILENT_S = 1.0
 """The longest wait for a sign of life."""
 ASK_AGAIN_S = 0.5
 """The shortest time between two questions about pages that do not come."""
+PAUSE_S = 0.01
+"""After a sign of life: a flood of them takes no processor."""
 AVOID_S = 10.0
 """How long a peer that failed is not asked."""
 MOST_AVOIDED = 1024
@@ -78,7 +80,7 @@ class RemotePages:
     ) -> list[bytes]:
         """Those of these pages that it has, up to one that it has not; none if it does not answer while that is
         `wanted`. `coming`: waits a moment for the first of them."""
-        if not self.may_ask(address):  # it has failed since
+        if not (self.may_ask(address) and wanted()):  # it has failed since, or a thread came late
             return []
         began = time.monotonic()
         try:
@@ -145,6 +147,7 @@ class _Line:
                 return answer, data
             if not self.wanted():
                 raise Lost("a peer is too slow")
+            time.sleep(PAUSE_S)
         raise TimeoutError("a peer is silent")
 
 

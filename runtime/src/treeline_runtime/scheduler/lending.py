@@ -23,7 +23,7 @@ from treeline_runtime.kvcache.store import FETCH_BYTES, PageStore
 LATE_S = 0.5
 """A request waits so long at most: its peer may ask again."""
 MOST_A_STEP = 16
-"""Requests taken between two steps of the model."""
+"""Requests taken between two steps of the model; one that names many pages counts for one more each 512."""
 
 Tell = Callable[[Answer, Buffer], None]
 
@@ -47,9 +47,10 @@ class Lending:
 
     def step(self, now: float) -> bool:
         """Goes on with all requests. Returns whether there was a new one."""
-        new = min(self._asked.qsize(), MOST_A_STEP)
-        for _ in range(new):
+        new = 0
+        while new < MOST_A_STEP and not self._asked.empty():
             request, tell = self._asked.get()
+            new += 1 + len(request.digests) // 512
             self._waiting.append((request, tell, now))
             if isinstance(request, GetRequest):
                 self._put_all(self._here(request))
@@ -91,10 +92,12 @@ class Lending:
 
     def _put_all(self, digests: Sequence[bytes]) -> None:
         """Begins to copy those to the host that are there on the device."""
+        at = None
         for node, run in groupby(digests, self._tree.find):
             if node is not None:
                 named = list(run)
-                at = node.digests.index(named[0])
+                at = node.digests.index(named[0]) if at is None else 0
                 end = at + len(named)
-                if node.digests[at:end] == named:  # a peer might name them in any order
-                    self._put(node, named, node.pages[at:end])
+                if node.digests[at:end] != named:  # a peer might name them in any order, and pays for one search
+                    return
+                self._put(node, named, node.pages[at:end])

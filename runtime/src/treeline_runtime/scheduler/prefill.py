@@ -167,10 +167,10 @@ class PrefillManager:
         def may_come(client: str | None) -> bool:
             return client not in full and free_rows > self._spare(client, busy)[0]
 
-        for req in self._order.in_order(self._clock(), may_come):
+        for req in self._order.in_order(now := self._clock(), may_come):
             if tokens_left <= 0 or free_rows <= 0 or self.chunked is not None or passed == MOST_PASSED:
                 break
-            if req.awaits_pages:
+            if req.awaits_pages(now):
                 continue
             _, spare = self._spare(req.client, busy)
             match = self._cache.match(req)

@@ -16,6 +16,7 @@ import time
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from treeline_wire.events import block_hash, root_digest
 from treeline_wire.pages import MOST_DIGESTS
 
 from treeline_runtime.config import SchedulerConfig
-from treeline_runtime.core import Remote, Req
+from treeline_runtime.core import ANSWER_S, Remote, Req
 from treeline_runtime.kvcache import KVPool, Match, Node, PagePool, Pages, RadixCache
 from treeline_runtime.kvcache.disk import DiskTier
 from treeline_runtime.kvcache.host import HostTier, Lower, Slab
@@ -44,7 +45,8 @@ REMEMBERED = 4
 STALLED_S = 5.0
 """The longest time that requests wait for a piece from the disk or a peer."""
 MOST_QUESTIONS = 8
-"""Which pages a peer has it is asked for so many requests at once: one that hangs leaves threads to others."""
+"""A peer is asked which pages it has, and for those of a client, so often at once: one that hangs leaves threads to
+others."""
 SETTLE_S = 3.0
 """Time for copies to end before a flush or sleep, which they take only if a disk hangs."""
 
@@ -75,11 +77,12 @@ class Tiers:
         self._most_remembered = REMEMBERED * store.host.num_slots
         self._piece = max(1, FETCH_BYTES // store.form.nbytes)
         """Pages that a client may have on their way from the disk, and from each peer."""
-        self._fetches: list[Fetch] = []
+        self._fetches: dict[Fetch, Req] = {}
+        """With who began it."""
         self._questions = Counter[str]()
         """By peer, those without an answer."""
-        self._in_line = defaultdict[str, deque[tuple[Req, Remote, Sequence[bytes]]]](deque)
-        """By peer, further ones."""
+        self._in_line = defaultdict[str, dict[str | None, deque[tuple[Req, Remote, Sequence[bytes]]]]](dict)
+        """By peer, further ones of each client, in the order of their turns."""
         self.lending = Lending(tree, store, self._put)
         self.loads = Loads(tree, pool, lambda *of: store.get(kv_pool(), *of), self._loaded)
         self._outcomes = Counter[str](loaded=0, computed=0, failed=0)
@@ -155,6 +158,8 @@ class Tiers:
         at = match.num_pages + len(here)
         for digest in self._following(req, match, at, lambda _: True, most=1):
             if (fetch := next((fetch for fetch in self._fetches if digest in fetch.digests), None)) is not None:
+                if fetch.limit_s > STALLED_S and req.remote is None:  # others have the patience, it has not
+                    return not fetch.over and self._clock() - fetch.began_at < STALLED_S
                 req.fetch = fetch
                 return not fetch.over
         if at < req.fetched:
@@ -162,14 +167,15 @@ class Tiers:
         peer, wanted = None, self._on_disk(req, match, at)
         if not wanted and (peer := req.remote) is not None:
             wanted = self._at_peer(req, peer, match, at)
-            if peer.is_asked:
+            if req.awaits_pages(self._clock()):
                 return True
         address, within_s = (None, 0.0) if peer is None else (peer.address, peer.within_s)
         few = (len(here) + len(wanted)) * self._tree.page_size < MIN_SHARED_TOKENS
         if not wanted or (few and not within_s):
             return False
         own = [fetch for fetch in self._fetches if (fetch.client, fetch.peer) == (req.client, address)]
-        if own and sum(len(fetch.digests) for fetch in own) + len(wanted) > self._piece:
+        many = peer is not None and len(own) >= MOST_QUESTIONS
+        if own and (many or sum(len(fetch.digests) for fetch in own) + len(wanted) > self._piece):
             req.fetch = own[0]  # then it is asked again
             return True
         req.fetched = at + len(wanted)
@@ -183,7 +189,7 @@ class Tiers:
         if not self.store.fetch(fetch, here, partial(self._fetched, fetch, measured)):
             return False
         req.fetch = fetch
-        self._fetches.append(fetch)
+        self._fetches[fetch] = req
         return True
 
     def _answers(self, peer: str | None) -> bool:
@@ -205,11 +211,11 @@ class Tiers:
             req.remote = None
             return ()
         wanted = self._following(req, match, at, lambda one: one in peer.held and one not in host, self._piece)
-        asks = not wanted and peer.left_s > 0
+        asks = not wanted and self._clock() < peer.until
         asked = self._following(req, match, at, lambda _: asks, MOST_DIGESTS)
         if len(asked) * self._tree.page_size >= MIN_SHARED_TOKENS:
-            peer.is_asked = True
-            self._in_line[address].append((req, peer, asked))
+            peer.is_asked, peer.until = True, min(peer.until, self._clock() + (peer.within_s or ANSWER_S))
+            self._in_line[address].setdefault(req.client, deque()).append((req, peer, asked))
             self._ask(address)
         return wanted
 
@@ -217,30 +223,37 @@ class Tiers:
         """Asks a peer the next questions, as many as may be without an answer."""
         line = self._in_line[address]
         while line and self._questions[address] < MOST_QUESTIONS:
-            if (asked := line.popleft())[0].finish is None:
-                self._begin_to_ask(*asked)
+            own = line.pop(client := next(iter(line)))
+            req, peer, digests = own.popleft()
+            if own:
+                line[client] = own
+            if self._asks(req, peer):
+                self._begin_to_ask(req, peer, digests)
         if not line:
             del self._in_line[address]
 
+    def _asks(self, req: Req, peer: Remote) -> bool:
+        """Whether a request still waits for what a peer says."""
+        return req.finish is None and req.remote is peer and req.awaits_pages(self._clock())
+
     def _begin_to_ask(self, req: Req, peer: Remote, digests: Sequence[bytes]) -> None:
-        address, until, remote = peer.address, self._clock() + peer.left_s, self.store.remote
+        address, remote = peer.address, self.store.remote
         assert remote is not None
 
         def answered(held: list[bytes | None], _seconds: float) -> None:
             self._questions -= Counter([address])
             peer.is_asked, peer.held = False, frozenset(one for one in held if one is not None)
-            peer.left_s = peer.within_s if peer.held else min(peer.within_s, until - self._clock())
+            if peer.held or not peer.within_s:
+                peer.until = inf if peer.within_s else -inf
             self._ask(address)
 
-        def is_wanted() -> bool:
-            return req.finish is None and self._clock() < until
-
         self._questions[address] += 1
-        have = partial(remote.have, address, self.store.form, coming=peer.within_s > 0, wanted=is_wanted)
+        wanted = partial(self._asks, req, peer)
+        have = partial(remote.have, address, self.store.form, coming=peer.within_s > 0, wanted=wanted)
         self._workers.start("ask", [digests], have, answered)
 
     def _fetched(self, fetch: Fetch, measured: bool, moved: Moved) -> None:
-        self._fetches.remove(fetch)
+        del self._fetches[fetch]
         fetch.over = True
         if measured:
             self.rates.on_load(fetch.source, moved)
@@ -257,8 +270,9 @@ class Tiers:
         """Takes what copies have done. Returns whether that may change what can be computed."""
         changed, now = self._workers.take(), self._clock()
         changed |= self.lending.step(now)
-        for fetch in self._fetches:
-            if not fetch.over and now - fetch.began_at >= fetch.limit_s:
+        for fetch, req in self._fetches.items():
+            limit_s = fetch.limit_s if req.finish is None else STALLED_S
+            if not fetch.over and now - fetch.began_at >= limit_s:
                 fetch.over = changed = True
                 self._outcomes["failed"] += 1
         return changed
@@ -266,6 +280,8 @@ class Tiers:
     def settle(self) -> bool:
         """Waits a moment for all copies to end. Returns whether they have."""
         deadline = time.monotonic() + SETTLE_S
+        for fetch in self._fetches:
+            fetch.over = True  # nobody waits for it
         while self.is_copying and (left := deadline - time.monotonic()) > 0:
             self._workers.take(left)
         return not self.is_copying
