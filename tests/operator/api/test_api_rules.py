@@ -411,10 +411,11 @@ ACCEPTED_MODELS = [
 @pytest.fixture(scope="module")
 def refusal(control_plane: ControlPlane) -> Iterator[Callable[[dict[str, Any]], str]]:
     """A function that returns the API server's refusal of an object, by a strict dry run; empty if it accepts."""
+    control_plane.kubectl("create", "namespace", "rules")
     with control_plane.http() as http:
 
         def said(obj: dict[str, Any]) -> str:
-            path = f"/apis/treeline.dev/v1alpha1/namespaces/default/{obj['kind'].lower()}s"
+            path = f"/apis/treeline.dev/v1alpha1/namespaces/rules/{obj['kind'].lower()}s"
             reply = http.post(path, params={"dryRun": "All", "fieldValidation": "Strict"}, json=obj)
             return "" if reply.is_success else str(reply.json()["message"])
 
