@@ -54,7 +54,7 @@ class Remote:
 
     @classmethod
     def of(cls, header: str) -> Remote | None:
-        """What the header PAGES_FROM says; None: nothing that is known."""
+        """Reads the header PAGES_FROM; None if it has another form."""
         if (found := _PAGES_FROM.fullmatch(header)) is None:
             return None
         return cls(found[1], min(float(found[2] or 0.0), MOST_WITHIN_S))

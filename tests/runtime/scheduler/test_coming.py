@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +21,6 @@ from treeline_wire.pages import HaveRequest, Held, Later, Pages, encode_answer
 
 PROMPT = [*prompt(0, 200), 1]
 CHUNK = 40
-
-
-@pytest.fixture(scope="module")
-def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
-    made: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    yield made
-    made.term()
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -36,13 +36,6 @@ from treeline_wire.security import CurveKeys
 
 PROMPT = [*prompt(0, 200), 1]
 Answered = tuple[Held | Pages, bytes]
-
-
-@pytest.fixture(scope="module")
-def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
-    made: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    yield made
-    made.term()
 
 
 @pytest.fixture(scope="module")

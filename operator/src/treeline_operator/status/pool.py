@@ -333,8 +333,8 @@ def _caches(world: PoolWorld) -> Judgement | None:
     """Whether pods have switched caches off; as before while the picker has not asked the pods, or one of the named."""
     if world.pool.spec.engine.type != "treeline":
         return None
-    heard = world.picker is not None and world.picker.synced
-    listed = world.picker.pools.get(world.pool.name, ()) if world.picker is not None else ()
+    picker = world.picker
+    listed = picker.pools.get(world.pool.name, ()) if picker is not None else ()
     off = [f"pod {one.name} ({', '.join(one.cache_sources_off)})" for one in listed if one.cache_sources_off]
     if off:
         return "False", Reason.CACHE_WRONG, f"caches are not used any more, an audit found wrong pages: {few(off)}"
@@ -343,7 +343,7 @@ def _caches(world: PoolWorld) -> Judgement | None:
     if (ready := sum(one.ready for one in listed)) and not unasked:
         return "True", Reason.CACHES_IN_USE, f"used by {_pods(ready)}"
     reason = next((one for one in (Reason.CACHE_WRONG, Reason.CACHES_IN_USE) if one == told.get("reason")), None)
-    if reason is None or (heard and not listed):
+    if reason is None or (picker is not None and picker.synced and not listed):
         return None
     return told["status"], reason, told["message"].removesuffix(f" {reason.fix}")
 
