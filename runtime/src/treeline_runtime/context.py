@@ -27,7 +27,7 @@ class Attends(Protocol):
         """See `AttentionBackend.forward`."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Context:
     """A step besides its input: attention, angles."""
 
@@ -41,3 +41,5 @@ class Context:
     sin: torch.Tensor
     unfinite: torch.Tensor | None = None
     """(tokens,) int32, zeros; fused operations write 1 where keys or values are not finite."""
+    room: torch.Tensor | None = None
+    """(tokens, hidden): if given, the next sublayer's result is best put here, where other ranks read it."""
